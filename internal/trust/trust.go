@@ -1,0 +1,264 @@
+// Package trust proves on a fresh connection that both ends belong to the same job.
+//
+// A job has a secret. Nothing a peer sends is interpreted before it has shown that it knows the secret, and the secret itself never travels:
+//
+//	dialler  -> acceptor   magic, dialler's nonce
+//	acceptor -> dialler    magic, acceptor's nonce
+//	dialler  -> acceptor   HMAC-SHA256(secret, "dial" purpose nonces hello), hello
+//	acceptor -> dialler    HMAC-SHA256(secret, "accept" purpose nonces hello verdict), verdict
+//
+// Every message has a fixed size but for the verdict's text, which is read only after its length was checked. Both nonces and a label for the
+// direction are under each MAC, so that neither replaying nor reflecting a message proves anything. The data that follows is not encrypted.
+package trust
+
+import (
+	"context"
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+)
+
+const (
+	magic      = "tutti/1\n"
+	nonceSize  = 32
+	helloSize  = 24
+	maxText    = 512
+	opening    = len(magic) + nonceSize
+	verdictLen = 4 // code, 0, text length
+)
+
+// MinSecret is the shortest secret that is taken, in bytes.
+const MinSecret = 16
+
+// ErrAuth says that the other end does not know the job's secret (or is no end of ours at all).
+var ErrAuth = errors.New("job secret does not match")
+
+// Hello says who dials whom. It is covered by the dialler's proof.
+type Hello struct {
+	FromRank        uint32
+	ToRank          uint32
+	FromIncarnation uint64
+	ToIncarnation   uint64
+}
+
+// Refusal is the acceptor's authenticated "no".
+type Refusal struct {
+	Code uint8 // the callers' own meaning; 0 is never sent
+	Text string
+}
+
+func (r *Refusal) Error() string { return r.Text }
+
+func (h Hello) encode() (b [helloSize]byte) {
+	binary.LittleEndian.PutUint32(b[0:], h.FromRank)
+	binary.LittleEndian.PutUint32(b[4:], h.ToRank)
+	binary.LittleEndian.PutUint64(b[8:], h.FromIncarnation)
+	binary.LittleEndian.PutUint64(b[16:], h.ToIncarnation)
+	return b
+}
+
+func decodeHello(b []byte) Hello {
+	return Hello{binary.LittleEndian.Uint32(b[0:]), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:])}
+}
+
+func mac(secret []byte, label, purpose string, parts ...[]byte) []byte {
+	m := hmac.New(sha256.New, secret)
+	for _, s := range []string{label, purpose} {
+		m.Write(binary.LittleEndian.AppendUint32(nil, uint32(len(s))))
+		m.Write([]byte(s))
+	}
+	for _, p := range parts {
+		m.Write(p)
+	}
+	return m.Sum(nil)
+}
+
+func exchange(conn net.Conn) (mine, theirs []byte, err error) {
+	mine = make([]byte, nonceSize)
+	rand.Read(mine)
+	if _, err := conn.Write(append([]byte(magic), mine...)); err != nil {
+		return nil, nil, err
+	}
+	in := make([]byte, opening)
+	if _, err := io.ReadFull(conn, in); err != nil {
+		return nil, nil, err
+	}
+	if string(in[:len(magic)]) != magic {
+		return nil, nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+	}
+	return mine, in[len(magic):], nil
+}
+
+// Client proves the dialling end. purpose separates services that share a secret. It blocks as long as conn's deadline lets it. An error that wraps
+// ErrAuth: the acceptor did not know the secret (an acceptor which finds our proof wrong says nothing and closes, which is reported as ErrAuth too); a *Refusal: it did, and said no.
+func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
+	mine, theirs, err := exchange(conn)
+	if err != nil {
+		return err
+	}
+	hello := h.encode()
+	if _, err := conn.Write(append(mac(secret, "dial", purpose, mine, theirs, hello[:]), hello[:]...)); err != nil {
+		return err
+	}
+	var in [sha256.Size + verdictLen + maxText]byte
+	fixed := in[:sha256.Size+verdictLen]
+	if _, err := io.ReadFull(conn, fixed); err != nil {
+		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+			return fmt.Errorf("%w: the other end closed the connection at our proof", ErrAuth)
+		}
+		return err
+	}
+	n := int(binary.LittleEndian.Uint16(fixed[sha256.Size+2:]))
+	if n > maxText {
+		return fmt.Errorf("%w: malformed verdict", ErrAuth)
+	}
+	verdict := in[sha256.Size : len(fixed)+n]
+	if _, err := io.ReadFull(conn, verdict[verdictLen:]); err != nil {
+		return err
+	}
+	if !hmac.Equal(in[:sha256.Size], mac(secret, "accept", purpose, mine, theirs, hello[:], verdict)) {
+		return fmt.Errorf("%w: the other end's proof is wrong", ErrAuth)
+	}
+	if code := verdict[0]; code != 0 {
+		return &Refusal{Code: code, Text: string(verdict[verdictLen:])}
+	}
+	return nil
+}
+
+// Server checks the dialling end, asks admit (nil: yes; a *Refusal keeps its code, any other error is sent as code 1) and proves the accepting end.
+// It blocks as long as conn's deadline lets it. When it returns an error the caller closes conn.
+func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
+	mine, theirs, err := exchange(conn)
+	if err != nil {
+		return Hello{}, err
+	}
+	in := make([]byte, sha256.Size+helloSize)
+	if _, err := io.ReadFull(conn, in); err != nil {
+		return Hello{}, err
+	}
+	hello := in[sha256.Size:]
+	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, theirs, mine, hello)) {
+		return Hello{}, fmt.Errorf("%w: connection from %v", ErrAuth, conn.RemoteAddr())
+	}
+	h := decodeHello(hello)
+	verdict := make([]byte, verdictLen, verdictLen+maxText)
+	refused := admit(h)
+	if refused != nil {
+		text := refused.Error()
+		text = text[:min(len(text), maxText)]
+		verdict[0] = 1
+		var r *Refusal
+		if errors.As(refused, &r) && r.Code != 0 {
+			verdict[0] = r.Code
+		}
+		binary.LittleEndian.PutUint16(verdict[2:], uint16(len(text)))
+		verdict = append(verdict, text...)
+	}
+	if _, err := conn.Write(append(mac(secret, "accept", purpose, theirs, mine, hello, verdict), verdict...)); err != nil {
+		return h, err
+	}
+	return h, refused
+}
+
+// Acceptor runs the accepting half for a listener: a bounded number of connections prove themselves at once, each within Timeout;
+// those that do not are closed and nothing else happens.
+type Acceptor struct {
+	Listener net.Listener
+	Secret   []byte
+	Purpose  string
+	Timeout  time.Duration
+	Max      int                   // unproved connections at once
+	Admit    func(Hello) error     // see Server
+	Accepted func(net.Conn, Hello) // owns the connection, its deadline cleared; must not block for long
+	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed
+	wg       sync.WaitGroup
+	mu       sync.Mutex
+	open     map[net.Conn]struct{}
+	closed   bool
+}
+
+// Serve accepts until the listener is closed by Close, and then returns after the last handshake ended.
+func (a *Acceptor) Serve() {
+	slots := make(chan struct{}, a.Max)
+	defer a.wg.Wait()
+	pause := 5 * time.Millisecond
+	for {
+		slots <- struct{}{}
+		conn, err := a.Listener.Accept()
+		if err != nil {
+			<-slots
+			if a.isClosed() || errors.Is(err, net.ErrClosed) {
+				return
+			}
+			// Out of descriptors or the like: the listener lives on, and retrying at once would only burn the CPU.
+			ctx, cancel := context.WithTimeout(context.Background(), pause)
+			<-ctx.Done()
+			cancel()
+			pause = min(2*pause, time.Second)
+			continue
+		}
+		pause = 5 * time.Millisecond
+		a.mu.Lock()
+		if a.closed {
+			a.mu.Unlock()
+			conn.Close()
+			<-slots
+			continue
+		}
+		if a.open == nil {
+			a.open = map[net.Conn]struct{}{}
+		}
+		a.open[conn] = struct{}{}
+		a.wg.Add(1)
+		a.mu.Unlock()
+		go func() {
+			defer a.wg.Done()
+			defer func() { <-slots }()
+			conn.SetDeadline(time.Now().Add(a.Timeout))
+			h, err := Server(conn, a.Secret, a.Purpose, a.Admit)
+			a.mu.Lock()
+			delete(a.open, conn)
+			if err == nil && a.closed {
+				err = net.ErrClosed
+			}
+			a.mu.Unlock()
+			if err != nil {
+				if a.Refused != nil {
+					a.Refused(conn, err)
+				}
+				conn.Close()
+				return
+			}
+			conn.SetDeadline(time.Time{})
+			a.Accepted(conn, h)
+		}()
+	}
+}
+
+func (a *Acceptor) isClosed() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.closed
+}
+
+// Close closes the listener and the connections that have not proved themselves yet.
+func (a *Acceptor) Close() error {
+	a.mu.Lock()
+	if a.closed {
+		a.mu.Unlock()
+		return nil
+	}
+	a.closed = true
+	for c := range a.open {
+		c.Close()
+	}
+	a.mu.Unlock()
+	return a.Listener.Close()
+}
