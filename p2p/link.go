@@ -16,7 +16,9 @@ type Identity struct {
 }
 
 // String returns "rank 3 (incarnation 00c0ffee…)".
-func (i Identity) String() string { return fmt.Sprintf("rank %d (incarnation %016x)", i.Rank, i.Incarnation) }
+func (i Identity) String() string {
+	return fmt.Sprintf("rank %d (incarnation %016x)", i.Rank, i.Incarnation)
+}
 
 // Header is the fixed part of every frame. A link carries it unchanged and looks only at Len.
 type Header struct {
