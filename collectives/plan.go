@@ -25,7 +25,7 @@ const (
 	AllGather
 	AllToAll
 	Broadcast
-	Reduce
+	Combine
 	Gather
 	Scatter
 	Barrier
@@ -106,12 +106,12 @@ type Verb uint8
 // Recv posts Dst for the next message of Peer and does not block; the n-th Recv from a peer gets its n-th Send.
 // Send and Recv with Len 0 are pure signals.
 // Copy copies Src to Dst; where both are the same memory it does nothing.
-// Reduce combines Srcs, in their order, into Dst, and then copies Dst to each of More.
+// Combine folds Srcs, in their order, into Dst, and then copies Dst to each of More.
 const (
 	Send Verb = iota + 1
 	Recv
 	Copy
-	Reduce
+	Combine
 )
 
 // Step is one instruction. A rank runs its steps in order; before a step, everything in Needs has completed; at the plan's end
@@ -119,12 +119,12 @@ const (
 type Step struct {
 	Verb  Verb
 	Peer  int32   // Send, Recv: slot of the other side
-	Final bool    // Reduce: the last one over this range (an average divides here)
+	Final bool    // Combine: the last one over this range (an average divides here)
 	Once  bool    // Recv: Dst is in Tmp and read by exactly one later step, so a runner may lend the message to it instead of copying
-	Dst   Ref     // Recv, Copy, Reduce
+	Dst   Ref     // Recv, Copy, Combine
 	Src   Ref     // Send, Copy
-	Srcs  []Ref   // Reduce, at least one; never overlapping Dst but as exactly the same range
-	More  []Ref   // Reduce: further destinations, as long as Dst
+	Srcs  []Ref   // Combine, at least one; never overlapping Dst but as exactly the same range
+	More  []Ref   // Combine: further destinations, as long as Dst
 	Needs []int32 // indices of earlier Recv steps whose data (or signal) this step depends on
 }
 
