@@ -25,7 +25,7 @@ const (
 	AllGather
 	AllToAll
 	Broadcast
-	Combine
+	Reduce
 	Gather
 	Scatter
 	Barrier
