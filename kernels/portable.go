@@ -1,0 +1,460 @@
+package kernels
+
+import (
+	"math"
+	"math/bits"
+	"unsafe"
+)
+
+// A kernel reduces elements lo..hi-1 of k >= 1 sources, whose addresses stand at srcs, into the same elements of dst. div is
+// what Avg divides by; other operations ignore it. stream asks for stores that bypass the caches, where the kernel has them;
+// dst+lo is then aligned to 64 bytes and dst overlaps no source.
+type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+
+type integer interface {
+	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64
+}
+
+type float interface{ float32 | float64 }
+
+// block is the elements that the portable kernels accumulate on the stack at a time, where dst cannot hold the partial result.
+const block = 128
+
+// view is the elements lo..lo+n-1 of the array at p, which may be unaligned.
+func view[T any](p unsafe.Pointer, lo, n int) []T {
+	var t T
+	return unsafe.Slice((*T)(unsafe.Add(p, uintptr(lo)*unsafe.Sizeof(t))), n)
+}
+
+// portableKernel returns the Go kernel that defines op on dt, or nil where op is not defined on dt.
+func portableKernel(op Op, dt DType) kernel {
+	if !op.Valid() {
+		return nil
+	}
+	switch dt {
+	case Int8:
+		return integerKernel[int8](op)
+	case Int16:
+		return integerKernel[int16](op)
+	case Int32:
+		return integerKernel[int32](op)
+	case Int64:
+		return integerKernel[int64](op)
+	case Uint8:
+		return integerKernel[uint8](op)
+	case Uint16:
+		return integerKernel[uint16](op)
+	case Uint32:
+		return integerKernel[uint32](op)
+	case Uint64:
+		return integerKernel[uint64](op)
+	case Float32:
+		return floatKernel[float32](op)
+	case Float64:
+		return floatKernel[float64](op)
+	case Float16, BFloat16:
+		if op <= Avg {
+			return smallFloatKernel(op, dt)
+		}
+	case Float8E4M3, Float8E5M2:
+		if op == Sum {
+			return smallFloatKernel(op, dt)
+		}
+	case Bool:
+		switch op {
+		case Sum, Max, BitOr:
+			return boolKernel(BitOr)
+		case Product, Min, BitAnd:
+			return boolKernel(BitAnd)
+		case BitXor:
+			return boolKernel(BitXor)
+		}
+	}
+	return nil
+}
+
+// late reports whether dst is one of the sources from the third on: the first two may be combined into it at once, those
+// may not, since it holds the partial result before they are read.
+func late(dst unsafe.Pointer, srcs []unsafe.Pointer) bool {
+	for _, s := range srcs[min(2, len(srcs)):] {
+		if s == dst {
+			return true
+		}
+	}
+	return false
+}
+
+func integerKernel[T integer](op Op) kernel {
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
+		s := unsafe.Slice(srcs, k)
+		if late(dst, s) {
+			integerBlocks[T](op, dst, s, lo, hi, div)
+			return
+		}
+		for ; lo < hi; lo += 4 * block {
+			integerBlock(op, view[T](dst, lo, min(4*block, hi-lo)), s, lo, div)
+		}
+	}
+}
+
+func integerBlocks[T integer](op Op, dst unsafe.Pointer, s []unsafe.Pointer, lo, hi, div int) {
+	var scratch [block]T
+	for ; lo < hi; lo += block {
+		acc := scratch[:min(block, hi-lo)]
+		integerBlock(op, acc, s, lo, div)
+		copy(view[T](dst, lo, len(acc)), acc)
+	}
+}
+
+// integerBlock reduces as many elements as acc has, from element lo on.
+func integerBlock[T integer](op Op, acc []T, s []unsafe.Pointer, lo, div int) {
+	if len(s) == 1 {
+		copy(acc, view[T](s[0], lo, len(acc)))
+	} else {
+		combineIntegers(op, acc, view[T](s[0], lo, len(acc)), view[T](s[1], lo, len(acc)))
+		for _, p := range s[2:] {
+			combineIntegers(op, acc, acc, view[T](p, lo, len(acc)))
+		}
+	}
+	if op == Avg {
+		divideIntegers(acc, div)
+	}
+}
+
+// combineIntegers sets d[i] = a[i] op b[i]; Avg is Sum here. The three have one length; d may be a or b.
+func combineIntegers[T integer](op Op, d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
+	switch op {
+	case Sum, Avg:
+		for len(d) >= 4 && len(a) >= 4 && len(b) >= 4 {
+			d[0], d[1], d[2], d[3] = a[0]+b[0], a[1]+b[1], a[2]+b[2], a[3]+b[3]
+			d, a, b = d[4:], a[4:], b[4:]
+		}
+		for i := range d {
+			d[i] = a[i] + b[i]
+		}
+	case Product:
+		for i := range d {
+			d[i] = a[i] * b[i]
+		}
+	case Min:
+		for i := range d {
+			d[i] = min(a[i], b[i])
+		}
+	case Max:
+		for i := range d {
+			d[i] = max(a[i], b[i])
+		}
+	default:
+		size := int(unsafe.Sizeof(T(0)))
+		combineBits(op, unsafe.Pointer(unsafe.SliceData(d)), unsafe.Pointer(unsafe.SliceData(a)), unsafe.Pointer(unsafe.SliceData(b)), size*len(d))
+	}
+}
+
+// combineBits applies BitAnd, BitOr or BitXor to n bytes, eight at a time.
+func combineBits(op Op, dst, x, y unsafe.Pointer, n int) {
+	w := n &^ 7
+	bitwise(op, view[uint64](dst, 0, w/8), view[uint64](x, 0, w/8), view[uint64](y, 0, w/8))
+	bitwise(op, view[uint8](dst, w, n-w), view[uint8](x, w, n-w), view[uint8](y, w, n-w))
+}
+
+func bitwise[T integer](op Op, d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
+	switch op {
+	case BitAnd:
+		for i := range d {
+			d[i] = a[i] & b[i]
+		}
+	case BitOr:
+		for i := range d {
+			d[i] = a[i] | b[i]
+		}
+	case BitXor:
+		for i := range d {
+			d[i] = a[i] ^ b[i]
+		}
+	}
+}
+
+// divideIntegers divides by div >= 1, towards zero, in 64 bits, so that a divisor too large for T is still exact.
+func divideIntegers[T integer](d []T, div int) {
+	if div == 1 {
+		return
+	}
+	if unsafe.Sizeof(T(0)) == 8 {
+		var zero T
+		if zero--; zero < 0 {
+			for i := range d {
+				d[i] = T(int64(d[i]) / int64(div))
+			}
+		} else {
+			for i := range d {
+				d[i] = T(uint64(d[i]) / uint64(div))
+			}
+		}
+		return
+	}
+	// x/div is the upper half of x*ceil(2^64/div) for all x and div up to 2^32 (Granlund and Montgomery, "Division by
+	// Invariant Integers using Multiplication", 1994). A larger divisor leaves 0, as 2^32 does.
+	m := math.MaxUint64/uint64(min(int64(div), 1<<32)) + 1
+	for i, x := range d {
+		v := int64(x)
+		sign := v >> 63
+		q, _ := bits.Mul64(uint64((v^sign)-sign), m)
+		d[i] = T((int64(q) ^ sign) - sign)
+	}
+}
+
+func floatKernel[T float](op Op) kernel {
+	if op > Avg {
+		return nil
+	}
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
+		s := unsafe.Slice(srcs, k)
+		if late(dst, s) {
+			floatBlocks[T](op, dst, s, lo, hi, div)
+			return
+		}
+		for ; lo < hi; lo += 4 * block {
+			floatBlock(op, view[T](dst, lo, min(4*block, hi-lo)), s, lo, div)
+		}
+	}
+}
+
+func floatBlocks[T float](op Op, dst unsafe.Pointer, s []unsafe.Pointer, lo, hi, div int) {
+	var scratch [block]T
+	for ; lo < hi; lo += block {
+		acc := scratch[:min(block, hi-lo)]
+		floatBlock(op, acc, s, lo, div)
+		copy(view[T](dst, lo, len(acc)), acc)
+	}
+}
+
+func floatBlock[T float](op Op, acc []T, s []unsafe.Pointer, lo, div int) {
+	if len(s) == 1 {
+		copy(acc, view[T](s[0], lo, len(acc)))
+	} else {
+		combineFloats(op, acc, view[T](s[0], lo, len(acc)), view[T](s[1], lo, len(acc)))
+		for _, p := range s[2:] {
+			combineFloats(op, acc, acc, view[T](p, lo, len(acc)))
+		}
+	}
+	if op == Avg {
+		divideFloats(acc, div)
+	}
+}
+
+// combineFloats sets d[i] = a[i] op b[i]; Avg is Sum here. The three have one length; d may be a or b.
+func combineFloats[T float](op Op, d, a, b []T) {
+	a, b = a[:len(d)], b[:len(d)]
+	switch op {
+	case Sum, Avg:
+		for i := range d {
+			s := a[i] + b[i]
+			if s != s {
+				s = nanOf(a[i], b[i])
+			}
+			d[i] = s
+		}
+	case Product:
+		for i := range d {
+			s := a[i] * b[i]
+			if s != s {
+				s = nanOf(a[i], b[i])
+			}
+			d[i] = s
+		}
+	case Min:
+		for i := range d {
+			s := min(a[i], b[i]) // Go's min is IEEE's minimum but for the bits of a NaN
+			if s != s {
+				s = canonical[T]()
+			}
+			d[i] = s
+		}
+	case Max:
+		for i := range d {
+			s := max(a[i], b[i])
+			if s != s {
+				s = canonical[T]()
+			}
+			d[i] = s
+		}
+	}
+}
+
+func divideFloats[T float](d []T, div int) {
+	by := T(div)
+	for i, x := range d {
+		q := x / by
+		if q != q {
+			q = nanOf(x, by)
+		}
+		d[i] = q
+	}
+}
+
+// scale divides n elements at p by divisor.
+func scale(dt DType, p unsafe.Pointer, n, divisor int) {
+	switch dt {
+	case Int8:
+		divideIntegers(view[int8](p, 0, n), divisor)
+	case Int16:
+		divideIntegers(view[int16](p, 0, n), divisor)
+	case Int32:
+		divideIntegers(view[int32](p, 0, n), divisor)
+	case Int64:
+		divideIntegers(view[int64](p, 0, n), divisor)
+	case Uint8:
+		divideIntegers(view[uint8](p, 0, n), divisor)
+	case Uint16:
+		divideIntegers(view[uint16](p, 0, n), divisor)
+	case Uint32:
+		divideIntegers(view[uint32](p, 0, n), divisor)
+	case Uint64:
+		divideIntegers(view[uint64](p, 0, n), divisor)
+	case Float32:
+		divideFloats(view[float32](p, 0, n), divisor)
+	case Float64:
+		divideFloats(view[float64](p, 0, n), divisor)
+	case Float16, BFloat16:
+		var scratch [block]float32
+		for lo := 0; lo < n; lo += block {
+			x, q := scratch[:min(n-lo, block)], unsafe.Add(p, 2*lo)
+			widen(dt, x, q)
+			divideFloats(x, divisor)
+			narrow(dt, q, x)
+		}
+	}
+}
+
+// nanOf is the NaN that an operation on a and b yields: the first of them that is a NaN, made quiet; else, where neither
+// is, that of an invalid operation. x86 does so in hardware; the other architectures differ, and so does Go's compiler,
+// which may exchange operands.
+func nanOf[T float](a, b T) T {
+	if unsafe.Sizeof(a) == 4 {
+		x, y := *(*uint32)(unsafe.Pointer(&a)), *(*uint32)(unsafe.Pointer(&b))
+		switch {
+		case isNaN32(x):
+			x |= quiet32
+		case isNaN32(y):
+			x = y | quiet32
+		default:
+			x = invalid32
+		}
+		return *(*T)(unsafe.Pointer(&x))
+	}
+	x, y := *(*uint64)(unsafe.Pointer(&a)), *(*uint64)(unsafe.Pointer(&b))
+	switch {
+	case isNaN64(x):
+		x |= quiet64
+	case isNaN64(y):
+		x = y | quiet64
+	default:
+		x = invalid64
+	}
+	return *(*T)(unsafe.Pointer(&x))
+}
+
+func canonical[T float]() T {
+	if unsafe.Sizeof(T(0)) == 4 {
+		return T(math.Float32frombits(canon32))
+	}
+	return T(math.Float64frombits(canon64))
+}
+
+// smallFloatKernel accumulates in float32 over all sources and rounds once.
+func smallFloatKernel(op Op, dt DType) kernel {
+	size := dt.Size()
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
+		s := unsafe.Slice(srcs, k)
+		var scratch, next [block]float32
+		for ; lo < hi; lo += block {
+			n := min(block, hi-lo)
+			acc, x := scratch[:n], next[:n]
+			widen(dt, acc, unsafe.Add(s[0], lo*size))
+			for _, p := range s[1:] {
+				widen(dt, x, unsafe.Add(p, lo*size))
+				combineFloats(op, acc, acc, x)
+			}
+			if op == Avg {
+				divideFloats(acc, div)
+			}
+			narrow(dt, unsafe.Add(dst, lo*size), acc)
+		}
+	}
+}
+
+// widen converts len(d) small floats at src.
+func widen(dt DType, d []float32, src unsafe.Pointer) {
+	switch dt {
+	case Float16:
+		for i, x := range view[F16](src, 0, len(d)) {
+			d[i] = x.Float32()
+		}
+	case BFloat16:
+		for i, x := range view[BF16](src, 0, len(d)) {
+			d[i] = x.Float32()
+		}
+	case Float8E4M3:
+		for i, x := range view[F8E4M3](src, 0, len(d)) {
+			d[i] = x.Float32()
+		}
+	case Float8E5M2:
+		for i, x := range view[F8E5M2](src, 0, len(d)) {
+			d[i] = x.Float32()
+		}
+	}
+}
+
+// narrow rounds all of a to small floats at dst.
+func narrow(dt DType, dst unsafe.Pointer, a []float32) {
+	switch dt {
+	case Float16:
+		d := view[F16](dst, 0, len(a))
+		for i, x := range a {
+			d[i] = F16From(x)
+		}
+	case BFloat16:
+		d := view[BF16](dst, 0, len(a))
+		for i, x := range a {
+			d[i] = BF16From(x)
+		}
+	case Float8E4M3:
+		d := view[F8E4M3](dst, 0, len(a))
+		for i, x := range a {
+			d[i] = F8E4M3From(x)
+		}
+	case Float8E5M2:
+		d := view[F8E5M2](dst, 0, len(a))
+		for i, x := range a {
+			d[i] = F8E5M2From(x)
+		}
+	}
+}
+
+// boolKernel takes any byte but 0 for true and answers 0 or 1.
+func boolKernel(op Op) kernel {
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, _ int, _ bool) {
+		s := unsafe.Slice(srcs, k)
+		for ; lo < hi; lo++ {
+			v := truth(s[0], lo)
+			for _, p := range s[1:] {
+				switch op {
+				case BitOr:
+					v |= truth(p, lo)
+				case BitAnd:
+					v &= truth(p, lo)
+				case BitXor:
+					v ^= truth(p, lo)
+				}
+			}
+			*(*uint8)(unsafe.Add(dst, lo)) = v
+		}
+	}
+}
+
+func truth(p unsafe.Pointer, i int) uint8 {
+	b := *(*uint8)(unsafe.Add(p, i))
+	return (b | -b) >> 7
+}

@@ -1,0 +1,5 @@
+//go:build !amd64 || purego
+
+package kernels
+
+func newActive() *reducers { return portable }
