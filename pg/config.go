@@ -1,0 +1,45 @@
+package pg
+
+import (
+	"crypto/tls"
+	"log/slog"
+	"time"
+)
+
+// Config says how a process joins its group. The zero Config takes everything from the environment that a launcher sets
+// (tutti run, torchrun, Slurm, mpirun, Kubernetes indexed jobs) and from the TUTTI_* variables; a field that is set wins over them.
+type Config struct {
+	// Size is the number of ranks and Rank this one's number, 0..Size-1. Size 0 (the default): both come from the environment; a process
+	// without any launch environment is rank 0 of 1.
+	Size, Rank int
+	// Job names the job: ranks meet under it in the store. Default TUTTI_JOB, else "default".
+	Job string
+	// Store is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default TUTTI_STORE, else etcd://MASTER_ADDR:MASTER_PORT.
+	// A group of one rank needs none.
+	Store string
+	// StoreUser and StorePassword authenticate to a site's etcd. Default TUTTI_STORE_USER and TUTTI_STORE_PASSWORD.
+	StoreUser, StorePassword string
+	// StoreTLS is used for etcds:// addresses. Default: built from TUTTI_STORE_CA, TUTTI_STORE_CERT and TUTTI_STORE_KEY, else the system's roots.
+	StoreTLS *tls.Config
+	// Secret is what every connection of the job proves to know, at least 16 bytes. Default TUTTI_SECRET or the contents of TUTTI_SECRET_FILE.
+	// A group of more than one process has no default beyond these: without a secret Join fails.
+	Secret []byte
+	// Transport restricts the links: "auto" (default: the best that reaches the peer), "shm" or "tcp". Default TUTTI_TRANSPORT.
+	Transport string
+	// Interfaces restricts the network interfaces: names, CIDRs, and their exclusion with ^, separated by commas. Default TUTTI_IFNAME, else all;
+	// among those the route to the peer decides.
+	Interfaces string
+	// Ports is where this rank listens: "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600". Default TUTTI_PORT.
+	Ports string
+	// Algorithm forces one algorithm where it exists for the collective. Default TUTTI_ALGO, else chosen by size and topology.
+	Algorithm string
+	// Timeout bounds every operation, and Join, in addition to their ctx. Default TUTTI_TIMEOUT, else 5 minutes. Negative: no bound.
+	Timeout time.Duration
+	// LeaseTTL is how long the store takes a silent rank for alive. Default 3 s.
+	LeaseTTL time.Duration
+	// Logger gets what is worth knowing but is no error. Default: warnings and above to standard error; TUTTI_LOG=debug|info|warn|error sets the level.
+	Logger *slog.Logger
+}
+
+// DefaultTimeout is Config.Timeout's default.
+const DefaultTimeout = 5 * time.Minute

@@ -1,0 +1,164 @@
+package pg
+
+import (
+	"context"
+
+	"tutti/collectives"
+)
+
+// Operation is anything that Start takes: one of the …Op types.
+type Operation interface {
+	// lower checks the arguments and describes the operation to the engine.
+	lower(g *Group, c *call) error
+}
+
+// AllReduceOp combines Src of all ranks into Dst of every rank. A zero Src means in place.
+type AllReduceOp struct {
+	Dst, Src Buffer
+	Op       Reduction
+}
+
+// ReduceScatterOp combines the parts of Src and leaves part r at rank r: Src.Count = Size*Dst.Count.
+type ReduceScatterOp struct {
+	Dst, Src Buffer
+	Op       Reduction
+}
+
+// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. The part of an inactive slot is left as it was.
+type AllGatherOp struct{ Dst, Src Buffer }
+
+// AllGatherVOp collects Src of every rank, Counts[r] elements of rank r, packed in Dst. Counts is the same on all ranks.
+type AllGatherVOp struct {
+	Dst, Src Buffer
+	Counts   []int
+}
+
+// AllToAllOp sends part r of Src to rank r and puts what rank r sent into part r of Dst. Src and Dst must not overlap.
+type AllToAllOp struct{ Dst, Src Buffer }
+
+// AllToAllVOp is AllToAllOp with SendCounts[r] elements for rank r and RecvCounts[r] from it, packed. Rank a's SendCounts[b] must be rank b's RecvCounts[a].
+type AllToAllVOp struct {
+	Dst, Src               Buffer
+	SendCounts, RecvCounts []int
+}
+
+// BroadcastOp copies X of Root to X of every rank.
+type BroadcastOp struct {
+	X    Buffer
+	Root int
+}
+
+// ReduceOp combines X of all ranks into X of Root; elsewhere X is left as it was.
+type ReduceOp struct {
+	X    Buffer
+	Root int
+	Op   Reduction
+}
+
+// GatherOp collects Src of every rank in Dst of Root: there Dst.Count = Size*Src.Count; elsewhere Dst is not used.
+type GatherOp struct {
+	Dst, Src Buffer
+	Root     int
+}
+
+// ScatterOp gives part r of the Root's Src to rank r's Dst: at the root Src.Count = Size*Dst.Count; elsewhere Src is not used.
+type ScatterOp struct {
+	Dst, Src Buffer
+	Root     int
+}
+
+// BarrierOp ends when every rank has begun it.
+type BarrierOp struct{}
+
+// SendOp sends X to rank To under Tag (0..MaxTag). It ends when X may be reused, which for a small message is before the receiver has asked for it.
+type SendOp struct {
+	X   Buffer
+	To  int
+	Tag int
+}
+
+// RecvOp receives a message of exactly X's length and type from From (or AnyRank) under Tag (or AnyTag).
+// Messages of one sender and tag are received in the order of their sending.
+type RecvOp struct {
+	X    Buffer
+	From int
+	Tag  int
+}
+
+// AllReduce combines x of all ranks, element by element, and leaves the result in x at every rank.
+// All ranks give the same length, type and op. It blocks until done or ctx ends; for every blocking call holds what Group says of errors.
+func AllReduce[T Number](ctx context.Context, g *Group, x []T, op Reduction) error {
+	b := BufferOf(x)
+	return g.blocking(ctx, collectives.AllReduce, op, 0, b, b, nil, nil)
+}
+
+// ReduceScatter combines src of all ranks and leaves part r of the result in dst of rank r: len(src) = Size*len(dst).
+func ReduceScatter[T Number](ctx context.Context, g *Group, dst, src []T, op Reduction) error {
+	return g.blocking(ctx, collectives.ReduceScatter, op, 0, BufferOf(dst), BufferOf(src), nil, nil)
+}
+
+// AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's part is left as it was.
+func AllGather[T Element](ctx context.Context, g *Group, dst, src []T) error {
+	return g.blocking(ctx, collectives.AllGather, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
+}
+
+// AllGatherV collects src of all ranks, counts[r] elements from rank r, packed in dst by rank. counts is the same on all ranks.
+func AllGatherV[T Element](ctx context.Context, g *Group, dst, src []T, counts []int) error {
+	return g.blocking(ctx, collectives.AllGatherV, 0, 0, BufferOf(dst), BufferOf(src), counts, nil)
+}
+
+// AllToAll sends part r of src to rank r and receives into part r of dst from rank r: len(dst) = len(src) = Size*part. They must not overlap.
+func AllToAll[T Element](ctx context.Context, g *Group, dst, src []T) error {
+	return g.blocking(ctx, collectives.AllToAll, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
+}
+
+// AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by rank.
+func AllToAllV[T Element](ctx context.Context, g *Group, dst, src []T, sendCounts, recvCounts []int) error {
+	return g.blocking(ctx, collectives.AllToAllV, 0, 0, BufferOf(dst), BufferOf(src), sendCounts, recvCounts)
+}
+
+// Broadcast copies x of root to x of every rank.
+func Broadcast[T Element](ctx context.Context, g *Group, x []T, root int) error {
+	b := BufferOf(x)
+	return g.blocking(ctx, collectives.Broadcast, 0, root, b, b, nil, nil)
+}
+
+// Reduce combines x of all ranks into x of root; elsewhere x is left as it was.
+func Reduce[T Number](ctx context.Context, g *Group, x []T, root int, op Reduction) error {
+	b := BufferOf(x)
+	return g.blocking(ctx, collectives.Reduce, op, root, b, b, nil, nil)
+}
+
+// Gather collects src of every rank in dst of root, by rank: there len(dst) = Size*len(src); elsewhere dst is not used and may be nil.
+func Gather[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
+	return g.blocking(ctx, collectives.Gather, 0, root, BufferOf(dst), BufferOf(src), nil, nil)
+}
+
+// Scatter gives part r of root's src to rank r in dst: at root len(src) = Size*len(dst); elsewhere src is not used and may be nil.
+func Scatter[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
+	return g.blocking(ctx, collectives.Scatter, 0, root, BufferOf(dst), BufferOf(src), nil, nil)
+}
+
+// Barrier returns when every rank has called it.
+func (g *Group) Barrier(ctx context.Context) error {
+	return g.blocking(ctx, collectives.Barrier, 0, 0, Buffer{}, Buffer{}, nil, nil)
+}
+
+// Status says what Recv received.
+type Status struct {
+	From, Tag int
+	Count     int // elements
+}
+
+// Send sends x to rank to under tag (0..MaxTag). It returns when x may be reused: for small messages at once (up to a bound, then it waits for
+// the receiver), for large ones when the receiver has them.
+func Send[T Element](ctx context.Context, g *Group, x []T, to, tag int) error {
+	_, err := g.pointToPoint(ctx, BufferOf(x), to, tag, false)
+	return err
+}
+
+// Recv receives into x from rank from (or AnyRank) under tag (or AnyTag). The message must have exactly len(x) elements of the same type:
+// one that has not is consumed and reported as an *ArgumentError. Messages of one sender and tag arrive in the order of their sending.
+func Recv[T Element](ctx context.Context, g *Group, x []T, from, tag int) (Status, error) {
+	return g.pointToPoint(ctx, BufferOf(x), from, tag, true)
+}
