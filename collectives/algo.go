@@ -1,0 +1,289 @@
+package collectives
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"strings"
+)
+
+// Algo names a family of plans.
+type Algo uint8
+
+// The algorithms; doc.go tells where each comes from and in which order it combines.
+const (
+	Auto          Algo = iota // let Choose decide
+	Flat                      // one shot: whatever a rank needs comes straight from its source, all messages at once
+	Direct                    // loads and stores on the peers' mapped memory
+	TwoShot                   // every rank finishes one part straight from all sources, then shares it; pipelined in chunks
+	Pairwise                  // one part from each peer in rotated rounds
+	Doubling                  // recursive doubling
+	Halving                   // recursive halving, then doubling (Rabenseifner)
+	Ring                      // n-1 rounds between neighbours
+	Tree                      // binomial tree, pipelined in chunks
+	Chain                     // chain, pipelined in chunks
+	Bruck                     // ceil(log2 n) messages, each of many parts
+	Dissemination             // ceil(log2 n) rounds of signals
+	Hierarchical              // inside each host, between hosts, inside each host
+	numAlgos
+)
+
+var algoNames = [numAlgos]string{"auto", "flat", "direct", "twoshot", "pairwise", "doubling", "halving", "ring", "tree", "chain",
+	"bruck", "dissemination", "hierarchical"}
+
+// Valid reports whether a is one of the algorithms above, Auto included.
+func (a Algo) Valid() bool { return a < numAlgos }
+
+// String returns the name that ParseAlgo understands.
+func (a Algo) String() string {
+	if !a.Valid() {
+		return fmt.Sprintf("algo(%d)", uint8(a))
+	}
+	return algoNames[a]
+}
+
+// ParseAlgo returns the algorithm of that name. Its error lists the right names.
+func ParseAlgo(name string) (Algo, error) {
+	for a, n := range algoNames {
+		if n == name {
+			return Algo(a), nil
+		}
+	}
+	return Auto, fmt.Errorf("collectives: no algorithm %q; there are %s", name, strings.Join(algoNames[:], ", "))
+}
+
+// ParseKind returns the collective of that name. Its error lists the right names.
+func ParseKind(name string) (Kind, error) {
+	for k := Kind(1); k < numKinds; k++ {
+		if kindNames[k] == name {
+			return k, nil
+		}
+	}
+	return 0, fmt.Errorf("collectives: no collective %q; there are %s", name, strings.Join(kindNames[1:], ", "))
+}
+
+// makers holds the plan makers. They run with at least two active ranks and something to move.
+var makers = [numKinds][numAlgos]func(*builder){
+	AllReduce: {Flat: flatAllReduce, Direct: directAllReduce, TwoShot: twoShotAllReduce, Doubling: doublingAllReduce,
+		Halving: halvingAllReduce, Ring: ringAllReduce, Tree: treeAllReduce, Hierarchical: hierAllReduce},
+	ReduceScatter: {Flat: flatReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter, Ring: ringReduceScatter},
+	AllGather: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather, Bruck: bruckAllGather,
+		Hierarchical: hierAllGather},
+	AllToAll:  {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll},
+	Broadcast: {Flat: flatBroadcast, Direct: directBroadcast, TwoShot: twoShotBroadcast, Tree: treeBroadcast, Chain: chainBroadcast, Hierarchical: hierBroadcast},
+	Reduce:    {Flat: flatReduce, Direct: directReduce, TwoShot: twoShotReduce, Tree: treeReduce, Chain: chainReduce, Hierarchical: hierReduce},
+	Gather:    {Flat: flatGather, Direct: directGather, Tree: treeGather},
+	Scatter:   {Flat: flatScatter, Direct: directScatter, Tree: treeScatter},
+	Barrier:   {Flat: flatBarrier, Tree: treeBarrier, Dissemination: disseminationBarrier, Hierarchical: hierBarrier},
+	AllGatherV: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
+		Hierarchical: hierAllGather},
+	AllToAllV: {Flat: flatAllToAll, Pairwise: pairwiseAllToAll},
+}
+
+// Algorithms returns the algorithms that have a plan for k, in the order of their numbers. Each works for any number of ranks.
+func Algorithms(k Kind) []Algo {
+	var all []Algo
+	if k.Valid() {
+		for a, f := range makers[k] {
+			if f != nil {
+				all = append(all, Algo(a))
+			}
+		}
+	}
+	return all
+}
+
+const (
+	// DefaultChunk is the pipelining grain in bytes of a Shape that names none: large enough that a message's fixed cost is small
+	// beside moving it, small enough that the chunks in flight stay in a core's private cache.
+	DefaultChunk = 64 << 10
+	// MaxChunk bounds Shape.Chunk, and with it the scratch memory of a plan.
+	MaxChunk = 1 << 30
+	// MaxSize bounds the slots of a group.
+	MaxSize = 1 << 20
+	// MaxSteps bounds the steps of one plan; a vector that would need more is to be cut into blocks.
+	MaxSteps = 1 << 18
+
+	maxBytes = math.MaxInt >> 7 // of one buffer, so that offsets can be added without overflow
+)
+
+// ErrShape is what errors.Is finds in every error about a shape that makes no sense.
+var ErrShape = errors.New("bad shape")
+
+// ErrTooLong is what errors.Is finds when a plan would have more than MaxSteps steps.
+var ErrTooLong = errors.New("plan too long")
+
+func (s Shape) bad(format string, args ...any) error {
+	return fmt.Errorf("collectives: %s of rank %d: %w: %s", s.Kind, s.Rank, ErrShape, fmt.Sprintf(format, args...))
+}
+
+// index returns the position of slot in s.Active, or -1.
+func (s Shape) index(slot int) int {
+	lo, hi := 0, len(s.Active)
+	for lo < hi {
+		if m := (lo + hi) / 2; s.Active[m] < slot {
+			lo = m + 1
+		} else {
+			hi = m
+		}
+	}
+	if lo < len(s.Active) && s.Active[lo] == slot {
+		return lo
+	}
+	return -1
+}
+
+// rooted reports whether the kind has a root.
+func (k Kind) rooted() bool { return k == Broadcast || k == Reduce || k == Gather || k == Scatter }
+
+// Reduces reports whether the kind combines elements, and so needs an operator.
+func (k Kind) Reduces() bool { return k == AllReduce || k == ReduceScatter || k == Reduce }
+
+// Validate reports what is wrong with s, whoever made it: the error wraps ErrShape and names the field.
+func (s Shape) Validate() error {
+	if !s.Kind.Valid() {
+		return s.bad("Kind %d is none", uint8(s.Kind))
+	}
+	if s.Size < 1 || s.Size > MaxSize {
+		return s.bad("Size %d, want 1..%d", s.Size, MaxSize)
+	}
+	if len(s.Active) == 0 {
+		return s.bad("no slot is active")
+	}
+	for i, a := range s.Active {
+		if a < 0 || a >= s.Size || i > 0 && a <= s.Active[i-1] {
+			return s.bad("Active[%d] is %d, want ascending slots below %d", i, a, s.Size)
+		}
+	}
+	if s.index(s.Rank) < 0 {
+		return s.bad("Rank is not an active slot")
+	}
+	if s.Kind.rooted() && s.index(s.Root) < 0 {
+		return s.bad("Root %d is not an active slot", s.Root)
+	}
+	if s.Chunk < 0 || s.Chunk > MaxChunk {
+		return s.bad("Chunk %d, want 0 (%d) to %d bytes", s.Chunk, DefaultChunk, MaxChunk)
+	}
+	if s.Hosts != nil && len(s.Hosts) != len(s.Active) {
+		return s.bad("%d Hosts for %d active slots", len(s.Hosts), len(s.Active))
+	}
+	if s.Kind == Barrier {
+		return nil
+	}
+	if s.Elem < 1 || s.Elem > MaxChunk {
+		return s.bad("Elem %d, want 1..%d bytes", s.Elem, MaxChunk)
+	}
+	counts := func(name string, c []int) error {
+		if len(c) != s.Size {
+			return s.bad("%d %s for %d slots", len(c), name, s.Size)
+		}
+		left := maxBytes / s.Elem
+		for i, n := range c {
+			if n < 0 || n > left {
+				return s.bad("%s[%d] is %d; want none negative and less than %d bytes in all", name, i, n, maxBytes)
+			}
+			left -= n
+		}
+		return nil
+	}
+	switch s.Kind {
+	case AllToAllV:
+		if err := counts("RecvCounts", s.RecvCounts); err != nil {
+			return err
+		}
+		if err := counts("Counts", s.Counts); err != nil {
+			return err
+		}
+		if s.Counts[s.Rank] != s.RecvCounts[s.Rank] {
+			return s.bad("Counts[%d] is %d but RecvCounts[%d] is %d: a rank sends itself what it receives from itself", s.Rank, s.Counts[s.Rank], s.Rank, s.RecvCounts[s.Rank])
+		}
+		return nil
+	case AllGatherV:
+		return counts("Counts", s.Counts)
+	}
+	if s.Count < 0 || s.Count > maxBytes/s.Elem/s.Size {
+		return s.bad("Count %d of %d bytes in %d parts, want at most %d bytes in all", s.Count, s.Elem, s.Size, maxBytes)
+	}
+	return nil
+}
+
+// Parts returns how many parts buffer In or Out has on the rank slot; 0 where it has no such buffer.
+func (s Shape) Parts(buf Buf, slot int) int {
+	all, one := s.Size, 1
+	if s.Kind.rooted() && slot != s.Root { // the far side of a rooted kind
+		all = 0
+		if s.Kind == Reduce && buf == Out || s.Kind == Broadcast && buf == In {
+			one = 0
+		}
+	}
+	switch s.Kind {
+	case AllReduce, Reduce:
+		return one
+	case Broadcast:
+		if buf == Out && slot == s.Root {
+			return 0
+		}
+		return one
+	case ReduceScatter, Scatter:
+		if buf == In {
+			return all
+		}
+		return 1
+	case AllGather, Gather, AllGatherV:
+		if buf == In {
+			return 1
+		}
+		return all
+	case AllToAll, AllToAllV:
+		return s.Size
+	}
+	return 0
+}
+
+// PartBytes returns the bytes of one part of buffer In or Out of the rank slot. What another rank's buffers hold in an AllToAllV
+// is not known here: 0.
+func (s Shape) PartBytes(buf Buf, slot, part int) int {
+	if part < 0 || part >= s.Parts(buf, slot) {
+		return 0
+	}
+	switch {
+	case s.Kind == AllGatherV && buf == In:
+		return s.Counts[slot] * s.Elem
+	case s.Kind == AllGatherV:
+		return s.Counts[part] * s.Elem
+	case s.Kind == AllToAllV && slot != s.Rank:
+		return 0
+	case s.Kind == AllToAllV && buf == In:
+		return s.Counts[part] * s.Elem
+	case s.Kind == AllToAllV:
+		return s.RecvCounts[part] * s.Elem
+	}
+	return s.Count * s.Elem
+}
+
+// Build makes the plan of s.Rank by algorithm a. It is a pure function: all ranks that call it with the same a and shapes that
+// agree get plans that fit together. Auto stands for Choose(s, Caps{}). The plan shares the slices of s, which must not change
+// any more. Errors: ErrShape; ErrTooLong; or a has no plan for the kind (the text lists those that have).
+func Build(a Algo, s Shape) (*Plan, error) {
+	if err := s.Validate(); err != nil {
+		return nil, err
+	}
+	if a == Auto {
+		a = Choose(s, Caps{})
+	}
+	if !a.Valid() || makers[s.Kind][a] == nil {
+		return nil, fmt.Errorf("collectives: %s has no %s plan; it has %v", s.Kind, a, Algorithms(s.Kind))
+	}
+	b := newBuilder(a, s)
+	switch {
+	case s.Kind != AllToAllV && s.Kind != Barrier && b.empty():
+	case b.n == 1:
+		b.alone()
+	default:
+		makers[s.Kind][a](b)
+	}
+	if b.err != nil {
+		return nil, b.err
+	}
+	return b.plan, nil
+}

@@ -1,0 +1,292 @@
+package collectives
+
+import (
+	"fmt"
+	"math"
+	"sort"
+)
+
+// A team is the ranks that one phase of a plan is for, and this rank's place among them.
+type team struct {
+	slots []int
+	me    int // index in slots; -1: not a member
+}
+
+func (t team) n() int { return len(t.slots) }
+
+// peer returns the slot d places after me, round the team; d may be negative.
+func (t team) at(d int) int { return ((t.me+d)%len(t.slots) + len(t.slots)) % len(t.slots) }
+
+// memKey names one part of one memory of this rank. Buffers that may be the same memory share a key.
+type memKey struct {
+	buf  Buf
+	part int32
+}
+
+// span is a byte range that a Recv, step, is going to fill.
+type span struct {
+	off, end int
+	step     int32
+}
+
+// A builder makes one plan. It keeps track of which ranges wait for a message, and so fills in Needs; it drops steps without
+// bytes, which their other side drops too; the first error sticks in err.
+type builder struct {
+	Shape
+	plan    *Plan
+	all     team
+	n, me   int // of all
+	chunk   int // pipelining grain, bytes, a multiple of Elem
+	top     int // scratch memory in use
+	pending map[memKey][]span
+	after   []int32 // signals that the next step has to wait for
+	err     error
+}
+
+func newBuilder(a Algo, s Shape) *builder {
+	b := &builder{Shape: s, plan: &Plan{Shape: s, Algo: a}, n: len(s.Active), me: s.index(s.Rank), pending: map[memKey][]span{}}
+	b.all = team{s.Active, b.me}
+	if b.chunk = s.Chunk; b.chunk == 0 {
+		b.chunk = DefaultChunk
+	}
+	if line := lcm(max(s.Elem, 1), 64); b.chunk >= line {
+		b.chunk -= b.chunk % line
+	} else if s.Elem > 0 {
+		b.chunk = max(s.Elem, b.chunk-b.chunk%s.Elem)
+	}
+	return b
+}
+
+func (b *builder) fail(err error) {
+	if b.err == nil {
+		b.err = err
+	}
+}
+
+// empty reports whether no rank has anything to move or reduce.
+func (b *builder) empty() bool {
+	if b.Kind != AllGatherV {
+		return b.Count == 0
+	}
+	for _, s := range b.Active {
+		if b.Counts[s] > 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// key maps buffers that callers may alias, see Kind, to one key.
+func (b *builder) key(r Ref) memKey {
+	if r.Buf == In {
+		switch b.Kind {
+		case AllReduce, Reduce:
+			return memKey{Out, r.Part}
+		case AllGather, AllGatherV:
+			return memKey{Out, int32(b.Rank)}
+		}
+	}
+	return memKey{r.Buf, r.Part}
+}
+
+// touch adds to needs the Recvs that fill any of r and have not been waited for.
+func (b *builder) touch(needs []int32, r Ref) []int32 {
+	k := b.key(r)
+	ps := b.pending[k]
+	if len(ps) == 0 || r.Len == 0 {
+		return needs
+	}
+	i := sort.Search(len(ps), func(i int) bool { return ps[i].end > r.Off })
+	j := i
+	for ; j < len(ps) && ps[j].off < r.Off+r.Len; j++ {
+		needs = append(needs, ps[j].step)
+	}
+	if j > i {
+		b.pending[k] = append(ps[:i], ps[j:]...)
+	}
+	return needs
+}
+
+func (b *builder) add(s Step) int32 {
+	s.Needs = append(s.Needs, b.after...)
+	b.after = b.after[:0]
+	if len(b.plan.Steps) >= MaxSteps {
+		b.fail(b.tooLong())
+		return 0
+	}
+	b.plan.Steps = append(b.plan.Steps, s)
+	return int32(len(b.plan.Steps) - 1)
+}
+
+func (b *builder) tooLong() error {
+	return fmt.Errorf("collectives: %s %s over %d ranks, %d elements of %d bytes in chunks of %d: %w: more than %d steps; cut the vector into blocks or raise Chunk",
+		b.plan.Algo, b.Kind, b.n, b.Count, b.Elem, b.chunk, ErrTooLong, MaxSteps)
+}
+
+func (b *builder) send(peer int, src Ref) {
+	if src.Len > 0 {
+		b.add(Step{Verb: Send, Peer: int32(peer), Src: src, Needs: b.touch(nil, src)})
+	}
+}
+
+func (b *builder) recv(peer int, dst Ref) int32 { return b.post(peer, dst, false) }
+
+// borrow posts a Recv into scratch memory that exactly one later step reads.
+func (b *builder) borrow(peer int, dst Ref) int32 { return b.post(peer, dst, true) }
+
+func (b *builder) post(peer int, dst Ref, once bool) int32 {
+	if dst.Len == 0 {
+		return -1
+	}
+	step := b.add(Step{Verb: Recv, Peer: int32(peer), Dst: dst, Once: once, Needs: b.touch(nil, dst)})
+	k := b.key(dst)
+	ps := b.pending[k]
+	i := sort.Search(len(ps), func(i int) bool { return ps[i].off >= dst.Off })
+	ps = append(ps, span{})
+	copy(ps[i+1:], ps[i:])
+	ps[i] = span{dst.Off, dst.Off + dst.Len, step}
+	b.pending[k] = ps
+	return step
+}
+
+// copy moves src to dst. A rank's own part that may be in place already costs the runner nothing then.
+func (b *builder) copy(dst, src Ref) {
+	if src.Len > 0 {
+		b.add(Step{Verb: Copy, Dst: dst, Src: src, Needs: b.touch(b.touch(nil, src), dst)})
+	}
+}
+
+// combine folds srcs, in their order, into dst and more.
+func (b *builder) combine(final bool, dst Ref, srcs []Ref, more ...Ref) {
+	if dst.Len == 0 {
+		return
+	}
+	var needs []int32
+	for _, r := range srcs {
+		needs = b.touch(needs, r)
+	}
+	needs = b.touch(needs, dst)
+	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs, More: more, Needs: needs})
+}
+
+// signal sends nothing but the fact to peer; await posts the Recv of one. The next step waits for what is in b.after.
+func (b *builder) signal(peer int)      { b.add(Step{Verb: Send, Peer: int32(peer)}) }
+func (b *builder) await(peer int) int32 { return b.add(Step{Verb: Recv, Peer: int32(peer)}) }
+
+// tmp takes n bytes of scratch memory on a cache line of their own. Setting b.top back releases what was taken since.
+func (b *builder) tmp(n int) Ref {
+	if n > math.MaxInt-64-b.top {
+		b.fail(b.bad("scratch memory would pass the address space; lower Chunk"))
+		return Ref{Buf: Tmp}
+	}
+	r := Ref{Buf: Tmp, Off: b.top, Len: n}
+	b.top += (n + 63) &^ 63
+	b.plan.Tmp = max(b.plan.Tmp, b.top)
+	return r
+}
+
+// slots takes n scratch ranges of size bytes each.
+func (b *builder) slots(n, size int) []Ref {
+	if size > 0 && n > (math.MaxInt-b.top)/(size+64) {
+		b.fail(b.bad("scratch memory would pass the address space; lower Chunk"))
+		return make([]Ref, n)
+	}
+	rs := make([]Ref, n)
+	for i := range rs {
+		rs[i] = b.tmp(size)
+	}
+	return rs
+}
+
+// chunks returns into how many chunks of b.chunk bytes a range of size bytes falls, when one chunk costs about steps steps; none when the
+// plan would be too long.
+func (b *builder) chunks(size, steps int) int {
+	k := (size-1)/b.chunk + 1
+	if size == 0 {
+		k = 0
+	}
+	if k > MaxSteps/max(steps, 1) && k > 1 {
+		b.fail(b.tooLong())
+		return 0
+	}
+	return k
+}
+
+// cut returns the offset and length of chunk c of a range of size bytes; length 0 past its end.
+func (b *builder) cut(size, c int) (off, n int) {
+	off = min(c*b.chunk, size)
+	return off, min(b.chunk, size-off)
+}
+
+func (r Ref) sub(off, n int) Ref {
+	r.Off += off
+	r.Len = n
+	return r
+}
+
+// mine and theirs are this rank's part of In or Out numbered slot, whole.
+func (b *builder) mine(buf Buf, part int) Ref {
+	return Ref{Buf: buf, Part: int32(part), Len: b.PartBytes(buf, b.Rank, part)}
+}
+
+// far is the part of a peer's In or Out.
+func (b *builder) far(buf Buf, peer, part int) Ref {
+	b.plan.Direct = true
+	r := Ref{Buf: PeerIn, Peer: int32(peer), Part: int32(part), Len: b.PartBytes(buf, peer, part)}
+	if buf == Out {
+		r.Buf = PeerOut
+	}
+	return r
+}
+
+// split divides count elements into n parts and returns their n+1 bounds in bytes: in whole cache lines where each part gets at least one,
+// else by elements. Parts differ by at most one unit; the last takes what is less than a unit.
+func split(count, n, elem int) []int {
+	unit := 64 / gcd(64, elem)
+	if count/unit < n {
+		unit = 1
+	}
+	units := count / unit
+	q, r := units/n, units%n
+	bounds := make([]int, n+1)
+	for p := range n {
+		bounds[p] = (q*p + min(p, r)) * unit * elem
+	}
+	bounds[n] = count * elem
+	return bounds
+}
+
+// widest returns the largest distance between neighbouring bounds.
+func widest(bounds []int) int {
+	w := 0
+	for i := 1; i < len(bounds); i++ {
+		w = max(w, bounds[i]-bounds[i-1])
+	}
+	return w
+}
+
+func gcd(a, b int) int {
+	for b != 0 {
+		a, b = b, a%b
+	}
+	return a
+}
+
+func lcm(a, b int) int { return a / gcd(a, b) * b }
+
+// alone is every plan of a single active rank.
+func (b *builder) alone() {
+	out, in := b.mine(Out, b.Rank), b.mine(In, b.Rank)
+	if b.Parts(In, b.Rank) == 1 {
+		in = b.mine(In, 0)
+	}
+	if b.Parts(Out, b.Rank) == 1 {
+		out = b.mine(Out, 0)
+	}
+	switch {
+	case b.Kind.Reduces():
+		b.combine(true, out, []Ref{in})
+	case b.Kind != Broadcast && b.Kind != Barrier:
+		b.copy(out, in)
+	}
+}

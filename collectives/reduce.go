@@ -1,0 +1,568 @@
+package collectives
+
+// The plans that combine: AllReduce, ReduceScatter, Reduce. Wherever In and Out may be the same memory, a range of Out is written (or its
+// Recv posted) only after the last step that reads that range of In.
+
+// flatAllReduce sends the whole vector to everyone, and everyone folds all n in slot order.
+func flatAllReduce(b *builder) {
+	b.flatFold(func(int) Ref { return b.mine(In, 0) }, b.mine(Out, 0))
+}
+
+// flatReduceScatter is one message from each rank to each, and one fold in slot order.
+func flatReduceScatter(b *builder) { b.flatFold(b.inPart, b.mine(Out, 0)) }
+
+// flatFold sends src(p) to each p and folds what all sent into out; a chunk is over before the next one begins.
+func (b *builder) flatFold(src func(p int) Ref, out Ref) {
+	got := b.slots(b.n-1, min(b.chunk, out.Len))
+	for c := range b.chunks(out.Len, 2*b.n) {
+		off, n := b.cut(out.Len, c)
+		srcs := make([]Ref, b.n)
+		srcs[b.me] = src(b.me).sub(off, n)
+		for d := 1; d < b.n; d++ {
+			p := b.all.at(-d)
+			srcs[p] = got[d-1].sub(0, n)
+			b.borrow(b.Active[p], srcs[p])
+		}
+		for d := 1; d < b.n; d++ {
+			p := b.all.at(d)
+			b.send(b.Active[p], src(p).sub(off, n))
+		}
+		b.combine(true, out.sub(off, n), srcs)
+	}
+}
+
+// pairwiseReduceScatter is flatReduceScatter as a pipeline: chunk k is folded while chunk k+1 is under way.
+func pairwiseReduceScatter(b *builder) {
+	pairwise(b, exchange{team: b.all, size: b.partSize, src: b.inPart, dst: b.outWhole, reduce: true, final: true})
+}
+
+func (b *builder) partSize(int) int { return b.Count * b.Elem }
+func (b *builder) inPart(p int) Ref { return b.mine(In, b.Active[p]) }
+func (b *builder) outWhole(int) Ref { return b.mine(Out, 0) }
+
+// flatReduce sends all vectors to the root, which folds them in slot order.
+func flatReduce(b *builder) { b.reduceTree(b.linear(b.all, b.index(b.Root)), b.chunk) }
+
+// twoShotAllReduce: each rank folds one part from all n sources, in slot order, and sends the result to all.
+func twoShotAllReduce(b *builder) {
+	bounds := split(b.Count, b.n, b.Elem)
+	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0), exchange{reduce: true, final: true, share: true}))
+}
+
+// twoShotReduce: each rank folds one part from all n sources, in slot order, and sends the result to the root.
+func twoShotReduce(b *builder) {
+	bounds := split(b.Count, b.n, b.Elem)
+	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0), exchange{reduce: true, final: true, share: true, toRoot: true, root: b.index(b.Root)}))
+}
+
+// An exchange is a team's reduce-scatter, allgather, or both, by messages straight between the member that has something and the one
+// that needs it.
+type exchange struct {
+	team
+	size   func(p int) int // bytes of part p, which member p finishes
+	src    func(p int) Ref // where this rank has its contribution to part p
+	dst    func(p int) Ref // where the finished part p goes
+	reduce bool            // part p is a fold of all contributions; else dst of the own part already holds it
+	final  bool            // the fold is the last one over its range
+	share  bool            // the finished part goes to all members, or
+	toRoot bool            // ... only to member root
+	root   int
+}
+
+// over is an exchange of the parts of one vector.
+func over(t team, bounds []int, src, dst Ref, x exchange) exchange {
+	x.team = t
+	x.size = func(p int) int { return bounds[p+1] - bounds[p] }
+	x.src = func(p int) Ref { return src.sub(bounds[p], bounds[p+1]-bounds[p]) }
+	x.dst = func(p int) Ref { return dst.sub(bounds[p], bounds[p+1]-bounds[p]) }
+	return x
+}
+
+// pairwise plans an exchange as a software pipeline. In round c the contributions to chunk c leave, chunk c-1 is folded, and its result
+// leaves. Between any two ranks the order is the same on both sides: contribution c, result c-1, contribution c+1, ... . Every Recv of a round
+// is posted before the round's first Send that a peer's could wait for, so a Send waits only for ranks in earlier rounds. Peers are
+// visited in rotated order, so that not all send to the same one at once.
+func pairwise(b *builder, x exchange) {
+	n, me := x.n(), x.me
+	widest := 0
+	for p := range n {
+		widest = max(widest, x.size(p))
+	}
+	rounds := b.chunks(widest, 4*n)
+	own := x.size(me)
+	acc := x.dst(me)
+	bounce := x.toRoot && me != x.root // no memory of the caller's for results
+	grain := min(b.chunk, own)
+	var got, out []Ref
+	if x.reduce {
+		got = b.slots(2*(n-1), grain)
+		if bounce {
+			out = b.slots(2, grain)
+		}
+	}
+	result := func(c int) Ref {
+		off, k := b.cut(own, c)
+		if bounce {
+			return out[c%2].sub(0, k)
+		}
+		return acc.sub(off, k)
+	}
+	for c := 0; c <= rounds && rounds > 0; c++ {
+		if x.reduce && c < rounds {
+			_, k := b.cut(own, c)
+			for d := 1; d < n; d++ {
+				p := x.at(-d)
+				b.borrow(x.slots[p], got[c%2*(n-1)+d-1].sub(0, k))
+			}
+			for d := 1; d < n; d++ {
+				p := x.at(d)
+				off, k := b.cut(x.size(p), c)
+				b.send(x.slots[p], x.src(p).sub(off, k))
+			}
+		}
+		if c == 0 {
+			continue
+		}
+		prev := c - 1
+		if x.share && !bounce {
+			for d := 1; d < n; d++ {
+				p := x.at(-d)
+				off, k := b.cut(x.size(p), prev)
+				b.recv(x.slots[p], x.dst(p).sub(off, k))
+			}
+		}
+		off, k := b.cut(own, prev)
+		if x.reduce {
+			srcs := make([]Ref, n)
+			for d := 1; d < n; d++ {
+				srcs[x.at(-d)] = got[prev%2*(n-1)+d-1].sub(0, k)
+			}
+			srcs[me] = x.src(me).sub(off, k)
+			b.combine(x.final, result(prev), srcs)
+		}
+		if x.share {
+			for d := 1; d < n; d++ {
+				if p := x.at(d); !x.toRoot || p == x.root {
+					b.send(x.slots[p], result(prev))
+				}
+			}
+		}
+	}
+}
+
+// The ring. Part p starts at rank p+1 and goes round to rank p, everyone folding its own contribution onto what comes: the fold of part p is
+// (x[p+1] + x[p+2]) + ... + x[p], indices modulo n.
+
+func ringAllReduce(b *builder) {
+	in, out := b.mine(In, 0), b.mine(Out, 0)
+	bounds := split(b.Count, b.n, b.Elem)
+	part := func(r Ref) func(int) Ref {
+		return func(p int) Ref { return r.sub(bounds[p], bounds[p+1]-bounds[p]) }
+	}
+	b.ring(widest(bounds), part(in), part(out), true)
+}
+
+func ringReduceScatter(b *builder) { b.ring(b.Count*b.Elem, b.inPart, b.outWhole, false) }
+
+// ring reduces part me into dst(me); with gather the finished parts then go round once more. The chunks of a part go round in groups, within
+// a group round by round; with several chunks in the group, the next one is sent before this one is folded.
+func (b *builder) ring(size int, src, dst func(p int) Ref, gather bool) {
+	left, right := b.Active[b.all.at(-1)], b.Active[b.all.at(1)]
+	k, last := b.chunks(size, 6*b.n), b.n-2
+	grain := min(b.chunk, size)
+	got := b.slots(2, grain)
+	group := k
+	var hold []Ref // partial folds between two rounds, where there is no Out to hold them: one group's worth
+	if !gather {
+		group = min(k, 4)
+		if last > 0 {
+			hold = b.slots(group, grain)
+		}
+	}
+	type op struct{ round, chunk, prev int } // prev: the op whose fold this one sends, or -1
+	var ops []op
+	for g := 0; g < k; g += group {
+		width := min(group, k-g)
+		for r := range b.n - 1 {
+			for c := range width {
+				prev := -1
+				if r > 0 {
+					prev = len(ops) - width
+				}
+				ops = append(ops, op{r, g + c, prev})
+			}
+		}
+	}
+	piece := func(r Ref, c int) Ref { return r.sub(b.cut(r.Len, c)) }
+	partial := func(o op) Ref {
+		mine := piece(src(b.all.at(-2-o.round)), o.chunk)
+		if gather || o.round == last {
+			return piece(dst(b.all.at(-2-o.round)), o.chunk)
+		}
+		return hold[o.chunk%group].sub(0, mine.Len)
+	}
+	folded := -1
+	fold := func(through int) {
+		for ; folded < through; folded++ {
+			o := ops[folded+1]
+			mine := piece(src(b.all.at(-2-o.round)), o.chunk)
+			b.combine(o.round == last, partial(o), []Ref{got[(folded+1)%2].sub(0, mine.Len), mine})
+		}
+	}
+	for t, o := range ops {
+		fold(o.prev)
+		b.borrow(left, got[t%2].sub(0, piece(src(b.all.at(-2-o.round)), o.chunk).Len))
+		if o.prev < 0 {
+			b.send(right, piece(src(b.all.at(-1)), o.chunk))
+		} else {
+			b.send(right, partial(ops[o.prev]))
+		}
+		fold(t - 1)
+	}
+	fold(len(ops) - 1)
+	if gather {
+		b.ringShare(k, dst)
+	}
+}
+
+// ringShare passes the parts round: in round s each rank sends part me-s and receives part me-1-s, k chunks each.
+func (b *builder) ringShare(k int, dst func(p int) Ref) {
+	left, right := b.Active[b.all.at(-1)], b.Active[b.all.at(1)]
+	for s := range b.n - 1 {
+		for c := range k {
+			in, out := dst(b.all.at(-1-s)), dst(b.all.at(-s))
+			b.recv(left, in.sub(b.cut(in.Len, c)))
+			b.send(right, out.sub(b.cut(out.Len, c)))
+		}
+	}
+}
+
+// Recursive doubling and halving. With n not a power of two, the first n-2^k pairs of neighbours act as one: the upper rank hands its vector to
+// the lower and gets the result back. Round k folds two blocks of 2^k actors, the lower block's partial first, so the association is the balanced
+// tree over aligned blocks, in slot order.
+
+// actors returns the number of actors, this rank's number among them (-1: it sits out), and the team index of actor a.
+func (t team) actors() (count, id int, index func(a int) int) {
+	count = 1
+	for count*2 <= t.n() {
+		count *= 2
+	}
+	rem := t.n() - count
+	switch {
+	case t.me >= 2*rem:
+		id = t.me - rem
+	case t.me%2 == 0:
+		id = t.me / 2
+	default:
+		id = -1
+	}
+	return count, id, func(a int) int {
+		if a < rem {
+			return 2 * a
+		}
+		return a + rem
+	}
+}
+
+func doublingAllReduce(b *builder) { b.doubling(b.all, b.mine(In, 0), b.mine(Out, 0)) }
+
+// doubling exchanges whole vectors, from src into dst, which may be src.
+func (b *builder) doubling(t team, src, dst Ref) {
+	count, id, index := t.actors()
+	rem := t.n() - count
+	grain := min(b.chunk, src.Len)
+	got := b.slots(3, grain)
+	for c := range b.chunks(src.Len, 32) {
+		off, n := b.cut(src.Len, c)
+		cur, out := src.sub(off, n), dst.sub(off, n)
+		if id < 0 {
+			b.send(t.slots[t.me-1], cur)
+			b.recv(t.slots[t.me-1], out)
+			continue
+		}
+		post := func(k int) {
+			if 1<<k < count {
+				b.borrow(t.slots[index(id^1<<k)], got[k%2].sub(0, n))
+			}
+		}
+		if t.me < 2*rem {
+			b.borrow(t.slots[t.me+1], got[2].sub(0, n))
+			post(0)
+			b.combine(false, out, []Ref{cur, got[2].sub(0, n)})
+			cur = out
+		} else {
+			post(0)
+		}
+		for k := 0; 1<<k < count; k++ {
+			post(k + 1)
+			b.send(t.slots[index(id^1<<k)], cur)
+			srcs := []Ref{cur, got[k%2].sub(0, n)}
+			if id>>k&1 == 1 {
+				srcs[0], srcs[1] = srcs[1], srcs[0]
+			}
+			b.combine(2<<k >= count, out, srcs)
+			cur = out
+		}
+		if t.me < 2*rem {
+			b.send(t.slots[t.me+1], out)
+		}
+	}
+}
+
+// halvingAllReduce: in round k neighbours 2^k apart split what they hold, each folding one half; then the halves go back the same way.
+// Nearest neighbours exchange most, and the blocks stay in slot order.
+func halvingAllReduce(b *builder) {
+	count, id, index := b.all.actors()
+	rem := b.n - count
+	in, out := b.mine(In, 0), b.mine(Out, 0)
+	k := b.chunks(in.Len, 16)
+	grain := min(b.chunk, in.Len)
+	cut := func(r Ref, c int) Ref { return r.sub(b.cut(r.Len, c)) }
+	if id < 0 {
+		for c := range k {
+			b.send(b.Active[b.me-1], cut(in, c))
+		}
+		for c := range k {
+			b.recv(b.Active[b.me-1], cut(out, c))
+		}
+		return
+	}
+	got := b.slots(2, grain)
+	cur := in
+	// fold takes the peer's contribution to a range of cur, in chunks, while sending the peer the range that it keeps.
+	fold := func(peer int, keep, give Ref, peerFirst, final bool) {
+		rounds := b.chunks(max(keep.Len, give.Len), 8)
+		for c := 0; c <= rounds && rounds > 0; c++ {
+			if c < rounds {
+				b.borrow(peer, got[c%2].sub(0, cut(keep, c).Len))
+				b.send(peer, cut(give, c))
+			}
+			if c == 0 {
+				continue
+			}
+			mine := cut(keep, c-1)
+			srcs := []Ref{mine, got[(c-1)%2].sub(0, mine.Len)}
+			if peerFirst {
+				srcs[0], srcs[1] = srcs[1], srcs[0]
+			}
+			dst := mine
+			dst.Buf = Out
+			b.combine(final, dst, srcs)
+		}
+	}
+	if b.me < 2*rem {
+		fold(b.Active[b.me+1], in, Ref{}, false, false)
+		cur = out
+	}
+	type level struct {
+		peer       int
+		keep, give Ref
+	}
+	var levels []level
+	for k := 0; 1<<k < count; k++ {
+		bounds := split(cur.Len/b.Elem, 2, b.Elem)
+		low, high := cur.sub(0, bounds[1]), cur.sub(bounds[1], cur.Len-bounds[1])
+		if id>>k&1 == 1 {
+			low, high = high, low
+		}
+		peer := b.Active[index(id^1<<k)]
+		fold(peer, low, high, id>>k&1 == 1, 2<<k >= count)
+		low.Buf, high.Buf = Out, Out
+		levels = append(levels, level{peer, low, high})
+		cur = low
+	}
+	for i := len(levels) - 1; i >= 0; i-- {
+		l := levels[i]
+		for c := range b.chunks(max(l.keep.Len, l.give.Len), 4) {
+			b.recv(l.peer, cut(l.give, c))
+			b.send(l.peer, cut(l.keep, c))
+		}
+	}
+	if b.me < 2*rem {
+		for c := range k {
+			b.send(b.Active[b.me+1], cut(out, c))
+		}
+	}
+}
+
+// Trees.
+
+// A node is this rank's place in a tree that folds towards its root or spreads from it. Stages are the folds on the way up: each
+// lists slots in the order of the fold, this rank's own slot standing for what it has so far.
+type node struct {
+	parent   int // slot; -1 at the root
+	stages   [][]int
+	children []int  // slots, in the order in which to spread
+	limbs    []limb // binomial: the subtrees behind the children, smallest first
+	lo, hi   int    // binomial: team indices of this rank's own subtree, [lo, hi)
+}
+
+// A limb is the members [lo, hi) of a team, behind child.
+type limb struct{ child, lo, hi int }
+
+// linear is the tree of depth one.
+func (b *builder) linear(t team, root int) node {
+	if t.me != root {
+		return node{parent: t.slots[root]}
+	}
+	nd := node{parent: -1, stages: [][]int{t.slots}}
+	for d := 1; d < t.n(); d++ {
+		nd.children = append(nd.children, t.slots[t.at(d)])
+	}
+	return nd
+}
+
+// binomial is the tree over aligned blocks of 2^k members: the holders of a block's two halves meet, and the root's half, or else the lower,
+// holds the whole. The association of a fold is the same whatever the root.
+func (b *builder) binomial(t team, root int) node {
+	holder := func(lo, size int) int {
+		if lo <= root && root < lo+size {
+			return root
+		}
+		return lo
+	}
+	nd := node{parent: -1, lo: t.me, hi: t.me + 1}
+	for size := 1; size < t.n(); size *= 2 {
+		lo := t.me &^ (2*size - 1)
+		if lo+size >= t.n() {
+			continue // no upper half
+		}
+		give := limb{holder(lo, size), lo, lo + size}
+		if keep := holder(lo, 2*size); keep == give.child {
+			give = limb{holder(lo+size, size), lo + size, min(lo+2*size, t.n())}
+		}
+		if t.me == give.child {
+			nd.parent = t.slots[holder(lo, 2*size)]
+			break
+		}
+		child := t.slots[give.child]
+		nd.limbs = append(nd.limbs, give)
+		nd.children = append([]int{child}, nd.children...) // spread to the largest subtree first
+		if last := len(nd.stages) - 1; give.lo < nd.lo {
+			nd.stages = append(nd.stages, []int{child, t.slots[t.me]})
+		} else if last >= 0 {
+			nd.stages[last] = append(nd.stages[last], child)
+		} else {
+			nd.stages = append(nd.stages, []int{t.slots[t.me], child})
+		}
+		nd.lo, nd.hi = min(nd.lo, give.lo), max(nd.hi, give.hi)
+	}
+	return nd
+}
+
+// chains is two chains that end at the root, from the lowest member up and from the highest down: the fold is
+// ((x0+x1)+...) + x[root] + (...+(x[n-2]+x[n-1])).
+func (b *builder) chains(t team, root int) node {
+	nd := node{parent: -1}
+	stage := []int{t.slots[t.me]}
+	if t.me > 0 && t.me <= root {
+		stage = append([]int{t.slots[t.me-1]}, stage...)
+	}
+	if t.me < t.n()-1 && t.me >= root {
+		stage = append(stage, t.slots[t.me+1])
+	}
+	if len(stage) > 1 {
+		nd.stages = [][]int{stage}
+	}
+	if t.me < root {
+		nd.parent = t.slots[t.me+1]
+	} else if t.me > root {
+		nd.parent = t.slots[t.me-1]
+	}
+	return nd
+}
+
+// up folds vectors towards the root of a tree, chunk by chunk; a chunk's messages are posted before the previous chunk is folded. Where out is
+// empty, partial folds wait in scratch memory.
+func (b *builder) up(nd node, in, out Ref, chunk int) {
+	from := 0
+	for _, st := range nd.stages {
+		from += len(st) - 1
+	}
+	keep := b.chunk
+	defer func() { b.chunk = keep }()
+	b.chunk = chunk
+	grain := min(chunk, in.Len)
+	got := b.slots(2*from, grain)
+	var acc Ref
+	if out.Len == 0 && from > 0 {
+		acc = b.tmp(grain)
+	}
+	rounds := b.chunks(in.Len, 3*from+4)
+	post := func(c int) {
+		if c >= rounds {
+			return
+		}
+		_, n := b.cut(in.Len, c)
+		i := c % 2 * from
+		for _, st := range nd.stages {
+			for _, slot := range st {
+				if slot != b.Rank {
+					b.borrow(slot, got[i].sub(0, n))
+					i++
+				}
+			}
+		}
+	}
+	post(0)
+	for c := range rounds {
+		post(c + 1)
+		off, n := b.cut(in.Len, c)
+		cur, i := in.sub(off, n), c%2*from
+		for s, st := range nd.stages {
+			dst := acc.sub(0, n)
+			if out.Len > 0 {
+				dst = out.sub(off, n)
+			}
+			srcs := make([]Ref, len(st))
+			for j, slot := range st {
+				if slot == b.Rank {
+					srcs[j] = cur
+				} else {
+					srcs[j] = got[i].sub(0, n)
+					i++
+				}
+			}
+			b.combine(nd.parent < 0 && s == len(nd.stages)-1, dst, srcs)
+			cur = dst
+		}
+		if nd.parent >= 0 {
+			b.send(nd.parent, cur)
+		}
+	}
+}
+
+// down spreads src from the root of a tree; elsewhere it arrives in dst and goes on from there, chunk by chunk.
+func (b *builder) down(nd node, src, dst Ref, chunk int) {
+	keep := b.chunk
+	defer func() { b.chunk = keep }()
+	b.chunk = chunk
+	if nd.parent >= 0 {
+		src = dst
+	}
+	rounds := b.chunks(src.Len, len(nd.children)+2)
+	for c := range rounds + 1 {
+		if off, n := b.cut(src.Len, c); c < rounds && nd.parent >= 0 {
+			b.recv(nd.parent, dst.sub(off, n))
+		}
+		if c == 0 {
+			continue
+		}
+		off, n := b.cut(src.Len, c-1)
+		for _, child := range nd.children {
+			b.send(child, src.sub(off, n))
+		}
+	}
+}
+
+func (b *builder) reduceTree(nd node, chunk int) { b.up(nd, b.mine(In, 0), b.mine(Out, 0), chunk) }
+
+func treeReduce(b *builder)  { b.reduceTree(b.binomial(b.all, b.index(b.Root)), b.chunk) }
+func chainReduce(b *builder) { b.reduceTree(b.chains(b.all, b.index(b.Root)), b.chunk) }
+
+// treeAllReduce folds towards the lowest rank and spreads from there.
+func treeAllReduce(b *builder) {
+	nd := b.binomial(b.all, 0)
+	b.up(nd, b.mine(In, 0), b.mine(Out, 0), b.chunk)
+	b.down(nd, b.mine(Out, 0), b.mine(Out, 0), b.chunk)
+}
