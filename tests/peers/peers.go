@@ -1,0 +1,399 @@
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"embed"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+//go:embed src
+var sources embed.FS
+
+// A contestant is one column of the table: a library, a way to use Tutti, or the memory limit.
+type contestant string
+
+const (
+	openMPI  contestant = "openmpi"
+	mpich    contestant = "mpich"
+	gloo     contestant = "gloo"
+	limit    contestant = "limit"
+	tutti    contestant = "tutti"
+	tuttiReg contestant = "tutti-reg"
+)
+
+func (c contestant) ours() bool { return c == tutti || c == tuttiReg }
+
+// A heat is what a contestant runs in one turn: all sizes of one operation.
+type heat struct {
+	who                  contestant
+	transport, op, dtype string
+	ranks                int
+}
+
+func (h heat) String() string {
+	return fmt.Sprintf("%s %s %s %s on %d ranks", h.who, h.transport, h.op, h.dtype, h.ranks)
+}
+
+// enters says whether c can run h at all.
+func (c contestant) enters(h heat) bool {
+	switch {
+	case !c.ours() && h.dtype != "float32":
+		return false
+	case c == gloo:
+		return h.transport == "tcp"
+	case c == limit:
+		return h.transport == "shm" && h.op == "allreduce"
+	case c == tuttiReg:
+		return h.transport == "shm"
+	}
+	return true
+}
+
+// How each contestant is built: its source, its compiler with leading arguments, what follows the source, the packages that bring these, and what prints
+// its version.
+var recipes = map[contestant]struct {
+	source         string
+	compiler, libs []string
+	needs          []string
+	packages       string
+	version        []string
+}{
+	openMPI: {"mpi.c", []string{"mpicc.openmpi", "-std=gnu11"}, nil, []string{"mpirun.openmpi"}, "libopenmpi-dev openmpi-bin", []string{"mpirun.openmpi", "--version"}},
+	mpich:   {"mpi.c", []string{"mpicc.mpich", "-std=gnu11"}, nil, []string{"mpiexec.mpich"}, "libmpich-dev mpich", []string{"mpichversion"}},
+	gloo:    {"gloo.cc", []string{"g++", "-std=c++17", "-w"}, []string{"-lgloo", "-lpthread"}, nil, "libgloo-dev g++", []string{"dpkg-query", "-W", "libgloo-dev"}},
+	limit:   {"limit.c", []string{"gcc", "-std=gnu11"}, nil, nil, "gcc", nil},
+}
+
+// smallestLimit is the size from which the memory limit is worth showing.
+const smallestLimit = 64 << 10
+
+// A workshop holds the built programs and the temporary places in which they run.
+type workshop struct {
+	o            options
+	dir          string // programs
+	tmp, shm     string // files of running peers: sockets and sessions; shared memory
+	tutti        string
+	mark         string // in the environment of all that is started: see sweep
+	fresh        int    // counts rendezvous directories
+	versions     map[string]string
+	notes        []string
+	moduleFolder string
+}
+
+func newWorkshop(o options) (*workshop, error) {
+	out, err := exec.Command("go", "env", "GOMOD").Output()
+	root := filepath.Dir(strings.TrimSpace(string(out)))
+	if err != nil || root == "." || root == "/dev" {
+		return nil, errors.New("this is to be run inside the module, for it builds ./cmd/tutti and uses .build/")
+	}
+	w := &workshop{o: o, dir: filepath.Join(root, ".build", "peers"), tutti: o.tuttiPath, versions: map[string]string{}, moduleFolder: root}
+	if err := os.MkdirAll(w.dir, 0o755); err != nil {
+		return nil, err
+	}
+	if w.tmp, err = os.MkdirTemp("", "peers-"); err != nil {
+		return nil, err
+	}
+	// Open MPI keeps its shared segments in named files. In a folder of ours they go away even when it is killed.
+	if w.shm, err = os.MkdirTemp("/dev/shm", "peers-"); err != nil {
+		w.shm = w.tmp
+	}
+	w.mark = "PEERS_RUN=" + filepath.Base(w.tmp)
+	return w, nil
+}
+
+func (w *workshop) close() {
+	w.sweep()
+	os.RemoveAll(w.tmp)
+	os.RemoveAll(w.shm)
+}
+
+// note keeps a remark for the end of the report and shows it now.
+func (w *workshop) note(format string, args ...any) {
+	w.progress("")
+	w.notes = append(w.notes, fmt.Sprintf(format, args...))
+	fmt.Fprintln(os.Stderr, w.notes[len(w.notes)-1])
+}
+
+// progress shows on a terminal what is running now, in the place of what was.
+func (w *workshop) progress(format string, args ...any) {
+	if st, err := os.Stderr.Stat(); err == nil && st.Mode()&os.ModeCharDevice != 0 {
+		fmt.Fprintf(os.Stderr, "\r\033[K"+format, args...)
+	}
+}
+
+// build makes a contestant's program; its error says what to install.
+func (w *workshop) build(ctx context.Context, name string) error {
+	c := contestant(name)
+	if c.ours() {
+		if w.tutti != "" {
+			return nil
+		}
+		path := filepath.Join(w.dir, "tutti")
+		cmd := exec.CommandContext(ctx, "go", "build", "-o", path, "./cmd/tutti")
+		cmd.Dir = w.moduleFolder
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("go build ./cmd/tutti: %w: %s", err, tail(out))
+		}
+		w.tutti = path
+		return nil
+	}
+	r := recipes[c]
+	for _, tool := range append([]string{r.compiler[0]}, r.needs...) {
+		if _, err := exec.LookPath(tool); err != nil {
+			return fmt.Errorf("%s is missing; on Debian: apt-get install %s", tool, r.packages)
+		}
+	}
+	// Sources come from the binary itself, so that what is compiled is what was reviewed with it, wherever it is run.
+	src := filepath.Join(w.tmp, "src")
+	if err := os.MkdirAll(src, 0o755); err != nil {
+		return err
+	}
+	err := fs.WalkDir(sources, "src", func(p string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() {
+			return err
+		}
+		b, err := sources.ReadFile(p)
+		if err != nil {
+			return err
+		}
+		return os.WriteFile(filepath.Join(src, d.Name()), b, 0o644)
+	})
+	if err != nil {
+		return err
+	}
+	args := slices.Concat(r.compiler[1:], []string{"-O3", "-march=native", "-o", filepath.Join(w.dir, name), filepath.Join(src, r.source)}, r.libs)
+	if out, err := exec.CommandContext(ctx, r.compiler[0], args...).CombinedOutput(); err != nil {
+		return fmt.Errorf("%s cannot compile %s (%w); on Debian: apt-get install %s: %s", r.compiler[0], r.source, err, r.packages, tail(out))
+	}
+	if r.version != nil {
+		if out, err := exec.CommandContext(ctx, r.version[0], r.version[1:]...).Output(); err == nil {
+			line, _, _ := strings.Cut(string(out), "\n")
+			w.versions[name] = strings.Join(strings.Fields(line), " ")
+		}
+	}
+	return nil
+}
+
+// A launch is the commands of one turn, run at the same time.
+type launch struct {
+	argv [][]string
+	env  []string
+}
+
+// launches says how h is run: usually one launch; one for each size where Tutti's --min, --max and --factor cannot name them all.
+func (w *workshop) launches(h heat, cores int) ([]launch, error) {
+	sizes := w.o.Sizes
+	if h.who == limit {
+		sizes = slices.DeleteFunc(slices.Clone(sizes), func(s int64) bool { return s < smallestLimit })
+		if len(sizes) == 0 {
+			return nil, nil
+		}
+	}
+	if h.who.ours() {
+		var ls []launch
+		for _, p := range progressions(sizes) {
+			argv := []string{w.tutti, "bench", "-n", strconv.Itoa(h.ranks), "--op", h.op, "--min", strconv.FormatInt(p.min, 10), "--max", strconv.FormatInt(p.max, 10),
+				"--factor", strconv.FormatInt(p.factor, 10), "--dtype", h.dtype, "--transport", h.transport, "--json"}
+			if h.who == tuttiReg {
+				argv = append(argv, "--registered")
+			}
+			ls = append(ls, launch{argv: [][]string{argv}})
+		}
+		return ls, nil
+	}
+	var list []string
+	for _, s := range sizes {
+		list = append(list, strconv.FormatInt(s, 10))
+	}
+	inPlace := "1"
+	if w.o.OutOfPlace {
+		inPlace = "0"
+	}
+	program := []string{filepath.Join(w.dir, string(h.who)), h.op, strings.Join(list, ","), inPlace, strconv.Itoa(w.o.Reps),
+		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5)}
+	n, fits, spin := strconv.Itoa(h.ranks), h.ranks <= cores, "0"
+	if fits {
+		spin = "1"
+	}
+	switch h.who {
+	case limit:
+		return []launch{{argv: [][]string{append(program, n)}}}, nil
+	case gloo:
+		w.fresh++
+		dir := filepath.Join(w.tmp, "store"+strconv.Itoa(w.fresh))
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			return nil, err
+		}
+		var l launch
+		for r := range h.ranks {
+			l.argv = append(l.argv, append(slices.Clone(program), strconv.Itoa(r), n, dir, spin))
+		}
+		return []launch{l}, nil
+	case openMPI:
+		argv := []string{"mpirun.openmpi", "-n", n, "--mca", "pml", "ob1", "--mca", "btl_vader_backing_directory", w.shm}
+		if h.transport == "shm" {
+			argv = append(argv, "--mca", "btl", "vader,self")
+		} else {
+			argv = append(argv, "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo")
+		}
+		if fits {
+			argv = append(argv, "--bind-to", "core")
+		} else {
+			argv = append(argv, "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1")
+		}
+		if os.Geteuid() == 0 {
+			argv = append(argv, "--allow-run-as-root")
+		}
+		return []launch{{argv: [][]string{append(argv, program...)}}}, nil
+	case mpich:
+		argv := []string{"mpiexec.mpich", "-n", n}
+		if fits {
+			argv = append(argv, "-bind-to", "core")
+		}
+		l := launch{argv: [][]string{append(argv, program...)}}
+		if h.transport == "tcp" {
+			l.env = []string{"UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo", "MPIR_CVAR_NOLOCAL=1"}
+		}
+		return []launch{l}, nil
+	}
+	return nil, fmt.Errorf("no contestant is called %q", h.who)
+}
+
+// turn runs h once and returns its rows, also those that came before an error.
+func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
+	launches, err := w.launches(h, runtime.NumCPU())
+	if err != nil {
+		return nil, err
+	}
+	var rows []row
+	for _, l := range launches {
+		out, err := w.run(ctx, l)
+		rows = append(rows, parseRows(out, h)...)
+		if err != nil {
+			return rows, err
+		}
+	}
+	if len(launches) > 0 && len(rows) == 0 {
+		return nil, fmt.Errorf("it ended well but printed no result")
+	}
+	for _, r := range rows {
+		if r.Wrong != 0 {
+			return rows, fmt.Errorf("%d wrong elements at %d bytes", r.Wrong, r.Bytes)
+		}
+	}
+	return rows, nil
+}
+
+// run starts all commands of l and waits for them. At the deadline, on cancellation, or when one fails, it kills them all with their process groups. It
+// returns what they printed, in the order of the commands.
+func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
+	defer w.sweep()
+	ctx, cancel := context.WithTimeout(ctx, w.o.Deadline)
+	defer cancel()
+	outs, errs := make([]bytes.Buffer, len(l.argv)), make([]error, len(l.argv))
+	var wg sync.WaitGroup
+	for i, argv := range l.argv {
+		cmd := command(ctx, argv)
+		cmd.Env = append(append(os.Environ(), "TMPDIR="+w.tmp, w.mark), l.env...)
+		cmd.Dir = w.tmp // where a crashing peer may drop its core
+		var stderr bytes.Buffer
+		cmd.Stdout, cmd.Stderr = &outs[i], &stderr
+		if err := cmd.Start(); err != nil {
+			errs[i] = err
+			cancel()
+			break
+		}
+		wg.Go(func() {
+			err := cmd.Wait()
+			if err != nil && ctx.Err() != nil {
+				err = context.Cause(ctx)
+			}
+			if err != nil {
+				errs[i] = fmt.Errorf("%w %s", err, tail(stderr.Bytes()))
+				cancel()
+			}
+		})
+	}
+	wg.Wait()
+	var all []byte
+	for i := range outs {
+		all = append(all, outs[i].Bytes()...)
+	}
+	// Those that were killed because another had failed are not news.
+	var first error
+	for _, err := range errs {
+		if err != nil && (first == nil || errors.Is(first, context.Canceled)) {
+			first = err
+		}
+	}
+	if errors.Is(first, context.DeadlineExceeded) {
+		first = fmt.Errorf("killed at the deadline of %v (--deadline): %w", w.o.Deadline, first)
+	}
+	return all, first
+}
+
+// tail is the end of what a program said, on one line.
+func tail(b []byte) string {
+	s := strings.Join(strings.Fields(string(b)), " ")
+	if len(s) > 400 {
+		s = "…" + s[len(s)-400:]
+	}
+	return s
+}
+
+// command is argv in a process group of its own, which is killed as a whole when ctx ends.
+func command(ctx context.Context, argv []string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	cmd.WaitDelay = 2 * time.Second // for pipes that a killed launcher's ranks still hold
+	return cmd
+}
+
+// sweep kills every process that still carries this run's mark in its environment: launchers put their ranks into process groups and sessions of their
+// own, where killing the launcher's group does not reach them. It returns how many there were.
+func (w *workshop) sweep() (killed int) {
+	for range 10 { // a process that forks while we look is found the next time
+		n := 0
+		envs, err := filepath.Glob("/proc/[0-9]*/environ")
+		if err != nil {
+			return killed
+		}
+		for _, path := range envs {
+			pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
+			if err != nil || pid == os.Getpid() {
+				continue
+			}
+			p, err := os.FindProcess(pid) // holds on to this process, though the number may be reused
+			if err != nil {
+				continue
+			}
+			env, err := os.ReadFile(path) // fails or is empty if it is gone, a zombie, or another user's
+			if err == nil && bytes.Contains(append([]byte{0}, env...), []byte("\x00"+w.mark+"\x00")) && p.Kill() == nil {
+				n++
+			}
+			p.Release()
+		}
+		if n == 0 {
+			return killed
+		}
+		killed += n
+	}
+	return killed
+}

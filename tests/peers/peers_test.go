@@ -1,0 +1,472 @@
+//go:build linux
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"reflect"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+func TestParseOptions(t *testing.T) {
+	o, err := parseOptions([]string{"--quick", "--rounds", "7", "--ops", "allreduce,allreduce", "--ranks", "3", "--sizes", "2M,64,4K,64"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o.Rounds != 7 || o.Reps != 3 || o.Budget != 5*time.Millisecond {
+		t.Errorf("rounds %d reps %d budget %v: --quick is to change what was not given, and only that", o.Rounds, o.Reps, o.Budget)
+	}
+	if !slices.Equal(o.Sizes, []int64{64, 4096, 2 << 20}) || !slices.Equal(o.Ops, []string{"allreduce"}) || !slices.Equal(o.Ranks, []int{3}) {
+		t.Errorf("sizes %v ops %v ranks %v", o.Sizes, o.Ops, o.Ranks)
+	}
+	for _, bad := range []string{"--ops=gather", "--transports=rdma", "--ranks=1", "--ranks=2,x", "--ranks=65", "--sizes=", "--sizes=63", "--sizes=-64", "--sizes=4KB",
+		"--sizes=9G", "--dtypes=complex", "--peers=nccl", "--rounds=0", "--reps=0", "--budget=1us", "--deadline=0s", "allreduce"} {
+		if _, err := parseOptions([]string{bad}); err == nil {
+			t.Errorf("%s was accepted", bad)
+		}
+	}
+}
+
+func TestProgressionsNameExactlyTheSizes(t *testing.T) {
+	want := []progression{{64, 16 << 20, 8}}
+	if got := progressions([]int64{64, 512, 4096, 32768, 262144, 2 << 20, 16 << 20}); !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		sizes := rapid.SliceOfNDistinct(rapid.Int64Range(1, 1<<20), 0, 12, rapid.ID[int64]).Draw(t, "sizes")
+		slices.Sort(sizes)
+		var named []int64
+		for _, p := range progressions(sizes) {
+			if p.factor < 2 {
+				t.Fatalf("%v never ends", p)
+			}
+			for s := p.min; s <= p.max; s *= p.factor {
+				named = append(named, s)
+			}
+		}
+		if !slices.Equal(named, sizes) {
+			t.Fatalf("progressions %v name %v, not %v", progressions(sizes), named, sizes)
+		}
+	})
+}
+
+func TestMedianAndGeomean(t *testing.T) {
+	for _, c := range []struct {
+		xs           []float64
+		median, mean float64
+	}{
+		{[]float64{3}, 3, 3},
+		{[]float64{8, 2}, 5, 4},
+		{[]float64{100, 1, 10}, 10, 10},
+		{[]float64{4, 1, 16, 1}, 2.5, math.Sqrt(8)},
+	} {
+		in := slices.Clone(c.xs)
+		if m, g := median(c.xs), geomean(c.xs); m != c.median || math.Abs(g-c.mean) > 1e-12*g {
+			t.Errorf("%v: median %v, geometric mean %v; want %v, %v", c.xs, m, g, c.median, c.mean)
+		}
+		if !slices.Equal(in, c.xs) {
+			t.Errorf("median changed its argument to %v", c.xs)
+		}
+	}
+	if !math.IsNaN(median(nil)) || !math.IsNaN(geomean(nil)) {
+		t.Error("nothing has no middle")
+	}
+	rapid.Check(t, func(t *rapid.T) {
+		xs := rapid.SliceOfN(rapid.Float64Range(0.01, 1e6), 1, 9).Draw(t, "xs")
+		m := median(xs)
+		below, above := 0, 0
+		for _, x := range xs {
+			if x < m {
+				below++
+			}
+			if x > m {
+				above++
+			}
+		}
+		if below > len(xs)/2 || above > len(xs)/2 {
+			t.Fatalf("median %v of %v: %d below, %d above", m, xs, below, above)
+		}
+		if g := geomean(xs); g < slices.Min(xs)*(1-1e-9) || g > slices.Max(xs)*(1+1e-9) {
+			t.Fatalf("geometric mean %v of %v", g, xs)
+		}
+	})
+}
+
+func TestParseRows(t *testing.T) {
+	h := heat{tutti, "shm", "allreduce", "float32", 2}
+	out := `# size count type
+{"op":"allreduce","dtype":"float32","ranks":2,"bytes":64,"time_us":0.4,"in_place":true,"transport":"shm","wrong":0,"algbw":0.16,"new":{"x":[1]}}
+  {"op":"allreduce","bytes":128,"time_us":5e-1}
+{"op":"allgather","bytes":64,"time_us":1}
+{"op":"allreduce","dtype":"bfloat16","bytes":64,"time_us":1}
+{"op":"allreduce","ranks":4,"bytes":64,"time_us":1}
+{"op":"allreduce","bytes":64}
+{"op":"allreduce","bytes":64,"time_us":-1}
+{"op":"allreduce","bytes":0,"time_us":1}
+{"op":"allreduce","bytes":64,"time_us":"1"}
+{"op":"allreduce","bytes":256,"time_us":1,"wrong":3}
+[]
+{`
+	rows := parseRows([]byte(out), h)
+	var got []string
+	for _, r := range rows {
+		got = append(got, fmt.Sprint(r.Bytes, r.TimeUs, r.Wrong, r.InPlace != nil))
+	}
+	if want := []string{"64 0.4 0 true", "128 0.5 0 false", "256 1 3 false"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	if rows := parseRows([]byte(`{"op":"limit","bytes":64,"time_us":1}`), heat{limit, "shm", "allreduce", "float32", 2}); len(rows) != 1 {
+		t.Errorf("the limit's rows: %v", rows)
+	}
+	rapid.Check(t, func(t *rapid.T) { // whatever a crashing program writes
+		for _, r := range parseRows([]byte(rapid.StringMatching(`(\{"op":"allreduce","bytes":-?[0-9]{1,30},"time_us":-?[0-9e.]{1,6}\}|[{}"\n]){0,5}`).Draw(t, "out")), h) {
+			if r.Bytes <= 0 || !(r.TimeUs > 0) {
+				t.Fatalf("row %+v", r)
+			}
+		}
+	})
+}
+
+func TestNearest(t *testing.T) {
+	sizes := []int64{64, 512, 4096}
+	for b, want := range map[int64]int64{64: 64, 60: 64, 504: 512, 512: 512, 4092: 4096, 16: 0, 1 << 20: 0} {
+		if got, ok := nearest(b, sizes); got != want || ok != (want != 0) {
+			t.Errorf("nearest(%d) = %d, %v; want %d", b, got, ok, want)
+		}
+	}
+}
+
+// feed gives each contestant one sample per round.
+func feed(res *results, o options, h heat, bytes int64, samples ...float64) {
+	for _, us := range samples {
+		res.add(h, []row{{Op: h.op, Bytes: bytes, TimeUs: us}}, o)
+	}
+}
+
+func TestReport(t *testing.T) {
+	o := options{Sizes: []int64{64, 4096, 1 << 20}}
+	res := newResults()
+	h := func(c contestant, transport, dtype string) heat { return heat{c, transport, "allreduce", dtype, 2} }
+	feed(res, o, h(openMPI, "shm", "float32"), 64, 9, 1, 2) // median 2
+	feed(res, o, h(mpich, "shm", "float32"), 64, 3, 3, 1)   // median 3
+	feed(res, o, h(tutti, "shm", "float32"), 64, 1, 1, 8)   // ratio 2
+	feed(res, o, h(tuttiReg, "shm", "float32"), 64, 0.5)    // ratio 4
+	feed(res, o, h(openMPI, "tcp", "float32"), 64, 5)
+	feed(res, o, h(tutti, "tcp", "float32"), 64, 10)   // ratio 0.5: the worst
+	feed(res, o, h(tutti, "shm", "bfloat16"), 64, 0.5) // ratio 2 over float32
+	feed(res, o, h(openMPI, "shm", "float32"), 4096, 7)
+	feed(res, o, h(tutti, "shm", "float32"), 1<<20, 30)
+	feed(res, o, h(tuttiReg, "shm", "float32"), 1<<20, 24)
+	feed(res, o, h(limit, "shm", "float32"), 1<<20, 20)
+	res.fail(h(mpich, "tcp", "float32"), o)
+	rep := res.report(o)
+
+	first := rep.Rows[0]
+	if first.Transport != "tcp" || first.Bytes != 64 || first.Ratio != 0.5 || !slices.Equal(first.Failed, []string{"mpich"}) {
+		t.Errorf("the worst row is %+v", first)
+	}
+	if !slices.IsSortedFunc(rep.Rows, func(a, b comparison) int {
+		if b.Ratio != 0 && (a.Ratio == 0 || a.Ratio > b.Ratio) {
+			return 1
+		}
+		return 0
+	}) {
+		t.Error("rows are not worst first")
+	}
+	rows := map[line]comparison{}
+	for _, r := range rep.Rows {
+		rows[r.line] = r
+	}
+	shm := line{"shm", "allreduce", "float32", 2, 64}
+	if r := rows[shm]; r.BestPeer != "openmpi" || r.Ratio != 2 || r.RatioReg != 4 || r.OfLimit != 0 || len(r.Samples["openmpi"]) != 3 {
+		t.Errorf("64 bytes: %+v", r)
+	}
+	shm.Dtype = "bfloat16"
+	if r := rows[shm]; r.BestPeer != "tutti float32" || r.Ratio != 2 || r.RatioReg != 0 {
+		t.Errorf("bfloat16: %+v", r)
+	}
+	shm.Dtype, shm.Bytes = "float32", 4096
+	if r := rows[shm]; r.Ratio != 0 || r.BestPeer != "openmpi" {
+		t.Errorf("without ours: %+v", r)
+	}
+	shm.Bytes = 1 << 20
+	if r := rows[shm]; math.Abs(r.OfLimit-1.2) > 1e-12 || r.Ratio != 0 {
+		t.Errorf("of limit: %+v", r)
+	}
+	for g, want := range map[string]float64{"all float32": 1, "shm float32": 2, "tcp float32": 0.5, "shm allreduce ranks=2 float32 reg": 4, "all bfloat16": 2} {
+		if got := rep.Geomeans[g]; math.Abs(got-want) > 1e-12 {
+			t.Errorf("geometric mean of %s: %v, want %v; all: %v", g, got, want, rep.Geomeans)
+		}
+	}
+	var s strings.Builder
+	if err := rep.print(&s); err != nil {
+		t.Fatal(err)
+	}
+	var table [][]string
+	for l := range strings.Lines(s.String()) {
+		table = append(table, strings.Fields(l))
+	}
+	for _, want := range []string{
+		"tcp allreduce float32 2 64 5.00 fail - 10.00 - 0.50 - - -",
+		"shm allreduce float32 2 64 2.00 3.00 - 1.00 0.50 2.00 4.00 - -",
+		"shm allreduce float32 2 1M - - - 30.00 24.00 - - 20.00 1.20",
+		"0.50 tcp float32",
+	} {
+		if !slices.ContainsFunc(table, func(f []string) bool { return slices.Equal(f, strings.Fields(want)) }) {
+			t.Errorf("%q is missing from\n%s", want, s.String())
+		}
+	}
+	if _, err := json.Marshal(rep); err != nil {
+		t.Errorf("as JSON: %v", err)
+	}
+}
+
+func TestAddTakesTheFastestVariantInTheRightPlace(t *testing.T) {
+	yes, no := true, false
+	o := options{Sizes: []int64{64}}
+	h := heat{gloo, "tcp", "allreduce", "float32", 2}
+	for _, c := range []struct {
+		name       string
+		outOfPlace bool
+		op         string
+		rows       []row
+		want       []float64
+	}{
+		{"variants", false, "allreduce", []row{{Bytes: 64, TimeUs: 3}, {Bytes: 64, TimeUs: 2}, {Bytes: 64, TimeUs: 4}}, []float64{2}},
+		{"in place", false, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 2, InPlace: &no}}, []float64{3}},
+		{"out of place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 4, InPlace: &no}}, []float64{4}},
+		{"only the other place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}}, []float64{3}},
+		{"no place", false, "alltoall", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 2, InPlace: &no}}, []float64{2}},
+		{"wrong", false, "allreduce", []row{{Bytes: 64, TimeUs: 3}, {Bytes: 64, TimeUs: 2, Wrong: 1}}, []float64{3}},
+		{"another size", false, "allreduce", []row{{Bytes: 4096, TimeUs: 3}}, nil},
+	} {
+		o.OutOfPlace, h.op = c.outOfPlace, c.op
+		res := newResults()
+		res.add(h, c.rows, o)
+		if got := res.samples[cell{line{"tcp", c.op, "float32", 2, 64}, "gloo"}]; !slices.Equal(got, c.want) {
+			t.Errorf("%s: %v, want %v", c.name, got, c.want)
+		}
+	}
+}
+
+func TestLaunches(t *testing.T) {
+	w := testWorkshop(t)
+	w.o.Sizes, w.tutti = []int64{64, 512, 4096}, "TUTTI"
+	argv := func(h heat, cores int) string {
+		ls, err := w.launches(h, cores)
+		if err != nil {
+			t.Fatalf("%s: %v", h, err)
+		}
+		var s []string
+		for _, l := range ls {
+			s = append(s, strings.Join(l.env, " "))
+			for _, a := range l.argv {
+				s = append(s, strings.Join(a, " "))
+			}
+		}
+		return strings.Join(s, "\n")
+	}
+	got := argv(heat{tuttiReg, "shm", "allreduce", "float32", 4}, 2)
+	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm --json --registered"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	for _, c := range []struct {
+		h        heat
+		cores    int
+		has, not string
+	}{
+		{heat{openMPI, "shm", "allreduce", "float32", 2}, 2, "--bind-to core", "--oversubscribe"},
+		{heat{openMPI, "shm", "allreduce", "float32", 4}, 2, "--oversubscribe", "core"},
+		{heat{openMPI, "tcp", "allreduce", "float32", 2}, 2, "tcp,self", "vader,"},
+		{heat{mpich, "tcp", "allreduce", "float32", 2}, 2, "UCX_TLS=tcp,self", "?"},
+		{heat{mpich, "shm", "allreduce", "float32", 4}, 2, "64,512,4096 1 ", "UCX_TLS"},
+	} {
+		if got := argv(c.h, c.cores); !strings.Contains(got, c.has) || strings.Contains(got, c.not) {
+			t.Errorf("%s: %q is to have %q and not %q", c.h, got, c.has, c.not)
+		}
+	}
+	if a, b := argv(heat{gloo, "tcp", "allreduce", "float32", 2}, 2), argv(heat{gloo, "tcp", "allreduce", "float32", 2}, 1); a == b || strings.Count(a, "\n") != 2 {
+		t.Errorf("gloo: %q and %q", a, b)
+	}
+	if ls, err := w.launches(heat{limit, "shm", "allreduce", "float32", 2}, 2); err != nil || ls != nil {
+		t.Errorf("the limit of small sizes: %v, %v", ls, err)
+	}
+}
+
+func testWorkshop(t *testing.T) *workshop {
+	w, err := newWorkshop(options{Rounds: 1, Reps: 1, Budget: time.Millisecond, Deadline: time.Minute, Sizes: []int64{64}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		w.close()
+		for _, dir := range []string{w.tmp, w.shm} {
+			if _, err := os.Stat(dir); !os.IsNotExist(err) {
+				t.Errorf("%s is still there", dir)
+			}
+		}
+	})
+	return w
+}
+
+// dead waits until process pid has ended; zombies have.
+func dead(t *testing.T, pid string) {
+	t.Helper()
+	for end := time.Now().Add(10 * time.Second); time.Now().Before(end); runtime.Gosched() {
+		b, err := os.ReadFile("/proc/" + pid + "/stat")
+		if err != nil || strings.Contains(string(b), ") Z ") {
+			return
+		}
+	}
+	t.Errorf("process %s still runs", pid)
+}
+
+func TestRunLeavesNothing(t *testing.T) {
+	if _, err := os.Stat("/bin/sh"); err != nil {
+		t.Skip(err)
+	}
+	w := testWorkshop(t)
+	// A rank in a session of its own, beyond the reach of its launcher's process group, and one that would go on for long; then the launcher fails.
+	const escape = `setsid sh -c 'echo $$ >PID.tmp; mv PID.tmp PID; exec sleep 1000' & until [ -s PID ]; do :; done; cat PID; `
+	pid := filepath.Join(w.tmp, "PID")
+	out, err := w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "echo broken >&2; exit 3"}, {"sleep", "1000"}}})
+	if err == nil || !strings.Contains(err.Error(), "exit status 3 broken") {
+		t.Errorf("got %v, not the failure of the launcher", err)
+	}
+	dead(t, strings.TrimSpace(string(out)))
+	if err := os.Remove(pid); err != nil {
+		t.Fatal(err)
+	}
+	// The same when nobody fails and the deadline, and when the caller's cancellation, ends it.
+	w.o.Deadline = time.Second
+	out, err = w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "exec sleep 1000"}}})
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("got %v, want the deadline", err)
+	}
+	if s := strings.TrimSpace(string(out)); s != "" {
+		dead(t, s)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := w.run(ctx, launch{argv: [][]string{{"sleep", "1000"}}}); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want the cancellation", err)
+	}
+	if _, err := w.run(t.Context(), launch{argv: [][]string{{"/does/not/exist"}}}); err == nil {
+		t.Error("a program that does not exist ran")
+	}
+	if n := w.sweep(); n != 0 {
+		t.Errorf("%d processes were left", n)
+	}
+}
+
+// A tutti that answers as the contract says: 2 us plus a microsecond for each KiB; half that for registered memory; alltoall is not for it.
+const fakeTutti = `#!/bin/sh
+[ "$1" = bench ] || exit 9
+shift
+div=1
+while [ $# -gt 0 ]; do
+  case $1 in
+    --registered) div=2; shift;;
+    --json) shift;;
+    -n) n=$2; shift 2;; --op) op=$2; shift 2;; --min) min=$2; shift 2;; --max) max=$2; shift 2;;
+    --factor) factor=$2; shift 2;; --dtype) dtype=$2; shift 2;; --transport) transport=$2; shift 2;;
+    *) echo "unknown $1" >&2; exit 9;;
+  esac
+done
+echo "# a comment"
+[ $op = alltoall ] && { echo "no such luck" >&2; exit 7; }
+while [ $min -le $max ]; do
+  echo "{\"op\":\"$op\",\"dtype\":\"$dtype\",\"ranks\":$n,\"bytes\":$min,\"count\":1,\"time_us\":$(( (2 + min / 1024) * 10 / div ))e-1,\"in_place\":true,\"transport\":\"$transport\",\"wrong\":0}"
+  min=$((min * factor))
+done
+`
+
+func TestCompareWithFakeTutti(t *testing.T) {
+	dir := t.TempDir()
+	o, err := parseOptions([]string{"--tutti", filepath.Join(dir, "tutti"), "--json", filepath.Join(dir, "out.json"), "--peers", "tutti,tutti-reg", "--ops", "allreduce,alltoall",
+		"--ranks", "2", "--transports", "shm", "--sizes", "64,4K,12K", "--rounds", "3", "--deadline", "30s"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(o.tuttiPath, []byte(fakeTutti), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := compare(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(o.jsonPath)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var rep report
+	if err := json.Unmarshal(b, &rep); err != nil {
+		t.Fatal(err)
+	}
+	seen := 0
+	for _, r := range rep.Rows {
+		if r.Op == "alltoall" {
+			if !slices.Equal(r.Failed, []string{"tutti", "tutti-reg"}) || len(r.Median) != 0 {
+				t.Errorf("alltoall: %+v", r)
+			}
+			continue
+		}
+		seen++
+		us := float64(2 + r.Bytes/1024)
+		if want := (map[string][]float64{"tutti": {us, us, us}, "tutti-reg": {us / 2, us / 2, us / 2}}); !reflect.DeepEqual(r.Samples, want) {
+			t.Errorf("%d bytes: %v, want %v", r.Bytes, r.Samples, want)
+		}
+	}
+	if seen != 3 {
+		t.Errorf("%d rows of allreduce, want 3", seen)
+	}
+	if n := strings.Join(rep.Notes, "\n"); strings.Count(n, "exit status 7 no such luck") != 4 { // two contestants, given up after two failures
+		t.Errorf("notes:\n%s", n)
+	}
+}
+
+// Every peer that is installed computes the right thing, in every operation that it has.
+func TestPeersThatAreInstalled(t *testing.T) {
+	if testing.Short() {
+		t.Skip("starts many processes; not with -short")
+	}
+	for _, c := range []contestant{openMPI, mpich, gloo, limit} {
+		t.Run(string(c), func(t *testing.T) {
+			w := testWorkshop(t)
+			w.o.Sizes = []int64{64, 128 << 10}
+			if err := w.build(t.Context(), string(c)); err != nil {
+				t.Skip(err)
+			}
+			for _, transport := range []string{"shm", "tcp"} {
+				for _, op := range allOps {
+					h := heat{c, transport, op, "float32", 2}
+					if !c.enters(h) {
+						continue
+					}
+					rows, err := w.turn(t.Context(), h)
+					if err != nil {
+						t.Fatalf("%s: %v", h, err)
+					}
+					seen := map[int64]bool{}
+					for _, r := range rows {
+						seen[r.Bytes] = true
+					}
+					if !seen[128<<10] || (c != limit && !seen[64]) {
+						t.Errorf("%s: rows %+v", h, rows)
+					}
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,324 @@
+//go:build linux
+
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"math"
+	"slices"
+	"strings"
+	"text/tabwriter"
+)
+
+// A row is one line that a contestant prints. Fields it has besides are ignored.
+type row struct {
+	Op      string  `json:"op"`
+	Dtype   string  `json:"dtype"`
+	Ranks   int     `json:"ranks"`
+	Bytes   int64   `json:"bytes"`
+	TimeUs  float64 `json:"time_us"`
+	InPlace *bool   `json:"in_place"`
+	Variant string  `json:"variant"`
+	Wrong   int64   `json:"wrong"`
+}
+
+// parseRows takes the rows of heat h from a program's output. Lines that are not JSON objects, that have no time, or that are about something else than
+// h are skipped.
+func parseRows(out []byte, h heat) (rows []row) {
+	sc := bufio.NewScanner(bytes.NewReader(out))
+	sc.Buffer(nil, 1<<20)
+	for sc.Scan() {
+		line := bytes.TrimSpace(sc.Bytes())
+		var r row
+		if len(line) == 0 || line[0] != '{' || json.Unmarshal(line, &r) != nil {
+			continue
+		}
+		op := h.op
+		if h.who == limit {
+			op = "limit"
+		}
+		if r.Op != op || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
+			continue
+		}
+		rows = append(rows, r)
+	}
+	return rows
+}
+
+// A progression is sizes min, min*factor, … up to max.
+type progression struct{ min, max, factor int64 }
+
+// progressions covers ascending sizes by as few progressions as a greedy search finds.
+func progressions(sizes []int64) (ps []progression) {
+	for i := 0; i < len(sizes); {
+		p, j := progression{sizes[i], sizes[i], 2}, i+1
+		if j < len(sizes) && sizes[j]%sizes[i] == 0 {
+			for p.factor = sizes[j] / sizes[i]; j < len(sizes) && sizes[j] == p.max*p.factor; j++ {
+				p.max = sizes[j]
+			}
+		}
+		ps = append(ps, p)
+		i = j
+	}
+	return ps
+}
+
+// A cell is where rounds of one contestant meet: a line of the table and a column. The memory limit has two columns: warm and cold.
+type cell struct {
+	line
+	column string
+}
+
+// A line of the table.
+type line struct {
+	Transport string `json:"transport"`
+	Op        string `json:"op"`
+	Dtype     string `json:"dtype"`
+	Ranks     int    `json:"ranks"`
+	Bytes     int64  `json:"bytes"`
+}
+
+// results collects the rounds.
+type results struct {
+	samples map[cell][]float64 // one per round: the best variant's
+	failed  map[cell]bool
+}
+
+func newResults() *results { return &results{map[cell][]float64{}, map[cell]bool{}} }
+
+// add takes the rows of one turn. Of several rows for one cell, the fastest is the round's sample. Rows in the other place (in or out of it) than was
+// asked for count only where no row is as asked: not every contestant has, or says, both.
+func (s *results) add(h heat, rows []row, o options) {
+	type found struct {
+		us    float64
+		asked bool
+	}
+	best := map[cell]found{}
+	for _, r := range rows {
+		size, ok := nearest(r.Bytes, o.Sizes)
+		if !ok || r.Wrong != 0 {
+			continue
+		}
+		c := cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}
+		if h.who == limit && strings.HasSuffix(r.Variant, "-cold") {
+			c.column = "limit-cold"
+		}
+		f := found{r.TimeUs, r.InPlace == nil || *r.InPlace != o.OutOfPlace || (h.op != "allreduce" && h.op != "reduce")}
+		if b, seen := best[c]; !seen || (f.asked && !b.asked) || (f.asked == b.asked && f.us < b.us) {
+			best[c] = f
+		}
+	}
+	for c, f := range best {
+		s.samples[c] = append(s.samples[c], f.us)
+	}
+}
+
+// fail remembers that h failed, to be shown where it has no figures.
+func (s *results) fail(h heat, o options) {
+	for _, size := range o.Sizes {
+		s.failed[cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}] = true
+	}
+}
+
+// nearest finds the size that was asked for when b was measured: b itself, or the next above it, since operations round down.
+func nearest(b int64, sizes []int64) (int64, bool) {
+	best, ok := int64(0), false
+	for _, s := range sizes {
+		if d := abs(s - b); d <= s/2 && (!ok || d < abs(best-b)) {
+			best, ok = s, true
+		}
+	}
+	return best, ok
+}
+
+func abs(x int64) int64 { return max(x, -x) }
+
+// median of xs, which it leaves alone; the mean of the middle two if they are even in number. NaN if there are none.
+func median(xs []float64) float64 {
+	if len(xs) == 0 {
+		return math.NaN()
+	}
+	s := slices.Sorted(slices.Values(xs))
+	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2
+}
+
+// geomean of positive xs; NaN if there are none.
+func geomean(xs []float64) float64 {
+	var sum float64
+	for _, x := range xs {
+		sum += math.Log(x)
+	}
+	return math.Exp(sum / float64(len(xs)))
+}
+
+// A comparison is one line of the table with its figures; zero means that there is none.
+type comparison struct {
+	line
+	Median   map[string]float64   `json:"median_us"`
+	Samples  map[string][]float64 `json:"samples_us"`
+	Failed   []string             `json:"failed,omitempty"`
+	BestPeer string               `json:"best_peer,omitempty"`
+	Ratio    float64              `json:"ratio,omitempty"`     // best peer / tutti
+	RatioReg float64              `json:"ratio_reg,omitempty"` // best peer / tutti-reg
+	OfLimit  float64              `json:"of_limit,omitempty"`  // tutti-reg, else tutti / limit, warm
+}
+
+// A report is everything that was found out.
+type report struct {
+	Machine  string             `json:"machine"`
+	Versions map[string]string  `json:"versions"`
+	Options  options            `json:"options"`
+	Rows     []comparison       `json:"rows"`
+	Geomeans map[string]float64 `json:"geomeans"` // by "transport op ranks=N dtype", "transport" and "all"; with " reg" for registered memory
+	Notes    []string           `json:"notes"`
+}
+
+// report compares medians. Rows are worst first: by ratio, then those without one.
+func (s *results) report(o options) *report {
+	rep := &report{Options: o, Geomeans: map[string]float64{}}
+	lines := map[line]*comparison{}
+	get := func(l line) *comparison {
+		if lines[l] == nil {
+			lines[l] = &comparison{line: l, Median: map[string]float64{}, Samples: map[string][]float64{}}
+		}
+		return lines[l]
+	}
+	for c, xs := range s.samples {
+		m := get(c.line)
+		m.Samples[c.column], m.Median[c.column] = xs, median(xs)
+	}
+	for c := range s.failed {
+		m := get(c.line)
+		m.Failed = append(m.Failed, c.column)
+		slices.Sort(m.Failed)
+	}
+	groups := map[string][]float64{}
+	for l, m := range lines {
+		var best float64
+		for _, p := range []contestant{openMPI, mpich, gloo} {
+			if v := m.Median[string(p)]; v > 0 && (best == 0 || v < best) {
+				best, m.BestPeer = v, string(p)
+			}
+		}
+		for column, ratio := range map[contestant]*float64{tutti: &m.Ratio, tuttiReg: &m.RatioReg} {
+			if l.Dtype != "float32" { // no peer has it: our own float32 in the same kind of memory
+				best, m.BestPeer = 0, ""
+				if f32 := lines[line{l.Transport, l.Op, "float32", l.Ranks, l.Bytes}]; f32 != nil {
+					best, m.BestPeer = f32.Median[string(column)], "tutti float32"
+				}
+			}
+			if v := m.Median[string(column)]; v > 0 && best > 0 {
+				*ratio = best / v
+				suffix := ""
+				if column == tuttiReg {
+					suffix = " reg"
+				}
+				for _, g := range []string{fmt.Sprintf("%s %s ranks=%d %s", l.Transport, l.Op, l.Ranks, l.Dtype), l.Transport + " " + l.Dtype, "all " + l.Dtype} {
+					groups[g+suffix] = append(groups[g+suffix], *ratio)
+				}
+			}
+		}
+		if floor := m.Median["limit"]; floor > 0 && l.Bytes >= smallestLimit {
+			if v := cmp.Or(m.Median["tutti-reg"], m.Median["tutti"]); v > 0 {
+				m.OfLimit = v / floor
+			}
+		}
+		rep.Rows = append(rep.Rows, *m)
+	}
+	for g, xs := range groups {
+		rep.Geomeans[g] = geomean(xs)
+	}
+	slices.SortFunc(rep.Rows, func(a, b comparison) int {
+		none := func(x float64) float64 {
+			if x == 0 {
+				return math.Inf(1)
+			}
+			return x
+		}
+		return cmp.Or(cmp.Compare(none(a.Ratio), none(b.Ratio)), cmp.Compare(a.Transport, b.Transport), cmp.Compare(a.Op, b.Op),
+			cmp.Compare(a.Dtype, b.Dtype), cmp.Compare(a.Ranks, b.Ranks), cmp.Compare(a.Bytes, b.Bytes))
+	})
+	return rep
+}
+
+// print writes the tables for a person.
+func (r *report) print(w io.Writer) error {
+	fmt.Fprintf(w, "%s; %d rounds, best of %d repetitions of %v; microseconds, medians over rounds\n", r.Machine, r.Options.Rounds, r.Options.Reps, r.Options.Budget)
+	for _, name := range slices.Sorted(maps.Keys(r.Versions)) {
+		fmt.Fprintf(w, "%s: %s\n", name, r.Versions[name])
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+	columns := []string{"openmpi", "mpich", "gloo", "tutti", "tutti-reg"}
+	fmt.Fprintf(t, "\ntransport\top\tdtype\tranks\tsize\t%s\tratio\treg\tlimit\tof limit\t\n", strings.Join(columns, "\t"))
+	num := func(x float64) string {
+		if x == 0 {
+			return "-"
+		}
+		return fmt.Sprintf("%.2f", x)
+	}
+	anyLimit := false
+	for _, m := range r.Rows {
+		anyLimit = anyLimit || m.Median["limit"] > 0
+		fmt.Fprintf(t, "%s\t%s\t%s\t%d\t%s\t", m.Transport, m.Op, m.Dtype, m.Ranks, sizeString(m.Bytes))
+		for _, c := range columns {
+			if m.Median[c] == 0 && slices.Contains(m.Failed, c) {
+				fmt.Fprint(t, "fail\t")
+			} else {
+				fmt.Fprintf(t, "%s\t", num(m.Median[c]))
+			}
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t\n", num(m.Ratio), num(m.RatioReg), num(m.Median["limit"]), num(m.OfLimit))
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	if len(r.Geomeans) > 0 {
+		fmt.Fprintln(w, "\ngeometric means of the ratio (above 1: tutti is faster)")
+		for _, g := range slices.SortedFunc(maps.Keys(r.Geomeans), func(a, b string) int {
+			return cmp.Or(cmp.Compare(r.Geomeans[a], r.Geomeans[b]), cmp.Compare(a, b))
+		}) {
+			fmt.Fprintf(w, "%8.2f  %s\n", r.Geomeans[g], g)
+		}
+	}
+	if anyLimit {
+		fmt.Fprintln(w, "\nmemory limit of allreduce: S read and S written by every rank at once")
+		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
+		fmt.Fprint(t, "ranks\tsize\twarm us\tGB/s\tcold us\tGB/s\t\n")
+		for _, m := range slices.SortedFunc(slices.Values(r.Rows), func(a, b comparison) int {
+			return cmp.Or(cmp.Compare(a.Ranks, b.Ranks), cmp.Compare(a.Bytes, b.Bytes))
+		}) {
+			if warm, cold := m.Median["limit"], m.Median["limit-cold"]; warm > 0 && cold > 0 {
+				moved := float64(2*int64(m.Ranks)*m.Bytes) / 1e3
+				fmt.Fprintf(t, "%d\t%s\t%.1f\t%.1f\t%.1f\t%.1f\t\n", m.Ranks, sizeString(m.Bytes), warm, moved/warm, cold, moved/cold)
+			}
+		}
+		if err := t.Flush(); err != nil {
+			return err
+		}
+	}
+	if len(r.Notes) > 0 {
+		fmt.Fprintln(w, "\nnotes")
+		for _, n := range r.Notes {
+			fmt.Fprintf(w, "- %s\n", n)
+		}
+	}
+	return nil
+}
+
+func sizeString(b int64) string {
+	for _, u := range []struct {
+		shift int
+		name  string
+	}{{30, "G"}, {20, "M"}, {10, "K"}} {
+		if b >= 1<<u.shift && b%(1<<u.shift) == 0 {
+			return fmt.Sprintf("%d%s", b>>u.shift, u.name)
+		}
+	}
+	return fmt.Sprint(b)
+}
