@@ -1,0 +1,229 @@
+// Package inproc is the transport between ranks that are goroutines of one process: rings on the Go heap, the peer's Wake called directly,
+// the peer's regions used where they lie.
+package inproc
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/subtle"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"unsafe"
+
+	"tutti/internal/trust"
+	"tutti/p2p"
+	"tutti/p2p/ring"
+)
+
+// Config of a transport.
+type Config struct {
+	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the dialler's counts. The largest
+	// frame is a quarter of it. A link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 1 MiB for 4 ranks with the default,
+	// 256 MiB for 256 ranks with 4 KiB. The memory is taken when a link is made and touched as frames pass. Default 64 KiB.
+	RingBytes int
+}
+
+// DefaultRingBytes is Config.RingBytes' default.
+const DefaultRingBytes = 64 << 10
+
+const (
+	tokenSize    = 16
+	endpointSize = 2 * tokenSize // process, transport
+)
+
+type token [tokenSize]byte
+
+func newToken() (t token) { rand.Read(t[:]); return t }
+
+// process tells this process from all others, its own forks' children excepted, which share no memory and find no transport registered.
+var process = newToken()
+
+var (
+	registryMu sync.Mutex
+	registry   = map[token]*Transport{}
+)
+
+// Transport implements p2p.Transport and p2p.Allocator. Its links implement p2p.Mapper.
+type Transport struct {
+	ring int
+
+	mu       sync.RWMutex // held for reading while a connection is being handed over
+	host     p2p.Host
+	token    token
+	listened bool
+	closed   bool
+}
+
+// New returns a transport that does not listen yet.
+func New(cfg Config) *Transport {
+	if cfg.RingBytes <= 0 {
+		cfg.RingBytes = DefaultRingBytes
+	}
+	return &Transport{ring: ring.Round(cfg.RingBytes)}
+}
+
+// Name implements p2p.Transport.
+func (t *Transport) Name() string { return "inproc" }
+
+// Listen implements p2p.Transport. It does not block.
+func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if n := len(h.Secret()); n < trust.MinSecret {
+		return nil, fmt.Errorf("inproc: a job secret of %d bytes, want at least %d", n, trust.MinSecret)
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil, fmt.Errorf("inproc: transport: %w", p2p.ErrClosed)
+	}
+	if t.listened {
+		return nil, errors.New("inproc: the transport listens already; make one for each rank")
+	}
+	t.host, t.listened, t.token = h, true, newToken()
+	registryMu.Lock()
+	registry[t.token] = t
+	registryMu.Unlock()
+	return append(append([]byte(nil), process[:]...), t.token[:]...), nil
+}
+
+func find(endpoint []byte) (*Transport, error) {
+	if len(endpoint) != endpointSize {
+		return nil, fmt.Errorf("inproc: endpoint of %d bytes, want %d", len(endpoint), endpointSize)
+	}
+	if token(endpoint[:tokenSize]) != process {
+		return nil, errors.New("inproc: the peer is another process")
+	}
+	registryMu.Lock()
+	defer registryMu.Unlock()
+	t := registry[token(endpoint[tokenSize:])]
+	if t == nil {
+		return nil, fmt.Errorf("inproc: the peer has closed its transport: %w", p2p.ErrPeerGone)
+	}
+	return t, nil
+}
+
+// Reaches implements p2p.Transport.
+func (t *Transport) Reaches(endpoint []byte) error {
+	_, err := find(endpoint)
+	return err
+}
+
+// Dial implements p2p.Transport. It calls the peer's Host.Admit and Host.Accepted, and blocks as long as they do.
+func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) (p2p.Link, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("inproc: dialling %v: %w", to, err)
+	}
+	t.mu.RLock()
+	host, usable := t.host, t.listened && !t.closed
+	t.mu.RUnlock()
+	if !usable {
+		return nil, fmt.Errorf("inproc: dialling %v from a transport that does not listen: %w", to, p2p.ErrClosed)
+	}
+	peer, err := find(endpoint)
+	if err != nil {
+		return nil, fmt.Errorf("dialling %v: %w", to, err)
+	}
+	l, err := peer.accept(host, to, t.ring)
+	if err != nil {
+		return nil, fmt.Errorf("inproc: dialling %v: %w", to, err)
+	}
+	return l, nil
+}
+
+// accept makes a link from the rank that from serves to t's own rank and returns the dialler's end.
+func (t *Transport) accept(from p2p.Host, to p2p.Identity, size int) (*link, error) {
+	t.mu.RLock()
+	defer t.mu.RUnlock()
+	if t.closed {
+		return nil, fmt.Errorf("the peer has closed its transport: %w", p2p.ErrPeerGone)
+	}
+	if subtle.ConstantTimeCompare(from.Secret(), t.host.Secret()) != 1 {
+		return nil, p2p.ErrAuth
+	}
+	if self := t.host.Self(); self != to {
+		return nil, fmt.Errorf("%w: the endpoint is %v's", p2p.ErrStale, self)
+	}
+	if err := t.host.Admit(from.Self()); err != nil {
+		return nil, p2p.FromRefusal(p2p.RefusalOf(err))
+	}
+	mem := aligned(ring.Bytes(size), 64)
+	a, b := &link{host: from}, &link{host: t.host}
+	a.peer, b.peer = b, a
+	for side, l := range []*link{a, b} {
+		if err := l.Init(mem, size, side, l.peer.wake); err != nil {
+			return nil, err
+		}
+	}
+	t.host.Accepted(from.Self(), b)
+	return a, nil
+}
+
+// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under way; the caller must not hold a lock that they need.
+func (t *Transport) Close() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.closed = true
+	registryMu.Lock()
+	defer registryMu.Unlock()
+	delete(registry, t.token)
+	return nil
+}
+
+// Alloc implements p2p.Allocator: memory of the Go heap. Free forgets it; the collector takes it when no peer's mapping is left.
+func (t *Transport) Alloc(n int) (*p2p.Region, error) {
+	if n < 1 {
+		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)
+	}
+	var id [8]byte
+	rand.Read(id[:])
+	return p2p.NewRegion(binary.LittleEndian.Uint64(id[:])|1, p2p.Anywhere, aligned(n, os.Getpagesize()), -1, func() error { return nil }), nil
+}
+
+// aligned returns n zeroed bytes at a multiple of align.
+func aligned(n, align int) []byte {
+	b := make([]byte, n+align-1)
+	skip := -int(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) & (align - 1)
+	return b[skip : skip+n : skip+n]
+}
+
+// link is one end; the methods of frames are the ring's.
+type link struct {
+	ring.End
+	host p2p.Host
+	peer *link
+}
+
+func (l *link) wake() {
+	l.Answer()
+	l.host.Wake()
+}
+
+// Map implements p2p.Mapper: the peer's own memory. It does not block.
+func (l *link) Map(ctx context.Context, d p2p.RegionDesc) ([]byte, error) {
+	if err := l.Err(); err != nil {
+		return nil, err
+	}
+	r, err := l.peer.host.Region(d.ID)
+	if err != nil {
+		return nil, fmt.Errorf("region %#x of %v: %w", d.ID, l.peer.host.Self(), err)
+	}
+	if r.Generation != d.Generation || uint64(len(r.Mem)) != d.Size || d.Size == 0 {
+		return nil, fmt.Errorf("region %#x of %v, generation %d, %d bytes: %w: it has generation %d and %d bytes",
+			d.ID, l.peer.host.Self(), d.Generation, d.Size, p2p.ErrNoRegion, r.Generation, len(r.Mem))
+	}
+	return r.Mem, nil
+}
+
+// Close implements p2p.Link. The rings are on the heap: they go when both ends are forgotten.
+func (l *link) Close() error {
+	l.Fail(fmt.Errorf("link to %v: %w", l.peer.host.Self(), p2p.ErrClosed), false)
+	l.peer.Fail(fmt.Errorf("%v closed its link: %w", l.host.Self(), p2p.ErrPeerGone), true)
+	l.host.Wake()
+	l.peer.host.Wake()
+	return nil
+}
