@@ -294,8 +294,8 @@ func divideFloats[T float](d []T, div int) {
 	}
 }
 
-// scale divides n elements at p by divisor.
-func scale(dt DType, p unsafe.Pointer, n, divisor int) {
+// scaleSmall divides n elements at p by divisor.
+func scaleSmall(dt DType, p unsafe.Pointer, n, divisor int) {
 	switch dt {
 	case Int8:
 		divideIntegers(view[int8](p, 0, n), divisor)
@@ -321,9 +321,9 @@ func scale(dt DType, p unsafe.Pointer, n, divisor int) {
 		var scratch [block]float32
 		for lo := 0; lo < n; lo += block {
 			x, q := scratch[:min(n-lo, block)], unsafe.Add(p, 2*lo)
-			widen(dt, x, q)
+			widenSmall(dt, x, q)
 			divideFloats(x, divisor)
-			narrow(dt, q, x)
+			narrowSmall(dt, q, x)
 		}
 	}
 }
@@ -372,21 +372,21 @@ func smallFloatKernel(op Op, dt DType) kernel {
 		for ; lo < hi; lo += block {
 			n := min(block, hi-lo)
 			acc, x := scratch[:n], next[:n]
-			widen(dt, acc, unsafe.Add(s[0], lo*size))
+			widenSmall(dt, acc, unsafe.Add(s[0], lo*size))
 			for _, p := range s[1:] {
-				widen(dt, x, unsafe.Add(p, lo*size))
+				widenSmall(dt, x, unsafe.Add(p, lo*size))
 				combineFloats(op, acc, acc, x)
 			}
 			if op == Avg {
 				divideFloats(acc, div)
 			}
-			narrow(dt, unsafe.Add(dst, lo*size), acc)
+			narrowSmall(dt, unsafe.Add(dst, lo*size), acc)
 		}
 	}
 }
 
-// widen converts len(d) small floats at src.
-func widen(dt DType, d []float32, src unsafe.Pointer) {
+// widenSmall converts len(d) small floats at src.
+func widenSmall(dt DType, d []float32, src unsafe.Pointer) {
 	switch dt {
 	case Float16:
 		for i, x := range view[F16](src, 0, len(d)) {
@@ -407,8 +407,8 @@ func widen(dt DType, d []float32, src unsafe.Pointer) {
 	}
 }
 
-// narrow rounds all of a to small floats at dst.
-func narrow(dt DType, dst unsafe.Pointer, a []float32) {
+// narrowSmall rounds all of a to small floats at dst.
+func narrowSmall(dt DType, dst unsafe.Pointer, a []float32) {
 	switch dt {
 	case Float16:
 		d := view[F16](dst, 0, len(a))

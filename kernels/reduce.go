@@ -117,7 +117,7 @@ func Reduce(op Op, dt DType, dst []byte, srcs ...[]byte) error {
 // those as float32 to round but once). It panics if Avg is not defined on dt or divisor < 1, both errors of the program.
 func Scale(dt DType, dst unsafe.Pointer, n int, divisor int) {
 	if !Supported(Avg, dt) {
-		panic(unsupported(Avg, dt))
+		panic(fmt.Sprintf("kernels: Scale of %v: %v", dt, unsupported(Avg, dt)))
 	}
 	if divisor < 1 {
 		panic(fmt.Sprintf("kernels: Scale of %v by %d: the divisor counts contributions and is at least 1", dt, divisor))
@@ -184,11 +184,11 @@ func newPortable() *reducers {
 			t.reduce[op][dt], t.stream[op][dt] = r, r
 		}
 		if t.reduce[Avg][dt] != nil {
-			t.scale[dt] = func(dst unsafe.Pointer, n, divisor int) { scale(dt, dst, n, divisor) }
+			t.scale[dt] = func(dst unsafe.Pointer, n, divisor int) { scaleSmall(dt, dst, n, divisor) }
 		}
 		if slices.Contains([]DType{Float16, BFloat16, Float8E4M3, Float8E5M2}, dt) {
-			t.widen[dt] = func(dst, src unsafe.Pointer, n int) { widen(dt, view[float32](dst, 0, n), src) }
-			t.narrow[dt] = func(dst, src unsafe.Pointer, n int) { narrow(dt, dst, view[float32](src, 0, n)) }
+			t.widen[dt] = func(dst, src unsafe.Pointer, n int) { widenSmall(dt, view[float32](dst, 0, n), src) }
+			t.narrow[dt] = func(dst, src unsafe.Pointer, n int) { narrowSmall(dt, dst, view[float32](src, 0, n)) }
 		}
 	}
 	return t

@@ -2,4 +2,247 @@
 
 package kernels
 
-func newActive() *reducers { return portable }
+import (
+	"unsafe"
+
+	"golang.org/x/sys/cpu"
+)
+
+// The AVX-512 level asks for what every processor since Skylake-SP has, not for AVX512_BF16, whose conversions flush
+// subnormals to zero.
+var (
+	hasAVX2   = cpu.X86.HasAVX2 && cpu.X86.HasBMI2 && cpuidF16C()
+	hasAVX512 = hasAVX2 && cpu.X86.HasAVX512F && cpu.X86.HasAVX512BW && cpu.X86.HasAVX512DQ && cpu.X86.HasAVX512VL
+)
+
+// A level is an instruction set that this machine can run.
+type level struct {
+	name   string
+	vector int // bytes
+	masked bool
+	fill   func(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int))
+}
+
+// levels returns what this machine can run, the best last.
+func levels() (l []level) {
+	if hasAVX2 {
+		l = append(l, level{"avx2", 32, false, fillAVX2})
+	}
+	if hasAVX512 {
+		l = append(l, level{"avx512", 64, true, fillAVX512})
+	}
+	return l
+}
+
+func newActive() *reducers {
+	l := levels()
+	if len(l) == 0 {
+		return portable
+	}
+	return l[len(l)-1].reducers()
+}
+
+// reducers makes the table of l. What l has no kernel for stays portable.
+func (l level) reducers() *reducers {
+	t := new(reducers)
+	*t = *portable
+	var k [numOps][numDTypes]kernel
+	var widen, narrow [numDTypes]func(dst, src unsafe.Pointer, n int)
+	l.fill(&k, &widen, &narrow)
+	for _, dt := range DTypes() {
+		for _, op := range Ops() {
+			if !Supported(op, dt) {
+				continue
+			}
+			r := reduction{op: op, dt: dt, size: dt.Size(), unit: dt.Size(), kernel: k[op][dt], rest: portableKernel(op, dt)}
+			switch {
+			case op >= BitAnd && dt != Bool: // bytes are bytes
+				r.unit, r.kernel, r.rest = 1, k[op][Uint8], portableKernel(op, Uint8)
+			case op == Avg && r.kernel == nil:
+				r.kernel, r.rest, r.divide = k[Sum][dt], portableKernel(Sum, dt), true
+			}
+			if !l.masked {
+				r.lanes = r.step()
+			}
+			s := r
+			s.stream = true
+			t.reduce[op][dt], t.stream[op][dt] = r.reducer(), s.reducer()
+		}
+		if w, n := widen[dt], narrow[dt]; w != nil {
+			t.widen[dt], t.narrow[dt] = w, n
+			if !l.masked {
+				t.widen[dt] = func(dst, src unsafe.Pointer, n int) {
+					w(dst, src, n)
+					if lo := n &^ 7; lo < n {
+						widenSmall(dt, view[float32](dst, lo, n-lo), unsafe.Add(src, lo*dt.Size()))
+					}
+				}
+				t.narrow[dt] = func(dst, src unsafe.Pointer, count int) {
+					n(dst, src, count)
+					if lo := count &^ 7; lo < count {
+						narrowSmall(dt, unsafe.Add(dst, lo*dt.Size()), view[float32](src, lo, count-lo))
+					}
+				}
+			}
+		}
+	}
+	for _, dt := range []DType{Float32, Float64, Float16, BFloat16} {
+		t.scale[dt] = l.scaler(dt)
+	}
+	t.copyNT = copyStream
+	return t
+}
+
+// A reduction is what one Reducer knows.
+type reduction struct {
+	op     Op
+	dt     DType
+	size   int    // bytes of an element
+	unit   int    // bytes of what the kernel counts as an element
+	lanes  int    // the kernel does multiples of this, rest the others; 0: the kernel does all
+	kernel kernel // vectors
+	rest   kernel // Go
+	divide bool   // an Avg of integers: sums, then divides
+	stream bool
+}
+
+// step returns the elements of one step of the AVX2 kernels.
+func (r *reduction) step() int {
+	switch r.dt {
+	case Float16, Float8E4M3, Float8E5M2:
+		return 8
+	}
+	return 32 / r.unit
+}
+
+const (
+	// piece is the bytes of dst after which a kernel comes back, so that the garbage collector need not wait for it long:
+	// assembly cannot be interrupted.
+	piece = 256 << 10
+	// straighten is the bytes from which on it pays to begin with the few elements that align dst to a cache line.
+	straighten = 4 << 10
+)
+
+func (r reduction) reducer() Reducer {
+	kernel, per := r.kernel, r.size/r.unit
+	direct := 0 // elements up to which one call of the kernel does all
+	if r.lanes == 0 && !r.divide {
+		direct = straighten / r.size
+	}
+	copies := r.dt != Bool // a single source of bools is made 0 or 1
+	return func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
+		switch {
+		case len(srcs) == 1 && copies:
+			if r.stream && dst != srcs[0] {
+				copyStream(dst, srcs[0], n*r.size)
+			} else {
+				Copy(dst, srcs[0], n*r.size)
+			}
+		case n <= direct:
+			kernel(dst, &srcs[0], len(srcs), 0, n*per, len(srcs), false)
+		default:
+			r.long(dst, srcs, n*per)
+		}
+	}
+}
+
+// long reduces n units of any number.
+func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
+	lo := 0
+	stream := r.stream && !r.divide
+	if n*r.unit >= straighten {
+		skew := int(-uintptr(dst) & 63)
+		if skew%r.unit == 0 {
+			lo = skew / r.unit
+			r.piece(dst, srcs, 0, lo, false)
+		} else {
+			stream = false
+		}
+		for _, s := range srcs {
+			stream = stream && s != dst
+		}
+	} else {
+		stream = false
+	}
+	most := piece / r.unit
+	if r.divide {
+		most = straighten / r.unit // the sums are still in the nearest cache when they are divided
+	}
+	for ; lo < n; lo += most {
+		r.piece(dst, srcs, lo, min(n, lo+most), stream)
+	}
+}
+
+// piece reduces units lo..hi-1. It is a call of its own so that a goroutine can be preempted at its entry.
+//
+//go:noinline
+func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi int, stream bool) {
+	if lo >= hi {
+		return
+	}
+	mid := hi
+	if r.lanes > 0 {
+		mid -= (hi - lo) % r.lanes
+	}
+	if lo < mid {
+		r.kernel(dst, &srcs[0], len(srcs), lo, mid, len(srcs), stream)
+	}
+	if mid < hi {
+		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), false)
+	}
+	if r.divide {
+		scaleSmall(r.dt, unsafe.Add(dst, lo*r.unit), hi-lo, len(srcs))
+	}
+}
+
+// scaler returns a scale for the floats. It names the kernels, so that the address of dst stays on the stack.
+func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
+	most, size := piece/dt.Size(), dt.Size()
+	return func(dst unsafe.Pointer, n, divisor int) {
+		for lo := 0; lo < n; lo += most {
+			hi := min(n, lo+most)
+			if !l.masked {
+				hi -= (hi - lo) % 16
+			}
+			p := dst
+			switch {
+			case lo == hi:
+			case l.masked && dt == Float32:
+				avgF32AVX512(dst, &p, 1, lo, hi, divisor, false)
+			case l.masked && dt == Float64:
+				avgF64AVX512(dst, &p, 1, lo, hi, divisor, false)
+			case l.masked && dt == Float16:
+				avgF16AVX512(dst, &p, 1, lo, hi, divisor, false)
+			case l.masked:
+				avgBF16AVX512(dst, &p, 1, lo, hi, divisor, false)
+			case dt == Float32:
+				avgF32AVX2(dst, &p, 1, lo, hi, divisor, false)
+			case dt == Float64:
+				avgF64AVX2(dst, &p, 1, lo, hi, divisor, false)
+			case dt == Float16:
+				avgF16AVX2(dst, &p, 1, lo, hi, divisor, false)
+			default:
+				avgBF16AVX2(dst, &p, 1, lo, hi, divisor, false)
+			}
+			if rest := min(n, lo+most) - hi; rest > 0 {
+				scaleSmall(dt, unsafe.Add(dst, hi*size), rest, divisor)
+			}
+		}
+	}
+}
+
+// copyStream is CopyNT. Short copies are left to the caches.
+func copyStream(dst, src unsafe.Pointer, n int) {
+	if n < straighten {
+		Copy(dst, src, n)
+		return
+	}
+	lo := int(-uintptr(dst) & 63)
+	Copy(dst, src, lo)
+	for n-lo >= 256 {
+		m := min(n-lo, piece) &^ 255
+		copyNTAVX2(unsafe.Add(dst, lo), unsafe.Add(src, lo), m)
+		lo += m
+	}
+	Copy(unsafe.Add(dst, lo), unsafe.Add(src, lo), n-lo)
+}

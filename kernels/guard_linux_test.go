@@ -1,0 +1,46 @@
+package kernels
+
+import (
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// beforeWall returns n bytes that end where the address space has a hole: whoever reads or writes past them crashes.
+func beforeWall(t *testing.T, n int) []byte {
+	page := unix.Getpagesize()
+	data := (n + page - 1) &^ (page - 1)
+	m, err := unix.Mmap(-1, 0, data+page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Munmap(m) })
+	if err := unix.Mprotect(m[data:], unix.PROT_NONE); err != nil {
+		t.Fatal(err)
+	}
+	return m[data-n : data : data]
+}
+
+// TestBounds runs everything on buffers that end at a hole, at every length of a tail.
+func TestBounds(t *testing.T) {
+	const room = 4096
+	walls := [3][]byte{beforeWall(t, room), beforeWall(t, room), beforeWall(t, room)}
+	for _, im := range implementations {
+		for _, dt := range DTypes() {
+			for n := range 140 {
+				at := func(i, size int) []byte { return walls[i][room-n*size:] }
+				for _, op := range Ops() {
+					if r := im.t.reduce[op][dt]; r != nil {
+						s := dt.Size()
+						r(ptr(at(0, s)), ptrs(at(1, s), at(2, s)), n)
+						r(ptr(at(0, s)), ptrs(at(0, s), at(1, s), at(2, s)), n)
+					}
+				}
+				if im.t.widen[dt] != nil {
+					im.t.widen[dt](ptr(at(0, 4)), ptr(at(1, dt.Size())), n)
+					im.t.narrow[dt](ptr(at(0, dt.Size())), ptr(at(1, 4)), n)
+				}
+			}
+		}
+	}
+}

@@ -1,0 +1,922 @@
+// Command gen writes the amd64 kernels: kernels_amd64.s and its declarations, and the table that finds them. Run it through
+// go generate in package kernels.
+//
+// Every kernel has one shape. A step is what one group of registers holds of one source; a block is several steps, so that
+// the accumulators of a block fill the register file. The kernel walks the elements block by block and, inside a block,
+// source by source: each source is read once, each result is stored once, whatever the number of sources, and nothing but
+// registers holds what lies between. What remains is done step by step, the last step under a mask (AVX-512) or by the
+// portable kernel (AVX2).
+package main
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"go/format"
+	"os"
+	"sort"
+	"strings"
+
+	"github.com/mmcloughlin/avo/attr"
+	. "github.com/mmcloughlin/avo/build"
+	. "github.com/mmcloughlin/avo/operand"
+	"github.com/mmcloughlin/avo/reg"
+)
+
+// The signatures. avo evaluates them without imports, so unsafe.Pointer is written uintptr here and put right afterwards.
+const (
+	kernelSig  = "func(dst, srcs uintptr, k, lo, hi, div int, stream bool)"
+	convertSig = "func(dst, src uintptr, n int)"
+)
+
+var declarations []string // of the functions, in Go
+
+// text begins a function.
+func text(name, sig string) {
+	TEXT(name, attr.NOSPLIT, sig)
+	sig = strings.Replace(sig, "dst, srcs uintptr", "dst unsafe.Pointer, srcs *unsafe.Pointer", 1)
+	sig = strings.Replace(sig, "dst, src uintptr", "dst, src unsafe.Pointer", 1)
+	declarations = append(declarations, "//go:noescape\nfunc "+name+strings.TrimPrefix(sig, "func")+"\n")
+}
+
+// isa is a level of the instruction set. Code for both differs where AVX-512 has an instruction or a mask to offer.
+type isa struct {
+	name  string
+	width int // bytes of a vector
+	wide  bool
+}
+
+func (i isa) vec() reg.VecVirtual {
+	if i.wide {
+		return ZMM()
+	}
+	return YMM()
+}
+
+// bcast fills a vector with a 32-bit constant.
+func (i isa) bcast(v uint32) reg.VecVirtual {
+	r, x, d := GP32(), XMM(), i.vec()
+	MOVL(U32(v), r)
+	VMOVD(r, x)
+	VPBROADCASTD(x, d)
+	return d
+}
+
+func (i isa) bcast64(v uint64) reg.VecVirtual {
+	r, x, d := GP64(), XMM(), i.vec()
+	MOVQ(U64(v), r)
+	VMOVQ(r, x)
+	VPBROADCASTQ(x, d)
+	return d
+}
+
+func (i isa) and(a Op, b, d Op) {
+	if i.wide {
+		VPANDD(a, b, d)
+	} else {
+		VPAND(a, b, d)
+	}
+}
+
+func (i isa) or(a Op, b, d Op) {
+	if i.wide {
+		VPORD(a, b, d)
+	} else {
+		VPOR(a, b, d)
+	}
+}
+
+func (i isa) xor(a Op, b, d Op) {
+	if i.wide {
+		VPXORD(a, b, d)
+	} else {
+		VPXOR(a, b, d)
+	}
+}
+
+// lane is the type that the arithmetic is done in: 'i' and 'u' integers, 'f' floats, 'b' bools.
+type lane struct {
+	kind byte
+	size int
+}
+
+// loadMasked loads the elements of the mask, of size bytes, and zeroes the others.
+func loadMasked(size int, m, k, d Op) {
+	switch size {
+	case 1:
+		VMOVDQU8_Z(m, k, d)
+	case 2:
+		VMOVDQU16_Z(m, k, d)
+	case 4:
+		VMOVDQU32_Z(m, k, d)
+	case 8:
+		VMOVDQU64_Z(m, k, d)
+	}
+}
+
+func storeMasked(size int, s, k, m Op) {
+	switch size {
+	case 1:
+		VMOVDQU8(s, k, m)
+	case 2:
+		VMOVDQU16(s, k, m)
+	case 4:
+		VMOVDQU32(s, k, m)
+	case 8:
+		VMOVDQU64(s, k, m)
+	}
+}
+
+// store writes a vector of any width, around the caches if nt.
+func store(s, m Op, nt bool) {
+	switch {
+	case nt:
+		VMOVNTDQ(s, m)
+	case IsZMM(s):
+		VMOVDQU64(s, m)
+	default:
+		VMOVDQU(s, m)
+	}
+}
+
+func load(m, d Op) {
+	if IsZMM(d) {
+		VMOVDQU64(m, d)
+	} else {
+		VMOVDQU(m, d)
+	}
+}
+
+// A storage says how elements lie in memory and how they come into and out of the registers of one step.
+type storage struct {
+	size  int // bytes of an element
+	lanes int // elements of a step
+	regs  int // registers of a step
+	block int // steps of a block
+	// direct: the elements are used as they lie, an instruction may take them from memory
+	direct bool
+	nt     bool // whether a step can be stored around the caches
+	// load reads a step; k is the mask or nil
+	load func(m Mem, k Op, d []reg.VecVirtual)
+	// store writes a step and may destroy a
+	store func(a []reg.VecVirtual, m Mem, k Op, nt bool)
+}
+
+// native is the storage of types that have instructions of their own.
+func (i isa) native(size int, isBool bool) storage {
+	s := storage{size: size, lanes: i.width / size, regs: 1, block: 8, direct: !isBool, nt: true}
+	var ones reg.VecVirtual
+	if isBool {
+		ones = i.bcast(0x01010101)
+	}
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k != nil {
+			loadMasked(size, m, k, d[0])
+		} else {
+			load(m, d[0])
+		}
+		if isBool { // any byte but 0 is true
+			VPMINUB(ones, d[0], d[0])
+		}
+	}
+	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+		if k != nil {
+			storeMasked(size, a[0], k, m)
+		} else {
+			store(a[0], m, nt)
+		}
+	}
+	return s
+}
+
+// f16 converts with the instructions for it.
+func (i isa) f16() storage {
+	s := storage{size: 2, lanes: i.width / 4, regs: 1, block: 8, nt: true}
+	half := func() reg.VecVirtual {
+		if i.wide {
+			return YMM()
+		}
+		return XMM()
+	}
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k == nil {
+			VCVTPH2PS(m, d[0])
+			return
+		}
+		h := half()
+		loadMasked(2, m, k, h)
+		VCVTPH2PS(h, d[0])
+	}
+	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+		if k == nil && !nt {
+			VCVTPS2PH(Imm(0), a[0], m)
+			return
+		}
+		h := half()
+		VCVTPS2PH(Imm(0), a[0], h)
+		if k != nil {
+			storeMasked(2, h, k, m)
+		} else {
+			store(h, m, true)
+		}
+	}
+	return s
+}
+
+// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in the lower ones.
+func (i isa) rounder() func(x reg.VecVirtual) {
+	one, half, quiet := i.bcast(1), i.bcast(0x7fff), i.bcast(1<<22)
+	return func(x reg.VecVirtual) {
+		t := i.vec()
+		VPSRLD(Imm(16), x, t)
+		i.and(one, t, t)
+		VPADDD(half, t, t)
+		if i.wide {
+			k := K()
+			VCMPPS(Imm(3), x, x, k) // unordered
+			VPADDD(x, t, t)
+			VPORD(quiet, x, k, t)
+			VMOVDQA64(t, x)
+			return
+		}
+		nan := i.vec()
+		VPADDD(x, t, t)
+		VCMPPS(Imm(3), x, x, nan)
+		VPOR(quiet, x, x)
+		VBLENDVPS(nan, x, t, x)
+	}
+}
+
+// bf16 widens the even elements of a vector into one register and the odd ones into another, so that nothing crosses lanes.
+// exact says that the results are bfloat16 already, as those of Min and Max are.
+func (i isa) bf16(exact bool) storage {
+	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 4, nt: true}
+	if !i.wide {
+		s.block = 2
+	}
+	upper := i.bcast(0xffff0000)
+	round := func(reg.VecVirtual) {}
+	if !exact {
+		round = i.rounder()
+	}
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k != nil {
+			loadMasked(2, m, k, d[1])
+		} else {
+			load(m, d[1])
+		}
+		VPSLLD(Imm(16), d[1], d[0])
+		i.and(upper, d[1], d[1])
+	}
+	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+		round(a[0])
+		round(a[1])
+		VPSRLD(Imm(16), a[0], a[0])
+		if i.wide {
+			VPTERNLOGD(Imm(0xf8), upper, a[1], a[0]) // a0 | a1&upper
+		} else {
+			VPBLENDW(Imm(0xaa), a[1], a[0], a[0])
+		}
+		if k != nil {
+			storeMasked(2, a[0], k, m)
+		} else {
+			store(a[0], m, nt)
+		}
+	}
+	return s
+}
+
+// f8 goes through float16, whose upper half E5M2 is and into which E4M3 fits but for a factor of 2^8. Rounding twice would
+// be wrong; therefore float16 is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
+// algorithms using rounding to odd", 2008): truncated, and its last bit set if anything was lost.
+func (i isa) f8(e4m3 bool) storage {
+	s := storage{size: 1, lanes: i.width / 4, regs: 1, block: 4, nt: i.wide}
+	words := func() reg.VecVirtual { // a vector of lanes 16-bit words
+		if i.wide {
+			return YMM()
+		}
+		return XMM()
+	}
+	bcast := func(v uint32) reg.VecVirtual {
+		r, x, d := GP32(), XMM(), words()
+		MOVL(U32(v), r)
+		VMOVD(r, x)
+		VPBROADCASTW(x, d)
+		return d
+	}
+	var up, down, nan, magF, magic reg.VecVirtual
+	shift, limit := uint64(8), uint32(0x7e) // the limit is where all NaNs go
+	if e4m3 {
+		shift, limit = 7, 0x7f
+		up, down = i.bcast(0x43800000), i.bcast(0x3b800000) // 2^8, 2^-8
+		magF, magic = i.bcast(0x7fffffff), i.bcast(0x43f00000)
+		nan = i.bcast(0x7fc00000)
+	}
+	field, one, half, mag, lim := bcast(0xbf80), bcast(1), bcast(1<<(shift-1)-1), bcast(0x7fff), bcast(limit)
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		h, b := words(), XMM()
+		switch {
+		case k != nil:
+			loadMasked(1, m, k, b)
+		case i.wide:
+			VMOVDQU(m, b)
+		default:
+			VMOVQ(m, b)
+		}
+		if !e4m3 {
+			VPMOVZXBW(b, h)
+			VPSLLW(Imm(8), h, h)
+			VCVTPH2PS(h, d[0])
+			return
+		}
+		VPMOVSXBW(b, h) // the sign arrives in bit 15, where float16 has it
+		VPSLLW(Imm(7), h, h)
+		if i.wide {
+			VPANDD(field.AsY(), h, h)
+		} else {
+			VPAND(field, h, h)
+		}
+		VCVTPH2PS(h, d[0])
+		VMULPS(up, d[0], d[0])
+		t := i.vec() // 480 is what the pattern of NaN looks like
+		i.and(magF, d[0], t)
+		if i.wide {
+			n := K()
+			VCMPPS(Imm(0), magic, t, n)
+			VPORD(nan, d[0], n, d[0])
+		} else {
+			VCMPPS(Imm(0), magic, t, t)
+			VPAND(nan, t, t)
+			VPOR(t, d[0], d[0])
+		}
+	}
+	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+		x, back, h, t := a[0], i.vec(), words(), words()
+		if e4m3 {
+			VMULPS(down, x, x)
+		}
+		VCVTPS2PH(Imm(3), x, h) // truncated
+		VCVTPH2PS(h, back)
+		if i.wide {
+			lost := K()
+			VCMPPS(Imm(4), x, back, lost)
+			VMOVDQU16_Z(one, lost, t)
+		} else {
+			hi := XMM()
+			VCMPPS(Imm(4), x, back, back)
+			VEXTRACTI128(Imm(1), back, hi)
+			VPACKSSDW(hi, back.AsX(), t)
+			VPSRLW(Imm(15), t, t)
+		}
+		VPOR(t, h, h)
+		VPAND(mag, h, t)
+		r := words()
+		VPSRLW(Imm(shift), t, r)
+		VPAND(one, r, r)
+		VPADDW(half, r, r)
+		VPADDW(t, r, r)
+		VPSRLW(Imm(shift), r, r)
+		VPMINUW(lim, r, r)
+		VPSRLW(Imm(15), h, h)
+		VPSLLW(Imm(7), h, h)
+		VPOR(h, r, r)
+		b := XMM()
+		switch {
+		case !i.wide:
+			VPACKUSWB(r, r, b)
+			VMOVQ(b, m)
+		case k != nil:
+			VPMOVWB(r, b)
+			storeMasked(1, b, k, m)
+		default:
+			VPMOVWB(r, b)
+			store(b, m, nt)
+		}
+	}
+	return s
+}
+
+// An operator folds a source into an accumulator.
+type operator struct {
+	// apply sets acc = acc op x. x may be memory if direct.
+	apply  func(x Op, acc reg.VecVirtual)
+	direct bool
+	finish func(acc reg.VecVirtual) // nil if there is nothing to do after the last source
+}
+
+func (i isa) operator(op string, l lane) operator {
+	simple := func(f func(...Op)) operator {
+		return operator{apply: func(x Op, acc reg.VecVirtual) { f(x, acc, acc) }, direct: true}
+	}
+	index := map[int]int{1: 0, 2: 1, 4: 2, 8: 3}[l.size]
+	switch {
+	case op == "and":
+		return operator{apply: func(x Op, acc reg.VecVirtual) { i.and(x, acc, acc) }, direct: true}
+	case op == "or":
+		return operator{apply: func(x Op, acc reg.VecVirtual) { i.or(x, acc, acc) }, direct: true}
+	case op == "xor":
+		return operator{apply: func(x Op, acc reg.VecVirtual) { i.xor(x, acc, acc) }, direct: true}
+	case l.kind == 'f' && op == "sum":
+		return simple([]func(...Op){2: VADDPS, 3: VADDPD}[index])
+	case l.kind == 'f' && op == "prod":
+		return simple([]func(...Op){2: VMULPS, 3: VMULPD}[index])
+	case l.kind == 'f' && op == "avg":
+		o := simple([]func(...Op){2: VADDPS, 3: VADDPD}[index])
+		n, x, by := GP64(), XMM(), i.vec()
+		Load(Param("div"), n)
+		VXORPS(x, x, x)
+		if l.size == 4 {
+			VCVTSI2SSQ(n, x, x)
+			VBROADCASTSS(x, by)
+			o.finish = func(acc reg.VecVirtual) { VDIVPS(by, acc, acc) }
+		} else {
+			VCVTSI2SDQ(n, x, x)
+			VBROADCASTSD(x, by)
+			o.finish = func(acc reg.VecVirtual) { VDIVPD(by, acc, acc) }
+		}
+		return o
+	case l.kind == 'f':
+		return i.floatMinMax(op == "max", l.size == 8)
+	case op == "sum":
+		return simple([]func(...Op){VPADDB, VPADDW, VPADDD, VPADDQ}[index])
+	case op == "prod" && l.size == 1:
+		odd := i.bcast(0xff00ff00)
+		return operator{apply: func(x Op, acc reg.VecVirtual) {
+			// The odd bytes are multiplied in the upper half of their word, the even ones in the lower.
+			a, b := i.vec(), i.vec()
+			i.and(odd, acc, a)
+			VPSRLW(Imm(8), x, b)
+			VPMULLW(b, a, a)
+			VPMULLW(x, acc, acc)
+			if i.wide {
+				VPTERNLOGD(Imm(0xdc), odd, a, acc) // a | acc&^odd
+			} else {
+				VPANDN(acc, odd, acc)
+				VPOR(a, acc, acc)
+			}
+		}}
+	case op == "prod" && l.size == 2:
+		return simple(VPMULLW)
+	case op == "prod" && l.size == 4:
+		return simple(VPMULLD)
+	case op == "prod" && i.wide:
+		return simple(VPMULLQ)
+	case op == "prod":
+		return operator{apply: func(x Op, acc reg.VecVirtual) {
+			a, b := i.vec(), i.vec()
+			VPSRLQ(Imm(32), acc, a)
+			VPMULUDQ(x, a, a)
+			VPSRLQ(Imm(32), x, b)
+			VPMULUDQ(acc, b, b)
+			VPADDQ(b, a, a)
+			VPSLLQ(Imm(32), a, a)
+			VPMULUDQ(x, acc, acc)
+			VPADDQ(a, acc, acc)
+		}}
+	case l.size == 8 && !i.wide: // min, max
+		var flip reg.VecVirtual
+		if l.kind == 'u' {
+			flip = i.bcast64(1 << 63)
+		}
+		return operator{apply: func(x Op, acc reg.VecVirtual) {
+			a, b := Op(acc), x
+			if l.kind == 'u' {
+				fa, fb := i.vec(), i.vec()
+				VPXOR(flip, acc, fa)
+				VPXOR(flip, x, fb)
+				a, b = fa, fb
+			}
+			gt := i.vec()
+			VPCMPGTQ(b, a, gt) // acc > x
+			if op == "min" {
+				VBLENDVPD(gt, x, acc, acc)
+			} else {
+				VBLENDVPD(gt, acc, x, acc)
+			}
+		}}
+	}
+	return simple(map[string][]func(...Op){
+		"mini": {VPMINSB, VPMINSW, VPMINSD, VPMINSQ}, "minu": {VPMINUB, VPMINUW, VPMINUD, VPMINUQ},
+		"maxi": {VPMAXSB, VPMAXSW, VPMAXSD, VPMAXSQ}, "maxu": {VPMAXUB, VPMAXUW, VPMAXUD, VPMAXUQ},
+	}[op+string(l.kind)][index])
+}
+
+// floatMinMax is IEEE 754-2019's minimum or maximum, with one NaN for all.
+func (i isa) floatMinMax(max, double bool) operator {
+	var canon reg.VecVirtual
+	if double {
+		canon = i.bcast64(0x7ff8000000000000)
+	} else {
+		canon = i.bcast(0x7fc00000)
+	}
+	pick := func(f32, f64 func(...Op)) func(...Op) {
+		if double {
+			return f64
+		}
+		return f32
+	}
+	cmp := pick(VCMPPS, VCMPPD)
+	if i.wide {
+		rng := pick(VRANGEPS, VRANGEPD)
+		imm := Imm(4) // the smaller one, -0 before +0
+		if max {
+			imm = Imm(5)
+		}
+		return operator{direct: true, apply: func(x Op, acc reg.VecVirtual) {
+			nan := K()
+			cmp(Imm(3), x, acc, nan)
+			rng(imm, x, acc, acc)
+			VMOVDQA64(acc, acc)
+			if double {
+				VMOVDQA64(canon, nan, acc)
+			} else {
+				VMOVDQA32(canon, nan, acc)
+			}
+		}}
+	}
+	return operator{apply: func(x Op, acc reg.VecVirtual) {
+		// Both orders agree unless a NaN is there or both are zeros; of zeros each order yields the other one.
+		a, b := i.vec(), i.vec()
+		if max {
+			f := pick(VMAXPS, VMAXPD)
+			f(x, acc, a)
+			f(acc, x, b)
+			VPAND(a, b, a)
+		} else {
+			f := pick(VMINPS, VMINPD)
+			f(x, acc, a)
+			f(acc, x, b)
+			VPOR(a, b, a)
+		}
+		cmp(Imm(3), x, acc, b)
+		if double {
+			VBLENDVPD(b, canon, a, acc)
+		} else {
+			VBLENDVPS(b, canon, a, acc)
+		}
+	}}
+}
+
+// mask returns the mask of the first rem elements of a step, all if there are more.
+func mask(rem reg.Register, lanes int) reg.OpmaskVirtual {
+	n, m, k := GP64(), GP64(), K()
+	MOVQ(U32(lanes), n)
+	CMPQ(rem, n)
+	CMOVQLT(rem, n)
+	MOVQ(I32(-1), m)
+	BZHIQ(n, m, m)
+	KMOVQ(m, k)
+	return k
+}
+
+// kernel writes one function. make is called inside it, so that constants stand in registers.
+func (i isa) kernel(name string, parts func() (storage, operator)) string {
+	name += i.name
+	text(name, kernelSig)
+	s, o := parts()
+	dst := Load(Param("dst"), GP64())
+	srcs := Load(Param("srcs"), GP64())
+	end := Load(Param("k"), GP64())
+	pos := Load(Param("lo"), GP64())
+	rem := Load(Param("hi"), GP64())
+	stream := GP32()
+	Load(Param("stream"), stream.As8())
+	MOVBLZX(stream.As8(), stream)
+	SUBQ(pos, rem)
+	if sh := map[int]uint64{2: 1, 4: 2, 8: 3}[s.size]; sh != 0 {
+		SHLQ(Imm(sh), pos)
+	}
+	ADDQ(pos, dst)
+	LEAQ(Mem{Base: srcs, Index: end, Scale: 8}, end)
+
+	var acc [][]reg.VecVirtual
+	for range s.block {
+		var a []reg.VecVirtual
+		for range s.regs {
+			a = append(a, i.vec())
+		}
+		acc = append(acc, a)
+	}
+	step := s.lanes * s.size
+
+	body := func(label string, steps int, k Op) {
+		cur, p := GP64(), GP64()
+		MOVQ(Mem{Base: srcs}, p)
+		ADDQ(pos, p)
+		for j := range steps {
+			s.load(Mem{Base: p, Disp: j * step}, k, acc[j])
+		}
+		LEAQ(Mem{Base: srcs, Disp: 8}, cur)
+		CMPQ(cur, end)
+		JE(LabelRef(label + "Finish"))
+		Label(label + "Source")
+		MOVQ(Mem{Base: cur}, p)
+		ADDQ(pos, p)
+		for j := range steps {
+			m := Mem{Base: p, Disp: j * step}
+			if s.direct && o.direct && k == nil {
+				o.apply(m, acc[j][0])
+				continue
+			}
+			var x []reg.VecVirtual
+			for range s.regs {
+				x = append(x, i.vec())
+			}
+			s.load(m, k, x)
+			for r := range x {
+				o.apply(x[r], acc[j][r])
+			}
+		}
+		ADDQ(Imm(8), cur)
+		CMPQ(cur, end)
+		JNE(LabelRef(label + "Source"))
+		Label(label + "Finish")
+		if o.finish != nil {
+			for j := range steps {
+				for _, a := range acc[j] {
+					o.finish(a)
+				}
+			}
+		}
+	}
+
+	elements := s.lanes * s.block
+	Label("block")
+	CMPQ(rem, U32(elements))
+	JLT(LabelRef("steps"))
+	body("block", s.block, nil)
+	if s.nt {
+		TESTL(stream, stream)
+		JNE(LabelRef("blockStream"))
+	}
+	for j := range s.block {
+		s.store(acc[j], Mem{Base: dst, Disp: j * step}, nil, false)
+	}
+	if s.nt {
+		JMP(LabelRef("blockNext"))
+		Label("blockStream")
+		for j := range s.block {
+			s.store(acc[j], Mem{Base: dst, Disp: j * step}, nil, true)
+		}
+		Label("blockNext")
+	}
+	ADDQ(U32(step*s.block), dst)
+	ADDQ(U32(step*s.block), pos)
+	SUBQ(U32(elements), rem)
+	JMP(LabelRef("block"))
+
+	Label("steps")
+	var k Op
+	if i.wide {
+		TESTQ(rem, rem)
+		JLE(LabelRef("done"))
+		k = mask(rem, s.lanes)
+	} else {
+		CMPQ(rem, U32(s.lanes))
+		JLT(LabelRef("done"))
+	}
+	body("step", 1, k)
+	s.store(acc[0], Mem{Base: dst}, k, false)
+	ADDQ(U32(step), dst)
+	ADDQ(U32(step), pos)
+	SUBQ(U32(s.lanes), rem)
+	JMP(LabelRef("steps"))
+
+	Label("done")
+	if s.nt {
+		TESTL(stream, stream)
+		JE(LabelRef("return"))
+		SFENCE() // streamed stores are not ordered before later ones otherwise
+		Label("return")
+	}
+	VZEROUPPER()
+	RET()
+	return name
+}
+
+// converters writes the conversions between a small float and float32. They take any n; AVX2 ones leave n mod 8.
+func (i isa) converters(name string, make func() storage) (widen, narrow string) {
+	for _, dir := range []string{"widen", "narrow"} {
+		text(dir+name+i.name, convertSig)
+		s := make()
+		dst, src, rem := Load(Param("dst"), GP64()), Load(Param("src"), GP64()), Load(Param("n"), GP64())
+		f32 := i.width
+		one := func(j int, k Op) {
+			x := []reg.VecVirtual{i.vec()}
+			if dir == "widen" {
+				s.load(Mem{Base: src, Disp: j * s.lanes * s.size}, k, x)
+				if k != nil {
+					storeMasked(4, x[0], k, Mem{Base: dst, Disp: j * f32})
+				} else {
+					store(x[0], Mem{Base: dst, Disp: j * f32}, false)
+				}
+				return
+			}
+			if k != nil {
+				loadMasked(4, Mem{Base: src, Disp: j * f32}, k, x[0])
+			} else {
+				load(Mem{Base: src, Disp: j * f32}, x[0])
+			}
+			s.store(x, Mem{Base: dst, Disp: j * s.lanes * s.size}, k, false)
+		}
+		advance := func(steps int) {
+			small, large := steps*s.lanes*s.size, steps*f32
+			if dir == "widen" {
+				ADDQ(U32(small), src)
+				ADDQ(U32(large), dst)
+			} else {
+				ADDQ(U32(large), src)
+				ADDQ(U32(small), dst)
+			}
+			SUBQ(U32(steps*s.lanes), rem)
+		}
+		Label("block")
+		CMPQ(rem, U32(4*s.lanes))
+		JLT(LabelRef("steps"))
+		for j := range 4 {
+			one(j, nil)
+		}
+		advance(4)
+		JMP(LabelRef("block"))
+		Label("steps")
+		var k Op
+		if i.wide {
+			TESTQ(rem, rem)
+			JLE(LabelRef("done"))
+			k = mask(rem, s.lanes)
+		} else {
+			CMPQ(rem, U32(s.lanes))
+			JLT(LabelRef("done"))
+		}
+		one(0, k)
+		advance(1)
+		JMP(LabelRef("steps"))
+		Label("done")
+		VZEROUPPER()
+		RET()
+	}
+	return "widen" + name + i.name, "narrow" + name + i.name
+}
+
+// bf16Plain is bfloat16 in the order of memory, for the conversions.
+func (i isa) bf16Plain() storage {
+	s := storage{size: 2, lanes: i.width / 4, regs: 1}
+	round := i.rounder()
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k != nil {
+			h := YMM()
+			loadMasked(2, m, k, h)
+			VPMOVZXWD(h, d[0])
+		} else {
+			VPMOVZXWD(m, d[0])
+		}
+		VPSLLD(Imm(16), d[0], d[0])
+	}
+	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+		round(a[0])
+		VPSRLD(Imm(16), a[0], a[0])
+		if !i.wide {
+			hi := XMM()
+			VEXTRACTI128(Imm(1), a[0], hi)
+			VPACKUSDW(hi, a[0].AsX(), hi)
+			VMOVDQU(hi, m)
+			return
+		}
+		h := YMM()
+		VPMOVDW(a[0], h)
+		if k != nil {
+			storeMasked(2, h, k, m)
+		} else {
+			VMOVDQU(h, m)
+		}
+	}
+	return s
+}
+
+// copyNT copies n bytes, a multiple of 256, to dst, which is aligned to 32, around the caches.
+func copyNT() {
+	text("copyNTAVX2", convertSig)
+	dst, src, n := Load(Param("dst"), GP64()), Load(Param("src"), GP64()), Load(Param("n"), GP64())
+	Label("loop")
+	CMPQ(n, U32(256))
+	JLT(LabelRef("done"))
+	var v []reg.VecVirtual
+	for j := range 8 {
+		v = append(v, YMM())
+		VMOVDQU(Mem{Base: src, Disp: 32 * j}, v[j])
+	}
+	for j := range 8 {
+		VMOVNTDQ(v[j], Mem{Base: dst, Disp: 32 * j})
+	}
+	ADDQ(U32(256), src)
+	ADDQ(U32(256), dst)
+	SUBQ(U32(256), n)
+	JMP(LabelRef("loop"))
+	Label("done")
+	SFENCE()
+	VZEROUPPER()
+	RET()
+}
+
+// cpuid reports whether the processor has F16C and BMI2, of which golang.org/x/sys/cpu knows only the latter.
+func cpuid() {
+	text("cpuidF16C", "func() bool")
+	MOVL(U32(1), reg.EAX)
+	XORL(reg.ECX, reg.ECX)
+	CPUID()
+	r := GP32()
+	MOVL(reg.ECX, r)
+	SHRL(Imm(29), r)
+	ANDL(U32(1), r)
+	Store(r.As8(), ReturnIndex(0))
+	RET()
+}
+
+func main() {
+	decl := flag.String("decl", "kernels_amd64.go", "file of the declarations and the table")
+	flag.Parse()
+	ConstraintExpr("!purego")
+	cpuid()
+	copyNT()
+
+	entries := map[string][]string{} // level -> lines
+	for _, i := range []isa{{"AVX2", 32, false}, {"AVX512", 64, true}} {
+		add := func(op, dt, fn string) {
+			entries[i.name] = append(entries[i.name], fmt.Sprintf("t[%s][%s] = %s", op, dt, fn))
+		}
+		for _, o := range []string{"And", "Or", "Xor"} {
+			lower := map[string]string{"And": "and", "Or": "or", "Xor": "xor"}[o]
+			add("Bit"+o, "Uint8", i.kernel("bit"+o, func() (storage, operator) { return i.native(1, false), i.operator(lower, lane{'u', 1}) }))
+			fn := i.kernel("bool"+o, func() (storage, operator) { return i.native(1, true), i.operator(lower, lane{'b', 1}) })
+			for _, op := range map[string][]string{"And": {"Product", "Min", "BitAnd"}, "Or": {"Sum", "Max", "BitOr"}, "Xor": {"BitXor"}}[o] {
+				add(op, "Bool", fn)
+			}
+		}
+		for _, size := range []int{1, 2, 4, 8} {
+			for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}} {
+				fn := i.kernel(fmt.Sprintf("%s%d", o[1], 8*size), func() (storage, operator) { return i.native(size, false), i.operator(o[1], lane{'u', size}) })
+				add(o[0], fmt.Sprintf("Int%d", 8*size), fn)
+				add(o[0], fmt.Sprintf("Uint%d", 8*size), fn)
+			}
+			for _, o := range [][2]string{{"Min", "min"}, {"Max", "max"}} {
+				for _, kind := range "iu" {
+					fn := i.kernel(fmt.Sprintf("%s%c%d", o[1], kind-'a'+'A', 8*size), func() (storage, operator) {
+						return i.native(size, false), i.operator(o[1], lane{byte(kind), size})
+					})
+					add(o[0], fmt.Sprintf("%s%d", map[rune]string{'i': "Int", 'u': "Uint"}[kind], 8*size), fn)
+				}
+			}
+		}
+		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Min", "min"}, {"Max", "max"}, {"Avg", "avg"}} {
+			exact := o[0] == "Min" || o[0] == "Max"
+			add(o[0], "Float32", i.kernel(o[1]+"F32", func() (storage, operator) { return i.native(4, false), i.operator(o[1], lane{'f', 4}) }))
+			add(o[0], "Float64", i.kernel(o[1]+"F64", func() (storage, operator) { return i.native(8, false), i.operator(o[1], lane{'f', 8}) }))
+			add(o[0], "Float16", i.kernel(o[1]+"F16", func() (storage, operator) { return i.f16(), i.operator(o[1], lane{'f', 4}) }))
+			add(o[0], "BFloat16", i.kernel(o[1]+"BF16", func() (storage, operator) { return i.bf16(exact), i.operator(o[1], lane{'f', 4}) }))
+		}
+		add("Sum", "Float8E4M3", i.kernel("sumE4M3", func() (storage, operator) { return i.f8(true), i.operator("sum", lane{'f', 4}) }))
+		add("Sum", "Float8E5M2", i.kernel("sumE5M2", func() (storage, operator) { return i.f8(false), i.operator("sum", lane{'f', 4}) }))
+		for _, c := range []struct {
+			dt, name string
+			make     func() storage
+		}{{"Float16", "F16", i.f16}, {"BFloat16", "BF16", i.bf16Plain},
+			{"Float8E4M3", "E4M3", func() storage { return i.f8(true) }}, {"Float8E5M2", "E5M2", func() storage { return i.f8(false) }}} {
+			w, n := i.converters(c.name, c.make)
+			entries[i.name] = append(entries[i.name], fmt.Sprintf("widen[%s], narrow[%s] = %s, %s", c.dt, c.dt, w, n))
+		}
+	}
+
+	Generate()
+	var b bytes.Buffer
+	b.WriteString("// Code generated by internal/gen. DO NOT EDIT.\n\n//go:build !purego\n\npackage kernels\n\nimport \"unsafe\"\n")
+	for _, level := range []string{"AVX2", "AVX512"} {
+		sort.Strings(entries[level])
+		fmt.Fprintf(&b, "\n// fill%s enters the kernels of this level. Bit operations are entered as those of bytes.\n", level)
+		fmt.Fprintf(&b, "func fill%s(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {\n", level)
+		for _, e := range entries[level] {
+			fmt.Fprintln(&b, e)
+		}
+		b.WriteString("}\n")
+	}
+	for _, d := range declarations {
+		b.WriteString("\n" + d)
+	}
+	src, err := format.Source(b.Bytes())
+	if err == nil {
+		err = os.WriteFile(*decl, src, 0o644)
+	}
+	out := flag.Lookup("out").Value.String()
+	var asm []byte
+	if err == nil {
+		asm, err = os.ReadFile(out)
+	}
+	if err == nil {
+		asm = bytes.ReplaceAll(asm, []byte("(dst uintptr, srcs uintptr,"), []byte("(dst unsafe.Pointer, srcs *unsafe.Pointer,"))
+		asm = bytes.ReplaceAll(asm, []byte("(dst uintptr, src uintptr,"), []byte("(dst unsafe.Pointer, src unsafe.Pointer,"))
+		err = os.WriteFile(out, asm, 0o644)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "gen:", err)
+		os.Exit(1)
+	}
+}
