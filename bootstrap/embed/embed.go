@@ -1,0 +1,245 @@
+// Package embed runs a job's store, an etcd server, inside the launcher's process.
+//
+// It is made for jobs: one member, on a temporary directory, nothing synced to disk, gone with the launcher. Its one TCP port speaks gRPC only after the job's
+// secret was proved on the connection (addresses begin with tutti://, see bootstrap.DialStore); etcd's own listener, which it insists on, is a Unix socket in a directory that
+// only this user can enter, and refuses everybody.
+//
+// Nothing is left behind by Close. A launcher that is killed leaves its directory, but not the lock on it: the next Start in the same place removes directories whose lock is free.
+package embed
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"go.etcd.io/etcd/server/v3/embed"
+	"go.etcd.io/etcd/server/v3/storage/wal"
+	"go.uber.org/zap"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+
+	"tutti/bootstrap"
+	"tutti/bootstrap/internal/proof"
+	"tutti/internal/ports"
+	"tutti/internal/trust"
+)
+
+// Config says where the store listens.
+type Config struct {
+	Secret []byte // the job's; at least trust.MinSecret bytes
+	// Host is the address to listen on; default 127.0.0.1, which serves ranks on this machine only. For several machines: one of its addresses, or "0.0.0.0".
+	Host string
+	// Advertise is the host that Address names; default Host. Needed where Host is an unspecified address.
+	Advertise string
+	Ports     string // see ports.ParseSpec; default "0"
+	Dir       string // where the data directory is made; default os.TempDir()
+	Logger    *slog.Logger
+}
+
+// Server is a running store.
+type Server struct {
+	etcd    *embed.Etcd
+	l       *proof.Listener
+	dir     string
+	lock    *os.File
+	address string
+	once    sync.Once
+	err     error
+}
+
+const (
+	dirPrefix  = "tutti-store-"
+	lockName   = "lock"
+	quota      = 64 << 20
+	segment    = 4 << 20
+	socketPath = 100 // what a Unix socket's path may have, with some room
+)
+
+// etcd takes the size of its log's segments from a global; the default would preallocate 128 MB a store.
+func init() { wal.SegmentSizeBytes = segment }
+
+// Start starts a store and returns when it serves, at most until ctx ends.
+func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
+	if len(cfg.Secret) < trust.MinSecret {
+		return nil, fmt.Errorf("embedded store: a secret of %d bytes is too short: expected at least %d", len(cfg.Secret), trust.MinSecret)
+	}
+	if cfg.Host == "" {
+		cfg.Host = "127.0.0.1"
+	}
+	if cfg.Advertise == "" {
+		cfg.Advertise = cfg.Host
+	}
+	if ip := net.ParseIP(cfg.Advertise); ip != nil && ip.IsUnspecified() {
+		return nil, fmt.Errorf("embedded store: it listens on %s, which is no address to give to others: set Advertise", cfg.Host)
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	spec, err := ports.ParseSpec(cfg.Ports)
+	if err != nil {
+		return nil, fmt.Errorf("embedded store: %w", err)
+	}
+	l, err := ports.Listen(ctx, cfg.Host, spec)
+	if err != nil {
+		return nil, fmt.Errorf("embedded store: %w", err)
+	}
+	s := &Server{address: "tutti://" + net.JoinHostPort(cfg.Advertise, fmt.Sprint(l.Addr().(*net.TCPAddr).Port))}
+	defer func() {
+		if err != nil {
+			l.Close()
+			s.Close()
+		}
+	}()
+	if s.dir, s.lock, err = makeDir(cfg.Dir); err != nil {
+		return nil, fmt.Errorf("embedded store: %w", err)
+	}
+	s.l = proof.Listen(l, cfg.Secret, bootstrap.StorePurpose, nil, func(c net.Conn, err error) {
+		cfg.Logger.Warn("store refused a connection", "from", c.RemoteAddr().String(), "err", err)
+	})
+	c := s.config()
+	serving := make(chan struct{})
+	c.ServiceRegister = func(g *grpc.Server) {
+		close(serving)
+		go g.Serve(s.l) // ends with the listener
+	}
+	if s.etcd, err = embed.StartEtcd(c); err != nil {
+		return nil, fmt.Errorf("embedded store: %w", err)
+	}
+	select {
+	case <-serving: // registered after the member elected itself
+		return s, s.check(ctx, cfg.Secret)
+	case err := <-s.etcd.Err():
+		return nil, fmt.Errorf("embedded store: %w", err)
+	case <-s.etcd.Server.StopNotify():
+		return nil, errors.New("embedded store: etcd stopped at its start")
+	case <-ctx.Done():
+		return nil, fmt.Errorf("embedded store: not ready: %w", context.Cause(ctx))
+	}
+}
+
+// check lets the listener answer itself.
+func (s *Server) check(ctx context.Context, secret []byte) error {
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", s.l.Addr().String())
+	if err != nil {
+		return fmt.Errorf("embedded store: it does not answer itself: %w", err)
+	}
+	defer conn.Close()
+	conn.SetDeadline(time.Now().Add(proof.Timeout))
+	if err := trust.Client(conn, secret, bootstrap.StorePurpose, trust.Hello{}); err != nil {
+		return fmt.Errorf("embedded store: it does not answer itself: %w", err)
+	}
+	return nil
+}
+
+func (s *Server) config() *embed.Config {
+	c := embed.NewConfig()
+	c.Name = "tutti"
+	c.Dir = filepath.Join(s.dir, "data")
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	c.TickMs, c.ElectionMs, c.PreVote = 10, 50, false
+	c.UnsafeNoFsync = true
+	c.SnapshotCount, c.SnapshotCatchUpEntries = 1000, 100
+	c.MaxSnapFiles, c.MaxWalFiles = 1, 1
+	c.AutoCompactionMode, c.AutoCompactionRetention = embed.CompactorModeRevision, "1000"
+	c.QuotaBackendBytes = quota
+	c.EnableGRPCGateway = false
+	c.Metrics = "basic"
+	c.MaxRequestBytes = 2 * bootstrap.MaxValue
+	c.GRPCKeepAliveMinTime = time.Second
+	c.GRPCKeepAliveInterval, c.GRPCKeepAliveTimeout = 10*time.Second, 5*time.Second
+	// A single member has no peers: it listens for none, and its peer address is only a name.
+	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"}
+	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
+	c.InitialCluster = c.Name + "=" + peer.String()
+	client := url.URL{Scheme: "unix", Path: filepath.Join(s.dir, "etcd")}
+	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
+	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}), grpc.ConnectionTimeout(proof.Timeout)}
+	return c
+}
+
+// Address is the store's address, for TUTTI_STORE.
+func (s *Server) Address() string { return s.address }
+
+// Close stops the store and removes its directory. Clients lose their connections. Idempotent.
+func (s *Server) Close() error {
+	s.once.Do(func() {
+		if s.l != nil {
+			s.l.CloseAll() // etcd would wait seconds for its clients to leave by themselves
+		}
+		if s.etcd != nil {
+			s.etcd.Close()
+		}
+		if s.dir != "" {
+			s.err = os.RemoveAll(s.dir)
+			s.lock.Close()
+		}
+	})
+	return s.err
+}
+
+// makeDir makes a locked data directory below dir and removes those that killed launchers left there.
+func makeDir(dir string) (string, *os.File, error) {
+	if dir == "" {
+		dir = os.TempDir()
+	}
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", nil, err
+	}
+	removeStale(dir)
+	if len(dir)+len(dirPrefix)+20 > socketPath {
+		return "", nil, fmt.Errorf("directory %s: the path is too long to hold a Unix socket: at most %d bytes", dir, socketPath-len(dirPrefix)-20)
+	}
+	own, err := os.MkdirTemp(dir, dirPrefix) // mode 0700
+	if err != nil {
+		return "", nil, err
+	}
+	lock, err := os.OpenFile(filepath.Join(own, lockName), os.O_CREATE|os.O_EXCL|os.O_RDWR|unix.O_CLOEXEC, 0o600)
+	if err == nil {
+		if err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
+			_, err = io.WriteString(lock, fmt.Sprintf("pid %d\n", os.Getpid()))
+		}
+	}
+	if err != nil {
+		os.RemoveAll(own)
+		return "", nil, err
+	}
+	return own, lock, nil
+}
+
+// removeStale removes this user's store directories whose lock nobody holds. Between the making of a directory and that of its lock there is a moment: directories
+// without a lock file are left alone.
+func removeStale(dir string) {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return
+	}
+	for _, e := range entries {
+		if !e.IsDir() || !strings.HasPrefix(e.Name(), dirPrefix) {
+			continue
+		}
+		path := filepath.Join(dir, e.Name())
+		var st unix.Stat_t
+		if unix.Lstat(path, &st) != nil || int(st.Uid) != os.Getuid() {
+			continue
+		}
+		lock, err := os.OpenFile(filepath.Join(path, lockName), os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+		if err != nil {
+			continue
+		}
+		// An empty lock file is being made: its owner writes to it once it holds the lock.
+		if fi, err := lock.Stat(); err == nil && fi.Size() > 0 && unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+			os.RemoveAll(path)
+		}
+		lock.Close()
+	}
+}

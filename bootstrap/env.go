@@ -1,0 +1,487 @@
+package bootstrap
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"os"
+	"regexp"
+	"strconv"
+	"strings"
+	"time"
+
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+	"tutti/internal/trust"
+)
+
+// Launch is what the environment says about this process's place in the job and about how the job is to run. A setting that the environment does not
+// make is its type's zero value, but for LocalRank, which is then -1.
+type Launch struct {
+	Rank, Size           int           // slot and number of slots; 0 of 1 where nothing launched this process
+	LocalRank, LocalSize int           // place among the ranks of this machine; -1 and 0: unknown
+	Job                  string        // name of the job, fit for a key; "default" where the launcher names none
+	Secret               []byte        // the job's secret, nil if none is set
+	Store                string        // address of the store, see DialStore
+	MasterAddr           string        // host of rank 0 as the launcher names it, "" if it does not
+	MasterPort           int           // the launcher's rendezvous port there, 0 if unknown
+	Source               string        // who said so: "tutti", "torchrun", "openmpi", "pmi", "pmix", "slurm", "kubernetes" or "none"
+	Transport, Algorithm string        // restrictions, as written
+	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
+	LogLevel             string        // "debug", "info", "warn", "error", "off" or ""
+	Timeout              time.Duration // 0: not set; negative: none
+	LeaseTTL             time.Duration // 0: not set
+	StoreUser            string
+	StorePassword        string
+	StoreCA              string // paths of PEM files
+	StoreCert, StoreKey  string
+}
+
+// Variable documents one environment variable.
+type Variable struct{ Name, Meaning, Default string }
+
+// Variables lists every TUTTI_* variable. It is the one place where they are written down; README and `tutti doctor` print it.
+func Variables() []Variable {
+	return []Variable{
+		{"TUTTI_RANK", "slot of this process, 0..TUTTI_SIZE-1; with TUTTI_SIZE it overrides every launcher", "the launcher's"},
+		{"TUTTI_SIZE", "number of ranks; alone it completes a launcher that tells the rank but not the size (Kubernetes, PMIx)", "the launcher's"},
+		{"TUTTI_LOCAL_RANK", "place of this process among the ranks of its machine", "the launcher's"},
+		{"TUTTI_LOCAL_SIZE", "number of ranks on this machine", "the launcher's"},
+		{"TUTTI_JOB", "name of the job, under which its ranks meet in the store: letters, digits, '.', '_', '-', at most 128", "from the launcher's job id, else default"},
+		{"TUTTI_STORE", "address of the store: tutti://HOST:PORT (embedded by tutti run), etcd://HOST:PORT,… or etcds://HOST:PORT,… (a site's own, plain or TLS)", "none"},
+		{"TUTTI_SECRET", "the job's secret, which every connection proves to know: at least 16 bytes of text, or at least 32 hex digits", "none"},
+		{"TUTTI_SECRET_FILE", "file that holds the secret, in the same form, instead of TUTTI_SECRET", "none"},
+		{"TUTTI_TRANSPORT", "transports to use: auto, or a list such as shm,tcp", "auto"},
+		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},
+		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)", "all that are up"},
+		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
+		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
+		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
+		{"TUTTI_LOG", "log level on standard error: debug, info, warn, error or off", "warn"},
+		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
+		{"TUTTI_STORE_PASSWORD", "that user's password", "none"},
+		{"TUTTI_STORE_CA", "PEM file of the certificate authorities of an etcds:// store", "the system's"},
+		{"TUTTI_STORE_CERT", "PEM file of the client certificate for an etcds:// store", "none"},
+		{"TUTTI_STORE_KEY", "PEM file of that certificate's key", "none"},
+	}
+}
+
+// launcher is one way in which launchers tell a process its place. Of each list the first variable that is set counts.
+type launcher struct {
+	source                           string
+	rank, size, localRank, localSize []string
+	sizeElsewhere                    bool // the launcher may leave the size to TUTTI_SIZE
+	job                              []string
+}
+
+// launchers in order of precedence. torchrun's set wins over everything else. mpirun inside a Slurm allocation leaves Slurm's variables of the
+// batch step in the environment, where they count nodes rather than ranks: hence the MPI launchers come before Slurm.
+var launchers = []launcher{
+	{source: "tutti", rank: []string{"TUTTI_RANK"}, size: []string{"TUTTI_SIZE"}, localRank: []string{"TUTTI_LOCAL_RANK"}, localSize: []string{"TUTTI_LOCAL_SIZE"}},
+	{source: "torchrun", rank: []string{"RANK"}, size: []string{"WORLD_SIZE"}, localRank: []string{"LOCAL_RANK"}, localSize: []string{"LOCAL_WORLD_SIZE"},
+		job: []string{"TORCHELASTIC_RUN_ID"}},
+	{source: "openmpi", rank: []string{"OMPI_COMM_WORLD_RANK"}, size: []string{"OMPI_COMM_WORLD_SIZE"}, localRank: []string{"OMPI_COMM_WORLD_LOCAL_RANK"},
+		localSize: []string{"OMPI_COMM_WORLD_LOCAL_SIZE"}, job: []string{"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
+	{source: "pmi", rank: []string{"PMI_RANK"}, size: []string{"PMI_SIZE"}, localRank: []string{"PMI_LOCAL_RANK", "MPI_LOCALRANKID"},
+		localSize: []string{"PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"}, job: []string{"PMI_JOBID", "PMI_KVSNAME"}},
+	{source: "slurm", rank: []string{"SLURM_PROCID"}, size: []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"}, localRank: []string{"SLURM_LOCALID"},
+		job: []string{"SLURM_JOB_ID", "SLURM_JOBID"}},
+	{source: "pmix", rank: []string{"PMIX_RANK"}, size: []string{"PMIX_SIZE"}, sizeElsewhere: true, job: []string{"PMIX_NAMESPACE"}},
+	{source: "kubernetes", rank: []string{"JOB_COMPLETION_INDEX"}, size: []string{"JOB_COMPLETIONS"}, sizeElsewhere: true, job: []string{"JOB_NAME"}},
+}
+
+// FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other input is the file that TUTTI_SECRET_FILE names. Of several launchers
+// the first complete one of this order counts: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open MPI; PMI (MPICH, Hydra, Intel
+// MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. Half a set is an error that names what is missing, a contradiction one that names both variables. Without any the process is rank 0 of 1.
+// No error contains a secret or a password.
+func FromEnv(getenv func(string) string) (Launch, error) {
+	e := env{get: getenv}
+	l := Launch{Size: 1, LocalRank: -1, Source: "none", Job: "default"}
+	if err := e.place(&l); err != nil {
+		return Launch{}, err
+	}
+	if err := e.settings(&l); err != nil {
+		return Launch{}, err
+	}
+	return l, nil
+}
+
+type env struct{ get func(string) string }
+
+// first returns the first of names that is set.
+func (e env) first(names []string) (name, value string) {
+	for _, n := range names {
+		if v := strings.TrimSpace(e.get(n)); v != "" {
+			return n, v
+		}
+	}
+	return "", ""
+}
+
+// number reads the first of names that is set as a count from lo on; name is "" if none is.
+func (e env) number(names []string, lo int) (name string, n int, err error) {
+	name, v := e.first(names)
+	if name == "" {
+		return "", 0, nil
+	}
+	n, err = strconv.Atoi(v)
+	if err != nil || n < lo || n > 1<<24 {
+		return "", 0, fmt.Errorf("environment: %s=%q: expected a whole number of at least %d", name, clip(v), lo)
+	}
+	return name, n, nil
+}
+
+func clip(s string) string { return s[:min(len(s), 64)] }
+
+// place finds the launcher that counts and reads rank, size, local place, master and job.
+func (e env) place(l *Launch) error {
+	ownSize, size, err := e.number([]string{"TUTTI_SIZE"}, 1)
+	if err != nil {
+		return err
+	}
+	found := false
+	for _, k := range launchers {
+		rankName, rank, err := e.number(k.rank, 0)
+		if err != nil {
+			return err
+		}
+		sizeName, n, err := e.number(k.size, 1)
+		if err != nil {
+			return err
+		}
+		switch own := k.source == "tutti"; {
+		case rankName == "" && sizeName == "":
+			continue
+		case own && rankName == "":
+			continue // TUTTI_SIZE alone completes or confirms a launcher's set
+		case rankName == "" && (k.source == "slurm" || k.sizeElsewhere):
+			continue // salloc's shell has SLURM_NTASKS and no rank: not launched by srun
+		case rankName == "":
+			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither", sizeName, n, k.rank[0])
+		case sizeName == "" && k.sizeElsewhere && ownSize == "":
+			return fmt.Errorf("environment: %s=%d says which rank this is, but nothing says how many there are: set TUTTI_SIZE", rankName, rank)
+		case sizeName == "" && k.sizeElsewhere:
+			sizeName, n = ownSize, size
+		case sizeName == "":
+			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither", rankName, rank, k.size[0])
+		}
+		if ownSize != "" && n != size {
+			return fmt.Errorf("environment: TUTTI_SIZE=%d contradicts %s=%d", size, sizeName, n)
+		}
+		if rank >= n {
+			return fmt.Errorf("environment: %s=%d contradicts %s=%d: ranks are 0..%d", rankName, rank, sizeName, n, n-1)
+		}
+		l.Rank, l.Size, l.Source, found = rank, n, k.source, true
+		if err := e.local(l, k, sizeName); err != nil {
+			return err
+		}
+		if name, v := e.first(k.job); name != "" && v != "none" {
+			l.Job = k.source + "-" + v
+			if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); k.source == "slurm" && step != "" {
+				l.Job += "." + step
+			}
+			l.Job = cleanJob(l.Job)
+		}
+		break
+	}
+	if !found && ownSize != "" && size > 1 {
+		return fmt.Errorf("environment: TUTTI_SIZE=%d is set, but nothing says which rank this is: set TUTTI_RANK or use a launcher", size)
+	}
+	return e.master(l)
+}
+
+// local reads the place on this machine, which every launcher may leave open.
+func (e env) local(l *Launch, k launcher, sizeName string) error {
+	own := launchers[0]
+	rankName, rank, err := e.number(append(own.localRank[:1:1], k.localRank...), 0)
+	if err != nil {
+		return err
+	}
+	localName, size, err := e.number(append(own.localSize[:1:1], k.localSize...), 1)
+	if err != nil {
+		return err
+	}
+	if k.source == "slurm" && localName == "" {
+		if localName, size, err = e.slurmTasksHere(); err != nil {
+			return err
+		}
+	}
+	switch {
+	case localName != "" && size > l.Size:
+		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", localName, size, sizeName, l.Size)
+	case rankName != "" && localName != "" && rank >= size:
+		return fmt.Errorf("environment: %s=%d contradicts %s=%d: local ranks are 0..%d", rankName, rank, localName, size, size-1)
+	case rankName != "" && rank >= l.Size:
+		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", rankName, rank, sizeName, l.Size)
+	}
+	if rankName != "" {
+		l.LocalRank = rank
+	}
+	l.LocalSize = size
+	return nil
+}
+
+// slurmTasksHere reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which is written like "2(x3),1"; size 0 if Slurm does not say.
+func (e env) slurmTasksHere() (name string, size int, err error) {
+	name, v := e.first([]string{"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})
+	nodeName, node, err := e.number([]string{"SLURM_NODEID"}, 0)
+	if err != nil || name == "" || nodeName == "" {
+		return "", 0, err
+	}
+	for part := range strings.SplitSeq(v, ",") {
+		tasks, times, repeated := strings.Cut(part, "(x")
+		n, err := strconv.Atoi(tasks)
+		r := 1
+		if repeated && err == nil {
+			r, err = strconv.Atoi(strings.TrimSuffix(times, ")"))
+		}
+		if err != nil || n < 1 || r < 1 {
+			return "", 0, fmt.Errorf("environment: %s=%q: expected a list such as 2(x3),1", name, clip(v))
+		}
+		if node -= r; node < 0 {
+			return name, n, nil
+		}
+	}
+	return "", 0, fmt.Errorf("environment: %s=%q has no entry for SLURM_NODEID=%s", name, clip(v), strings.TrimSpace(e.get("SLURM_NODEID")))
+}
+
+func (e env) master(l *Launch) error {
+	_, addr := e.first([]string{"MASTER_ADDR"})
+	portName, port, err := e.number([]string{"MASTER_PORT"}, 1)
+	switch {
+	case err != nil:
+		return err
+	case port > 65535:
+		return fmt.Errorf("environment: MASTER_PORT=%d: expected a port, 1..65535", port)
+	case addr != "" && portName == "" && l.Source == "torchrun":
+		return fmt.Errorf("environment: MASTER_ADDR=%s is set but MASTER_PORT is not: set both or neither", clip(addr))
+	case addr == "" && portName != "" && l.Source == "torchrun":
+		return fmt.Errorf("environment: MASTER_PORT=%d is set but MASTER_ADDR is not: set both or neither", port)
+	case addr == "" && l.Source == "slurm":
+		_, list := e.first([]string{"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"})
+		addr = firstHost(list)
+	}
+	l.MasterAddr, l.MasterPort = addr, port
+	return nil
+}
+
+// firstHost returns the first host of a Slurm host list such as "node[07-09,12],login".
+func firstHost(list string) string {
+	head, rest, ranged := strings.Cut(list, "[")
+	if name, _, more := strings.Cut(head, ","); more || !ranged {
+		return name
+	}
+	inside, tail, closed := strings.Cut(rest, "]")
+	if !closed {
+		return ""
+	}
+	if i := strings.IndexAny(inside, ",-"); i >= 0 {
+		inside = inside[:i]
+	}
+	tail, _, _ = strings.Cut(tail, ",")
+	if strings.Contains(tail, "[") {
+		return firstHost(head + inside + tail + "]")
+	}
+	return head + inside + tail
+}
+
+var jobName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,128}$`)
+
+// CheckJob says what is wrong with a job's name, which becomes part of keys.
+func CheckJob(name string) error {
+	if !jobName.MatchString(name) {
+		return fmt.Errorf("job name %q: expected 1 to 128 letters, digits, '.', '_' or '-'", clip(name))
+	}
+	return nil
+}
+
+// cleanJob makes a launcher's job id fit for a key.
+func cleanJob(s string) string {
+	b := []byte(s[:min(len(s), 128)])
+	for i, c := range b {
+		if !jobName.Match([]byte{c}) {
+			b[i] = '-'
+		}
+	}
+	return string(b)
+}
+
+func (e env) settings(l *Launch) error {
+	str := func(name string) string { return strings.TrimSpace(e.get(name)) }
+	l.Transport, l.Algorithm = str("TUTTI_TRANSPORT"), str("TUTTI_ALGO")
+	l.Store, l.StoreUser, l.StorePassword = str("TUTTI_STORE"), str("TUTTI_STORE_USER"), e.get("TUTTI_STORE_PASSWORD")
+	l.StoreCA, l.StoreCert, l.StoreKey = str("TUTTI_STORE_CA"), str("TUTTI_STORE_CERT"), str("TUTTI_STORE_KEY")
+	l.Interfaces, l.Ports, l.LogLevel = str("TUTTI_IFNAME"), str("TUTTI_PORT"), strings.ToLower(str("TUTTI_LOG"))
+	if job := str("TUTTI_JOB"); job != "" {
+		if err := CheckJob(job); err != nil {
+			return fmt.Errorf("environment: TUTTI_JOB: %w", err)
+		}
+		l.Job = job
+	}
+	if l.Store != "" {
+		if _, err := ParseStore(l.Store); err != nil {
+			return fmt.Errorf("environment: TUTTI_STORE: %w", err)
+		}
+	}
+	for _, pair := range [][2]string{{"TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD"}, {"TUTTI_STORE_CERT", "TUTTI_STORE_KEY"}} {
+		if a, b := str(pair[0]) != "", e.get(pair[1]) != ""; a != b {
+			if b {
+				pair[0], pair[1] = pair[1], pair[0]
+			}
+			return fmt.Errorf("environment: %s is set but %s is not: set both or neither", pair[0], pair[1])
+		}
+	}
+	if _, err := ifname.Parse(l.Interfaces); err != nil {
+		return fmt.Errorf("environment: TUTTI_IFNAME: %w", err)
+	}
+	if _, err := ports.ParseSpec(l.Ports); err != nil {
+		return fmt.Errorf("environment: TUTTI_PORT: %w", err)
+	}
+	switch l.LogLevel {
+	case "", "debug", "info", "warn", "error", "off":
+	default:
+		return fmt.Errorf("environment: TUTTI_LOG=%q: expected debug, info, warn, error or off", clip(l.LogLevel))
+	}
+	var err error
+	if l.Timeout, err = duration("TUTTI_TIMEOUT", str("TUTTI_TIMEOUT")); err != nil {
+		return err
+	}
+	if l.LeaseTTL, err = duration("TUTTI_LEASE", str("TUTTI_LEASE")); err != nil {
+		return err
+	}
+	if l.LeaseTTL < 0 || l.LeaseTTL%time.Second != 0 {
+		return fmt.Errorf("environment: TUTTI_LEASE=%v: expected whole seconds, at least one", l.LeaseTTL)
+	}
+	l.Secret, err = e.secret()
+	return err
+}
+
+// duration reads "90s" or "90"; a value that is set is never 0.
+func duration(name, s string) (time.Duration, error) {
+	if s == "" {
+		return 0, nil
+	}
+	d, err := time.ParseDuration(s)
+	if n, nerr := strconv.ParseFloat(s, 64); nerr == nil && n > -1e9 && n < 1e9 { // also what ParseDuration takes without a unit: "0"
+		d, err = time.Duration(n*float64(time.Second)), nil
+	}
+	if err != nil || d == 0 {
+		return 0, fmt.Errorf("environment: %s=%q: expected a duration other than 0, such as 90s, 5m, or a number of seconds", name, clip(s))
+	}
+	return d, nil
+}
+
+const maxSecretFile = 4096
+
+func (e env) secret() ([]byte, error) {
+	text, path := e.get("TUTTI_SECRET"), e.get("TUTTI_SECRET_FILE")
+	name := "TUTTI_SECRET"
+	switch {
+	case text != "" && path != "":
+		return nil, errors.New("environment: TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
+	case text == "" && path == "":
+		return nil, nil
+	case path != "":
+		f, err := os.Open(path)
+		if err != nil {
+			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE: %w", err)
+		}
+		defer f.Close()
+		b, err := io.ReadAll(io.LimitReader(f, maxSecretFile+1))
+		if err != nil {
+			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE: %w", err)
+		}
+		if len(b) > maxSecretFile {
+			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE=%s is longer than %d bytes", clip(path), maxSecretFile)
+		}
+		name, text = "TUTTI_SECRET_FILE", strings.TrimRight(string(b), "\r\n")
+	}
+	s, err := ParseSecret(text)
+	if err != nil {
+		return nil, fmt.Errorf("environment: %s: %w", name, err)
+	}
+	return s, nil
+}
+
+// ParseSecret reads a job's secret from its textual form: hex digits of at least trust.MinSecret bytes, or any other text of that length, taken as it is. The error does not contain it.
+func ParseSecret(text string) ([]byte, error) {
+	if b, err := hex.DecodeString(text); err == nil && len(b) >= trust.MinSecret {
+		return b, nil
+	}
+	if len(text) < trust.MinSecret {
+		return nil, fmt.Errorf("a secret of %d bytes is too short: expected at least %d bytes of text or %d hex digits", len(text), trust.MinSecret, 2*trust.MinSecret)
+	}
+	return []byte(text), nil
+}
+
+// NewSecret returns a fresh secret in the textual form that ParseSecret and TUTTI_SECRET take: 64 hex digits, 256 random bits.
+func NewSecret() string {
+	var b [32]byte
+	rand.Read(b[:])
+	return hex.EncodeToString(b[:])
+}
+
+// NewIncarnation returns a fresh random incarnation, never 0.
+func NewIncarnation() uint64 {
+	var b [8]byte
+	for {
+		rand.Read(b[:])
+		if n := binary.LittleEndian.Uint64(b[:]); n != 0 {
+			return n
+		}
+	}
+}
+
+// StoreAddr is a parsed store address.
+type StoreAddr struct {
+	Scheme    string   // "tutti" (embedded, every connection proves the job's secret), "etcd" (plain) or "etcds" (TLS)
+	Endpoints []string // HOST:PORT each, at least one
+}
+
+// String returns the address as it is written.
+func (a StoreAddr) String() string { return a.Scheme + "://" + strings.Join(a.Endpoints, ",") }
+
+// ParseStore reads tutti://HOST:PORT, etcd://HOST:PORT,HOST:PORT or etcds://…; the port may be left out of etcd's (2379).
+func ParseStore(s string) (StoreAddr, error) {
+	scheme, rest, ok := strings.Cut(s, "://")
+	if !ok || scheme != "tutti" && scheme != "etcd" && scheme != "etcds" {
+		return StoreAddr{}, fmt.Errorf("store %q: expected tutti://HOST:PORT, etcd://HOST:PORT,… or etcds://HOST:PORT,…", clip(s))
+	}
+	a := StoreAddr{Scheme: scheme}
+	for ep := range strings.SplitSeq(strings.TrimSuffix(rest, "/"), ",") {
+		host, port, err := splitEndpoint(ep)
+		if err == nil && port == "" && scheme != "tutti" {
+			port = "2379"
+		}
+		n, perr := strconv.ParseUint(port, 10, 16)
+		if err != nil || perr != nil || n == 0 {
+			return StoreAddr{}, fmt.Errorf("store %q: endpoint %q: expected HOST:PORT", clip(s), clip(ep))
+		}
+		if strings.Contains(host, ":") {
+			host = "[" + host + "]"
+		}
+		a.Endpoints = append(a.Endpoints, host+":"+strconv.FormatUint(n, 10))
+	}
+	return a, nil
+}
+
+var hostName = regexp.MustCompile(`^[A-Za-z0-9_]([A-Za-z0-9._-]{0,253})$`)
+
+func splitEndpoint(ep string) (host, port string, err error) {
+	if inside, ok := strings.CutPrefix(ep, "["); ok {
+		h, rest, closed := strings.Cut(inside, "]")
+		if a, err := netip.ParseAddr(h); !closed || err != nil || !a.Is6() || rest != "" && rest[0] != ':' {
+			return "", "", errors.New("bad address")
+		}
+		return h, strings.TrimPrefix(rest, ":"), nil
+	}
+	host, port, _ = strings.Cut(ep, ":")
+	if !hostName.MatchString(host) {
+		return "", "", errors.New("bad host")
+	}
+	return host, port, nil
+}

@@ -1,0 +1,600 @@
+package bootstrap
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"go.etcd.io/etcd/api/v3/v3rpc/rpctypes"
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/status"
+
+	"tutti/internal/trust"
+)
+
+// Defaults of StoreConfig.
+const (
+	DefaultLeaseTTL    = 3 * time.Second
+	DefaultDialTimeout = 5 * time.Second
+	DefaultOpTimeout   = 3 * time.Second
+)
+
+// StorePurpose separates the proof of connections to the embedded store from other uses of the job's secret: see trust.Client.
+const StorePurpose = "store"
+
+// StoreConfig says which store to dial and as whom.
+type StoreConfig struct {
+	Address  string      // see ParseStore
+	Job      string      // the job, whose keys alone this handle sees
+	Secret   []byte      // the job's secret, needed for tutti:// addresses
+	Rank     int         // who this is; for the store's log only
+	User     string      // of a site's etcd; "": no user
+	Password string      // that user's
+	TLS      *tls.Config // for etcds://; nil: built from the three files, or the system's authorities
+	CA       string      // PEM files; "": none
+	Cert     string
+	Key      string
+	// LeaseTTL is how long the store takes this process for alive when it is silent, in whole seconds, rounded up; default DefaultLeaseTTL. The store may
+	// grant more: see Store.TTL.
+	LeaseTTL    time.Duration
+	DialTimeout time.Duration // bounds DialStore in addition to its ctx; default DefaultDialTimeout
+	OpTimeout   time.Duration // bounds every operation but Wait and Watch in addition to its ctx; default DefaultOpTimeout
+	Logger      *slog.Logger  // nil: nothing is logged
+}
+
+type etcdStore struct {
+	c      *clientv3.Client
+	addr   StoreAddr
+	prefix string
+	op     time.Duration
+	ttl    time.Duration
+	lease  clientv3.LeaseID
+	log    *slog.Logger
+
+	ctx    context.Context // ends at Close
+	cancel context.CancelFunc
+	lost   chan struct{}
+	ended  chan struct{} // the lease was lost or the handle closed: watches end
+	wg     sync.WaitGroup
+	mu     sync.Mutex
+	err    error // why the lease was lost
+	closed bool
+}
+
+// DialStore connects to an etcd store and takes a lease there, which it keeps alive until Close. It blocks until the store has granted the lease, at most until
+// ctx or DialTimeout ends; a store that is not there yet is tried again until then. The error names the endpoints; it wraps ErrStoreAway if the store could not be reached and
+// trust.ErrAuth if the secret is not the store's.
+func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
+	addr, err := ParseStore(cfg.Address)
+	if err != nil {
+		return nil, err
+	}
+	if err := CheckJob(cfg.Job); err != nil {
+		return nil, err
+	}
+	if addr.Scheme == "tutti" && len(cfg.Secret) < trust.MinSecret {
+		return nil, fmt.Errorf("store %v: the job's secret is needed (TUTTI_SECRET), at least %d bytes", addr, trust.MinSecret)
+	}
+	tlsConfig, err := cfg.tls(addr)
+	if err != nil {
+		return nil, err
+	}
+	def := func(d, def time.Duration) time.Duration {
+		if d <= 0 {
+			return def
+		}
+		return d
+	}
+	op, dial := def(cfg.OpTimeout, DefaultOpTimeout), def(cfg.DialTimeout, DefaultDialTimeout)
+	log := cfg.Logger
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	dctx, cancel := context.WithTimeoutCause(ctx, dial, fmt.Errorf("no answer within %v", dial))
+	defer cancel()
+	dctx, abort := context.WithCancelCause(dctx)
+	defer abort(nil)
+
+	endpoints := make([]string, len(addr.Endpoints))
+	for i, ep := range addr.Endpoints {
+		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
+	}
+	d := dialer{secret: cfg.Secret, prove: addr.Scheme == "tutti", hello: trust.Hello{FromRank: uint32(cfg.Rank)}, refused: abort}
+	conf := clientv3.Config{
+		Endpoints:            endpoints,
+		Username:             cfg.User,
+		Password:             cfg.Password,
+		TLS:                  tlsConfig,
+		DialTimeout:          dial, // bounds the password's check
+		DialKeepAliveTime:    10 * time.Second,
+		DialKeepAliveTimeout: 3 * time.Second,
+		Logger:               zap.NewNop(),
+		DialOptions: []grpc.DialOption{
+			grpc.WithContextDialer(d.dial), // also: no proxy
+			grpc.WithConnectParams(grpc.ConnectParams{
+				Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.3, MaxDelay: time.Second},
+				MinConnectTimeout: 2 * time.Second,
+			}),
+		},
+	}
+	if left, ok := dctx.Deadline(); ok {
+		conf.DialTimeout = max(time.Until(left), time.Millisecond)
+	}
+	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), op: op, log: log, lost: make(chan struct{}), ended: make(chan struct{})}
+	s.ctx, s.cancel = context.WithCancel(context.Background())
+	// New checks the password before it returns and knows no ctx but one that ends the client: it is run under one that ends when the dialling is given up.
+	conf.Context = s.ctx
+	stop := context.AfterFunc(dctx, s.cancel)
+	s.c, err = clientv3.New(conf)
+	if err == nil {
+		err = s.grant(dctx, def(cfg.LeaseTTL, DefaultLeaseTTL))
+	}
+	if !stop() && err == nil {
+		err = dctx.Err()
+	}
+	if err != nil {
+		if s.c != nil {
+			s.c.Close()
+		}
+		s.cancel()
+		why := context.Cause(dctx)
+		switch {
+		case errors.Is(why, trust.ErrAuth):
+			return nil, fmt.Errorf("store %v: %w", addr, why)
+		case ctx.Err() != nil:
+			return nil, fmt.Errorf("store %v: %w: %w (%s)", addr, ErrStoreAway, context.Cause(ctx), reason(err))
+		case why != nil || away(err):
+			return nil, fmt.Errorf("store %v: %w: no answer within %v (%s): is it running, and is the address right?", addr, ErrStoreAway, dial, reason(err))
+		}
+		return nil, fmt.Errorf("store %v: %s", addr, reason(err))
+	}
+	answers, err := s.c.KeepAlive(s.ctx, s.lease)
+	if err != nil {
+		s.c.Close()
+		s.cancel()
+		return nil, fmt.Errorf("store %v: keep the lease alive: %w", addr, err)
+	}
+	s.wg.Add(1)
+	go s.keep(answers)
+	return s, nil
+}
+
+// grant takes the lease; it tries again until the store answers or ctx ends.
+func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
+	pause := 5 * time.Millisecond
+	for {
+		r, err := s.c.Grant(ctx, int64(math.Ceil(ttl.Seconds())))
+		if err == nil {
+			s.lease, s.ttl = r.ID, time.Duration(r.TTL)*time.Second
+			return nil
+		}
+		if !away(err) || !sleep(ctx, pause) {
+			return err
+		}
+		pause = min(2*pause, 200*time.Millisecond)
+	}
+}
+
+// sleep waits for d; false: ctx ended first.
+func sleep(ctx context.Context, d time.Duration) bool {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return ctx.Err() == nil
+	case <-ctx.Done():
+		return false
+	}
+}
+
+func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
+	if addr.Scheme != "etcds" {
+		if cfg.CA != "" || cfg.Cert != "" {
+			return nil, fmt.Errorf("store %v: certificates are given, but only an etcds:// address uses them", addr)
+		}
+		return nil, nil
+	}
+	if cfg.TLS != nil {
+		return cfg.TLS, nil
+	}
+	c := &tls.Config{MinVersion: tls.VersionTLS12}
+	if cfg.CA != "" {
+		pem, err := os.ReadFile(cfg.CA)
+		if err != nil {
+			return nil, fmt.Errorf("store's certificate authorities: %w", err)
+		}
+		c.RootCAs = x509.NewCertPool()
+		if !c.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("store's certificate authorities: %s holds no PEM certificate", cfg.CA)
+		}
+	}
+	if cfg.Cert != "" || cfg.Key != "" {
+		pair, err := tls.LoadX509KeyPair(cfg.Cert, cfg.Key)
+		if err != nil {
+			return nil, fmt.Errorf("store's client certificate: %w", err)
+		}
+		c.Certificates = []tls.Certificate{pair}
+	}
+	return c, nil
+}
+
+// dialer makes the connections to the store, and proves the secret on them where the store is one of ours.
+type dialer struct {
+	secret  []byte
+	prove   bool
+	hello   trust.Hello
+	refused context.CancelCauseFunc // told of a wrong secret, which no further attempt will mend
+}
+
+func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	if err != nil || !d.prove {
+		return conn, err
+	}
+	if err := prove(ctx, conn, d.secret, StorePurpose, d.hello); err != nil {
+		conn.Close()
+		if errors.Is(err, trust.ErrAuth) {
+			d.refused(err)
+		}
+		return nil, err
+	}
+	return conn, nil
+}
+
+// proofTimeout bounds the proof of the secret on a fresh connection.
+const proofTimeout = 5 * time.Second
+
+// prove runs the dialling half of trust on conn until ctx ends, at most proofTimeout.
+func prove(ctx context.Context, conn net.Conn, secret []byte, purpose string, h trust.Hello) error {
+	deadline := time.Now().Add(proofTimeout)
+	if t, ok := ctx.Deadline(); ok && t.Before(deadline) {
+		deadline = t
+	}
+	conn.SetDeadline(deadline)
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	err := trust.Client(conn, secret, purpose, h)
+	if !stop() && err == nil {
+		err = context.Cause(ctx)
+	}
+	conn.SetDeadline(time.Time{})
+	return err
+}
+
+// keep drains the answers to keep-alives and finds out when the lease is lost: the store says so, or it is silent for a TTL.
+func (s *etcdStore) keep(answers <-chan *clientv3.LeaseKeepAliveResponse) {
+	defer s.wg.Done()
+	silent := time.NewTimer(s.ttl)
+	defer silent.Stop()
+	for {
+		select {
+		case r, ok := <-answers:
+			if !ok {
+				s.lose()
+				return
+			}
+			if r != nil {
+				silent.Reset(time.Duration(r.TTL) * time.Second)
+			}
+		case <-silent.C:
+			s.lose()
+			return
+		}
+	}
+}
+
+// lose reports the loss of the lease, unless the handle is being closed.
+func (s *etcdStore) lose() {
+	if s.ctx.Err() != nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(s.ctx, 200*time.Millisecond)
+	defer cancel()
+	why := fmt.Errorf("%w: the store did not renew it for %v", ErrLeaseLost, s.ttl)
+	if r, err := s.c.TimeToLive(ctx, s.lease); err == nil && r.TTL <= 0 {
+		why = fmt.Errorf("%w: it expired: this process was silent for longer than %v", ErrLeaseLost, s.ttl)
+	} else if err != nil {
+		why = fmt.Errorf("%w: %w: store %v was silent for %v", ErrLeaseLost, ErrStoreAway, s.addr, s.ttl)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return
+	}
+	s.err = why
+	close(s.lost)
+	close(s.ended)
+	s.log.Warn("store lease lost", "err", why)
+}
+
+// away says whether err means that the store could not be reached, rather than that it said no.
+func away(err error) bool {
+	if errors.Is(err, clientv3.ErrNoAvailableEndpoints) || errors.Is(err, context.DeadlineExceeded) {
+		return true
+	}
+	var e rpctypes.EtcdError
+	if errors.As(err, &e) {
+		return e.Code() == codes.Unavailable
+	}
+	c := status.Code(err)
+	return c == codes.Unavailable || c == codes.DeadlineExceeded || c == codes.Canceled
+}
+
+// reason is the text of err without gRPC's decoration.
+func reason(err error) string {
+	if s, ok := status.FromError(err); ok {
+		return s.Message()
+	}
+	return err.Error()
+}
+
+// do runs one operation in bounded time and names its failure.
+func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(ctx context.Context) error) error {
+	if err := checkKey(key); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	closed, lost := s.closed, s.err
+	s.mu.Unlock()
+	switch {
+	case closed:
+		return fmt.Errorf("store: %s %s: %w", op, key, ErrStoreClosed)
+	case lease && lost != nil:
+		return fmt.Errorf("store: %s %s: %w", op, key, lost)
+	case ctx.Err() != nil:
+		return fmt.Errorf("store: %s %s: %w", op, key, context.Cause(ctx))
+	}
+	octx, cancel := context.WithTimeout(ctx, s.op)
+	defer cancel()
+	err := f(octx)
+	switch {
+	case err == nil:
+		return nil
+	case s.ctx.Err() != nil:
+		return fmt.Errorf("store: %s %s: %w", op, key, ErrStoreClosed)
+	case errors.Is(err, ErrConflict), errors.Is(err, ErrNoKey):
+		return err
+	case errors.Is(err, rpctypes.ErrLeaseNotFound):
+		return fmt.Errorf("store %v: %s %s: %w", s.addr, op, key, ErrLeaseLost)
+	case errors.Is(ctx.Err(), context.Canceled):
+		return fmt.Errorf("store: %s %s: %w", op, key, context.Cause(ctx))
+	case ctx.Err() != nil:
+		return fmt.Errorf("store %v: %s %s: %w: %w", s.addr, op, key, ErrStoreAway, context.Cause(ctx))
+	case away(err):
+		return fmt.Errorf("store %v: %s %s: %w (%s)", s.addr, op, key, ErrStoreAway, reason(err))
+	}
+	return fmt.Errorf("store %v: %s %s: %s", s.addr, op, key, reason(err))
+}
+
+func (s *etcdStore) options(lease bool) []clientv3.OpOption {
+	if lease {
+		return []clientv3.OpOption{clientv3.WithLease(s.lease)}
+	}
+	return nil
+}
+
+func (s *etcdStore) Put(ctx context.Context, key string, value []byte, lease bool) error {
+	if err := checkPut(key, value); err != nil {
+		return err
+	}
+	return s.do(ctx, "put", key, lease, func(ctx context.Context) error {
+		_, err := s.c.Put(ctx, s.prefix+key, string(value), s.options(lease)...)
+		return err
+	})
+}
+
+func (s *etcdStore) Create(ctx context.Context, key string, value []byte, lease bool) error {
+	return s.swap(ctx, "create", key, clientv3.Compare(clientv3.CreateRevision(s.prefix+key), "=", 0), value, lease)
+}
+
+func (s *etcdStore) CompareAndSwap(ctx context.Context, key string, old, new []byte) error {
+	is := clientv3.Compare(clientv3.CreateRevision(s.prefix+key), "=", 0)
+	if old != nil {
+		is = clientv3.Compare(clientv3.Value(s.prefix+key), "=", string(old))
+	}
+	return s.swap(ctx, "compare and swap", key, is, new, false)
+}
+
+func (s *etcdStore) swap(ctx context.Context, op, key string, is clientv3.Cmp, value []byte, lease bool) error {
+	if err := checkPut(key, value); err != nil {
+		return err
+	}
+	return s.do(ctx, op, key, lease, func(ctx context.Context) error {
+		r, err := s.c.Txn(ctx).If(is).Then(clientv3.OpPut(s.prefix+key, string(value), s.options(lease)...)).Else(clientv3.OpGet(s.prefix + key)).Commit()
+		if err != nil || r.Succeeded {
+			return err
+		}
+		c := &ConflictError{Key: key}
+		if kvs := r.Responses[0].GetResponseRange().GetKvs(); len(kvs) > 0 {
+			c.Current = append([]byte{}, kvs[0].Value...)
+		}
+		return c
+	})
+}
+
+func (s *etcdStore) Get(ctx context.Context, key string) (value []byte, err error) {
+	err = s.do(ctx, "get", key, false, func(ctx context.Context) error {
+		r, err := s.c.Get(ctx, s.prefix+key)
+		switch {
+		case err != nil:
+			return err
+		case len(r.Kvs) == 0:
+			return fmt.Errorf("store: get %s: %w", key, ErrNoKey)
+		}
+		value = append([]byte{}, r.Kvs[0].Value...)
+		return nil
+	})
+	return value, err
+}
+
+func (s *etcdStore) List(ctx context.Context, prefix string) (values map[string][]byte, err error) {
+	err = s.do(ctx, "list", prefix+"*", false, func(ctx context.Context) error {
+		r, err := s.c.Get(ctx, s.prefix+prefix, clientv3.WithPrefix())
+		if err != nil {
+			return err
+		}
+		values = make(map[string][]byte, len(r.Kvs))
+		for _, kv := range r.Kvs {
+			values[strings.TrimPrefix(string(kv.Key), s.prefix)] = append([]byte{}, kv.Value...)
+		}
+		return nil
+	})
+	return values, err
+}
+
+func (s *etcdStore) Delete(ctx context.Context, key string) error {
+	return s.do(ctx, "delete", key, false, func(ctx context.Context) error {
+		_, err := s.c.Delete(ctx, s.prefix+key)
+		return err
+	})
+}
+
+func (s *etcdStore) Wait(ctx context.Context, key string) ([]byte, error) {
+	v, err := s.Get(ctx, key)
+	if err == nil || !errors.Is(err, ErrNoKey) {
+		return v, err
+	}
+	return wait(ctx, s, key)
+}
+
+func (s *etcdStore) Watch(ctx context.Context, key string) <-chan Event {
+	out := make(chan Event, 1)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	err := checkKey(key)
+	if s.closed {
+		err = fmt.Errorf("store: watch %s: %w", key, ErrStoreClosed)
+	}
+	if err != nil {
+		out <- Event{Err: err}
+		close(out)
+		return out
+	}
+	box := newMailbox()
+	wctx, cancel := context.WithCancel(ctx)
+	s.wg.Add(2)
+	go func() {
+		defer s.wg.Done()
+		if err := s.follow(wctx, key, box); wctx.Err() == nil {
+			box.put(Event{Key: key, Err: err})
+		}
+	}()
+	go func() {
+		defer s.wg.Done()
+		defer cancel()
+		box.run(ctx, s.ended, s.why, out)
+	}()
+	return out
+}
+
+// why says why watches end.
+func (s *etcdStore) why() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.err != nil {
+		return s.err
+	}
+	return ErrStoreClosed
+}
+
+// follow feeds box with key's state and its changes until ctx ends or the store cannot be reached. A watch that the store breaks off (it compacted its history, or
+// lost its leader) is taken up again from the state at that time.
+func (s *etcdStore) follow(ctx context.Context, key string, box *mailbox) error {
+	var opts []clientv3.OpOption
+	if strings.HasSuffix(key, "/") {
+		opts = append(opts, clientv3.WithPrefix())
+	}
+	known := map[string]bool{} // keys that have been reported as existing
+	for {
+		var r *clientv3.GetResponse
+		err := s.do(ctx, "watch", key, false, func(ctx context.Context) (err error) {
+			r, err = s.c.Get(ctx, s.prefix+key, opts...)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		now := map[string]bool{}
+		for _, kv := range r.Kvs {
+			k := strings.TrimPrefix(string(kv.Key), s.prefix)
+			now[k] = true
+			box.put(Event{Key: k, Value: append([]byte{}, kv.Value...), Exists: true})
+		}
+		for k := range known {
+			if !now[k] {
+				box.put(Event{Key: k})
+			}
+		}
+		if len(opts) == 0 && len(r.Kvs) == 0 && !known[key] {
+			box.put(Event{Key: key})
+		}
+		known = now
+		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key, append(opts, clientv3.WithRev(r.Header.Revision+1))...) {
+			for _, ev := range resp.Events {
+				k := strings.TrimPrefix(string(ev.Kv.Key), s.prefix)
+				e := Event{Key: k, Exists: ev.Type == clientv3.EventTypePut}
+				if e.Exists {
+					e.Value, known[k] = append([]byte{}, ev.Kv.Value...), true
+				} else {
+					delete(known, k)
+				}
+				box.put(e)
+			}
+		}
+		if !sleep(ctx, 20*time.Millisecond) {
+			return ctx.Err()
+		}
+	}
+}
+
+func (s *etcdStore) TTL() time.Duration    { return s.ttl }
+func (s *etcdStore) Lost() <-chan struct{} { return s.lost }
+
+func (s *etcdStore) Err() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.err
+}
+
+// closeTimeout bounds the return of the lease at Close.
+const closeTimeout = time.Second
+
+func (s *etcdStore) Close() error {
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		s.wg.Wait()
+		return nil
+	}
+	s.closed = true
+	lost := s.err != nil
+	if !lost {
+		close(s.ended)
+	}
+	s.mu.Unlock()
+	var err error
+	if st := s.c.ActiveConnection().GetState(); !lost && (st == connectivity.Ready || st == connectivity.Idle) {
+		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+		if _, err = s.c.Revoke(ctx, s.lease); err != nil {
+			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl, reason(err))
+		}
+		cancel()
+	}
+	s.cancel()
+	s.c.Close()
+	s.wg.Wait()
+	return err
+}

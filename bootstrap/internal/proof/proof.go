@@ -1,0 +1,142 @@
+// Package proof puts package trust in front of a gRPC server: every connection proves the job's secret before a byte of HTTP/2 is read.
+package proof
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/credentials"
+
+	"tutti/internal/trust"
+)
+
+// Limits of connections that have not proved themselves.
+const (
+	Timeout = 5 * time.Second // to prove the secret, and again to begin to speak HTTP/2
+	Max     = 64              // unproved at once; further ones wait in the kernel's backlog
+)
+
+// Conn is a connection whose other end knows the secret, and who that is.
+type Conn struct {
+	net.Conn
+	Hello trust.Hello
+	l     *Listener
+}
+
+// Close closes the connection. Idempotent.
+func (c *Conn) Close() error {
+	c.l.mu.Lock()
+	delete(c.l.open, c)
+	c.l.mu.Unlock()
+	return c.Conn.Close()
+}
+
+// Listener is a net.Listener whose Accept returns only a *Conn that is proved.
+type Listener struct {
+	a      trust.Acceptor
+	ready  chan *Conn
+	done   chan struct{}
+	served chan struct{}
+	once   sync.Once
+	mu     sync.Mutex
+	open   map[*Conn]struct{}
+}
+
+// Listen begins to accept on l, which it owns from then on. admit and refused are as in trust.Acceptor; admit nil admits all, refused may be nil.
+func Listen(l net.Listener, secret []byte, purpose string, admit func(trust.Hello) error, refused func(net.Conn, error)) *Listener {
+	if admit == nil {
+		admit = func(trust.Hello) error { return nil }
+	}
+	p := &Listener{ready: make(chan *Conn), done: make(chan struct{}), served: make(chan struct{}), open: map[*Conn]struct{}{}}
+	p.a = trust.Acceptor{Listener: l, Secret: secret, Purpose: purpose, Timeout: Timeout, Max: Max, Admit: admit, Refused: refused, Accepted: p.accepted}
+	go func() {
+		defer close(p.served)
+		p.a.Serve()
+	}()
+	return p
+}
+
+func (p *Listener) accepted(conn net.Conn, h trust.Hello) {
+	c := &Conn{Conn: conn, Hello: h, l: p}
+	p.mu.Lock()
+	p.open[c] = struct{}{}
+	p.mu.Unlock()
+	select {
+	case p.ready <- c:
+	case <-p.done:
+		c.Close()
+	}
+}
+
+// Accept returns the next proved connection.
+func (p *Listener) Accept() (net.Conn, error) {
+	select {
+	case c := <-p.ready:
+		return c, nil
+	case <-p.done:
+		return nil, net.ErrClosed
+	}
+}
+
+// Addr is the address that is listened on.
+func (p *Listener) Addr() net.Addr { return p.a.Listener.Addr() }
+
+// Close stops accepting. It returns when no handshake runs any more; connections that were accepted live on.
+func (p *Listener) Close() error {
+	var err error
+	p.once.Do(func() {
+		close(p.done)
+		err = p.a.Close()
+	})
+	<-p.served
+	return err
+}
+
+// CloseAll closes the listener and every connection that it accepted and that is still open.
+func (p *Listener) CloseAll() {
+	p.Close()
+	p.mu.Lock()
+	conns := make([]*Conn, 0, len(p.open))
+	for c := range p.open {
+		conns = append(conns, c)
+	}
+	p.mu.Unlock()
+	for _, c := range conns {
+		c.Close()
+	}
+}
+
+// Info tells a handler who called: peer.AuthInfo of a call over a Conn.
+type Info struct {
+	credentials.CommonAuthInfo
+	Hello trust.Hello
+}
+
+// AuthType is "tutti".
+func (Info) AuthType() string { return "tutti" }
+
+// Credentials are the transport credentials of a server that serves a Listener: they refuse every connection that is no proved Conn, whatever listener it came by.
+type Credentials struct{}
+
+var errServerOnly = errors.New("proof: credentials of a server")
+
+func (Credentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	c, ok := conn.(*Conn)
+	if !ok {
+		return nil, nil, errors.New("proof: connection without proof of the job's secret")
+	}
+	return conn, Info{credentials.CommonAuthInfo{SecurityLevel: credentials.NoSecurity}, c.Hello}, nil
+}
+
+func (Credentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errServerOnly
+}
+
+func (Credentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "tutti"}
+}
+func (c Credentials) Clone() credentials.TransportCredentials { return c }
+func (Credentials) OverrideServerName(string) error           { return nil }
