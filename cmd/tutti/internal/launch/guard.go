@@ -1,0 +1,383 @@
+package launch
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// guardName is argv[0] of the guard, by which it knows itself and a person sees it in ps.
+const guardName = "tutti-guard"
+
+// maxMessage bounds one message between launcher and guard: arguments and environment of a process, which the kernel bounds to less.
+const maxMessage = 8 << 20
+
+// Command is a program to run: Path as exec takes it, Args without the program's name, the whole environment, and the directory ("" for the launcher's).
+type Command struct {
+	Path string
+	Args []string
+	Env  []string
+	Dir  string
+}
+
+// order is what the launcher tells the guard: a directory to remove in the end, a process to start, or a signal for one (or all, ID < 0).
+type order struct {
+	Temp   string
+	Start  *Command
+	ID     int
+	Signal syscall.Signal
+}
+
+// Event is what the guard tells the launcher about the process that was started as ID: it runs (PID), it could not be started (Error), or it has
+// ended (Exited and Status). Lost means that the guard itself is gone, and with it the ranks.
+type Event struct {
+	ID     int
+	PID    int
+	Error  string
+	Exited bool
+	Status syscall.WaitStatus
+	Lost   bool
+}
+
+// Guard is the launcher's handle of its guard process.
+type Guard struct {
+	conn   *net.UnixConn
+	proc   *os.Process
+	events chan Event
+	mu     sync.Mutex // one message at a time
+}
+
+// IsGuard says whether this process was started as a guard; main must then call GuardMain before anything else.
+func IsGuard() bool { return len(os.Args) > 0 && os.Args[0] == guardName }
+
+// NewGuard starts a guard. The caller must Close it.
+func NewGuard() (*Guard, error) {
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		return nil, fmt.Errorf("become a subreaper: %w", err)
+	}
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("make the guard's sockets: %w", err)
+	}
+	theirs := os.NewFile(uintptr(fds[1]), "guard")
+	defer theirs.Close()
+	conn, err := unixConn(fds[0])
+	if err != nil {
+		return nil, err
+	}
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	defer null.Close()
+	// Its own process group: a terminal's Ctrl-C and a kill of the launcher's group are not for the guard.
+	p, err := os.StartProcess("/proc/self/exe", []string{guardName}, &os.ProcAttr{
+		Files: []*os.File{null, null, os.Stderr, theirs}, Sys: &syscall.SysProcAttr{Setpgid: true}})
+	if err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("start the guard process: %w", err)
+	}
+	g := &Guard{conn: conn, proc: p, events: make(chan Event, 16)}
+	go g.listen()
+	return g, nil
+}
+
+// Events yields what happens to the processes, and is closed when the guard has ended. The caller must drain it.
+func (g *Guard) Events() <-chan Event { return g.events }
+
+func (g *Guard) listen() {
+	defer close(g.events)
+	for {
+		var e Event
+		if _, err := receive(g.conn, &e); err != nil {
+			g.events <- Event{Lost: true}
+			return
+		}
+		g.events <- e
+	}
+}
+
+// Temp makes an empty directory which the guard removes in the end.
+func (g *Guard) Temp() (string, error) {
+	for {
+		var b [8]byte
+		rand.Read(b[:])
+		dir := filepath.Join(os.TempDir(), fmt.Sprintf("tutti-%x", b))
+		// Told first: a launcher that dies in between leaves nothing.
+		if _, err := os.Lstat(dir); err == nil {
+			continue
+		}
+		if err := g.tell(order{Temp: dir}); err != nil {
+			return "", err
+		}
+		return dir, os.Mkdir(dir, 0o700)
+	}
+}
+
+// Start has the guard start a process with these files as its standard input, output and error; they remain the caller's.
+// What becomes of it arrives as Events with this id.
+func (g *Guard) Start(id int, c Command, stdin, stdout, stderr *os.File) error {
+	return g.tell(order{Start: &c, ID: id}, int(stdin.Fd()), int(stdout.Fd()), int(stderr.Fd()))
+}
+
+// Signal sends sig to the process group of process id, or of every process if id < 0. Those that have ended are left out.
+func (g *Guard) Signal(id int, sig syscall.Signal) error { return g.tell(order{ID: id, Signal: sig}) }
+
+func (g *Guard) tell(o order, files ...int) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if err := send(g.conn, o, files...); err != nil {
+		return fmt.Errorf("the guard process is gone: %w", err)
+	}
+	return nil
+}
+
+// Close has the guard kill every process that is left, and everything these have started, and waits for its end. It waits as long as a
+// process takes to die, which only the kernel can delay. Events must be drained meanwhile.
+func (g *Guard) Close() error {
+	g.conn.CloseWrite()
+	state, err := g.proc.Wait()
+	g.conn.Close()
+	if err == nil && state.Success() {
+		return nil
+	}
+	// The guard died by another's hand. The ranks die with it; what they had started is ours now.
+	chld := make(chan os.Signal, 1)
+	signal.Notify(chld, syscall.SIGCHLD)
+	defer signal.Stop(chld)
+	killChildren(chld, func(int, syscall.WaitStatus) {})
+	return fmt.Errorf("the guard process ended early (%v)", state)
+}
+
+func unixConn(fd int) (*net.UnixConn, error) {
+	f := os.NewFile(uintptr(fd), "guard")
+	defer f.Close()
+	c, err := net.FileConn(f)
+	if err != nil {
+		return nil, fmt.Errorf("use the guard's socket: %w", err)
+	}
+	return c.(*net.UnixConn), nil
+}
+
+// send writes one message: its length, with the files attached, and then JSON.
+func send(c *net.UnixConn, v any, files ...int) error {
+	body, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	if len(body) > maxMessage {
+		return fmt.Errorf("%d bytes of arguments and environment; at most %d", len(body), maxMessage)
+	}
+	var rights []byte
+	if len(files) > 0 {
+		rights = unix.UnixRights(files...)
+	}
+	if _, _, err := c.WriteMsgUnix(binary.LittleEndian.AppendUint32(nil, uint32(len(body))), rights, nil); err != nil {
+		return err
+	}
+	_, err = c.Write(body)
+	return err
+}
+
+func receive(c *net.UnixConn, v any) (files []int, err error) {
+	var head [4]byte
+	oob := make([]byte, unix.CmsgSpace(3*4))
+	n, oobn, _, _, err := c.ReadMsgUnix(head[:], oob)
+	if err != nil {
+		return nil, err
+	}
+	if n == 0 {
+		return nil, io.EOF
+	}
+	if msgs, err := unix.ParseSocketControlMessage(oob[:oobn]); err == nil {
+		for _, m := range msgs {
+			if fds, err := unix.ParseUnixRights(&m); err == nil {
+				files = append(files, fds...)
+			}
+		}
+	}
+	for _, fd := range files {
+		unix.CloseOnExec(fd)
+	}
+	if _, err = io.ReadFull(c, head[n:]); err == nil {
+		size := binary.LittleEndian.Uint32(head[:])
+		if size > maxMessage {
+			err = fmt.Errorf("message of %d bytes; at most %d", size, maxMessage)
+		} else {
+			body := make([]byte, size)
+			if _, err = io.ReadFull(c, body); err == nil {
+				err = json.Unmarshal(body, v)
+			}
+		}
+	}
+	if err != nil {
+		closeAll(files)
+		return nil, err
+	}
+	return files, nil
+}
+
+func closeAll(fds []int) {
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+}
+
+// GuardMain is the whole life of a guard. It returns the process's exit code.
+func GuardMain() int {
+	// The ranks' parent-death signal is bound to the thread that starts them: this one, kept alive by this function, which ends with the process.
+	runtime.LockOSThread()
+	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
+		fmt.Fprintln(os.Stderr, "tutti: guard: become a subreaper:", err)
+		return 1
+	}
+	// Caught and dropped, rather than ignored, which the ranks would inherit.
+	dropped := make(chan os.Signal, 1)
+	signal.Notify(dropped, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGPIPE, syscall.SIGTTOU, syscall.SIGTTIN, syscall.SIGTSTP)
+	chld := make(chan os.Signal, 1)
+	signal.Notify(chld, syscall.SIGCHLD)
+	unix.CloseOnExec(3)
+	conn, err := unixConn(3)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "tutti: guard:", err)
+		return 1
+	}
+	type delivery struct {
+		order
+		files []int
+	}
+	orders := make(chan delivery)
+	go func() {
+		defer close(orders)
+		for {
+			var d delivery
+			if d.files, err = receive(conn, &d.order); err != nil {
+				return // the launcher is done, or dead
+			}
+			orders <- d
+		}
+	}()
+
+	var temps []string
+	running := map[int]int{} // pid -> id; exactly the started children that have not been waited for
+	exited := func(pid int, s syscall.WaitStatus) {
+		if id, ok := running[pid]; ok {
+			delete(running, pid)
+			send(conn, Event{ID: id, PID: pid, Exited: true, Status: s})
+		}
+	}
+	for {
+		select {
+		case d, ok := <-orders:
+			switch {
+			case !ok:
+				for pid := range running {
+					unix.Kill(-pid, unix.SIGKILL)
+				}
+				killChildren(chld, exited)
+				for _, dir := range temps {
+					os.RemoveAll(dir)
+				}
+				return 0
+			case d.Temp != "":
+				temps = append(temps, d.Temp)
+			case d.Start != nil:
+				e := Event{ID: d.ID}
+				if e.PID, err = start(d.Start, d.files); err != nil {
+					e.Error = err.Error()
+				} else {
+					running[e.PID] = d.ID
+				}
+				send(conn, e)
+			default:
+				for pid, id := range running {
+					if d.ID < 0 || d.ID == id {
+						unix.Kill(-pid, d.Signal)
+					}
+				}
+			}
+			closeAll(d.files)
+		case <-chld:
+			reap(exited)
+		}
+	}
+}
+
+func start(c *Command, files []int) (int, error) {
+	if len(files) != 3 {
+		return 0, fmt.Errorf("guard got %d files, want 3", len(files))
+	}
+	return syscall.ForkExec(c.Path, append([]string{c.Path}, c.Args...), &syscall.ProcAttr{
+		Dir: c.Dir, Env: c.Env, Files: []uintptr{uintptr(files[0]), uintptr(files[1]), uintptr(files[2])},
+		Sys: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}})
+}
+
+// reap waits for the children that have ended, and says whether there are others.
+func reap(exited func(pid int, s syscall.WaitStatus)) (more bool) {
+	for {
+		var s syscall.WaitStatus
+		pid, err := syscall.Wait4(-1, &s, syscall.WNOHANG, nil)
+		switch {
+		case errors.Is(err, syscall.EINTR):
+		case err != nil:
+			return false // no children
+		case pid == 0:
+			return true
+		default:
+			exited(pid, s)
+		}
+	}
+}
+
+// killChildren kills children, and the children that it inherits from them, until there are none. It looks again after each death, which is when
+// children are inherited.
+func killChildren(chld <-chan os.Signal, exited func(pid int, s syscall.WaitStatus)) {
+	for reap(exited) {
+		for _, pid := range children() {
+			unix.Kill(pid, unix.SIGKILL)
+		}
+		<-chld
+	}
+}
+
+// children lists the processes whose parent is this one.
+func children() []int {
+	self := strconv.Itoa(os.Getpid())
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil
+	}
+	var pids []int
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		stat, err := os.ReadFile("/proc/" + e.Name() + "/stat")
+		if err != nil {
+			continue
+		}
+		// "pid (name) state ppid …"; the name may contain anything.
+		if i := strings.LastIndexByte(string(stat), ')'); i >= 0 {
+			if f := strings.Fields(string(stat[i+1:])); len(f) > 1 && f[1] == self {
+				pids = append(pids, pid)
+			}
+		}
+	}
+	return pids
+}

@@ -1,0 +1,514 @@
+package launch
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Exit codes beside the ranks' own; a rank killed by signal s counts as 128+s, as in shells.
+const (
+	CodeLaunch   = 1   // the job could not be started or kept running
+	CodeNoExec   = 126 // the program is there but cannot be run
+	CodeNotFound = 127 // there is no such program
+)
+
+// dieBy is how long a process may take to disappear after SIGKILL before the launcher says so and leaves the rest to the guard.
+const dieBy = 10 * time.Second
+
+// Options says what to run. Program, N and the files must be set; the zero value of everything else is a default.
+type Options struct {
+	Program string   // a program; a .go file or a directory of Go files, which is built first
+	Args    []string // its arguments
+	N       int      // ranks on this node
+
+	Nodes, Node int    // number of nodes, 0 for one, and this one's number
+	Rendezvous  string // HOST:PORT at which node 0 serves the store, if Nodes > 1 and no Store is given
+	Store       string // address of an existing store; "" to serve one
+	Job         string // name of the job; "" for a random one (one node) or "default" (several that share a served store)
+	Secret      string // textual form; "" for a random one (one node only)
+	Env         []string
+
+	Stdin          *os.File // for this node's first rank; nil: nothing
+	Stdout, Stderr *os.File
+	NoPrefix       bool
+	LogDir         string
+	Grace          time.Duration // between SIGTERM and SIGKILL once the job has failed
+
+	Quiet bool // say nothing of how the ranks ended
+}
+
+// An Error is a failure of the launch itself, with the exit code that it means.
+type Error struct {
+	Code int
+	Err  error
+}
+
+func (e *Error) Error() string { return e.Err.Error() }
+func (e *Error) Unwrap() error { return e.Err }
+
+// rank is what the launcher knows about one process of the guard's.
+type rank struct {
+	started, ended bool
+	pid            int
+}
+
+// launcher is one Run.
+type launcher struct {
+	Options
+	first, world int
+	guard        *Guard
+	temp         string
+	signals      chan os.Signal
+	hold         *store // the store, or this node's part in it
+	out          *Output
+
+	ranks    []rank
+	live     int
+	code     int            // of the first failure
+	why      string         // what that was
+	running  int            // ranks that still ran then
+	stopping bool           // SIGTERM or the user's signal has been sent
+	user     syscall.Signal // what the user sent, if anything
+	killed   int            // ranks that had to be killed
+	killing  bool
+	grace    <-chan time.Time
+}
+
+// Run starts the ranks, shows their output, waits for their end and returns the exit code that the job means: 0, or that of the rank that failed first.
+// When it returns, none of the processes that the ranks were or have started exists any more. It may be called once at a time, in a process without other children.
+// If ctx ends, the job does.
+func Run(ctx context.Context, o Options) (int, error) {
+	o.Nodes = max(o.Nodes, 1)
+	l := &launcher{Options: o, first: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N), signals: make(chan os.Signal, 8)}
+	var caught []os.Signal
+	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE} {
+		if !signal.Ignored(s) { // as under nohup, or in the background of a script: it is to stay so
+			caught = append(caught, s)
+		}
+	}
+	signal.Notify(l.signals, caught...)
+	defer signal.Stop(l.signals)
+
+	var ranks []int
+	for i := range o.N {
+		ranks = append(ranks, l.first+i)
+	}
+	var err error
+	if l.out, err = NewOutput(o.Stdout, o.Stderr, !o.NoPrefix, l.world, o.LogDir, ranks, l.say); err != nil {
+		return CodeLaunch, err
+	}
+	if l.guard, err = NewGuard(); err != nil {
+		return CodeLaunch, err
+	}
+	err = l.run(ctx)
+	if cerr := l.close(); err == nil {
+		err = cerr
+	}
+	if l.hold != nil {
+		l.hold.finish(l.code, l.why)
+	}
+	if err != nil {
+		if e := (*Error)(nil); errors.As(err, &e) {
+			return e.Code, err
+		}
+		return max(l.code, CodeLaunch), err
+	}
+	l.summary()
+	return l.code, nil
+}
+
+// say prints a line of the launcher's own.
+func (l *launcher) say(text string) {
+	// Through the ranks' stream, so that it stands on a line of its own.
+	l.out.err.mu.Lock()
+	defer l.out.err.mu.Unlock()
+	fmt.Fprintln(l.Stderr, "tutti: "+text)
+}
+
+// close ends what is left of the processes, in bounded time.
+func (l *launcher) close() error {
+	done := make(chan error, 1)
+	go func() { done <- l.guard.Close() }()
+	late := time.NewTimer(dieBy)
+	defer late.Stop()
+	for {
+		select {
+		case err := <-done:
+			for range l.guard.Events() {
+			}
+			l.out.Wait()
+			return err
+		case <-l.guard.Events():
+		case <-late.C:
+			var stuck []string
+			for i, r := range l.ranks {
+				if r.started && !r.ended {
+					stuck = append(stuck, fmt.Sprintf("rank %d (pid %d)", l.first+i, r.pid))
+				}
+			}
+			return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a device or a file system (%s); the guard process stays to wait for them", dieBy, strings.Join(stuck, ", "))
+		}
+	}
+}
+
+func (l *launcher) run(ctx context.Context) error {
+	var err error
+	if l.temp, err = l.guard.Temp(); err != nil {
+		return err
+	}
+	cmd, err := l.program(ctx)
+	if err != nil || l.stopping {
+		return err
+	}
+	env, err := l.environment(ctx)
+	if err != nil {
+		return err
+	}
+	for i := range l.ranks {
+		c := cmd
+		c.Env = env(i)
+		if err := l.start(i, c); err != nil {
+			return err
+		}
+	}
+	return l.supervise(ctx)
+}
+
+// start starts local rank i with pipes to the output.
+func (l *launcher) start(i int, c Command) error {
+	in, feed, err := l.stdin(i)
+	if err != nil {
+		return err
+	}
+	defer in.Close()
+	var w [2]*os.File
+	for s := range w {
+		r, pw, err := os.Pipe()
+		if err != nil {
+			return fmt.Errorf("make rank %d's pipes: %w", l.first+i, err)
+		}
+		defer pw.Close()
+		w[s] = pw
+		l.out.Copy(l.first+i, s == 1, r)
+	}
+	if feed != nil {
+		go func() {
+			io.Copy(feed, l.Stdin)
+			feed.Close()
+		}()
+	}
+	l.live++
+	return l.guard.Start(i, c, in, w[0], w[1])
+}
+
+// stdin opens the standard input of local rank i. A terminal is read by the launcher, since the ranks are not in its foreground; feed is then where to.
+func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
+	switch {
+	case i > 0 || l.Stdin == nil:
+		in, err = os.Open(os.DevNull)
+	case Terminal(l.Stdin):
+		in, feed, err = os.Pipe()
+	default:
+		var fd int
+		if fd, err = unix.FcntlInt(l.Stdin.Fd(), unix.F_DUPFD_CLOEXEC, 0); err == nil {
+			in = os.NewFile(uintptr(fd), "stdin")
+		}
+	}
+	return in, feed, err
+}
+
+// supervise waits until all ranks have ended, and ends them when one fails, another node does, or the user wants it.
+func (l *launcher) supervise(ctx context.Context) error {
+	cancelled, broken := ctx.Done(), l.out.Broken()
+	for l.live > 0 {
+		select {
+		case e := <-l.guard.Events():
+			if err := l.event(e); err != nil {
+				return err
+			}
+		case s := <-l.signals:
+			l.signal(s.(syscall.Signal))
+		case <-l.grace:
+			l.kill()
+		case <-broken:
+			broken = nil
+			l.fail(128+int(syscall.SIGPIPE), "nobody reads the output any more")
+		case f := <-l.hold.failed():
+			l.fail(f.code, f.why)
+		case <-cancelled:
+			cancelled = nil
+			l.fail(CodeLaunch, context.Cause(ctx).Error())
+		}
+	}
+	return l.hold.others(ctx, l) // node 0's store is everybody's until all nodes are done
+}
+
+func (l *launcher) event(e Event) error {
+	switch r := &l.ranks[max(e.ID, 0)]; {
+	case e.Lost:
+		return errors.New("the guard process was killed; the ranks are killed with it")
+	case e.ID < 0: // the build's, late
+	case e.Error != "":
+		l.live--
+		r.ended = true
+		l.fail(CodeNoExec, fmt.Sprintf("rank %d could not be started: %s", l.first+e.ID, e.Error))
+	case !e.Exited:
+		r.started, r.pid = true, e.PID
+	default:
+		l.live--
+		r.ended = true
+		if code, how := outcome(e.Status); code != 0 {
+			l.fail(code, fmt.Sprintf("rank %d %s", l.first+e.ID, how))
+		}
+	}
+	return nil
+}
+
+// outcome is the exit code that a status means, and its description.
+func outcome(s syscall.WaitStatus) (code int, how string) {
+	if s.Signaled() {
+		name := unix.SignalName(s.Signal())
+		if name == "" {
+			name = "a real-time signal"
+		}
+		how = fmt.Sprintf("was killed by signal %d (%s)", int(s.Signal()), name)
+		if s.CoreDump() {
+			how += " and dumped core"
+		}
+		return 128 + int(s.Signal()), how
+	}
+	return s.ExitStatus(), fmt.Sprintf("exited with code %d", s.ExitStatus())
+}
+
+// fail notes the first failure and ends the ranks: SIGTERM, unless the user has already sent a signal, and after the grace SIGKILL.
+func (l *launcher) fail(code int, why string) {
+	if l.code != 0 {
+		return
+	}
+	l.code, l.why, l.running = code, why, l.live
+	l.hold.report(code, why)
+	if !l.stopping {
+		l.guard.Signal(-1, syscall.SIGTERM)
+	}
+	l.stopping = true
+	l.grace = time.After(l.Grace)
+}
+
+func (l *launcher) signal(s syscall.Signal) {
+	switch {
+	case s == syscall.SIGPIPE: // writing to the broken pipe says so too
+	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
+		l.guard.Signal(-1, s)
+	case l.user != 0 || l.code != 0:
+		l.kill()
+	default:
+		l.user = s
+		l.guard.Signal(-1, s)
+		l.stopping = true
+		if !l.Quiet {
+			l.say(fmt.Sprintf("%s: passed on to %s; once more kills", unix.SignalName(s), count(l.live, "rank")))
+		}
+	}
+}
+
+func (l *launcher) kill() {
+	l.grace = nil
+	if !l.killing {
+		l.killing, l.killed = true, l.live
+		l.guard.Signal(-1, syscall.SIGKILL)
+	}
+}
+
+// summary prints how the job ended, if not well.
+func (l *launcher) summary() {
+	if l.code == 0 || l.Quiet {
+		return
+	}
+	text := l.why
+	switch others := l.world/l.Nodes - 1; {
+	case l.user != 0:
+		text = "interrupted by " + unix.SignalName(l.user)
+		if l.killed > 0 {
+			text += fmt.Sprintf("; killed %s that had not ended", count(l.killed, "rank"))
+		}
+	case l.running == 0:
+	default:
+		if l.running == others {
+			text += fmt.Sprintf("; ended the other %s", count(others, "rank"))
+		} else {
+			text += fmt.Sprintf("; ended the %s still running", count(l.running, "rank"))
+		}
+		if l.killed > 0 {
+			text += fmt.Sprintf(", %d of them by SIGKILL", l.killed)
+		}
+	}
+	l.say(text)
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// program finds the program, and builds it if it is Go source.
+func (l *launcher) program(ctx context.Context) (Command, error) {
+	c := Command{Path: l.Program, Args: l.Args}
+	info, err := os.Stat(l.Program)
+	switch {
+	case err == nil && info.IsDir():
+		files, _ := filepath.Glob(filepath.Join(l.Program, "*.go"))
+		if len(files) == 0 {
+			return c, &Error{CodeNotFound, fmt.Errorf("%s is a directory without Go files: give a program, a .go file or the directory of a Go program", l.Program)}
+		}
+		return l.build(ctx, c)
+	case err == nil && strings.HasSuffix(l.Program, ".go") && info.Mode().IsRegular():
+		return l.build(ctx, c)
+	}
+	path, err := exec.LookPath(l.Program)
+	switch {
+	case errors.Is(err, exec.ErrDot):
+		return c, &Error{CodeNotFound, fmt.Errorf("program %q is only in the current directory: write ./%s", l.Program, l.Program)}
+	case errors.Is(err, fs.ErrPermission):
+		return c, &Error{CodeNoExec, fmt.Errorf("program %q cannot be executed: permission denied", l.Program)}
+	case err != nil && strings.Contains(l.Program, "/"):
+		return c, &Error{CodeNotFound, fmt.Errorf("program %q: no such file", l.Program)}
+	case err != nil:
+		hint := ""
+		if _, err := os.Stat(l.Program); err == nil {
+			hint = fmt.Sprintf("; for the file here write ./%s", l.Program)
+		}
+		return c, &Error{CodeNotFound, fmt.Errorf("program %q is not in PATH%s", l.Program, hint)}
+	}
+	if c.Path, err = filepath.Abs(path); err != nil {
+		return c, err
+	}
+	return c, nil
+}
+
+// build builds the Go program c.Path into the temporary directory. The compiler's messages are shown as they are.
+func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
+	tool, err := exec.LookPath("go")
+	if err != nil {
+		return c, &Error{CodeNotFound, fmt.Errorf("%s must be built, but the go command is not in PATH", c.Path)}
+	}
+	bin := filepath.Join(l.temp, "program")
+	what, dir, err := buildFrom(c.Path)
+	if err != nil {
+		return c, err
+	}
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		return c, err
+	}
+	defer null.Close()
+	if err := l.guard.Start(-1, Command{Path: tool, Args: []string{"build", "-o", bin, what}, Env: os.Environ(), Dir: dir}, null, l.Stderr, l.Stderr); err != nil {
+		return c, err
+	}
+	cancelled := ctx.Done()
+	for ended := false; !ended; {
+		select {
+		case e := <-l.guard.Events():
+			switch {
+			case e.Lost:
+				return c, errors.New("the guard process was killed")
+			case e.Error != "":
+				return c, fmt.Errorf("start %s: %s", tool, e.Error)
+			case e.Exited:
+				ended = true
+				if code, how := outcome(e.Status); code != 0 && !l.stopping {
+					return c, &Error{CodeLaunch, fmt.Errorf("cannot build %s: go build %s", c.Path, how)}
+				}
+			}
+		case s := <-l.signals:
+			if s != syscall.SIGPIPE {
+				l.stopping, l.user, l.code = true, s.(syscall.Signal), 128+int(s.(syscall.Signal))
+				l.guard.Signal(-1, syscall.SIGKILL)
+			}
+		case <-cancelled:
+			cancelled = nil
+			l.stopping, l.code, l.why = true, CodeLaunch, context.Cause(ctx).Error()
+			l.guard.Signal(-1, syscall.SIGKILL)
+		}
+	}
+	if l.stopping {
+		return c, nil
+	}
+	// A package that is not main builds too, into an archive.
+	if info, err := os.Stat(bin); err != nil || info.Mode()&0o111 == 0 || isArchive(bin) {
+		return c, &Error{CodeNoExec, fmt.Errorf("%s is a Go package, but no program: package main is needed", c.Path)}
+	}
+	return Command{Path: bin, Args: c.Args}, nil
+}
+
+func isArchive(path string) bool {
+	f, err := os.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	var head [8]byte
+	_, err = io.ReadFull(f, head[:])
+	return err == nil && string(head[:]) == "!<arch>\n"
+}
+
+// buildFrom says what to tell go build, and where: here, so that its messages name files as the user would, unless the source is part of another module.
+func buildFrom(path string) (what, dir string, err error) {
+	abs, err := filepath.Abs(path)
+	if err != nil {
+		return "", "", err
+	}
+	here, err := os.Getwd()
+	if err != nil {
+		return "", "", err
+	}
+	home := abs
+	if strings.HasSuffix(path, ".go") {
+		home = filepath.Dir(abs)
+	}
+	if rel, err := filepath.Rel(here, abs); err == nil && module(home) == module(here) {
+		return "." + string(filepath.Separator) + rel, "", nil
+	}
+	if home == abs {
+		return ".", home, nil
+	}
+	return filepath.Base(abs), home, nil
+}
+
+// module returns the directory of the go.mod that governs dir, "" if there is none.
+func module(dir string) string {
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir
+		}
+		up := filepath.Dir(dir)
+		if up == dir {
+			return ""
+		}
+		dir = up
+	}
+}
+
+// inherit is the launcher's environment without what a rank must not take from it.
+func inherit(own []string) []string {
+	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
+		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
+	return slices.DeleteFunc(slices.Clone(own), func(kv string) bool {
+		name, _, _ := strings.Cut(kv, "=")
+		return slices.Contains(drop, name)
+	})
+}

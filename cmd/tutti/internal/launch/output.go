@@ -1,0 +1,196 @@
+package launch
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxLine is the longest line that is shown in one piece; what is longer is cut into lines of this length.
+const maxLine = 64 << 10
+
+// Terminal says whether f is a terminal.
+func Terminal(f *os.File) bool {
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}
+
+// Colour says whether to write colour to f: it is a terminal that can show it, and NO_COLOR is not set.
+func Colour(f *os.File) bool {
+	return os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && Terminal(f)
+}
+
+// rankColours tells neighbours apart: cyan, yellow, green, magenta, blue, and their bright versions; red is for errors.
+var rankColours = []int{36, 33, 32, 35, 34, 96, 93, 92, 95, 94}
+
+// Output shows what the ranks print: whole lines, each behind its rank's number, never mixed within a line; and keeps it in files if asked.
+type Output struct {
+	out, err *stream
+	log      *ranksLog
+	report   func(string)
+	broken   chan struct{} // closed once nobody reads the standard output any more
+	wg       sync.WaitGroup
+}
+
+type stream struct {
+	mu     sync.Mutex
+	w      io.Writer
+	colour bool
+	prefix bool
+	width  int
+	failed bool
+}
+
+// NewOutput writes ranks' standard output to out and standard error to errw, with prefixes wide enough for world ranks if prefix is set, and
+// everything to logDir/rank-N.log if logDir is not empty. report is told, once each, what cannot be written.
+func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int, report func(string)) (*Output, error) {
+	width := len(strconv.Itoa(max(world-1, 0)))
+	o := &Output{report: report, broken: make(chan struct{}),
+		out: &stream{w: out, colour: Colour(out), prefix: prefix, width: width},
+		err: &stream{w: errw, colour: Colour(errw), prefix: prefix, width: width}}
+	if logDir != "" {
+		if err := os.MkdirAll(logDir, 0o755); err != nil {
+			return nil, fmt.Errorf("make the log directory: %w", err)
+		}
+		o.log = &ranksLog{files: map[int]*os.File{}, report: report}
+		for _, r := range ranks {
+			f, err := os.Create(filepath.Join(logDir, fmt.Sprintf("rank-%d.log", r)))
+			if err != nil {
+				o.log.close()
+				return nil, fmt.Errorf("make rank %d's log: %w", r, err)
+			}
+			o.log.files[r] = f
+		}
+	}
+	return o, nil
+}
+
+// Broken is closed when the reader of the standard output has gone away, as head does.
+func (o *Output) Broken() <-chan struct{} { return o.broken }
+
+// Copy shows what rank writes to r, its standard error if isErr, until r ends. It returns at once; Wait waits. Output owns r.
+func (o *Output) Copy(rank int, isErr bool, r io.ReadCloser) {
+	s := o.out
+	if isErr {
+		s = o.err
+	}
+	o.wg.Add(1)
+	go func() {
+		defer o.wg.Done()
+		defer r.Close()
+		o.copy(s, rank, r)
+	}()
+}
+
+// Wait waits until every reader has ended, and closes the logs.
+func (o *Output) Wait() {
+	o.wg.Wait()
+	if o.log != nil {
+		o.log.close()
+	}
+}
+
+func (o *Output) copy(s *stream, rank int, r io.Reader) {
+	var head []byte
+	if s.prefix {
+		head = fmt.Appendf(nil, "[%*d] ", s.width, rank)
+		if s.colour {
+			head = fmt.Appendf(nil, "\x1b[%dm[%*d]\x1b[0m ", rankColours[rank%len(rankColours)], s.width, rank)
+		}
+	}
+	in := bufio.NewReaderSize(r, maxLine)
+	var buf []byte
+	for {
+		line, err := in.ReadSlice('\n')
+		if len(line) > 0 {
+			if o.log != nil {
+				o.log.write(rank, line)
+			}
+			buf = append(append(buf, head...), line...)
+			if line[len(line)-1] != '\n' {
+				buf = append(buf, '\n')
+			}
+		}
+		// Lines that are here already go out together.
+		if next, _ := in.Peek(in.Buffered()); err != nil && !errors.Is(err, bufio.ErrBufferFull) || len(buf) >= maxLine || !hasLine(next) {
+			o.emit(s, buf)
+			buf = buf[:0]
+		}
+		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+			return
+		}
+	}
+}
+
+func hasLine(b []byte) bool {
+	for _, c := range b {
+		if c == '\n' {
+			return true
+		}
+	}
+	return false
+}
+
+func (o *Output) emit(s *stream, b []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(b) == 0 || s.failed && s == o.err {
+		return
+	}
+	_, err := s.w.Write(b)
+	if err == nil || s.failed {
+		return
+	}
+	s.failed = true
+	if errors.Is(err, syscall.EPIPE) {
+		if s == o.out {
+			close(o.broken)
+		}
+		return
+	}
+	if s == o.out {
+		o.report(fmt.Sprintf("cannot write the ranks' output: %v; the job goes on", err))
+	}
+}
+
+// ranksLog is one file per rank. What cannot be written is reported once, and the job goes on.
+type ranksLog struct {
+	mu     sync.Mutex // a rank's two streams share its file
+	files  map[int]*os.File
+	report func(string)
+	failed bool
+}
+
+func (l *ranksLog) write(rank int, b []byte) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	f := l.files[rank]
+	if f == nil {
+		return
+	}
+	if _, err := f.Write(b); err != nil {
+		if !l.failed {
+			l.report(fmt.Sprintf("cannot write rank %d's log: %v; the job goes on, the log is incomplete", rank, err))
+		}
+		l.failed = true
+		f.Close()
+		delete(l.files, rank)
+	}
+}
+
+func (l *ranksLog) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for r, f := range l.files {
+		f.Close()
+		delete(l.files, r)
+	}
+}

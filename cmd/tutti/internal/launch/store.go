@@ -1,0 +1,371 @@
+package launch
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/bootstrap/embed"
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+)
+
+// What launchers of several nodes write in the store, below the job's prefix: who is there, under a lease, and how it ended there.
+const (
+	nodeKeys = "launcher/nodes/"
+	doneKeys = "launcher/done/"
+)
+
+// nodeRecord is what a launcher says of its node.
+type nodeRecord struct {
+	N, Nodes int
+	Host     string
+	Master   string `json:",omitempty"` // node 0: HOST:PORT for programs that want a rendezvous of their own
+}
+
+// failure is how a node ended: Code 0 is well.
+type failure struct {
+	Code int
+	Why  string
+}
+
+type broken struct {
+	code int
+	why  string
+}
+
+// store is the job's store as this launcher has it: served, shared with other launchers, both, or neither (nil fields; a nil *store works).
+type store struct {
+	server *embed.Server
+	handle bootstrap.Store // not nil: there are other nodes
+	node   int
+	nodes  int
+
+	failc   chan broken   // gets the first failure elsewhere
+	alone   chan struct{} // closed once every other node has ended
+	cancel  context.CancelFunc
+	watched chan struct{}
+	once    sync.Once
+	reports sync.WaitGroup
+}
+
+// environment makes the store, meets the other nodes, and returns the environment of local rank i.
+func (l *launcher) environment(ctx context.Context) (func(i int) []string, error) {
+	if l.Secret == "" {
+		l.Secret = bootstrap.NewSecret()
+	}
+	secret, err := bootstrap.ParseSecret(l.Secret)
+	if err != nil {
+		return nil, err
+	}
+	if l.Job == "" {
+		l.Job = "default"
+		if l.Nodes == 1 {
+			var b [6]byte
+			rand.Read(b[:])
+			l.Job = "run-" + hex.EncodeToString(b[:])
+		}
+	}
+	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{})}
+	l.hold = s
+	address, host := l.Store, "127.0.0.1"
+	if address == "" {
+		conf := embed.Config{Dir: l.temp, Secret: secret}
+		if l.Nodes > 1 {
+			address = "tutti://" + l.Rendezvous
+			if host, conf.Ports, err = net.SplitHostPort(l.Rendezvous); err != nil {
+				return nil, err
+			}
+			conf.Host, conf.Advertise = listenHost(ctx, host), host
+		}
+		if l.Node == 0 {
+			if s.server, err = embed.Start(ctx, conf); err != nil {
+				return nil, fmt.Errorf("start the job's store: %w", err)
+			}
+			address = s.server.Address()
+		}
+	} else if l.Nodes > 1 {
+		if host, err = publicAddress(); err != nil {
+			return nil, err
+		}
+	}
+	master := ""
+	if l.Node == 0 {
+		// Nothing of Tutti's listens there: it is for programs that bring a rendezvous of their own. Nobody holds the port in between, as with
+		// every launcher that does this.
+		p, err := ports.Listen(ctx, "", ports.Spec{})
+		if err != nil {
+			return nil, err
+		}
+		master = net.JoinHostPort(host, strconv.Itoa(p.Addr().(*net.TCPAddr).Port))
+		p.Close()
+	}
+	if l.Nodes > 1 {
+		err := l.interruptible(ctx, func(ctx context.Context) error {
+			var err error
+			master, err = s.meet(ctx, l, address, secret, master)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+	}
+	masterHost, masterPort, err := net.SplitHostPort(master)
+	if err != nil {
+		return nil, fmt.Errorf("node 0's address %q: %w", master, err)
+	}
+	base := append(inherit(os.Environ()), l.Env...)
+	return func(i int) []string {
+		return append(base[:len(base):len(base)],
+			"RANK="+strconv.Itoa(l.first+i), "WORLD_SIZE="+strconv.Itoa(l.world),
+			"LOCAL_RANK="+strconv.Itoa(i), "LOCAL_WORLD_SIZE="+strconv.Itoa(l.N),
+			"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort,
+			"TUTTI_STORE="+address, "TUTTI_JOB="+l.Job, "TUTTI_SECRET="+l.Secret)
+	}, nil
+}
+
+// listenHost is where node 0 listens if the others reach it as host. A name often means a loopback address to the very machine it names, hence all.
+func listenHost(ctx context.Context, host string) string {
+	if net.ParseIP(host) != nil {
+		return host
+	}
+	if v4, err := net.DefaultResolver.LookupIP(ctx, "ip4", host); err == nil && len(v4) > 0 {
+		return "0.0.0.0"
+	}
+	return "::"
+}
+
+func publicAddress() (string, error) {
+	f, err := ifname.Parse(os.Getenv("TUTTI_IFNAME"))
+	if err != nil {
+		return "", err
+	}
+	addrs, err := f.Addrs()
+	if err != nil {
+		return "", err
+	}
+	return addrs[0].String(), nil
+}
+
+// interruptible runs f, and ends its ctx when the user sends a signal.
+func (l *launcher) interruptible(ctx context.Context, f func(context.Context) error) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	done := make(chan error, 1)
+	go func() { done <- f(ctx) }()
+	for {
+		select {
+		case err := <-done:
+			if l.user != 0 {
+				return &Error{128 + int(l.user), fmt.Errorf("interrupted by %v before the ranks were started", l.user)}
+			}
+			return err
+		case s := <-l.signals:
+			if s != syscall.SIGPIPE {
+				l.user = s.(syscall.Signal)
+				cancel()
+			}
+		}
+	}
+}
+
+// meet announces this node and waits for the others. It returns what node 0 says the master's address is.
+func (s *store) meet(ctx context.Context, l *launcher, address string, secret []byte, master string) (string, error) {
+	patience := 5 * time.Minute
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
+	defer cancel()
+	var err error
+	s.handle, err = bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: secret, Rank: l.first, DialTimeout: patience,
+		User: os.Getenv("TUTTI_STORE_USER"), Password: os.Getenv("TUTTI_STORE_PASSWORD"),
+		CA: os.Getenv("TUTTI_STORE_CA"), Cert: os.Getenv("TUTTI_STORE_CERT"), Key: os.Getenv("TUTTI_STORE_KEY")})
+	if err != nil {
+		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
+	}
+	host, _ := os.Hostname()
+	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, Master: master}
+	text, err := json.Marshal(me)
+	if err != nil {
+		return "", err
+	}
+	key := strconv.Itoa(s.node)
+	if err := s.handle.Delete(ctx, doneKeys+key); err != nil { // an earlier job's of this name
+		return "", err
+	}
+	if err := s.handle.Create(ctx, nodeKeys+key, text, true); err != nil {
+		var c *bootstrap.ConflictError
+		var other nodeRecord
+		if errors.As(err, &c) && json.Unmarshal(c.Current, &other) == nil {
+			return "", fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank", s.node, l.Job, other.Host)
+		}
+		return "", err
+	}
+	for n := range s.nodes {
+		if n == s.node {
+			continue
+		}
+		text, err := s.handle.Wait(ctx, nodeKeys+strconv.Itoa(n))
+		if err != nil {
+			return "", fmt.Errorf("wait for node %d of %d: %w", n, s.nodes, err)
+		}
+		var other nodeRecord
+		if err := json.Unmarshal(text, &other); err != nil {
+			return "", fmt.Errorf("node %d's record in the store: %w", n, err)
+		}
+		if other.N != me.N || other.Nodes != me.Nodes {
+			return "", fmt.Errorf("node %d (%s) was started with -n %d --nnodes %d, this one with -n %d --nnodes %d: they must agree", n, other.Host, other.N, other.Nodes, me.N, me.Nodes)
+		}
+		if n == 0 {
+			master = other.Master
+		}
+	}
+	wctx, stop := context.WithCancel(context.Background())
+	s.cancel, s.watched = stop, make(chan struct{})
+	go s.watch(wctx)
+	return master, nil
+}
+
+// watch follows the other nodes until ctx ends.
+func (s *store) watch(ctx context.Context) {
+	defer close(s.watched)
+	ended := map[int]bool{}
+	fail := func(code int, why string) {
+		select {
+		case s.failc <- broken{code, why}:
+		default: // only the first counts
+		}
+	}
+	nodes, done := s.handle.Watch(ctx, nodeKeys), s.handle.Watch(ctx, doneKeys)
+	finished := func(n int, text []byte) {
+		var f failure
+		if err := json.Unmarshal(text, &f); err != nil {
+			f = failure{CodeLaunch, "unreadable record"}
+		}
+		if f.Code != 0 {
+			fail(f.Code, fmt.Sprintf("node %d: %s", n, f.Why))
+		}
+		if n != s.node && !ended[n] {
+			if ended[n] = true; len(ended) == s.nodes-1 {
+				close(s.alone)
+			}
+		}
+	}
+	for {
+		var e bootstrap.Event
+		var ok bool
+		select {
+		case e, ok = <-nodes:
+		case e, ok = <-done:
+		case <-s.handle.Lost():
+			e.Err, ok = s.handle.Err(), true
+		}
+		n, err := strconv.Atoi(path.Base(e.Key))
+		switch {
+		case !ok:
+			return
+		case e.Err != nil:
+			fail(CodeLaunch, fmt.Sprintf("the job's store, which node 0 serves, is gone: %v", e.Err))
+			return
+		case err != nil || n == s.node || ended[n]:
+		case e.Exists && path.Dir(e.Key)+"/" == doneKeys:
+			finished(n, e.Value)
+		case !e.Exists:
+			// Its launcher has closed its handle, after noting how it ended, or is dead.
+			text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n))
+			switch {
+			case errors.Is(err, bootstrap.ErrNoKey):
+				text, _ = json.Marshal(failure{CodeLaunch, "its launcher is gone"})
+				finished(n, text)
+			case err == nil:
+				finished(n, text)
+			}
+		}
+	}
+}
+
+// failed yields the first failure of another node.
+func (s *store) failed() <-chan broken {
+	if s == nil {
+		return nil
+	}
+	return s.failc
+}
+
+// report tells the other nodes how this one ended; only the first report counts.
+func (s *store) report(code int, why string) {
+	if s == nil || s.handle == nil || s.watched == nil {
+		return
+	}
+	s.once.Do(func() {
+		text, err := json.Marshal(failure{code, why})
+		if err != nil {
+			return
+		}
+		s.reports.Go(func() {
+			ctx, cancel := context.WithTimeout(context.Background(), bootstrap.DefaultOpTimeout)
+			defer cancel()
+			s.handle.Put(ctx, doneKeys+strconv.Itoa(s.node), text, false)
+		})
+	})
+}
+
+// others waits, where this launcher serves the store, until the other nodes have ended; the user's signal ends the wait.
+func (s *store) others(ctx context.Context, l *launcher) error {
+	if s == nil || s.server == nil || s.watched == nil {
+		return nil
+	}
+	s.report(l.code, l.why)
+	var late <-chan time.Time
+	if l.code != 0 {
+		late = time.After(l.Grace + dieBy)
+	}
+	failed := s.failc
+	for {
+		select {
+		case <-s.alone:
+			return nil
+		case <-late:
+			return nil
+		case f := <-failed:
+			failed = nil
+			l.fail(f.code, f.why)
+			late = time.After(l.Grace + dieBy)
+		case sig := <-l.signals:
+			if sig != syscall.SIGPIPE {
+				l.user = sig.(syscall.Signal)
+				l.fail(128+int(l.user), "")
+				return nil
+			}
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// finish says how this node ended and gives the store back.
+func (s *store) finish(code int, why string) {
+	s.report(code, why)
+	s.reports.Wait()
+	if s.cancel != nil {
+		s.cancel()
+	}
+	if s.handle != nil {
+		s.handle.Close()
+	}
+	if s.watched != nil {
+		<-s.watched
+	}
+	if s.server != nil {
+		s.server.Close()
+	}
+}

@@ -1,0 +1,165 @@
+// Command tutti starts the ranks of a job, measures collectives between them, and says what a machine can do.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime/debug"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/launch"
+)
+
+func main() {
+	if launch.IsGuard() {
+		os.Exit(launch.GuardMain())
+	}
+	os.Exit(execute(os.Args[1:]))
+}
+
+// codeUsage is the exit code for flags and arguments that make no sense.
+const codeUsage = 2
+
+// exit is an error that only means an exit code; everything has been said.
+type exit int
+
+func (e exit) Error() string { return fmt.Sprintf("exit code %d", int(e)) }
+
+// usageError is the user's: what is wrong, and for which command.
+type usageError struct {
+	cmd *cobra.Command
+	err error
+}
+
+func (e *usageError) Error() string { return e.err.Error() }
+
+func usagef(cmd *cobra.Command, format string, args ...any) error {
+	return &usageError{cmd, fmt.Errorf(format, args...)}
+}
+
+func execute(args []string) int {
+	root := newRoot()
+	root.SetArgs(args)
+	cmd, err := root.ExecuteC()
+	if err == nil {
+		return 0
+	}
+	var code exit
+	if errors.As(err, &code) {
+		return int(code)
+	}
+	fmt.Fprintln(os.Stderr, "tutti: "+err.Error())
+	var usage *usageError
+	var failed *launch.Error
+	switch {
+	case errors.As(err, &usage):
+		if usage.cmd != nil {
+			cmd = usage.cmd
+		}
+		fmt.Fprintf(os.Stderr, "       %s --help tells more\n", cmd.CommandPath())
+		return codeUsage
+	case errors.As(err, &failed):
+		return failed.Code
+	}
+	return launch.CodeLaunch
+}
+
+func newRoot() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "tutti",
+		Short:         "Collective communication between the ranks of a job",
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return nil
+			}
+			text := fmt.Sprintf("there is no command %q", args[0])
+			if s := cmd.SuggestionsFor(args[0]); len(s) > 0 {
+				text += "; did you mean " + strings.Join(s, " or ") + "?"
+			}
+			return usagef(cmd, "%s", text)
+		},
+		RunE:                       func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+		SuggestionsMinimumDistance: 2,
+		CompletionOptions:          cobra.CompletionOptions{HiddenDefaultCmd: true},
+	}
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return &usageError{cmd, err} })
+	root.SetHelpCommand(&cobra.Command{Hidden: true})
+	root.AddCommand(newRun(), newEnv(), newVersion())
+	root.SetUsageTemplate(usageTemplate)
+	root.SetHelpTemplate("{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}\n\n{{end}}{{.UsageString}}")
+	for _, c := range root.Commands() {
+		c.Flags().SortFlags = false
+	}
+	return root
+}
+
+const usageTemplate = `Usage:
+  {{if .HasAvailableSubCommands}}{{.CommandPath}} COMMAND{{else}}{{.UseLine}}{{end}}
+{{if .HasExample}}
+Examples:
+{{.Example}}
+{{end}}{{if .HasAvailableSubCommands}}
+Commands:{{range .Commands}}{{if .IsAvailableCommand}}
+  {{rpad .Name .NamePadding}} {{.Short}}{{end}}{{end}}
+
+{{.CommandPath}} COMMAND --help tells more.
+{{end}}{{if and .HasAvailableLocalFlags (not .HasAvailableSubCommands)}}
+Flags:
+{{.LocalFlags.FlagUsages | trimTrailingWhitespaces}}
+{{end}}`
+
+// noArgs refuses arguments.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return usagef(cmd, "%s takes no arguments, got %q", cmd.CommandPath(), args[0])
+	}
+	return nil
+}
+
+func newVersion() *cobra.Command {
+	return &cobra.Command{
+		Use: "version", Short: "Print the version", Args: noArgs, DisableFlagsInUseLine: true,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			fmt.Fprintln(cmd.OutOrStdout(), "tutti "+version())
+			return nil
+		},
+	}
+}
+
+// version is what the Go toolchain noted at build time.
+func version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "(unknown)"
+	}
+	v, extra := info.Main.Version, ""
+	for _, s := range info.Settings {
+		if s.Key == "CGO_ENABLED" && s.Value == "0" {
+			extra = ", without cgo"
+		}
+	}
+	if v == "" {
+		v = "(devel)"
+	}
+	return fmt.Sprintf("%s (%s%s)", v, info.GoVersion, extra)
+}
+
+func newEnv() *cobra.Command {
+	return &cobra.Command{
+		Use: "env", Short: "List the environment variables that a job understands", Args: noArgs, DisableFlagsInUseLine: true,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
+			for _, v := range bootstrap.Variables() {
+				fmt.Fprintf(w, "%s\t%s (default: %s)\n", v.Name, v.Meaning, v.Default)
+			}
+			return w.Flush()
+		},
+	}
+}

@@ -1,0 +1,191 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/launch"
+)
+
+type runFlags struct {
+	n, nodes, node         int
+	rdzv, store, job       string
+	secretFile, transport  string
+	timeout, grace         time.Duration
+	logDir, onFailure      string
+	noPrefix, stdin, quiet bool
+}
+
+func newRun() *cobra.Command {
+	var f runFlags
+	c := &cobra.Command{
+		Use:   "run -n N [flags] [--] PROGRAM [ARGS]",
+		Short: "Start a program as the ranks of a job",
+		Long: `Start PROGRAM N times as the ranks of a job, show what they print, and end them all when one fails.
+
+A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that failed first (128+S if it was killed by
+signal S). No process that a rank has started outlives the command, even if the command is killed.`,
+		Example: `  tutti run -n 4 ./train --epochs 3
+  tutti run -n 4 ./examples/train                          a Go program, built first
+  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s -- ./train`,
+		DisableFlagsInUseLine: true,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return usagef(cmd, "which program? tutti run -n N PROGRAM [ARGS]")
+			}
+			return nil
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			o, err := f.options(cmd, os.Getenv)
+			if err != nil {
+				return err
+			}
+			o.Program, o.Args = args[0], args[1:]
+			o.Stdout, o.Stderr = os.Stdout, os.Stderr
+			if f.stdin {
+				o.Stdin = os.Stdin
+			}
+			return launched(launch.Run(cmd.Context(), o))
+		},
+	}
+	fl := c.Flags()
+	fl.SetInterspersed(false) // what follows PROGRAM is the program's
+	fl.IntVarP(&f.n, "ranks", "n", 0, "ranks on this node")
+	fl.IntVar(&f.nodes, "nnodes", 1, "nodes of the job; each has a tutti run of its own")
+	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1")
+	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
+	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…)")
+	fl.StringVar(&f.job, "job", "", "`name` of the job (default: random on one node, else TUTTI_JOB or \"default\")")
+	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
+	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
+	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation, such as 90s (default: TUTTI_TIMEOUT, else 5m)")
+	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log")
+	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
+	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the ranks have none)")
+	fl.StringVar(&f.onFailure, "on-failure", "end", "what to do when a rank fails: `end` the others")
+	fl.DurationVar(&f.grace, "grace", 2*time.Second, "time between SIGTERM and SIGKILL for those that are ended")
+	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not say how the job ended; the exit code tells")
+	return c
+}
+
+// launched turns what launch.Run returns into what a command returns.
+func launched(code int, err error) error {
+	if err == nil && code != 0 {
+		return exit(code)
+	}
+	return err
+}
+
+// options checks the flags, which say what is wrong with them in their own names.
+func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
+	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Store: f.store, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir, Grace: f.grace, Quiet: f.quiet}
+	given := cmd.Flags().Changed
+	switch {
+	case !given("ranks"):
+		return o, usagef(cmd, "how many ranks? give -n N")
+	case f.n < 1 || f.n > 1<<16:
+		return o, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<16)
+	case f.nodes < 1 || f.nodes > 1<<16:
+		return o, usagef(cmd, "--nnodes %d: expected 1 or more", f.nodes)
+	case f.node < 0 || f.node >= f.nodes:
+		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1, f.nodes)
+	case f.nodes > 1 && !given("node-rank"):
+		return o, usagef(cmd, "--nnodes %d needs --node-rank, this node's number", f.nodes)
+	case f.rdzv != "" && f.store != "":
+		return o, usagef(cmd, "--rdzv and --store exclude each other: node 0 serves a store, or there is one")
+	case f.nodes > 1 && f.rdzv == "" && f.store == "":
+		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
+	case f.nodes == 1 && f.rdzv != "":
+		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
+	case f.onFailure != "end":
+		return o, usagef(cmd, "--on-failure %s: expected end", f.onFailure)
+	case f.transport != "" && f.transport != "auto" && f.transport != "shm" && f.transport != "tcp":
+		return o, usagef(cmd, "--transport %s: expected auto, shm or tcp", f.transport)
+	case f.grace < 0:
+		return o, usagef(cmd, "--grace %v: expected 0 or more", f.grace)
+	case given("timeout") && f.timeout == 0:
+		return o, usagef(cmd, "--timeout 0: expected a duration such as 90s; negative for none")
+	}
+	if f.rdzv != "" {
+		rest := strings.TrimPrefix(strings.TrimPrefix(f.rdzv, "etcd://"), "tutti://")
+		host, port, err := net.SplitHostPort(rest)
+		if n, perr := strconv.ParseUint(port, 10, 16); err != nil || perr != nil || n == 0 || host == "" {
+			return o, usagef(cmd, "--rdzv %s: expected HOST:PORT, such as %s:29400", f.rdzv, "head")
+		}
+		o.Rendezvous = net.JoinHostPort(host, port)
+	}
+	if f.store != "" {
+		if a, err := bootstrap.ParseStore(f.store); err != nil {
+			return o, usagef(cmd, "--store: %v", err)
+		} else if a.Scheme == "tutti" && getenv("TUTTI_SECRET") == "" && getenv("TUTTI_SECRET_FILE") == "" && f.secretFile == "" {
+			return o, usagef(cmd, "--store %s is another launcher's and needs its secret: set TUTTI_SECRET or give --secret-file", f.store)
+		}
+	}
+	if o.Job == "" {
+		o.Job = getenv("TUTTI_JOB")
+	}
+	if o.Job != "" {
+		if err := bootstrap.CheckJob(o.Job); err != nil {
+			return o, usagef(cmd, "%v", err)
+		}
+	} else if f.nodes > 1 && f.store != "" {
+		return o, usagef(cmd, "--store with several nodes needs --job NAME, the same on all nodes and fresh for each job")
+	}
+	var err error
+	if o.Secret, err = f.secret(getenv); err != nil {
+		return o, usagef(cmd, "%v", err)
+	}
+	if o.Secret == "" && f.nodes > 1 {
+		return o, usagef(cmd, "several nodes need a secret that they share: set TUTTI_SECRET or give --secret-file FILE with the same contents on all of them (head -c 32 /dev/urandom | xxd -p -c 64 makes one)")
+	}
+	if f.transport != "" {
+		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)
+	}
+	if f.timeout != 0 {
+		o.Env = append(o.Env, "TUTTI_TIMEOUT="+f.timeout.String())
+	}
+	return o, nil
+}
+
+// secret reads the job's secret; "" if none is given.
+func (f *runFlags) secret(getenv func(string) string) (string, error) {
+	text, name, path := getenv("TUTTI_SECRET"), "TUTTI_SECRET", getenv("TUTTI_SECRET_FILE")
+	switch {
+	case f.secretFile != "":
+		path, name = f.secretFile, "--secret-file"
+	case text != "" && path != "":
+		return "", errors.New("TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
+	case text == "" && path == "":
+		return "", nil
+	case path != "":
+		name = "TUTTI_SECRET_FILE"
+	}
+	if path != "" {
+		file, err := os.Open(path)
+		if err != nil {
+			return "", fmt.Errorf("%s: %w", name, err)
+		}
+		defer file.Close()
+		b, err := io.ReadAll(io.LimitReader(file, 4097))
+		if err != nil {
+			return "", fmt.Errorf("%s: %w", name, err)
+		}
+		if len(b) > 4096 || strings.ContainsRune(string(b), 0) {
+			return "", fmt.Errorf("%s %s: expected up to 4096 bytes of text", name, path)
+		}
+		text = strings.TrimRight(string(b), "\r\n")
+	}
+	if _, err := bootstrap.ParseSecret(text); err != nil {
+		return "", fmt.Errorf("%s: %w", name, err)
+	}
+	return text, nil
+}
