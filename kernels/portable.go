@@ -87,6 +87,10 @@ func late(dst unsafe.Pointer, srcs []unsafe.Pointer) bool {
 func integerKernel[T integer](op Op) kernel {
 	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
 		s := unsafe.Slice(srcs, k)
+		if k == 2 && op != Avg {
+			combineIntegers(op, view[T](dst, lo, hi-lo), view[T](s[0], lo, hi-lo), view[T](s[1], lo, hi-lo))
+			return
+		}
 		if late(dst, s) {
 			integerBlocks[T](op, dst, s, lo, hi, div)
 			return
@@ -211,6 +215,10 @@ func floatKernel[T float](op Op) kernel {
 	}
 	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
 		s := unsafe.Slice(srcs, k)
+		if k == 2 && op != Avg {
+			combineFloats(op, view[T](dst, lo, hi-lo), view[T](s[0], lo, hi-lo), view[T](s[1], lo, hi-lo))
+			return
+		}
 		if late(dst, s) {
 			floatBlocks[T](op, dst, s, lo, hi, div)
 			return

@@ -177,7 +177,7 @@ func newPortable() *reducers {
 			r := func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 				if len(srcs) == 1 && dt != Bool {
 					Copy(dst, srcs[0], n*size)
-				} else {
+				} else if n > 0 {
 					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), false)
 				}
 			}

@@ -125,10 +125,11 @@ const (
 
 func (r reduction) reducer() Reducer {
 	kernel, per := r.kernel, r.size/r.unit
-	direct := 0 // elements up to which one call of the kernel does all
-	if r.lanes == 0 && !r.divide {
-		direct = straighten / r.size
+	direct := straighten / r.size // elements up to which one call of the kernel does all, or all but the rest
+	if r.divide {
+		direct = 0
 	}
+	odd := max(0, r.lanes-1)
 	copies := r.dt != Bool // a single source of bools is made 0 or 1
 	return func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 		switch {
@@ -139,7 +140,14 @@ func (r reduction) reducer() Reducer {
 				Copy(dst, srcs[0], n*r.size)
 			}
 		case n <= direct:
-			kernel(dst, &srcs[0], len(srcs), 0, n*per, len(srcs), false)
+			n *= per
+			mid := n &^ odd
+			if mid > 0 {
+				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), false)
+			}
+			if mid < n {
+				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), false)
+			}
 		default:
 			r.long(dst, srcs, n*per)
 		}

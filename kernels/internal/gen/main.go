@@ -223,27 +223,42 @@ func (i isa) f16() storage {
 	return s
 }
 
-// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in the lower ones.
-func (i isa) rounder() func(x reg.VecVirtual) {
-	one, half, quiet := i.bcast(1), i.bcast(0x7fff), i.bcast(1<<22)
+// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in the lower ones. A NaN is
+// cut off, not rounded; signalling says that it may be one that has to become quiet first: no operation yields such.
+func (i isa) rounder(signalling bool) func(x reg.VecVirtual) {
+	one, half := i.bcast(1), i.bcast(0x7fff)
+	var quiet, last reg.VecVirtual
+	if signalling {
+		quiet = i.bcast(1 << 22)
+	}
+	if i.wide {
+		last = i.bcast(1 << 16)
+	}
 	return func(x reg.VecVirtual) {
-		t := i.vec()
-		VPSRLD(Imm(16), x, t)
-		i.and(one, t, t)
-		VPADDD(half, t, t)
 		if i.wide {
-			k := K()
-			VCMPPS(Imm(3), x, x, k) // unordered
-			VPADDD(x, t, t)
-			VPORD(quiet, x, k, t)
-			VMOVDQA64(t, x)
+			number, odd := K(), K()
+			VCMPPS(Imm(7), x, x, number) // ordered
+			VPTESTMD(last, x, number, odd)
+			if signalling {
+				nan := K()
+				KNOTW(number, nan)
+				VPORD(quiet, x, nan, x)
+			}
+			VPADDD(half, x, number, x)
+			VPADDD(one, x, odd, x)
 			return
 		}
-		nan := i.vec()
-		VPADDD(x, t, t)
-		VCMPPS(Imm(3), x, x, nan)
-		VPOR(quiet, x, x)
-		VBLENDVPS(nan, x, t, x)
+		t, number := i.vec(), i.vec()
+		VCMPPS(Imm(7), x, x, number)
+		VPSRLD(Imm(16), x, t)
+		VPAND(one, t, t)
+		VPADDD(half, t, t)
+		VPAND(number, t, t)
+		if signalling {
+			VPANDN(quiet, number, number)
+			VPOR(number, x, x)
+		}
+		VPADDD(t, x, x)
 	}
 }
 
@@ -257,7 +272,7 @@ func (i isa) bf16(exact bool) storage {
 	upper := i.bcast(0xffff0000)
 	round := func(reg.VecVirtual) {}
 	if !exact {
-		round = i.rounder()
+		round = i.rounder(false)
 	}
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
@@ -526,7 +541,6 @@ func (i isa) floatMinMax(max, double bool) operator {
 			nan := K()
 			cmp(Imm(3), x, acc, nan)
 			rng(imm, x, acc, acc)
-			VMOVDQA64(acc, acc)
 			if double {
 				VMOVDQA64(canon, nan, acc)
 			} else {
@@ -761,7 +775,7 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 // bf16Plain is bfloat16 in the order of memory, for the conversions.
 func (i isa) bf16Plain() storage {
 	s := storage{size: 2, lanes: i.width / 4, regs: 1}
-	round := i.rounder()
+	round := i.rounder(true)
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
 			h := YMM()
