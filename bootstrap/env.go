@@ -269,24 +269,25 @@ func (e env) master(l *Launch) error {
 	return nil
 }
 
-// firstHost returns the first host of a Slurm host list such as "node[07-09,12],login".
+// firstHost returns the first host of a Slurm host list such as "node[07-09,12],login"; "" if it is malformed.
 func firstHost(list string) string {
-	head, rest, ranged := strings.Cut(list, "[")
-	if name, _, more := strings.Cut(head, ","); more || !ranged {
-		return name
+	var host strings.Builder
+	for i := 0; i < len(list) && list[i] != ','; i++ {
+		if list[i] != '[' {
+			host.WriteByte(list[i])
+			continue
+		}
+		inside, _, closed := strings.Cut(list[i+1:], "]")
+		if !closed {
+			return ""
+		}
+		i += len(inside) + 1
+		if end := strings.IndexAny(inside, ",-"); end >= 0 {
+			inside = inside[:end]
+		}
+		host.WriteString(inside)
 	}
-	inside, tail, closed := strings.Cut(rest, "]")
-	if !closed {
-		return ""
-	}
-	if i := strings.IndexAny(inside, ",-"); i >= 0 {
-		inside = inside[:i]
-	}
-	tail, _, _ = strings.Cut(tail, ",")
-	if strings.Contains(tail, "[") {
-		return firstHost(head + inside + tail + "]")
-	}
-	return head + inside + tail
+	return host.String()
 }
 
 var jobName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,128}$`)

@@ -149,15 +149,25 @@ func (e *SizeError) Error() string {
 }
 
 // Register publishes r under the lease of s. If the slot is held by another incarnation Register waits for it to go, a lease's TTL and a second at most, since the
-// holder may be dead already; then it returns a *SlotError. It returns a *SizeError if ranks of the job were told another size.
+// holder may be dead already; then it returns a *SlotError. It returns a *SizeError, and publishes nothing, if ranks of the job were told another size.
 func Register(ctx context.Context, s Store, r Record) error {
 	value, err := r.Encode()
 	if err != nil {
 		return err
 	}
-	if err := agreeSize(ctx, s, r.Size); err != nil {
+	if err := takeSlot(ctx, s, r, value); err != nil {
 		return err
 	}
+	// The record comes first: whoever finds another size in the store is then sure to find the record of the rank that wrote it, if that is alive.
+	if err := agreeSize(ctx, s, r); err != nil {
+		dctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
+		defer cancel()
+		return errors.Join(err, s.Delete(dctx, RankKey(r.Rank)))
+	}
+	return nil
+}
+
+func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
 	key := RankKey(r.Rank)
 	wctx, cancel := context.WithTimeout(ctx, s.TTL()+time.Second)
 	defer cancel()
@@ -166,6 +176,9 @@ func Register(ctx context.Context, s Store, r Record) error {
 		var c *ConflictError
 		if !errors.As(err, &c) {
 			return err
+		}
+		if c.Current == nil {
+			continue
 		}
 		holder, err := DecodeRecord(c.Current)
 		if err != nil {
@@ -201,11 +214,11 @@ func waitGone(ctx context.Context, s Store, key string, old []byte) (bool, error
 	return false, nil
 }
 
-// agreeSize writes the job's size or compares. The key outlives its ranks, in a store that outlives the job; a size that no live rank stands for is replaced.
-func agreeSize(ctx context.Context, s Store, size int) error {
-	own := []byte(strconv.Itoa(size))
+// agreeSize writes the job's size or compares. The key outlives the ranks in a store that outlives the job: a size that no live rank stands for is replaced.
+func agreeSize(ctx context.Context, s Store, r Record) error {
+	own := []byte(strconv.Itoa(r.Size))
 	err := s.Create(ctx, SizeKey, own, false)
-	for range 8 {
+	for {
 		var c *ConflictError
 		if !errors.As(err, &c) {
 			return err
@@ -213,21 +226,17 @@ func agreeSize(ctx context.Context, s Store, size int) error {
 		if bytes.Equal(c.Current, own) {
 			return nil
 		}
-		if c.Current == nil {
-			err = s.Create(ctx, SizeKey, own, false)
-			continue
+		ranks, err2 := s.List(ctx, "ranks/")
+		if err2 != nil {
+			return err2
 		}
-		other, perr := strconv.Atoi(string(c.Current))
-		ranks, lerr := s.List(ctx, "ranks/")
-		if lerr != nil {
-			return lerr
-		}
-		if len(ranks) > 0 && perr == nil {
-			return &SizeError{Own: size, Job: other}
+		for _, b := range ranks {
+			if o, err := DecodeRecord(b); err == nil && o.Size != r.Size {
+				return &SizeError{Own: r.Size, Job: o.Size}
+			}
 		}
 		err = s.CompareAndSwap(ctx, SizeKey, c.Current, own)
 	}
-	return err
 }
 
 // Lookup returns the record of slot as soon as it is registered. If ctx ends before, the error names the rank and wraps ctx's error.

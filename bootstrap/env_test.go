@@ -1,0 +1,256 @@
+package bootstrap
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+func vars(s string) func(string) string {
+	m := map[string]string{}
+	for f := range strings.FieldsSeq(s) {
+		k, v, _ := strings.Cut(f, "=")
+		m[k] = v
+	}
+	return func(k string) string { return m[k] }
+}
+
+func TestPlace(t *testing.T) {
+	for name, c := range map[string]struct {
+		env  string
+		want Launch
+	}{
+		"nothing":       {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Job: "default", Source: "none"}},
+		"size 1 alone":  {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Job: "default", Source: "none"}},
+		"master only":   {"MASTER_ADDR=h MASTER_PORT=7", Launch{Size: 1, LocalRank: -1, Job: "default", Source: "none", MasterAddr: "h", MasterPort: 7}},
+		"torchrun":      {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-a-b", Source: "torchrun"}},
+		"torchrun none": {"RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, Job: "default", Source: "torchrun"}},
+		"torchrun wins": {"RANK=1 WORLD_SIZE=2 SLURM_PROCID=5 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 JOB_COMPLETION_INDEX=9", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "default", Source: "torchrun"}},
+		"own wins":      {"TUTTI_RANK=2 TUTTI_SIZE=3 TUTTI_LOCAL_RANK=0 TUTTI_LOCAL_SIZE=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_JOB=j", Launch{Rank: 2, Size: 3, LocalRank: 0, LocalSize: 1, Job: "j", Source: "tutti"}},
+		"confirmed":     {"TUTTI_SIZE=2 RANK=1 WORLD_SIZE=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "default", Source: "torchrun"}},
+		"openmpi": {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-h-12@1 PMIX_RANK=2",
+			Launch{Rank: 2, Size: 4, LocalSize: 2, Job: "openmpi-prterun-h-12-1", Source: "openmpi"}},
+		"mpirun inside slurm": {"OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7", Launch{Rank: 6, Size: 8, LocalRank: -1, Job: "default", Source: "openmpi"}},
+		"hydra":               {"PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch{Rank: 1, Size: 2, LocalRank: 1, LocalSize: 2, Job: "default", Source: "pmi"}},
+		"cray":                {"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=0 PMI_LOCAL_SIZE=1 PMI_JOBID=55", Launch{Rank: 1, Size: 2, LocalRank: 0, LocalSize: 1, Job: "pmi-55", Source: "pmi"}},
+		"slurm": {"SLURM_PROCID=5 SLURM_NTASKS=99 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_STEP_NODELIST=gpu[007-009,12] SLURM_JOB_ID=42 SLURM_STEP_ID=0",
+			Launch{Rank: 5, Size: 7, LocalRank: 1, LocalSize: 2, MasterAddr: "gpu007", Job: "slurm-42.0", Source: "slurm"}},
+		"slurm bare":                {"SLURM_PROCID=1 SLURM_NTASKS=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "default", Source: "slurm"}},
+		"salloc's shell":            {"SLURM_NTASKS=4 SLURM_JOB_ID=42", Launch{Size: 1, LocalRank: -1, Job: "default", Source: "none"}},
+		"pmix":                      {"PMIX_RANK=1 TUTTI_SIZE=4 PMIX_NAMESPACE=x", Launch{Rank: 1, Size: 4, LocalRank: -1, Job: "pmix-x", Source: "pmix"}},
+		"kubernetes":                {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 JOB_NAME=train", Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train", Source: "kubernetes"}},
+		"own local over launcher's": {"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_LOCAL_RANK=0", Launch{Rank: 1, Size: 2, LocalRank: 0, Job: "default", Source: "torchrun"}},
+	} {
+		got, err := FromEnv(vars(c.env))
+		if err != nil || !reflect.DeepEqual(got, c.want) {
+			t.Errorf("%s: %+v, %v\nwant %+v", name, got, err, c.want)
+		}
+	}
+}
+
+func TestContradictions(t *testing.T) {
+	for env, names := range map[string]string{
+		"RANK=3 WORLD_SIZE=2":           "RANK=3 WORLD_SIZE=2",
+		"RANK=1":                        "RANK=1 WORLD_SIZE",
+		"WORLD_SIZE=1":                  "WORLD_SIZE=1 RANK",
+		"RANK=-1 WORLD_SIZE=2":          `RANK="-1"`,
+		"RANK=x WORLD_SIZE=2":           `RANK="x"`,
+		"RANK=0 WORLD_SIZE=0":           `WORLD_SIZE="0"`,
+		"RANK=0 WORLD_SIZE=99999999999": "WORLD_SIZE",
+		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": "LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+		"RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=3":              "LOCAL_WORLD_SIZE=3 WORLD_SIZE=2",
+		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=5":                    "LOCAL_RANK=5 WORLD_SIZE=2",
+		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h":                   "MASTER_ADDR=h MASTER_PORT",
+		"RANK=0 WORLD_SIZE=2 MASTER_PORT=9":                   "MASTER_PORT=9 MASTER_ADDR",
+		"RANK=0 WORLD_SIZE=2 MASTER_ADDR=h MASTER_PORT=70000": "MASTER_PORT=70000",
+		"TUTTI_RANK=0":                        "TUTTI_RANK=0 TUTTI_SIZE",
+		"TUTTI_SIZE=2":                        "TUTTI_SIZE=2 TUTTI_RANK",
+		"TUTTI_SIZE=3 RANK=0 WORLD_SIZE=2":    "TUTTI_SIZE=3 WORLD_SIZE=2",
+		"TUTTI_SIZE=3 JOB_COMPLETION_INDEX=3": "JOB_COMPLETION_INDEX=3 TUTTI_SIZE=3",
+		"JOB_COMPLETION_INDEX=0":              "JOB_COMPLETION_INDEX=0 TUTTI_SIZE",
+		"PMIX_RANK=0":                         "PMIX_RANK=0 TUTTI_SIZE",
+		"SLURM_PROCID=2":                      "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS",
+		"SLURM_PROCID=2 SLURM_NTASKS=2":       "SLURM_PROCID=2 SLURM_NTASKS=2",
+		"OMPI_COMM_WORLD_SIZE=2":              "OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK",
+		"PMI_RANK=0":                          "PMI_RANK=0 PMI_SIZE",
+		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=1 SLURM_TASKS_PER_NODE=2":   "SLURM_TASKS_PER_NODE SLURM_NODEID=1",
+		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2(x": "SLURM_TASKS_PER_NODE",
+		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=3":   "SLURM_TASKS_PER_NODE=3 SLURM_NTASKS=2",
+		"TUTTI_SECRET=short": "TUTTI_SECRET",
+		"TUTTI_SECRET=0123456789abcdef TUTTI_SECRET_FILE=/x": "TUTTI_SECRET TUTTI_SECRET_FILE",
+		"TUTTI_SECRET_FILE=/does/not/exist":                  "TUTTI_SECRET_FILE /does/not/exist",
+		"TUTTI_STORE=redis://h:1":                            "TUTTI_STORE redis",
+		"TUTTI_STORE=tutti://h":                              "TUTTI_STORE HOST:PORT",
+		"TUTTI_STORE_USER=u":                                 "TUTTI_STORE_USER TUTTI_STORE_PASSWORD",
+		"TUTTI_STORE_PASSWORD=u":                             "TUTTI_STORE_PASSWORD TUTTI_STORE_USER",
+		"TUTTI_STORE_CERT=u":                                 "TUTTI_STORE_CERT TUTTI_STORE_KEY",
+		"TUTTI_IFNAME=10.0.0.0/99":                           "TUTTI_IFNAME 10.0.0.0/99",
+		"TUTTI_PORT=9-8":                                     "TUTTI_PORT 9-8",
+		"TUTTI_TIMEOUT=soon":                                 "TUTTI_TIMEOUT soon",
+		"TUTTI_TIMEOUT=0":                                    "TUTTI_TIMEOUT",
+		"TUTTI_LEASE=1500ms":                                 "TUTTI_LEASE 1.5s",
+		"TUTTI_LEASE=-3s":                                    "TUTTI_LEASE",
+		"TUTTI_LOG=loud":                                     "TUTTI_LOG loud",
+		"TUTTI_JOB=a/b":                                      "TUTTI_JOB a/b",
+	} {
+		got, err := FromEnv(vars(env))
+		if err == nil {
+			t.Errorf("%s: %+v, want an error", env, got)
+			continue
+		}
+		for name := range strings.FieldsSeq(names) {
+			if !strings.Contains(err.Error(), name) {
+				t.Errorf("%s: %q does not say %s", env, err, name)
+			}
+		}
+	}
+}
+
+func TestSettings(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "secret")
+	if err := os.WriteFile(file, []byte(strings.Repeat("ab", 16)+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG " +
+		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
+	want := Launch{Size: 1, LocalRank: -1, Job: "default", Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16), Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
+		Interfaces: "eth0", Ports: "5-9", LogLevel: "debug", Timeout: 1500 * time.Millisecond, LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
+	if err != nil || !reflect.DeepEqual(l, want) {
+		t.Errorf("%+v, %v\nwant %+v", l, err, want)
+	}
+	if l, err = FromEnv(vars("TUTTI_TIMEOUT=-1s")); err != nil || l.Timeout >= 0 {
+		t.Errorf("no timeout: %v, %v", l.Timeout, err)
+	}
+}
+
+func TestParseSecret(t *testing.T) {
+	for in, want := range map[string]string{
+		"sixteen letters!":                 "sixteen letters!",
+		"00112233445566778899aabbccddeeff": "\x00\x11\x22\x33\x44\x55\x66\x77\x88\x99\xaa\xbb\xcc\xdd\xee\xff",
+		"00112233445566778899":             "00112233445566778899", // hex, but too few bytes: text
+	} {
+		if got, err := ParseSecret(in); err != nil || string(got) != want {
+			t.Errorf("ParseSecret(%q) = %q, %v", in, got, err)
+		}
+	}
+	if _, err := ParseSecret("swordfish"); err == nil || strings.Contains(err.Error(), "swordfish") {
+		t.Errorf("short secret: %v", err)
+	}
+	a, b := NewSecret(), NewSecret()
+	if s, err := ParseSecret(a); err != nil || len(s) != 32 || a == b {
+		t.Errorf("NewSecret: %d bytes, %v, same twice: %v", len(s), err, a == b)
+	}
+	if NewIncarnation() == NewIncarnation() {
+		t.Error("NewIncarnation repeats")
+	}
+}
+
+// The table of variables is complete: FromEnv asks for exactly these of ours.
+func TestVariables(t *testing.T) {
+	asked := map[string]bool{}
+	env := vars("RANK=0 WORLD_SIZE=1")
+	if _, err := FromEnv(func(k string) string { asked[k] = true; return env(k) }); err != nil {
+		t.Fatal(err)
+	}
+	for _, v := range Variables() {
+		if !strings.HasPrefix(v.Name, "TUTTI_") || v.Meaning == "" || v.Default == "" {
+			t.Errorf("incomplete: %+v", v)
+		}
+		if !asked[v.Name] {
+			t.Errorf("%s is in the table, but FromEnv does not read it", v.Name)
+		}
+		delete(asked, v.Name)
+	}
+	for k := range asked {
+		if strings.HasPrefix(k, "TUTTI_") {
+			t.Errorf("FromEnv reads %s, which is not in the table", k)
+		}
+	}
+}
+
+func TestParseStore(t *testing.T) {
+	for in, want := range map[string]string{
+		"etcd://a:1,b.c-d:2": "etcd://a:1,b.c-d:2", "etcd://h": "etcd://h:2379", "etcds://[::1]:7": "etcds://[::1]:7", "etcd://[fe80::1]/": "etcd://[fe80::1]:2379", "tutti://127.0.0.1:5": "tutti://127.0.0.1:5",
+	} {
+		if got, err := ParseStore(in); err != nil || got.String() != want {
+			t.Errorf("ParseStore(%q) = %v, %v, want %s", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "h:1", "http://h:1", "etcd://", "etcd://h:0", "etcd://h:65536", "etcd://h:x", "etcd://a,,b", "etcd://[::1", "etcd://[1.2.3.4]:1", "etcd://a b:1", "etcd://u:p@h:1", "etcd://-h:1", "tutti://h"} {
+		if got, err := ParseStore(in); err == nil {
+			t.Errorf("ParseStore(%q) = %v, want an error", in, got)
+		}
+	}
+}
+
+func TestFirstHost(t *testing.T) {
+	for in, want := range map[string]string{"": "", "a": "a", "a,b": "a", "n[01-04,7],x": "n01", "n[5,6]": "n5", "r[1-2]n[03-09]": "r1n03", "n[1": "", "a,n[1-2]": "a", "n[1-2]-ib,x": "n1-ib"} {
+		if got := firstHost(in); got != want {
+			t.Errorf("firstHost(%q) = %q, want %q", in, got, want)
+		}
+	}
+}
+
+func FuzzFromEnv(f *testing.F) {
+	f.Add("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=x MASTER_PORT=1", "sixteen letters and more")
+	f.Add("SLURM_PROCID=5 SLURM_NTASKS=7 SLURM_NODEID=2 SLURM_TASKS_PER_NODE=2(x3),1 SLURM_NODELIST=a[1-2]b[3]", "")
+	f.Add("TUTTI_STORE=etcd://[::1]:2379 TUTTI_TIMEOUT=1e300 TUTTI_LEASE=9223372036 TUTTI_IFNAME=^a", "x")
+	f.Add("JOB_COMPLETION_INDEX=1 TUTTI_SIZE=2 JOB_NAME=\xff", "0011")
+	f.Fuzz(func(t *testing.T, env, secret string) {
+		get := vars(env)
+		l, err := FromEnv(func(k string) string {
+			switch k {
+			case "TUTTI_SECRET", "TUTTI_STORE_PASSWORD":
+				return secret
+			case "TUTTI_SECRET_FILE":
+				return ""
+			case "TUTTI_STORE_USER":
+				if secret != "" {
+					return "u"
+				}
+				return ""
+			}
+			return get(k)
+		})
+		if err != nil {
+			if len(secret) > 8 && !strings.Contains(env, secret) && strings.Contains(err.Error(), secret) && !strings.Contains(fmt.Sprint(Variables()), secret) {
+				t.Fatalf("the error contains the secret: %v", err)
+			}
+			return
+		}
+		if l.Rank < 0 || l.Rank >= l.Size || l.LocalRank < -1 || l.LocalSize > 0 && l.LocalRank >= l.LocalSize || l.LocalSize > l.Size || CheckJob(l.Job) != nil ||
+			l.MasterPort < 0 || l.MasterPort > 65535 || l.LeaseTTL < 0 || l.Secret != nil && len(l.Secret) < 16 {
+			t.Fatalf("%q: %+v", env, l)
+		}
+	})
+}
+
+// What this package says about variables is said once: nothing else in it spells a TUTTI_ name that is not in the table.
+func TestNoUnknownVariable(t *testing.T) {
+	var known []string
+	for _, v := range Variables() {
+		known = append(known, v.Name)
+	}
+	files, err := filepath.Glob("*.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		b, err := os.ReadFile(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range regexp.MustCompile(`TUTTI_[A-Z_]*[A-Z]`).FindAllString(string(b), -1) {
+			if !slices.Contains(known, name) {
+				t.Errorf("%s: %s is not in the table", f, name)
+			}
+		}
+	}
+}

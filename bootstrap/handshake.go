@@ -1,0 +1,577 @@
+package bootstrap
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	mrand "math/rand/v2"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/semaphore"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+
+	"tutti/bootstrap/internal/proof"
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+	"tutti/internal/trust"
+)
+
+const (
+	rpcPurpose = "rpc"
+	rpcMethod  = "/tutti.Handshake/Describe"
+
+	// MaxEndpoints and MaxEndpointSize limit what Describe carries: transports, and bytes of one descriptor.
+	MaxEndpoints    = 16
+	MaxEndpointSize = 4096
+	maxTransport    = 32 // bytes of a transport's name
+	maxMessage      = 1 + MaxEndpoints*(2+maxTransport+2+MaxEndpointSize) + 64
+
+	codeStale = 3 // trust.Refusal: unknown incarnation
+)
+
+// ErrStale says that a connection was meant for, or comes from, an incarnation that is not the one known: look the peer up again.
+var ErrStale = errors.New("unknown incarnation")
+
+// ErrAuth says that a peer, or the embedded store, does not know the job's secret.
+var ErrAuth = trust.ErrAuth
+
+// Endpoints are a rank's transport descriptors by the transport's name. Each is opaque to all but that transport.
+type Endpoints map[string][]byte
+
+// Request and reply, little-endian:
+//
+//	request  nonce u64
+//	reply    nonce u64, incarnation u64, count u8, count times (length u8, name, length u16, descriptor)
+type (
+	describeRequest struct{ nonce uint64 }
+	describeReply   struct {
+		nonce, incarnation uint64
+		endpoints          Endpoints
+	}
+)
+
+// wire is the codec of the service: fixed layouts of two messages, checked before anything is taken from them.
+type wire struct{}
+
+func (wire) Name() string { return "tutti" }
+
+func (wire) Marshal(v any) ([]byte, error) {
+	switch m := v.(type) {
+	case *describeRequest:
+		return binary.LittleEndian.AppendUint64(nil, m.nonce), nil
+	case *describeReply:
+		return m.encode()
+	}
+	return nil, fmt.Errorf("handshake: cannot encode %T", v)
+}
+
+func (wire) Unmarshal(b []byte, v any) error {
+	switch m := v.(type) {
+	case *describeRequest:
+		if len(b) != 8 {
+			return fmt.Errorf("handshake: request of %d bytes, expected 8", len(b))
+		}
+		m.nonce = binary.LittleEndian.Uint64(b)
+		return nil
+	case *describeReply:
+		return m.decode(b)
+	}
+	return fmt.Errorf("handshake: cannot decode %T", v)
+}
+
+func (m *describeReply) encode() ([]byte, error) {
+	if len(m.endpoints) > MaxEndpoints {
+		return nil, fmt.Errorf("handshake: %d transports, at most %d", len(m.endpoints), MaxEndpoints)
+	}
+	b := binary.LittleEndian.AppendUint64(nil, m.nonce)
+	b = binary.LittleEndian.AppendUint64(b, m.incarnation)
+	b = append(b, byte(len(m.endpoints)))
+	for name, ep := range m.endpoints {
+		if name == "" || len(name) > maxTransport || len(ep) > MaxEndpointSize {
+			return nil, fmt.Errorf("handshake: transport %q with a descriptor of %d bytes: at most %d and %d bytes", clip(name), len(ep), maxTransport, MaxEndpointSize)
+		}
+		b = append(append(b, byte(len(name))), name...)
+		b = append(binary.LittleEndian.AppendUint16(b, uint16(len(ep))), ep...)
+	}
+	return b, nil
+}
+
+func (m *describeReply) decode(b []byte) error {
+	take := func(n int) []byte {
+		if n > len(b) {
+			b = nil
+			return nil
+		}
+		head := b[:n:n]
+		b = b[n:]
+		return head
+	}
+	bad := func(what string) error { return fmt.Errorf("handshake: malformed reply: %s", what) }
+	head := take(17)
+	if head == nil {
+		return bad("too short")
+	}
+	m.nonce, m.incarnation = binary.LittleEndian.Uint64(head), binary.LittleEndian.Uint64(head[8:])
+	n := int(head[16])
+	if n > MaxEndpoints {
+		return bad("too many transports")
+	}
+	m.endpoints = make(Endpoints, n)
+	for range n {
+		size := take(1)
+		if size == nil || size[0] == 0 || size[0] > maxTransport {
+			return bad("transport's name")
+		}
+		name := take(int(size[0]))
+		length := take(2)
+		if name == nil || length == nil || binary.LittleEndian.Uint16(length) > MaxEndpointSize {
+			return bad("descriptor's length")
+		}
+		ep := take(int(binary.LittleEndian.Uint16(length)))
+		if ep == nil {
+			return bad("descriptor cut short")
+		}
+		if _, ok := m.endpoints[string(name)]; ok {
+			return bad("transport named twice")
+		}
+		m.endpoints[string(name)] = bytes.Clone(ep)
+	}
+	if len(b) != 0 {
+		return bad("trailing bytes")
+	}
+	return nil
+}
+
+// ServerConfig says who answers and where.
+type ServerConfig struct {
+	Rank        int
+	Incarnation uint64
+	Secret      []byte
+	Interfaces  string // see ifname.Parse: addresses to listen on and to publish; default all
+	Ports       string // see ports.ParseSpec; default "0"
+	// Describe returns the descriptors for the rank that asks. It may be called concurrently and must end with ctx. Its error goes to the asker as text, who does not ask again.
+	Describe func(ctx context.Context, from int, incarnation uint64) (Endpoints, error)
+	Logger   *slog.Logger // nil: nothing is logged
+}
+
+// Server answers peers that ask how this rank's transports are reached.
+type Server struct {
+	cfg   ServerConfig
+	l     *proof.Listener
+	g     *grpc.Server
+	addrs []string
+	done  chan struct{}
+	once  sync.Once
+}
+
+// Serve opens the handshake endpoint. When it returns, the endpoint has answered this process itself with its incarnation. It blocks at most until ctx ends.
+func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
+	spec, err := ports.ParseSpec(cfg.Ports)
+	if err != nil {
+		return nil, fmt.Errorf("handshake: %w", err)
+	}
+	filter, err := ifname.Parse(cfg.Interfaces)
+	if err != nil {
+		return nil, fmt.Errorf("handshake: %w", err)
+	}
+	ips, err := filter.Addrs()
+	if err != nil {
+		return nil, fmt.Errorf("handshake: %w", err)
+	}
+	ips = ips[:min(len(ips), MaxAddrs)]
+	switch {
+	case len(cfg.Secret) < trust.MinSecret:
+		return nil, fmt.Errorf("handshake: a secret of %d bytes is too short: expected at least %d (TUTTI_SECRET)", len(cfg.Secret), trust.MinSecret)
+	case cfg.Incarnation == 0:
+		return nil, errors.New("handshake: incarnation 0")
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	host := "" // several addresses need one socket on all, which turns away what arrives at the others
+	if len(ips) == 1 {
+		host = ips[0].String()
+	}
+	l, err := ports.Listen(ctx, host, spec)
+	if err != nil {
+		return nil, fmt.Errorf("handshake: %w", err)
+	}
+	port := uint16(l.Addr().(*net.TCPAddr).Port)
+	if filter.String() != "" {
+		l = &pickyListener{l, ips}
+	}
+	s := &Server{cfg: cfg, done: make(chan struct{})}
+	for _, ip := range ips {
+		s.addrs = append(s.addrs, netip.AddrPortFrom(ip, port).String())
+	}
+	s.l = proof.Listen(l, cfg.Secret, rpcPurpose, s.admit, func(c net.Conn, err error) {
+		cfg.Logger.Warn("handshake refused a connection", "from", c.RemoteAddr().String(), "err", err)
+	})
+	s.g = grpc.NewServer(
+		grpc.Creds(proof.Credentials{}),
+		grpc.ForceServerCodec(wire{}),
+		grpc.ConnectionTimeout(proof.Timeout),
+		grpc.MaxRecvMsgSize(64), grpc.MaxSendMsgSize(maxMessage),
+		grpc.MaxConcurrentStreams(4), grpc.MaxHeaderListSize(4096),
+		grpc.ReadBufferSize(4096), grpc.WriteBufferSize(4096),
+		grpc.WaitForHandlers(true),
+	)
+	s.g.RegisterService(&grpc.ServiceDesc{
+		ServiceName: "tutti.Handshake",
+		HandlerType: (*any)(nil),
+		Methods:     []grpc.MethodDesc{{MethodName: "Describe", Handler: serveDescribe}},
+	}, s)
+	go func() {
+		defer close(s.done)
+		s.g.Serve(s.l) // ends with the listener
+	}()
+	if err := s.check(ctx, ips[len(ips)-1], port); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// pickyListener accepts only connections to some of this machine's addresses.
+type pickyListener struct {
+	net.Listener
+	allowed []netip.Addr
+}
+
+func (l *pickyListener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if a, ok := c.LocalAddr().(*net.TCPAddr); ok && slices.Contains(l.allowed, a.AddrPort().Addr().Unmap()) {
+			return c, nil
+		}
+		c.Close()
+	}
+}
+
+// admit refuses what is meant for another incarnation; Describe decides about who asks.
+func (s *Server) admit(h trust.Hello) error {
+	if int64(h.ToRank) != int64(s.cfg.Rank) || h.ToIncarnation != s.cfg.Incarnation || h.FromIncarnation == 0 {
+		return &trust.Refusal{Code: codeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank %d (incarnation %016x)",
+			s.cfg.Rank, s.cfg.Incarnation, h.ToRank, h.ToIncarnation)}
+	}
+	return nil
+}
+
+func serveDescribe(srv any, ctx context.Context, decode func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
+	s := srv.(*Server)
+	var req describeRequest
+	if err := decode(&req); err != nil {
+		return nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	p, ok := peer.FromContext(ctx)
+	if !ok {
+		return nil, status.Error(codes.Unauthenticated, "no peer")
+	}
+	info, ok := p.AuthInfo.(proof.Info)
+	if !ok {
+		return nil, status.Error(codes.Unauthenticated, "no proof")
+	}
+	reply := &describeReply{nonce: req.nonce, incarnation: s.cfg.Incarnation}
+	if h := info.Hello; int64(h.FromRank) == int64(s.cfg.Rank) && h.FromIncarnation == s.cfg.Incarnation {
+		return reply, nil // the self-check: descriptors may not be ready
+	}
+	eps, err := s.cfg.Describe(ctx, int(info.Hello.FromRank), info.Hello.FromIncarnation)
+	switch {
+	case errors.Is(err, ErrStale):
+		return nil, status.Error(codes.FailedPrecondition, err.Error())
+	case err != nil:
+		return nil, status.Error(codes.Aborted, err.Error())
+	}
+	reply.endpoints = eps
+	return reply, nil
+}
+
+// check lets the endpoint answer itself. If it listens on all addresses any of them shows that; the last is the nearest.
+func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
+	addr := netip.AddrPortFrom(ip, port).String()
+	self := trust.Hello{FromRank: uint32(s.cfg.Rank), ToRank: uint32(s.cfg.Rank), FromIncarnation: s.cfg.Incarnation, ToIncarnation: s.cfg.Incarnation}
+	ctx, cancel := context.WithTimeout(ctx, proofTimeout)
+	defer cancel()
+	conn, err := dialPeer(ctx, addr, s.cfg.Secret, self)
+	if err == nil {
+		_, err = describe(ctx, conn, s.cfg.Incarnation)
+	}
+	if err != nil {
+		return fmt.Errorf("handshake: the endpoint at %s does not answer itself (is there a firewall?): %w", addr, err)
+	}
+	return nil
+}
+
+// Addrs returns the addresses to publish, IP:PORT, best first.
+func (s *Server) Addrs() []string { return slices.Clone(s.addrs) }
+
+// Close ends the endpoint and its connections, and returns when no call runs any more. Idempotent.
+func (s *Server) Close() {
+	s.once.Do(func() {
+		s.l.CloseAll()
+		s.g.Stop()
+	})
+	<-s.done
+}
+
+// ClientConfig says who asks.
+type ClientConfig struct {
+	Self   Record // its Addrs do not matter
+	Secret []byte
+}
+
+// Client asks peers how their transports are reached. It keeps no connection between calls and may be used concurrently.
+type Client struct{ cfg ClientConfig }
+
+// NewClient returns a client. It does no I/O.
+func NewClient(cfg ClientConfig) *Client { return &Client{cfg} }
+
+// attempts bounds the connections being made by this process: a mesh of many ranks comes up at once, and every one of them would dial all others.
+var attempts = semaphore.NewWeighted(16)
+
+const (
+	attemptTimeout = 2 * time.Second        // of one address, connection and proof
+	attemptStagger = 150 * time.Millisecond // before the next address is tried beside one that does not answer
+	firstPause     = 5 * time.Millisecond
+	longestPause   = 500 * time.Millisecond
+	authRounds     = 3 // a peer that ends looks like one with another secret for a moment
+)
+
+// Describe asks the rank that published to for its descriptors. A peer that cannot be reached is tried again until ctx ends: it may be starting. An error that wraps ErrStale says that
+// another incarnation answers there, ErrAuth that the peer does not know the job's secret, *SizeError that it was told another size; other errors name the peer and its addresses.
+func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
+	name := fmt.Sprintf("rank %d (incarnation %016x, pid %d on %s)", to.Rank, to.Incarnation, to.PID, to.Host)
+	if to.Size != c.cfg.Self.Size {
+		return nil, fmt.Errorf("%s: %w", name, &SizeError{Own: c.cfg.Self.Size, Job: to.Size})
+	}
+	addrs := c.order(to)
+	if len(addrs) == 0 {
+		return nil, fmt.Errorf("%s: no address of %q can be reached from %s: set TUTTI_IFNAME on both to a network they share", name, to.Addrs, c.cfg.Self.Host)
+	}
+	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
+	pause, auth := firstPause, 0
+	for {
+		eps, err := c.round(ctx, addrs, hello)
+		if err == nil {
+			return eps, nil
+		}
+		var final *finalError
+		if errors.Is(err, ErrAuth) {
+			auth++
+		}
+		if errors.As(err, &final) || errors.Is(err, ErrStale) || auth == authRounds {
+			return nil, fmt.Errorf("%s at %v: %w", name, addrs, err)
+		}
+		if !sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {
+			return nil, fmt.Errorf("%s at %v: %w; last attempt: %w", name, addrs, context.Cause(ctx), err)
+		}
+		pause = min(2*pause, longestPause)
+	}
+}
+
+// finalError is a peer's authenticated "no".
+type finalError struct{ text string }
+
+func (e *finalError) Error() string { return "the peer says: " + e.text }
+
+// round tries all addresses, one after the other and beside those that are slow to answer, and takes the first that works.
+func (c *Client) round(ctx context.Context, addrs []string, hello trust.Hello) (Endpoints, error) {
+	if err := attempts.Acquire(ctx, 1); err != nil {
+		return nil, context.Cause(ctx)
+	}
+	defer attempts.Release(1)
+	rctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	defer cancel()
+	type result struct {
+		conn net.Conn
+		err  error
+	}
+	results := make(chan result)
+	started, running := 0, 0
+	start := func() {
+		addr := addrs[started]
+		started++
+		running++
+		go func() {
+			conn, err := dialPeer(rctx, addr, c.cfg.Secret, hello)
+			results <- result{conn, err}
+		}()
+	}
+	start()
+	next := time.NewTicker(attemptStagger)
+	defer next.Stop()
+	var won net.Conn
+	var errs []error
+	for running > 0 {
+		select {
+		case <-next.C:
+			if started < len(addrs) && won == nil {
+				start()
+			}
+		case r := <-results:
+			running--
+			switch {
+			case r.err == nil && won == nil:
+				won = r.conn
+				if running > 0 {
+					cancel() // of the others; the call has a bound of its own
+				}
+			case r.err == nil:
+				r.conn.Close()
+			default:
+				errs = append(errs, r.err)
+				if started < len(addrs) && won == nil {
+					start()
+				}
+			}
+		}
+	}
+	if won == nil {
+		// Misdirected attempts say less than one that got somewhere: what is definite comes first.
+		slices.SortStableFunc(errs, func(a, b error) int { return cmp.Compare(weight(b), weight(a)) })
+		return nil, errs[0]
+	}
+	cctx, cancel := context.WithTimeout(ctx, proofTimeout)
+	defer cancel()
+	return describe(cctx, won, hello.ToIncarnation)
+}
+
+func weight(err error) int {
+	switch {
+	case errors.Is(err, ErrStale):
+		return 2
+	case errors.Is(err, ErrAuth):
+		return 1
+	}
+	return 0
+}
+
+// dialPeer connects to a peer's endpoint and proves the secret there.
+func dialPeer(ctx context.Context, addr string, secret []byte, h trust.Hello) (net.Conn, error) {
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return nil, err
+	}
+	if err := prove(ctx, conn, secret, rpcPurpose, h); err != nil {
+		conn.Close()
+		var r *trust.Refusal
+		if errors.As(err, &r) && r.Code == codeStale {
+			err = fmt.Errorf("%w (the peer says: %s)", ErrStale, r.Text)
+		}
+		return nil, fmt.Errorf("%s: %w", addr, err)
+	}
+	return conn, nil
+}
+
+// describe makes the one call over a proved connection, which it owns and closes.
+func describe(ctx context.Context, conn net.Conn, incarnation uint64) (Endpoints, error) {
+	defer conn.Close()
+	var once sync.Once
+	cc, err := grpc.NewClient("passthrough:///"+conn.RemoteAddr().String(),
+		grpc.WithContextDialer(func(context.Context, string) (c net.Conn, err error) {
+			err = net.ErrClosed
+			once.Do(func() { c, err = conn, nil })
+			return c, err
+		}),
+		grpc.WithTransportCredentials(insecure.NewCredentials()), // the proof is behind us
+		grpc.WithDefaultCallOptions(grpc.ForceCodec(wire{}), grpc.MaxCallRecvMsgSize(maxMessage)),
+		grpc.WithReadBufferSize(4096), grpc.WithWriteBufferSize(4096),
+		grpc.WithDisableServiceConfig(), grpc.WithDisableRetry(), grpc.WithMaxHeaderListSize(4096),
+	)
+	if err != nil {
+		return nil, err
+	}
+	defer cc.Close()
+	var nonce [8]byte
+	rand.Read(nonce[:])
+	req, reply := &describeRequest{binary.LittleEndian.Uint64(nonce[:])}, &describeReply{}
+	if err := cc.Invoke(ctx, rpcMethod, req, reply); err != nil {
+		st := status.Convert(err)
+		switch st.Code() {
+		case codes.FailedPrecondition:
+			return nil, fmt.Errorf("%w (the peer says: %s)", ErrStale, st.Message())
+		case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
+			return nil, errors.New(st.Message())
+		}
+		return nil, &finalError{st.Message()}
+	}
+	if reply.nonce != req.nonce || reply.incarnation != incarnation {
+		return nil, fmt.Errorf("%w (the answer comes from incarnation %016x)", ErrStale, reply.incarnation)
+	}
+	return reply.endpoints, nil
+}
+
+// order returns those of a record's addresses that a route leads to, nearest first: loopback if both share it, then networks of our own, then the rest, each
+// in the publisher's order. Another machine's loopback address would lead to ourselves.
+func (c *Client) order(to Record) []string {
+	same := to.Network != "" && to.Network == c.cfg.Self.Network
+	own := ownNetworks()
+	type ranked struct {
+		addr  string
+		class int
+	}
+	var out []ranked
+	for _, a := range to.Addrs {
+		ap, err := netip.ParseAddrPort(a)
+		if err != nil {
+			continue
+		}
+		ip := ap.Addr().Unmap()
+		class := 2
+		switch {
+		case ip.IsLoopback() && !same:
+			continue
+		case ip.IsLoopback():
+			class = 0
+		case slices.ContainsFunc(own, func(p netip.Prefix) bool { return p.Contains(ip) }):
+			class = 1
+		case !routed(a):
+			continue
+		}
+		out = append(out, ranked{a, class})
+	}
+	slices.SortStableFunc(out, func(a, b ranked) int { return cmp.Compare(a.class, b.class) })
+	addrs := make([]string, len(out))
+	for i, r := range out {
+		addrs[i] = r.addr
+	}
+	return addrs
+}
+
+// ownNetworks lists the networks this machine is on, but for loopback.
+func ownNetworks() (out []netip.Prefix) {
+	addrs, _ := net.InterfaceAddrs()
+	for _, a := range addrs {
+		if n, ok := a.(*net.IPNet); ok && !n.IP.IsLoopback() {
+			if p, err := netip.ParsePrefix(n.String()); err == nil {
+				out = append(out, p.Masked())
+			}
+		}
+	}
+	return out
+}
+
+// routed asks the kernel for a route to addr; nothing is sent.
+func routed(addr string) bool {
+	c, err := net.Dial("udp", addr)
+	if err == nil {
+		c.Close()
+	}
+	return err == nil
+}
