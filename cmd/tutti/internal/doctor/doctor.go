@@ -1,0 +1,123 @@
+// Package doctor finds out what a machine can do for a job, and says what to do about what it cannot. What can be tried is tried, rather than looked up.
+package doctor
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// State is the outcome of one check.
+type State string
+
+// The states. Only Broken makes the machine unfit.
+const (
+	Found   State = "found"
+	Missing State = "missing" // not there, and a job runs without
+	Warning State = "warning" // works, but less well than it could
+	Broken  State = "broken"  // no job will run
+)
+
+// Finding is what one check found.
+type Finding struct {
+	Group  string `json:"group"`
+	Check  string `json:"check"`
+	State  State  `json:"state"`
+	Detail string `json:"detail"`
+	Advice string `json:"advice,omitempty"` // what to do; empty if nothing need be done
+}
+
+// Host is the machine to examine.
+type Host struct {
+	Root    string              // where /proc, /sys and /etc are found; "" is the machine itself
+	Getenv  func(string) string // of the environment
+	Environ func() []string
+	Probe   time.Duration // bounds each check that talks to somebody; 0: 5 s
+}
+
+// Local is the machine that this process runs on.
+func Local() *Host { return &Host{Getenv: os.Getenv, Environ: os.Environ} }
+
+// read returns a file of the machine without surrounding space, "" if it cannot be read.
+func (h *Host) read(path string) string {
+	b, err := os.ReadFile(filepath.Join("/", h.Root, path))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(b))
+}
+
+func (h *Host) exists(path string) bool {
+	_, err := os.Stat(filepath.Join("/", h.Root, path))
+	return err == nil
+}
+
+func (h *Host) list(path string) []string {
+	entries, _ := os.ReadDir(filepath.Join("/", h.Root, path))
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+type check struct {
+	group, name string
+	run         func(context.Context, *Host) outcome
+}
+
+type outcome struct {
+	state          State
+	detail, advice string
+}
+
+func found(detail string) outcome           { return outcome{Found, detail, ""} }
+func missing(detail, advice string) outcome { return outcome{Missing, detail, advice} }
+func warn(detail, advice string) outcome    { return outcome{Warning, detail, advice} }
+func broken(detail, advice string) outcome  { return outcome{Broken, detail, advice} }
+
+var checks = []check{
+	{"machine", "system", system},
+	{"machine", "cores", cores},
+	{"machine", "simd", simd},
+	{"machine", "memory", memory},
+	{"machine", "huge pages", hugePages},
+	{"limits", "open files", openFiles},
+	{"limits", "locked memory", lockedMemory},
+	{"one machine", "shared memory", sharedMemory},
+	{"one machine", "/dev/shm", devShm},
+	{"one machine", "peer memory", peerMemory},
+	{"one machine", "processes", processes},
+	{"network", "interfaces", interfaces},
+	{"network", "routes", routes},
+	{"network", "loopback", loopback},
+	{"network", "port", port},
+	{"store", "embedded", embedded},
+	{"store", "TUTTI_STORE", configured},
+	{"devices", "NVIDIA GPUs", gpus},
+	{"devices", "verbs", verbs},
+	{"job", "environment", environment},
+	{"job", "variables", variables},
+}
+
+// Run makes every check, in a fixed order, and hands each finding to report as soon as it is known. It says whether nothing is broken.
+func (h *Host) Run(ctx context.Context, report func(Finding)) bool {
+	fit := true
+	for _, c := range checks {
+		cctx, cancel := context.WithTimeout(ctx, h.patience())
+		o := c.run(cctx, h)
+		cancel()
+		fit = fit && o.state != Broken
+		report(Finding{c.group, c.name, o.state, o.detail, o.advice})
+	}
+	return fit
+}
+
+func (h *Host) patience() time.Duration {
+	if h.Probe > 0 {
+		return h.Probe
+	}
+	return 5 * time.Second
+}

@@ -1,0 +1,197 @@
+package doctor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/bootstrap/embed"
+	"tutti/nvlink"
+)
+
+// embedded starts a store as tutti run does, and uses it.
+func embedded(ctx context.Context, _ *Host) outcome {
+	const advice = "tutti run serves the job's store; give it an existing one with --store, or a writable TMPDIR"
+	began := time.Now()
+	text := bootstrap.NewSecret()
+	secret, err := bootstrap.ParseSecret(text)
+	if err != nil {
+		return broken(err.Error(), advice)
+	}
+	s, err := embed.Start(ctx, embed.Config{Secret: secret})
+	if err != nil {
+		return broken(err.Error(), advice)
+	}
+	defer s.Close()
+	started := time.Since(began)
+	if err := useStore(ctx, bootstrap.StoreConfig{Address: s.Address(), Job: "doctor", Secret: secret}); err != nil {
+		return broken("it starts, but "+err.Error(), advice)
+	}
+	return found(fmt.Sprintf("etcd starts in %v; a client reads what it wrote %v later", started.Round(time.Millisecond), (time.Since(began) - started).Round(time.Millisecond)))
+}
+
+// useStore writes a key under a lease, reads it and lets it go.
+func useStore(ctx context.Context, cfg bootstrap.StoreConfig) error {
+	s, err := bootstrap.DialStore(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	key := fmt.Sprintf("doctor/%x", bootstrap.NewIncarnation())
+	if err := s.Put(ctx, key, []byte("tutti"), true); err != nil {
+		return err
+	}
+	got, err := s.Get(ctx, key)
+	if err != nil {
+		return err
+	}
+	if string(got) != "tutti" {
+		return fmt.Errorf("it returned %q for %q", got, "tutti")
+	}
+	return nil
+}
+
+func configured(ctx context.Context, h *Host) outcome {
+	address := h.Getenv("TUTTI_STORE")
+	if address == "" {
+		return missing("not set", "") // the launcher's business
+	}
+	l, err := bootstrap.FromEnv(h.Getenv)
+	if err != nil {
+		return broken(address+": the environment is contradictory", "see environment below")
+	}
+	began := time.Now()
+	cfg := bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: l.Secret, User: l.StoreUser, Password: l.StorePassword, CA: l.StoreCA, Cert: l.StoreCert, Key: l.StoreKey}
+	if err := useStore(ctx, cfg); err != nil {
+		return broken(err.Error(), "start it, correct TUTTI_STORE, or unset it: tutti run then serves one")
+	}
+	return found(fmt.Sprintf("%s answers; connect, write and read took %v", address, time.Since(began).Round(time.Millisecond)))
+}
+
+func gpus(context.Context, *Host) outcome {
+	s, err := nvlink.Devices()
+	switch {
+	case errors.Is(err, nvlink.ErrUnavailable):
+		return missing(err.Error(), "")
+	case err != nil:
+		return warn(err.Error(), "look at nvidia-smi and dmesg")
+	case len(s.Devices) == 0:
+		return missing(fmt.Sprintf("driver %s, no GPU", s.Driver), "")
+	}
+	var parts []string
+	for _, d := range s.Devices {
+		p := fmt.Sprintf("%d: %s %s", d.Index, d.Name, bytes(d.Memory))
+		if d.Links > 0 {
+			p += ", " + count(d.Links, "NVLink")
+		}
+		parts = append(parts, p)
+	}
+	return found(fmt.Sprintf("driver %s, CUDA %s; %s", s.Driver, s.CUDA, strings.Join(parts, "; ")))
+}
+
+func verbs(_ context.Context, h *Host) outcome {
+	lib := h.library("libibverbs.so.1")
+	var devices []string
+	for _, d := range h.list("/sys/class/infiniband") {
+		var states []string
+		for _, p := range h.list("/sys/class/infiniband/" + d + "/ports") {
+			base := "/sys/class/infiniband/" + d + "/ports/" + p
+			_, state, _ := strings.Cut(h.read(base+"/state"), ": ")
+			states = append(states, fmt.Sprintf("port %s %s, %s, %s", p, strings.ToLower(cmpOr(state, "unknown")), cmpOr(h.read(base+"/link_layer"), "?"), cmpOr(h.read(base+"/rate"), "?")))
+		}
+		devices = append(devices, d+" ("+strings.Join(states, "; ")+")")
+	}
+	switch {
+	case lib == "" && len(devices) == 0:
+		return missing("no libibverbs, no device", "")
+	case lib == "":
+		return warn(strings.Join(devices, ", ")+", but no libibverbs.so.1", "install it (libibverbs1 and ibverbs-providers, or rdma-core)")
+	case len(devices) == 0:
+		return missing(lib+", no device", "without a card: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev IFACE")
+	case !h.exists("/dev/infiniband/uverbs0"):
+		return warn(strings.Join(devices, ", ")+", but no /dev/infiniband/uverbs0", "modprobe ib_uverbs, or give the container the device")
+	}
+	return found(strings.Join(devices, ", ") + ", " + lib)
+}
+
+// library looks for a shared library where the dynamic linker does.
+func (h *Host) library(name string) string {
+	multiarch := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "ppc64le": "powerpc64le-linux-gnu", "riscv64": "riscv64-linux-gnu", "s390x": "s390x-linux-gnu"}[runtime.GOARCH]
+	dirs := filepath.SplitList(h.Getenv("LD_LIBRARY_PATH"))
+	dirs = append(dirs, "/lib/"+multiarch, "/usr/lib/"+multiarch, "/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/local/lib")
+	for _, conf := range h.list("/etc/ld.so.conf.d") {
+		for line := range strings.Lines(h.read("/etc/ld.so.conf.d/" + conf)) {
+			if line = strings.TrimSpace(line); strings.HasPrefix(line, "/") {
+				dirs = append(dirs, line)
+			}
+		}
+	}
+	for _, d := range dirs {
+		if d != "" && h.exists(filepath.Join(d, name)) {
+			return filepath.Join(d, name)
+		}
+	}
+	return ""
+}
+
+func environment(_ context.Context, h *Host) outcome {
+	l, err := bootstrap.FromEnv(h.Getenv)
+	if err != nil {
+		return broken(strings.TrimPrefix(err.Error(), "environment: "), "correct or unset the variables that it names")
+	}
+	if l.Source == "none" {
+		return found("no launcher: this process would be rank 0 of 1")
+	}
+	detail := fmt.Sprintf("rank %d of %d of job %s, by the variables of %s", l.Rank, l.Size, l.Job, l.Source)
+	switch {
+	case l.Size > 1 && l.Secret == nil:
+		return warn(detail+"; no secret", "a job of several processes needs TUTTI_SECRET or TUTTI_SECRET_FILE")
+	case l.Size > 1 && l.Store == "" && l.MasterAddr == "":
+		return warn(detail+"; no store", "set TUTTI_STORE, or MASTER_ADDR and MASTER_PORT")
+	}
+	return found(detail)
+}
+
+// variables lists the TUTTI_* variables in force and names those that mean nothing.
+func variables(_ context.Context, h *Host) outcome {
+	known := []string{}
+	for _, v := range bootstrap.Variables() {
+		known = append(known, v.Name)
+	}
+	var set, unknown []string
+	for _, kv := range h.Environ() {
+		name, value, _ := strings.Cut(kv, "=")
+		switch {
+		case !strings.HasPrefix(name, "TUTTI_"):
+		case !slices.Contains(known, name):
+			unknown = append(unknown, name)
+		default:
+			if strings.Contains(name, "SECRET") && name != "TUTTI_SECRET_FILE" || strings.Contains(name, "PASSWORD") {
+				value = "(hidden)"
+			}
+			set = append(set, name+"="+value)
+		}
+	}
+	slices.Sort(set)
+	detail := cmpOr(strings.Join(set, " "), "no TUTTI_* variable is set")
+	if len(unknown) > 0 {
+		slices.Sort(unknown)
+		return warn(fmt.Sprintf("%s; without meaning: %s", detail, strings.Join(unknown, " ")), "misspelt? tutti env lists those that are understood")
+	}
+	if h.Getenv("TUTTI_STORE_CA") != "" && !strings.HasPrefix(h.Getenv("TUTTI_STORE"), "etcds://") {
+		return warn(detail, "TUTTI_STORE_CA has no effect: TUTTI_STORE is no etcds:// address")
+	}
+	if path := h.Getenv("TUTTI_SECRET_FILE"); path != "" {
+		if i, err := os.Stat(path); err == nil && i.Mode()&0o077 != 0 {
+			return warn(detail, fmt.Sprintf("others may read the secret: chmod 600 %s", path))
+		}
+	}
+	return found(detail)
+}

@@ -1,0 +1,292 @@
+package doctor
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+)
+
+// sharedMemory does what two ranks do to share memory: a sealed memory file goes over an abstract Unix socket and is mapped on the other side.
+func sharedMemory(ctx context.Context, _ *Host) outcome {
+	const advice = "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use --transport tcp)"
+	if err := tryMemory(ctx); err != nil {
+		return broken(err.Error(), advice)
+	}
+	if err := tryPidfd(); err != nil {
+		return warn("memory files go over abstract sockets; "+err.Error(), "the death of a rank is noticed by its connections alone; Linux 5.3 or later has pidfd")
+	}
+	return found("a memory file went over an abstract socket and was mapped; pidfd works")
+}
+
+func tryMemory(ctx context.Context) error {
+	const size = 1 << 16
+	fd, err := unix.MemfdCreate("tutti-doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return fmt.Errorf("memfd_create: %w", err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Ftruncate(fd, size); err != nil {
+		return fmt.Errorf("size a memory file: %w", err)
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK); err != nil {
+		return fmt.Errorf("seal a memory file: %w", err)
+	}
+	mine, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map a memory file: %w", err)
+	}
+	defer unix.Munmap(mine)
+
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("@tutti-doctor-%d-%d", os.Getpid(), time.Now().UnixNano())})
+	if err != nil {
+		return fmt.Errorf("listen on an abstract socket: %w", err)
+	}
+	defer l.Close()
+	deadline, _ := ctx.Deadline()
+	l.SetDeadline(deadline)
+	sent := make(chan error, 1)
+	go func() {
+		c, err := net.DialUnix("unix", nil, l.Addr().(*net.UnixAddr))
+		if err == nil {
+			_, _, err = c.WriteMsgUnix([]byte{1}, unix.UnixRights(fd), nil)
+			c.Close()
+		}
+		sent <- err
+	}()
+	c, err := l.AcceptUnix()
+	if err != nil {
+		return fmt.Errorf("connect to an abstract socket: %w", errors.Join(err, <-sent))
+	}
+	defer c.Close()
+	c.SetDeadline(deadline)
+	oob := make([]byte, unix.CmsgSpace(4))
+	_, n, _, _, err := c.ReadMsgUnix(make([]byte, 1), oob)
+	if err = errors.Join(err, <-sent); err != nil {
+		return fmt.Errorf("pass a memory file: %w", err)
+	}
+	msgs, err := unix.ParseSocketControlMessage(oob[:n])
+	if err != nil || len(msgs) != 1 {
+		return fmt.Errorf("pass a memory file: it did not arrive (%v)", err)
+	}
+	fds, err := unix.ParseUnixRights(&msgs[0])
+	if err != nil || len(fds) != 1 {
+		return fmt.Errorf("pass a memory file: it did not arrive (%v)", err)
+	}
+	defer unix.Close(fds[0])
+	theirs, err := unix.Mmap(fds[0], 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return fmt.Errorf("map the memory file that arrived: %w", err)
+	}
+	defer unix.Munmap(theirs)
+	if mine[size-1] = 42; theirs[size-1] != 42 {
+		return errors.New("the two mappings of a memory file differ")
+	}
+	return nil
+}
+
+func tryPidfd() error {
+	fd, err := unix.PidfdOpen(os.Getpid(), 0)
+	if err != nil {
+		return fmt.Errorf("pidfd_open: %w", err)
+	}
+	defer unix.Close(fd)
+	if _, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0); err != nil {
+		return fmt.Errorf("poll a pidfd: %w", err)
+	}
+	return nil
+}
+
+func devShm(_ context.Context, h *Host) outcome {
+	var s unix.Statfs_t
+	if err := unix.Statfs("/dev/shm", &s); err != nil {
+		return missing("none", "") // nothing of ours needs it
+	}
+	return found(fmt.Sprintf("%s, %s free; not used: shared memory has no names here", bytes(s.Blocks*uint64(s.Bsize)), bytes(s.Bavail*uint64(s.Bsize))))
+}
+
+// peerMemory tries process_vm_readv, which no transport needs.
+func peerMemory(_ context.Context, h *Host) outcome {
+	from, to := uint64(0x7475747469), uint64(0)
+	size := int(unsafe.Sizeof(from))
+	_, err := unix.ProcessVMReadv(os.Getpid(), []unix.Iovec{{Base: (*byte)(unsafe.Pointer(&to)), Len: uint64(size)}},
+		[]unix.RemoteIovec{{Base: uintptr(unsafe.Pointer(&from)), Len: size}}, 0)
+	scope := h.read("/proc/sys/kernel/yama/ptrace_scope")
+	switch {
+	case err != nil || from != to:
+		return missing(fmt.Sprintf("process_vm_readv: %v; not used", err), "")
+	case scope != "" && scope != "0":
+		return missing("process_vm_readv only from parents (ptrace_scope "+scope+"); not used", "")
+	}
+	return found("process_vm_readv works between processes of a user; not used")
+}
+
+// processes checks what the launcher needs to leave nothing behind.
+func processes(_ context.Context, h *Host) outcome {
+	var n int
+	if err := unix.Prctl(unix.PR_GET_CHILD_SUBREAPER, uintptr(unsafe.Pointer(&n)), 0, 0, 0); err != nil {
+		return broken(fmt.Sprintf("no subreapers: %v", err), "tutti run cannot find what the ranks leave behind; Linux 3.4 or later is needed")
+	}
+	if h.read("/proc/self/stat") == "" {
+		return broken("/proc is not mounted", "tutti run finds the ranks' processes there: mount it")
+	}
+	return found("subreaper and /proc work: a killed job leaves nothing behind")
+}
+
+func interfaces(_ context.Context, h *Host) outcome {
+	all, err := ifname.Interfaces()
+	if err != nil {
+		return broken(err.Error(), "")
+	}
+	spec := h.Getenv("TUTTI_IFNAME")
+	f, err := ifname.Parse(spec)
+	if err != nil {
+		return broken("TUTTI_IFNAME: "+err.Error(), "correct it or unset it")
+	}
+	var parts []string
+	outside := false
+	for _, i := range all {
+		var addrs []string
+		for _, a := range i.Addrs {
+			if a.IsLinkLocalUnicast() {
+				continue
+			}
+			s := a.String()
+			if spec != "" && !f.Allows(i.Name, a) {
+				s += " (excluded)"
+			} else if !i.Loopback {
+				outside = true
+			}
+			addrs = append(addrs, s)
+		}
+		if len(addrs) > 0 {
+			parts = append(parts, i.Name+" "+strings.Join(addrs, " "))
+		}
+	}
+	detail := strings.Join(parts, ", ")
+	best, err := f.Choose(all)
+	if err != nil {
+		return broken(err.Error(), "set TUTTI_IFNAME to interfaces that are up, or unset it")
+	}
+	if spec != "" {
+		detail += "; TUTTI_IFNAME=" + spec
+	}
+	detail += "; first choice " + best[0].String()
+	if !outside {
+		return warn(detail, "only loopback is left: ranks on other machines cannot be reached")
+	}
+	return found(detail)
+}
+
+func routes(_ context.Context, h *Host) outcome {
+	got := defaultRoutes(h.read("/proc/net/route"), h.read("/proc/net/ipv6_route"))
+	if len(got) == 0 {
+		return missing("no default route", "machines on the same network are still reached")
+	}
+	return found("default " + strings.Join(got, ", "))
+}
+
+// defaultRoutes reads the kernel's tables: hexadecimal, those of IPv4 in the byte order of the machine.
+func defaultRoutes(v4, v6 string) (out []string) {
+	add := func(s string) {
+		if !slices.Contains(out, s) {
+			out = append(out, s)
+		}
+	}
+	for line := range strings.Lines(v4) {
+		f := strings.Fields(line)
+		if len(f) < 8 || f[1] != "00000000" || f[7] != "00000000" {
+			continue
+		}
+		n, err := strconv.ParseUint(f[2], 16, 32)
+		if err != nil {
+			continue
+		}
+		var b [4]byte
+		binary.NativeEndian.PutUint32(b[:], uint32(n))
+		add(fmt.Sprintf("via %v on %s", netip.AddrFrom4(b), f[0]))
+	}
+	for line := range strings.Lines(v6) {
+		f := strings.Fields(line)
+		if len(f) < 10 || f[1] != "00" || strings.Trim(f[0], "0") != "" || f[9] == "lo" {
+			continue
+		}
+		var b [16]byte
+		ok := len(f[4]) == 32
+		for i := 0; ok && i < 16; i++ {
+			n, err := strconv.ParseUint(f[4][2*i:2*i+2], 16, 8)
+			b[i], ok = byte(n), err == nil
+		}
+		if ok {
+			add(fmt.Sprintf("via %v on %s", netip.AddrFrom16(b), f[9]))
+		}
+	}
+	return out
+}
+
+func loopback(ctx context.Context, _ *Host) outcome {
+	const advice = "the store and tcp links between ranks of one machine need it: ip link set lo up"
+	began := time.Now()
+	l, err := ports.Listen(ctx, "127.0.0.1", ports.Spec{})
+	if err != nil {
+		return broken(err.Error(), advice)
+	}
+	defer l.Close()
+	deadline, _ := ctx.Deadline()
+	l.(*net.TCPListener).SetDeadline(deadline)
+	go func() {
+		if c, err := l.Accept(); err == nil {
+			c.SetDeadline(deadline)
+			io.Copy(c, c)
+			c.Close()
+		}
+	}()
+	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", l.Addr().String())
+	if err != nil {
+		return broken(err.Error(), advice)
+	}
+	defer c.Close()
+	c.SetDeadline(deadline)
+	ping := []byte("tutti")
+	if _, err := c.Write(ping); err != nil {
+		return broken(err.Error(), advice)
+	}
+	if _, err := io.ReadFull(c, ping); err != nil {
+		return broken(err.Error(), advice)
+	}
+	return found(fmt.Sprintf("127.0.0.1 answers itself in %v, connecting included", time.Since(began).Round(time.Microsecond)))
+}
+
+func port(ctx context.Context, h *Host) outcome {
+	text := h.Getenv("TUTTI_PORT")
+	spec, err := ports.ParseSpec(text)
+	if err != nil {
+		return broken("TUTTI_PORT: "+err.Error(), "correct it or unset it")
+	}
+	l, err := ports.Listen(ctx, "", spec)
+	if err != nil {
+		return broken("TUTTI_PORT: "+err.Error(), "free the port, or set TUTTI_PORT to a range or 0")
+	}
+	l.Close()
+	if spec.Lo == 0 {
+		return found("chosen by the kernel (TUTTI_PORT sets one or a range)")
+	}
+	if spec.Lo == spec.Hi {
+		return warn("TUTTI_PORT="+text+" is free", "a second rank on this machine has none: set a range, such as "+fmt.Sprintf("%d-%d", spec.Lo, min(int(spec.Lo)+99, 65535)))
+	}
+	return found("TUTTI_PORT=" + text + " has a free one")
+}

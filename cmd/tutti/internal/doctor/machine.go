@@ -1,0 +1,225 @@
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/cpu"
+	"golang.org/x/sys/unix"
+)
+
+func system(_ context.Context, h *Host) outcome {
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return warn(err.Error(), "")
+	}
+	name, _ := os.Hostname()
+	return found(fmt.Sprintf("%s, %s %s, %s", name, unix.ByteSliceToString(u.Sysname[:]), unix.ByteSliceToString(u.Release[:]), unix.ByteSliceToString(u.Machine[:])))
+}
+
+// cgroupFiles reads a file of this process's cgroup and of each above it, of version 2 (v2) or of a controller of version 1 (v1).
+func (h *Host) cgroupFiles(v2, controller, v1 string) []string {
+	var values []string
+	for line := range strings.Lines(h.read("/proc/self/cgroup")) {
+		part := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		if len(part) != 3 {
+			continue
+		}
+		base, file := "", ""
+		switch {
+		case part[0] == "0" && part[1] == "":
+			base, file = "/sys/fs/cgroup", v2
+		default:
+			for c := range strings.SplitSeq(part[1], ",") {
+				if c == controller {
+					base, file = "/sys/fs/cgroup/"+controller, v1
+				}
+			}
+		}
+		if file == "" {
+			continue
+		}
+		for dir := filepath.Clean("/" + part[2]); ; dir = filepath.Dir(dir) {
+			if s := h.read(filepath.Join(base, dir, file)); s != "" {
+				values = append(values, s)
+			}
+			if dir == "/" {
+				break
+			}
+		}
+	}
+	return values
+}
+
+// cpuQuota is the CPUs that the cgroups allow, +Inf without a limit.
+func (h *Host) cpuQuota() float64 {
+	quota := math.Inf(1)
+	for _, s := range h.cgroupFiles("cpu.max", "cpu", "cpu.cfs_quota_us") {
+		f := append(strings.Fields(s), "100000")
+		q, qerr := strconv.ParseFloat(f[0], 64)
+		period, err := strconv.ParseFloat(f[1], 64)
+		if qerr == nil && err == nil && q > 0 && period > 0 {
+			quota = min(quota, q/period)
+		}
+	}
+	return quota
+}
+
+func cores(_ context.Context, h *Host) outcome {
+	usable, quota := runtime.NumCPU(), h.cpuQuota()
+	detail := count(usable, "core")
+	if online := cpuList(h.read("/sys/devices/system/cpu/online")); online > usable {
+		detail = fmt.Sprintf("%d of %d cores (affinity)", usable, online)
+	}
+	if nodes := cpuList(h.read("/sys/devices/system/node/online")); nodes > 1 {
+		detail += fmt.Sprintf(" on %d NUMA nodes", nodes)
+	}
+	for line := range strings.Lines(h.read("/proc/cpuinfo")) {
+		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == "model name" {
+			detail += ", " + strings.TrimSpace(v)
+			break
+		}
+	}
+	switch {
+	case quota < float64(usable):
+		return warn(fmt.Sprintf("%s, but the cgroup allows %.3g of them", detail, quota), fmt.Sprintf("start at most %d ranks here, or raise the container's CPU limit", max(1, int(quota))))
+	case usable == 1:
+		return warn(detail, "two ranks take turns on one core: latencies are those of the scheduler")
+	}
+	return found(detail)
+}
+
+// cpuList counts what a list such as "0-3,8" names.
+func cpuList(s string) int {
+	n := 0
+	for part := range strings.SplitSeq(s, ",") {
+		lo, hi, ranged := strings.Cut(part, "-")
+		a, err := strconv.Atoi(lo)
+		b := a
+		if ranged && err == nil {
+			b, err = strconv.Atoi(hi)
+		}
+		if err != nil || b < a {
+			return 0
+		}
+		n += b - a + 1
+	}
+	return n
+}
+
+func simd(context.Context, *Host) outcome {
+	switch x := cpu.X86; {
+	case runtime.GOARCH != "amd64":
+		return found(runtime.GOARCH + ": reductions in portable Go")
+	case x.HasAVX2 && x.HasBMI2 && x.HasAVX512F && x.HasAVX512BW && x.HasAVX512DQ && x.HasAVX512VL:
+		return found("AVX-512")
+	case x.HasAVX2 && x.HasBMI2:
+		return found("AVX2")
+	}
+	return warn("no AVX2", "reductions run in portable Go, several times slower; in a VM, expose the host's CPU model")
+}
+
+func memory(_ context.Context, h *Host) outcome {
+	kb := map[string]uint64{}
+	for line := range strings.Lines(h.read("/proc/meminfo")) {
+		if f := strings.Fields(line); len(f) >= 2 {
+			kb[strings.TrimSuffix(f[0], ":")], _ = strconv.ParseUint(f[1], 10, 64)
+		}
+	}
+	total, free := kb["MemTotal"]<<10, kb["MemAvailable"]<<10
+	if total == 0 {
+		return warn("/proc/meminfo cannot be read", "mount /proc")
+	}
+	detail := fmt.Sprintf("%s, %s available", bytes(total), bytes(free))
+	limit := total
+	for _, s := range h.cgroupFiles("memory.max", "memory", "memory.limit_in_bytes") {
+		if n, err := strconv.ParseUint(s, 10, 64); err == nil {
+			limit = min(limit, n)
+		}
+	}
+	if limit < total {
+		detail += fmt.Sprintf(", the cgroup allows %s", bytes(limit))
+	}
+	if min(limit, free) < 256<<20 {
+		return warn(detail, "shared and registered memory counts against it: free some")
+	}
+	return found(detail)
+}
+
+func hugePages(_ context.Context, h *Host) outcome {
+	chosen := func(path string) string {
+		_, rest, _ := strings.Cut(h.read(path), "[")
+		s, _, _ := strings.Cut(rest, "]")
+		return s
+	}
+	anon, shmem := chosen("/sys/kernel/mm/transparent_hugepage/enabled"), chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+	switch {
+	case anon == "":
+		return missing("this kernel has no transparent huge pages", "")
+	case shmem == "" || shmem == "never" || shmem == "deny":
+		return missing(fmt.Sprintf("private memory: %s, shared memory: %s", anon, cmpOr(shmem, "never")),
+			"for fewer page faults in large registered buffers: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled")
+	}
+	return found(fmt.Sprintf("private memory: %s, shared memory: %s", anon, shmem))
+}
+
+func cmpOr(s, def string) string {
+	if s == "" {
+		return def
+	}
+	return s
+}
+
+func openFiles(context.Context, *Host) outcome {
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
+		return warn(err.Error(), "")
+	}
+	// Go raises the soft limit of its programs to the hard one, and the ranks' too if they are Go programs.
+	detail := fmt.Sprintf("up to %s", limit(r.Max))
+	if r.Max < 4096 {
+		return warn(detail, "a rank needs a few for each peer: raise it (ulimit -Hn 65536)")
+	}
+	return found(detail)
+}
+
+func lockedMemory(context.Context, *Host) outcome {
+	var r unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &r); err != nil {
+		return warn(err.Error(), "")
+	}
+	if r.Cur == unix.RLIM_INFINITY {
+		return found("unlimited")
+	}
+	return missing("up to "+bytes(r.Cur), "only RDMA needs more: ulimit -l unlimited, or LimitMEMLOCK=infinity in the service")
+}
+
+func limit(n uint64) string {
+	if n == unix.RLIM_INFINITY {
+		return "unlimited"
+	}
+	return strconv.FormatUint(n, 10)
+}
+
+// bytes writes n for a person.
+func bytes(n uint64) string {
+	units := []string{"B", "KiB", "MiB", "GiB", "TiB", "PiB"}
+	f, u := float64(n), 0
+	for f >= 1024 && u < len(units)-1 {
+		f, u = f/1024, u+1
+	}
+	return strings.TrimSuffix(fmt.Sprintf("%.1f", f), ".0") + " " + units[u]
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
