@@ -20,8 +20,8 @@ import (
 
 // Config of a transport.
 type Config struct {
-	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the dialler's counts. The largest
-	// frame is a quarter of it. A link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 1 MiB for 4 ranks with the default,
+	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the accepting side's counts. The
+	// largest frame is a quarter of it. A link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 1 MiB for 4 ranks with the default,
 	// 256 MiB for 256 ranks with 4 KiB. The memory is taken when a link is made and touched as frames pass. Default 64 KiB.
 	RingBytes int
 }
@@ -128,7 +128,7 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	if err != nil {
 		return nil, fmt.Errorf("dialling %v: %w", to, err)
 	}
-	l, err := peer.accept(host, to, t.ring)
+	l, err := peer.accept(host, to)
 	if err != nil {
 		return nil, fmt.Errorf("inproc: dialling %v: %w", to, err)
 	}
@@ -136,7 +136,7 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 }
 
 // accept makes a link from the rank that from serves to t's own rank and returns the dialler's end.
-func (t *Transport) accept(from p2p.Host, to p2p.Identity, size int) (*link, error) {
+func (t *Transport) accept(from p2p.Host, to p2p.Identity) (*link, error) {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	if t.closed {
@@ -151,11 +151,11 @@ func (t *Transport) accept(from p2p.Host, to p2p.Identity, size int) (*link, err
 	if err := t.host.Admit(from.Self()); err != nil {
 		return nil, p2p.FromRefusal(p2p.RefusalOf(err))
 	}
-	mem := aligned(ring.Bytes(size), 64)
+	mem := aligned(ring.Bytes(t.ring), 64)
 	a, b := &link{host: from}, &link{host: t.host}
 	a.peer, b.peer = b, a
 	for side, l := range []*link{a, b} {
-		if err := l.Init(mem, size, side, l.peer.wake); err != nil {
+		if err := l.Init(mem, t.ring, side, l.peer.wake); err != nil {
 			return nil, err
 		}
 	}
@@ -179,9 +179,13 @@ func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)
 	}
-	var id [8]byte
-	rand.Read(id[:])
-	return p2p.NewRegion(binary.LittleEndian.Uint64(id[:])|1, p2p.Anywhere, aligned(n, os.Getpagesize()), -1, func() error { return nil }), nil
+	var b [8]byte
+	id := uint64(0)
+	for id == 0 {
+		rand.Read(b[:])
+		id = binary.LittleEndian.Uint64(b[:])
+	}
+	return p2p.NewRegion(id, p2p.Anywhere, aligned(n, os.Getpagesize()), -1, func() error { return nil }), nil
 }
 
 // aligned returns n zeroed bytes at a multiple of align.

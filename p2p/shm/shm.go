@@ -1,0 +1,104 @@
+// Package shm is the transport between processes of one machine: frames in rings of shared memory, and memory regions that a peer maps.
+//
+// A rank listens on a Unix socket with a random abstract name, so that nothing lies in a file system. A connection proves the job's secret (package
+// trust) and comes from the same user (or one side is root). Then the accepting side makes one memfd with both rings (package ring) and passes it over.
+// The memory is sealed against truncation, and whoever receives a descriptor checks seals, size and kind before mapping it: a peer
+// cannot make this process fault.
+//
+// The socket stays open for the life of the link. It carries messages of a fixed size: bells for a peer that sleeps, and requests for regions with their answers.
+// Its end is how a peer's death is seen, at once, whatever killed it. A goroutine in Go's network poller reads it; no thread is blocked.
+//
+// Descriptors: one listener a rank, one socket a link, one memfd an allocated region. Memory: two rings a link, on both sides the same pages, taken
+// as frames touch them. Memory of links and regions is accounted to the processes that touch it, not to /dev/shm, and the kernel takes everything
+// back when the last process that maps it ends, however it ends.
+package shm
+
+import (
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"tutti/p2p"
+	"tutti/p2p/ring"
+)
+
+// Config of a transport.
+type Config struct {
+	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the accepting side's
+	// counts. The largest frame is a quarter of it. A link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most. Default 512 KiB.
+	RingBytes int
+	// HandshakeTimeout is how long a connection may take to prove itself. Default p2p.HandshakeTimeout.
+	HandshakeTimeout time.Duration
+}
+
+// DefaultRingBytes is Config.RingBytes' default.
+const DefaultRingBytes = 512 << 10
+
+func (c Config) withDefaults() Config {
+	if c.RingBytes <= 0 {
+		c.RingBytes = DefaultRingBytes
+	}
+	c.RingBytes = ring.Round(c.RingBytes)
+	if c.HandshakeTimeout <= 0 {
+		c.HandshakeTimeout = p2p.HandshakeTimeout
+	}
+	return c
+}
+
+// endpoint is what a rank publishes: version, user, socket name, machine.
+//
+//	byte 0      1
+//	bytes 1-4   user id, little-endian
+//	bytes 5-20  random name of the socket
+//	bytes 21-   machine, as Identify returns it, at most maxMachine bytes
+type endpoint struct {
+	uid     uint32
+	name    [16]byte
+	machine string
+}
+
+const (
+	endpointVersion = 1
+	endpointFixed   = 21
+	maxMachine      = 200
+)
+
+func (e endpoint) encode() []byte {
+	b := append([]byte{endpointVersion, byte(e.uid), byte(e.uid >> 8), byte(e.uid >> 16), byte(e.uid >> 24)}, e.name[:]...)
+	return append(b, e.machine...)
+}
+
+func decodeEndpoint(b []byte) (e endpoint, err error) {
+	if len(b) <= endpointFixed || len(b) > endpointFixed+maxMachine || b[0] != endpointVersion {
+		return e, fmt.Errorf("shm: endpoint of %d bytes that is none of ours, or another version's", len(b))
+	}
+	e.uid = uint32(b[1]) | uint32(b[2])<<8 | uint32(b[3])<<16 | uint32(b[4])<<24
+	copy(e.name[:], b[5:])
+	e.machine = string(b[endpointFixed:])
+	return e, nil
+}
+
+// address is the abstract socket's name. An endpoint cannot lead to any other name than one of this form.
+func (e endpoint) address() string { return "@tutti-" + hex.EncodeToString(e.name[:]) }
+
+// reaches says why a process on machine here, of user uid, cannot reach e; nil if it can.
+func (e endpoint) reaches(here string, uid uint32) error {
+	boot, net, _ := strings.Cut(here, " ")
+	theirBoot, theirNet, _ := strings.Cut(e.machine, " ")
+	switch {
+	case here == "":
+		return errors.New("shm: this machine could not be identified")
+	case theirBoot != boot:
+		return fmt.Errorf("shm: the peer is on another machine (boot id %.36q, here %q)", theirBoot, boot)
+	case theirNet != net:
+		return fmt.Errorf("shm: the peer is in another network namespace (%.36q, here %q), where abstract sockets are out of reach", theirNet, net)
+	case !mayTalk(uid, e.uid):
+		return fmt.Errorf("shm: the peer runs as user %d and this process as user %d; want the same user, or root", e.uid, uid)
+	}
+	return nil
+}
+
+// mayTalk says whether processes of two users share memory: the same, or one is root.
+func mayTalk(a, b uint32) bool { return a == b || a == 0 || b == 0 }

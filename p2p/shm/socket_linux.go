@@ -1,0 +1,185 @@
+package shm
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/p2p"
+)
+
+// socket passes messages over a connected Unix stream socket. next is for one goroutine; the rest from any. Sending never blocks.
+type socket struct {
+	conn *net.UnixConn
+	raw  syscall.RawConn
+	ring [messageSize]byte // the bell's message
+	bell func(fd uintptr) bool
+
+	pull func(fd uintptr) bool // one recvmsg into in and oob, parked until there is something
+	hdr  unix.Msghdr
+	iov  unix.Iovec
+	in   [16 * messageSize]byte
+	have int
+	oob  [32]byte // room for a descriptor, and for one or two too many
+	n    int
+	err  error
+	file int // received, not yet claimed by a message; -1: none
+}
+
+func newSocket(conn *net.UnixConn) (*socket, error) {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	s := &socket{conn: conn, raw: raw, ring: message{kind: msgBell}.encode(), file: -1}
+	// Both made once, so that sleeping and waking allocate nothing.
+	s.bell = func(fd uintptr) bool {
+		unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&s.ring)), messageSize, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+		return true
+	}
+	s.pull = func(fd uintptr) bool {
+		for {
+			s.iov.Base = &s.in[s.have]
+			s.iov.SetLen(len(s.in) - s.have)
+			s.hdr = unix.Msghdr{Iov: &s.iov, Control: &s.oob[0]}
+			s.hdr.SetIovlen(1)
+			s.hdr.SetControllen(len(s.oob))
+			n, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&s.hdr)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+			switch errno {
+			case 0:
+				s.n, s.err = int(n), nil
+				return true
+			case unix.EINTR:
+			case unix.EAGAIN:
+				return false
+			default:
+				s.err = errno
+				return true
+			}
+		}
+	}
+	return s, nil
+}
+
+// wake sends a bell. It cannot be lost for lack of room: a bell is sent only when the one before was answered (see ring.End), requests wait for each other, and
+// so a socket of the usual size never fills up unless the peer has stopped to read while it floods us with requests.
+func (s *socket) wake() { s.raw.Write(s.bell) }
+
+// send sends a message, with a descriptor unless fd is negative.
+func (s *socket) send(m message, fd int) error {
+	b := m.encode()
+	var rights []byte
+	if fd >= 0 {
+		rights = unix.UnixRights(fd)
+	}
+	var n int
+	var err error
+	if e := s.raw.Write(func(sock uintptr) bool {
+		for {
+			n, err = unix.SendmsgN(int(sock), b[:], rights, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL)
+			if !errors.Is(err, unix.EINTR) {
+				return true
+			}
+		}
+	}); e != nil {
+		return e
+	}
+	if err == nil && n != len(b) {
+		err = io.ErrShortWrite
+	}
+	if errors.Is(err, unix.EAGAIN) || errors.Is(err, io.ErrShortWrite) {
+		return fmt.Errorf("%w: the peer sends requests and does not read the answers", p2p.ErrProtocol)
+	}
+	return err
+}
+
+// next waits for a message. If it comes with a descriptor, fd is that and the caller's, else -1. io.EOF: the peer closed or ended.
+func (s *socket) next() (m message, fd int, err error) {
+	for s.have < messageSize {
+		if s.file >= 0 && s.have == 0 {
+			return m, -1, fmt.Errorf("%w: a descriptor without a message", p2p.ErrProtocol)
+		}
+		if err := s.raw.Read(s.pull); err != nil {
+			return m, -1, err
+		}
+		if s.err != nil {
+			return m, -1, s.err
+		}
+		if err := s.collect(); err != nil {
+			return m, -1, err
+		}
+		if s.n == 0 {
+			return m, -1, io.EOF
+		}
+		s.have += s.n
+	}
+	m, err = decodeMessage((*[messageSize]byte)(s.in[:]))
+	if err != nil {
+		return m, -1, err
+	}
+	s.have = copy(s.in[:], s.in[messageSize:s.have])
+	fd = -1
+	if m.hasFile() {
+		if fd, s.file = s.file, -1; fd < 0 {
+			return m, -1, fmt.Errorf("%w: message of kind %d without a descriptor", p2p.ErrProtocol, m.kind)
+		}
+	}
+	return m, fd, nil
+}
+
+// collect takes the descriptors that the last recvmsg brought.
+func (s *socket) collect() error {
+	if s.hdr.Controllen == 0 && s.hdr.Flags&unix.MSG_CTRUNC == 0 {
+		return nil
+	}
+	var fds []int
+	cmsgs, err := unix.ParseSocketControlMessage(s.oob[:s.hdr.Controllen])
+	for i := range cmsgs {
+		if got, e := unix.ParseUnixRights(&cmsgs[i]); e == nil {
+			fds = append(fds, got...)
+		}
+	}
+	if err == nil && len(fds) == 1 && s.file < 0 && s.hdr.Flags&unix.MSG_CTRUNC == 0 {
+		s.file = fds[0]
+		return nil
+	}
+	for _, fd := range fds {
+		unix.Close(fd)
+	}
+	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 { // also what the kernel says when this process has no descriptor left
+		return errors.New("a descriptor from the peer could not be taken; is RLIMIT_NOFILE reached?")
+	}
+	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
+}
+
+// drop closes a descriptor that no message claimed. After the last next.
+func (s *socket) drop() {
+	if s.file >= 0 {
+		unix.Close(s.file)
+		s.file = -1
+	}
+}
+
+// checkPeer refuses a connection from another user.
+func checkPeer(conn *net.UnixConn, uid uint32) error {
+	raw, err := conn.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	if e := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); e != nil {
+		err = e
+	}
+	if err != nil {
+		return fmt.Errorf("credentials of the peer: %w", err)
+	}
+	if !mayTalk(uid, cred.Uid) {
+		return fmt.Errorf("%w: the other end runs as user %d and this process as user %d; want the same user, or root", p2p.ErrAuth, cred.Uid, uid)
+	}
+	return nil
+}

@@ -1,0 +1,324 @@
+package shm
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/trust"
+	"tutti/p2p"
+	"tutti/p2p/ring"
+)
+
+const purpose = "shm"
+
+// Transport implements p2p.Transport and p2p.Allocator. Its links implement p2p.Mapper.
+type Transport struct {
+	cfg     Config
+	uid     uint32
+	exports *exports
+
+	mu       sync.Mutex
+	host     p2p.Host
+	machine  string
+	acceptor *trust.Acceptor
+	closed   bool
+	served   sync.WaitGroup
+}
+
+// New returns a transport that does not listen yet.
+func New(cfg Config) *Transport {
+	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: &exports{}}
+}
+
+// Identify returns what two processes must have in common to share memory through this package: the machine since its last boot, and the network namespace, to
+// which abstract socket names belong.
+func Identify() (string, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("shm: identifying this machine: %w", err)
+	}
+	ns, err := os.Readlink("/proc/self/ns/net")
+	if err != nil {
+		return "", fmt.Errorf("shm: identifying this network namespace: %w", err)
+	}
+	id := strings.TrimSpace(string(boot)) + " " + ns
+	if len(id) > maxMachine {
+		return "", fmt.Errorf("shm: boot id and network namespace %q are longer than %d bytes", id, maxMachine)
+	}
+	return id, nil
+}
+
+// Name implements p2p.Transport.
+func (t *Transport) Name() string { return "shm" }
+
+// Listen implements p2p.Transport.
+func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
+	if n := len(h.Secret()); n < trust.MinSecret {
+		return nil, fmt.Errorf("shm: a job secret of %d bytes, want at least %d", n, trust.MinSecret)
+	}
+	machine, err := Identify()
+	if err != nil {
+		return nil, err
+	}
+	e := endpoint{uid: t.uid, machine: machine}
+	rand.Read(e.name[:])
+	t.mu.Lock()
+	if t.closed || t.acceptor != nil {
+		defer t.mu.Unlock()
+		if t.closed {
+			return nil, fmt.Errorf("shm: transport: %w", p2p.ErrClosed)
+		}
+		return nil, errors.New("shm: the transport listens already; make one for each rank")
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, "unix", e.address())
+	if err != nil {
+		t.mu.Unlock()
+		return nil, fmt.Errorf("shm: listening on %s: %w", e.address(), err)
+	}
+	t.host, t.machine = h, machine
+	t.acceptor = &trust.Acceptor{
+		Listener: &sameUser{l.(*net.UnixListener), t.uid}, Secret: h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout, Max: p2p.MaxHandshakes,
+		Admit: t.admit, Accepted: t.accepted,
+	}
+	t.served.Go(t.acceptor.Serve)
+	t.mu.Unlock()
+	conn, err := t.connect(ctx, e, h.Self())
+	if err != nil {
+		t.Close()
+		return nil, fmt.Errorf("shm: the listener does not answer itself: %w", err)
+	}
+	conn.Close()
+	return e.encode(), nil
+}
+
+// sameUser is a listener that drops connections of other users.
+type sameUser struct {
+	*net.UnixListener
+	uid uint32
+}
+
+func (l *sameUser) Accept() (net.Conn, error) {
+	for {
+		conn, err := l.AcceptUnix()
+		if err != nil {
+			return nil, err
+		}
+		if checkPeer(conn, l.uid) == nil {
+			return conn, nil
+		}
+		conn.Close()
+	}
+}
+
+func (t *Transport) admit(h trust.Hello) error {
+	self, from := t.host.Self(), p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
+	if to := (p2p.Identity{Rank: int(h.ToRank), Incarnation: h.ToIncarnation}); to != self {
+		return p2p.RefusalOf(fmt.Errorf("%w: this is %v, not %v", p2p.ErrStale, self, to))
+	}
+	if from == self { // Listen's probe
+		return nil
+	}
+	return p2p.RefusalOf(t.host.Admit(from))
+}
+
+// accepted makes the link's memory and passes it to the dialler.
+func (t *Transport) accepted(conn net.Conn, h trust.Hello) {
+	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
+	if from == t.host.Self() {
+		conn.Close()
+		return
+	}
+	if l, err := t.found(conn.(*net.UnixConn), from); err == nil {
+		t.host.Accepted(from, l)
+	}
+}
+
+func (t *Transport) found(conn *net.UnixConn, from p2p.Identity) (*link, error) {
+	sock, err := newSocket(conn)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	n := pages(ring.Bytes(t.cfg.RingBytes))
+	var mem []byte
+	fd, err := newMemory(n)
+	if err == nil {
+		if mem, err = mapMemory(fd, n); err == nil {
+			if err = sock.send(message{kind: msgSetup, size: uint64(t.cfg.RingBytes), gen: version}, fd); err != nil {
+				unmap(mem)
+			}
+		}
+		unix.Close(fd)
+	}
+	if err != nil {
+		var errno unix.Errno
+		errors.As(err, &errno)
+		sock.send(message{kind: msgFail, size: uint64(errno)}, -1)
+		conn.Close()
+		return nil, err
+	}
+	return newLink(t.host, from, t.exports, sock, mem, t.cfg.RingBytes, 1)
+}
+
+// Reaches implements p2p.Transport.
+func (t *Transport) Reaches(b []byte) error {
+	e, err := decodeEndpoint(b)
+	if err != nil {
+		return err
+	}
+	t.mu.Lock()
+	here := t.machine
+	t.mu.Unlock()
+	if here == "" {
+		if here, err = Identify(); err != nil {
+			return err
+		}
+	}
+	return e.reaches(here, t.uid)
+}
+
+// Dial implements p2p.Transport.
+func (t *Transport) Dial(ctx context.Context, to p2p.Identity, b []byte) (p2p.Link, error) {
+	t.mu.Lock()
+	usable := t.acceptor != nil && !t.closed
+	t.mu.Unlock()
+	if !usable {
+		return nil, fmt.Errorf("shm: dialling %v from a transport that does not listen: %w", to, p2p.ErrClosed)
+	}
+	if err := t.Reaches(b); err != nil {
+		return nil, fmt.Errorf("dialling %v: %w", to, err)
+	}
+	e, err := decodeEndpoint(b)
+	if err != nil {
+		return nil, err
+	}
+	l, err := t.dial(ctx, to, e)
+	if err != nil {
+		if ctx.Err() != nil && !errors.Is(err, ctx.Err()) {
+			err = fmt.Errorf("%w: %w", ctx.Err(), err)
+		}
+		return nil, fmt.Errorf("shm: dialling %v: %w", to, err)
+	}
+	return l, nil
+}
+
+func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*link, error) {
+	conn, err := t.connect(ctx, e, to)
+	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	sock, mem, data, err := t.receive(conn)
+	if !stop() && err == nil {
+		unmap(mem)
+		err = ctx.Err()
+	}
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	conn.SetDeadline(time.Time{})
+	return newLink(t.host, to, t.exports, sock, mem, data, 0)
+}
+
+// connect returns a connection to e on which both sides have proved themselves, with a deadline set.
+func (t *Transport) connect(ctx context.Context, e endpoint, to p2p.Identity) (*net.UnixConn, error) {
+	var d net.Dialer
+	var c net.Conn
+	for pause := time.Millisecond; ; pause = min(2*pause, 100*time.Millisecond) {
+		var err error
+		if c, err = d.DialContext(ctx, "unix", e.address()); err == nil {
+			break
+		}
+		if errors.Is(err, unix.ECONNREFUSED) {
+			return nil, fmt.Errorf("nobody listens on %s: %w: %w", e.address(), p2p.ErrPeerGone, err)
+		}
+		if !errors.Is(err, unix.EAGAIN) { // which says that the listener's backlog is full
+			return nil, err
+		}
+		timer := time.NewTimer(pause)
+		select {
+		case <-timer.C:
+		case <-ctx.Done():
+			timer.Stop()
+			return nil, fmt.Errorf("%w; the peer's backlog is full", ctx.Err())
+		}
+	}
+	conn := c.(*net.UnixConn)
+	// The peer may be busy with others: its limit counts from when it takes us up.
+	conn.SetDeadline(time.Now().Add(2 * t.cfg.HandshakeTimeout))
+	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+	err := checkPeer(conn, t.uid)
+	if err == nil {
+		self := t.host.Self()
+		err = p2p.FromRefusal(trust.Client(conn, t.host.Secret(), purpose, trust.Hello{
+			FromRank: uint32(self.Rank), FromIncarnation: self.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}))
+	}
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return conn, nil
+}
+
+// receive takes the memory that the acceptor made.
+func (t *Transport) receive(conn *net.UnixConn) (sock *socket, mem []byte, data int, err error) {
+	if sock, err = newSocket(conn); err != nil {
+		return
+	}
+	defer func() {
+		if err != nil {
+			sock.drop()
+		}
+	}()
+	m, fd, err := sock.next()
+	if err != nil {
+		return nil, nil, 0, fmt.Errorf("waiting for the shared memory: %w", err)
+	}
+	if fd >= 0 {
+		defer unix.Close(fd)
+	}
+	if m.kind == msgFail {
+		return nil, nil, 0, fmt.Errorf("the peer could not make the shared memory: %w", unix.Errno(m.size))
+	}
+	if m.kind != msgSetup || m.gen != version || m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
+		return nil, nil, 0, fmt.Errorf("%w: set-up message %+v", p2p.ErrProtocol, m)
+	}
+	data = int(m.size)
+	n := pages(ring.Bytes(data))
+	if err = checkMemory(fd, n); err == nil {
+		mem, err = mapMemory(fd, n)
+	}
+	return
+}
+
+// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under way; the caller must not hold a lock that they need.
+// Regions stay until they are freed.
+func (t *Transport) Close() error {
+	t.mu.Lock()
+	t.closed = true
+	a := t.acceptor
+	t.mu.Unlock()
+	var err error
+	if a != nil {
+		err = a.Close()
+	}
+	t.served.Wait()
+	return err
+}
+
+// Alloc implements p2p.Allocator: shared memory, with a descriptor (Region.File) that only this package passes on.
+func (t *Transport) Alloc(n int) (*p2p.Region, error) { return t.exports.alloc(n) }
