@@ -37,6 +37,7 @@ type Region struct {
 	Mem        []byte // the local mapping; the allocator's until Free
 	File       int    // descriptor to hand to peers, -1 if there is none
 	free       func() error
+	renew      func() error
 }
 
 // NewRegion describes mem; free (may be nil) gives it back. For transports.
@@ -52,6 +53,22 @@ func (r *Region) Free() error {
 	f := r.free
 	r.free, r.Mem = nil, nil
 	return f()
+}
+
+// OnRenew sets how Renew exchanges the memory. For transports.
+func (r *Region) OnRenew(f func() error) { r.renew = f }
+
+// Renew puts new memory with the same contents behind Mem's addresses and raises Generation: peers that have the region mapped keep the old memory,
+// so that nothing they do reaches this process any more. It does nothing for memory that was never shared.
+func (r *Region) Renew() error {
+	if r.renew == nil {
+		return nil
+	}
+	if err := r.renew(); err != nil {
+		return fmt.Errorf("exchanging the memory of a region of %d bytes: %w", len(r.Mem), err)
+	}
+	r.Generation++
+	return nil
 }
 
 // RegionDesc names a region to a peer.

@@ -11,13 +11,13 @@ import (
 
 // Element types that Go lacks, stored as bit patterns.
 type (
-	Float16    = kernels.Float16
-	BFloat16   = kernels.BFloat16
-	Float8E4M3 = kernels.Float8E4M3
-	Float8E5M2 = kernels.Float8E5M2
+	F16    = kernels.F16    // IEEE 754 binary16
+	BF16   = kernels.BF16   // bfloat16
+	F8E4M3 = kernels.F8E4M3 // OCP 8-bit float, 4 exponent bits
+	F8E5M2 = kernels.F8E5M2 // OCP 8-bit float, 5 exponent bits
 )
 
-// Number constrains what can be reduced. Float16 and BFloat16 are accumulated in float32; the 8-bit floats know Sum only.
+// Number constrains what can be reduced. F16 and BF16 are accumulated in float32; the 8-bit floats know Sum only.
 type Number interface {
 	~int8 | ~int16 | ~int32 | ~int64 | ~int | ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~uint | ~float32 | ~float64
 }
@@ -42,17 +42,20 @@ const (
 	Uint64     = kernels.Uint64
 	Float32    = kernels.Float32
 	Float64    = kernels.Float64
-	F16        = kernels.Float16
-	BF16       = kernels.BFloat16
-	F8E4M3     = kernels.Float8E4M3
-	F8E5M2     = kernels.Float8E5M2
-	BoolType   = kernels.Bool
-	Anywhere   = p2p.Anywhere
-	AnyRank    = -1 // Recv: from whichever rank
-	AnyTag     = -1 // Recv: with whichever tag
-	MaxTag     = 1<<31 - 1
-	MaxRanks   = 1 << 20 // slots of a group; what comes from an environment is checked against it
-	maxElement = 8
+	Float16    = kernels.Float16
+	BFloat16   = kernels.BFloat16
+	Float8E4M3 = kernels.Float8E4M3
+	Float8E5M2 = kernels.Float8E5M2
+	Bool       = kernels.Bool
+)
+
+// Limits and wildcards.
+const (
+	Anywhere = p2p.Anywhere // the location of host memory of no particular place
+	AnyRank  = -1           // Recv: from whichever rank
+	AnyTag   = -1           // Recv: with whichever tag
+	MaxTag   = 1<<31 - 1
+	MaxRanks = 1 << 20 // slots of a group
 )
 
 // Reduction says how elements are combined.
@@ -112,15 +115,15 @@ func DTypeOf[T Element]() DType {
 	case uint, uint64:
 		return Uint64
 	case bool:
-		return BoolType
-	case Float16:
-		return F16
-	case BFloat16:
-		return BF16
-	case Float8E4M3:
-		return F8E4M3
-	case Float8E5M2:
-		return F8E5M2
+		return Bool
+	case F16:
+		return Float16
+	case BF16:
+		return BFloat16
+	case F8E4M3:
+		return Float8E4M3
+	case F8E5M2:
+		return Float8E5M2
 	}
 	return kindDType(reflect.TypeFor[T]().Kind())
 }
@@ -148,7 +151,7 @@ func kindDType(k reflect.Kind) DType {
 	case reflect.Float64:
 		return Float64
 	case reflect.Bool:
-		return BoolType
+		return Bool
 	}
 	panic(fmt.Sprintf("pg: no data type for kind %v", k)) // Element admits no other kind
 }

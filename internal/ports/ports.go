@@ -52,6 +52,14 @@ func (s Spec) String() string {
 	return fmt.Sprintf("%d-%d", s.Lo, s.Hi)
 }
 
+// Next is the spec for a second listener beside one of s: the port after an explicit one, else s itself.
+func (s Spec) Next() Spec {
+	if s.Lo == s.Hi && s.Lo != 0 && s.Hi < 65535 {
+		return Spec{s.Lo + 1, s.Hi + 1}
+	}
+	return s
+}
+
 // Listen opens a TCP listener at host (an address; "" means every address of this machine) on the first free port of spec. Only "address in use" moves
 // a range on; any other failure ends the search. It does not block but to resolve a host that is a name.
 func Listen(ctx context.Context, host string, spec Spec) (net.Listener, error) {

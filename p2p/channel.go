@@ -1,0 +1,495 @@
+package p2p
+
+import (
+	"context"
+	"errors"
+	"fmt"
+)
+
+// Token identifies the operation that a message of the ordered lane belongs to. It travels in every header; where the two ends differ, ranks have
+// called different things.
+type Token struct {
+	Seq   uint64 // number of the operation on its channel
+	Call  uint64 // what was called, packed by the caller
+	Count uint64 // elements, or a hash of counts
+}
+
+// Disagreement says that a peer's message belongs to another operation than the one it was awaited for.
+type Disagreement struct {
+	Rank         int // the peer, by slot of the channel
+	Theirs, Ours Token
+	Detail       string
+}
+
+func (e *Disagreement) Error() string {
+	return fmt.Sprintf("rank %d sent a message of operation #%d where #%d was expected%s", e.Rank, e.Theirs.Seq, e.Ours.Seq, e.Detail)
+}
+
+// Aborted says that a peer ended the channel; Payload is what it gave to Abort.
+type Aborted struct {
+	Rank    int // slot of the channel
+	Payload []byte
+}
+
+func (e *Aborted) Error() string { return fmt.Sprintf("rank %d aborted", e.Rank) }
+
+// Channel is one conversation among some ranks, with its own order, credits and failure. It has two uses, on separate channels: the ordered lane
+// (PostRecv, WaitRecv, Send), where the n-th message from a peer goes to the n-th receive posted for it, and the tagged lane (SendReq, RecvReq).
+// All methods need the proxy's lock but where they say otherwise; slots are positions in the channel's list of ranks.
+type Channel struct {
+	id      uint32
+	p       *Proxy
+	ranks   []int // rank of each slot; nil until opened
+	slots   map[int]int
+	streams map[int]*stream // by rank
+	fast    []*stream       // by slot
+	err     error
+	aborted []byte // what we or a peer aborted with, for those who link up later
+	now     Token  // the operation in progress or the last one
+	window  int
+
+	// tagged lane
+	posted  []*RecvReq // unmatched, in posting order
+	sends   map[uint64]*SendReq
+	recvs   map[uint64]*RecvReq
+	nextMsg uint64
+}
+
+// stream is a channel's traffic with one peer, both directions.
+type stream struct {
+	c    *Channel
+	pr   *peer
+	slot int
+	// credits, in cost units, wrapping
+	sent, acked uint32 // what we sent; what the peer took of it
+	taken, told uint32 // what we took; what we told it of that
+	held        int    // cost of what waits in early
+
+	posted recvRing // ordered lane, in posting order
+	early  []*early // arrived, not asked for yet
+	sendq  []*SendReq
+
+	left    bool  // the peer closed the channel
+	seen    Token // of the last message that came
+	hasSeen bool
+}
+
+// early is a frame that arrived before anybody asked for it.
+type early struct {
+	h      Header
+	buf    []byte // len is the payload's
+	order  uint64 // of arrival, over all peers
+	filled bool
+}
+
+// Recv is a receive of the ordered lane. The zero value is ready for PostRecv; it may be used again when it is done.
+type Recv struct {
+	st   *stream
+	buf  []byte
+	got  int
+	tok  Token
+	view []byte // where the message is: buf, or lent by the link
+	lend bool
+	done bool
+}
+
+// Done reports whether the message is there.
+func (r *Recv) Done() bool { return r.done }
+
+// Posted reports whether r was ever posted since Forget.
+func (r *Recv) Posted() bool { return r.buf != nil || r.st != nil }
+
+// recvRing is a queue of posted receives which allocates only to grow.
+type recvRing struct {
+	q          []*Recv
+	head, size int
+}
+
+func (q *recvRing) push(r *Recv) {
+	if q.size == len(q.q) {
+		bigger := make([]*Recv, max(8, 2*len(q.q)))
+		for i := range q.size {
+			bigger[i] = q.q[(q.head+i)%len(q.q)]
+		}
+		q.q, q.head = bigger, 0
+	}
+	q.q[(q.head+q.size)&(len(q.q)-1)] = r
+	q.size++
+}
+
+func (q *recvRing) front() *Recv {
+	if q.size == 0 {
+		return nil
+	}
+	return q.q[q.head]
+}
+
+func (q *recvRing) pop() {
+	q.q[q.head] = nil
+	q.head = (q.head + 1) & (len(q.q) - 1)
+	q.size--
+}
+
+// cost is what a frame with n bytes of payload takes of the credit: its bytes and its header's line.
+func cost(n int) uint32 { return uint32(64 + n) }
+
+// Open opens channel id among ranks (this one included); every member opens it with the same list. What peers sent on it before is kept. Takes the lock itself.
+func (p *Proxy) Open(id uint32, ranks []int) (*Channel, error) {
+	p.Lock()
+	defer p.Unlock()
+	if p.closed {
+		return nil, ErrClosed
+	}
+	c := p.chans[id]
+	if _, dead := p.dead[id]; dead || c != nil && c.ranks != nil {
+		return nil, fmt.Errorf("channel %d is in use or was used before", id)
+	}
+	if c == nil {
+		c = p.newChannel(id)
+	} else {
+		p.unopened--
+	}
+	p.nextChan = max(p.nextChan, id+1)
+	c.ranks = ranks
+	c.fast = make([]*stream, len(ranks))
+	c.slots = make(map[int]int, len(ranks))
+	for slot, r := range ranks {
+		c.slots[r] = slot
+		if st := c.streams[r]; st != nil {
+			st.slot = slot
+			c.fast[slot] = st
+		}
+	}
+	for r := range c.streams {
+		if _, member := c.slots[r]; !member {
+			return nil, fmt.Errorf("%w: rank %d used channel %d, of which it is no member", ErrProtocol, r, id)
+		}
+	}
+	return c, nil
+}
+
+// NextChannel is the lowest id that no channel of this proxy had so far. Takes the lock itself.
+func (p *Proxy) NextChannel() uint32 {
+	p.Lock()
+	defer p.Unlock()
+	return p.nextChan
+}
+
+func (p *Proxy) newChannel(id uint32) *Channel {
+	c := &Channel{id: id, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1}
+	p.chans[id] = c
+	return c
+}
+
+func (c *Channel) has(rank int) bool { _, ok := c.slots[rank]; return ok }
+
+// stream returns the traffic with the rank in slot.
+func (c *Channel) stream(slot int) *stream {
+	if st := c.fast[slot]; st != nil {
+		return st
+	}
+	st := c.streamOf(&c.p.peers[c.ranks[slot]])
+	return st
+}
+
+func (c *Channel) streamOf(pr *peer) *stream {
+	if st := c.streams[pr.rank]; st != nil {
+		return st
+	}
+	st := &stream{c: c, pr: pr, slot: -1}
+	c.streams[pr.rank] = st
+	if slot, ok := c.slots[pr.rank]; ok {
+		st.slot = slot
+		c.fast[slot] = st
+	}
+	return st
+}
+
+// Err returns why the channel failed: *Aborted, *Disagreement, *PeerError, ErrClosed or what Fail was given.
+func (c *Channel) Err() error { return c.err }
+
+// Begin says which operation runs from now on; messages that arrive early are compared with it.
+func (c *Channel) Begin(t Token) error {
+	c.now = t
+	if c.err == nil {
+		for _, st := range c.fast { // what came before we began
+			if st != nil && len(st.early) > 0 {
+				c.compare(st, &st.early[0].h)
+			}
+		}
+	}
+	return c.err
+}
+
+// Seen returns the operation of the last message that came from slot.
+func (c *Channel) Seen(slot int) (Token, bool) {
+	if st := c.fast[slot]; st != nil {
+		return st.seen, st.hasSeen
+	}
+	return Token{}, false
+}
+
+// Abort fails the channel here and tells every linked member; those who link up later are told then. payload (at most MaxAbort bytes) is kept.
+func (c *Channel) Abort(cause error, payload []byte) {
+	if c.aborted == nil {
+		c.aborted = payload
+		if c.aborted == nil {
+			c.aborted = []byte{}
+		}
+		for _, r := range c.ranks {
+			if pr := &c.p.peers[r]; pr.link != nil {
+				c.p.control(pr, Header{Kind: frameAbort, Chan: c.id, Len: uint32(len(payload))}, payload)
+			}
+		}
+	}
+	c.fail(cause)
+}
+
+func (c *Channel) fail(err error) {
+	if c.err == nil {
+		c.err = err
+		c.p.wakeAll()
+	}
+}
+
+// Close ends the channel: peers are told, pending operations fail with ErrClosed, what still arrives is dropped. Takes the lock itself.
+func (c *Channel) Close() {
+	c.p.Lock()
+	defer c.p.Unlock()
+	if _, gone := c.p.dead[c.id]; gone || c.p.closed {
+		return
+	}
+	for _, r := range c.ranks {
+		if pr := &c.p.peers[r]; pr.link != nil && r != c.p.cfg.Self.Rank {
+			c.p.control(pr, Header{Kind: frameBye, Chan: c.id}, nil)
+		}
+	}
+	c.fail(ErrClosed)
+	c.Forget()
+	for _, st := range c.streams {
+		for _, e := range st.early {
+			if e.filled {
+				c.p.pool.put(e.buf)
+			}
+		}
+		st.early = nil
+		if st.pr.last == c { // a frame of ours that is still arriving is dropped
+			st.pr.last = nil
+		}
+	}
+	delete(c.p.chans, c.id)
+	c.p.dead[c.id] = struct{}{}
+}
+
+// Forget withdraws every receive that is posted on the ordered lane: afterwards the proxy touches none of their buffers. It is how a failed operation ends.
+func (c *Channel) Forget() {
+	for _, st := range c.streams {
+		for st.posted.size > 0 {
+			r := st.posted.front()
+			st.posted.pop()
+			c.drop(r)
+		}
+		if r := st.pr.lent; r != nil && r.st == st {
+			c.drop(r)
+		}
+	}
+}
+
+// drop detaches r from its link: what is still to come of its message is discarded.
+func (c *Channel) drop(r *Recv) {
+	pr := r.st.pr
+	if pr.lent == r {
+		c.p.returnLent(pr)
+	}
+	if pr.into == r {
+		pr.into, pr.dst = nil, nil
+	}
+	r.buf, r.view, r.done = nil, nil, false
+}
+
+// PostRecv posts buf for the next message from slot. It does not block. lend allows the message to stay where the link has it (see View); buf must be
+// valid all the same. r and buf belong to the proxy until r is done and released, or Forget.
+func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) {
+	st := c.fast[slot]
+	if st == nil {
+		st = c.stream(slot)
+	}
+	*r = Recv{st: st, buf: buf, tok: tok, lend: lend}
+	st.posted.push(r)
+	for len(st.early) > 0 && st.early[0].filled && st.posted.size > 0 && c.err == nil {
+		c.p.takeEarly(st)
+	}
+}
+
+// accepts checks that a frame continues r's message; if not the channel fails.
+func (c *Channel) accepts(r *Recv, h *Header) bool {
+	if h.Seq != r.tok.Seq || h.Call != r.tok.Call || h.Count != r.tok.Count {
+		c.fail(&Disagreement{Rank: r.st.slot, Theirs: Token{h.Seq, h.Call, h.Count}, Ours: r.tok})
+		return false
+	}
+	end := r.got + int(h.Len)
+	if h.Off != uint64(r.got) || end > len(r.buf) || (end == len(r.buf)) != (h.Flags&flagLast != 0) {
+		c.fail(&Disagreement{Rank: r.st.slot, Theirs: r.tok, Ours: r.tok,
+			Detail: fmt.Sprintf(": a message of %d bytes was expected, it has another length", len(r.buf))})
+		return false
+	}
+	return true
+}
+
+// advance accounts for a frame that r has taken.
+func (c *Channel) advance(r *Recv, h *Header) {
+	r.got += int(h.Len)
+	if h.Flags&flagLast != 0 {
+		r.done, r.view = true, r.buf
+		r.st.posted.pop()
+	}
+}
+
+// compare looks at the operation of a message that nobody has asked for yet.
+func (c *Channel) compare(st *stream, h *Header) {
+	if h.Kind != frameData || c.now.Seq == 0 {
+		return
+	}
+	theirs := Token{h.Seq, h.Call, h.Count}
+	if h.Seq < c.now.Seq || h.Seq == c.now.Seq && theirs != c.now {
+		c.fail(&Disagreement{Rank: st.slot, Theirs: theirs, Ours: c.now})
+	}
+}
+
+// View returns r's message once it is done: in its own buffer, or lent by the link until ReleaseRecv.
+func (r *Recv) View() []byte { return r.view }
+
+// ReleaseRecv gives a lent message back. It does nothing for one that is in its own buffer.
+func (c *Channel) ReleaseRecv(r *Recv) {
+	if pr := r.st.pr; pr.lent == r {
+		r.view = nil
+		c.p.returnLent(pr)
+	}
+}
+
+// WaitRecv blocks until r is done. Polling prefers r's link.
+func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
+	for !r.done {
+		if c.err != nil {
+			return c.err
+		}
+		pr := r.st.pr
+		if pr.err != nil {
+			return &PeerError{pr.rank, pr.err}
+		}
+		if r.st.left {
+			return &PeerError{pr.rank, errLeft}
+		}
+		if pr.lent != nil {
+			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
+		}
+		if err := c.p.progress(w, pr); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Send sends buf to slot as one message. It blocks until the link has taken all of it: buf may then be reused.
+func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
+	st := c.fast[slot]
+	if st == nil {
+		st = c.stream(slot)
+	}
+	pr := st.pr
+	h := Header{Kind: frameData, Chan: c.id, Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
+	for off := 0; ; {
+		if c.err != nil {
+			return c.err
+		}
+		switch {
+		case pr.err != nil:
+			return &PeerError{pr.rank, pr.err}
+		case pr.sendErr != nil:
+			return &PeerError{pr.rank, pr.sendErr}
+		case st.left:
+			return &PeerError{pr.rank, errLeft}
+		case pr.link != nil:
+			n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)
+			h.Len, h.Off, h.Flags = uint32(n), uint64(off), 0
+			if off+n == len(buf) {
+				h.Flags = flagLast
+			}
+			if c.push(st, &h, buf[off:off+n]) {
+				if off += n; h.Flags&flagLast != 0 {
+					w.calm()
+					return nil
+				}
+				continue
+			}
+			if pr.lent != nil { // its credit, or room, may be behind what we hold up
+				c.p.unlend(pr)
+			}
+		}
+		if err := c.p.progress(w, pr); err != nil {
+			return err
+		}
+	}
+}
+
+// push transmits one frame that counts against the credit, if there is credit and room.
+func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
+	n := cost(len(payload))
+	if st.sent+n-st.acked > uint32(c.window) || len(st.pr.ctl) > 0 {
+		return false
+	}
+	h.Ack = st.taken
+	if !c.p.transmit(st.pr, h, payload) {
+		return false
+	}
+	st.sent += n
+	st.told = st.taken
+	return true
+}
+
+// repay tells the peer what was taken, before its credit runs low.
+func (p *Proxy) repay(st *stream) {
+	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
+		st.told = st.taken
+		p.control(st.pr, Header{Kind: frameCredit, Chan: st.c.id, Ack: st.taken}, nil)
+	}
+}
+
+// Ledger is the account of one direction pair, for tests and status: Sent-Acked never exceeds the window, Held is what waits unasked for.
+type Ledger struct {
+	Window, InFlight, Held int
+}
+
+// Ledger returns the account with slot. Takes the lock itself.
+func (c *Channel) Ledger(slot int) Ledger {
+	c.p.Lock()
+	defer c.p.Unlock()
+	st := c.stream(slot)
+	return Ledger{c.window, int(st.sent - st.acked), st.held}
+}
+
+// Linked returns the transport that links slot, "" if there is no link. Takes the lock itself.
+func (c *Channel) Linked(slot int) string {
+	c.p.Lock()
+	defer c.p.Unlock()
+	if pr := &c.p.peers[c.ranks[slot]]; pr.link != nil {
+		return pr.name
+	}
+	return ""
+}
+
+// Map makes slot's region readable and writable here, if the link to it can. It may block for a round trip the first time; the lock is given up meanwhile.
+func (c *Channel) Map(ctx context.Context, slot int, d RegionDesc) ([]byte, error) {
+	pr := &c.p.peers[c.ranks[slot]]
+	m, ok := pr.link.(Mapper)
+	if !ok {
+		if pr.err != nil {
+			return nil, &PeerError{pr.rank, pr.err}
+		}
+		return nil, errors.ErrUnsupported
+	}
+	c.p.Unlock()
+	mem, err := m.Map(ctx, d)
+	c.p.Lock()
+	return mem, err
+}

@@ -1,0 +1,184 @@
+package p2p
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	mrand "math/rand/v2"
+	"strings"
+	"time"
+)
+
+func newID() uint64 {
+	var b [8]byte
+	rand.Read(b[:])
+	return binary.LittleEndian.Uint64(b[:]) | 1
+}
+
+// How long the higher rank of a pair waits for the lower one's connection before it dials itself: both usually want the link at the same time.
+const politeness = 15 * time.Millisecond
+
+// host is the proxy as one of its transports sees it.
+type host struct {
+	p         *Proxy
+	transport string
+}
+
+func (h *host) Self() Identity { return h.p.cfg.Self }
+func (h *host) Secret() []byte { return h.p.cfg.Secret }
+func (h *host) Wake()          { h.p.wakeAll() }
+
+// Region finds a shared region.
+func (h *host) Region(id uint64) (*Region, error) {
+	p := h.p
+	p.Lock()
+	defer p.Unlock()
+	if r := p.regions[id]; r != nil {
+		return r, nil
+	}
+	return nil, ErrNoRegion
+}
+
+// Admit decides on an incoming connection. Of two that cross, the lower rank's survives.
+func (h *host) Admit(from Identity) error {
+	p := h.p
+	if from.Rank < 0 || from.Rank >= p.cfg.Size || from.Rank == p.cfg.Self.Rank {
+		return fmt.Errorf("%w: there is no rank %d in this job of %d ranks", ErrStale, from.Rank, p.cfg.Size)
+	}
+	p.Lock()
+	defer p.Unlock()
+	pr := &p.peers[from.Rank]
+	switch {
+	case p.closed:
+		return ErrClosed
+	case pr.err != nil:
+		return fmt.Errorf("%w: %v has failed for rank %d: %v", ErrStale, from, p.cfg.Self.Rank, pr.err)
+	case pr.id.Incarnation != 0 && pr.id.Incarnation != from.Incarnation:
+		return fmt.Errorf("%w: rank %d is known as incarnation %016x", ErrStale, from.Rank, pr.id.Incarnation)
+	case pr.link != nil || pr.expected():
+		return fmt.Errorf("%w: rank %d has one with rank %d already", ErrSuperseded, p.cfg.Self.Rank, from.Rank)
+	case pr.dialing && p.cfg.Self.Rank < from.Rank:
+		return fmt.Errorf("%w: rank %d is dialling rank %d", ErrSuperseded, p.cfg.Self.Rank, from.Rank)
+	}
+	pr.admitted = time.Now()
+	return nil
+}
+
+// expected reports whether an admitted connection may still become a link.
+func (pr *peer) expected() bool {
+	return !pr.admitted.IsZero() && time.Since(pr.admitted) < HandshakeTimeout
+}
+
+// Accepted takes an admitted connection's link into service.
+func (h *host) Accepted(from Identity, l Link) {
+	p := h.p
+	p.attach(&p.peers[from.Rank], from, l, h.transport)
+}
+
+// connect sees to it that a link to the peer comes up or the peer fails. Called with the lock, whenever somebody waits for a peer without a link; never blocks.
+func (p *Proxy) connect(pr *peer) {
+	if pr.link != nil || pr.err != nil || pr.dialing || p.closed || pr.rank == p.cfg.Self.Rank {
+		return
+	}
+	now := time.Now()
+	if pr.since.IsZero() {
+		pr.since = now
+	}
+	if pr.expected() || p.cfg.Self.Rank > pr.rank && now.Sub(pr.since) < politeness {
+		return
+	}
+	ctx, stop := context.WithTimeout(p.ctx, p.cfg.ConnectTimeout)
+	pr.dialing, pr.stop = true, stop
+	p.wg.Add(1)
+	go func() {
+		defer p.wg.Done()
+		defer stop()
+		err := p.dial(ctx, pr)
+		p.Lock()
+		defer p.Unlock()
+		pr.dialing, pr.stop = false, nil
+		if err != nil && pr.link == nil && pr.err == nil && !p.closed {
+			p.log.Debug("cannot link", "peer", pr.rank, "err", err)
+			pr.err = err
+		}
+		p.wakeAll()
+	}()
+}
+
+// dial tries until there is a link, the peer is known to be gone or to refuse us, or ctx ends.
+func (p *Proxy) dial(ctx context.Context, pr *peer) error {
+	pause := 2 * time.Millisecond
+	var last error
+	for {
+		l, id, name, err := p.try(ctx, pr)
+		switch {
+		case err == nil:
+			p.attach(pr, id, l, name)
+			return nil
+		case p.linked(pr) || p.ctx.Err() != nil:
+			return nil
+		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
+			return err
+		}
+		if last == nil || ctx.Err() == nil {
+			last = err
+		}
+		// A superseded dial waits for the other side's connection in the same way.
+		t := time.NewTimer(pause/2 + mrand.N(pause))
+		select {
+		case <-ctx.Done():
+			t.Stop()
+			if p.linked(pr) || p.ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("no link within %v: %w", p.cfg.ConnectTimeout, last)
+		case <-t.C:
+		}
+		if p.linked(pr) {
+			return nil
+		}
+		pause = min(2*pause, 500*time.Millisecond)
+	}
+}
+
+var errRetry = errors.New("may come up yet")
+
+func (p *Proxy) linked(pr *peer) bool {
+	p.Lock()
+	defer p.Unlock()
+	return pr.link != nil || pr.err != nil
+}
+
+// try looks the peer up and dials it once over the first transport that reaches it.
+func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, error) {
+	select {
+	case p.dials <- struct{}{}:
+		defer func() { <-p.dials }()
+	case <-ctx.Done():
+		return nil, Identity{}, "", ctx.Err()
+	}
+	to, err := p.cfg.Resolve(ctx, pr.rank)
+	if err != nil {
+		return nil, Identity{}, "", err
+	}
+	var why []string
+	for _, t := range p.cfg.Transports {
+		ep, ok := to.Endpoints[t.Name()]
+		if !ok {
+			why = append(why, t.Name()+": the peer does not offer it")
+			continue
+		}
+		if err := t.Reaches(ep); err != nil {
+			why = append(why, t.Name()+": "+err.Error())
+			continue
+		}
+		l, err := t.Dial(ctx, to.Identity, ep)
+		if errors.Is(err, ErrPeerGone) {
+			err = fmt.Errorf("%w (%w)", err, errRetry) // the directory decides who is gone
+		}
+		return l, to.Identity, t.Name(), err
+	}
+	return nil, Identity{}, "", fmt.Errorf("no transport reaches rank %d: %s", pr.rank, strings.Join(why, "; "))
+}

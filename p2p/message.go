@@ -1,0 +1,358 @@
+package p2p
+
+import "errors"
+
+var (
+	errLeft      = errors.New("it closed its group")
+	errCancelled = errors.New("the sender took its message back")
+)
+
+// ErrWrongSize says that a message had another length or type than the receive that matched it.
+var ErrWrongSize = errors.New("message and receive differ in length or type")
+
+// AnySlot and AnyTag match every sender and every tag.
+const (
+	AnySlot = -1
+	AnyTag  = -1
+)
+
+// SendReq is a send of the tagged lane. Messages up to EagerMax travel at once, within the credit; larger ones are announced, wait in the
+// sender's memory, and go straight to the receiver's buffer when that asks for them.
+type SendReq struct {
+	st     *stream
+	buf    []byte
+	tag    uint64
+	meta   uint64
+	id     uint64 // not 0: announced
+	remote uint64 // not 0: the receiver's id, we may send
+	off    int
+	done   bool
+}
+
+// RecvReq is a receive of the tagged lane.
+type RecvReq struct {
+	buf   []byte
+	from  int // slot or AnySlot
+	tag   int64
+	meta  uint64
+	st    *stream // of the sender, once matched
+	id    uint64
+	order uint64
+	total int
+	got   int
+	done  bool
+	err   error
+
+	// Set when the receive is matched: the sender's slot, its tag, the message's bytes and meta.
+	From  int
+	Tag   uint64
+	Bytes int
+	Meta  uint64
+}
+
+// EagerMax is the longest message of the tagged lane that is sent before it was asked for.
+func (c *Channel) EagerMax() int { return min(c.window/8, 16<<10) }
+
+// PostSend queues buf for slot, behind what was queued for it before. meta must equal the receive's. It does not block; buf belongs to the channel until WaitSend or CancelSend returns.
+func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
+	st := c.stream(slot)
+	*s = SendReq{st: st, buf: buf, tag: tag, meta: meta}
+	st.sendq = append(st.sendq, s)
+	if st.pr.link != nil {
+		c.pump(st)
+	}
+}
+
+// pump sends what is queued, in order, as far as credit and room go.
+func (c *Channel) pump(st *stream) {
+	for len(st.sendq) > 0 && st.pr.link != nil && st.pr.sendErr == nil {
+		s := st.sendq[0]
+		h := Header{Kind: frameEager, Chan: c.id, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
+		payload := s.buf
+		if len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
+			h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
+		}
+		if !c.push(st, &h, payload) {
+			return
+		}
+		if h.Kind == frameRTS {
+			s.id = c.nextMsg
+			c.nextMsg++
+			c.sends[s.id] = s
+		} else {
+			s.done = true
+		}
+		st.sendq = st.sendq[:copy(st.sendq, st.sendq[1:])]
+	}
+}
+
+// WaitSend blocks until s was taken by the link (small messages) or by the receiver. On error s is cancelled.
+func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
+	st, pr := s.st, s.st.pr
+	for {
+		if s.done {
+			return nil
+		}
+		err := c.err
+		switch {
+		case err != nil:
+		case pr.err != nil:
+			err = &PeerError{pr.rank, pr.err}
+		case pr.sendErr != nil:
+			err = &PeerError{pr.rank, pr.sendErr}
+		case st.left:
+			err = &PeerError{pr.rank, errLeft}
+		case pr.link == nil:
+		case s.id == 0:
+			c.pump(st)
+		case s.remote != 0:
+			for !s.done && len(pr.ctl) == 0 && pr.sendErr == nil {
+				n := min(len(s.buf)-s.off, pr.link.MaxFrame())
+				h := Header{Kind: frameBulk, Chan: c.id, Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: st.taken}
+				if !c.p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
+					break
+				}
+				st.told = st.taken
+				s.off += n
+				if s.off == len(s.buf) {
+					s.done = true
+					delete(c.sends, s.id)
+				}
+			}
+		}
+		if err == nil && !s.done {
+			err = c.p.progress(w, pr)
+		}
+		if err != nil {
+			c.CancelSend(s)
+			return err
+		}
+	}
+}
+
+// CancelSend withdraws s: its buffer is not touched afterwards.
+func (c *Channel) CancelSend(s *SendReq) {
+	if s.done {
+		return
+	}
+	for i, q := range s.st.sendq {
+		if q == s {
+			s.st.sendq = append(s.st.sendq[:i], s.st.sendq[i+1:]...)
+		}
+	}
+	if s.id != 0 {
+		delete(c.sends, s.id)
+		c.p.control(s.st.pr, Header{Kind: frameCancel, Chan: c.id, Seq: s.id, Off: s.remote, Ack: s.st.taken}, nil)
+	}
+	s.done, s.buf = true, nil
+}
+
+// clearToSend is the receiver's answer to an announced message.
+func (c *Channel) clearToSend(st *stream, h *Header) {
+	s := c.sends[h.Seq]
+	if s == nil || s.st != st { // taken back meanwhile: the cancellation is under way
+		return
+	}
+	if s.remote = h.Off; h.Flags&flagDrop != 0 {
+		s.done = true
+		delete(c.sends, h.Seq)
+	}
+}
+
+// cancelled handles a sender's withdrawal of an announced message.
+func (c *Channel) cancelled(st *stream, h *Header) {
+	for _, r := range c.recvs {
+		if r.st == st && r.id != 0 && (r.id == h.Off || r.order == h.Seq) {
+			c.failRecv(r, &PeerError{st.pr.rank, errCancelled})
+			return
+		}
+	}
+	for i, e := range st.early {
+		if e.h.Kind == frameRTS && e.h.Seq == h.Seq {
+			c.p.dropEarly(st, i)
+			return
+		}
+	}
+}
+
+// match returns the first posted receive that takes a message of this sender and tag.
+func (c *Channel) match(st *stream, tag uint64) *RecvReq {
+	for _, r := range c.posted {
+		if (r.from == AnySlot || r.from == st.slot) && (r.tag == AnyTag || uint64(r.tag) == tag) {
+			return r
+		}
+	}
+	return nil
+}
+
+// bind gives the message that h begins to r.
+func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
+	for i, q := range c.posted {
+		if q == r {
+			c.posted = append(c.posted[:i], c.posted[i+1:]...)
+			break
+		}
+	}
+	r.st, r.From, r.Tag, r.Meta, r.total = st, st.slot, h.Count, h.Call, int(h.Len)
+	if h.Kind == frameRTS {
+		r.total, r.order = int(h.Off), h.Seq
+	}
+	r.Bytes = r.total
+	if r.total != len(r.buf) || r.Meta != r.meta {
+		r.err = ErrWrongSize
+	}
+	if h.Kind == frameRTS {
+		answer := Header{Kind: frameCTS, Chan: c.id, Seq: h.Seq, Ack: st.taken}
+		if r.err != nil {
+			answer.Flags, r.done = flagDrop, true
+		} else {
+			r.id = c.nextMsg
+			c.nextMsg++
+			c.recvs[r.id] = r
+			answer.Off = r.id
+		}
+		c.p.control(st.pr, answer, nil)
+	}
+}
+
+// settle gives kept messages of one sender to the receives that match them.
+func (c *Channel) settle(st *stream) {
+	for i := 0; i < len(st.early); {
+		e := st.early[i]
+		if !e.filled {
+			return
+		}
+		r := c.match(st, e.h.Count)
+		if r == nil || c.ranks == nil {
+			i++
+			continue
+		}
+		c.consume(r, st, i)
+	}
+}
+
+// consume gives kept message i to r.
+func (c *Channel) consume(r *RecvReq, st *stream, i int) {
+	e := st.early[i]
+	c.bind(r, st, &e.h)
+	if e.h.Kind == frameEager {
+		if r.err == nil {
+			copy(r.buf, e.buf)
+		}
+		r.got, r.done = r.total, true
+	}
+	c.p.dropEarly(st, i)
+	c.p.wakeAll()
+}
+
+// Recv1 posts buf for a message from slot (or AnySlot) with tag (or AnyTag) and meta. It does not block; buf belongs to the channel until WaitMsg or CancelRecv returns.
+func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []byte) {
+	*r = RecvReq{buf: buf, from: slot, tag: tag, meta: meta}
+	var best *stream
+	at := 0
+	for s, st := range c.fast {
+		if st == nil || slot != AnySlot && s != slot {
+			continue
+		}
+		for i, e := range st.early {
+			if tag == AnyTag || uint64(tag) == e.h.Count {
+				if best == nil || e.order < best.early[at].order {
+					best, at = st, i
+				}
+				break
+			}
+		}
+	}
+	c.posted = append(c.posted, r)
+	if best != nil && best.early[at].filled {
+		c.consume(r, best, at)
+	}
+}
+
+// WaitMsg blocks until r is done. On error r is cancelled. ErrWrongSize: the message was consumed, r says what it was.
+func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
+	for !r.done {
+		err := r.err
+		if errors.Is(err, ErrWrongSize) {
+			err = nil // until it is consumed
+		}
+		var pr *peer
+		switch {
+		case err != nil:
+		case c.err != nil:
+			err = c.err
+		case r.st != nil:
+			pr = r.st.pr
+			err = r.st.gone()
+		case r.from != AnySlot:
+			st := c.stream(r.from)
+			pr = st.pr
+			err = st.gone()
+		default:
+			err = c.nobody()
+		}
+		if err == nil {
+			err = c.p.progress(w, pr)
+		}
+		if err != nil {
+			c.CancelRecv(r)
+			return err
+		}
+	}
+	return r.err
+}
+
+// gone says why nothing more will come from the peer, nil while something may.
+func (st *stream) gone() error {
+	switch {
+	case st.pr.err != nil:
+		return &PeerError{st.pr.rank, st.pr.err}
+	case st.left:
+		return &PeerError{st.pr.rank, errLeft}
+	}
+	return nil
+}
+
+// nobody returns an error if no other member can send any more.
+func (c *Channel) nobody() error {
+	var last error
+	for slot, rank := range c.ranks {
+		if rank == c.p.cfg.Self.Rank {
+			continue
+		}
+		err := c.stream(slot).gone()
+		if err == nil {
+			return nil
+		}
+		last = err
+	}
+	if last == nil {
+		last = errors.New("there is no other rank to receive from")
+	}
+	return last
+}
+
+// CancelRecv withdraws r: its buffer is not touched afterwards. A message that was on its way to it is lost.
+func (c *Channel) CancelRecv(r *RecvReq) {
+	for i, q := range c.posted {
+		if q == r {
+			c.posted = append(c.posted[:i], c.posted[i+1:]...)
+			return
+		}
+	}
+	if !r.done {
+		c.failRecv(r, ErrClosed)
+	}
+}
+
+func (c *Channel) failRecv(r *RecvReq, err error) {
+	delete(c.recvs, r.id)
+	r.err, r.buf = err, nil
+	if pr := r.st.pr; pr.intoMsg == r { // the rest of the frame is dropped
+		if h := &pr.cur; h.Kind == frameEager {
+			r.st.taken += cost(int(h.Len))
+		}
+		pr.intoMsg, pr.dst = nil, nil
+		pr.cur.Kind = frameBulk
+	}
+}

@@ -1,0 +1,4 @@
+package p2p
+
+// pause tells the core that this is a spin loop.
+func pause()

@@ -1,0 +1,306 @@
+package p2p
+
+import "fmt"
+
+// pollAll makes progress on every link and reports whether there was any.
+func (p *Proxy) pollAll() bool {
+	any := false
+	for i := 0; i < len(p.links); i++ { // a link may go down, and out of the list, meanwhile
+		if p.poll(p.links[i]) {
+			any = true
+		}
+	}
+	return any
+}
+
+// poll makes progress on one link.
+func (p *Proxy) poll(pr *peer) bool {
+	l := pr.link
+	if l == nil || pr.lent != nil {
+		return false
+	}
+	busy := false
+	if pr.unsent {
+		done, err := l.Flush()
+		if err != nil {
+			pr.sendErr, done = err, true
+		}
+		pr.unsent = !done
+		busy = done
+	}
+	for len(pr.ctl) > 0 && !pr.unsent && pr.sendErr == nil {
+		if !p.transmit(pr, &pr.ctl[0].h, pr.ctl[0].payload) {
+			break
+		}
+		pr.ctl = pr.ctl[:copy(pr.ctl, pr.ctl[1:])]
+		busy = true
+	}
+	if pr.left > 0 {
+		return p.fill(pr) || busy
+	}
+	h, payload, err := l.Recv()
+	if err != nil {
+		p.down(pr, err)
+		return true
+	}
+	if h == nil {
+		return busy
+	}
+	if err := p.deliver(pr, h, payload); err != nil {
+		p.log.Warn("closing link", "peer", pr.rank, "err", err)
+		p.down(pr, err)
+	}
+	if p.asleep.Load() > 0 {
+		p.wakeAll()
+	}
+	return true
+}
+
+// fill takes more of a payload that comes piece by piece.
+func (p *Proxy) fill(pr *peer) bool {
+	dst := pr.dst
+	if dst == nil {
+		if p.discard == nil {
+			p.discard = make([]byte, 64<<10)
+		}
+		dst = p.discard[:min(len(p.discard), pr.left)]
+	}
+	n, err := pr.link.Fill(dst)
+	if err != nil {
+		p.down(pr, err)
+		return true
+	}
+	if n == 0 {
+		return false
+	}
+	if pr.left -= n; pr.dst != nil {
+		pr.dst = pr.dst[n:]
+	}
+	if pr.left == 0 {
+		p.finish(pr)
+		if p.asleep.Load() > 0 {
+			p.wakeAll()
+		}
+	}
+	return true
+}
+
+// take moves the current frame's payload to dst (nil: drops it), now or as it arrives; finish follows.
+func (p *Proxy) take(pr *peer, payload, dst []byte) {
+	if payload == nil && pr.cur.Len > 0 {
+		pr.dst, pr.left = dst, int(pr.cur.Len)
+		p.fill(pr)
+		return
+	}
+	copy(dst, payload)
+	p.finish(pr)
+}
+
+// finish ends the current frame, whose payload is where it belongs.
+func (p *Proxy) finish(pr *peer) {
+	pr.link.Release()
+	h := &pr.cur
+	pr.dst = nil
+	c := pr.last
+	if c == nil { // the channel was closed meanwhile
+		if pr.intoBuf != nil {
+			p.pool.put(pr.intoBuf.buf)
+		}
+		pr.into, pr.intoMsg, pr.intoBuf = nil, nil, nil
+		return
+	}
+	st := c.streamOf(pr)
+	switch {
+	case pr.into != nil:
+		r := pr.into
+		pr.into = nil
+		c.advance(r, h)
+		st.taken += cost(int(h.Len))
+	case pr.intoBuf != nil:
+		e := pr.intoBuf
+		pr.intoBuf = nil
+		e.filled = true
+		c.arrived(st, e)
+		return
+	case pr.intoMsg != nil:
+		r := pr.intoMsg
+		pr.intoMsg = nil
+		r.got += int(h.Len)
+		if r.done = r.got == r.total; r.done {
+			delete(c.recvs, r.id)
+		}
+		if h.Kind == frameEager {
+			st.taken += cost(int(h.Len))
+		}
+	case h.Kind == frameData || h.Kind == frameEager || h.Kind == frameRTS:
+		st.taken += cost(int(h.Len)) // dropped
+	}
+	p.repay(st)
+}
+
+// deliver starts on a frame that the link offers. An error means that the peer broke the protocol.
+func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
+	pr.cur = *h
+	h = &pr.cur
+	c := pr.last
+	if c == nil || c.id != h.Chan {
+		if c = p.chans[h.Chan]; c == nil {
+			if _, dead := p.dead[h.Chan]; dead {
+				pr.last = nil
+				p.take(pr, payload, nil)
+				return nil
+			}
+			if p.unopened++; p.unopened > maxUnopened {
+				return fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, maxUnopened)
+			}
+			c = p.newChannel(h.Chan)
+		}
+		pr.last = c
+	}
+	if c.ranks != nil && !c.has(pr.rank) {
+		return fmt.Errorf("%w: rank %d sent on channel %d, of which it is no member", ErrProtocol, pr.rank, h.Chan)
+	}
+	st := c.streamOf(pr)
+	if h.Ack-st.acked > st.sent-st.acked {
+		return fmt.Errorf("%w: rank %d acknowledges more than was sent to it", ErrProtocol, pr.rank)
+	}
+	st.acked = h.Ack
+	switch h.Kind {
+	case frameData:
+		st.seen, st.hasSeen = Token{h.Seq, h.Call, h.Count}, true
+		if c.err != nil {
+			p.take(pr, payload, nil)
+			return nil
+		}
+		if r := st.posted.front(); r != nil && len(st.early) == 0 {
+			if !c.accepts(r, h) {
+				p.take(pr, payload, nil)
+				return nil
+			}
+			if r.lend && payload != nil && r.got == 0 && h.Flags&flagLast != 0 {
+				st.posted.pop()
+				r.view, r.done = payload, true
+				pr.lent = r
+				return nil
+			}
+			pr.into = r
+			p.take(pr, payload, r.buf[r.got:r.got+int(h.Len)])
+			return nil
+		}
+		c.compare(st, h)
+		return p.keep(pr, st, payload)
+	case frameEager, frameRTS:
+		st.seen, st.hasSeen = Token{Seq: h.Count}, true
+		if h.Kind == frameEager && c.err == nil && c.ranks != nil && len(st.early) == 0 {
+			if r := c.match(st, h.Count); r != nil { // straight to its place
+				c.bind(r, st, h)
+				pr.intoMsg = r
+				if r.err != nil {
+					p.take(pr, payload, nil)
+				} else {
+					p.take(pr, payload, r.buf)
+				}
+				return nil
+			}
+		}
+		return p.keep(pr, st, payload)
+	case frameBulk:
+		r := c.recvs[h.Seq]
+		if r == nil || r.st != st || r.err != nil {
+			p.take(pr, payload, nil)
+			return nil
+		}
+		if h.Off != uint64(r.got) || h.Len == 0 || r.got+int(h.Len) > len(r.buf) {
+			return fmt.Errorf("%w: rank %d sent bytes outside of an announced message", ErrProtocol, pr.rank)
+		}
+		pr.intoMsg = r
+		p.take(pr, payload, r.buf[r.got:r.got+int(h.Len)])
+		return nil
+	case frameCredit:
+	case frameCTS:
+		c.clearToSend(st, h)
+	case frameCancel:
+		c.cancelled(st, h)
+	case frameBye:
+		pr.bye, st.left = true, true
+	case frameAbort:
+		if h.Len > MaxAbort || payload == nil && h.Len > 0 {
+			if h.Len > MaxAbort {
+				return fmt.Errorf("%w: rank %d sent an abort of %d bytes", ErrProtocol, pr.rank, h.Len)
+			}
+			return p.keep(pr, st, nil) // rare: it arrives in pieces
+		}
+		c.abortedBy(st, append([]byte{}, payload...))
+		p.take(pr, payload, nil)
+		return nil
+	default:
+		return fmt.Errorf("%w: rank %d sent a frame of kind %d", ErrProtocol, pr.rank, h.Kind)
+	}
+	if h.Len != 0 {
+		return fmt.Errorf("%w: rank %d sent a frame of kind %d with %d bytes", ErrProtocol, pr.rank, h.Kind, h.Len)
+	}
+	pr.link.Release()
+	return nil
+}
+
+// keep puts the current frame aside until somebody asks for it; the peer's credit bounds how much that can be.
+func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
+	n := int(pr.cur.Len)
+	if pr.cur.Kind != frameAbort {
+		if st.held += int(cost(n)); st.held > st.c.window {
+			return fmt.Errorf("%w: rank %d sent more than its credit of %d bytes", ErrProtocol, pr.rank, st.c.window)
+		}
+	}
+	buf, err := p.pool.get(n)
+	if err != nil {
+		return err
+	}
+	p.arrivals++
+	e := &early{h: pr.cur, buf: buf, order: p.arrivals}
+	if pr.cur.Kind != frameAbort {
+		st.early = append(st.early, e)
+	}
+	pr.intoBuf = e
+	p.take(pr, payload, buf)
+	return nil
+}
+
+// arrived is called when a kept frame is complete: it may be what somebody asked for while it came.
+func (c *Channel) arrived(st *stream, e *early) {
+	switch e.h.Kind {
+	case frameAbort:
+		c.abortedBy(st, append([]byte{}, e.buf...))
+		c.p.pool.put(e.buf)
+	case frameData:
+		for len(st.early) > 0 && st.early[0].filled && st.posted.size > 0 && c.err == nil {
+			c.p.takeEarly(st)
+		}
+	default:
+		c.settle(st)
+	}
+}
+
+// takeEarly gives the oldest kept frame of the ordered lane to the receive that waits for it.
+func (p *Proxy) takeEarly(st *stream) {
+	e := st.early[0]
+	if r := st.posted.front(); st.c.accepts(r, &e.h) {
+		copy(r.buf[r.got:], e.buf)
+		st.c.advance(r, &e.h)
+	}
+	p.dropEarly(st, 0)
+}
+
+// dropEarly removes kept frame i, which was consumed.
+func (p *Proxy) dropEarly(st *stream, i int) {
+	e := st.early[i]
+	st.early = append(st.early[:i], st.early[i+1:]...)
+	st.held -= int(cost(len(e.buf)))
+	st.taken += cost(len(e.buf))
+	p.pool.put(e.buf)
+	p.repay(st)
+}
+
+// abortedBy records a peer's abort and passes it on to the members that we are linked with, once: who waits for a rank that has aborted is linked with it.
+func (c *Channel) abortedBy(st *stream, payload []byte) {
+	c.Abort(&Aborted{Rank: st.slot, Payload: payload}, payload)
+}

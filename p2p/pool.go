@@ -1,0 +1,54 @@
+package p2p
+
+import (
+	"fmt"
+	"math/bits"
+)
+
+// pool holds what arrives early, in control memory. Blocks come in powers of two; what is out is bounded by the credits, what is kept by what was out.
+type pool struct {
+	control func(n int) (*Region, error)
+	regions []*Region
+	free_   [32][][]byte
+}
+
+const (
+	minBlock = 256
+	slabSize = 256 << 10
+)
+
+func (a *pool) get(n int) ([]byte, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	class := bits.Len(uint(max(n, minBlock) - 1))
+	if len(a.free_[class]) == 0 {
+		block := 1 << class
+		r, err := a.control(max(block, slabSize))
+		if err != nil {
+			return nil, fmt.Errorf("memory for messages that arrive early: %w", err)
+		}
+		a.regions = append(a.regions, r)
+		for off := 0; off+block <= len(r.Mem); off += block {
+			a.free_[class] = append(a.free_[class], r.Mem[off:off+block:off+block])
+		}
+	}
+	last := len(a.free_[class]) - 1
+	b := a.free_[class][last]
+	a.free_[class] = a.free_[class][:last]
+	return b[:n], nil
+}
+
+func (a *pool) put(b []byte) {
+	if cap(b) >= minBlock {
+		class := bits.Len(uint(cap(b) - 1))
+		a.free_[class] = append(a.free_[class], b[:cap(b)])
+	}
+}
+
+func (a *pool) free() {
+	for _, r := range a.regions {
+		r.Free()
+	}
+	*a = pool{control: a.control}
+}

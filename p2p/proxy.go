@@ -1,0 +1,348 @@
+package p2p
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// The frames of the proxy. Header fields that are not named are 0; Ack is always the credit of (Chan, this direction's reverse).
+const (
+	frameData   = iota + 1 // ordered lane. Seq, Call, Count: the operation; Off: place in the message; flagLast on its last frame
+	frameCredit            // carries only Ack
+	frameAbort             // the channel failed at the sender; payload: why
+	frameBye               // the sender closed the channel in good order
+	frameEager             // tagged message, whole. Count: tag
+	frameRTS               // tagged message, announced. Count: tag, Seq: sender's id, Off: bytes
+	frameCTS               // Seq: sender's id, Off: receiver's id; flagDrop: the receiver does not want it
+	frameBulk              // data of an announced message. Seq: receiver's id, Off: place
+	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
+)
+
+const (
+	flagLast = 1 << iota
+	flagDrop
+)
+
+// MaxAbort is the longest payload of Abort in bytes.
+const MaxAbort = 1024
+
+// maxUnopened bounds the channels that peers may use before this rank opens them.
+const maxUnopened = 4096
+
+// PeerError says that a peer's link failed or could not be made.
+type PeerError struct {
+	Rank int
+	Err  error
+}
+
+func (e *PeerError) Error() string { return fmt.Sprintf("rank %d: %v", e.Rank, e.Err) }
+func (e *PeerError) Unwrap() error { return e.Err }
+
+// Peer is what a directory knows of a rank.
+type Peer struct {
+	Identity
+	Endpoints map[string][]byte // by transport name
+}
+
+// Config is what a Proxy is made of. All fields without a default must be set.
+type Config struct {
+	Self   Identity
+	Size   int // ranks of the job
+	Secret []byte
+	// Resolve asks the directory for a rank; it may block until ctx ends, and returns an error that wraps ErrPeerGone when the rank is known to be gone.
+	Resolve func(ctx context.Context, rank int) (Peer, error)
+	// Transports in order of preference. The proxy owns them.
+	Transports []Transport
+	// Window is the credit per channel, peer and direction, in bytes; the same at all ranks. Default: 64 MiB over Size, within 32 KiB and 512 KiB.
+	Window int
+	// Oversubscribed says that there are more local ranks than cores: waiters then yield at once.
+	Oversubscribed bool
+	// Threads says that all ranks are goroutines of this process, so that yielding is the Go scheduler's business alone.
+	Threads bool
+	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30 s.
+	ConnectTimeout time.Duration
+	Logger         *slog.Logger // default: none
+}
+
+// DefaultWindow is Config.Window's default for a job of size ranks.
+func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 512<<10) }
+
+// Proxy is a rank's engine for all traffic with its peers. It owns the links, matches what is sent with what is awaited, keeps the credits and makes
+// progress: there is no thread of its own, whoever waits polls. All state is under one lock, held while polling and matching but never while sleeping.
+type Proxy struct {
+	cfg       Config
+	log       *slog.Logger
+	endpoints map[string][]byte
+	ctx       context.Context // ends at Close
+	cancel    context.CancelFunc
+	wg        sync.WaitGroup
+	dials     chan struct{} // bounds dialling
+
+	mu       sync.Mutex
+	peers    []peer  // by rank
+	links    []*peer // those with a live link
+	chans    map[uint32]*Channel
+	dead     map[uint32]struct{} // closed channels: what arrives late is dropped
+	unopened int
+	nextChan uint32
+	pool     pool
+	discard  []byte
+	arrivals uint64
+	closed   bool
+	regions  map[uint64]*Region
+	wanted   atomic.Int32 // goroutines that want mu while a spinning waiter has it
+
+	sleepMu  sync.Mutex
+	sleepers []*Wait
+	asleep   atomic.Int32
+}
+
+// peer is what the proxy knows of one rank.
+type peer struct {
+	rank     int
+	id       Identity // zero Incarnation: not known yet
+	link     Link     // nil: none yet, or err
+	name     string   // of its transport
+	err      error    // final: the peer is gone
+	bye      bool     // it said goodbye first
+	sendErr  error    // sending failed; what has arrived is still read, then the link goes down
+	dialing  bool
+	since    time.Time // link first wanted
+	admitted time.Time // an incoming connection was admitted, and is expected
+	stop     context.CancelFunc
+	unsent   bool     // the link keeps what it could not pass on
+	ctl      []ctl    // control frames that the link had no room for
+	lent     *Recv    // has the current frame's payload in place; the link stands still
+	dst      []byte   // where the rest of the current frame goes
+	left     int      // bytes of it still to come, >= len(dst); what exceeds dst is dropped
+	into     *Recv    // what the current frame belongs to: one of these, or neither (dropped)
+	intoMsg  *RecvReq //
+	intoBuf  *early   //
+	cur      Header
+	last     *Channel // of the last frame: saves the map
+}
+
+type ctl struct {
+	h       Header
+	payload []byte
+}
+
+// New makes a proxy. It does nothing until Listen.
+func New(cfg Config) *Proxy {
+	if cfg.Window == 0 {
+		cfg.Window = DefaultWindow(cfg.Size)
+	}
+	if cfg.ConnectTimeout == 0 {
+		cfg.ConnectTimeout = 30 * time.Second
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size), chans: map[uint32]*Channel{}, dead: map[uint32]struct{}{},
+		regions: map[uint64]*Region{}, nextChan: 1, dials: make(chan struct{}, 16)}
+	p.ctx, p.cancel = context.WithCancel(context.Background())
+	for i := range p.peers {
+		p.peers[i].rank = i
+	}
+	p.pool.control = p.Control
+	return p
+}
+
+// Listen starts every transport and returns their endpoints, by name, for the directory. It may block until ctx ends. On error the proxy must be closed.
+func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
+	p.endpoints = map[string][]byte{}
+	for _, t := range p.cfg.Transports {
+		ep, err := t.Listen(ctx, &host{p, t.Name()})
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", t.Name(), err)
+		}
+		if len(ep) > MaxEndpoint {
+			return nil, fmt.Errorf("%s: endpoint of %d bytes, at most %d are allowed", t.Name(), len(ep), MaxEndpoint)
+		}
+		p.endpoints[t.Name()] = ep
+	}
+	return p.endpoints, nil
+}
+
+// SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the machine. Takes the lock itself.
+func (p *Proxy) SetOversubscribed(yes bool) {
+	p.Lock()
+	p.cfg.Oversubscribed = yes
+	p.Unlock()
+}
+
+// Endpoints returns what Listen returned.
+func (p *Proxy) Endpoints() map[string][]byte { return p.endpoints }
+
+// Lock and Unlock hold the proxy for a sequence of calls that says it needs that.
+func (p *Proxy) Lock() {
+	if !p.mu.TryLock() {
+		p.wanted.Add(1)
+		p.mu.Lock()
+		p.wanted.Add(-1)
+	}
+}
+
+// Unlock is Lock's counterpart.
+func (p *Proxy) Unlock() { p.mu.Unlock() }
+
+// Close tells the peers goodbye, closes links, transports and regions made for control, and ends every goroutine before it returns.
+// Pending waits fail with ErrClosed. What was sent is still delivered by the links, within their own bounds.
+func (p *Proxy) Close() error {
+	p.Lock()
+	if p.closed {
+		p.Unlock()
+		p.wg.Wait()
+		return nil
+	}
+	deadline := time.Now().Add(200 * time.Millisecond)
+	for time.Now().Before(deadline) && p.pending() { // e.g. the last frame of a broadcast, when the socket was full
+		p.pollAll()
+	}
+	p.closed = true
+	p.cancel()
+	links := make([]Link, 0, len(p.links))
+	for _, pr := range p.links {
+		p.unlend(pr)
+		links = append(links, pr.link)
+		pr.link, pr.err = nil, ErrClosed
+	}
+	p.links = nil
+	for _, c := range p.chans {
+		if c.err == nil {
+			c.err = ErrClosed
+		}
+	}
+	p.Unlock()
+	p.wakeAll()
+	var first error
+	for _, t := range p.cfg.Transports { // no new links from here on
+		if err := t.Close(); err != nil && first == nil {
+			first = err
+		}
+	}
+	for _, l := range links {
+		if err := l.Close(); err != nil && first == nil {
+			first = err
+		}
+	}
+	p.wg.Wait()
+	p.Lock()
+	p.pool.free()
+	p.Unlock()
+	return first
+}
+
+// pending reports whether a link or the proxy still holds frames for a peer.
+func (p *Proxy) pending() bool {
+	for _, pr := range p.links {
+		if pr.unsent || len(pr.ctl) > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// attach takes a new link into service, unless the peer already has one.
+func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
+	p.Lock()
+	if p.closed || pr.link != nil || pr.err != nil {
+		p.Unlock()
+		l.Close()
+		return
+	}
+	pr.link, pr.id, pr.name = l, id, transport
+	pr.admitted = time.Time{}
+	if pr.stop != nil {
+		pr.stop() // our own dialling lost
+	}
+	p.links = append(p.links, pr)
+	p.log.Debug("link up", "peer", pr.rank, "transport", transport)
+	for _, c := range p.chans {
+		if c.aborted != nil && c.has(pr.rank) {
+			p.control(pr, Header{Kind: frameAbort, Chan: c.id, Len: uint32(len(c.aborted))}, c.aborted)
+		}
+	}
+	p.Unlock()
+	p.wakeAll()
+}
+
+// down takes a failed link out of service: evidence that the peer is gone.
+func (p *Proxy) down(pr *peer, err error) {
+	if pr.link == nil {
+		return
+	}
+	if pr.bye && errors.Is(err, ErrPeerGone) {
+		err = fmt.Errorf("it closed its group: %w", ErrPeerGone)
+	}
+	l := pr.link
+	p.unlend(pr)
+	p.log.Debug("link down", "peer", pr.rank, "err", err)
+	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl = nil, err, nil, 0, nil, nil, nil
+	if pr.intoBuf != nil {
+		p.pool.put(pr.intoBuf.buf)
+		pr.intoBuf = nil
+	}
+	for i, o := range p.links {
+		if o == pr {
+			p.links = append(p.links[:i], p.links[i+1:]...)
+			break
+		}
+	}
+	p.wg.Add(1)
+	go func() { defer p.wg.Done(); l.Close() }()
+	p.wakeAll()
+}
+
+// unlend gives the payload that a Recv borrowed back to the link, keeping a copy.
+func (p *Proxy) unlend(pr *peer) {
+	r := pr.lent
+	if r == nil {
+		return
+	}
+	copy(r.buf, r.view)
+	r.view = r.buf
+	p.returnLent(pr)
+}
+
+func (p *Proxy) returnLent(pr *peer) {
+	st := pr.lent.st
+	pr.lent = nil
+	pr.link.Release()
+	st.taken += cost(int(pr.cur.Len))
+	p.repay(st)
+}
+
+// control sends a control frame, or keeps it until the link has room.
+func (p *Proxy) control(pr *peer, h Header, payload []byte) {
+	if pr.link == nil || pr.sendErr != nil {
+		return
+	}
+	if len(pr.ctl) == 0 && p.transmit(pr, &h, payload) {
+		return
+	}
+	if pr.sendErr == nil {
+		pr.ctl = append(pr.ctl, ctl{h, payload})
+	}
+}
+
+// transmit offers one frame to the peer's link; a failure takes the link down and returns false.
+func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
+	ok, err := pr.link.Send(h, payload)
+	if err == nil && ok {
+		var flushed bool
+		if flushed, err = pr.link.Flush(); err == nil {
+			pr.unsent = !flushed
+		}
+	}
+	if err != nil {
+		pr.sendErr = err
+		return false
+	}
+	return ok
+}

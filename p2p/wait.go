@@ -1,0 +1,202 @@
+package p2p
+
+import (
+	"context"
+	"errors"
+	"runtime"
+	"time"
+)
+
+// ErrTimeout says that a Wait's deadline has passed.
+var ErrTimeout = errors.New("deadline passed")
+
+// How long a waiter looks before it gives way, and then sleeps.
+const (
+	hotFor   = 60 * time.Microsecond  // pure polling, when every local rank has a core
+	yieldFor = 400 * time.Microsecond // polling between yields
+	checks   = 64                     // polls between looks at the clock
+	hotPolls = 16                     // polls of the awaited link between rounds over all
+)
+
+// Wait is how patient one goroutine is: what ends its waiting, and how it has waited so far. It is used by one goroutine and reusable.
+type Wait struct {
+	ctx     context.Context
+	timeout time.Duration // 0: none
+	lazy    bool
+	spins   int
+	began   time.Time // first look at the clock
+	from    time.Time // first look at the clock since there was progress
+	wake    chan struct{}
+	timer   *time.Timer
+}
+
+// Reset prepares w for an operation bounded by ctx and timeout (0: none), which counts from when it first has to wait. lazy says that nobody's latency
+// depends on it: it yields at once.
+func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
+	if w.wake == nil {
+		w.wake = make(chan struct{}, 1)
+		w.timer = time.NewTimer(time.Hour)
+		w.timer.Stop()
+	}
+	w.ctx, w.timeout, w.lazy = ctx, timeout, lazy
+	w.spins, w.began, w.from = 0, time.Time{}, time.Time{}
+}
+
+// Waited returns how long w's operation has been waiting.
+func (w *Wait) Waited() time.Duration {
+	if w.began.IsZero() {
+		return 0
+	}
+	return time.Since(w.began)
+}
+
+// calm notes progress: the next wait starts with hot polling again.
+func (w *Wait) calm() { w.spins = 0 }
+
+// wakeAll ends the sleep of everybody who waits for this proxy. From any goroutine.
+func (p *Proxy) wakeAll() {
+	if p.asleep.Load() == 0 {
+		return
+	}
+	p.sleepMu.Lock()
+	for _, w := range p.sleepers {
+		select {
+		case w.wake <- struct{}{}:
+		default:
+		}
+	}
+	p.sleepMu.Unlock()
+}
+
+// progress polls once, first of all prefer's link (nil: nobody's in particular), and gives way according to how long w has waited in vain. Called with the lock, which it may give up for a while.
+// It returns nil whenever the caller should look again, or why w must not wait any longer.
+func (p *Proxy) progress(w *Wait, prefer *peer) error {
+	if prefer != nil {
+		if prefer.link == nil {
+			p.connect(prefer)
+		} else if p.poll(prefer) {
+			w.spins = 0
+			return nil
+		}
+		if w.spins%hotPolls != 0 && p.hot(w) {
+			return p.giveWay(w)
+		}
+	}
+	for i := 0; i < len(p.links); i++ {
+		if pr := p.links[i]; pr != prefer {
+			p.poll(pr) // progress, but perhaps not ours: the clock goes on
+		}
+	}
+	return p.giveWay(w)
+}
+
+// hot reports whether w may poll without giving its core away.
+func (p *Proxy) hot(w *Wait) bool { return !w.lazy && !p.cfg.Oversubscribed }
+
+func (p *Proxy) giveWay(w *Wait) error {
+	if p.closed {
+		return ErrClosed
+	}
+	w.spins++
+	hot := p.hot(w)
+	if hot && w.spins%checks != 0 {
+		if p.wanted.Load() > 0 {
+			p.mu.Unlock()
+			runtime.Gosched()
+			p.mu.Lock()
+		} else {
+			pause()
+		}
+		return nil
+	}
+	now := time.Now()
+	if w.began.IsZero() {
+		w.began = now
+	}
+	if w.spins <= checks || w.from.IsZero() {
+		w.from = now
+	}
+	if err := w.over(now); err != nil {
+		return err
+	}
+	waited := now.Sub(w.from)
+	switch {
+	case hot && waited < hotFor:
+		return nil
+	case waited < yieldFor:
+		p.mu.Unlock()
+		if p.cfg.Threads {
+			runtime.Gosched()
+		} else {
+			osYield()
+		}
+		p.mu.Lock()
+		return nil
+	}
+	return p.sleep(w, now)
+}
+
+// over returns why w must not wait any longer.
+func (w *Wait) over(now time.Time) error {
+	if err := w.ctx.Err(); err != nil {
+		return err
+	}
+	if w.timeout > 0 && now.Sub(w.began) > w.timeout {
+		return ErrTimeout
+	}
+	return nil
+}
+
+// sleep parks the goroutine until a link has something, another goroutine made progress, or time is up.
+func (p *Proxy) sleep(w *Wait, now time.Time) error {
+	p.asleep.Add(1)
+	p.sleepMu.Lock()
+	p.sleepers = append(p.sleepers, w)
+	p.sleepMu.Unlock()
+	ready := false
+	for _, pr := range p.links {
+		if pr.lent != nil {
+			p.unlend(pr) // nothing is held up while we sleep
+			ready = true
+		}
+		if pr.link.Arm() {
+			ready = true
+		}
+	}
+	if !ready {
+		wait := 100 * time.Millisecond // a link that is being made, or an admission that lapsed, is looked at again
+		if w.timeout > 0 {
+			wait = max(0, min(wait, w.timeout-now.Sub(w.began)))
+		}
+		w.timer.Reset(wait)
+		p.mu.Unlock()
+		select {
+		case <-w.wake:
+		case <-w.ctx.Done():
+		case <-w.timer.C:
+		}
+		w.timer.Stop()
+		p.Lock()
+	}
+	p.sleepMu.Lock()
+	for i, o := range p.sleepers {
+		if o == w {
+			p.sleepers = append(p.sleepers[:i], p.sleepers[i+1:]...)
+			break
+		}
+	}
+	p.sleepMu.Unlock()
+	select {
+	case <-w.wake:
+	default:
+	}
+	if p.asleep.Add(-1) == 0 {
+		for _, pr := range p.links {
+			pr.link.Disarm()
+		}
+	}
+	if p.closed {
+		return ErrClosed
+	}
+	return nil
+}

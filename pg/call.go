@@ -1,0 +1,300 @@
+package pg
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strconv"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/kernels"
+	"tutti/p2p"
+)
+
+// call is one collective on one rank, checked and ready to run. It belongs to the group, one at a time.
+type call struct {
+	kind       collectives.Kind
+	dtype      DType
+	op         Reduction
+	root       int
+	count      int            // Shape.Count
+	in, out    unsafe.Pointer // out == in where the operation is in place
+	counts     []int          // Shape.Counts
+	recvCounts []int
+}
+
+// token packs what all ranks must agree on. It travels in the header of every message of the call.
+func (c *call) token(seq uint64, algo collectives.Algo) p2p.Token {
+	t := p2p.Token{Seq: seq, Count: uint64(c.count),
+		Call: uint64(c.kind) | uint64(c.dtype)<<8 | uint64(c.op)<<16 | uint64(algo)<<24 | uint64(uint32(c.root))<<32}
+	if c.kind == collectives.AllGatherV {
+		h := uint64(14695981039346656037) // FNV-1a over the counts
+		for _, n := range c.counts {
+			h = (h ^ uint64(n)) * 1099511628211
+		}
+		t.Count = h
+	}
+	return t
+}
+
+// spell turns a token back into words: "allreduce #12 (float32 sum, 1024 elements)".
+func spell(t p2p.Token) string {
+	kind, dtype, op, algo := collectives.Kind(t.Call), DType(t.Call>>8), Reduction(t.Call>>16), collectives.Algo(t.Call>>24)
+	s := fmt.Sprintf("%s #%d", kind, t.Seq)
+	if kind == collectives.Barrier {
+		return s
+	}
+	s += " (" + dtype.String()
+	if op != 0 {
+		s += " " + op.String()
+	}
+	switch kind {
+	case collectives.AllGatherV:
+		s += fmt.Sprintf(", counts with hash %08x", uint32(t.Count))
+	case collectives.AllToAllV:
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+		s += fmt.Sprintf(", %d elements", t.Count)
+	default:
+		s += fmt.Sprintf(", %d elements a rank", t.Count)
+	}
+	switch kind {
+	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
+		s += fmt.Sprintf(", root %d", t.Call>>32)
+	}
+	if algo != collectives.Auto {
+		s += ", " + algo.String()
+	}
+	return s + ")"
+}
+
+// sameCall reports whether two tokens differ in the algorithm alone: then TUTTI_ALGO differs between ranks.
+func sameCall(a, b p2p.Token) bool {
+	return a.Seq == b.Seq && a.Count == b.Count && a.Call|0xff<<24 == b.Call|0xff<<24
+}
+
+// check validates the arguments of a collective and fills g.cur. It looks at nothing that only this rank knows but the lengths of its own buffers.
+func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
+	n := g.size
+	bad := func(arg, got, want string) error {
+		return &ArgumentError{Call: kind.String(), Arg: arg, Got: got, Want: want}
+	}
+	*c = call{kind: kind, op: op, root: root, in: src.Ptr, out: dst.Ptr, dtype: src.DType, counts: counts, recvCounts: recvCounts}
+	if kind == collectives.Barrier {
+		c.dtype = Uint8
+		return nil
+	}
+	if root < 0 || root >= n {
+		return bad("root", strconv.Itoa(root), fmt.Sprintf("a rank, 0 to %d", n-1))
+	}
+	rooted := kind == collectives.Gather || kind == collectives.Scatter
+	if src.DType == 0 && src.Count == 0 && src.Ptr == nil && (kind == collectives.AllReduce || kind == collectives.Scatter && root != g.rank) {
+		c.dtype = dst.DType // in place, or not used here
+		if kind == collectives.AllReduce {
+			src = dst
+			c.in = dst.Ptr
+		}
+	}
+	if !c.dtype.Valid() {
+		return bad("the data type", c.dtype.String(), "one of the data types of package pg")
+	}
+	if dst.DType != c.dtype && !(rooted && root != g.rank && dst.Count == 0) {
+		return bad("the destination's data type", dst.DType.String(), c.dtype.String()+" like the source's")
+	}
+	for _, b := range [2]struct {
+		name string
+		Buffer
+	}{{"the destination", dst}, {"the source", src}} {
+		if b.Count < 0 || b.Count > 0 && b.Ptr == nil {
+			return bad(b.name, fmt.Sprintf("%d elements at %v", b.Count, b.Ptr), "a buffer of its length")
+		}
+		if b.Location != "" && !b.Location.Host() {
+			return bad(b.name+"'s location", string(b.Location), "host memory: no transport of this group reaches any other")
+		}
+	}
+	if kind.Reduces() && !kernels.Supported(op, c.dtype) {
+		_, err := kernels.Lookup(op, c.dtype)
+		return bad("the reduction", fmt.Sprintf("%v of %v", op, c.dtype), fmt.Sprintf("a combination that exists (%v)", err))
+	}
+	times := func(big Buffer, arg string, small int) error {
+		if big.Count != n*small {
+			return bad("the length of the "+arg, strconv.Itoa(big.Count), fmt.Sprintf("%d: %d ranks times %d elements", n*small, n, small))
+		}
+		return nil
+	}
+	var err error
+	switch kind {
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+		c.count = src.Count
+		if dst.Count != src.Count {
+			err = bad("the length of the destination", strconv.Itoa(dst.Count), strconv.Itoa(src.Count)+" like the source")
+		}
+	case collectives.ReduceScatter:
+		c.count = dst.Count
+		err = times(src, "source", dst.Count)
+	case collectives.AllGather:
+		c.count = src.Count
+		err = times(dst, "destination", src.Count)
+	case collectives.AllToAll:
+		c.count = src.Count / n
+		if dst.Count != src.Count {
+			err = bad("the length of the destination", strconv.Itoa(dst.Count), strconv.Itoa(src.Count)+" like the source")
+		} else {
+			err = times(src, "source", c.count)
+		}
+	case collectives.Gather:
+		c.count = src.Count
+		if g.rank == root {
+			err = times(dst, "destination at the root", src.Count)
+		}
+	case collectives.Scatter:
+		c.count = dst.Count
+		if g.rank == root {
+			err = times(src, "source at the root", dst.Count)
+		}
+	case collectives.AllGatherV:
+		var total int
+		if total, err = g.checkCounts(kind, "counts", counts); err == nil {
+			if dst.Count != total {
+				err = bad("the length of the destination", strconv.Itoa(dst.Count), fmt.Sprintf("%d, the sum of the counts", total))
+			} else if src.Count != counts[g.rank] {
+				err = bad("the length of the source", strconv.Itoa(src.Count), fmt.Sprintf("counts[%d] = %d", g.rank, counts[g.rank]))
+			}
+		}
+	case collectives.AllToAllV:
+		var out, in int
+		if out, err = g.checkCounts(kind, "sendCounts", counts); err == nil {
+			in, err = g.checkCounts(kind, "recvCounts", recvCounts)
+		}
+		switch {
+		case err != nil:
+		case src.Count != out:
+			err = bad("the length of the source", strconv.Itoa(src.Count), fmt.Sprintf("%d, the sum of sendCounts", out))
+		case dst.Count != in:
+			err = bad("the length of the destination", strconv.Itoa(dst.Count), fmt.Sprintf("%d, the sum of recvCounts", in))
+		case counts[g.rank] != recvCounts[g.rank]:
+			err = bad(fmt.Sprintf("recvCounts[%d]", g.rank), strconv.Itoa(recvCounts[g.rank]), fmt.Sprintf("sendCounts[%d] = %d: both are what this rank sends to itself", g.rank, counts[g.rank]))
+		}
+	default:
+		err = bad("the operation", kind.String(), "a collective")
+	}
+	if err != nil {
+		return err
+	}
+	if kind == collectives.AllToAll || kind == collectives.AllToAllV || kind == collectives.ReduceScatter {
+		if overlap(dst, src) {
+			return bad("the destination", "overlapping the source", "memory of its own")
+		}
+	}
+	return nil
+}
+
+func (g *Group) checkCounts(kind collectives.Kind, arg string, counts []int) (total int, err error) {
+	bad := func(got, want string) error {
+		return &ArgumentError{Call: kind.String(), Arg: arg, Got: got, Want: want}
+	}
+	if len(counts) != g.size {
+		return 0, bad(fmt.Sprintf("of length %d", len(counts)), fmt.Sprintf("one count for each of the %d ranks", g.size))
+	}
+	for r, n := range counts {
+		if n < 0 || total > 1<<56-n {
+			return 0, bad(fmt.Sprintf("%d for rank %d", n, r), "counts of zero or more that fit in memory")
+		}
+		total += n
+	}
+	return total, nil
+}
+
+func overlap(a, b Buffer) bool {
+	p, q := uintptr(a.Ptr), uintptr(b.Ptr)
+	n, m := uintptr(a.Count*a.DType.Size()), uintptr(b.Count*b.DType.Size())
+	return n > 0 && m > 0 && p < q+m && q < p+n
+}
+
+// How a failure travels to the other ranks: Abort's payload. The first byte is the kind.
+const (
+	abortRank     = 1 // reporter, failed rank, text
+	abortTimeout  = 2 // reporter, after (ns), token of the call, missing ranks (at most maxMissing) with their last tokens, text
+	abortMismatch = 3 // rank a, rank b, their tokens
+	abortOther    = 4 // reporter, text
+	maxMissing    = 16
+)
+
+type wireAbort struct {
+	Kind     byte
+	A, B     int // reporter and failed rank, or the two ranks that disagree
+	Call     p2p.Token
+	Other    p2p.Token
+	After    int64
+	Missing  []Seen2
+	Text     string
+	Canceled bool
+}
+
+// Seen2 is a missing rank with the token last seen of it.
+type Seen2 struct {
+	Rank int
+	Has  bool
+	Last p2p.Token
+}
+
+func putToken(b []byte, t p2p.Token) []byte {
+	b = binary.LittleEndian.AppendUint64(b, t.Seq)
+	b = binary.LittleEndian.AppendUint64(b, t.Call)
+	return binary.LittleEndian.AppendUint64(b, t.Count)
+}
+
+func (a *wireAbort) encode() []byte {
+	b := []byte{a.Kind, 0}
+	if a.Canceled {
+		b[1] = 1
+	}
+	b = binary.LittleEndian.AppendUint32(b, uint32(a.A))
+	b = binary.LittleEndian.AppendUint32(b, uint32(a.B))
+	b = putToken(putToken(b, a.Call), a.Other)
+	b = binary.LittleEndian.AppendUint64(b, uint64(a.After))
+	missing := a.Missing[:min(len(a.Missing), maxMissing)]
+	b = append(b, byte(len(missing)))
+	for _, m := range missing {
+		b = binary.LittleEndian.AppendUint32(b, uint32(m.Rank))
+		has := byte(0)
+		if m.Has {
+			has = 1
+		}
+		b = putToken(append(b, has), m.Last)
+	}
+	return append(b, a.Text[:min(len(a.Text), p2p.MaxAbort-len(b))]...)
+}
+
+const abortFixed = 2 + 8 + 48 + 8 + 1
+
+var errBadAbort = errors.New("malformed abort message")
+
+// decodeAbort reads what a peer sent; size bounds the rank numbers.
+func decodeAbort(b []byte, size int) (*wireAbort, error) {
+	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortOther {
+		return nil, errBadAbort
+	}
+	u32 := func(at int) int { return int(int32(binary.LittleEndian.Uint32(b[at:]))) }
+	tok := func(at int) p2p.Token {
+		return p2p.Token{Seq: binary.LittleEndian.Uint64(b[at:]), Call: binary.LittleEndian.Uint64(b[at+8:]), Count: binary.LittleEndian.Uint64(b[at+16:])}
+	}
+	a := &wireAbort{Kind: b[0], Canceled: b[1] == 1, A: u32(2), B: u32(6), Call: tok(10), Other: tok(34), After: int64(binary.LittleEndian.Uint64(b[58:]))}
+	if a.A < 0 || a.A >= size || a.B < 0 || a.B >= size || a.After < 0 {
+		return nil, errBadAbort
+	}
+	n, at := int(b[66]), abortFixed
+	if n > maxMissing || len(b) < at+n*29 {
+		return nil, errBadAbort
+	}
+	for ; n > 0; n-- {
+		m := Seen2{Rank: u32(at), Has: b[at+4] == 1, Last: tok(at + 5)}
+		if m.Rank < 0 || m.Rank >= size {
+			return nil, errBadAbort
+		}
+		a.Missing = append(a.Missing, m)
+		at += 29
+	}
+	a.Text = string(b[at:])
+	return a, nil
+}

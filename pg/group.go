@@ -1,0 +1,537 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/p2p"
+)
+
+// A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
+//
+// Collectives on a group are started in the same order, with the same arguments, by all its ranks. They run one at a time, in that order; a blocking
+// call runs on the caller's goroutine when nothing that was started is still under way. Methods and package functions may be called from several
+// goroutines, but then the order is theirs to arrange. Send and Recv stand outside of that order.
+//
+// After an error other than *ArgumentError, a collective has no result (an in-place buffer may be partly overwritten), and the group is failed: every
+// later collective returns an error at once, at every rank. When a call has returned, nothing touches its buffers any more, whatever the outcome.
+type Group struct {
+	job    *job // shared with subgroups
+	rank   int
+	size   int
+	ranks  []int // rank in the job of each slot
+	active []int // slots
+	hosts  []int // of active; nil: one host
+	caps   collectives.Caps
+	parent *Group
+
+	coll *p2p.Channel // collectives
+	msgs *p2p.Channel // Send and Recv
+
+	mu      sync.Mutex // one collective at a time; guards what follows
+	cur     call
+	seq     uint64
+	history [64]p2p.Token // of the latest collectives, by seq
+	err     error         // why the group failed
+	wait    p2p.Wait
+	run     runner
+
+	queueMu sync.Mutex
+	queue   []*Work       // started, in order; the first is running
+	queued  atomic.Int32  // len(queue)
+	kick    chan struct{} // tells the worker
+	worker  bool
+	closed  atomic.Bool
+	done    chan struct{} // closed by Close
+	wg      sync.WaitGroup
+	ctx     context.Context // ends at Close
+	cancel  context.CancelFunc
+}
+
+// View says who plays.
+type View struct {
+	Epoch  uint64
+	Active []int // the active slots, ascending
+}
+
+// Rank returns this rank's slot.
+func (g *Group) Rank() int { return g.rank }
+
+// Size returns the number of slots.
+func (g *Group) Size() int { return g.size }
+
+// View returns the current view.
+func (g *Group) View() View {
+	return View{Epoch: g.job.epoch, Active: append([]int(nil), g.active...)}
+}
+
+// newGroup makes the handle of a group among ranks of the job; its two channels are base and base+1.
+func newGroup(j *job, parent *Group, ranks []int, rank int, base uint32) (*Group, error) {
+	g := &Group{job: j, parent: parent, rank: rank, size: len(ranks), ranks: ranks, kick: make(chan struct{}, 1), done: make(chan struct{})}
+	g.active = make([]int, len(ranks))
+	for i := range g.active {
+		g.active[i] = i
+	}
+	g.ctx, g.cancel = context.WithCancel(context.Background())
+	var err error
+	if g.coll, err = j.proxy.Open(base, ranks); err != nil {
+		return nil, err
+	}
+	if g.msgs, err = j.proxy.Open(base+1, ranks); err != nil {
+		return nil, err
+	}
+	g.run.init(g)
+	return g, nil
+}
+
+// locate fills in what is known of the machines under the ranks: the same at all of them.
+func (g *Group) locate(places []place) {
+	index := map[uint64]int{}
+	hosts := make([]int, g.size)
+	cores := int(^uint(0) >> 1)
+	mapped := g.job.mapped
+	for slot, r := range g.ranks {
+		p := places[r]
+		h, ok := index[p.machine]
+		if !ok {
+			h = len(index)
+			index[p.machine] = h
+		}
+		hosts[slot] = h
+		cores = min(cores, p.cores)
+		mapped = mapped && p.maps
+	}
+	g.hosts = nil
+	if len(index) > 1 {
+		g.hosts = hosts
+	}
+	g.caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1, Mapped: mapped && len(index) == 1}
+}
+
+// Topology describes in a line how the ranks are spread and linked, for a person.
+func (g *Group) Topology() string {
+	hosts := 1
+	for _, h := range g.hosts {
+		hosts = max(hosts, h+1)
+	}
+	how := "network links"
+	switch {
+	case g.job.local:
+		how = "one process"
+	case g.caps.SharedMemory:
+		how = "shared memory"
+	case hosts < g.size && g.job.mapped:
+		how = "shared memory and network links"
+	}
+	return fmt.Sprintf("%d ranks on %d host(s), %s", g.size, hosts, how)
+}
+
+// LocalRank returns how many lower ranks of the group share this rank's machine, and LocalSize how many ranks in all.
+func (g *Group) LocalRank() int { r, _ := g.local(); return r }
+
+// LocalSize returns how many ranks of the group are on this rank's machine.
+func (g *Group) LocalSize() int { _, n := g.local(); return n }
+
+func (g *Group) local() (rank, size int) {
+	if g.hosts == nil {
+		return g.rank, g.size
+	}
+	for slot, h := range g.hosts {
+		if h == g.hosts[g.rank] {
+			if slot < g.rank {
+				rank++
+			}
+			size++
+		}
+	}
+	return rank, size
+}
+
+// blocking runs a collective for its caller.
+func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
+	if g.queued.Load() > 0 { // behind what was started
+		w := g.start(func(c *call) error { return g.check(c, kind, op, root, dst, src, counts, recvCounts) })
+		return w.Wait(ctx)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if err := g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts); err != nil {
+		return err
+	}
+	return g.collective(ctx, false)
+}
+
+// collective runs g.cur. It is called with g.mu.
+func (g *Group) collective(ctx context.Context, lazy bool) error {
+	if g.closed.Load() {
+		return ErrClosed
+	}
+	if g.err != nil {
+		return g.err
+	}
+	if err := ctx.Err(); err != nil { // nothing was sent; but the others will wait for us
+		g.wait.Reset(ctx, 0, lazy)
+		g.seq++
+		return g.fail(err)
+	}
+	g.seq++
+	g.wait.Reset(ctx, g.job.timeout, lazy)
+	err := g.run.collective()
+	g.cur.in, g.cur.out, g.cur.counts, g.cur.recvCounts = nil, nil, nil, nil
+	if err != nil {
+		return g.fail(err)
+	}
+	return nil
+}
+
+// fail turns what went wrong in the collective that just ran into the error that the program sees, tells the other ranks, and makes sure that
+// nothing touches the call's buffers any more.
+func (g *Group) fail(err error) error {
+	p := g.job.proxy
+	p.Lock()
+	typed, tell := g.explain(err)
+	if tell != nil {
+		g.coll.Abort(typed, tell.encode())
+	}
+	g.coll.Forget()
+	p.Unlock()
+	g.run.fence()
+	g.err = typed
+	return typed
+}
+
+// explain makes a typed error of err, and the message that tells it to the others; nil where they have been told or cannot be.
+func (g *Group) explain(err error) (error, *wireAbort) {
+	now := g.run.tok
+	if now.Seq != g.seq { // failed before it began
+		now = g.cur.token(g.seq, collectives.Auto)
+	}
+	var peer *p2p.PeerError
+	var differ *p2p.Disagreement
+	var aborted *p2p.Aborted
+	switch {
+	case errors.As(err, &aborted):
+		a, bad := decodeAbort(aborted.Payload, g.size)
+		if bad != nil {
+			return &RankError{Rank: max(aborted.Rank, 0), Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: bad}, nil
+		}
+		return g.told(a), nil
+	case errors.As(err, &differ):
+		ours := differ.Ours
+		if differ.Theirs.Seq < ours.Seq { // of an earlier operation, which left it over
+			if h := g.history[differ.Theirs.Seq%uint64(len(g.history))]; h.Seq == differ.Theirs.Seq {
+				ours = h
+			}
+		}
+		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank, CallB: spell(differ.Theirs) + differ.Detail}
+		return m, &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs, Text: differ.Detail}
+	case errors.As(err, &peer):
+		slot := g.slotOf(peer.Rank)
+		e := &RankError{Rank: slot, Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
+		return e, &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}
+	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
+		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()), Missing: g.run.missing(), Canceled: errors.Is(err, context.Canceled)}
+		return g.told(a), a
+	case errors.Is(err, p2p.ErrClosed):
+		return ErrClosed, nil
+	}
+	return err, &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}
+}
+
+// told is the error that a failure message stands for.
+func (g *Group) told(a *wireAbort) error {
+	switch a.Kind {
+	case abortRank:
+		cause := error(p2p.ErrPeerGone)
+		if a.Text != "" {
+			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
+		}
+		return &RankError{Rank: a.B, Epoch: g.job.epoch, Call: spell(a.Call), Reporter: a.A, Err: cause}
+	case abortMismatch:
+		return &MismatchError{RankA: a.A, CallA: spell(a.Call), RankB: a.B, CallB: spell(a.Other) + a.Text}
+	case abortTimeout:
+		e := &TimeoutError{Call: spell(a.Call), After: time.Duration(a.After), Reporter: a.A, Err: context.DeadlineExceeded}
+		if a.Canceled {
+			e.Err = context.Canceled
+		}
+		for _, m := range a.Missing {
+			what := "nothing yet"
+			if m.Has {
+				what = spell(m.Last)
+			}
+			e.Missing = append(e.Missing, Seen{Rank: m.Rank, What: what})
+		}
+		return e
+	}
+	return &RankError{Rank: a.A, Epoch: g.job.epoch, Call: spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+}
+
+// trimGone removes the text of ErrPeerGone from the end of what a peer wrote, where it is added again as an error.
+func trimGone(s string) string {
+	gone := p2p.ErrPeerGone.Error()
+	if n := len(s) - len(gone); n >= 0 && s[n:] == gone {
+		return s[:n]
+	}
+	return s + ": "
+}
+
+func (g *Group) slotOf(rank int) int {
+	for slot, r := range g.ranks {
+		if r == rank {
+			return slot
+		}
+	}
+	return rank
+}
+
+// Close leaves the group: operations under way fail with ErrClosed, peers learn of it, and when the last group of the job is closed on this rank, its links,
+// listeners and lease go too. What this rank had sent is still delivered. It returns in bounded time. Idempotent. Closing a group does not close its subgroups.
+func (g *Group) Close() error {
+	if g.closed.Swap(true) {
+		return nil
+	}
+	g.coll.Close()
+	g.msgs.Close()
+	g.cancel()
+	close(g.done)
+	g.wg.Wait()
+	g.mu.Lock() // a blocking caller has seen ErrClosed
+	g.run.free()
+	g.mu.Unlock()
+	return g.job.release()
+}
+
+// Split divides the group: ranks that give the same color (>= 0) form a subgroup, ordered by key and among equal keys by rank. A negative color
+// joins none and gets (nil, nil). It is a collective: every rank calls it. The subgroup is closed on its own.
+func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
+	mine := [3]int64{int64(color), int64(key), int64(g.job.proxy.NextChannel())}
+	all := make([]int64, 3*g.size)
+	if err := AllGather(ctx, g, all, mine[:]); err != nil {
+		return nil, err
+	}
+	if color < 0 {
+		return nil, nil
+	}
+	var slots []int
+	base := uint32(0)
+	for s := range g.size {
+		base = max(base, uint32(all[3*s+2])) // an id that no member has used
+		if all[3*s] == int64(color) {
+			at := len(slots)
+			for at > 0 && all[3*slots[at-1]+1] > all[3*s+1] {
+				at--
+			}
+			slots = append(slots[:at], append([]int{s}, slots[at:]...)...)
+		}
+	}
+	ranks := make([]int, len(slots))
+	rank := 0
+	for i, s := range slots {
+		ranks[i] = g.ranks[s]
+		if s == g.rank {
+			rank = i
+		}
+	}
+	if !g.job.retain() {
+		return nil, ErrClosed
+	}
+	// Two subgroups of one Split have no member in common, so that they may share an id.
+	sub, err := newGroup(g.job, g, ranks, rank, base)
+	if err != nil {
+		g.job.release()
+		return nil, err
+	}
+	sub.locate(g.job.places)
+	return sub, nil
+}
+
+// A Work is an operation that Start started.
+type Work struct {
+	g    *Group
+	call call
+	msg  *message // Send or Recv
+	err  error
+	done chan struct{}
+}
+
+// Done is closed when the operation has ended, one way or the other.
+func (w *Work) Done() <-chan struct{} { return w.done }
+
+// Err returns the outcome; it may be called once Done is closed.
+func (w *Work) Err() error { return w.err }
+
+// Status returns what a RecvOp received; it may be called once Done is closed and Err is nil.
+func (w *Work) Status() Status {
+	if w.msg == nil {
+		return Status{}
+	}
+	return w.msg.status()
+}
+
+// Wait waits for the operation to end and returns its outcome. When ctx ends first the operation goes on; Wait then returns ctx's error and the buffers are still in use.
+func (w *Work) Wait(ctx context.Context) error {
+	select {
+	case <-w.done:
+		return w.err
+	default:
+	}
+	select {
+	case <-w.done:
+		return w.err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (w *Work) finish(err error) {
+	w.err = err
+	close(w.done)
+}
+
+// Start begins an operation and returns at once. Collectives run in the order in which they were started; Send and Recv are independent of them
+// and of each other, but for the order of messages with the same peer and tag. The buffers belong to the operation until it is done. An error in the arguments ends the Work at once.
+func (g *Group) Start(op Operation) *Work {
+	switch o := op.(type) {
+	case SendOp:
+		return g.startMessage(o.X, o.To, o.Tag, false)
+	case RecvOp:
+		return g.startMessage(o.X, o.From, o.Tag, true)
+	}
+	return g.start(func(c *call) error { return op.lower(g, c) })
+}
+
+func (g *Group) start(lower func(*call) error) *Work {
+	w := &Work{g: g, done: make(chan struct{})}
+	if err := lower(&w.call); err != nil {
+		w.finish(err)
+		return w
+	}
+	g.queueMu.Lock()
+	if g.closed.Load() {
+		g.queueMu.Unlock()
+		w.finish(ErrClosed)
+		return w
+	}
+	g.queue = append(g.queue, w)
+	g.queued.Add(1)
+	if !g.worker {
+		g.worker = true
+		g.wg.Add(1)
+		go g.work()
+	}
+	g.queueMu.Unlock()
+	select {
+	case g.kick <- struct{}{}:
+	default:
+	}
+	return w
+}
+
+// work runs what was started, in order, until Close.
+func (g *Group) work() {
+	defer g.wg.Done()
+	for {
+		g.queueMu.Lock()
+		if len(g.queue) == 0 {
+			closed := g.closed.Load()
+			g.worker = !closed
+			g.queueMu.Unlock()
+			if closed {
+				return
+			}
+			select {
+			case <-g.kick:
+			case <-g.done:
+			}
+			continue
+		}
+		w := g.queue[0]
+		g.queueMu.Unlock()
+
+		g.mu.Lock()
+		g.cur = w.call
+		err := g.collective(g.ctx, true)
+		if err != nil && g.closed.Load() {
+			err = ErrClosed
+		}
+		g.mu.Unlock()
+
+		g.queueMu.Lock()
+		g.queue[0] = nil
+		g.queue = g.queue[1:]
+		g.queued.Add(-1)
+		g.queueMu.Unlock()
+		w.finish(err)
+	}
+}
+
+func (o AllReduceOp) lower(g *Group, c *call) error {
+	if o.Src == (Buffer{}) {
+		o.Src = o.Dst
+	}
+	return g.check(c, collectives.AllReduce, o.Op, 0, o.Dst, o.Src, nil, nil)
+}
+func (o ReduceScatterOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.ReduceScatter, o.Op, 0, o.Dst, o.Src, nil, nil)
+}
+func (o AllGatherOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.AllGather, 0, 0, o.Dst, o.Src, nil, nil)
+}
+func (o AllGatherVOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.AllGatherV, 0, 0, o.Dst, o.Src, o.Counts, nil)
+}
+func (o AllToAllOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.AllToAll, 0, 0, o.Dst, o.Src, nil, nil)
+}
+func (o AllToAllVOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.AllToAllV, 0, 0, o.Dst, o.Src, o.SendCounts, o.RecvCounts)
+}
+func (o BroadcastOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.Broadcast, 0, o.Root, o.X, o.X, nil, nil)
+}
+func (o ReduceOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.Reduce, o.Op, o.Root, o.X, o.X, nil, nil)
+}
+func (o GatherOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.Gather, 0, o.Root, o.Dst, o.Src, nil, nil)
+}
+func (o ScatterOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.Scatter, 0, o.Root, o.Dst, o.Src, nil, nil)
+}
+func (BarrierOp) lower(g *Group, c *call) error {
+	return g.check(c, collectives.Barrier, 0, 0, Buffer{}, Buffer{}, nil, nil)
+}
+func (o SendOp) lower(*Group, *call) error { return nil }
+func (o RecvOp) lower(*Group, *call) error { return nil }
+
+// Alloc returns zeroed memory for n elements that is registered with the group's transports: where the links allow it, collectives on it copy
+// nothing. It belongs to the caller until Free; closing the group leaves it usable as plain memory.
+func Alloc[T Element](g *Group, n int) ([]T, error) {
+	var zero T
+	size := int(unsafe.Sizeof(zero))
+	if n < 0 || n > 1<<56/size {
+		return nil, &ArgumentError{Call: "alloc", Arg: "the length", Got: fmt.Sprint(n), Want: "zero or more elements that fit in memory"}
+	}
+	if n == 0 {
+		return []T{}, nil
+	}
+	mem, err := g.job.alloc(n * size)
+	if err != nil {
+		return nil, err
+	}
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n), nil
+}
+
+// Free gives back memory of Alloc: x as Alloc returned it. No operation may be using it, and it must not be touched afterwards.
+func Free[T Element](g *Group, x []T) error {
+	if cap(x) == 0 {
+		return nil
+	}
+	return g.job.freeMem(unsafe.Pointer(unsafe.SliceData(x)))
+}

@@ -1,0 +1,511 @@
+package pg
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"log/slog"
+	"os"
+	"runtime"
+	"sort"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"github.com/hashicorp/go-multierror"
+	"golang.org/x/sync/errgroup"
+
+	"tutti/bootstrap"
+	"tutti/collectives"
+	"tutti/internal/ports"
+	"tutti/p2p"
+	"tutti/p2p/inproc"
+	"tutti/p2p/shm"
+	"tutti/p2p/tcp"
+)
+
+// job is what the groups of one rank share: its links, its listeners, its place in the store.
+type job struct {
+	proxy   *p2p.Proxy
+	log     *slog.Logger
+	timeout time.Duration // 0: none
+	algo    collectives.Algo
+	epoch   uint64
+	local   bool // all ranks are in this process
+	mapped  bool // this rank's memory can be mapped by ranks of its machine
+	places  []place
+
+	store  bootstrap.Store
+	server *bootstrap.Server
+	client *bootstrap.Client
+	met    atomic.Bool // every rank has been registered: a record that is missing means that its rank is gone
+
+	mu      sync.Mutex
+	refs    int
+	records map[int]bootstrap.Record
+	regions atomic.Pointer[[]*p2p.Region] // by address
+}
+
+// place is what all ranks must know of each other to choose alike.
+type place struct {
+	machine uint64
+	cores   int
+	maps    bool
+	algo    collectives.Algo
+	timeout time.Duration
+}
+
+const placeSize = 16
+
+func (p place) encode(b []byte) {
+	binary.LittleEndian.PutUint64(b, p.machine)
+	binary.LittleEndian.PutUint32(b[8:], uint32(p.cores))
+	if p.maps {
+		b[12] = 1
+	}
+	b[13] = byte(p.algo)
+}
+
+func decodePlace(b []byte) place {
+	return place{machine: binary.LittleEndian.Uint64(b), cores: max(1, int(binary.LittleEndian.Uint32(b[8:]))), maps: b[12] == 1, algo: collectives.Algo(b[13])}
+}
+
+// settings is Config with the environment and the defaults filled in.
+type settings struct {
+	Config
+	launch bootstrap.Launch
+	algo   collectives.Algo
+	kinds  []string // transports
+}
+
+var transportNames = []string{"shm", "tcp"}
+
+func (c Config) resolve(getenv func(string) string) (*settings, error) {
+	s := &settings{Config: c}
+	var err error
+	if s.launch, err = bootstrap.FromEnv(getenv); err != nil {
+		if c.Size == 0 {
+			return nil, err
+		}
+		s.launch = bootstrap.Launch{LocalRank: -1}
+	}
+	l := &s.launch
+	if s.Size == 0 {
+		s.Size, s.Rank = l.Size, l.Rank
+	}
+	if s.Size < 1 || s.Size > MaxRanks || s.Rank < 0 || s.Rank >= s.Size {
+		return nil, &ArgumentError{Call: "join", Arg: "Rank and Size", Got: fmt.Sprintf("rank %d of %d", s.Rank, s.Size), Want: fmt.Sprintf("0 <= Rank < Size <= %d", MaxRanks)}
+	}
+	def := func(v *string, env, last string) {
+		if *v == "" {
+			*v = env
+		}
+		if *v == "" {
+			*v = last
+		}
+	}
+	def(&s.Job, l.Job, "default")
+	def(&s.Store, l.Store, "")
+	if s.Store == "" && l.MasterAddr != "" && l.MasterPort > 0 {
+		s.Store = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
+	}
+	def(&s.StoreUser, l.StoreUser, "")
+	def(&s.StorePassword, l.StorePassword, "")
+	def(&s.Transport, l.Transport, "auto")
+	def(&s.Interfaces, l.Interfaces, "")
+	def(&s.Ports, l.Ports, "0")
+	def(&s.Algorithm, l.Algorithm, "auto")
+	if s.Secret == nil {
+		s.Secret = l.Secret
+	}
+	if s.Timeout == 0 {
+		s.Timeout = l.Timeout
+	}
+	switch {
+	case s.Timeout == 0:
+		s.Timeout = DefaultTimeout
+	case s.Timeout < 0:
+		s.Timeout = 0
+	}
+	if s.LeaseTTL == 0 {
+		s.LeaseTTL = l.LeaseTTL
+	}
+	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
+		return nil, err
+	}
+	if s.Transport == "auto" {
+		s.kinds = transportNames
+	} else {
+		for _, name := range strings.Split(s.Transport, ",") {
+			if name != "shm" && name != "tcp" {
+				return nil, &ArgumentError{Call: "join", Arg: "Transport", Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames, " and ")}
+			}
+			s.kinds = append(s.kinds, name)
+		}
+	}
+	if s.Logger == nil {
+		level := slog.LevelWarn
+		if l.LogLevel == "off" {
+			s.Logger = slog.New(slog.DiscardHandler)
+		} else {
+			if l.LogLevel != "" {
+				level.UnmarshalText([]byte(l.LogLevel)) // checked by FromEnv
+			}
+			s.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level})).With("rank", s.Rank)
+		}
+	}
+	return s, nil
+}
+
+// transports makes the transports of this rank, in order of preference.
+func (s *settings) transports() ([]p2p.Transport, error) {
+	var all []p2p.Transport
+	for _, name := range s.kinds {
+		switch name {
+		case "shm":
+			if runtime.GOOS == "linux" || len(s.kinds) == 1 {
+				all = append(all, shm.New(shm.Config{RingBytes: ringBytes(s.localRanks())}))
+			}
+		case "tcp":
+			spec, err := ports.ParseSpec(s.Ports)
+			if err != nil {
+				return nil, fmt.Errorf("Ports: %w", err)
+			}
+			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(), Logger: s.Logger}))
+		}
+	}
+	return all, nil
+}
+
+// localRanks is how many ranks are likely to be on this machine.
+func (s *settings) localRanks() int {
+	if s.launch.LocalSize > 0 {
+		return s.launch.LocalSize
+	}
+	return s.Size
+}
+
+// ringBytes divides 64 MiB a rank among the links to n local ranks, both directions.
+func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10) }
+
+// Join makes this process a rank of its job and returns the group of all ranks. It returns when every rank has joined, or with an error when ctx or Config.Timeout ends
+// before that. It listens for peers on the transports' own addresses; links to them come up when they are first needed.
+func Join(ctx context.Context, cfg Config) (*Group, error) {
+	s, err := cfg.resolve(os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	if s.Timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, s.Timeout)
+		defer cancel()
+	}
+	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, epoch: 1, refs: 1, records: map[int]bootstrap.Record{}}
+	g, err := j.join(ctx, s)
+	if err != nil {
+		j.shut()
+		return nil, fmt.Errorf("joining job %q as rank %d of %d: %w", s.Job, s.Rank, s.Size, err)
+	}
+	return g, nil
+}
+
+func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
+	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
+	pc := p2p.Config{Self: self, Size: s.Size, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
+		Oversubscribed: s.localRanks() > runtime.NumCPU()}
+	here := place{cores: runtime.NumCPU(), algo: s.algo}
+	if s.Size == 1 {
+		j.proxy = p2p.New(pc)
+		j.places = []place{here}
+		return j.world(s, self)
+	}
+	switch {
+	case len(s.Secret) == 0:
+		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or start the ranks with tutti run")
+	case s.Store == "":
+		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
+	}
+	var err error
+	if pc.Transports, err = s.transports(); err != nil {
+		return nil, err
+	}
+	j.proxy = p2p.New(pc)
+
+	// The store's round trips, the handshake's and the transports' self-tests overlap.
+	eg, ectx := errgroup.WithContext(ctx)
+	eg.Go(func() (err error) {
+		j.store, err = bootstrap.DialStore(ectx, bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
+			Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger})
+		return err
+	})
+	ready := make(chan struct{})
+	eg.Go(func() error {
+		defer close(ready)
+		endpoints, err := j.proxy.Listen(ectx)
+		if err == nil {
+			_, j.mapped = endpoints["shm"]
+		}
+		return err
+	})
+	eg.Go(func() (err error) {
+		j.server, err = bootstrap.Serve(ectx, bootstrap.ServerConfig{Rank: s.Rank, Incarnation: self.Incarnation, Secret: s.Secret, Interfaces: s.Interfaces,
+			Ports: s.Ports, Logger: s.Logger, Describe: func(ctx context.Context, from int, incarnation uint64) (bootstrap.Endpoints, error) {
+				select {
+				case <-ready:
+					return j.proxy.Endpoints(), nil
+				case <-ctx.Done():
+					return nil, ctx.Err()
+				}
+			}})
+		return err
+	})
+	if err := eg.Wait(); err != nil {
+		return nil, err
+	}
+	rec := bootstrap.NewRecord(s.Rank, s.Size, self.Incarnation, j.server.Addrs())
+	j.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: rec, Secret: s.Secret})
+	if err := bootstrap.Register(ctx, j.store, rec); err != nil {
+		return nil, err
+	}
+	h := fnv.New64a()
+	fmt.Fprintf(h, "%s\x00%s", rec.Machine, rec.Network)
+	here.machine, here.maps = h.Sum64(), j.mapped
+	g, err := j.world(s, self)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.meet(ctx, here); err != nil {
+		return nil, err
+	}
+	j.met.Store(true)
+	return g, nil
+}
+
+// world makes the group of all ranks.
+func (j *job) world(s *settings, self p2p.Identity) (*Group, error) {
+	ranks := make([]int, s.Size)
+	for i := range ranks {
+		ranks[i] = i
+	}
+	g, err := newGroup(j, nil, ranks, self.Rank, 1)
+	if err == nil && s.Size == 1 {
+		g.locate(j.places)
+	}
+	return g, err
+}
+
+// meet is the first collective of a job: all ranks tell each other where they are. When it returns, all have joined.
+func (g *Group) meet(ctx context.Context, here place) error {
+	mine := make([]byte, placeSize)
+	here.encode(mine)
+	all := make([]byte, placeSize*g.size)
+	forced := g.run.algo
+	g.run.algo = collectives.Auto // not agreed on yet
+	g.caps = collectives.Caps{Cores: 1}
+	if err := AllGather(ctx, g, all, mine); err != nil {
+		return err
+	}
+	g.run.algo = forced
+	g.job.places = make([]place, g.size)
+	for r := range g.size {
+		p := decodePlace(all[r*placeSize:])
+		g.job.places[r] = p
+		if p.algo != here.algo {
+			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO alike on all ranks", g.rank, here.algo, r, p.algo)
+		}
+	}
+	g.locate(g.job.places)
+	g.job.proxy.SetOversubscribed(g.LocalSize() > here.cores)
+	return nil
+}
+
+// resolve is the proxy's directory: the store says who a rank is, the rank itself how to reach it.
+func (j *job) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
+	j.mu.Lock()
+	rec, cached := j.records[rank]
+	j.mu.Unlock()
+	if !cached {
+		var err error
+		if rec, err = j.lookup(ctx, rank); err != nil {
+			return p2p.Peer{}, err
+		}
+	}
+	dctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	endpoints, err := j.client.Describe(dctx, rec)
+	if err != nil {
+		j.mu.Lock()
+		delete(j.records, rank) // it may be gone, or another by now: the store knows
+		j.mu.Unlock()
+		if errors.Is(err, bootstrap.ErrAuth) {
+			err = fmt.Errorf("%w: %w", p2p.ErrAuth, err)
+		}
+		return p2p.Peer{}, err
+	}
+	j.mu.Lock()
+	j.records[rank] = rec
+	j.mu.Unlock()
+	return p2p.Peer{Identity: p2p.Identity{Rank: rank, Incarnation: rec.Incarnation}, Endpoints: endpoints}, nil
+}
+
+// lookup asks the store for a rank. Before all ranks have met it waits for the rank to register; afterwards a rank without a record is gone.
+func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
+	if !j.met.Load() {
+		return bootstrap.Lookup(ctx, j.store, rank)
+	}
+	b, err := j.store.Get(ctx, bootstrap.RankKey(rank))
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return bootstrap.Record{}, fmt.Errorf("its lease has ended: %w", p2p.ErrPeerGone)
+	}
+	if err != nil {
+		return bootstrap.Record{}, err
+	}
+	return bootstrap.DecodeRecord(b)
+}
+
+// Local makes n ranks inside this process, for tests and for programs that are parallel in threads. Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm, Timeout and Logger.
+func Local(n int, cfg Config) ([]*Group, error) {
+	cfg.Size, cfg.Rank = n, 0
+	s, err := cfg.resolve(func(string) string { return "" })
+	if err != nil {
+		return nil, err
+	}
+	secret := []byte(bootstrap.NewSecret())
+	proxies := make([]*p2p.Proxy, n)
+	ids := make([]p2p.Identity, n)
+	places := make([]place, n)
+	for r := range n {
+		ids[r] = p2p.Identity{Rank: r, Incarnation: bootstrap.NewIncarnation()}
+		places[r] = place{cores: runtime.NumCPU(), algo: s.algo}
+	}
+	resolve := func(_ context.Context, rank int) (p2p.Peer, error) {
+		return p2p.Peer{Identity: ids[rank], Endpoints: proxies[rank].Endpoints()}, nil
+	}
+	groups := make([]*Group, 0, n)
+	fail := func(err error) ([]*Group, error) {
+		for _, g := range groups {
+			g.Close()
+		}
+		return nil, fmt.Errorf("%d local ranks: %w", n, err)
+	}
+	for r := range n {
+		ring := min(max(64<<20/(n*n), 4<<10), 256<<10)
+		proxies[r] = p2p.New(p2p.Config{Self: ids[r], Size: n, Secret: secret, Resolve: resolve, Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
+			Threads: true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger})
+		j := &job{proxy: proxies[r], log: s.Logger, timeout: s.Timeout, algo: s.algo, epoch: 1, local: true, refs: 1, places: places}
+		if _, err := j.proxy.Listen(context.Background()); err != nil {
+			j.shut()
+			return fail(err)
+		}
+		g, err := j.world(s, ids[r])
+		if err != nil {
+			j.shut()
+			return fail(err)
+		}
+		g.locate(places)
+		groups = append(groups, g)
+	}
+	return groups, nil
+}
+
+// retain keeps the job open for one more group; false: it is closed already.
+func (j *job) retain() bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if j.refs == 0 {
+		return false
+	}
+	j.refs++
+	return true
+}
+
+// release is retain's counterpart; the last one ends the job on this rank.
+func (j *job) release() error {
+	j.mu.Lock()
+	j.refs--
+	last := j.refs == 0
+	j.mu.Unlock()
+	if last {
+		return j.shut()
+	}
+	return nil
+}
+
+func (j *job) shut() error {
+	var errs *multierror.Error
+	if j.proxy != nil {
+		errs = multierror.Append(errs, j.proxy.Close())
+	}
+	if j.server != nil {
+		j.server.Close()
+	}
+	if j.store != nil {
+		if err := j.store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) { // a store that left before us is no failure of ours
+			errs = multierror.Append(errs, err)
+		}
+	}
+	return errs.ErrorOrNil()
+}
+
+// alloc returns memory that peers can map, and remembers it.
+func (j *job) alloc(n int) ([]byte, error) {
+	r, err := j.proxy.Alloc(n)
+	if err != nil {
+		return nil, err
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var all []*p2p.Region
+	if old := j.regions.Load(); old != nil {
+		all = append(all, *old...)
+	}
+	all = append(all, r)
+	sort.Slice(all, func(a, b int) bool { return regionStart(all[a]) < regionStart(all[b]) })
+	j.regions.Store(&all)
+	return r.Mem, nil
+}
+
+func regionStart(r *p2p.Region) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(r.Mem))) }
+
+// region returns the mappable region that holds n bytes at ptr, and ptr's offset in it; nil if there is none.
+func (j *job) region(ptr unsafe.Pointer, n int) (*p2p.Region, int) {
+	all := j.regions.Load()
+	if all == nil {
+		return nil, 0
+	}
+	at := sort.Search(len(*all), func(i int) bool { return regionStart((*all)[i]) > uintptr(ptr) }) - 1
+	if at < 0 {
+		return nil, 0
+	}
+	r := (*all)[at]
+	off := int(uintptr(ptr) - regionStart(r))
+	if r.File < 0 || off+n > len(r.Mem) {
+		return nil, 0
+	}
+	return r, off
+}
+
+func (j *job) freeMem(ptr unsafe.Pointer) error {
+	j.mu.Lock()
+	var found *p2p.Region
+	if old := j.regions.Load(); old != nil {
+		kept := make([]*p2p.Region, 0, len(*old))
+		for _, r := range *old {
+			if regionStart(r) == uintptr(ptr) {
+				found = r
+			} else {
+				kept = append(kept, r)
+			}
+		}
+		j.regions.Store(&kept)
+	}
+	j.mu.Unlock()
+	if found == nil {
+		return &ArgumentError{Call: "free", Arg: "the slice", Got: "not from Alloc of this job, or freed before", Want: "what Alloc returned"}
+	}
+	return j.proxy.FreeRegion(found)
+}

@@ -1,0 +1,159 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"unsafe"
+
+	"tutti/p2p"
+)
+
+// message is one Send or Recv.
+type message struct {
+	recv bool
+	x    Buffer
+	peer int
+	tag  int
+	s    p2p.SendReq
+	r    p2p.RecvReq
+	wait p2p.Wait
+}
+
+func (m *message) name() string {
+	if m.recv {
+		return "recv"
+	}
+	return "send"
+}
+
+func (m *message) status() Status {
+	if !m.recv {
+		return Status{From: m.peer, Tag: m.tag, Count: m.x.Count}
+	}
+	return Status{From: m.r.From, Tag: int(m.r.Tag), Count: m.r.Bytes / max(1, DType(m.r.Meta).Size())}
+}
+
+func (g *Group) checkMessage(m *message) error {
+	bad := func(arg, got, want string) error {
+		return &ArgumentError{Call: m.name(), Arg: arg, Got: got, Want: want}
+	}
+	switch {
+	case m.recv && m.peer == AnyRank:
+	case m.peer < 0 || m.peer >= g.size:
+		return bad("the rank", strconv.Itoa(m.peer), fmt.Sprintf("a rank, 0 to %d", g.size-1))
+	case m.peer == g.rank:
+		return bad("the rank", strconv.Itoa(m.peer)+", this rank itself", "another one")
+	}
+	if (m.tag < 0 || m.tag > MaxTag) && !(m.recv && m.tag == AnyTag) {
+		return bad("the tag", strconv.Itoa(m.tag), "0 to MaxTag")
+	}
+	switch b := m.x; {
+	case !b.DType.Valid():
+		return bad("the data type", b.DType.String(), "one of the data types of package pg")
+	case b.Count < 0 || b.Count > 0 && b.Ptr == nil:
+		return bad("the buffer", fmt.Sprintf("%d elements at %v", b.Count, b.Ptr), "a buffer of its length")
+	case b.Location != "" && !b.Location.Host():
+		return bad("the buffer's location", string(b.Location), "host memory: no transport of this group reaches any other")
+	}
+	return nil
+}
+
+// post hands the message to the proxy. Called with its lock.
+func (g *Group) post(m *message) {
+	buf := unsafe.Slice((*byte)(m.x.Ptr), m.x.Count*m.x.DType.Size())
+	if m.recv {
+		g.msgs.PostMsg(&m.r, m.peer, int64(m.tag), uint64(m.x.DType), buf)
+	} else {
+		g.msgs.PostSend(&m.s, m.peer, uint64(m.tag), uint64(m.x.DType), buf)
+	}
+}
+
+// finishMessage waits for it. Called with the proxy's lock.
+func (g *Group) finishMessage(m *message) error {
+	var err error
+	if m.recv {
+		err = g.msgs.WaitMsg(&m.wait, &m.r)
+	} else {
+		err = g.msgs.WaitSend(&m.wait, &m.s)
+	}
+	if err == nil {
+		return nil
+	}
+	what := fmt.Sprintf("%s (%s, %d elements, tag %d)", m.name(), m.x.DType, m.x.Count, m.tag)
+	var peer *p2p.PeerError
+	switch {
+	case errors.Is(err, p2p.ErrWrongSize):
+		s := m.status()
+		return &ArgumentError{Call: "recv", Arg: fmt.Sprintf("the message of rank %d with tag %d", s.From, s.Tag),
+			Got: fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)), Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
+	case errors.As(err, &peer):
+		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.job.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
+	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
+		return ErrClosed
+	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
+		e := &TimeoutError{Call: what, After: m.wait.Waited(), Reporter: g.rank, Err: context.DeadlineExceeded}
+		if errors.Is(err, context.Canceled) {
+			e.Err = context.Canceled
+		}
+		if m.peer >= 0 {
+			seen := Seen{Rank: m.peer, What: "nothing yet"}
+			if t, ok := g.coll.Seen(m.peer); ok {
+				seen.What = spell(t)
+			}
+			e.Missing = []Seen{seen}
+		}
+		return e
+	}
+	return err
+}
+
+func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv bool) (Status, error) {
+	m := &message{recv: recv, x: x, peer: peer, tag: tag}
+	if err := g.checkMessage(m); err != nil {
+		return Status{}, err
+	}
+	if g.closed.Load() {
+		return Status{}, ErrClosed
+	}
+	m.wait.Reset(ctx, g.job.timeout, false)
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	g.post(m)
+	if err := g.finishMessage(m); err != nil {
+		return Status{}, err
+	}
+	return m.status(), nil
+}
+
+func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
+	m := &message{recv: recv, x: x, peer: peer, tag: tag}
+	w := &Work{g: g, done: make(chan struct{}), msg: m}
+	if err := g.checkMessage(m); err != nil {
+		w.finish(err)
+		return w
+	}
+	m.wait.Reset(g.ctx, g.job.timeout, true)
+	g.queueMu.Lock()
+	if g.closed.Load() {
+		g.queueMu.Unlock()
+		w.finish(ErrClosed)
+		return w
+	}
+	g.wg.Add(1)
+	g.queueMu.Unlock()
+	p := g.job.proxy
+	p.Lock()
+	g.post(m) // here, so that messages keep the order of their starts
+	p.Unlock()
+	go func() {
+		defer g.wg.Done()
+		p.Lock()
+		err := g.finishMessage(m)
+		p.Unlock()
+		w.finish(err)
+	}()
+	return w
+}

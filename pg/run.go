@@ -1,0 +1,624 @@
+package pg
+
+import (
+	"encoding/binary"
+	"fmt"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/kernels"
+	"tutti/p2p"
+)
+
+const (
+	// vectorBlock and partBlock bound, in bytes, what one plan covers: longer vectors (or parts, over all ranks) are worked off in blocks, so that plans and
+	// scratch memory do not grow with the message.
+	vectorBlock = 8 << 20
+	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
+	directMin = 16 << 10
+	maxPlans  = 512 // cached a group
+)
+
+// runner executes plans for a group. It belongs to the collective that runs, and keeps everything it needs for the next: a warm run allocates nothing.
+type runner struct {
+	g   *Group
+	tok p2p.Token
+
+	algo  collectives.Algo // forced, or Auto
+	plans map[planKey]*program
+	last  *program // most recent: usually the next
+	lastK planKey
+
+	recvs []p2p.Recv
+	ptrs  []unsafe.Pointer
+	tmp   *p2p.Region
+	wide  *p2p.Region // float32 copies of small floats
+
+	// where the memories of the running plan are
+	in, out         base
+	scratch         unsafe.Pointer
+	peerIn, peerOut []unsafe.Pointer // by slot
+	sending         int              // slot that a Send waits for, -1: none
+	prog            *program         // running; nil between operations
+
+	desc, descs []byte // this rank's and all ranks' descriptors, see exchange
+	shared      []*p2p.Region
+	touched     bool // peers may be loading and storing our memory
+}
+
+// base says where the parts of In or Out are: part i at ptr + i*stride, or at ptr + offs[i].
+type base struct {
+	ptr    unsafe.Pointer
+	stride int
+	offs   []int
+}
+
+func (b *base) part(i int32) unsafe.Pointer {
+	if b.offs != nil {
+		return unsafe.Add(b.ptr, b.offs[i])
+	}
+	return unsafe.Add(b.ptr, int(i)*b.stride)
+}
+
+// program is a plan made ready to run.
+type program struct {
+	*collectives.Plan
+	lent   [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
+	recvs  []int32   // all Recv steps
+	single bool      // every element is combined once, from all ranks
+}
+
+type planKey struct {
+	kind  collectives.Kind
+	algo  collectives.Algo
+	root  int
+	elem  int
+	count int
+}
+
+func (r *runner) init(g *Group) {
+	r.g, r.algo, r.plans, r.sending = g, g.job.algo, map[planKey]*program{}, -1
+	r.desc = make([]byte, descSize)
+}
+
+func compile(p *collectives.Plan, ranks int) *program {
+	prog := &program{Plan: p, lent: make([][]int32, len(p.Steps)), single: true}
+	for i := range p.Steps {
+		s := &p.Steps[i]
+		srcs := s.Srcs
+		switch s.Verb {
+		case collectives.Recv:
+			prog.recvs = append(prog.recvs, int32(i))
+			continue
+		case collectives.Combine:
+			prog.single = prog.single && s.Final && len(s.Srcs) == ranks
+		default:
+			srcs = []collectives.Ref{s.Src}
+		}
+		lent := make([]int32, len(srcs))
+		for j := range srcs {
+			lent[j] = -1
+			for _, n := range s.Needs {
+				if q := &p.Steps[n]; q.Once && q.Dst == srcs[j] && q.Dst.Len > 0 {
+					lent[j] = n
+				}
+			}
+		}
+		prog.lent[i] = lent
+	}
+	return prog
+}
+
+func (r *runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
+	g := r.g
+	return collectives.Shape{Kind: kind, Size: g.size, Active: g.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count,
+		Counts: g.cur.counts, RecvCounts: g.cur.recvCounts, Hosts: g.hosts}
+}
+
+// program returns the plan for count elements of the current call.
+func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, count int) (*program, error) {
+	k := planKey{kind, algo, r.g.cur.root, elem, count}
+	if r.last != nil && k == r.lastK {
+		return r.last, nil
+	}
+	if p := r.plans[k]; p != nil {
+		r.last, r.lastK = p, k
+		return p, nil
+	}
+	plan, err := collectives.Build(algo, r.shape(kind, elem, count))
+	if err != nil {
+		return nil, fmt.Errorf("planning %v: %w", kind, err)
+	}
+	p := compile(plan, len(r.g.active))
+	if kind == collectives.AllGatherV || kind == collectives.AllToAllV {
+		return p, nil // depends on more than the key
+	}
+	if len(r.plans) >= maxPlans {
+		clear(r.plans)
+	}
+	r.plans[k] = p
+	r.last, r.lastK = p, k
+	return p, nil
+}
+
+// choose returns the algorithm for the current call.
+func (r *runner) choose(mapped bool) collectives.Algo {
+	c := &r.g.cur
+	s := r.shape(c.kind, c.dtype.Size(), c.count)
+	caps := r.g.caps
+	caps.Mapped = mapped
+	if r.algo != collectives.Auto && (r.algo != collectives.Direct || mapped) {
+		for _, a := range collectives.Algorithms(c.kind) {
+			if a == r.algo {
+				return a
+			}
+		}
+	}
+	return collectives.Choose(s, caps)
+}
+
+// collective runs the group's current call.
+func (r *runner) collective() (err error) {
+	g, c := r.g, &r.g.cur
+	elem := c.dtype.Size()
+	r.tok = c.token(g.seq, r.algo)
+	g.history[g.seq%uint64(len(g.history))] = r.tok
+	total := elem * c.count
+	switch c.kind {
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce, collectives.Barrier:
+	case collectives.AllToAllV:
+		total = 0 // not known to all alike
+	case collectives.AllGatherV:
+		total = 0
+		for _, n := range c.counts {
+			total += n * elem
+		}
+	default:
+		total *= g.size
+	}
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	if err := g.coll.Begin(r.tok); err != nil {
+		return err
+	}
+	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin
+	algo := r.choose(direct)
+	if algo == collectives.Direct {
+		ok, err := r.exchange(elem)
+		if err != nil {
+			return err
+		}
+		if !ok {
+			algo = r.choose(false)
+		}
+	}
+	return r.blocks(algo, elem)
+}
+
+// blocks works the call off, one plan per block.
+func (r *runner) blocks(algo collectives.Algo, elem int) error {
+	g, c := r.g, &r.g.cur
+	r.in, r.out = base{ptr: c.in}, base{ptr: c.out}
+	switch c.kind {
+	case collectives.ReduceScatter, collectives.AllToAll, collectives.Scatter:
+		r.in.stride = c.count * elem
+	}
+	switch c.kind {
+	case collectives.AllGather, collectives.AllToAll, collectives.Gather:
+		r.out.stride = c.count * elem
+	case collectives.AllGatherV:
+		r.out.offs = offsets(c.counts, elem)
+	case collectives.AllToAllV:
+		r.in.offs, r.out.offs = offsets(c.counts, elem), offsets(c.recvCounts, elem)
+	}
+	if c.kind == collectives.Broadcast || c.kind == collectives.Reduce && g.rank != c.root {
+		r.out.ptr = c.in // the root's result is where it is; others have none
+	}
+	block := c.count
+	if algo != collectives.Direct {
+		switch c.kind {
+		case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+			block = max(1, vectorBlock/elem)
+		case collectives.AllGatherV, collectives.AllToAllV, collectives.Barrier:
+		default:
+			block = max(1, max(vectorBlock/g.size, 4<<10)/elem)
+		}
+	}
+	if c.count <= block {
+		prog, err := r.program(c.kind, algo, elem, c.count)
+		if err != nil {
+			return err
+		}
+		return r.block(prog, elem, c.count)
+	}
+	in, out := r.in.ptr, r.out.ptr
+	for at := 0; at < c.count; at += block {
+		n := min(block, c.count-at)
+		prog, err := r.program(c.kind, algo, elem, n)
+		if err != nil {
+			return err
+		}
+		if in != nil {
+			r.in.ptr = unsafe.Add(in, at*elem)
+		}
+		if out != nil {
+			r.out.ptr = unsafe.Add(out, at*elem)
+		}
+		if err := r.block(prog, elem, n); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func offsets(counts []int, elem int) []int {
+	offs, at := make([]int, len(counts)), 0
+	for i, n := range counts {
+		offs[i] = at
+		at += n * elem
+	}
+	return offs
+}
+
+// block runs one plan over count elements (of the vector, or of each part).
+func (r *runner) block(prog *program, elem, count int) error {
+	c := &r.g.cur
+	small := c.dtype == Float16 || c.dtype == BFloat16 || c.dtype == Float8E4M3 || c.dtype == Float8E5M2
+	if small && c.kind.Reduces() && !prog.single && len(r.g.active) > 1 {
+		return r.widened(prog.Algo, count)
+	}
+	return r.steps(prog, c.dtype)
+}
+
+// widened runs a reduction of 16-bit or 8-bit floats that takes several steps: partial sums travel and are combined as float32, and are rounded once.
+func (r *runner) widened(algo collectives.Algo, count int) error {
+	g, c := r.g, &r.g.cur
+	prog, err := r.program(c.kind, algo, 4, count)
+	if err != nil {
+		return err
+	}
+	parts := 1
+	if c.kind == collectives.ReduceScatter {
+		parts = g.size
+	}
+	if r.wide, err = r.control(r.wide, 4*count*(parts+1)); err != nil {
+		return err
+	}
+	in, out := r.in, r.out
+	wide := unsafe.Pointer(unsafe.SliceData(r.wide.Mem))
+	for i := range parts {
+		kernels.Widen(c.dtype, unsafe.Add(wide, i*4*count), in.part(int32(i)), count)
+	}
+	r.in = base{ptr: wide, stride: 4 * count}
+	r.out = r.in
+	if parts > 1 {
+		r.out = base{ptr: unsafe.Add(wide, parts*4*count)}
+	}
+	err = r.steps(prog, Float32)
+	if err == nil && (c.kind != collectives.Reduce || g.rank == c.root) {
+		kernels.Narrow(c.dtype, out.ptr, r.out.ptr, count)
+	}
+	r.in, r.out = in, out
+	return err
+}
+
+// control returns a control region of at least n bytes, keeping old if it is large enough.
+func (r *runner) control(old *p2p.Region, n int) (*p2p.Region, error) {
+	if old != nil && len(old.Mem) >= n {
+		return old, nil
+	}
+	return r.g.job.proxy.Control(max(n, 4096))
+}
+
+// at returns the address of ref.
+func (r *runner) at(ref *collectives.Ref) unsafe.Pointer {
+	var p unsafe.Pointer
+	switch ref.Buf {
+	case collectives.In:
+		p = r.in.part(ref.Part)
+	case collectives.Out:
+		p = r.out.part(ref.Part)
+	case collectives.Tmp:
+		p = r.scratch
+	case collectives.PeerIn:
+		p = unsafe.Add(r.peerIn[ref.Peer], int(ref.Part)*r.in.stride)
+	case collectives.PeerOut:
+		p = unsafe.Add(r.peerOut[ref.Peer], int(ref.Part)*r.out.stride)
+	}
+	return unsafe.Add(p, ref.Off)
+}
+
+func (r *runner) bytes(ref *collectives.Ref) []byte {
+	if ref.Len == 0 {
+		return nil
+	}
+	return unsafe.Slice((*byte)(r.at(ref)), ref.Len)
+}
+
+// source returns source j of step i: where the link has it, or where it belongs.
+func (r *runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Pointer {
+	if n := prog.lent[i][j]; n >= 0 {
+		return unsafe.Pointer(unsafe.SliceData(r.recvs[n].View()))
+	}
+	return r.at(ref)
+}
+
+// steps runs a plan over the memories in r. It is called with the proxy's lock, which it gives up while it waits or moves much memory.
+func (r *runner) steps(prog *program, dtype DType) error {
+	g := r.g
+	if len(prog.Steps) > len(r.recvs) {
+		r.recvs = make([]p2p.Recv, len(prog.Steps))
+	}
+	if prog.Tmp > 0 {
+		var err error
+		if r.tmp, err = r.control(r.tmp, prog.Tmp); err != nil {
+			return err
+		}
+		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Mem))
+	}
+	r.prog = prog
+	for i := range prog.Steps {
+		s := &prog.Steps[i]
+		for _, n := range s.Needs {
+			if !r.recvs[n].Done() {
+				if err := g.coll.WaitRecv(&g.wait, &r.recvs[n]); err != nil {
+					return err
+				}
+			}
+		}
+		switch s.Verb {
+		case collectives.Recv:
+			g.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), s.Once)
+			continue
+		case collectives.Send:
+			r.sending = int(s.Peer)
+			var src []byte
+			if s.Src.Len > 0 {
+				src = unsafe.Slice((*byte)(r.source(prog, i, 0, &s.Src)), s.Src.Len)
+			}
+			if err := g.coll.Send(&g.wait, int(s.Peer), r.tok, src); err != nil {
+				return err
+			}
+			r.sending = -1
+		case collectives.Copy:
+			r.copy(r.at(&s.Dst), r.source(prog, i, 0, &s.Src), s.Dst.Len)
+		case collectives.Combine:
+			if err := r.combine(prog, i, s, dtype); err != nil {
+				return err
+			}
+		}
+		for _, n := range prog.lent[i] {
+			if n >= 0 {
+				g.coll.ReleaseRecv(&r.recvs[n])
+			}
+		}
+	}
+	for _, n := range prog.recvs {
+		if !r.recvs[n].Done() {
+			if err := g.coll.WaitRecv(&g.wait, &r.recvs[n]); err != nil {
+				return err
+			}
+		}
+	}
+	r.prog = nil
+	return nil
+}
+
+// unlockedFrom is the number of bytes from which memory is moved without the proxy's lock, so that other operations of this rank get on meanwhile.
+const unlockedFrom = 128 << 10
+
+func (r *runner) copy(dst, src unsafe.Pointer, n int) {
+	if dst == src || n == 0 {
+		return
+	}
+	if n >= unlockedFrom && r.prog.Direct {
+		p := r.g.job.proxy
+		p.Unlock()
+		defer p.Lock()
+	}
+	kernels.Copy(dst, src, n)
+}
+
+// combine runs one Combine step. The result goes out in pieces that stay in the first-level cache where it has several destinations.
+func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType) error {
+	if s.Dst.Len == 0 {
+		return nil
+	}
+	op := r.g.cur.op
+	scale := false
+	if op == Avg && len(s.Srcs) != len(r.g.active) {
+		op, scale = Sum, s.Final
+	}
+	fold, err := kernels.Lookup(op, dtype)
+	if err != nil {
+		return err
+	}
+	r.ptrs = r.ptrs[:0]
+	for j := range s.Srcs {
+		r.ptrs = append(r.ptrs, r.source(prog, i, j, &s.Srcs[j]))
+	}
+	dst, size := r.at(&s.Dst), dtype.Size()
+	if s.Dst.Len >= unlockedFrom && prog.Direct {
+		p := r.g.job.proxy
+		p.Unlock()
+		defer p.Lock()
+	}
+	if len(s.More) == 0 {
+		fold(dst, r.ptrs, s.Dst.Len/size)
+		if scale {
+			kernels.Scale(dtype, dst, s.Dst.Len/size, len(r.g.active))
+		}
+		return nil
+	}
+	const piece = 16 << 10
+	for off := 0; off < s.Dst.Len; off += piece {
+		n := min(piece, s.Dst.Len-off)
+		fold(unsafe.Add(dst, off), r.ptrs, n/size)
+		if scale {
+			kernels.Scale(dtype, unsafe.Add(dst, off), n/size, len(r.g.active))
+		}
+		for k := range s.More {
+			kernels.Copy(unsafe.Add(r.at(&s.More[k]), off), unsafe.Add(dst, off), n)
+		}
+		for j := range r.ptrs {
+			r.ptrs[j] = unsafe.Add(r.ptrs[j], piece)
+		}
+	}
+	return nil
+}
+
+// missing lists the ranks that the operation is waiting for, with what was last seen of them. Called with the proxy's lock.
+func (r *runner) missing() []Seen2 {
+	var all []Seen2
+	add := func(slot int) {
+		for _, m := range all {
+			if m.Rank == slot {
+				return
+			}
+		}
+		t, ok := r.g.coll.Seen(slot)
+		all = append(all, Seen2{Rank: slot, Has: ok, Last: t})
+	}
+	if r.prog == nil {
+		return nil
+	}
+	if r.sending >= 0 {
+		add(r.sending)
+	}
+	for _, n := range r.prog.recvs {
+		if rc := &r.recvs[n]; rc.Posted() && !rc.Done() {
+			add(int(r.prog.Steps[n].Peer))
+		}
+	}
+	return all
+}
+
+// descSize is what a rank tells about its buffers before a direct plan: for In and Out each the region, its generation and size, and the offset in it.
+const descSize = 64
+
+// exchange tells all ranks where this rank's buffers are and maps theirs. It returns false, at every rank alike, unless all of them can be mapped.
+// It is also the entry into the operation: when it returns, every rank has begun it.
+func (r *runner) exchange(elem int) (bool, error) {
+	g, c := r.g, &r.g.cur
+	clear(r.desc)
+	r.shared = r.shared[:0]
+	inLen, outLen := c.lengths(g, elem)
+	r.describe(r.desc[:descSize/2], c.in, inLen)
+	r.describe(r.desc[descSize/2:], c.out, outLen)
+	if r.descs == nil {
+		r.descs = make([]byte, descSize*g.size)
+		r.peerIn, r.peerOut = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size)
+	}
+	algo := collectives.Choose(r.shape(collectives.AllGather, 1, descSize), collectives.Caps{SharedMemory: g.caps.SharedMemory, Cores: g.caps.Cores})
+	prog, err := r.program(collectives.AllGather, algo, 1, descSize)
+	if err != nil {
+		return false, err
+	}
+	r.in, r.out = base{ptr: unsafe.Pointer(&r.desc[0])}, base{ptr: unsafe.Pointer(&r.descs[0]), stride: descSize}
+	if err := r.steps(prog, Uint8); err != nil {
+		return false, err
+	}
+	for i := 0; i < len(r.descs); i += descSize / 2 {
+		if r.descs[i] == 0 {
+			return false, nil
+		}
+	}
+	r.touched = true
+	for slot := range g.size {
+		if slot == g.rank {
+			continue
+		}
+		d := r.descs[slot*descSize : (slot+1)*descSize]
+		if r.peerIn[slot], err = r.locate(slot, d[:descSize/2]); err == nil {
+			r.peerOut[slot], err = r.locate(slot, d[descSize/2:])
+		}
+		if err != nil {
+			return false, fmt.Errorf("mapping the memory of rank %d: %w", slot, err)
+		}
+	}
+	return true, nil
+}
+
+// lengths returns the bytes of In and Out as far as this rank has them.
+func (c *call) lengths(g *Group, elem int) (in, out int) {
+	n := c.count * elem
+	in, out = n, n
+	switch c.kind {
+	case collectives.ReduceScatter, collectives.AllToAll:
+		in = n * g.size
+	case collectives.Scatter:
+		if in = 0; g.rank == c.root {
+			in = n * g.size
+		}
+	}
+	switch c.kind {
+	case collectives.AllGather, collectives.AllToAll:
+		out = n * g.size
+	case collectives.Gather:
+		if out = 0; g.rank == c.root {
+			out = n * g.size
+		}
+	case collectives.AllGatherV:
+		in, out = c.counts[g.rank]*elem, 0
+		for _, k := range c.counts {
+			out += k * elem
+		}
+	}
+	return in, out
+}
+
+// describe writes where n bytes at ptr are: 1, generation (4 bytes at 4), region (8), offset (8), size of the region (8); all 0 if peers cannot map them.
+func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) {
+	if n == 0 || ptr == nil {
+		d[0] = 2 // nothing there to map
+		return
+	}
+	reg, off := r.g.job.region(ptr, n)
+	if reg == nil {
+		return
+	}
+	d[0] = 1
+	binary.LittleEndian.PutUint32(d[4:], reg.Generation)
+	binary.LittleEndian.PutUint64(d[8:], reg.ID)
+	binary.LittleEndian.PutUint64(d[16:], uint64(off))
+	binary.LittleEndian.PutUint64(d[24:], uint64(len(reg.Mem)))
+	r.shared = append(r.shared, reg)
+}
+
+// locate maps what a peer described.
+func (r *runner) locate(slot int, d []byte) (unsafe.Pointer, error) {
+	if d[0] == 2 {
+		return nil, nil
+	}
+	rd := p2p.RegionDesc{ID: binary.LittleEndian.Uint64(d[8:]), Generation: binary.LittleEndian.Uint32(d[4:]), Size: binary.LittleEndian.Uint64(d[24:])}
+	off := binary.LittleEndian.Uint64(d[16:])
+	mem, err := r.g.coll.Map(r.g.ctx, slot, rd)
+	if err != nil {
+		return nil, err
+	}
+	if off >= uint64(len(mem)) {
+		return nil, fmt.Errorf("%w: offset %d in a region of %d bytes", p2p.ErrProtocol, off, len(mem))
+	}
+	return unsafe.Pointer(&mem[off]), nil
+}
+
+// fence makes sure, after a failure, that no peer loads or stores the caller's memory any more: regions that were open to them get new memory behind
+// the same addresses, with the same contents.
+func (r *runner) fence() {
+	r.prog, r.sending = nil, -1
+	if !r.touched {
+		return
+	}
+	r.touched = false
+	for _, reg := range r.shared {
+		if err := reg.Renew(); err != nil {
+			r.g.job.log.Error("memory could not be taken back from peers after a failure: they may still write to it", "err", err)
+		}
+	}
+}
+
+// free gives back the runner's memory.
+func (r *runner) free() {
+	r.plans, r.last, r.recvs, r.descs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil
+}
