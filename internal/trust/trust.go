@@ -8,11 +8,13 @@
 //	acceptor -> dialler    HMAC-SHA256(secret, "accept" purpose nonces hello verdict), verdict
 //
 // Every message has a fixed size but for the verdict's text, which is read only after its length was checked. Both nonces and a label for the
-// direction are under each MAC, so that neither replaying nor reflecting a message proves anything. The data that follows is not encrypted.
+// direction are under each MAC, so that neither replaying nor reflecting a message proves anything. An acceptor that finds a proof wrong answers with
+// a MAC of zeros, which tells the dialler why and an attacker nothing; a connection that just ends is therefore no sign of a wrong secret. A service
+// must compare Hello.To… with itself in admit: else whoever stands between two ends could pass a dialler's proof on to another acceptor of the job.
+// The data that follows is not encrypted.
 package trust
 
 import (
-	"context"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -21,6 +23,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"time"
 )
@@ -28,7 +31,7 @@ import (
 const (
 	magic      = "tutti/1\n"
 	nonceSize  = 32
-	helloSize  = 24
+	helloSize  = 32
 	maxText    = 512
 	opening    = len(magic) + nonceSize
 	verdictLen = 4 // code, 0, text length
@@ -46,6 +49,7 @@ type Hello struct {
 	ToRank          uint32
 	FromIncarnation uint64
 	ToIncarnation   uint64
+	Extra           uint64 // the purpose's own meaning
 }
 
 // Refusal is the acceptor's authenticated "no".
@@ -61,11 +65,16 @@ func (h Hello) encode() (b [helloSize]byte) {
 	binary.LittleEndian.PutUint32(b[4:], h.ToRank)
 	binary.LittleEndian.PutUint64(b[8:], h.FromIncarnation)
 	binary.LittleEndian.PutUint64(b[16:], h.ToIncarnation)
+	binary.LittleEndian.PutUint64(b[24:], h.Extra)
 	return b
 }
 
 func decodeHello(b []byte) Hello {
-	return Hello{binary.LittleEndian.Uint32(b[0:]), binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:])}
+	return Hello{
+		FromRank: binary.LittleEndian.Uint32(b[0:]), ToRank: binary.LittleEndian.Uint32(b[4:]),
+		FromIncarnation: binary.LittleEndian.Uint64(b[8:]), ToIncarnation: binary.LittleEndian.Uint64(b[16:]),
+		Extra: binary.LittleEndian.Uint64(b[24:]),
+	}
 }
 
 func mac(secret []byte, label, purpose string, parts ...[]byte) []byte {
@@ -80,26 +89,46 @@ func mac(secret []byte, label, purpose string, parts ...[]byte) []byte {
 	return m.Sum(nil)
 }
 
-func exchange(conn net.Conn) (mine, theirs []byte, err error) {
+// denied is where a proof would be when the acceptor found the dialler's wrong.
+var denied [sha256.Size]byte
+
+// ended names an end of the stream in the middle of the handshake, which is no verdict on the secret: the other end may be leaving or dying.
+func ended(err error) error {
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	if errors.Is(err, io.ErrUnexpectedEOF) {
+		return fmt.Errorf("the other end closed the connection during the handshake: %w", err)
+	}
+	return err
+}
+
+func exchange(conn net.Conn, secret []byte) (mine, theirs []byte, err error) {
+	if len(secret) < MinSecret {
+		return nil, nil, fmt.Errorf("the job's secret has %d bytes, at least %d are needed", len(secret), MinSecret)
+	}
 	mine = make([]byte, nonceSize)
 	rand.Read(mine)
 	if _, err := conn.Write(append([]byte(magic), mine...)); err != nil {
 		return nil, nil, err
 	}
 	in := make([]byte, opening)
-	if _, err := io.ReadFull(conn, in); err != nil {
-		return nil, nil, err
+	if _, err := io.ReadFull(conn, in[:len(magic)]); err != nil {
+		return nil, nil, ended(err)
 	}
 	if string(in[:len(magic)]) != magic {
 		return nil, nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
 	}
+	if _, err := io.ReadFull(conn, in[len(magic):]); err != nil {
+		return nil, nil, ended(err)
+	}
 	return mine, in[len(magic):], nil
 }
 
-// Client proves the dialling end. purpose separates services that share a secret. It blocks as long as conn's deadline lets it. An error that wraps
-// ErrAuth: the acceptor did not know the secret (an acceptor which finds our proof wrong says nothing and closes, which is reported as ErrAuth too); a *Refusal: it did, and said no.
+// Client proves the dialling end. purpose separates services that share a secret (of at least MinSecret bytes). It blocks as long as conn's deadline
+// lets it. An error that wraps ErrAuth: the two ends do not share secret and purpose; a *Refusal: they do, and the acceptor said no.
 func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
-	mine, theirs, err := exchange(conn)
+	mine, theirs, err := exchange(conn, secret)
 	if err != nil {
 		return err
 	}
@@ -110,10 +139,10 @@ func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 	var in [sha256.Size + verdictLen + maxText]byte
 	fixed := in[:sha256.Size+verdictLen]
 	if _, err := io.ReadFull(conn, fixed); err != nil {
-		if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-			return fmt.Errorf("%w: the other end closed the connection at our proof", ErrAuth)
-		}
-		return err
+		return ended(err)
+	}
+	if [sha256.Size]byte(in[:]) == denied {
+		return fmt.Errorf("%w: the other end found our proof wrong", ErrAuth)
 	}
 	n := int(binary.LittleEndian.Uint16(fixed[sha256.Size+2:]))
 	if n > maxText {
@@ -121,7 +150,7 @@ func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 	}
 	verdict := in[sha256.Size : len(fixed)+n]
 	if _, err := io.ReadFull(conn, verdict[verdictLen:]); err != nil {
-		return err
+		return ended(err)
 	}
 	if !hmac.Equal(in[:sha256.Size], mac(secret, "accept", purpose, mine, theirs, hello[:], verdict)) {
 		return fmt.Errorf("%w: the other end's proof is wrong", ErrAuth)
@@ -133,18 +162,19 @@ func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 }
 
 // Server checks the dialling end, asks admit (nil: yes; a *Refusal keeps its code, any other error is sent as code 1) and proves the accepting end.
-// It blocks as long as conn's deadline lets it. When it returns an error the caller closes conn.
+// admit must compare the Hello's To… with itself. It blocks as long as conn's deadline lets it. When it returns an error the caller closes conn.
 func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
-	mine, theirs, err := exchange(conn)
+	mine, theirs, err := exchange(conn, secret)
 	if err != nil {
 		return Hello{}, err
 	}
 	in := make([]byte, sha256.Size+helloSize)
 	if _, err := io.ReadFull(conn, in); err != nil {
-		return Hello{}, err
+		return Hello{}, ended(err)
 	}
 	hello := in[sha256.Size:]
 	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, theirs, mine, hello)) {
+		conn.Write(append(denied[:], 0xff, 0, 0, 0)) // a courtesy: the connection is closed whether it gets there or not
 		return Hello{}, fmt.Errorf("%w: connection from %v", ErrAuth, conn.RemoteAddr())
 	}
 	h := decodeHello(hello)
@@ -152,7 +182,7 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 	refused := admit(h)
 	if refused != nil {
 		text := refused.Error()
-		text = text[:min(len(text), maxText)]
+		text = strings.ToValidUTF8(text[:min(len(text), maxText)], "")
 		verdict[0] = 1
 		var r *Refusal
 		if errors.As(refused, &r) && r.Code != 0 {
@@ -182,6 +212,21 @@ type Acceptor struct {
 	mu       sync.Mutex
 	open     map[net.Conn]struct{}
 	closed   bool
+	end      chan struct{} // closed with closed
+}
+
+// ended returns a channel that Close closes.
+func (a *Acceptor) ended() chan struct{} {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.endLocked()
+}
+
+func (a *Acceptor) endLocked() chan struct{} {
+	if a.end == nil {
+		a.end = make(chan struct{})
+	}
+	return a.end
 }
 
 // Serve accepts until the listener is closed by Close, and then returns after the last handshake ended.
@@ -198,9 +243,10 @@ func (a *Acceptor) Serve() {
 				return
 			}
 			// Out of descriptors or the like: the listener lives on, and retrying at once would only burn the CPU.
-			ctx, cancel := context.WithTimeout(context.Background(), pause)
-			<-ctx.Done()
-			cancel()
+			select {
+			case <-a.ended():
+			case <-time.After(pause):
+			}
 			pause = min(2*pause, time.Second)
 			continue
 		}
@@ -256,6 +302,7 @@ func (a *Acceptor) Close() error {
 		return nil
 	}
 	a.closed = true
+	close(a.endLocked())
 	for c := range a.open {
 		c.Close()
 	}

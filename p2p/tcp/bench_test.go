@@ -1,0 +1,228 @@
+package tcp
+
+import (
+	"bufio"
+	"context"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+
+	"tutti/p2p"
+)
+
+// children are what a test starts this binary again for; they read their orders from standard input and end with it.
+var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain, "rawdrain": childRawDrain}
+
+func childKind() string { return os.Getenv("TUTTI_TEST_CHILD") }
+
+// child starts one, which first prints a line: its endpoint in hex, or its address.
+func child(t testing.TB, kind string) (*exec.Cmd, string) {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), "TUTTI_TEST_CHILD="+kind)
+	cmd.Stderr = os.Stderr
+	in := must(cmd.StdinPipe())
+	out := must(cmd.StdoutPipe())
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { in.Close(); cmd.Process.Kill(); cmd.Wait() })
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		t.Fatalf("child %s: %v", kind, err)
+	}
+	return cmd, strings.TrimSpace(line)
+}
+
+// childLink listens as rank 1, says where, and returns the first link.
+func childLink() p2p.Link {
+	h := newHost(1)
+	t := New(local(Config{MaxFrame: 1 << 20}))
+	fmt.Println(hex.EncodeToString(must(t.Listen(context.Background(), h))))
+	go func() { io.Copy(io.Discard, os.Stdin); os.Exit(0) }()
+	return (<-h.links).link
+}
+
+func childEcho() {
+	l := childLink()
+	for {
+		h, p, err := l.Recv()
+		if err != nil {
+			os.Exit(0)
+		}
+		if h == nil {
+			continue
+		}
+		for ok := false; !ok; {
+			if ok, err = l.Send(h, p); err != nil {
+				os.Exit(0)
+			}
+		}
+		l.Release()
+	}
+}
+
+func childDrain() {
+	l := childLink()
+	dst := make([]byte, 1<<20)
+	for {
+		h, p, err := l.Recv()
+		if err != nil {
+			os.Exit(0)
+		}
+		if h == nil {
+			continue
+		}
+		if p != nil {
+			copy(dst, p)
+		} else {
+			for got := 0; got < int(h.Len); {
+				n, err := l.Fill(dst[got:h.Len])
+				if err != nil {
+					os.Exit(0)
+				}
+				got += n
+			}
+		}
+		last := h.Seq == 1
+		l.Release()
+		if last {
+			l.Send(header(0, 0), nil)
+			for ok := false; !ok; {
+				ok, _ = l.Flush()
+			}
+		}
+	}
+}
+
+func rawChild(f func(net.Conn)) {
+	l := must(net.Listen("tcp", "127.0.0.1:0"))
+	fmt.Println(l.Addr())
+	go func() { io.Copy(io.Discard, os.Stdin); os.Exit(0) }()
+	f(must(l.Accept()))
+}
+
+func childRawEcho() {
+	rawChild(func(c net.Conn) {
+		b := make([]byte, 112)
+		for {
+			if _, err := io.ReadFull(c, b); err != nil {
+				return
+			}
+			c.Write(b)
+		}
+	})
+}
+
+func childRawDrain() {
+	rawChild(func(c net.Conn) {
+		b := make([]byte, 1<<20)
+		h := make([]byte, 1)
+		for {
+			if _, err := io.ReadFull(c, h); err != nil {
+				return
+			}
+			if _, err := io.ReadFull(c, b); err != nil {
+				return
+			}
+			if h[0] == 1 {
+				c.Write(h)
+			}
+		}
+	})
+}
+
+func dialChild(b testing.TB, kind string, cfg Config) p2p.Link {
+	_, line := child(b, kind)
+	n := listen(b, 0, local(cfg))
+	l, err := n.Dial(within(b), p2p.Identity{Rank: 1, Incarnation: 0xace1}, must(hex.DecodeString(line)))
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { l.Close() })
+	return l
+}
+
+func BenchmarkPingPong(b *testing.B) {
+	b.Run("link/64B", func(b *testing.B) {
+		l := dialChild(b, "echo", Config{})
+		h, p := header(1, 64), make([]byte, 64)
+		b.ReportAllocs()
+		for b.Loop() {
+			l.Send(h, p)
+			for {
+				if r, _, err := l.Recv(); err != nil {
+					b.Fatal(err)
+				} else if r != nil {
+					break
+				}
+			}
+			l.Release()
+		}
+	})
+	b.Run("netconn/112B", func(b *testing.B) {
+		_, at := child(b, "rawecho")
+		c := must(net.Dial("tcp", at))
+		defer c.Close()
+		p := make([]byte, 112)
+		b.ReportAllocs()
+		for b.Loop() {
+			c.Write(p)
+			if _, err := io.ReadFull(c, p); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}
+
+func BenchmarkStream(b *testing.B) {
+	const batch = 64 << 20
+	for _, size := range []int{16 << 10, 64 << 10, 256 << 10, 1 << 20} {
+		b.Run(fmt.Sprintf("link/%dKiB", size>>10), func(b *testing.B) {
+			l := dialChild(b, "drain", Config{MaxFrame: 1 << 20})
+			p, h := pattern(size, 0), header(0, size)
+			b.SetBytes(batch)
+			b.ReportAllocs()
+			for b.Loop() {
+				for i := batch / size; i > 0; i-- {
+					h.Seq = uint64(i)
+					for ok := false; !ok; {
+						var err error
+						if ok, err = l.Send(h, p); err != nil {
+							b.Fatal(err)
+						}
+					}
+				}
+				for ok := false; !ok; {
+					ok, _ = l.Flush()
+				}
+				if _, _, err := take(l, 1); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+	b.Run("netconn/1MiB", func(b *testing.B) {
+		_, at := child(b, "rawdrain")
+		c := must(net.Dial("tcp", at))
+		defer c.Close()
+		p := make([]byte, 1<<20+1)
+		b.SetBytes(batch)
+		for b.Loop() {
+			for i := batch >> 20; i > 0; i-- {
+				p[0] = byte(i)
+				if _, err := c.Write(p); err != nil {
+					b.Fatal(err)
+				}
+			}
+			if _, err := io.ReadFull(c, p[:1]); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

@@ -1,0 +1,394 @@
+package tcp
+
+import (
+	"encoding/binary"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/p2p"
+)
+
+// link implements p2p.Link over one or more connections. Headers and small payloads go over streams[0], in order. With several streams the payloads of
+// big frames take turns on all of them; both ends count the turns. Each direction is a state machine of its own.
+//
+// The caller's goroutine owns all fields but mu, closed, failure and armed.
+type link struct {
+	name     string // "tcp link to rank 3 (incarnation …) at 10.0.0.3:29500"
+	maxFrame int
+	poller   *poller
+	mu       sync.Mutex // held during system calls on the streams' descriptors, against Close
+	closed   atomic.Bool
+	done     chan struct{} // closed when Close is through
+	failure  atomic.Pointer[failure]
+	armed    atomic.Bool
+	streams  []stream
+
+	// Receiving.
+	buf    []byte // buf[r:w] has arrived on streams[0] and is not taken
+	r, w   int
+	ahead  int        // how much to read into buf at once
+	head   p2p.Header // the current frame's
+	cur    bool       // there is a current frame
+	filled bool       // Fill was called for it
+	left   int        // bytes of its payload that are not taken
+	src    int        // the stream that carries its payload
+	turnIn int
+	ended  bool // nothing will come from the sockets any more; failure says why
+
+	// Sending.
+	scratch [headerSpace + copyLimit]byte
+	turnOut int
+}
+
+type failure struct{ err error }
+
+// gone is the reason of a failure that wraps p2p.ErrPeerGone.
+func gone(why string) error { return fmt.Errorf("%w: %s", p2p.ErrPeerGone, why) }
+
+const (
+	headerSpace = p2p.HeaderSize
+	inline      = 16 << 10 // payloads up to this are collected in the receive buffer, longer ones are read to where they belong
+	shortRead   = 4 << 10  // read at once where a long payload may follow, most of which shall not go through the receive buffer
+	spread      = 64 << 10 // payloads from this take turns on the streams
+)
+
+func newLink(name string, fds []int, maxFrame, buffer int, p *poller) (*link, error) {
+	l := &link{name: name, maxFrame: maxFrame, poller: p, done: make(chan struct{}), streams: make([]stream, len(fds)), buf: make([]byte, buffer), ahead: buffer}
+	for i, fd := range fds {
+		l.streams[i].link, l.streams[i].fd = l, fd
+	}
+	if err := p.add(l); err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+// fail records why the link does not work any more; the first reason stays. It returns the one that counts.
+func (l *link) fail(why error) error {
+	l.failure.CompareAndSwap(nil, &failure{fmt.Errorf("%s: %w", l.name, why)})
+	return l.failure.Load().err
+}
+
+func (l *link) failErrno(op string, e syscall.Errno) error {
+	return l.fail(gone(op + ": " + e.Error()))
+}
+
+// Err implements p2p.Link.
+func (l *link) Err() error {
+	if f := l.failure.Load(); f != nil {
+		return f.err
+	}
+	if l.closed.Load() {
+		return l.errClosed()
+	}
+	return nil
+}
+
+func (l *link) errClosed() error { return fmt.Errorf("%s: %w on this side", l.name, p2p.ErrClosed) }
+
+// MaxFrame implements p2p.Link.
+func (l *link) MaxFrame() int { return l.maxFrame }
+
+func encodeHeader(b *[p2p.HeaderSize]byte, h *p2p.Header) {
+	b[0], b[1] = h.Kind, h.Flags
+	binary.LittleEndian.PutUint16(b[2:], h.Lane)
+	binary.LittleEndian.PutUint32(b[4:], h.Len)
+	binary.LittleEndian.PutUint32(b[8:], h.Chan)
+	binary.LittleEndian.PutUint32(b[12:], h.Ack)
+	binary.LittleEndian.PutUint64(b[16:], h.Seq)
+	binary.LittleEndian.PutUint64(b[24:], h.Call)
+	binary.LittleEndian.PutUint64(b[32:], h.Count)
+	binary.LittleEndian.PutUint64(b[40:], h.Off)
+}
+
+func decodeHeader(h *p2p.Header, b *[p2p.HeaderSize]byte) {
+	h.Kind, h.Flags = b[0], b[1]
+	h.Lane = binary.LittleEndian.Uint16(b[2:])
+	h.Len = binary.LittleEndian.Uint32(b[4:])
+	h.Chan = binary.LittleEndian.Uint32(b[8:])
+	h.Ack = binary.LittleEndian.Uint32(b[12:])
+	h.Seq = binary.LittleEndian.Uint64(b[16:])
+	h.Call = binary.LittleEndian.Uint64(b[24:])
+	h.Count = binary.LittleEndian.Uint64(b[32:])
+	h.Off = binary.LittleEndian.Uint64(b[40:])
+}
+
+// turn returns the stream of a payload of n bytes, and which one had the last turn then.
+func (l *link) turn(last, n int) (stream, now int) {
+	if n < spread || len(l.streams) == 1 {
+		return 0, last
+	}
+	now = (last + 1) % len(l.streams)
+	return now, now
+}
+
+// Send implements p2p.Link.
+func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
+	if uint64(h.Len) != uint64(len(payload)) || len(payload) > l.maxFrame {
+		return false, fmt.Errorf("%s: a frame of %d bytes with %d bytes of payload was to be sent; both must be equal and at most %d", l.name, h.Len, len(payload), l.maxFrame)
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if done, err := l.flush(); !done {
+		return false, err
+	}
+	i, turn := l.turn(l.turnOut, len(payload))
+	first, s := &l.streams[0], &l.streams[i]
+	if !first.room() || !s.room() {
+		return false, nil
+	}
+	head := l.scratch[:headerSpace]
+	encodeHeader((*[p2p.HeaderSize]byte)(head), h)
+	var taken bool
+	var e syscall.Errno
+	if s == first {
+		taken, e = s.put(head, payload, false)
+	} else if taken, e = first.put(head, nil, false); taken {
+		_, e = s.put(nil, payload, true)
+	}
+	if e != 0 {
+		return false, l.failErrno("send", e)
+	}
+	if taken {
+		l.turnOut = turn
+	}
+	return taken, nil
+}
+
+// Flush implements p2p.Link.
+func (l *link) Flush() (bool, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.flush()
+}
+
+func (l *link) flush() (bool, error) {
+	if l.failure.Load() != nil || l.closed.Load() {
+		return false, l.Err()
+	}
+	all := true
+	for i := range l.streams {
+		if s := &l.streams[i]; len(s.kept) > 0 {
+			done, e := s.flush()
+			if e != 0 {
+				return false, l.failErrno("send", e)
+			}
+			all = all && done
+		}
+	}
+	return all, nil
+}
+
+// took judges what a receiving call returned: how many bytes came, and in ended and failure whether the stream is over.
+func (l *link) took(n int, e syscall.Errno) int {
+	switch {
+	case e == unix.EAGAIN:
+	case e != 0:
+		l.ended = true
+		l.failErrno("receive", e)
+	case n == 0:
+		l.ended = true
+		where := "at the end of a frame"
+		if l.cur || l.w > l.r {
+			where = "in the middle of a frame"
+		}
+		l.fail(gone("it closed the connection " + where))
+	}
+	return n
+}
+
+// read tries once to get more into the receive buffer, which must not hold a payload that the caller sees.
+func (l *link) read() {
+	if l.ended {
+		return
+	}
+	if l.r > 0 {
+		l.w = copy(l.buf, l.buf[l.r:l.w]) // less than a frame that fits
+		l.r = 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed.Load() {
+		return
+	}
+	l.w += l.took(l.streams[0].recv(l.buf[l.w:min(len(l.buf), l.w+l.ahead)]))
+}
+
+// Recv implements p2p.Link.
+func (l *link) Recv() (*p2p.Header, []byte, error) {
+	if l.closed.Load() {
+		return nil, nil, l.Err()
+	}
+	if !l.cur {
+		if l.w-l.r < headerSpace {
+			if l.read(); l.w-l.r < headerSpace {
+				return l.none()
+			}
+		}
+		decodeHeader(&l.head, (*[p2p.HeaderSize]byte)(l.buf[l.r:]))
+		if uint64(l.head.Len) > uint64(l.maxFrame) {
+			l.ended = true
+			return nil, nil, l.fail(fmt.Errorf("%w: it announced a frame of %d bytes, at most %d are allowed", p2p.ErrProtocol, l.head.Len, l.maxFrame))
+		}
+		l.r += headerSpace
+		l.cur, l.filled, l.left = true, false, int(l.head.Len)
+		l.src, l.turnIn = l.turn(l.turnIn, l.left)
+		if l.ahead = len(l.buf); l.left > inline {
+			l.ahead = shortRead
+		}
+	}
+	if l.left == 0 || l.filled || l.src != 0 {
+		return &l.head, nil, nil
+	}
+	if l.w-l.r < l.left && l.left <= inline {
+		l.read()
+	}
+	if l.w-l.r >= l.left {
+		return &l.head, l.buf[l.r : l.r+l.left : l.r+l.left], nil
+	}
+	if l.ended {
+		return l.none()
+	}
+	return &l.head, nil, nil
+}
+
+// none is Recv's answer when no frame is there and perhaps none will come.
+func (l *link) none() (*p2p.Header, []byte, error) {
+	if l.ended || l.failure.Load() != nil {
+		return nil, nil, l.Err()
+	}
+	return nil, nil, nil
+}
+
+// Fill implements p2p.Link.
+func (l *link) Fill(dst []byte) (int, error) {
+	if l.closed.Load() {
+		return 0, l.Err()
+	}
+	dst = dst[:min(len(dst), l.left)]
+	l.filled = l.cur
+	n := 0
+	if l.src == 0 {
+		n = copy(dst, l.buf[l.r:l.w])
+		l.r += n
+		l.left -= n
+	}
+	if n == len(dst) {
+		return n, nil
+	}
+	if !l.ended {
+		n += l.direct(dst[n:])
+	}
+	if n == 0 && (l.ended || l.failure.Load() != nil) {
+		return 0, l.Err()
+	}
+	return n, nil
+}
+
+// direct reads payload to where it belongs, and with its end, in the same call, the beginning of what follows it into the empty receive buffer.
+func (l *link) direct(dst []byte) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed.Load() {
+		return 0
+	}
+	s := &l.streams[l.src]
+	if l.src != 0 || len(dst) < l.left {
+		n := l.took(s.recv(dst))
+		l.left -= n
+		return n
+	}
+	l.r, l.w = 0, 0
+	n := l.took(s.recv2(dst, l.buf[:l.ahead]))
+	if n > len(dst) {
+		l.w = n - len(dst)
+		n = len(dst)
+	}
+	l.left -= n
+	return n
+}
+
+// Release implements p2p.Link.
+func (l *link) Release() {
+	if !l.cur {
+		return
+	}
+	if l.left > 0 {
+		if l.src != 0 || l.w-l.r < l.left {
+			panic(fmt.Sprintf("%s: Release with %d bytes of the frame's payload not received", l.name, l.left))
+		}
+		l.r += l.left
+		l.left = 0
+	}
+	l.cur = false
+}
+
+// Arm implements p2p.Link.
+func (l *link) Arm() bool {
+	if l.ended || l.cur && (l.left == 0 || l.src == 0 && l.w > l.r) || !l.cur && l.w-l.r >= headerSpace {
+		return true
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed.Load() || l.failure.Load() != nil {
+		return true
+	}
+	src := 0
+	if l.cur {
+		src = l.src
+	}
+	for i := range l.streams {
+		s := &l.streams[i]
+		var mask uint32
+		if i == src {
+			mask = unix.EPOLLIN | unix.EPOLLRDHUP
+		}
+		if s.refused && s.room() {
+			return true
+		}
+		if s.refused || len(s.kept) > 0 {
+			mask |= unix.EPOLLOUT
+		}
+		s.want = mask
+	}
+	l.armed.Store(true)
+	for i := range l.streams {
+		if s := &l.streams[i]; s.want != 0 && l.poller.watch(s, s.want) != nil {
+			l.armed.Store(false)
+			return true
+		}
+	}
+	return false
+}
+
+// Disarm implements p2p.Link.
+func (l *link) Disarm() { l.armed.Store(false) } // what the kernel still watches is ignored once when it comes, and serves the next Arm until then
+
+// lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
+const lingerTime = 500 * time.Millisecond
+
+// Close implements p2p.Link.
+func (l *link) Close() error {
+	if !l.closed.CompareAndSwap(false, true) {
+		<-l.done
+		return nil
+	}
+	l.mu.Lock() // whoever was inside a call is out now, and nobody enters one any more
+	l.mu.Unlock()
+	l.poller.remove(l)
+	deadline := time.Now().Add(lingerTime)
+	for i := range l.streams {
+		if l.failure.Load() == nil {
+			l.streams[i].finish(deadline)
+		}
+		unix.Close(l.streams[i].fd)
+	}
+	l.poller.release()
+	close(l.done)
+	return nil
+}

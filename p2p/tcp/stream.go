@@ -1,0 +1,215 @@
+package tcp
+
+import (
+	"fmt"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// stream is one connection of a link. All its methods need link.mu, which keeps the descriptor open.
+type stream struct {
+	link    *link
+	fd      int
+	full    bool   // a write found no room: ask the kernel for a good amount of it before the next frame
+	refused bool   // a frame was refused for that, and there was no room since
+	kept    []byte // kept[sent:] was taken from the caller and not yet written
+	sent    int
+	strikes int // see checkHost
+	tx, rx  vector
+	pfd     [1]unix.PollFd
+	epollKey
+}
+
+// vector is the argument of sendmsg and recvmsg for two pieces of memory. It is part of the stream so that a call allocates nothing.
+type vector struct {
+	iov [2]unix.Iovec
+	msg unix.Msghdr
+}
+
+func (v *vector) set(a, b []byte) unsafe.Pointer {
+	v.iov[0].Base, v.iov[1].Base = unsafe.SliceData(a), unsafe.SliceData(b)
+	v.iov[0].SetLen(len(a))
+	v.iov[1].SetLen(len(b))
+	v.msg.Iov = &v.iov[0]
+	v.msg.SetIovlen(2)
+	return unsafe.Pointer(&v.msg)
+}
+
+// clear lets go of the caller's memory.
+func (v *vector) clear() { v.iov[0].Base, v.iov[1].Base = nil, nil }
+
+// rawLimit is up to how many bytes a socket call skips the scheduler's bookkeeping (syscall.RawSyscall): it cannot block, and below this size it is
+// over sooner than anybody could miss the processor; in a polling loop the bookkeeping would be a third of the cost.
+const rawLimit = 16 << 10
+
+func socketCall(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size int) (int, syscall.Errno) {
+	for {
+		var r uintptr
+		var e syscall.Errno
+		if size <= rawLimit {
+			r, _, e = syscall.RawSyscall6(trap, uintptr(fd), uintptr(p), n, flags, 0, 0)
+		} else {
+			r, _, e = syscall.Syscall6(trap, uintptr(fd), uintptr(p), n, flags, 0, 0)
+		}
+		switch e {
+		case 0:
+			return int(r), 0
+		case unix.EINTR:
+			continue
+		case unix.ENOBUFS, unix.ENOMEM: // of the kernel, for a while
+			return 0, unix.EAGAIN
+		}
+		return 0, e
+	}
+}
+
+const (
+	sendFlags = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
+	recvFlags = unix.MSG_DONTWAIT
+)
+
+// send and recv move one piece of memory; 0 and no error from recv is the end of the stream.
+func (s *stream) send(b []byte) (int, syscall.Errno) {
+	return socketCall(unix.SYS_SENDTO, s.fd, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), sendFlags, len(b))
+}
+
+func (s *stream) recv(b []byte) (int, syscall.Errno) {
+	return socketCall(unix.SYS_RECVFROM, s.fd, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), recvFlags, len(b))
+}
+
+// send2 and recv2 move two pieces in one call.
+func (s *stream) send2(a, b []byte) (int, syscall.Errno) {
+	defer s.tx.clear()
+	return socketCall(unix.SYS_SENDMSG, s.fd, s.tx.set(a, b), sendFlags, 0, len(a)+len(b))
+}
+
+func (s *stream) recv2(a, b []byte) (int, syscall.Errno) {
+	defer s.rx.clear()
+	return socketCall(unix.SYS_RECVMSG, s.fd, s.rx.set(a, b), recvFlags, 0, len(a)+len(b))
+}
+
+// copyLimit is up to how many bytes of payload are copied behind their header, for one plain send: cheaper than a vector.
+const copyLimit = 2 << 10
+
+// put writes head and payload as far as there is room and keeps the rest. If there is none at all it takes nothing and returns false, unless must.
+func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
+	var n int
+	var e syscall.Errno
+	switch {
+	case len(payload) == 0:
+		n, e = s.send(head)
+	case len(head) == 0:
+		n, e = s.send(payload)
+	case len(payload) <= copyLimit && cap(head)-len(head) >= len(payload):
+		n, e = s.send(append(head, payload...)) // in the link's scratch memory
+	default:
+		n, e = s.send2(head, payload)
+	}
+	if e == unix.EAGAIN {
+		s.full = true
+		if !must {
+			s.refused = true
+			return false, 0
+		}
+	} else if e != 0 {
+		return false, e
+	}
+	if n < len(head)+len(payload) {
+		s.full = true
+		if s.kept == nil {
+			s.kept = make([]byte, 0, headerSpace+s.link.maxFrame)
+		}
+		s.sent = 0
+		if n < len(head) {
+			s.kept = append(s.kept, head[n:]...)
+			n = len(head)
+		}
+		s.kept = append(s.kept, payload[n-len(head):]...)
+	}
+	return true, 0
+}
+
+// flush writes what put kept; true: nothing is left.
+func (s *stream) flush() (bool, syscall.Errno) {
+	for s.sent < len(s.kept) {
+		n, e := s.send(s.kept[s.sent:])
+		if e == unix.EAGAIN {
+			return false, 0
+		} else if e != 0 {
+			return false, e
+		}
+		s.sent += n
+	}
+	s.kept, s.sent = s.kept[:0], 0
+	return true, 0
+}
+
+// room says whether a new frame may be tried. After a write that found none it waits for the kernel to report a good part of the socket's buffer free:
+// else every frame would go out in crumbs, and what does not go out at once has to be copied.
+func (s *stream) room() bool {
+	if !s.full {
+		return true
+	}
+	s.pfd[0] = unix.PollFd{Fd: int32(s.fd), Events: unix.POLLOUT}
+	n, err := unix.Poll(s.pfd[:], 0)
+	s.refused = err != nil || n == 0
+	s.full = s.refused
+	return !s.full
+}
+
+// checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel keeps asking it. TCP_USER_TIMEOUT is no substitute: it
+// also ends a connection whose peer is alive and merely takes nothing for a while (a stopped or busy process: its window is closed).
+func (s *stream) checkHost(timeout time.Duration) {
+	l := s.link
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed.Load() || l.failure.Load() != nil {
+		return
+	}
+	i, err := unix.GetsockoptTCPInfo(s.fd, unix.SOL_TCP, unix.TCP_INFO)
+	if err != nil || i.Retransmits == 0 && i.Probes == 0 || time.Duration(i.Last_ack_recv)*time.Millisecond < timeout {
+		s.strikes = 0
+		return
+	}
+	if s.strikes++; s.strikes < 2 { // the one question that is open may have been asked just now, after a long pause between two
+		return
+	}
+	l.fail(gone(fmt.Sprintf("its host has acknowledged nothing for %v", time.Duration(i.Last_ack_recv)*time.Millisecond)))
+	unix.Shutdown(s.fd, unix.SHUT_RDWR) // wakes who sleeps on it
+}
+
+// finish ends the sending direction after what was sent, and waits until the peer's kernel has it, at most until deadline: closing a socket at once
+// would, if unread or further bytes come in, send a reset that discards what is under way.
+func (s *stream) finish(deadline time.Time) {
+	shut := false
+	for pause := 20 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
+		if !shut {
+			done, e := s.flush()
+			if e != 0 {
+				return
+			}
+			if done {
+				unix.Shutdown(s.fd, unix.SHUT_WR)
+				shut = true
+			}
+		}
+		s.discard()
+		if n, err := unix.IoctlGetInt(s.fd, unix.SIOCOUTQ); err != nil || shut && n == 0 || !time.Now().Before(deadline) {
+			return
+		}
+		time.Sleep(pause)
+	}
+}
+
+// discard throws away what has come in, without copying it, as far as is there now but at most a few megabytes.
+func (s *stream) discard() {
+	for range 64 {
+		n, e := socketCall(unix.SYS_RECVFROM, s.fd, nil, 1<<20, unix.MSG_DONTWAIT|unix.MSG_TRUNC, 1<<20)
+		if e != 0 || n == 0 {
+			return
+		}
+	}
+}

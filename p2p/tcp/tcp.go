@@ -1,0 +1,738 @@
+// Package tcp makes p2p links over TCP connections.
+//
+// A listener publishes the addresses of the allowed network interfaces, each only after it has answered itself there with this incarnation's identity.
+// A dialler tries them in the order in which routing recommends them. Every connection proves the job's secret (internal/trust) and names both
+// incarnations before anything else is read, so that a port that another rank, life or job has taken over since is recognised.
+//
+// A link moves frames with non-blocking system calls made by whoever polls it, straight between the caller's memory and the socket: small frames are
+// received many at a time into one buffer, big payloads where they belong. Sockets are outside the Go runtime's poller; see poller. Linux only.
+package tcp
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+	"tutti/internal/trust"
+	"tutti/p2p"
+)
+
+// Config says how a Transport listens and dials. The zero Config listens on all interfaces, on ports that the kernel chooses.
+type Config struct {
+	// Interfaces restricts the addresses that are listened on, published and dialled from: names, beginnings of names ("eth*"), addresses and networks,
+	// separated by commas, excluded after "^" (the syntax of TUTTI_IFNAME; see internal/ifname). Default: all that are up, loopback last. Link-local
+	// addresses are never used.
+	Interfaces string
+	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600" (the first free one). Each address has a port of its own.
+	Ports string
+	// Advertise is what peers dial instead of the addresses listened on: "host" or "host:port", names or addresses, at most 16. For hosts behind
+	// address translation or with names that outlive their addresses. They too must answer before Listen returns.
+	Advertise []string
+	// Select returns the local address to dial a peer's address from, or an error if there is no way. Default: the kernel's routing decides. It must not block.
+	Select func(peer netip.Addr) (local netip.Addr, err error)
+	// Conns is how many connections carry the big frames of one link, 1 (default) to MaxConns; the smaller number of both ends counts. More than one
+	// pays where a network gives a single connection only a part of its bandwidth.
+	Conns int
+	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up to a multiple of 4096; the smaller of both ends
+	// counts. A link keeps at most one frame of its own, and only after its peer was slower than itself. Default 256 KiB.
+	MaxFrame int
+	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at least 32 KiB. Default 64 KiB.
+	BufferSize int
+	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the kernel sizes them by the traffic, which is nearly always better.
+	SocketBuffer int
+	// PeerTimeout is after how long a peer's host that answers nothing is taken for gone. A host that answers while its process takes nothing is not;
+	// that is for the deadlines of operations. Detection takes up to a quarter longer. Default 30 s, at least 1 s.
+	PeerTimeout time.Duration
+	// Logger gets what is worth knowing but is no error. Default: nothing is logged.
+	Logger *slog.Logger
+}
+
+// Limits of Config.
+const (
+	MaxConns    = 16
+	MinFrame    = 4 << 10
+	MaxMaxFrame = 64 << 20
+
+	frameUnit = 4 << 10
+	minBuffer = 32 << 10
+)
+
+const purpose = "tcp"
+
+// dialTimeout bounds one attempt to connect while there are other addresses to try, and lastTimeout the last one if ctx does not.
+const (
+	dialTimeout = 2 * time.Second
+	lastTimeout = 30 * time.Second
+)
+
+// Transport implements p2p.Transport.
+type Transport struct {
+	cfg    Config
+	filter ifname.Filter
+	ctx    context.Context // ends with Close
+	cancel context.CancelFunc
+	log    *slog.Logger
+
+	mu        sync.Mutex
+	listened  bool
+	closed    bool
+	host      p2p.Host // set by Listen
+	poller    *poller
+	acceptors []*trust.Acceptor
+	serving   sync.WaitGroup
+	joining   map[joinKey]*join
+}
+
+// joinKey names an incoming link of several connections until the last one is there.
+type joinKey struct {
+	from  p2p.Identity
+	token uint32
+}
+
+type join struct {
+	fds   []int // -1: not there yet
+	name  string
+	timer *time.Timer
+}
+
+// New returns a transport. It does nothing yet: what is wrong with cfg is Listen's error.
+func New(cfg Config) *Transport {
+	t := &Transport{cfg: cfg, log: cfg.Logger, joining: map[joinKey]*join{}}
+	t.ctx, t.cancel = context.WithCancel(context.Background())
+	if t.log == nil {
+		t.log = slog.New(slog.DiscardHandler)
+	}
+	return t
+}
+
+// Name implements p2p.Transport.
+func (t *Transport) Name() string { return "tcp" }
+
+func (c *Config) complete() (ifname.Filter, ports.Spec, error) {
+	def := func(p *int, v int) {
+		if *p == 0 {
+			*p = v
+		}
+	}
+	def(&c.Conns, 1)
+	def(&c.MaxFrame, 256<<10)
+	def(&c.BufferSize, 64<<10)
+	if c.PeerTimeout == 0 {
+		c.PeerTimeout = 30 * time.Second
+	}
+	var err error
+	switch {
+	case c.Conns < 1 || c.Conns > MaxConns:
+		err = fmt.Errorf("tcp: Conns is %d, want 1 to %d", c.Conns, MaxConns)
+	case c.MaxFrame < MinFrame || c.MaxFrame > MaxMaxFrame:
+		err = fmt.Errorf("tcp: MaxFrame is %d, want %d to %d", c.MaxFrame, MinFrame, MaxMaxFrame)
+	case c.BufferSize < minBuffer:
+		err = fmt.Errorf("tcp: BufferSize is %d, want at least %d", c.BufferSize, minBuffer)
+	case c.SocketBuffer < 0:
+		err = fmt.Errorf("tcp: SocketBuffer is %d, want 0 or more", c.SocketBuffer)
+	case c.PeerTimeout < time.Second:
+		err = fmt.Errorf("tcp: PeerTimeout is %v, want at least %v", c.PeerTimeout, time.Second)
+	case len(c.Advertise) > maxCandidates:
+		err = fmt.Errorf("tcp: Advertise has %d addresses, at most %d are allowed", len(c.Advertise), maxCandidates)
+	}
+	if err != nil {
+		return ifname.Filter{}, ports.Spec{}, err
+	}
+	c.MaxFrame = (c.MaxFrame + frameUnit - 1) / frameUnit * frameUnit
+	filter, err := ifname.Parse(c.Interfaces)
+	if err != nil {
+		return filter, ports.Spec{}, err
+	}
+	spec, err := ports.ParseSpec(c.Ports)
+	return filter, spec, err
+}
+
+// Listen implements p2p.Transport.
+func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
+	t.mu.Lock()
+	if t.listened || t.closed {
+		defer t.mu.Unlock()
+		return nil, fmt.Errorf("tcp: Listen: %w or already listening", p2p.ErrClosed)
+	}
+	t.listened = true
+	t.mu.Unlock()
+	filter, spec, err := t.cfg.complete()
+	if err != nil {
+		return nil, err
+	}
+	listeners, err := t.bind(ctx, filter, spec)
+	if err != nil {
+		return nil, err
+	}
+	p, err := newPoller(t.cfg.PeerTimeout, h.Wake)
+	if err != nil {
+		for _, l := range listeners {
+			l.Close()
+		}
+		return nil, err
+	}
+	t.mu.Lock()
+	if t.closed {
+		t.mu.Unlock()
+		for _, l := range listeners {
+			l.Close()
+		}
+		p.release()
+		return nil, fmt.Errorf("tcp: Listen: %w", p2p.ErrClosed)
+	}
+	t.host, t.poller, t.filter = h, p, filter
+	for _, l := range listeners {
+		a := &trust.Acceptor{
+			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose, Timeout: p2p.HandshakeTimeout,
+			Max: max(4, p2p.MaxHandshakes/len(listeners)), Admit: t.admit, Accepted: t.accepted,
+			Refused: func(c net.Conn, err error) {
+				t.log.Debug("tcp: connection refused", "from", c.RemoteAddr(), "reason", err)
+			},
+		}
+		t.acceptors = append(t.acceptors, a)
+		t.serving.Go(a.Serve)
+	}
+	t.mu.Unlock()
+	e, err := t.publish(ctx, listeners)
+	if err != nil {
+		t.Close()
+		return nil, err
+	}
+	t.log.Debug("tcp: listening", "at", e.at)
+	return e.encode(), nil
+}
+
+// bind opens a listener on every allowed address. A port that is taken on any of them is an error.
+func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.Spec) (ls []net.Listener, err error) {
+	defer func() {
+		if err != nil {
+			for _, l := range ls {
+				l.Close()
+			}
+		}
+	}()
+	addrs, err := filter.Addrs()
+	if err != nil {
+		return nil, fmt.Errorf("tcp: %w", err)
+	}
+	if len(addrs) > maxCandidates {
+		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxCandidates], "left out", addrs[maxCandidates:])
+		addrs = addrs[:maxCandidates]
+	}
+	var skipped list
+	for _, a := range addrs {
+		l, err := ports.Listen(ctx, a.String(), spec)
+		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is still tentative, or has gone
+			skipped = append(skipped, err)
+			continue
+		}
+		if err != nil {
+			return ls, fmt.Errorf("tcp: %w", explain(err))
+		}
+		ls = append(ls, l)
+		if t.cfg.SocketBuffer > 0 { // inherited by what it accepts, and in time for the window's scale
+			if raw, err := l.(*net.TCPListener).SyscallConn(); err == nil {
+				raw.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
+			}
+		}
+	}
+	if len(ls) == 0 {
+		return nil, fmt.Errorf("tcp: no address to listen on: %w", skipped)
+	}
+	return ls, nil
+}
+
+// publish asks every address to be published for this incarnation, and returns those that answered.
+func (t *Transport) publish(ctx context.Context, ls []net.Listener) (endpoint, error) {
+	e := endpoint{conns: t.cfg.Conns, maxFrame: t.cfg.MaxFrame, host: hostID()}
+	var all []candidate
+	for _, s := range t.cfg.Advertise {
+		c, err := parseCandidate(s, ls[0].Addr().(*net.TCPAddr).AddrPort().Port())
+		if err != nil {
+			return e, fmt.Errorf("tcp: Advertise: %w", err)
+		}
+		all = append(all, c)
+	}
+	if len(all) == 0 {
+		for _, l := range ls {
+			a := l.Addr().(*net.TCPAddr).AddrPort()
+			all = append(all, candidate{addr: a.Addr().Unmap(), port: a.Port()})
+		}
+	}
+	errs := make([]error, len(all))
+	var wg sync.WaitGroup
+	for i, c := range all {
+		wg.Go(func() { errs[i] = t.probe(ctx, c) })
+	}
+	wg.Wait()
+	for i, c := range all {
+		switch {
+		case errs[i] == nil:
+			e.at = append(e.at, c)
+		case len(t.cfg.Advertise) > 0:
+			return e, fmt.Errorf("tcp: advertised address %v does not lead here: %w", c, errs[i])
+		default:
+			t.log.Warn("tcp: address is not published: it does not answer", "address", c.String(), "reason", errs[i])
+		}
+	}
+	if len(e.at) == 0 {
+		return e, fmt.Errorf("tcp: none of this rank's own addresses answers: %w", list(errs))
+	}
+	return e, nil
+}
+
+func parseCandidate(s string, port uint16) (candidate, error) {
+	host := s
+	if h, p, err := net.SplitHostPort(s); err == nil {
+		n, err := strconv.ParseUint(p, 10, 16)
+		if err != nil || n == 0 {
+			return candidate{}, fmt.Errorf("%q: port %q, want 1 to 65535", s, p)
+		}
+		host, port = h, uint16(n)
+	}
+	if a, err := netip.ParseAddr(host); err == nil && a.Zone() == "" {
+		return candidate{addr: a.Unmap(), port: port}, nil
+	}
+	if !validName(host) {
+		return candidate{}, fmt.Errorf("%q is neither a host name nor an address, with or without :port", s)
+	}
+	return candidate{name: host, port: port}, nil
+}
+
+// probe makes sure that c leads to this listener.
+func (t *Transport) probe(ctx context.Context, c candidate) error {
+	ctx, cancel := context.WithTimeout(ctx, p2p.HandshakeTimeout)
+	defer cancel()
+	self := t.host.Self()
+	fd, _, err := t.connect(ctx, c.String(), netip.Addr{}, hello(self, self, extra{}))
+	if err == nil {
+		unix.Close(fd)
+	}
+	return err
+}
+
+// extra is what a connection says of itself in Hello.Extra.
+type extra struct {
+	token uint32 // 24 bits, the same for all connections of one link
+	frame int    // largest payload
+	index int    // of this connection in the link
+	count int    // connections of the link; 0: a listener that asks itself
+}
+
+func (e extra) pack() uint64 {
+	return uint64(e.token&0xffffff)<<40 | uint64(e.frame/frameUnit)<<16 | uint64(e.index)<<8 | uint64(e.count)
+}
+
+func unpackExtra(v uint64) extra {
+	return extra{token: uint32(v >> 40), frame: int(v>>16&0xffffff) * frameUnit, index: int(v >> 8 & 0xff), count: int(v & 0xff)}
+}
+
+func hello(from, to p2p.Identity, e extra) trust.Hello {
+	return trust.Hello{FromRank: uint32(from.Rank), FromIncarnation: from.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation, Extra: e.pack()}
+}
+
+// Verdict codes beside those of p2p.RefusalOf: the connection reached somebody else of the same job, or does not fit.
+const (
+	codeElsewhere = 65
+	codeMisfit    = 66
+)
+
+func (t *Transport) admit(h trust.Hello) error {
+	self := t.host.Self()
+	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
+	if to := (p2p.Identity{Rank: int(h.ToRank), Incarnation: h.ToIncarnation}); to != self {
+		return &trust.Refusal{Code: codeElsewhere, Text: fmt.Sprintf("%v listens here, not %v", self, to)}
+	}
+	x := unpackExtra(h.Extra)
+	switch {
+	case x.count == 0 && from == self:
+		return nil
+	case x.count < 1 || x.count > t.cfg.Conns || x.index >= x.count || x.frame < MinFrame || x.frame > t.cfg.MaxFrame || from.Incarnation == 0 || from == self:
+		return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d with frames of %d bytes from %v does not fit %v: at most %d and %d",
+			x.index, x.count, x.frame, from, self, t.cfg.Conns, t.cfg.MaxFrame)}
+	case x.index > 0:
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if j := t.joining[joinKey{from, x.token}]; j == nil || len(j.fds) != x.count || j.fds[x.index] >= 0 {
+			return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d from %v belongs to no link", x.index, x.count, from)}
+		}
+		return nil
+	}
+	if err := t.host.Admit(from); err != nil {
+		return p2p.RefusalOf(err)
+	}
+	if x.count > 1 { // before the peer is told: its next connection may overtake this one's accepted
+		t.expect(joinKey{from, x.token}, x.count)
+	}
+	return nil
+}
+
+// accepted takes over an admitted connection and hands it to the host when its link is complete.
+func (t *Transport) accepted(c net.Conn, h trust.Hello) {
+	x := unpackExtra(h.Extra)
+	if x.count == 0 {
+		c.Close()
+		return
+	}
+	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
+	name := linkName(from, c.RemoteAddr().String())
+	fd, err := t.adopt(c)
+	if err != nil {
+		t.log.Warn("tcp: accepted connection is lost", "from", from, "reason", err)
+		return
+	}
+	fds := []int{fd}
+	if x.count > 1 {
+		if fds, name = t.join(joinKey{from, x.token}, x, fd, name); fds == nil {
+			return
+		}
+	}
+	l, err := t.link(name, fds, x.frame)
+	if err != nil {
+		t.log.Warn("tcp: accepted connection is lost", "from", from, "reason", err)
+		return
+	}
+	t.log.Debug("tcp: link accepted", "from", from, "at", c.RemoteAddr(), "connections", len(fds))
+	t.host.Accepted(from, l)
+}
+
+// expect opens a join, which is dropped if it is not complete in time.
+func (t *Transport) expect(k joinKey, count int) {
+	j := &join{fds: make([]int, count)}
+	for i := range j.fds {
+		j.fds[i] = -1
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed || t.joining[k] != nil {
+		return
+	}
+	t.joining[k] = j
+	j.timer = time.AfterFunc(p2p.HandshakeTimeout, func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if t.joining[k] == j {
+			j.drop()
+			delete(t.joining, k)
+		}
+	})
+}
+
+// join collects the connections of one link and returns them with the last, and the link's name.
+func (t *Transport) join(k joinKey, x extra, fd int, name string) ([]int, string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	j := t.joining[k]
+	if j == nil || len(j.fds) != x.count || j.fds[x.index] >= 0 {
+		unix.Close(fd)
+		return nil, ""
+	}
+	j.fds[x.index] = fd
+	if x.index == 0 {
+		j.name = name
+	}
+	for _, f := range j.fds {
+		if f < 0 {
+			return nil, ""
+		}
+	}
+	j.timer.Stop()
+	delete(t.joining, k)
+	return j.fds, j.name
+}
+
+func (j *join) drop() {
+	j.timer.Stop()
+	for _, f := range j.fds {
+		if f >= 0 {
+			unix.Close(f)
+		}
+	}
+}
+
+func linkName(peer p2p.Identity, at string) string {
+	return fmt.Sprintf("tcp link to %v at %s", peer, at)
+}
+
+// link makes a link of connections, which are closed if that fails.
+func (t *Transport) link(name string, fds []int, frame int) (*link, error) {
+	l, err := newLink(name, fds, frame, t.cfg.BufferSize, t.poller)
+	if err != nil {
+		for _, fd := range fds {
+			unix.Close(fd)
+		}
+		return nil, fmt.Errorf("%s: %w", name, explain(err))
+	}
+	return l, nil
+}
+
+// adopt takes the socket out of c, which is closed: a descriptor of its own that the Go runtime's poller does not watch.
+func (t *Transport) adopt(c net.Conn) (int, error) {
+	defer c.Close()
+	raw, err := c.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	fd := -1
+	if err2 := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err2 != nil {
+		return -1, err2
+	}
+	if err != nil {
+		return -1, explain(fmt.Errorf("duplicate a socket: %w", err))
+	}
+	// An idle connection is asked for a sign of life often enough that the whole of PeerTimeout passes before it counts as dead.
+	seconds := int(t.cfg.PeerTimeout / time.Second)
+	idle, every := max(1, seconds/3), max(1, seconds/6)
+	for _, o := range [...]struct{ level, opt, value int }{
+		{unix.IPPROTO_TCP, unix.TCP_NODELAY, 1},
+		{unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
+		{unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, idle},
+		{unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, every},
+		{unix.IPPROTO_TCP, unix.TCP_KEEPCNT, max(1, (seconds-idle)/every)},
+	} {
+		if err := unix.SetsockoptInt(fd, o.level, o.opt, o.value); err != nil {
+			unix.Close(fd)
+			return -1, fmt.Errorf("set a socket's options: %w", err)
+		}
+	}
+	return fd, nil
+}
+
+func setBuffers(fd, size int) {
+	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_SNDBUF, size)
+	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
+}
+
+// connect dials address, from local if that is valid, and proves both ends. It returns the socket.
+func (t *Transport) connect(ctx context.Context, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
+	d := net.Dialer{KeepAlive: -1}
+	if local.IsValid() {
+		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(local, 0))
+	}
+	if t.cfg.SocketBuffer > 0 {
+		d.Control = func(_, _ string, c syscall.RawConn) error {
+			return c.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
+		}
+	}
+	c, err := d.DialContext(ctx, "tcp", address)
+	if err != nil {
+		return -1, "", explain(err)
+	}
+	// The acceptor may be busy with others first, hence twice its own limit.
+	deadline := time.Now().Add(2 * p2p.HandshakeTimeout)
+	if dl, ok := ctx.Deadline(); ok && dl.Before(deadline) {
+		deadline = dl
+	}
+	c.SetDeadline(deadline)
+	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
+	err = trust.Client(c, t.host.Secret(), purpose, h)
+	if !stop() && err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		c.Close()
+		if ctx.Err() != nil {
+			err = fmt.Errorf("%w in the handshake: %w", ctx.Err(), err)
+		}
+		return -1, "", err
+	}
+	at = c.RemoteAddr().String()
+	fd, err = t.adopt(c)
+	return fd, at, err
+}
+
+// Reaches implements p2p.Transport. It sends nothing and resolves nothing: an endpoint with a host name counts as reachable.
+func (t *Transport) Reaches(endpoint []byte) error {
+	e, err := decodeEndpoint(endpoint)
+	if err != nil {
+		return err
+	}
+	named := false
+	for _, c := range e.at {
+		named = named || !c.addr.IsValid()
+	}
+	paths, why := t.machine().paths(e, func(string) ([]netip.Addr, error) { return nil, nil })
+	if len(paths) == 0 && !named {
+		return fmt.Errorf("tcp: %w: %w", errNoPath, list(why))
+	}
+	return nil
+}
+
+// Dial implements p2p.Transport.
+func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) (p2p.Link, error) {
+	fail := func(err error) (p2p.Link, error) { return nil, fmt.Errorf("tcp: dial %v: %w", to, err) }
+	t.mu.Lock()
+	host, closed := t.host, t.closed
+	t.mu.Unlock()
+	switch {
+	case closed:
+		return fail(fmt.Errorf("the transport is %w", p2p.ErrClosed))
+	case host == nil:
+		return fail(errors.New("Listen was not called or failed"))
+	}
+	self := host.Self()
+	if to == self {
+		return fail(errors.New("that is this rank itself"))
+	}
+	e, err := decodeEndpoint(endpoint)
+	if err != nil {
+		return fail(err)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(t.ctx, cancel)()
+	paths, why := t.machine().paths(e, lookup(ctx))
+	x := extra{frame: min(t.cfg.MaxFrame, e.maxFrame), count: min(t.cfg.Conns, e.conns)}
+	var random [4]byte
+	rand.Read(random[:])
+	x.token = binary.LittleEndian.Uint32(random[:]) & 0xffffff
+	elsewhere := 0
+	for i, p := range paths {
+		if p.class == classForeign {
+			t.log.Warn("tcp: the route to a peer leaves through an interface that is not allowed", "peer", to, "address", p.String(), "source", p.from)
+		}
+		l, err := t.try(ctx, p, len(paths)-i-1, self, to, x)
+		if err == nil {
+			t.log.Debug("tcp: link dialled", "peer", to, "at", p.String(), "from", p.from, "connections", x.count)
+			return l, nil
+		}
+		err = fmt.Errorf("%v: %w", p, err)
+		if errors.As(err, new(final)) {
+			return fail(err)
+		}
+		why = append(why, err)
+		if errors.Is(err, errElsewhere) {
+			elsewhere++
+		}
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	err = list(why)
+	switch {
+	case t.ctx.Err() != nil:
+		return fail(fmt.Errorf("the transport was %w: %w", p2p.ErrClosed, err))
+	case ctx.Err() != nil:
+		return fail(fmt.Errorf("%w: %w", context.Cause(ctx), err))
+	case errors.Is(err, p2p.ErrAuth):
+		return fail(err)
+	case elsewhere > 0 && elsewhere == len(paths):
+		return fail(fmt.Errorf("%w: %w", p2p.ErrStale, err))
+	case len(paths) == 0:
+		return fail(fmt.Errorf("%w: %w: %w", p2p.ErrPeerGone, errNoPath, err))
+	}
+	return fail(fmt.Errorf("%w: %w", p2p.ErrPeerGone, err))
+}
+
+// errElsewhere is the answer of another member of the job than the one dialled: one that took over its port, or that has the same private address.
+var errElsewhere = errors.New("somebody else answers")
+
+// final is the addressed peer's own "no": other addresses of it would say the same.
+type final struct{ error }
+
+func (f final) Unwrap() error { return f.error }
+
+// try makes all connections of a link over one path; others is how many paths are left after it.
+func (t *Transport) try(ctx context.Context, p path, others int, self, to p2p.Identity, x extra) (p2p.Link, error) {
+	limit := lastTimeout
+	if others > 0 {
+		limit = dialTimeout
+		if dl, ok := ctx.Deadline(); ok {
+			limit = min(limit, time.Until(dl)/time.Duration(others+1))
+		}
+	}
+	var local netip.Addr
+	if t.cfg.Select != nil {
+		local = p.from
+	}
+	var fds []int
+	var at string
+	for x.index = range x.count {
+		attempt, cancel := context.WithTimeout(ctx, limit)
+		fd, where, err := t.connect(attempt, p.to.String(), local, hello(self, to, x))
+		cancel()
+		if err != nil {
+			for _, fd := range fds {
+				unix.Close(fd)
+			}
+			var r *trust.Refusal
+			switch isRefusal := errors.As(err, &r); {
+			case isRefusal && r.Code == codeElsewhere:
+				return nil, fmt.Errorf("%w: %s", errElsewhere, r.Text)
+			case isRefusal:
+				return nil, final{p2p.FromRefusal(err)}
+			}
+			return nil, p2p.FromRefusal(err)
+		}
+		fds, at = append(fds, fd), where
+	}
+	l, err := t.link(linkName(to, at), fds, x.frame)
+	if err != nil {
+		return nil, final{err}
+	}
+	return l, nil
+}
+
+// Close implements p2p.Transport.
+func (t *Transport) Close() error {
+	t.mu.Lock()
+	first := !t.closed
+	t.closed = true
+	for k, j := range t.joining {
+		j.drop()
+		delete(t.joining, k)
+	}
+	acceptors, p := t.acceptors, t.poller
+	t.mu.Unlock()
+	t.cancel()
+	for _, a := range acceptors {
+		a.Close()
+	}
+	t.serving.Wait()
+	if first && p != nil {
+		p.release()
+	}
+	return nil
+}
+
+// loud is a listener that logs why it cannot accept, at most once a minute: it goes on trying.
+type loud struct {
+	net.Listener
+	log  *slog.Logger
+	last time.Time
+}
+
+func (l *loud) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	if err != nil && !errors.Is(err, net.ErrClosed) && time.Since(l.last) > time.Minute {
+		l.last = time.Now()
+		l.log.Warn("tcp: connections cannot be accepted for now", "at", l.Addr(), "reason", explain(err))
+	}
+	return c, err
+}
+
+// explain adds to an error about descriptors which limit was reached and how to raise it.
+func explain(err error) error {
+	switch {
+	case errors.Is(err, syscall.EMFILE):
+		var r unix.Rlimit
+		unix.Getrlimit(unix.RLIMIT_NOFILE, &r)
+		return fmt.Errorf("%w: this process may have %d open files (RLIMIT_NOFILE) and has them: raise the limit (ulimit -n)", err, r.Cur)
+	case errors.Is(err, syscall.ENFILE):
+		return fmt.Errorf("%w: this machine has as many open files as it may (fs.file-max): raise the limit", err)
+	}
+	return err
+}
