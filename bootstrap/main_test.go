@@ -1,0 +1,113 @@
+package bootstrap_test
+
+import (
+	"context"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"tutti/bootstrap"
+	"tutti/bootstrap/embed"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+var secret = []byte("a secret for the tests of this package")
+
+// patience is longer than anything takes that works: it turns a hang into a failure.
+const patience = 30 * time.Second
+
+func context30(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func startEtcd(t testing.TB) *embed.Server {
+	t.Helper()
+	s, err := embed.Start(context30(t), embed.Config{Secret: secret, Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// proxy stands between a client and a server; Freeze makes it a network that swallows everything.
+type proxy struct {
+	l      net.Listener
+	to     string
+	frozen atomic.Bool
+	mu     sync.Mutex
+	conns  []net.Conn
+	wg     sync.WaitGroup
+}
+
+func newProxy(t testing.TB, to string) *proxy {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &proxy{l: l, to: to}
+	p.wg.Add(1)
+	go p.accept()
+	t.Cleanup(func() {
+		l.Close()
+		p.mu.Lock()
+		for _, c := range p.conns {
+			c.Close()
+		}
+		p.conns = nil
+		p.mu.Unlock()
+		p.wg.Wait()
+	})
+	return p
+}
+
+func (p *proxy) accept() {
+	defer p.wg.Done()
+	for {
+		a, err := p.l.Accept()
+		if err != nil {
+			return
+		}
+		b, err := net.Dial("tcp", p.to)
+		if err != nil {
+			a.Close()
+			continue
+		}
+		p.mu.Lock()
+		p.conns = append(p.conns, a, b)
+		p.mu.Unlock()
+		for _, d := range [][2]net.Conn{{a, b}, {b, a}} {
+			p.wg.Add(1)
+			go func() {
+				defer p.wg.Done()
+				defer d[0].Close()
+				defer d[1].Close()
+				buf := make([]byte, 4096)
+				for {
+					n, err := d[0].Read(buf)
+					if !p.frozen.Load() {
+						if _, werr := d[1].Write(buf[:n]); werr != nil {
+							return
+						}
+					}
+					if err != nil {
+						return
+					}
+				}
+			}()
+		}
+	}
+}
+
+func (p *proxy) Addr() string { return p.l.Addr().String() }
+func (p *proxy) Freeze()      { p.frozen.Store(true) }
+
+var _ io.Closer = bootstrap.Store(nil)

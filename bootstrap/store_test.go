@@ -1,0 +1,657 @@
+package bootstrap_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/bootstrap/embed"
+	"tutti/internal/trust"
+)
+
+// backend is a kind of store under the conformance tests.
+type backend struct {
+	name   string
+	open   func(t testing.TB) bootstrap.Store // a further handle on the same store
+	leave  func()                             // the store goes away
+	expire func(bootstrap.Store)              // a handle's lease ends, without its doing; nil: cannot
+}
+
+func each(t *testing.T, f func(t *testing.T, b *backend)) {
+	t.Run("memory", func(t *testing.T) {
+		m := bootstrap.NewMemStore()
+		f(t, &backend{"memory", func(t testing.TB) bootstrap.Store {
+			s := m.Open()
+			t.Cleanup(func() { s.Close() })
+			return s
+		}, m.Close, m.Expire})
+	})
+	t.Run("etcd", func(t *testing.T) {
+		e := startEtcd(t)
+		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store { return dial(t, e, bootstrap.StoreConfig{}) }, func() { e.Close() }, nil})
+	})
+}
+
+func dial(t testing.TB, e *embed.Server, cfg bootstrap.StoreConfig) bootstrap.Store {
+	t.Helper()
+	if cfg.Address == "" {
+		cfg.Address = e.Address()
+	}
+	cfg.Job, cfg.Secret = "test", secret
+	if cfg.LeaseTTL == 0 {
+		cfg.LeaseTTL = time.Second
+	}
+	s, err := bootstrap.DialStore(context30(t), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func next(t testing.TB, w <-chan bootstrap.Event) bootstrap.Event {
+	t.Helper()
+	select {
+	case e, ok := <-w:
+		if !ok {
+			t.Fatal("the watch ended")
+		}
+		return e
+	case <-time.After(patience):
+		t.Fatal("no event")
+	}
+	panic("unreachable")
+}
+
+func TestStoreOperations(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		conflict := func(err error, current []byte) {
+			t.Helper()
+			var c *bootstrap.ConflictError
+			if !errors.As(err, &c) || !errors.Is(err, bootstrap.ErrConflict) || !bytes.Equal(c.Current, current) || (c.Current == nil) != (current == nil) {
+				t.Errorf("%v, want a conflict with %q", err, current)
+			}
+		}
+		ok := func(err error) {
+			t.Helper()
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := s.Get(ctx, "a"); !errors.Is(err, bootstrap.ErrNoKey) || !strings.Contains(err.Error(), "get a") {
+			t.Errorf("Get of nothing: %v", err)
+		}
+		ok(s.Create(ctx, "a", []byte("1"), false))
+		conflict(o.Create(ctx, "a", []byte("2"), true), []byte("1"))
+		if v, err := o.Get(ctx, "a"); err != nil || string(v) != "1" {
+			t.Errorf("Get: %q, %v", v, err)
+		}
+		conflict(s.CompareAndSwap(ctx, "a", nil, []byte("2")), []byte("1"))
+		conflict(s.CompareAndSwap(ctx, "a", []byte("0"), []byte("2")), []byte("1"))
+		ok(o.CompareAndSwap(ctx, "a", []byte("1"), []byte("2")))
+		conflict(s.CompareAndSwap(ctx, "b", []byte("1"), []byte("2")), nil)
+		ok(s.CompareAndSwap(ctx, "b", nil, nil))
+		conflict(o.Create(ctx, "b", nil, false), []byte{})
+		ok(s.CompareAndSwap(ctx, "b", []byte{}, []byte("3")))
+		ok(s.Put(ctx, "d/1", []byte("x"), true))
+		ok(o.Put(ctx, "d/2", nil, false))
+		ok(o.Put(ctx, "d/2", []byte("y"), false))
+		ok(o.Put(ctx, "d/3", nil, false))
+		ok(s.Delete(ctx, "d/3"))
+		ok(s.Delete(ctx, "d/3"))
+		l, err := s.List(ctx, "d/")
+		if err != nil || fmt.Sprintf("%q", l) != `map["d/1":"x" "d/2":"y"]` {
+			t.Errorf("List: %q, %v", l, err)
+		}
+		if l, err = s.List(ctx, ""); err != nil || len(l) != 4 {
+			t.Errorf("List of all: %q, %v", l, err)
+		}
+		for _, key := range []string{"", "a\x00b", strings.Repeat("k", 300)} {
+			if err := s.Put(ctx, key, nil, false); err == nil {
+				t.Errorf("Put of key %.10q: no error", key)
+			}
+		}
+		if err := s.Put(ctx, "big", make([]byte, bootstrap.MaxValue+1), false); err == nil || !strings.Contains(err.Error(), strconv.Itoa(bootstrap.MaxValue)) {
+			t.Errorf("Put beyond MaxValue: %v", err)
+		}
+		ok(s.Put(ctx, "big", make([]byte, bootstrap.MaxValue), false))
+		// Values are the caller's, on the way in and on the way out.
+		mine := []byte("mine")
+		ok(s.Put(ctx, "m", mine, false))
+		mine[0] = 'X'
+		got, err := s.Get(ctx, "m")
+		if err != nil || string(got) != "mine" {
+			t.Errorf("the store shares what was put: %q, %v", got, err)
+		}
+		if s.TTL() < time.Second {
+			t.Errorf("TTL %v", s.TTL())
+		}
+		gone, cancel := context.WithCancelCause(ctx)
+		why := errors.New("because")
+		cancel(why)
+		if err := s.Put(gone, "a", nil, false); !errors.Is(err, why) {
+			t.Errorf("Put under an ended ctx: %v", err)
+		}
+	})
+}
+
+// One of many wins each step of a compare-and-swap race.
+func TestStoreSwapRace(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx := context30(t)
+		const n, rounds = 4, 10
+		if err := b.open(t).Put(ctx, "n", []byte("0"), false); err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		for range n {
+			s := b.open(t)
+			wg.Go(func() {
+				for i := 0; i < rounds; {
+					v, err := s.Get(ctx, "n")
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					k, _ := strconv.Atoi(string(v))
+					err = s.CompareAndSwap(ctx, "n", v, []byte(strconv.Itoa(k+1)))
+					if err == nil {
+						i++
+					} else if !errors.Is(err, bootstrap.ErrConflict) {
+						t.Error(err)
+						return
+					}
+				}
+			})
+		}
+		wg.Wait()
+		if v, err := b.open(t).Get(ctx, "n"); err != nil || string(v) != strconv.Itoa(n*rounds) {
+			t.Errorf("%q, %v, want %d", v, err, n*rounds)
+		}
+	})
+}
+
+func TestStoreWait(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		// The watch is under way before the key comes: the first event says so.
+		w := s.Watch(ctx, "k")
+		if e := next(t, w); e.Exists || e.Key != "k" || e.Err != nil {
+			t.Fatalf("%+v", e)
+		}
+		done := make(chan error, 1)
+		go func() {
+			v, err := s.Wait(ctx, "k")
+			if err == nil && string(v) != "v" {
+				err = fmt.Errorf("value %q", v)
+			}
+			done <- err
+		}()
+		if err := o.Put(ctx, "k", []byte("v"), false); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if v, err := s.Wait(ctx, "k"); err != nil || string(v) != "v" {
+			t.Errorf("Wait for what is there: %q, %v", v, err)
+		}
+		short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+		defer cancel()
+		if _, err := s.Wait(short, "never"); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "never") {
+			t.Errorf("Wait in vain: %v", err)
+		}
+	})
+}
+
+func TestStoreWatch(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		wctx, cancel := context.WithCancel(ctx)
+		one, all := s.Watch(wctx, "d/1"), s.Watch(wctx, "d/")
+		if e := next(t, one); e.Exists {
+			t.Fatalf("%+v", e)
+		}
+		for i := range 200 { // more than anybody takes in between
+			if err := o.Put(ctx, "d/1", []byte(strconv.Itoa(i)), false); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := o.Put(ctx, "d/2", []byte("x"), true); err != nil {
+			t.Fatal(err)
+		}
+		if err := o.Put(ctx, "e", []byte("x"), true); err != nil {
+			t.Fatal(err)
+		}
+		last, events := -1, 0
+		for last != 199 {
+			e := next(t, one)
+			n, err := strconv.Atoi(string(e.Value))
+			if err != nil || n <= last || e.Key != "d/1" {
+				t.Fatalf("%+v after %d", e, last)
+			}
+			last, events = n, events+1
+		}
+		seen := map[string]string{}
+		for seen["d/1"] != "199" || seen["d/2"] != "x" {
+			e := next(t, all)
+			if e.Err != nil || !e.Exists || e.Key != "d/1" && e.Key != "d/2" {
+				t.Fatalf("%+v", e)
+			}
+			seen[e.Key] = string(e.Value)
+		}
+		if err := o.Close(); err != nil { // takes d/2 along
+			t.Fatal(err)
+		}
+		if e := next(t, all); e.Exists || e.Key != "d/2" {
+			t.Errorf("%+v, want that d/2 went", e)
+		}
+		cancel()
+		for range one {
+		}
+		for range all {
+		}
+		late := s.Watch(ctx, "d/")
+		if e := next(t, late); e.Key != "d/1" || string(e.Value) != "199" {
+			t.Errorf("a late watch: %+v", e)
+		}
+	})
+}
+
+func TestStoreClose(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		for _, k := range []string{"mine", "kept"} {
+			if err := s.Put(ctx, k, nil, k == "mine"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w := s.Watch(ctx, "mine")
+		next(t, w)
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Close(); err != nil {
+			t.Errorf("second Close: %v", err)
+		}
+		if e := next(t, w); !errors.Is(e.Err, bootstrap.ErrStoreClosed) {
+			t.Errorf("watch ended with %+v", e)
+		}
+		if _, ok := <-w; ok {
+			t.Error("an event after the last")
+		}
+		if err := s.Put(ctx, "a", nil, false); !errors.Is(err, bootstrap.ErrStoreClosed) {
+			t.Errorf("Put after Close: %v", err)
+		}
+		if e := next(t, s.Watch(ctx, "a")); !errors.Is(e.Err, bootstrap.ErrStoreClosed) {
+			t.Errorf("Watch after Close: %+v", e)
+		}
+		select {
+		case <-s.Lost():
+			t.Error("Close reports a lost lease")
+		default:
+		}
+		if l, err := o.List(ctx, ""); err != nil || len(l) != 1 {
+			t.Errorf("after Close there is %q, %v, want kept alone", l, err)
+		}
+	})
+}
+
+// The store leaves while handles are in use: nothing hangs, everything says so.
+func TestStoreLeaves(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s := context.Background(), b.open(t)
+		w := s.Watch(ctx, "k")
+		next(t, w)
+		waited := make(chan error, 1)
+		go func() {
+			_, err := s.Wait(ctx, "never")
+			waited <- err
+		}()
+		b.leave()
+		ops := map[string]error{
+			"Put":            s.Put(ctx, "k", nil, false),
+			"CompareAndSwap": s.CompareAndSwap(ctx, "k", nil, nil),
+			"Delete":         s.Delete(ctx, "k"),
+		}
+		_, ops["Get"] = s.Get(ctx, "k")
+		_, ops["List"] = s.List(ctx, "k")
+		for name, err := range ops {
+			if !errors.Is(err, bootstrap.ErrStoreAway) {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+		select {
+		case <-s.Lost():
+		case <-time.After(patience):
+			t.Fatal("the lease outlives the store")
+		}
+		if err := s.Err(); !errors.Is(err, bootstrap.ErrStoreAway) {
+			t.Errorf("Err: %v", err)
+		}
+		if err := s.Put(ctx, "k", nil, true); !errors.Is(err, bootstrap.ErrStoreAway) {
+			t.Errorf("Put under a lost lease: %v", err)
+		}
+		var last bootstrap.Event
+		for e := range w {
+			last = e
+		}
+		if last.Err == nil {
+			t.Errorf("the watch ended with %+v", last)
+		}
+		if err := <-waited; !errors.Is(err, bootstrap.ErrStoreAway) {
+			t.Errorf("Wait: %v", err)
+		}
+		if err := s.Close(); err != nil {
+			t.Errorf("Close: %v", err)
+		}
+	})
+}
+
+func TestMemStoreExpire(t *testing.T) {
+	m := bootstrap.NewMemStore()
+	a, b := m.Open(), m.Open()
+	defer b.Close()
+	defer a.Close()
+	ctx := context30(t)
+	if err := a.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	m.Expire(a)
+	<-a.Lost()
+	if err := a.Err(); !errors.Is(err, bootstrap.ErrLeaseLost) {
+		t.Error(err)
+	}
+	if err := a.Put(ctx, "k", nil, true); !errors.Is(err, bootstrap.ErrLeaseLost) {
+		t.Errorf("Put: %v", err)
+	}
+	if l, err := a.List(ctx, ""); err != nil || len(l) != 0 {
+		t.Errorf("%q, %v", l, err)
+	}
+}
+
+// A network that swallows everything takes the lease, on both sides, though no connection breaks.
+func TestEtcdPartition(t *testing.T) {
+	e := startEtcd(t)
+	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
+	cut := dial(t, e, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), OpTimeout: 200 * time.Millisecond})
+	far := dial(t, e, bootstrap.StoreConfig{})
+	ctx := context30(t)
+	if err := cut.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	w := far.Watch(ctx, "k")
+	if ev := next(t, w); !ev.Exists {
+		t.Fatalf("%+v", ev)
+	}
+	p.Freeze()
+	if _, err := cut.Get(context.Background(), "k"); !errors.Is(err, bootstrap.ErrStoreAway) || !strings.Contains(err.Error(), p.Addr()) {
+		t.Errorf("Get: %v", err)
+	}
+	if ev := next(t, w); ev.Exists {
+		t.Errorf("%+v", ev)
+	}
+	select {
+	case <-cut.Lost():
+	case <-time.After(patience):
+		t.Error("the lease outlives the connection")
+	}
+	if err := cut.Err(); !errors.Is(err, bootstrap.ErrLeaseLost) || !errors.Is(err, bootstrap.ErrStoreAway) {
+		t.Errorf("Err: %v", err)
+	}
+}
+
+func TestDialStoreFailures(t *testing.T) {
+	e := startEtcd(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed := l.Addr().String()
+	l.Close()
+	silent, err := net.Listen("tcp", "127.0.0.1:0") // accepts in the kernel's backlog and never answers
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	real := strings.TrimPrefix(e.Address(), "tutti://")
+	cfg := func(addr string) bootstrap.StoreConfig {
+		return bootstrap.StoreConfig{Address: addr, Job: "j", Secret: secret, DialTimeout: 300 * time.Millisecond}
+	}
+	for _, c := range []struct {
+		name string
+		cfg  bootstrap.StoreConfig
+		is   error
+		text string
+	}{
+		{"nobody listens", cfg("etcd://" + closed), bootstrap.ErrStoreAway, closed},
+		{"nobody listens, ours", cfg("tutti://" + closed), bootstrap.ErrStoreAway, closed},
+		{"silence", cfg("etcd://" + silent.Addr().String()), bootstrap.ErrStoreAway, silent.Addr().String()},
+		{"silence, ours", cfg("tutti://" + silent.Addr().String()), bootstrap.ErrStoreAway, silent.Addr().String()},
+		{"unknown host", cfg("etcd://no-such-host.invalid:1"), bootstrap.ErrStoreAway, "no-such-host.invalid:1"},
+		{"not proved", cfg("etcd://" + real), bootstrap.ErrStoreAway, real},
+		{"wrong secret", func() bootstrap.StoreConfig {
+			c := cfg(e.Address())
+			c.Secret, c.DialTimeout = []byte("quite another secret"), 0
+			return c
+		}(), trust.ErrAuth, real},
+		{"no secret", bootstrap.StoreConfig{Address: e.Address(), Job: "j"}, nil, "secret is needed"},
+		{"bad job", bootstrap.StoreConfig{Address: e.Address(), Job: "a/b", Secret: secret}, nil, "a/b"},
+		{"bad address", bootstrap.StoreConfig{Address: "zk://x", Job: "j"}, nil, "zk://x"},
+		{"missing CA", bootstrap.StoreConfig{Address: "etcds://" + closed, Job: "j", CA: "/does/not/exist"}, nil, "/does/not/exist"},
+		{"CA without TLS", bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j", CA: "/does/not/exist"}, nil, "etcds://"},
+	} {
+		s, err := bootstrap.DialStore(context.Background(), c.cfg)
+		if err == nil {
+			s.Close()
+		}
+		if err == nil || c.is != nil && !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: %v", c.name, err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+	defer cancel()
+	if _, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j"}); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, bootstrap.ErrStoreAway) {
+		t.Errorf("the caller's deadline: %v", err)
+	}
+}
+
+// A store that comes up after its clients began to dial is found.
+func TestDialStoreEarly(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, port, _ := net.SplitHostPort(l.Addr().String())
+	l.Close()
+	dialled := make(chan error, 1)
+	go func() {
+		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://127.0.0.1:" + port, Job: "j", Secret: secret, DialTimeout: patience})
+		if err == nil {
+			err = s.Close()
+		}
+		dialled <- err
+	}()
+	e, err := embed.Start(context30(t), embed.Config{Secret: secret, Ports: port, Dir: t.TempDir()})
+	if err != nil {
+		t.Skip("somebody else took the port: ", err)
+	}
+	defer e.Close()
+	if err := <-dialled; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestRegister(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		rec := func(rank, size int) bootstrap.Record {
+			return bootstrap.NewRecord(rank, size, bootstrap.NewIncarnation(), []string{"127.0.0.1:7"})
+		}
+		first := rec(1, 3)
+		looked := make(chan error, 1)
+		go func() {
+			r, err := bootstrap.Lookup(ctx, o, 1)
+			if err == nil && (r.Incarnation != first.Incarnation || !slices.Equal(r.Addrs, first.Addrs) || r.PID != first.PID || r.Machine == "" || r.Network == "" || r.Host == "") {
+				err = fmt.Errorf("%+v", r)
+			}
+			looked <- err
+		}()
+		if err := bootstrap.Register(ctx, s, first); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-looked; err != nil {
+			t.Error(err)
+		}
+		if err := bootstrap.Register(ctx, s, first); err != nil {
+			t.Errorf("the same life again: %v", err)
+		}
+		// Another size.
+		var size *bootstrap.SizeError
+		if err := bootstrap.Register(ctx, o, rec(0, 4)); !errors.As(err, &size) || size.Own != 4 || size.Job != 3 {
+			t.Errorf("another size: %v", err)
+		}
+		if l, err := o.List(ctx, "ranks/"); err != nil || len(l) != 1 {
+			t.Errorf("a refused rank stays: %q, %v", l, err)
+		}
+		// The slot is taken.
+		short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+		defer cancel()
+		var slot *bootstrap.SlotError
+		err := bootstrap.Register(short, o, rec(1, 3))
+		if !errors.As(err, &slot) || slot.Holder.Incarnation != first.Incarnation || !strings.Contains(err.Error(), fmt.Sprintf("rank 1 is taken by incarnation %016x, pid %d on %s", first.Incarnation, first.PID, first.Host)) {
+			t.Errorf("taken slot: %v", err)
+		}
+		// It is free as soon as its holder goes; the waiting rank takes it.
+		second := rec(1, 3)
+		done := make(chan error, 1)
+		go func() { done <- bootstrap.Register(ctx, o, second) }()
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-done; err != nil {
+			t.Errorf("after its holder went: %v", err)
+		}
+		if r, err := bootstrap.Lookup(ctx, o, 1); err != nil || r.Incarnation != second.Incarnation {
+			t.Errorf("%+v, %v", r, err)
+		}
+		// A rank that never comes.
+		short, cancel = context.WithTimeout(ctx, 20*time.Millisecond)
+		defer cancel()
+		if _, err := bootstrap.Lookup(short, o, 2); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "rank 2 never registered") {
+			t.Errorf("Lookup in vain: %v", err)
+		}
+		// What others wrote is not trusted.
+		if err := o.Put(ctx, bootstrap.RankKey(2), []byte(`{"rank":1,"size":3,"incarnation":"7"}`), false); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := bootstrap.Lookup(ctx, o, 2); err == nil || !strings.Contains(err.Error(), "ranks/2") {
+			t.Errorf("another rank's record: %v", err)
+		}
+		if err := o.Put(ctx, bootstrap.RankKey(2), []byte(`garbage`), false); err != nil {
+			t.Fatal(err)
+		}
+		if err := bootstrap.Register(ctx, o, rec(2, 3)); err == nil || !strings.Contains(err.Error(), "ranks/2") {
+			t.Errorf("a slot full of garbage: %v", err)
+		}
+	})
+}
+
+// A live holder does not go: the newcomer gives up by itself.
+func TestRegisterTaken(t *testing.T) {
+	e := startEtcd(t)
+	s, o := dial(t, e, bootstrap.StoreConfig{}), dial(t, e, bootstrap.StoreConfig{})
+	ctx := context.Background()
+	if err := bootstrap.Register(ctx, s, bootstrap.NewRecord(0, 1, 1, nil)); err != nil {
+		t.Fatal(err)
+	}
+	var slot *bootstrap.SlotError
+	if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(0, 1, 2, nil)); !errors.As(err, &slot) {
+		t.Errorf("%v", err)
+	}
+}
+
+// A size that a job of the same name left behind does not stand in the way of the next.
+func TestRegisterStaleSize(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s := context30(t), b.open(t)
+		if err := s.Put(ctx, bootstrap.SizeKey, []byte("17"), false); err != nil {
+			t.Fatal(err)
+		}
+		const n = 4
+		var wg sync.WaitGroup
+		for r := range n {
+			o := b.open(t)
+			wg.Go(func() {
+				if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(r, n, bootstrap.NewIncarnation(), nil)); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Wait()
+		if v, err := s.Get(ctx, bootstrap.SizeKey); err != nil || string(v) != "4" {
+			t.Errorf("%q, %v", v, err)
+		}
+	})
+}
+
+// Ranks with two opinions about the size never all register, however they race.
+func TestRegisterSizeRace(t *testing.T) {
+	ctx := context30(t)
+	for range 200 {
+		m := bootstrap.NewMemStore()
+		errs := make([]error, 2)
+		var wg sync.WaitGroup
+		for r := range errs {
+			s := m.Open()
+			defer s.Close()
+			wg.Go(func() { errs[r] = bootstrap.Register(ctx, s, bootstrap.NewRecord(r, 3+r, 1, nil)) })
+		}
+		wg.Wait()
+		if errs[0] == nil && errs[1] == nil {
+			t.Fatal("ranks of sizes 3 and 4 both registered")
+		}
+	}
+}
+
+func BenchmarkDialStore(b *testing.B) {
+	e := startEtcd(b)
+	for b.Loop() {
+		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: e.Address(), Job: "b", Secret: secret})
+		if err != nil {
+			b.Fatal(err)
+		}
+		s.Close()
+	}
+}
+
+func BenchmarkStorePut(b *testing.B) {
+	s := dial(b, startEtcd(b), bootstrap.StoreConfig{})
+	for b.Loop() {
+		if err := s.Put(context.Background(), "k", []byte("value"), true); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+func BenchmarkStoreWait(b *testing.B) {
+	s := dial(b, startEtcd(b), bootstrap.StoreConfig{})
+	if err := s.Put(context.Background(), "k", []byte("value"), true); err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		if _, err := s.Wait(context.Background(), "k"); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
