@@ -8,7 +8,7 @@
 // The consumer polls the commit word of the next frame where it lies; there is no tail index to fetch from another cache line, so that a small frame
 // costs one line transfer. The commit word is written last and holds the frame's sequence number. Before a producer commits a frame it clears the commit word
 // of the line behind it; what an earlier lap left there is thus never taken for a commit. A frame that does not fit before the ring's end is preceded
-// by a skip mark. (The structure is that of Lamport's single-producer single-consumer queue with the index moved into the slots, as in FastForward, PPoPP 2008.)
+// by a skip mark, which is committed after it. (The structure is that of Lamport's single-producer single-consumer queue with the index moved into the slots, as in FastForward, PPoPP 2008.)
 //
 // The consumer tells how far it has read in a line of its own each time it has freed a quarter of the ring. As no frame is larger than a quarter, a producer
 // that finds no room while the consumer has read everything it sent cannot exist, and nobody waits for the last, untold part.
@@ -209,23 +209,28 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 		}
 	}
 	p.wanted = 0
-	if size > rest {
-		*(*uint64)(p.data) = 0
-		p.seq++
-		atomic.StoreUint64((*uint64)(unsafe.Add(p.data, off)), p.seq<<1|1)
-		p.tail += rest
-		off = 0
-	}
 	frame := unsafe.Add(p.data, off)
+	var skip *uint64
+	if size > rest {
+		skip = (*uint64)(frame)
+		frame = p.data
+		p.tail += rest
+		p.seq++
+	}
 	*(*p2p.Header)(unsafe.Add(frame, 8)) = *h
 	if n > 0 {
 		copy(unsafe.Slice((*byte)(unsafe.Add(frame, at)), n), payload)
 	}
 	p.tail += size
 	p.seq++
-	// A plain store: the consumer looks at this word only after it has seen the commit below.
+	// Plain stores, here and below: the consumer looks at these words only after it has seen the commit that comes last.
 	*(*uint64)(unsafe.Add(p.data, p.tail&(e.size-1))) = 0
-	atomic.StoreUint64((*uint64)(frame), p.seq<<1)
+	if skip == nil {
+		atomic.StoreUint64((*uint64)(frame), p.seq<<1)
+	} else {
+		*(*uint64)(frame) = p.seq << 1
+		atomic.StoreUint64(skip, p.seq<<1-2|1)
+	}
 	if atomic.LoadUint32(e.arm[1]) != 0 {
 		e.ring()
 	}

@@ -77,7 +77,8 @@ func TestModel(t *testing.T) {
 			i := rapid.IntRange(0, 1).Draw(t, "end")
 			e, o := ends[i], 1-i
 			before := *bells
-			switch rapid.SampledFrom([]string{"send", "send", "recv", "recv", "fill", "release", "release", "arm"}).Draw(t, "do") {
+			do := rapid.SampledFrom([]string{"send", "send", "recv", "recv", "fill", "release", "release", "arm", "drain"}).Draw(t, "do")
+			switch do {
 			case "send":
 				n := rapid.OneOf(rapid.IntRange(0, 100), rapid.IntRange(0, e.MaxFrame()), rapid.Just(e.MaxFrame())).Draw(t, "n")
 				p := make([]byte, n)
@@ -131,17 +132,34 @@ func TestModel(t *testing.T) {
 					t.Fatalf("Fill gave %d of %d bytes", n, len(dst))
 				}
 				taken[i] += n
-			case "release":
-				if !held[i] {
+			case "release", "drain":
+				if !held[i] && do == "release" {
 					break
 				}
-				e.Release()
-				queue[i] = queue[i][1:]
-				held[i] = false
-				if bells[o] > before[o] {
-					if !armed[o] || !waits[o] {
-						t.Fatal("room announced to an end that did not wait for it")
+				for {
+					e.Release()
+					if held[i] {
+						queue[i] = queue[i][1:]
+						held[i] = false
 					}
+					if do == "release" {
+						break
+					}
+					h, _, err := e.Recv()
+					fatal(t, err)
+					if h == nil {
+						break
+					}
+					held[i] = true
+				}
+				rung := bells[o] - before[o]
+				if rung > 0 && !(armed[o] && waits[o]) {
+					t.Fatal("room announced to an end that did not wait for it")
+				}
+				if rung != 1 && armed[o] && waits[o] && len(queue[i]) == 0 {
+					t.Fatalf("end %d waits for room, everything was read, and it was told so %d times", o, rung)
+				}
+				if rung > 0 {
 					armed[o] = false
 					ends[o].Answer()
 				}
@@ -350,6 +368,49 @@ func TestFail(t *testing.T) {
 	b.Fail(second, true)
 	if h, _, err := b.Recv(); h != nil || err != first {
 		t.Fatal("ended, and draining again:", h, err)
+	}
+}
+
+// TestRoom: wherever the ring stands, a consumer that has read everything leaves room for the largest frame; a producer that was refused learns it from Arm.
+func TestRoom(t *testing.T) {
+	a, b, bells := pair(t, MinData)
+	read := func() {
+		for {
+			h, _, err := b.Recv()
+			fatal(t, err)
+			if h == nil {
+				return
+			}
+			b.Release()
+		}
+	}
+	send := func(n int) bool {
+		ok, err := a.Send(&p2p.Header{Len: uint32(n)}, make([]byte, n))
+		fatal(t, err)
+		return ok
+	}
+	r := rand.New(rand.NewPCG(3, 4))
+	for i := range 20000 {
+		for range r.IntN(20) {
+			if !send(r.IntN(300)) {
+				read()
+			}
+		}
+		read()
+		if i%2 == 0 && !send(a.MaxFrame()) {
+			t.Fatalf("round %d: no room for the largest frame at %d, %d told", i, a.out.tail, *a.out.told)
+		}
+		if i%10 == 0 {
+			for send(a.MaxFrame()) {
+			}
+			read()
+			if !a.Arm() {
+				t.Fatalf("round %d: Arm lets a producer sleep that has room", i)
+			}
+		}
+	}
+	if bells[0] != 0 {
+		t.Fatalf("%d bells for a producer that never slept", bells[0])
 	}
 }
 
