@@ -1,0 +1,278 @@
+package pgtest
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"regexp"
+	"runtime"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// launch runs n processes and watches over them.
+type launch struct {
+	t           *testing.T
+	n           int
+	o           *options
+	limit       time.Duration
+	directory   string
+	environment []string
+	keepOutput  bool                    // of standard output
+	argv        func(rank int) []string // called on the test's goroutine
+	check       func(p *process) string // what is wrong with a process that ended with status 0, "" if nothing
+}
+
+// process is one rank.
+type process struct {
+	rank    int
+	cmd     *exec.Cmd
+	writers [2]*lineWriter // of its standard output and error: one and the same unless the output is kept
+	output  bytes.Buffer   // kept
+	verdict string
+	err     error         // of Start or Wait
+	done    chan struct{} // closed when all of the above is final
+
+	mu    sync.Mutex
+	alive bool   // started and not reaped: its number is its own
+	ended string // why it was ended by this process, "" if it was not
+}
+
+// run starts the ranks and returns when all are gone. It fails the test, at once, unless all ended as they should.
+func (l *launch) run() []*process {
+	l.t.Helper()
+	ranks := make([]*process, l.n)
+	gone := make(chan *process, l.n)
+	for r := range ranks {
+		ranks[r] = l.prepare(r)
+	}
+	for _, p := range ranks {
+		go func() {
+			// A process that dies with its parent dies with the thread that started it: that thread must not end before.
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			p.err = p.live()
+			close(p.done)
+			gone <- p
+		}()
+	}
+	var failed *process // the first
+	began := time.Now()
+	timer := time.NewTimer(l.limit)
+	defer timer.Stop()
+	for left := l.n; left > 0; {
+		select {
+		case p := <-gone:
+			left--
+			if failed == nil && l.fault(p) != "" {
+				failed = p
+				timer.Reset(max(0, min(grace, l.limit-time.Since(began))))
+			}
+		case <-timer.C:
+			why := fmt.Sprintf("was still running after %v", time.Since(began).Round(time.Millisecond))
+			if failed != nil {
+				why = fmt.Sprintf("was still running when rank %d had failed and %v had passed", failed.rank, grace)
+			}
+			patience, cancel := context.WithTimeout(context.Background(), stacksTime)
+			for _, p := range ranks {
+				p.mark(why)
+			}
+			for _, p := range ranks {
+				p.end(patience.Done())
+			}
+			cancel()
+		}
+	}
+	bad := false
+	for _, p := range ranks {
+		if f := l.fault(p); f != "" {
+			bad = true
+			l.t.Errorf("rank %d %s", p.rank, f)
+		}
+	}
+	if bad {
+		l.t.FailNow()
+	}
+	return ranks
+}
+
+// stacksTime is how long the ranks that are ended may take, together, to print their stacks.
+const stacksTime = 5 * time.Second
+
+func (l *launch) prepare(rank int) *process {
+	argv := l.argv(rank)
+	p := &process{rank: rank, cmd: exec.Command(argv[0], argv[1:]...), done: make(chan struct{})}
+	writer := func() *lineWriter {
+		return &lineWriter{to: l.t.Output(), prefix: fmt.Sprintf("rank %d| ", rank), framed: !l.keepOutput}
+	}
+	p.writers[0] = writer()
+	p.writers[1] = p.writers[0]
+	c := p.cmd
+	c.Stdout, c.Stderr = p.writers[0], p.writers[1]
+	if l.keepOutput {
+		p.writers[1] = writer()
+		c.Stdout, c.Stderr = io.MultiWriter(&p.output, p.writers[0]), p.writers[1]
+	}
+	c.Dir = l.directory
+	c.Env = append(l.environment[:len(l.environment):len(l.environment)], rankEnvironment(rank)...)
+	c.WaitDelay = 2 * time.Second // for what left the process group and still holds the output open
+	c.SysProcAttr = ownGroup()
+	return p
+}
+
+// live is a process's life, from its start to its end and that of its group.
+func (p *process) live() error {
+	reader, writer, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer reader.Close()
+	p.cmd.ExtraFiles = []*os.File{writer} // verdictFd
+	p.mu.Lock()
+	if p.ended != "" { // before it began
+		err = errors.New("not started")
+	} else if err = p.cmd.Start(); err == nil {
+		p.alive = true
+	}
+	p.mu.Unlock()
+	writer.Close()
+	if err != nil {
+		return err
+	}
+	if awaitExit(p.cmd.Process.Pid) {
+		p.mu.Lock()
+		kill(p.cmd.Process.Pid) // what it started and left behind
+		p.alive = false
+		p.mu.Unlock()
+	}
+	err = p.cmd.Wait()
+	p.mu.Lock()
+	p.alive = false
+	p.mu.Unlock()
+	for _, w := range p.writers {
+		w.flush()
+	}
+	// The rank's end of the pipe is gone; what it started could hold a copy.
+	reader.SetReadDeadline(time.Now().Add(time.Second))
+	verdict, _ := io.ReadAll(io.LimitReader(reader, 64))
+	p.verdict = string(verdict)
+	return err
+}
+
+// mark says why a process that has not ended by itself is about to be ended.
+func (p *process) mark(why string) {
+	select {
+	case <-p.done:
+	default:
+		p.mu.Lock()
+		p.ended = why
+		p.mu.Unlock()
+	}
+}
+
+// end ends a process, if it has not ended by itself, and returns when it is gone: it is asked for its stacks and, when patience ends, killed. One is ended
+// after the other, so that their stacks do not mix.
+func (p *process) end(patience <-chan struct{}) {
+	p.mu.Lock()
+	if p.alive {
+		p.cmd.Process.Signal(syscall.SIGQUIT)
+	}
+	p.mu.Unlock()
+	select {
+	case <-p.done:
+		return
+	case <-patience:
+	}
+	p.mu.Lock()
+	if p.alive {
+		kill(p.cmd.Process.Pid)
+	}
+	p.mu.Unlock()
+	<-p.done
+}
+
+// fault says what is wrong with how a process ended, "" if nothing.
+func (l *launch) fault(p *process) string {
+	state := p.cmd.ProcessState
+	if state == nil && p.ended == "" {
+		return fmt.Sprintf("could not be started: %v", p.err)
+	}
+	if p.ended != "" {
+		return p.ended + " and was ended"
+	}
+	status, _ := state.Sys().(syscall.WaitStatus)
+	want, expected := l.o.expect[p.rank]
+	how := state.String()
+	switch {
+	case status.Signaled():
+		how = fmt.Sprintf("was killed by %s", signalName(status.Signal()))
+		if expected && status.Signal() == want {
+			return ""
+		}
+	case p.err != nil && state.Success():
+		how = p.err.Error()
+	case state.Success():
+		if how = l.check(p); how == "" && !expected {
+			return ""
+		} else if how == "" {
+			how = "passed"
+		}
+	default:
+		how = "failed: " + how
+	}
+	if expected {
+		how += fmt.Sprintf(", where it was expected to be killed by %s", signalName(want))
+	}
+	return how
+}
+
+// newJob names a job that shares the store with others.
+func newJob() string { return "pgtest-" + rand.Text() }
+
+// framing is what the testing package prints around a rank's one test, which means nothing to who reads the test's own output.
+var framing = regexp.MustCompile(`^\s*(=== (RUN|PAUSE|CONT|NAME|ATTR) .*|--- (PASS|SKIP): .*|PASS|FAIL|coverage: .*)\n$`)
+
+// lineWriter marks each line, and leaves out the framing.
+type lineWriter struct {
+	to     io.Writer
+	prefix string
+	framed bool   // by the testing package
+	part   []byte // of a line
+}
+
+const longestLine = 64 << 10
+
+func (w *lineWriter) Write(b []byte) (int, error) {
+	n := len(b)
+	for len(b) > 0 {
+		line, rest, whole := bytes.Cut(b, []byte("\n"))
+		w.part = append(w.part, line...)
+		if whole || len(w.part) > longestLine {
+			w.emit()
+		}
+		b = rest
+	}
+	return n, nil
+}
+
+func (w *lineWriter) flush() {
+	if len(w.part) > 0 {
+		w.emit()
+	}
+}
+
+func (w *lineWriter) emit() {
+	line := strings.TrimRight(string(w.part), "\r") + "\n"
+	w.part = w.part[:0]
+	if !w.framed || !framing.MatchString(line) {
+		io.WriteString(w.to, w.prefix+line) // one Write, so that lines of ranks do not mix
+	}
+}

@@ -1,0 +1,299 @@
+// Package pgtest runs the ranks of a process group inside `go test`: real processes, each with its own memory, that can really die.
+//
+//	func TestSum(t *testing.T) {
+//		pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+//			x := []float32{float32(g.Rank())}
+//			if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != 6 {
+//				t.Fatalf("sum is %g, %v", x[0], err)
+//			}
+//		})
+//	}
+//
+// Run starts the test binary n times more, with -test.run set to exactly the test that called it, and each of these processes, when it comes to the
+// same call, joins the group and calls the function. So the code of the test before Run runs in every rank too (t.Chdir, t.Setenv, tables of
+// subtests and TestMain have their effect there); the code after it runs in the test's own process alone, which takes no rank. The function must not
+// depend on what earlier calls of Run in the same test left in memory: they do nothing in a rank of a later one.
+//
+// What a rank prints and logs is the test's output, each line marked with the rank. A rank that fails, panics, dies of a signal or outlives the time limit
+// fails the test, and the other ranks, which notice by themselves or not, are ended in bounded time: first asked for their stacks (SIGQUIT), then
+// killed. Nothing survives the test: every rank has a process group of its own, which is killed with it, and dies with the test's process.
+//
+// The ranks meet in a store, which is one more process of the test binary: started by the first Run, shared by all others, gone with the test binary.
+// Programs that link only package pg do not link that store.
+package pgtest
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/pg"
+)
+
+// DefaultTimeout bounds a Run, RunLocal or Exec without the option Timeout. The test's own deadline (go test -timeout) bounds it as well, some
+// seconds earlier than it would end the test binary.
+const DefaultTimeout = 2 * time.Minute
+
+// grace is how long the ranks may go on after the first has failed: enough to notice it through the store, and to say so.
+const grace = 10 * time.Second
+
+// Option changes how ranks are run.
+type Option func(*options)
+
+type options struct {
+	config    pg.Config
+	transport string
+	env       []string
+	timeout   time.Duration
+	expect    map[int]syscall.Signal
+}
+
+// Config gives what Join, or Local, is called with. Its Size, Rank, Job, Store and Secret are pgtest's to set and ignored. Exec does not take it.
+func Config(c pg.Config) Option {
+	return func(o *options) { o.config = c }
+}
+
+// Transport restricts the links, as pg.Config's field does.
+func Transport(name string) Option {
+	return func(o *options) { o.transport = name }
+}
+
+// Env adds variables, "NAME=value", to the environment of every rank's process. RunLocal does not take it.
+func Env(variables ...string) Option {
+	return func(o *options) { o.env = append(o.env, variables...) }
+}
+
+// Timeout bounds the ranks' time, from their start to their end.
+func Timeout(d time.Duration) Option {
+	return func(o *options) { o.timeout = d }
+}
+
+// Expect says that a rank is to die of a signal: the test fails if it does not, and the other ranks are to pass. RunLocal does not take it.
+func Expect(rank int, s syscall.Signal) Option {
+	return func(o *options) { o.expect[rank] = s }
+}
+
+func collect(t *testing.T, n int, opts []Option) *options {
+	t.Helper()
+	o := &options{timeout: DefaultTimeout, expect: map[int]syscall.Signal{}}
+	for _, f := range opts {
+		f(o)
+	}
+	if n < 1 || n > pg.MaxRanks {
+		t.Fatalf("pgtest: %d ranks, want 1..%d", n, pg.MaxRanks)
+	}
+	for r := range o.expect {
+		if r < 0 || r >= n {
+			t.Fatalf("pgtest: Expect for rank %d of %d", r, n)
+		}
+	}
+	for _, v := range o.env {
+		if i := strings.IndexByte(v, '='); i < 1 {
+			t.Fatalf("pgtest: Env %q, want NAME=value", v)
+		}
+	}
+	c := &o.config
+	c.Size, c.Rank, c.Job, c.Store, c.Secret = 0, 0, "", "", nil
+	return o
+}
+
+// limit is how long the ranks have: the timeout, and time enough before the test's deadline to report.
+func (o *options) limit(t *testing.T) time.Duration {
+	limit := o.timeout
+	if d, ok := t.Deadline(); ok {
+		left := time.Until(d)
+		limit = min(limit, left-min(max(left/10, time.Second), 10*time.Second))
+	}
+	return max(limit, 0)
+}
+
+// Run calls fn in n processes, each a rank of one group, and returns when all have ended. It fails the test, at once, unless every rank passed: see the
+// package's comment. If some ranks skipped and none failed, the test is skipped. fn's t is the rank's own copy of t: all its methods work, and
+// subtests, but for parallel ones, which would run after fn. The group is closed when fn returns.
+func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
+	t.Helper()
+	o := collect(t, n, opts)
+	call := nextCall(t)
+	if self != nil {
+		self.run(t, call, fn, o)
+		return
+	}
+	address, secret := sharedStore(t)
+	limit := o.limit(t)
+	coverage := newCoverage(t)
+	defer coverage.collect(t)
+	l := launch{t: t, n: n, o: o, limit: limit, directory: startDirectory, environment: environment(n, address, secret, o)}
+	l.environment = append(l.environment, markVariable+"="+strconv.Itoa(call)+"/"+t.Name())
+	l.argv = func(rank int) []string {
+		return append(append([]string{executable(t)}, testFlags(t, limit, coverage.directory(t, rank))...), otherArguments(os.Args[1:])...)
+	}
+	l.check = func(p *process) string {
+		switch p.verdict {
+		case verdictPassed, verdictSkipped:
+			return ""
+		case "":
+			return "ended without coming to this call of pgtest.Run: is it made in every run of the test, in the same order?"
+		}
+		return "ended with status 0 before its function returned"
+	}
+	ranks := l.run()
+	var skipped []string
+	for _, p := range ranks {
+		if p.verdict == verdictSkipped {
+			skipped = append(skipped, strconv.Itoa(p.rank))
+		}
+	}
+	if skipped != nil {
+		t.Skipf("skipped by rank %s of %d", strings.Join(skipped, ", "), n)
+	}
+}
+
+// Exec runs a program, argv[0] with its arguments, as the n ranks of one group and returns what each wrote to its standard output, when all have ended.
+// It fails the test, at once, unless every rank ended with status 0. In a rank of Run it does nothing and returns n empty strings.
+func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
+	t.Helper()
+	o := collect(t, n, opts)
+	if self != nil {
+		return make([]string, n)
+	}
+	address, secret := sharedStore(t)
+	l := launch{t: t, n: n, o: o, limit: o.limit(t), environment: environment(n, address, secret, o), keepOutput: true}
+	l.argv = func(int) []string { return argv }
+	l.check = func(*process) string { return "" }
+	out := make([]string, n)
+	for i, p := range l.run() {
+		out[i] = p.output.String()
+	}
+	return out
+}
+
+// RunLocal calls fn for n ranks of one group inside this process, each in a goroutine and a subtest ("rank 2") of its own. Unlike a process, a rank
+// that hangs outside of the group's operations cannot be ended: when the time is over all groups are closed, which ends every operation.
+func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
+	t.Helper()
+	o := collect(t, n, opts)
+	if o.env != nil || len(o.expect) > 0 {
+		t.Fatal("pgtest: RunLocal has no processes for the options Env and Expect")
+	}
+	if self != nil {
+		return
+	}
+	if o.transport != "" {
+		o.config.Transport = o.transport
+	}
+	groups, err := pg.Local(n, o.config)
+	if err != nil {
+		t.Fatalf("pgtest: %d local ranks: %v", n, err)
+	}
+	limit := o.limit(t)
+	late := make(chan struct{})
+	timer := time.AfterFunc(limit, func() {
+		defer close(late)
+		for _, g := range groups {
+			g.Close()
+		}
+	})
+	var wg sync.WaitGroup
+	for r, g := range groups {
+		wg.Go(func() {
+			t.Run(fmt.Sprintf("rank %d", r), func(t *testing.T) {
+				defer g.Close()
+				fn(t, g)
+			})
+		})
+	}
+	wg.Wait()
+	if !timer.Stop() {
+		<-late
+		t.Fatalf("pgtest: ranks were still running after %v: their groups were closed", limit)
+	}
+}
+
+// Kill ends this rank, a process of Run, as `kill -9` does: no deferred call, no cleanup, no farewell to the peers. Give Run the option
+// Expect(rank, syscall.SIGKILL). It does not return.
+func Kill(t *testing.T) {
+	t.Helper()
+	if self == nil || !self.running.Load() {
+		t.Fatal("pgtest: Kill is for the ranks of Run")
+	}
+	p, err := os.FindProcess(os.Getpid())
+	if err == nil {
+		err = p.Kill()
+	}
+	if err != nil {
+		t.Fatalf("pgtest: Kill: %v", err)
+	}
+	select {} // the signal may take its time
+}
+
+// calls counts the calls of Run by test, so that a rank knows which is its own.
+var calls = struct {
+	sync.Mutex
+	of map[*testing.T]int
+}{of: map[*testing.T]int{}}
+
+func nextCall(t *testing.T) int {
+	calls.Lock()
+	defer calls.Unlock()
+	if calls.of[t]++; calls.of[t] == 1 {
+		t.Cleanup(func() {
+			calls.Lock()
+			defer calls.Unlock()
+			delete(calls.of, t)
+		})
+	}
+	return calls.of[t]
+}
+
+// environment is what all ranks share: this process's, less what would make them ranks of something else, plus this job's.
+func environment(n int, address, secret string, o *options) []string {
+	drop := map[string]bool{}
+	for _, name := range strings.Fields(`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TUTTI_RANK TUTTI_SIZE TUTTI_LOCAL_RANK
+		TUTTI_LOCAL_SIZE TUTTI_JOB TUTTI_STORE TUTTI_STORE_USER TUTTI_STORE_PASSWORD TUTTI_STORE_CA TUTTI_STORE_CERT TUTTI_STORE_KEY TUTTI_SECRET
+		TUTTI_SECRET_FILE TUTTI_PORT`) {
+		drop[name] = true
+	}
+	env := slices.DeleteFunc(os.Environ(), func(v string) bool {
+		name, _, _ := strings.Cut(v, "=")
+		return drop[name]
+	})
+	size := strconv.Itoa(n)
+	own := map[string]string{"TUTTI_SIZE": size, "TUTTI_LOCAL_SIZE": size, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+		"TUTTI_STORE": address, "TUTTI_SECRET": secret, "TUTTI_JOB": newJob()}
+	if o.transport != "" {
+		own["TUTTI_TRANSPORT"] = o.transport
+	}
+	for _, name := range slices.Sorted(maps.Keys(own)) {
+		env = append(env, name+"="+own[name])
+	}
+	return append(env, o.env...)
+}
+
+// rankEnvironment is what makes a process rank number rank.
+func rankEnvironment(rank int) []string {
+	r := strconv.Itoa(rank)
+	return []string{"TUTTI_RANK=" + r, "TUTTI_LOCAL_RANK=" + r, "RANK=" + r, "LOCAL_RANK=" + r}
+}
+
+func executable(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	if err != nil {
+		t.Fatalf("pgtest: cannot find the test binary: %v", err)
+	}
+	return path
+}
+
+// startDirectory is where the test binary was started, which t.Chdir changes.
+var startDirectory, _ = os.Getwd()
+
+// numCPU is what -test.cpu says for the test that runs now.
+func numCPU() string { return strconv.Itoa(runtime.GOMAXPROCS(0)) }

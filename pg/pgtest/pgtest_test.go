@@ -1,0 +1,486 @@
+package pgtest
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"reflect"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"tutti/pg"
+)
+
+var custom = flag.String("custom", "none", "a flag of the test binary's own")
+
+// sumOfRanks is what all ranks of a healthy group can do.
+func sumOfRanks(t *testing.T, g *pg.Group) {
+	t.Helper()
+	n := g.Size()
+	x := []int64{int64(g.Rank())}
+	if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != int64(n*(n-1)/2) {
+		t.Fatalf("sum is %d, %v; want %d", x[0], err, n*(n-1)/2)
+	}
+}
+
+func TestRun(t *testing.T) {
+	if self == nil {
+		defer goleak.VerifyNone(t)
+	}
+	for _, n := range []int{1, 2, 4} {
+		t.Run(strconv.Itoa(n), func(t *testing.T) {
+			Run(t, n, func(t *testing.T, g *pg.Group) {
+				if g.Size() != n {
+					t.Fatalf("size is %d, want %d", g.Size(), n)
+				}
+				sumOfRanks(t, g)
+				t.Run("inside", func(t *testing.T) { sumOfRanks(t, g) })
+			})
+			if self != nil {
+				t.Error("a rank came to the code after its Run")
+			}
+		})
+	}
+}
+
+func TestRunParallel(t *testing.T) {
+	for range 3 {
+		t.Run("same name", func(t *testing.T) {
+			t.Parallel()
+			Run(t, 2, sumOfRanks)
+		})
+	}
+}
+
+func TestRunOptions(t *testing.T) {
+	t.Setenv("PGTEST_INHERITED", "yes")
+	Run(t, 2, func(t *testing.T, g *pg.Group) {
+		for name, want := range map[string]string{"PGTEST_INHERITED": "yes", "PGTEST_OWN": "a=b", "TUTTI_TRANSPORT": "tcp", "WORLD_SIZE": "2", markVariable: ""} {
+			if got := os.Getenv(name); got != want {
+				t.Errorf("%s is %q, want %q", name, got, want)
+			}
+		}
+		if d, ok := t.Deadline(); !ok || time.Until(d) > 50*time.Second {
+			t.Errorf("deadline is %v, want one within 50 s", d)
+		}
+		sumOfRanks(t, g)
+	}, Env("PGTEST_OWN=a=b"), Transport("tcp"), Timeout(50*time.Second))
+}
+
+func TestExpectedDeath(t *testing.T) {
+	Run(t, 3, func(t *testing.T, g *pg.Group) {
+		sumOfRanks(t, g)
+		if g.Rank() == 1 {
+			Kill(t)
+		}
+		err := g.Barrier(t.Context())
+		var dead *pg.RankError
+		if !errors.As(err, &dead) || dead.Rank != 1 {
+			t.Fatalf("barrier with a dead rank 1: %v", err)
+		}
+	}, Expect(1, syscall.SIGKILL))
+}
+
+func TestRunLocal(t *testing.T) {
+	var mu sync.Mutex
+	seen := map[int]bool{}
+	RunLocal(t, 4, func(t *testing.T, g *pg.Group) {
+		sumOfRanks(t, g)
+		mu.Lock()
+		defer mu.Unlock()
+		seen[g.Rank()] = true
+	})
+	if len(seen) != 4 {
+		t.Fatalf("ranks %v ran, want 4", seen)
+	}
+}
+
+func TestExec(t *testing.T) {
+	t.Setenv("RANK", "7")
+	t.Setenv("TUTTI_SECRET_FILE", "/nowhere")
+	out := Exec(t, 3, []string{"/bin/sh", "-c", `echo "$TUTTI_RANK/$RANK/$LOCAL_RANK of $TUTTI_SIZE $X${TUTTI_SECRET_FILE-}"; echo aside >&2`}, Env("X=y"))
+	want := []string{"0/0/0 of 3 y\n", "1/1/1 of 3 y\n", "2/2/2 of 3 y\n"}
+	if !reflect.DeepEqual(out, want) {
+		t.Fatalf("output %q, want %q", out, want)
+	}
+}
+
+// Scenarios are tests that TestScenarios runs, in a process of their own, to see them fail.
+const scenarioVariable = "PGTEST_SCENARIO"
+
+var scenarios = map[string]func(t *testing.T){
+	"error": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				t.Error("what rank 1 says")
+			}
+			sumOfRanks(t, g)
+		})
+	},
+	"panic": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				panic("what rank 1 says")
+			}
+			if err := g.Barrier(t.Context()); err == nil {
+				t.Error("no error though rank 1 is gone")
+			}
+		})
+	},
+	"killed": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				Kill(t)
+			}
+			g.Barrier(t.Context())
+		})
+	},
+	"survivor": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {}, Expect(1, syscall.SIGKILL))
+	},
+	"hang": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				hangHere()
+			}
+		}, Timeout(time.Second))
+	},
+	"stubborn": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+		}, Timeout(time.Second))
+	},
+	"exit 0": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) { os.Exit(0) })
+	},
+	"unreached": func(t *testing.T) {
+		if os.Getenv("TUTTI_RANK") != "1" {
+			Run(t, 2, func(t *testing.T, g *pg.Group) {})
+		}
+	},
+	"nested": func(t *testing.T) {
+		Run(t, 1, func(t *testing.T, g *pg.Group) { Run(t, 1, sumOfRanks) })
+	},
+	"skip": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) { t.Skip("what is missing") })
+	},
+	"skip of one": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			if g.Rank() == 1 {
+				t.Skip("what is missing")
+			}
+		})
+	},
+	"names": func(t *testing.T) {
+		for _, name := range []string{"a b", "a b", "c/d", "(e|f)[g/h]+$", "", "é\x01"} {
+			t.Run(name, func(t *testing.T) {
+				for call := range 2 {
+					Run(t, 1, func(t *testing.T, g *pg.Group) { t.Logf("%q ran, call %d, %s", t.Name(), call, *custom) })
+				}
+			})
+		}
+	},
+	"children": func(t *testing.T) {
+		Run(t, 1, func(t *testing.T, g *pg.Group) {
+			c := exec.Command("/bin/sleep", "1000")
+			c.Stdout = os.Stdout // and so holds the output open
+			if err := c.Start(); err != nil {
+				t.Fatal(err)
+			}
+			t.Logf("pid %d.", c.Process.Pid)
+		})
+	},
+	"for ever": func(t *testing.T) {
+		Run(t, 2, func(t *testing.T, g *pg.Group) {
+			t.Logf("pid %d. store %s.", os.Getpid(), os.Getenv("TUTTI_STORE"))
+			hangHere()
+		})
+	},
+	"local": func(t *testing.T) {
+		RunLocal(t, 2, func(t *testing.T, g *pg.Group) {
+			sumOfRanks(t, g)
+			if g.Rank() == 1 {
+				t.Fatal("what rank 1 says")
+			}
+			if err := g.Barrier(t.Context()); err == nil {
+				t.Error("no error though rank 1 is gone")
+			}
+		})
+	},
+	"local hang": func(t *testing.T) {
+		RunLocal(t, 2, func(t *testing.T, g *pg.Group) {
+			if _, err := pg.Recv(t.Context(), g, make([]byte, 1), 1-g.Rank(), 0); err == nil {
+				t.Error("a message without a sender was received")
+			}
+		}, Timeout(time.Second))
+	},
+	"exec": func(t *testing.T) {
+		Exec(t, 2, []string{"/bin/sh", "-c", "echo PASS; exit $TUTTI_RANK"})
+	},
+	"no program": func(t *testing.T) {
+		Exec(t, 2, []string{"/nonexistent/program"})
+	},
+}
+
+func hangHere() { time.Sleep(time.Hour) }
+
+func TestScenario(t *testing.T) {
+	name, ok := os.LookupEnv(scenarioVariable)
+	if !ok {
+		t.Skip("run by TestScenarios")
+	}
+	scenarios[name](t)
+}
+
+// scenario is the command that runs one.
+func scenario(t *testing.T, name string, args ...string) *exec.Cmd {
+	c := exec.Command(executable(t), append([]string{"-test.run=^TestScenario$", "-test.v", "-test.timeout=60s"}, args...)...)
+	c.Env = append(os.Environ(), scenarioVariable+"="+name)
+	return c
+}
+
+func TestScenarios(t *testing.T) {
+	for name, want := range map[string]struct {
+		status string // PASS, FAIL or SKIP
+		says   []string
+	}{
+		"error":       {"FAIL", []string{`rank 1\|.*pgtest_test.go:\d+: what rank 1 says`, `rank 1 failed: exit status 1`}},
+		"panic":       {"FAIL", []string{`rank 1\| panic: what rank 1 says`, `rank 1\| goroutine \d+`, `rank 1 failed: exit status 2`}},
+		"killed":      {"FAIL", []string{`rank 1 was killed by SIGKILL`}},
+		"survivor":    {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
+		"hang":        {"FAIL", []string{`rank 1\| .*hangHere`, `rank 1 was still running after 1[.\d]*s and was ended`}},
+		"stubborn":    {"FAIL", []string{`rank 0 was still running after`, `rank 1 was still running after`}},
+		"exit 0":      {"FAIL", []string{`rank 0 ended with status 0 before its function returned`}},
+		"unreached":   {"FAIL", []string{`rank 1 ended without coming to this call`}},
+		"nested":      {"FAIL", []string{`rank 0\|.*Run is called in a rank of Run`}},
+		"skip":        {"SKIP", []string{`rank 0\|.*what is missing`, `skipped by rank 0, 1 of 2`}},
+		"skip of one": {"SKIP", []string{`rank 1\|.*what is missing`, `skipped by rank 1 of 2`}},
+		"local":       {"FAIL", []string{`what rank 1 says`, `--- FAIL: TestScenario/rank_1`, `--- PASS: TestScenario/rank_0`}},
+		"local hang":  {"FAIL", []string{`ranks were still running after 1s`}},
+		"exec":        {"FAIL", []string{`rank 0\| PASS`, `rank 1 failed: exit status 1`}},
+		"no program":  {"FAIL", []string{`rank 0 could not be started: .*no such file`}},
+		"names": {"PASS", []string{`"TestScenario/a_b" ran, call 0, thing`, `"TestScenario/a_b" ran, call 1`, `"TestScenario/a_b#01" ran, call 1`,
+			`"TestScenario/c/d" ran, call 1`, `"TestScenario/\(e\|f\)\[g/h\]\+\$" ran, call 1`, `"TestScenario/#00" ran, call 1`, `"TestScenario/é\\\\x01" ran, call 1`}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			began := time.Now()
+			out, err := scenario(t, name, "-custom", "thing").CombinedOutput()
+			if (err != nil) != (want.status == "FAIL") {
+				t.Errorf("it ended with %v, want %s", err, want.status)
+			}
+			for _, re := range append(want.says, `(?m)^--- `+want.status+`: TestScenario `) {
+				if !regexp.MustCompile(re).Match(out) {
+					t.Errorf("its output has no %q", re)
+				}
+			}
+			if name != "exec" && regexp.MustCompile(`rank \d\| *(===|PASS\n.*PASS|coverage|--- (PASS|SKIP))`).Match(out) {
+				t.Error("its output has the testing package's framing of a rank")
+			}
+			if regexp.MustCompile(`(?m)^panic: test timed out`).Match(out) {
+				t.Errorf("it did not end by itself, in %v", time.Since(began))
+			}
+			if t.Failed() {
+				t.Logf("output:\n%s", out)
+			}
+		})
+	}
+}
+
+// gone waits until a process has ended. One that is nobody's child any more is reaped by init at some time: a zombie counts as gone.
+func gone(t *testing.T, pid string) {
+	t.Helper()
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		status, err := os.ReadFile(filepath.Join("/proc", pid, "status"))
+		if err != nil || regexp.MustCompile(`(?m)^State:\s+[ZX]`).Match(status) {
+			return
+		}
+	}
+	t.Errorf("process %s is still there", pid)
+}
+
+func needProc(t *testing.T) {
+	t.Helper()
+	if _, err := os.Stat("/proc/self/status"); err != nil {
+		t.Skip("no /proc to see processes in")
+	}
+}
+
+var pids = regexp.MustCompile(`pid (\d+)\.`)
+
+func TestChildrenOfRanksEnd(t *testing.T) {
+	needProc(t)
+	out, err := scenario(t, "children").CombinedOutput()
+	m := pids.FindSubmatch(out)
+	if err != nil || m == nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	gone(t, string(m[1]))
+}
+
+// A test binary that is killed takes its ranks and its store along.
+func TestNothingOutlivesTheTestBinary(t *testing.T) {
+	needProc(t)
+	c := scenario(t, "for ever")
+	out, err := c.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var ranks []string
+	var store string
+	for lines := bufio.NewScanner(out); len(ranks) < 2 && lines.Scan(); {
+		if m := pids.FindStringSubmatch(lines.Text()); m != nil {
+			ranks = append(ranks, m[1])
+			store = regexp.MustCompile(`store tutti://(\S+)\.`).FindStringSubmatch(lines.Text())[1]
+		}
+	}
+	c.Process.Kill()
+	c.Wait()
+	if len(ranks) < 2 {
+		t.Fatal("the ranks did not start")
+	}
+	for _, pid := range ranks {
+		gone(t, pid)
+	}
+	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		conn, err := net.Dial("tcp", store)
+		if err != nil {
+			break
+		}
+		conn.Close()
+		if time.Now().After(deadline) {
+			t.Fatalf("the store at %s is still there", store)
+		}
+	}
+}
+
+// A store that died is replaced.
+func TestStoreIsReplaced(t *testing.T) {
+	if self == nil {
+		before, _ := sharedStore(t)
+		store.life.Close()
+		for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+			c, err := net.Dial("tcp", strings.TrimPrefix(before, "tutti://"))
+			if err != nil {
+				break
+			}
+			c.Close()
+		}
+	}
+	Run(t, 2, sumOfRanks)
+}
+
+// What the ranks cover counts, and their files do not clash.
+func TestCoverage(t *testing.T) {
+	if testing.Short() {
+		t.Skip("builds a test binary with -cover")
+	}
+	tool, err := exec.LookPath("go")
+	if err != nil {
+		t.Skip("no go command")
+	}
+	profile := filepath.Join(t.TempDir(), "profile")
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
+	defer cancel()
+	c := exec.CommandContext(ctx, tool, "test", "-count=1", "-run=^TestRunParallel$", "-coverprofile="+profile, ".")
+	if out, err := c.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	text, err := os.ReadFile(profile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ran := false // a block of the ranks' side
+	for line := range strings.Lines(string(text)) {
+		ran = ran || strings.Contains(line, "rank.go") && !strings.HasSuffix(strings.TrimSpace(line), " 0") && coversJoin(t, line)
+	}
+	if !ran {
+		t.Fatalf("the profile does not have what the ranks ran:\n%s", text)
+	}
+}
+
+// coversJoin says whether a line of a profile is the block of rank.go that calls pg.Join.
+func coversJoin(t *testing.T, line string) bool {
+	source, err := os.ReadFile("rank.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := 1 + bytes.Count(source[:bytes.Index(source, []byte("pg.Join("))], []byte("\n"))
+	m := regexp.MustCompile(`:(\d+)\.\d+,(\d+)\.`).FindStringSubmatch(line)
+	if m == nil {
+		return false
+	}
+	from, _ := strconv.Atoi(m[1])
+	to, _ := strconv.Atoi(m[2])
+	return from <= at && at <= to
+}
+
+func TestOtherArguments(t *testing.T) {
+	for args, want := range map[string]string{
+		"":                                      "",
+		"-test.run=X -custom=a -test.v":         "-custom=a",
+		"-test.run X -custom a -test.short b c": "-custom a b c",
+		"--test.timeout 3s --custom=a -- -test.v": "--custom=a -- -test.v",
+		"-test.v file -test.run=X":                "file -test.run=X",
+		"-custom -test.v":                         "-custom -test.v", // custom's value
+		"-custom":                                 "-custom",
+		"-test.run":                               "",
+	} {
+		if got := strings.Join(otherArguments(strings.Fields(args)), " "); got != want {
+			t.Errorf("of %q it kept %q, want %q", args, got, want)
+		}
+	}
+}
+
+// A line is written whole and once, marked, however it comes.
+func TestLineWriter(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		lines := rapid.SliceOf(rapid.SampledFrom([]string{"x", "--- PASS: T (0.1s)", "    === RUN   T/a", "PASS", "PASSED", "--- FAIL: T", "a\tb", "coverage: 3%"})).Draw(t, "lines")
+		text := strings.Join(lines, "\n")
+		var got, want strings.Builder
+		w := &lineWriter{to: &got, prefix: "p| ", framed: true}
+		for rest := text; rest != ""; {
+			n := rapid.IntRange(1, len(rest)).Draw(t, "n")
+			w.Write([]byte(rest[:n]))
+			rest = rest[n:]
+		}
+		w.flush()
+		for _, l := range lines {
+			if l == "x" || l == "PASSED" || l == "--- FAIL: T" || l == "a\tb" {
+				fmt.Fprintf(&want, "p| %s\n", l)
+			}
+		}
+		if got.String() != want.String() {
+			t.Fatalf("of %q it wrote %q, want %q", text, got.String(), want.String())
+		}
+	})
+}
+
+func TestLineWriterBoundsLines(t *testing.T) {
+	var got bytes.Buffer
+	w := &lineWriter{to: &got, prefix: "p| "}
+	for range 3 {
+		w.Write(bytes.Repeat([]byte("x"), longestLine))
+	}
+	if cap(w.part) > 4*longestLine || got.Len() < longestLine {
+		t.Fatalf("it holds %d bytes and wrote %d", cap(w.part), got.Len())
+	}
+}
