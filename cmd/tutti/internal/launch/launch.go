@@ -47,7 +47,8 @@ type Options struct {
 	LogDir         string
 	Grace          time.Duration // between SIGTERM and SIGKILL once the job has failed
 
-	Quiet bool // say nothing of how the ranks ended
+	Quiet     bool // say nothing of how the ranks ended
+	QuietCode int  // nor if the first failure had this exit code; 0: none
 }
 
 // An Error is a failure of the launch itself, with the exit code that it means.
@@ -334,7 +335,7 @@ func (l *launcher) kill() {
 
 // summary prints how the job ended, if not well.
 func (l *launcher) summary() {
-	if l.code == 0 || l.Quiet {
+	if l.code == 0 || l.Quiet || l.code == l.QuietCode {
 		return
 	}
 	text := l.why

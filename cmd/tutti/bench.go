@@ -1,0 +1,311 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/bench"
+	"tutti/cmd/tutti/internal/launch"
+	"tutti/kernels"
+	"tutti/pg"
+)
+
+// Exit codes of a bench rank beside 0: what the results were, and that there are none.
+const (
+	codeWrong  = 1
+	codeFailed = 3
+)
+
+type benchFlags struct {
+	n                          int
+	op, dtype, redop, min, max string
+	factor, root               int
+	iters, warmup, rounds      int
+	transport                  string
+	registered, check, noCheck bool
+	asJSON, emit               bool
+	roundTime, timeout         time.Duration
+}
+
+func newBench() *cobra.Command {
+	var f benchFlags
+	c := &cobra.Command{
+		Use:   "bench [-n N] [--op OP] [--min 64 --max 64M] [flags]",
+		Short: "Measure collectives, and check their results",
+		Long: `Measure collectives between ranks on this machine, or between the ranks of the job that a launcher made this process part of.
+
+Every result is compared with one computed by plain loops, on every rank and for every size. The time is the slowest rank's, a call, in the best
+round; bandwidths are those of nccl-tests. The exit code is 1 if anything is wrong.
+
+Operations: ` + strings.Join(bench.Ops(), " ") + `
+Types:      ` + joined(kernels.DTypes()) + `
+Reductions: ` + joined(kernels.Ops()),
+		Example: `  tutti bench                                  allreduce of float32 between 2 ranks
+  tutti bench -n 4 --op all --registered       every operation, on registered memory
+  tutti bench --op allreduce --dtype all --redop all --max 1M
+  tutti bench --json > results.jsonl           one object a row`,
+		DisableFlagsInUseLine: true, Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
+	}
+	fl := c.Flags()
+	fl.IntVarP(&f.n, "ranks", "n", 2, "ranks to start here")
+	fl.StringVar(&f.op, "op", "allreduce", "operations, separated by commas, or all")
+	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
+	fl.StringVar(&f.max, "max", "64M", "largest `size`")
+	fl.IntVar(&f.factor, "factor", 8, "from one size to the next")
+	fl.StringVar(&f.dtype, "dtype", "float32", "element types, separated by commas, or all")
+	fl.StringVar(&f.redop, "redop", "sum", "reductions, separated by commas, or all")
+	fl.IntVar(&f.root, "root", 0, "root rank, for the operations that have one")
+	fl.IntVar(&f.iters, "iters", 0, "calls a round (default as many as fill --round-time)")
+	fl.IntVar(&f.warmup, "warmup", 5, "calls before the first round")
+	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts")
+	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "how long a round is to take")
+	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
+	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
+	fl.BoolVar(&f.check, "check", true, "check the results")
+	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
+	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
+	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
+	fl.BoolVar(&f.emit, "emit", false, "")
+	fl.MarkHidden("emit") // a rank's output, for the process that started it
+	return c
+}
+
+func joined[T fmt.Stringer](all []T) string {
+	var names []string
+	for _, x := range all {
+		names = append(names, x.String())
+	}
+	return strings.Join(names, " ")
+}
+
+// choose reads a list of names, or "all".
+func choose[T fmt.Stringer](cmd *cobra.Command, flag, text string, all []T) ([]T, error) {
+	if text == "all" {
+		return all, nil
+	}
+	var out []T
+next:
+	for name := range strings.SplitSeq(text, ",") {
+		for _, x := range all {
+			if x.String() == name {
+				out = append(out, x)
+				continue next
+			}
+		}
+		return nil, usagef(cmd, "--%s %s: expected all, or some of %s", flag, name, strings.ReplaceAll(joined(all), " ", ","))
+	}
+	return out, nil
+}
+
+type named string
+
+func (n named) String() string { return string(n) }
+
+// parseSize reads 64, 64K, 64KiB, 1M, 2G.
+func parseSize(s string) (int, error) {
+	digits := strings.TrimRight(s, "KMGiBkmgb")
+	shift, ok := map[string]int{"": 0, "b": 0, "k": 10, "kib": 10, "kb": 10, "m": 20, "mib": 20, "mb": 20, "g": 30, "gib": 30, "gb": 30}[strings.ToLower(s[len(digits):])]
+	n, err := strconv.ParseUint(digits, 10, 40)
+	if err != nil || !ok || n == 0 || n > 1<<40>>shift {
+		return 0, fmt.Errorf("%q: expected a size such as 64, 64K, 1M or 2G", s)
+	}
+	return int(n) << shift, nil
+}
+
+func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
+	var ops []named
+	for _, o := range bench.Ops() {
+		ops = append(ops, named(o))
+	}
+	if ops, err = choose(cmd, "op", f.op, ops); err != nil {
+		return s, err
+	}
+	for _, o := range ops {
+		s.Ops = append(s.Ops, string(o))
+	}
+	if s.DTypes, err = choose(cmd, "dtype", f.dtype, kernels.DTypes()); err != nil {
+		return s, err
+	}
+	if s.RedOps, err = choose(cmd, "redop", f.redop, kernels.Ops()); err != nil {
+		return s, err
+	}
+	if s.Min, err = parseSize(f.min); err != nil {
+		return s, usagef(cmd, "--min %v", err)
+	}
+	if s.Max, err = parseSize(f.max); err != nil {
+		return s, usagef(cmd, "--max %v", err)
+	}
+	switch {
+	case s.Max < s.Min:
+		return s, usagef(cmd, "--max %s is less than --min %s", f.max, f.min)
+	case f.factor < 2:
+		return s, usagef(cmd, "--factor %d: expected 2 or more", f.factor)
+	case f.iters < 0 || f.warmup < 0 || f.rounds < 1:
+		return s, usagef(cmd, "--iters and --warmup are 0 or more, --rounds 1 or more")
+	case f.roundTime <= 0:
+		return s, usagef(cmd, "--round-time %v: expected more than 0", f.roundTime)
+	case f.transport != "auto" && f.transport != "shm" && f.transport != "tcp" && f.transport != "inproc":
+		return s, usagef(cmd, "--transport %s: expected auto, shm, tcp or inproc", f.transport)
+	case f.n < 1 || f.n > 1<<12:
+		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)
+	}
+	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds, f.roundTime
+	s.Registered, s.Check, s.Transport = f.registered, f.check && !f.noCheck, f.transport
+	return s, nil
+}
+
+func (f *benchFlags) run(cmd *cobra.Command) error {
+	s, err := f.spec(cmd)
+	if err != nil {
+		return err
+	}
+	rootInRange := func(n int) error {
+		if f.root < 0 || f.root >= n {
+			return usagef(cmd, "--root %d: expected 0..%d", f.root, n-1)
+		}
+		return nil
+	}
+	l, err := bootstrap.FromEnv(os.Getenv)
+	if err != nil {
+		return err
+	}
+	if l.Source != "none" {
+		if cmd.Flags().Changed("ranks") && f.n != l.Size && !f.emit {
+			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n, l.Size, l.Source)
+		}
+		if f.transport == "inproc" {
+			return usagef(cmd, "--transport inproc is for ranks of one process, but this is a rank that a launcher started (%s)", l.Source)
+		}
+		if err := rootInRange(l.Size); err != nil {
+			return err
+		}
+		return f.rank(cmd.Context(), s, l.Rank)
+	}
+	if err := rootInRange(f.n); err != nil {
+		return err
+	}
+	p := &bench.Printer{Out: os.Stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
+	if launch.Terminal(os.Stderr) {
+		p.Progress = os.Stderr
+	}
+	if f.transport == "inproc" {
+		return f.inProcess(cmd.Context(), s, p)
+	}
+	return f.processes(cmd.Context(), p)
+}
+
+// processes starts the ranks, which run this command again, and prints what rank 0 reports.
+func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	o := launch.Options{Program: "/proc/self/exe", Args: append(os.Args[1:len(os.Args):len(os.Args)], "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
+		NoPrefix: true, Grace: time.Second, QuietCode: codeWrong, Secret: "", Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
+	if o.Program, err = os.Executable(); err != nil {
+		return err
+	}
+	done := make(chan error, 1)
+	go func() { done <- show(r, p) }()
+	code, err := launch.Run(ctx, o)
+	w.Close()
+	serr := <-done
+	r.Close()
+	p.Close()
+	if err == nil {
+		err = serr
+	}
+	return launched(code, err)
+}
+
+// show prints the events that a rank emits.
+func show(r io.Reader, p *bench.Printer) error {
+	in := bufio.NewScanner(r)
+	in.Buffer(nil, 1<<20)
+	for in.Scan() {
+		var e bench.Event
+		if err := json.Unmarshal(in.Bytes(), &e); err != nil {
+			io.Copy(io.Discard, r)
+			return fmt.Errorf("rank 0 printed %q: %w", in.Text(), err)
+		}
+		p.Show(e)
+	}
+	return in.Err()
+}
+
+// rank takes part as the rank that the environment says. Rank 0 prints, or emits events for the process that started it.
+func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
+	report := func(bench.Event) {}
+	var p *bench.Printer
+	switch {
+	case rank != 0:
+	case f.emit:
+		enc := json.NewEncoder(os.Stdout)
+		report = func(e bench.Event) { enc.Encode(e) }
+	default:
+		p = &bench.Printer{Out: os.Stdout, JSON: f.asJSON, Colour: launch.Colour(os.Stdout)}
+		report = p.Show
+	}
+	conf := pg.Config{Timeout: f.timeout}
+	if f.transport != "auto" {
+		conf.Transport = f.transport
+	}
+	g, err := pg.Join(ctx, conf)
+	if err != nil {
+		return &launch.Error{Code: codeFailed, Err: err}
+	}
+	wrong, err := bench.Run(ctx, g, s, report)
+	if cerr := g.Close(); err == nil {
+		err = cerr
+	}
+	if p != nil {
+		p.Close()
+	}
+	switch {
+	case err != nil:
+		return &launch.Error{Code: codeFailed, Err: fmt.Errorf("rank %d: %w", rank, err)}
+	case wrong > 0:
+		return exit(codeWrong)
+	}
+	return nil
+}
+
+// inProcess runs all ranks in this process.
+func (f *benchFlags) inProcess(ctx context.Context, s bench.Spec, p *bench.Printer) error {
+	gs, err := pg.Local(f.n, pg.Config{Timeout: f.timeout})
+	if err != nil {
+		return err
+	}
+	errs := make([]error, f.n)
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() {
+			_, errs[i] = bench.Run(ctx, g, s, p.Show)
+			if err := g.Close(); errs[i] == nil {
+				errs[i] = err
+			}
+		})
+	}
+	wg.Wait()
+	p.Close()
+	if err := errors.Join(errs...); err != nil {
+		return &launch.Error{Code: codeFailed, Err: err}
+	}
+	if p.Wrong > 0 {
+		return exit(codeWrong)
+	}
+	return nil
+}

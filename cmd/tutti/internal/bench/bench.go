@@ -1,0 +1,365 @@
+package bench
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"os"
+	"runtime"
+	"time"
+	"unsafe"
+
+	"tutti/kernels"
+	"tutti/pg"
+)
+
+// Spec says what to measure. All ranks have the same Spec.
+type Spec struct {
+	Ops        []string
+	DTypes     []kernels.DType
+	RedOps     []kernels.Op
+	Min, Max   int // bytes
+	Factor     int // between sizes, at least 2
+	Root       int
+	Iters      int // calls a round; 0: as many as take about RoundTime
+	Warmup     int // calls before, at least
+	Rounds     int
+	RoundTime  time.Duration
+	Registered bool // buffers from pg.Alloc
+	Check      bool
+	Transport  string // as it was asked for; only shown
+
+	corrupt func(op string, rank int, output []byte) // tests spoil results here
+}
+
+// Header says what is being measured.
+type Header struct {
+	Ranks      int    `json:"ranks"`
+	Host       string `json:"host"`
+	Cores      int    `json:"cores"`
+	Transport  string `json:"transport"`
+	Topology   string `json:"topology"`
+	Registered bool   `json:"registered"`
+	Rounds     int    `json:"rounds"`
+	Rows       int    `json:"rows"`
+}
+
+// Row is one measurement.
+type Row struct {
+	Op         string  `json:"op"`
+	DType      string  `json:"dtype"`
+	RedOp      string  `json:"redop"`
+	Root       int     `json:"root"` // -1: the operation has none
+	Ranks      int     `json:"ranks"`
+	Count      int     `json:"count"` // elements a rank, of one part where the operation has parts
+	Bytes      int     `json:"bytes"` // in all
+	Transport  string  `json:"transport"`
+	Registered bool    `json:"registered"`
+	InPlace    bool    `json:"in_place"`
+	Time       float64 `json:"time_us"` // of the slowest rank, a call
+	AlgBW      float64 `json:"algbw_gbs"`
+	BusBW      float64 `json:"busbw_gbs"`
+	Wrong      int64   `json:"wrong"` // elements, on all ranks; -1: not checked
+}
+
+// Event is what Run reports: exactly one field is set.
+type Event struct {
+	Header *Header `json:"header,omitempty"`
+	Row    *Row    `json:"row,omitempty"`
+	Skip   string  `json:"skip,omitempty"` // what cannot be measured, and why
+	Next   string  `json:"next,omitempty"` // what is being measured now
+}
+
+// series is one operation, type and reduction.
+type series struct {
+	op  *operation
+	dt  kernels.DType
+	red kernels.Op
+}
+
+func (s series) name() string {
+	if s.op.reduces {
+		return fmt.Sprintf("%s of %v %v", s.op.name, s.red, s.dt)
+	}
+	return fmt.Sprintf("%s of %v", s.op.name, s.dt)
+}
+
+// plan lists what there is to measure, and what there is not.
+func (s *Spec) plan(ranks int) (all []series, skip []string, err error) {
+	for _, name := range s.Ops {
+		o := find(name)
+		if o == nil {
+			return nil, nil, fmt.Errorf("there is no operation %q", name)
+		}
+		if ranks < o.minRanks {
+			skip = append(skip, fmt.Sprintf("%s: needs %d ranks", name, o.minRanks))
+			continue
+		}
+		if o.name == "barrier" {
+			all = append(all, series{o, kernels.Uint8, 0})
+			continue
+		}
+		for _, dt := range s.DTypes {
+			if !o.reduces {
+				all = append(all, series{o, dt, 0})
+				continue
+			}
+			for _, red := range s.RedOps {
+				if !kernels.Supported(red, dt) {
+					skip = append(skip, fmt.Sprintf("%s of %v %v: not defined", name, red, dt))
+					continue
+				}
+				all = append(all, series{o, dt, red})
+			}
+		}
+	}
+	return all, skip, nil
+}
+
+func (s *Spec) sizes() (sizes []int) {
+	for b := s.Min; b <= s.Max; b *= s.Factor {
+		sizes = append(sizes, b)
+		if b > math.MaxInt/s.Factor {
+			break
+		}
+	}
+	return sizes
+}
+
+// Run measures. Every rank of g calls it; report is called at rank 0, from this goroutine. It returns the number of wrong elements on all ranks, the same at every rank.
+func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong int64, err error) {
+	if g.Rank() != 0 {
+		report = func(Event) {}
+	}
+	all, skip, err := s.plan(g.Size())
+	if err != nil {
+		return 0, err
+	}
+	host, _ := os.Hostname()
+	h := Header{Ranks: g.Size(), Host: host, Cores: runtime.NumCPU(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Rounds: s.Rounds}
+	for _, p := range all {
+		if h.Rows++; p.op.name != "barrier" {
+			h.Rows += len(s.sizes()) - 1
+		}
+	}
+	report(Event{Header: &h})
+	for _, text := range skip {
+		report(Event{Skip: text})
+	}
+	r := &run{Spec: s, g: g, report: report}
+	if err := r.allocate(); err != nil {
+		return 0, err
+	}
+	defer r.free()
+	for _, p := range all {
+		if err := r.measure(ctx, p); err != nil {
+			return r.wrong, fmt.Errorf("%s: %w", p.name(), err)
+		}
+	}
+	return r.wrong, nil
+}
+
+type run struct {
+	Spec
+	g      *pg.Group
+	report func(Event)
+	mem    arena
+	raw    [2][]byte
+	wrong  int64
+}
+
+// allocate makes the two buffers: uneven counts may take twice the size, and a size of less than an element a rank is rounded up.
+func (r *run) allocate() error {
+	n := 2*r.Max + 8*r.g.Size() + 2*margin + 64
+	for i := range r.raw {
+		if !r.Registered {
+			r.raw[i] = make([]byte, n)
+			continue
+		}
+		var err error
+		if r.raw[i], err = pg.Alloc[byte](r.g, n); err != nil {
+			return fmt.Errorf("allocate %d bytes of registered memory: %w", n, err)
+		}
+	}
+	align := func(b []byte) []byte {
+		return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))&63:]
+	}
+	r.mem = arena{align(r.raw[0]), align(r.raw[1])}
+	return nil
+}
+
+func (r *run) free() {
+	if r.Registered {
+		for _, b := range r.raw {
+			pg.Free(r.g, b)
+		}
+	}
+}
+
+func (r *run) measure(ctx context.Context, p series) error {
+	switch p.dt {
+	case kernels.Int8:
+		return measure(ctx, r, p, numbers[int8]())
+	case kernels.Int16:
+		return measure(ctx, r, p, numbers[int16]())
+	case kernels.Int32:
+		return measure(ctx, r, p, numbers[int32]())
+	case kernels.Int64:
+		return measure(ctx, r, p, numbers[int64]())
+	case kernels.Uint8:
+		return measure(ctx, r, p, numbers[uint8]())
+	case kernels.Uint16:
+		return measure(ctx, r, p, numbers[uint16]())
+	case kernels.Uint32:
+		return measure(ctx, r, p, numbers[uint32]())
+	case kernels.Uint64:
+		return measure(ctx, r, p, numbers[uint64]())
+	case kernels.Float32:
+		return measure(ctx, r, p, numbers[float32]())
+	case kernels.Float64:
+		return measure(ctx, r, p, numbers[float64]())
+	case kernels.Float16:
+		return measure(ctx, r, p, numbers[kernels.F16]())
+	case kernels.BFloat16:
+		return measure(ctx, r, p, numbers[kernels.BF16]())
+	case kernels.Float8E4M3:
+		return measure(ctx, r, p, numbers[kernels.F8E4M3]())
+	case kernels.Float8E5M2:
+		return measure(ctx, r, p, numbers[kernels.F8E5M2]())
+	case kernels.Bool:
+		return measure(ctx, r, p, started[bool]())
+	}
+	return fmt.Errorf("unknown data type %v", p.dt)
+}
+
+func measure[T pg.Element](ctx context.Context, r *run, p series, fns reducers[T]) error {
+	var rx reduction
+	if p.op.reduces {
+		rx = newReduction(p.red, p.dt, r.g.Size())
+	}
+	sizes := r.sizes()
+	if p.op.name == "barrier" {
+		sizes = []int{0}
+	}
+	for _, size := range sizes {
+		for _, inPlace := range []bool{false, true} {
+			if inPlace && !p.op.in || !inPlace && !p.op.out {
+				continue
+			}
+			in := newInstance(r.g, p.op, p.dt, p.red, &rx, fns, r.mem, size, r.Root, inPlace)
+			row := Row{Op: p.op.name, DType: p.dt.String(), RedOp: "none", Root: -1, Ranks: r.g.Size(), Count: in.count, Bytes: in.bytes,
+				Transport: r.Transport, Registered: r.Registered, InPlace: inPlace, Wrong: -1}
+			if p.op.reduces {
+				row.RedOp = p.red.String()
+			}
+			if p.op.rooted {
+				row.Root = r.Root
+			}
+			r.report(Event{Next: fmt.Sprintf("%s, %d bytes", p.name(), in.bytes)})
+			if err := r.row(ctx, in, &row, p.op); err != nil {
+				return err
+			}
+			r.report(Event{Row: &row})
+		}
+	}
+	return nil
+}
+
+// row checks one call, times many, and checks one more.
+func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) error {
+	if r.Check {
+		row.Wrong = 0
+	}
+	if err := r.verify(ctx, in, row); err != nil {
+		return err
+	}
+	for range r.Warmup {
+		if err := in.call(ctx); err != nil {
+			return err
+		}
+	}
+	iters, err := r.calibrate(ctx, in)
+	if err != nil {
+		return err
+	}
+	best := math.Inf(1)
+	for range max(1, r.Rounds) {
+		t, err := r.round(ctx, in, iters)
+		if err != nil {
+			return err
+		}
+		best = min(best, t)
+	}
+	if err := r.verify(ctx, in, row); err != nil {
+		return err
+	}
+	row.Time = best * 1e6
+	if best > 0 {
+		row.AlgBW = float64(in.bytes) / best / 1e9
+	}
+	row.BusBW = row.AlgBW * o.factor(float64(r.g.Size()))
+	return nil
+}
+
+// verify makes one call on fresh inputs and adds what is wrong on all ranks.
+func (r *run) verify(ctx context.Context, in *instance, row *Row) error {
+	in.fill()
+	if err := in.call(ctx); err != nil || !r.Check {
+		return err
+	}
+	if r.corrupt != nil {
+		r.corrupt(row.Op, r.g.Rank(), in.outputs)
+	}
+	// The counts travel by what is under test. So they go two ways, and no way can hide what this rank saw.
+	w := in.wrong()
+	counts := make([]int64, r.g.Size())
+	if err := pg.AllGather(ctx, r.g, counts, []int64{w}); err != nil {
+		return err
+	}
+	total := int64(0)
+	for _, c := range counts {
+		total += c
+	}
+	most := []int64{w}
+	if err := pg.AllReduce(ctx, r.g, most, pg.Max); err != nil {
+		return err
+	}
+	total = max(total, most[0], w)
+	row.Wrong += total
+	r.wrong += total
+	return nil
+}
+
+// calibrate finds how many calls make a round. All ranks find the same, since they see the same times.
+func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
+	if r.Iters > 0 {
+		return r.Iters, nil
+	}
+	const most = 1 << 20
+	goal := r.RoundTime.Seconds()
+	for n := 1; ; n *= 4 {
+		t, err := r.round(ctx, in, n)
+		if err != nil {
+			return 0, err
+		}
+		if t*float64(n) >= goal/8 || n >= most {
+			return int(min(max(1, goal/max(t, 1e-9)), most)), nil
+		}
+	}
+}
+
+// round returns the slowest rank's seconds a call, over n calls.
+func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
+	if err := r.g.Barrier(ctx); err != nil {
+		return 0, err
+	}
+	began := time.Now()
+	for range n {
+		if err := in.call(ctx); err != nil {
+			return 0, err
+		}
+	}
+	t := []float64{time.Since(began).Seconds() / float64(n)}
+	err := pg.AllReduce(ctx, r.g, t, pg.Max)
+	return t[0], err
+}

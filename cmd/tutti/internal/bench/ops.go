@@ -1,0 +1,331 @@
+package bench
+
+import (
+	"context"
+	"unsafe"
+
+	"tutti/kernels"
+	"tutti/pg"
+)
+
+// operation describes what is measured under a name.
+type operation struct {
+	name     string
+	reduces  bool
+	rooted   bool
+	parts    bool // its size is that of all ranks' parts together
+	out, in  bool // can be done out of place, in place
+	minRanks int
+	// factor is bus bandwidth over algorithm bandwidth, for n ranks: what the links must carry at least, over the size.
+	factor func(n float64) float64
+}
+
+func one(float64) float64           { return 1 }
+func others(n float64) float64      { return (n - 1) / n }
+func twiceOthers(n float64) float64 { return 2 * (n - 1) / n }
+func nothing(float64) float64       { return 0 }
+
+var operations = []*operation{
+	{name: "allreduce", reduces: true, out: true, in: true, factor: twiceOthers},
+	{name: "reducescatter", reduces: true, parts: true, out: true, factor: others},
+	{name: "allgather", parts: true, out: true, in: true, factor: others},
+	{name: "allgatherv", parts: true, out: true, in: true, factor: others},
+	{name: "alltoall", parts: true, out: true, factor: others},
+	{name: "alltoallv", parts: true, out: true, factor: others},
+	{name: "broadcast", rooted: true, in: true, factor: one},
+	{name: "reduce", reduces: true, rooted: true, in: true, factor: one},
+	{name: "gather", rooted: true, parts: true, out: true, factor: others},
+	{name: "scatter", rooted: true, parts: true, out: true, factor: others},
+	{name: "sendrecv", out: true, minRanks: 2, factor: one},
+	{name: "barrier", out: true, factor: nothing},
+}
+
+// Ops lists the names of what can be measured.
+func Ops() []string {
+	var names []string
+	for _, o := range operations {
+		names = append(names, o.name)
+	}
+	return names
+}
+
+func find(name string) *operation {
+	for _, o := range operations {
+		if o.name == name {
+			return o
+		}
+	}
+	return nil
+}
+
+// reducers are the reductions of element type T.
+type reducers[T pg.Element] struct {
+	allReduce     func(ctx context.Context, g *pg.Group, x []T, op pg.Reduction) error
+	reduceScatter func(ctx context.Context, g *pg.Group, dst, src []T, op pg.Reduction) error
+	reduce        func(ctx context.Context, g *pg.Group, x []T, root int, op pg.Reduction) error
+}
+
+func numbers[T pg.Number]() reducers[T] {
+	return reducers[T]{pg.AllReduce[T], pg.ReduceScatter[T], pg.Reduce[T]}
+}
+
+// started reduces what is no Number (bool) by way of Buffers.
+func started[T pg.Element]() reducers[T] {
+	return reducers[T]{
+		func(ctx context.Context, g *pg.Group, x []T, op pg.Reduction) error {
+			return g.Start(pg.AllReduceOp{Dst: pg.BufferOf(x), Op: op}).Wait(ctx)
+		},
+		func(ctx context.Context, g *pg.Group, dst, src []T, op pg.Reduction) error {
+			return g.Start(pg.ReduceScatterOp{Dst: pg.BufferOf(dst), Src: pg.BufferOf(src), Op: op}).Wait(ctx)
+		},
+		func(ctx context.Context, g *pg.Group, x []T, root int, op pg.Reduction) error {
+			return g.Start(pg.ReduceOp{X: pg.BufferOf(x), Root: root, Op: op}).Wait(ctx)
+		},
+	}
+}
+
+// instance is one operation on one size: its buffers, how to fill them, the call, and the check.
+type instance struct {
+	count, bytes int
+	fill         func()
+	call         func(context.Context) error
+	wrong        func() int64
+	outputs      []byte // what the call writes, for the margin and for tests
+}
+
+// margin is how many bytes around an output are watched, and poison what they and outputs hold before a call.
+const (
+	margin = 64
+	poison = 0xa5
+)
+
+func poisoned(b []byte) {
+	for i := range b {
+		b[i] = poison
+	}
+}
+
+func spoilt(b []byte) (n int64) {
+	for _, x := range b {
+		if x != poison {
+			n++
+		}
+	}
+	return n
+}
+
+// arena is the memory of a rank's two buffers, aligned, each with a margin before and behind.
+type arena struct{ a, b []byte }
+
+func slice[T pg.Element](mem []byte, n int) []T {
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n)
+}
+
+// vcounts are the uneven counts of allgatherv, count on average.
+func vcounts(n, count int) []int {
+	c := make([]int, n)
+	for r := range c {
+		c[r] = count * 2 * (r + 1) / (n + 1)
+	}
+	return c
+}
+
+// pcounts is what rank a sends to rank b in alltoallv.
+func pcounts(n, count, a, b int) int { return count * 2 * ((a+2*b)%n + 1) / (n + 1) }
+
+func sum(c []int) (s int) {
+	for _, x := range c {
+		s += x
+	}
+	return s
+}
+
+// newInstance makes operation o of about size bytes. The arena must hold 2*size bytes and the margins in each buffer.
+func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, rx *reduction, fns reducers[T], mem arena, size, root int, inPlace bool) *instance {
+	n, me, es := g.Size(), g.Rank(), dt.Size()
+	count := max(1, size/es)
+	if o.parts {
+		count = max(1, size/es/n)
+	}
+	in := &instance{count: count, bytes: count * es}
+	if o.parts {
+		in.bytes *= n
+	}
+	a, b := mem.a[margin:], mem.b[margin:]
+	var outs [][]byte // with their margins
+	output := func(buf []byte, elems int) []T {
+		outs = append(outs, buf[:2*margin+elems*es])
+		in.outputs = buf[margin : margin+elems*es]
+		return slice[T](in.outputs, elems)
+	}
+	guarded := func(check func() int64) func() int64 {
+		return func() int64 {
+			w := check()
+			for _, o := range outs {
+				w += spoilt(o[:margin]) + spoilt(o[len(o)-margin:])
+			}
+			return w
+		}
+	}
+	poisonAll := func() {
+		for _, o := range outs {
+			poisoned(o)
+		}
+	}
+	bytesOf := func(mem []byte, first, elems int) []byte { return mem[first*es : (first+elems)*es] }
+	switch o.name {
+	case "allreduce", "reduce":
+		if inPlace {
+			x := output(mem.b, count)
+			xb := bytesOf(b, 0, count)
+			in.fill = func() { poisonAll(); rx.inputs[me].fill(xb, 0, es) }
+			in.call = func(ctx context.Context) error { return fns.allReduce(ctx, g, x, red) }
+			want := rx.result
+			if o.name == "reduce" {
+				in.call = func(ctx context.Context) error { return fns.reduce(ctx, g, x, root, red) }
+				if me != root {
+					want = rx.inputs[me] // left as it was
+				}
+			}
+			in.wrong = guarded(func() int64 { return want.wrong(xb, 0, es) })
+			break
+		}
+		src, dst := slice[T](a, count), output(mem.b, count)
+		sb, db := bytesOf(a, 0, count), bytesOf(b, 0, count)
+		in.fill = func() { poisonAll(); rx.inputs[me].fill(sb, 0, es) }
+		in.call = func(ctx context.Context) error {
+			return g.Start(pg.AllReduceOp{Dst: pg.BufferOf(dst), Src: pg.BufferOf(src), Op: red}).Wait(ctx)
+		}
+		in.wrong = guarded(func() int64 { return rx.result.wrong(db, 0, es) + rx.inputs[me].wrong(sb, 0, es) })
+	case "reducescatter":
+		src, dst := slice[T](a, n*count), output(mem.b, count)
+		sb, db := bytesOf(a, 0, n*count), bytesOf(b, 0, count)
+		in.fill = func() { poisonAll(); rx.inputs[me].fill(sb, 0, es) }
+		in.call = func(ctx context.Context) error { return fns.reduceScatter(ctx, g, dst, src, red) }
+		in.wrong = guarded(func() int64 { return rx.result.wrong(db, me*count, es) + rx.inputs[me].wrong(sb, 0, es) })
+	case "allgather", "allgatherv":
+		counts := vcounts(n, count)
+		if o.name == "allgather" {
+			for r := range counts {
+				counts[r] = count
+			}
+		}
+		total, mine := sum(counts), sum(counts[:me])
+		in.bytes = total * es
+		dst := output(mem.b, total)
+		db, sb := bytesOf(b, 0, total), bytesOf(a, 0, counts[me])
+		src := slice[T](a, counts[me])
+		if inPlace {
+			src, sb = dst[mine:mine+counts[me]], bytesOf(b, mine, counts[me])
+		}
+		in.fill = func() { poisonAll(); bitsTable(dt, me, 0).fill(sb, 0, es) }
+		in.call = func(ctx context.Context) error { return pg.AllGather(ctx, g, dst, src) }
+		if o.name == "allgatherv" {
+			in.call = func(ctx context.Context) error { return pg.AllGatherV(ctx, g, dst, src, counts) }
+		}
+		in.wrong = guarded(func() (w int64) {
+			for r, at := 0, 0; r < n; at, r = at+counts[r], r+1 {
+				w += bitsTable(dt, r, 0).wrong(bytesOf(db, at, counts[r]), 0, es)
+			}
+			if !inPlace {
+				w += bitsTable(dt, me, 0).wrong(sb, 0, es)
+			}
+			return w
+		})
+	case "alltoall", "alltoallv":
+		sends, recvs := make([]int, n), make([]int, n)
+		for r := range n {
+			sends[r], recvs[r] = count, count
+			if o.name == "alltoallv" {
+				sends[r], recvs[r] = pcounts(n, count, me, r), pcounts(n, count, r, me)
+			}
+		}
+		src, dst := slice[T](a, sum(sends)), output(mem.b, sum(recvs))
+		sb, db := bytesOf(a, 0, sum(sends)), bytesOf(b, 0, sum(recvs))
+		in.fill = func() {
+			poisonAll()
+			for r, at := 0, 0; r < n; at, r = at+sends[r], r+1 {
+				bitsTable(dt, me, r).fill(bytesOf(sb, at, sends[r]), 0, es)
+			}
+		}
+		in.call = func(ctx context.Context) error { return pg.AllToAll(ctx, g, dst, src) }
+		if o.name == "alltoallv" {
+			in.call = func(ctx context.Context) error { return pg.AllToAllV(ctx, g, dst, src, sends, recvs) }
+		}
+		in.wrong = guarded(func() (w int64) {
+			for r, at, from := 0, 0, 0; r < n; at, from, r = at+recvs[r], from+sends[r], r+1 {
+				w += bitsTable(dt, r, me).wrong(bytesOf(db, at, recvs[r]), 0, es) + bitsTable(dt, me, r).wrong(bytesOf(sb, from, sends[r]), 0, es)
+			}
+			return w
+		})
+	case "broadcast":
+		x := output(mem.b, count)
+		xb := bytesOf(b, 0, count)
+		in.fill = func() {
+			poisonAll()
+			if me == root {
+				bitsTable(dt, me, 0).fill(xb, 0, es)
+			}
+		}
+		in.call = func(ctx context.Context) error { return pg.Broadcast(ctx, g, x, root) }
+		in.wrong = guarded(func() int64 { return bitsTable(dt, root, 0).wrong(xb, 0, es) })
+	case "gather":
+		src := slice[T](a, count)
+		sb := bytesOf(a, 0, count)
+		var dst []T
+		if me == root {
+			dst = output(mem.b, n*count)
+		} else {
+			output(mem.b, 0)
+		}
+		in.fill = func() { poisonAll(); bitsTable(dt, me, 0).fill(sb, 0, es) }
+		in.call = func(ctx context.Context) error { return pg.Gather(ctx, g, dst, src, root) }
+		in.wrong = guarded(func() int64 {
+			w := bitsTable(dt, me, 0).wrong(sb, 0, es)
+			for r := 0; me == root && r < n; r++ {
+				w += bitsTable(dt, r, 0).wrong(bytesOf(b, r*count, count), 0, es)
+			}
+			return w
+		})
+	case "scatter":
+		var src []T
+		if me == root {
+			src = slice[T](a, n*count)
+		}
+		dst := output(mem.b, count)
+		in.fill = func() {
+			poisonAll()
+			for r := 0; me == root && r < n; r++ {
+				bitsTable(dt, root, r).fill(bytesOf(a, r*count, count), 0, es)
+			}
+		}
+		in.call = func(ctx context.Context) error { return pg.Scatter(ctx, g, dst, src, root) }
+		in.wrong = guarded(func() int64 {
+			w := bitsTable(dt, root, me).wrong(bytesOf(b, 0, count), 0, es)
+			for r := 0; me == root && r < n; r++ {
+				w += bitsTable(dt, root, r).wrong(bytesOf(a, r*count, count), 0, es)
+			}
+			return w
+		})
+	case "sendrecv":
+		const tag = 7
+		to, from := (me+1)%n, (me+n-1)%n
+		src, dst := slice[T](a, count), output(mem.b, count)
+		sb, db := bytesOf(a, 0, count), bytesOf(b, 0, count)
+		in.fill = func() { poisonAll(); bitsTable(dt, me, to).fill(sb, 0, es) }
+		in.call = func(ctx context.Context) error {
+			w := g.Start(pg.RecvOp{X: pg.BufferOf(dst), From: from, Tag: tag})
+			if err := pg.Send(ctx, g, src, to, tag); err != nil {
+				return err
+			}
+			return w.Wait(ctx)
+		}
+		in.wrong = guarded(func() int64 { return bitsTable(dt, from, me).wrong(db, 0, es) + bitsTable(dt, me, to).wrong(sb, 0, es) })
+	case "barrier":
+		in.count, in.bytes = 0, 0
+		in.fill = func() {}
+		in.call = g.Barrier
+		in.wrong = func() int64 { return 0 }
+	}
+	return in
+}
