@@ -221,6 +221,17 @@ func (c *Channel) Begin(t Token) error {
 	return c.err
 }
 
+// Probe makes progress once, sleeping if there is none for long, and returns why the channel failed, if it did.
+func (c *Channel) Probe(w *Wait) error {
+	if c.err != nil {
+		return c.err
+	}
+	if err := c.p.progress(w, nil); err != nil {
+		return err
+	}
+	return c.err
+}
+
 // Seen returns the operation of the last message that came from slot.
 func (c *Channel) Seen(slot int) (Token, bool) {
 	if st := c.fast[slot]; st != nil {
@@ -450,8 +461,7 @@ func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 // repay tells the peer what was taken, before its credit runs low.
 func (p *Proxy) repay(st *stream) {
 	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
-		st.told = st.taken
-		p.control(st.pr, Header{Kind: frameCredit, Chan: st.c.id, Ack: st.taken}, nil)
+		p.control(st.pr, Header{Kind: frameCredit, Chan: st.c.id}, nil)
 	}
 }
 

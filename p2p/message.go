@@ -142,7 +142,7 @@ func (c *Channel) CancelSend(s *SendReq) {
 	}
 	if s.id != 0 {
 		delete(c.sends, s.id)
-		c.p.control(s.st.pr, Header{Kind: frameCancel, Chan: c.id, Seq: s.id, Off: s.remote, Ack: s.st.taken}, nil)
+		c.p.control(s.st.pr, Header{Kind: frameCancel, Chan: c.id, Seq: s.id, Off: s.remote}, nil)
 	}
 	s.done, s.buf = true, nil
 }
@@ -202,7 +202,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 		r.err = ErrWrongSize
 	}
 	if h.Kind == frameRTS {
-		answer := Header{Kind: frameCTS, Chan: c.id, Seq: h.Seq, Ack: st.taken}
+		answer := Header{Kind: frameCTS, Chan: c.id, Seq: h.Seq}
 		if r.err != nil {
 			answer.Flags, r.done = flagDrop, true
 		} else {

@@ -318,11 +318,14 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
-// control sends a control frame, or keeps it until the link has room.
+// control sends a control frame of a channel in use, or keeps it until the link has room. It carries the channel's credit, as every frame does.
 func (p *Proxy) control(pr *peer, h Header, payload []byte) {
-	if pr.link == nil || pr.sendErr != nil {
+	c := p.chans[h.Chan]
+	if pr.link == nil || pr.sendErr != nil || c == nil {
 		return
 	}
+	st := c.streamOf(pr)
+	h.Ack, st.told = st.taken, st.taken
 	if len(pr.ctl) == 0 && p.transmit(pr, &h, payload) {
 		return
 	}

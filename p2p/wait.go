@@ -23,6 +23,7 @@ type Wait struct {
 	ctx     context.Context
 	timeout time.Duration // 0: none
 	lazy    bool
+	linking bool // the awaited peer has no link yet
 	spins   int
 	began   time.Time // first look at the clock
 	from    time.Time // first look at the clock since there was progress
@@ -72,7 +73,7 @@ func (p *Proxy) wakeAll() {
 // It returns nil whenever the caller should look again, or why w must not wait any longer.
 func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	if prefer != nil {
-		if prefer.link == nil {
+		if w.linking = prefer.link == nil; w.linking {
 			p.connect(prefer)
 		} else if p.poll(prefer) {
 			w.spins = 0
@@ -164,7 +165,10 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		}
 	}
 	if !ready {
-		wait := 100 * time.Millisecond // a link that is being made, or an admission that lapsed, is looked at again
+		wait := 100 * time.Millisecond
+		if w.linking { // politeness and admissions end without a wake
+			wait = politeness
+		}
 		if w.timeout > 0 {
 			wait = max(0, min(wait, w.timeout-now.Sub(w.began)))
 		}

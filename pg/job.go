@@ -369,7 +369,9 @@ func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads. Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm, Timeout and Logger.
 func Local(n int, cfg Config) ([]*Group, error) {
-	cfg.Size, cfg.Rank = n, 0
+	if cfg.Size, cfg.Rank = n, 0; n < 1 {
+		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
+	}
 	s, err := cfg.resolve(func(string) string { return "" })
 	if err != nil {
 		return nil, err

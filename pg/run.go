@@ -65,7 +65,15 @@ type program struct {
 	*collectives.Plan
 	lent   [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
 	recvs  []int32   // all Recv steps
-	single bool      // every element is combined once, from all ranks
+}
+
+// onePass reports whether an algorithm combines every element once, from all ranks; in the others partial results travel.
+func onePass(a collectives.Algo) bool {
+	switch a {
+	case collectives.Flat, collectives.Direct, collectives.TwoShot, collectives.Pairwise:
+		return true
+	}
+	return false
 }
 
 type planKey struct {
@@ -81,8 +89,8 @@ func (r *runner) init(g *Group) {
 	r.desc = make([]byte, descSize)
 }
 
-func compile(p *collectives.Plan, ranks int) *program {
-	prog := &program{Plan: p, lent: make([][]int32, len(p.Steps)), single: true}
+func compile(p *collectives.Plan) *program {
+	prog := &program{Plan: p, lent: make([][]int32, len(p.Steps))}
 	for i := range p.Steps {
 		s := &p.Steps[i]
 		srcs := s.Srcs
@@ -91,7 +99,6 @@ func compile(p *collectives.Plan, ranks int) *program {
 			prog.recvs = append(prog.recvs, int32(i))
 			continue
 		case collectives.Combine:
-			prog.single = prog.single && s.Final && len(s.Srcs) == ranks
 		default:
 			srcs = []collectives.Ref{s.Src}
 		}
@@ -129,7 +136,7 @@ func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, cou
 	if err != nil {
 		return nil, fmt.Errorf("planning %v: %w", kind, err)
 	}
-	p := compile(plan, len(r.g.active))
+	p := compile(plan)
 	if kind == collectives.AllGatherV || kind == collectives.AllToAllV {
 		return p, nil // depends on more than the key
 	}
@@ -265,7 +272,7 @@ func offsets(counts []int, elem int) []int {
 func (r *runner) block(prog *program, elem, count int) error {
 	c := &r.g.cur
 	small := c.dtype == Float16 || c.dtype == BFloat16 || c.dtype == Float8E4M3 || c.dtype == Float8E5M2
-	if small && c.kind.Reduces() && !prog.single && len(r.g.active) > 1 {
+	if small && c.kind.Reduces() && !onePass(prog.Algo) && len(r.g.active) > 1 {
 		return r.widened(prog.Algo, count)
 	}
 	return r.steps(prog, c.dtype)

@@ -1,0 +1,353 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/collectives"
+	"tutti/p2p"
+)
+
+func TestMismatchNamesBothCalls(t *testing.T) {
+	bg := context.Background()
+	calls := map[string]func(g *Group, odd bool) error{
+		"length": func(g *Group, odd bool) error {
+			n := 8
+			if odd {
+				n = 9
+			}
+			return AllReduce(bg, g, make([]float32, n), Sum)
+		},
+		"op": func(g *Group, odd bool) error {
+			if odd {
+				return AllReduce(bg, g, make([]float32, 8), Max)
+			}
+			return AllReduce(bg, g, make([]float32, 8), Sum)
+		},
+		"dtype": func(g *Group, odd bool) error {
+			if odd {
+				return AllReduce(bg, g, make([]int32, 8), Sum)
+			}
+			return AllReduce(bg, g, make([]float32, 8), Sum)
+		},
+		"kind": func(g *Group, odd bool) error {
+			if odd {
+				return g.Barrier(bg)
+			}
+			return AllReduce(bg, g, make([]float32, 8), Sum)
+		},
+		"root": func(g *Group, odd bool) error { // both roots only send: it comes out in the next operation
+			root := 0
+			if odd {
+				root = g.Rank()
+			}
+			if err := Broadcast(bg, g, make([]float32, 8), root); err != nil {
+				return err
+			}
+			return g.Barrier(bg)
+		},
+		"counts": func(g *Group, odd bool) error {
+			counts := make([]int, g.Size())
+			for i := range counts {
+				counts[i] = 2
+			}
+			if odd {
+				counts[g.Rank()]++
+			}
+			total := 2 * g.Size()
+			if odd {
+				total++
+			}
+			return AllGatherV(bg, g, make([]float32, total), make([]float32, counts[g.Rank()]), counts)
+		},
+		"long": func(g *Group, odd bool) error {
+			n := 300_000
+			if odd {
+				n++
+			}
+			return AllReduce(bg, g, make([]float32, n), Sum)
+		},
+	}
+	for name, call := range calls {
+		for _, n := range []int{2, 3, 5} {
+			t.Run(fmt.Sprintf("%s/%d", name, n), func(t *testing.T) {
+				each(t, n, Config{}, func(_ context.Context, g *Group) error {
+					err := call(g, g.Rank() == n-1)
+					var m *MismatchError
+					if !errors.As(err, &m) {
+						return fmt.Errorf("got %v, want a *MismatchError", err)
+					}
+					if m.RankA != n-1 && m.RankB != n-1 {
+						return fmt.Errorf("%v: rank %d, which differs, is not named", m, n-1)
+					}
+					if m.CallA == m.CallB {
+						return fmt.Errorf("%v: the two calls read alike", m)
+					}
+					if again := g.Barrier(bg); !errors.As(again, &m) {
+						return fmt.Errorf("afterwards: got %v, want the same *MismatchError", again)
+					}
+					return nil
+				})
+			})
+		}
+	}
+}
+
+func TestAllToAllVCountsThatDisagree(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		send, recv := []int{1, 1}, []int{1, 1}
+		if g.Rank() == 1 {
+			recv[0] = 2
+		}
+		err := AllToAllV(ctx, g, make([]int32, recv[0]+recv[1]), make([]int32, 2), send, recv)
+		if g.Rank() == 0 && err == nil { // has what it was to get; the other one's trouble reaches it now
+			err = g.Barrier(ctx)
+		}
+		var m *MismatchError
+		if !errors.As(err, &m) {
+			return fmt.Errorf("got %v, want a *MismatchError", err)
+		}
+		return nil
+	})
+}
+
+func TestTimeoutNamesTheMissingRank(t *testing.T) {
+	for _, n := range []int{2, 4} {
+		each(t, n, Config{Timeout: 100 * time.Millisecond}, func(ctx context.Context, g *Group) error {
+			if err := g.Barrier(ctx); err != nil {
+				return err
+			}
+			if g.Rank() == 1 { // never enters
+				return nil
+			}
+			err := AllReduce(ctx, g, make([]float32, 8), Sum)
+			var to *TimeoutError
+			if !errors.As(err, &to) || !errors.Is(err, context.DeadlineExceeded) {
+				return fmt.Errorf("got %v, want a *TimeoutError", err)
+			}
+			if len(to.Missing) == 0 || to.Missing[0].Rank != 1 && !strings.Contains(err.Error(), "rank 1") {
+				return fmt.Errorf("%v: rank 1 is not named", err)
+			}
+			return nil
+		})
+	}
+}
+
+func TestCancelReturnsAndEndsTheOthers(t *testing.T) {
+	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		if g.Rank() == 2 { // cancelled while it waits for rank 1, which waits for nobody
+			ctx, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+			defer cancel()
+			err := Broadcast(ctx, g, make([]byte, 10), 1)
+			if !errors.Is(err, context.DeadlineExceeded) {
+				return fmt.Errorf("got %v, want context.DeadlineExceeded", err)
+			}
+			return nil
+		}
+		var to *TimeoutError
+		if g.Rank() == 0 {
+			if err := Broadcast(ctx, g, make([]byte, 10), 1); !errors.As(err, &to) || to.Reporter != 2 {
+				return fmt.Errorf("got %v, want rank 2's *TimeoutError", err)
+			}
+			return nil
+		}
+		for { // rank 1 learns of it when it comes
+			err := g.probe(ctx)
+			if err != nil {
+				break
+			}
+		}
+		if err := Broadcast(ctx, g, make([]byte, 10), 1); !errors.As(err, &to) {
+			return fmt.Errorf("got %v, want rank 2's *TimeoutError", err)
+		}
+		return nil
+	})
+}
+
+// probe polls once and returns why the group's channel failed.
+func (g *Group) probe(ctx context.Context) error {
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	var w p2p.Wait
+	w.Reset(ctx, 0, true)
+	return g.coll.Probe(&w)
+}
+
+func TestClosedGroup(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		if err := g.Barrier(ctx); err != nil {
+			return err
+		}
+		w := g.Start(RecvOp{X: BufferOf(make([]int32, 3)), From: 1 - g.Rank(), Tag: 7}) // nobody sends
+		if err := g.Close(); err != nil {
+			return err
+		}
+		if err := w.Wait(ctx); err == nil {
+			return errors.New("a receive outlived its group")
+		}
+		for name, err := range map[string]error{
+			"barrier": g.Barrier(ctx), "send": Send(ctx, g, []int32{1}, 1-g.Rank(), 0), "start": g.Start(BarrierOp{}).Wait(ctx), "close": errors.Join(g.Close(), ErrClosed),
+		} {
+			if !errors.Is(err, ErrClosed) {
+				return fmt.Errorf("%s after Close: %v, want ErrClosed", name, err)
+			}
+		}
+		return nil
+	})
+}
+
+func TestARankThatLeavesIsNamed(t *testing.T) {
+	for _, n := range []int{2, 4} {
+		each(t, n, Config{}, func(ctx context.Context, g *Group) error {
+			if err := g.Barrier(ctx); err != nil {
+				return err
+			}
+			if g.Rank() == n-1 {
+				return g.Close()
+			}
+			err := AllReduce(ctx, g, make([]float32, 1000), Sum)
+			var re *RankError
+			if !errors.As(err, &re) || re.Rank != n-1 {
+				return fmt.Errorf("got %v, want a *RankError that names rank %d", err, n-1)
+			}
+			return nil
+		})
+	}
+}
+
+func TestBadArguments(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		f := make([]float32, 6)
+		for name, err := range map[string]error{
+			"reducescatter length":  ReduceScatter(ctx, g, f[:2], f[:5], Sum),
+			"allgather length":      AllGather(ctx, g, f[:5], f[:2]),
+			"alltoall odd":          AllToAll(ctx, g, make([]float32, 5), f[:5]),
+			"alltoall lengths":      AllToAll(ctx, g, make([]float32, 4), f[:6]),
+			"alltoall overlap":      AllToAll(ctx, g, f[:4], f[2:6]),
+			"root high":             Broadcast(ctx, g, f, 2),
+			"root negative":         Reduce(ctx, g, f, -1, Sum),
+			"gather length":         Gather(ctx, g, f[:3], f[:2], g.Rank()),
+			"scatter length":        Scatter(ctx, g, f[:2], f[:3], g.Rank()),
+			"op for floats":         AllReduce(ctx, g, f, BitXor),
+			"op unknown":            AllReduce(ctx, g, f, Reduction(99)),
+			"counts missing":        AllGatherV(ctx, g, f, f[:3], nil),
+			"counts negative":       AllGatherV(ctx, g, f, f[:3], []int{7, -1}),
+			"counts and source":     AllGatherV(ctx, g, f, f[:2], []int{3, 3}),
+			"alltoallv own":         AllToAllV(ctx, g, f[:3], make([]float32, 3), []int{1, 2}, []int{2, 1}),
+			"send to itself":        Send(ctx, g, f, g.Rank(), 0),
+			"send to nobody":        Send(ctx, g, f, 2, 0),
+			"send to any":           Send(ctx, g, f, AnyRank, 0),
+			"tag negative":          Send(ctx, g, f, 1-g.Rank(), -5),
+			"tag high":              Send(ctx, g, f, 1-g.Rank(), MaxTag+1),
+			"nil with a length":     g.Start(AllReduceOp{Dst: Buffer{Count: 3, DType: Float32}, Op: Sum}).Wait(ctx),
+			"no dtype":              g.Start(AllReduceOp{Dst: Buffer{Count: 3}, Op: Sum}).Wait(ctx),
+			"device memory":         g.Start(AllReduceOp{Dst: Buffer{Ptr: BufferOf(f).Ptr, Count: 3, DType: Float32, Location: "cuda:0"}, Op: Sum}).Wait(ctx),
+			"dtypes differ":         g.Start(AllGatherOp{Dst: BufferOf(make([]int32, 4)), Src: BufferOf(f[:2])}).Wait(ctx),
+			"free of foreign slice": Free(g, f),
+		} {
+			var ae *ArgumentError
+			if !errors.As(err, &ae) {
+				return fmt.Errorf("%s: got %v, want an *ArgumentError", name, err)
+			}
+		}
+		return AllReduce(ctx, g, f, Sum) // the group is none the worse for it
+	})
+}
+
+func TestNothingIsSomething(t *testing.T) {
+	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
+		for _, err := range []error{
+			AllReduce[float32](ctx, g, nil, Sum), AllGather[int8](ctx, g, nil, nil), ReduceScatter[int64](ctx, g, nil, []int64{}, Max),
+			AllToAll[bool](ctx, g, nil, nil), Broadcast[uint16](ctx, g, nil, 1), Reduce[uint8](ctx, g, nil, 2, Sum), Gather[float64](ctx, g, nil, nil, 0),
+			Scatter[float64](ctx, g, nil, nil, 0), AllGatherV[int32](ctx, g, nil, nil, []int{0, 0, 0}), AllToAllV[int32](ctx, g, nil, nil, []int{0, 0, 0}, []int{0, 0, 0}),
+		} {
+			if err != nil {
+				return err
+			}
+		}
+		if x, err := Alloc[float32](g, 0); err != nil || len(x) != 0 {
+			return fmt.Errorf("Alloc of nothing: %v, %v", x, err)
+		}
+		return everything(ctx, g, 0)
+	})
+}
+
+func TestLocalRefusesBadSizes(t *testing.T) {
+	for _, n := range []int{-1, 0, MaxRanks + 1} {
+		if _, err := Local(n, Config{}); err == nil {
+			t.Errorf("Local(%d) worked", n)
+		}
+	}
+	if _, err := Local(2, Config{Algorithm: "magic"}); err == nil || !strings.Contains(err.Error(), "ring") {
+		t.Errorf("an unknown algorithm: %v, want an error that lists the known ones", err)
+	}
+}
+
+func FuzzDecodeAbort(f *testing.F) {
+	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5, Missing: []Seen2{{Rank: 1, Has: true}}, Text: "x"}
+	f.Add(a.encode())
+	f.Add([]byte{})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		a, err := decodeAbort(b, 4)
+		if err != nil {
+			return
+		}
+		g := &Group{job: &job{epoch: 1}}
+		if g.told(a).Error() == "" {
+			t.Error("a failure without a text")
+		}
+		if len(a.encode()) > p2p.MaxAbort {
+			t.Error("too long")
+		}
+	})
+}
+
+func TestAbortRoundTrip(t *testing.T) {
+	a := wireAbort{Kind: abortTimeout, A: 3, B: 1, Call: p2p.Token{Seq: 1, Call: uint64(collectives.AllReduce), Count: 3}, Other: p2p.Token{Seq: 9}, After: 5, Text: strings.Repeat("y", 5000), Canceled: true}
+	for i := range 40 {
+		a.Missing = append(a.Missing, Seen2{Rank: i % 4, Has: i%2 == 0, Last: p2p.Token{Seq: uint64(i)}})
+	}
+	b, err := decodeAbort(a.encode(), 4)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if b.Kind != a.Kind || b.A != a.A || b.B != a.B || b.Call != a.Call || b.Other != a.Other || b.After != a.After || !b.Canceled || len(b.Missing) != maxMissing || b.Missing[4] != a.Missing[4] {
+		t.Errorf("got %+v", b)
+	}
+}
+
+// What onePass says must hold for every rank's plan.
+func TestOnePass(t *testing.T) {
+	for _, k := range []collectives.Kind{collectives.AllReduce, collectives.Reduce, collectives.ReduceScatter} {
+		for _, a := range collectives.Algorithms(k) {
+			if !onePass(a) {
+				continue
+			}
+			for n := 2; n < 9; n++ {
+				active := make([]int, n)
+				for i := range active {
+					active[i] = i
+				}
+				for rank := range n {
+					p, err := collectives.Build(a, collectives.Shape{Kind: k, Size: n, Active: active, Rank: rank, Root: n / 2, Elem: 4, Count: 1001, Chunk: 512})
+					if err != nil {
+						t.Fatal(err)
+					}
+					for i, s := range p.Steps {
+						if s.Verb == collectives.Combine && (!s.Final || len(s.Srcs) != n) {
+							t.Fatalf("%v %v: step %d of rank %d of %d combines %d sources", k, a, i, rank, n, len(s.Srcs))
+						}
+					}
+				}
+			}
+		}
+	}
+}
