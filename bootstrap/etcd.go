@@ -357,6 +357,9 @@ func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(c
 	case ctx.Err() != nil:
 		return fmt.Errorf("store: %s %s: %w", op, key, context.Cause(ctx))
 	}
+	if lost != nil && s.c.ActiveConnection().GetState() == connectivity.TransientFailure {
+		return fmt.Errorf("store %v: %s %s: %w since the lease was lost", s.addr, op, key, ErrStoreAway)
+	}
 	octx, cancel := context.WithTimeout(ctx, s.op)
 	defer cancel()
 	err := f(octx)

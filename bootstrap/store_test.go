@@ -37,7 +37,7 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 	})
 	t.Run("etcd", func(t *testing.T) {
 		e := startEtcd(t)
-		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store { return dial(t, e, bootstrap.StoreConfig{}) }, func() { e.Close() }, nil})
+		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store { return dial(t, e, bootstrap.StoreConfig{OpTimeout: time.Second}) }, func() { e.Close() }, nil})
 	})
 }
 

@@ -102,9 +102,9 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if s.dir, s.lock, err = makeDir(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
-	s.l = proof.Listen(l, cfg.Secret, bootstrap.StorePurpose, nil, func(c net.Conn, err error) {
+	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Refused: func(c net.Conn, err error) {
 		cfg.Logger.Warn("store refused a connection", "from", c.RemoteAddr().String(), "err", err)
-	})
+	}})
 	c := s.config()
 	serving := make(chan struct{})
 	c.ServiceRegister = func(g *grpc.Server) {

@@ -19,6 +19,16 @@ const (
 	Max     = 64              // unproved at once; further ones wait in the kernel's backlog
 )
 
+// Config says what a connection has to prove.
+type Config struct {
+	Secret  []byte
+	Purpose string                  // see trust.Client
+	Admit   func(trust.Hello) error // see trust.Server; nil: everybody who knows the secret
+	Refused func(net.Conn, error)   // see trust.Acceptor; may be nil
+	Timeout time.Duration           // default Timeout
+	Max     int                     // default Max
+}
+
 // Conn is a connection whose other end knows the secret, and who that is.
 type Conn struct {
 	net.Conn
@@ -45,13 +55,19 @@ type Listener struct {
 	open   map[*Conn]struct{}
 }
 
-// Listen begins to accept on l, which it owns from then on. admit and refused are as in trust.Acceptor; admit nil admits all, refused may be nil.
-func Listen(l net.Listener, secret []byte, purpose string, admit func(trust.Hello) error, refused func(net.Conn, error)) *Listener {
-	if admit == nil {
-		admit = func(trust.Hello) error { return nil }
+// Listen begins to accept on l, which it owns from then on.
+func Listen(l net.Listener, cfg Config) *Listener {
+	if cfg.Admit == nil {
+		cfg.Admit = func(trust.Hello) error { return nil }
+	}
+	if cfg.Timeout == 0 {
+		cfg.Timeout = Timeout
+	}
+	if cfg.Max == 0 {
+		cfg.Max = Max
 	}
 	p := &Listener{ready: make(chan *Conn), done: make(chan struct{}), served: make(chan struct{}), open: map[*Conn]struct{}{}}
-	p.a = trust.Acceptor{Listener: l, Secret: secret, Purpose: purpose, Timeout: Timeout, Max: Max, Admit: admit, Refused: refused, Accepted: p.accepted}
+	p.a = trust.Acceptor{Listener: l, Secret: cfg.Secret, Purpose: cfg.Purpose, Timeout: cfg.Timeout, Max: cfg.Max, Admit: cfg.Admit, Refused: cfg.Refused, Accepted: p.accepted}
 	go func() {
 		defer close(p.served)
 		p.a.Serve()

@@ -1,0 +1,183 @@
+package proof
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/health"
+	"google.golang.org/grpc/health/grpc_health_v1"
+
+	"tutti/internal/trust"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+var secret = []byte("a secret of sufficient length")
+
+// serve runs a gRPC server behind proofs and returns its address.
+func serve(t *testing.T, cfg Config) (*Listener, string) {
+	raw, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cfg.Secret, cfg.Purpose = secret, "test"
+	l := Listen(raw, cfg)
+	g := grpc.NewServer(grpc.Creds(Credentials{}))
+	grpc_health_v1.RegisterHealthServer(g, health.NewServer())
+	served := make(chan struct{})
+	go func() {
+		defer close(served)
+		g.Serve(l)
+	}()
+	t.Cleanup(func() {
+		l.CloseAll()
+		g.Stop()
+		<-served
+	})
+	return l, raw.Addr().String()
+}
+
+// call makes one RPC over a connection that proves with key.
+func call(t *testing.T, addr string, key []byte, h trust.Hello) error {
+	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	defer cancel()
+	conn, err := net.Dial("tcp", addr)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	conn.SetDeadline(time.Now().Add(30 * time.Second))
+	if err := trust.Client(conn, key, "test", h); err != nil {
+		return err
+	}
+	cc, err := grpc.NewClient("passthrough:///x", grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) { return conn, nil }))
+	if err != nil {
+		return err
+	}
+	defer cc.Close()
+	_, err = grpc_health_v1.NewHealthClient(cc).Check(ctx, &grpc_health_v1.HealthCheckRequest{})
+	return err
+}
+
+func TestProvedOnly(t *testing.T) {
+	var refused atomic.Int32
+	_, addr := serve(t, Config{
+		Admit: func(h trust.Hello) error {
+			if h.FromRank == 7 {
+				return &trust.Refusal{Code: 9, Text: "not seven"}
+			}
+			return nil
+		},
+		Refused: func(net.Conn, error) { refused.Add(1) },
+	})
+	if err := call(t, addr, secret, trust.Hello{FromRank: 1}); err != nil {
+		t.Errorf("with the secret: %v", err)
+	}
+	if err := call(t, addr, []byte("another secret of that length"), trust.Hello{}); !errors.Is(err, trust.ErrAuth) {
+		t.Errorf("with another secret: %v", err)
+	}
+	var r *trust.Refusal
+	if err := call(t, addr, secret, trust.Hello{FromRank: 7}); !errors.As(err, &r) || r.Code != 9 || r.Text != "not seven" {
+		t.Errorf("not admitted: %v", err)
+	}
+	// gRPC without proof, and other garbage, gets nothing but the server's opening and the end.
+	for _, garbage := range []string{"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat("a", 200), strings.Repeat("\x00", 4096)} {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.SetDeadline(time.Now().Add(30 * time.Second))
+		c.Write([]byte(garbage))
+		c.(*net.TCPConn).CloseWrite()
+		got, err := io.ReadAll(c)
+		if len(got) > 64 || errors.Is(err, os.ErrDeadlineExceeded) || bytes.Contains(got, []byte("HTTP")) {
+			t.Errorf("%.20q was answered %q, %v", garbage, got, err)
+		}
+		c.Close()
+	}
+	if n := refused.Load(); n < 4 {
+		t.Errorf("%d refusals were reported, want at least 4", n)
+	}
+}
+
+// A server that is handed a connection by another way, without proof, refuses it.
+func TestCredentialsRefuse(t *testing.T) {
+	a, b := net.Pipe()
+	defer a.Close()
+	defer b.Close()
+	if _, _, err := (Credentials{}).ServerHandshake(a); err == nil {
+		t.Error("an unproved connection passes")
+	}
+	if _, _, err := (Credentials{}).ClientHandshake(t.Context(), "", a); err == nil {
+		t.Error("credentials of a server work for a client")
+	}
+}
+
+// Connections that prove nothing take up the places for unproved ones, but for a bounded time: who knows the secret gets through.
+func TestSlowLoris(t *testing.T) {
+	_, addr := serve(t, Config{Timeout: 100 * time.Millisecond, Max: 4})
+	var idle []net.Conn
+	for i := range 12 {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if i%2 == 0 {
+			c.Write([]byte("tutti/1\n")) // begins well
+		}
+		idle = append(idle, c)
+	}
+	if err := call(t, addr, secret, trust.Hello{}); err != nil {
+		t.Error(err)
+	}
+	for i, c := range idle {
+		c.SetDeadline(time.Now().Add(30 * time.Second))
+		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("idle connection %d lives on", i)
+		}
+	}
+}
+
+func TestCloseAll(t *testing.T) {
+	l, addr := serve(t, Config{})
+	silent, err := net.Dial("tcp", addr) // has not proved anything
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	proved, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer proved.Close()
+	if err := trust.Client(proved, secret, "test", trust.Hello{}); err != nil {
+		t.Fatal(err)
+	}
+	l.CloseAll()
+	for name, c := range map[string]net.Conn{"silent": silent, "proved": proved} {
+		c.SetDeadline(time.Now().Add(30 * time.Second))
+		_, err := io.Copy(io.Discard, c)
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("the %s connection lives on", name)
+		}
+	}
+	if _, err := l.Accept(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Accept after Close: %v", err)
+	}
+	if err := l.Close(); err != nil {
+		t.Errorf("second Close: %v", err)
+	}
+}
