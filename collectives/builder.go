@@ -29,6 +29,33 @@ type span struct {
 	step     int32
 }
 
+// arrivals are the spans of Recvs that no step has waited for, by memory, ascending and disjoint.
+type arrivals map[memKey][]span
+
+// meeting returns the indices [i, j) of the spans of k that overlap [off, end).
+func (a arrivals) meeting(k memKey, off, end int) (i, j int) {
+	ps := a[k]
+	i = sort.Search(len(ps), func(i int) bool { return ps[i].end > off })
+	for j = i; j < len(ps) && ps[j].off < end; j++ {
+	}
+	return i, j
+}
+
+func (a arrivals) drop(k memKey, i, j int) {
+	if j > i {
+		a[k] = append(a[k][:i], a[k][j:]...)
+	}
+}
+
+func (a arrivals) add(k memKey, s span) {
+	ps := a[k]
+	i := sort.Search(len(ps), func(i int) bool { return ps[i].off >= s.off })
+	ps = append(ps, span{})
+	copy(ps[i+1:], ps[i:])
+	ps[i] = s
+	a[k] = ps
+}
+
 // A builder makes one plan. It keeps track of which ranges wait for a message, and so fills in Needs; it drops steps without
 // bytes, which their other side drops too; the first error sticks in err.
 type builder struct {
@@ -38,13 +65,13 @@ type builder struct {
 	n, me   int // of all
 	chunk   int // pipelining grain, bytes, a multiple of Elem
 	top     int // scratch memory in use
-	pending map[memKey][]span
+	pending arrivals
 	after   []int32 // signals that the next step has to wait for
 	err     error
 }
 
 func newBuilder(a Algo, s Shape) *builder {
-	b := &builder{Shape: s, plan: &Plan{Shape: s, Algo: a}, n: len(s.Active), me: s.index(s.Rank), pending: map[memKey][]span{}}
+	b := &builder{Shape: s, plan: &Plan{Shape: s, Algo: a}, n: len(s.Active), me: s.index(s.Rank), pending: arrivals{}}
 	b.all = team{s.Active, b.me}
 	if b.chunk = s.Chunk; b.chunk == 0 {
 		b.chunk = DefaultChunk
@@ -77,13 +104,13 @@ func (b *builder) empty() bool {
 }
 
 // key maps buffers that callers may alias, see Kind, to one key.
-func (b *builder) key(r Ref) memKey {
+func (s *Shape) key(r Ref) memKey {
 	if r.Buf == In {
-		switch b.Kind {
+		switch s.Kind {
 		case AllReduce, Reduce:
 			return memKey{Out, r.Part}
 		case AllGather, AllGatherV:
-			return memKey{Out, int32(b.Rank)}
+			return memKey{Out, int32(s.Rank)}
 		}
 	}
 	return memKey{r.Buf, r.Part}
@@ -92,18 +119,14 @@ func (b *builder) key(r Ref) memKey {
 // touch adds to needs the Recvs that fill any of r and have not been waited for.
 func (b *builder) touch(needs []int32, r Ref) []int32 {
 	k := b.key(r)
-	ps := b.pending[k]
-	if len(ps) == 0 || r.Len == 0 {
+	if r.Len == 0 || len(b.pending[k]) == 0 {
 		return needs
 	}
-	i := sort.Search(len(ps), func(i int) bool { return ps[i].end > r.Off })
-	j := i
-	for ; j < len(ps) && ps[j].off < r.Off+r.Len; j++ {
-		needs = append(needs, ps[j].step)
+	i, j := b.pending.meeting(k, r.Off, r.Off+r.Len)
+	for _, p := range b.pending[k][i:j] {
+		needs = append(needs, p.step)
 	}
-	if j > i {
-		b.pending[k] = append(ps[:i], ps[j:]...)
-	}
+	b.pending.drop(k, i, j)
 	return needs
 }
 
@@ -139,13 +162,7 @@ func (b *builder) post(peer int, dst Ref, once bool) int32 {
 		return -1
 	}
 	step := b.add(Step{Verb: Recv, Peer: int32(peer), Dst: dst, Once: once, Needs: b.touch(nil, dst)})
-	k := b.key(dst)
-	ps := b.pending[k]
-	i := sort.Search(len(ps), func(i int) bool { return ps[i].off >= dst.Off })
-	ps = append(ps, span{})
-	copy(ps[i+1:], ps[i:])
-	ps[i] = span{dst.Off, dst.Off + dst.Len, step}
-	b.pending[k] = ps
+	b.pending.add(b.key(dst), span{dst.Off, dst.Off + dst.Len, step})
 	return step
 }
 
