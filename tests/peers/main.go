@@ -32,7 +32,8 @@
 //	mpich      Debian's is built on UCX: shm is its default; tcp is UCX_TLS=tcp with local shared memory turned off.
 //	gloo       tcp only, for it has no shared memory; the fastest of its algorithms counts, including polling connections where cores suffice.
 //	limit      no library: time in which N processes on shared memory do an allreduce's 2·S reads and 2·S writes (for N = 2) with no waiting at all,
-//	           by memcpy or by adding, whichever is faster; warm (buffers of the last call again, as in the benchmark) and cold (out of cache).
+//	           by memcpy or by adding, whichever is faster: warm (the buffers of the last call again, as in the benchmark; what "of limit" means),
+//	           cross (all data last written by another core, as a real producer may leave them) and cold (out of cache).
 //
 // # Reading the table
 //
@@ -40,7 +41,8 @@
 // means follow. "of limit" = tutti-reg's (else tutti's) time / limit's, 1 being perfect; shown from 64 KiB, since below it latency rules. The peers have
 // no 16-bit floats: for --dtypes bfloat16,float16 the other side is Tutti's own float32 at the same bytes. A cell says "-" where nothing ran and "fail"
 // where the contestant crashed, was killed at its deadline or gave a wrong result; the notes say which. Shared memory with more ranks than cores makes
-// MPICH spin through whole time slices and sometimes crash.
+// MPICH spin through whole time slices and sometimes crash. broadcast and reduce are one-way: back to back, a library may overlap calls, and small ones
+// then cost less than a trip from one rank to another.
 //
 // Every subprocess has a deadline (--deadline), a process group that is killed with it, and a mark in its environment by which what escaped the group is
 // found; nothing is left behind.
@@ -204,6 +206,7 @@ func compare(ctx context.Context, o options) error {
 		work.note("mpich does not yield: with more ranks than the %d cores each of its calls takes scheduler time slices", runtime.NumCPU())
 	}
 	res := newResults()
+	ended := map[string]bool{}   // by heat: who ended badly after the last result, which costs it nothing
 	failures := map[string]int{} // by heat: who crashed twice or hung once is not asked again
 	for _, transport := range o.Transports {
 		for _, ranks := range o.Ranks {
@@ -218,6 +221,13 @@ func compare(ctx context.Context, o options) error {
 							work.progress("round %d/%d  %s", round+1, o.Rounds, h)
 							rows, err := work.turn(ctx, h)
 							res.add(h, rows, o)
+							if errors.Is(err, errEnding) {
+								if !ended[h.String()] {
+									work.note("%s: %v", h, err)
+								}
+								ended[h.String()] = true
+								continue
+							}
 							if err != nil && ctx.Err() == nil {
 								failures[h.String()]++
 								if errors.Is(err, context.DeadlineExceeded) {

@@ -112,6 +112,7 @@ func TestParseRows(t *testing.T) {
 {"op":"allgather","bytes":64,"time_us":1}
 {"op":"allreduce","dtype":"bfloat16","bytes":64,"time_us":1}
 {"op":"allreduce","ranks":4,"bytes":64,"time_us":1}
+{"op":"allreduce","transport":"tcp","bytes":64,"time_us":1}
 {"op":"allreduce","bytes":64}
 {"op":"allreduce","bytes":64,"time_us":-1}
 {"op":"allreduce","bytes":0,"time_us":1}
@@ -148,10 +149,28 @@ func TestNearest(t *testing.T) {
 	}
 }
 
+func TestComplete(t *testing.T) {
+	sizes := []int64{64, 512}
+	for _, c := range []struct {
+		rows []row
+		want bool
+	}{
+		{nil, false},
+		{[]row{{Bytes: 64}}, false},
+		{[]row{{Bytes: 64}, {Bytes: 4096}}, false},
+		{[]row{{Bytes: 504}, {Bytes: 64}, {Bytes: 64}}, true},
+		{[]row{{Bytes: 512}, {Bytes: 64, Wrong: 1}}, false},
+	} {
+		if got := complete(c.rows, sizes); got != c.want {
+			t.Errorf("%+v: %v", c.rows, got)
+		}
+	}
+}
+
 // feed gives each contestant one sample per round.
 func feed(res *results, o options, h heat, bytes int64, samples ...float64) {
 	for _, us := range samples {
-		res.add(h, []row{{Op: h.op, Bytes: bytes, TimeUs: us}}, o)
+		res.add(h, []row{{Op: h.op, Bytes: bytes, TimeUs: us, Variant: "sum-warm"}}, o)
 	}
 }
 
@@ -170,6 +189,9 @@ func TestReport(t *testing.T) {
 	feed(res, o, h(tutti, "shm", "float32"), 1<<20, 30)
 	feed(res, o, h(tuttiReg, "shm", "float32"), 1<<20, 24)
 	feed(res, o, h(limit, "shm", "float32"), 1<<20, 20)
+	for _, v := range []string{"cold", "cross"} {
+		res.add(h(limit, "shm", "float32"), []row{{Bytes: 1 << 20, TimeUs: 40, Variant: "copy-" + v}, {Bytes: 1 << 20, TimeUs: 50, Variant: "sum-" + v}}, o)
+	}
 	res.fail(h(mpich, "tcp", "float32"), o)
 	rep := res.report(o)
 
@@ -223,6 +245,7 @@ func TestReport(t *testing.T) {
 		"shm allreduce float32 2 64 2.00 3.00 - 1.00 0.50 2.00 4.00 - -",
 		"shm allreduce float32 2 1M - - - 30.00 24.00 - - 20.00 1.20",
 		"0.50 tcp float32",
+		"2 1M 20.0 209.7 40.0 104.9 40.0 104.9",
 	} {
 		if !slices.ContainsFunc(table, func(f []string) bool { return slices.Equal(f, strings.Fields(want)) }) {
 			t.Errorf("%q is missing from\n%s", want, s.String())
@@ -248,7 +271,9 @@ func TestAddTakesTheFastestVariantInTheRightPlace(t *testing.T) {
 		{"in place", false, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 2, InPlace: &no}}, []float64{3}},
 		{"out of place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 4, InPlace: &no}}, []float64{4}},
 		{"only the other place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}}, []float64{3}},
-		{"no place", false, "alltoall", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 2, InPlace: &no}}, []float64{2}},
+		{"input and output", false, "alltoall", []row{{Bytes: 64, TimeUs: 2, InPlace: &yes}, {Bytes: 64, TimeUs: 3, InPlace: &no}}, []float64{3}},
+		{"one buffer", false, "broadcast", []row{{Bytes: 64, TimeUs: 2, InPlace: &yes}, {Bytes: 64, TimeUs: 3, InPlace: &no}}, []float64{2}},
+		{"unchecked", false, "allreduce", []row{{Bytes: 64, TimeUs: 2, Wrong: -1}}, []float64{2}},
 		{"wrong", false, "allreduce", []row{{Bytes: 64, TimeUs: 3}, {Bytes: 64, TimeUs: 2, Wrong: 1}}, []float64{3}},
 		{"another size", false, "allreduce", []row{{Bytes: 4096, TimeUs: 3}}, nil},
 	} {
@@ -279,7 +304,7 @@ func TestLaunches(t *testing.T) {
 		return strings.Join(s, "\n")
 	}
 	got := argv(heat{tuttiReg, "shm", "allreduce", "float32", 4}, 2)
-	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm --json --registered"; got != want {
+	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm --rounds 1 --round-time 1ms --json --registered"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	for _, c := range []struct {
@@ -382,6 +407,7 @@ while [ $# -gt 0 ]; do
     --json) shift;;
     -n) n=$2; shift 2;; --op) op=$2; shift 2;; --min) min=$2; shift 2;; --max) max=$2; shift 2;;
     --factor) factor=$2; shift 2;; --dtype) dtype=$2; shift 2;; --transport) transport=$2; shift 2;;
+    --rounds|--round-time) shift 2;;
     *) echo "unknown $1" >&2; exit 9;;
   esac
 done

@@ -25,7 +25,9 @@ type row struct {
 	TimeUs  float64 `json:"time_us"`
 	InPlace *bool   `json:"in_place"`
 	Variant string  `json:"variant"`
-	Wrong   int64   `json:"wrong"`
+	Wrong   int64   `json:"wrong"` // elements; below 0: not checked
+
+	Transport string `json:"transport"`
 }
 
 // parseRows takes the rows of heat h from a program's output. Lines that are not JSON objects, that have no time, or that are about something else than
@@ -43,7 +45,8 @@ func parseRows(out []byte, h heat) (rows []row) {
 		if h.who == limit {
 			op = "limit"
 		}
-		if r.Op != op || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
+		if r.Op != op || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || (r.Transport != "" && r.Transport != h.transport) ||
+			 r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
 			continue
 		}
 		rows = append(rows, r)
@@ -69,7 +72,8 @@ func progressions(sizes []int64) (ps []progression) {
 	return ps
 }
 
-// A cell is where rounds of one contestant meet: a line of the table and a column. The memory limit has two columns: warm and cold.
+// A cell is where rounds of one contestant meet: a line of the table and a column. The memory limit has three columns: warm, which is
+// just "limit", "limit-cold" and "limit-cross".
 type cell struct {
 	line
 	column string
@@ -102,14 +106,15 @@ func (s *results) add(h heat, rows []row, o options) {
 	best := map[cell]found{}
 	for _, r := range rows {
 		size, ok := nearest(r.Bytes, o.Sizes)
-		if !ok || r.Wrong != 0 {
+		if !ok || r.Wrong > 0 {
 			continue
 		}
 		c := cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}
-		if h.who == limit && strings.HasSuffix(r.Variant, "-cold") {
-			c.column = "limit-cold"
+		if _, cache, _ := strings.Cut(r.Variant, "-"); h.who == limit && cache != "warm" {
+			c.column = "limit-" + cache
 		}
-		f := found{r.TimeUs, r.InPlace == nil || *r.InPlace != o.OutOfPlace || (h.op != "allreduce" && h.op != "reduce")}
+		asked := !o.OutOfPlace && (h.op == "allreduce" || h.op == "reduce") // in place
+		f := found{r.TimeUs, r.InPlace == nil || *r.InPlace == asked || h.op == "broadcast"}
 		if b, seen := best[c]; !seen || (f.asked && !b.asked) || (f.asked == b.asked && f.us < b.us) {
 			best[c] = f
 		}
@@ -135,6 +140,18 @@ func nearest(b int64, sizes []int64) (int64, bool) {
 		}
 	}
 	return best, ok
+}
+
+// complete says whether rows are right and have a figure for each of sizes.
+func complete(rows []row, sizes []int64) bool {
+	seen := map[int64]bool{}
+	for _, r := range rows {
+		size, ok := nearest(r.Bytes, sizes)
+		if seen[size] = ok; r.Wrong > 0 {
+			return false
+		}
+	}
+	return !slices.ContainsFunc(sizes, func(s int64) bool { return !seen[s] })
 }
 
 func abs(x int64) int64 { return max(x, -x) }
@@ -289,14 +306,22 @@ func (r *report) print(w io.Writer) error {
 	if anyLimit {
 		fmt.Fprintln(w, "\nmemory limit of allreduce: S read and S written by every rank at once")
 		t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
-		fmt.Fprint(t, "ranks\tsize\twarm us\tGB/s\tcold us\tGB/s\t\n")
+		fmt.Fprint(t, "ranks\tsize\twarm us\tGB/s\tcross us\tGB/s\tcold us\tGB/s\t\n")
 		for _, m := range slices.SortedFunc(slices.Values(r.Rows), func(a, b comparison) int {
 			return cmp.Or(cmp.Compare(a.Ranks, b.Ranks), cmp.Compare(a.Bytes, b.Bytes))
 		}) {
-			if warm, cold := m.Median["limit"], m.Median["limit-cold"]; warm > 0 && cold > 0 {
-				moved := float64(2*int64(m.Ranks)*m.Bytes) / 1e3
-				fmt.Fprintf(t, "%d\t%s\t%.1f\t%.1f\t%.1f\t%.1f\t\n", m.Ranks, sizeString(m.Bytes), warm, moved/warm, cold, moved/cold)
+			if m.Median["limit"] == 0 {
+				continue
 			}
+			fmt.Fprintf(t, "%d\t%s\t", m.Ranks, sizeString(m.Bytes))
+			for _, c := range []string{"limit", "limit-cross", "limit-cold"} {
+				if us := m.Median[c]; us > 0 {
+					fmt.Fprintf(t, "%.1f\t%.1f\t", us, float64(2*int64(m.Ranks)*m.Bytes)/us/1e3)
+				} else {
+					fmt.Fprint(t, "-\t-\t")
+				}
+			}
+			fmt.Fprintln(t)
 		}
 		if err := t.Flush(); err != nil {
 			return err

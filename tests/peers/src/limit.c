@@ -5,7 +5,8 @@
  *
  * n processes at once, each on a core of its own where there are enough, on memory that all of them map. Variants: "copy", each process copies S bytes
  * with memcpy; "sum", each process adds up its nth part of n vectors and stores it to all n, which is what the collective does. "warm" works on the
- * same buffers again and again, "cold" walks through more memory than the caches hold. */
+ * same buffers again and again, "cold" walks through more memory than the caches hold, and "cross" has every process take, call by call, the part that
+ * another wrote before, so that all data move between caches (and, alone of them, it waits for the others in each call). */
 #define _GNU_SOURCE
 #include "measure.h"
 
@@ -27,7 +28,8 @@ typedef struct {
 
 typedef struct {
   meeting *m;
-  int rank, n, sum, cold;
+  int rank, n, sum, cold, cross;
+  size_t calls;
   size_t count, stride, slots, at; /* floats; stride between two buffers of one slot */
   float *arena;
 } mover;
@@ -76,7 +78,12 @@ static void call(void *arg) {
     memcpy(slot + (size_t)(2 * v->rank + 1) * v->stride, slot + (size_t)(2 * v->rank) * v->stride, v->count * sizeof(float));
     return;
   }
-  size_t lo = v->count * (size_t)v->rank / (size_t)v->n, hi = v->count * (size_t)(v->rank + 1) / (size_t)v->n;
+  size_t n = (size_t)v->n, part = (size_t)v->rank;
+  if (v->cross) {
+    part = (part + v->calls++) % n;
+    meet(v);
+  }
+  size_t lo = v->count * part / n, hi = v->count * (part + 1) / n;
   if (v->n == 2) {
     add2(slot + lo, slot + v->stride + lo, hi - lo);
     return;
@@ -105,14 +112,14 @@ static void rank_main(const settings *s, meeting *m, float *arena, size_t arena_
     }
   }
   for (int i = 0; i < s->nsizes; i++)
-    for (int kind = 0; kind < 4; kind++) {
-      mover v = {.m = m, .rank = rank, .n = n, .sum = kind & 1, .cold = kind >> 1, .arena = arena};
+    for (int kind = 0; kind < 5; kind++) {
+      mover v = {.m = m, .rank = rank, .n = n, .sum = kind & 1 || kind == 4, .cold = kind == 2 || kind == 3, .cross = kind == 4, .arena = arena};
       v.count = (size_t)s->sizes[i] / sizeof(float);
       v.stride = (v.count + 15) / 16 * 16;
       v.slots = arena_bytes / (v.stride * sizeof(float) * (size_t)n * (v.sum ? 1 : 2));
       subject b = {call, slowest, &v};
       timing r = measure(&b, s);
-      static const char *const names[] = {"copy-warm", "sum-warm", "copy-cold", "sum-cold"};
+      static const char *const names[] = {"copy-warm", "sum-warm", "copy-cold", "sum-cold", "sum-cross"};
       if (rank == 0) report("limit", names[kind], 1, n, v.count * sizeof(float), r, 0);
     }
 }
