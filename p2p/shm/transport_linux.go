@@ -217,13 +217,19 @@ func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*lin
 	if err != nil {
 		return nil, err
 	}
+	sock, err := newSocket(conn)
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
-	sock, mem, data, err := t.receive(conn)
+	mem, data, err := receive(sock)
 	if !stop() && err == nil {
 		unmap(mem)
 		err = ctx.Err()
 	}
 	if err != nil {
+		sock.drop()
 		conn.Close()
 		return nil, err
 	}
@@ -274,35 +280,27 @@ func (t *Transport) connect(ctx context.Context, e endpoint, to p2p.Identity) (*
 	return conn, nil
 }
 
-// receive takes the memory that the acceptor made.
-func (t *Transport) receive(conn *net.UnixConn) (sock *socket, mem []byte, data int, err error) {
-	if sock, err = newSocket(conn); err != nil {
-		return
-	}
-	defer func() {
-		if err != nil {
-			sock.drop()
-		}
-	}()
+// receive takes the memory that the acceptor made, mapped, and the size of its rings.
+func receive(sock *socket) (mem []byte, data int, err error) {
 	m, fd, err := sock.next()
 	if err != nil {
-		return nil, nil, 0, fmt.Errorf("waiting for the shared memory: %w", err)
+		return nil, 0, fmt.Errorf("waiting for the shared memory: %w", err)
 	}
 	if fd >= 0 {
 		defer unix.Close(fd)
 	}
 	if m.kind == msgFail {
-		return nil, nil, 0, fmt.Errorf("the peer could not make the shared memory: %w", unix.Errno(m.size))
+		return nil, 0, fmt.Errorf("the peer could not make the shared memory: %w", unix.Errno(m.size))
 	}
 	if m.kind != msgSetup || m.gen != version || m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
-		return nil, nil, 0, fmt.Errorf("%w: set-up message %+v", p2p.ErrProtocol, m)
+		return nil, 0, fmt.Errorf("%w: set-up message %+v", p2p.ErrProtocol, m)
 	}
-	data = int(m.size)
-	n := pages(ring.Bytes(data))
-	if err = checkMemory(fd, n); err == nil {
-		mem, err = mapMemory(fd, n)
+	n := pages(ring.Bytes(int(m.size)))
+	if err := checkMemory(fd, n); err != nil {
+		return nil, 0, err
 	}
-	return
+	mem, err = mapMemory(fd, n)
+	return mem, int(m.size), err
 }
 
 // Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under way; the caller must not hold a lock that they need.

@@ -1,0 +1,518 @@
+package shm
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/trust"
+	"tutti/p2p"
+	"tutti/p2p/linktest"
+	"tutti/p2p/ring"
+)
+
+// rogue is a rank that knows the secret and then does as it likes.
+type rogue struct {
+	id    p2p.Identity
+	where endpoint
+	t     *testing.T
+}
+
+// listen makes a rogue that proves itself to whom dials it and runs f on the connection.
+func listen(t *testing.T, f func(conn *net.UnixConn)) rogue {
+	t.Helper()
+	machine, err := Identify()
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := rogue{id: p2p.Identity{Rank: 1, Incarnation: 77}, where: endpoint{uid: uint32(os.Geteuid()), machine: machine}, t: t}
+	rand.Read(r.where.name[:])
+	l, err := net.Listen("unix", r.where.address())
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	t.Cleanup(func() { l.Close(); <-done })
+	go func() {
+		defer close(done)
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return
+			}
+			conn.SetDeadline(time.Now().Add(linktest.Patience))
+			if _, err := trust.Server(conn, linktest.Secret, purpose, func(trust.Hello) error { return nil }); err == nil {
+				f(conn.(*net.UnixConn))
+			}
+			conn.Close()
+		}
+	}()
+	return r
+}
+
+func (r rogue) dialled(tb testing.TB, n *linktest.Node) (p2p.Link, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), linktest.Patience)
+	defer cancel()
+	return n.T.Dial(ctx, r.id, r.where.encode())
+}
+
+func node(t testing.TB, rank int) *linktest.Node {
+	return linktest.Listen(t, New(Config{RingBytes: ring.MinData}), linktest.NewHost(rank))
+}
+
+// pass sends bytes with descriptors.
+func pass(t testing.TB, conn *net.UnixConn, b []byte, fds ...int) {
+	t.Helper()
+	var oob []byte
+	if len(fds) > 0 {
+		oob = unix.UnixRights(fds...)
+	}
+	conn.WriteMsgUnix(b, oob, nil) // an error is the victim's having closed, which the victim's side shows
+}
+
+func encoded(m message) []byte { b := m.encode(); return b[:] }
+
+func memory(t testing.TB, n int) int {
+	t.Helper()
+	fd, err := newMemory(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fd
+}
+
+// impostors returns descriptors that must not be taken for n bytes of memory; the caller closes them.
+func impostors(t testing.TB, n int) map[string]int {
+	t.Helper()
+	fds := map[string]int{"short": memory(t, n-pages(1)), "long": memory(t, n+pages(1)), "empty": memory(t, 0)}
+	for name, seal := range map[string]int{"unsealed": 0, "may shrink": unix.F_SEAL_GROW | unix.F_SEAL_SEAL, "may be sealed": unix.F_SEAL_GROW | unix.F_SEAL_SHRINK} {
+		fd, err := unix.MemfdCreate("x", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+		if err != nil {
+			t.Fatal(err)
+		}
+		unix.Ftruncate(fd, int64(n))
+		unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seal)
+		fds[name] = fd
+	}
+	if fd, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0); err == nil {
+		fds["device"] = fd
+	}
+	if fd, err := unix.Open(t.TempDir(), unix.O_RDWR|unix.O_TMPFILE|unix.O_CLOEXEC, 0o600); err == nil {
+		unix.Ftruncate(fd, int64(n))
+		fds["file"] = fd
+	}
+	if fd, err := unix.Eventfd(0, unix.EFD_CLOEXEC); err == nil {
+		fds["eventfd"] = fd
+	}
+	if fd, err := unix.MemfdCreate("x", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_HUGETLB); err == nil {
+		unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
+		fds["huge pages"] = fd
+	}
+	return fds
+}
+
+// TestHostileSetup: nothing but proper memory becomes a link, and nothing is left open.
+func TestHostileSetup(t *testing.T) {
+	const data = ring.MinData
+	n := pages(ring.Bytes(data))
+	good := message{kind: msgSetup, size: data, gen: version}
+	type attack struct {
+		name string
+		do   func(t *testing.T, conn *net.UnixConn)
+		want error
+	}
+	attacks := []attack{
+		{"no descriptor", func(t *testing.T, c *net.UnixConn) { pass(t, c, encoded(good)) }, p2p.ErrProtocol},
+		{"closes", func(t *testing.T, c *net.UnixConn) {}, io.EOF},
+		{"half a message", func(t *testing.T, c *net.UnixConn) { pass(t, c, encoded(good)[:9]) }, io.EOF},
+		{"cannot", func(t *testing.T, c *net.UnixConn) {
+			pass(t, c, encoded(message{kind: msgFail, size: uint64(syscall.EMFILE)}))
+		}, syscall.EMFILE},
+		{"garbage", func(t *testing.T, c *net.UnixConn) { pass(t, c, make([]byte, 100)) }, p2p.ErrProtocol},
+		{"many descriptors", func(t *testing.T, c *net.UnixConn) {
+			fd := memory(t, n)
+			pass(t, c, encoded(good), fd, fd, fd, fd, fd, fd, fd)
+			unix.Close(fd)
+		}, p2p.ErrProtocol},
+		{"two descriptors", func(t *testing.T, c *net.UnixConn) {
+			fd := memory(t, n)
+			pass(t, c, encoded(good), fd, fd)
+			unix.Close(fd)
+		}, p2p.ErrProtocol},
+		{"half a message with a descriptor", func(t *testing.T, c *net.UnixConn) {
+			fd := memory(t, n)
+			pass(t, c, encoded(good)[:9], fd)
+			unix.Close(fd)
+		}, io.EOF},
+	}
+	for name, m := range map[string]message{
+		"other version": {kind: msgSetup, size: data, gen: version + 1}, "odd ring": {kind: msgSetup, size: data + 64, gen: version},
+		"tiny ring": {kind: msgSetup, size: 64, gen: version}, "endless ring": {kind: msgSetup, size: 1 << 63, gen: version},
+		"other ring": {kind: msgSetup, size: 2 * data, gen: version}, "grant": {kind: msgGrant, size: data, gen: version},
+	} {
+		attacks = append(attacks, attack{name, func(t *testing.T, c *net.UnixConn) {
+			fd := memory(t, n)
+			pass(t, c, encoded(m), fd)
+			unix.Close(fd)
+		}, p2p.ErrProtocol})
+	}
+	for _, name := range []string{"short", "long", "empty", "unsealed", "may shrink", "may be sealed", "device", "file", "eventfd", "huge pages"} {
+		attacks = append(attacks, attack{name, func(t *testing.T, c *net.UnixConn) {
+			fds := impostors(t, n)
+			fd, ok := fds[name]
+			if !ok {
+				fd = fds["unsealed"] // this system does not have that kind
+			}
+			pass(t, c, encoded(good), fd)
+			for _, fd := range fds {
+				unix.Close(fd)
+			}
+		}, p2p.ErrProtocol})
+	}
+	for _, a := range attacks {
+		linktest.NoLeaks(t, a.name, func(t *testing.T) {
+			r := listen(t, func(c *net.UnixConn) { a.do(t, c) })
+			l, err := r.dialled(t, node(t, 0))
+			if err == nil {
+				l.Close()
+			}
+			if !errors.Is(err, a.want) {
+				t.Errorf("%v, want %v", err, a.want)
+			}
+		})
+	}
+}
+
+// captive returns a link whose peer is a rogue, with the rogue's connection and its view of the shared memory.
+func captive(t *testing.T) (l *linktest.End, conn *net.UnixConn, mem []byte) {
+	t.Helper()
+	const data = ring.MinData
+	n := pages(ring.Bytes(data))
+	fd := memory(t, n)
+	defer unix.Close(fd)
+	mem, err := mapMemory(fd, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	up, end := make(chan *net.UnixConn, 1), make(chan struct{})
+	r := listen(t, func(c *net.UnixConn) {
+		pass(t, c, encoded(message{kind: msgSetup, size: data, gen: version}), fd)
+		up <- c
+		<-end
+	})
+	nd := node(t, 0)
+	link, err := r.dialled(t, nd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		close(end)
+		link.Close()
+		unmap(mem)
+	})
+	return &linktest.End{Link: link, Host: nd.Host}, <-up, mem
+}
+
+// TestHostilePeer: a peer that knows the secret cannot do worse than end its own link.
+func TestHostilePeer(t *testing.T) {
+	failed := func(t *testing.T, l *linktest.End, want error) {
+		t.Helper()
+		if h, _, err := l.Wait(); !errors.Is(err, want) {
+			t.Fatalf("Recv: %+v, %v; want %v", h, err, want)
+		}
+	}
+	for name, do := range map[string]func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte){
+		"grant unasked": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			fd := memory(t, pages(1))
+			pass(t, c, encoded(message{kind: msgGrant, req: 1}), fd)
+			unix.Close(fd)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"deny unasked": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			pass(t, c, encoded(message{kind: msgDeny, req: 0}))
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"grant of nothing": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			pass(t, c, encoded(message{kind: msgGrant, req: 1}))
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"setup again": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			fd := memory(t, pages(1))
+			pass(t, c, encoded(message{kind: msgSetup, size: ring.MinData, gen: version}), fd)
+			unix.Close(fd)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"bell with a descriptor": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			fd := memory(t, pages(1))
+			pass(t, c, encoded(message{kind: msgBell}), fd)
+			unix.Close(fd)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"half a message": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			pass(t, c, encoded(message{kind: msgBell})[:5])
+			c.CloseWrite()
+			failed(t, l, p2p.ErrPeerGone)
+		},
+		"garbage": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			pass(t, c, []byte("GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"))
+			failed(t, l, p2p.ErrProtocol)
+			if _, err := io.Copy(io.Discard, c); err != nil && !errors.Is(err, syscall.ECONNRESET) {
+				t.Errorf("the connection is not closed: %v", err)
+			}
+		},
+		"bad ring": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			for i := range mem {
+				mem[i] = 0xff
+			}
+			if _, _, err := l.Recv(); !errors.Is(err, p2p.ErrProtocol) {
+				t.Errorf("Recv: %v", err)
+			}
+			if ok, err := l.Send(&p2p.Header{}, nil); ok || !errors.Is(err, p2p.ErrProtocol) {
+				t.Errorf("Send: %v, %v", ok, err)
+			}
+		},
+		"bells": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) { // as many as it likes
+			for range 5000 {
+				pass(t, c, encoded(message{kind: msgBell}))
+			}
+			pass(t, c, encoded(message{kind: msgAsk, req: 9, id: 5, size: 1})) // answered when all were read
+			answer := make([]byte, messageSize)
+			if _, err := io.ReadFull(c, answer); err != nil {
+				t.Fatal(err)
+			}
+			if m, err := decodeMessage((*[messageSize]byte)(answer)); err != nil || m != (message{kind: msgDeny, req: 9}) {
+				t.Errorf("%+v, %v", m, err)
+			}
+			if l.Err() != nil {
+				t.Error(l.Err())
+			}
+		},
+		"requests without end": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) { // and never reads an answer
+			for range 1 << 20 {
+				if _, err := c.Write(encoded(message{kind: msgAsk, req: 1, id: 5, size: 1})); err != nil {
+					failed(t, l, p2p.ErrProtocol)
+					return
+				}
+			}
+			t.Error("a million unread answers were kept")
+		},
+	} {
+		linktest.NoLeaks(t, name, func(t *testing.T) {
+			l, c, mem := captive(t)
+			do(t, l, c, mem)
+			if err := l.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// TestHostileRegions: what a peer grants is checked before it is mapped; answers that come late or never hurt nobody but who asked.
+func TestHostileRegions(t *testing.T) {
+	ask := func(t *testing.T, c *net.UnixConn) message {
+		b := make([]byte, messageSize)
+		if _, err := io.ReadFull(c, b); err != nil {
+			t.Fatal(err)
+		}
+		m, err := decodeMessage((*[messageSize]byte)(b))
+		if err != nil || m.kind != msgAsk {
+			t.Fatal(m, err)
+		}
+		return m
+	}
+	grant := func(t *testing.T, c *net.UnixConn, n int) {
+		m := ask(t, c)
+		fd := memory(t, n)
+		pass(t, c, encoded(message{kind: msgGrant, req: m.req}), fd)
+		unix.Close(fd)
+	}
+	bg := context.Background()
+	linktest.NoLeaks(t, "Impostors", func(t *testing.T) {
+		l, c, _ := captive(t)
+		m := l.Link.(p2p.Mapper)
+		fds := impostors(t, 2*pages(1))
+		for name, fd := range fds {
+			done := make(chan struct{})
+			go func() {
+				defer close(done)
+				pass(t, c, encoded(message{kind: msgGrant, req: ask(t, c).req}), fd)
+			}()
+			if _, err := m.Map(bg, p2p.RegionDesc{ID: 1, Size: uint64(pages(1)) + 1}); !errors.Is(err, p2p.ErrProtocol) {
+				t.Errorf("%s: %v", name, err)
+			}
+			<-done
+			unix.Close(fd)
+		}
+	})
+	linktest.NoLeaks(t, "Late", func(t *testing.T) {
+		l, c, _ := captive(t)
+		m := l.Link.(p2p.Mapper)
+		ctx, cancel := context.WithCancel(bg)
+		first := make(chan error)
+		go func() {
+			_, err := m.Map(ctx, p2p.RegionDesc{ID: 1, Size: 1})
+			first <- err
+		}()
+		q := ask(t, c)
+		cancel()
+		if err := <-first; !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		if _, err := m.Map(ctx, p2p.RegionDesc{ID: 2, Size: 1}); !errors.Is(err, context.Canceled) {
+			t.Fatal("a second request before the first was answered:", err)
+		}
+		fd := memory(t, pages(1))
+		pass(t, c, encoded(message{kind: msgGrant, req: q.req}), fd) // nobody waits any more
+		unix.Close(fd)
+		go grant(t, c, pages(1))
+		mem, err := m.Map(bg, p2p.RegionDesc{ID: 3, Size: 5})
+		if err != nil || len(mem) != 5 || cap(mem) != 5 {
+			t.Fatal(len(mem), err)
+		}
+		mem[4] = 1
+	})
+	linktest.NoLeaks(t, "Never", func(t *testing.T) {
+		l, c, _ := captive(t)
+		m := l.Link.(p2p.Mapper)
+		results := make(chan error, 4)
+		for i := range 4 {
+			go func() {
+				_, err := m.Map(bg, p2p.RegionDesc{ID: uint64(i), Size: 1})
+				results <- err
+			}()
+		}
+		ask(t, c)
+		c.CloseWrite()
+		for range 4 {
+			if err := <-results; !errors.Is(err, p2p.ErrPeerGone) {
+				t.Error(err)
+			}
+		}
+	})
+	linktest.NoLeaks(t, "Closed", func(t *testing.T) {
+		l, c, _ := captive(t)
+		result := make(chan error)
+		go func() {
+			_, err := l.Link.(p2p.Mapper).Map(bg, p2p.RegionDesc{ID: 1, Size: 1})
+			result <- err
+		}()
+		ask(t, c)
+		l.Close()
+		if err := <-result; !errors.Is(err, p2p.ErrClosed) {
+			t.Error(err)
+		}
+	})
+}
+
+// stuck is a host whose Region waits.
+type stuck struct {
+	*linktest.Host
+	entered, leave chan struct{}
+}
+
+func (s stuck) Region(uint64) (*p2p.Region, error) {
+	close(s.entered)
+	<-s.leave
+	return nil, p2p.ErrNoRegion
+}
+
+// TestCloseUnderLock: Close returns although the reader waits in Host.Region for a lock that Close's caller holds.
+func TestCloseUnderLock(t *testing.T) {
+	a := node(t, 0)
+	host := stuck{linktest.NewHost(1), make(chan struct{}), make(chan struct{})}
+	tr := New(Config{})
+	ep, err := tr.Listen(context.Background(), host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tr.Close()
+	x, err := a.T.Dial(context.Background(), host.ID, ep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	y := (<-host.In).Link
+	result := make(chan error)
+	go func() {
+		_, err := x.(p2p.Mapper).Map(context.Background(), p2p.RegionDesc{ID: 1, Size: 1})
+		result <- err
+	}()
+	<-host.entered
+	if err := y.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := <-result; !errors.Is(err, p2p.ErrPeerGone) {
+		t.Error(err)
+	}
+	close(host.leave)
+}
+
+// TestStrangers: connections that say nothing, or nonsense, are closed in time and keep nobody out.
+func TestStrangers(t *testing.T) {
+	linktest.NoLeaks(t, "All", func(t *testing.T) {
+		b := linktest.Listen(t, New(Config{RingBytes: 1, HandshakeTimeout: 100 * time.Millisecond}), linktest.NewHost(1))
+		b.Allow(func(from p2p.Identity) error {
+			if from.Rank != 0 {
+				t.Errorf("Admit was asked about %v", from)
+			}
+			return nil
+		})
+		e, err := decodeEndpoint(b.Endpoint)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var silent []net.Conn
+		for i := range 2 * p2p.MaxHandshakes {
+			c, err := net.Dial("unix", e.address())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			c.SetDeadline(time.Now().Add(linktest.Patience))
+			switch i % 4 {
+			case 1:
+				c.Write([]byte("nonsense that is longer than the forty bytes of an opening"))
+			case 2:
+				c.Write([]byte("tutti/1\n")) // and no more
+			}
+			silent = append(silent, c)
+		}
+		a := node(t, 0)
+		linktest.Connect(t, a, b)
+		for _, c := range silent {
+			if _, err := io.Copy(io.Discard, c); err != nil && !errors.Is(err, syscall.ECONNRESET) {
+				t.Fatalf("a silent connection is still open: %v", err)
+			}
+		}
+		if len(b.In) != 0 {
+			t.Error("a stranger became a link")
+		}
+	})
+}
+
+// TestSilentAcceptor: Dial ends with its context when the other side accepts and says nothing.
+func TestSilentAcceptor(t *testing.T) {
+	linktest.NoLeaks(t, "All", func(t *testing.T) {
+		a := node(t, 0)
+		ctx, cancel := context.WithCancel(context.Background())
+		defer cancel()
+		r := listen(t, func(c *net.UnixConn) { // proves itself, and then no memory comes
+			cancel()
+			io.Copy(io.Discard, c)
+		})
+		if l, err := a.T.Dial(ctx, r.id, r.where.encode()); !errors.Is(err, context.Canceled) {
+			if err == nil {
+				l.Close()
+			}
+			t.Errorf("Dial: %v", err)
+		}
+	})
+}
