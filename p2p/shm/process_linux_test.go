@@ -1,0 +1,370 @@
+package shm
+
+import (
+	"bufio"
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+
+	"tutti/p2p"
+	"tutti/p2p/linktest"
+)
+
+// The tests below run this binary again as another rank.
+const roleVariable = "SHM_TEST_ROLE"
+
+func TestMain(m *testing.M) {
+	if role := os.Getenv(roleVariable); role != "" {
+		if err := child(role); err != nil {
+			fmt.Fprintln(os.Stderr, "child:", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// child is rank 1. It says on standard output who and where it is, takes one link, and plays its role.
+func child(role string) error {
+	host, t := linktest.NewHost(1), New(Config{})
+	defer t.Close()
+	ep, err := t.Listen(context.Background(), host)
+	if err != nil {
+		return err
+	}
+	fmt.Println(host.ID.Incarnation, hex.EncodeToString(ep))
+	in := <-host.In
+	e := &linktest.End{Link: in.Link, Host: host}
+	defer e.Close()
+	switch role {
+	case "echo":
+		linktest.Echo(e, false)
+	case "echo asleep":
+		linktest.Echo(e, true)
+	case "drain":
+		linktest.Drain(e)
+	case "some": // a few frames, and a hang
+		for i := range 20 {
+			h, p := linktest.Frame(i, i*1000, nil)
+			if err := e.Put(&h, p); err != nil {
+				return err
+			}
+		}
+		fmt.Println("sent")
+		io.Copy(io.Discard, os.Stdin)
+	case "flood": // frames until the end
+		var buf []byte
+		for i := 0; ; i++ {
+			h, p := linktest.Frame(i, i*7919%30000, buf)
+			buf = p
+			if err := e.Put(&h, p); err != nil {
+				return nil
+			}
+		}
+	case "region": // shares memory, then adds one to every byte for each frame that comes
+		r, err := t.Alloc(3<<20 + 1)
+		if err != nil {
+			return err
+		}
+		host.Share(r.ID, r)
+		h := p2p.Header{Seq: r.ID, Count: uint64(len(r.Mem))}
+		if err := e.Put(&h, nil); err != nil {
+			return err
+		}
+		for {
+			h, _, err := e.Wait()
+			if errors.Is(err, p2p.ErrPeerGone) {
+				return nil
+			} else if err != nil {
+				return err
+			}
+			for i := range r.Mem {
+				r.Mem[i]++
+			}
+			if err := e.Put(&h, nil); err != nil {
+				return err
+			}
+		}
+	default:
+		return fmt.Errorf("no role %q", role)
+	}
+	return nil
+}
+
+// process is a child with the link to it.
+type process struct {
+	*linktest.End
+	cmd  *exec.Cmd
+	out  *bufio.Scanner
+	name string // of its socket
+}
+
+func start(t testing.TB, role string) process {
+	t.Helper()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), roleVariable+"="+role)
+	cmd.Stderr = os.Stderr
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := process{cmd: cmd, out: bufio.NewScanner(out)}
+	t.Cleanup(func() {
+		in.Close()
+		cmd.Process.Kill()
+		cmd.Wait()
+	})
+	to := p2p.Identity{Rank: 1}
+	var ep string
+	if !p.out.Scan() {
+		t.Fatal("the child said nothing")
+	}
+	if _, err := fmt.Sscan(p.out.Text(), &to.Incarnation, &ep); err != nil {
+		t.Fatal(err)
+	}
+	where, err := hex.DecodeString(ep)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := decodeEndpoint(where)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.name = e.address()
+	n := linktest.Listen(t, New(Config{}), linktest.NewHost(0))
+	ctx, cancel := context.WithTimeout(context.Background(), linktest.Patience)
+	defer cancel()
+	l, err := n.T.Dial(ctx, to, where)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	p.End = &linktest.End{Link: l, Host: n.Host}
+	return p
+}
+
+// traces lists what there is on the machine of a rank that listened as name.
+func traces(t *testing.T, name string) string {
+	t.Helper()
+	var found []string
+	files, _ := os.ReadDir("/dev/shm")
+	for _, f := range files {
+		if strings.Contains(f.Name(), "tutti") {
+			found = append(found, "/dev/shm/"+f.Name())
+		}
+	}
+	for file, what := range map[string]string{"/proc/net/unix": name, "/proc/self/maps": "memfd:tutti"} {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, line := range strings.Split(string(text), "\n") {
+			if strings.Contains(line, what) {
+				found = append(found, line)
+			}
+		}
+	}
+	return strings.Join(found, "\n")
+}
+
+// TestKilled: after kill -9 what the peer had committed is delivered, then it is gone, and nothing of it is left.
+func TestKilled(t *testing.T) {
+	var names []string
+	run := func(t *testing.T, role string) process {
+		p := start(t, role)
+		names = append(names, p.name)
+		if !strings.Contains(traces(t, p.name), p.name) {
+			t.Errorf("%s is not found while it is there", p.name)
+		}
+		return p
+	}
+	linktest.NoLeaks(t, "Some", func(t *testing.T) {
+		p := run(t, "some")
+		if !p.out.Scan() || p.out.Text() != "sent" {
+			t.Fatal("the child did not send")
+		}
+		p.cmd.Process.Kill()
+		p.cmd.Wait()
+		for i := range 20 {
+			h, b, err := p.Wait()
+			if err != nil {
+				t.Fatalf("frame %d, sent before the end: %v", i, err)
+			}
+			if err := linktest.Check(i, i*1000, h, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
+			t.Fatal(h, err)
+		}
+	})
+	linktest.NoLeaks(t, "Asleep", func(t *testing.T) {
+		p := run(t, "echo asleep")
+		h, b := linktest.Frame(1, 100, nil)
+		if err := p.Put(&h, b); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		for p.Arm() {
+		}
+		p.cmd.Process.Kill()
+		if err := p.Host.Sleep(); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
+			t.Fatal(err)
+		}
+	})
+	linktest.NoLeaks(t, "Midway", func(t *testing.T) {
+		p := run(t, "flood")
+		for i := 0; ; i++ {
+			h, b, err := p.Wait()
+			if err != nil {
+				if !errors.Is(err, p2p.ErrPeerGone) || i < 500 {
+					t.Fatalf("after %d frames: %v", i, err)
+				}
+				break
+			}
+			if err := linktest.Check(i, i*7919%30000, h, b); err != nil {
+				t.Fatal(err)
+			}
+			if i == 500 {
+				p.cmd.Process.Kill()
+			}
+		}
+	})
+	for _, name := range names {
+		if left := traces(t, name); left != "" {
+			t.Errorf("left behind:\n%s", left)
+		}
+	}
+}
+
+// TestProcesses: frames between processes that sleep at every chance.
+func TestProcesses(t *testing.T) {
+	p := start(t, "echo asleep")
+	for i := range 300 {
+		n := i * 7919 % (p.MaxFrame() + 1)
+		h, b := linktest.Frame(i, n, nil)
+		if err := p.Put(&h, b); err != nil {
+			t.Fatal(err)
+		}
+		got, q, err := p.Wait()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := linktest.Check(i, n, got, q); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestRegionOfProcess: a peer's region is the same memory here, and stays when the peer is killed.
+func TestRegionOfProcess(t *testing.T) {
+	linktest.NoLeaks(t, "All", func(t *testing.T) {
+		p := start(t, "region")
+		h, _, err := p.Wait()
+		if err != nil {
+			t.Fatal(err)
+		}
+		mem, err := p.Link.(p2p.Mapper).Map(context.Background(), p2p.RegionDesc{ID: h.Seq, Size: h.Count})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range mem {
+			mem[i] = byte(i)
+		}
+		if err := p.Put(&p2p.Header{}, nil); err != nil {
+			t.Fatal(err)
+		}
+		if _, _, err := p.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		p.cmd.Process.Kill()
+		if _, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
+			t.Fatal(err)
+		}
+		for i := range mem {
+			if mem[i] != byte(i)+1 {
+				t.Fatalf("byte %d is %d", i, mem[i])
+			}
+		}
+	})
+}
+
+// TestDescriptors: a link costs one descriptor, a region one, and a mapping none.
+func TestDescriptors(t *testing.T) {
+	count := func() int {
+		dir, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(dir)
+	}
+	a, b := node(t, 0), node(t, 1)
+	linktest.Connect(t, a, b)
+	before := count()
+	for range 10 {
+		linktest.Connect(t, a, b)
+	}
+	if n := count() - before; n != 20 {
+		t.Errorf("10 links with both ends here take %d descriptors, want 20", n)
+	}
+	x, _ := linktest.Connect(t, a, b)
+	before = count()
+	for range 10 {
+		r, err := b.T.(p2p.Allocator).Alloc(100)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Free()
+		b.Share(r.ID, r)
+		if _, err := x.Link.(p2p.Mapper).Map(context.Background(), p2p.RegionDesc{ID: r.ID, Size: 100}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := count() - before; n != 10 {
+		t.Errorf("10 regions and mappings take %d descriptors, want 10", n)
+	}
+}
+
+func BenchmarkProcesses(b *testing.B) {
+	for _, n := range []int{0, 8, 64, 1024} {
+		b.Run(fmt.Sprintf("PingPong/%d", n), func(b *testing.B) {
+			linktest.Ping(b, start(b, "echo").End, n)
+		})
+	}
+	b.Run("PingPongAsleep/64", func(b *testing.B) {
+		p := start(b, "echo asleep")
+		h, q := linktest.Frame(0, 64, nil)
+		b.ReportAllocs()
+		for b.Loop() {
+			if err := p.Put(&h, q); err != nil {
+				b.Fatal(err)
+			}
+			if _, _, err := p.Wait(); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("Stream/64K", func(b *testing.B) { linktest.Stream(b, start(b, "drain").End, 64<<10) })
+}
