@@ -28,7 +28,7 @@ func sources(k, bytes int, dt DType) (dst unsafe.Pointer, src []unsafe.Pointer) 
 // BenchmarkSumVersusCopy alternates a sum with a plain copy and reports the medians: GB/s counts every byte read and
 // written, ratio is the sum's GB/s over the copy's. The copy moves as many bytes: (k+1)/2 buffers of the same size.
 func BenchmarkSumVersusCopy(b *testing.B) {
-	for _, size := range []int{16 << 10, 64 << 20} {
+	for _, size := range []int{16 << 10, 64 << 10, 1 << 20, 64 << 20} {
 		for _, dt := range []DType{Float32, BFloat16, Float16, Int8} {
 			for _, k := range []int{2, 3, 4, 8} {
 				for _, mode := range []string{"plain", "inplace", "stream"} {
@@ -51,20 +51,29 @@ func BenchmarkSumVersusCopy(b *testing.B) {
 						half := (k + 1) * size / 2 // the copy reads and writes as much together
 						from, to := ptr(aligned(half)), ptr(aligned(half))
 						Copy(to, from, half)
-						batch := max(1, (4<<20)/size/k) // long enough for the clock
+						// A sample is long enough for the clock and short enough to escape most of what else runs here:
+						// small buffers are gone through several times, large ones piece by piece.
+						batch, piece := max(1, (1<<20)/size), min(size, 1<<20)
+						pieces := size / piece
+						shifted := make([]unsafe.Pointer, k)
 						var reduce, plain []float64
-						for b.Loop() {
+						for i := 0; b.Loop(); i++ {
+							at := i % pieces * piece
+							for j := range shifted {
+								shifted[j] = unsafe.Add(src[j], at)
+							}
+							d, c := unsafe.Add(dst, at), i%pieces*(half/pieces)
 							t0 := time.Now()
 							for range batch {
-								r(dst, src, n)
+								r(d, shifted, n/pieces)
 							}
 							t1 := time.Now()
 							for range batch {
-								Copy(to, from, half)
+								Copy(unsafe.Add(to, c), unsafe.Add(from, c), half/pieces)
 							}
 							t2 := time.Now()
-							reduce = append(reduce, float64(t1.Sub(t0))/float64(batch))
-							plain = append(plain, float64(t2.Sub(t1))/float64(batch))
+							reduce = append(reduce, float64(t1.Sub(t0))/float64(batch)*float64(pieces))
+							plain = append(plain, float64(t2.Sub(t1))/float64(batch)*float64(pieces))
 						}
 						median := func(x []float64) float64 { slices.Sort(x); return x[len(x)/2] }
 						bytes := float64((k + 1) * size)

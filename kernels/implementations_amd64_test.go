@@ -2,8 +2,84 @@
 
 package kernels
 
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"regexp"
+	"strings"
+	"testing"
+	"unsafe"
+)
+
 func init() {
 	for _, l := range levels() {
 		implementations = append(implementations, implementation{l.name, l.reducers()})
+	}
+}
+
+// TestFarModes runs the loops for far data, which reducers use for large buffers only, on small ones.
+func TestFarModes(t *testing.T) {
+	for _, l := range levels() {
+		var kernels [numOps][numDTypes]kernel
+		var widen, narrow [numDTypes]func(dst, src unsafe.Pointer, n int)
+		l.fill(&kernels, &widen, &narrow)
+		supported(func(op Op, dt DType) {
+			k := kernels[op][dt]
+			if k == nil {
+				return
+			}
+			r := rand.New(rand.NewPCG(uint64(op), uint64(dt)))
+			size := dt.Size()
+			for range 60 {
+				n, sources := r.IntN(1200), 2+r.IntN(4)
+				if !l.masked {
+					n &^= 31
+				}
+				var src []unsafe.Pointer
+				for range sources {
+					b := make([]byte, n*size+40)[r.IntN(40):][:n*size]
+					draw(r, dt, b)
+					src = append(src, ptr(b))
+				}
+				want := make([]byte, n*size)
+				portable.reduce[op][dt](ptr(want), src, n)
+				for _, mode := range []int{near, far, farStream} {
+					b := bytes.Repeat([]byte{0xa5}, n*size+256)
+					at := 64 + int(-uintptr(ptr(b))&63)
+					k(ptr(b[at:]), &src[0], sources, 0, n, sources, mode)
+					if !bytes.Equal(b[at:at+n*size], want) {
+						t.Fatalf("%s: %v of %v: %d elements, %d sources, mode %d: wrong", l.name, op, dt, n, sources, mode)
+					}
+					if bytes.Count(b, []byte{0xa5})-bytes.Count(want, []byte{0xa5}) != 256 {
+						t.Fatalf("%s: %v of %v: %d elements, mode %d: wrote outside of the destination", l.name, op, dt, n, mode)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestAVX2UsesNoAVX512 reads the assembly: a register above 15 would silently select an encoding that an AVX2 machine lacks.
+func TestAVX2UsesNoAVX512(t *testing.T) {
+	src, err := os.ReadFile("kernels_amd64.s")
+	if err != nil {
+		t.Skip("the assembly is not beside the test: ", err)
+	}
+	beyond := regexp.MustCompile(`\b(Z\d+|[XY](1[6-9]|2\d|3[01])|K[0-7])\b`)
+	functions := 0
+	for _, f := range strings.Split(string(src), "\nTEXT ")[1:] {
+		name, _, _ := strings.Cut(f, "(")
+		if !strings.HasSuffix(name, "AVX2") {
+			continue
+		}
+		functions++
+		code, _, _ := strings.Cut(f, "\n// func ")
+		if m := beyond.FindString(code); m != "" {
+			t.Errorf("%s uses %s", name, m)
+		}
+	}
+	if functions < 50 {
+		t.Fatalf("found only %d functions", functions)
 	}
 }

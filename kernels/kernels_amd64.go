@@ -157,160 +157,160 @@ func cpuidF16C() bool
 func copyNTAVX2(dst, src unsafe.Pointer, n int)
 
 //go:noescape
-func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func boolAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func boolOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func boolXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func widenF16AVX2(dst, src unsafe.Pointer, n int)
@@ -337,160 +337,160 @@ func widenE5M2AVX2(dst, src unsafe.Pointer, n int)
 func narrowE5M2AVX2(dst, src unsafe.Pointer, n int)
 
 //go:noescape
-func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func boolAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func boolOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func boolXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func minBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func maxBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func avgBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func widenF16AVX512(dst, src unsafe.Pointer, n int)

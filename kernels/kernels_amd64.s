@@ -52,21 +52,22 @@ done:
 	VZEROUPPER
 	RET
 
-// func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·bitAndAVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·bitAndAVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -81,9 +82,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ  (R8), R9
 	ADDQ  BX, R9
 	VPAND (R9), Y0, Y0
@@ -96,11 +97,9 @@ blockSource:
 	VPAND 224(R9), Y7, Y7
 	ADDQ  $0x08, R8
 	CMPQ  R8, DX
-	JNE   blockSource
+	JNE   nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -109,9 +108,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPAND      (R9), Y0, Y0
+	VPAND      32(R9), Y1, Y1
+	VPAND      64(R9), Y2, Y2
+	VPAND      96(R9), Y3, Y3
+	VPAND      128(R9), Y4, Y4
+	VPAND      160(R9), Y5, Y5
+	VPAND      192(R9), Y6, Y6
+	VPAND      224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -120,12 +164,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -153,7 +209,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -161,9 +217,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func boolAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func boolAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·boolAndAVX2(SB), NOSPLIT, $0-49
+TEXT ·boolAndAVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x01010101, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -172,13 +228,14 @@ TEXT ·boolAndAVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -201,9 +258,9 @@ block:
 	VPMINUB Y0, Y8, Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y9
@@ -232,11 +289,9 @@ blockSource:
 	VPAND   Y9, Y8, Y8
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -245,9 +300,78 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VPMINUB    Y0, Y1, Y1
+	VMOVDQU    32(R9), Y2
+	VPMINUB    Y0, Y2, Y2
+	VMOVDQU    64(R9), Y3
+	VPMINUB    Y0, Y3, Y3
+	VMOVDQU    96(R9), Y4
+	VPMINUB    Y0, Y4, Y4
+	VMOVDQU    128(R9), Y5
+	VPMINUB    Y0, Y5, Y5
+	VMOVDQU    160(R9), Y6
+	VPMINUB    Y0, Y6, Y6
+	VMOVDQU    192(R9), Y7
+	VPMINUB    Y0, Y7, Y7
+	VMOVDQU    224(R9), Y8
+	VPMINUB    Y0, Y8, Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y1, Y1
+	VMOVDQU    32(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y2, Y2
+	VMOVDQU    64(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y3, Y3
+	VMOVDQU    96(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y4, Y4
+	VMOVDQU    128(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y5, Y5
+	VMOVDQU    160(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y6, Y6
+	VMOVDQU    192(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y7, Y7
+	VMOVDQU    224(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPAND      Y9, Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -256,12 +380,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -292,7 +428,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -300,21 +436,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·bitOrAVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·bitOrAVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -329,9 +466,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ (R8), R9
 	ADDQ BX, R9
 	VPOR (R9), Y0, Y0
@@ -344,11 +481,9 @@ blockSource:
 	VPOR 224(R9), Y7, Y7
 	ADDQ $0x08, R8
 	CMPQ R8, DX
-	JNE  blockSource
+	JNE  nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -357,9 +492,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPOR       (R9), Y0, Y0
+	VPOR       32(R9), Y1, Y1
+	VPOR       64(R9), Y2, Y2
+	VPOR       96(R9), Y3, Y3
+	VPOR       128(R9), Y4, Y4
+	VPOR       160(R9), Y5, Y5
+	VPOR       192(R9), Y6, Y6
+	VPOR       224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -368,12 +548,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -401,7 +593,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -409,9 +601,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func boolOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func boolOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·boolOrAVX2(SB), NOSPLIT, $0-49
+TEXT ·boolOrAVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x01010101, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -420,13 +612,14 @@ TEXT ·boolOrAVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -449,9 +642,9 @@ block:
 	VPMINUB Y0, Y8, Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y9
@@ -480,11 +673,9 @@ blockSource:
 	VPOR    Y9, Y8, Y8
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -493,9 +684,78 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VPMINUB    Y0, Y1, Y1
+	VMOVDQU    32(R9), Y2
+	VPMINUB    Y0, Y2, Y2
+	VMOVDQU    64(R9), Y3
+	VPMINUB    Y0, Y3, Y3
+	VMOVDQU    96(R9), Y4
+	VPMINUB    Y0, Y4, Y4
+	VMOVDQU    128(R9), Y5
+	VPMINUB    Y0, Y5, Y5
+	VMOVDQU    160(R9), Y6
+	VPMINUB    Y0, Y6, Y6
+	VMOVDQU    192(R9), Y7
+	VPMINUB    Y0, Y7, Y7
+	VMOVDQU    224(R9), Y8
+	VPMINUB    Y0, Y8, Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y1, Y1
+	VMOVDQU    32(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y2, Y2
+	VMOVDQU    64(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y3, Y3
+	VMOVDQU    96(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y4, Y4
+	VMOVDQU    128(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y5, Y5
+	VMOVDQU    160(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y6, Y6
+	VMOVDQU    192(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y7, Y7
+	VMOVDQU    224(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPOR       Y9, Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -504,12 +764,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -540,7 +812,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -548,21 +820,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·bitXorAVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·bitXorAVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -577,9 +850,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ  (R8), R9
 	ADDQ  BX, R9
 	VPXOR (R9), Y0, Y0
@@ -592,11 +865,9 @@ blockSource:
 	VPXOR 224(R9), Y7, Y7
 	ADDQ  $0x08, R8
 	CMPQ  R8, DX
-	JNE   blockSource
+	JNE   nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -605,9 +876,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPXOR      (R9), Y0, Y0
+	VPXOR      32(R9), Y1, Y1
+	VPXOR      64(R9), Y2, Y2
+	VPXOR      96(R9), Y3, Y3
+	VPXOR      128(R9), Y4, Y4
+	VPXOR      160(R9), Y5, Y5
+	VPXOR      192(R9), Y6, Y6
+	VPXOR      224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -616,12 +932,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -649,7 +977,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -657,9 +985,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func boolXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func boolXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·boolXorAVX2(SB), NOSPLIT, $0-49
+TEXT ·boolXorAVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x01010101, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -668,13 +996,14 @@ TEXT ·boolXorAVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -697,9 +1026,9 @@ block:
 	VPMINUB Y0, Y8, Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y9
@@ -728,11 +1057,9 @@ blockSource:
 	VPXOR   Y9, Y8, Y8
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -741,9 +1068,78 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VPMINUB    Y0, Y1, Y1
+	VMOVDQU    32(R9), Y2
+	VPMINUB    Y0, Y2, Y2
+	VMOVDQU    64(R9), Y3
+	VPMINUB    Y0, Y3, Y3
+	VMOVDQU    96(R9), Y4
+	VPMINUB    Y0, Y4, Y4
+	VMOVDQU    128(R9), Y5
+	VPMINUB    Y0, Y5, Y5
+	VMOVDQU    160(R9), Y6
+	VPMINUB    Y0, Y6, Y6
+	VMOVDQU    192(R9), Y7
+	VPMINUB    Y0, Y7, Y7
+	VMOVDQU    224(R9), Y8
+	VPMINUB    Y0, Y8, Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y1, Y1
+	VMOVDQU    32(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y2, Y2
+	VMOVDQU    64(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y3, Y3
+	VMOVDQU    96(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y4, Y4
+	VMOVDQU    128(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y5, Y5
+	VMOVDQU    160(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y6, Y6
+	VMOVDQU    192(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y7, Y7
+	VMOVDQU    224(R9), Y9
+	VPMINUB    Y0, Y9, Y9
+	VPXOR      Y9, Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -752,12 +1148,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -788,7 +1196,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -796,21 +1204,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·sum8AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum8AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -825,9 +1234,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDB (R9), Y0, Y0
@@ -840,11 +1249,9 @@ blockSource:
 	VPADDB 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -853,9 +1260,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPADDB     (R9), Y0, Y0
+	VPADDB     32(R9), Y1, Y1
+	VPADDB     64(R9), Y2, Y2
+	VPADDB     96(R9), Y3, Y3
+	VPADDB     128(R9), Y4, Y4
+	VPADDB     160(R9), Y5, Y5
+	VPADDB     192(R9), Y6, Y6
+	VPADDB     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -864,12 +1316,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -897,7 +1361,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -905,9 +1369,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·prod8AVX2(SB), NOSPLIT, $0-49
+TEXT ·prod8AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0xff00ff00, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -916,13 +1380,14 @@ TEXT ·prod8AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -937,9 +1402,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y9
@@ -1000,11 +1465,9 @@ blockSource:
 	VPOR    Y10, Y8, Y8
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -1013,9 +1476,102 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VPAND      Y0, Y1, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y1, Y1
+	VPANDN     Y1, Y0, Y1
+	VPOR       Y10, Y1, Y1
+	VMOVDQU    32(R9), Y9
+	VPAND      Y0, Y2, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y2, Y2
+	VPANDN     Y2, Y0, Y2
+	VPOR       Y10, Y2, Y2
+	VMOVDQU    64(R9), Y9
+	VPAND      Y0, Y3, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y3, Y3
+	VPANDN     Y3, Y0, Y3
+	VPOR       Y10, Y3, Y3
+	VMOVDQU    96(R9), Y9
+	VPAND      Y0, Y4, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y4, Y4
+	VPANDN     Y4, Y0, Y4
+	VPOR       Y10, Y4, Y4
+	VMOVDQU    128(R9), Y9
+	VPAND      Y0, Y5, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y5, Y5
+	VPANDN     Y5, Y0, Y5
+	VPOR       Y10, Y5, Y5
+	VMOVDQU    160(R9), Y9
+	VPAND      Y0, Y6, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y6, Y6
+	VPANDN     Y6, Y0, Y6
+	VPOR       Y10, Y6, Y6
+	VMOVDQU    192(R9), Y9
+	VPAND      Y0, Y7, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y7, Y7
+	VPANDN     Y7, Y0, Y7
+	VPOR       Y10, Y7, Y7
+	VMOVDQU    224(R9), Y9
+	VPAND      Y0, Y8, Y10
+	VPSRLW     $0x08, Y9, Y11
+	VPMULLW    Y11, Y10, Y10
+	VPMULLW    Y9, Y8, Y8
+	VPANDN     Y8, Y0, Y8
+	VPOR       Y10, Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -1024,12 +1580,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -1063,7 +1631,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1071,21 +1639,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minI8AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI8AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1100,9 +1669,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSB (R9), Y0, Y0
@@ -1115,11 +1684,9 @@ blockSource:
 	VPMINSB 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1128,9 +1695,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMINSB    (R9), Y0, Y0
+	VPMINSB    32(R9), Y1, Y1
+	VPMINSB    64(R9), Y2, Y2
+	VPMINSB    96(R9), Y3, Y3
+	VPMINSB    128(R9), Y4, Y4
+	VPMINSB    160(R9), Y5, Y5
+	VPMINSB    192(R9), Y6, Y6
+	VPMINSB    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1139,12 +1751,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -1172,7 +1796,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1180,21 +1804,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minU8AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU8AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1209,9 +1834,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUB (R9), Y0, Y0
@@ -1224,11 +1849,9 @@ blockSource:
 	VPMINUB 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1237,9 +1860,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMINUB    (R9), Y0, Y0
+	VPMINUB    32(R9), Y1, Y1
+	VPMINUB    64(R9), Y2, Y2
+	VPMINUB    96(R9), Y3, Y3
+	VPMINUB    128(R9), Y4, Y4
+	VPMINUB    160(R9), Y5, Y5
+	VPMINUB    192(R9), Y6, Y6
+	VPMINUB    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1248,12 +1916,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -1281,7 +1961,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1289,21 +1969,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxI8AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI8AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1318,9 +1999,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSB (R9), Y0, Y0
@@ -1333,11 +2014,9 @@ blockSource:
 	VPMAXSB 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1346,9 +2025,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMAXSB    (R9), Y0, Y0
+	VPMAXSB    32(R9), Y1, Y1
+	VPMAXSB    64(R9), Y2, Y2
+	VPMAXSB    96(R9), Y3, Y3
+	VPMAXSB    128(R9), Y4, Y4
+	VPMAXSB    160(R9), Y5, Y5
+	VPMAXSB    192(R9), Y6, Y6
+	VPMAXSB    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1357,12 +2081,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -1390,7 +2126,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1398,21 +2134,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxU8AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU8AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000100
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1427,9 +2164,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUB (R9), Y0, Y0
@@ -1442,11 +2179,9 @@ blockSource:
 	VPMAXUB 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1455,9 +2190,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMAXUB    (R9), Y0, Y0
+	VPMAXUB    32(R9), Y1, Y1
+	VPMAXUB    64(R9), Y2, Y2
+	VPMAXUB    96(R9), Y3, Y3
+	VPMAXUB    128(R9), Y4, Y4
+	VPMAXUB    160(R9), Y5, Y5
+	VPMAXUB    192(R9), Y6, Y6
+	VPMAXUB    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1466,12 +2246,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000020
@@ -1499,7 +2291,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1507,22 +2299,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·sum16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000080
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1537,9 +2330,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDW (R9), Y0, Y0
@@ -1552,11 +2345,9 @@ blockSource:
 	VPADDW 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1565,9 +2356,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPADDW     (R9), Y0, Y0
+	VPADDW     32(R9), Y1, Y1
+	VPADDW     64(R9), Y2, Y2
+	VPADDW     96(R9), Y3, Y3
+	VPADDW     128(R9), Y4, Y4
+	VPADDW     160(R9), Y5, Y5
+	VPADDW     192(R9), Y6, Y6
+	VPADDW     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1576,12 +2412,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -1609,7 +2457,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1617,22 +2465,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·prod16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prod16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000080
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1647,9 +2496,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMULLW (R9), Y0, Y0
@@ -1662,11 +2511,9 @@ blockSource:
 	VPMULLW 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1675,9 +2522,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMULLW    (R9), Y0, Y0
+	VPMULLW    32(R9), Y1, Y1
+	VPMULLW    64(R9), Y2, Y2
+	VPMULLW    96(R9), Y3, Y3
+	VPMULLW    128(R9), Y4, Y4
+	VPMULLW    160(R9), Y5, Y5
+	VPMULLW    192(R9), Y6, Y6
+	VPMULLW    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1686,12 +2578,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -1719,7 +2623,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1727,22 +2631,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minI16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000080
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1757,9 +2662,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSW (R9), Y0, Y0
@@ -1772,11 +2677,9 @@ blockSource:
 	VPMINSW 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1785,9 +2688,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMINSW    (R9), Y0, Y0
+	VPMINSW    32(R9), Y1, Y1
+	VPMINSW    64(R9), Y2, Y2
+	VPMINSW    96(R9), Y3, Y3
+	VPMINSW    128(R9), Y4, Y4
+	VPMINSW    160(R9), Y5, Y5
+	VPMINSW    192(R9), Y6, Y6
+	VPMINSW    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1796,12 +2744,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -1829,7 +2789,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1837,22 +2797,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minU16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000080
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1867,9 +2828,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUW (R9), Y0, Y0
@@ -1882,11 +2843,9 @@ blockSource:
 	VPMINUW 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1895,9 +2854,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMINUW    (R9), Y0, Y0
+	VPMINUW    32(R9), Y1, Y1
+	VPMINUW    64(R9), Y2, Y2
+	VPMINUW    96(R9), Y3, Y3
+	VPMINUW    128(R9), Y4, Y4
+	VPMINUW    160(R9), Y5, Y5
+	VPMINUW    192(R9), Y6, Y6
+	VPMINUW    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1906,12 +2910,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -1939,7 +2955,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -1947,22 +2963,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxI16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000080
 	JLT     steps
 	MOVQ    (CX), R9
@@ -1977,9 +2994,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSW (R9), Y0, Y0
@@ -1992,11 +3009,9 @@ blockSource:
 	VPMAXSW 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2005,9 +3020,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMAXSW    (R9), Y0, Y0
+	VPMAXSW    32(R9), Y1, Y1
+	VPMAXSW    64(R9), Y2, Y2
+	VPMAXSW    96(R9), Y3, Y3
+	VPMAXSW    128(R9), Y4, Y4
+	VPMAXSW    160(R9), Y5, Y5
+	VPMAXSW    192(R9), Y6, Y6
+	VPMAXSW    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2016,12 +3076,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -2049,7 +3121,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2057,22 +3129,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxU16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000080
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2087,9 +3160,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUW (R9), Y0, Y0
@@ -2102,11 +3175,9 @@ blockSource:
 	VPMAXUW 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2115,9 +3186,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMAXUW    (R9), Y0, Y0
+	VPMAXUW    32(R9), Y1, Y1
+	VPMAXUW    64(R9), Y2, Y2
+	VPMAXUW    96(R9), Y3, Y3
+	VPMAXUW    128(R9), Y4, Y4
+	VPMAXUW    160(R9), Y5, Y5
+	VPMAXUW    192(R9), Y6, Y6
+	VPMAXUW    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2126,12 +3242,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -2159,7 +3287,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2167,22 +3295,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·sum32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2197,9 +3326,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDD (R9), Y0, Y0
@@ -2212,11 +3341,9 @@ blockSource:
 	VPADDD 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2225,9 +3352,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPADDD     (R9), Y0, Y0
+	VPADDD     32(R9), Y1, Y1
+	VPADDD     64(R9), Y2, Y2
+	VPADDD     96(R9), Y3, Y3
+	VPADDD     128(R9), Y4, Y4
+	VPADDD     160(R9), Y5, Y5
+	VPADDD     192(R9), Y6, Y6
+	VPADDD     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2236,12 +3408,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -2269,7 +3453,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2277,22 +3461,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·prod32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prod32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2307,9 +3492,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMULLD (R9), Y0, Y0
@@ -2322,11 +3507,9 @@ blockSource:
 	VPMULLD 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2335,9 +3518,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMULLD    (R9), Y0, Y0
+	VPMULLD    32(R9), Y1, Y1
+	VPMULLD    64(R9), Y2, Y2
+	VPMULLD    96(R9), Y3, Y3
+	VPMULLD    128(R9), Y4, Y4
+	VPMULLD    160(R9), Y5, Y5
+	VPMULLD    192(R9), Y6, Y6
+	VPMULLD    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2346,12 +3574,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -2379,7 +3619,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2387,22 +3627,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minI32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2417,9 +3658,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSD (R9), Y0, Y0
@@ -2432,11 +3673,9 @@ blockSource:
 	VPMINSD 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2445,9 +3684,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMINSD    (R9), Y0, Y0
+	VPMINSD    32(R9), Y1, Y1
+	VPMINSD    64(R9), Y2, Y2
+	VPMINSD    96(R9), Y3, Y3
+	VPMINSD    128(R9), Y4, Y4
+	VPMINSD    160(R9), Y5, Y5
+	VPMINSD    192(R9), Y6, Y6
+	VPMINSD    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2456,12 +3740,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -2489,7 +3785,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2497,22 +3793,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minU32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2527,9 +3824,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUD (R9), Y0, Y0
@@ -2542,11 +3839,9 @@ blockSource:
 	VPMINUD 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2555,9 +3850,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMINUD    (R9), Y0, Y0
+	VPMINUD    32(R9), Y1, Y1
+	VPMINUD    64(R9), Y2, Y2
+	VPMINUD    96(R9), Y3, Y3
+	VPMINUD    128(R9), Y4, Y4
+	VPMINUD    160(R9), Y5, Y5
+	VPMINUD    192(R9), Y6, Y6
+	VPMINUD    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2566,12 +3906,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -2599,7 +3951,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2607,22 +3959,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxI32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2637,9 +3990,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSD (R9), Y0, Y0
@@ -2652,11 +4005,9 @@ blockSource:
 	VPMAXSD 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2665,9 +4016,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMAXSD    (R9), Y0, Y0
+	VPMAXSD    32(R9), Y1, Y1
+	VPMAXSD    64(R9), Y2, Y2
+	VPMAXSD    96(R9), Y3, Y3
+	VPMAXSD    128(R9), Y4, Y4
+	VPMAXSD    160(R9), Y5, Y5
+	VPMAXSD    192(R9), Y6, Y6
+	VPMAXSD    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2676,12 +4072,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -2709,7 +4117,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2717,22 +4125,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxU32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2747,9 +4156,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUD (R9), Y0, Y0
@@ -2762,11 +4171,9 @@ blockSource:
 	VPMAXUD 224(R9), Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2775,9 +4182,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPMAXUD    (R9), Y0, Y0
+	VPMAXUD    32(R9), Y1, Y1
+	VPMAXUD    64(R9), Y2, Y2
+	VPMAXUD    96(R9), Y3, Y3
+	VPMAXUD    128(R9), Y4, Y4
+	VPMAXUD    160(R9), Y5, Y5
+	VPMAXUD    192(R9), Y6, Y6
+	VPMAXUD    224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2786,12 +4238,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -2819,7 +4283,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2827,22 +4291,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·sum64AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum64AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2857,9 +4322,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDQ (R9), Y0, Y0
@@ -2872,11 +4337,9 @@ blockSource:
 	VPADDQ 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2885,9 +4348,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VPADDQ     (R9), Y0, Y0
+	VPADDQ     32(R9), Y1, Y1
+	VPADDQ     64(R9), Y2, Y2
+	VPADDQ     96(R9), Y3, Y3
+	VPADDQ     128(R9), Y4, Y4
+	VPADDQ     160(R9), Y5, Y5
+	VPADDQ     192(R9), Y6, Y6
+	VPADDQ     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2896,12 +4404,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -2929,7 +4449,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -2937,22 +4457,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·prod64AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prod64AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -2967,9 +4488,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ     (R8), R9
 	ADDQ     BX, R9
 	VMOVDQU  (R9), Y8
@@ -3046,11 +4567,9 @@ blockSource:
 	VPADDQ   Y9, Y7, Y7
 	ADDQ     $0x08, R8
 	CMPQ     R8, DX
-	JNE      blockSource
+	JNE      nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3059,9 +4578,118 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y8
+	VPSRLQ     $0x20, Y0, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y0, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y0, Y0
+	VPADDQ     Y9, Y0, Y0
+	VMOVDQU    32(R9), Y8
+	VPSRLQ     $0x20, Y1, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y1, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y1, Y1
+	VPADDQ     Y9, Y1, Y1
+	VMOVDQU    64(R9), Y8
+	VPSRLQ     $0x20, Y2, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y2, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y2, Y2
+	VPADDQ     Y9, Y2, Y2
+	VMOVDQU    96(R9), Y8
+	VPSRLQ     $0x20, Y3, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y3, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y3, Y3
+	VPADDQ     Y9, Y3, Y3
+	VMOVDQU    128(R9), Y8
+	VPSRLQ     $0x20, Y4, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y4, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y4, Y4
+	VPADDQ     Y9, Y4, Y4
+	VMOVDQU    160(R9), Y8
+	VPSRLQ     $0x20, Y5, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y5, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y5, Y5
+	VPADDQ     Y9, Y5, Y5
+	VMOVDQU    192(R9), Y8
+	VPSRLQ     $0x20, Y6, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y6, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y6, Y6
+	VPADDQ     Y9, Y6, Y6
+	VMOVDQU    224(R9), Y8
+	VPSRLQ     $0x20, Y7, Y9
+	VPMULUDQ   Y8, Y9, Y9
+	VPSRLQ     $0x20, Y8, Y10
+	VPMULUDQ   Y7, Y10, Y10
+	VPADDQ     Y10, Y9, Y9
+	VPSLLQ     $0x20, Y9, Y9
+	VPMULUDQ   Y8, Y7, Y7
+	VPADDQ     Y9, Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3070,12 +4698,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -3111,7 +4751,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3119,22 +4759,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minI64AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -3149,9 +4790,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y8
@@ -3180,11 +4821,9 @@ blockSource:
 	VBLENDVPD Y9, Y8, Y7, Y7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3193,9 +4832,70 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y8
+	VPCMPGTQ   Y8, Y0, Y9
+	VBLENDVPD  Y9, Y8, Y0, Y0
+	VMOVDQU    32(R9), Y8
+	VPCMPGTQ   Y8, Y1, Y9
+	VBLENDVPD  Y9, Y8, Y1, Y1
+	VMOVDQU    64(R9), Y8
+	VPCMPGTQ   Y8, Y2, Y9
+	VBLENDVPD  Y9, Y8, Y2, Y2
+	VMOVDQU    96(R9), Y8
+	VPCMPGTQ   Y8, Y3, Y9
+	VBLENDVPD  Y9, Y8, Y3, Y3
+	VMOVDQU    128(R9), Y8
+	VPCMPGTQ   Y8, Y4, Y9
+	VBLENDVPD  Y9, Y8, Y4, Y4
+	VMOVDQU    160(R9), Y8
+	VPCMPGTQ   Y8, Y5, Y9
+	VBLENDVPD  Y9, Y8, Y5, Y5
+	VMOVDQU    192(R9), Y8
+	VPCMPGTQ   Y8, Y6, Y9
+	VBLENDVPD  Y9, Y8, Y6, Y6
+	VMOVDQU    224(R9), Y8
+	VPCMPGTQ   Y8, Y7, Y9
+	VBLENDVPD  Y9, Y8, Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3204,12 +4904,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -3239,7 +4951,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3247,9 +4959,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minU64AVX2(SB), NOSPLIT, $0-49
+TEXT ·minU64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         $0x8000000000000000, AX
 	VMOVQ        AX, X0
 	VPBROADCASTQ X0, Y0
@@ -3258,14 +4970,15 @@ TEXT ·minU64AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -3280,9 +4993,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y9
@@ -3327,11 +5040,9 @@ blockSource:
 	VBLENDVPD Y10, Y9, Y8, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -3340,9 +5051,86 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VPXOR      Y0, Y1, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y1, Y1
+	VMOVDQU    32(R9), Y9
+	VPXOR      Y0, Y2, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y2, Y2
+	VMOVDQU    64(R9), Y9
+	VPXOR      Y0, Y3, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y3, Y3
+	VMOVDQU    96(R9), Y9
+	VPXOR      Y0, Y4, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y4, Y4
+	VMOVDQU    128(R9), Y9
+	VPXOR      Y0, Y5, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y5, Y5
+	VMOVDQU    160(R9), Y9
+	VPXOR      Y0, Y6, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y6, Y6
+	VMOVDQU    192(R9), Y9
+	VPXOR      Y0, Y7, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y7, Y7
+	VMOVDQU    224(R9), Y9
+	VPXOR      Y0, Y8, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y9, Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -3351,12 +5139,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -3388,7 +5188,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3396,22 +5196,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxI64AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -3426,9 +5227,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y8
@@ -3457,11 +5258,9 @@ blockSource:
 	VBLENDVPD Y9, Y7, Y8, Y7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3470,9 +5269,70 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y8
+	VPCMPGTQ   Y8, Y0, Y9
+	VBLENDVPD  Y9, Y0, Y8, Y0
+	VMOVDQU    32(R9), Y8
+	VPCMPGTQ   Y8, Y1, Y9
+	VBLENDVPD  Y9, Y1, Y8, Y1
+	VMOVDQU    64(R9), Y8
+	VPCMPGTQ   Y8, Y2, Y9
+	VBLENDVPD  Y9, Y2, Y8, Y2
+	VMOVDQU    96(R9), Y8
+	VPCMPGTQ   Y8, Y3, Y9
+	VBLENDVPD  Y9, Y3, Y8, Y3
+	VMOVDQU    128(R9), Y8
+	VPCMPGTQ   Y8, Y4, Y9
+	VBLENDVPD  Y9, Y4, Y8, Y4
+	VMOVDQU    160(R9), Y8
+	VPCMPGTQ   Y8, Y5, Y9
+	VBLENDVPD  Y9, Y5, Y8, Y5
+	VMOVDQU    192(R9), Y8
+	VPCMPGTQ   Y8, Y6, Y9
+	VBLENDVPD  Y9, Y6, Y8, Y6
+	VMOVDQU    224(R9), Y8
+	VPCMPGTQ   Y8, Y7, Y9
+	VBLENDVPD  Y9, Y7, Y8, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3481,12 +5341,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -3516,7 +5388,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3524,9 +5396,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxU64AVX2(SB), NOSPLIT, $0-49
+TEXT ·maxU64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         $0x8000000000000000, AX
 	VMOVQ        AX, X0
 	VPBROADCASTQ X0, Y0
@@ -3535,14 +5407,15 @@ TEXT ·maxU64AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -3557,9 +5430,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y9
@@ -3604,11 +5477,9 @@ blockSource:
 	VBLENDVPD Y10, Y8, Y9, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -3617,9 +5488,86 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VPXOR      Y0, Y1, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y1, Y9, Y1
+	VMOVDQU    32(R9), Y9
+	VPXOR      Y0, Y2, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y2, Y9, Y2
+	VMOVDQU    64(R9), Y9
+	VPXOR      Y0, Y3, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y3, Y9, Y3
+	VMOVDQU    96(R9), Y9
+	VPXOR      Y0, Y4, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y4, Y9, Y4
+	VMOVDQU    128(R9), Y9
+	VPXOR      Y0, Y5, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y5, Y9, Y5
+	VMOVDQU    160(R9), Y9
+	VPXOR      Y0, Y6, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y6, Y9, Y6
+	VMOVDQU    192(R9), Y9
+	VPXOR      Y0, Y7, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y7, Y9, Y7
+	VMOVDQU    224(R9), Y9
+	VPXOR      Y0, Y8, Y10
+	VPXOR      Y0, Y9, Y11
+	VPCMPGTQ   Y11, Y10, Y10
+	VBLENDVPD  Y10, Y8, Y9, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -3628,12 +5576,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -3665,7 +5625,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3673,22 +5633,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
-TEXT ·sumF32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -3703,9 +5664,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPS (R9), Y0, Y0
@@ -3718,11 +5679,9 @@ blockSource:
 	VADDPS 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3731,9 +5690,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VADDPS     (R9), Y0, Y0
+	VADDPS     32(R9), Y1, Y1
+	VADDPS     64(R9), Y2, Y2
+	VADDPS     96(R9), Y3, Y3
+	VADDPS     128(R9), Y4, Y4
+	VADDPS     160(R9), Y5, Y5
+	VADDPS     192(R9), Y6, Y6
+	VADDPS     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3742,12 +5746,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -3775,7 +5791,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3783,22 +5799,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
-TEXT ·sumF64AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -3813,9 +5830,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPD (R9), Y0, Y0
@@ -3828,11 +5845,9 @@ blockSource:
 	VADDPD 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3841,9 +5856,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VADDPD     (R9), Y0, Y0
+	VADDPD     32(R9), Y1, Y1
+	VADDPD     64(R9), Y2, Y2
+	VADDPD     96(R9), Y3, Y3
+	VADDPD     128(R9), Y4, Y4
+	VADDPD     160(R9), Y5, Y5
+	VADDPD     192(R9), Y6, Y6
+	VADDPD     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3852,12 +5912,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -3885,7 +5957,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -3893,22 +5965,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, F16C, MMX+
-TEXT ·sumF16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -3923,9 +5996,9 @@ block:
 	VCVTPH2PS 112(R9), Y7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Y8
@@ -3946,11 +6019,9 @@ blockSource:
 	VADDPS    Y8, Y7, Y7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Y0, (AX)
 	VCVTPS2PH $0x00, Y1, 16(AX)
 	VCVTPS2PH $0x00, Y2, 32(AX)
@@ -3959,9 +6030,58 @@ blockFinish:
 	VCVTPS2PH $0x00, Y5, 80(AX)
 	VCVTPS2PH $0x00, Y6, 96(AX)
 	VCVTPS2PH $0x00, Y7, 112(AX)
-	JMP       blockNext
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y0
+	VCVTPH2PS  16(R9), Y1
+	VCVTPH2PS  32(R9), Y2
+	VCVTPH2PS  48(R9), Y3
+	VCVTPH2PS  64(R9), Y4
+	VCVTPH2PS  80(R9), Y5
+	VCVTPH2PS  96(R9), Y6
+	VCVTPH2PS  112(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y8
+	VADDPS     Y8, Y0, Y0
+	VCVTPH2PS  16(R9), Y8
+	VADDPS     Y8, Y1, Y1
+	VCVTPH2PS  32(R9), Y8
+	VADDPS     Y8, Y2, Y2
+	VCVTPH2PS  48(R9), Y8
+	VADDPS     Y8, Y3, Y3
+	VCVTPH2PS  64(R9), Y8
+	VADDPS     Y8, Y4, Y4
+	VCVTPH2PS  80(R9), Y8
+	VADDPS     Y8, Y5, Y5
+	VCVTPH2PS  96(R9), Y8
+	VADDPS     Y8, Y6, Y6
+	VCVTPH2PS  112(R9), Y8
+	VADDPS     Y8, Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Y0, X0
 	VMOVNTDQ  X0, (AX)
 	VCVTPS2PH $0x00, Y1, X0
@@ -3978,12 +6098,24 @@ blockStream:
 	VMOVNTDQ  X0, 96(AX)
 	VCVTPS2PH $0x00, Y7, X0
 	VMOVNTDQ  X0, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000080, AX
-	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Y0, (AX)
+	VCVTPS2PH $0x00, Y1, 16(AX)
+	VCVTPS2PH $0x00, Y2, 32(AX)
+	VCVTPS2PH $0x00, Y3, 48(AX)
+	VCVTPS2PH $0x00, Y4, 64(AX)
+	VCVTPS2PH $0x00, Y5, 80(AX)
+	VCVTPS2PH $0x00, Y6, 96(AX)
+	VCVTPS2PH $0x00, Y7, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -4012,7 +6144,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4020,9 +6152,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -4037,14 +6169,15 @@ TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -4057,9 +6190,9 @@ block:
 	VPAND   Y0, Y6, Y6
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y8
@@ -4074,11 +6207,9 @@ blockSource:
 	VADDPS  Y8, Y6, Y6
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL    DI, DI
-	JNE      blockStream
+nearFinish:
 	VCMPPS   $0x07, Y3, Y3, Y8
 	VPSRLD   $0x10, Y3, Y7
 	VPAND    Y1, Y7, Y7
@@ -4109,9 +6240,48 @@ blockFinish:
 	VPSRLD   $0x10, Y5, Y5
 	VPBLENDW $0xaa, Y6, Y5, Y5
 	VMOVDQU  Y5, 32(AX)
-	JMP      blockNext
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y4
+	VPSLLD     $0x10, Y4, Y3
+	VPAND      Y0, Y4, Y4
+	VMOVDQU    32(R9), Y6
+	VPSLLD     $0x10, Y6, Y5
+	VPAND      Y0, Y6, Y6
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y8
+	VPSLLD     $0x10, Y8, Y7
+	VPAND      Y0, Y8, Y8
+	VADDPS     Y7, Y3, Y3
+	VADDPS     Y8, Y4, Y4
+	VMOVDQU    32(R9), Y8
+	VPSLLD     $0x10, Y8, Y7
+	VPAND      Y0, Y8, Y8
+	VADDPS     Y7, Y5, Y5
+	VADDPS     Y8, Y6, Y6
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VCMPPS   $0x07, Y3, Y3, Y8
 	VPSRLD   $0x10, Y3, Y7
 	VPAND    Y1, Y7, Y7
@@ -4142,12 +6312,46 @@ blockStream:
 	VPSRLD   $0x10, Y5, Y5
 	VPBLENDW $0xaa, Y6, Y5, Y5
 	VMOVNTDQ Y5, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VCMPPS   $0x07, Y3, Y3, Y8
+	VPSRLD   $0x10, Y3, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPAND    Y8, Y7, Y7
+	VPADDD   Y7, Y3, Y3
+	VCMPPS   $0x07, Y4, Y4, Y8
+	VPSRLD   $0x10, Y4, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPAND    Y8, Y7, Y7
+	VPADDD   Y7, Y4, Y4
+	VPSRLD   $0x10, Y3, Y3
+	VPBLENDW $0xaa, Y4, Y3, Y3
+	VMOVDQU  Y3, (AX)
+	VCMPPS   $0x07, Y5, Y5, Y4
+	VPSRLD   $0x10, Y5, Y3
+	VPAND    Y1, Y3, Y3
+	VPADDD   Y2, Y3, Y3
+	VPAND    Y4, Y3, Y3
+	VPADDD   Y3, Y5, Y5
+	VCMPPS   $0x07, Y6, Y6, Y4
+	VPSRLD   $0x10, Y6, Y3
+	VPAND    Y1, Y3, Y3
+	VPADDD   Y2, Y3, Y3
+	VPAND    Y4, Y3, Y3
+	VPADDD   Y3, Y6, Y6
+	VPSRLD   $0x10, Y5, Y5
+	VPBLENDW $0xaa, Y6, Y5, Y5
+	VMOVDQU  Y5, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -4195,7 +6399,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4203,22 +6407,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
-TEXT ·prodF32AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prodF32AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -4233,9 +6438,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VMULPS (R9), Y0, Y0
@@ -4248,11 +6453,9 @@ blockSource:
 	VMULPS 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4261,9 +6464,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMULPS     (R9), Y0, Y0
+	VMULPS     32(R9), Y1, Y1
+	VMULPS     64(R9), Y2, Y2
+	VMULPS     96(R9), Y3, Y3
+	VMULPS     128(R9), Y4, Y4
+	VMULPS     160(R9), Y5, Y5
+	VMULPS     192(R9), Y6, Y6
+	VMULPS     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -4272,12 +6520,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -4305,7 +6565,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4313,22 +6573,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
-TEXT ·prodF64AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prodF64AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -4343,9 +6604,9 @@ block:
 	VMOVDQU 224(R9), Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VMULPD (R9), Y0, Y0
@@ -4358,11 +6619,9 @@ blockSource:
 	VMULPD 224(R9), Y7, Y7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4371,9 +6630,54 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y0
+	VMOVDQU    32(R9), Y1
+	VMOVDQU    64(R9), Y2
+	VMOVDQU    96(R9), Y3
+	VMOVDQU    128(R9), Y4
+	VMOVDQU    160(R9), Y5
+	VMOVDQU    192(R9), Y6
+	VMOVDQU    224(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMULPD     (R9), Y0, Y0
+	VMULPD     32(R9), Y1, Y1
+	VMULPD     64(R9), Y2, Y2
+	VMULPD     96(R9), Y3, Y3
+	VMULPD     128(R9), Y4, Y4
+	VMULPD     160(R9), Y5, Y5
+	VMULPD     192(R9), Y6, Y6
+	VMULPD     224(R9), Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -4382,12 +6686,24 @@ blockStream:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -4415,7 +6731,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4423,22 +6739,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, F16C, MMX+
-TEXT ·prodF16AVX2(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -4453,9 +6770,9 @@ block:
 	VCVTPH2PS 112(R9), Y7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Y8
@@ -4476,11 +6793,9 @@ blockSource:
 	VMULPS    Y8, Y7, Y7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Y0, (AX)
 	VCVTPS2PH $0x00, Y1, 16(AX)
 	VCVTPS2PH $0x00, Y2, 32(AX)
@@ -4489,9 +6804,58 @@ blockFinish:
 	VCVTPS2PH $0x00, Y5, 80(AX)
 	VCVTPS2PH $0x00, Y6, 96(AX)
 	VCVTPS2PH $0x00, Y7, 112(AX)
-	JMP       blockNext
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y0
+	VCVTPH2PS  16(R9), Y1
+	VCVTPH2PS  32(R9), Y2
+	VCVTPH2PS  48(R9), Y3
+	VCVTPH2PS  64(R9), Y4
+	VCVTPH2PS  80(R9), Y5
+	VCVTPH2PS  96(R9), Y6
+	VCVTPH2PS  112(R9), Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y8
+	VMULPS     Y8, Y0, Y0
+	VCVTPH2PS  16(R9), Y8
+	VMULPS     Y8, Y1, Y1
+	VCVTPH2PS  32(R9), Y8
+	VMULPS     Y8, Y2, Y2
+	VCVTPH2PS  48(R9), Y8
+	VMULPS     Y8, Y3, Y3
+	VCVTPH2PS  64(R9), Y8
+	VMULPS     Y8, Y4, Y4
+	VCVTPH2PS  80(R9), Y8
+	VMULPS     Y8, Y5, Y5
+	VCVTPH2PS  96(R9), Y8
+	VMULPS     Y8, Y6, Y6
+	VCVTPH2PS  112(R9), Y8
+	VMULPS     Y8, Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Y0, X0
 	VMOVNTDQ  X0, (AX)
 	VCVTPS2PH $0x00, Y1, X0
@@ -4508,12 +6872,24 @@ blockStream:
 	VMOVNTDQ  X0, 96(AX)
 	VCVTPS2PH $0x00, Y7, X0
 	VMOVNTDQ  X0, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000080, AX
-	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Y0, (AX)
+	VCVTPS2PH $0x00, Y1, 16(AX)
+	VCVTPS2PH $0x00, Y2, 32(AX)
+	VCVTPS2PH $0x00, Y3, 48(AX)
+	VCVTPS2PH $0x00, Y4, 64(AX)
+	VCVTPS2PH $0x00, Y5, 80(AX)
+	VCVTPS2PH $0x00, Y6, 96(AX)
+	VCVTPS2PH $0x00, Y7, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -4542,7 +6918,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4550,9 +6926,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -4567,14 +6943,15 @@ TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -4587,9 +6964,9 @@ block:
 	VPAND   Y0, Y6, Y6
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y8
@@ -4604,11 +6981,9 @@ blockSource:
 	VMULPS  Y8, Y6, Y6
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL    DI, DI
-	JNE      blockStream
+nearFinish:
 	VCMPPS   $0x07, Y3, Y3, Y8
 	VPSRLD   $0x10, Y3, Y7
 	VPAND    Y1, Y7, Y7
@@ -4639,9 +7014,48 @@ blockFinish:
 	VPSRLD   $0x10, Y5, Y5
 	VPBLENDW $0xaa, Y6, Y5, Y5
 	VMOVDQU  Y5, 32(AX)
-	JMP      blockNext
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y4
+	VPSLLD     $0x10, Y4, Y3
+	VPAND      Y0, Y4, Y4
+	VMOVDQU    32(R9), Y6
+	VPSLLD     $0x10, Y6, Y5
+	VPAND      Y0, Y6, Y6
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y8
+	VPSLLD     $0x10, Y8, Y7
+	VPAND      Y0, Y8, Y8
+	VMULPS     Y7, Y3, Y3
+	VMULPS     Y8, Y4, Y4
+	VMOVDQU    32(R9), Y8
+	VPSLLD     $0x10, Y8, Y7
+	VPAND      Y0, Y8, Y8
+	VMULPS     Y7, Y5, Y5
+	VMULPS     Y8, Y6, Y6
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VCMPPS   $0x07, Y3, Y3, Y8
 	VPSRLD   $0x10, Y3, Y7
 	VPAND    Y1, Y7, Y7
@@ -4672,12 +7086,46 @@ blockStream:
 	VPSRLD   $0x10, Y5, Y5
 	VPBLENDW $0xaa, Y6, Y5, Y5
 	VMOVNTDQ Y5, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VCMPPS   $0x07, Y3, Y3, Y8
+	VPSRLD   $0x10, Y3, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPAND    Y8, Y7, Y7
+	VPADDD   Y7, Y3, Y3
+	VCMPPS   $0x07, Y4, Y4, Y8
+	VPSRLD   $0x10, Y4, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPAND    Y8, Y7, Y7
+	VPADDD   Y7, Y4, Y4
+	VPSRLD   $0x10, Y3, Y3
+	VPBLENDW $0xaa, Y4, Y3, Y3
+	VMOVDQU  Y3, (AX)
+	VCMPPS   $0x07, Y5, Y5, Y4
+	VPSRLD   $0x10, Y5, Y3
+	VPAND    Y1, Y3, Y3
+	VPADDD   Y2, Y3, Y3
+	VPAND    Y4, Y3, Y3
+	VPADDD   Y3, Y5, Y5
+	VCMPPS   $0x07, Y6, Y6, Y4
+	VPSRLD   $0x10, Y6, Y3
+	VPAND    Y1, Y3, Y3
+	VPADDD   Y2, Y3, Y3
+	VPAND    Y4, Y3, Y3
+	VPADDD   Y3, Y6, Y6
+	VPSRLD   $0x10, Y5, Y5
+	VPBLENDW $0xaa, Y6, Y5, Y5
+	VMOVDQU  Y5, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -4725,7 +7173,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4733,9 +7181,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minF32AVX2(SB), NOSPLIT, $0-49
+TEXT ·minF32AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -4744,14 +7192,15 @@ TEXT ·minF32AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -4766,9 +7215,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y9
@@ -4821,11 +7270,9 @@ blockSource:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4834,9 +7281,94 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VMINPS     Y9, Y1, Y10
+	VMINPS     Y1, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y1, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y1
+	VMOVDQU    32(R9), Y9
+	VMINPS     Y9, Y2, Y10
+	VMINPS     Y2, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y2, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y2
+	VMOVDQU    64(R9), Y9
+	VMINPS     Y9, Y3, Y10
+	VMINPS     Y3, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y3, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y3
+	VMOVDQU    96(R9), Y9
+	VMINPS     Y9, Y4, Y10
+	VMINPS     Y4, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y4, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y4
+	VMOVDQU    128(R9), Y9
+	VMINPS     Y9, Y5, Y10
+	VMINPS     Y5, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y5, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y5
+	VMOVDQU    160(R9), Y9
+	VMINPS     Y9, Y6, Y10
+	VMINPS     Y6, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y6, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y6
+	VMOVDQU    192(R9), Y9
+	VMINPS     Y9, Y7, Y10
+	VMINPS     Y7, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y7, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y7
+	VMOVDQU    224(R9), Y9
+	VMINPS     Y9, Y8, Y10
+	VMINPS     Y8, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y8, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -4845,12 +7377,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -4883,7 +7427,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -4891,9 +7435,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minF64AVX2(SB), NOSPLIT, $0-49
+TEXT ·minF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         $0x7ff8000000000000, AX
 	VMOVQ        AX, X0
 	VPBROADCASTQ X0, Y0
@@ -4902,14 +7446,15 @@ TEXT ·minF64AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -4924,9 +7469,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y9
@@ -4979,11 +7524,9 @@ blockSource:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4992,9 +7535,94 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VMINPD     Y9, Y1, Y10
+	VMINPD     Y1, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y1, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y1
+	VMOVDQU    32(R9), Y9
+	VMINPD     Y9, Y2, Y10
+	VMINPD     Y2, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y2, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y2
+	VMOVDQU    64(R9), Y9
+	VMINPD     Y9, Y3, Y10
+	VMINPD     Y3, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y3, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y3
+	VMOVDQU    96(R9), Y9
+	VMINPD     Y9, Y4, Y10
+	VMINPD     Y4, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y4, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y4
+	VMOVDQU    128(R9), Y9
+	VMINPD     Y9, Y5, Y10
+	VMINPD     Y5, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y5, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y5
+	VMOVDQU    160(R9), Y9
+	VMINPD     Y9, Y6, Y10
+	VMINPD     Y6, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y6, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y6
+	VMOVDQU    192(R9), Y9
+	VMINPD     Y9, Y7, Y10
+	VMINPD     Y7, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y7, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y7
+	VMOVDQU    224(R9), Y9
+	VMINPD     Y9, Y8, Y10
+	VMINPD     Y8, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y8, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -5003,12 +7631,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -5041,7 +7681,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5049,9 +7689,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C, MMX+
-TEXT ·minF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·minF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -5060,14 +7700,15 @@ TEXT ·minF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -5082,9 +7723,9 @@ block:
 	VCVTPH2PS 112(R9), Y8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Y9
@@ -5137,11 +7778,9 @@ blockSource:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Y1, (AX)
 	VCVTPS2PH $0x00, Y2, 16(AX)
 	VCVTPS2PH $0x00, Y3, 32(AX)
@@ -5150,9 +7789,90 @@ blockFinish:
 	VCVTPS2PH $0x00, Y6, 80(AX)
 	VCVTPS2PH $0x00, Y7, 96(AX)
 	VCVTPS2PH $0x00, Y8, 112(AX)
-	JMP       blockNext
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y1
+	VCVTPH2PS  16(R9), Y2
+	VCVTPH2PS  32(R9), Y3
+	VCVTPH2PS  48(R9), Y4
+	VCVTPH2PS  64(R9), Y5
+	VCVTPH2PS  80(R9), Y6
+	VCVTPH2PS  96(R9), Y7
+	VCVTPH2PS  112(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y9
+	VMINPS     Y9, Y1, Y10
+	VMINPS     Y1, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y1, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y1
+	VCVTPH2PS  16(R9), Y9
+	VMINPS     Y9, Y2, Y10
+	VMINPS     Y2, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y2, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y2
+	VCVTPH2PS  32(R9), Y9
+	VMINPS     Y9, Y3, Y10
+	VMINPS     Y3, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y3, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y3
+	VCVTPH2PS  48(R9), Y9
+	VMINPS     Y9, Y4, Y10
+	VMINPS     Y4, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y4, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y4
+	VCVTPH2PS  64(R9), Y9
+	VMINPS     Y9, Y5, Y10
+	VMINPS     Y5, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y5, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y5
+	VCVTPH2PS  80(R9), Y9
+	VMINPS     Y9, Y6, Y10
+	VMINPS     Y6, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y6, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y6
+	VCVTPH2PS  96(R9), Y9
+	VMINPS     Y9, Y7, Y10
+	VMINPS     Y7, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y7, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y7
+	VCVTPH2PS  112(R9), Y9
+	VMINPS     Y9, Y8, Y10
+	VMINPS     Y8, Y9, Y11
+	VPOR       Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y8, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Y1, X1
 	VMOVNTDQ  X1, (AX)
 	VCVTPS2PH $0x00, Y2, X1
@@ -5169,12 +7889,24 @@ blockStream:
 	VMOVNTDQ  X1, 96(AX)
 	VCVTPS2PH $0x00, Y8, X1
 	VMOVNTDQ  X1, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000080, AX
-	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Y1, (AX)
+	VCVTPS2PH $0x00, Y2, 16(AX)
+	VCVTPS2PH $0x00, Y3, 32(AX)
+	VCVTPS2PH $0x00, Y4, 48(AX)
+	VCVTPS2PH $0x00, Y5, 64(AX)
+	VCVTPS2PH $0x00, Y6, 80(AX)
+	VCVTPS2PH $0x00, Y7, 96(AX)
+	VCVTPS2PH $0x00, Y8, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -5207,7 +7939,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5215,9 +7947,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·minBF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·minBF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -5229,14 +7961,15 @@ TEXT ·minBF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -5249,9 +7982,9 @@ block:
 	VPAND   Y0, Y5, Y5
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y7
@@ -5282,32 +8015,95 @@ blockSource:
 	VBLENDVPS Y8, Y1, Y6, Y5
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL    DI, DI
-	JNE      blockStream
+nearFinish:
 	VPSRLD   $0x10, Y2, Y2
 	VPBLENDW $0xaa, Y3, Y2, Y2
 	VMOVDQU  Y2, (AX)
 	VPSRLD   $0x10, Y4, Y4
 	VPBLENDW $0xaa, Y5, Y4, Y4
 	VMOVDQU  Y4, 32(AX)
-	JMP      blockNext
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y3
+	VPSLLD     $0x10, Y3, Y2
+	VPAND      Y0, Y3, Y3
+	VMOVDQU    32(R9), Y5
+	VPSLLD     $0x10, Y5, Y4
+	VPAND      Y0, Y5, Y5
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y7
+	VPSLLD     $0x10, Y7, Y6
+	VPAND      Y0, Y7, Y7
+	VMINPS     Y6, Y2, Y8
+	VMINPS     Y2, Y6, Y9
+	VPOR       Y8, Y9, Y8
+	VCMPPS     $0x03, Y6, Y2, Y9
+	VBLENDVPS  Y9, Y1, Y8, Y2
+	VMINPS     Y7, Y3, Y6
+	VMINPS     Y3, Y7, Y8
+	VPOR       Y6, Y8, Y6
+	VCMPPS     $0x03, Y7, Y3, Y8
+	VBLENDVPS  Y8, Y1, Y6, Y3
+	VMOVDQU    32(R9), Y7
+	VPSLLD     $0x10, Y7, Y6
+	VPAND      Y0, Y7, Y7
+	VMINPS     Y6, Y4, Y8
+	VMINPS     Y4, Y6, Y9
+	VPOR       Y8, Y9, Y8
+	VCMPPS     $0x03, Y6, Y4, Y9
+	VBLENDVPS  Y9, Y1, Y8, Y4
+	VMINPS     Y7, Y5, Y6
+	VMINPS     Y5, Y7, Y8
+	VPOR       Y6, Y8, Y6
+	VCMPPS     $0x03, Y7, Y5, Y8
+	VBLENDVPS  Y8, Y1, Y6, Y5
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VPSRLD   $0x10, Y2, Y2
 	VPBLENDW $0xaa, Y3, Y2, Y2
 	VMOVNTDQ Y2, (AX)
 	VPSRLD   $0x10, Y4, Y4
 	VPBLENDW $0xaa, Y5, Y4, Y4
 	VMOVNTDQ Y4, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VPSRLD   $0x10, Y2, Y2
+	VPBLENDW $0xaa, Y3, Y2, Y2
+	VMOVDQU  Y2, (AX)
+	VPSRLD   $0x10, Y4, Y4
+	VPBLENDW $0xaa, Y5, Y4, Y4
+	VMOVDQU  Y4, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -5351,7 +8147,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5359,9 +8155,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxF32AVX2(SB), NOSPLIT, $0-49
+TEXT ·maxF32AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -5370,14 +8166,15 @@ TEXT ·maxF32AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -5392,9 +8189,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y9
@@ -5447,11 +8244,9 @@ blockSource:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -5460,9 +8255,94 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VMAXPS     Y9, Y1, Y10
+	VMAXPS     Y1, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y1, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y1
+	VMOVDQU    32(R9), Y9
+	VMAXPS     Y9, Y2, Y10
+	VMAXPS     Y2, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y2, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y2
+	VMOVDQU    64(R9), Y9
+	VMAXPS     Y9, Y3, Y10
+	VMAXPS     Y3, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y3, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y3
+	VMOVDQU    96(R9), Y9
+	VMAXPS     Y9, Y4, Y10
+	VMAXPS     Y4, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y4, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y4
+	VMOVDQU    128(R9), Y9
+	VMAXPS     Y9, Y5, Y10
+	VMAXPS     Y5, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y5, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y5
+	VMOVDQU    160(R9), Y9
+	VMAXPS     Y9, Y6, Y10
+	VMAXPS     Y6, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y6, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y6
+	VMOVDQU    192(R9), Y9
+	VMAXPS     Y9, Y7, Y10
+	VMAXPS     Y7, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y7, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y7
+	VMOVDQU    224(R9), Y9
+	VMAXPS     Y9, Y8, Y10
+	VMAXPS     Y8, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y8, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -5471,12 +8351,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -5509,7 +8401,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5517,9 +8409,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxF64AVX2(SB), NOSPLIT, $0-49
+TEXT ·maxF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         $0x7ff8000000000000, AX
 	VMOVQ        AX, X0
 	VPBROADCASTQ X0, Y0
@@ -5528,14 +8420,15 @@ TEXT ·maxF64AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -5550,9 +8443,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y9
@@ -5605,11 +8498,9 @@ blockSource:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL   DI, DI
-	JNE     blockStream
+nearFinish:
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -5618,9 +8509,94 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y9
+	VMAXPD     Y9, Y1, Y10
+	VMAXPD     Y1, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y1, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y1
+	VMOVDQU    32(R9), Y9
+	VMAXPD     Y9, Y2, Y10
+	VMAXPD     Y2, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y2, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y2
+	VMOVDQU    64(R9), Y9
+	VMAXPD     Y9, Y3, Y10
+	VMAXPD     Y3, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y3, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y3
+	VMOVDQU    96(R9), Y9
+	VMAXPD     Y9, Y4, Y10
+	VMAXPD     Y4, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y4, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y4
+	VMOVDQU    128(R9), Y9
+	VMAXPD     Y9, Y5, Y10
+	VMAXPD     Y5, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y5, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y5
+	VMOVDQU    160(R9), Y9
+	VMAXPD     Y9, Y6, Y10
+	VMAXPD     Y6, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y6, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y6
+	VMOVDQU    192(R9), Y9
+	VMAXPD     Y9, Y7, Y10
+	VMAXPD     Y7, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y7, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y7
+	VMOVDQU    224(R9), Y9
+	VMAXPD     Y9, Y8, Y10
+	VMAXPD     Y8, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPD     $0x03, Y9, Y8, Y11
+	VBLENDVPD  Y11, Y0, Y10, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -5629,12 +8605,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -5667,7 +8655,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5675,9 +8663,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C, MMX+
-TEXT ·maxF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·maxF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -5686,14 +8674,15 @@ TEXT ·maxF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -5708,9 +8697,9 @@ block:
 	VCVTPH2PS 112(R9), Y8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Y9
@@ -5763,11 +8752,9 @@ blockSource:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Y1, (AX)
 	VCVTPS2PH $0x00, Y2, 16(AX)
 	VCVTPS2PH $0x00, Y3, 32(AX)
@@ -5776,9 +8763,90 @@ blockFinish:
 	VCVTPS2PH $0x00, Y6, 80(AX)
 	VCVTPS2PH $0x00, Y7, 96(AX)
 	VCVTPS2PH $0x00, Y8, 112(AX)
-	JMP       blockNext
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y1
+	VCVTPH2PS  16(R9), Y2
+	VCVTPH2PS  32(R9), Y3
+	VCVTPH2PS  48(R9), Y4
+	VCVTPH2PS  64(R9), Y5
+	VCVTPH2PS  80(R9), Y6
+	VCVTPH2PS  96(R9), Y7
+	VCVTPH2PS  112(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y9
+	VMAXPS     Y9, Y1, Y10
+	VMAXPS     Y1, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y1, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y1
+	VCVTPH2PS  16(R9), Y9
+	VMAXPS     Y9, Y2, Y10
+	VMAXPS     Y2, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y2, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y2
+	VCVTPH2PS  32(R9), Y9
+	VMAXPS     Y9, Y3, Y10
+	VMAXPS     Y3, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y3, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y3
+	VCVTPH2PS  48(R9), Y9
+	VMAXPS     Y9, Y4, Y10
+	VMAXPS     Y4, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y4, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y4
+	VCVTPH2PS  64(R9), Y9
+	VMAXPS     Y9, Y5, Y10
+	VMAXPS     Y5, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y5, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y5
+	VCVTPH2PS  80(R9), Y9
+	VMAXPS     Y9, Y6, Y10
+	VMAXPS     Y6, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y6, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y6
+	VCVTPH2PS  96(R9), Y9
+	VMAXPS     Y9, Y7, Y10
+	VMAXPS     Y7, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y7, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y7
+	VCVTPH2PS  112(R9), Y9
+	VMAXPS     Y9, Y8, Y10
+	VMAXPS     Y8, Y9, Y11
+	VPAND      Y10, Y11, Y10
+	VCMPPS     $0x03, Y9, Y8, Y11
+	VBLENDVPS  Y11, Y0, Y10, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Y1, X1
 	VMOVNTDQ  X1, (AX)
 	VCVTPS2PH $0x00, Y2, X1
@@ -5795,12 +8863,24 @@ blockStream:
 	VMOVNTDQ  X1, 96(AX)
 	VCVTPS2PH $0x00, Y8, X1
 	VMOVNTDQ  X1, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000080, AX
-	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Y1, (AX)
+	VCVTPS2PH $0x00, Y2, 16(AX)
+	VCVTPS2PH $0x00, Y3, 32(AX)
+	VCVTPS2PH $0x00, Y4, 48(AX)
+	VCVTPS2PH $0x00, Y5, 64(AX)
+	VCVTPS2PH $0x00, Y6, 80(AX)
+	VCVTPS2PH $0x00, Y7, 96(AX)
+	VCVTPS2PH $0x00, Y8, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -5833,7 +8913,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5841,9 +8921,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·maxBF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·maxBF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -5855,14 +8935,15 @@ TEXT ·maxBF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -5875,9 +8956,9 @@ block:
 	VPAND   Y0, Y5, Y5
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), Y7
@@ -5908,32 +8989,95 @@ blockSource:
 	VBLENDVPS Y8, Y1, Y6, Y5
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL    DI, DI
-	JNE      blockStream
+nearFinish:
 	VPSRLD   $0x10, Y2, Y2
 	VPBLENDW $0xaa, Y3, Y2, Y2
 	VMOVDQU  Y2, (AX)
 	VPSRLD   $0x10, Y4, Y4
 	VPBLENDW $0xaa, Y5, Y4, Y4
 	VMOVDQU  Y4, 32(AX)
-	JMP      blockNext
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y3
+	VPSLLD     $0x10, Y3, Y2
+	VPAND      Y0, Y3, Y3
+	VMOVDQU    32(R9), Y5
+	VPSLLD     $0x10, Y5, Y4
+	VPAND      Y0, Y5, Y5
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y7
+	VPSLLD     $0x10, Y7, Y6
+	VPAND      Y0, Y7, Y7
+	VMAXPS     Y6, Y2, Y8
+	VMAXPS     Y2, Y6, Y9
+	VPAND      Y8, Y9, Y8
+	VCMPPS     $0x03, Y6, Y2, Y9
+	VBLENDVPS  Y9, Y1, Y8, Y2
+	VMAXPS     Y7, Y3, Y6
+	VMAXPS     Y3, Y7, Y8
+	VPAND      Y6, Y8, Y6
+	VCMPPS     $0x03, Y7, Y3, Y8
+	VBLENDVPS  Y8, Y1, Y6, Y3
+	VMOVDQU    32(R9), Y7
+	VPSLLD     $0x10, Y7, Y6
+	VPAND      Y0, Y7, Y7
+	VMAXPS     Y6, Y4, Y8
+	VMAXPS     Y4, Y6, Y9
+	VPAND      Y8, Y9, Y8
+	VCMPPS     $0x03, Y6, Y4, Y9
+	VBLENDVPS  Y9, Y1, Y8, Y4
+	VMAXPS     Y7, Y5, Y6
+	VMAXPS     Y5, Y7, Y8
+	VPAND      Y6, Y8, Y6
+	VCMPPS     $0x03, Y7, Y5, Y8
+	VBLENDVPS  Y8, Y1, Y6, Y5
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VPSRLD   $0x10, Y2, Y2
 	VPBLENDW $0xaa, Y3, Y2, Y2
 	VMOVNTDQ Y2, (AX)
 	VPSRLD   $0x10, Y4, Y4
 	VPBLENDW $0xaa, Y5, Y4, Y4
 	VMOVNTDQ Y4, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VPSRLD   $0x10, Y2, Y2
+	VPBLENDW $0xaa, Y3, Y2, Y2
+	VMOVDQU  Y2, (AX)
+	VPSRLD   $0x10, Y4, Y4
+	VPBLENDW $0xaa, Y5, Y4, Y4
+	VMOVDQU  Y4, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -5977,7 +9121,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -5985,9 +9129,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·avgF32AVX2(SB), NOSPLIT, $0-49
+TEXT ·avgF32AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
 	VCVTSI2SSQ   AX, X0, X0
@@ -5997,14 +9141,15 @@ TEXT ·avgF32AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000040
 	JLT     steps
 	MOVQ    (CX), R9
@@ -6019,9 +9164,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPS (R9), Y1, Y1
@@ -6034,9 +9179,9 @@ blockSource:
 	VADDPS 224(R9), Y8, Y8
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPS  Y0, Y1, Y1
 	VDIVPS  Y0, Y2, Y2
 	VDIVPS  Y0, Y3, Y3
@@ -6045,8 +9190,6 @@ blockFinish:
 	VDIVPS  Y0, Y6, Y6
 	VDIVPS  Y0, Y7, Y7
 	VDIVPS  Y0, Y8, Y8
-	TESTL   DI, DI
-	JNE     blockStream
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -6055,9 +9198,62 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VADDPS     (R9), Y1, Y1
+	VADDPS     32(R9), Y2, Y2
+	VADDPS     64(R9), Y3, Y3
+	VADDPS     96(R9), Y4, Y4
+	VADDPS     128(R9), Y5, Y5
+	VADDPS     160(R9), Y6, Y6
+	VADDPS     192(R9), Y7, Y7
+	VADDPS     224(R9), Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPS   Y0, Y1, Y1
+	VDIVPS   Y0, Y2, Y2
+	VDIVPS   Y0, Y3, Y3
+	VDIVPS   Y0, Y4, Y4
+	VDIVPS   Y0, Y5, Y5
+	VDIVPS   Y0, Y6, Y6
+	VDIVPS   Y0, Y7, Y7
+	VDIVPS   Y0, Y8, Y8
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -6066,12 +9262,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000008
@@ -6100,7 +9308,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -6108,9 +9316,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·avgF64AVX2(SB), NOSPLIT, $0-49
+TEXT ·avgF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
 	VCVTSI2SDQ   AX, X0, X0
@@ -6120,14 +9328,15 @@ TEXT ·avgF64AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -6142,9 +9351,9 @@ block:
 	VMOVDQU 224(R9), Y8
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPD (R9), Y1, Y1
@@ -6157,9 +9366,9 @@ blockSource:
 	VADDPD 224(R9), Y8, Y8
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPD  Y0, Y1, Y1
 	VDIVPD  Y0, Y2, Y2
 	VDIVPD  Y0, Y3, Y3
@@ -6168,8 +9377,6 @@ blockFinish:
 	VDIVPD  Y0, Y6, Y6
 	VDIVPD  Y0, Y7, Y7
 	VDIVPD  Y0, Y8, Y8
-	TESTL   DI, DI
-	JNE     blockStream
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -6178,9 +9385,62 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	JMP     blockNext
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VMOVDQU    (R9), Y1
+	VMOVDQU    32(R9), Y2
+	VMOVDQU    64(R9), Y3
+	VMOVDQU    96(R9), Y4
+	VMOVDQU    128(R9), Y5
+	VMOVDQU    160(R9), Y6
+	VMOVDQU    192(R9), Y7
+	VMOVDQU    224(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VADDPD     (R9), Y1, Y1
+	VADDPD     32(R9), Y2, Y2
+	VADDPD     64(R9), Y3, Y3
+	VADDPD     96(R9), Y4, Y4
+	VADDPD     128(R9), Y5, Y5
+	VADDPD     160(R9), Y6, Y6
+	VADDPD     192(R9), Y7, Y7
+	VADDPD     224(R9), Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPD   Y0, Y1, Y1
+	VDIVPD   Y0, Y2, Y2
+	VDIVPD   Y0, Y3, Y3
+	VDIVPD   Y0, Y4, Y4
+	VDIVPD   Y0, Y5, Y5
+	VDIVPD   Y0, Y6, Y6
+	VDIVPD   Y0, Y7, Y7
+	VDIVPD   Y0, Y8, Y8
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -6189,12 +9449,24 @@ blockStream:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
+	ADDQ     $0x00000100, AX
+	ADDQ     $0x00000100, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JMP     far
 
 steps:
 	CMPQ    SI, $0x00000004
@@ -6223,7 +9495,7 @@ stepFinish:
 	JMP     steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -6231,9 +9503,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C, MMX+
-TEXT ·avgF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·avgF16AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
 	VCVTSI2SSQ   AX, X0, X0
@@ -6243,14 +9515,15 @@ TEXT ·avgF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -6265,9 +9538,9 @@ block:
 	VCVTPH2PS 112(R9), Y8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Y9
@@ -6288,9 +9561,9 @@ blockSource:
 	VADDPS    Y9, Y8, Y8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPS    Y0, Y1, Y1
 	VDIVPS    Y0, Y2, Y2
 	VDIVPS    Y0, Y3, Y3
@@ -6299,8 +9572,6 @@ blockFinish:
 	VDIVPS    Y0, Y6, Y6
 	VDIVPS    Y0, Y7, Y7
 	VDIVPS    Y0, Y8, Y8
-	TESTL     DI, DI
-	JNE       blockStream
 	VCVTPS2PH $0x00, Y1, (AX)
 	VCVTPS2PH $0x00, Y2, 16(AX)
 	VCVTPS2PH $0x00, Y3, 32(AX)
@@ -6309,9 +9580,66 @@ blockFinish:
 	VCVTPS2PH $0x00, Y6, 80(AX)
 	VCVTPS2PH $0x00, Y7, 96(AX)
 	VCVTPS2PH $0x00, Y8, 112(AX)
-	JMP       blockNext
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y1
+	VCVTPH2PS  16(R9), Y2
+	VCVTPH2PS  32(R9), Y3
+	VCVTPH2PS  48(R9), Y4
+	VCVTPH2PS  64(R9), Y5
+	VCVTPH2PS  80(R9), Y6
+	VCVTPH2PS  96(R9), Y7
+	VCVTPH2PS  112(R9), Y8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	VCVTPH2PS  (R9), Y9
+	VADDPS     Y9, Y1, Y1
+	VCVTPH2PS  16(R9), Y9
+	VADDPS     Y9, Y2, Y2
+	VCVTPH2PS  32(R9), Y9
+	VADDPS     Y9, Y3, Y3
+	VCVTPH2PS  48(R9), Y9
+	VADDPS     Y9, Y4, Y4
+	VCVTPH2PS  64(R9), Y9
+	VADDPS     Y9, Y5, Y5
+	VCVTPH2PS  80(R9), Y9
+	VADDPS     Y9, Y6, Y6
+	VCVTPH2PS  96(R9), Y9
+	VADDPS     Y9, Y7, Y7
+	VCVTPH2PS  112(R9), Y9
+	VADDPS     Y9, Y8, Y8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPS    Y0, Y1, Y1
+	VDIVPS    Y0, Y2, Y2
+	VDIVPS    Y0, Y3, Y3
+	VDIVPS    Y0, Y4, Y4
+	VDIVPS    Y0, Y5, Y5
+	VDIVPS    Y0, Y6, Y6
+	VDIVPS    Y0, Y7, Y7
+	VDIVPS    Y0, Y8, Y8
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Y1, X1
 	VMOVNTDQ  X1, (AX)
 	VCVTPS2PH $0x00, Y2, X1
@@ -6328,12 +9656,24 @@ blockStream:
 	VMOVNTDQ  X1, 96(AX)
 	VCVTPS2PH $0x00, Y8, X1
 	VMOVNTDQ  X1, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000080, AX
-	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Y1, (AX)
+	VCVTPS2PH $0x00, Y2, 16(AX)
+	VCVTPS2PH $0x00, Y3, 32(AX)
+	VCVTPS2PH $0x00, Y4, 48(AX)
+	VCVTPS2PH $0x00, Y5, 64(AX)
+	VCVTPS2PH $0x00, Y6, 80(AX)
+	VCVTPS2PH $0x00, Y7, 96(AX)
+	VCVTPS2PH $0x00, Y8, 112(AX)
+	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000080, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -6363,7 +9703,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -6371,9 +9711,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
-TEXT ·avgBF16AVX2(SB), NOSPLIT, $0-49
+TEXT ·avgBF16AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -6392,14 +9732,15 @@ TEXT ·avgBF16AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ    SI, $0x00000020
 	JLT     steps
 	MOVQ    (CX), R9
@@ -6412,9 +9753,9 @@ block:
 	VPAND   Y0, Y7, Y7
 	LEAQ    8(CX), R8
 	CMPQ    R8, DX
-	JE      blockFinish
+	JE      nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VMOVDQU (R9), Y9
@@ -6429,15 +9770,13 @@ blockSource:
 	VADDPS  Y9, Y7, Y7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPS   Y3, Y4, Y4
 	VDIVPS   Y3, Y5, Y5
 	VDIVPS   Y3, Y6, Y6
 	VDIVPS   Y3, Y7, Y7
-	TESTL    DI, DI
-	JNE      blockStream
 	VCMPPS   $0x07, Y4, Y4, Y9
 	VPSRLD   $0x10, Y4, Y8
 	VPAND    Y1, Y8, Y8
@@ -6468,9 +9807,52 @@ blockFinish:
 	VPSRLD   $0x10, Y6, Y6
 	VPBLENDW $0xaa, Y7, Y6, Y6
 	VMOVDQU  Y6, 32(AX)
-	JMP      blockNext
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y5
+	VPSLLD     $0x10, Y5, Y4
+	VPAND      Y0, Y5, Y5
+	VMOVDQU    32(R9), Y7
+	VPSLLD     $0x10, Y7, Y6
+	VPAND      Y0, Y7, Y7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), Y9
+	VPSLLD     $0x10, Y9, Y8
+	VPAND      Y0, Y9, Y9
+	VADDPS     Y8, Y4, Y4
+	VADDPS     Y9, Y5, Y5
+	VMOVDQU    32(R9), Y9
+	VPSLLD     $0x10, Y9, Y8
+	VPAND      Y0, Y9, Y9
+	VADDPS     Y8, Y6, Y6
+	VADDPS     Y9, Y7, Y7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPS   Y3, Y4, Y4
+	VDIVPS   Y3, Y5, Y5
+	VDIVPS   Y3, Y6, Y6
+	VDIVPS   Y3, Y7, Y7
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VCMPPS   $0x07, Y4, Y4, Y9
 	VPSRLD   $0x10, Y4, Y8
 	VPAND    Y1, Y8, Y8
@@ -6501,12 +9883,46 @@ blockStream:
 	VPSRLD   $0x10, Y6, Y6
 	VPBLENDW $0xaa, Y7, Y6, Y6
 	VMOVNTDQ Y6, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
-	JMP  block
+farStores:
+	VCMPPS   $0x07, Y4, Y4, Y9
+	VPSRLD   $0x10, Y4, Y8
+	VPAND    Y1, Y8, Y8
+	VPADDD   Y2, Y8, Y8
+	VPAND    Y9, Y8, Y8
+	VPADDD   Y8, Y4, Y4
+	VCMPPS   $0x07, Y5, Y5, Y9
+	VPSRLD   $0x10, Y5, Y8
+	VPAND    Y1, Y8, Y8
+	VPADDD   Y2, Y8, Y8
+	VPAND    Y9, Y8, Y8
+	VPADDD   Y8, Y5, Y5
+	VPSRLD   $0x10, Y4, Y4
+	VPBLENDW $0xaa, Y5, Y4, Y4
+	VMOVDQU  Y4, (AX)
+	VCMPPS   $0x07, Y6, Y6, Y5
+	VPSRLD   $0x10, Y6, Y4
+	VPAND    Y1, Y4, Y4
+	VPADDD   Y2, Y4, Y4
+	VPAND    Y5, Y4, Y4
+	VPADDD   Y4, Y6, Y6
+	VCMPPS   $0x07, Y7, Y7, Y5
+	VPSRLD   $0x10, Y7, Y4
+	VPAND    Y1, Y4, Y4
+	VPADDD   Y2, Y4, Y4
+	VPAND    Y5, Y4, Y4
+	VPADDD   Y4, Y7, Y7
+	VPSRLD   $0x10, Y6, Y6
+	VPBLENDW $0xaa, Y7, Y6, Y6
+	VMOVDQU  Y6, 32(AX)
+	ADDQ     $0x00000040, AX
+	ADDQ     $0x00000040, BX
+	SUBQ     $0x00000020, SI
+	JMP      far
 
 steps:
 	CMPQ    SI, $0x00000010
@@ -6556,7 +9972,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -6564,9 +9980,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
-// Requires: AVX, AVX2, F16C
-TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-49
+// func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, F16C, MMX+
+TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x43800000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Y0
@@ -6602,13 +10018,14 @@ TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000020
 	JLT       steps
 	MOVQ      (CX), R8
@@ -6655,9 +10072,9 @@ block:
 	VPOR      Y14, Y13, Y13
 	LEAQ      8(CX), DI
 	CMPQ      DI, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (DI), R8
 	ADDQ      BX, R8
 	VMOVQ     (R8), X14
@@ -6706,9 +10123,9 @@ blockSource:
 	VADDPS    Y14, Y13, Y13
 	ADDQ      $0x08, DI
 	CMPQ      DI, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
+nearFinish:
 	VMULPS       Y1, Y10, Y10
 	VCVTPS2PH    $0x03, Y10, X15
 	VCVTPH2PS    X15, Y14
@@ -6792,7 +10209,195 @@ blockFinish:
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000020, BX
 	SUBQ         $0x00000020, SI
-	JMP          block
+	JMP          near
+
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R8
+	ADDQ       BX, R8
+	PREFETCHT0 3072(R8)
+	VMOVQ      (R8), X10
+	VPMOVSXBW  X10, X10
+	VPSLLW     $0x07, X10, X10
+	VPAND      X5, X10, X10
+	VCVTPH2PS  X10, Y10
+	VMULPS     Y0, Y10, Y10
+	VPAND      Y2, Y10, Y11
+	VCMPPS     $0x00, Y3, Y11, Y11
+	VPAND      Y4, Y11, Y11
+	VPOR       Y11, Y10, Y10
+	VMOVQ      8(R8), X11
+	VPMOVSXBW  X11, X11
+	VPSLLW     $0x07, X11, X11
+	VPAND      X5, X11, X11
+	VCVTPH2PS  X11, Y11
+	VMULPS     Y0, Y11, Y11
+	VPAND      Y2, Y11, Y12
+	VCMPPS     $0x00, Y3, Y12, Y12
+	VPAND      Y4, Y12, Y12
+	VPOR       Y12, Y11, Y11
+	VMOVQ      16(R8), X12
+	VPMOVSXBW  X12, X12
+	VPSLLW     $0x07, X12, X12
+	VPAND      X5, X12, X12
+	VCVTPH2PS  X12, Y12
+	VMULPS     Y0, Y12, Y12
+	VPAND      Y2, Y12, Y13
+	VCMPPS     $0x00, Y3, Y13, Y13
+	VPAND      Y4, Y13, Y13
+	VPOR       Y13, Y12, Y12
+	VMOVQ      24(R8), X13
+	VPMOVSXBW  X13, X13
+	VPSLLW     $0x07, X13, X13
+	VPAND      X5, X13, X13
+	VCVTPH2PS  X13, Y13
+	VMULPS     Y0, Y13, Y13
+	VPAND      Y2, Y13, Y14
+	VCMPPS     $0x00, Y3, Y14, Y14
+	VPAND      Y4, Y14, Y14
+	VPOR       Y14, Y13, Y13
+	LEAQ       8(CX), DI
+	CMPQ       DI, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (DI), R8
+	ADDQ       BX, R8
+	PREFETCHT0 3072(R8)
+	VMOVQ      (R8), X14
+	VPMOVSXBW  X14, X14
+	VPSLLW     $0x07, X14, X14
+	VPAND      X5, X14, X14
+	VCVTPH2PS  X14, Y14
+	VMULPS     Y0, Y14, Y14
+	VPAND      Y2, Y14, Y15
+	VCMPPS     $0x00, Y3, Y15, Y15
+	VPAND      Y4, Y15, Y15
+	VPOR       Y15, Y14, Y14
+	VADDPS     Y14, Y10, Y10
+	VMOVQ      8(R8), X14
+	VPMOVSXBW  X14, X14
+	VPSLLW     $0x07, X14, X14
+	VPAND      X5, X14, X14
+	VCVTPH2PS  X14, Y14
+	VMULPS     Y0, Y14, Y14
+	VPAND      Y2, Y14, Y15
+	VCMPPS     $0x00, Y3, Y15, Y15
+	VPAND      Y4, Y15, Y15
+	VPOR       Y15, Y14, Y14
+	VADDPS     Y14, Y11, Y11
+	VMOVQ      16(R8), X14
+	VPMOVSXBW  X14, X14
+	VPSLLW     $0x07, X14, X14
+	VPAND      X5, X14, X14
+	VCVTPH2PS  X14, Y14
+	VMULPS     Y0, Y14, Y14
+	VPAND      Y2, Y14, Y15
+	VCMPPS     $0x00, Y3, Y15, Y15
+	VPAND      Y4, Y15, Y15
+	VPOR       Y15, Y14, Y14
+	VADDPS     Y14, Y12, Y12
+	VMOVQ      24(R8), X14
+	VPMOVSXBW  X14, X14
+	VPSLLW     $0x07, X14, X14
+	VPAND      X5, X14, X14
+	VCVTPH2PS  X14, Y14
+	VMULPS     Y0, Y14, Y14
+	VPAND      Y2, Y14, Y15
+	VCMPPS     $0x00, Y3, Y15, Y15
+	VPAND      Y4, Y15, Y15
+	VPOR       Y15, Y14, Y14
+	VADDPS     Y14, Y13, Y13
+	ADDQ       $0x08, DI
+	CMPQ       DI, DX
+	JNE        farSource
+
+farFinish:
+	VMULPS       Y1, Y10, Y10
+	VCVTPS2PH    $0x03, Y10, X15
+	VCVTPH2PS    X15, Y14
+	VCMPPS       $0x04, Y10, Y14, Y14
+	VEXTRACTI128 $0x01, Y14, X10
+	VPACKSSDW    X10, X14, X10
+	VPSRLW       $0x0f, X10, X10
+	VPOR         X10, X15, X15
+	VPAND        X8, X15, X10
+	VPSRLW       $0x07, X10, X14
+	VPAND        X6, X14, X14
+	VPADDW       X7, X14, X14
+	VPADDW       X10, X14, X14
+	VPSRLW       $0x07, X14, X14
+	VPMINUW      X9, X14, X14
+	VPSRLW       $0x0f, X15, X15
+	VPSLLW       $0x07, X15, X15
+	VPOR         X15, X14, X14
+	VPACKUSWB    X14, X14, X10
+	VMOVQ        X10, (AX)
+	VMULPS       Y1, Y11, Y11
+	VCVTPS2PH    $0x03, Y11, X14
+	VCVTPH2PS    X14, Y10
+	VCMPPS       $0x04, Y11, Y10, Y10
+	VEXTRACTI128 $0x01, Y10, X11
+	VPACKSSDW    X11, X10, X10
+	VPSRLW       $0x0f, X10, X10
+	VPOR         X10, X14, X14
+	VPAND        X8, X14, X10
+	VPSRLW       $0x07, X10, X11
+	VPAND        X6, X11, X11
+	VPADDW       X7, X11, X11
+	VPADDW       X10, X11, X11
+	VPSRLW       $0x07, X11, X11
+	VPMINUW      X9, X11, X11
+	VPSRLW       $0x0f, X14, X14
+	VPSLLW       $0x07, X14, X14
+	VPOR         X14, X11, X11
+	VPACKUSWB    X11, X11, X10
+	VMOVQ        X10, 8(AX)
+	VMULPS       Y1, Y12, Y12
+	VCVTPS2PH    $0x03, Y12, X11
+	VCVTPH2PS    X11, Y10
+	VCMPPS       $0x04, Y12, Y10, Y10
+	VEXTRACTI128 $0x01, Y10, X12
+	VPACKSSDW    X12, X10, X10
+	VPSRLW       $0x0f, X10, X10
+	VPOR         X10, X11, X11
+	VPAND        X8, X11, X10
+	VPSRLW       $0x07, X10, X12
+	VPAND        X6, X12, X12
+	VPADDW       X7, X12, X12
+	VPADDW       X10, X12, X12
+	VPSRLW       $0x07, X12, X12
+	VPMINUW      X9, X12, X12
+	VPSRLW       $0x0f, X11, X11
+	VPSLLW       $0x07, X11, X11
+	VPOR         X11, X12, X12
+	VPACKUSWB    X12, X12, X10
+	VMOVQ        X10, 16(AX)
+	VMULPS       Y1, Y13, Y13
+	VCVTPS2PH    $0x03, Y13, X11
+	VCVTPH2PS    X11, Y10
+	VCMPPS       $0x04, Y13, Y10, Y10
+	VEXTRACTI128 $0x01, Y10, X12
+	VPACKSSDW    X12, X10, X10
+	VPSRLW       $0x0f, X10, X10
+	VPOR         X10, X11, X11
+	VPAND        X8, X11, X10
+	VPSRLW       $0x07, X10, X12
+	VPAND        X6, X12, X12
+	VPADDW       X7, X12, X12
+	VPADDW       X10, X12, X12
+	VPSRLW       $0x07, X12, X12
+	VPMINUW      X9, X12, X12
+	VPSRLW       $0x0f, X11, X11
+	VPSLLW       $0x07, X11, X11
+	VPOR         X11, X12, X12
+	VPACKUSWB    X12, X12, X10
+	VMOVQ        X10, 24(AX)
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000020, BX
+	SUBQ         $0x00000020, SI
+	JMP          far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -6861,9 +10466,9 @@ done:
 	VZEROUPPER
 	RET
 
-// func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
-// Requires: AVX, AVX2, F16C
-TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-49
+// func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, F16C, MMX+
+TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
 	MOVL         $0x0000bf80, AX
 	VMOVD        AX, X0
 	VPBROADCASTW X0, X0
@@ -6884,13 +10489,14 @@ TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000020
 	JLT       steps
 	MOVQ      (CX), R8
@@ -6913,9 +10519,9 @@ block:
 	VCVTPH2PS X7, Y7
 	LEAQ      8(CX), DI
 	CMPQ      DI, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (DI), R8
 	ADDQ      BX, R8
 	VMOVQ     (R8), X8
@@ -6940,9 +10546,9 @@ blockSource:
 	VADDPS    Y8, Y7, Y7
 	ADDQ      $0x08, DI
 	CMPQ      DI, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
+nearFinish:
 	VCVTPS2PH    $0x03, Y4, X9
 	VCVTPH2PS    X9, Y8
 	VCMPPS       $0x04, Y4, Y8, Y8
@@ -7022,7 +10628,143 @@ blockFinish:
 	ADDQ         $0x00000020, AX
 	ADDQ         $0x00000020, BX
 	SUBQ         $0x00000020, SI
-	JMP          block
+	JMP          near
+
+far:
+	CMPQ       SI, $0x00000020
+	JLT        steps
+	MOVQ       (CX), R8
+	ADDQ       BX, R8
+	PREFETCHT0 3072(R8)
+	VMOVQ      (R8), X4
+	VPMOVZXBW  X4, X4
+	VPSLLW     $0x08, X4, X4
+	VCVTPH2PS  X4, Y4
+	VMOVQ      8(R8), X5
+	VPMOVZXBW  X5, X5
+	VPSLLW     $0x08, X5, X5
+	VCVTPH2PS  X5, Y5
+	VMOVQ      16(R8), X6
+	VPMOVZXBW  X6, X6
+	VPSLLW     $0x08, X6, X6
+	VCVTPH2PS  X6, Y6
+	VMOVQ      24(R8), X7
+	VPMOVZXBW  X7, X7
+	VPSLLW     $0x08, X7, X7
+	VCVTPH2PS  X7, Y7
+	LEAQ       8(CX), DI
+	CMPQ       DI, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (DI), R8
+	ADDQ       BX, R8
+	PREFETCHT0 3072(R8)
+	VMOVQ      (R8), X8
+	VPMOVZXBW  X8, X8
+	VPSLLW     $0x08, X8, X8
+	VCVTPH2PS  X8, Y8
+	VADDPS     Y8, Y4, Y4
+	VMOVQ      8(R8), X8
+	VPMOVZXBW  X8, X8
+	VPSLLW     $0x08, X8, X8
+	VCVTPH2PS  X8, Y8
+	VADDPS     Y8, Y5, Y5
+	VMOVQ      16(R8), X8
+	VPMOVZXBW  X8, X8
+	VPSLLW     $0x08, X8, X8
+	VCVTPH2PS  X8, Y8
+	VADDPS     Y8, Y6, Y6
+	VMOVQ      24(R8), X8
+	VPMOVZXBW  X8, X8
+	VPSLLW     $0x08, X8, X8
+	VCVTPH2PS  X8, Y8
+	VADDPS     Y8, Y7, Y7
+	ADDQ       $0x08, DI
+	CMPQ       DI, DX
+	JNE        farSource
+
+farFinish:
+	VCVTPS2PH    $0x03, Y4, X9
+	VCVTPH2PS    X9, Y8
+	VCMPPS       $0x04, Y4, Y8, Y8
+	VEXTRACTI128 $0x01, Y8, X4
+	VPACKSSDW    X4, X8, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X9, X9
+	VPAND        X2, X9, X4
+	VPSRLW       $0x08, X4, X8
+	VPAND        X0, X8, X8
+	VPADDW       X1, X8, X8
+	VPADDW       X4, X8, X8
+	VPSRLW       $0x08, X8, X8
+	VPMINUW      X3, X8, X8
+	VPSRLW       $0x0f, X9, X9
+	VPSLLW       $0x07, X9, X9
+	VPOR         X9, X8, X8
+	VPACKUSWB    X8, X8, X4
+	VMOVQ        X4, (AX)
+	VCVTPS2PH    $0x03, Y5, X8
+	VCVTPH2PS    X8, Y4
+	VCMPPS       $0x04, Y5, Y4, Y4
+	VEXTRACTI128 $0x01, Y4, X5
+	VPACKSSDW    X5, X4, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X8, X8
+	VPAND        X2, X8, X4
+	VPSRLW       $0x08, X4, X5
+	VPAND        X0, X5, X5
+	VPADDW       X1, X5, X5
+	VPADDW       X4, X5, X5
+	VPSRLW       $0x08, X5, X5
+	VPMINUW      X3, X5, X5
+	VPSRLW       $0x0f, X8, X8
+	VPSLLW       $0x07, X8, X8
+	VPOR         X8, X5, X5
+	VPACKUSWB    X5, X5, X4
+	VMOVQ        X4, 8(AX)
+	VCVTPS2PH    $0x03, Y6, X5
+	VCVTPH2PS    X5, Y4
+	VCMPPS       $0x04, Y6, Y4, Y4
+	VEXTRACTI128 $0x01, Y4, X6
+	VPACKSSDW    X6, X4, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X5, X5
+	VPAND        X2, X5, X4
+	VPSRLW       $0x08, X4, X6
+	VPAND        X0, X6, X6
+	VPADDW       X1, X6, X6
+	VPADDW       X4, X6, X6
+	VPSRLW       $0x08, X6, X6
+	VPMINUW      X3, X6, X6
+	VPSRLW       $0x0f, X5, X5
+	VPSLLW       $0x07, X5, X5
+	VPOR         X5, X6, X6
+	VPACKUSWB    X6, X6, X4
+	VMOVQ        X4, 16(AX)
+	VCVTPS2PH    $0x03, Y7, X5
+	VCVTPH2PS    X5, Y4
+	VCMPPS       $0x04, Y7, Y4, Y4
+	VEXTRACTI128 $0x01, Y4, X6
+	VPACKSSDW    X6, X4, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X5, X5
+	VPAND        X2, X5, X4
+	VPSRLW       $0x08, X4, X6
+	VPAND        X0, X6, X6
+	VPADDW       X1, X6, X6
+	VPADDW       X4, X6, X6
+	VPSRLW       $0x08, X6, X6
+	VPMINUW      X3, X6, X6
+	VPSRLW       $0x0f, X5, X5
+	VPSLLW       $0x07, X5, X5
+	VPOR         X5, X6, X6
+	VPACKUSWB    X6, X6, X4
+	VMOVQ        X4, 24(AX)
+	ADDQ         $0x00000020, AX
+	ADDQ         $0x00000020, BX
+	SUBQ         $0x00000020, SI
+	JMP          far
 
 steps:
 	CMPQ      SI, $0x00000008
@@ -7787,21 +11529,22 @@ done:
 	VZEROUPPER
 	RET
 
-// func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·bitAndAVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·bitAndAVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -7816,9 +11559,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPANDD (R9), Z0, Z0
@@ -7831,11 +11574,9 @@ blockSource:
 	VPANDD 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -7844,9 +11585,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPANDD     (R9), Z0, Z0
+	VPANDD     64(R9), Z1, Z1
+	VPANDD     128(R9), Z2, Z2
+	VPANDD     192(R9), Z3, Z3
+	VPANDD     256(R9), Z4, Z4
+	VPANDD     320(R9), Z5, Z5
+	VPANDD     384(R9), Z6, Z6
+	VPANDD     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -7855,12 +11649,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -7895,7 +11701,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -7903,9 +11709,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func boolAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func boolAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·boolAndAVX512(SB), NOSPLIT, $0-49
+TEXT ·boolAndAVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x01010101, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -7914,13 +11720,14 @@ TEXT ·boolAndAVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -7943,9 +11750,9 @@ block:
 	VPMINUB   Z0, Z8, Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU64 (R9), Z9
@@ -7974,11 +11781,9 @@ blockSource:
 	VPANDD    Z9, Z8, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -7987,9 +11792,86 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VPMINUB    Z0, Z1, Z1
+	VMOVDQU64  64(R9), Z2
+	VPMINUB    Z0, Z2, Z2
+	VMOVDQU64  128(R9), Z3
+	VPMINUB    Z0, Z3, Z3
+	VMOVDQU64  192(R9), Z4
+	VPMINUB    Z0, Z4, Z4
+	VMOVDQU64  256(R9), Z5
+	VPMINUB    Z0, Z5, Z5
+	VMOVDQU64  320(R9), Z6
+	VPMINUB    Z0, Z6, Z6
+	VMOVDQU64  384(R9), Z7
+	VPMINUB    Z0, Z7, Z7
+	VMOVDQU64  448(R9), Z8
+	VPMINUB    Z0, Z8, Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z1, Z1
+	VMOVDQU64  64(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z2, Z2
+	VMOVDQU64  128(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z3, Z3
+	VMOVDQU64  192(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z4, Z4
+	VMOVDQU64  256(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z5, Z5
+	VMOVDQU64  320(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z6, Z6
+	VMOVDQU64  384(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z7, Z7
+	VMOVDQU64  448(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPANDD     Z9, Z8, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -7998,12 +11880,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8040,7 +11934,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8048,21 +11942,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·bitOrAVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·bitOrAVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8077,9 +11972,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ  (R8), R9
 	ADDQ  BX, R9
 	VPORD (R9), Z0, Z0
@@ -8092,11 +11987,9 @@ blockSource:
 	VPORD 448(R9), Z7, Z7
 	ADDQ  $0x08, R8
 	CMPQ  R8, DX
-	JNE   blockSource
+	JNE   nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8105,9 +11998,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPORD      (R9), Z0, Z0
+	VPORD      64(R9), Z1, Z1
+	VPORD      128(R9), Z2, Z2
+	VPORD      192(R9), Z3, Z3
+	VPORD      256(R9), Z4, Z4
+	VPORD      320(R9), Z5, Z5
+	VPORD      384(R9), Z6, Z6
+	VPORD      448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8116,12 +12062,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8156,7 +12114,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8164,9 +12122,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func boolOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func boolOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·boolOrAVX512(SB), NOSPLIT, $0-49
+TEXT ·boolOrAVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x01010101, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -8175,13 +12133,14 @@ TEXT ·boolOrAVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8204,9 +12163,9 @@ block:
 	VPMINUB   Z0, Z8, Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU64 (R9), Z9
@@ -8235,11 +12194,9 @@ blockSource:
 	VPORD     Z9, Z8, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -8248,9 +12205,86 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VPMINUB    Z0, Z1, Z1
+	VMOVDQU64  64(R9), Z2
+	VPMINUB    Z0, Z2, Z2
+	VMOVDQU64  128(R9), Z3
+	VPMINUB    Z0, Z3, Z3
+	VMOVDQU64  192(R9), Z4
+	VPMINUB    Z0, Z4, Z4
+	VMOVDQU64  256(R9), Z5
+	VPMINUB    Z0, Z5, Z5
+	VMOVDQU64  320(R9), Z6
+	VPMINUB    Z0, Z6, Z6
+	VMOVDQU64  384(R9), Z7
+	VPMINUB    Z0, Z7, Z7
+	VMOVDQU64  448(R9), Z8
+	VPMINUB    Z0, Z8, Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z1, Z1
+	VMOVDQU64  64(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z2, Z2
+	VMOVDQU64  128(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z3, Z3
+	VMOVDQU64  192(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z4, Z4
+	VMOVDQU64  256(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z5, Z5
+	VMOVDQU64  320(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z6, Z6
+	VMOVDQU64  384(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z7, Z7
+	VMOVDQU64  448(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPORD      Z9, Z8, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -8259,12 +12293,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8301,7 +12347,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8309,21 +12355,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·bitXorAVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·bitXorAVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8338,9 +12385,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPXORD (R9), Z0, Z0
@@ -8353,11 +12400,9 @@ blockSource:
 	VPXORD 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8366,9 +12411,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPXORD     (R9), Z0, Z0
+	VPXORD     64(R9), Z1, Z1
+	VPXORD     128(R9), Z2, Z2
+	VPXORD     192(R9), Z3, Z3
+	VPXORD     256(R9), Z4, Z4
+	VPXORD     320(R9), Z5, Z5
+	VPXORD     384(R9), Z6, Z6
+	VPXORD     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8377,12 +12475,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8417,7 +12527,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8425,9 +12535,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func boolXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func boolXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·boolXorAVX512(SB), NOSPLIT, $0-49
+TEXT ·boolXorAVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x01010101, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -8436,13 +12546,14 @@ TEXT ·boolXorAVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8465,9 +12576,9 @@ block:
 	VPMINUB   Z0, Z8, Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU64 (R9), Z9
@@ -8496,11 +12607,9 @@ blockSource:
 	VPXORD    Z9, Z8, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -8509,9 +12618,86 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VPMINUB    Z0, Z1, Z1
+	VMOVDQU64  64(R9), Z2
+	VPMINUB    Z0, Z2, Z2
+	VMOVDQU64  128(R9), Z3
+	VPMINUB    Z0, Z3, Z3
+	VMOVDQU64  192(R9), Z4
+	VPMINUB    Z0, Z4, Z4
+	VMOVDQU64  256(R9), Z5
+	VPMINUB    Z0, Z5, Z5
+	VMOVDQU64  320(R9), Z6
+	VPMINUB    Z0, Z6, Z6
+	VMOVDQU64  384(R9), Z7
+	VPMINUB    Z0, Z7, Z7
+	VMOVDQU64  448(R9), Z8
+	VPMINUB    Z0, Z8, Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z1, Z1
+	VMOVDQU64  64(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z2, Z2
+	VMOVDQU64  128(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z3, Z3
+	VMOVDQU64  192(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z4, Z4
+	VMOVDQU64  256(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z5, Z5
+	VMOVDQU64  320(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z6, Z6
+	VMOVDQU64  384(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z7, Z7
+	VMOVDQU64  448(R9), Z9
+	VPMINUB    Z0, Z9, Z9
+	VPXORD     Z9, Z8, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -8520,12 +12706,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8562,7 +12760,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8570,21 +12768,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sum8AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum8AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8599,9 +12798,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDB (R9), Z0, Z0
@@ -8614,11 +12813,9 @@ blockSource:
 	VPADDB 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8627,9 +12824,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPADDB     (R9), Z0, Z0
+	VPADDB     64(R9), Z1, Z1
+	VPADDB     128(R9), Z2, Z2
+	VPADDB     192(R9), Z3, Z3
+	VPADDB     256(R9), Z4, Z4
+	VPADDB     320(R9), Z5, Z5
+	VPADDB     384(R9), Z6, Z6
+	VPADDB     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8638,12 +12888,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8678,7 +12940,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8686,9 +12948,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prod8AVX512(SB), NOSPLIT, $0-49
+TEXT ·prod8AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0xff00ff00, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -8697,13 +12959,14 @@ TEXT ·prod8AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8718,9 +12981,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ       (R8), R9
 	ADDQ       BX, R9
 	VMOVDQU64  (R9), Z9
@@ -8773,11 +13036,9 @@ blockSource:
 	VPTERNLOGD $0xdc, Z0, Z10, Z8
 	ADDQ       $0x08, R8
 	CMPQ       R8, DX
-	JNE        blockSource
+	JNE        nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -8786,9 +13047,102 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z9
+	VPANDD     Z0, Z1, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z1, Z1
+	VPTERNLOGD $0xdc, Z0, Z10, Z1
+	VMOVDQU64  64(R9), Z9
+	VPANDD     Z0, Z2, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z2, Z2
+	VPTERNLOGD $0xdc, Z0, Z10, Z2
+	VMOVDQU64  128(R9), Z9
+	VPANDD     Z0, Z3, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z3, Z3
+	VPTERNLOGD $0xdc, Z0, Z10, Z3
+	VMOVDQU64  192(R9), Z9
+	VPANDD     Z0, Z4, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z4, Z4
+	VPTERNLOGD $0xdc, Z0, Z10, Z4
+	VMOVDQU64  256(R9), Z9
+	VPANDD     Z0, Z5, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z5, Z5
+	VPTERNLOGD $0xdc, Z0, Z10, Z5
+	VMOVDQU64  320(R9), Z9
+	VPANDD     Z0, Z6, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z6, Z6
+	VPTERNLOGD $0xdc, Z0, Z10, Z6
+	VMOVDQU64  384(R9), Z9
+	VPANDD     Z0, Z7, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z7, Z7
+	VPTERNLOGD $0xdc, Z0, Z10, Z7
+	VMOVDQU64  448(R9), Z9
+	VPANDD     Z0, Z8, Z10
+	VPSRLW     $0x08, Z9, Z11
+	VPMULLW    Z11, Z10, Z10
+	VPMULLW    Z9, Z8, Z8
+	VPTERNLOGD $0xdc, Z0, Z10, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -8797,12 +13151,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8841,7 +13207,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8849,21 +13215,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minI8AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI8AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8878,9 +13245,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSB (R9), Z0, Z0
@@ -8893,11 +13260,9 @@ blockSource:
 	VPMINSB 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8906,9 +13271,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINSB    (R9), Z0, Z0
+	VPMINSB    64(R9), Z1, Z1
+	VPMINSB    128(R9), Z2, Z2
+	VPMINSB    192(R9), Z3, Z3
+	VPMINSB    256(R9), Z4, Z4
+	VPMINSB    320(R9), Z5, Z5
+	VPMINSB    384(R9), Z6, Z6
+	VPMINSB    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8917,12 +13335,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -8957,7 +13387,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -8965,21 +13395,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minU8AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU8AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -8994,9 +13425,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUB (R9), Z0, Z0
@@ -9009,11 +13440,9 @@ blockSource:
 	VPMINUB 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9022,9 +13451,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINUB    (R9), Z0, Z0
+	VPMINUB    64(R9), Z1, Z1
+	VPMINUB    128(R9), Z2, Z2
+	VPMINUB    192(R9), Z3, Z3
+	VPMINUB    256(R9), Z4, Z4
+	VPMINUB    320(R9), Z5, Z5
+	VPMINUB    384(R9), Z6, Z6
+	VPMINUB    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9033,12 +13515,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -9073,7 +13567,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9081,21 +13575,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxI8AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI8AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9110,9 +13605,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSB (R9), Z0, Z0
@@ -9125,11 +13620,9 @@ blockSource:
 	VPMAXSB 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9138,9 +13631,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXSB    (R9), Z0, Z0
+	VPMAXSB    64(R9), Z1, Z1
+	VPMAXSB    128(R9), Z2, Z2
+	VPMAXSB    192(R9), Z3, Z3
+	VPMAXSB    256(R9), Z4, Z4
+	VPMAXSB    320(R9), Z5, Z5
+	VPMAXSB    384(R9), Z6, Z6
+	VPMAXSB    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9149,12 +13695,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -9189,7 +13747,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9197,21 +13755,22 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxU8AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU8AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000200
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9226,9 +13785,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUB (R9), Z0, Z0
@@ -9241,11 +13800,9 @@ blockSource:
 	VPMAXUB 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9254,9 +13811,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000200
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXUB    (R9), Z0, Z0
+	VPMAXUB    64(R9), Z1, Z1
+	VPMAXUB    128(R9), Z2, Z2
+	VPMAXUB    192(R9), Z3, Z3
+	VPMAXUB    256(R9), Z4, Z4
+	VPMAXUB    320(R9), Z5, Z5
+	VPMAXUB    384(R9), Z6, Z6
+	VPMAXUB    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9265,12 +13875,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000200, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000200, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000200, SI
+	JMP       far
 
 steps:
 	TESTQ      SI, SI
@@ -9305,7 +13927,7 @@ stepFinish:
 	JMP      steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9313,22 +13935,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sum16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9343,9 +13966,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDW (R9), Z0, Z0
@@ -9358,11 +13981,9 @@ blockSource:
 	VPADDW 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9371,9 +13992,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPADDW     (R9), Z0, Z0
+	VPADDW     64(R9), Z1, Z1
+	VPADDW     128(R9), Z2, Z2
+	VPADDW     192(R9), Z3, Z3
+	VPADDW     256(R9), Z4, Z4
+	VPADDW     320(R9), Z5, Z5
+	VPADDW     384(R9), Z6, Z6
+	VPADDW     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9382,12 +14056,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -9422,7 +14108,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9430,22 +14116,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prod16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prod16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9460,9 +14147,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMULLW (R9), Z0, Z0
@@ -9475,11 +14162,9 @@ blockSource:
 	VPMULLW 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9488,9 +14173,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMULLW    (R9), Z0, Z0
+	VPMULLW    64(R9), Z1, Z1
+	VPMULLW    128(R9), Z2, Z2
+	VPMULLW    192(R9), Z3, Z3
+	VPMULLW    256(R9), Z4, Z4
+	VPMULLW    320(R9), Z5, Z5
+	VPMULLW    384(R9), Z6, Z6
+	VPMULLW    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9499,12 +14237,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -9539,7 +14289,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9547,22 +14297,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minI16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9577,9 +14328,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSW (R9), Z0, Z0
@@ -9592,11 +14343,9 @@ blockSource:
 	VPMINSW 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9605,9 +14354,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINSW    (R9), Z0, Z0
+	VPMINSW    64(R9), Z1, Z1
+	VPMINSW    128(R9), Z2, Z2
+	VPMINSW    192(R9), Z3, Z3
+	VPMINSW    256(R9), Z4, Z4
+	VPMINSW    320(R9), Z5, Z5
+	VPMINSW    384(R9), Z6, Z6
+	VPMINSW    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9616,12 +14418,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -9656,7 +14470,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9664,22 +14478,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minU16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9694,9 +14509,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUW (R9), Z0, Z0
@@ -9709,11 +14524,9 @@ blockSource:
 	VPMINUW 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9722,9 +14535,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINUW    (R9), Z0, Z0
+	VPMINUW    64(R9), Z1, Z1
+	VPMINUW    128(R9), Z2, Z2
+	VPMINUW    192(R9), Z3, Z3
+	VPMINUW    256(R9), Z4, Z4
+	VPMINUW    320(R9), Z5, Z5
+	VPMINUW    384(R9), Z6, Z6
+	VPMINUW    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9733,12 +14599,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -9773,7 +14651,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9781,22 +14659,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxI16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9811,9 +14690,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSW (R9), Z0, Z0
@@ -9826,11 +14705,9 @@ blockSource:
 	VPMAXSW 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9839,9 +14716,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXSW    (R9), Z0, Z0
+	VPMAXSW    64(R9), Z1, Z1
+	VPMAXSW    128(R9), Z2, Z2
+	VPMAXSW    192(R9), Z3, Z3
+	VPMAXSW    256(R9), Z4, Z4
+	VPMAXSW    320(R9), Z5, Z5
+	VPMAXSW    384(R9), Z6, Z6
+	VPMAXSW    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9850,12 +14780,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -9890,7 +14832,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -9898,22 +14840,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxU16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
@@ -9928,9 +14871,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUW (R9), Z0, Z0
@@ -9943,11 +14886,9 @@ blockSource:
 	VPMAXUW 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9956,9 +14897,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXUW    (R9), Z0, Z0
+	VPMAXUW    64(R9), Z1, Z1
+	VPMAXUW    128(R9), Z2, Z2
+	VPMAXUW    192(R9), Z3, Z3
+	VPMAXUW    256(R9), Z4, Z4
+	VPMAXUW    320(R9), Z5, Z5
+	VPMAXUW    384(R9), Z6, Z6
+	VPMAXUW    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9967,12 +14961,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000100, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000100, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000100, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10007,7 +15013,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10015,22 +15021,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sum32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10045,9 +15052,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDD (R9), Z0, Z0
@@ -10060,11 +15067,9 @@ blockSource:
 	VPADDD 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10073,9 +15078,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPADDD     (R9), Z0, Z0
+	VPADDD     64(R9), Z1, Z1
+	VPADDD     128(R9), Z2, Z2
+	VPADDD     192(R9), Z3, Z3
+	VPADDD     256(R9), Z4, Z4
+	VPADDD     320(R9), Z5, Z5
+	VPADDD     384(R9), Z6, Z6
+	VPADDD     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10084,12 +15142,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10124,7 +15194,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10132,22 +15202,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prod32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10162,9 +15233,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMULLD (R9), Z0, Z0
@@ -10177,11 +15248,9 @@ blockSource:
 	VPMULLD 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10190,9 +15259,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMULLD    (R9), Z0, Z0
+	VPMULLD    64(R9), Z1, Z1
+	VPMULLD    128(R9), Z2, Z2
+	VPMULLD    192(R9), Z3, Z3
+	VPMULLD    256(R9), Z4, Z4
+	VPMULLD    320(R9), Z5, Z5
+	VPMULLD    384(R9), Z6, Z6
+	VPMULLD    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10201,12 +15323,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10241,7 +15375,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10249,22 +15383,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minI32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10279,9 +15414,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSD (R9), Z0, Z0
@@ -10294,11 +15429,9 @@ blockSource:
 	VPMINSD 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10307,9 +15440,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINSD    (R9), Z0, Z0
+	VPMINSD    64(R9), Z1, Z1
+	VPMINSD    128(R9), Z2, Z2
+	VPMINSD    192(R9), Z3, Z3
+	VPMINSD    256(R9), Z4, Z4
+	VPMINSD    320(R9), Z5, Z5
+	VPMINSD    384(R9), Z6, Z6
+	VPMINSD    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10318,12 +15504,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10358,7 +15556,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10366,22 +15564,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minU32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10396,9 +15595,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUD (R9), Z0, Z0
@@ -10411,11 +15610,9 @@ blockSource:
 	VPMINUD 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10424,9 +15621,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINUD    (R9), Z0, Z0
+	VPMINUD    64(R9), Z1, Z1
+	VPMINUD    128(R9), Z2, Z2
+	VPMINUD    192(R9), Z3, Z3
+	VPMINUD    256(R9), Z4, Z4
+	VPMINUD    320(R9), Z5, Z5
+	VPMINUD    384(R9), Z6, Z6
+	VPMINUD    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10435,12 +15685,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10475,7 +15737,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10483,22 +15745,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxI32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10513,9 +15776,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSD (R9), Z0, Z0
@@ -10528,11 +15791,9 @@ blockSource:
 	VPMAXSD 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10541,9 +15802,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXSD    (R9), Z0, Z0
+	VPMAXSD    64(R9), Z1, Z1
+	VPMAXSD    128(R9), Z2, Z2
+	VPMAXSD    192(R9), Z3, Z3
+	VPMAXSD    256(R9), Z4, Z4
+	VPMAXSD    320(R9), Z5, Z5
+	VPMAXSD    384(R9), Z6, Z6
+	VPMAXSD    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10552,12 +15866,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10592,7 +15918,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10600,22 +15926,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxU32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10630,9 +15957,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUD (R9), Z0, Z0
@@ -10645,11 +15972,9 @@ blockSource:
 	VPMAXUD 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10658,9 +15983,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXUD    (R9), Z0, Z0
+	VPMAXUD    64(R9), Z1, Z1
+	VPMAXUD    128(R9), Z2, Z2
+	VPMAXUD    192(R9), Z3, Z3
+	VPMAXUD    256(R9), Z4, Z4
+	VPMAXUD    320(R9), Z5, Z5
+	VPMAXUD    384(R9), Z6, Z6
+	VPMAXUD    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10669,12 +16047,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10709,7 +16099,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10717,22 +16107,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sum64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10747,9 +16138,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VPADDQ (R9), Z0, Z0
@@ -10762,11 +16153,9 @@ blockSource:
 	VPADDQ 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10775,9 +16164,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPADDQ     (R9), Z0, Z0
+	VPADDQ     64(R9), Z1, Z1
+	VPADDQ     128(R9), Z2, Z2
+	VPADDQ     192(R9), Z3, Z3
+	VPADDQ     256(R9), Z4, Z4
+	VPADDQ     320(R9), Z5, Z5
+	VPADDQ     384(R9), Z6, Z6
+	VPADDQ     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10786,12 +16228,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10826,7 +16280,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10834,22 +16288,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prod64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10864,9 +16319,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMULLQ (R9), Z0, Z0
@@ -10879,11 +16334,9 @@ blockSource:
 	VPMULLQ 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10892,9 +16345,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMULLQ    (R9), Z0, Z0
+	VPMULLQ    64(R9), Z1, Z1
+	VPMULLQ    128(R9), Z2, Z2
+	VPMULLQ    192(R9), Z3, Z3
+	VPMULLQ    256(R9), Z4, Z4
+	VPMULLQ    320(R9), Z5, Z5
+	VPMULLQ    384(R9), Z6, Z6
+	VPMULLQ    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10903,12 +16409,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -10943,7 +16461,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -10951,22 +16469,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minI64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -10981,9 +16500,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINSQ (R9), Z0, Z0
@@ -10996,11 +16515,9 @@ blockSource:
 	VPMINSQ 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11009,9 +16526,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINSQ    (R9), Z0, Z0
+	VPMINSQ    64(R9), Z1, Z1
+	VPMINSQ    128(R9), Z2, Z2
+	VPMINSQ    192(R9), Z3, Z3
+	VPMINSQ    256(R9), Z4, Z4
+	VPMINSQ    320(R9), Z5, Z5
+	VPMINSQ    384(R9), Z6, Z6
+	VPMINSQ    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11020,12 +16590,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11060,7 +16642,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11068,22 +16650,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minU64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·minU64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -11098,9 +16681,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMINUQ (R9), Z0, Z0
@@ -11113,11 +16696,9 @@ blockSource:
 	VPMINUQ 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11126,9 +16707,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMINUQ    (R9), Z0, Z0
+	VPMINUQ    64(R9), Z1, Z1
+	VPMINUQ    128(R9), Z2, Z2
+	VPMINUQ    192(R9), Z3, Z3
+	VPMINUQ    256(R9), Z4, Z4
+	VPMINUQ    320(R9), Z5, Z5
+	VPMINUQ    384(R9), Z6, Z6
+	VPMINUQ    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11137,12 +16771,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11177,7 +16823,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11185,22 +16831,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxI64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -11215,9 +16862,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXSQ (R9), Z0, Z0
@@ -11230,11 +16877,9 @@ blockSource:
 	VPMAXSQ 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11243,9 +16888,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXSQ    (R9), Z0, Z0
+	VPMAXSQ    64(R9), Z1, Z1
+	VPMAXSQ    128(R9), Z2, Z2
+	VPMAXSQ    192(R9), Z3, Z3
+	VPMAXSQ    256(R9), Z4, Z4
+	VPMAXSQ    320(R9), Z5, Z5
+	VPMAXSQ    384(R9), Z6, Z6
+	VPMAXSQ    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11254,12 +16952,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11294,7 +17004,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11302,22 +17012,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxU64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·maxU64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -11332,9 +17043,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ    (R8), R9
 	ADDQ    BX, R9
 	VPMAXUQ (R9), Z0, Z0
@@ -11347,11 +17058,9 @@ blockSource:
 	VPMAXUQ 448(R9), Z7, Z7
 	ADDQ    $0x08, R8
 	CMPQ    R8, DX
-	JNE     blockSource
+	JNE     nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11360,9 +17069,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VPMAXUQ    (R9), Z0, Z0
+	VPMAXUQ    64(R9), Z1, Z1
+	VPMAXUQ    128(R9), Z2, Z2
+	VPMAXUQ    192(R9), Z3, Z3
+	VPMAXUQ    256(R9), Z4, Z4
+	VPMAXUQ    320(R9), Z5, Z5
+	VPMAXUQ    384(R9), Z6, Z6
+	VPMAXUQ    448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11371,12 +17133,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11411,7 +17185,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11419,22 +17193,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sumF32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -11449,9 +17224,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPS (R9), Z0, Z0
@@ -11464,11 +17239,9 @@ blockSource:
 	VADDPS 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11477,9 +17250,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VADDPS     (R9), Z0, Z0
+	VADDPS     64(R9), Z1, Z1
+	VADDPS     128(R9), Z2, Z2
+	VADDPS     192(R9), Z3, Z3
+	VADDPS     256(R9), Z4, Z4
+	VADDPS     320(R9), Z5, Z5
+	VADDPS     384(R9), Z6, Z6
+	VADDPS     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11488,12 +17314,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11528,7 +17366,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11536,22 +17374,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sumF64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -11566,9 +17405,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPD (R9), Z0, Z0
@@ -11581,11 +17420,9 @@ blockSource:
 	VADDPD 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11594,9 +17431,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VADDPD     (R9), Z0, Z0
+	VADDPD     64(R9), Z1, Z1
+	VADDPD     128(R9), Z2, Z2
+	VADDPD     192(R9), Z3, Z3
+	VADDPD     256(R9), Z4, Z4
+	VADDPD     320(R9), Z5, Z5
+	VADDPD     384(R9), Z6, Z6
+	VADDPD     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11605,12 +17495,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11645,7 +17547,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11653,22 +17555,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·sumF16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·sumF16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -11683,9 +17586,9 @@ block:
 	VCVTPH2PS 224(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Z8
@@ -11706,11 +17609,9 @@ blockSource:
 	VADDPS    Z8, Z7, Z7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Z0, (AX)
 	VCVTPS2PH $0x00, Z1, 32(AX)
 	VCVTPS2PH $0x00, Z2, 64(AX)
@@ -11719,9 +17620,62 @@ blockFinish:
 	VCVTPS2PH $0x00, Z5, 160(AX)
 	VCVTPS2PH $0x00, Z6, 192(AX)
 	VCVTPS2PH $0x00, Z7, 224(AX)
-	JMP       blockNext
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z0
+	VCVTPH2PS  32(R9), Z1
+	VCVTPH2PS  64(R9), Z2
+	VCVTPH2PS  96(R9), Z3
+	VCVTPH2PS  128(R9), Z4
+	VCVTPH2PS  160(R9), Z5
+	VCVTPH2PS  192(R9), Z6
+	VCVTPH2PS  224(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z8
+	VADDPS     Z8, Z0, Z0
+	VCVTPH2PS  32(R9), Z8
+	VADDPS     Z8, Z1, Z1
+	VCVTPH2PS  64(R9), Z8
+	VADDPS     Z8, Z2, Z2
+	VCVTPH2PS  96(R9), Z8
+	VADDPS     Z8, Z3, Z3
+	VCVTPH2PS  128(R9), Z8
+	VADDPS     Z8, Z4, Z4
+	VCVTPH2PS  160(R9), Z8
+	VADDPS     Z8, Z5, Z5
+	VCVTPH2PS  192(R9), Z8
+	VADDPS     Z8, Z6, Z6
+	VCVTPH2PS  224(R9), Z8
+	VADDPS     Z8, Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Z0, Y0
 	VMOVNTDQ  Y0, (AX)
 	VCVTPS2PH $0x00, Z1, Y0
@@ -11738,12 +17692,24 @@ blockStream:
 	VMOVNTDQ  Y0, 192(AX)
 	VCVTPS2PH $0x00, Z7, Y0
 	VMOVNTDQ  Y0, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Z0, (AX)
+	VCVTPS2PH $0x00, Z1, 32(AX)
+	VCVTPS2PH $0x00, Z2, 64(AX)
+	VCVTPS2PH $0x00, Z3, 96(AX)
+	VCVTPS2PH $0x00, Z4, 128(AX)
+	VCVTPS2PH $0x00, Z5, 160(AX)
+	VCVTPS2PH $0x00, Z6, 192(AX)
+	VCVTPS2PH $0x00, Z7, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -11781,7 +17747,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -11789,9 +17755,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -11809,15 +17775,16 @@ TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
-	CMPQ      SI, $0x00000080
+near:
+	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
 	ADDQ      BX, R9
@@ -11833,40 +17800,70 @@ block:
 	VMOVDQU64 192(R9), Z11
 	VPSLLD    $0x10, Z11, Z10
 	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 256(R9), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMOVDQU64 320(R9), Z15
+	VPSLLD    $0x10, Z15, Z14
+	VPANDD    Z0, Z15, Z15
+	VMOVDQU64 384(R9), Z17
+	VPSLLD    $0x10, Z17, Z16
+	VPANDD    Z0, Z17, Z17
+	VMOVDQU64 448(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
-	VMOVDQU64 (R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
+	VMOVDQU64 (R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z4, Z4
+	VADDPS    Z21, Z5, Z5
+	VMOVDQU64 64(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z6, Z6
+	VADDPS    Z21, Z7, Z7
+	VMOVDQU64 128(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z8, Z8
+	VADDPS    Z21, Z9, Z9
+	VMOVDQU64 192(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z10, Z10
+	VADDPS    Z21, Z11, Z11
+	VMOVDQU64 256(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z12, Z12
+	VADDPS    Z21, Z13, Z13
+	VMOVDQU64 320(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z14, Z14
+	VADDPS    Z21, Z15, Z15
+	VMOVDQU64 384(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z16, Z16
+	VADDPS    Z21, Z17, Z17
+	VMOVDQU64 448(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VADDPS    Z20, Z18, Z18
+	VADDPS    Z21, Z19, Z19
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL      DI, DI
-	JNE        blockStream
+nearFinish:
 	VCMPPS     $0x07, Z4, Z4, K1
 	VPTESTMD   Z3, Z4, K1, K2
 	VPADDD     Z2, Z4, K1, Z4
@@ -11911,9 +17908,154 @@ blockFinish:
 	VPSRLD     $0x10, Z10, Z10
 	VPTERNLOGD $0xf8, Z0, Z11, Z10
 	VMOVDQU64  Z10, 192(AX)
-	JMP        blockNext
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 256(AX)
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 320(AX)
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 384(AX)
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VPSRLD     $0x10, Z18, Z18
+	VPTERNLOGD $0xf8, Z0, Z19, Z18
+	VMOVDQU64  Z18, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z5
+	VPSLLD     $0x10, Z5, Z4
+	VPANDD     Z0, Z5, Z5
+	VMOVDQU64  64(R9), Z7
+	VPSLLD     $0x10, Z7, Z6
+	VPANDD     Z0, Z7, Z7
+	VMOVDQU64  128(R9), Z9
+	VPSLLD     $0x10, Z9, Z8
+	VPANDD     Z0, Z9, Z9
+	VMOVDQU64  192(R9), Z11
+	VPSLLD     $0x10, Z11, Z10
+	VPANDD     Z0, Z11, Z11
+	VMOVDQU64  256(R9), Z13
+	VPSLLD     $0x10, Z13, Z12
+	VPANDD     Z0, Z13, Z13
+	VMOVDQU64  320(R9), Z15
+	VPSLLD     $0x10, Z15, Z14
+	VPANDD     Z0, Z15, Z15
+	VMOVDQU64  384(R9), Z17
+	VPSLLD     $0x10, Z17, Z16
+	VPANDD     Z0, Z17, Z17
+	VMOVDQU64  448(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z4, Z4
+	VADDPS     Z21, Z5, Z5
+	VMOVDQU64  64(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z6, Z6
+	VADDPS     Z21, Z7, Z7
+	VMOVDQU64  128(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z8, Z8
+	VADDPS     Z21, Z9, Z9
+	VMOVDQU64  192(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z10, Z10
+	VADDPS     Z21, Z11, Z11
+	VMOVDQU64  256(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z12, Z12
+	VADDPS     Z21, Z13, Z13
+	VMOVDQU64  320(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z14, Z14
+	VADDPS     Z21, Z15, Z15
+	VMOVDQU64  384(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z16, Z16
+	VADDPS     Z21, Z17, Z17
+	VMOVDQU64  448(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VADDPS     Z20, Z18, Z18
+	VADDPS     Z21, Z19, Z19
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ      $0x00000002, DI
+	JE         farStores
 	VCMPPS     $0x07, Z4, Z4, K1
 	VPTESTMD   Z3, Z4, K1, K2
 	VPADDD     Z2, Z4, K1, Z4
@@ -11958,12 +18100,148 @@ blockStream:
 	VPSRLD     $0x10, Z10, Z10
 	VPTERNLOGD $0xf8, Z0, Z11, Z10
 	VMOVNTDQ   Z10, 192(AX)
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVNTDQ   Z12, 256(AX)
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVNTDQ   Z14, 320(AX)
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVNTDQ   Z16, 384(AX)
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VPSRLD     $0x10, Z18, Z18
+	VPTERNLOGD $0xf8, Z0, Z19, Z18
+	VMOVNTDQ   Z18, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCMPPS     $0x07, Z4, Z4, K1
+	VPTESTMD   Z3, Z4, K1, K2
+	VPADDD     Z2, Z4, K1, Z4
+	VPADDD     Z1, Z4, K2, Z4
+	VCMPPS     $0x07, Z5, Z5, K1
+	VPTESTMD   Z3, Z5, K1, K2
+	VPADDD     Z2, Z5, K1, Z5
+	VPADDD     Z1, Z5, K2, Z5
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VMOVDQU64  Z4, (AX)
+	VCMPPS     $0x07, Z6, Z6, K1
+	VPTESTMD   Z3, Z6, K1, K2
+	VPADDD     Z2, Z6, K1, Z6
+	VPADDD     Z1, Z6, K2, Z6
+	VCMPPS     $0x07, Z7, Z7, K1
+	VPTESTMD   Z3, Z7, K1, K2
+	VPADDD     Z2, Z7, K1, Z7
+	VPADDD     Z1, Z7, K2, Z7
+	VPSRLD     $0x10, Z6, Z6
+	VPTERNLOGD $0xf8, Z0, Z7, Z6
+	VMOVDQU64  Z6, 64(AX)
+	VCMPPS     $0x07, Z8, Z8, K1
+	VPTESTMD   Z3, Z8, K1, K2
+	VPADDD     Z2, Z8, K1, Z8
+	VPADDD     Z1, Z8, K2, Z8
+	VCMPPS     $0x07, Z9, Z9, K1
+	VPTESTMD   Z3, Z9, K1, K2
+	VPADDD     Z2, Z9, K1, Z9
+	VPADDD     Z1, Z9, K2, Z9
+	VPSRLD     $0x10, Z8, Z8
+	VPTERNLOGD $0xf8, Z0, Z9, Z8
+	VMOVDQU64  Z8, 128(AX)
+	VCMPPS     $0x07, Z10, Z10, K1
+	VPTESTMD   Z3, Z10, K1, K2
+	VPADDD     Z2, Z10, K1, Z10
+	VPADDD     Z1, Z10, K2, Z10
+	VCMPPS     $0x07, Z11, Z11, K1
+	VPTESTMD   Z3, Z11, K1, K2
+	VPADDD     Z2, Z11, K1, Z11
+	VPADDD     Z1, Z11, K2, Z11
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVDQU64  Z10, 192(AX)
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 256(AX)
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 320(AX)
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 384(AX)
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VPSRLD     $0x10, Z18, Z18
+	VPTERNLOGD $0xf8, Z0, Z19, Z18
+	VMOVDQU64  Z18, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
 steps:
 	TESTQ       SI, SI
@@ -12013,7 +18291,7 @@ stepFinish:
 	JMP        steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12021,22 +18299,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prodF32AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x02, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -12051,9 +18330,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VMULPS (R9), Z0, Z0
@@ -12066,11 +18345,9 @@ blockSource:
 	VMULPS 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -12079,9 +18356,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMULPS     (R9), Z0, Z0
+	VMULPS     64(R9), Z1, Z1
+	VMULPS     128(R9), Z2, Z2
+	VMULPS     192(R9), Z3, Z3
+	VMULPS     256(R9), Z4, Z4
+	VMULPS     320(R9), Z5, Z5
+	VMULPS     384(R9), Z6, Z6
+	VMULPS     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -12090,12 +18420,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -12130,7 +18472,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12138,22 +18480,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prodF64AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x03, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -12168,9 +18511,9 @@ block:
 	VMOVDQU64 448(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VMULPD (R9), Z0, Z0
@@ -12183,11 +18526,9 @@ blockSource:
 	VMULPD 448(R9), Z7, Z7
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -12196,9 +18537,62 @@ blockFinish:
 	VMOVDQU64 Z5, 320(AX)
 	VMOVDQU64 Z6, 384(AX)
 	VMOVDQU64 Z7, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z0
+	VMOVDQU64  64(R9), Z1
+	VMOVDQU64  128(R9), Z2
+	VMOVDQU64  192(R9), Z3
+	VMOVDQU64  256(R9), Z4
+	VMOVDQU64  320(R9), Z5
+	VMOVDQU64  384(R9), Z6
+	VMOVDQU64  448(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMULPD     (R9), Z0, Z0
+	VMULPD     64(R9), Z1, Z1
+	VMULPD     128(R9), Z2, Z2
+	VMULPD     192(R9), Z3, Z3
+	VMULPD     256(R9), Z4, Z4
+	VMULPD     320(R9), Z5, Z5
+	VMULPD     384(R9), Z6, Z6
+	VMULPD     448(R9), Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -12207,12 +18601,24 @@ blockStream:
 	VMOVNTDQ Z5, 320(AX)
 	VMOVNTDQ Z6, 384(AX)
 	VMOVNTDQ Z7, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU64 Z1, 64(AX)
+	VMOVDQU64 Z2, 128(AX)
+	VMOVDQU64 Z3, 192(AX)
+	VMOVDQU64 Z4, 256(AX)
+	VMOVDQU64 Z5, 320(AX)
+	VMOVDQU64 Z6, 384(AX)
+	VMOVDQU64 Z7, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -12247,7 +18653,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12255,22 +18661,23 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·prodF16AVX512(SB), NOSPLIT, $0-49
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVB    stream+48(FP), DI
-	MOVBLZX DI, DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	LEAQ    (CX)(DX*8), DX
+TEXT ·prodF16AVX512(SB), NOSPLIT, $0-56
+	MOVQ  dst+0(FP), AX
+	MOVQ  srcs+8(FP), CX
+	MOVQ  k+16(FP), DX
+	MOVQ  lo+24(FP), BX
+	MOVQ  hi+32(FP), SI
+	MOVQ  mode+48(FP), DI
+	SUBQ  BX, SI
+	SHLQ  $0x01, BX
+	ADDQ  BX, AX
+	LEAQ  (CX)(DX*8), DX
+	TESTQ DI, DI
+	JNE   far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -12285,9 +18692,9 @@ block:
 	VCVTPH2PS 224(R9), Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Z8
@@ -12308,11 +18715,9 @@ blockSource:
 	VMULPS    Z8, Z7, Z7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Z0, (AX)
 	VCVTPS2PH $0x00, Z1, 32(AX)
 	VCVTPS2PH $0x00, Z2, 64(AX)
@@ -12321,9 +18726,62 @@ blockFinish:
 	VCVTPS2PH $0x00, Z5, 160(AX)
 	VCVTPS2PH $0x00, Z6, 192(AX)
 	VCVTPS2PH $0x00, Z7, 224(AX)
-	JMP       blockNext
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z0
+	VCVTPH2PS  32(R9), Z1
+	VCVTPH2PS  64(R9), Z2
+	VCVTPH2PS  96(R9), Z3
+	VCVTPH2PS  128(R9), Z4
+	VCVTPH2PS  160(R9), Z5
+	VCVTPH2PS  192(R9), Z6
+	VCVTPH2PS  224(R9), Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z8
+	VMULPS     Z8, Z0, Z0
+	VCVTPH2PS  32(R9), Z8
+	VMULPS     Z8, Z1, Z1
+	VCVTPH2PS  64(R9), Z8
+	VMULPS     Z8, Z2, Z2
+	VCVTPH2PS  96(R9), Z8
+	VMULPS     Z8, Z3, Z3
+	VCVTPH2PS  128(R9), Z8
+	VMULPS     Z8, Z4, Z4
+	VCVTPH2PS  160(R9), Z8
+	VMULPS     Z8, Z5, Z5
+	VCVTPH2PS  192(R9), Z8
+	VMULPS     Z8, Z6, Z6
+	VCVTPH2PS  224(R9), Z8
+	VMULPS     Z8, Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Z0, Y0
 	VMOVNTDQ  Y0, (AX)
 	VCVTPS2PH $0x00, Z1, Y0
@@ -12340,12 +18798,24 @@ blockStream:
 	VMOVNTDQ  Y0, 192(AX)
 	VCVTPS2PH $0x00, Z7, Y0
 	VMOVNTDQ  Y0, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Z0, (AX)
+	VCVTPS2PH $0x00, Z1, 32(AX)
+	VCVTPS2PH $0x00, Z2, 64(AX)
+	VCVTPS2PH $0x00, Z3, 96(AX)
+	VCVTPS2PH $0x00, Z4, 128(AX)
+	VCVTPS2PH $0x00, Z5, 160(AX)
+	VCVTPS2PH $0x00, Z6, 192(AX)
+	VCVTPS2PH $0x00, Z7, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -12383,7 +18853,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12391,9 +18861,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -12411,15 +18881,16 @@ TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
-	CMPQ      SI, $0x00000080
+near:
+	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
 	ADDQ      BX, R9
@@ -12435,40 +18906,70 @@ block:
 	VMOVDQU64 192(R9), Z11
 	VPSLLD    $0x10, Z11, Z10
 	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 256(R9), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMOVDQU64 320(R9), Z15
+	VPSLLD    $0x10, Z15, Z14
+	VPANDD    Z0, Z15, Z15
+	VMOVDQU64 384(R9), Z17
+	VPSLLD    $0x10, Z17, Z16
+	VPANDD    Z0, Z17, Z17
+	VMOVDQU64 448(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
-	VMOVDQU64 (R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R9), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
+	VMOVDQU64 (R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z4, Z4
+	VMULPS    Z21, Z5, Z5
+	VMOVDQU64 64(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z6, Z6
+	VMULPS    Z21, Z7, Z7
+	VMOVDQU64 128(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z8, Z8
+	VMULPS    Z21, Z9, Z9
+	VMOVDQU64 192(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z10, Z10
+	VMULPS    Z21, Z11, Z11
+	VMOVDQU64 256(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z12, Z12
+	VMULPS    Z21, Z13, Z13
+	VMOVDQU64 320(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z14, Z14
+	VMULPS    Z21, Z15, Z15
+	VMOVDQU64 384(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z16, Z16
+	VMULPS    Z21, Z17, Z17
+	VMOVDQU64 448(R9), Z21
+	VPSLLD    $0x10, Z21, Z20
+	VPANDD    Z0, Z21, Z21
+	VMULPS    Z20, Z18, Z18
+	VMULPS    Z21, Z19, Z19
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL      DI, DI
-	JNE        blockStream
+nearFinish:
 	VCMPPS     $0x07, Z4, Z4, K1
 	VPTESTMD   Z3, Z4, K1, K2
 	VPADDD     Z2, Z4, K1, Z4
@@ -12513,9 +19014,154 @@ blockFinish:
 	VPSRLD     $0x10, Z10, Z10
 	VPTERNLOGD $0xf8, Z0, Z11, Z10
 	VMOVDQU64  Z10, 192(AX)
-	JMP        blockNext
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 256(AX)
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 320(AX)
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 384(AX)
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VPSRLD     $0x10, Z18, Z18
+	VPTERNLOGD $0xf8, Z0, Z19, Z18
+	VMOVDQU64  Z18, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z5
+	VPSLLD     $0x10, Z5, Z4
+	VPANDD     Z0, Z5, Z5
+	VMOVDQU64  64(R9), Z7
+	VPSLLD     $0x10, Z7, Z6
+	VPANDD     Z0, Z7, Z7
+	VMOVDQU64  128(R9), Z9
+	VPSLLD     $0x10, Z9, Z8
+	VPANDD     Z0, Z9, Z9
+	VMOVDQU64  192(R9), Z11
+	VPSLLD     $0x10, Z11, Z10
+	VPANDD     Z0, Z11, Z11
+	VMOVDQU64  256(R9), Z13
+	VPSLLD     $0x10, Z13, Z12
+	VPANDD     Z0, Z13, Z13
+	VMOVDQU64  320(R9), Z15
+	VPSLLD     $0x10, Z15, Z14
+	VPANDD     Z0, Z15, Z15
+	VMOVDQU64  384(R9), Z17
+	VPSLLD     $0x10, Z17, Z16
+	VPANDD     Z0, Z17, Z17
+	VMOVDQU64  448(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z4, Z4
+	VMULPS     Z21, Z5, Z5
+	VMOVDQU64  64(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z6, Z6
+	VMULPS     Z21, Z7, Z7
+	VMOVDQU64  128(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z8, Z8
+	VMULPS     Z21, Z9, Z9
+	VMOVDQU64  192(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z10, Z10
+	VMULPS     Z21, Z11, Z11
+	VMOVDQU64  256(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z12, Z12
+	VMULPS     Z21, Z13, Z13
+	VMOVDQU64  320(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z14, Z14
+	VMULPS     Z21, Z15, Z15
+	VMOVDQU64  384(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z16, Z16
+	VMULPS     Z21, Z17, Z17
+	VMOVDQU64  448(R9), Z21
+	VPSLLD     $0x10, Z21, Z20
+	VPANDD     Z0, Z21, Z21
+	VMULPS     Z20, Z18, Z18
+	VMULPS     Z21, Z19, Z19
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ      $0x00000002, DI
+	JE         farStores
 	VCMPPS     $0x07, Z4, Z4, K1
 	VPTESTMD   Z3, Z4, K1, K2
 	VPADDD     Z2, Z4, K1, Z4
@@ -12560,12 +19206,148 @@ blockStream:
 	VPSRLD     $0x10, Z10, Z10
 	VPTERNLOGD $0xf8, Z0, Z11, Z10
 	VMOVNTDQ   Z10, 192(AX)
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVNTDQ   Z12, 256(AX)
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVNTDQ   Z14, 320(AX)
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVNTDQ   Z16, 384(AX)
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VPSRLD     $0x10, Z18, Z18
+	VPTERNLOGD $0xf8, Z0, Z19, Z18
+	VMOVNTDQ   Z18, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCMPPS     $0x07, Z4, Z4, K1
+	VPTESTMD   Z3, Z4, K1, K2
+	VPADDD     Z2, Z4, K1, Z4
+	VPADDD     Z1, Z4, K2, Z4
+	VCMPPS     $0x07, Z5, Z5, K1
+	VPTESTMD   Z3, Z5, K1, K2
+	VPADDD     Z2, Z5, K1, Z5
+	VPADDD     Z1, Z5, K2, Z5
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VMOVDQU64  Z4, (AX)
+	VCMPPS     $0x07, Z6, Z6, K1
+	VPTESTMD   Z3, Z6, K1, K2
+	VPADDD     Z2, Z6, K1, Z6
+	VPADDD     Z1, Z6, K2, Z6
+	VCMPPS     $0x07, Z7, Z7, K1
+	VPTESTMD   Z3, Z7, K1, K2
+	VPADDD     Z2, Z7, K1, Z7
+	VPADDD     Z1, Z7, K2, Z7
+	VPSRLD     $0x10, Z6, Z6
+	VPTERNLOGD $0xf8, Z0, Z7, Z6
+	VMOVDQU64  Z6, 64(AX)
+	VCMPPS     $0x07, Z8, Z8, K1
+	VPTESTMD   Z3, Z8, K1, K2
+	VPADDD     Z2, Z8, K1, Z8
+	VPADDD     Z1, Z8, K2, Z8
+	VCMPPS     $0x07, Z9, Z9, K1
+	VPTESTMD   Z3, Z9, K1, K2
+	VPADDD     Z2, Z9, K1, Z9
+	VPADDD     Z1, Z9, K2, Z9
+	VPSRLD     $0x10, Z8, Z8
+	VPTERNLOGD $0xf8, Z0, Z9, Z8
+	VMOVDQU64  Z8, 128(AX)
+	VCMPPS     $0x07, Z10, Z10, K1
+	VPTESTMD   Z3, Z10, K1, K2
+	VPADDD     Z2, Z10, K1, Z10
+	VPADDD     Z1, Z10, K2, Z10
+	VCMPPS     $0x07, Z11, Z11, K1
+	VPTESTMD   Z3, Z11, K1, K2
+	VPADDD     Z2, Z11, K1, Z11
+	VPADDD     Z1, Z11, K2, Z11
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVDQU64  Z10, 192(AX)
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 256(AX)
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 320(AX)
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 384(AX)
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VPSRLD     $0x10, Z18, Z18
+	VPTERNLOGD $0xf8, Z0, Z19, Z18
+	VMOVDQU64  Z18, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
 steps:
 	TESTQ       SI, SI
@@ -12615,7 +19397,7 @@ stepFinish:
 	JMP        steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12623,9 +19405,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minF32AVX512(SB), NOSPLIT, $0-49
+TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -12634,14 +19416,15 @@ TEXT ·minF32AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -12656,9 +19439,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCMPPS    $0x03, (R9), Z1, K1
@@ -12687,11 +19470,9 @@ blockSource:
 	VMOVDQA32 Z0, K1, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -12700,9 +19481,78 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VCMPPS     $0x03, (R9), Z1, K1
+	VRANGEPS   $0x04, (R9), Z1, Z1
+	VMOVDQA32  Z0, K1, Z1
+	VCMPPS     $0x03, 64(R9), Z2, K1
+	VRANGEPS   $0x04, 64(R9), Z2, Z2
+	VMOVDQA32  Z0, K1, Z2
+	VCMPPS     $0x03, 128(R9), Z3, K1
+	VRANGEPS   $0x04, 128(R9), Z3, Z3
+	VMOVDQA32  Z0, K1, Z3
+	VCMPPS     $0x03, 192(R9), Z4, K1
+	VRANGEPS   $0x04, 192(R9), Z4, Z4
+	VMOVDQA32  Z0, K1, Z4
+	VCMPPS     $0x03, 256(R9), Z5, K1
+	VRANGEPS   $0x04, 256(R9), Z5, Z5
+	VMOVDQA32  Z0, K1, Z5
+	VCMPPS     $0x03, 320(R9), Z6, K1
+	VRANGEPS   $0x04, 320(R9), Z6, Z6
+	VMOVDQA32  Z0, K1, Z6
+	VCMPPS     $0x03, 384(R9), Z7, K1
+	VRANGEPS   $0x04, 384(R9), Z7, Z7
+	VMOVDQA32  Z0, K1, Z7
+	VCMPPS     $0x03, 448(R9), Z8, K1
+	VRANGEPS   $0x04, 448(R9), Z8, Z8
+	VMOVDQA32  Z0, K1, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -12711,12 +19561,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -12753,7 +19615,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12761,9 +19623,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minF64AVX512(SB), NOSPLIT, $0-49
+TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ         $0x7ff8000000000000, AX
 	VMOVQ        AX, X0
 	VPBROADCASTQ X0, Z0
@@ -12772,14 +19634,15 @@ TEXT ·minF64AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -12794,9 +19657,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCMPPD    $0x03, (R9), Z1, K1
@@ -12825,11 +19688,9 @@ blockSource:
 	VMOVDQA64 Z0, K1, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -12838,9 +19699,78 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VCMPPD     $0x03, (R9), Z1, K1
+	VRANGEPD   $0x04, (R9), Z1, Z1
+	VMOVDQA64  Z0, K1, Z1
+	VCMPPD     $0x03, 64(R9), Z2, K1
+	VRANGEPD   $0x04, 64(R9), Z2, Z2
+	VMOVDQA64  Z0, K1, Z2
+	VCMPPD     $0x03, 128(R9), Z3, K1
+	VRANGEPD   $0x04, 128(R9), Z3, Z3
+	VMOVDQA64  Z0, K1, Z3
+	VCMPPD     $0x03, 192(R9), Z4, K1
+	VRANGEPD   $0x04, 192(R9), Z4, Z4
+	VMOVDQA64  Z0, K1, Z4
+	VCMPPD     $0x03, 256(R9), Z5, K1
+	VRANGEPD   $0x04, 256(R9), Z5, Z5
+	VMOVDQA64  Z0, K1, Z5
+	VCMPPD     $0x03, 320(R9), Z6, K1
+	VRANGEPD   $0x04, 320(R9), Z6, Z6
+	VMOVDQA64  Z0, K1, Z6
+	VCMPPD     $0x03, 384(R9), Z7, K1
+	VRANGEPD   $0x04, 384(R9), Z7, Z7
+	VMOVDQA64  Z0, K1, Z7
+	VCMPPD     $0x03, 448(R9), Z8, K1
+	VRANGEPD   $0x04, 448(R9), Z8, Z8
+	VMOVDQA64  Z0, K1, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -12849,12 +19779,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -12891,7 +19833,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -12899,9 +19841,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·minF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·minF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -12910,14 +19852,15 @@ TEXT ·minF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -12932,9 +19875,9 @@ block:
 	VCVTPH2PS 224(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Z9
@@ -12971,11 +19914,9 @@ blockSource:
 	VMOVDQA32 Z0, K1, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Z1, (AX)
 	VCVTPS2PH $0x00, Z2, 32(AX)
 	VCVTPS2PH $0x00, Z3, 64(AX)
@@ -12984,9 +19925,78 @@ blockFinish:
 	VCVTPS2PH $0x00, Z6, 160(AX)
 	VCVTPS2PH $0x00, Z7, 192(AX)
 	VCVTPS2PH $0x00, Z8, 224(AX)
-	JMP       blockNext
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z1
+	VCVTPH2PS  32(R9), Z2
+	VCVTPH2PS  64(R9), Z3
+	VCVTPH2PS  96(R9), Z4
+	VCVTPH2PS  128(R9), Z5
+	VCVTPH2PS  160(R9), Z6
+	VCVTPH2PS  192(R9), Z7
+	VCVTPH2PS  224(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z9
+	VCMPPS     $0x03, Z9, Z1, K1
+	VRANGEPS   $0x04, Z9, Z1, Z1
+	VMOVDQA32  Z0, K1, Z1
+	VCVTPH2PS  32(R9), Z9
+	VCMPPS     $0x03, Z9, Z2, K1
+	VRANGEPS   $0x04, Z9, Z2, Z2
+	VMOVDQA32  Z0, K1, Z2
+	VCVTPH2PS  64(R9), Z9
+	VCMPPS     $0x03, Z9, Z3, K1
+	VRANGEPS   $0x04, Z9, Z3, Z3
+	VMOVDQA32  Z0, K1, Z3
+	VCVTPH2PS  96(R9), Z9
+	VCMPPS     $0x03, Z9, Z4, K1
+	VRANGEPS   $0x04, Z9, Z4, Z4
+	VMOVDQA32  Z0, K1, Z4
+	VCVTPH2PS  128(R9), Z9
+	VCMPPS     $0x03, Z9, Z5, K1
+	VRANGEPS   $0x04, Z9, Z5, Z5
+	VMOVDQA32  Z0, K1, Z5
+	VCVTPH2PS  160(R9), Z9
+	VCMPPS     $0x03, Z9, Z6, K1
+	VRANGEPS   $0x04, Z9, Z6, Z6
+	VMOVDQA32  Z0, K1, Z6
+	VCVTPH2PS  192(R9), Z9
+	VCMPPS     $0x03, Z9, Z7, K1
+	VRANGEPS   $0x04, Z9, Z7, Z7
+	VMOVDQA32  Z0, K1, Z7
+	VCVTPH2PS  224(R9), Z9
+	VCMPPS     $0x03, Z9, Z8, K1
+	VRANGEPS   $0x04, Z9, Z8, Z8
+	VMOVDQA32  Z0, K1, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Z1, Y1
 	VMOVNTDQ  Y1, (AX)
 	VCVTPS2PH $0x00, Z2, Y1
@@ -13003,12 +20013,24 @@ blockStream:
 	VMOVNTDQ  Y1, 192(AX)
 	VCVTPS2PH $0x00, Z8, Y1
 	VMOVNTDQ  Y1, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Z1, (AX)
+	VCVTPS2PH $0x00, Z2, 32(AX)
+	VCVTPS2PH $0x00, Z3, 64(AX)
+	VCVTPS2PH $0x00, Z4, 96(AX)
+	VCVTPS2PH $0x00, Z5, 128(AX)
+	VCVTPS2PH $0x00, Z6, 160(AX)
+	VCVTPS2PH $0x00, Z7, 192(AX)
+	VCVTPS2PH $0x00, Z8, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -13048,7 +20070,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13056,9 +20078,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func minBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func minBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minBF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·minBF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -13070,15 +20092,16 @@ TEXT ·minBF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
-	CMPQ      SI, $0x00000080
+near:
+	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
 	ADDQ      BX, R9
@@ -13094,56 +20117,102 @@ block:
 	VMOVDQU64 192(R9), Z9
 	VPSLLD    $0x10, Z9, Z8
 	VPANDD    Z0, Z9, Z9
+	VMOVDQU64 256(R9), Z11
+	VPSLLD    $0x10, Z11, Z10
+	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 320(R9), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMOVDQU64 384(R9), Z15
+	VPSLLD    $0x10, Z15, Z14
+	VPANDD    Z0, Z15, Z15
+	VMOVDQU64 448(R9), Z17
+	VPSLLD    $0x10, Z17, Z16
+	VPANDD    Z0, Z17, Z17
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
-	VMOVDQU64 (R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
+	VMOVDQU64 (R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z2, K1
+	VRANGEPS  $0x04, Z18, Z2, Z2
 	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
+	VCMPPS    $0x03, Z19, Z3, K1
+	VRANGEPS  $0x04, Z19, Z3, Z3
 	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
+	VMOVDQU64 64(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z4, K1
+	VRANGEPS  $0x04, Z18, Z4, Z4
 	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
+	VCMPPS    $0x03, Z19, Z5, K1
+	VRANGEPS  $0x04, Z19, Z5, Z5
 	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
+	VMOVDQU64 128(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z6, K1
+	VRANGEPS  $0x04, Z18, Z6, Z6
 	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
+	VCMPPS    $0x03, Z19, Z7, K1
+	VRANGEPS  $0x04, Z19, Z7, Z7
 	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
+	VMOVDQU64 192(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z8, K1
+	VRANGEPS  $0x04, Z18, Z8, Z8
 	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
+	VCMPPS    $0x03, Z19, Z9, K1
+	VRANGEPS  $0x04, Z19, Z9, Z9
 	VMOVDQA32 Z1, K1, Z9
+	VMOVDQU64 256(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z10, K1
+	VRANGEPS  $0x04, Z18, Z10, Z10
+	VMOVDQA32 Z1, K1, Z10
+	VCMPPS    $0x03, Z19, Z11, K1
+	VRANGEPS  $0x04, Z19, Z11, Z11
+	VMOVDQA32 Z1, K1, Z11
+	VMOVDQU64 320(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z12, K1
+	VRANGEPS  $0x04, Z18, Z12, Z12
+	VMOVDQA32 Z1, K1, Z12
+	VCMPPS    $0x03, Z19, Z13, K1
+	VRANGEPS  $0x04, Z19, Z13, Z13
+	VMOVDQA32 Z1, K1, Z13
+	VMOVDQU64 384(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z14, K1
+	VRANGEPS  $0x04, Z18, Z14, Z14
+	VMOVDQA32 Z1, K1, Z14
+	VCMPPS    $0x03, Z19, Z15, K1
+	VRANGEPS  $0x04, Z19, Z15, Z15
+	VMOVDQA32 Z1, K1, Z15
+	VMOVDQU64 448(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z16, K1
+	VRANGEPS  $0x04, Z18, Z16, Z16
+	VMOVDQA32 Z1, K1, Z16
+	VCMPPS    $0x03, Z19, Z17, K1
+	VRANGEPS  $0x04, Z19, Z17, Z17
+	VMOVDQA32 Z1, K1, Z17
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL      DI, DI
-	JNE        blockStream
+nearFinish:
 	VPSRLD     $0x10, Z2, Z2
 	VPTERNLOGD $0xf8, Z0, Z3, Z2
 	VMOVDQU64  Z2, (AX)
@@ -13156,9 +20225,154 @@ blockFinish:
 	VPSRLD     $0x10, Z8, Z8
 	VPTERNLOGD $0xf8, Z0, Z9, Z8
 	VMOVDQU64  Z8, 192(AX)
-	JMP        blockNext
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVDQU64  Z10, 256(AX)
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 320(AX)
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 384(AX)
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z3
+	VPSLLD     $0x10, Z3, Z2
+	VPANDD     Z0, Z3, Z3
+	VMOVDQU64  64(R9), Z5
+	VPSLLD     $0x10, Z5, Z4
+	VPANDD     Z0, Z5, Z5
+	VMOVDQU64  128(R9), Z7
+	VPSLLD     $0x10, Z7, Z6
+	VPANDD     Z0, Z7, Z7
+	VMOVDQU64  192(R9), Z9
+	VPSLLD     $0x10, Z9, Z8
+	VPANDD     Z0, Z9, Z9
+	VMOVDQU64  256(R9), Z11
+	VPSLLD     $0x10, Z11, Z10
+	VPANDD     Z0, Z11, Z11
+	VMOVDQU64  320(R9), Z13
+	VPSLLD     $0x10, Z13, Z12
+	VPANDD     Z0, Z13, Z13
+	VMOVDQU64  384(R9), Z15
+	VPSLLD     $0x10, Z15, Z14
+	VPANDD     Z0, Z15, Z15
+	VMOVDQU64  448(R9), Z17
+	VPSLLD     $0x10, Z17, Z16
+	VPANDD     Z0, Z17, Z17
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z2, K1
+	VRANGEPS   $0x04, Z18, Z2, Z2
+	VMOVDQA32  Z1, K1, Z2
+	VCMPPS     $0x03, Z19, Z3, K1
+	VRANGEPS   $0x04, Z19, Z3, Z3
+	VMOVDQA32  Z1, K1, Z3
+	VMOVDQU64  64(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z4, K1
+	VRANGEPS   $0x04, Z18, Z4, Z4
+	VMOVDQA32  Z1, K1, Z4
+	VCMPPS     $0x03, Z19, Z5, K1
+	VRANGEPS   $0x04, Z19, Z5, Z5
+	VMOVDQA32  Z1, K1, Z5
+	VMOVDQU64  128(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z6, K1
+	VRANGEPS   $0x04, Z18, Z6, Z6
+	VMOVDQA32  Z1, K1, Z6
+	VCMPPS     $0x03, Z19, Z7, K1
+	VRANGEPS   $0x04, Z19, Z7, Z7
+	VMOVDQA32  Z1, K1, Z7
+	VMOVDQU64  192(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z8, K1
+	VRANGEPS   $0x04, Z18, Z8, Z8
+	VMOVDQA32  Z1, K1, Z8
+	VCMPPS     $0x03, Z19, Z9, K1
+	VRANGEPS   $0x04, Z19, Z9, Z9
+	VMOVDQA32  Z1, K1, Z9
+	VMOVDQU64  256(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z10, K1
+	VRANGEPS   $0x04, Z18, Z10, Z10
+	VMOVDQA32  Z1, K1, Z10
+	VCMPPS     $0x03, Z19, Z11, K1
+	VRANGEPS   $0x04, Z19, Z11, Z11
+	VMOVDQA32  Z1, K1, Z11
+	VMOVDQU64  320(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z12, K1
+	VRANGEPS   $0x04, Z18, Z12, Z12
+	VMOVDQA32  Z1, K1, Z12
+	VCMPPS     $0x03, Z19, Z13, K1
+	VRANGEPS   $0x04, Z19, Z13, Z13
+	VMOVDQA32  Z1, K1, Z13
+	VMOVDQU64  384(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z14, K1
+	VRANGEPS   $0x04, Z18, Z14, Z14
+	VMOVDQA32  Z1, K1, Z14
+	VCMPPS     $0x03, Z19, Z15, K1
+	VRANGEPS   $0x04, Z19, Z15, Z15
+	VMOVDQA32  Z1, K1, Z15
+	VMOVDQU64  448(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z16, K1
+	VRANGEPS   $0x04, Z18, Z16, Z16
+	VMOVDQA32  Z1, K1, Z16
+	VCMPPS     $0x03, Z19, Z17, K1
+	VRANGEPS   $0x04, Z19, Z17, Z17
+	VMOVDQA32  Z1, K1, Z17
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ      $0x00000002, DI
+	JE         farStores
 	VPSRLD     $0x10, Z2, Z2
 	VPTERNLOGD $0xf8, Z0, Z3, Z2
 	VMOVNTDQ   Z2, (AX)
@@ -13171,12 +20385,52 @@ blockStream:
 	VPSRLD     $0x10, Z8, Z8
 	VPTERNLOGD $0xf8, Z0, Z9, Z8
 	VMOVNTDQ   Z8, 192(AX)
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVNTDQ   Z10, 256(AX)
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVNTDQ   Z12, 320(AX)
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVNTDQ   Z14, 384(AX)
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVNTDQ   Z16, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VPSRLD     $0x10, Z2, Z2
+	VPTERNLOGD $0xf8, Z0, Z3, Z2
+	VMOVDQU64  Z2, (AX)
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VMOVDQU64  Z4, 64(AX)
+	VPSRLD     $0x10, Z6, Z6
+	VPTERNLOGD $0xf8, Z0, Z7, Z6
+	VMOVDQU64  Z6, 128(AX)
+	VPSRLD     $0x10, Z8, Z8
+	VPTERNLOGD $0xf8, Z0, Z9, Z8
+	VMOVDQU64  Z8, 192(AX)
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVDQU64  Z10, 256(AX)
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 320(AX)
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 384(AX)
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
 steps:
 	TESTQ       SI, SI
@@ -13222,7 +20476,7 @@ stepFinish:
 	JMP        steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13230,9 +20484,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxF32AVX512(SB), NOSPLIT, $0-49
+TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -13241,14 +20495,15 @@ TEXT ·maxF32AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -13263,9 +20518,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCMPPS    $0x03, (R9), Z1, K1
@@ -13294,11 +20549,9 @@ blockSource:
 	VMOVDQA32 Z0, K1, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -13307,9 +20560,78 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VCMPPS     $0x03, (R9), Z1, K1
+	VRANGEPS   $0x05, (R9), Z1, Z1
+	VMOVDQA32  Z0, K1, Z1
+	VCMPPS     $0x03, 64(R9), Z2, K1
+	VRANGEPS   $0x05, 64(R9), Z2, Z2
+	VMOVDQA32  Z0, K1, Z2
+	VCMPPS     $0x03, 128(R9), Z3, K1
+	VRANGEPS   $0x05, 128(R9), Z3, Z3
+	VMOVDQA32  Z0, K1, Z3
+	VCMPPS     $0x03, 192(R9), Z4, K1
+	VRANGEPS   $0x05, 192(R9), Z4, Z4
+	VMOVDQA32  Z0, K1, Z4
+	VCMPPS     $0x03, 256(R9), Z5, K1
+	VRANGEPS   $0x05, 256(R9), Z5, Z5
+	VMOVDQA32  Z0, K1, Z5
+	VCMPPS     $0x03, 320(R9), Z6, K1
+	VRANGEPS   $0x05, 320(R9), Z6, Z6
+	VMOVDQA32  Z0, K1, Z6
+	VCMPPS     $0x03, 384(R9), Z7, K1
+	VRANGEPS   $0x05, 384(R9), Z7, Z7
+	VMOVDQA32  Z0, K1, Z7
+	VCMPPS     $0x03, 448(R9), Z8, K1
+	VRANGEPS   $0x05, 448(R9), Z8, Z8
+	VMOVDQA32  Z0, K1, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -13318,12 +20640,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -13360,7 +20694,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13368,9 +20702,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxF64AVX512(SB), NOSPLIT, $0-49
+TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ         $0x7ff8000000000000, AX
 	VMOVQ        AX, X0
 	VPBROADCASTQ X0, Z0
@@ -13379,14 +20713,15 @@ TEXT ·maxF64AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -13401,9 +20736,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCMPPD    $0x03, (R9), Z1, K1
@@ -13432,11 +20767,9 @@ blockSource:
 	VMOVDQA64 Z0, K1, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -13445,9 +20778,78 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VCMPPD     $0x03, (R9), Z1, K1
+	VRANGEPD   $0x05, (R9), Z1, Z1
+	VMOVDQA64  Z0, K1, Z1
+	VCMPPD     $0x03, 64(R9), Z2, K1
+	VRANGEPD   $0x05, 64(R9), Z2, Z2
+	VMOVDQA64  Z0, K1, Z2
+	VCMPPD     $0x03, 128(R9), Z3, K1
+	VRANGEPD   $0x05, 128(R9), Z3, Z3
+	VMOVDQA64  Z0, K1, Z3
+	VCMPPD     $0x03, 192(R9), Z4, K1
+	VRANGEPD   $0x05, 192(R9), Z4, Z4
+	VMOVDQA64  Z0, K1, Z4
+	VCMPPD     $0x03, 256(R9), Z5, K1
+	VRANGEPD   $0x05, 256(R9), Z5, Z5
+	VMOVDQA64  Z0, K1, Z5
+	VCMPPD     $0x03, 320(R9), Z6, K1
+	VRANGEPD   $0x05, 320(R9), Z6, Z6
+	VMOVDQA64  Z0, K1, Z6
+	VCMPPD     $0x03, 384(R9), Z7, K1
+	VRANGEPD   $0x05, 384(R9), Z7, Z7
+	VMOVDQA64  Z0, K1, Z7
+	VCMPPD     $0x03, 448(R9), Z8, K1
+	VRANGEPD   $0x05, 448(R9), Z8, Z8
+	VMOVDQA64  Z0, K1, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -13456,12 +20858,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -13498,7 +20912,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13506,9 +20920,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·maxF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·maxF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x7fc00000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -13517,14 +20931,15 @@ TEXT ·maxF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -13539,9 +20954,9 @@ block:
 	VCVTPH2PS 224(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Z9
@@ -13578,11 +20993,9 @@ blockSource:
 	VMOVDQA32 Z0, K1, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL     DI, DI
-	JNE       blockStream
+nearFinish:
 	VCVTPS2PH $0x00, Z1, (AX)
 	VCVTPS2PH $0x00, Z2, 32(AX)
 	VCVTPS2PH $0x00, Z3, 64(AX)
@@ -13591,9 +21004,78 @@ blockFinish:
 	VCVTPS2PH $0x00, Z6, 160(AX)
 	VCVTPS2PH $0x00, Z7, 192(AX)
 	VCVTPS2PH $0x00, Z8, 224(AX)
-	JMP       blockNext
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z1
+	VCVTPH2PS  32(R9), Z2
+	VCVTPH2PS  64(R9), Z3
+	VCVTPH2PS  96(R9), Z4
+	VCVTPH2PS  128(R9), Z5
+	VCVTPH2PS  160(R9), Z6
+	VCVTPH2PS  192(R9), Z7
+	VCVTPH2PS  224(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z9
+	VCMPPS     $0x03, Z9, Z1, K1
+	VRANGEPS   $0x05, Z9, Z1, Z1
+	VMOVDQA32  Z0, K1, Z1
+	VCVTPH2PS  32(R9), Z9
+	VCMPPS     $0x03, Z9, Z2, K1
+	VRANGEPS   $0x05, Z9, Z2, Z2
+	VMOVDQA32  Z0, K1, Z2
+	VCVTPH2PS  64(R9), Z9
+	VCMPPS     $0x03, Z9, Z3, K1
+	VRANGEPS   $0x05, Z9, Z3, Z3
+	VMOVDQA32  Z0, K1, Z3
+	VCVTPH2PS  96(R9), Z9
+	VCMPPS     $0x03, Z9, Z4, K1
+	VRANGEPS   $0x05, Z9, Z4, Z4
+	VMOVDQA32  Z0, K1, Z4
+	VCVTPH2PS  128(R9), Z9
+	VCMPPS     $0x03, Z9, Z5, K1
+	VRANGEPS   $0x05, Z9, Z5, Z5
+	VMOVDQA32  Z0, K1, Z5
+	VCVTPH2PS  160(R9), Z9
+	VCMPPS     $0x03, Z9, Z6, K1
+	VRANGEPS   $0x05, Z9, Z6, Z6
+	VMOVDQA32  Z0, K1, Z6
+	VCVTPH2PS  192(R9), Z9
+	VCMPPS     $0x03, Z9, Z7, K1
+	VRANGEPS   $0x05, Z9, Z7, Z7
+	VMOVDQA32  Z0, K1, Z7
+	VCVTPH2PS  224(R9), Z9
+	VCMPPS     $0x03, Z9, Z8, K1
+	VRANGEPS   $0x05, Z9, Z8, Z8
+	VMOVDQA32  Z0, K1, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Z1, Y1
 	VMOVNTDQ  Y1, (AX)
 	VCVTPS2PH $0x00, Z2, Y1
@@ -13610,12 +21092,24 @@ blockStream:
 	VMOVNTDQ  Y1, 192(AX)
 	VCVTPS2PH $0x00, Z8, Y1
 	VMOVNTDQ  Y1, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Z1, (AX)
+	VCVTPS2PH $0x00, Z2, 32(AX)
+	VCVTPS2PH $0x00, Z3, 64(AX)
+	VCVTPS2PH $0x00, Z4, 96(AX)
+	VCVTPS2PH $0x00, Z5, 128(AX)
+	VCVTPS2PH $0x00, Z6, 160(AX)
+	VCVTPS2PH $0x00, Z7, 192(AX)
+	VCVTPS2PH $0x00, Z8, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -13655,7 +21149,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13663,9 +21157,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func maxBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func maxBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -13677,15 +21171,16 @@ TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
-	CMPQ      SI, $0x00000080
+near:
+	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
 	ADDQ      BX, R9
@@ -13701,56 +21196,102 @@ block:
 	VMOVDQU64 192(R9), Z9
 	VPSLLD    $0x10, Z9, Z8
 	VPANDD    Z0, Z9, Z9
+	VMOVDQU64 256(R9), Z11
+	VPSLLD    $0x10, Z11, Z10
+	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 320(R9), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMOVDQU64 384(R9), Z15
+	VPSLLD    $0x10, Z15, Z14
+	VPANDD    Z0, Z15, Z15
+	VMOVDQU64 448(R9), Z17
+	VPSLLD    $0x10, Z17, Z16
+	VPANDD    Z0, Z17, Z17
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
-	VMOVDQU64 (R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
+	VMOVDQU64 (R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z2, K1
+	VRANGEPS  $0x05, Z18, Z2, Z2
 	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
+	VCMPPS    $0x03, Z19, Z3, K1
+	VRANGEPS  $0x05, Z19, Z3, Z3
 	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
+	VMOVDQU64 64(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z4, K1
+	VRANGEPS  $0x05, Z18, Z4, Z4
 	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
+	VCMPPS    $0x03, Z19, Z5, K1
+	VRANGEPS  $0x05, Z19, Z5, Z5
 	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
+	VMOVDQU64 128(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z6, K1
+	VRANGEPS  $0x05, Z18, Z6, Z6
 	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
+	VCMPPS    $0x03, Z19, Z7, K1
+	VRANGEPS  $0x05, Z19, Z7, Z7
 	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R9), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
+	VMOVDQU64 192(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z8, K1
+	VRANGEPS  $0x05, Z18, Z8, Z8
 	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
+	VCMPPS    $0x03, Z19, Z9, K1
+	VRANGEPS  $0x05, Z19, Z9, Z9
 	VMOVDQA32 Z1, K1, Z9
+	VMOVDQU64 256(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z10, K1
+	VRANGEPS  $0x05, Z18, Z10, Z10
+	VMOVDQA32 Z1, K1, Z10
+	VCMPPS    $0x03, Z19, Z11, K1
+	VRANGEPS  $0x05, Z19, Z11, Z11
+	VMOVDQA32 Z1, K1, Z11
+	VMOVDQU64 320(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z12, K1
+	VRANGEPS  $0x05, Z18, Z12, Z12
+	VMOVDQA32 Z1, K1, Z12
+	VCMPPS    $0x03, Z19, Z13, K1
+	VRANGEPS  $0x05, Z19, Z13, Z13
+	VMOVDQA32 Z1, K1, Z13
+	VMOVDQU64 384(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z14, K1
+	VRANGEPS  $0x05, Z18, Z14, Z14
+	VMOVDQA32 Z1, K1, Z14
+	VCMPPS    $0x03, Z19, Z15, K1
+	VRANGEPS  $0x05, Z19, Z15, Z15
+	VMOVDQA32 Z1, K1, Z15
+	VMOVDQU64 448(R9), Z19
+	VPSLLD    $0x10, Z19, Z18
+	VPANDD    Z0, Z19, Z19
+	VCMPPS    $0x03, Z18, Z16, K1
+	VRANGEPS  $0x05, Z18, Z16, Z16
+	VMOVDQA32 Z1, K1, Z16
+	VCMPPS    $0x03, Z19, Z17, K1
+	VRANGEPS  $0x05, Z19, Z17, Z17
+	VMOVDQA32 Z1, K1, Z17
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL      DI, DI
-	JNE        blockStream
+nearFinish:
 	VPSRLD     $0x10, Z2, Z2
 	VPTERNLOGD $0xf8, Z0, Z3, Z2
 	VMOVDQU64  Z2, (AX)
@@ -13763,9 +21304,154 @@ blockFinish:
 	VPSRLD     $0x10, Z8, Z8
 	VPTERNLOGD $0xf8, Z0, Z9, Z8
 	VMOVDQU64  Z8, 192(AX)
-	JMP        blockNext
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVDQU64  Z10, 256(AX)
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 320(AX)
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 384(AX)
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z3
+	VPSLLD     $0x10, Z3, Z2
+	VPANDD     Z0, Z3, Z3
+	VMOVDQU64  64(R9), Z5
+	VPSLLD     $0x10, Z5, Z4
+	VPANDD     Z0, Z5, Z5
+	VMOVDQU64  128(R9), Z7
+	VPSLLD     $0x10, Z7, Z6
+	VPANDD     Z0, Z7, Z7
+	VMOVDQU64  192(R9), Z9
+	VPSLLD     $0x10, Z9, Z8
+	VPANDD     Z0, Z9, Z9
+	VMOVDQU64  256(R9), Z11
+	VPSLLD     $0x10, Z11, Z10
+	VPANDD     Z0, Z11, Z11
+	VMOVDQU64  320(R9), Z13
+	VPSLLD     $0x10, Z13, Z12
+	VPANDD     Z0, Z13, Z13
+	VMOVDQU64  384(R9), Z15
+	VPSLLD     $0x10, Z15, Z14
+	VPANDD     Z0, Z15, Z15
+	VMOVDQU64  448(R9), Z17
+	VPSLLD     $0x10, Z17, Z16
+	VPANDD     Z0, Z17, Z17
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z2, K1
+	VRANGEPS   $0x05, Z18, Z2, Z2
+	VMOVDQA32  Z1, K1, Z2
+	VCMPPS     $0x03, Z19, Z3, K1
+	VRANGEPS   $0x05, Z19, Z3, Z3
+	VMOVDQA32  Z1, K1, Z3
+	VMOVDQU64  64(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z4, K1
+	VRANGEPS   $0x05, Z18, Z4, Z4
+	VMOVDQA32  Z1, K1, Z4
+	VCMPPS     $0x03, Z19, Z5, K1
+	VRANGEPS   $0x05, Z19, Z5, Z5
+	VMOVDQA32  Z1, K1, Z5
+	VMOVDQU64  128(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z6, K1
+	VRANGEPS   $0x05, Z18, Z6, Z6
+	VMOVDQA32  Z1, K1, Z6
+	VCMPPS     $0x03, Z19, Z7, K1
+	VRANGEPS   $0x05, Z19, Z7, Z7
+	VMOVDQA32  Z1, K1, Z7
+	VMOVDQU64  192(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z8, K1
+	VRANGEPS   $0x05, Z18, Z8, Z8
+	VMOVDQA32  Z1, K1, Z8
+	VCMPPS     $0x03, Z19, Z9, K1
+	VRANGEPS   $0x05, Z19, Z9, Z9
+	VMOVDQA32  Z1, K1, Z9
+	VMOVDQU64  256(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z10, K1
+	VRANGEPS   $0x05, Z18, Z10, Z10
+	VMOVDQA32  Z1, K1, Z10
+	VCMPPS     $0x03, Z19, Z11, K1
+	VRANGEPS   $0x05, Z19, Z11, Z11
+	VMOVDQA32  Z1, K1, Z11
+	VMOVDQU64  320(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z12, K1
+	VRANGEPS   $0x05, Z18, Z12, Z12
+	VMOVDQA32  Z1, K1, Z12
+	VCMPPS     $0x03, Z19, Z13, K1
+	VRANGEPS   $0x05, Z19, Z13, Z13
+	VMOVDQA32  Z1, K1, Z13
+	VMOVDQU64  384(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z14, K1
+	VRANGEPS   $0x05, Z18, Z14, Z14
+	VMOVDQA32  Z1, K1, Z14
+	VCMPPS     $0x03, Z19, Z15, K1
+	VRANGEPS   $0x05, Z19, Z15, Z15
+	VMOVDQA32  Z1, K1, Z15
+	VMOVDQU64  448(R9), Z19
+	VPSLLD     $0x10, Z19, Z18
+	VPANDD     Z0, Z19, Z19
+	VCMPPS     $0x03, Z18, Z16, K1
+	VRANGEPS   $0x05, Z18, Z16, Z16
+	VMOVDQA32  Z1, K1, Z16
+	VCMPPS     $0x03, Z19, Z17, K1
+	VRANGEPS   $0x05, Z19, Z17, Z17
+	VMOVDQA32  Z1, K1, Z17
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ      $0x00000002, DI
+	JE         farStores
 	VPSRLD     $0x10, Z2, Z2
 	VPTERNLOGD $0xf8, Z0, Z3, Z2
 	VMOVNTDQ   Z2, (AX)
@@ -13778,12 +21464,52 @@ blockStream:
 	VPSRLD     $0x10, Z8, Z8
 	VPTERNLOGD $0xf8, Z0, Z9, Z8
 	VMOVNTDQ   Z8, 192(AX)
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVNTDQ   Z10, 256(AX)
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVNTDQ   Z12, 320(AX)
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVNTDQ   Z14, 384(AX)
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVNTDQ   Z16, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VPSRLD     $0x10, Z2, Z2
+	VPTERNLOGD $0xf8, Z0, Z3, Z2
+	VMOVDQU64  Z2, (AX)
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VMOVDQU64  Z4, 64(AX)
+	VPSRLD     $0x10, Z6, Z6
+	VPTERNLOGD $0xf8, Z0, Z7, Z6
+	VMOVDQU64  Z6, 128(AX)
+	VPSRLD     $0x10, Z8, Z8
+	VPTERNLOGD $0xf8, Z0, Z9, Z8
+	VMOVDQU64  Z8, 192(AX)
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	VMOVDQU64  Z10, 256(AX)
+	VPSRLD     $0x10, Z12, Z12
+	VPTERNLOGD $0xf8, Z0, Z13, Z12
+	VMOVDQU64  Z12, 320(AX)
+	VPSRLD     $0x10, Z14, Z14
+	VPTERNLOGD $0xf8, Z0, Z15, Z14
+	VMOVDQU64  Z14, 384(AX)
+	VPSRLD     $0x10, Z16, Z16
+	VPTERNLOGD $0xf8, Z0, Z17, Z16
+	VMOVDQU64  Z16, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
 steps:
 	TESTQ       SI, SI
@@ -13829,7 +21555,7 @@ stepFinish:
 	JMP        steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13837,9 +21563,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgF32AVX512(SB), NOSPLIT, $0-49
+TEXT ·avgF32AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
 	VCVTSI2SSQ   AX, X0, X0
@@ -13849,14 +21575,15 @@ TEXT ·avgF32AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -13871,9 +21598,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPS (R9), Z1, Z1
@@ -13886,9 +21613,9 @@ blockSource:
 	VADDPS 448(R9), Z8, Z8
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPS    Z0, Z1, Z1
 	VDIVPS    Z0, Z2, Z2
 	VDIVPS    Z0, Z3, Z3
@@ -13897,8 +21624,6 @@ blockFinish:
 	VDIVPS    Z0, Z6, Z6
 	VDIVPS    Z0, Z7, Z7
 	VDIVPS    Z0, Z8, Z8
-	TESTL     DI, DI
-	JNE       blockStream
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -13907,9 +21632,70 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VADDPS     (R9), Z1, Z1
+	VADDPS     64(R9), Z2, Z2
+	VADDPS     128(R9), Z3, Z3
+	VADDPS     192(R9), Z4, Z4
+	VADDPS     256(R9), Z5, Z5
+	VADDPS     320(R9), Z6, Z6
+	VADDPS     384(R9), Z7, Z7
+	VADDPS     448(R9), Z8, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPS   Z0, Z1, Z1
+	VDIVPS   Z0, Z2, Z2
+	VDIVPS   Z0, Z3, Z3
+	VDIVPS   Z0, Z4, Z4
+	VDIVPS   Z0, Z5, Z5
+	VDIVPS   Z0, Z6, Z6
+	VDIVPS   Z0, Z7, Z7
+	VDIVPS   Z0, Z8, Z8
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -13918,12 +21704,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000080, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -13959,7 +21757,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -13967,9 +21765,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgF64AVX512(SB), NOSPLIT, $0-49
+TEXT ·avgF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
 	VCVTSI2SDQ   AX, X0, X0
@@ -13979,14 +21777,15 @@ TEXT ·avgF64AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -14001,9 +21800,9 @@ block:
 	VMOVDQU64 448(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ   (R8), R9
 	ADDQ   BX, R9
 	VADDPD (R9), Z1, Z1
@@ -14016,9 +21815,9 @@ blockSource:
 	VADDPD 448(R9), Z8, Z8
 	ADDQ   $0x08, R8
 	CMPQ   R8, DX
-	JNE    blockSource
+	JNE    nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPD    Z0, Z1, Z1
 	VDIVPD    Z0, Z2, Z2
 	VDIVPD    Z0, Z3, Z3
@@ -14027,8 +21826,6 @@ blockFinish:
 	VDIVPD    Z0, Z6, Z6
 	VDIVPD    Z0, Z7, Z7
 	VDIVPD    Z0, Z8, Z8
-	TESTL     DI, DI
-	JNE       blockStream
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -14037,9 +21834,70 @@ blockFinish:
 	VMOVDQU64 Z6, 320(AX)
 	VMOVDQU64 Z7, 384(AX)
 	VMOVDQU64 Z8, 448(AX)
-	JMP       blockNext
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z1
+	VMOVDQU64  64(R9), Z2
+	VMOVDQU64  128(R9), Z3
+	VMOVDQU64  192(R9), Z4
+	VMOVDQU64  256(R9), Z5
+	VMOVDQU64  320(R9), Z6
+	VMOVDQU64  384(R9), Z7
+	VMOVDQU64  448(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VADDPD     (R9), Z1, Z1
+	VADDPD     64(R9), Z2, Z2
+	VADDPD     128(R9), Z3, Z3
+	VADDPD     192(R9), Z4, Z4
+	VADDPD     256(R9), Z5, Z5
+	VADDPD     320(R9), Z6, Z6
+	VADDPD     384(R9), Z7, Z7
+	VADDPD     448(R9), Z8, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPD   Z0, Z1, Z1
+	VDIVPD   Z0, Z2, Z2
+	VDIVPD   Z0, Z3, Z3
+	VDIVPD   Z0, Z4, Z4
+	VDIVPD   Z0, Z5, Z5
+	VDIVPD   Z0, Z6, Z6
+	VDIVPD   Z0, Z7, Z7
+	VDIVPD   Z0, Z8, Z8
+	TESTQ    $0x00000002, DI
+	JE       farStores
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -14048,12 +21906,24 @@ blockStream:
 	VMOVNTDQ Z6, 320(AX)
 	VMOVNTDQ Z7, 384(AX)
 	VMOVNTDQ Z8, 448(AX)
+	ADDQ     $0x00000200, AX
+	ADDQ     $0x00000200, BX
+	SUBQ     $0x00000040, SI
+	JMP      far
 
-blockNext:
-	ADDQ $0x00000200, AX
-	ADDQ $0x00000200, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+	VMOVDQU64 Z5, 256(AX)
+	VMOVDQU64 Z6, 320(AX)
+	VMOVDQU64 Z7, 384(AX)
+	VMOVDQU64 Z8, 448(AX)
+	ADDQ      $0x00000200, AX
+	ADDQ      $0x00000200, BX
+	SUBQ      $0x00000040, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -14089,7 +21959,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -14097,9 +21967,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·avgF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·avgF16AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
 	VCVTSI2SSQ   AX, X0, X0
@@ -14109,14 +21979,15 @@ TEXT ·avgF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000080
 	JLT       steps
 	MOVQ      (CX), R9
@@ -14131,9 +22002,9 @@ block:
 	VCVTPH2PS 224(R9), Z8
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VCVTPH2PS (R9), Z9
@@ -14154,9 +22025,9 @@ blockSource:
 	VADDPS    Z9, Z8, Z8
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPS    Z0, Z1, Z1
 	VDIVPS    Z0, Z2, Z2
 	VDIVPS    Z0, Z3, Z3
@@ -14165,8 +22036,6 @@ blockFinish:
 	VDIVPS    Z0, Z6, Z6
 	VDIVPS    Z0, Z7, Z7
 	VDIVPS    Z0, Z8, Z8
-	TESTL     DI, DI
-	JNE       blockStream
 	VCVTPS2PH $0x00, Z1, (AX)
 	VCVTPS2PH $0x00, Z2, 32(AX)
 	VCVTPS2PH $0x00, Z3, 64(AX)
@@ -14175,9 +22044,70 @@ blockFinish:
 	VCVTPS2PH $0x00, Z6, 160(AX)
 	VCVTPS2PH $0x00, Z7, 192(AX)
 	VCVTPS2PH $0x00, Z8, 224(AX)
-	JMP       blockNext
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000080
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z1
+	VCVTPH2PS  32(R9), Z2
+	VCVTPH2PS  64(R9), Z3
+	VCVTPH2PS  96(R9), Z4
+	VCVTPH2PS  128(R9), Z5
+	VCVTPH2PS  160(R9), Z6
+	VCVTPH2PS  192(R9), Z7
+	VCVTPH2PS  224(R9), Z8
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	VCVTPH2PS  (R9), Z9
+	VADDPS     Z9, Z1, Z1
+	VCVTPH2PS  32(R9), Z9
+	VADDPS     Z9, Z2, Z2
+	VCVTPH2PS  64(R9), Z9
+	VADDPS     Z9, Z3, Z3
+	VCVTPH2PS  96(R9), Z9
+	VADDPS     Z9, Z4, Z4
+	VCVTPH2PS  128(R9), Z9
+	VADDPS     Z9, Z5, Z5
+	VCVTPH2PS  160(R9), Z9
+	VADDPS     Z9, Z6, Z6
+	VCVTPH2PS  192(R9), Z9
+	VADDPS     Z9, Z7, Z7
+	VCVTPH2PS  224(R9), Z9
+	VADDPS     Z9, Z8, Z8
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPS    Z0, Z1, Z1
+	VDIVPS    Z0, Z2, Z2
+	VDIVPS    Z0, Z3, Z3
+	VDIVPS    Z0, Z4, Z4
+	VDIVPS    Z0, Z5, Z5
+	VDIVPS    Z0, Z6, Z6
+	VDIVPS    Z0, Z7, Z7
+	VDIVPS    Z0, Z8, Z8
+	TESTQ     $0x00000002, DI
+	JE        farStores
 	VCVTPS2PH $0x00, Z1, Y1
 	VMOVNTDQ  Y1, (AX)
 	VCVTPS2PH $0x00, Z2, Y1
@@ -14194,12 +22124,24 @@ blockStream:
 	VMOVNTDQ  Y1, 192(AX)
 	VCVTPS2PH $0x00, Z8, Y1
 	VMOVNTDQ  Y1, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCVTPS2PH $0x00, Z1, (AX)
+	VCVTPS2PH $0x00, Z2, 32(AX)
+	VCVTPS2PH $0x00, Z3, 64(AX)
+	VCVTPS2PH $0x00, Z4, 96(AX)
+	VCVTPS2PH $0x00, Z5, 128(AX)
+	VCVTPS2PH $0x00, Z6, 160(AX)
+	VCVTPS2PH $0x00, Z7, 192(AX)
+	VCVTPS2PH $0x00, Z8, 224(AX)
+	ADDQ      $0x00000100, AX
+	ADDQ      $0x00000100, BX
+	SUBQ      $0x00000080, SI
+	JMP       far
 
 steps:
 	TESTQ       SI, SI
@@ -14238,7 +22180,7 @@ stepFinish:
 	JMP       steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -14246,9 +22188,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func avgBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func avgBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgBF16AVX512(SB), NOSPLIT, $0-49
+TEXT ·avgBF16AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0xffff0000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -14270,15 +22212,16 @@ TEXT ·avgBF16AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
-	CMPQ      SI, $0x00000080
+near:
+	CMPQ      SI, $0x00000100
 	JLT       steps
 	MOVQ      (CX), R9
 	ADDQ      BX, R9
@@ -14294,38 +22237,70 @@ block:
 	VMOVDQU64 192(R9), Z12
 	VPSLLD    $0x10, Z12, Z11
 	VPANDD    Z0, Z12, Z12
+	VMOVDQU64 256(R9), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
+	VMOVDQU64 320(R9), Z16
+	VPSLLD    $0x10, Z16, Z15
+	VPANDD    Z0, Z16, Z16
+	VMOVDQU64 384(R9), Z18
+	VPSLLD    $0x10, Z18, Z17
+	VPANDD    Z0, Z18, Z18
+	VMOVDQU64 448(R9), Z20
+	VPSLLD    $0x10, Z20, Z19
+	VPANDD    Z0, Z20, Z20
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
-	VMOVDQU64 (R9), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R9), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R9), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R9), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
+	VMOVDQU64 (R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z5, Z5
+	VADDPS    Z22, Z6, Z6
+	VMOVDQU64 64(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z7, Z7
+	VADDPS    Z22, Z8, Z8
+	VMOVDQU64 128(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z9, Z9
+	VADDPS    Z22, Z10, Z10
+	VMOVDQU64 192(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z11, Z11
+	VADDPS    Z22, Z12, Z12
+	VMOVDQU64 256(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z13, Z13
+	VADDPS    Z22, Z14, Z14
+	VMOVDQU64 320(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z15, Z15
+	VADDPS    Z22, Z16, Z16
+	VMOVDQU64 384(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z17, Z17
+	VADDPS    Z22, Z18, Z18
+	VMOVDQU64 448(R9), Z22
+	VPSLLD    $0x10, Z22, Z21
+	VPANDD    Z0, Z22, Z22
+	VADDPS    Z21, Z19, Z19
+	VADDPS    Z22, Z20, Z20
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
+nearFinish:
 	VDIVPS     Z4, Z5, Z5
 	VDIVPS     Z4, Z6, Z6
 	VDIVPS     Z4, Z7, Z7
@@ -14334,8 +22309,14 @@ blockFinish:
 	VDIVPS     Z4, Z10, Z10
 	VDIVPS     Z4, Z11, Z11
 	VDIVPS     Z4, Z12, Z12
-	TESTL      DI, DI
-	JNE        blockStream
+	VDIVPS     Z4, Z13, Z13
+	VDIVPS     Z4, Z14, Z14
+	VDIVPS     Z4, Z15, Z15
+	VDIVPS     Z4, Z16, Z16
+	VDIVPS     Z4, Z17, Z17
+	VDIVPS     Z4, Z18, Z18
+	VDIVPS     Z4, Z19, Z19
+	VDIVPS     Z4, Z20, Z20
 	VCMPPS     $0x07, Z5, Z5, K1
 	VPTESTMD   Z3, Z5, K1, K2
 	VPADDD     Z2, Z5, K1, Z5
@@ -14380,9 +22361,170 @@ blockFinish:
 	VPSRLD     $0x10, Z11, Z11
 	VPTERNLOGD $0xf8, Z0, Z12, Z11
 	VMOVDQU64  Z11, 192(AX)
-	JMP        blockNext
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VPSRLD     $0x10, Z13, Z13
+	VPTERNLOGD $0xf8, Z0, Z14, Z13
+	VMOVDQU64  Z13, 256(AX)
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VPSRLD     $0x10, Z15, Z15
+	VPTERNLOGD $0xf8, Z0, Z16, Z15
+	VMOVDQU64  Z15, 320(AX)
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VPSRLD     $0x10, Z17, Z17
+	VPTERNLOGD $0xf8, Z0, Z18, Z17
+	VMOVDQU64  Z17, 384(AX)
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VCMPPS     $0x07, Z20, Z20, K1
+	VPTESTMD   Z3, Z20, K1, K2
+	VPADDD     Z2, Z20, K1, Z20
+	VPADDD     Z1, Z20, K2, Z20
+	VPSRLD     $0x10, Z19, Z19
+	VPTERNLOGD $0xf8, Z0, Z20, Z19
+	VMOVDQU64  Z19, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000100
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z6
+	VPSLLD     $0x10, Z6, Z5
+	VPANDD     Z0, Z6, Z6
+	VMOVDQU64  64(R9), Z8
+	VPSLLD     $0x10, Z8, Z7
+	VPANDD     Z0, Z8, Z8
+	VMOVDQU64  128(R9), Z10
+	VPSLLD     $0x10, Z10, Z9
+	VPANDD     Z0, Z10, Z10
+	VMOVDQU64  192(R9), Z12
+	VPSLLD     $0x10, Z12, Z11
+	VPANDD     Z0, Z12, Z12
+	VMOVDQU64  256(R9), Z14
+	VPSLLD     $0x10, Z14, Z13
+	VPANDD     Z0, Z14, Z14
+	VMOVDQU64  320(R9), Z16
+	VPSLLD     $0x10, Z16, Z15
+	VPANDD     Z0, Z16, Z16
+	VMOVDQU64  384(R9), Z18
+	VPSLLD     $0x10, Z18, Z17
+	VPANDD     Z0, Z18, Z18
+	VMOVDQU64  448(R9), Z20
+	VPSLLD     $0x10, Z20, Z19
+	VPANDD     Z0, Z20, Z20
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	PREFETCHT0 3136(R9)
+	PREFETCHT0 3200(R9)
+	PREFETCHT0 3264(R9)
+	PREFETCHT0 3328(R9)
+	PREFETCHT0 3392(R9)
+	PREFETCHT0 3456(R9)
+	PREFETCHT0 3520(R9)
+	VMOVDQU64  (R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z5, Z5
+	VADDPS     Z22, Z6, Z6
+	VMOVDQU64  64(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z7, Z7
+	VADDPS     Z22, Z8, Z8
+	VMOVDQU64  128(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z9, Z9
+	VADDPS     Z22, Z10, Z10
+	VMOVDQU64  192(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z11, Z11
+	VADDPS     Z22, Z12, Z12
+	VMOVDQU64  256(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z13, Z13
+	VADDPS     Z22, Z14, Z14
+	VMOVDQU64  320(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z15, Z15
+	VADDPS     Z22, Z16, Z16
+	VMOVDQU64  384(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z17, Z17
+	VADDPS     Z22, Z18, Z18
+	VMOVDQU64  448(R9), Z22
+	VPSLLD     $0x10, Z22, Z21
+	VPANDD     Z0, Z22, Z22
+	VADDPS     Z21, Z19, Z19
+	VADDPS     Z22, Z20, Z20
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	VDIVPS     Z4, Z5, Z5
+	VDIVPS     Z4, Z6, Z6
+	VDIVPS     Z4, Z7, Z7
+	VDIVPS     Z4, Z8, Z8
+	VDIVPS     Z4, Z9, Z9
+	VDIVPS     Z4, Z10, Z10
+	VDIVPS     Z4, Z11, Z11
+	VDIVPS     Z4, Z12, Z12
+	VDIVPS     Z4, Z13, Z13
+	VDIVPS     Z4, Z14, Z14
+	VDIVPS     Z4, Z15, Z15
+	VDIVPS     Z4, Z16, Z16
+	VDIVPS     Z4, Z17, Z17
+	VDIVPS     Z4, Z18, Z18
+	VDIVPS     Z4, Z19, Z19
+	VDIVPS     Z4, Z20, Z20
+	TESTQ      $0x00000002, DI
+	JE         farStores
 	VCMPPS     $0x07, Z5, Z5, K1
 	VPTESTMD   Z3, Z5, K1, K2
 	VPADDD     Z2, Z5, K1, Z5
@@ -14427,12 +22569,148 @@ blockStream:
 	VPSRLD     $0x10, Z11, Z11
 	VPTERNLOGD $0xf8, Z0, Z12, Z11
 	VMOVNTDQ   Z11, 192(AX)
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VPSRLD     $0x10, Z13, Z13
+	VPTERNLOGD $0xf8, Z0, Z14, Z13
+	VMOVNTDQ   Z13, 256(AX)
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VPSRLD     $0x10, Z15, Z15
+	VPTERNLOGD $0xf8, Z0, Z16, Z15
+	VMOVNTDQ   Z15, 320(AX)
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VPSRLD     $0x10, Z17, Z17
+	VPTERNLOGD $0xf8, Z0, Z18, Z17
+	VMOVNTDQ   Z17, 384(AX)
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VCMPPS     $0x07, Z20, Z20, K1
+	VPTESTMD   Z3, Z20, K1, K2
+	VPADDD     Z2, Z20, K1, Z20
+	VPADDD     Z1, Z20, K2, Z20
+	VPSRLD     $0x10, Z19, Z19
+	VPTERNLOGD $0xf8, Z0, Z20, Z19
+	VMOVNTDQ   Z19, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
-blockNext:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JMP  block
+farStores:
+	VCMPPS     $0x07, Z5, Z5, K1
+	VPTESTMD   Z3, Z5, K1, K2
+	VPADDD     Z2, Z5, K1, Z5
+	VPADDD     Z1, Z5, K2, Z5
+	VCMPPS     $0x07, Z6, Z6, K1
+	VPTESTMD   Z3, Z6, K1, K2
+	VPADDD     Z2, Z6, K1, Z6
+	VPADDD     Z1, Z6, K2, Z6
+	VPSRLD     $0x10, Z5, Z5
+	VPTERNLOGD $0xf8, Z0, Z6, Z5
+	VMOVDQU64  Z5, (AX)
+	VCMPPS     $0x07, Z7, Z7, K1
+	VPTESTMD   Z3, Z7, K1, K2
+	VPADDD     Z2, Z7, K1, Z7
+	VPADDD     Z1, Z7, K2, Z7
+	VCMPPS     $0x07, Z8, Z8, K1
+	VPTESTMD   Z3, Z8, K1, K2
+	VPADDD     Z2, Z8, K1, Z8
+	VPADDD     Z1, Z8, K2, Z8
+	VPSRLD     $0x10, Z7, Z7
+	VPTERNLOGD $0xf8, Z0, Z8, Z7
+	VMOVDQU64  Z7, 64(AX)
+	VCMPPS     $0x07, Z9, Z9, K1
+	VPTESTMD   Z3, Z9, K1, K2
+	VPADDD     Z2, Z9, K1, Z9
+	VPADDD     Z1, Z9, K2, Z9
+	VCMPPS     $0x07, Z10, Z10, K1
+	VPTESTMD   Z3, Z10, K1, K2
+	VPADDD     Z2, Z10, K1, Z10
+	VPADDD     Z1, Z10, K2, Z10
+	VPSRLD     $0x10, Z9, Z9
+	VPTERNLOGD $0xf8, Z0, Z10, Z9
+	VMOVDQU64  Z9, 128(AX)
+	VCMPPS     $0x07, Z11, Z11, K1
+	VPTESTMD   Z3, Z11, K1, K2
+	VPADDD     Z2, Z11, K1, Z11
+	VPADDD     Z1, Z11, K2, Z11
+	VCMPPS     $0x07, Z12, Z12, K1
+	VPTESTMD   Z3, Z12, K1, K2
+	VPADDD     Z2, Z12, K1, Z12
+	VPADDD     Z1, Z12, K2, Z12
+	VPSRLD     $0x10, Z11, Z11
+	VPTERNLOGD $0xf8, Z0, Z12, Z11
+	VMOVDQU64  Z11, 192(AX)
+	VCMPPS     $0x07, Z13, Z13, K1
+	VPTESTMD   Z3, Z13, K1, K2
+	VPADDD     Z2, Z13, K1, Z13
+	VPADDD     Z1, Z13, K2, Z13
+	VCMPPS     $0x07, Z14, Z14, K1
+	VPTESTMD   Z3, Z14, K1, K2
+	VPADDD     Z2, Z14, K1, Z14
+	VPADDD     Z1, Z14, K2, Z14
+	VPSRLD     $0x10, Z13, Z13
+	VPTERNLOGD $0xf8, Z0, Z14, Z13
+	VMOVDQU64  Z13, 256(AX)
+	VCMPPS     $0x07, Z15, Z15, K1
+	VPTESTMD   Z3, Z15, K1, K2
+	VPADDD     Z2, Z15, K1, Z15
+	VPADDD     Z1, Z15, K2, Z15
+	VCMPPS     $0x07, Z16, Z16, K1
+	VPTESTMD   Z3, Z16, K1, K2
+	VPADDD     Z2, Z16, K1, Z16
+	VPADDD     Z1, Z16, K2, Z16
+	VPSRLD     $0x10, Z15, Z15
+	VPTERNLOGD $0xf8, Z0, Z16, Z15
+	VMOVDQU64  Z15, 320(AX)
+	VCMPPS     $0x07, Z17, Z17, K1
+	VPTESTMD   Z3, Z17, K1, K2
+	VPADDD     Z2, Z17, K1, Z17
+	VPADDD     Z1, Z17, K2, Z17
+	VCMPPS     $0x07, Z18, Z18, K1
+	VPTESTMD   Z3, Z18, K1, K2
+	VPADDD     Z2, Z18, K1, Z18
+	VPADDD     Z1, Z18, K2, Z18
+	VPSRLD     $0x10, Z17, Z17
+	VPTERNLOGD $0xf8, Z0, Z18, Z17
+	VMOVDQU64  Z17, 384(AX)
+	VCMPPS     $0x07, Z19, Z19, K1
+	VPTESTMD   Z3, Z19, K1, K2
+	VPADDD     Z2, Z19, K1, Z19
+	VPADDD     Z1, Z19, K2, Z19
+	VCMPPS     $0x07, Z20, Z20, K1
+	VPTESTMD   Z3, Z20, K1, K2
+	VPADDD     Z2, Z20, K1, Z20
+	VPADDD     Z1, Z20, K2, Z20
+	VPSRLD     $0x10, Z19, Z19
+	VPTERNLOGD $0xf8, Z0, Z20, Z19
+	VMOVDQU64  Z19, 448(AX)
+	ADDQ       $0x00000200, AX
+	ADDQ       $0x00000200, BX
+	SUBQ       $0x00000100, SI
+	JMP        far
 
 steps:
 	TESTQ       SI, SI
@@ -14484,7 +22762,7 @@ stepFinish:
 	JMP        steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -14492,9 +22770,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-49
+TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x43800000, AX
 	VMOVD        AX, X0
 	VPBROADCASTD X0, Z0
@@ -14530,13 +22808,14 @@ TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -14579,9 +22858,9 @@ block:
 	VPORD     Z4, Z13, K1, Z13
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), X14
@@ -14626,11 +22905,9 @@ blockSource:
 	VADDPS    Z14, Z13, Z13
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL       DI, DI
-	JNE         blockStream
+nearFinish:
 	VMULPS      Z1, Z10, Z10
 	VCVTPS2PH   $0x03, Z10, Y15
 	VCVTPH2PS   Y15, Z14
@@ -14703,9 +22980,108 @@ blockFinish:
 	VPOR        Y11, Y12, Y12
 	VPMOVWB     Y12, X10
 	VMOVDQU     X10, 48(AX)
-	JMP         blockNext
+	ADDQ        $0x00000040, AX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000040, SI
+	JMP         near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), X10
+	VPMOVSXBW  X10, Y10
+	VPSLLW     $0x07, Y10, Y10
+	VPANDD     Y5, Y10, Y10
+	VCVTPH2PS  Y10, Z10
+	VMULPS     Z0, Z10, Z10
+	VPANDD     Z2, Z10, Z11
+	VCMPPS     $0x00, Z3, Z11, K1
+	VPORD      Z4, Z10, K1, Z10
+	VMOVDQU    16(R9), X11
+	VPMOVSXBW  X11, Y11
+	VPSLLW     $0x07, Y11, Y11
+	VPANDD     Y5, Y11, Y11
+	VCVTPH2PS  Y11, Z11
+	VMULPS     Z0, Z11, Z11
+	VPANDD     Z2, Z11, Z12
+	VCMPPS     $0x00, Z3, Z12, K1
+	VPORD      Z4, Z11, K1, Z11
+	VMOVDQU    32(R9), X12
+	VPMOVSXBW  X12, Y12
+	VPSLLW     $0x07, Y12, Y12
+	VPANDD     Y5, Y12, Y12
+	VCVTPH2PS  Y12, Z12
+	VMULPS     Z0, Z12, Z12
+	VPANDD     Z2, Z12, Z13
+	VCMPPS     $0x00, Z3, Z13, K1
+	VPORD      Z4, Z12, K1, Z12
+	VMOVDQU    48(R9), X13
+	VPMOVSXBW  X13, Y13
+	VPSLLW     $0x07, Y13, Y13
+	VPANDD     Y5, Y13, Y13
+	VCVTPH2PS  Y13, Z13
+	VMULPS     Z0, Z13, Z13
+	VPANDD     Z2, Z13, Z14
+	VCMPPS     $0x00, Z3, Z14, K1
+	VPORD      Z4, Z13, K1, Z13
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), X14
+	VPMOVSXBW  X14, Y14
+	VPSLLW     $0x07, Y14, Y14
+	VPANDD     Y5, Y14, Y14
+	VCVTPH2PS  Y14, Z14
+	VMULPS     Z0, Z14, Z14
+	VPANDD     Z2, Z14, Z15
+	VCMPPS     $0x00, Z3, Z15, K1
+	VPORD      Z4, Z14, K1, Z14
+	VADDPS     Z14, Z10, Z10
+	VMOVDQU    16(R9), X14
+	VPMOVSXBW  X14, Y14
+	VPSLLW     $0x07, Y14, Y14
+	VPANDD     Y5, Y14, Y14
+	VCVTPH2PS  Y14, Z14
+	VMULPS     Z0, Z14, Z14
+	VPANDD     Z2, Z14, Z15
+	VCMPPS     $0x00, Z3, Z15, K1
+	VPORD      Z4, Z14, K1, Z14
+	VADDPS     Z14, Z11, Z11
+	VMOVDQU    32(R9), X14
+	VPMOVSXBW  X14, Y14
+	VPSLLW     $0x07, Y14, Y14
+	VPANDD     Y5, Y14, Y14
+	VCVTPH2PS  Y14, Z14
+	VMULPS     Z0, Z14, Z14
+	VPANDD     Z2, Z14, Z15
+	VCMPPS     $0x00, Z3, Z15, K1
+	VPORD      Z4, Z14, K1, Z14
+	VADDPS     Z14, Z12, Z12
+	VMOVDQU    48(R9), X14
+	VPMOVSXBW  X14, Y14
+	VPSLLW     $0x07, Y14, Y14
+	VPANDD     Y5, Y14, Y14
+	VCVTPH2PS  Y14, Z14
+	VMULPS     Z0, Z14, Z14
+	VPANDD     Z2, Z14, Z15
+	VCMPPS     $0x00, Z3, Z15, K1
+	VPORD      Z4, Z14, K1, Z14
+	VADDPS     Z14, Z13, Z13
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ       $0x00000002, DI
+	JE          farStores
 	VMULPS      Z1, Z10, Z10
 	VCVTPS2PH   $0x03, Z10, Y15
 	VCVTPH2PS   Y15, Z14
@@ -14778,12 +23154,88 @@ blockStream:
 	VPOR        Y11, Y12, Y12
 	VPMOVWB     Y12, X10
 	VMOVNTDQ    X10, 48(AX)
+	ADDQ        $0x00000040, AX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000040, SI
+	JMP         far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VMULPS      Z1, Z10, Z10
+	VCVTPS2PH   $0x03, Z10, Y15
+	VCVTPH2PS   Y15, Z14
+	VCMPPS      $0x04, Z10, Z14, K1
+	VMOVDQU16.Z Y6, K1, Y10
+	VPOR        Y10, Y15, Y15
+	VPAND       Y8, Y15, Y10
+	VPSRLW      $0x07, Y10, Y14
+	VPAND       Y6, Y14, Y14
+	VPADDW      Y7, Y14, Y14
+	VPADDW      Y10, Y14, Y14
+	VPSRLW      $0x07, Y14, Y14
+	VPMINUW     Y9, Y14, Y14
+	VPSRLW      $0x0f, Y15, Y15
+	VPSLLW      $0x07, Y15, Y15
+	VPOR        Y15, Y14, Y14
+	VPMOVWB     Y14, X10
+	VMOVDQU     X10, (AX)
+	VMULPS      Z1, Z11, Z11
+	VCVTPS2PH   $0x03, Z11, Y14
+	VCVTPH2PS   Y14, Z10
+	VCMPPS      $0x04, Z11, Z10, K1
+	VMOVDQU16.Z Y6, K1, Y10
+	VPOR        Y10, Y14, Y14
+	VPAND       Y8, Y14, Y10
+	VPSRLW      $0x07, Y10, Y11
+	VPAND       Y6, Y11, Y11
+	VPADDW      Y7, Y11, Y11
+	VPADDW      Y10, Y11, Y11
+	VPSRLW      $0x07, Y11, Y11
+	VPMINUW     Y9, Y11, Y11
+	VPSRLW      $0x0f, Y14, Y14
+	VPSLLW      $0x07, Y14, Y14
+	VPOR        Y14, Y11, Y11
+	VPMOVWB     Y11, X10
+	VMOVDQU     X10, 16(AX)
+	VMULPS      Z1, Z12, Z12
+	VCVTPS2PH   $0x03, Z12, Y11
+	VCVTPH2PS   Y11, Z10
+	VCMPPS      $0x04, Z12, Z10, K1
+	VMOVDQU16.Z Y6, K1, Y10
+	VPOR        Y10, Y11, Y11
+	VPAND       Y8, Y11, Y10
+	VPSRLW      $0x07, Y10, Y12
+	VPAND       Y6, Y12, Y12
+	VPADDW      Y7, Y12, Y12
+	VPADDW      Y10, Y12, Y12
+	VPSRLW      $0x07, Y12, Y12
+	VPMINUW     Y9, Y12, Y12
+	VPSRLW      $0x0f, Y11, Y11
+	VPSLLW      $0x07, Y11, Y11
+	VPOR        Y11, Y12, Y12
+	VPMOVWB     Y12, X10
+	VMOVDQU     X10, 32(AX)
+	VMULPS      Z1, Z13, Z13
+	VCVTPS2PH   $0x03, Z13, Y11
+	VCVTPH2PS   Y11, Z10
+	VCMPPS      $0x04, Z13, Z10, K1
+	VMOVDQU16.Z Y6, K1, Y10
+	VPOR        Y10, Y11, Y11
+	VPAND       Y8, Y11, Y10
+	VPSRLW      $0x07, Y10, Y12
+	VPAND       Y6, Y12, Y12
+	VPADDW      Y7, Y12, Y12
+	VPADDW      Y10, Y12, Y12
+	VPSRLW      $0x07, Y12, Y12
+	VPMINUW     Y9, Y12, Y12
+	VPSRLW      $0x0f, Y11, Y11
+	VPSLLW      $0x07, Y11, Y11
+	VPOR        Y11, Y12, Y12
+	VPMOVWB     Y12, X10
+	VMOVDQU     X10, 48(AX)
+	ADDQ        $0x00000040, AX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000040, SI
+	JMP         far
 
 steps:
 	TESTQ      SI, SI
@@ -14851,7 +23303,7 @@ stepFinish:
 	JMP         steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 
@@ -14859,9 +23311,9 @@ return:
 	VZEROUPPER
 	RET
 
-// func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, stream bool)
+// func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-49
+TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
 	MOVL         $0x0000bf80, AX
 	VMOVD        AX, X0
 	VPBROADCASTW X0, Y0
@@ -14882,13 +23334,14 @@ TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-49
 	MOVQ         k+16(FP), DX
 	MOVQ         lo+24(FP), BX
 	MOVQ         hi+32(FP), SI
-	MOVB         stream+48(FP), DI
-	MOVBLZX      DI, DI
+	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
 	LEAQ         (CX)(DX*8), DX
+	TESTQ        DI, DI
+	JNE          far
 
-block:
+near:
 	CMPQ      SI, $0x00000040
 	JLT       steps
 	MOVQ      (CX), R9
@@ -14911,9 +23364,9 @@ block:
 	VCVTPH2PS Y7, Z7
 	LEAQ      8(CX), R8
 	CMPQ      R8, DX
-	JE        blockFinish
+	JE        nearFinish
 
-blockSource:
+nearSource:
 	MOVQ      (R8), R9
 	ADDQ      BX, R9
 	VMOVDQU   (R9), X8
@@ -14938,11 +23391,9 @@ blockSource:
 	VADDPS    Z8, Z7, Z7
 	ADDQ      $0x08, R8
 	CMPQ      R8, DX
-	JNE       blockSource
+	JNE       nearSource
 
-blockFinish:
-	TESTL       DI, DI
-	JNE         blockStream
+nearFinish:
 	VCVTPS2PH   $0x03, Z4, Y9
 	VCVTPH2PS   Y9, Z8
 	VCMPPS      $0x04, Z4, Z8, K1
@@ -15011,9 +23462,68 @@ blockFinish:
 	VPOR        Y5, Y6, Y6
 	VPMOVWB     Y6, X4
 	VMOVDQU     X4, 48(AX)
-	JMP         blockNext
+	ADDQ        $0x00000040, AX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000040, SI
+	JMP         near
 
-blockStream:
+far:
+	CMPQ       SI, $0x00000040
+	JLT        steps
+	MOVQ       (CX), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), X4
+	VPMOVZXBW  X4, Y4
+	VPSLLW     $0x08, Y4, Y4
+	VCVTPH2PS  Y4, Z4
+	VMOVDQU    16(R9), X5
+	VPMOVZXBW  X5, Y5
+	VPSLLW     $0x08, Y5, Y5
+	VCVTPH2PS  Y5, Z5
+	VMOVDQU    32(R9), X6
+	VPMOVZXBW  X6, Y6
+	VPSLLW     $0x08, Y6, Y6
+	VCVTPH2PS  Y6, Z6
+	VMOVDQU    48(R9), X7
+	VPMOVZXBW  X7, Y7
+	VPSLLW     $0x08, Y7, Y7
+	VCVTPH2PS  Y7, Z7
+	LEAQ       8(CX), R8
+	CMPQ       R8, DX
+	JE         farFinish
+
+farSource:
+	MOVQ       (R8), R9
+	ADDQ       BX, R9
+	PREFETCHT0 3072(R9)
+	VMOVDQU    (R9), X8
+	VPMOVZXBW  X8, Y8
+	VPSLLW     $0x08, Y8, Y8
+	VCVTPH2PS  Y8, Z8
+	VADDPS     Z8, Z4, Z4
+	VMOVDQU    16(R9), X8
+	VPMOVZXBW  X8, Y8
+	VPSLLW     $0x08, Y8, Y8
+	VCVTPH2PS  Y8, Z8
+	VADDPS     Z8, Z5, Z5
+	VMOVDQU    32(R9), X8
+	VPMOVZXBW  X8, Y8
+	VPSLLW     $0x08, Y8, Y8
+	VCVTPH2PS  Y8, Z8
+	VADDPS     Z8, Z6, Z6
+	VMOVDQU    48(R9), X8
+	VPMOVZXBW  X8, Y8
+	VPSLLW     $0x08, Y8, Y8
+	VCVTPH2PS  Y8, Z8
+	VADDPS     Z8, Z7, Z7
+	ADDQ       $0x08, R8
+	CMPQ       R8, DX
+	JNE        farSource
+
+farFinish:
+	TESTQ       $0x00000002, DI
+	JE          farStores
 	VCVTPS2PH   $0x03, Z4, Y9
 	VCVTPH2PS   Y9, Z8
 	VCMPPS      $0x04, Z4, Z8, K1
@@ -15082,12 +23592,84 @@ blockStream:
 	VPOR        Y5, Y6, Y6
 	VPMOVWB     Y6, X4
 	VMOVNTDQ    X4, 48(AX)
+	ADDQ        $0x00000040, AX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000040, SI
+	JMP         far
 
-blockNext:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000040, SI
-	JMP  block
+farStores:
+	VCVTPS2PH   $0x03, Z4, Y9
+	VCVTPH2PS   Y9, Z8
+	VCMPPS      $0x04, Z4, Z8, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y9, Y9
+	VPAND       Y2, Y9, Y4
+	VPSRLW      $0x08, Y4, Y8
+	VPAND       Y0, Y8, Y8
+	VPADDW      Y1, Y8, Y8
+	VPADDW      Y4, Y8, Y8
+	VPSRLW      $0x08, Y8, Y8
+	VPMINUW     Y3, Y8, Y8
+	VPSRLW      $0x0f, Y9, Y9
+	VPSLLW      $0x07, Y9, Y9
+	VPOR        Y9, Y8, Y8
+	VPMOVWB     Y8, X4
+	VMOVDQU     X4, (AX)
+	VCVTPS2PH   $0x03, Z5, Y8
+	VCVTPH2PS   Y8, Z4
+	VCMPPS      $0x04, Z5, Z4, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y8, Y8
+	VPAND       Y2, Y8, Y4
+	VPSRLW      $0x08, Y4, Y5
+	VPAND       Y0, Y5, Y5
+	VPADDW      Y1, Y5, Y5
+	VPADDW      Y4, Y5, Y5
+	VPSRLW      $0x08, Y5, Y5
+	VPMINUW     Y3, Y5, Y5
+	VPSRLW      $0x0f, Y8, Y8
+	VPSLLW      $0x07, Y8, Y8
+	VPOR        Y8, Y5, Y5
+	VPMOVWB     Y5, X4
+	VMOVDQU     X4, 16(AX)
+	VCVTPS2PH   $0x03, Z6, Y5
+	VCVTPH2PS   Y5, Z4
+	VCMPPS      $0x04, Z6, Z4, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y5, Y5
+	VPAND       Y2, Y5, Y4
+	VPSRLW      $0x08, Y4, Y6
+	VPAND       Y0, Y6, Y6
+	VPADDW      Y1, Y6, Y6
+	VPADDW      Y4, Y6, Y6
+	VPSRLW      $0x08, Y6, Y6
+	VPMINUW     Y3, Y6, Y6
+	VPSRLW      $0x0f, Y5, Y5
+	VPSLLW      $0x07, Y5, Y5
+	VPOR        Y5, Y6, Y6
+	VPMOVWB     Y6, X4
+	VMOVDQU     X4, 32(AX)
+	VCVTPS2PH   $0x03, Z7, Y5
+	VCVTPH2PS   Y5, Z4
+	VCMPPS      $0x04, Z7, Z4, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y5, Y5
+	VPAND       Y2, Y5, Y4
+	VPSRLW      $0x08, Y4, Y6
+	VPAND       Y0, Y6, Y6
+	VPADDW      Y1, Y6, Y6
+	VPADDW      Y4, Y6, Y6
+	VPSRLW      $0x08, Y6, Y6
+	VPMINUW     Y3, Y6, Y6
+	VPSRLW      $0x0f, Y5, Y5
+	VPSLLW      $0x07, Y5, Y5
+	VPOR        Y5, Y6, Y6
+	VPMOVWB     Y6, X4
+	VMOVDQU     X4, 48(AX)
+	ADDQ        $0x00000040, AX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000040, SI
+	JMP         far
 
 steps:
 	TESTQ      SI, SI
@@ -15144,7 +23726,7 @@ stepFinish:
 	JMP         steps
 
 done:
-	TESTL DI, DI
+	TESTQ $0x00000002, DI
 	JE    return
 	SFENCE
 

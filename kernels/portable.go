@@ -7,9 +7,15 @@ import (
 )
 
 // A kernel reduces elements lo..hi-1 of k >= 1 sources, whose addresses stand at srcs, into the same elements of dst. div is
-// what Avg divides by; other operations ignore it. stream asks for stores that bypass the caches, where the kernel has them;
-// dst+lo is then aligned to 64 bytes and dst overlaps no source.
-type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, stream bool)
+// what Avg divides by; other operations ignore it.
+type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+// The modes say where the operands are likely to be; results do not depend on them, and the portable kernels ignore them.
+const (
+	near      = 0 // in the nearer caches
+	far       = 1 // not there: prefetch
+	farStream = 3 // nor is dst wanted there: store around the caches; dst+lo is aligned to 64 bytes and dst is no source
+)
 
 type integer interface {
 	int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | uint64
@@ -85,7 +91,7 @@ func late(dst unsafe.Pointer, srcs []unsafe.Pointer) bool {
 }
 
 func integerKernel[T integer](op Op) kernel {
-	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, _ int) {
 		s := unsafe.Slice(srcs, k)
 		if k == 2 && op != Avg {
 			combineIntegers(op, view[T](dst, lo, hi-lo), view[T](s[0], lo, hi-lo), view[T](s[1], lo, hi-lo))
@@ -213,7 +219,7 @@ func floatKernel[T float](op Op) kernel {
 	if op > Avg {
 		return nil
 	}
-	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, _ int) {
 		s := unsafe.Slice(srcs, k)
 		if k == 2 && op != Avg {
 			combineFloats(op, view[T](dst, lo, hi-lo), view[T](s[0], lo, hi-lo), view[T](s[1], lo, hi-lo))
@@ -374,7 +380,7 @@ func canonical[T float]() T {
 // smallFloatKernel accumulates in float32 over all sources and rounds once.
 func smallFloatKernel(op Op, dt DType) kernel {
 	size := dt.Size()
-	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div int, _ bool) {
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, _ int) {
 		s := unsafe.Slice(srcs, k)
 		var scratch, next [block]float32
 		for ; lo < hi; lo += block {
@@ -443,7 +449,7 @@ func narrowSmall(dt DType, dst unsafe.Pointer, a []float32) {
 
 // boolKernel takes any byte but 0 for true and answers 0 or 1.
 func boolKernel(op Op) kernel {
-	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, _ int, _ bool) {
+	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, _, _ int) {
 		s := unsafe.Slice(srcs, k)
 		for ; lo < hi; lo++ {
 			v := truth(s[0], lo)

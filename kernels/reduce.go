@@ -178,7 +178,7 @@ func newPortable() *reducers {
 				if len(srcs) == 1 && dt != Bool {
 					Copy(dst, srcs[0], n*size)
 				} else if n > 0 {
-					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), false)
+					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), near)
 				}
 			}
 			t.reduce[op][dt], t.stream[op][dt] = r, r

@@ -3,6 +3,7 @@
 package kernels
 
 import (
+	"slices"
 	"unsafe"
 
 	"golang.org/x/sys/cpu"
@@ -119,6 +120,8 @@ const (
 	// piece is the bytes of dst after which a kernel comes back, so that the garbage collector need not wait for it long:
 	// assembly cannot be interrupted.
 	piece = 256 << 10
+	// farBytes is the bytes of all operands from which on they are prefetched: half of a usual second-level cache.
+	farBytes = 512 << 10
 	// straighten is the bytes from which on it pays to begin with the few elements that align dst to a cache line.
 	straighten = 4 << 10
 )
@@ -143,10 +146,10 @@ func (r reduction) reducer() Reducer {
 			n *= per
 			mid := n &^ odd
 			if mid > 0 {
-				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), false)
+				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), near)
 			}
 			if mid < n {
-				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), false)
+				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), near)
 			}
 		default:
 			r.long(dst, srcs, n*per)
@@ -156,35 +159,32 @@ func (r reduction) reducer() Reducer {
 
 // long reduces n units of any number.
 func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
-	lo := 0
-	stream := r.stream && !r.divide
-	if n*r.unit >= straighten {
-		skew := int(-uintptr(dst) & 63)
-		if skew%r.unit == 0 {
-			lo = skew / r.unit
-			r.piece(dst, srcs, 0, lo, false)
-		} else {
-			stream = false
-		}
-		for _, s := range srcs {
-			stream = stream && s != dst
-		}
-	} else {
-		stream = false
-	}
-	most := piece / r.unit
+	lo, most, mode := 0, piece/r.unit, near
 	if r.divide {
 		most = straighten / r.unit // the sums are still in the nearest cache when they are divided
 	}
+	if bytes := n * r.unit; bytes >= straighten {
+		skew := int(-uintptr(dst) & 63)
+		if skew%r.unit == 0 {
+			lo = skew / r.unit
+			r.piece(dst, srcs, 0, lo, near)
+		}
+		if bytes*(len(srcs)+1) >= farBytes && !r.divide {
+			mode = far
+			if r.stream && skew%r.unit == 0 && !slices.Contains(srcs, dst) {
+				mode = farStream
+			}
+		}
+	}
 	for ; lo < n; lo += most {
-		r.piece(dst, srcs, lo, min(n, lo+most), stream)
+		r.piece(dst, srcs, lo, min(n, lo+most), mode)
 	}
 }
 
 // piece reduces units lo..hi-1. It is a call of its own so that a goroutine can be preempted at its entry.
 //
 //go:noinline
-func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi int, stream bool) {
+func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mode int) {
 	if lo >= hi {
 		return
 	}
@@ -193,10 +193,10 @@ func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi int,
 		mid -= (hi - lo) % r.lanes
 	}
 	if lo < mid {
-		r.kernel(dst, &srcs[0], len(srcs), lo, mid, len(srcs), stream)
+		r.kernel(dst, &srcs[0], len(srcs), lo, mid, len(srcs), mode)
 	}
 	if mid < hi {
-		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), false)
+		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), near)
 	}
 	if r.divide {
 		scaleSmall(r.dt, unsafe.Add(dst, lo*r.unit), hi-lo, len(srcs))
@@ -216,21 +216,21 @@ func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
 			switch {
 			case lo == hi:
 			case l.masked && dt == Float32:
-				avgF32AVX512(dst, &p, 1, lo, hi, divisor, false)
+				avgF32AVX512(dst, &p, 1, lo, hi, divisor, near)
 			case l.masked && dt == Float64:
-				avgF64AVX512(dst, &p, 1, lo, hi, divisor, false)
+				avgF64AVX512(dst, &p, 1, lo, hi, divisor, near)
 			case l.masked && dt == Float16:
-				avgF16AVX512(dst, &p, 1, lo, hi, divisor, false)
+				avgF16AVX512(dst, &p, 1, lo, hi, divisor, near)
 			case l.masked:
-				avgBF16AVX512(dst, &p, 1, lo, hi, divisor, false)
+				avgBF16AVX512(dst, &p, 1, lo, hi, divisor, near)
 			case dt == Float32:
-				avgF32AVX2(dst, &p, 1, lo, hi, divisor, false)
+				avgF32AVX2(dst, &p, 1, lo, hi, divisor, near)
 			case dt == Float64:
-				avgF64AVX2(dst, &p, 1, lo, hi, divisor, false)
+				avgF64AVX2(dst, &p, 1, lo, hi, divisor, near)
 			case dt == Float16:
-				avgF16AVX2(dst, &p, 1, lo, hi, divisor, false)
+				avgF16AVX2(dst, &p, 1, lo, hi, divisor, near)
 			default:
-				avgBF16AVX2(dst, &p, 1, lo, hi, divisor, false)
+				avgBF16AVX2(dst, &p, 1, lo, hi, divisor, near)
 			}
 			if rest := min(n, lo+most) - hi; rest > 0 {
 				scaleSmall(dt, unsafe.Add(dst, hi*size), rest, divisor)
