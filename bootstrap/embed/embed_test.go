@@ -1,35 +1,264 @@
 package embed
 
 import (
+	"bufio"
+	"cmp"
 	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/goleak"
+	"go.uber.org/zap"
 
 	"tutti/bootstrap"
 )
 
-func TestQuick(t *testing.T) {
-	for range 5 {
-		t0 := time.Now()
-		s, err := Start(context.Background(), Config{Secret: []byte("0123456789abcdef0123"), Dir: t.TempDir()})
+const childDir = "EMBED_TEST_CHILD_DIR"
+
+func TestMain(m *testing.M) {
+	if dir := os.Getenv(childDir); dir != "" {
+		s, err := Start(context.Background(), Config{Secret: secret, Dir: dir})
+		if err != nil {
+			fmt.Println("error", err)
+			os.Exit(1)
+		}
+		fmt.Println(s.Address())
+		select {} // until it is killed
+	}
+	goleak.VerifyTestMain(m)
+}
+
+var secret = []byte("a secret for the tests of this package")
+
+const patience = 30 * time.Second
+
+func start(t testing.TB, cfg Config) *Server {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	cfg.Secret = secret
+	s, err := Start(ctx, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+func entries(t testing.TB, dir string) (names []string) {
+	t.Helper()
+	es, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range es {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+func dial(t testing.TB, address string) (bootstrap.Store, error) {
+	t.Helper()
+	return bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: address, Job: "j", Secret: secret, DialTimeout: 5 * time.Second})
+}
+
+func TestStartClose(t *testing.T) {
+	dir := t.TempDir()
+	s := start(t, Config{Dir: dir})
+	if !strings.HasPrefix(s.Address(), "tutti://127.0.0.1:") {
+		t.Errorf("address %s", s.Address())
+	}
+	if fi, err := os.Stat(s.dir); err != nil || fi.Mode().Perm() != 0o700 {
+		t.Errorf("directory: %v, %v", fi.Mode(), err)
+	}
+	c, err := dial(t, s.Address())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.Put(t.Context(), "k", []byte("v"), true); err != nil {
+		t.Fatal(err)
+	}
+	w := c.Watch(t.Context(), "k") // a client that has something under way does not hold Close up
+	if e := <-w; e.Err != nil {
+		t.Fatal(e.Err)
+	}
+	if c.TTL() != bootstrap.DefaultLeaseTTL {
+		t.Errorf("TTL %v", c.TTL())
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if left := entries(t, dir); len(left) != 0 {
+		t.Errorf("Close leaves %v", left)
+	}
+	if conn, err := net.Dial("tcp", strings.TrimPrefix(s.Address(), "tutti://")); err == nil {
+		conn.Close()
+		t.Error("Close leaves the port open")
+	}
+}
+
+func TestConfigErrors(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	port := taken.Addr().(*net.TCPAddr).Port
+	dir := t.TempDir()
+	for text, cfg := range map[string]Config{
+		"secret":                           {Secret: []byte("short")},
+		"set Advertise":                    {Secret: secret, Host: "0.0.0.0"},
+		"9-8":                              {Secret: secret, Ports: "9-8"},
+		fmt.Sprintf("port %d of 12", port): {Secret: secret, Ports: fmt.Sprint(port)},
+		"192.0.2.1":                        {Secret: secret, Host: "192.0.2.1"},
+		"no such file":                     {Secret: secret, Dir: filepath.Join(dir, "none")},
+		"too long":                         {Secret: secret, Dir: filepath.Join(dir, strings.Repeat("d", 100))},
+	} {
+		cfg.Dir = cmp.Or(cfg.Dir, dir)
+		s, err := Start(t.Context(), cfg)
+		if err == nil {
+			s.Close()
+		}
+		if err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("%v, want one that says %q", err, text)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Start(ctx, Config{Secret: secret, Dir: dir}); !errors.Is(err, context.Canceled) {
+		t.Errorf("an ended ctx: %v", err)
+	}
+	if left := entries(t, dir); len(left) != 0 {
+		t.Errorf("failures leave %v", left)
+	}
+	s := start(t, Config{Dir: dir, Host: "0.0.0.0", Advertise: "127.0.0.1", Ports: fmt.Sprintf("%d-%d", port, min(port+500, 65535))})
+	c, err := dial(t, s.Address())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+}
+
+// Neither etcd's own socket nor the port serves a client that has not proved the secret.
+func TestNobodyElse(t *testing.T) {
+	s := start(t, Config{Dir: t.TempDir()})
+	for name, endpoint := range map[string]string{
+		"port":   "http://" + strings.TrimPrefix(s.Address(), "tutti://"),
+		"socket": "unix://" + filepath.Join(s.dir, "etcd"),
+	} {
+		c, err := clientv3.New(clientv3.Config{Endpoints: []string{endpoint}, Logger: zap.NewNop(), MaxUnaryRetries: 2})
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Log("start", time.Since(t0))
-		t0 = time.Now()
-		st, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: s.Address(), Job: "j", Secret: []byte("0123456789abcdef0123")})
+		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		if r, err := c.Get(ctx, "k"); err == nil {
+			t.Errorf("%s: %v", name, r)
+		}
+		cancel()
+		c.Close()
+	}
+}
+
+// Stores side by side in one directory leave each other alone.
+func TestSideBySide(t *testing.T) {
+	dir := t.TempDir()
+	var wg sync.WaitGroup
+	stores := make([]*Server, 4)
+	for i := range stores {
+		wg.Go(func() { stores[i] = start(t, Config{Dir: dir}) })
+	}
+	wg.Wait()
+	if n := len(entries(t, dir)); n != len(stores) {
+		t.Fatalf("%d directories of %d stores", n, len(stores))
+	}
+	for _, s := range stores {
+		c, err := dial(t, s.Address())
 		if err != nil {
 			t.Fatal(err)
 		}
-		t.Log("dial", time.Since(t0), st.TTL())
-		t0 = time.Now()
-		if err := st.Put(context.Background(), "k", nil, true); err != nil {
-			t.Fatal(err)
+		if err := c.Create(t.Context(), "k", nil, false); err != nil {
+			t.Error(err)
 		}
-		t.Log("put", time.Since(t0))
-		t0 = time.Now()
-		t.Log(st.Close(), time.Since(t0))
-		t0 = time.Now()
-		t.Log(s.Close(), time.Since(t0))
+		c.Close()
+	}
+}
+
+// A store that was killed leaves no port, and its directory goes at the next start.
+func TestKilled(t *testing.T) {
+	dir := t.TempDir()
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), childDir+"="+dir)
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(out).ReadString('\n')
+	if err != nil || !strings.HasPrefix(line, "tutti://") {
+		cmd.Process.Kill()
+		t.Fatal(line, err)
+	}
+	address := strings.TrimSpace(line)
+	c, err := dial(t, address)
+	if err != nil {
+		t.Error(err)
+	}
+	cmd.Process.Kill()
+	cmd.Wait()
+	if err == nil {
+		if err := c.Put(t.Context(), "k", nil, false); !errors.Is(err, bootstrap.ErrStoreAway) {
+			t.Errorf("Put to a killed store: %v", err)
+		}
+		c.Close()
+	}
+	if conn, err := net.Dial("tcp", strings.TrimPrefix(address, "tutti://")); err == nil {
+		conn.Close()
+		t.Error("the port is still open")
+	}
+	left := entries(t, dir)
+	if len(left) != 1 {
+		t.Fatalf("a killed store left %v", left)
+	}
+	foreign := filepath.Join(dir, dirPrefix+"being-made") // as it is for a moment in every Start
+	if err := os.Mkdir(foreign, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	s := start(t, Config{Dir: dir})
+	if _, err := os.Stat(filepath.Join(dir, left[0])); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the killed store's directory is still there: %v", err)
+	}
+	if _, err := os.Stat(foreign); err != nil {
+		t.Errorf("a directory without a lock: %v", err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func BenchmarkStart(b *testing.B) {
+	dir := b.TempDir()
+	for b.Loop() {
+		s, err := Start(context.Background(), Config{Secret: secret, Dir: dir})
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.StopTimer()
+		s.Close()
+		b.StartTimer()
 	}
 }
