@@ -1,52 +1,12 @@
 package tcp
 
 import (
-	"bufio"
-	"context"
-	"encoding/hex"
 	"fmt"
 	"io"
 	"net"
 	"os"
-	"os/exec"
-	"strings"
 	"testing"
-
-	"tutti/p2p"
 )
-
-// children are what a test starts this binary again for; they read their orders from standard input and end with it.
-var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain, "rawdrain": childRawDrain}
-
-func childKind() string { return os.Getenv("TUTTI_TEST_CHILD") }
-
-// child starts one, which first prints a line: its endpoint in hex, or its address.
-func child(t testing.TB, kind string) (*exec.Cmd, string) {
-	t.Helper()
-	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), "TUTTI_TEST_CHILD="+kind)
-	cmd.Stderr = os.Stderr
-	in := must(cmd.StdinPipe())
-	out := must(cmd.StdoutPipe())
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { in.Close(); cmd.Process.Kill(); cmd.Wait() })
-	line, err := bufio.NewReader(out).ReadString('\n')
-	if err != nil {
-		t.Fatalf("child %s: %v", kind, err)
-	}
-	return cmd, strings.TrimSpace(line)
-}
-
-// childLink listens as rank 1, says where, and returns the first link.
-func childLink() p2p.Link {
-	h := newHost(1)
-	t := New(local(Config{MaxFrame: 1 << 20}))
-	fmt.Println(hex.EncodeToString(must(t.Listen(context.Background(), h))))
-	go func() { io.Copy(io.Discard, os.Stdin); os.Exit(0) }()
-	return (<-h.links).link
-}
 
 func childEcho() {
 	l := childLink()
@@ -137,20 +97,9 @@ func childRawDrain() {
 	})
 }
 
-func dialChild(b testing.TB, kind string, cfg Config) p2p.Link {
-	_, line := child(b, kind)
-	n := listen(b, 0, local(cfg))
-	l, err := n.Dial(within(b), p2p.Identity{Rank: 1, Incarnation: 0xace1}, must(hex.DecodeString(line)))
-	if err != nil {
-		b.Fatal(err)
-	}
-	b.Cleanup(func() { l.Close() })
-	return l
-}
-
 func BenchmarkPingPong(b *testing.B) {
 	b.Run("link/64B", func(b *testing.B) {
-		l := dialChild(b, "echo", Config{})
+		l := dialChild(b, child(b, "echo"), listen(b, 0, local(Config{})))
 		h, p := header(1, 64), make([]byte, 64)
 		b.ReportAllocs()
 		for b.Loop() {
@@ -166,7 +115,7 @@ func BenchmarkPingPong(b *testing.B) {
 		}
 	})
 	b.Run("netconn/112B", func(b *testing.B) {
-		_, at := child(b, "rawecho")
+		at := child(b, "rawecho").line(b)
 		c := must(net.Dial("tcp", at))
 		defer c.Close()
 		p := make([]byte, 112)
@@ -184,7 +133,7 @@ func BenchmarkStream(b *testing.B) {
 	const batch = 64 << 20
 	for _, size := range []int{16 << 10, 64 << 10, 256 << 10, 1 << 20} {
 		b.Run(fmt.Sprintf("link/%dKiB", size>>10), func(b *testing.B) {
-			l := dialChild(b, "drain", Config{MaxFrame: 1 << 20})
+			l := dialChild(b, child(b, "drain"), listen(b, 0, local(Config{MaxFrame: 1 << 20})))
 			p, h := pattern(size, 0), header(0, size)
 			b.SetBytes(batch)
 			b.ReportAllocs()
@@ -208,7 +157,7 @@ func BenchmarkStream(b *testing.B) {
 		})
 	}
 	b.Run("netconn/1MiB", func(b *testing.B) {
-		_, at := child(b, "rawdrain")
+		at := child(b, "rawdrain").line(b)
 		c := must(net.Dial("tcp", at))
 		defer c.Close()
 		p := make([]byte, 1<<20+1)

@@ -17,7 +17,6 @@ type stream struct {
 	refused bool   // a frame was refused for that, and there was no room since
 	kept    []byte // kept[sent:] was taken from the caller and not yet written
 	sent    int
-	strikes int // see checkHost
 	tx, rx  vector
 	pfd     [1]unix.PollFd
 	epollKey
@@ -160,8 +159,9 @@ func (s *stream) room() bool {
 	return !s.full
 }
 
-// checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel keeps asking it. TCP_USER_TIMEOUT is no substitute: it
-// also ends a connection whose peer is alive and merely takes nothing for a while (a stopped or busy process: its window is closed).
+// checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel asked it several times. TCP_USER_TIMEOUT is no
+// substitute: it also ends a connection whose peer is alive and merely takes nothing for a while (a stopped or busy process: its window is closed).
+// One or two unanswered questions prove nothing: packets get lost, and a host answers probes of a closed window only twice a second.
 func (s *stream) checkHost(timeout time.Duration) {
 	l := s.link
 	l.mu.Lock()
@@ -170,15 +170,13 @@ func (s *stream) checkHost(timeout time.Duration) {
 		return
 	}
 	i, err := unix.GetsockoptTCPInfo(s.fd, unix.SOL_TCP, unix.TCP_INFO)
-	if err != nil || i.Retransmits == 0 && i.Probes == 0 || time.Duration(i.Last_ack_recv)*time.Millisecond < timeout {
-		s.strikes = 0
+	if err != nil || i.Retransmits < 2 && i.Probes < 3 {
 		return
 	}
-	if s.strikes++; s.strikes < 2 { // the one question that is open may have been asked just now, after a long pause between two
-		return
+	if silent := time.Duration(i.Last_ack_recv) * time.Millisecond; silent >= timeout {
+		l.fail(gone(fmt.Sprintf("its host has answered nothing for %v", silent)))
+		unix.Shutdown(s.fd, unix.SHUT_RDWR) // wakes who sleeps on it
 	}
-	l.fail(gone(fmt.Sprintf("its host has acknowledged nothing for %v", time.Duration(i.Last_ack_recv)*time.Millisecond)))
-	unix.Shutdown(s.fd, unix.SHUT_RDWR) // wakes who sleeps on it
 }
 
 // finish ends the sending direction after what was sent, and waits until the peer's kernel has it, at most until deadline: closing a socket at once

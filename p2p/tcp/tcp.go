@@ -54,7 +54,8 @@ type Config struct {
 	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the kernel sizes them by the traffic, which is nearly always better.
 	SocketBuffer int
 	// PeerTimeout is after how long a peer's host that answers nothing is taken for gone. A host that answers while its process takes nothing is not;
-	// that is for the deadlines of operations. Detection takes up to a quarter longer. Default 30 s, at least 1 s.
+	// that is for the deadlines of operations. Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the process had taken nothing
+	// for long when its host went. Default 30 s, at least 1 s.
 	PeerTimeout time.Duration
 	// Logger gets what is worth knowing but is no error. Default: nothing is logged.
 	Logger *slog.Logger
@@ -226,7 +227,7 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 	}()
 	addrs, err := filter.Addrs()
 	if err != nil {
-		return nil, fmt.Errorf("tcp: %w", err)
+		return nil, fmt.Errorf("tcp: %w", explain(err))
 	}
 	if len(addrs) > maxCandidates {
 		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxCandidates], "left out", addrs[maxCandidates:])
@@ -508,6 +509,8 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 			return -1, fmt.Errorf("set a socket's options: %w", err)
 		}
 	}
+	// A kernel that can (Linux 6.15) does not let the pauses between its questions grow beyond that either.
+	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, max(1000, int(t.cfg.PeerTimeout.Milliseconds()/4)))
 	return fd, nil
 }
 
@@ -532,11 +535,7 @@ func (t *Transport) connect(ctx context.Context, address string, local netip.Add
 		return -1, "", explain(err)
 	}
 	// The acceptor may be busy with others first, hence twice its own limit.
-	deadline := time.Now().Add(2 * p2p.HandshakeTimeout)
-	if dl, ok := ctx.Deadline(); ok && dl.Before(deadline) {
-		deadline = dl
-	}
-	c.SetDeadline(deadline)
+	c.SetDeadline(time.Now().Add(2 * p2p.HandshakeTimeout))
 	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
 	err = trust.Client(c, t.host.Secret(), purpose, h)
 	if !stop() && err == nil {
@@ -617,7 +616,7 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 		if errors.Is(err, errElsewhere) {
 			elsewhere++
 		}
-		if ctx.Err() != nil {
+		if over(ctx) != nil {
 			break
 		}
 	}
@@ -625,8 +624,8 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	switch {
 	case t.ctx.Err() != nil:
 		return fail(fmt.Errorf("the transport was %w: %w", p2p.ErrClosed, err))
-	case ctx.Err() != nil:
-		return fail(fmt.Errorf("%w: %w", context.Cause(ctx), err))
+	case over(ctx) != nil:
+		return fail(fmt.Errorf("%w: %w", over(ctx), err))
 	case errors.Is(err, p2p.ErrAuth):
 		return fail(err)
 	case elsewhere > 0 && elsewhere == len(paths):
@@ -635,6 +634,14 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 		return fail(fmt.Errorf("%w: %w: %w", p2p.ErrPeerGone, errNoPath, err))
 	}
 	return fail(fmt.Errorf("%w: %w", p2p.ErrPeerGone, err))
+}
+
+// over is ctx.Err, and at the deadline already: what obeys the deadline by itself may be back before the context knows.
+func over(ctx context.Context) error {
+	if dl, ok := ctx.Deadline(); ok && !time.Now().Before(dl) {
+		return context.DeadlineExceeded
+	}
+	return ctx.Err()
 }
 
 // errElsewhere is the answer of another member of the job than the one dialled: one that took over its port, or that has the same private address.

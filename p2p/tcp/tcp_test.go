@@ -50,6 +50,14 @@ func (h *host) Admit(from p2p.Identity) error {
 	return nil
 }
 func (h *host) Accepted(from p2p.Identity, l p2p.Link) { h.links <- accepted{from, l} }
+
+// drop closes the links that no test asked for.
+func (h *host) drop() {
+	for len(h.links) > 0 {
+		(<-h.links).link.Close()
+	}
+}
+
 func (h *host) Wake() {
 	h.wakes.Add(1)
 	select {
@@ -77,7 +85,7 @@ type node struct {
 func listen(t testing.TB, rank int, cfg Config) *node {
 	t.Helper()
 	n := &node{New(cfg), newHost(rank), nil}
-	t.Cleanup(func() { n.Transport.Close() })
+	t.Cleanup(func() { n.Transport.Close(); n.drop() })
 	var err error
 	if n.endpoint, err = n.Listen(within(t), n.host); err != nil {
 		t.Fatal(err)

@@ -1,0 +1,420 @@
+package tcp
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/p2p"
+)
+
+func TestHeaderEncoding(t *testing.T) {
+	h := p2p.Header{Kind: 1, Flags: 2, Lane: 0x0403, Len: 0x08070605, Chan: 0x0c0b0a09, Ack: 0x100f0e0d,
+		Seq: 0x1817161514131211, Call: 0x201f1e1d1c1b1a19, Count: 0x2827262524232221, Off: 0x302f2e2d2c2b2a29}
+	var b [p2p.HeaderSize]byte
+	encodeHeader(&b, &h)
+	for i := range b {
+		if b[i] != byte(i+1) {
+			t.Fatalf("byte %d of %x is %d, want %d", i, b, b[i], i+1)
+		}
+	}
+	var d p2p.Header
+	if decodeHeader(&d, &b); d != h {
+		t.Errorf("decoded as %+v", d)
+	}
+}
+
+// rawPair returns a link of conns streams and the descriptors of their far ends.
+func rawPair(t testing.TB, p *poller, conns, maxFrame int) (*link, []int) {
+	t.Helper()
+	var near, far []int
+	for range conns {
+		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		near, far = append(near, fds[0]), append(far, fds[1])
+	}
+	l, err := newLink("a link", near, maxFrame, minBuffer, p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l, far
+}
+
+func testPoller(t testing.TB) *poller {
+	p, err := newPoller(time.Minute, func() {})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.release)
+	return p
+}
+
+// Any bytes in any pieces: what Recv and Fill return is what a simple reading of the whole says, and then the right error.
+func FuzzStream(f *testing.F) {
+	frame := func(n int) []byte {
+		var b [p2p.HeaderSize]byte
+		encodeHeader(&b, header(uint64(n), n))
+		return append(b[:], pattern(n, 1)...)
+	}
+	f.Add([]byte(nil), uint64(0))
+	f.Add(frame(0), uint64(1))
+	f.Add(bytes.Join([][]byte{frame(10), frame(0), frame(2000), frame(30)}, nil), uint64(0x1234))
+	f.Add(bytes.Join([][]byte{frame(20000), frame(40000), frame(5)}, nil), uint64(0xfedcba9876543210))
+	f.Add(frame(40000)[:30000], uint64(99))
+	f.Add(append(frame(7), bytes.Repeat([]byte{0xff}, 100)...), uint64(7))
+	const maxFrame = 40960
+	p := testPoller(f)
+	f.Fuzz(func(t *testing.T, in []byte, seed uint64) {
+		type want struct {
+			h       p2p.Header
+			payload []byte
+		}
+		var frames []want
+		end := p2p.ErrPeerGone
+		for rest := in; len(rest) >= p2p.HeaderSize; {
+			var h p2p.Header
+			decodeHeader(&h, (*[p2p.HeaderSize]byte)(rest))
+			if h.Len > maxFrame {
+				end = p2p.ErrProtocol
+				break
+			}
+			if rest = rest[p2p.HeaderSize:]; int(h.Len) > len(rest) {
+				break
+			}
+			frames = append(frames, want{h, rest[:h.Len]})
+			rest = rest[h.Len:]
+		}
+		random := func(n int) int { seed = seed*6364136223846793005 + 1442695040888963407; return int(seed>>33) % n }
+		l, far := rawPair(t, p, 1, maxFrame)
+		defer l.Close()
+		sent := 0
+		feed := func() {
+			if sent == len(in) {
+				if far[0] >= 0 {
+					unix.Close(far[0])
+					far[0] = -1
+				}
+				return
+			}
+			if n, err := unix.Write(far[0], in[sent:min(len(in), sent+1+random(50000))]); err == nil {
+				sent += n
+			}
+		}
+		var err error
+		for i := 0; ; i++ {
+			var h *p2p.Header
+			var payload []byte
+			for h == nil && err == nil {
+				if h, payload, err = l.Recv(); h == nil {
+					feed()
+				}
+			}
+			if err != nil {
+				if i != len(frames) || !errors.Is(err, end) {
+					t.Fatalf("after %d of %d frames: %v, want %v", i, len(frames), err, end)
+				}
+				break
+			}
+			got, whole := *h, payload != nil
+			if i == len(frames) { // the last one is cut short, which only Fill can notice
+				for dst := make([]byte, got.Len); err == nil; feed() {
+					_, err = l.Fill(dst)
+				}
+				if !errors.Is(err, p2p.ErrPeerGone) {
+					t.Fatalf("in a frame that is cut short: %v", err)
+				}
+				break
+			}
+			if !whole || random(3) == 0 {
+				payload = make([]byte, got.Len)
+				for k := 0; k < len(payload) && err == nil; {
+					var n int
+					if n, err = l.Fill(payload[k:min(len(payload), k+1+random(20000))]); n == 0 {
+						feed()
+					}
+					if _, again, _ := l.Recv(); again != nil {
+						t.Fatal("payload offered after Fill")
+					}
+					k += n
+				}
+			}
+			if err != nil || !reflect.DeepEqual(got, frames[i].h) || !bytes.Equal(payload, frames[i].payload) {
+				t.Fatalf("frame %d: %+v, %v, want %+v", i, got, err, frames[i].h)
+			}
+			l.Release()
+		}
+		if far[0] >= 0 {
+			unix.Close(far[0])
+		}
+		if l.Err() == nil || !l.Arm() {
+			t.Errorf("after the end: Err is %v, and Arm lets sleep", l.Err())
+		}
+	})
+}
+
+// Frames of all sizes over several connections stay in order and whole, under back-pressure, both ends asleep now and then.
+func TestSeveralConnections(t *testing.T) {
+	for _, conns := range []int{1, 2, 5} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) {
+			a, b, na, nb := pair(t, Config{Conns: conns, MaxFrame: 512 << 10})
+			if n := len(a.(*link).streams); n != conns || len(b.(*link).streams) != conns {
+				t.Fatalf("%d and %d connections", n, len(b.(*link).streams))
+			}
+			sizes := []int{0, 1, spread - 1, spread, spread + 1, 512 << 10, 100, 200 << 10, 512 << 10, 16 << 10, inline + 1}
+			const rounds = 12
+			failed := make(chan error, 1)
+			go func() {
+				for i := range rounds * len(sizes) {
+					n := sizes[i%len(sizes)]
+					for ok := false; !ok; {
+						var err error
+						if ok, err = a.Send(header(uint64(i), n), pattern(n, byte(i))); err != nil {
+							failed <- err
+							return
+						}
+						if !ok && !a.Arm() {
+							<-na.woken
+						}
+					}
+				}
+				for ok := false; !ok; {
+					if ok, _ = a.Flush(); !ok && !a.Arm() {
+						<-na.woken
+					}
+				}
+				failed <- nil
+			}()
+			for i := range rounds * len(sizes) {
+				n := sizes[i%len(sizes)]
+				for {
+					if h, _, err := b.Recv(); err != nil {
+						t.Fatal(err)
+					} else if h != nil {
+						break
+					}
+					if !b.Arm() {
+						<-nb.woken
+					}
+				}
+				h, p, err := take(b, 100_000)
+				if err != nil || h != *header(uint64(i), n) || !bytes.Equal(p, pattern(n, byte(i))) {
+					t.Fatalf("frame %d: %+v, %v", i, h, err)
+				}
+			}
+			if err := <-failed; err != nil {
+				t.Fatal(err)
+			}
+		})
+	}
+}
+
+// fill sends until the peer's and the kernel's buffers are full, and returns how many frames were taken.
+func fill(t testing.TB, l p2p.Link, n int) int {
+	t.Helper()
+	p := pattern(n, 0)
+	for i := 0; ; i++ {
+		ok, err := l.Send(header(uint64(i), n), p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !ok {
+			return i
+		}
+	}
+}
+
+// Close with frames under way in both directions neither loses what was flushed nor hangs.
+func TestCloseWithUnreadData(t *testing.T) {
+	a, b, _, _ := pair(t, Config{})
+	const n = 100
+	for i := range n {
+		for _, l := range []p2p.Link{a, b} {
+			if ok, err := l.Send(header(uint64(i), 1000), pattern(1000, byte(i))); !ok || err != nil {
+				t.Fatal(ok, err)
+			}
+			if ok, err := l.Flush(); !ok || err != nil {
+				t.Fatal(ok, err)
+			}
+		}
+	}
+	a.Close() // a has not read anything: closing its socket at once would reset the connection
+	for i := range n {
+		if h, p, err := take(b, 1000); err != nil || h.Seq != uint64(i) || !bytes.Equal(p, pattern(1000, byte(i))) {
+			t.Fatalf("frame %d: %+v, %v", i, h, err)
+		}
+	}
+	if _, _, err := b.Recv(); !errors.Is(err, p2p.ErrPeerGone) {
+		t.Errorf("after the last frame: %v", err)
+	}
+}
+
+// Close is over in bounded time although the peer takes nothing.
+func TestCloseAgainstFullPeer(t *testing.T) {
+	a, _, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	fill(t, a, 10000)
+	done := make(chan struct{})
+	go func() { a.Close(); close(done) }()
+	select {
+	case <-done:
+	case <-time.After(patience):
+		t.Fatal("Close hangs")
+	}
+}
+
+func TestErrorsNameThePeer(t *testing.T) {
+	a, b, na, nb := pair(t, Config{})
+	at := b.(*link).name[strings.LastIndex(b.(*link).name, "at ")+3:]
+	b.Send(header(0, 0), nil)
+	a.Close()
+	var err error
+	until(t, "the end of the link", func() bool { _, _, err = b.Recv(); return err != nil })
+	for _, part := range []string{na.self.String(), at, "closed the connection at the end of a frame"} {
+		if !errors.Is(err, p2p.ErrPeerGone) || !strings.Contains(err.Error(), part) {
+			t.Errorf("%v: does not say %q", err, part)
+		}
+	}
+	if ok, err2 := b.Send(header(1, 0), nil); ok || err2 == nil || err2.Error() != err.Error() {
+		t.Errorf("Send afterwards: %v, %v", ok, err2)
+	}
+	if _, _, err := a.Recv(); !errors.Is(err, p2p.ErrClosed) || !strings.Contains(err.Error(), nb.self.String()) {
+		t.Errorf("after Close on this side: %v", err)
+	}
+}
+
+func TestViolations(t *testing.T) {
+	p := testPoller(t)
+	l, far := rawPair(t, p, 1, MinFrame)
+	defer l.Close()
+	defer unix.Close(far[0])
+	for _, c := range []struct{ announced, given int }{{1, 0}, {0, 1}, {MinFrame + 1, MinFrame + 1}} {
+		if ok, err := l.Send(header(0, c.announced), make([]byte, c.given)); ok || err == nil || l.Err() != nil {
+			t.Errorf("Send of %+v: %v, %v, link %v", c, ok, err, l.Err())
+		}
+	}
+	var b [p2p.HeaderSize]byte
+	encodeHeader(&b, header(0, 100))
+	unix.Write(far[0], append(b[:], make([]byte, 99)...))
+	if h, payload, err := l.Recv(); h == nil || payload != nil || err != nil {
+		t.Fatal(h, payload, err)
+	}
+	func() {
+		defer func() {
+			if recover() == nil {
+				t.Error("Release of a frame that is not there whole: the next bytes would be read as a header")
+			}
+		}()
+		l.Release()
+	}()
+	unix.Write(far[0], make([]byte, 1))
+	if _, payload, err := l.Recv(); len(payload) != 100 || err != nil {
+		t.Fatalf("%d bytes, %v", len(payload), err)
+	}
+	l.Release()
+	encodeHeader(&b, header(0, 0))
+	binary.LittleEndian.PutUint32(b[4:], 1<<32-1)
+	unix.Write(far[0], b[:])
+	for range 2 {
+		if _, _, err := l.Recv(); !errors.Is(err, p2p.ErrProtocol) || !strings.Contains(err.Error(), "4294967295") {
+			t.Errorf("a frame of 4 GiB: %v", err)
+		}
+	}
+	if _, err := l.Send(header(0, 0), nil); !errors.Is(err, p2p.ErrProtocol) {
+		t.Errorf("Send afterwards: %v", err)
+	}
+}
+
+// A refused Send wakes its sender once there is room, and only a refused one does.
+func TestArmForRoom(t *testing.T) {
+	a, b, na, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	if a.Arm() {
+		t.Fatal("Arm on an idle link")
+	}
+	sent := fill(t, a, 5000)
+	if a.Arm() {
+		t.Fatal("Arm on a link that just refused")
+	}
+	before := na.wakes.Load()
+	for ; sent > 1 && na.wakes.Load() == before; sent-- { // the last one needs a Flush
+		if _, _, err := take(b, 5000); err != nil {
+			t.Fatal(err)
+		}
+	}
+	until(t, "a wake", func() bool { return na.wakes.Load() > before })
+	until(t, "room", func() bool {
+		ok, err := a.Send(header(0, 0), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ok
+	})
+	if ok, err := a.Flush(); err != nil {
+		t.Fatal(ok, err)
+	}
+	until(t, "an idle link", func() bool { // the kernel may still report what was asked before
+		ok, _ := a.Flush()
+		before = na.wakes.Load()
+		return ok && !a.Arm()
+	})
+}
+
+// A host that answers is not taken for gone because its process takes nothing: its window is closed, and the kernel's questions are answered.
+func TestStoppedPeerIsNotGone(t *testing.T) {
+	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	fill(t, a, 10000)
+	s := &a.(*link).streams[0]
+	probed := false
+	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		s.checkHost(100 * time.Millisecond)
+		i, err := unix.GetsockoptTCPInfo(s.fd, unix.SOL_TCP, unix.TCP_INFO)
+		probed = probed || err == nil && i.Backoff > 0
+	}
+	if !probed {
+		t.Fatal("the kernel did not probe the closed window: this test shows nothing")
+	}
+	if err := a.Err(); err != nil {
+		t.Error(err)
+	}
+	if _, _, err := take(b, 10000); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestSocketOptions(t *testing.T) {
+	a, b, _, _ := pair(t, Config{PeerTimeout: 12 * time.Second})
+	for _, l := range []p2p.Link{a, b} {
+		for what, o := range map[string]struct{ level, opt, want int }{
+			"TCP_NODELAY":   {unix.IPPROTO_TCP, unix.TCP_NODELAY, 1},
+			"SO_KEEPALIVE":  {unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1},
+			"TCP_KEEPIDLE":  {unix.IPPROTO_TCP, unix.TCP_KEEPIDLE, 4},
+			"TCP_KEEPINTVL": {unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, 2},
+			"TCP_KEEPCNT":   {unix.IPPROTO_TCP, unix.TCP_KEEPCNT, 4},
+		} {
+			if v, err := unix.GetsockoptInt(l.(*link).streams[0].fd, o.level, o.opt); err != nil || v != o.want {
+				t.Errorf("%s is %d, %v, want %d", what, v, err, o.want)
+			}
+		}
+	}
+}
+
+// raw connects to a node without the transport's help.
+func raw(t testing.TB, n *node) net.Conn {
+	t.Helper()
+	e := must(decodeEndpoint(n.endpoint))
+	c, err := net.Dial("tcp", e.at[0].String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.SetDeadline(time.Now().Add(patience))
+	t.Cleanup(func() { c.Close() })
+	return c
+}

@@ -1,0 +1,435 @@
+package tcp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/internal/trust"
+	"tutti/p2p"
+)
+
+// taken occupies a port of 127.0.0.1, or n ports in a row, and returns the first.
+func taken(t *testing.T, n int) int {
+	t.Helper()
+	for range 100 {
+		first := 0
+		var ls []net.Listener
+		for i := range n {
+			port := 0
+			if i > 0 {
+				port = first + i
+			}
+			l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+			if err != nil {
+				break
+			}
+			ls = append(ls, l)
+			first = l.Addr().(*net.TCPAddr).Port - i
+		}
+		if len(ls) == n && first+n <= 65536 {
+			t.Cleanup(func() {
+				for _, l := range ls {
+					l.Close()
+				}
+			})
+			return first
+		}
+		for _, l := range ls {
+			l.Close()
+		}
+	}
+	t.Fatalf("no %d free ports in a row", n)
+	return 0
+}
+
+func portsOf(t *testing.T, endpoint []byte) (ps []int) {
+	for _, c := range must(decodeEndpoint(endpoint)).at {
+		ps = append(ps, int(c.port))
+	}
+	return ps
+}
+
+func TestPorts(t *testing.T) {
+	open := func(spec string) (*Transport, []byte, error) {
+		tr := New(local(Config{Ports: spec}))
+		t.Cleanup(func() { tr.Close() })
+		e, err := tr.Listen(within(t), newHost(0))
+		return tr, e, err
+	}
+	one := taken(t, 1)
+	if _, e, err := open(fmt.Sprint(one)); e != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), fmt.Sprintf("port %d", one)) {
+		t.Errorf("a port that is taken: %v, %v", e, err)
+	}
+	first := taken(t, 2)
+	all := fmt.Sprintf("%d-%d", first, first+1)
+	if _, e, err := open(all); e != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), all) {
+		t.Errorf("a range that is taken: %v, %v", e, err)
+	}
+	wide := fmt.Sprintf("%d-%d", first, min(65535, first+300))
+	tr, e, err := open(wide)
+	if err != nil || portsOf(t, e)[0] < first+2 {
+		t.Fatalf("range %s of which two are taken: %v, %v", wide, e, err)
+	}
+	mine := fmt.Sprint(portsOf(t, e)[0])
+	if _, _, err := open(mine); !errors.Is(err, syscall.EADDRINUSE) {
+		t.Errorf("another rank's port: %v", err)
+	}
+	tr.Close()
+	if _, e, err := open(mine); err != nil || fmt.Sprint(portsOf(t, e)[0]) != mine {
+		t.Errorf("a port that was given back: %v, %v", e, err)
+	}
+}
+
+func TestBadConfig(t *testing.T) {
+	for want, cfg := range map[string]Config{
+		"Conns is 17":         {Conns: 17},
+		"Conns is -1":         {Conns: -1},
+		"MaxFrame is 1":       {MaxFrame: 1},
+		"BufferSize is 100":   {BufferSize: 100},
+		"SocketBuffer is -1":  {SocketBuffer: -1},
+		"PeerTimeout is 1ms":  {PeerTimeout: time.Millisecond},
+		"at most 16":          {Advertise: make([]string, 17)},
+		"neither a host name": {Advertise: []string{"a b"}},
+		"port \"x\"":          {Ports: "x"},
+		"127.0.0.1":           {Interfaces: "203.0.113.0/24"}, // nothing matches: the error lists what there is
+		"no interface name":   {Interfaces: "a b"},
+		"does not resolve":    {Advertise: []string{"no-such-host.invalid"}},
+	} {
+		tr := New(cfg)
+		e, err := tr.Listen(within(t), newHost(0))
+		if want == "does not resolve" { // the resolver's words
+			want = "no-such-host.invalid"
+		}
+		if e != nil || err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%+v: %v, want an error with %q", cfg, err, want)
+		}
+		if err := tr.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestListenOnce(t *testing.T) {
+	n := listen(t, 0, local(Config{}))
+	if _, err := n.Listen(within(t), n.host); err == nil {
+		t.Error("Listen twice")
+	}
+	n.Transport.Close()
+	tr := New(Config{})
+	if _, err := tr.Dial(within(t), n.self, n.endpoint); err == nil {
+		t.Error("Dial without Listen")
+	}
+	tr.Close()
+	if _, err := tr.Listen(within(t), n.host); !errors.Is(err, p2p.ErrClosed) {
+		t.Errorf("Listen after Close: %v", err)
+	}
+}
+
+// Only what leads to this very incarnation is published.
+func TestAdvertise(t *testing.T) {
+	other := listen(t, 1, local(Config{}))
+	at := must(decodeEndpoint(other.endpoint)).at[0].String()
+	dead := taken(t, 1)
+	for _, c := range []struct{ advertise, want string }{
+		{"localhost", ""},
+		{"127.0.0.1", ""},
+		{at, "rank 1 (incarnation 000000000000ace1) listens here, not rank 0"},
+		{fmt.Sprintf("127.0.0.1:%d", dead), "does not lead here"}, // accepts and says nothing
+	} {
+		tr := New(local(Config{Advertise: []string{c.advertise}}))
+		ctx, cancel := context.WithCancel(within(t))
+		if c.want == "does not lead here" {
+			time.AfterFunc(50*time.Millisecond, cancel)
+		}
+		h := newHost(0)
+		e, err := tr.Listen(ctx, h)
+		cancel()
+		if c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("advertise %s: %v, want %q", c.advertise, err, c.want)
+		}
+		if err == nil {
+			if l, err := other.Dial(within(t), p2p.Identity{Rank: 0, Incarnation: 0xace0}, e); err != nil {
+				t.Errorf("dial %s: %v", c.advertise, err)
+			} else {
+				l.Close()
+			}
+		}
+		tr.Close()
+		h.drop()
+	}
+}
+
+// Every published address of this machine answers.
+func TestEveryAddress(t *testing.T) {
+	a, b := listen(t, 0, Config{}), listen(t, 1, Config{})
+	e := must(decodeEndpoint(b.endpoint))
+	t.Log(e.at)
+	for i, c := range e.at {
+		if c.addr.IsLoopback() && i < len(e.at)-2 {
+			t.Errorf("%v is not among the last", c)
+		}
+		one := e
+		one.at = []candidate{c}
+		if err := a.Reaches(one.encode()); err != nil {
+			t.Error(err)
+		}
+		l, err := a.Dial(within(t), b.self, one.encode())
+		if err != nil {
+			t.Errorf("%v: %v", c, err)
+			continue
+		}
+		l.Close()
+		b.accept(t).Close()
+	}
+}
+
+func TestReaches(t *testing.T) {
+	n := listen(t, 0, local(Config{}))
+	e := endpoint{conns: 1, maxFrame: MinFrame, host: hostID() + 2, at: []candidate{{addr: netip.MustParseAddr("127.0.0.1"), port: 1}}}
+	if err := n.Reaches(e.encode()); !errors.Is(err, errNoPath) || !strings.Contains(err.Error(), "127.0.0.1:1") {
+		t.Errorf("another host's loopback: %v", err)
+	}
+	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); !errors.Is(err, p2p.ErrPeerGone) || !errors.Is(err, errNoPath) {
+		t.Errorf("dial another host's loopback: %v", err)
+	}
+	e.at[0] = candidate{name: "no-such-host.invalid", port: 1}
+	if err := n.Reaches(e.encode()); err != nil {
+		t.Errorf("a name is for Dial to resolve: %v", err)
+	}
+	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); err == nil || !strings.Contains(err.Error(), "no-such-host.invalid does not resolve") {
+		t.Errorf("dial a name that does not resolve: %v", err)
+	}
+	if err := n.Reaches([]byte("x")); err == nil {
+		t.Error("garbage is reachable")
+	}
+}
+
+// candidates returns b's endpoint with other addresses.
+func (n *node) at(addrs ...string) []byte {
+	e := must(decodeEndpoint(n.endpoint))
+	e.at = nil
+	for _, a := range addrs {
+		e.at = append(e.at, must(parseCandidate(a, 0)))
+	}
+	return e.encode()
+}
+
+func (n *node) addr() string { return must(decodeEndpoint(n.endpoint)).at[0].String() }
+
+// Dial gets past addresses where nobody, somebody else, a foreign job or nonsense answers; if there is no other it says which.
+func TestDialTriesAll(t *testing.T) {
+	a, b, other := listen(t, 0, local(Config{})), listen(t, 1, local(Config{})), listen(t, 2, local(Config{}))
+	foreign := &node{New(local(Config{})), newHost(1), nil}
+	foreign.host.secret = []byte("the secret of quite another job")
+	foreign.endpoint = must(foreign.Listen(within(t), foreign.host))
+	defer foreign.Transport.Close()
+	free := taken(t, 1)
+	l := must(net.Listen("tcp", "127.0.0.1:0"))
+	var served sync.WaitGroup
+	served.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			io.WriteString(c, "220 mail.example ESMTP, please introduce yourself\r\n")
+			c.Close()
+		}
+	})
+	defer served.Wait()
+	defer l.Close()
+	closed := must(net.Listen("tcp", "127.0.0.1:0"))
+	dead := closed.Addr().String()
+	closed.Close()
+	silent := fmt.Sprintf("127.0.0.1:%d", free)
+	for _, c := range []struct {
+		at   []string
+		want error
+		text []string
+	}{
+		{[]string{dead, silent, other.addr(), l.Addr().String(), foreign.addr(), b.addr()}, nil, nil},
+		{[]string{dead}, p2p.ErrPeerGone, []string{dead, "refused"}},
+		{[]string{dead, other.addr()}, p2p.ErrPeerGone, []string{dead, "rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
+		{[]string{other.addr()}, p2p.ErrStale, []string{"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
+		{[]string{foreign.addr()}, p2p.ErrAuth, []string{foreign.addr()}},
+		{[]string{l.Addr().String()}, p2p.ErrAuth, []string{"does not speak this protocol"}},
+	} {
+		link, err := a.Dial(within(t), b.self, b.at(c.at...))
+		if !errors.Is(err, c.want) {
+			t.Errorf("%v: %v, want %v", c.at, err, c.want)
+		}
+		for _, s := range append(c.text, b.self.String()) {
+			if err != nil && !strings.Contains(err.Error(), s) {
+				t.Errorf("%v: %v: does not say %q", c.at, err, s)
+			}
+		}
+		if err == nil {
+			link.Close()
+		}
+	}
+}
+
+// The peer's own refusal ends Dial: its other addresses are not bothered.
+func TestRefusalIsFinal(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
+	for _, reason := range []error{p2p.ErrStale, p2p.ErrSuperseded, errors.New("not today")} {
+		asked := 0
+		b.host.admit = func(p2p.Identity) error { asked++; return fmt.Errorf("because: %w", reason) }
+		_, err := a.Dial(within(t), b.self, b.at(b.addr(), b.addr()))
+		if err == nil || !strings.Contains(err.Error(), "because: "+reason.Error()) || asked != 1 {
+			t.Errorf("%v: %v, asked %d times", reason, err, asked)
+		}
+		if named := errors.Is(reason, p2p.ErrStale) || errors.Is(reason, p2p.ErrSuperseded); named != errors.Is(err, reason) || errors.Is(err, p2p.ErrPeerGone) {
+			t.Errorf("%v became %v", reason, err)
+		}
+	}
+}
+
+// Dial ends with its context and with the transport, whatever the other end does.
+func TestDialEnds(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
+	silent := fmt.Sprintf("127.0.0.1:%d", taken(t, 1))
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	if _, err := a.Dial(ctx, b.self, b.at(silent)); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, p2p.ErrPeerGone) {
+		t.Errorf("deadline: %v", err)
+	}
+	cancel()
+	ctx, cancel = context.WithCancel(t.Context())
+	time.AfterFunc(50*time.Millisecond, cancel)
+	if _, err := a.Dial(ctx, b.self, b.at(silent, silent)); !errors.Is(err, context.Canceled) {
+		t.Errorf("cancelled: %v", err)
+	}
+	time.AfterFunc(50*time.Millisecond, func() { a.Transport.Close() })
+	if _, err := a.Dial(within(t), b.self, b.at(silent)); !errors.Is(err, p2p.ErrClosed) {
+		t.Errorf("transport closed: %v", err)
+	}
+	if _, err := a.Dial(within(t), b.self, b.endpoint); !errors.Is(err, p2p.ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+}
+
+func TestSelect(t *testing.T) {
+	b := listen(t, 1, local(Config{}))
+	from := netip.MustParseAddr("127.0.0.77")
+	a := listen(t, 0, local(Config{Select: func(peer netip.Addr) (netip.Addr, error) {
+		if peer != netip.MustParseAddr("127.0.0.1") {
+			return netip.Addr{}, errors.New("not there")
+		}
+		return from, nil
+	}}))
+	l, err := a.Dial(within(t), b.self, b.endpoint)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if name := b.accept(t).(*link).name; !strings.Contains(name, "127.0.0.77:") {
+		t.Errorf("dialled from %s, want from %v", name, from)
+	}
+	if err := a.Reaches(b.at("127.0.0.2:1")); err == nil || !strings.Contains(err.Error(), "not there") {
+		t.Errorf("an address without a way: %v", err)
+	}
+}
+
+// The smaller offer of both ends counts.
+func TestNegotiation(t *testing.T) {
+	for _, c := range []struct{ a, b, want Config }{
+		{Config{}, Config{}, Config{Conns: 1, MaxFrame: 256 << 10}},
+		{Config{Conns: 4, MaxFrame: 5000}, Config{Conns: 2, MaxFrame: 1 << 20}, Config{Conns: 2, MaxFrame: 8192}},
+		{Config{Conns: 2, MaxFrame: 1 << 20}, Config{Conns: 4, MaxFrame: 5000}, Config{Conns: 2, MaxFrame: 8192}},
+	} {
+		a, b := listen(t, 0, local(c.a)), listen(t, 1, local(c.b))
+		l, err := a.Dial(within(t), b.self, b.endpoint)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range []p2p.Link{l, b.accept(t)} {
+			if n := len(l.(*link).streams); n != c.want.Conns || l.MaxFrame() != c.want.MaxFrame {
+				t.Errorf("%+v and %+v: %d connections, frames of %d", c.a, c.b, n, l.MaxFrame())
+			}
+			l.Close()
+		}
+	}
+}
+
+// Connections of a link that never is complete are dropped, and what does not fit is refused.
+func TestIncompleteLink(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{Conns: 3, MaxFrame: MinFrame}))
+	var held []net.Conn
+	try := func(x extra) error {
+		c := raw(t, b)
+		held = append(held, c)
+		return trust.Client(c, secret, purpose, hello(a.self, b.self, x))
+	}
+	for want, x := range map[string]extra{
+		"does not fit":       {frame: MinFrame, index: 0, count: 4},
+		"connection 2 of 2":  {frame: MinFrame, index: 2, count: 2},
+		"belongs to no link": {frame: MinFrame, index: 1, count: 2},
+		"frames of 8192":     {frame: 2 * MinFrame, count: 1},
+		"0 of 0":             {frame: MinFrame},
+	} {
+		if err := try(x); !errors.As(err, new(*trust.Refusal)) || !strings.Contains(err.Error(), want) {
+			t.Errorf("%+v: %v, want a refusal with %q", x, err, want)
+		}
+	}
+	if err := try(extra{token: 7, frame: MinFrame, index: 0, count: 3}); err != nil {
+		t.Fatal(err)
+	}
+	if err := try(extra{token: 7, frame: MinFrame, index: 1, count: 2}); err == nil {
+		t.Error("a connection of another number of connections was taken")
+	}
+	if err := try(extra{token: 7, frame: MinFrame, index: 1, count: 3}); err != nil {
+		t.Fatal(err)
+	}
+	b.Transport.Close()
+	for _, c := range held {
+		if _, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Error("a connection of an incomplete link outlives the transport")
+		}
+	}
+	select {
+	case x := <-b.links:
+		t.Errorf("an incomplete link was accepted: %v", x)
+	default:
+	}
+}
+
+// Neither garbage nor slow senders nor floods of connections keep honest ranks out.
+func TestHostileConnections(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
+	b.host.admit = func(from p2p.Identity) error {
+		if from != a.self {
+			t.Errorf("Admit was asked about %v", from)
+		}
+		return nil
+	}
+	for _, s := range []string{"", "GET / HTTP/1.1\r\nHost: x\r\n\r\n", strings.Repeat("\xff", 1<<20), "tutti/1\n" + strings.Repeat("x", 1<<20)} {
+		c := raw(t, b)
+		io.WriteString(c, s) // fails as soon as the other side has seen enough
+		c.(*net.TCPConn).CloseWrite()
+		if got, err := io.Copy(io.Discard, c); errors.Is(err, os.ErrDeadlineExceeded) || got > 200 {
+			t.Errorf("%.10q…: %d bytes of answer, then %v", s, got, err)
+		}
+	}
+	for range p2p.MaxHandshakes { // silent ones take all slots, until the handshake's timeout
+		raw(t, b)
+	}
+	l, err := a.Dial(within(t), b.self, b.endpoint)
+	if err != nil {
+		t.Fatalf("behind a flood of silent connections: %v", err)
+	}
+	defer l.Close()
+	b.accept(t).Send(header(1, 0), nil)
+	if h, _, err := take(l, 1); err != nil || h.Seq != 1 {
+		t.Error(h, err)
+	}
+}
