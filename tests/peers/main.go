@@ -206,7 +206,6 @@ func compare(ctx context.Context, o options) error {
 		work.note("mpich does not yield: with more ranks than the %d cores each of its calls takes scheduler time slices", runtime.NumCPU())
 	}
 	res := newResults()
-	ended := map[string]bool{}   // by heat: who ended badly after the last result, which costs it nothing
 	failures := map[string]int{} // by heat: who crashed twice or hung once is not asked again
 	for _, transport := range o.Transports {
 		for _, ranks := range o.Ranks {
@@ -222,10 +221,7 @@ func compare(ctx context.Context, o options) error {
 							rows, err := work.turn(ctx, h)
 							res.add(h, rows, o)
 							if errors.Is(err, errEnding) {
-								if !ended[h.String()] {
-									work.note("%s: %v", h, err)
-								}
-								ended[h.String()] = true
+								work.note("%s: %v", h, err)
 								continue
 							}
 							if err != nil && ctx.Err() == nil {
@@ -234,7 +230,7 @@ func compare(ctx context.Context, o options) error {
 									failures[h.String()]++
 								}
 								res.fail(h, o)
-								work.note("%s, round %d, after %d rows: %v", h, round+1, len(rows), err)
+								work.note("%s, after %d rows: %v", h, len(rows), err)
 							}
 						}
 					}

@@ -122,11 +122,15 @@ func (w *workshop) close() {
 	os.RemoveAll(w.shm)
 }
 
-// note keeps a remark for the end of the report and shows it now.
+// note keeps a remark for the end of the report and shows it now, if it is new.
 func (w *workshop) note(format string, args ...any) {
+	n := fmt.Sprintf(format, args...)
+	if slices.Contains(w.notes, n) {
+		return
+	}
+	w.notes = append(w.notes, n)
 	w.progress("")
-	w.notes = append(w.notes, fmt.Sprintf(format, args...))
-	fmt.Fprintln(os.Stderr, w.notes[len(w.notes)-1])
+	fmt.Fprintln(os.Stderr, n)
 }
 
 // progress shows on a terminal what is running now, in the place of what was.
@@ -208,7 +212,7 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	if h.who.ours() {
 		var ls []launch
 		for _, p := range progressions(sizes) {
-			argv := []string{w.tutti, "bench", "-n", strconv.Itoa(h.ranks), "--op", h.op, "--min", strconv.FormatInt(p.min, 10), "--max", strconv.FormatInt(p.max, 10),
+			argv := []string{w.tutti, "bench", "-n", strconv.Itoa(h.ranks), "--op", strings.ReplaceAll(h.op, "_", ""), "--min", strconv.FormatInt(p.min, 10), "--max", strconv.FormatInt(p.max, 10),
 				"--factor", strconv.FormatInt(p.factor, 10), "--dtype", h.dtype, "--transport", h.transport,
 				"--rounds", strconv.Itoa(w.o.Reps), "--round-time", w.o.Budget.String(), "--json"}
 			if h.who == tuttiReg {

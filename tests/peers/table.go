@@ -45,8 +45,8 @@ func parseRows(out []byte, h heat) (rows []row) {
 		if h.who == limit {
 			op = "limit"
 		}
-		if r.Op != op || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || (r.Transport != "" && r.Transport != h.transport) ||
-			 r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
+		if r.Op = strings.ReplaceAll(r.Op, "_", ""); r.Op != strings.ReplaceAll(op, "_", "") || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || (r.Transport != "" && r.Transport != h.transport) ||
+			r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
 			continue
 		}
 		rows = append(rows, r)
