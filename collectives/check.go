@@ -34,6 +34,19 @@ func (rs *ranges) add(off, end int) {
 	*rs = append(s[:i:i], append([][2]int{{off, end}}, s[j:]...)...)
 }
 
+func (rs *ranges) remove(off, end int) {
+	var left ranges
+	for _, r := range *rs {
+		if r[0] < min(off, r[1]) {
+			left = append(left, [2]int{r[0], min(off, r[1])})
+		}
+		if max(end, r[0]) < r[1] {
+			left = append(left, [2]int{max(end, r[0]), r[1]})
+		}
+	}
+	*rs = left
+}
+
 // Check reports the first breach, by this one plan, of the contract that Shape, Step and Ref describe: ranges within their buffers; In never
 // written; no range read or written while a Recv that the step does not wait for may fill it; scratch memory written before
 // it is read; Once true; In not read where Out has been written and both may be the same memory; Combine's sources in ranges equal to
@@ -56,7 +69,7 @@ func (p *Plan) Check() error {
 
 type checker struct {
 	*Plan
-	written   map[memKey]*ranges // Tmp
+	written   map[memKey]*ranges // Tmp, but for what was lent and is gone
 	clobbered map[memKey]*ranges // where In may have been overwritten through Out
 	open      arrivals
 	lent      map[int]int // Once Recvs not yet read
@@ -109,6 +122,7 @@ func (c *checker) use(i int, r Ref, write bool) error {
 		return fmt.Errorf("%v: step %d may still fill it", r, c.open[k][a].step)
 	}
 	if r.Buf == Tmp {
+		var gone []int
 		for j := range c.lent {
 			d := c.Steps[j].Dst
 			if d.Off >= end || r.Off >= d.Off+d.Len {
@@ -117,10 +131,14 @@ func (c *checker) use(i int, r Ref, write bool) error {
 			if write || d != r {
 				return fmt.Errorf("%v: step %d said that %v is read once, as it is", r, j, d)
 			}
-			delete(c.lent, j)
+			gone = append(gone, j)
 		}
 		if !write && !set(c.written, k).covers(r.Off, end) {
 			return fmt.Errorf("%v: not all of it was written", r)
+		}
+		for _, j := range gone {
+			delete(c.lent, j)
+			set(c.written, k).remove(r.Off, end)
 		}
 	}
 	if r.Buf == In && set(c.clobbered, k).meets(r.Off, end) {

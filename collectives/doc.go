@@ -1,1 +1,63 @@
+// Package collectives turns a collective operation into a plan: the list of steps (send, recv, copy, combine over byte ranges) that one rank
+// carries out. It is pure: no I/O, no clock, no goroutine, no memory but its own. Build is a function of an algorithm and a Shape, which is all
+// that the ranks of a call agree on plus which of them this one is; ranks that agree get plans that fit together, without ever talking about it.
+// A plan is data, so one and the same plan is run by a process group over any link, run in memory by Interpret for every size up to 64 ranks,
+// costed by Cost, and printed by String.
+//
+// # The contract of a plan
+//
+// Steps run in order; see Step and Verb. A Send may block until its Recv is posted, and plans are free of deadlock even then: they post
+// a Recv before the Send on which a peer's matching progress could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data
+// for the caller's Out arrives there, and bounces through scratch memory only to be combined or passed on in bulk. In is never written, and
+// where Kind lets In and Out be one memory, a range of Out is overwritten only after the last use of the same range of In. Scratch memory
+// (Plan.Tmp) is a number of ranks times Shape.Chunk, whatever the vector's length; a plan's number of steps depends on the vector's length only by
+// the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, one plan run per block. Offsets are relative to a part, so that a
+// block of parts needs no plan of its own. What moves nothing has no step: parts may be empty, and ranks that have nothing to do for each
+// other do not talk.
+//
+// Direct plans load and store the peers' In and Out (PeerIn, PeerOut). They rely on every rank having entered the operation before the first step,
+// and end with signals, so that no rank leaves while a peer still uses its memory.
+//
+// # Order of reduction
+//
+// The result is a function of the contributions alone: it does not depend on timing, and in an AllReduce every element is either computed by one rank and
+// copied, or computed by several in the same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the active ranks in
+// slot order, a Combine folds its sources from left to right, and
+//
+//   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine (flat and direct whatever the length);
+//   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block first, whatever the root;
+//   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs, where 2^k is the largest power of two up to n;
+//   - chain: ((x0 + x1) + ... + x(root)) + (x(root+1) + (... + x(n-1)));
+//   - ring: part p, of n parts cut as split does, is (x(p+1) + x(p+2)) + ... + x(p), indices modulo n. This is the one order that is rotated;
+//   - hierarchical: on each host in slot order (in a Reduce: as tree), then between hosts, ordered by their lowest slot, from left to right if a lane of the
+//     vector is longer than a chunk, else as doubling (in a Reduce: as tree).
+//
+// Types that a Combine accumulates in a wider format are rounded between Combines, at points that the algorithm and the shape fix. Final marks the last
+// Combine over a range: an average divides there.
+//
+// # The algorithms
+//
+// Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes, and n ranks.
+//
+//   - flat: everyone sends everyone what it needs; one round. For what is so short that only the number of rounds counts.
+//   - direct: each rank folds its n-th of all vectors where they are and stores it where it belongs. 2·S/n loads and stores per rank for
+//     each of the n; nothing is copied on the way.
+//   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned; 2(n-1) a per chunk, 2S(n-1)/n B, each element folded
+//     once. Round c of the software pipeline sends contribution c, folds c-1, and sends result c-1. For a broadcast it is van de Geijn's scatter and
+//     allgather; for a reduce, reduce-scatter and gather.
+//   - pairwise: one part from and to each peer, in n-1 rotated rounds, few at a time.
+//   - doubling, halving: log2(n) a; n's that are no powers of two fold their excess first. Halving splits what remains in each round, nearest neighbours
+//     first, so that blocks stay in slot order: 2S(n-1)/n B. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
+//     in MPICH", IJHPCA 19 (2005); R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004.
+//   - ring: 2(n-1) a to one neighbour only, 2S(n-1)/n B. P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+//     JPDC 69 (2009); known to many from NCCL.
+//   - tree: binomial, log2(n) deep, chunks in a pipeline. Gather and scatter pack a subtree's parts into one message.
+//   - chain: n-1 deep, chunks in a pipeline; each rank sends and receives every byte once.
+//   - bruck: ceil(log2 n) a. J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in multiport
+//     message-passing systems", IEEE TPDS 8 (1997).
+//   - dissemination: ceil(log2 n) rounds of signals. D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", IJPP 17 (1988).
+//   - hierarchical: what crosses between hosts crosses once per pair of hosts, and all ranks of a host share the load: an AllReduce
+//     runs in as many lanes as the smallest host has ranks, an AllGather spreads the incoming parts over the host's ranks.
+//
+// Choose picks among them by one table.
 package collectives

@@ -301,7 +301,8 @@ func flatBarrier(b *builder) { b.meetFlat(b.all)() }
 // disseminationBarrier: in round k each rank signals the one 2^k places on.
 func disseminationBarrier(b *builder) { b.meetDissemination(b.all)() }
 
-// meet posts the Recvs of a barrier among t and returns what does the rest of it. One round of n-1 signals is quickest among few.
+// meet posts the Recvs of a barrier among t and returns what does the rest of it: the step after that waits for the barrier's end. One
+// round of n-1 signals is quickest among few.
 func (b *builder) meet(t team) func() {
 	if t.n() <= 4 {
 		return b.meetFlat(t)
@@ -310,13 +311,15 @@ func (b *builder) meet(t team) func() {
 }
 
 func (b *builder) meetFlat(t team) func() {
+	var got []int32
 	for d := 1; d < t.n(); d++ {
-		b.await(t.slots[t.at(-d)])
+		got = append(got, b.await(t.slots[t.at(-d)]))
 	}
 	return func() {
 		for d := 1; d < t.n(); d++ {
 			b.signal(t.slots[t.at(d)])
 		}
+		b.after = append(b.after, got...)
 	}
 }
 
@@ -327,10 +330,8 @@ func (b *builder) meetDissemination(t team) func() {
 	}
 	return func() {
 		for i, k := 0, 1; k < t.n(); i, k = i+1, k*2 {
-			if i > 0 {
-				b.after = append(b.after, got[i-1])
-			}
 			b.signal(t.slots[t.at(k)])
+			b.after = append(b.after, got[i])
 		}
 	}
 }

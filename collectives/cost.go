@@ -1,0 +1,87 @@
+package collectives
+
+import "fmt"
+
+// Net is a simple model of the links and ranks, after LogGP (A. Alexandrov et al., SPAA 1995), in seconds. Each rank is one processor that
+// does its steps one after the other; sending and receiving a byte takes its time too.
+type Net struct {
+	Overhead float64 // of the processor per message, at each end
+	Latency  float64 // from the end of a Send to the earliest moment at which the receiver can take the message in
+	Byte     float64 // to send a byte, and again to take it in
+	Memory   float64 // to read or write a byte in a Copy or Combine
+}
+
+// Cost returns how long the plans of all ranks of one call take in the model when all start at once: when the last rank is done. A
+// message is taken in when a step first needs it, or at the end. Cost runs no data and is quick; it knows nothing of shared wires, caches, or
+// of Sends that wait for their Recv. Plans that would deadlock are an error.
+func Cost(plans []*Plan, net Net) (float64, error) {
+	type state struct {
+		now   float64
+		pc    int
+		taken []bool
+	}
+	type pair struct{ from, to int }
+	sent := map[pair][]float64{} // when the n-th message can be taken in
+	ranks := make([]state, len(plans))
+	nth := make([][]int, len(plans)) // by Recv step: the how-manieth from its peer
+	for i, p := range plans {
+		ranks[i].taken = make([]bool, len(p.Steps))
+		nth[i] = make([]int, len(p.Steps))
+		from := map[int32]int{}
+		for j := range p.Steps {
+			if s := &p.Steps[j]; s.Verb == Recv {
+				nth[i][j] = from[s.Peer]
+				from[s.Peer]++
+			}
+		}
+	}
+	take := func(i, j int) bool { // rank i waits for its Recv step j
+		r, s := &ranks[i], &plans[i].Steps[j]
+		if r.taken[j] {
+			return true
+		}
+		msgs := sent[pair{plans[i].Shape.index(int(s.Peer)), i}]
+		if len(msgs) <= nth[i][j] {
+			return false
+		}
+		r.taken[j] = true
+		r.now = max(r.now, msgs[nth[i][j]]) + net.Overhead + float64(s.Dst.Len)*net.Byte
+		return true
+	}
+	for progress := true; progress; {
+		progress = false
+	next:
+		for i, p := range plans {
+			r := &ranks[i]
+			for ; r.pc < len(p.Steps); r.pc++ {
+				s := &p.Steps[r.pc]
+				for _, n := range s.Needs {
+					if !take(i, int(n)) {
+						continue next
+					}
+				}
+				switch s.Verb {
+				case Send:
+					r.now += net.Overhead + float64(s.Src.Len)*net.Byte
+					k := pair{i, p.Shape.index(int(s.Peer))}
+					sent[k] = append(sent[k], r.now+net.Latency)
+				case Copy:
+					r.now += 2 * float64(s.Src.Len) * net.Memory
+				case Combine:
+					r.now += float64(len(s.Srcs)+1+len(s.More)) * float64(s.Dst.Len) * net.Memory
+				}
+				progress = true
+			}
+		}
+	}
+	end := 0.0
+	for i, p := range plans {
+		for j := range p.Steps {
+			if ranks[i].pc < len(p.Steps) || p.Steps[j].Verb == Recv && !take(i, j) {
+				return 0, fmt.Errorf("collectives: %s %s: rank %d waits for ever", p.Algo, p.Shape.Kind, p.Shape.Rank)
+			}
+		}
+		end = max(end, ranks[i].now)
+	}
+	return end, nil
+}
