@@ -37,18 +37,18 @@ type options struct {
 
 func main() {
 	o := options{shape: shape{vocab: vocabulary}}
-	flag.IntVar(&o.steps, "steps", 300, "optimizer steps")
-	flag.IntVar(&o.batch, "batch", 32, "sequences in a step, all ranks together: divides by the number of ranks")
+	flag.IntVar(&o.steps, "steps", 500, "optimizer steps")
+	flag.IntVar(&o.batch, "batch", 16, "sequences in a step, all ranks together: divides by the number of ranks")
 	flag.IntVar(&o.seq, "seq", 32, "characters in a sequence")
 	flag.IntVar(&o.dim, "dim", 64, "width of the model")
 	flag.IntVar(&o.heads, "heads", 4, "attention heads: divides the width")
 	flag.IntVar(&o.layers, "layers", 2, "blocks")
-	flag.Float64Var(&o.rate, "lr", 4e-3, "learning rate, at its height")
+	flag.Float64Var(&o.rate, "lr", 6e-3, "learning rate, at its height")
 	flag.Uint64Var(&o.seed, "seed", 1, "of the weights and the order of the text")
 	flag.StringVar(&o.dtype, "dtype", "float32", "float32 or float64")
 	flag.StringVar(&o.text, "text", "", "file, or directory of .go files, to learn (default: the Go standard library's source)")
 	flag.IntVar(&o.limit, "bytes", 2<<20, "how much of the text to read")
-	flag.IntVar(&o.every, "every", 20, "print the loss every so many steps")
+	flag.IntVar(&o.every, "every", 25, "print the loss every so many steps")
 	flag.IntVar(&o.sample, "sample", 300, "characters to generate at the end")
 	flag.Parse()
 
@@ -100,13 +100,12 @@ func train[T nn.Float](ctx context.Context, g *pg.Group, o options, out io.Write
 	if err != nil {
 		return err
 	}
-	learn, exam := text[:len(text)*9/10], text[len(text)*9/10:]
+	learn, exam := divide(text)
 
 	grads, err := pg.Alloc[T](g, 1+o.size())
 	if err != nil {
 		return err
 	}
-	defer pg.Free(g, grads)
 	m := newModel(o.shape, grads)
 	if g.Rank() == 0 {
 		m.init(o.seed)
@@ -150,7 +149,7 @@ func train[T nn.Float](ctx context.Context, g *pg.Group, o options, out io.Write
 	if g.Rank() == 0 && o.sample > 0 {
 		fmt.Fprintf(out, "\n%s\n", generate(m, "\nfunc ", o.sample, o.seed))
 	}
-	return nil
+	return pg.Free(g, grads) // not on the way out of an error: operations may be under way until Close
 }
 
 // shareText reads the text on rank 0 and gives it to all, so that one machine needs it.
@@ -182,6 +181,21 @@ func shareText(ctx context.Context, g *pg.Group, o options) ([]byte, error) {
 		text = make([]byte, size[0])
 	}
 	return text, pg.Broadcast(ctx, g, text, 0)
+}
+
+// divide puts every tenth piece of the text apart.
+func divide(text []byte) (learn, exam []byte) {
+	piece := min(4096, 1+len(text)/20)
+	for i := 0; len(text) > 0; i++ {
+		n := min(piece, len(text))
+		if i%10 == 9 {
+			exam = append(exam, text[:n]...)
+		} else {
+			learn = append(learn, text[:n]...)
+		}
+		text = text[n:]
+	}
+	return learn, exam
 }
 
 // rate rises over the first steps, then falls to a tenth.
@@ -219,10 +233,10 @@ func (b *batches) next(step int) (tokens, targets []byte) {
 // validate prints the loss on text that was not learned from; each rank looks at its part of it.
 func validate[T nn.Float](ctx context.Context, g *pg.Group, m *model[T], o options, text []byte, out io.Writer) error {
 	a, sum := m.newActivations(1), make([]float64, 2)
-	const most = 64
+	const most = 128
 	pieces := min(most, (len(text)-1)/m.seq)
 	for i := g.Rank(); i < pieces; i += g.Size() {
-		at := i * m.seq
+		at := i * ((len(text) - 1) / pieces) // spread over all of it
 		logits := m.forward(a, text[at:at+m.seq])
 		sum[0] += nn.CrossEntropyGrad(logits, text[at+1:at+1+m.seq], m.seq, m.vocab, 0)
 		sum[1] += float64(m.seq)

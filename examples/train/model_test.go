@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"io"
 	"math"
 	"os"
 	"path/filepath"
@@ -9,6 +10,8 @@ import (
 	"testing"
 
 	"tutti/examples/internal/nn"
+	"tutti/pg"
+	"tutti/pg/pgtest"
 )
 
 var tiny = shape{vocab: 7, dim: 4, heads: 2, layers: 2, seq: 5}
@@ -181,5 +184,56 @@ func TestText(t *testing.T) {
 	}
 	if text, err := readText("", 1000); err != nil || len(text) != 1000 {
 		t.Errorf("standard library: %d bytes, %v", len(text), err)
+	}
+}
+
+func TestDivide(t *testing.T) {
+	for _, n := range []int{20, 100, 5000, 1 << 20} {
+		learn, exam := divide(make([]byte, n))
+		if len(learn)+len(exam) != n || len(exam) < n/40 || len(exam) > n/6 {
+			t.Errorf("%d bytes are divided into %d and %d", n, len(learn), len(exam))
+		}
+	}
+}
+
+// One bit of one rank's weights is a failure on every rank.
+func TestProof(t *testing.T) {
+	for _, flip := range []bool{false, true} {
+		pgtest.RunLocal(t, 3, func(t *testing.T, g *pg.Group) {
+			weights := make([]float32, 1000)
+			if flip && g.Rank() == 1 {
+				weights[999] = math.Float32frombits(1)
+			}
+			if err := prove(t.Context(), g, weights, io.Discard); (err != nil) != flip {
+				t.Errorf("flip %v: %v", flip, err)
+			}
+		})
+	}
+}
+
+// When rank 0 finds no text, all ranks end with an error.
+func TestNoText(t *testing.T) {
+	o := options{shape: tiny, text: filepath.Join(t.TempDir(), "none"), limit: 1000}
+	pgtest.RunLocal(t, 2, func(t *testing.T, g *pg.Group) {
+		if _, err := shareText(t.Context(), g, o); err == nil || !strings.Contains(err.Error(), "no ") {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
+func TestOptionsAreChecked(t *testing.T) {
+	good := options{shape: tiny, steps: 1, batch: 4, every: 1, limit: 1, dtype: "float32"}
+	if err := good.check(2); err != nil {
+		t.Error(err)
+	}
+	for what, spoil := range map[string]func(o *options){
+		"batch": func(o *options) { o.batch = 5 }, "steps": func(o *options) { o.steps = 0 }, "dtype": func(o *options) { o.dtype = "int8" },
+		"seq": func(o *options) { o.seq = 0 }, "heads": func(o *options) { o.heads = 3 }, "bytes": func(o *options) { o.limit = -1 },
+	} {
+		o := good
+		spoil(&o)
+		if o.check(2) == nil {
+			t.Errorf("%s: %+v passes", what, o)
+		}
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 )
 
@@ -47,7 +48,8 @@ func decode(tokens []byte) string {
 	return string(out)
 }
 
-// readText returns up to limit bytes of the file at path, or of the .go files in and below the directory at path, in the order of their names.
+// readText returns up to limit bytes of the file at path, or of the .go files in and below the directory at path, in the order of their names, less
+// what is in directories named cmd, vendor and testdata.
 // An empty path is the Go standard library's source.
 func readText(path string, limit int) ([]byte, error) {
 	if path == "" {
@@ -78,7 +80,7 @@ func readText(path string, limit int) ([]byte, error) {
 			switch {
 			case err != nil:
 				return err
-			case d.IsDir() && d.Name() == "testdata":
+			case d.IsDir() && slices.Contains([]string{"testdata", "vendor", "cmd"}, d.Name()) && name != path:
 				return fs.SkipDir
 			case len(text) >= limit:
 				return fs.SkipAll

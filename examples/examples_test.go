@@ -1,0 +1,117 @@
+// Package examples tests the example programs, as processes.
+package examples
+
+import (
+	"fmt"
+	"math"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+
+	"tutti/pg/pgtest"
+)
+
+// build builds the example programs and returns their directory.
+func build(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", dir+"/", "./hello", "./train", "./infer").CombinedOutput()
+	if err != nil {
+		t.Fatalf("go build: %v\n%s", err, out)
+	}
+	return dir
+}
+
+func TestExamples(t *testing.T) {
+	dir := build(t)
+	t.Run("hello", func(t *testing.T) { hello(t, filepath.Join(dir, "hello")) })
+	t.Run("train", func(t *testing.T) { train(t, filepath.Join(dir, "train")) })
+	t.Run("infer", func(t *testing.T) { infer(t, filepath.Join(dir, "infer")) })
+}
+
+func hello(t *testing.T, program string) {
+	for _, n := range []int{1, 2, 4} {
+		for r, out := range pgtest.Exec(t, n, []string{program}) {
+			if want := fmt.Sprintf("rank %d of %d: the ranks sum to %d\n", r, n, n*(n-1)/2); out != want {
+				t.Errorf("rank %d of %d wrote %q, want %q", r, n, out, want)
+			}
+		}
+	}
+}
+
+// run is what a run of train shows.
+type run struct {
+	losses []float64
+	apart  float64
+	hash   string
+}
+
+var (
+	stepLine  = regexp.MustCompile(`(?m)^step +\d+/\d+  loss ([\d.]+) `)
+	apartLine = regexp.MustCompile(`(?m)^loss on text kept apart: ([\d.]+)$`)
+	proofLine = regexp.MustCompile(`(?m)^weights are bit-identical on all (\d+) ranks: sha256 ([0-9a-f]{64})$`)
+)
+
+func train(t *testing.T, program string) {
+	const steps = 40
+	once := func(n int, args ...string) (r run) {
+		t.Helper()
+		argv := append([]string{program, "--steps", strconv.Itoa(steps), "--batch", "8", "--seq", "16", "--dim", "32", "--heads", "2", "--every", "1",
+			"--sample", "20", "--bytes", "200000"}, args...)
+		outs := pgtest.Exec(t, n, argv)
+		for _, m := range stepLine.FindAllStringSubmatch(outs[0], -1) {
+			loss, err := strconv.ParseFloat(m[1], 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r.losses = append(r.losses, loss)
+		}
+		apart, proof := apartLine.FindStringSubmatch(outs[0]), proofLine.FindStringSubmatch(outs[0])
+		if len(r.losses) != steps || apart == nil || proof == nil || proof[1] != strconv.Itoa(n) || !strings.Contains(outs[0], "func ") {
+			t.Fatalf("%d ranks: rank 0 wrote\n%s", n, outs[0])
+		}
+		for rank, out := range outs[1:] {
+			if out != "" {
+				t.Errorf("rank %d wrote %q", rank+1, out)
+			}
+		}
+		r.apart, _ = strconv.ParseFloat(apart[1], 64)
+		r.hash = proof[2]
+		return r
+	}
+	one := once(1)
+	if first, last := one.losses[0], one.losses[steps-1]; math.Abs(first-math.Log(97)) > 0.1 || last > 3.5 || one.apart > 3.7 {
+		t.Errorf("the loss went from %g to %g, and is %g on other text: it should begin at ln 97 and fall", first, last, one.apart)
+	}
+	for _, n := range []int{2, 4} {
+		several := once(n)
+		for i, want := range one.losses {
+			if got := several.losses[i]; math.Abs(got-want) > 1e-4*want {
+				t.Errorf("step %d: the loss of %d ranks is %g, of one %g", i+1, n, got, want)
+			}
+		}
+		if again := once(n); again.hash != several.hash {
+			t.Errorf("two runs of %d ranks end in different bits", n)
+		}
+	}
+	if over := once(2, "--seed", "2"); over.hash == one.hash || over.losses[0] == one.losses[0] {
+		t.Error("another seed gives the same run")
+	}
+	if wide := once(4, "--dtype", "float64"); math.Abs(wide.losses[steps-1]-one.losses[steps-1]) > 1e-3 {
+		t.Errorf("float64 ends at a loss of %g, float32 at %g", wide.losses[steps-1], one.losses[steps-1])
+	}
+}
+
+func infer(t *testing.T, program string) {
+	verdict := regexp.MustCompile(`(?m)^\d+ logits of up to [\d.]+ differ by at most ([-+e\d.]+)$`)
+	for _, n := range []int{1, 2, 4} {
+		outs := pgtest.Exec(t, n, []string{program, "--dim", "64", "--layers", "2", "--tokens", "20"})
+		m := verdict.FindStringSubmatch(outs[0])
+		if m == nil || n == 1 && m[1] != "0" {
+			t.Errorf("%d ranks: rank 0 wrote\n%s", n, outs[0])
+		}
+	}
+}
