@@ -43,6 +43,7 @@ type link struct {
 	// Sending.
 	scratch [headerSpace + copyLimit]byte
 	turnOut int
+	refused bool // Send said no, and Arm has not yet said that it may say yes
 }
 
 type failure struct{ err error }
@@ -134,6 +135,7 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.refused = true
 	if done, err := l.flush(); !done {
 		return false, err
 	}
@@ -155,7 +157,7 @@ func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 		return false, l.failErrno("send", e)
 	}
 	if taken {
-		l.turnOut = turn
+		l.turnOut, l.refused = turn, false
 	}
 	return taken, nil
 }
@@ -342,19 +344,21 @@ func (l *link) Arm() bool {
 	if l.cur {
 		src = l.src
 	}
+	room := true
 	for i := range l.streams {
 		s := &l.streams[i]
-		var mask uint32
+		s.want = 0
 		if i == src {
-			mask = unix.EPOLLIN | unix.EPOLLRDHUP
+			s.want = unix.EPOLLIN | unix.EPOLLRDHUP
 		}
-		if s.refused && s.room() {
-			return true
+		if len(s.kept) > 0 || l.refused && !s.room() {
+			s.want |= unix.EPOLLOUT
+			room = false
 		}
-		if s.refused || len(s.kept) > 0 {
-			mask |= unix.EPOLLOUT
-		}
-		s.want = mask
+	}
+	if l.refused && room {
+		l.refused = false
+		return true
 	}
 	l.armed.Store(true)
 	for i := range l.streams {

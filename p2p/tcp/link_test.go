@@ -418,3 +418,30 @@ func raw(t testing.TB, n *node) net.Conn {
 	t.Cleanup(func() { c.Close() })
 	return c
 }
+
+// A Send that was refused only because of what had to be flushed first may get further after Flush, with no event to wait for.
+func TestArmAfterFlush(t *testing.T) {
+	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
+	sent := fill(t, a, 5000)
+	for ; sent > 0; sent-- {
+		for flushed := false; ; {
+			h, p, err := b.Recv()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if h != nil && (p != nil || flushed) {
+				break
+			}
+			if flushed, err = a.Flush(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, _, err := take(b, 5000); err != nil {
+			t.Fatal(err)
+		}
+	}
+	until(t, "room", func() bool { ok, _ := a.Flush(); return ok && a.(*link).streams[0].room() })
+	if !a.Arm() {
+		t.Error("Arm lets sleep although Send has room")
+	}
+}

@@ -11,14 +11,13 @@ import (
 
 // stream is one connection of a link. All its methods need link.mu, which keeps the descriptor open.
 type stream struct {
-	link    *link
-	fd      int
-	full    bool   // a write found no room: ask the kernel for a good amount of it before the next frame
-	refused bool   // a frame was refused for that, and there was no room since
-	kept    []byte // kept[sent:] was taken from the caller and not yet written
-	sent    int
-	tx, rx  vector
-	pfd     [1]unix.PollFd
+	link   *link
+	fd     int
+	full   bool   // a write found no room: ask the kernel for a good amount of it before the next frame
+	kept   []byte // kept[sent:] was taken from the caller and not yet written
+	sent   int
+	tx, rx vector
+	pfd    [1]unix.PollFd
 	epollKey
 }
 
@@ -110,7 +109,6 @@ func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
 	if e == unix.EAGAIN {
 		s.full = true
 		if !must {
-			s.refused = true
 			return false, 0
 		}
 	} else if e != 0 {
@@ -154,8 +152,7 @@ func (s *stream) room() bool {
 	}
 	s.pfd[0] = unix.PollFd{Fd: int32(s.fd), Events: unix.POLLOUT}
 	n, err := unix.Poll(s.pfd[:], 0)
-	s.refused = err != nil || n == 0
-	s.full = s.refused
+	s.full = err != nil || n == 0
 	return !s.full
 }
 
