@@ -10,6 +10,7 @@ import (
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"tutti/bootstrap"
 	"tutti/cmd/tutti/internal/launch"
@@ -89,7 +90,17 @@ func newRoot() *cobra.Command {
 		SuggestionsMinimumDistance: 2,
 		CompletionOptions:          cobra.CompletionOptions{HiddenDefaultCmd: true},
 	}
-	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return &usageError{cmd, err} })
+	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
+		var bad *pflag.InvalidValueError
+		if errors.As(err, &bad) {
+			flag := bad.GetFlag()
+			want := map[string]string{"int": "whole number", "duration": "duration, such as 90s", "bool": "truth value"}[flag.Value.Type()]
+			if want != "" {
+				err = fmt.Errorf("--%s: %q is no %s", flag.Name, bad.GetValue(), want)
+			}
+		}
+		return &usageError{cmd, err}
+	})
 	root.SetHelpCommand(&cobra.Command{Hidden: true})
 	root.AddCommand(newRun(), newBench(), newDoctor(), newEnv(), newVersion())
 	root.SetUsageTemplate(usageTemplate)

@@ -158,16 +158,17 @@ func floatInput(op kernels.Op, f format, n, rank, i int) float64 {
 		}
 		return -v
 	case kernels.Avg:
-		// The mean c plus deviations that cancel between ranks 2k and 2k+1.
+		// The mean c plus deviations that cancel between ranks 2k and 2k+1; of an odd number, among the last three.
 		c := float64(1 + hash(-1, 0, i)%8)
-		d := float64(1 + hash(rank/2, 1, i)%4)
-		switch {
-		case rank == n-1 && n%2 == 1:
-			return c
-		case rank%2 == 0:
-			return c + d
+		if last := rank - (n - 3); n%2 == 1 && n > 1 && last >= 0 {
+			d, e := float64(1+hash(-1, 1, i)%4), float64(1+hash(-1, 2, i)%4)
+			return c + []float64{d + e, -d, -e}[last]
 		}
-		return c - d
+		d := float64(1 + hash(rank/2, 1, i)%4)
+		if n == 1 {
+			d = 0
+		}
+		return c + []float64{d, -d}[rank%2]
 	case kernels.Product:
 		// 1 or 2 at even ranks, 1 or 1/2 at odd ones, and signs; beyond the exponents' range only signs.
 		v := 1.0

@@ -347,7 +347,9 @@ func (l *launcher) summary() {
 		}
 	case l.running == 0:
 	default:
-		if l.running == others {
+		if others == 1 {
+			text += "; ended the other rank"
+		} else if l.running == others {
 			text += fmt.Sprintf("; ended the other %s", count(others, "rank"))
 		} else {
 			text += fmt.Sprintf("; ended the %s still running", count(l.running, "rank"))

@@ -210,6 +210,9 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		}
 		return "", err
 	}
+	if there, err := s.handle.List(ctx, nodeKeys); err == nil && len(there) < s.nodes && !l.Quiet {
+		l.say(fmt.Sprintf("waiting for %s at %s", count(s.nodes-len(there), "other node"), address))
+	}
 	for n := range s.nodes {
 		if n == s.node {
 			continue

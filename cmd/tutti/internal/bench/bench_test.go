@@ -1,0 +1,289 @@
+package bench
+
+import (
+	"fmt"
+	"math"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"unsafe"
+
+	"pgregory.net/rapid"
+
+	"tutti/kernels"
+	"tutti/pg"
+)
+
+// runLocal measures with n ranks in this process and returns rank 0's rows and what every rank says is wrong.
+func runLocal(t *testing.T, n int, s Spec) (rows []Row, skip []string, wrong []int64) {
+	t.Helper()
+	gs, err := pg.Local(n, pg.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	wrong = make([]int64, n)
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() {
+			defer g.Close()
+			var err error
+			if wrong[i], err = Run(t.Context(), g, s, func(e Event) {
+				if e.Row != nil {
+					rows = append(rows, *e.Row)
+				}
+				if e.Skip != "" {
+					skip = append(skip, e.Skip)
+				}
+			}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	return rows, skip, wrong
+}
+
+func quick(ops []string, dts ...kernels.DType) Spec {
+	return Spec{Ops: ops, DTypes: dts, RedOps: []kernels.Op{kernels.Sum}, Min: 8, Max: 1 << 15, Factor: 61, Iters: 1, Rounds: 1, Check: true}
+}
+
+func TestEverythingIsRight(t *testing.T) {
+	for _, n := range []int{1, 2, 3, 5} {
+		for _, registered := range []bool{false, true} {
+			s := quick(Ops(), kernels.DTypes()...)
+			s.RedOps, s.Root, s.Registered = kernels.Ops(), n-1, registered
+			if n > 2 { // few types and one size for each further number of ranks
+				s.Min, s.Max = 8*61, 8*61
+				s.DTypes = []kernels.DType{kernels.Bool, kernels.Int16, kernels.Float32, kernels.BFloat16}
+			}
+			rows, skip, wrong := runLocal(t, n, s)
+			if w := slices.Max(wrong); w != 0 {
+				for _, r := range rows {
+					if r.Wrong != 0 {
+						t.Errorf("%d ranks: %+v", n, r)
+					}
+				}
+			}
+			seen := map[string]bool{}
+			for _, r := range rows {
+				seen[r.Op] = true
+				if r.Ranks != n || r.Wrong < 0 || math.IsNaN(r.Time) || r.Time <= 0 {
+					t.Errorf("row %+v", r)
+				}
+			}
+			for _, o := range operations {
+				if seen[o.name] != (n >= o.minRanks) {
+					t.Errorf("%d ranks: %s measured: %v", n, o.name, seen[o.name])
+				}
+			}
+			if !slices.Contains(skip, "allreduce of avg bool: not defined") || slices.Contains(skip, "allreduce of sum bool: not defined") {
+				t.Errorf("skipped: %q", skip)
+			}
+		}
+	}
+}
+
+// TestWrongResultsAreSeen spoils one byte of one rank's result, of every operation: every rank must learn of it.
+func TestWrongResultsAreSeen(t *testing.T) {
+	for _, o := range operations {
+		if o.name == "barrier" {
+			continue
+		}
+		for _, dt := range []kernels.DType{kernels.Float32, kernels.Bool, kernels.BFloat16} {
+			for victim := range 3 {
+				for _, where := range []string{"first", "last", "before", "behind"} {
+					s := quick([]string{o.name}, dt)
+					s.Min, s.Max = 4096, 4096
+					spoiled := false
+					s.corrupt = func(op string, rank int, output []byte) {
+						if rank != victim || len(output) == 0 {
+							return
+						}
+						spoiled = true
+						p := unsafe.Pointer(unsafe.SliceData(output))
+						switch where {
+						case "first":
+							output[0] ^= 1
+						case "last":
+							output[len(output)-1] ^= 1
+						case "before": // a write just outside
+							*(*byte)(unsafe.Add(p, -1)) ^= 1
+						case "behind":
+							*(*byte)(unsafe.Add(p, len(output))) ^= 1
+						}
+					}
+					rows, _, wrong := runLocal(t, 3, s)
+					sum := int64(0)
+					for _, r := range rows {
+						sum += r.Wrong
+					}
+					want := int64(0)
+					if spoiled {
+						want = int64(2 * len(rows)) // each row is checked twice
+					}
+					if sum != want || slices.Min(wrong) != want || slices.Max(wrong) != want {
+						t.Errorf("%s of %v, %s byte of rank %d: %d wrong in the rows, %v at the ranks; want %d", o.name, dt, where, victim, sum, wrong, want)
+					}
+				}
+			}
+		}
+	}
+}
+
+// TestMixedUpContributions: the results of wrong reductions differ from the right one, whichever rank is left out, doubled or taken for another.
+func TestMixedUpContributions(t *testing.T) {
+	for _, n := range []int{2, 3, 4, 8} {
+		for _, op := range kernels.Ops() {
+			for _, dt := range kernels.DTypes() {
+				if !kernels.Supported(op, dt) {
+					continue
+				}
+				r := newReduction(op, dt, n)
+				for a := range n {
+					if got := r.result.wrong(r.inputs[a], 0, dt.Size()); got == 0 {
+						t.Errorf("%v of %v, %d ranks: the result is rank %d's input", op, dt, n, a)
+					}
+					for b := range a {
+						if string(r.inputs[a]) == string(r.inputs[b]) {
+							t.Errorf("%v of %v, %d ranks: ranks %d and %d have the same input", op, dt, n, a, b)
+						}
+					}
+				}
+				if r.result.wrong(r.result, 0, dt.Size()) != 0 {
+					t.Error("a table differs from itself")
+				}
+			}
+		}
+	}
+}
+
+// TestReductionAgainstKernels compares the expected results with the library's kernels, written by others from the same definition.
+func TestReductionAgainstKernels(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		n := rapid.IntRange(1, 40).Draw(t, "ranks")
+		op := rapid.SampledFrom(kernels.Ops()).Draw(t, "op")
+		dt := rapid.SampledFrom(kernels.DTypes()).Draw(t, "dtype")
+		if !kernels.Supported(op, dt) {
+			return
+		}
+		r := newReduction(op, dt, n)
+		srcs := make([][]byte, n)
+		for i := range srcs {
+			srcs[i] = r.inputs[i]
+		}
+		got := make([]byte, len(r.result))
+		if err := kernels.Reduce(op, dt, got, srcs...); err != nil {
+			t.Fatal(err)
+		}
+		if w := r.result.wrong(got, 0, dt.Size()); w != 0 {
+			t.Fatalf("%v of %v, %d ranks: %d elements differ", op, dt, n, w)
+		}
+	})
+}
+
+func TestTableRepeats(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		dt := rapid.SampledFrom(kernels.DTypes()).Draw(t, "dtype")
+		size := dt.Size()
+		table := bitsTable(dt, rapid.IntRange(0, 9).Draw(t, "from"), rapid.IntRange(0, 9).Draw(t, "part"))
+		first, count := rapid.IntRange(0, 20000).Draw(t, "first"), rapid.IntRange(1, 10000).Draw(t, "count")
+		mem := make([]byte, count*size)
+		table.fill(mem, first, size)
+		for _, i := range []int{0, count / 2, count - 1} {
+			k := (first + i) % period
+			if string(mem[i*size:(i+1)*size]) != string(table[k*size:(k+1)*size]) {
+				t.Fatalf("element %d", i)
+			}
+		}
+		if w := table.wrong(mem, first, size); w != 0 {
+			t.Fatalf("%d wrong", w)
+		}
+		mem[rapid.IntRange(0, len(mem)-1).Draw(t, "at")] ^= 1
+		if w := table.wrong(mem, first, size); w != 1 {
+			t.Fatalf("%d wrong after one change", w)
+		}
+	})
+}
+
+func TestEncode(t *testing.T) {
+	for dt, f := range formats {
+		for v := -16.0; v <= 16; v++ {
+			if math.Abs(v) >= float64(int(2)<<f.man) && int(math.Abs(v))%4 != 0 {
+				continue
+			}
+			got := f.encode(v)
+			back := 0.0
+			switch dt {
+			case kernels.Float64:
+				back = math.Float64frombits(got)
+			case kernels.Float32:
+				back = float64(math.Float32frombits(uint32(got)))
+			case kernels.Float16:
+				back = float64(kernels.F16(got).Float32())
+			case kernels.BFloat16:
+				back = float64(kernels.BF16(got).Float32())
+			case kernels.Float8E4M3:
+				back = float64(kernels.F8E4M3(got).Float32())
+			case kernels.Float8E5M2:
+				back = float64(kernels.F8E5M2(got).Float32())
+			}
+			if back != v {
+				t.Errorf("%v: %v becomes %#x, which is %v", dt, v, got, back)
+			}
+		}
+	}
+	defer func() {
+		if recover() == nil {
+			t.Error("17 is no e5m2")
+		}
+	}()
+	formats[kernels.Float8E5M2].encode(17)
+}
+
+func TestBusBandwidth(t *testing.T) {
+	// From nccl-tests' PERFORMANCE.md.
+	for op, want := range map[string]float64{"allreduce": 1.5, "reducescatter": .75, "allgather": .75, "alltoall": .75, "broadcast": 1, "reduce": 1, "gather": .75, "scatter": .75, "sendrecv": 1} {
+		if got := find(op).factor(4); got != want {
+			t.Errorf("%s between 4 ranks: factor %v, want %v", op, got, want)
+		}
+	}
+}
+
+func TestPrinter(t *testing.T) {
+	show := func(p *Printer, events ...Event) string {
+		var b strings.Builder
+		p.Out = &b
+		for _, e := range events {
+			p.Show(e)
+		}
+		p.Close()
+		return b.String()
+	}
+	row := func(inPlace bool, wrong int64) Event {
+		return Event{Row: &Row{Op: "allreduce", DType: "float32", RedOp: "sum", Root: -1, Ranks: 2, Count: 16, Bytes: 64, Time: 12.3456, AlgBW: 1, BusBW: 2, InPlace: inPlace, Wrong: wrong}}
+	}
+	table := show(&Printer{}, Event{Header: &Header{Ranks: 2, Rows: 1}}, Event{Skip: "x: not defined"}, row(false, 0), row(true, 3))
+	for _, want := range []string{"# skipped: x: not defined\n", "        64          16     float32     sum   -1       12.35    1.00    2.00      0       12.35    1.00    2.00      3\n",
+		"# average bus bandwidth  2.000 GB/s\n", "# wrong elements         3\n"} {
+		if !strings.Contains(table, want) {
+			t.Errorf("table lacks %q:\n%s", want, table)
+		}
+	}
+	if p := (&Printer{}); !strings.Contains(show(p, row(false, -1), row(true, -1)), "not checked") || p.Wrong != 0 {
+		t.Error("unchecked results are shown as checked")
+	}
+	js := show(&Printer{JSON: true}, Event{Header: &Header{}}, row(false, 0), Event{Next: "y"}, row(true, 1))
+	if n := strings.Count(js, "\n"); n != 2 || !strings.Contains(js, `"in_place":true,"time_us":12.3456,"algbw_gbs":1,"busbw_gbs":2,"wrong":1}`) {
+		t.Errorf("JSON: %s", js)
+	}
+	widths := map[int]bool{}
+	for line := range strings.Lines(table) {
+		if !strings.HasPrefix(line, "#") {
+			widths[len(line)] = true
+		}
+	}
+	if len(widths) != 1 {
+		t.Errorf("lines of widths %v", fmt.Sprint(widths))
+	}
+}

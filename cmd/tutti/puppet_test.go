@@ -1,0 +1,407 @@
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/cmd/tutti/internal/launch"
+)
+
+// The test binary plays all parts: the test, tutti itself, the guard, and the ranks, which are puppets: they connect to a socket of the test and do what it says.
+const (
+	asTutti  = "CLI_TEST_TUTTI"
+	asPuppet = "CLI_TEST_PUPPET" // the path of the test's socket
+)
+
+func TestMain(m *testing.M) {
+	switch {
+	case launch.IsGuard():
+		os.Exit(launch.GuardMain())
+	case os.Getenv(asTutti) != "":
+		os.Unsetenv(asTutti)
+		os.Exit(execute(os.Args[1:]))
+	case os.Getenv(asPuppet) != "":
+		os.Exit(puppetMain(os.Getenv(asPuppet)))
+	}
+	os.Exit(m.Run())
+}
+
+// patience bounds every wait of these tests; none of them depends on its value.
+const patience = 30 * time.Second
+
+// hello is the first thing that a puppet says.
+type hello struct {
+	PID, PGID int
+	Env       map[string]string
+	Args      []string
+}
+
+func puppetMain(path string) int {
+	c, err := net.Dial("unix", path)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "puppet:", err)
+		return 99
+	}
+	env := map[string]string{}
+	for _, kv := range os.Environ() {
+		k, v, _ := strings.Cut(kv, "=")
+		env[k] = v
+	}
+	pgid, _ := unix.Getpgid(0)
+	text, _ := json.Marshal(hello{os.Getpid(), pgid, env, os.Args[1:]})
+	fmt.Fprintf(c, "%s\n", text)
+	in := bufio.NewScanner(c)
+	in.Buffer(nil, 1<<20)
+	for in.Scan() {
+		verb, arg, _ := strings.Cut(in.Text(), " ")
+		n, _ := strconv.Atoi(arg)
+		switch verb {
+		case "exit":
+			return n
+		case "kill":
+			syscall.Kill(os.Getpid(), syscall.Signal(n))
+			select {}
+		case "ignore":
+			signal.Ignore(syscall.Signal(n))
+		case "catch":
+			got := make(chan os.Signal, 1)
+			signal.Notify(got, syscall.Signal(n))
+			go func() {
+				for range got {
+					fmt.Fprintln(c, "caught")
+				}
+			}()
+		case "print", "printerr":
+			s, err := strconv.Unquote(arg)
+			if err != nil {
+				return 98
+			}
+			w := os.Stdout
+			if verb == "printerr" {
+				w = os.Stderr
+			}
+			if _, err := io.WriteString(w, s); err != nil {
+				return 97
+			}
+		case "read":
+			b, err := io.ReadAll(os.Stdin)
+			fmt.Fprintf(c, "%q %v\n", b, err)
+			continue
+		case "spawn": // a grandchild, out of reach of the process group
+			cmd := exec.Command("/proc/self/exe")
+			cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+			cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+			if err := cmd.Start(); err != nil {
+				return 96
+			}
+		}
+		fmt.Fprintln(c, "ok")
+	}
+	select {} // the test is over; the launcher must end this
+}
+
+// puppet is the test's end of one.
+type puppet struct {
+	hello
+	t    *testing.T
+	conn net.Conn
+	in   *bufio.Reader
+}
+
+func (p *puppet) rank() string { return p.Env["RANK"] }
+
+func (p *puppet) tell(format string, args ...any) {
+	p.t.Helper()
+	if _, err := fmt.Fprintf(p.conn, format+"\n", args...); err != nil {
+		p.t.Fatalf("rank %s: %v", p.rank(), err)
+	}
+}
+
+func (p *puppet) hear() string {
+	p.t.Helper()
+	s, err := p.in.ReadString('\n')
+	if err != nil {
+		p.t.Fatalf("rank %s: %v", p.rank(), err)
+	}
+	return strings.TrimSuffix(s, "\n")
+}
+
+// do tells and waits for the answer.
+func (p *puppet) do(format string, args ...any) {
+	p.t.Helper()
+	p.tell(format, args...)
+	if got := p.hear(); got != "ok" {
+		p.t.Fatalf("rank %s answered %q", p.rank(), got)
+	}
+}
+
+// gone waits until the process is dead: its socket closes.
+func (p *puppet) gone() {
+	p.t.Helper()
+	_, err := io.Copy(io.Discard, p.in)
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		p.t.Fatalf("rank %s (pid %d) is still alive", p.rank(), p.PID)
+	}
+}
+
+// stage is where puppets arrive.
+type stage struct {
+	t    *testing.T
+	l    net.Listener
+	tmp  string // TMPDIR of what is started here
+	path string
+}
+
+func newStage(t *testing.T) *stage {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "tc") // short: socket paths are
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	s := &stage{t: t, path: filepath.Join(dir, "s"), tmp: filepath.Join(dir, "tmp")}
+	if err := os.Mkdir(s.tmp, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if s.l, err = net.Listen("unix", s.path); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.l.Close() })
+	return s
+}
+
+// arrive waits for n puppets and returns them by rank.
+func (s *stage) arrive(n int) []*puppet {
+	s.t.Helper()
+	all := make([]*puppet, n)
+	for range n {
+		p := s.next()
+		r, err := strconv.Atoi(p.rank())
+		if err != nil || r >= n || all[r] != nil {
+			s.t.Fatalf("a puppet with rank %q of %d came", p.rank(), n)
+		}
+		all[r] = p
+	}
+	return all
+}
+
+func (s *stage) next() *puppet {
+	s.t.Helper()
+	s.l.(*net.UnixListener).SetDeadline(time.Now().Add(patience))
+	c, err := s.l.Accept()
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	s.t.Cleanup(func() { c.Close() })
+	c.SetDeadline(time.Now().Add(patience))
+	p := &puppet{t: s.t, conn: c, in: bufio.NewReader(c)}
+	if err := json.Unmarshal([]byte(p.hear()), &p.hello); err != nil {
+		s.t.Fatal(err)
+	}
+	return p
+}
+
+// empty says whether nothing is left in the temporary directory.
+func (s *stage) empty() {
+	s.t.Helper()
+	entries, err := os.ReadDir(s.tmp)
+	if err != nil || len(entries) > 0 {
+		s.t.Errorf("left in TMPDIR: %v %v", entries, err)
+	}
+}
+
+// tutti is a running tutti.
+type tutti struct {
+	t        *testing.T
+	cmd      *exec.Cmd
+	stdout   buffer
+	stderr   buffer
+	finished chan struct{}
+}
+
+// buffer collects what is printed and lets a test wait for something in it.
+type buffer struct {
+	mu   sync.Mutex
+	b    bytes.Buffer
+	more chan struct{}
+}
+
+func (b *buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.more != nil {
+		close(b.more)
+		b.more = nil
+	}
+	return b.b.Write(p)
+}
+
+func (b *buffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+func (b *buffer) await(t *testing.T, text string) {
+	t.Helper()
+	late := time.After(patience)
+	for {
+		b.mu.Lock()
+		have := strings.Contains(b.b.String(), text)
+		if b.more == nil {
+			b.more = make(chan struct{})
+		}
+		more := b.more
+		b.mu.Unlock()
+		if have {
+			return
+		}
+		select {
+		case <-more:
+		case <-late:
+			t.Fatalf("%q never came; got %q", text, b.String())
+		}
+	}
+}
+
+// command prepares tutti with these arguments; its programs are puppets of this stage if they are this binary.
+func (s *stage) command(args ...string) *tutti {
+	t := &tutti{t: s.t, finished: make(chan struct{})}
+	t.cmd = exec.Command("/proc/self/exe", args...)
+	for _, kv := range os.Environ() {
+		if !strings.HasPrefix(kv, "TUTTI_") {
+			t.cmd.Env = append(t.cmd.Env, kv)
+		}
+	}
+	t.cmd.Env = append(t.cmd.Env, asTutti+"=1", asPuppet+"="+s.path, "TMPDIR="+s.tmp)
+	t.cmd.Stdout, t.cmd.Stderr = &t.stdout, &t.stderr
+	return t
+}
+
+func (t *tutti) start() *tutti {
+	t.t.Helper()
+	if err := t.cmd.Start(); err != nil {
+		t.t.Fatal(err)
+	}
+	go func() {
+		t.cmd.Wait()
+		close(t.finished)
+	}()
+	t.t.Cleanup(func() {
+		t.cmd.Process.Kill()
+		<-t.finished
+	})
+	return t
+}
+
+// run starts tutti.
+func (s *stage) run(args ...string) *tutti { s.t.Helper(); return s.command(args...).start() }
+
+// end waits for tutti's end and checks its exit code.
+func (t *tutti) end(code int) {
+	t.t.Helper()
+	select {
+	case <-t.finished:
+	case <-time.After(patience):
+		t.t.Fatalf("tutti does not end; stdout %q, stderr %q", t.stdout.String(), t.stderr.String())
+	}
+	if got := t.cmd.ProcessState.ExitCode(); got != code {
+		t.t.Errorf("exit code %d, want %d; stderr %q", got, code, t.stderr.String())
+	}
+}
+
+// says checks what tutti printed on standard error.
+func (t *tutti) says(text string) {
+	t.t.Helper()
+	if got := t.stderr.String(); !strings.Contains(got, text) {
+		t.t.Errorf("stderr is %q; want %q in it", got, text)
+	}
+}
+
+func (t *tutti) signal(s syscall.Signal) {
+	t.t.Helper()
+	if err := t.cmd.Process.Signal(s); err != nil {
+		t.t.Fatal(err)
+	}
+}
+
+// watch returns a function that waits for the end of process pid, whoever's child it is.
+func watch(t *testing.T, pid int) func() {
+	t.Helper()
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		t.Fatalf("pid %d: %v", pid, err)
+	}
+	return func() {
+		t.Helper()
+		defer unix.Close(fd)
+		for {
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(patience.Milliseconds()))
+			switch {
+			case errors.Is(err, unix.EINTR):
+				continue
+			case err != nil || n == 0:
+				t.Errorf("process %d does not end (%v)", pid, err)
+			}
+			return
+		}
+	}
+}
+
+// parent returns the parent of process pid: of a rank, the guard.
+func parent(t *testing.T, pid int) int {
+	t.Helper()
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	n, err := strconv.Atoi(f[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+// self is this binary, as a program for tutti run.
+func self(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// refused checks that nobody listens at a store's address.
+func refused(t *testing.T, store string) {
+	t.Helper()
+	_, hostport, _ := strings.Cut(store, "://")
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", hostport)
+	if err == nil {
+		c.Close()
+	}
+	if !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("dial %s: %v; want it refused", store, err)
+	}
+}

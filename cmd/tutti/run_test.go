@@ -1,0 +1,565 @@
+package main
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"tutti/bootstrap"
+	"tutti/internal/trust"
+)
+
+func TestRunAllWell(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "3", "--", self(t), "-x", "--", "y")
+	all := s.arrive(3)
+	for i, p := range all {
+		for name, want := range map[string]string{"RANK": fmt.Sprint(i), "WORLD_SIZE": "3", "LOCAL_RANK": fmt.Sprint(i), "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"} {
+			if got := p.Env[name]; got != want {
+				t.Errorf("rank %d: %s=%q, want %q", i, name, got, want)
+			}
+		}
+		l, err := bootstrap.FromEnv(func(name string) string { return p.Env[name] })
+		if err != nil || l.Rank != i || l.Size != 3 || l.LocalRank != i || l.LocalSize != 3 || len(l.Secret) < trust.MinSecret || l.Store == "" || l.Job == "default" {
+			t.Errorf("rank %d: the environment says %+v, %v", i, l, err)
+		}
+		if p.Env["TUTTI_SECRET"] != all[0].Env["TUTTI_SECRET"] || p.Env["TUTTI_JOB"] != all[0].Env["TUTTI_JOB"] || p.Env["MASTER_PORT"] != all[0].Env["MASTER_PORT"] {
+			t.Errorf("rank %d has another secret, job or port than rank 0", i)
+		}
+		if !slices.Equal(p.Args, []string{"-x", "--", "y"}) {
+			t.Errorf("rank %d: arguments %q", i, p.Args)
+		}
+		if p.PGID != p.PID {
+			t.Errorf("rank %d is in process group %d, not its own", i, p.PGID)
+		}
+	}
+	// The store answers those who know the secret.
+	l, _ := bootstrap.FromEnv(func(name string) string { return all[0].Env[name] })
+	h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.Close()
+	for i, p := range all {
+		p.do("print %q", fmt.Sprintf("to out %d\n", i))
+		p.do("printerr %q", fmt.Sprintf("to err %d\n", i))
+		p.tell("exit 0")
+	}
+	j.end(0)
+	for i := range all {
+		if want := fmt.Sprintf("[%d] to out %d\n", i, i); !strings.Contains(j.stdout.String(), want) {
+			t.Errorf("stdout %q lacks %q", j.stdout.String(), want)
+		}
+		j.says(fmt.Sprintf("[%d] to err %d\n", i, i))
+	}
+	if strings.Contains(j.stderr.String(), "tutti:") {
+		t.Errorf("a good end is worth no words: %q", j.stderr.String())
+	}
+	refused(t, all[0].Env["TUTTI_STORE"])
+	s.empty()
+}
+
+func TestRunFirstFailureCounts(t *testing.T) {
+	for _, c := range []struct {
+		name, order, says string
+		code              int
+	}{
+		{"exit", "exit 3", "tutti: rank 2 exited with code 3; ended the other 3 ranks\n", 3},
+		{"SIGKILL", "kill 9", "tutti: rank 2 was killed by signal 9 (SIGKILL); ended the other 3 ranks\n", 137},
+		{"SIGSEGV", "kill 11", "tutti: rank 2 ", 0}, // Go turns it into a crash with code 2
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := newStage(t)
+			j := s.run("run", "-n", "4", self(t))
+			all := s.arrive(4)
+			all[2].tell("%s", c.order)
+			for _, p := range all {
+				p.gone()
+			}
+			if c.code == 0 {
+				<-j.finished
+				c.code = j.cmd.ProcessState.ExitCode()
+				if c.code == 0 {
+					t.Error("exit code 0")
+				}
+			}
+			j.end(c.code)
+			j.says(c.says)
+			refused(t, all[0].Env["TUTTI_STORE"])
+			s.empty()
+		})
+	}
+}
+
+func TestRunKillsAfterTheGrace(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "3", "--grace", "50ms", self(t))
+	all := s.arrive(3)
+	all[1].do("ignore %d", syscall.SIGTERM)
+	all[0].tell("exit 7")
+	for _, p := range all {
+		p.gone()
+	}
+	j.end(7)
+	j.says("rank 0 exited with code 7; ended the other 2 ranks, 1 of them by SIGKILL")
+}
+
+func TestRunEndsWhatOthersLeave(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "2", self(t))
+	all := s.arrive(2)
+	all[1].do("spawn")
+	left := s.next()
+	left.do("spawn")
+	deeper := s.next()
+	all[0].tell("exit 0")
+	all[1].tell("exit 0")
+	j.end(0)
+	left.gone()
+	deeper.gone()
+	s.empty()
+}
+
+func TestRunSignals(t *testing.T) {
+	t.Run("forwarded", func(t *testing.T) {
+		s := newStage(t)
+		j := s.run("run", "-n", "2", self(t))
+		all := s.arrive(2)
+		for _, p := range all {
+			p.do("catch %d", syscall.SIGTERM)
+			p.do("catch %d", syscall.SIGUSR1)
+		}
+		j.signal(syscall.SIGUSR1)
+		for _, p := range all {
+			if got := p.hear(); got != "caught" {
+				t.Fatal(got)
+			}
+		}
+		j.signal(syscall.SIGTERM)
+		for _, p := range all {
+			if got := p.hear(); got != "caught" {
+				t.Fatal(got)
+			}
+			p.tell("exit 0") // as a program that saves its state and ends well
+		}
+		j.end(0)
+	})
+	t.Run("by default the ranks die of it", func(t *testing.T) {
+		s := newStage(t)
+		j := s.run("run", "-n", "2", self(t))
+		all := s.arrive(2)
+		j.signal(syscall.SIGINT)
+		for _, p := range all {
+			p.gone()
+		}
+		// Go's runtime exits with 2 on SIGINT unless the program asks otherwise.
+		<-j.finished
+		if code := j.cmd.ProcessState.ExitCode(); code == 0 {
+			t.Error("exit code 0 after SIGINT")
+		}
+		j.says("interrupted by SIGINT")
+		s.empty()
+	})
+	t.Run("the second kills", func(t *testing.T) {
+		s := newStage(t)
+		j := s.run("run", "-n", "2", "--grace", "1h", self(t))
+		all := s.arrive(2)
+		for _, p := range all {
+			p.do("catch %d", syscall.SIGINT)
+		}
+		j.signal(syscall.SIGINT)
+		for _, p := range all {
+			p.hear()
+		}
+		j.signal(syscall.SIGINT)
+		for _, p := range all {
+			p.gone()
+		}
+		j.end(137)
+		j.says("killed 2 ranks")
+	})
+}
+
+// TestRunKilled kills the processes that should clean up.
+func TestRunKilled(t *testing.T) {
+	for _, who := range []string{"launcher", "guard"} {
+		t.Run(who, func(t *testing.T) {
+			s := newStage(t)
+			j := s.run("run", "-n", "3", self(t))
+			all := s.arrive(3)
+			for _, p := range all {
+				p.do("ignore %d", syscall.SIGTERM)
+				p.do("ignore %d", syscall.SIGHUP)
+			}
+			all[1].do("spawn")
+			left := s.next()
+			left.do("ignore %d", syscall.SIGHUP)
+			guard := parent(t, all[0].PID)
+			ended := watch(t, guard)
+			if who == "launcher" {
+				j.signal(syscall.SIGKILL)
+			} else {
+				syscall.Kill(guard, syscall.SIGKILL)
+			}
+			for _, p := range append(all, left) {
+				p.gone()
+			}
+			ended()
+			<-j.finished
+			refused(t, all[0].Env["TUTTI_STORE"])
+			if who == "launcher" {
+				s.empty()
+			} else {
+				j.end(1)
+				j.says("guard process was killed")
+			}
+		})
+	}
+}
+
+func TestRunTwoJobsAtOnce(t *testing.T) {
+	a, b := newStage(t), newStage(t)
+	ja, jb := a.run("run", "-n", "2", self(t)), b.run("run", "-n", "2", self(t))
+	pa, pb := a.arrive(2), b.arrive(2)
+	for _, name := range []string{"TUTTI_STORE", "TUTTI_SECRET", "TUTTI_JOB", "MASTER_PORT"} {
+		if pa[0].Env[name] == pb[0].Env[name] {
+			t.Errorf("both jobs have %s=%s", name, pa[0].Env[name])
+		}
+	}
+	pa[0].tell("kill 9")
+	ja.end(137)
+	for _, p := range pb { // the other one goes on
+		p.do("print %q", "alive\n")
+		p.tell("exit 0")
+	}
+	jb.end(0)
+}
+
+func TestRunLogDir(t *testing.T) {
+	s := newStage(t)
+	dir := filepath.Join(s.tmp, "..", "logs", "deep")
+	j := s.run("run", "-n", "2", "--log-dir", dir, "--no-prefix", self(t))
+	all := s.arrive(2)
+	for _, p := range all {
+		p.do("print %q", "out "+p.rank()+"\n")
+		p.do("printerr %q", "err "+p.rank()) // no newline
+		p.tell("exit 0")
+	}
+	j.end(0)
+	for i := range all {
+		b, err := os.ReadFile(filepath.Join(dir, fmt.Sprintf("rank-%d.log", i)))
+		if err != nil || len(b) != len("out 0\nerr 0") || !strings.Contains(string(b), fmt.Sprintf("out %d\n", i)) || !strings.Contains(string(b), fmt.Sprintf("err %d", i)) {
+			t.Errorf("rank %d's log: %q, %v", i, b, err)
+		}
+	}
+	if out := j.stdout.String(); out != "out 0\nout 1\n" && out != "out 1\nout 0\n" {
+		t.Errorf("stdout %q", out)
+	}
+}
+
+func TestRunFullDisk(t *testing.T) {
+	s := newStage(t)
+	dir := t.TempDir()
+	if err := os.Symlink("/dev/full", filepath.Join(dir, "rank-1.log")); err != nil {
+		t.Fatal(err)
+	}
+	j := s.run("run", "-n", "2", "--log-dir", dir, self(t))
+	all := s.arrive(2)
+	for range 3 {
+		for _, p := range all {
+			p.do("print %q", "line\n")
+		}
+	}
+	for _, p := range all {
+		p.tell("exit 0")
+	}
+	j.end(0)
+	if n := strings.Count(j.stderr.String(), "no space left"); n != 1 {
+		t.Errorf("a full disk is reported %d times: %q", n, j.stderr.String())
+	}
+	j.says("rank 1's log")
+	if got := strings.Count(j.stdout.String(), "[1] line\n"); got != 3 {
+		t.Errorf("rank 1's lines on stdout: %d, want 3", got)
+	}
+	if b, _ := os.ReadFile(filepath.Join(dir, "rank-0.log")); string(b) != "line\nline\nline\n" {
+		t.Errorf("rank 0's log: %q", b)
+	}
+	// The same for the standard output itself.
+	j = s.command("run", "-n", "1", self(t))
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	j.cmd.Stdout = full
+	j.start()
+	p := s.arrive(1)[0]
+	p.do("print %q", "line\n")
+	p.do("print %q", "line\n")
+	p.tell("exit 0")
+	j.end(0)
+	if n := strings.Count(j.stderr.String(), "no space left"); n != 1 {
+		t.Errorf("a full standard output is reported %d times: %q", n, j.stderr.String())
+	}
+}
+
+// TestRunNobodyReads closes the reader of the output, as head does.
+func TestRunNobodyReads(t *testing.T) {
+	s := newStage(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	j := s.command("run", "-n", "2", self(t))
+	j.cmd.Stdout = w
+	j.start()
+	w.Close()
+	all := s.arrive(2)
+	r.Close()
+	all[0].tell("print %q", "line\n")
+	for _, p := range all {
+		p.gone()
+	}
+	j.end(128 + int(syscall.SIGPIPE))
+}
+
+func TestRunStdin(t *testing.T) {
+	s := newStage(t)
+	j := s.command("run", "-n", "2", "--stdin", self(t))
+	j.cmd.Stdin = strings.NewReader("for rank 0")
+	j.start()
+	for i, p := range s.arrive(2) {
+		p.tell("read")
+		if got, want := p.hear(), []string{`"for rank 0" <nil>`, `"" <nil>`}[i]; got != want {
+			t.Errorf("rank %d read %s, want %s", i, got, want)
+		}
+		p.tell("exit 0")
+	}
+	j.end(0)
+}
+
+func TestRunPrograms(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string, mode os.FileMode) string {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text), mode); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	write("go.mod", "module example\n\ngo 1.26\n", 0o644)
+	hello := "package main\n\nimport (\"fmt\"; \"os\")\n\nfunc main() { fmt.Println(\"built\", os.Getenv(\"RANK\"), os.Args[1:]) }\n"
+	for _, c := range []struct {
+		name, program, out, err string
+		code                    int
+	}{
+		{"not in PATH", "no-such-program-anywhere", "", `program "no-such-program-anywhere" is not in PATH`, 127},
+		{"no such file", "./no/such/file", "", `program "./no/such/file": no such file`, 127},
+		{"not executable", write("plain", "x", 0o644), "", "cannot be executed: permission denied", 126},
+		{"no program at all", write("garbage", "\x00\x01\x02", 0o755), "", "could not be started: exec format error", 126},
+		{"empty directory", filepath.Dir(write("empty/readme", "", 0o644)), "", "is a directory without Go files", 127},
+		{"Go file", write("one.go", hello, 0o644), "[0] built 0 [a b]\n", "", 0},
+		{"Go package", filepath.Dir(write("cmd/main.go", hello, 0o644)), "[0] built 0 [a b]\n", "", 0},
+		{"Go library", filepath.Dir(write("lib/lib.go", "package lib\n", 0o644)), "", "no program: package main is needed", 126},
+		{"build error", write("bad.go", "package main\n\nfunc main() { undefined() }\n", 0o644), "", "bad.go:3:15: undefined: undefined\n", 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := newStage(t)
+			j := s.run("run", "-n", "1", c.program, "a", "b")
+			j.end(c.code)
+			j.says(c.err)
+			if j.stdout.String() != c.out {
+				t.Errorf("stdout %q, want %q", j.stdout.String(), c.out)
+			}
+			s.empty()
+		})
+	}
+}
+
+func TestRunInterruptedBuild(t *testing.T) {
+	s := newStage(t)
+	// A go command that never ends.
+	bin := t.TempDir()
+	if err := os.WriteFile(filepath.Join(bin, "go"), []byte("#!/bin/sh\necho building >&2\nexec sleep 1000\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	src := filepath.Join(t.TempDir(), "x.go")
+	if err := os.WriteFile(src, []byte("package main\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	j := s.command("run", "-n", "1", src)
+	j.cmd.Env = append(j.cmd.Env, "PATH="+bin+":"+os.Getenv("PATH"))
+	j.start()
+	j.stderr.await(t, "building\n")
+	j.signal(syscall.SIGINT)
+	j.end(130)
+	s.empty()
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+}
+
+func TestRunNodes(t *testing.T) {
+	secret := filepath.Join(t.TempDir(), "secret")
+	if err := os.WriteFile(secret, []byte(bootstrap.NewSecret()+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	node := func(s *stage, rdzv string, n, nodes, node int) *tutti {
+		return s.run("run", "-n", fmt.Sprint(n), "--nnodes", fmt.Sprint(nodes), "--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, self(t))
+	}
+	t.Run("well", func(t *testing.T) {
+		s := newStage(t)
+		rdzv := "127.0.0.1:" + freePort(t)
+		b := node(s, "etcd://"+rdzv, 2, 2, 1)
+		a := node(s, rdzv, 2, 2, 0)
+		all := s.arrive(4)
+		for i, p := range all {
+			if p.Env["LOCAL_RANK"] != fmt.Sprint(i%2) || p.Env["WORLD_SIZE"] != "4" || p.Env["TUTTI_STORE"] != "tutti://"+rdzv || p.Env["MASTER_PORT"] != all[0].Env["MASTER_PORT"] {
+				t.Errorf("rank %d: %v", i, p.Env)
+			}
+		}
+		// Node 0 is done first, but must serve the store until the other is.
+		for _, p := range all[:2] {
+			p.tell("exit 0")
+			p.gone()
+		}
+		l, err := bootstrap.FromEnv(func(name string) string { return all[3].Env[name] })
+		if err != nil {
+			t.Fatal(err)
+		}
+		h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
+		if err != nil {
+			t.Fatal(err)
+		}
+		h.Close()
+		for _, p := range all[2:] {
+			p.tell("exit 0")
+		}
+		b.end(0)
+		a.end(0)
+		refused(t, l.Store)
+		s.empty()
+	})
+	t.Run("a rank fails", func(t *testing.T) {
+		s := newStage(t)
+		rdzv := "127.0.0.1:" + freePort(t)
+		a, b := node(s, rdzv, 2, 2, 0), node(s, rdzv, 2, 2, 1)
+		all := s.arrive(4)
+		all[3].tell("exit 9")
+		for _, p := range all {
+			p.gone()
+		}
+		a.end(9)
+		b.end(9)
+		b.says("rank 3 exited with code 9; ended the other rank\n")
+		a.says("node 1: rank 3 exited with code 9; ended the 2 ranks still running\n")
+	})
+	t.Run("a node dies", func(t *testing.T) {
+		for dead := range 2 {
+			s := newStage(t)
+			rdzv := "127.0.0.1:" + freePort(t)
+			n := []*tutti{node(s, rdzv, 1, 2, 0), node(s, rdzv, 1, 2, 1)}
+			all := s.arrive(2)
+			n[dead].signal(syscall.SIGKILL)
+			for _, p := range all {
+				p.gone()
+			}
+			n[1-dead].end(1)
+			n[1-dead].says([]string{"the job's store, which node 0 serves, is gone", "node 1: its launcher is gone"}[dead])
+		}
+	})
+	t.Run("they disagree", func(t *testing.T) {
+		s := newStage(t)
+		rdzv := "127.0.0.1:" + freePort(t)
+		a, b := node(s, rdzv, 2, 2, 0), node(s, rdzv, 3, 2, 1)
+		for _, j := range []*tutti{a, b} {
+			<-j.finished
+		}
+		if all := a.stderr.String() + b.stderr.String(); !strings.Contains(all, "they must agree") {
+			t.Errorf("stderr %q", all)
+		}
+	})
+	t.Run("interrupted while waiting", func(t *testing.T) {
+		s := newStage(t)
+		a := node(s, "127.0.0.1:"+freePort(t), 1, 2, 0)
+		a.stderr.await(t, "waiting for 1 other node")
+		a.signal(syscall.SIGINT)
+		a.end(130)
+		s.empty()
+	})
+}
+
+func TestUsage(t *testing.T) {
+	s := newStage(t)
+	for _, c := range []struct{ args, says string }{
+		{"run", "which program?"},
+		{"run x", "how many ranks? give -n N"},
+		{"run -n", "flag needs an argument: 'n' in -n"},
+		{"run -n two x", `"two" is no whole number`},
+		{"run -n 0 x", "-n 0: expected 1 to"},
+		{"run -n 2 --bogus x", "unknown flag: --bogus"},
+		{"run -n 2 --nnodes 2 x", "needs --node-rank"},
+		{"run -n 2 --nnodes 2 --node-rank 2 --rdzv a:1 x", "--node-rank 2: expected 0..1"},
+		{"run -n 2 --nnodes 2 --node-rank 1 x", "needs --rdzv HOST:PORT"},
+		{"run -n 2 --nnodes 2 --node-rank 1 --rdzv a x", "--rdzv a: expected HOST:PORT"},
+		{"run -n 2 --nnodes 2 --node-rank 1 --rdzv a:1 x", "several nodes need a secret"},
+		{"run -n 2 --rdzv a:1 x", "--rdzv is for several nodes"},
+		{"run -n 2 --secret-file /no/such/file x", "--secret-file: open /no/such/file: no such file"},
+		{"run -n 2 --transport rdma x", "--transport rdma: expected auto, shm or tcp"},
+		{"run -n 2 --on-failure shrink x", "--on-failure shrink: expected end"},
+		{"run -n 2 --grace soon x", `"soon" is no duration`},
+		{"run -n 2 --store redis://x y", "--store: store \"redis://x\": expected"},
+		{"run -n 2 --job a/b x", `job name "a/b"`},
+		{"bench --op allreduc", "--op allreduc: expected all, or some of allreduce,"},
+		{"bench --dtype float", "--dtype float: expected all, or some of int8,"},
+		{"bench --min 1K --max 1", "--max 1 is less than --min 1K"},
+		{"bench --max 9X", `--max "9X": expected a size`},
+		{"bench --factor 1", "--factor 1: expected 2 or more"},
+		{"bench --root 2", "--root 2: expected 0..1"},
+		{"bench x", "takes no arguments"},
+		{"doctor now", "takes no arguments"},
+		{"wat", `there is no command "wat"`},
+		{"benhc", "did you mean bench?"},
+	} {
+		j := s.run(strings.Fields(c.args)...)
+		j.end(2)
+		j.says(c.says)
+		if n := strings.Count(j.stderr.String(), "\n"); n != 2 {
+			t.Errorf("tutti %s: %d lines on stderr, want 2: %q", c.args, n, j.stderr.String())
+		}
+		if j.stdout.String() != "" {
+			t.Errorf("tutti %s: stdout %q", c.args, j.stdout.String())
+		}
+	}
+}
+
+func TestHelp(t *testing.T) {
+	s := newStage(t)
+	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "env", "version"} {
+		j := s.run(strings.Fields(args)...)
+		j.end(0)
+		if out := j.stdout.String(); len(out) < 10 || j.stderr.String() != "" {
+			t.Errorf("tutti %s: stdout %q, stderr %q", args, out, j.stderr.String())
+		}
+		if bad := regexp.MustCompile(`\bemit\b|completion|TODO`).FindString(j.stdout.String()); bad != "" {
+			t.Errorf("tutti %s shows %q", args, bad)
+		}
+	}
+}
