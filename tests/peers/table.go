@@ -277,6 +277,9 @@ func (r *report) print(w io.Writer) error {
 		if x == 0 {
 			return "-"
 		}
+		if x < 0.1 {
+			return fmt.Sprintf("%.4f", x)
+		}
 		return fmt.Sprintf("%.2f", x)
 	}
 	anyLimit := false
