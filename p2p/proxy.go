@@ -115,6 +115,7 @@ type peer struct {
 	since    time.Time // link first wanted
 	admitted time.Time // an incoming connection was admitted, and is expected
 	stop     context.CancelFunc
+	refused  bool     // the link had no room for the latest frame
 	unsent   bool     // the link keeps what it could not pass on
 	ctl      []ctl    // control frames that the link had no room for
 	lent     *Recv    // has the current frame's payload in place; the link stands still
@@ -347,5 +348,9 @@ func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
 		pr.sendErr = err
 		return false
 	}
+	if pr.refused && ok && p.asleep.Load() > 0 { // somebody may sleep until there is room: the link has forgotten its wish, and there was room
+		p.wakeAll()
+	}
+	pr.refused = !ok
 	return ok
 }

@@ -164,7 +164,14 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 			ready = true
 		}
 	}
-	if !ready {
+	if ready {
+		if p.asleep.Load() > 1 { // the links that were ready are not armed any more for the others who sleep
+			p.wakeAll()
+		}
+		p.mu.Unlock() // what is ready may be somebody else's business, who needs the lock for it
+		runtime.Gosched()
+		p.mu.Lock()
+	} else {
 		wait := 100 * time.Millisecond
 		if w.linking { // politeness and admissions end without a wake
 			wait = politeness
