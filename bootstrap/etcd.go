@@ -274,7 +274,8 @@ func prove(ctx context.Context, conn net.Conn, secret []byte, purpose string, h 
 	return err
 }
 
-// keep drains the answers to keep-alives and finds out when the lease is lost: the store says so, or it is silent for a TTL.
+// keep drains the answers to keep-alives and finds out when the lease is lost: the store says so, or it is silent for a TTL and does not answer then either. A
+// process that was not run for a while, while its lease lived on, takes it up again.
 func (s *etcdStore) keep(answers <-chan *clientv3.LeaseKeepAliveResponse) {
 	defer s.wg.Done()
 	silent := time.NewTimer(s.ttl)
@@ -282,33 +283,49 @@ func (s *etcdStore) keep(answers <-chan *clientv3.LeaseKeepAliveResponse) {
 	for {
 		select {
 		case r, ok := <-answers:
-			if !ok {
-				s.lose()
-				return
+			if ok {
+				if r != nil {
+					silent.Reset(time.Duration(r.TTL) * time.Second)
+				}
+				continue
 			}
-			if r != nil {
-				silent.Reset(time.Duration(r.TTL) * time.Second)
-			}
+			answers = nil // the client gave up, or is being closed
 		case <-silent.C:
-			s.lose()
+		}
+		err := s.checkLease()
+		if err == nil && answers == nil {
+			answers, err = s.c.KeepAlive(s.ctx, s.lease)
+		}
+		if s.ctx.Err() != nil {
 			return
 		}
+		if err != nil {
+			s.lose(err)
+			return
+		}
+		silent.Reset(s.ttl)
 	}
 }
 
-// lose reports the loss of the lease, unless the handle is being closed.
-func (s *etcdStore) lose() {
-	if s.ctx.Err() != nil {
-		return
-	}
-	ctx, cancel := context.WithTimeout(s.ctx, 200*time.Millisecond)
+// checkLease asks the store for the lease; the error says why it is to be taken for lost.
+func (s *etcdStore) checkLease() error {
+	ctx, cancel := context.WithTimeout(s.ctx, leaseCheck)
 	defer cancel()
-	why := fmt.Errorf("%w: the store did not renew it for %v", ErrLeaseLost, s.ttl)
-	if r, err := s.c.TimeToLive(ctx, s.lease); err == nil && r.TTL <= 0 {
-		why = fmt.Errorf("%w: it expired: this process was silent for longer than %v", ErrLeaseLost, s.ttl)
-	} else if err != nil {
-		why = fmt.Errorf("%w: %w: store %v was silent for %v", ErrLeaseLost, ErrStoreAway, s.addr, s.ttl)
+	r, err := s.c.TimeToLive(ctx, s.lease)
+	switch {
+	case err == nil && r.TTL > 0:
+		return nil
+	case err == nil || errors.Is(err, rpctypes.ErrLeaseNotFound):
+		return fmt.Errorf("%w: it expired, since this process was silent for longer than %v", ErrLeaseLost, s.ttl)
 	}
+	return fmt.Errorf("%w: %w: store %v was silent for %v", ErrLeaseLost, ErrStoreAway, s.addr, s.ttl)
+}
+
+// leaseCheck is how long a silent store has for the last question before the lease is given up.
+const leaseCheck = 500 * time.Millisecond
+
+// lose reports the loss of the lease, unless the handle is being closed.
+func (s *etcdStore) lose(why error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.closed {
@@ -371,7 +388,7 @@ func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(c
 	case errors.Is(err, ErrConflict), errors.Is(err, ErrNoKey):
 		return err
 	case errors.Is(err, rpctypes.ErrLeaseNotFound):
-		return fmt.Errorf("store %v: %s %s: %w", s.addr, op, key, ErrLeaseLost)
+		return fmt.Errorf("store %v: %s %s: %w", s.addr, op, key, ErrLeaseLost) // keep will find out
 	case errors.Is(ctx.Err(), context.Canceled):
 		return fmt.Errorf("store: %s %s: %w", op, key, context.Cause(ctx))
 	case ctx.Err() != nil:

@@ -110,4 +110,15 @@ func (p *proxy) accept() {
 func (p *proxy) Addr() string { return p.l.Addr().String() }
 func (p *proxy) Freeze()      { p.frozen.Store(true) }
 
+// Cut breaks all connections and lets new ones through.
+func (p *proxy) Cut() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range p.conns {
+		c.Close()
+	}
+	p.conns = nil
+	p.frozen.Store(false)
+}
+
 var _ io.Closer = bootstrap.Store(nil)

@@ -411,6 +411,36 @@ func TestEtcdPartition(t *testing.T) {
 	}
 }
 
+// A lease that the store ends while everything works is lost too: the handle learns it, and what needs no lease goes on.
+func TestEtcdLeaseRevoked(t *testing.T) {
+	e := startEtcd(t)
+	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
+	s := dial(t, e, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
+	far := dial(t, e, bootstrap.StoreConfig{})
+	ctx := context30(t)
+	if err := s.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	w := far.Watch(ctx, "k")
+	next(t, w)
+	p.Freeze()
+	if ev := next(t, w); ev.Exists { // the lease ended
+		t.Fatalf("%+v", ev)
+	}
+	p.Cut() // the network is back: connections that lost bytes break and are made anew
+	select {
+	case <-s.Lost():
+	case <-time.After(patience):
+		t.Fatal("the handle does not notice")
+	}
+	if err := s.Put(ctx, "k", nil, true); !errors.Is(err, bootstrap.ErrLeaseLost) {
+		t.Errorf("Put under the lost lease: %v", err)
+	}
+	if err := s.Put(ctx, "k", nil, false); err != nil {
+		t.Errorf("Put without a lease: %v", err)
+	}
+}
+
 func TestDialStoreFailures(t *testing.T) {
 	e := startEtcd(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
