@@ -28,6 +28,7 @@ import (
 // The test binary plays all parts: the test, tutti itself, the guard, and the ranks, which are puppets: they connect to a socket of the test and do what it says.
 const (
 	asTutti  = "CLI_TEST_TUTTI"
+	asRanks  = "CLI_TEST_RANKS"  // the ranks that tutti starts are tutti too
 	asPuppet = "CLI_TEST_PUPPET" // the path of the test's socket
 )
 
@@ -37,6 +38,8 @@ func TestMain(m *testing.M) {
 		os.Exit(launch.GuardMain())
 	case os.Getenv(asTutti) != "":
 		os.Unsetenv(asTutti)
+		os.Exit(execute(os.Args[1:]))
+	case os.Getenv(asRanks) != "":
 		os.Exit(execute(os.Args[1:]))
 	case os.Getenv(asPuppet) != "":
 		os.Exit(puppetMain(os.Getenv(asPuppet)))

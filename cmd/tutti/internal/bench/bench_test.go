@@ -52,9 +52,9 @@ func TestEverythingIsRight(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 5} {
 		for _, registered := range []bool{false, true} {
 			s := quick(Ops(), kernels.DTypes()...)
-			s.RedOps, s.Root, s.Registered = kernels.Ops(), n-1, registered
+			s.RedOps, s.Root, s.Registered, s.Max = kernels.Ops(), n-1, registered, 8*61
 			if n > 2 { // few types and one size for each further number of ranks
-				s.Min, s.Max = 8*61, 8*61
+				s.Min = 8 * 61
 				s.DTypes = []kernels.DType{kernels.Bool, kernels.Int16, kernels.Float32, kernels.BFloat16}
 			}
 			rows, skip, wrong := runLocal(t, n, s)

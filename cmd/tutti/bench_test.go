@@ -1,0 +1,56 @@
+package main
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	"tutti/cmd/tutti/internal/bench"
+)
+
+func TestBench(t *testing.T) {
+	s := newStage(t)
+	for _, transport := range []string{"auto", "shm", "tcp", "inproc"} {
+		j := s.command("bench", "-n", "2", "--transport", transport, "--op", "allreduce,alltoall,barrier", "--max", "4K", "--iters", "2", "--rounds", "1", "--json")
+		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+		j.start().end(0)
+		n := 0
+		for line := range strings.Lines(j.stdout.String()) {
+			var r bench.Row
+			if err := json.Unmarshal([]byte(line), &r); err != nil {
+				t.Fatalf("%q: %v", line, err)
+			}
+			if n++; r.Ranks != 2 || r.Transport != transport || r.Wrong != 0 || r.Time <= 0 {
+				t.Errorf("%s", line)
+			}
+		}
+		if n != 3*2+3+1 {
+			t.Errorf("--transport %s: %d rows", transport, n)
+		}
+		if j.stderr.String() != "" {
+			t.Errorf("--transport %s: stderr %q", transport, j.stderr.String())
+		}
+	}
+	s.empty()
+
+	// As a rank of somebody's job: rank 0 prints, the others are silent.
+	j := s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
+	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+	j.start().end(0)
+	if out := j.stdout.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") || !strings.Contains(out, "# wrong elements         0") {
+		t.Errorf("stdout %s", out)
+	}
+}
+
+func TestParseSize(t *testing.T) {
+	for s, want := range map[string]int{"1": 1, "64": 64, "64K": 65536, "64k": 65536, "1M": 1 << 20, "1MiB": 1 << 20, "2G": 2 << 30, "512b": 512} {
+		if got, err := parseSize(s); got != want || err != nil {
+			t.Errorf("%s: %d, %v", s, got, err)
+		}
+	}
+	for _, s := range []string{"", "0", "-1", "K", "1T", "1.5M", "9999999999G", "1KK"} {
+		if got, err := parseSize(s); err == nil {
+			t.Errorf("%q is taken as %d", s, got)
+		}
+	}
+}

@@ -1,0 +1,228 @@
+package doctor
+
+import (
+	"context"
+	"math"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+)
+
+// machine is a host made of files and variables.
+func machine(t *testing.T, files map[string]string, vars ...string) *Host {
+	t.Helper()
+	root := t.TempDir()
+	for name, text := range files {
+		path := filepath.Join(root, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return &Host{Root: root, Probe: 10 * time.Second, Environ: func() []string { return vars }, Getenv: func(name string) string {
+		for _, kv := range vars {
+			if k, v, _ := strings.Cut(kv, "="); k == name {
+				return v
+			}
+		}
+		return ""
+	}}
+}
+
+func examine(t *testing.T, h *Host) (map[string]Finding, bool) {
+	t.Helper()
+	all := map[string]Finding{}
+	fit := h.Run(t.Context(), func(f Finding) { all[f.Check] = f })
+	if len(all) != len(checks) {
+		t.Fatalf("%d findings, want %d", len(all), len(checks))
+	}
+	return all, fit
+}
+
+// TestThisMachine: the machine that builds this can run jobs, or the launcher's tests fail too.
+func TestThisMachine(t *testing.T) {
+	h := machine(t, nil)
+	h.Root = ""
+	all, fit := examine(t, h)
+	for name, f := range all {
+		t.Logf("%s: %s %s; %s", name, f.State, f.Detail, f.Advice)
+		if (f.State == Broken) == fit && f.State == Broken {
+			t.Errorf("%s is broken, but all is well", name)
+		}
+		if f.Detail == "" || (f.State == Broken || f.State == Warning) && f.Advice == "" {
+			t.Errorf("%s: %+v says too little", name, f)
+		}
+	}
+	for _, name := range []string{"shared memory", "loopback", "embedded", "processes"} {
+		if s := all[name].State; s != Found && s != Warning {
+			t.Errorf("%s: %+v", name, all[name])
+		}
+	}
+	if !fit {
+		t.Error("unfit")
+	}
+}
+
+func TestCores(t *testing.T) {
+	v2 := map[string]string{"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
+	v1 := map[string]string{"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/a\n0::/\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000\n"}
+	none := map[string]string{"proc/self/cgroup": "3:cpu,cpuacct:/a\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1\n"}
+	for i, c := range []struct {
+		files map[string]string
+		quota float64
+	}{{v2, .5}, {v1, 1.5}, {none, math.Inf(1)}, {nil, math.Inf(1)}} {
+		h := machine(t, c.files)
+		if got := h.cpuQuota(); got != c.quota {
+			t.Errorf("case %d: quota %v, want %v", i, got, c.quota)
+		}
+	}
+	if o := cores(t.Context(), machine(t, v2)); o.state != Warning || !strings.Contains(o.detail, "allows 0.5") || !strings.Contains(o.advice, "at most 1 rank") {
+		t.Errorf("half a core: %+v", o)
+	}
+	many := map[string]string{"sys/devices/system/cpu/online": "0-1023", "sys/devices/system/node/online": "0-1"}
+	if o := cores(t.Context(), machine(t, many)); !strings.Contains(o.detail, "of 1024 cores") || !strings.Contains(o.detail, "2 NUMA nodes") {
+		t.Errorf("affinity: %+v", o)
+	}
+	for s, n := range map[string]int{"0": 1, "0-3": 4, "0-3,8,10-11": 7, "": 0, "x": 0, "3-1": 0} {
+		if got := cpuList(s); got != n {
+			t.Errorf("cpuList(%q) = %d, want %d", s, got, n)
+		}
+	}
+}
+
+func TestMemory(t *testing.T) {
+	files := map[string]string{"proc/meminfo": "MemTotal:       1048576 kB\nMemAvailable:    524288 kB\n", "proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "134217728\n"}
+	if o := memory(t.Context(), machine(t, files)); o.state != Warning || o.detail != "1 GiB, 512 MiB available, the cgroup allows 128 MiB" {
+		t.Errorf("%+v", o)
+	}
+	files["sys/fs/cgroup/a/memory.max"] = "max\n"
+	if o := memory(t.Context(), machine(t, files)); o.state != Found || o.detail != "1 GiB, 512 MiB available" {
+		t.Errorf("%+v", o)
+	}
+}
+
+func TestRoutes(t *testing.T) {
+	v4 := "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\neth0 00000000 " + map[bool]string{true: "010200C0", false: "C0000201"}[littleEndian()] + " 0003 0 0 0 00000000 0 0 0\neth0 000200C0 00000000 0001 0 0 0 00FFFFFF 0 0 0\n"
+	v6 := strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " 00 fd000000000000000000000000000001 00000400 1 0 00000003 eth1\n" +
+		strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " ffffffff 1 0 00200200 lo\n"
+	if got := defaultRoutes(v4, v6); !slices.Equal(got, []string{"via 192.0.2.1 on eth0", "via fd00::1 on eth1"}) {
+		t.Errorf("%q", got)
+	}
+	rapid.Check(t, func(t *rapid.T) { defaultRoutes(rapid.String().Draw(t, "v4"), rapid.String().Draw(t, "v6")) })
+}
+
+func littleEndian() bool { return runtime.GOARCH != "s390x" && runtime.GOARCH != "ppc64" }
+
+func TestVerbs(t *testing.T) {
+	card := map[string]string{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n", "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n"}
+	if o := verbs(t.Context(), machine(t, card)); o.state != Warning || !strings.Contains(o.detail, "no libibverbs") {
+		t.Errorf("card without library: %+v", o)
+	}
+	card["usr/lib64/libibverbs.so.1"] = ""
+	if o := verbs(t.Context(), machine(t, card)); o.state != Warning || !strings.Contains(o.detail, "uverbs0") {
+		t.Errorf("card without device file: %+v", o)
+	}
+	card["dev/infiniband/uverbs0"] = ""
+	if o := verbs(t.Context(), machine(t, card)); o.state != Found || !strings.Contains(o.detail, "mlx5_0 (port 1 active, InfiniBand, 400 Gb/sec (4X NDR)), /usr/lib64/libibverbs.so.1") {
+		t.Errorf("card: %+v", o)
+	}
+	if o := verbs(t.Context(), machine(t, nil)); o.state != Missing {
+		t.Errorf("nothing: %+v", o)
+	}
+	conf := map[string]string{"etc/ld.so.conf.d/ofed.conf": "/opt/ofed/lib\n", "opt/ofed/lib/libibverbs.so.1": ""}
+	if o := verbs(t.Context(), machine(t, conf)); !strings.Contains(o.detail, "/opt/ofed/lib/libibverbs.so.1, no device") {
+		t.Errorf("library elsewhere: %+v", o)
+	}
+}
+
+func TestHugePages(t *testing.T) {
+	at := "sys/kernel/mm/transparent_hugepage/"
+	for _, c := range []struct {
+		files map[string]string
+		state State
+	}{
+		{nil, Missing},
+		{map[string]string{at + "enabled": "always [madvise] never", at + "shmem_enabled": "always advise [never]"}, Missing},
+		{map[string]string{at + "enabled": "[always] madvise never", at + "shmem_enabled": "always [advise] never"}, Found},
+	} {
+		if o := hugePages(t.Context(), machine(t, c.files)); o.state != c.state {
+			t.Errorf("%v: %+v", c.files, o)
+		}
+	}
+}
+
+// TestEnvironment: contradictions are named, secrets are not shown, and what nobody understands is pointed out.
+func TestEnvironment(t *testing.T) {
+	taken, err := net.Listen("tcp", ":0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	_, port, _ := net.SplitHostPort(taken.Addr().String())
+	for _, c := range []struct {
+		vars   []string
+		check  string
+		state  State
+		detail string
+	}{
+		{nil, "environment", Found, "rank 0 of 1"},
+		{[]string{"RANK=1"}, "environment", Broken, "RANK=1 is set but WORLD_SIZE is not"},
+		{[]string{"RANK=3", "WORLD_SIZE=2"}, "environment", Broken, "RANK=3 contradicts WORLD_SIZE=2"},
+		{[]string{"RANK=1", "WORLD_SIZE=2"}, "environment", Warning, "no secret"},
+		{[]string{"RANK=1", "WORLD_SIZE=2", "TUTTI_SECRET=0123456789abcdef"}, "environment", Warning, "no store"},
+		{[]string{"TUTTI_SECRET=0123456789abcdef"}, "variables", Found, "TUTTI_SECRET=(hidden)"},
+		{[]string{"TUTTI_STORE_PASSWORD=p"}, "variables", Found, "TUTTI_STORE_PASSWORD=(hidden)"},
+		{[]string{"TUTTI_TRANSPROT=tcp"}, "variables", Warning, "without meaning: TUTTI_TRANSPROT"},
+		{[]string{"TUTTI_IFNAME=nosuchif0"}, "interfaces", Broken, "no network address left"},
+		{[]string{"TUTTI_IFNAME=a/b"}, "interfaces", Broken, "TUTTI_IFNAME"},
+		{[]string{"TUTTI_IFNAME=lo"}, "interfaces", Warning, "TUTTI_IFNAME=lo"},
+		{[]string{"TUTTI_PORT=x"}, "port", Broken, "TUTTI_PORT"},
+		{[]string{"TUTTI_PORT=" + port}, "port", Broken, port},
+		{[]string{"TUTTI_STORE=redis://x"}, "TUTTI_STORE", Broken, "contradictory"},
+		{[]string{"TUTTI_STORE=tutti://127.0.0.1:" + port}, "TUTTI_STORE", Broken, "secret is needed"},
+	} {
+		h := machine(t, nil, c.vars...)
+		i := slices.IndexFunc(checks, func(k check) bool { return k.name == c.check })
+		ctx, cancel := context.WithTimeout(t.Context(), h.Probe)
+		o := checks[i].run(ctx, h)
+		cancel()
+		if o.state != c.state || !strings.Contains(o.detail, c.detail) {
+			t.Errorf("%q: %s is %+v; want %s with %q", c.vars, c.check, o, c.state, c.detail)
+		}
+		if strings.Contains(o.detail+o.advice, "0123456789abcdef") {
+			t.Errorf("%q: the secret is shown: %+v", c.vars, o)
+		}
+	}
+}
+
+// TestUnreachableStore must end with the probe's time.
+func TestUnreachableStore(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0") // accepts and never answers
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	h := machine(t, nil, "TUTTI_STORE=etcd://"+l.Addr().String())
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if o := configured(ctx, h); o.state != Broken || o.advice == "" {
+		t.Errorf("%+v", o)
+	}
+}
+
+func TestBytes(t *testing.T) {
+	for n, want := range map[uint64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 8 << 20: "8 MiB", 1 << 60: "1024 PiB"} {
+		if got := bytes(n); got != want {
+			t.Errorf("bytes(%d) = %q, want %q", n, got, want)
+		}
+	}
+}
