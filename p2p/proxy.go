@@ -94,6 +94,8 @@ type Proxy struct {
 	discard  []byte
 	arrivals uint64
 	closed   bool
+	pins     int    // uses of mapped memory
+	doomed   []Link // down, but still mapping
 	regions  map[uint64]*Region
 	wanted   atomic.Int32 // goroutines that want mu while a spinning waiter has it
 
@@ -214,6 +216,8 @@ func (p *Proxy) Close() error {
 		pr.link, pr.err = nil, ErrClosed
 	}
 	p.links = nil
+	links = append(links, p.doomed...)
+	p.doomed = nil
 	for _, c := range p.chans {
 		if c.err == nil {
 			c.err = ErrClosed
@@ -295,9 +299,30 @@ func (p *Proxy) down(pr *peer, err error) {
 			break
 		}
 	}
+	if p.pins > 0 {
+		p.doomed = append(p.doomed, l)
+	} else {
+		p.closeLink(l)
+	}
+	p.wakeAll()
+}
+
+func (p *Proxy) closeLink(l Link) {
 	p.wg.Add(1)
 	go func() { defer p.wg.Done(); l.Close() }()
-	p.wakeAll()
+}
+
+// Pin keeps everything that Map returned mapped until Unpin, also when links go down: memory of a dead peer keeps its contents. With the lock.
+func (p *Proxy) Pin() { p.pins++ }
+
+// Unpin is Pin's counterpart. With the lock.
+func (p *Proxy) Unpin() {
+	if p.pins--; p.pins == 0 {
+		for _, l := range p.doomed {
+			p.closeLink(l)
+		}
+		p.doomed = nil
+	}
 }
 
 // unlend gives the payload that a Recv borrowed back to the link, keeping a copy.

@@ -63,8 +63,8 @@ func (b *base) part(i int32) unsafe.Pointer {
 // program is a plan made ready to run.
 type program struct {
 	*collectives.Plan
-	lent   [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
-	recvs  []int32   // all Recv steps
+	lent  [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
+	recvs []int32   // all Recv steps
 }
 
 // onePass reports whether an algorithm combines every element once, from all ranks; in the others partial results travel.
@@ -192,6 +192,8 @@ func (r *runner) collective() (err error) {
 	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin
 	algo := r.choose(direct)
 	if algo == collectives.Direct {
+		p.Pin()
+		defer p.Unpin()
 		ok, err := r.exchange(elem)
 		if err != nil {
 			return err
@@ -200,7 +202,11 @@ func (r *runner) collective() (err error) {
 			algo = r.choose(false)
 		}
 	}
-	return r.blocks(algo, elem)
+	if err := r.blocks(algo, elem); err != nil {
+		return err
+	}
+	r.touched = false // everybody is done with everybody's memory
+	return nil
 }
 
 // blocks works the call off, one plan per block.

@@ -124,13 +124,39 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 	}
 	x.m[id] = export{fd, n}
 	x.mu.Unlock()
-	return p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], fd, func() error {
+	r := p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], fd, func() error {
 		x.mu.Lock()
+		fd := x.m[id].fd
 		delete(x.m, id)
 		err := unix.Close(fd)
 		x.mu.Unlock()
 		return errors.Join(err, unmap(mem))
-	}), nil
+	})
+	r.OnRenew(func() error { return x.renew(id, mem) })
+	return r, nil
+}
+
+// renew puts fresh memory with the same contents behind the addresses of mem. Peers go on with the old memory, which is nobody else's from then on.
+func (x *exports) renew(id uint64, mem []byte) error {
+	fd, err := newMemory(len(mem))
+	if err != nil {
+		return err
+	}
+	fresh, err := mapMemory(fd, len(mem))
+	if err != nil {
+		unix.Close(fd)
+		return err
+	}
+	copy(fresh, mem)
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if _, err := unix.MmapPtr(fd, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
+		return errors.Join(err, unmap(fresh), unix.Close(fd))
+	}
+	unix.Madvise(mem, unix.MADV_HUGEPAGE)
+	old := x.m[id]
+	x.m[id] = export{fd, old.size}
+	return errors.Join(unmap(fresh), unix.Close(old.fd))
 }
 
 // pass calls send with the descriptor of region id, if there is one of that size.

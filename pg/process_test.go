@@ -1,0 +1,194 @@
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+var transports = []string{"shm", "tcp"}
+
+func values(rank, n int) []float64 {
+	x := make([]float64, n)
+	for i := range x {
+		x[i] = float64(rank + i%17)
+	}
+	return x
+}
+
+func reduced(t *testing.T, g *pg.Group, x []float64) {
+	t.Helper()
+	n := g.Size()
+	for i, v := range x {
+		if want := float64(n*(n-1)/2 + n*(i%17)); v != want {
+			t.Fatalf("element %d of %d is %v, want %v", i, len(x), v, want)
+		}
+	}
+}
+
+func TestProcesses(t *testing.T) {
+	for _, tr := range transports {
+		for _, n := range []int{2, 4} {
+			t.Run(fmt.Sprintf("%s/%d", tr, n), func(t *testing.T) {
+				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+					ctx := context.Background()
+					for _, count := range []int{1, 100, 10_000, 1_000_000, 3_000_001} {
+						x := values(g.Rank(), count)
+						if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
+							t.Fatal(err)
+						}
+						reduced(t, g, x)
+						y, err := pg.Alloc[float64](g, count)
+						if err != nil {
+							t.Fatal(err)
+						}
+						for range 3 {
+							copy(y, values(g.Rank(), count))
+							if err := pg.AllReduce(ctx, g, y, pg.Sum); err != nil {
+								t.Fatal(err)
+							}
+							reduced(t, g, y)
+						}
+						if err := g.Barrier(ctx); err != nil {
+							t.Fatal(err)
+						}
+						if err := pg.Free(g, y); err != nil {
+							t.Fatal(err)
+						}
+					}
+				}, pgtest.Transport(tr))
+			})
+		}
+	}
+}
+
+// Every survivor of a kill -9 gets the dead rank's name, at whatever point of an operation it died.
+func TestKill(t *testing.T) {
+	for _, tr := range transports {
+		for _, when := range []string{"before", "during", "during registered", "after", "before the links"} {
+			t.Run(tr+"/"+when, func(t *testing.T) {
+				const n, dead = 4, 2
+				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+					ctx := context.Background()
+					x := make([]float32, 1<<20)
+					if when == "during registered" {
+						var err error
+						if x, err = pg.Alloc[float32](g, len(x)); err != nil {
+							t.Fatal(err)
+						}
+					}
+					if when != "before the links" {
+						if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
+							t.Fatal(err)
+						}
+					}
+					if g.Rank() == dead {
+						if when == "during" || when == "during registered" {
+							w := g.Start(pg.AllReduceOp{Dst: pg.BufferOf(x), Op: pg.Sum})
+							_ = w
+						}
+						pgtest.Kill(t)
+					}
+					start := time.Now()
+					var err error
+					for i := 0; err == nil; i++ { // what the dead rank took part in may still end well
+						if i == 10 {
+							t.Fatal("operations go on without the dead rank")
+						}
+						err = pg.AllReduce(ctx, g, x, pg.Sum)
+					}
+					var re *pg.RankError
+					if !errors.As(err, &re) || re.Rank != dead {
+						t.Fatalf("got %v, want a *RankError that names rank %d", err, dead)
+					}
+					if took := time.Since(start); took > 20*time.Second {
+						t.Errorf("it took %v", took)
+					}
+					if again := g.Barrier(ctx); !errors.As(again, &re) {
+						t.Errorf("afterwards: %v", again)
+					}
+				}, pgtest.Transport(tr), pgtest.Expect(dead, syscall.SIGKILL), pgtest.Config(pg.Config{Timeout: 30 * time.Second}))
+			})
+		}
+	}
+}
+
+// A rank that is stopped, not dead, is named by the timeout.
+func TestStoppedRankIsNamed(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := context.Background()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 1 {
+			return // never comes; but closes, when the test function ends
+		}
+		err := g.Barrier(ctx)
+		var re *pg.RankError
+		var to *pg.TimeoutError
+		if !(errors.As(err, &re) && re.Rank == 1) && !(errors.As(err, &to) && to.Missing[0].Rank == 1) {
+			t.Errorf("got %v, want an error that names rank 1", err)
+		}
+	}, pgtest.Config(pg.Config{Timeout: 5 * time.Second}))
+}
+
+// A cancelled operation on shared memory leaves memory that no peer touches any more.
+func TestCancelFencesRegisteredMemory(t *testing.T) {
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		x, err := pg.Alloc[float32](g, 1<<22)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for round := 0; ; round++ {
+			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(g.Rank())*time.Second+time.Duration(20+3*round)*time.Millisecond)
+			for i := range x {
+				x[i] = 1
+			}
+			err := pg.AllReduce(ctx, g, x, pg.Sum)
+			cancel()
+			if err == nil {
+				if x[0] != 2 || x[len(x)-1] != 2 {
+					t.Fatalf("a wrong result: %v, %v", x[0], x[len(x)-1])
+				}
+				if g.Rank() == 0 && round > 3 { // leave rank 1 alone in the next one
+					ctx, cancel := context.WithCancel(context.Background())
+					cancel()
+					err = pg.AllReduce(ctx, g, x, pg.Sum)
+				} else {
+					continue
+				}
+			}
+			for i := range x {
+				x[i] = 5
+			}
+			if err := g.Close(); err != nil {
+				t.Fatal(err)
+			}
+			for i := range x {
+				if x[i] != 5 {
+					t.Fatalf("element %d was written after the call had returned %v", i, err)
+				}
+			}
+			return
+		}
+	})
+}
+
+func TestSecretsMustAgree(t *testing.T) {
+	pgtest.Run(t, 1, func(t *testing.T, g *pg.Group) {
+		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1", Timeout: 10 * time.Second}); err == nil {
+			t.Error("joined without a secret")
+		}
+		start := time.Now()
+		_, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1", Secret: []byte("0123456789abcdef"), Timeout: 20 * time.Second})
+		if err == nil || time.Since(start) > 19*time.Second {
+			t.Errorf("a store that is away: %v after %v", err, time.Since(start))
+		}
+	})
+}
