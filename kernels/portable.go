@@ -28,6 +28,9 @@ const block = 128
 
 // view is the elements lo..lo+n-1 of the array at p, which may be unaligned.
 func view[T any](p unsafe.Pointer, lo, n int) []T {
+	if n <= 0 {
+		return nil // an address just past the end is not one to form
+	}
 	var t T
 	return unsafe.Slice((*T)(unsafe.Add(p, uintptr(lo)*unsafe.Sizeof(t))), n)
 }
@@ -136,6 +139,10 @@ func combineIntegers[T integer](op Op, d, a, b []T) {
 	a, b = a[:len(d)], b[:len(d)]
 	switch op {
 	case Sum, Avg:
+		if size := unsafe.Sizeof(T(0)); size <= 2 && len(d) >= 16 {
+			n := addWords(unsafe.Pointer(&d[0]), unsafe.Pointer(&a[0]), unsafe.Pointer(&b[0]), len(d)*int(size)/8, size) / int(size)
+			d, a, b = d[n:], a[n:], b[n:]
+		}
 		for len(d) >= 4 && len(a) >= 4 && len(b) >= 4 {
 			d[0], d[1], d[2], d[3] = a[0]+b[0], a[1]+b[1], a[2]+b[2], a[3]+b[3]
 			d, a, b = d[4:], a[4:], b[4:]
@@ -159,6 +166,21 @@ func combineIntegers[T integer](op Op, d, a, b []T) {
 		size := int(unsafe.Sizeof(T(0)))
 		combineBits(op, unsafe.Pointer(unsafe.SliceData(d)), unsafe.Pointer(unsafe.SliceData(a)), unsafe.Pointer(unsafe.SliceData(b)), size*len(d))
 	}
+}
+
+// addWords adds 8-bit or 16-bit elements, n words of them, a word at a time: everything but the top bits, which then cannot
+// carry into the next element, and the top bits by exclusive or. It returns the bytes added.
+func addWords(dst, x, y unsafe.Pointer, n int, size uintptr) int {
+	low := uint64(0x7f7f7f7f7f7f7f7f)
+	if size == 2 {
+		low = 0x7fff7fff7fff7fff
+	}
+	d, a, b := view[uint64](dst, 0, n), view[uint64](x, 0, n), view[uint64](y, 0, n)
+	a, b = a[:len(d)], b[:len(d)]
+	for i := range d {
+		d[i] = (a[i]&low + b[i]&low) ^ (a[i]^b[i])&^low
+	}
+	return 8 * n
 }
 
 // combineBits applies BitAnd, BitOr or BitXor to n bytes, eight at a time.
@@ -451,24 +473,35 @@ func narrowSmall(dt DType, dst unsafe.Pointer, a []float32) {
 func boolKernel(op Op) kernel {
 	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, _, _ int) {
 		s := unsafe.Slice(srcs, k)
-		for ; lo < hi; lo++ {
-			v := truth(s[0], lo)
+		for ; hi-lo >= 8; lo += 8 {
+			v := truths(*(*uint64)(unsafe.Add(s[0], lo)))
 			for _, p := range s[1:] {
-				switch op {
-				case BitOr:
-					v |= truth(p, lo)
-				case BitAnd:
-					v &= truth(p, lo)
-				case BitXor:
-					v ^= truth(p, lo)
-				}
+				v = logic(op, v, truths(*(*uint64)(unsafe.Add(p, lo))))
 			}
-			*(*uint8)(unsafe.Add(dst, lo)) = v
+			*(*uint64)(unsafe.Add(dst, lo)) = v
+		}
+		for ; lo < hi; lo++ {
+			v := truths(uint64(*(*uint8)(unsafe.Add(s[0], lo))))
+			for _, p := range s[1:] {
+				v = logic(op, v, truths(uint64(*(*uint8)(unsafe.Add(p, lo)))))
+			}
+			*(*uint8)(unsafe.Add(dst, lo)) = uint8(v)
 		}
 	}
 }
 
-func truth(p unsafe.Pointer, i int) uint8 {
-	b := *(*uint8)(unsafe.Add(p, i))
-	return (b | -b) >> 7
+func logic(op Op, a, b uint64) uint64 {
+	switch op {
+	case BitAnd:
+		return a & b
+	case BitOr:
+		return a | b
+	}
+	return a ^ b
+}
+
+// truths makes each byte of w that is not 0 a 1.
+func truths(w uint64) uint64 {
+	const low = 0x7f7f7f7f7f7f7f7f
+	return (w&low + low | w) >> 7 & 0x0101010101010101
 }

@@ -252,5 +252,7 @@ func copyStream(dst, src unsafe.Pointer, n int) {
 		copyNTAVX2(unsafe.Add(dst, lo), unsafe.Add(src, lo), m)
 		lo += m
 	}
-	Copy(unsafe.Add(dst, lo), unsafe.Add(src, lo), n-lo)
+	if lo < n {
+		Copy(unsafe.Add(dst, lo), unsafe.Add(src, lo), n-lo)
+	}
 }

@@ -621,15 +621,15 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 
 	body := func(label string, steps int, k Op, ahead int) {
 		cur, p := GP64(), GP64()
-		prefetch := func() {
-			for d := 0; ahead > 0 && d < steps*step; d += 64 {
-				PREFETCHT0(Mem{Base: p, Disp: ahead + d})
+		prefetch := func(j int) { // with the step that begins a line, so that requests do not come in bursts
+			if ahead > 0 && j*step%64 == 0 {
+				PREFETCHT0(Mem{Base: p, Disp: ahead + j*step})
 			}
 		}
 		MOVQ(Mem{Base: srcs}, p)
 		ADDQ(pos, p)
-		prefetch()
 		for j := range steps {
+			prefetch(j)
 			s.load(Mem{Base: p, Disp: j * step}, k, acc[j])
 		}
 		LEAQ(Mem{Base: srcs, Disp: 8}, cur)
@@ -638,8 +638,8 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 		Label(label + "Source")
 		MOVQ(Mem{Base: cur}, p)
 		ADDQ(pos, p)
-		prefetch()
 		for j := range steps {
+			prefetch(j)
 			m := Mem{Base: p, Disp: j * step}
 			if s.direct && o.direct && k == nil {
 				o.apply(m, acc[j][0])

@@ -1,0 +1,52 @@
+// Package kernels does the arithmetic of collectives on host memory: it reduces n buffers into one, for every data type and
+// operation that the process group knows, at the speed of memory.
+//
+// # What a reduction is
+//
+// A [Reducer] computes dst[i] = srcs[0][i] op srcs[1][i] op …, from left to right. The order is part of the contract: the
+// same inputs in the same order give the same bits on every machine, whatever instructions it has, also for NaNs.
+// [Reference] returns the definition in portable Go; [Lookup] returns the fastest version for this machine, chosen once when
+// the program starts (AVX-512 with BW, DQ and VL; AVX2 with F16C and BMI2; else, on other architectures, and with the build
+// tag purego, the portable one). [Reduce] is the checked form for byte slices.
+//
+//	add, err := kernels.Lookup(kernels.Sum, kernels.BFloat16)
+//	if err != nil {
+//		return err
+//	}
+//	add(dst, []unsafe.Pointer{mine, left, right}, n)
+//
+// # What the operations mean
+//
+//   - Integers: Sum and Product wrap around. Avg is the wrapped sum, divided towards zero. Min, Max, and the bit operations
+//     are what they are called.
+//   - Float32 and Float64: Sum and Product round at every step, like the scalar expression. Avg divides the sum. A result
+//     that is NaN is the first source that is NaN, made quiet, unless an invalid operation (inf-inf, 0*inf) came before it:
+//     that yields the NaN of x86, 0xffc00000 or 0xfff8000000000000.
+//   - Min and Max of floats are minimum and maximum of IEEE 754-2019: -0 is less than +0, and a NaN anywhere makes the
+//     result NaN, always the canonical one, 0x7fc00000, 0x7ff8000000000000, 0x7e00 (Float16) or 0x7fc0 (BFloat16).
+//   - Float16 and BFloat16 are widened to float32, accumulated as float32 over all the sources of one call, and rounded
+//     once, to nearest, ties to even; subnormals are kept. NaNs are as in float32, cut to the upper bits.
+//   - Float8E4M3 and Float8E5M2: Sum only, likewise. What is too large becomes infinite in E5M2 and NaN in E4M3, which has
+//     no infinity; nothing saturates. See [F8E4M3From].
+//   - Bool: Sum, Max and BitOr are or; Product, Min and BitAnd are and; BitXor is exclusive or. Any byte but 0 is true;
+//     results are 0 or 1.
+//   - One source is copied as it is (bools become 0 or 1).
+//
+// [Supported] says which pairs exist. An Avg in stages combines partial results with [Stage](Avg), which is Sum, and ends in
+// [Scale]. An algorithm whose stages are to round 16-bit floats only once carries its partial sums as float32, between [Widen]
+// and [Narrow].
+//
+// # How they work
+//
+// The assembly is written by internal/gen (go generate). All kernels have one shape: a block of accumulators fills the
+// vector registers, every source is added to it in turn, and the block is stored, so that memory is read once and written
+// once whatever the number of sources, and 16-bit floats stay float32 in registers from the first source to the last. Two
+// sources have no code of their own: the general loop sums them at the speed of a copy in the nearest cache already.
+// Tails are masked (AVX-512) or left to the portable kernel (AVX2).
+//
+// Operands of more than half a megabyte together are prefetched. [LookupStream] stores around the caches besides, which pays
+// where the result is larger than they are and dst is no source: an ordinary store first reads what it overwrites. [CopyNT]
+// does so for copies.
+//
+// Assembly cannot be preempted; therefore a Reducer comes back to Go after every 256 KiB of the result.
+package kernels
