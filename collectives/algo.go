@@ -66,7 +66,7 @@ func ParseKind(name string) (Kind, error) {
 var makers = [numKinds][numAlgos]func(*builder){
 	AllReduce: {Flat: flatAllReduce, Direct: directAllReduce, TwoShot: twoShotAllReduce, Doubling: doublingAllReduce,
 		Halving: halvingAllReduce, Ring: ringAllReduce, Tree: treeAllReduce, Hierarchical: hierAllReduce},
-	ReduceScatter: {Flat: flatReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter, Ring: ringReduceScatter},
+	ReduceScatter: {Flat: pairwiseReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter, Ring: ringReduceScatter},
 	AllGather: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather, Bruck: bruckAllGather,
 		Hierarchical: hierAllGather},
 	AllToAll:  {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll},

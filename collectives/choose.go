@@ -53,7 +53,7 @@ var table = [numKinds][]rule{
 		{always, 0, 0, Ring},
 	},
 	ReduceScatter: {
-		{always, 8, 16 << 10, Flat},
+		{always, 8, 16 << 10, Pairwise},
 		{mapped, 0, 0, Direct},
 		{always, 32, 0, Pairwise},
 		{memory, 0, 0, Pairwise},

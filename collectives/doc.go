@@ -24,7 +24,7 @@
 // copied, or computed by several in the same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the active ranks in
 // slot order, a Combine folds its sources from left to right, and
 //
-//   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine (flat and direct whatever the length);
+//   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block first, whatever the root;
 //   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs, where 2^k is the largest power of two up to n;
 //   - chain: ((x0 + x1) + ... + x(root)) + (x(root+1) + (... + x(n-1)));
@@ -39,7 +39,8 @@
 //
 // Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes, and n ranks.
 //
-//   - flat: everyone sends everyone what it needs; one round. For what is so short that only the number of rounds counts.
+//   - flat: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so short that only the number of rounds counts, and for
+//     two ranks, where no algorithm sends less.
 //   - direct: each rank folds its n-th of all vectors where they are and stores it where it belongs. 2·S/n loads and stores per rank for
 //     each of the n; nothing is copied on the way.
 //   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned; 2(n-1) a per chunk, 2S(n-1)/n B, each element folded

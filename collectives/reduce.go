@@ -3,35 +3,13 @@ package collectives
 // The plans that combine: AllReduce, ReduceScatter, Reduce. Wherever In and Out may be the same memory, a range of Out is written (or its
 // Recv posted) only after the last step that reads that range of In.
 
-// flatAllReduce sends the whole vector to everyone, and everyone folds all n in slot order.
+// flatAllReduce sends the whole vector to everyone, and everyone folds all n in slot order: an exchange in which each rank's part is the whole.
 func flatAllReduce(b *builder) {
-	b.flatFold(func(int) Ref { return b.mine(In, 0) }, b.mine(Out, 0))
+	whole := func(int) Ref { return b.mine(In, 0) }
+	pairwise(b, exchange{team: b.all, size: b.partSize, src: whole, dst: b.outWhole, reduce: true, final: true})
 }
 
-// flatReduceScatter is one message from each rank to each, and one fold in slot order.
-func flatReduceScatter(b *builder) { b.flatFold(b.inPart, b.mine(Out, 0)) }
-
-// flatFold sends src(p) to each p and folds what all sent into out; a chunk is over before the next one begins.
-func (b *builder) flatFold(src func(p int) Ref, out Ref) {
-	got := b.slots(b.n-1, min(b.chunk, out.Len))
-	for c := range b.chunks(out.Len, 2*b.n) {
-		off, n := b.cut(out.Len, c)
-		srcs := make([]Ref, b.n)
-		srcs[b.me] = src(b.me).sub(off, n)
-		for d := 1; d < b.n; d++ {
-			p := b.all.at(-d)
-			srcs[p] = got[d-1].sub(0, n)
-			b.borrow(b.Active[p], srcs[p])
-		}
-		for d := 1; d < b.n; d++ {
-			p := b.all.at(d)
-			b.send(b.Active[p], src(p).sub(off, n))
-		}
-		b.combine(true, out.sub(off, n), srcs)
-	}
-}
-
-// pairwiseReduceScatter is flatReduceScatter as a pipeline: chunk k is folded while chunk k+1 is under way.
+// pairwiseReduceScatter is one message from each rank to each, and one fold in slot order. That is what flat would be, too.
 func pairwiseReduceScatter(b *builder) {
 	pairwise(b, exchange{team: b.all, size: b.partSize, src: b.inPart, dst: b.outWhole, reduce: true, final: true})
 }
@@ -95,9 +73,9 @@ func pairwise(b *builder, x exchange) {
 	grain := min(b.chunk, own)
 	var got, out []Ref
 	if x.reduce {
-		got = b.slots(2*(n-1), grain)
+		got = b.slots(min(rounds, 2)*(n-1), grain)
 		if bounce {
-			out = b.slots(2, grain)
+			out = b.slots(min(rounds, 2), grain)
 		}
 	}
 	result := func(c int) Ref {
@@ -483,12 +461,12 @@ func (b *builder) up(nd node, in, out Ref, chunk int) {
 	defer func() { b.chunk = keep }()
 	b.chunk = chunk
 	grain := min(chunk, in.Len)
-	got := b.slots(2*from, grain)
+	rounds := b.chunks(in.Len, 3*from+4)
+	got := b.slots(min(rounds, 2)*from, grain)
 	var acc Ref
 	if out.Len == 0 && from > 0 {
 		acc = b.tmp(grain)
 	}
-	rounds := b.chunks(in.Len, 3*from+4)
 	post := func(c int) {
 		if c >= rounds {
 			return

@@ -357,7 +357,7 @@ func draw(r *rand.Rand, k Kind, a Algo, n int) call {
 		s.Count = r.IntN(1 + 1000/n)
 	}
 	if s.Chunk = []int{0, 1, 8, 24, 64, 128}[r.IntN(6)]; s.Chunk > 0 { // but not so many steps that it takes long
-		s.Chunk = max(s.Chunk, s.Count*s.Elem*n*n/30000)
+		s.Chunk = max(s.Chunk, s.Count*s.Elem*n*n/8000)
 	}
 	if k == AllGatherV {
 		s.Counts = make([]int, s.Size)
