@@ -47,7 +47,8 @@ type Config struct {
 	// pays where a network gives a single connection only a part of its bandwidth.
 	Conns int
 	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up to a multiple of 4096; the smaller of both ends
-	// counts. A link keeps at most one frame of its own, and only after its peer was slower than itself. Default 256 KiB.
+	// counts. A link keeps at most one frame of its own, in memory that each of its connections takes when the peer is first slower than itself. Default
+	// 256 KiB.
 	MaxFrame int
 	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at least 32 KiB. Default 64 KiB.
 	BufferSize int
