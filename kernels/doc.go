@@ -30,6 +30,8 @@
 //     no infinity; nothing saturates. See [F8E4M3From].
 //   - Bool: Sum, Max and BitOr are or; Product, Min and BitAnd are and; BitXor is exclusive or. Any byte but 0 is true;
 //     results are 0 or 1.
+//   - Subnormals count, everywhere: threads are expected to be in the floating-point mode that Go starts them in, rounding
+//     to nearest and flushing nothing. C code that sets another mode on a thread it calls Go from changes results.
 //   - One source is copied as it is (bools become 0 or 1).
 //
 // [Supported] says which pairs exist. An Avg in stages combines partial results with [Stage](Avg), which is Sum, and ends in
