@@ -10,7 +10,7 @@
 // a Recv before the Send on which a peer's matching progress could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data
 // for the caller's Out arrives there, and bounces through scratch memory only to be combined or passed on in bulk. In is never written, and
 // where Kind lets In and Out be one memory, a range of Out is overwritten only after the last use of the same range of In. Scratch memory
-// (Plan.Tmp) is a number of ranks times Shape.Chunk, whatever the vector's length; a plan's number of steps depends on the vector's length only by
+// (Plan.Tmp) is bounded by the ranks times a few Shape.Chunk (bruck: times log2(n)), whatever the vector's length; a plan's number of steps depends on the vector's length only by
 // the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, one plan run per block. Offsets are relative to a part, so that a
 // block of parts needs no plan of its own. What moves nothing has no step: parts may be empty, and ranks that have nothing to do for each
 // other do not talk.

@@ -62,11 +62,11 @@ func over(t team, bounds []int, src, dst Ref, x exchange) exchange {
 // visited in rotated order, so that not all send to the same one at once.
 func pairwise(b *builder, x exchange) {
 	n, me := x.n(), x.me
-	widest := 0
+	longest := 0
 	for p := range n {
-		widest = max(widest, x.size(p))
+		longest = max(longest, x.size(p))
 	}
-	rounds := b.chunks(widest, 4*n)
+	rounds := b.chunks(longest, 4*n)
 	own := x.size(me)
 	acc := x.dst(me)
 	bounce := x.toRoot && me != x.root // no memory of the caller's for results
