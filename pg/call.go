@@ -68,11 +68,6 @@ func spell(t p2p.Token) string {
 	return s + ")"
 }
 
-// sameCall reports whether two tokens differ in the algorithm alone: then TUTTI_ALGO differs between ranks.
-func sameCall(a, b p2p.Token) bool {
-	return a.Seq == b.Seq && a.Count == b.Count && a.Call|0xff<<24 == b.Call|0xff<<24
-}
-
 // check validates the arguments of a collective and fills g.cur. It looks at nothing that only this rank knows but the lengths of its own buffers.
 func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
 	n := g.size
@@ -226,13 +221,13 @@ type wireAbort struct {
 	Call     p2p.Token
 	Other    p2p.Token
 	After    int64
-	Missing  []Seen2
+	Missing  []lastSeen
 	Text     string
 	Canceled bool
 }
 
-// Seen2 is a missing rank with the token last seen of it.
-type Seen2 struct {
+// lastSeen is a missing rank with the token last seen of it.
+type lastSeen struct {
 	Rank int
 	Has  bool
 	Last p2p.Token
@@ -288,7 +283,7 @@ func decodeAbort(b []byte, size int) (*wireAbort, error) {
 		return nil, errBadAbort
 	}
 	for ; n > 0; n-- {
-		m := Seen2{Rank: u32(at), Has: b[at+4] == 1, Last: tok(at + 5)}
+		m := lastSeen{Rank: u32(at), Has: b[at+4] == 1, Last: tok(at + 5)}
 		if m.Rank < 0 || m.Rank >= size {
 			return nil, errBadAbort
 		}

@@ -292,7 +292,7 @@ func TestLocalRefusesBadSizes(t *testing.T) {
 }
 
 func FuzzDecodeAbort(f *testing.F) {
-	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5, Missing: []Seen2{{Rank: 1, Has: true}}, Text: "x"}
+	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5, Missing: []lastSeen{{Rank: 1, Has: true}}, Text: "x"}
 	f.Add(a.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -313,7 +313,7 @@ func FuzzDecodeAbort(f *testing.F) {
 func TestAbortRoundTrip(t *testing.T) {
 	a := wireAbort{Kind: abortTimeout, A: 3, B: 1, Call: p2p.Token{Seq: 1, Call: uint64(collectives.AllReduce), Count: 3}, Other: p2p.Token{Seq: 9}, After: 5, Text: strings.Repeat("y", 5000), Canceled: true}
 	for i := range 40 {
-		a.Missing = append(a.Missing, Seen2{Rank: i % 4, Has: i%2 == 0, Last: p2p.Token{Seq: uint64(i)}})
+		a.Missing = append(a.Missing, lastSeen{Rank: i % 4, Has: i%2 == 0, Last: p2p.Token{Seq: uint64(i)}})
 	}
 	b, err := decodeAbort(a.encode(), 4)
 	if err != nil {

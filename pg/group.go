@@ -195,7 +195,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 func (g *Group) fail(err error) error {
 	p := g.job.proxy
 	p.Lock()
-	typed, tell := g.explain(err)
+	tell, typed := g.explain(err)
 	if tell != nil {
 		g.coll.Abort(typed, tell.encode())
 	}
@@ -206,8 +206,8 @@ func (g *Group) fail(err error) error {
 	return typed
 }
 
-// explain makes a typed error of err, and the message that tells it to the others; nil where they have been told or cannot be.
-func (g *Group) explain(err error) (error, *wireAbort) {
+// explain makes a typed error of err, and the message that tells it to the others, nil where they have been told or cannot be.
+func (g *Group) explain(err error) (*wireAbort, error) {
 	now := g.run.tok
 	if now.Seq != g.seq { // failed before it began
 		now = g.cur.token(g.seq, collectives.Auto)
@@ -219,9 +219,9 @@ func (g *Group) explain(err error) (error, *wireAbort) {
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.size)
 		if bad != nil {
-			return &RankError{Rank: max(aborted.Rank, 0), Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: bad}, nil
+			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: bad}
 		}
-		return g.told(a), nil
+		return nil, g.told(a)
 	case errors.As(err, &differ):
 		ours := differ.Ours
 		if differ.Theirs.Seq < ours.Seq { // of an earlier operation, which left it over
@@ -230,18 +230,18 @@ func (g *Group) explain(err error) (error, *wireAbort) {
 			}
 		}
 		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank, CallB: spell(differ.Theirs) + differ.Detail}
-		return m, &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs, Text: differ.Detail}
+		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs, Text: differ.Detail}, m
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
 		e := &RankError{Rank: slot, Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
-		return e, &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}
+		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()), Missing: g.run.missing(), Canceled: errors.Is(err, context.Canceled)}
-		return g.told(a), a
+		return a, g.told(a)
 	case errors.Is(err, p2p.ErrClosed):
-		return ErrClosed, nil
+		return nil, ErrClosed
 	}
-	return err, &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}
+	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
 
 // told is the error that a failure message stands for.

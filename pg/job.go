@@ -56,7 +56,6 @@ type place struct {
 	cores   int
 	maps    bool
 	algo    collectives.Algo
-	timeout time.Duration
 }
 
 const placeSize = 16
@@ -173,7 +172,7 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 		case "tcp":
 			spec, err := ports.ParseSpec(s.Ports)
 			if err != nil {
-				return nil, fmt.Errorf("Ports: %w", err)
+				return nil, fmt.Errorf("config: %w", err)
 			}
 			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(), Logger: s.Logger}))
 		}

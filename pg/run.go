@@ -482,8 +482,8 @@ func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType)
 }
 
 // missing lists the ranks that the operation is waiting for, with what was last seen of them. Called with the proxy's lock.
-func (r *runner) missing() []Seen2 {
-	var all []Seen2
+func (r *runner) missing() []lastSeen {
+	var all []lastSeen
 	add := func(slot int) {
 		for _, m := range all {
 			if m.Rank == slot {
@@ -491,7 +491,7 @@ func (r *runner) missing() []Seen2 {
 			}
 		}
 		t, ok := r.g.coll.Seen(slot)
-		all = append(all, Seen2{Rank: slot, Has: ok, Last: t})
+		all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
 	}
 	if r.prog == nil {
 		return nil

@@ -1,0 +1,61 @@
+GO      ?= go
+BIN     := bin
+# Debian packages: the compiler for cgo, network namespaces and traffic control, and what the peer programs are built and run with.
+DEPS       := gcc g++ libc6-dev iproute2 iputils-ping procps util-linux ca-certificates
+PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev
+STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
+APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
+RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
+
+.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate bench bench-peers deps deps-peers clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+build: ## bin/tutti and all packages
+	$(GO) build ./...
+	$(GO) build -o $(BIN)/tutti ./cmd/tutti
+
+test: lint test-unit test-race test-purego ## everything that CI runs; names what was skipped and why
+
+test-unit: ## all tests, also those of several processes and hosts
+	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m ./...
+
+test-race: ## the packages with the race detector
+	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(RACE_PKGS)
+
+test-purego: ## build and test without cgo and without assembly
+	CGO_ENABLED=0 $(GO) build ./...
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg
+
+lint: ## gofmt, vet, staticcheck, and that generated code is current
+	@test -z "$$(gofmt -l .)" || { echo "not formatted:"; gofmt -l .; exit 1; }
+	$(GO) vet ./...
+	CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg/... ./cmd/...
+	$(GO) run $(STATICCHECK) ./...
+
+vuln: ## known vulnerabilities in what the module links, if the database can be reached
+	$(GO) run $(GOVULNCHECK) ./...
+
+fmt: ## format
+	gofmt -w .
+
+generate: ## the SIMD kernels
+	$(GO) generate ./...
+
+bench: build ## the nccl-tests table of every operation on this machine
+	$(BIN)/tutti bench -n 2 --op all --max 4M
+
+bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_FLAGS=--quick)
+	$(GO) run ./tests/peers --json .build/peers.json $(PEERS_FLAGS)
+
+deps: ## install the Debian packages that building and testing need (as root)
+	$(APT_GET) update -qq
+	$(APT_GET) install -y -qq --no-install-recommends $(DEPS)
+
+deps-peers: deps ## also those of bench-peers
+	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)
+
+clean: ## remove what building left
+	rm -rf $(BIN) .build

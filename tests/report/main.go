@@ -1,0 +1,148 @@
+// Command report runs `go test` with -json and shows what a person wants to see of it: a line for each package, the output of tests that failed, the names of
+// tests that were skipped with their reasons, and totals.
+//
+//	go run ./tests/report -- go test -count=1 ./...
+//
+// With CI=true in the environment a skipped test fails the run, unless its reason says that it needs a GPU: on the machine that decides, nothing is skipped silently.
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strings"
+)
+
+type event struct {
+	Action, Package, Test, Output string
+	Elapsed                       float64
+}
+
+type key struct{ pkg, test string }
+
+// summary collects what the events of one run say.
+type summary struct {
+	out                     io.Writer
+	text                    map[key]*strings.Builder
+	skips                   []string
+	passed, failed, skipped int
+	silent                  int // skipped for another reason than a missing GPU
+}
+
+func (s *summary) add(e event) {
+	k := key{e.Package, e.Test}
+	switch e.Action {
+	case "output":
+		if s.text[k] == nil {
+			s.text[k] = &strings.Builder{}
+		}
+		s.text[k].WriteString(e.Output)
+		return
+	case "build-output":
+		io.WriteString(s.out, e.Output)
+		return
+	case "pass", "fail", "skip":
+	default:
+		return
+	}
+	text := ""
+	if b := s.text[k]; b != nil {
+		text = b.String()
+		delete(s.text, k)
+	}
+	if e.Test == "" { // the package
+		switch {
+		case e.Action == "skip" || strings.Contains(text, "[no test files]"):
+		case e.Action == "fail":
+			fmt.Fprintf(s.out, "FAIL  %s\n%s", e.Package, text)
+		default:
+			fmt.Fprintf(s.out, "ok    %-32s %6.1fs\n", e.Package, e.Elapsed)
+		}
+		return
+	}
+	switch e.Action {
+	case "pass":
+		s.passed++
+	case "fail":
+		s.failed++
+		fmt.Fprintf(s.out, "----- %s %s\n%s", e.Package, e.Test, text)
+	case "skip":
+		s.skipped++
+		why := reason(text)
+		if !strings.Contains(strings.ToLower(why), "gpu") {
+			s.silent++
+		}
+		s.skips = append(s.skips, fmt.Sprintf("skip  %s %s: %s", e.Package, e.Test, why))
+	}
+}
+
+// reason is what a skipped test said last.
+func reason(text string) string {
+	why := "no reason given"
+	for line := range strings.Lines(text) {
+		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "---") && !strings.HasPrefix(line, "===") {
+			why = line
+		}
+	}
+	return why
+}
+
+// finish prints the totals and returns the exit code.
+func (s *summary) finish(ci bool, code int) int {
+	for _, line := range s.skips {
+		fmt.Fprintln(s.out, line)
+	}
+	fmt.Fprintf(s.out, "%d passed, %d failed, %d skipped\n", s.passed, s.failed, s.skipped)
+	if ci && s.silent > 0 {
+		fmt.Fprintf(s.out, "%d tests were skipped for want of something that can be installed: see above\n", s.silent)
+		code = max(code, 1)
+	}
+	if code == 0 && s.failed > 0 {
+		code = 1
+	}
+	return code
+}
+
+func main() {
+	args := os.Args[1:]
+	if len(args) > 0 && args[0] == "--" {
+		args = args[1:]
+	}
+	if len(args) < 2 {
+		fmt.Fprintln(os.Stderr, "report: want a go test command")
+		os.Exit(2)
+	}
+	args = append([]string{args[0], args[1], "-json"}, args[2:]...)
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.Stderr = os.Stderr
+	pipe, err := cmd.StdoutPipe()
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "report:", err)
+		os.Exit(2)
+	}
+	s := &summary{out: os.Stdout, text: map[key]*strings.Builder{}}
+	lines := bufio.NewReader(pipe)
+	for {
+		line, err := lines.ReadBytes('\n')
+		var e event
+		if json.Unmarshal(line, &e) == nil && e.Action != "" {
+			s.add(e)
+		} else {
+			os.Stdout.Write(line)
+		}
+		if err != nil {
+			break
+		}
+	}
+	code := 0
+	if cmd.Wait() != nil {
+		code = 1
+	}
+	os.Exit(s.finish(os.Getenv("CI") == "true", code))
+}

@@ -1,0 +1,44 @@
+package main
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestSummary(t *testing.T) {
+	var out strings.Builder
+	s := &summary{out: &out, text: map[key]*strings.Builder{}}
+	for _, e := range []event{
+		{Action: "output", Package: "p", Test: "A", Output: "noise\n"}, {Action: "pass", Package: "p", Test: "A"},
+		{Action: "output", Package: "p", Test: "B", Output: "    b_test.go:3: wrong\n"}, {Action: "fail", Package: "p", Test: "B"},
+		{Action: "output", Package: "p", Test: "C", Output: "    c_test.go:3: needs a GPU\n"}, {Action: "output", Package: "p", Test: "C", Output: "--- SKIP: C\n"}, {Action: "skip", Package: "p", Test: "C"},
+		{Action: "fail", Package: "p"},
+	} {
+		s.add(e)
+	}
+	if code := s.finish(true, 0); code != 1 {
+		t.Errorf("exit code %d with a failed test", code)
+	}
+	for _, want := range []string{"wrong", "skip  p C: c_test.go:3: needs a GPU", "1 passed, 1 failed, 1 skipped"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("%q is missing in:\n%s", want, out.String())
+		}
+	}
+	if strings.Contains(out.String(), "noise") {
+		t.Error("output of a passed test is shown")
+	}
+}
+
+func TestASilentSkipFailsCI(t *testing.T) {
+	for why, code := range map[string]int{"needs root": 1, "needs a GPU": 0} {
+		s := &summary{out: &strings.Builder{}, text: map[key]*strings.Builder{}}
+		s.add(event{Action: "output", Package: "p", Test: "C", Output: "    c_test.go:3: " + why + "\n"})
+		s.add(event{Action: "skip", Package: "p", Test: "C"})
+		if got := s.finish(true, 0); got != code {
+			t.Errorf("%s: exit code %d, want %d", why, got, code)
+		}
+		if got := s.finish(false, 0); got != 0 {
+			t.Errorf("%s: exit code %d outside of CI", why, got)
+		}
+	}
+}
