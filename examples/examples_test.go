@@ -115,3 +115,14 @@ func infer(t *testing.T, program string) {
 		}
 	}
 }
+
+// Programs of ranks link the store's client, and not its server.
+func TestNoServerIsLinked(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "./hello", "./train", "./infer").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(string(out), "go.etcd.io/etcd/client/v3\n") || strings.Contains(string(out), "go.etcd.io/etcd/server/") {
+		t.Errorf("the examples depend on\n%s", out)
+	}
+}

@@ -18,6 +18,7 @@ import (
 	"math"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 	"time"
 	"unsafe"
@@ -43,7 +44,7 @@ func main() {
 	flag.IntVar(&o.dim, "dim", 64, "width of the model")
 	flag.IntVar(&o.heads, "heads", 4, "attention heads: divides the width")
 	flag.IntVar(&o.layers, "layers", 2, "blocks")
-	flag.Float64Var(&o.rate, "lr", 6e-3, "learning rate, at its height")
+	flag.Float64Var(&o.rate, "lr", 8e-3, "learning rate, at its height")
 	flag.Uint64Var(&o.seed, "seed", 1, "of the weights and the order of the text")
 	flag.StringVar(&o.dtype, "dtype", "float32", "float32 or float64")
 	flag.StringVar(&o.text, "text", "", "file, or directory of .go files, to learn (default: the Go standard library's source)")
@@ -147,7 +148,7 @@ func train[T nn.Float](ctx context.Context, g *pg.Group, o options, out io.Write
 		return err
 	}
 	if g.Rank() == 0 && o.sample > 0 {
-		fmt.Fprintf(out, "\n%s\n", generate(m, "\nfunc ", o.sample, o.seed))
+		fmt.Fprintf(out, "\n%s\n", strings.TrimSpace(generate(m, "\nfunc ", o.sample, o.seed)))
 	}
 	return pg.Free(g, grads) // not on the way out of an error: operations may be under way until Close
 }
