@@ -21,8 +21,8 @@ import (
 // Config of a transport.
 type Config struct {
 	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the accepting side's counts. The
-	// largest frame is a quarter of it. A link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 1 MiB for 4 ranks with the default,
-	// 256 MiB for 256 ranks with 4 KiB. The memory is taken when a link is made and touched as frames pass. Default 64 KiB.
+	// largest frame is a quarter of it. A link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 768 KiB for 4 ranks with the default,
+	// 255 MiB for 256 ranks with 4 KiB. The memory is taken when a link is made and touched as frames pass. Default 64 KiB.
 	RingBytes int
 }
 

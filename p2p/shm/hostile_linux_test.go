@@ -498,6 +498,64 @@ func TestStrangers(t *testing.T) {
 	})
 }
 
+// TestHugePages: memory of hugetlbfs, sealed and of the right size, may still be a SIGBUS when the pool is empty.
+func TestHugePages(t *testing.T) {
+	fd, err := unix.MemfdCreate("x", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_HUGETLB|unix.MFD_HUGE_2MB)
+	if err != nil {
+		t.Skipf("this kernel makes no memory of huge pages: %v", err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Ftruncate(fd, 2<<20); err != nil {
+		t.Skip(err)
+	}
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals); err != nil {
+		t.Skip(err)
+	}
+	if err := checkMemory(fd, 2<<20); !errors.Is(err, p2p.ErrProtocol) {
+		t.Errorf("%v, want %v", err, p2p.ErrProtocol)
+	}
+}
+
+// TestFullBacklog: a listener that does not get round to accepting is waited for, until the context ends.
+func TestFullBacklog(t *testing.T) {
+	r := rogue{id: p2p.Identity{Rank: 1, Incarnation: 77}, where: endpoint{uid: uint32(os.Geteuid())}}
+	var err error
+	if r.where.machine, err = Identify(); err != nil {
+		t.Fatal(err)
+	}
+	rand.Read(r.where.name[:])
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(fd)
+	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: r.where.address()}); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Listen(fd, 0); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		c, err := net.Dial("unix", r.where.address())
+		if errors.Is(err, unix.EAGAIN) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+	}
+	a := node(t, 0)
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
+	defer cancel()
+	if l, err := a.T.Dial(ctx, r.id, r.where.encode()); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, unix.EAGAIN) {
+		if err == nil {
+			l.Close()
+		}
+		t.Errorf("Dial: %v", err)
+	}
+}
+
 // TestSilentAcceptor: Dial ends with its context when the other side accepts and says nothing.
 func TestSilentAcceptor(t *testing.T) {
 	linktest.NoLeaks(t, "All", func(t *testing.T) {

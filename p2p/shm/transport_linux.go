@@ -97,6 +97,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 		t.Close()
 		return nil, fmt.Errorf("shm: the listener does not answer itself: %w", err)
 	}
+	conn.Read(make([]byte, 1)) // until the other end of the probe is closed too
 	conn.Close()
 	return e.encode(), nil
 }
