@@ -48,7 +48,7 @@ func TestInitRefuses(t *testing.T) {
 		"side":         {aligned(good), MinData, 2},
 		"negative":     {aligned(good), MinData, -1},
 		"nothing":      {nil, MinData, 0},
-		"overflow":     {aligned(good), -1 << 62, 0},
+		"overflow":     {aligned(good), -1 << 30, 0},
 		"no ring size": {aligned(Bytes(0)), 0, 0},
 	} {
 		if new(End).Init(c.mem, c.data, c.side, func() {}) == nil {
@@ -331,7 +331,7 @@ func fill(e *End) {
 // TestCallersMistake: a wrong length is the caller's fault and does not hurt the link.
 func TestCallersMistake(t *testing.T) {
 	a, b, _ := pair(t, MinData)
-	for _, c := range []struct{ says, has int }{{5, 4}, {4, 5}, {a.MaxFrame() + 1, a.MaxFrame() + 1}, {1<<32 - 1, 0}} {
+	for _, c := range []struct{ says, has int }{{5, 4}, {4, 5}, {a.MaxFrame() + 1, a.MaxFrame() + 1}, {1<<31 - 1, 0}} {
 		if ok, err := a.Send(&p2p.Header{Len: uint32(c.says)}, make([]byte, c.has)); ok || err == nil {
 			t.Errorf("header says %d, payload has %d: %v, %v", c.says, c.has, ok, err)
 		}
