@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -182,7 +183,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	if l.Source != "none" {
+	if l.Size > 1 || f.emit { // one rank alone, as an interactive Slurm step is, is no job to take part in
 		if cmd.Flags().Changed("ranks") && f.n != l.Size && !f.emit {
 			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n, l.Size, l.Source)
 		}
@@ -213,8 +214,8 @@ func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	if err != nil {
 		return err
 	}
-	o := launch.Options{Program: "/proc/self/exe", Args: append(os.Args[1:len(os.Args):len(os.Args)], "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
-		NoPrefix: true, Grace: time.Second, QuietCode: codeWrong, Secret: "", Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
+	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
+		NoPrefix: true, Grace: time.Second, QuietCode: codeWrong, Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err
 	}

@@ -54,7 +54,7 @@ func execute(args []string) int {
 	if errors.As(err, &code) {
 		return int(code)
 	}
-	fmt.Fprintln(os.Stderr, "tutti: "+err.Error())
+	fmt.Fprintln(os.Stderr, launch.Tag(os.Stderr)+err.Error())
 	var usage *usageError
 	var failed *launch.Error
 	switch {

@@ -386,24 +386,35 @@ func TestRunPrograms(t *testing.T) {
 	}
 }
 
-func TestRunInterruptedBuild(t *testing.T) {
-	s := newStage(t)
-	// A go command that never ends.
-	bin := t.TempDir()
-	if err := os.WriteFile(filepath.Join(bin, "go"), []byte("#!/bin/sh\necho building >&2\nexec sleep 1000\n"), 0o755); err != nil {
-		t.Fatal(err)
+// TestRunBuildCutShort ends tutti while a go command runs that never ends.
+func TestRunBuildCutShort(t *testing.T) {
+	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGKILL} {
+		s := newStage(t)
+		bin := t.TempDir()
+		if err := os.WriteFile(filepath.Join(bin, "go"), []byte("#!/bin/sh\necho building as $$ >&2\nexec sleep 1000\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		src := filepath.Join(t.TempDir(), "x.go")
+		if err := os.WriteFile(src, []byte("package main\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		j := s.command("run", "-n", "1", src)
+		j.cmd.Env = append(j.cmd.Env, "PATH="+bin+":"+os.Getenv("PATH"))
+		j.start()
+		j.stderr.await(t, "\n")
+		var pid int
+		if _, err := fmt.Sscanf(j.stderr.String(), "building as %d\n", &pid); err != nil {
+			t.Fatalf("%q: %v", j.stderr.String(), err)
+		}
+		building, guarding := watch(t, pid), watch(t, parent(t, pid))
+		j.signal(sig)
+		building()
+		guarding()
+		if <-j.finished; sig == syscall.SIGINT {
+			j.end(130)
+		}
+		s.empty()
 	}
-	src := filepath.Join(t.TempDir(), "x.go")
-	if err := os.WriteFile(src, []byte("package main\n"), 0o644); err != nil {
-		t.Fatal(err)
-	}
-	j := s.command("run", "-n", "1", src)
-	j.cmd.Env = append(j.cmd.Env, "PATH="+bin+":"+os.Getenv("PATH"))
-	j.start()
-	j.stderr.await(t, "building\n")
-	j.signal(syscall.SIGINT)
-	j.end(130)
-	s.empty()
 }
 
 func freePort(t *testing.T) string {

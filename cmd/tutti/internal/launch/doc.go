@@ -11,5 +11,5 @@
 // and exits. It is a subreaper: whatever a rank leaves behind, in whichever session or process group, becomes its child as the parent dies,
 // so that killing children until there are none reaches every descendant, and never a stranger: a child's number is not given to
 // anybody else before the guard has waited for it. Should the guard itself be killed, the ranks die by their parent-death signal and the launcher,
-// a subreaper too, inherits what they leave and does the same.
+// a subreaper too, inherits what they leave and does the same. Only if somebody kills both in one moment does what the ranks had started, but no rank, live on.
 package launch

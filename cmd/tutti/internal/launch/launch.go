@@ -136,7 +136,7 @@ func (l *launcher) say(text string) {
 	// Through the ranks' stream, so that it stands on a line of its own.
 	l.out.err.mu.Lock()
 	defer l.out.err.mu.Unlock()
-	fmt.Fprintln(l.Stderr, "tutti: "+text)
+	fmt.Fprintln(l.Stderr, Tag(l.Stderr)+text)
 }
 
 // close ends what is left of the processes, in bounded time.
@@ -347,11 +347,12 @@ func (l *launcher) summary() {
 		}
 	case l.running == 0:
 	default:
-		if others == 1 {
+		switch {
+		case l.running == others && others == 1:
 			text += "; ended the other rank"
-		} else if l.running == others {
+		case l.running == others:
 			text += fmt.Sprintf("; ended the other %s", count(others, "rank"))
-		} else {
+		default:
 			text += fmt.Sprintf("; ended the %s still running", count(l.running, "rank"))
 		}
 		if l.killed > 0 {

@@ -28,6 +28,14 @@ func Colour(f *os.File) bool {
 	return os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && Terminal(f)
 }
 
+// Tag is what the launcher's own lines on f begin with.
+func Tag(f *os.File) string {
+	if Colour(f) {
+		return "\x1b[1;31mtutti:\x1b[0m "
+	}
+	return "tutti: "
+}
+
 // rankColours tells neighbours apart: cyan, yellow, green, magenta, blue, and their bright versions; red is for errors.
 var rankColours = []int{36, 33, 32, 35, 34, 96, 93, 92, 95, 94}
 
