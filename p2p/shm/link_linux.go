@@ -125,15 +125,12 @@ func (l *link) answer(m message) error {
 	l.away = true
 	l.changed.Broadcast()
 	l.mu.Unlock()
-	r, err := l.host.Region(m.id)
+	_, err := l.host.Region(m.id) // is it shared? What it is, the exports say
 	l.mu.Lock()
 	l.away = false
 	l.mu.Unlock()
-	if err == nil && r.Generation != m.gen {
-		err = p2p.ErrNoRegion
-	}
 	if err == nil {
-		err = l.exports.pass(m.id, m.size, func(fd int) error { return l.sock.send(message{kind: msgGrant, req: m.req}, fd) })
+		err = l.exports.pass(m.id, m.size, m.gen, func(fd int) error { return l.sock.send(message{kind: msgGrant, req: m.req}, fd) })
 		if !errors.Is(err, p2p.ErrNoRegion) {
 			return err
 		}

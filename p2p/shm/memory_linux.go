@@ -92,9 +92,11 @@ type exports struct {
 	m  map[uint64]export
 }
 
+// The generation is kept here too and changes with the descriptor, under the lock: Region.Generation follows a moment later.
 type export struct {
 	fd   int
 	size int
+	gen  uint32
 }
 
 // alloc implements p2p.Allocator.
@@ -122,7 +124,7 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 	if x.m == nil {
 		x.m = map[uint64]export{}
 	}
-	x.m[id] = export{fd, n}
+	x.m[id] = export{fd: fd, size: n}
 	x.mu.Unlock()
 	r := p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], fd, func() error {
 		x.mu.Lock()
@@ -132,39 +134,49 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 		x.mu.Unlock()
 		return errors.Join(err, unmap(mem))
 	})
-	r.OnRenew(func() error { return x.renew(id, mem) })
+	r.OnRenew(func() error {
+		fd, err := x.renew(id, mem)
+		if fd >= 0 {
+			r.File = fd
+		}
+		return err
+	})
 	return r, nil
 }
 
 // renew puts fresh memory with the same contents behind the addresses of mem. Peers go on with the old memory, which is nobody else's from then on.
-func (x *exports) renew(id uint64, mem []byte) error {
+// It returns the new descriptor, negative if the old one stays.
+func (x *exports) renew(id uint64, mem []byte) (int, error) {
 	fd, err := newMemory(len(mem))
 	if err != nil {
-		return err
+		return -1, err
 	}
 	fresh, err := mapMemory(fd, len(mem))
 	if err != nil {
 		unix.Close(fd)
-		return err
+		return -1, err
 	}
-	copy(fresh, mem)
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	old, ok := x.m[id]
+	if !ok {
+		return -1, errors.Join(p2p.ErrNoRegion, unmap(fresh), unix.Close(fd))
+	}
+	copy(fresh, mem)
 	if _, err := unix.MmapPtr(fd, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
-		return errors.Join(err, unmap(fresh), unix.Close(fd))
+		return -1, errors.Join(err, unmap(fresh), unix.Close(fd))
 	}
 	unix.Madvise(mem, unix.MADV_HUGEPAGE)
-	old := x.m[id]
-	x.m[id] = export{fd, old.size}
-	return errors.Join(unmap(fresh), unix.Close(old.fd))
+	x.m[id] = export{fd, old.size, old.gen + 1}
+	return fd, errors.Join(unmap(fresh), unix.Close(old.fd))
 }
 
-// pass calls send with the descriptor of region id, if there is one of that size.
-func (x *exports) pass(id, size uint64, send func(fd int) error) error {
+// pass calls send with the descriptor of region id, if there is one of that size and generation.
+func (x *exports) pass(id, size uint64, gen uint32, send func(fd int) error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	e, ok := x.m[id]
-	if !ok || uint64(e.size) != size {
+	if !ok || uint64(e.size) != size || e.gen != gen {
 		return p2p.ErrNoRegion
 	}
 	return send(e.fd)
