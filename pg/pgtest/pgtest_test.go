@@ -163,6 +163,7 @@ var scenarios = map[string]func(t *testing.T){
 	"stubborn": func(t *testing.T) {
 		Run(t, 2, func(t *testing.T, g *pg.Group) {
 			syscall.Kill(os.Getpid(), syscall.SIGSTOP)
+			hangHere() // the signal may take its time
 		}, Timeout(time.Second))
 	},
 	"exit 0": func(t *testing.T) {
