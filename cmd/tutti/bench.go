@@ -45,10 +45,12 @@ func newBench() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "bench [-n N] [--op OP] [--min 64 --max 64M] [flags]",
 		Short: "Measure collectives, and check their results",
-		Long: `Measure collectives between ranks on this machine, or between the ranks of the job that a launcher made this process part of.
+		Long: `Measure collectives between ranks on this machine, or between the ranks of the job that a launcher
+made this process part of.
 
-Every result is compared with one computed by plain loops, on every rank and for every size. The time is the slowest rank's, a call, in the best
-round; bandwidths are those of nccl-tests. The exit code is 1 if anything is wrong.
+Every result is compared with one computed by plain loops, on every rank and for every size. The
+time is the slowest rank's, a call, in the best round; bandwidths are those of nccl-tests. The exit
+code is 1 if anything is wrong.
 
 Operations: ` + strings.Join(bench.Ops(), " ") + `
 Types:      ` + joined(kernels.DTypes()) + `
@@ -158,7 +160,7 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 		return s, usagef(cmd, "--iters and --warmup are 0 or more, --rounds 1 or more")
 	case f.roundTime <= 0:
 		return s, usagef(cmd, "--round-time %v: expected more than 0", f.roundTime)
-	case f.transport != "auto" && f.transport != "shm" && f.transport != "tcp" && f.transport != "inproc":
+	case f.transport != "inproc" && !transports(f.transport, "auto", "shm", "tcp"):
 		return s, usagef(cmd, "--transport %s: expected auto, shm, tcp or inproc", f.transport)
 	case f.n < 1 || f.n > 1<<12:
 		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)

@@ -19,7 +19,8 @@ func newDoctor() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "doctor [--json]",
 		Short: "Say what this machine can do for a job, and why not more",
-		Long: `Examine this machine and the environment. What can be tried is tried: shared memory, loopback, the store.
+		Long: `Examine this machine and the environment. What can be tried is tried: shared memory, loopback, the
+store.
 
 The exit code is 0 unless something that every job needs is broken.`,
 		Args: noArgs, DisableFlagsInUseLine: true,

@@ -7,7 +7,6 @@ import (
 	"os"
 	"runtime/debug"
 	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -166,11 +165,12 @@ func newEnv() *cobra.Command {
 	return &cobra.Command{
 		Use: "env", Short: "List the environment variables that a job understands", Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			w := tabwriter.NewWriter(cmd.OutOrStdout(), 0, 0, 2, ' ', 0)
+			const indent = 22
+			width := terminalWidth(os.Stdout)
 			for _, v := range bootstrap.Variables() {
-				fmt.Fprintf(w, "%s\t%s (default: %s)\n", v.Name, v.Meaning, v.Default)
+				fmt.Fprintf(os.Stdout, "%-*s%s\n", indent, v.Name, wrap(fmt.Sprintf("%s (default: %s)", v.Meaning, v.Default), indent, width))
 			}
-			return w.Flush()
+			return nil
 		},
 	}
 }

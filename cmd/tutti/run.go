@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -32,11 +33,12 @@ func newRun() *cobra.Command {
 		Short: "Start a program as the ranks of a job",
 		Long: `Start PROGRAM N times as the ranks of a job, show what they print, and end them all when one fails.
 
-A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that failed first (128+S if it was killed by
-signal S). No process that a rank has started outlives the command, even if the command is killed.`,
+A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
+failed first (128+S if it was killed by signal S). No process that a rank has started outlives the
+command, even if the command is killed.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
-  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s -- ./train`,
+  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train`,
 		DisableFlagsInUseLine: true,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -77,6 +79,16 @@ signal S). No process that a rank has started outlives the command, even if the 
 	return c
 }
 
+// transports says whether text is a list of these.
+func transports(text string, known ...string) bool {
+	for name := range strings.SplitSeq(text, ",") {
+		if !slices.Contains(known, name) {
+			return false
+		}
+	}
+	return true
+}
+
 // launched turns what launch.Run returns into what a command returns.
 func launched(code int, err error) error {
 	if err == nil && code != 0 {
@@ -108,7 +120,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
 	case f.onFailure != "end":
 		return o, usagef(cmd, "--on-failure %s: expected end", f.onFailure)
-	case f.transport != "" && f.transport != "auto" && f.transport != "shm" && f.transport != "tcp":
+	case f.transport != "" && !transports(f.transport, "auto", "shm", "tcp"):
 		return o, usagef(cmd, "--transport %s: expected auto, shm or tcp", f.transport)
 	case f.grace < 0:
 		return o, usagef(cmd, "--grace %v: expected 0 or more", f.grace)

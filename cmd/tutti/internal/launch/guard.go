@@ -266,6 +266,7 @@ func GuardMain() int {
 		defer close(orders)
 		for {
 			var d delivery
+			var err error
 			if d.files, err = receive(conn, &d.order); err != nil {
 				return // the launcher is done, or dead
 			}
