@@ -385,11 +385,8 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 			return c.err
 		}
 		pr := r.st.pr
-		if pr.err != nil {
-			return &PeerError{pr.rank, pr.err}
-		}
-		if r.st.left {
-			return &PeerError{pr.rank, errLeft}
+		if err := r.st.gone(); err != nil {
+			return err
 		}
 		if pr.lent != nil {
 			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
@@ -413,14 +410,10 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 		if c.err != nil {
 			return c.err
 		}
-		switch {
-		case pr.err != nil:
-			return &PeerError{pr.rank, pr.err}
-		case pr.sendErr != nil:
-			return &PeerError{pr.rank, pr.sendErr}
-		case st.left:
-			return &PeerError{pr.rank, errLeft}
-		case pr.link != nil:
+		if err := st.unreachable(); err != nil {
+			return err
+		}
+		if pr.link != nil {
 			n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)
 			h.Len, h.Off, h.Flags = uint32(n), uint64(off), 0
 			if off+n == len(buf) {
@@ -465,9 +458,13 @@ func (p *Proxy) repay(st *stream) {
 	}
 }
 
-// Ledger is the account of one direction pair, for tests and status: Sent-Acked never exceeds the window, Held is what waits unasked for.
+// Ledger is the account of a channel with one peer, in cost units (bytes and 64 a frame), since the beginning and wrapping. Of what was sent,
+// Sent-Acked is in flight (never more than Window); of what came, Held waits unasked for (never more than Window) and Taken is done with; Told is what the peer knows of Taken.
+// When the links are empty, what one end has Sent is what the other has Taken and Held.
 type Ledger struct {
-	Window, InFlight, Held int
+	Window            int
+	Sent, Acked       uint32
+	Taken, Told, Held uint32
 }
 
 // Ledger returns the account with slot. Takes the lock itself.
@@ -475,7 +472,7 @@ func (c *Channel) Ledger(slot int) Ledger {
 	c.p.Lock()
 	defer c.p.Unlock()
 	st := c.stream(slot)
-	return Ledger{c.window, int(st.sent - st.acked), st.held}
+	return Ledger{c.window, st.sent, st.acked, st.taken, st.told, uint32(st.held)}
 }
 
 // Linked returns the transport that links slot, "" if there is no link. Takes the lock itself.

@@ -125,7 +125,7 @@ type Allocator interface {
 var (
 	ErrPeerGone   = errors.New("peer gone")
 	ErrProtocol   = errors.New("protocol violation")
-	ErrAuth       = errors.New("job secret does not match")
+	ErrAuth       = trust.ErrAuth
 	ErrSuperseded = errors.New("connection superseded by one in the other direction")
 	ErrStale      = errors.New("unknown incarnation")
 	ErrClosed     = errors.New("closed")
@@ -170,8 +170,6 @@ func FromRefusal(err error) error {
 		return fmt.Errorf("%w (peer says: %s)", ErrStale, r.Text)
 	case errors.As(err, &r):
 		return fmt.Errorf("refused by the peer: %s", r.Text)
-	case errors.Is(err, trust.ErrAuth):
-		return fmt.Errorf("%w: %w", ErrAuth, err)
 	}
 	return err
 }

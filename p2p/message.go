@@ -57,77 +57,84 @@ func (c *Channel) EagerMax() int { return min(c.window/8, 16<<10) }
 func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
 	st := c.stream(slot)
 	*s = SendReq{st: st, buf: buf, tag: tag, meta: meta}
-	st.sendq = append(st.sendq, s)
+	if st.sendq = append(st.sendq, s); len(st.sendq) == 1 {
+		st.pr.queued = append(st.pr.queued, st)
+	}
 	if st.pr.link != nil {
-		c.pump(st)
+		c.p.pump(st.pr)
 	}
 }
 
-// pump sends what is queued, in order, as far as credit and room go.
-func (c *Channel) pump(st *stream) {
-	for len(st.sendq) > 0 && st.pr.link != nil && st.pr.sendErr == nil {
-		s := st.sendq[0]
-		h := Header{Kind: frameEager, Chan: c.id, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
-		payload := s.buf
-		if len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
-			h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
+// pump passes on what waits to be sent to a peer, in order, as far as credit and room go, and reports whether anything went: announcements and short
+// messages of each channel, then data of the messages that the peer has asked for.
+func (p *Proxy) pump(pr *peer) bool {
+	any := false
+	for i := 0; i < len(pr.queued); {
+		st := pr.queued[i]
+		for len(st.sendq) > 0 && st.c.begin(st, st.sendq[0]) {
+			st.sendq = st.sendq[:copy(st.sendq, st.sendq[1:])]
+			any = true
 		}
-		if !c.push(st, &h, payload) {
-			return
+		if len(st.sendq) > 0 {
+			i++
+			continue
 		}
-		if h.Kind == frameRTS {
-			s.id = c.nextMsg
-			c.nextMsg++
-			c.sends[s.id] = s
-		} else {
+		pr.queued = append(pr.queued[:i], pr.queued[i+1:]...)
+	}
+	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
+		s := pr.bulk[0]
+		n := min(len(s.buf)-s.off, pr.link.MaxFrame())
+		h := Header{Kind: frameBulk, Chan: s.st.c.id, Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: s.st.taken}
+		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
+			break
+		}
+		any = true
+		s.st.told = s.st.taken
+		if s.off += n; s.off == len(s.buf) {
 			s.done = true
+			delete(s.st.c.sends, s.id)
+			pr.bulk = pr.bulk[:copy(pr.bulk, pr.bulk[1:])]
 		}
-		st.sendq = st.sendq[:copy(st.sendq, st.sendq[1:])]
 	}
+	return any
 }
 
-// WaitSend blocks until s was taken by the link (small messages) or by the receiver. On error s is cancelled.
+// begin sends a short message, or announces a long one.
+func (c *Channel) begin(st *stream, s *SendReq) bool {
+	h := Header{Kind: frameEager, Chan: c.id, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
+	payload := s.buf
+	if len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
+		h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
+	}
+	if st.pr.sendErr != nil || !c.push(st, &h, payload) {
+		return false
+	}
+	if h.Kind == frameRTS {
+		s.id = c.nextMsg
+		c.nextMsg++
+		c.sends[s.id] = s
+	} else {
+		s.done = true
+	}
+	return true
+}
+
+// WaitSend blocks until s was taken by the link (short messages) or by the receiver. On error s is cancelled.
 func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
-	st, pr := s.st, s.st.pr
-	for {
-		if s.done {
-			return nil
-		}
+	for !s.done {
 		err := c.err
-		switch {
-		case err != nil:
-		case pr.err != nil:
-			err = &PeerError{pr.rank, pr.err}
-		case pr.sendErr != nil:
-			err = &PeerError{pr.rank, pr.sendErr}
-		case st.left:
-			err = &PeerError{pr.rank, errLeft}
-		case pr.link == nil:
-		case s.id == 0:
-			c.pump(st)
-		case s.remote != 0:
-			for !s.done && len(pr.ctl) == 0 && pr.sendErr == nil {
-				n := min(len(s.buf)-s.off, pr.link.MaxFrame())
-				h := Header{Kind: frameBulk, Chan: c.id, Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: st.taken}
-				if !c.p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
-					break
-				}
-				st.told = st.taken
-				s.off += n
-				if s.off == len(s.buf) {
-					s.done = true
-					delete(c.sends, s.id)
-				}
-			}
+		if err == nil {
+			err = s.st.unreachable()
 		}
-		if err == nil && !s.done {
-			err = c.p.progress(w, pr)
+		if err == nil {
+			err = c.p.progress(w, s.st.pr)
 		}
-		if err != nil {
+		if err != nil && !s.done {
 			c.CancelSend(s)
 			return err
 		}
 	}
+	return nil
 }
 
 // CancelSend withdraws s: its buffer is not touched afterwards.
@@ -138,11 +145,19 @@ func (c *Channel) CancelSend(s *SendReq) {
 	for i, q := range s.st.sendq {
 		if q == s {
 			s.st.sendq = append(s.st.sendq[:i], s.st.sendq[i+1:]...)
+			break
+		}
+	}
+	pr := s.st.pr
+	for i, q := range pr.bulk {
+		if q == s {
+			pr.bulk = append(pr.bulk[:i], pr.bulk[i+1:]...)
+			break
 		}
 	}
 	if s.id != 0 {
 		delete(c.sends, s.id)
-		c.p.control(s.st.pr, Header{Kind: frameCancel, Chan: c.id, Seq: s.id, Off: s.remote}, nil)
+		c.p.control(pr, Header{Kind: frameCancel, Chan: c.id, Seq: s.id, Off: s.remote}, nil)
 	}
 	s.done, s.buf = true, nil
 }
@@ -153,9 +168,14 @@ func (c *Channel) clearToSend(st *stream, h *Header) {
 	if s == nil || s.st != st { // taken back meanwhile: the cancellation is under way
 		return
 	}
-	if s.remote = h.Off; h.Flags&flagDrop != 0 {
+	switch {
+	case s.remote != 0: // asked for twice
+	case h.Flags&flagDrop != 0:
 		s.done = true
 		delete(c.sends, h.Seq)
+	default:
+		s.remote = h.Off
+		st.pr.bulk = append(st.pr.bulk, s)
 	}
 }
 
@@ -245,7 +265,7 @@ func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 	c.p.wakeAll()
 }
 
-// Recv1 posts buf for a message from slot (or AnySlot) with tag (or AnyTag) and meta. It does not block; buf belongs to the channel until WaitMsg or CancelRecv returns.
+// PostMsg posts buf for a message from slot (or AnySlot) with tag (or AnyTag) and meta. It does not block; buf belongs to the channel until WaitMsg or CancelRecv returns.
 func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []byte) {
 	*r = RecvReq{buf: buf, from: slot, tag: tag, meta: meta}
 	var best *stream
@@ -300,6 +320,14 @@ func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 		}
 	}
 	return r.err
+}
+
+// unreachable says why nothing more can be sent to the peer, nil while it can.
+func (st *stream) unreachable() error {
+	if err := st.pr.sendErr; err != nil && st.pr.err == nil {
+		return &PeerError{st.pr.rank, err}
+	}
+	return st.gone()
 }
 
 // gone says why nothing more will come from the peer, nil while something may.

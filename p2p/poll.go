@@ -35,6 +35,12 @@ func (p *Proxy) poll(pr *peer) bool {
 		pr.ctl = pr.ctl[:copy(pr.ctl, pr.ctl[1:])]
 		busy = true
 	}
+	if len(pr.queued)+len(pr.bulk) > 0 && !pr.unsent && p.pump(pr) {
+		busy = true
+		if p.asleep.Load() > 0 {
+			p.wakeAll()
+		}
+	}
 	if pr.left > 0 {
 		return p.fill(pr) || busy
 	}

@@ -117,15 +117,17 @@ type peer struct {
 	since    time.Time // link first wanted
 	admitted time.Time // an incoming connection was admitted, and is expected
 	stop     context.CancelFunc
-	refused  bool     // the link had no room for the latest frame
-	unsent   bool     // the link keeps what it could not pass on
-	ctl      []ctl    // control frames that the link had no room for
-	lent     *Recv    // has the current frame's payload in place; the link stands still
-	dst      []byte   // where the rest of the current frame goes
-	left     int      // bytes of it still to come, >= len(dst); what exceeds dst is dropped
-	into     *Recv    // what the current frame belongs to: one of these, or neither (dropped)
-	intoMsg  *RecvReq //
-	intoBuf  *early   //
+	refused  bool       // the link had no room for the latest frame
+	unsent   bool       // the link keeps what it could not pass on
+	ctl      []ctl      // control frames that the link had no room for
+	queued   []*stream  // with messages of the tagged lane to begin
+	bulk     []*SendReq // that the peer has asked for
+	lent     *Recv      // has the current frame's payload in place; the link stands still
+	dst      []byte     // where the rest of the current frame goes
+	left     int        // bytes of it still to come, >= len(dst); what exceeds dst is dropped
+	into     *Recv      // what the current frame belongs to: one of these, or neither (dropped)
+	intoMsg  *RecvReq   //
+	intoBuf  *early     //
 	cur      Header
 	last     *Channel // of the last frame: saves the map
 }
@@ -177,6 +179,13 @@ func (p *Proxy) SetOversubscribed(yes bool) {
 	p.Lock()
 	p.cfg.Oversubscribed = yes
 	p.Unlock()
+}
+
+// Closed reports whether Close was called. Takes the lock itself.
+func (p *Proxy) Closed() bool {
+	p.Lock()
+	defer p.Unlock()
+	return p.closed
 }
 
 // Endpoints returns what Listen returned.
@@ -246,7 +255,7 @@ func (p *Proxy) Close() error {
 // pending reports whether a link or the proxy still holds frames for a peer.
 func (p *Proxy) pending() bool {
 	for _, pr := range p.links {
-		if pr.unsent || len(pr.ctl) > 0 {
+		if pr.unsent || len(pr.ctl) > 0 && pr.sendErr == nil {
 			return true
 		}
 	}
@@ -288,7 +297,7 @@ func (p *Proxy) down(pr *peer, err error) {
 	l := pr.link
 	p.unlend(pr)
 	p.log.Debug("link down", "peer", pr.rank, "err", err)
-	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl = nil, err, nil, 0, nil, nil, nil
+	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl, pr.queued, pr.bulk = nil, err, nil, 0, nil, nil, nil, nil, nil
 	if pr.intoBuf != nil {
 		p.pool.put(pr.intoBuf.buf)
 		pr.intoBuf = nil
@@ -370,8 +379,8 @@ func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
 		}
 	}
 	if err != nil {
-		pr.sendErr = err
-		return false
+		pr.sendErr = err // if the frame was taken, only flushing failed: the peer may have read it, and ended
+		return ok
 	}
 	if pr.refused && ok && p.asleep.Load() > 0 { // somebody may sleep until there is room: the link has forgotten its wish, and there was room
 		p.wakeAll()

@@ -223,6 +223,22 @@ func TestARankThatLeavesIsNamed(t *testing.T) {
 	}
 }
 
+// A rank that left before there was a link to it is found out too, and soon.
+func TestARankThatLeftEarlyIsNamed(t *testing.T) {
+	gs, err := Local(2, Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[0].Close()
+	gs[1].Close()
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	var re *RankError
+	if err := gs[0].Barrier(ctx); !errors.As(err, &re) || re.Rank != 1 {
+		t.Errorf("got %v, want a *RankError that names rank 1", err)
+	}
+}
+
 func TestBadArguments(t *testing.T) {
 	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
 		f := make([]float32, 6)

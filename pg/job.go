@@ -340,9 +340,6 @@ func (j *job) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 		j.mu.Lock()
 		delete(j.records, rank) // it may be gone, or another by now: the store knows
 		j.mu.Unlock()
-		if errors.Is(err, bootstrap.ErrAuth) {
-			err = fmt.Errorf("%w: %w", p2p.ErrAuth, err)
-		}
 		return p2p.Peer{}, err
 	}
 	j.mu.Lock()
@@ -384,6 +381,9 @@ func Local(n int, cfg Config) ([]*Group, error) {
 		places[r] = place{cores: runtime.NumCPU(), algo: s.algo}
 	}
 	resolve := func(_ context.Context, rank int) (p2p.Peer, error) {
+		if proxies[rank].Closed() {
+			return p2p.Peer{}, fmt.Errorf("it closed its group: %w", p2p.ErrPeerGone)
+		}
 		return p2p.Peer{Identity: ids[rank], Endpoints: proxies[rank].Endpoints()}, nil
 	}
 	groups := make([]*Group, 0, n)

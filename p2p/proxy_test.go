@@ -1,0 +1,411 @@
+package p2p_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"tutti/p2p"
+	"tutti/p2p/inproc"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// cluster is n proxies of one process that know each other.
+func cluster(t interface{ Fatal(...any) }, n, window int, wrap func(p2p.Transport) p2p.Transport) []*p2p.Proxy {
+	all := make([]*p2p.Proxy, n)
+	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
+	for r := range all {
+		var tr p2p.Transport = inproc.New(inproc.Config{RingBytes: 16 << 10})
+		if wrap != nil {
+			tr = wrap(tr)
+		}
+		all[r] = p2p.New(p2p.Config{Self: id(r), Size: n, Secret: []byte("0123456789abcdef"), Window: window, Transports: []p2p.Transport{tr}, Threads: true,
+			Oversubscribed: true, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].Endpoints()}, nil
+			}})
+	}
+	for _, p := range all {
+		if _, err := p.Listen(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return all
+}
+
+func closeAll(all []*p2p.Proxy) {
+	for _, p := range all {
+		p.Close()
+	}
+}
+
+func ranks(n int) []int {
+	all := make([]int, n)
+	for i := range all {
+		all[i] = i
+	}
+	return all
+}
+
+func open(t interface{ Fatal(...any) }, p *p2p.Proxy, id uint32, n int) *p2p.Channel {
+	c, err := p.Open(id, ranks(n))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func patient(ctx context.Context) *p2p.Wait {
+	w := &p2p.Wait{}
+	w.Reset(ctx, 20*time.Second, true)
+	return w
+}
+
+// Random traffic on both lanes: everything arrives whole and in order, and the accounts of both ends agree at every quiet moment.
+func TestLedger(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const window = 32 << 10
+		all := cluster(t, 2, window, nil)
+		defer closeAll(all)
+		var ordered, tagged [2]*p2p.Channel
+		for r, p := range all {
+			ordered[r], tagged[r] = open(t, p, 1, 2), open(t, p, 2, 2)
+		}
+		for range rapid.IntRange(1, 4).Draw(t, "rounds") {
+			sizes := rapid.SliceOfN(rapid.IntRange(0, 60_000), 0, 8).Draw(t, "sizes")
+			tags := rapid.SliceOfN(rapid.IntRange(0, 2), len(sizes), len(sizes)).Draw(t, "tags")
+			backwards := rapid.Bool().Draw(t, "receive the highest tag first")
+			lane := rapid.Bool().Draw(t, "tagged")
+			var wg sync.WaitGroup
+			errs := make(chan error, 64)
+			payload := func(i int) []byte { return bytes.Repeat([]byte{byte(i + 1)}, sizes[i]) }
+			wg.Add(2)
+			go func() {
+				defer wg.Done()
+				p := all[0]
+				reqs := make([]p2p.SendReq, len(sizes))
+				p.Lock()
+				defer p.Unlock()
+				w := patient(context.Background())
+				for i := range sizes {
+					if lane {
+						tagged[0].PostSend(&reqs[i], 1, uint64(tags[i]), 9, payload(i))
+					} else if err := ordered[0].Send(w, 1, p2p.Token{Seq: 1}, payload(i)); err != nil {
+						errs <- err
+						return
+					}
+				}
+				for i := range reqs {
+					if lane {
+						if err := tagged[0].WaitSend(w, &reqs[i]); err != nil {
+							errs <- err
+						}
+					}
+				}
+			}()
+			go func() {
+				defer wg.Done()
+				p := all[1]
+				p.Lock()
+				defer p.Unlock()
+				w := patient(context.Background())
+				check := func(i int, got []byte) {
+					if !bytes.Equal(got, payload(i)) {
+						errs <- fmt.Errorf("message %d is damaged or another one", i)
+					}
+				}
+				if !lane {
+					for i := range sizes {
+						var r p2p.Recv
+						ordered[1].PostRecv(&r, 0, p2p.Token{Seq: 1}, make([]byte, sizes[i]), i%2 == 0)
+						if err := ordered[1].WaitRecv(w, &r); err != nil {
+							errs <- err
+							return
+						}
+						check(i, r.View())
+						ordered[1].ReleaseRecv(&r)
+					}
+					return
+				}
+				for k := range 3 {
+					tag := k
+					if backwards {
+						tag = 2 - k
+					}
+					for i := range sizes {
+						if tags[i] != tag {
+							continue
+						}
+						var r p2p.RecvReq
+						buf := make([]byte, sizes[i])
+						tagged[1].PostMsg(&r, 0, int64(tag), 9, buf)
+						if err := tagged[1].WaitMsg(w, &r); err != nil {
+							errs <- fmt.Errorf("tag %d, message %d: %w", tag, i, err)
+							return
+						}
+						check(i, buf)
+					}
+				}
+			}()
+			wg.Wait()
+			close(errs)
+			for err := range errs {
+				t.Fatal(err)
+			}
+			for _, c := range [][2]*p2p.Channel{ordered, tagged} {
+				a, b := c[0].Ledger(1), c[1].Ledger(0)
+				if a.Sent != b.Taken+b.Held {
+					t.Fatalf("sent %d, taken %d and held %d", a.Sent, b.Taken, b.Held)
+				}
+				if a.Sent-a.Acked > uint32(a.Window) || b.Held > uint32(b.Window) || b.Told-a.Acked > b.Taken-a.Acked {
+					t.Fatalf("the accounts disagree: %+v and %+v", a, b)
+				}
+			}
+		}
+	})
+}
+
+// However many dial each other at once, every pair ends with one link, the same at both ends.
+func TestCrossingDialsMakeOneLink(t *testing.T) {
+	const n = 12
+	var made sync.Map
+	all := cluster(t, n, 0, func(tr p2p.Transport) p2p.Transport { return &counting{Transport: tr, made: &made} })
+	defer closeAll(all)
+	var wg sync.WaitGroup
+	for r, p := range all {
+		wg.Add(1)
+		go func() {
+			defer wg.Done()
+			c := open(t, p, 1, n)
+			p.Lock()
+			defer p.Unlock()
+			w := patient(context.Background())
+			recvs := make([]p2p.Recv, n)
+			for d := 1; d < n; d++ {
+				c.PostRecv(&recvs[(r+d)%n], (r+d)%n, p2p.Token{Seq: 1}, make([]byte, 8), false)
+			}
+			for d := 1; d < n; d++ {
+				to := (r + d) % n
+				if err := c.Send(w, to, p2p.Token{Seq: 1}, binary.LittleEndian.AppendUint64(nil, uint64(r*n+to))); err != nil {
+					t.Errorf("rank %d to %d: %v", r, to, err)
+					return
+				}
+			}
+			for d := 1; d < n; d++ {
+				from := (r + d) % n
+				if err := c.WaitRecv(w, &recvs[from]); err != nil {
+					t.Errorf("rank %d from %d: %v", r, from, err)
+					return
+				}
+				if got := binary.LittleEndian.Uint64(recvs[from].View()); got != uint64(from*n+r) {
+					t.Errorf("rank %d from %d: got %d", r, from, got)
+				}
+			}
+		}()
+	}
+	wg.Wait()
+	links := 0
+	made.Range(func(_, _ any) bool { links++; return true })
+	if links != n*(n-1)/2 {
+		t.Errorf("%d dials became links among %d ranks, want %d", links, n, n*(n-1)/2)
+	}
+}
+
+// counting notes successful dials.
+type counting struct {
+	p2p.Transport
+	made *sync.Map
+}
+
+func (c *counting) Dial(ctx context.Context, to p2p.Identity, ep []byte) (p2p.Link, error) {
+	l, err := c.Transport.Dial(ctx, to, ep)
+	if err == nil {
+		c.made.Store(l, true)
+	}
+	return l, err
+}
+
+// recorder is a transport that must know memory, and remembers where it was said to be.
+type recorder struct {
+	p2p.Transport
+	mu    sync.Mutex
+	known map[uint64]p2p.Location
+}
+
+func (r *recorder) Register(reg *p2p.Region) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.known[reg.ID] != "" {
+		return errors.New("registered twice")
+	}
+	r.known[reg.ID] = reg.Location
+	return nil
+}
+
+func (r *recorder) Deregister(reg *p2p.Region) error { return nil }
+
+// No memory of the engine's own ever has a GPU's location, whatever the caller's memory has.
+func TestControlMemoryIsNowhereInParticular(t *testing.T) {
+	var recs []*recorder
+	all := cluster(t, 2, 0, func(tr p2p.Transport) p2p.Transport {
+		r := &recorder{Transport: tr, known: map[uint64]p2p.Location{}}
+		recs = append(recs, r)
+		return r
+	})
+	defer closeAll(all)
+	mine, err := all[1].Register(make([]byte, 100), "cuda:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := all[1].Register(make([]byte, 100), "gpu0"); err == nil {
+		t.Error("a location that is none was accepted")
+	}
+	a, b := open(t, all[0], 1, 2), open(t, all[1], 1, 2)
+	all[0].Lock()
+	w := patient(context.Background())
+	if err := a.Send(w, 1, p2p.Token{Seq: 1}, make([]byte, 9000)); err != nil { // early: goes to the pool
+		t.Fatal(err)
+	}
+	all[0].Unlock()
+	for b.Ledger(0).Held == 0 {
+		all[1].Lock()
+		err := b.Probe(patient(context.Background()))
+		all[1].Unlock()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	all[1].Lock()
+	var r p2p.Recv
+	b.PostRecv(&r, 0, p2p.Token{Seq: 1}, make([]byte, 9000), false)
+	if err := b.WaitRecv(w, &r); err != nil {
+		t.Fatal(err)
+	}
+	all[1].Unlock()
+	if _, err := all[1].Control(100); err != nil {
+		t.Fatal(err)
+	}
+	rec := recs[1]
+	rec.mu.Lock()
+	defer rec.mu.Unlock()
+	if len(rec.known) < 3 {
+		t.Errorf("only %d regions were registered: what early messages lie in is missing", len(rec.known))
+	}
+	for id, loc := range rec.known {
+		if want := map[bool]p2p.Location{true: "cuda:0", false: p2p.Anywhere}[id == mine.ID]; loc != want {
+			t.Errorf("region %x is at %q, want %q", id, loc, want)
+		}
+	}
+}
+
+// hostile is a transport whose one link delivers what a script says.
+type hostile struct {
+	host   p2p.Host
+	script []byte
+}
+
+func (h *hostile) Name() string { return "hostile" }
+func (h *hostile) Listen(_ context.Context, host p2p.Host) ([]byte, error) {
+	h.host = host
+	return []byte{1}, nil
+}
+func (h *hostile) Reaches([]byte) error { return nil }
+func (h *hostile) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, error) {
+	return &scripted{script: h.script}, nil
+}
+func (h *hostile) Close() error { return nil }
+
+type scripted struct {
+	script []byte
+	h      p2p.Header
+	body   []byte
+	have   bool
+	whole  bool
+	closed bool
+}
+
+const maxScripted = 4096
+
+func (s *scripted) Send(*p2p.Header, []byte) (bool, error) { return true, nil }
+func (s *scripted) Flush() (bool, error)                   { return true, nil }
+func (s *scripted) Recv() (*p2p.Header, []byte, error) {
+	if !s.have {
+		if len(s.script) < 16 {
+			return nil, nil, fmt.Errorf("the script is over: %w", p2p.ErrPeerGone)
+		}
+		b := s.script
+		s.script = s.script[16:]
+		s.h = p2p.Header{Kind: b[0] % 12, Flags: b[1], Chan: uint32(b[2] % 4), Ack: uint32(b[3]), Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
+			Seq: uint64(b[6]), Call: uint64(b[7] % 2), Count: uint64(b[8] % 4), Off: uint64(binary.LittleEndian.Uint16(b[9:]))}
+		s.body = make([]byte, s.h.Len)
+		s.have, s.whole = true, b[11]%2 == 0
+	}
+	if s.whole {
+		return &s.h, s.body, nil
+	}
+	return &s.h, nil, nil
+}
+func (s *scripted) Fill(dst []byte) (int, error) {
+	n := min(len(dst), len(s.body), 100)
+	copy(dst, s.body[:n])
+	s.body = s.body[n:]
+	return n, nil
+}
+func (s *scripted) Release()      { s.have = false }
+func (s *scripted) MaxFrame() int { return maxScripted }
+func (s *scripted) Arm() bool     { return true }
+func (s *scripted) Disarm()       {}
+func (s *scripted) Err() error    { return nil }
+func (s *scripted) Close() error  { s.closed = true; return nil }
+
+// Whatever frames a peer sends, the proxy neither panics nor hangs, and receives either what was asked for or an error.
+func FuzzHostilePeer(f *testing.F) {
+	f.Add([]byte{1, 1, 1, 0, 8, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0})
+	f.Add(bytes.Repeat([]byte{6, 0, 2, 0, 0, 0, 1, 0, 1, 0, 9, 1, 0, 0, 0, 0}, 4))
+	f.Fuzz(func(t *testing.T, script []byte) {
+		if len(script) > 4096 {
+			return
+		}
+		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Window: 32 << 10, Threads: true,
+			Transports: []p2p.Transport{&hostile{script: script}}, Resolve: func(context.Context, int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2}, Endpoints: map[string][]byte{"hostile": {1}}}, nil
+			}})
+		defer p.Close()
+		if _, err := p.Listen(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		ordered, tagged := open(t, p, 1, 2), open(t, p, 2, 2)
+		p.Lock()
+		defer p.Unlock()
+		w := patient(context.Background())
+		ordered.Begin(p2p.Token{Seq: 1})
+		buf := make([]byte, 300)
+		var r p2p.Recv
+		ordered.PostRecv(&r, 1, p2p.Token{Seq: 1}, buf[:8:8], true)
+		var m p2p.RecvReq
+		tagged.PostMsg(&m, p2p.AnySlot, p2p.AnyTag, 1, buf[100:200:200])
+		var s p2p.SendReq
+		tagged.PostSend(&s, 1, 3, 1, make([]byte, 20_000))
+		if err := ordered.WaitRecv(w, &r); err == nil {
+			if len(r.View()) != 8 {
+				t.Errorf("a message of %d bytes where 8 were asked for", len(r.View()))
+			}
+			ordered.ReleaseRecv(&r)
+		} else {
+			ordered.Forget()
+		}
+		tagged.WaitMsg(w, &m)
+		tagged.WaitSend(w, &s)
+		if ferr := w.Waited(); ferr > 15*time.Second {
+			t.Error("it hangs")
+		}
+	})
+}

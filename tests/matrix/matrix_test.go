@@ -1,0 +1,65 @@
+//go:build linux
+
+// Package matrix checks every operation, type, reduction, transport and a spread of rank counts through the command that people would use for it.
+package matrix
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+func TestBenchFindsNothingWrong(t *testing.T) {
+	tutti := filepath.Join(t.TempDir(), "tutti")
+	if out, err := exec.Command("go", "build", "-o", tutti, "tutti/cmd/tutti").CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	ranks := []int{1, 2, 3, 4, 5, 8}
+	if testing.Short() {
+		ranks = []int{2, 3}
+	}
+	for _, mode := range [][]string{{"--transport", "shm"}, {"--transport", "shm", "--registered"}, {"--transport", "tcp"}, {"--transport", "inproc"}} {
+		for _, n := range ranks {
+			t.Run(fmt.Sprintf("%v/%d", mode[1:], n), func(t *testing.T) {
+				args := append([]string{"bench", "-n", fmt.Sprint(n), "--op", "all", "--dtype", "all", "--redop", "all", "--min", "60", "--max", "256K", "--factor", "60",
+					"--iters", "2", "--rounds", "1", "--warmup", "0", "--json", "--timeout", "60s"}, mode...)
+				cmd := exec.Command(tutti, args...)
+				var stdout, stderr bytes.Buffer
+				cmd.Stdout, cmd.Stderr = &stdout, &stderr
+				cmd.WaitDelay = time.Second
+				timer := time.AfterFunc(3*time.Minute, func() { cmd.Process.Kill() })
+				err := cmd.Run()
+				timer.Stop()
+				if err != nil {
+					t.Fatalf("tutti %v: %v\n%s", args, err, stderr.Bytes())
+				}
+				seen := map[string]bool{}
+				lines := bufio.NewScanner(&stdout)
+				rows := 0
+				for lines.Scan() {
+					var row struct {
+						Op, DType, Redop string
+						Ranks            int
+						Wrong            *int
+					}
+					if err := json.Unmarshal(lines.Bytes(), &row); err != nil {
+						t.Fatalf("%q: %v", lines.Text(), err)
+					}
+					if row.Wrong == nil || *row.Wrong != 0 || row.Ranks != n {
+						t.Errorf("%s", lines.Text())
+					}
+					seen[row.Op+" "+row.DType+" "+row.Redop] = true
+					rows++
+				}
+				if len(seen) < 200 || rows < 500 {
+					t.Errorf("%d rows of %d combinations: were all of them run?", rows, len(seen))
+				}
+			})
+		}
+	}
+}
