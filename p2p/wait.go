@@ -12,8 +12,8 @@ var ErrTimeout = errors.New("deadline passed")
 
 // How long a waiter looks before it gives way, and then sleeps.
 const (
-	hotFor   = 60 * time.Microsecond  // pure polling, when every local rank has a core
-	yieldFor = 400 * time.Microsecond // polling between yields
+	hotFor   = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
+	yieldFor = 500 * time.Microsecond // polling between yields
 	checks   = 64                     // polls between looks at the clock
 	hotPolls = 16                     // polls of the awaited link between rounds over all
 )

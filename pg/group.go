@@ -94,7 +94,8 @@ func newGroup(j *job, parent *Group, ranks []int, rank int, base uint32) (*Group
 func (g *Group) locate(places []place) {
 	index := map[uint64]int{}
 	hosts := make([]int, g.size)
-	cores := int(^uint(0) >> 1)
+	crowds := map[crowd]int{}
+	cores := 0 // as many as ranks
 	mapped := g.job.mapped
 	for slot, r := range g.ranks {
 		p := places[r]
@@ -104,8 +105,14 @@ func (g *Group) locate(places []place) {
 			index[p.machine] = h
 		}
 		hosts[slot] = h
-		cores = min(cores, p.cores)
 		mapped = mapped && p.maps
+		crowds[crowd{p.machine, p.cpus}]++
+	}
+	for _, r := range g.ranks {
+		p := places[r]
+		if crowds[crowd{p.machine, p.cpus}] > p.cores && (cores == 0 || p.cores < cores) {
+			cores = p.cores
+		}
 	}
 	g.hosts = nil
 	if len(index) > 1 {
@@ -122,6 +129,8 @@ func (g *Group) Topology() string {
 	}
 	how := "network links"
 	switch {
+	case g.size == 1:
+		return "1 rank"
 	case g.job.local:
 		how = "one process"
 	case g.caps.SharedMemory:

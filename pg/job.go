@@ -53,24 +53,33 @@ type job struct {
 // place is what all ranks must know of each other to choose alike.
 type place struct {
 	machine uint64
-	cores   int
+	cpus    uint64 // which processors this rank may run on: their numbers hashed
+	cores   int    // how many they are
 	maps    bool
 	algo    collectives.Algo
 }
 
-const placeSize = 16
+const placeSize = 24
 
 func (p place) encode(b []byte) {
 	binary.LittleEndian.PutUint64(b, p.machine)
-	binary.LittleEndian.PutUint32(b[8:], uint32(p.cores))
+	binary.LittleEndian.PutUint64(b[8:], p.cpus)
+	binary.LittleEndian.PutUint32(b[16:], uint32(p.cores))
 	if p.maps {
-		b[12] = 1
+		b[20] = 1
 	}
-	b[13] = byte(p.algo)
+	b[21] = byte(p.algo)
 }
 
 func decodePlace(b []byte) place {
-	return place{machine: binary.LittleEndian.Uint64(b), cores: max(1, int(binary.LittleEndian.Uint32(b[8:]))), maps: b[12] == 1, algo: collectives.Algo(b[13])}
+	return place{machine: binary.LittleEndian.Uint64(b), cpus: binary.LittleEndian.Uint64(b[8:]), cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
+		maps: b[20] == 1, algo: collectives.Algo(b[21])}
+}
+
+// crowd is ranks of one machine that may run on the same processors. Launchers bind ranks one to a core or not at all, so that sets of processors
+// which differ are taken for disjoint.
+type crowd struct {
+	machine, cpus uint64
 }
 
 // settings is Config with the environment and the defaults filled in.
@@ -215,8 +224,8 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
 	pc := p2p.Config{Self: self, Size: s.Size, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
-		Oversubscribed: s.localRanks() > runtime.NumCPU()}
-	here := place{cores: runtime.NumCPU(), algo: s.algo}
+		Oversubscribed: true} // until it is known who is where
+	here := place{cpus: allowedCPUs(), cores: runtime.NumCPU(), algo: s.algo}
 	if s.Size == 1 {
 		j.proxy = p2p.New(pc)
 		j.places = []place{here}
@@ -318,7 +327,13 @@ func (g *Group) meet(ctx context.Context, here place) error {
 		}
 	}
 	g.locate(g.job.places)
-	g.job.proxy.SetOversubscribed(g.LocalSize() > here.cores)
+	alike := 0
+	for _, p := range g.job.places {
+		if p.machine == here.machine && p.cpus == here.cpus {
+			alike++
+		}
+	}
+	g.job.proxy.SetOversubscribed(alike > here.cores)
 	return nil
 }
 

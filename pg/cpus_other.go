@@ -1,0 +1,6 @@
+//go:build !linux
+
+package pg
+
+// allowedCPUs returns a hash of the numbers of the processors that this process may run on: all, as far as is known.
+func allowedCPUs() uint64 { return 0 }
