@@ -147,8 +147,8 @@ func TestParseSecret(t *testing.T) {
 	if s, err := ParseSecret(a); err != nil || len(s) != 32 || a == b {
 		t.Errorf("NewSecret: %d bytes, %v, same twice: %v", len(s), err, a == b)
 	}
-	if NewIncarnation() == NewIncarnation() {
-		t.Error("NewIncarnation repeats")
+	if a, b := NewIncarnation(), NewIncarnation(); a == b || a == 0 || b == 0 {
+		t.Errorf("NewIncarnation: %d, then %d", a, b)
 	}
 }
 

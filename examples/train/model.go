@@ -132,7 +132,6 @@ type activations[T nn.Float] struct {
 	layers       []layerState[T]
 	out, norm    []T // after the last block, and normalised
 	logits       []T
-	probs        []T
 	dx, dh, dact []T // backward's working space
 	dqkv         []T
 	scratch      []T

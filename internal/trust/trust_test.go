@@ -56,7 +56,7 @@ func ends(t testing.TB) (dialler, acceptor net.Conn) {
 }
 
 // shake runs both halves; a half that fails closes its end.
-func shake(t testing.TB, cs, ss []byte, cp, sp string, admit func(Hello) error) (client, server error, got Hello) {
+func shake(t testing.TB, cs, ss []byte, cp, sp string, admit func(Hello) error) (got Hello, client, server error) {
 	t.Helper()
 	a, b := ends(t)
 	done := make(chan error, 1)
@@ -71,11 +71,11 @@ func shake(t testing.TB, cs, ss []byte, cp, sp string, admit func(Hello) error) 
 	if client != nil {
 		a.Close()
 	}
-	return client, <-done, got
+	return got, client, <-done
 }
 
 func TestHandshake(t *testing.T) {
-	client, server, got := shake(t, secret, secret, "p", "p", yes)
+	got, client, server := shake(t, secret, secret, "p", "p", yes)
 	if client != nil || server != nil || got != greet {
 		t.Errorf("client %v, server %v, hello %+v", client, server, got)
 	}
@@ -84,7 +84,7 @@ func TestHandshake(t *testing.T) {
 		"purpose": {string(secret), string(secret), "p", "q"},
 		"prefix":  {string(secret), string(secret), "p", ""},
 	} {
-		client, server, _ := shake(t, []byte(c[0]), []byte(c[1]), c[2], c[3], func(Hello) error { t.Errorf("%s: admit was asked", name); return nil })
+		_, client, server := shake(t, []byte(c[0]), []byte(c[1]), c[2], c[3], func(Hello) error { t.Errorf("%s: admit was asked", name); return nil })
 		if !errors.Is(client, ErrAuth) || !errors.Is(server, ErrAuth) {
 			t.Errorf("other %s: client %v, server %v", name, client, server)
 		}
@@ -114,7 +114,7 @@ func TestRefusal(t *testing.T) {
 		{errors.New(""), 1, ""},
 		{errors.New("a" + long), 1, "a" + long[:maxText-2]},
 	} {
-		client, server, _ := shake(t, secret, secret, "p", "p", func(Hello) error { return c.admit })
+		_, client, server := shake(t, secret, secret, "p", "p", func(Hello) error { return c.admit })
 		var r *Refusal
 		if !errors.As(client, &r) || r.Code != c.code || r.Text != c.text || !utf8.ValidString(r.Text) {
 			t.Errorf("refused with %v: client %#v", c.admit, client)

@@ -324,16 +324,16 @@ func gone(e *End) error {
 	}
 	probe, p := Frame(0, 0, nil)
 	if ok, err := e.Send(&probe, p); ok || !errors.Is(err, p2p.ErrPeerGone) {
-		return fmt.Errorf("Send to a peer that is gone: %v, %v", ok, err)
+		return fmt.Errorf("a Send to a peer that is gone: %v, %v", ok, err)
 	}
 	if _, err := e.Flush(); !errors.Is(err, p2p.ErrPeerGone) {
-		return fmt.Errorf("Flush to a peer that is gone: %v", err)
+		return fmt.Errorf("a Flush to a peer that is gone: %v", err)
 	}
 	if !errors.Is(e.Err(), p2p.ErrPeerGone) {
-		return fmt.Errorf("Err: %v, want %v", e.Err(), p2p.ErrPeerGone)
+		return fmt.Errorf("the link's Err: %v, want %v", e.Err(), p2p.ErrPeerGone)
 	}
 	if !e.Arm() {
-		return errors.New("Arm lets a caller sleep on a failed link")
+		return errors.New("a failed link's Arm lets a caller sleep")
 	}
 	return nil
 }
@@ -438,7 +438,7 @@ func (s suite) closeBesideUse(t *testing.T) {
 					if err == nil {
 						var got p2p.Header
 						var ok bool
-						if got, p, ok, err = e.Take(); ok && e.Err() == nil && got != h {
+						if got, _, ok, err = e.Take(); ok && e.Err() == nil && got != h {
 							return fmt.Errorf("header %+v, want %+v", got, h)
 						}
 						_, p = Frame(0, 500, nil)

@@ -378,12 +378,13 @@ const lingerTime = 500 * time.Millisecond
 
 // Close implements p2p.Link.
 func (l *link) Close() error {
-	if !l.closed.CompareAndSwap(false, true) {
+	l.mu.Lock()
+	first := l.closed.CompareAndSwap(false, true)
+	l.mu.Unlock() // whoever was inside a call is out, and nobody enters one any more
+	if !first {
 		<-l.done
 		return nil
 	}
-	l.mu.Lock() // whoever was inside a call is out now, and nobody enters one any more
-	l.mu.Unlock()
 	l.poller.remove(l)
 	deadline := time.Now().Add(lingerTime)
 	for i := range l.streams {

@@ -17,7 +17,6 @@ type Printer struct {
 	Wrong int64 // elements so far
 
 	header    Header
-	started   bool
 	op        string
 	pending   *Row // out of place, waiting for its in-place twin
 	rows      int
