@@ -391,6 +391,9 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 		if pr.lent != nil {
 			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
 		}
+		if c.p.rush(w, pr) {
+			continue
+		}
 		if err := c.p.progress(w, pr); err != nil {
 			return err
 		}

@@ -12,10 +12,11 @@ var ErrTimeout = errors.New("deadline passed")
 
 // How long a waiter looks before it gives way, and then sleeps.
 const (
-	hotFor   = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
-	yieldFor = 500 * time.Microsecond // polling between yields
-	checks   = 64                     // polls between looks at the clock
-	hotPolls = 16                     // polls of the awaited link between rounds over all
+	hotFor    = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
+	yieldFor  = 500 * time.Microsecond // polling between yields
+	checks    = 64                     // polls between looks at the clock
+	rushPolls = 200                    // polls before anything else is looked at
+	hotPolls  = 16                     // polls of the awaited link between rounds over all
 )
 
 // Wait is how patient one goroutine is: what ends its waiting, and how it has waited so far. It is used by one goroutine and reusable.
@@ -89,6 +90,19 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 		}
 	}
 	return p.giveWay(w)
+}
+
+// rush polls one link a few times, as fast as it can, and reports whether anything came.
+func (p *Proxy) rush(w *Wait, pr *peer) bool {
+	if w.spins != 0 || pr.link == nil || !p.hot(w) || p.wanted.Load() > 0 {
+		return false
+	}
+	for range rushPolls {
+		if p.poll(pr) {
+			return true
+		}
+	}
+	return false
 }
 
 // hot reports whether w may poll without giving its core away.

@@ -170,8 +170,10 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if err := g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts); err != nil {
-		return err
+	if !g.run.again(kind, op, root, &dst, &src) {
+		if err := g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts); err != nil {
+			return err
+		}
 	}
 	return g.collective(ctx, false)
 }
@@ -191,7 +193,12 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	}
 	g.seq++
 	g.wait.Reset(ctx, g.job.timeout, lazy)
-	err := g.run.collective()
+	var err error
+	if g.run.hot.armed {
+		err = g.run.repeat()
+	} else {
+		err = g.run.collective()
+	}
 	g.cur.in, g.cur.out, g.cur.counts, g.cur.recvCounts = nil, nil, nil, nil
 	if err != nil {
 		return g.fail(err)
@@ -464,7 +471,7 @@ func (g *Group) work() {
 		g.queueMu.Unlock()
 
 		g.mu.Lock()
-		g.cur = w.call
+		g.cur, g.run.hot = w.call, hot{}
 		err := g.collective(g.ctx, true)
 		if err != nil && g.closed.Load() {
 			err = ErrClosed
