@@ -176,7 +176,7 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 		switch name {
 		case "shm":
 			if runtime.GOOS == "linux" || len(s.kinds) == 1 {
-				all = append(all, shm.New(shm.Config{RingBytes: ringBytes(s.localRanks())}))
+				all = append(all, shm.New(shm.Config{RingBytes: ringBytes(s.localRanks()), Logger: s.Logger}))
 			}
 		case "tcp":
 			spec, err := ports.ParseSpec(s.Ports)

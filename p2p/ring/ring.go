@@ -17,6 +17,10 @@
 // the other and rings the bell if it is set. Both use sequentially consistent stores and loads (sync/atomic), so that one of them sees the other
 // (Dekker); on the fast path that costs the producer one load of a line that nobody writes.
 //
+// A sequentially consistent store waits until its line, and all lines written before, have come from the other core: as long as a small frame's whole way.
+// So an end that expects to sleep seldom takes the cost on itself (Asymmetric): its Arm makes every core that runs one of the two processes pass a
+// barrier (membarrier(2)), and the producer then commits with a plain store, which x86 orders after those before it.
+//
 // The other end may be hostile, or may die at any instruction. Everything read from shared memory is copied first and checked then; whatever the memory holds,
 // a consumer touches only its ring and a producer writes only its own.
 package ring
@@ -89,6 +93,9 @@ type End struct {
 	side    int
 	arm     [2]*uint32 // ours, theirs
 	rung    [2]*uint32 // a bell for us, for them, is under way
+	fences  [2]*uint32 // we, they pass a barrier on all cores when arming, and take part in the other's
+	light   bool       // both do: commits need no fence
+	fence   bool       // we do
 	max     uint64
 	size    uint64 // of a ring
 	mu      sync.Mutex
@@ -136,10 +143,19 @@ func (e *End) Init(mem []byte, data, side int, bell func()) error {
 	for i, s := range [2]int{side, 1 - side} {
 		e.arm[i] = (*uint32)(unsafe.Add(base, (2+s)*spacing))
 		e.rung[i] = (*uint32)(unsafe.Add(base, (2+s)*spacing+4))
+		e.fences[i] = (*uint32)(unsafe.Add(base, (2+s)*spacing+8))
 	}
 	e.out = producer{data: unsafe.Add(base, control+side*data), told: (*uint64)(unsafe.Add(base, side*spacing))}
 	e.in = consumer{data: unsafe.Add(base, control+(1-side)*data), told: (*uint64)(unsafe.Add(base, (1-side)*spacing)), seq: 1}
 	return nil
+}
+
+// Asymmetric moves the cost of sleeping from the other end's every Send to this end's Arm, which then takes some microseconds, where the system can
+// do that (Linux on amd64). Call it right after Init.
+func (e *End) Asymmetric() {
+	if e.fence = registerBarrier(); e.fence {
+		atomic.StoreUint32(e.fences[0], 1)
+	}
 }
 
 // Memory returns the channel's memory, as given to Init.
@@ -225,11 +241,16 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	p.seq++
 	// Plain stores, here and below: the consumer looks at these words only after it has seen the commit that comes last.
 	*(*uint64)(unsafe.Add(p.data, p.tail&(e.size-1))) = 0
-	if skip == nil {
-		atomic.StoreUint64((*uint64)(frame), p.seq<<1)
+	commit, word := (*uint64)(frame), p.seq<<1
+	if skip != nil {
+		*commit = word
+		commit, word = skip, word-2|1
+	}
+	if e.light {
+		storeRelease(commit, word)
 	} else {
-		*(*uint64)(frame) = p.seq << 1
-		atomic.StoreUint64(skip, p.seq<<1-2|1)
+		atomic.StoreUint64(commit, word)
+		e.light = e.fence && atomic.LoadUint32(e.fences[1]) == 1
 	}
 	if atomic.LoadUint32(e.arm[1]) != 0 {
 		e.ring()
@@ -341,6 +362,9 @@ func (e *End) Arm() bool {
 		want |= armSend
 	}
 	atomic.StoreUint32(e.arm[0], want)
+	if e.fence {
+		barrier()
+	}
 	if e.state.Load() == live && !e.arrived() && !e.room() {
 		return false
 	}

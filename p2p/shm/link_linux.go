@@ -55,13 +55,16 @@ type answer struct {
 }
 
 // newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It owns conn and mem from then on.
-func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
+func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int, sleepSeldom bool) (*link, error) {
 	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}), asking: make(chan struct{}, 1), maps: map[mapKey][]byte{}}
 	l.changed.L = &l.mu
 	if err := l.Init(mem[:ring.Bytes(data)], data, side, sock.wake); err != nil {
 		unmap(mem)
 		sock.conn.Close()
 		return nil, err
+	}
+	if sleepSeldom {
+		l.Asymmetric()
 	}
 	go l.read()
 	return l, nil

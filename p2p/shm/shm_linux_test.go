@@ -8,7 +8,7 @@ import (
 )
 
 func TestConformance(t *testing.T) {
-	for name, cfg := range map[string]Config{"Default": {}, "Smallest": {RingBytes: 1}} {
+	for name, cfg := range map[string]Config{"Default": {}, "Smallest": {RingBytes: 1}, "SleepSeldom": {SleepSeldom: true}} {
 		t.Run(name, func(t *testing.T) {
 			linktest.Run(t, func(testing.TB) p2p.Transport { return New(cfg) })
 		})

@@ -88,7 +88,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	t.host, t.machine = h, machine
 	t.acceptor = &trust.Acceptor{
 		Listener: &sameUser{l.(*net.UnixListener), t.uid}, Secret: h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout, Max: p2p.MaxHandshakes,
-		Admit: t.admit, Accepted: t.accepted,
+		Admit: t.admit, Accepted: t.accepted, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
 	t.mu.Unlock()
@@ -168,7 +168,7 @@ func (t *Transport) found(conn *net.UnixConn, from p2p.Identity) (*link, error) 
 		conn.Close()
 		return nil, err
 	}
-	return newLink(t.host, from, t.exports, sock, mem, t.cfg.RingBytes, 1)
+	return newLink(t.host, from, t.exports, sock, mem, t.cfg.RingBytes, 1, t.cfg.SleepSeldom)
 }
 
 // Reaches implements p2p.Transport.
@@ -235,7 +235,7 @@ func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*lin
 		return nil, err
 	}
 	conn.SetDeadline(time.Time{})
-	return newLink(t.host, to, t.exports, sock, mem, data, 0)
+	return newLink(t.host, to, t.exports, sock, mem, data, 0, t.cfg.SleepSeldom)
 }
 
 // connect returns a connection to e on which both sides have proved themselves, with a deadline set.

@@ -200,9 +200,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 		a := &trust.Acceptor{
 			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose, Timeout: p2p.HandshakeTimeout,
 			Max: max(4, p2p.MaxHandshakes/len(listeners)), Admit: t.admit, Accepted: t.accepted,
-			Refused: func(c net.Conn, err error) {
-				t.log.Debug("tcp: connection refused", "from", c.RemoteAddr(), "reason", err)
-			},
+			Refused: trust.LogRefused(t.log, "tcp"),
 		}
 		t.acceptors = append(t.acceptors, a)
 		t.serving.Go(a.Serve)

@@ -1,0 +1,10 @@
+//go:build !linux || !amd64 || race
+
+package ring
+
+import "sync/atomic"
+
+// The race detector knows nothing of barriers between processors.
+func registerBarrier() bool            { return false }
+func barrier()                         {}
+func storeRelease(p *uint64, v uint64) { atomic.StoreUint64(p, v) }
