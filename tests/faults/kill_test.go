@@ -1,0 +1,85 @@
+//go:build linux
+
+package faults
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"strconv"
+	"syscall"
+	"testing"
+
+	"tutti/tests/internal/rig"
+)
+
+func TestMain(m *testing.M) { rig.Main(m) }
+
+// small are numbers of elements that take every path for small operations, and big one that is cut into blocks.
+var (
+	small = []int{0, 1, 7, 1000}
+	mixed = []int{1, 1000, 70_000}
+)
+
+// TestKill kills a rank, the launcher, or interrupts it, at every stage of a job's life.
+func TestKill(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %#x", seed)
+	rnd := rand.New(rand.NewPCG(seed, 0))
+	for _, transport := range []string{"shm", "tcp"} {
+		for _, n := range []int{1, 2, 3, 8} {
+			if testing.Short() && n == 3 {
+				continue
+			}
+			for _, who := range []string{"rank", "launcher", "interrupt"} {
+				for _, when := range []string{"before the join", "in the join", "in collectives"} {
+					if testing.Short() && rnd.IntN(3) > 0 {
+						continue
+					}
+					victim, rounds := rnd.IntN(n), rnd.IntN(4)
+					t.Run(fmt.Sprintf("%s/%d/%s/%s", transport, n, who, when), func(t *testing.T) {
+						kill(t, transport, n, who, when, victim, rounds)
+					})
+				}
+			}
+		}
+	}
+}
+
+func kill(t *testing.T, transport string, n int, who, when string, victim, rounds int) {
+	s := rig.New(t)
+	job := s.Run(nil, "-n", strconv.Itoa(n), "--transport", transport)
+	ranks := s.Arrive(n)
+	switch when {
+	case "in the join":
+		// One rank does not join, so that the others stay in theirs. The last may be through with it if it is the only one.
+		for i, r := range ranks {
+			if i != victim || n == 1 {
+				r.Tell(rig.Command{Verb: "join"})
+			}
+		}
+		if rounds > 0 { // and they have got as far as listening
+			rig.Eventually(t, func() bool { return len(s.Sockets()) > 1 }, func() string { return "nobody listens" })
+		}
+	case "in collectives":
+		rig.Well(ranks, rig.Command{Verb: "join"})
+		rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})
+		rig.Well(ranks, rig.Command{Verb: "await", Steps: rounds})
+	}
+	s.Sockets()
+	switch who {
+	case "rank":
+		ranks[victim].Signal(syscall.SIGKILL)
+		job.End(128 + int(syscall.SIGKILL))
+	case "launcher":
+		job.Signal(syscall.SIGKILL)
+	case "interrupt":
+		job.Signal(syscall.SIGINT)
+	}
+	for _, r := range ranks {
+		r.Gone()
+	}
+	if code := job.Wait(); code == 0 {
+		t.Error("exit code 0")
+	}
+	s.Clean()
+}

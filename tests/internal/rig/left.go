@@ -1,0 +1,167 @@
+//go:build linux
+
+package rig
+
+import (
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// processes lists the processes of the stage by the mark in their environments, which everything that they start inherits.
+func (s *Stage) processes() (pids []int) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)); err == nil && strings.Contains(string(env), s.mark) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+func (s *Stage) killAll() {
+	for {
+		pids := s.processes()
+		if len(pids) == 0 {
+			return
+		}
+		for _, pid := range pids {
+			syscall.Kill(pid, syscall.SIGKILL)
+		}
+	}
+}
+
+// Socket is a socket of a process of the stage.
+type Socket struct {
+	PID           int
+	Network       string // tcp or unix
+	Local, Remote netip.AddrPort
+	Name          string // unix: the path, abstract ones with @ in front
+	Listening     bool
+	Inode         string
+}
+
+type sockets map[string]Socket // by inode
+
+// Sockets lists the TCP and Unix sockets of the stage's processes: those that listen, and the TCP connections. What listens is remembered for Clean.
+func (s *Stage) Sockets() (all []Socket) {
+	for _, pid := range s.processes() {
+		own := map[string]bool{}
+		fds, _ := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) // it may have ended
+		for _, fd := range fds {
+			if to, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name())); err == nil && strings.HasPrefix(to, "socket:[") {
+				own[strings.TrimSuffix(strings.TrimPrefix(to, "socket:["), "]")] = true
+			}
+		}
+		for inode, k := range table(pid) {
+			if own[inode] {
+				k.PID = pid
+				all = append(all, k)
+				if k.Listening {
+					s.seen[inode] = k
+				}
+			}
+		}
+	}
+	return all
+}
+
+// table reads all sockets of the network namespace of pid, of which it keeps TCP's and the listening Unix ones.
+func table(pid int) sockets {
+	all := sockets{}
+	for _, file := range []string{"tcp", "tcp6"} {
+		b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/net/%s", pid, file))
+		for line := range strings.Lines(string(b)) {
+			f := strings.Fields(line)
+			if len(f) < 10 || f[0] == "sl" {
+				continue
+			}
+			k := Socket{Network: "tcp", Local: address(f[1]), Remote: address(f[2]), Listening: f[3] == "0A", Inode: f[9]}
+			all[k.Inode] = k
+		}
+	}
+	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/net/unix", pid))
+	for line := range strings.Lines(string(b)) {
+		f := strings.Fields(line) // Num RefCount Protocol Flags Type St Inode Path; flag 0x10000: listening
+		if len(f) == 8 && f[3] == "00010000" {
+			all[f[6]] = Socket{Network: "unix", Name: f[7], Listening: true, Inode: f[6]}
+		}
+	}
+	return all
+}
+
+// address reads an address of /proc/net/tcp: words of four bytes in the machine's order, a colon, the port.
+func address(s string) netip.AddrPort {
+	words, port, _ := strings.Cut(s, ":")
+	var b []byte
+	for i := 0; i+8 <= len(words); i += 8 {
+		v, _ := strconv.ParseUint(words[i:i+8], 16, 32)
+		b = append(b, byte(v), byte(v>>8), byte(v>>16), byte(v>>24))
+	}
+	a, _ := netip.AddrFromSlice(b)
+	p, _ := strconv.ParseUint(port, 16, 16)
+	return netip.AddrPortFrom(a.Unmap(), uint16(p))
+}
+
+func names(t *testing.T, dir string) (all []string) {
+	t.Helper()
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err == nil && path != dir {
+			all = append(all, path)
+		}
+		return nil // gone meanwhile
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all
+}
+
+// Clean checks that the jobs of the stage, which are over, have left nothing: no process, no file in the temporary directory or /dev/shm, no listening socket that Sockets has seen.
+func (s *Stage) Clean() {
+	s.t.Helper()
+	describe := func() string {
+		var text []string
+		for _, pid := range s.processes() {
+			line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+			text = append(text, fmt.Sprintf("process %d (%s)", pid, strings.ReplaceAll(string(line), "\x00", " ")))
+		}
+		return "left behind: " + strings.Join(text, ", ")
+	}
+	Eventually(s.t, func() bool { return len(s.processes()) == 0 }, describe)
+	if s.t.Failed() {
+		return
+	}
+	left := func() (files []string) {
+		files = names(s.t, filepath.Join(s.dir, "tmp"))
+		for _, f := range names(s.t, s.shm()) {
+			if !slices.Contains(s.was, f) {
+				files = append(files, f)
+			}
+		}
+		return files
+	}
+	// Where /dev/shm is everybody's, other programs' files come and go.
+	Eventually(s.t, func() bool { return len(left()) == 0 }, func() string { return fmt.Sprintf("files left behind: %q", left()) })
+	now := table(os.Getpid())
+	for inode, k := range s.seen {
+		if still, ok := now[inode]; ok && still.Listening && still.Local == k.Local && still.Name == k.Name {
+			s.t.Errorf("somebody still listens at %s %v%s, which was process %d's", k.Network, k.Local, k.Name, k.PID)
+		}
+	}
+	s.seen = sockets{}
+}

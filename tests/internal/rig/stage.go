@@ -1,0 +1,485 @@
+//go:build linux
+
+package rig
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// Patience bounds every wait. No test depends on its value; it is what a hang costs.
+const Patience = 30 * time.Second
+
+// A Stage is where the processes of a test's jobs live: their temporary directory, their /dev/shm (as root), and the socket at which the ranks call.
+type Stage struct {
+	t    *testing.T
+	mark string
+	dir  string // TMPDIR of the processes is dir/tmp, /dev/shm dir/shm
+	l    *net.UnixListener
+	was  []string // in /dev/shm, where it is shared with the machine
+	seen sockets
+	all  []*Process
+
+	ranks []*Rank
+}
+
+// New makes a stage. At the end of the test its processes are killed.
+func New(t *testing.T) *Stage {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "rig") // not t.TempDir: paths of sockets are short
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &Stage{t: t, mark: rand.Text(), dir: dir, seen: sockets{}}
+	t.Cleanup(func() {
+		for _, p := range s.all {
+			p.cmd.Process.Kill()
+		}
+		s.killAll()
+		for _, p := range s.all {
+			select {
+			case <-p.done:
+			case <-time.After(Patience):
+				t.Errorf("pid %d does not die", p.cmd.Process.Pid)
+			}
+		}
+		if t.Failed() {
+			for _, p := range s.all {
+				t.Logf("%s printed\n%s%s", strings.Join(p.cmd.Args, " "), p.Out.String(), p.Err.String())
+			}
+		}
+		os.RemoveAll(dir)
+	})
+	for _, d := range []string{"tmp", "shm"} {
+		if err := os.Mkdir(filepath.Join(dir, d), 0o700); err == nil {
+			err = os.Chmod(filepath.Join(dir, d), 0o777|os.ModeSticky)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if s.l, err = net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, "control")}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.l.Close() })
+	if err := os.Chmod(filepath.Join(dir, "control"), 0o777); err != nil {
+		t.Fatal(err)
+	}
+	s.was = names(t, s.shm())
+	return s
+}
+
+// Root says whether this process may do what only root may.
+func Root() bool { return os.Geteuid() == 0 }
+
+// NeedRoot skips a test that cannot run without.
+func NeedRoot(t *testing.T, why string) {
+	t.Helper()
+	if !Root() {
+		t.Skipf("needs root: %s", why)
+	}
+}
+
+// Need skips a test that cannot run without these programs.
+func Need(t *testing.T, programs ...string) {
+	t.Helper()
+	for _, p := range programs {
+		if _, err := exec.LookPath(p); err != nil {
+			t.Skipf("needs the program %s: %v", p, err)
+		}
+	}
+}
+
+// Self is this test binary: as a program of a stage it is a rank.
+func Self(t *testing.T) string {
+	t.Helper()
+	path, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// Module is the directory of the module's root.
+func Module(t *testing.T) string {
+	t.Helper()
+	_, file, _, _ := runtime.Caller(0)
+	dir := filepath.Join(filepath.Dir(file), "..", "..", "..")
+	if _, err := os.Stat(filepath.Join(dir, "go.mod")); err != nil {
+		t.Fatalf("the source tree is needed: %v", err)
+	}
+	return dir
+}
+
+var tutti struct {
+	once sync.Once
+	dir  string
+	err  error
+}
+
+// Tutti builds the launcher, once for the test binary, and returns its path.
+func Tutti(t *testing.T) string {
+	t.Helper()
+	root := Module(t)
+	tutti.once.Do(func() {
+		if tutti.dir, tutti.err = os.MkdirTemp("", "rig-bin"); tutti.err != nil {
+			return
+		}
+		if tutti.err = os.Chmod(tutti.dir, 0o755); tutti.err != nil {
+			return
+		}
+		cmd := exec.Command("go", "build", "-o", tutti.dir+"/", "./cmd/tutti")
+		cmd.Dir = root
+		if out, err := cmd.CombinedOutput(); err != nil {
+			tutti.err = fmt.Errorf("go build ./cmd/tutti: %w\n%s", err, out)
+		}
+	})
+	if tutti.err != nil {
+		t.Fatal(tutti.err)
+	}
+	return filepath.Join(tutti.dir, "tutti")
+}
+
+// Process is a process of a stage, most often a launcher.
+type Process struct {
+	t    *testing.T
+	cmd  *exec.Cmd
+	done chan struct{}
+	Out  Output // standard output
+	Err  Output // standard error
+}
+
+// Output is what a process prints, readable while it does.
+type Output struct {
+	mu   sync.Mutex
+	b    bytes.Buffer
+	more chan struct{}
+}
+
+func (o *Output) Write(p []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.more != nil {
+		close(o.more)
+		o.more = nil
+	}
+	return o.b.Write(p)
+}
+
+func (o *Output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.b.String()
+}
+
+// Await waits until text is printed.
+func (o *Output) Await(t *testing.T, text string) {
+	t.Helper()
+	late := time.After(Patience)
+	for {
+		o.mu.Lock()
+		have := strings.Contains(o.b.String(), text)
+		if o.more == nil {
+			o.more = make(chan struct{})
+		}
+		more := o.more
+		o.mu.Unlock()
+		if have {
+			return
+		}
+		select {
+		case <-more:
+		case <-late:
+			t.Fatalf("%q was never printed, but %q", text, o.String())
+		}
+	}
+}
+
+// environment is the tests' own without what would change a job, and with what makes a process part of the stage.
+func (s *Stage) environment(extra []string) []string {
+	var env []string
+	for _, kv := range os.Environ() {
+		name, _, _ := strings.Cut(kv, "=")
+		if strings.HasPrefix(name, "TUTTI_") || slices.Contains([]string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}, name) {
+			continue
+		}
+		env = append(env, kv)
+	}
+	env = append(env, markVariable+"="+s.mark, controlVariable+"="+filepath.Join(s.dir, "control"), "TMPDIR="+filepath.Join(s.dir, "tmp"))
+	return append(env, extra...)
+}
+
+// Start starts a process of the stage, with more variables in its environment.
+func (s *Stage) Start(env []string, argv ...string) *Process {
+	s.t.Helper()
+	return s.StartIn(nil, env, argv...)
+}
+
+// StartIn is Start with a prefix to the arguments that ends in executing the rest, such as "ip netns exec NAME".
+func (s *Stage) StartIn(prefix, env []string, argv ...string) *Process {
+	s.t.Helper()
+	argv = slices.Concat(prefix, s.private(), argv)
+	p := &Process{t: s.t, cmd: exec.Command(argv[0], argv[1:]...), done: make(chan struct{})}
+	p.cmd.Env = s.environment(env)
+	p.cmd.Dir = Module(s.t)
+	p.cmd.Stdout, p.cmd.Stderr = &p.Out, &p.Err
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a Ctrl-C at the tests' terminal is the tests'
+	p.cmd.WaitDelay = Patience
+	if err := p.cmd.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+	go func() {
+		p.cmd.Wait()
+		close(p.done)
+	}()
+	s.all = append(s.all, p)
+	return p
+}
+
+// private is a prefix that gives a process, where that is possible, a /dev/shm of the stage alone: what other programs of this machine do with theirs does not matter then.
+func (s *Stage) private() []string {
+	if !Root() {
+		return nil
+	}
+	if _, err := exec.LookPath("unshare"); err != nil {
+		return nil
+	}
+	return []string{"unshare", "-m", "sh", "-c", `mount --bind "$0" /dev/shm && exec "$@"`, filepath.Join(s.dir, "shm")}
+}
+
+func (s *Stage) shm() string {
+	if s.private() == nil {
+		return "/dev/shm"
+	}
+	return filepath.Join(s.dir, "shm")
+}
+
+// Run starts "tutti run" with these flags; the program is this test binary.
+func (s *Stage) Run(env []string, flags ...string) *Process {
+	s.t.Helper()
+	return s.Start(env, slices.Concat([]string{Tutti(s.t), "run"}, flags, []string{"--", Self(s.t)})...)
+}
+
+// PID is the process's number.
+func (p *Process) PID() int { return p.cmd.Process.Pid }
+
+// Signal sends a signal.
+func (p *Process) Signal(sig syscall.Signal) {
+	p.t.Helper()
+	if err := p.cmd.Process.Signal(sig); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// Wait waits for the process's end, and that of its output, and returns its exit code; -1: it was killed.
+func (p *Process) Wait() int {
+	p.t.Helper()
+	select {
+	case <-p.done:
+	case <-time.After(Patience):
+		p.t.Fatalf("pid %d does not end", p.PID())
+	}
+	return p.cmd.ProcessState.ExitCode()
+}
+
+// End is Wait for a process that is to end with this code.
+func (p *Process) End(code int) {
+	p.t.Helper()
+	if got := p.Wait(); got != code {
+		p.t.Errorf("pid %d ended with exit code %d, want %d", p.PID(), got, code)
+	}
+}
+
+// Rank is the test's end of a rank's process.
+type Rank struct {
+	Number int
+	PID    int
+	stage  *Stage
+	t      *testing.T
+	conn   net.Conn
+	in     *json.Decoder
+}
+
+// Arrive waits for the ranks 0..n-1 of one job.
+func (s *Stage) Arrive(n int) []*Rank {
+	s.t.Helper()
+	all := make([]*Rank, n)
+	for range n {
+		r := s.Next()
+		if r.Number < 0 || r.Number >= n || all[r.Number] != nil {
+			s.t.Fatalf("rank %d of %d came, unexpected", r.Number, n)
+		}
+		all[r.Number] = r
+	}
+	return all
+}
+
+// Next waits for a rank, whichever.
+func (s *Stage) Next() *Rank {
+	s.t.Helper()
+	deadline := time.Now().Add(Patience)
+	s.l.SetDeadline(deadline)
+	conn, err := s.l.Accept()
+	if err != nil {
+		s.t.Fatalf("no rank comes: %v", err)
+	}
+	s.t.Cleanup(func() { conn.Close() })
+	conn.SetDeadline(deadline)
+	r := &Rank{stage: s, t: s.t, conn: conn, in: json.NewDecoder(bufio.NewReader(conn))}
+	var h hello
+	if err := r.in.Decode(&h); err != nil {
+		s.t.Fatalf("a rank's first words: %v", err)
+	}
+	r.PID = h.PID
+	if r.Number, err = strconv.Atoi(h.Rank); err != nil {
+		s.t.Fatalf("a rank says RANK=%q", h.Rank)
+	}
+	s.ranks = append(s.ranks, r)
+	return r
+}
+
+// Tell tells the rank what to do.
+func (r *Rank) Tell(c Command) {
+	r.t.Helper()
+	r.conn.SetDeadline(time.Now().Add(Patience))
+	if err := json.NewEncoder(r.conn).Encode(c); err != nil {
+		r.t.Fatalf("rank %d (pid %d): %s: %v", r.Number, r.PID, c.Verb, err)
+	}
+}
+
+// Hear waits for the rank's answer.
+func (r *Rank) Hear() Reply {
+	r.t.Helper()
+	return hear([]*Rank{r})[0]
+}
+
+// hear waits for the answers of all ranks.
+func hear(ranks []*Rank) []Reply {
+	all, errs := make([]Reply, len(ranks)), make([]error, len(ranks))
+	var wg sync.WaitGroup
+	deadline := time.Now().Add(Patience)
+	for i, r := range ranks {
+		r.conn.SetDeadline(deadline)
+		wg.Go(func() { errs[i] = r.in.Decode(&all[i]) })
+	}
+	wg.Wait()
+	late := false
+	for i, r := range ranks {
+		r.t.Helper()
+		if errs[i] != nil {
+			r.t.Errorf("rank %d (pid %d) does not answer: %v", r.Number, r.PID, errs[i])
+			late = late || errors.Is(errs[i], os.ErrDeadlineExceeded)
+		} else if all[i].Fault != nil && errors.Join(errs...) != nil {
+			r.t.Errorf("rank %d answers: %v", r.Number, all[i].Fault)
+		}
+	}
+	if late { // they print their stacks
+		r := ranks[0]
+		for _, o := range r.stage.ranks {
+			syscall.Kill(o.PID, syscall.SIGQUIT)
+		}
+		for _, o := range r.stage.ranks {
+			o.conn.SetDeadline(time.Now().Add(5 * time.Second))
+			io.Copy(io.Discard, o.conn)
+		}
+	}
+	if errors.Join(errs...) != nil {
+		ranks[0].t.FailNow()
+	}
+	return all
+}
+
+// Do is Tell and Hear.
+func (r *Rank) Do(c Command) Reply {
+	r.t.Helper()
+	r.Tell(c)
+	return r.Hear()
+}
+
+// Signal sends a signal to the rank's process.
+func (r *Rank) Signal(sig syscall.Signal) {
+	r.t.Helper()
+	if err := syscall.Kill(r.PID, sig); err != nil {
+		r.t.Fatalf("rank %d: %v", r.Number, err)
+	}
+}
+
+// Gone waits until the rank's process has ended.
+func (r *Rank) Gone() {
+	r.t.Helper()
+	r.conn.SetDeadline(time.Now().Add(Patience))
+	if _, err := io.Copy(io.Discard, io.MultiReader(r.in.Buffered(), r.conn)); errors.Is(err, os.ErrDeadlineExceeded) {
+		r.t.Fatalf("rank %d (pid %d) does not end", r.Number, r.PID)
+	}
+}
+
+// Each tells all ranks the same, and then hears all.
+func Each(ranks []*Rank, c Command) []Reply {
+	for _, r := range ranks {
+		r.t.Helper()
+		r.Tell(c)
+	}
+	return hear(ranks)
+}
+
+// Well is Each where every rank must answer without a fault.
+func Well(ranks []*Rank, c Command) []Reply {
+	all := Each(ranks, c)
+	for i, a := range all {
+		ranks[i].t.Helper()
+		if a.Fault != nil {
+			ranks[i].t.Errorf("rank %d: %s: %v", ranks[i].Number, c.Verb, a.Fault)
+		}
+	}
+	if len(ranks) > 0 && ranks[0].t.Failed() {
+		ranks[0].t.FailNow()
+	}
+	return all
+}
+
+// Leave closes the groups and ends the ranks, which must go well.
+func Leave(ranks []*Rank) {
+	Well(ranks, Command{Verb: "close"})
+	for _, r := range ranks {
+		r.t.Helper()
+		r.Tell(Command{Verb: "exit"})
+	}
+}
+
+// Eventually polls a condition until it holds; what describes, if it never does, what is wrong.
+func Eventually(t *testing.T, holds func() bool, what func() string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), Patience)
+	defer cancel()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for !holds() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			t.Error(what())
+			return
+		}
+	}
+}
