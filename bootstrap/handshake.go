@@ -217,9 +217,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	for _, ip := range ips {
 		s.addrs = append(s.addrs, netip.AddrPortFrom(ip, port).String())
 	}
-	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit, Refused: func(c net.Conn, err error) {
-		cfg.Logger.Warn("handshake refused a connection", "from", c.RemoteAddr().String(), "err", err)
-	}})
+	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit, Refused: trust.LogRefused(cfg.Logger, "handshake")})
 	s.g = grpc.NewServer(
 		grpc.Creds(proof.Credentials{}),
 		grpc.ForceServerCodec(wire{}),

@@ -102,9 +102,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if s.dir, s.lock, err = makeDir(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
-	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Refused: func(c net.Conn, err error) {
-		cfg.Logger.Warn("store refused a connection", "from", c.RemoteAddr().String(), "err", err)
-	}})
+	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Refused: trust.LogRefused(cfg.Logger, "store")})
 	c := s.config()
 	serving := make(chan struct{})
 	c.ServiceRegister = func(g *grpc.Server) {

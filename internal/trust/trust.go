@@ -15,6 +15,7 @@
 package trust
 
 import (
+	"context"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -22,9 +23,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -199,20 +203,50 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 
 // Acceptor runs the accepting half for a listener: a bounded number of connections prove themselves at once, each within Timeout;
 // those that do not are closed and nothing else happens.
+//
+// Whoever connects and then stays silent must not keep the job's ranks out. So while a connection waits for a slot, one of those that had their chance has to
+// give its slot up: the oldest that has sent nothing for 100 ms, else the oldest that has not finished its proof within a second. An end that means well
+// has sent something by then; if it was just slow, it dials again.
 type Acceptor struct {
 	Listener net.Listener
 	Secret   []byte
 	Purpose  string
 	Timeout  time.Duration
-	Max      int                   // unproved connections at once
+	Max      int                   // unproved connections at once, and one more that waits for a slot
 	Admit    func(Hello) error     // see Server
 	Accepted func(net.Conn, Hello) // owns the connection, its deadline cleared; must not block for long
-	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed
+	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
 	wg       sync.WaitGroup
 	mu       sync.Mutex
-	open     map[net.Conn]struct{}
+	open     []*candidate // by age
 	closed   bool
 	end      chan struct{} // closed with closed
+}
+
+// How long a connection keeps its slot while others wait for one; less where Timeout is short.
+const (
+	silentGrace = 100 * time.Millisecond // one that has sent nothing
+	slowGrace   = time.Second            // one whose proof is not complete
+)
+
+// ErrCrowded says that a connection was closed for the sake of others: see Acceptor.
+var ErrCrowded = errors.New("it proved nothing while others were waiting")
+
+// candidate is a connection on its way through the handshake.
+type candidate struct {
+	net.Conn
+	since   time.Time
+	spoke   atomic.Bool // it has sent something
+	proved  bool        // it knows the secret; guarded, as evicted, by the acceptor's mu
+	evicted bool
+}
+
+func (c *candidate) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 {
+		c.spoke.Store(true)
+	}
+	return n, err
 }
 
 // ended returns a channel that Close closes.
@@ -235,10 +269,8 @@ func (a *Acceptor) Serve() {
 	defer a.wg.Wait()
 	pause := 5 * time.Millisecond
 	for {
-		slots <- struct{}{}
 		conn, err := a.Listener.Accept()
 		if err != nil {
-			<-slots
 			if a.isClosed() || errors.Is(err, net.ErrClosed) {
 				return
 			}
@@ -251,41 +283,112 @@ func (a *Acceptor) Serve() {
 			continue
 		}
 		pause = 5 * time.Millisecond
+		if !a.enter(slots) {
+			conn.Close()
+			continue // to an Accept that fails
+		}
+		c := &candidate{Conn: conn, since: time.Now()}
 		a.mu.Lock()
 		if a.closed {
 			a.mu.Unlock()
 			conn.Close()
-			<-slots
 			continue
 		}
-		if a.open == nil {
-			a.open = map[net.Conn]struct{}{}
-		}
-		a.open[conn] = struct{}{}
+		a.open = append(a.open, c)
 		a.wg.Add(1)
 		a.mu.Unlock()
 		go func() {
 			defer a.wg.Done()
 			defer func() { <-slots }()
-			conn.SetDeadline(time.Now().Add(a.Timeout))
-			h, err := Server(conn, a.Secret, a.Purpose, a.Admit)
-			a.mu.Lock()
-			delete(a.open, conn)
-			if err == nil && a.closed {
-				err = net.ErrClosed
-			}
-			a.mu.Unlock()
-			if err != nil {
-				if a.Refused != nil {
-					a.Refused(conn, err)
-				}
-				conn.Close()
-				return
-			}
-			conn.SetDeadline(time.Time{})
-			a.Accepted(conn, h)
+			a.handshake(c)
 		}()
 	}
+}
+
+// enter takes a slot, and sees to it that one becomes free; false: the acceptor was closed.
+func (a *Acceptor) enter(slots chan struct{}) bool {
+	for {
+		select {
+		case slots <- struct{}{}:
+			return true
+		default:
+		}
+		t := time.NewTimer(a.evict())
+		select {
+		case slots <- struct{}{}:
+			t.Stop()
+			return true
+		case <-t.C:
+		case <-a.ended():
+			t.Stop()
+			return false
+		}
+	}
+}
+
+// evict closes the connection that has to make room, if there is one, and returns how long it makes sense to wait for a slot before it is called again.
+func (a *Acceptor) evict() (wait time.Duration) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	silent, slow := min(silentGrace, a.Timeout/50), min(slowGrace, a.Timeout/5)
+	var out *candidate
+	outSpoke := false
+	wait = silent
+	for _, c := range a.open {
+		if c.proved {
+			continue
+		}
+		spoke, grace := c.spoke.Load(), silent
+		if spoke {
+			grace = slow
+		}
+		if left := grace - time.Since(c.since); left > 0 {
+			wait = min(wait, left)
+		} else if out == nil || outSpoke && !spoke {
+			out, outSpoke = c, spoke
+		}
+	}
+	if out != nil {
+		out.evicted = true
+		a.forget(out)
+		out.Close() // which ends its handshake and frees its slot
+	}
+	return wait
+}
+
+// forget takes c out of the connections that evict and Close know. Called with mu.
+func (a *Acceptor) forget(c *candidate) {
+	if i := slices.Index(a.open, c); i >= 0 {
+		a.open = slices.Delete(a.open, i, i+1)
+	}
+}
+
+func (a *Acceptor) handshake(c *candidate) {
+	c.SetDeadline(c.since.Add(a.Timeout))
+	h, err := Server(c, a.Secret, a.Purpose, func(h Hello) error {
+		a.mu.Lock()
+		c.proved = true // it is never evicted from here on; Close and the deadline still end it
+		a.mu.Unlock()
+		return a.Admit(h)
+	})
+	a.mu.Lock()
+	a.forget(c)
+	switch {
+	case c.evicted:
+		err = ErrCrowded
+	case err == nil && a.closed:
+		err = net.ErrClosed
+	}
+	a.mu.Unlock()
+	if err != nil {
+		if a.Refused != nil {
+			a.Refused(c.Conn, err)
+		}
+		c.Close()
+		return
+	}
+	c.SetDeadline(time.Time{})
+	a.Accepted(c.Conn, h)
 }
 
 func (a *Acceptor) isClosed() bool {
@@ -303,9 +406,37 @@ func (a *Acceptor) Close() error {
 	}
 	a.closed = true
 	close(a.endLocked())
-	for c := range a.open {
+	for _, c := range a.open {
 		c.Close()
 	}
 	a.mu.Unlock()
 	return a.Listener.Close()
+}
+
+// warnings is how many refused connections a minute are worth a line each to a person.
+const warnings = 5
+
+// LogRefused returns an Acceptor's Refused that logs: as a warning who does not know the secret or crowds the listener, the first few of them in a minute, and
+// everything else for debugging. A peer that leaves in the middle of a handshake, or is refused by Admit, is part of every job's life.
+func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
+	var mu sync.Mutex
+	var since time.Time
+	var n int
+	return func(c net.Conn, err error) {
+		level, more := slog.LevelDebug, ""
+		if errors.Is(err, ErrAuth) || errors.Is(err, ErrCrowded) {
+			mu.Lock()
+			if now := time.Now(); now.Sub(since) >= time.Minute {
+				since, n = now, 0
+			}
+			if n++; n <= warnings {
+				level = slog.LevelWarn
+			}
+			if n == warnings {
+				more = "; more of them in this minute are logged at level debug"
+			}
+			mu.Unlock()
+		}
+		log.Log(context.Background(), level, service+" refused a connection"+more, "from", c.RemoteAddr().String(), "err", err)
+	}
 }

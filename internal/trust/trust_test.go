@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"strings"
@@ -388,8 +389,113 @@ func TestSlowConnections(t *testing.T) {
 	}
 	stop()
 	wg.Wait()
-	if p := peak.Load(); p > most {
-		t.Errorf("%d connections were held at once, want at most %d", p, most)
+	if p := peak.Load(); p > most+1 {
+		t.Errorf("%d connections were held at once, want at most %d and one that waits", p, most)
+	}
+}
+
+// flood keeps n connections open to addr that send what opening says and nothing else; one that is closed is replaced at once. The func ends them.
+func flood(t *testing.T, addr string, n int, opening []byte) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for range n {
+		wg.Go(func() {
+			for ctx.Err() == nil {
+				c, err := net.Dial("tcp", addr)
+				if err != nil {
+					return // the acceptor has gone
+				}
+				end := context.AfterFunc(ctx, func() { c.Close() })
+				c.Write(opening)
+				io.Copy(io.Discard, c)
+				c.Close()
+				end()
+			}
+		})
+	}
+	stop = func() { cancel(); wg.Wait() }
+	t.Cleanup(stop)
+	return stop
+}
+
+// More silent connections than there are slots, without end, do not keep honest ones out, though none of them would run into the timeout.
+func TestFlood(t *testing.T) {
+	for name, opening := range map[string][]byte{
+		"silent":  nil,
+		"opening": append([]byte(magic), make([]byte, nonceSize)...),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const most = 2
+			addr := serve(t, &Acceptor{Timeout: 100 * patience, Max: most})
+			stop := flood(t, addr, 3*most, opening)
+			for range 2 {
+				if err := Client(dial(t, addr), secret, "p", greet); err != nil {
+					t.Fatalf("honest client: %v", err)
+				}
+			}
+			stop()
+		})
+	}
+}
+
+// A connection that has proved itself keeps its slot for as long as Admit takes.
+func TestFloodDuringAdmit(t *testing.T) {
+	asked, answer := make(chan struct{}), make(chan struct{})
+	crowded := make(chan error)
+	addr := serve(t, &Acceptor{Timeout: 100 * patience, Max: 2,
+		Admit: func(Hello) error { close(asked); <-answer; return nil },
+		Refused: func(_ net.Conn, err error) {
+			select {
+			case crowded <- err:
+			case <-answer:
+			}
+		},
+	})
+	done := make(chan error, 1)
+	c := dial(t, addr)
+	go func() { done <- Client(c, secret, "p", greet) }()
+	<-asked
+	stop := flood(t, addr, 4, nil)
+	for range 2 * int(slowGrace/silentGrace) { // one after the other: by then it is older than any grace
+		select {
+		case err := <-crowded:
+			if !errors.Is(err, ErrCrowded) {
+				t.Errorf("refused for %v", err)
+			}
+		case <-time.After(patience):
+			t.Fatal("nobody makes room")
+		}
+	}
+	close(answer)
+	if err := <-done; err != nil {
+		t.Errorf("honest client: %v", err)
+	}
+	stop()
+}
+
+// A wrong secret is worth a warning, but not thousands of them; a peer that leaves is not.
+func TestLogRefused(t *testing.T) {
+	var out bytes.Buffer
+	refused := LogRefused(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug})), "door")
+	reset := &net.OpError{Op: "read", Err: os.NewSyscallError("read", syscall.ECONNRESET)}
+	for range 3 * warnings {
+		for _, err := range []error{reset, ended(io.EOF), os.ErrDeadlineExceeded, &Refusal{Text: "no"}} {
+			refused(&script{}, err)
+		}
+	}
+	if strings.Contains(out.String(), "WARN") {
+		t.Errorf("a warning about a peer that left:\n%s", &out)
+	}
+	out.Reset()
+	for range 3 * warnings {
+		refused(&script{}, fmt.Errorf("wrapped: %w", ErrAuth))
+		refused(&script{}, ErrCrowded)
+	}
+	if got := out.String(); strings.Count(got, "level=WARN") != warnings || strings.Count(got, "level=DEBUG") != 5*warnings || strings.Count(got, "more of them") != 1 ||
+		!strings.Contains(got, "door refused a connection") {
+		t.Errorf("logged:\n%s", got)
 	}
 }
 
