@@ -1,3 +1,3 @@
 package kernels
 
-//go:generate go run ./internal/gen -out kernels_amd64.s -decl kernels_amd64.go -pkg kernels
+//go:generate go run ./internal/gen -asm kernels_amd64.s -decl kernels_amd64.go -pkg kernels

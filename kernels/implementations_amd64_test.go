@@ -18,8 +18,8 @@ func init() {
 	}
 }
 
-// TestFarModes runs the loops for far data, which reducers use for large buffers only, on small ones.
-func TestFarModes(t *testing.T) {
+// TestModes runs the stores around the caches, which reducers use for large buffers only, on small ones.
+func TestModes(t *testing.T) {
 	for _, l := range levels() {
 		var kernels [numOps][numDTypes]kernel
 		var widen, narrow [numDTypes]func(dst, src unsafe.Pointer, n int)
@@ -32,7 +32,7 @@ func TestFarModes(t *testing.T) {
 			r := rand.New(rand.NewPCG(uint64(op), uint64(dt)))
 			size := dt.Size()
 			for range 60 {
-				n, sources := r.IntN(1200), 2+r.IntN(4)
+				n, sources := r.IntN(1200), 2+r.IntN(18)
 				if !l.masked {
 					n &^= 31
 				}
@@ -44,7 +44,7 @@ func TestFarModes(t *testing.T) {
 				}
 				want := make([]byte, n*size)
 				portable.reduce[op][dt](ptr(want), src, n)
-				for _, mode := range []int{near, far, farStream} {
+				for _, mode := range []int{cached, around} {
 					b := bytes.Repeat([]byte{0xa5}, n*size+256)
 					at := 64 + int(-uintptr(ptr(b))&63)
 					k(ptr(b[at:]), &src[0], sources, 0, n, sources, mode)

@@ -150,6 +150,13 @@ func fillAVX512(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst
 	widen[Float8E5M2], narrow[Float8E5M2] = widenE5M2AVX512, narrowE5M2AVX512
 }
 
+// fillAVX512BF16 enters the kernels of this level. Bit operations are entered as those of bytes.
+func fillAVX512BF16(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
+	t[Avg][BFloat16] = avgBF16AVX512BF16
+	t[Product][BFloat16] = prodBF16AVX512BF16
+	t[Sum][BFloat16] = sumBF16AVX512BF16
+}
+
 //go:noescape
 func cpuidF16C() bool
 
@@ -515,3 +522,12 @@ func widenE5M2AVX512(dst, src unsafe.Pointer, n int)
 
 //go:noescape
 func narrowE5M2AVX512(dst, src unsafe.Pointer, n int)
+
+//go:noescape
+func sumBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
+func prodBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
+func avgBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)

@@ -10,11 +10,10 @@ import (
 // what Avg divides by; other operations ignore it.
 type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
-// The modes say where the operands are likely to be; results do not depend on them, and the portable kernels ignore them.
+// The modes say how a kernel stores. Results do not depend on them, and the portable kernels ignore them.
 const (
-	near      = 0 // in the nearer caches
-	far       = 1 // not there: prefetch
-	farStream = 3 // nor is dst wanted there: store around the caches; dst+lo is aligned to 64 bytes and dst is no source
+	cached = 0
+	around = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
 )
 
 type integer interface {

@@ -53,6 +53,9 @@ func lookup(table *[numOps][numDTypes]Reducer, op Op, dt DType) (Reducer, error)
 	return nil, unsupported(op, dt)
 }
 
+// Level names the instructions that this machine's kernels use: "AVX-512", "AVX2", or "portable".
+func Level() string { return activeLevel() }
+
 // Supported reports whether op is defined on dt.
 func Supported(op Op, dt DType) bool {
 	return op < numOps && dt < numDTypes && portable.reduce[op][dt] != nil
@@ -178,7 +181,7 @@ func newPortable() *reducers {
 				if len(srcs) == 1 && dt != Bool {
 					Copy(dst, srcs[0], n*size)
 				} else if n > 0 {
-					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), near)
+					k(dst, &srcs[0], len(srcs), 0, n, len(srcs), cached)
 				}
 			}
 			t.reduce[op][dt], t.stream[op][dt] = r, r

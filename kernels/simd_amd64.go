@@ -4,22 +4,23 @@ package kernels
 
 import (
 	"slices"
+	"strings"
 	"unsafe"
 
 	"golang.org/x/sys/cpu"
 )
 
-// The AVX-512 level asks for what every processor since Skylake-SP has, not for AVX512_BF16, whose conversions flush
-// subnormals to zero.
+// The AVX-512 level asks for what every processor since Skylake-SP has. AVX512_BF16, of Cooper Lake, Sapphire Rapids and Zen 4
+// on, replaces three kernels of bfloat16.
 var (
 	hasAVX2   = cpu.X86.HasAVX2 && cpu.X86.HasBMI2 && cpuidF16C()
 	hasAVX512 = hasAVX2 && cpu.X86.HasAVX512F && cpu.X86.HasAVX512BW && cpu.X86.HasAVX512DQ && cpu.X86.HasAVX512VL
+	hasBF16   = hasAVX512 && cpu.X86.HasAVX512BF16
 )
 
 // A level is an instruction set that this machine can run.
 type level struct {
-	name   string
-	vector int // bytes
+	name   string // as Level says it, but for the suffix "+BF16"
 	masked bool
 	fill   func(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int))
 }
@@ -27,10 +28,16 @@ type level struct {
 // levels returns what this machine can run, the best last.
 func levels() (l []level) {
 	if hasAVX2 {
-		l = append(l, level{"avx2", 32, false, fillAVX2})
+		l = append(l, level{"AVX2", false, fillAVX2})
 	}
 	if hasAVX512 {
-		l = append(l, level{"avx512", 64, true, fillAVX512})
+		l = append(l, level{"AVX-512", true, fillAVX512})
+	}
+	if hasBF16 {
+		l = append(l, level{"AVX-512+BF16", true, func(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
+			fillAVX512(t, widen, narrow)
+			fillAVX512BF16(t, widen, narrow)
+		}})
 	}
 	return l
 }
@@ -41,6 +48,14 @@ func newActive() *reducers {
 		return portable
 	}
 	return l[len(l)-1].reducers()
+}
+
+func activeLevel() string {
+	if l := levels(); len(l) > 0 {
+		name, _, _ := strings.Cut(l[len(l)-1].name, "+")
+		return name
+	}
+	return "portable"
 }
 
 // reducers makes the table of l. What l has no kernel for stays portable.
@@ -120,7 +135,8 @@ const (
 	// piece is the bytes of dst after which a kernel comes back, so that the garbage collector need not wait for it long:
 	// assembly cannot be interrupted.
 	piece = 256 << 10
-	// farBytes is the bytes of all operands from which on they are prefetched: half of a usual second-level cache.
+	// farBytes is the bytes of all operands from which on a result is streamed where that was asked for: half of a usual
+	// second-level cache.
 	farBytes = 512 << 10
 	// straighten is the bytes from which on it pays to begin with the few elements that align dst to a cache line.
 	straighten = 4 << 10
@@ -146,10 +162,10 @@ func (r reduction) reducer() Reducer {
 			n *= per
 			mid := n &^ odd
 			if mid > 0 {
-				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), near)
+				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), cached)
 			}
 			if mid < n {
-				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), near)
+				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), cached)
 			}
 		default:
 			r.long(dst, srcs, n*per)
@@ -159,7 +175,7 @@ func (r reduction) reducer() Reducer {
 
 // long reduces n units of any number.
 func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
-	lo, most, mode := 0, piece/r.unit, near
+	lo, most, mode := 0, piece/r.unit, cached
 	if r.divide {
 		most = straighten / r.unit // the sums are still in the nearest cache when they are divided
 	}
@@ -167,13 +183,10 @@ func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 		skew := int(-uintptr(dst) & 63)
 		if skew%r.unit == 0 {
 			lo = skew / r.unit
-			r.piece(dst, srcs, 0, lo, near)
+			r.piece(dst, srcs, 0, lo, cached)
 		}
-		if bytes*(len(srcs)+1) >= farBytes && !r.divide {
-			mode = far
-			if r.stream && skew%r.unit == 0 && !slices.Contains(srcs, dst) {
-				mode = farStream
-			}
+		if r.stream && bytes*(len(srcs)+1) >= farBytes && !r.divide && skew%r.unit == 0 && !slices.Contains(srcs, dst) {
+			mode = around
 		}
 	}
 	for ; lo < n; lo += most {
@@ -196,7 +209,7 @@ func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mod
 		r.kernel(dst, &srcs[0], len(srcs), lo, mid, len(srcs), mode)
 	}
 	if mid < hi {
-		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), near)
+		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), cached)
 	}
 	if r.divide {
 		scaleSmall(r.dt, unsafe.Add(dst, lo*r.unit), hi-lo, len(srcs))
@@ -216,21 +229,21 @@ func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
 			switch {
 			case lo == hi:
 			case l.masked && dt == Float32:
-				avgF32AVX512(dst, &p, 1, lo, hi, divisor, near)
+				avgF32AVX512(dst, &p, 1, lo, hi, divisor, cached)
 			case l.masked && dt == Float64:
-				avgF64AVX512(dst, &p, 1, lo, hi, divisor, near)
+				avgF64AVX512(dst, &p, 1, lo, hi, divisor, cached)
 			case l.masked && dt == Float16:
-				avgF16AVX512(dst, &p, 1, lo, hi, divisor, near)
+				avgF16AVX512(dst, &p, 1, lo, hi, divisor, cached)
 			case l.masked:
-				avgBF16AVX512(dst, &p, 1, lo, hi, divisor, near)
+				avgBF16AVX512(dst, &p, 1, lo, hi, divisor, cached)
 			case dt == Float32:
-				avgF32AVX2(dst, &p, 1, lo, hi, divisor, near)
+				avgF32AVX2(dst, &p, 1, lo, hi, divisor, cached)
 			case dt == Float64:
-				avgF64AVX2(dst, &p, 1, lo, hi, divisor, near)
+				avgF64AVX2(dst, &p, 1, lo, hi, divisor, cached)
 			case dt == Float16:
-				avgF16AVX2(dst, &p, 1, lo, hi, divisor, near)
+				avgF16AVX2(dst, &p, 1, lo, hi, divisor, cached)
 			default:
-				avgBF16AVX2(dst, &p, 1, lo, hi, divisor, near)
+				avgBF16AVX2(dst, &p, 1, lo, hi, divisor, cached)
 			}
 			if rest := min(n, lo+most) - hi; rest > 0 {
 				scaleSmall(dt, unsafe.Add(dst, hi*size), rest, divisor)

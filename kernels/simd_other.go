@@ -3,3 +3,5 @@
 package kernels
 
 func newActive() *reducers { return portable }
+
+func activeLevel() string { return "portable" }

@@ -1,11 +1,14 @@
 // Command gen writes the amd64 kernels: kernels_amd64.s and its declarations, and the table that finds them. Run it through
 // go generate in package kernels.
 //
-// Every kernel has one shape. A step is what one group of registers holds of one source; a block is several steps, so that
-// the accumulators of a block fill the register file. The kernel walks the elements block by block and, inside a block,
-// source by source: each source is read once, each result is stored once, whatever the number of sources, and nothing but
-// registers holds what lies between. What remains is done step by step, the last step under a mask (AVX-512) or by the
-// portable kernel (AVX2).
+// Every kernel has one shape. A step is what one group of registers holds of one source; a block is several steps. The kernel
+// walks the elements block by block and, inside a block, source by source: each source is read once, each result is stored
+// once, whatever the number of sources, and nothing but registers holds what lies between. What remains is done step by step,
+// the last step under a mask (AVX-512) or by the portable kernel (AVX2).
+//
+// The code of a source inside a block is not a loop but is written out for slots sources, and a branch that is always
+// predicted leaves after the last: processors prefetch by the address of the load instruction, and one load that goes from
+// buffer to buffer looks to them like no stream at all. Written so, the kernels need no prefetches of their own.
 package main
 
 import (
@@ -14,11 +17,15 @@ import (
 	"fmt"
 	"go/format"
 	"os"
+	"path/filepath"
+	"regexp"
 	"sort"
+	"strconv"
 	"strings"
 
 	"github.com/mmcloughlin/avo/attr"
 	. "github.com/mmcloughlin/avo/build"
+	"github.com/mmcloughlin/avo/ir"
 	. "github.com/mmcloughlin/avo/operand"
 	"github.com/mmcloughlin/avo/reg"
 )
@@ -28,14 +35,6 @@ const (
 	kernelSig  = "func(dst, srcs uintptr, k, lo, hi, div, mode int)"
 	convertSig = "func(dst, src uintptr, n int)"
 )
-
-// The modes of a kernel, as in package kernels: 0 for data in the nearer caches; far data is prefetched, and where the bit
-// modeStream is set, too, stored around the caches.
-const modeStream = 2
-
-// prefetchAhead is the bytes by which prefetches run ahead in each source. Processors do so by themselves, but for a few
-// streams and not far enough: this one wins up to a third on memory, and loses as much on the nearest cache.
-const prefetchAhead = 3072
 
 var declarations []string // of the functions, in Go
 
@@ -52,6 +51,14 @@ type isa struct {
 	name  string
 	width int // bytes of a vector
 	wide  bool
+}
+
+// slots is the number of sources that have loads of their own in a block.
+func (i isa) slots() int {
+	if i.wide {
+		return 8
+	}
+	return 4
 }
 
 func (i isa) vec() reg.VecVirtual {
@@ -168,11 +175,14 @@ type storage struct {
 	load func(m Mem, k Op, d []reg.VecVirtual)
 	// store writes a step and may destroy a
 	store func(a []reg.VecVirtual, m Mem, k Op, nt bool)
+	// pack, if there is one, makes a block of results ready to be stored and leaves acc alone, or jumps to the label inexact
+	// where only store is right
+	pack func(acc [][]reg.VecVirtual, inexact string) []reg.VecVirtual
 }
 
 // native is the storage of types that have instructions of their own.
 func (i isa) native(size int, isBool bool) storage {
-	s := storage{size: size, lanes: i.width / size, regs: 1, block: 8, direct: !isBool, nt: true}
+	s := storage{size: size, lanes: i.width / size, regs: 1, block: 256 / i.width, direct: !isBool, nt: true}
 	var ones reg.VecVirtual
 	if isBool {
 		ones = i.bcast(0x01010101)
@@ -273,7 +283,7 @@ func (i isa) rounder(signalling bool) func(x reg.VecVirtual) {
 // bf16 widens the even elements of a vector into one register and the odd ones into another, so that nothing crosses lanes.
 // exact says that the results are bfloat16 already, as those of Min and Max are.
 func (i isa) bf16(exact bool) storage {
-	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 8, nt: true}
+	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 4, nt: true}
 	if !i.wide {
 		s.block = 2
 	}
@@ -307,6 +317,71 @@ func (i isa) bf16(exact bool) storage {
 		}
 	}
 	return s
+}
+
+// bf16Native is bf16 with the instruction of AVX512_BF16. It rounds and treats NaNs as we do, but takes subnormals for zeros;
+// a block with a zero among its results is therefore rounded again, the long way.
+func (i isa) bf16Native() storage {
+	s := i.bf16(false)
+	order, mag := i.vec(), i.bcast(0x7fff7fff)
+	VMOVDQU64(NewDataAddr(Symbol{Name: "interleave", Static: true}, 0), order)
+	s.pack = func(acc [][]reg.VecVirtual, inexact string) (packed []reg.VecVirtual) {
+		var nonzero Op
+		for _, a := range acc {
+			x, k := i.vec(), K()
+			vcvtne2ps2bf16(a[0], a[1], x) // the even elements, then the odd ones
+			VPERMW(x, order, x)
+			if nonzero == nil {
+				VPTESTMW(mag, x, k)
+			} else {
+				VPTESTMW(mag, x, nonzero, k)
+			}
+			packed, nonzero = append(packed, x), k
+		}
+		KORTESTD(nonzero, nonzero)
+		JCC(LabelRef(inexact)) // not all ones
+		return packed
+	}
+	return s
+}
+
+// interleave writes the order in which VPERMW merges the halves of a vector.
+func interleave() {
+	GLOBL("interleave", attr.RODATA|attr.NOPTR)
+	for j := range 16 {
+		DATA(4*j, U32(j|(16+j)<<16))
+	}
+}
+
+// vcvtne2ps2bf16 rounds lo into the lower half of d and hi into the upper one. Neither avo nor Go's assembler knows the
+// instruction: it goes through the registers' allocation under its name and is encoded afterwards, by encode.
+func vcvtne2ps2bf16(lo, hi, d reg.VecVirtual) {
+	Instruction(&ir.Instruction{Opcode: "VCVTNE2PS2BF16", Operands: []Op{lo, hi, d}, Inputs: []Op{lo, hi}, Outputs: []Op{d}})
+}
+
+var vcvt = regexp.MustCompile(`VCVTNE2PS2BF16 +Z(\d+), Z(\d+), Z(\d+)`)
+
+// encode replaces the instructions that the assembler lacks: EVEX.512.F2.0F38.W0 72 /r.
+func encode(asm []byte) []byte {
+	return vcvt.ReplaceAllFunc(asm, func(line []byte) []byte {
+		var r [3]byte // the last operand first, as processors count
+		for j, m := range vcvt.FindSubmatch(line)[1:] {
+			n, _ := strconv.Atoi(string(m))
+			r[2-j] = byte(n)
+		}
+		bit := func(r, from byte, to int) byte { return (^r >> from & 1) << to }
+		code := [6]byte{0x62,
+			bit(r[0], 3, 7) | bit(r[2], 4, 6) | bit(r[2], 3, 5) | bit(r[0], 4, 4) | 2,
+			(^r[1]&15)<<3 | 7,
+			0x40 | bit(r[1], 4, 3),
+			0x72,
+			0xc0 | r[0]&7<<3 | r[2]&7}
+		var b []byte
+		for _, c := range code {
+			b = fmt.Appendf(b, "BYTE $0x%02x; ", c)
+		}
+		return append(append(b, "// "...), line...)
+	})
 }
 
 // f8 goes through float16, whose upper half E5M2 is and into which E4M3 fits but for a factor of 2^8. Rounding twice would
@@ -598,7 +673,7 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 	s, o := parts()
 	dst := Load(Param("dst"), GP64())
 	srcs := Load(Param("srcs"), GP64())
-	end := Load(Param("k"), GP64())
+	count := Load(Param("k"), GP64())
 	pos := Load(Param("lo"), GP64())
 	rem := Load(Param("hi"), GP64())
 	mode := Load(Param("mode"), GP64())
@@ -607,7 +682,6 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 		SHLQ(Imm(sh), pos)
 	}
 	ADDQ(pos, dst)
-	LEAQ(Mem{Base: srcs, Index: end, Scale: 8}, end)
 
 	var acc [][]reg.VecVirtual
 	for range s.block {
@@ -619,44 +693,41 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 	}
 	step := s.lanes * s.size
 
-	body := func(label string, steps int, k Op, ahead int) {
-		cur, p := GP64(), GP64()
-		prefetch := func(j int) { // with the step that begins a line, so that requests do not come in bursts
-			if ahead > 0 && j*step%64 == 0 {
-				PREFETCHT0(Mem{Base: p, Disp: ahead + j*step})
-			}
-		}
-		MOVQ(Mem{Base: srcs}, p)
-		ADDQ(pos, p)
-		for j := range steps {
-			prefetch(j)
-			s.load(Mem{Base: p, Disp: j * step}, k, acc[j])
-		}
-		LEAQ(Mem{Base: srcs, Disp: 8}, cur)
-		CMPQ(cur, end)
-		JE(LabelRef(label + "Finish"))
-		Label(label + "Source")
+	// body reduces steps into acc. slots is the number of sources that have code of their own.
+	body := func(label string, steps, slots int, k Op) {
+		cur, left, p := GP64(), GP64(), GP64()
+		at := func(j int) Mem { return Mem{Base: p, Index: pos, Scale: 1, Disp: j * step} }
+		MOVQ(srcs, cur)
+		MOVQ(count, left)
 		MOVQ(Mem{Base: cur}, p)
-		ADDQ(pos, p)
 		for j := range steps {
-			prefetch(j)
-			m := Mem{Base: p, Disp: j * step}
-			if s.direct && o.direct && k == nil {
-				o.apply(m, acc[j][0])
-				continue
-			}
-			var x []reg.VecVirtual
-			for range s.regs {
-				x = append(x, i.vec())
-			}
-			s.load(m, k, x)
-			for r := range x {
-				o.apply(x[r], acc[j][r])
-			}
+			s.load(at(j), k, acc[j])
 		}
-		ADDQ(Imm(8), cur)
-		CMPQ(cur, end)
-		JNE(LabelRef(label + "Source"))
+		CMPQ(left, Imm(1))
+		JE(LabelRef(label + "Finish"))
+		Label(label + "Sources")
+		for slot := 1; slot < slots; slot++ {
+			MOVQ(Mem{Base: cur, Disp: 8 * slot}, p)
+			for j := range steps {
+				if s.direct && o.direct && k == nil {
+					o.apply(at(j), acc[j][0])
+					continue
+				}
+				var x []reg.VecVirtual
+				for range s.regs {
+					x = append(x, i.vec())
+				}
+				s.load(at(j), k, x)
+				for r := range x {
+					o.apply(x[r], acc[j][r])
+				}
+			}
+			CMPQ(left, Imm(uint64(slot+1)))
+			JE(LabelRef(label + "Finish"))
+		}
+		ADDQ(Imm(uint64(8*(slots-1))), cur)
+		SUBQ(Imm(uint64(slots-1)), left)
+		JMP(LabelRef(label + "Sources"))
 		Label(label + "Finish")
 		if o.finish != nil {
 			for j := range steps {
@@ -667,40 +738,40 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 		}
 	}
 
-	elements := s.lanes * s.block
-	stores := func(nt bool) {
-		for j := range s.block {
-			s.store(acc[j], Mem{Base: dst, Disp: j * step}, nil, nt)
-		}
-	}
-	next := func(loop string) {
+	next := func() {
 		ADDQ(U32(step*s.block), dst)
 		ADDQ(U32(step*s.block), pos)
-		SUBQ(U32(elements), rem)
-		JMP(LabelRef(loop))
+		SUBQ(U32(s.lanes*s.block), rem)
+		JMP(LabelRef("block"))
 	}
-	TESTQ(mode, mode)
-	JNE(LabelRef("far"))
-	Label("near")
-	CMPQ(rem, U32(elements))
-	JLT(LabelRef("steps"))
-	body("near", s.block, nil, 0)
-	stores(false)
-	next("near")
-
-	Label("far")
-	CMPQ(rem, U32(elements))
-	JLT(LabelRef("steps"))
-	body("far", s.block, nil, prefetchAhead)
-	if s.nt {
-		TESTQ(U32(modeStream), mode)
-		JE(LabelRef("farStores"))
-		stores(true)
-		next("far")
-		Label("farStores")
+	// stores stores a block by f, which takes the number of a step, its place, and whether to go around the caches.
+	stores := func(label string, f func(j int, m Mem, nt bool)) {
+		each := func(nt bool) {
+			for j := range s.block {
+				f(j, Mem{Base: dst, Disp: j * step}, nt)
+			}
+			next()
+		}
+		if s.nt {
+			TESTQ(mode, mode)
+			JNE(LabelRef(label))
+		}
+		each(false)
+		if s.nt {
+			Label(label)
+			each(true)
+		}
 	}
-	stores(false)
-	next("far")
+	Label("block")
+	CMPQ(rem, U32(s.lanes*s.block))
+	JLT(LabelRef("steps"))
+	body("block", s.block, i.slots(), nil)
+	if s.pack != nil {
+		packed := s.pack(acc, "inexact")
+		stores("packedStream", func(j int, m Mem, nt bool) { store(packed[j], m, nt) })
+		Label("inexact")
+	}
+	stores("stream", func(j int, m Mem, nt bool) { s.store(acc[j], m, nil, nt) })
 
 	Label("steps")
 	var k Op
@@ -712,7 +783,7 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 		CMPQ(rem, U32(s.lanes))
 		JLT(LabelRef("done"))
 	}
-	body("step", 1, k, 0)
+	body("step", 1, 2, k)
 	s.store(acc[0], Mem{Base: dst}, k, false)
 	ADDQ(U32(step), dst)
 	ADDQ(U32(step), pos)
@@ -721,7 +792,7 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 
 	Label("done")
 	if s.nt {
-		TESTQ(U32(modeStream), mode)
+		TESTQ(mode, mode)
 		JE(LabelRef("return"))
 		SFENCE() // streamed stores are not ordered before later ones otherwise
 		Label("return")
@@ -870,11 +941,17 @@ func cpuid() {
 }
 
 func main() {
+	asm := flag.String("asm", "kernels_amd64.s", "file of the assembly")
 	decl := flag.String("decl", "kernels_amd64.go", "file of the declarations and the table")
 	flag.Parse()
+	raw := hidden(*asm) // avo's output, before encode
+	if err := flag.Set("out", raw); err != nil {
+		fail(err)
+	}
 	ConstraintExpr("!purego")
 	cpuid()
 	copyNT()
+	interleave()
 
 	entries := map[string][]string{} // level -> lines
 	for _, i := range []isa{{"AVX2", 32, false}, {"AVX512", 64, true}} {
@@ -923,10 +1000,16 @@ func main() {
 		}
 	}
 
+	native := isa{"AVX512BF16", 64, true}
+	for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Avg", "avg"}} {
+		fn := native.kernel(o[1]+"BF16", func() (storage, operator) { return native.bf16Native(), native.operator(o[1], lane{'f', 4}) })
+		entries[native.name] = append(entries[native.name], fmt.Sprintf("t[%s][BFloat16] = %s", o[0], fn))
+	}
+
 	Generate()
 	var b bytes.Buffer
 	b.WriteString("// Code generated by internal/gen. DO NOT EDIT.\n\n//go:build !purego\n\npackage kernels\n\nimport \"unsafe\"\n")
-	for _, level := range []string{"AVX2", "AVX512"} {
+	for _, level := range []string{"AVX2", "AVX512", native.name} {
 		sort.Strings(entries[level])
 		fmt.Fprintf(&b, "\n// fill%s enters the kernels of this level. Bit operations are entered as those of bytes.\n", level)
 		fmt.Fprintf(&b, "func fill%s(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {\n", level)
@@ -939,21 +1022,41 @@ func main() {
 		b.WriteString("\n" + d)
 	}
 	src, err := format.Source(b.Bytes())
+	var code []byte
 	if err == nil {
-		err = os.WriteFile(*decl, src, 0o644)
-	}
-	out := flag.Lookup("out").Value.String()
-	var asm []byte
-	if err == nil {
-		asm, err = os.ReadFile(out)
+		code, err = os.ReadFile(raw)
 	}
 	if err == nil {
-		asm = bytes.ReplaceAll(asm, []byte("(dst uintptr, srcs uintptr,"), []byte("(dst unsafe.Pointer, srcs *unsafe.Pointer,"))
-		asm = bytes.ReplaceAll(asm, []byte("(dst uintptr, src uintptr,"), []byte("(dst unsafe.Pointer, src unsafe.Pointer,"))
-		err = os.WriteFile(out, asm, 0o644)
+		code = bytes.ReplaceAll(code, []byte("(dst uintptr, srcs uintptr,"), []byte("(dst unsafe.Pointer, srcs *unsafe.Pointer,"))
+		code = bytes.ReplaceAll(code, []byte("(dst uintptr, src uintptr,"), []byte("(dst unsafe.Pointer, src unsafe.Pointer,"))
+		err = replace([2]string{*asm, *decl}, [2][]byte{encode(code), src})
 	}
+	os.Remove(raw)
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "gen:", err)
-		os.Exit(1)
+		fail(err)
 	}
 }
+
+func fail(err error) {
+	fmt.Fprintln(os.Stderr, "gen:", err)
+	os.Exit(1)
+}
+
+// replace writes the files beside their places and then moves them there, so that a build at the same time reads old files or
+// new ones, but never half of one.
+func replace(paths [2]string, contents [2][]byte) error {
+	for i, p := range paths {
+		if err := os.WriteFile(hidden(p), contents[i], 0o644); err != nil {
+			return err
+		}
+	}
+	for _, p := range paths {
+		if err := os.Rename(hidden(p), p); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// hidden names a file beside p that the go command ignores.
+func hidden(p string) string { return filepath.Join(filepath.Dir(p), ".new-"+filepath.Base(p)) }
