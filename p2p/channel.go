@@ -284,8 +284,8 @@ func (c *Channel) Close() {
 			}
 		}
 		st.early = nil
-		if st.pr.last == c { // a frame of ours that is still arriving is dropped
-			st.pr.last = nil
+		if st.pr.st == st { // a frame of ours that is still arriving is dropped
+			st.pr.st = nil
 		}
 	}
 	delete(c.p.chans, c.id)

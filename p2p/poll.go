@@ -107,15 +107,15 @@ func (p *Proxy) finish(pr *peer) {
 	pr.link.Release()
 	h := &pr.cur
 	pr.dst = nil
-	c := pr.last
-	if c == nil { // the channel was closed meanwhile
+	st := pr.st
+	if st == nil { // the channel was closed meanwhile
 		if pr.intoBuf != nil {
 			p.pool.put(pr.intoBuf.buf)
 		}
 		pr.into, pr.intoMsg, pr.intoBuf = nil, nil, nil
 		return
 	}
-	st := c.streamOf(pr)
+	c := st.c
 	switch {
 	case pr.into != nil:
 		r := pr.into
@@ -148,25 +148,18 @@ func (p *Proxy) finish(pr *peer) {
 func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
-	c := pr.last
-	if c == nil || c.id != h.Chan {
-		if c = p.chans[h.Chan]; c == nil {
-			if _, dead := p.dead[h.Chan]; dead {
-				pr.last = nil
-				p.take(pr, payload, nil)
-				return nil
-			}
-			if p.unopened++; p.unopened > maxUnopened {
-				return fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, maxUnopened)
-			}
-			c = p.newChannel(h.Chan)
+	st := pr.st
+	if st == nil || st.c.id != h.Chan {
+		var err error
+		if st, err = p.streamFor(pr, h.Chan); err != nil {
+			return err
 		}
-		pr.last = c
+		if pr.st = st; st == nil {
+			p.take(pr, payload, nil)
+			return nil
+		}
 	}
-	if c.ranks != nil && !c.has(pr.rank) {
-		return fmt.Errorf("%w: rank %d sent on channel %d, of which it is no member", ErrProtocol, pr.rank, h.Chan)
-	}
-	st := c.streamOf(pr)
+	c := st.c
 	if h.Ack-st.acked > st.sent-st.acked {
 		return fmt.Errorf("%w: rank %d acknowledges more than was sent to it", ErrProtocol, pr.rank)
 	}
@@ -247,6 +240,24 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	}
 	pr.link.Release()
 	return nil
+}
+
+// streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel was closed.
+func (p *Proxy) streamFor(pr *peer, id uint32) (*stream, error) {
+	c := p.chans[id]
+	if c == nil {
+		if _, dead := p.dead[id]; dead {
+			return nil, nil
+		}
+		if p.unopened++; p.unopened > maxUnopened {
+			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, maxUnopened)
+		}
+		c = p.newChannel(id)
+	}
+	if c.ranks != nil && !c.has(pr.rank) { // else Open will look
+		return nil, fmt.Errorf("%w: rank %d sent on channel %d, of which it is no member", ErrProtocol, pr.rank, id)
+	}
+	return c.streamOf(pr), nil
 }
 
 // keep puts the current frame aside until somebody asks for it; the peer's credit bounds how much that can be.

@@ -129,7 +129,7 @@ type peer struct {
 	intoMsg  *RecvReq   //
 	intoBuf  *early     //
 	cur      Header
-	last     *Channel // of the last frame: saves the map
+	st       *stream // of the current or last frame; nil: of a channel that was closed
 }
 
 type ctl struct {

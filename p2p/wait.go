@@ -24,8 +24,9 @@ type Wait struct {
 	ctx     context.Context
 	timeout time.Duration // 0: none
 	lazy    bool
-	linking bool // the awaited peer has no link yet
-	spins   int
+	linking bool      // the awaited peer has no link yet
+	spins   int       // looks in vain since there was progress
+	busy    int       // progress since Reset
 	began   time.Time // first look at the clock
 	from    time.Time // first look at the clock since there was progress
 	wake    chan struct{}
@@ -41,7 +42,7 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 		w.timer.Stop()
 	}
 	w.ctx, w.timeout, w.lazy = ctx, timeout, lazy
-	w.spins, w.began, w.from = 0, time.Time{}, time.Time{}
+	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
 
 // Waited returns how long w's operation has been waiting.
@@ -77,8 +78,7 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 		if w.linking = prefer.link == nil; w.linking {
 			p.connect(prefer)
 		} else if p.poll(prefer) {
-			w.spins = 0
-			return nil
+			return p.advanced(w)
 		}
 		if w.spins%hotPolls != 0 && p.hot(w) {
 			return p.giveWay(w)
@@ -90,6 +90,20 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 		}
 	}
 	return p.giveWay(w)
+}
+
+// advanced is giveWay after progress, which may be somebody else's: it does not go on for ever.
+func (p *Proxy) advanced(w *Wait) error {
+	w.spins = 0
+	if w.busy++; w.busy%checks != 0 {
+		return nil
+	}
+	if p.wanted.Load() > 0 {
+		p.mu.Unlock()
+		runtime.Gosched()
+		p.mu.Lock()
+	}
+	return w.over(time.Now())
 }
 
 // rush polls one link a few times, as fast as it can, and reports whether anything came.
@@ -125,14 +139,11 @@ func (p *Proxy) giveWay(w *Wait) error {
 		return nil
 	}
 	now := time.Now()
-	if w.began.IsZero() {
-		w.began = now
+	if err := w.over(now); err != nil {
+		return err
 	}
 	if w.spins <= checks || w.from.IsZero() {
 		w.from = now
-	}
-	if err := w.over(now); err != nil {
-		return err
 	}
 	waited := now.Sub(w.from)
 	switch {
@@ -153,6 +164,9 @@ func (p *Proxy) giveWay(w *Wait) error {
 
 // over returns why w must not wait any longer.
 func (w *Wait) over(now time.Time) error {
+	if w.began.IsZero() {
+		w.began = now
+	}
 	if err := w.ctx.Err(); err != nil {
 		return err
 	}

@@ -34,7 +34,9 @@ type Group struct {
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
 
-	mu      sync.Mutex // one collective at a time; guards what follows
+	busy    bool       // a collective is running: one at a time. Under the proxy's lock, as what follows
+	waiting int        // callers that wait for their turn
+	turn    *sync.Cond // tells them
 	cur     call
 	seq     uint64
 	history [64]p2p.Token // of the latest collectives, by seq
@@ -79,6 +81,7 @@ func newGroup(j *job, parent *Group, ranks []int, rank int, base uint32) (*Group
 		g.active[i] = i
 	}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
+	g.turn = sync.NewCond(j.proxy)
 	var err error
 	if g.coll, err = j.proxy.Open(base, ranks); err != nil {
 		return nil, err
@@ -168,17 +171,39 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 		w := g.start(func(c *call) error { return g.check(c, kind, op, root, dst, src, counts, recvCounts) })
 		return w.Wait(ctx)
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
+	g.enter()
+	var err error
 	if !g.run.again(kind, op, root, &dst, &src) {
-		if err := g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts); err != nil {
-			return err
-		}
+		err = g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts)
 	}
-	return g.collective(ctx, false)
+	if err == nil {
+		err = g.collective(ctx, false)
+	}
+	g.leave()
+	return err
 }
 
-// collective runs g.cur. It is called with g.mu.
+// enter takes the proxy's lock and the group's turn to run a collective. Whoever waits for peers gives the lock up meanwhile, but not the turn.
+func (g *Group) enter() {
+	g.job.proxy.Lock()
+	for g.busy {
+		g.waiting++
+		g.turn.Wait()
+		g.waiting--
+	}
+	g.busy = true
+}
+
+// leave is enter's counterpart.
+func (g *Group) leave() {
+	g.busy = false
+	if g.waiting > 0 {
+		g.turn.Signal()
+	}
+	g.job.proxy.Unlock()
+}
+
+// collective runs g.cur, between enter and leave.
 func (g *Group) collective(ctx context.Context, lazy bool) error {
 	if g.closed.Load() {
 		return ErrClosed
@@ -209,14 +234,11 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 // fail turns what went wrong in the collective that just ran into the error that the program sees, tells the other ranks, and makes sure that
 // nothing touches the call's buffers any more.
 func (g *Group) fail(err error) error {
-	p := g.job.proxy
-	p.Lock()
 	tell, typed := g.explain(err)
 	if tell != nil {
 		g.coll.Abort(typed, tell.encode())
 	}
 	g.coll.Forget()
-	p.Unlock()
 	g.run.fence()
 	g.err = typed
 	return typed
@@ -317,9 +339,9 @@ func (g *Group) Close() error {
 	g.cancel()
 	close(g.done)
 	g.wg.Wait()
-	g.mu.Lock() // a blocking caller has seen ErrClosed
+	g.enter() // a blocking caller has seen ErrClosed
 	g.run.free()
-	g.mu.Unlock()
+	g.leave()
 	return g.job.release()
 }
 
@@ -470,13 +492,13 @@ func (g *Group) work() {
 		w := g.queue[0]
 		g.queueMu.Unlock()
 
-		g.mu.Lock()
+		g.enter()
 		g.cur, g.run.hot = w.call, hot{}
 		err := g.collective(g.ctx, true)
 		if err != nil && g.closed.Load() {
 			err = ErrClosed
 		}
-		g.mu.Unlock()
+		g.leave()
 
 		g.queueMu.Lock()
 		g.queue[0] = nil

@@ -81,14 +81,10 @@ func (r *runner) repeat() error {
 	r.tok.Seq = g.seq
 	g.history[g.seq%uint64(len(g.history))] = r.tok
 	r.in, r.out = base{ptr: g.cur.in, stride: h.in}, base{ptr: g.cur.out, stride: h.out}
-	p := g.job.proxy
-	p.Lock()
-	err := g.coll.Begin(r.tok)
-	if err == nil {
-		err = r.steps(h.prog, h.dtype)
+	if err := g.coll.Begin(r.tok); err != nil {
+		return err
 	}
-	p.Unlock()
-	return err
+	return r.steps(h.prog, h.dtype)
 }
 
 // remember keeps the call that has just run, for repeat: calls of one block that need no agreement on memory, whose buffers are used as they are given.
@@ -245,17 +241,14 @@ func (r *runner) collective() (err error) {
 	default:
 		total *= g.size
 	}
-	p := g.job.proxy
-	p.Lock()
-	defer p.Unlock()
 	if err := g.coll.Begin(r.tok); err != nil {
 		return err
 	}
 	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin
 	algo := r.choose(direct)
 	if algo == collectives.Direct {
-		p.Pin()
-		defer p.Unpin()
+		g.job.proxy.Pin()
+		defer g.job.proxy.Unpin()
 		ok, err := r.exchange(elem)
 		if err != nil {
 			return err
@@ -432,7 +425,7 @@ func (r *runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Po
 	return r.at(ref)
 }
 
-// steps runs a plan over the memories in r. It is called with the proxy's lock, which it gives up while it waits or moves much memory.
+// steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits or moves much memory.
 func (r *runner) steps(prog *program, dtype DType) error {
 	g := r.g
 	if len(prog.Steps) > len(r.recvs) {

@@ -4,6 +4,7 @@ package ring
 
 import (
 	"sync"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -24,3 +25,5 @@ func barrier() { unix.Syscall(unix.SYS_MEMBARRIER, cmdGlobalExpedited, 0, 0) }
 
 // storeRelease stores v behind all stores before it, and waits for none of them.
 func storeRelease(p *uint64, v uint64)
+
+func prefetch(p unsafe.Pointer)

@@ -2,9 +2,13 @@
 
 package ring
 
-import "sync/atomic"
+import (
+	"sync/atomic"
+	"unsafe"
+)
 
 // The race detector knows nothing of barriers between processors.
 func registerBarrier() bool            { return false }
 func barrier()                         {}
 func storeRelease(p *uint64, v uint64) { atomic.StoreUint64(p, v) }
+func prefetch(unsafe.Pointer)          {}

@@ -283,6 +283,7 @@ func (e *End) Recv() (*p2p.Header, []byte, error) {
 		}
 		off := c.pos & (e.size - 1)
 		frame := unsafe.Add(c.data, off)
+		prefetch(unsafe.Add(c.data, (off+line)&(e.size-1))) // the payload's first line comes along with the commit word's
 		commit := atomic.LoadUint64((*uint64)(frame))
 		if commit == 0 {
 			if state == draining {

@@ -16,5 +16,5 @@ func TestConformance(t *testing.T) {
 }
 
 func BenchmarkLink(b *testing.B) {
-	linktest.Bench(b, func(testing.TB) p2p.Transport { return New(Config{}) })
+	linktest.Bench(b, func(testing.TB) p2p.Transport { return New(Config{SleepSeldom: true}) })
 }
