@@ -60,5 +60,5 @@
 //   - hierarchical: what crosses between hosts crosses once per pair of hosts, and all ranks of a host share the load: an AllReduce
 //     runs in as many lanes as the smallest host has ranks, an AllGather spreads the incoming parts over the host's ranks.
 //
-// Choose picks among them by one table.
+// Choose picks among them by a table of rules, DefaultTable or one that was measured (Table): conditions, number of ranks, bytes.
 package collectives

@@ -1,0 +1,263 @@
+package collectives
+
+import (
+	"encoding/json"
+	"fmt"
+	"hash/fnv"
+	"slices"
+)
+
+// A Rule of a Table: it holds for MinRanks to MaxRanks active ranks and up to MaxBytes bytes (of the vector, or of all parts together where the kind has
+// parts; an AllToAllV and a Barrier count as 0), where When is true. A limit of 0 is none.
+type Rule struct {
+	When     Condition `json:"when"`
+	MinRanks int       `json:"min_ranks,omitempty"`
+	MaxRanks int       `json:"max_ranks,omitempty"`
+	MaxBytes int       `json:"max_bytes,omitempty"`
+	Algo     Algo      `json:"algo"`
+}
+
+// Condition is what a Rule asks of the ranks beside their number.
+type Condition uint8
+
+// The conditions.
+const (
+	Always    Condition = iota
+	IfMapped            // Caps.Mapped
+	IfMemory            // Caps.SharedMemory
+	IfCrowded           // more ranks on a host than processors: each round costs a wake-up, so few rounds win over few bytes
+	IfLevels            // several hosts, and several ranks on at least one
+	IfOneHost           // all ranks on one host, however they are linked
+	numConditions
+)
+
+var conditionNames = [numConditions]string{"always", "mapped", "memory", "crowded", "levels", "onehost"}
+
+// String returns the name that a table's JSON uses.
+func (c Condition) String() string {
+	if c >= numConditions {
+		return fmt.Sprintf("condition(%d)", uint8(c))
+	}
+	return conditionNames[c]
+}
+
+// MarshalText returns the name, or an error for what is no condition.
+func (c Condition) MarshalText() ([]byte, error) {
+	if c >= numConditions {
+		return nil, fmt.Errorf("collectives: %v is none", c)
+	}
+	return []byte(c.String()), nil
+}
+
+// UnmarshalText takes a name.
+func (c *Condition) UnmarshalText(b []byte) error {
+	i := slices.Index(conditionNames[:], string(b))
+	if i < 0 {
+		return fmt.Errorf("collectives: no condition %q; there are %v", clip(b), conditionNames)
+	}
+	*c = Condition(i)
+	return nil
+}
+
+// MarshalText returns the name, or an error for what is no kind.
+func (k Kind) MarshalText() ([]byte, error) {
+	if !k.Valid() {
+		return nil, fmt.Errorf("collectives: %v is none", k)
+	}
+	return []byte(k.String()), nil
+}
+
+// UnmarshalText is ParseKind.
+func (k *Kind) UnmarshalText(b []byte) (err error) {
+	*k, err = ParseKind(clip(b))
+	return err
+}
+
+// MarshalText returns the name, or an error for what is no algorithm.
+func (a Algo) MarshalText() ([]byte, error) {
+	if !a.Valid() {
+		return nil, fmt.Errorf("collectives: %v is none", a)
+	}
+	return []byte(a.String()), nil
+}
+
+// UnmarshalText is ParseAlgo.
+func (a *Algo) UnmarshalText(b []byte) (err error) {
+	*a, err = ParseAlgo(clip(b))
+	return err
+}
+
+func clip(b []byte) string { return string(b[:min(len(b), 64)]) }
+
+// Table says which algorithm is for which call: by kind a list of rules, the first of which that holds decides; where none does it is Flat, which every
+// kind has. A Table is immutable and valid: every algorithm in it has a plan for its kind, and Direct stands only behind IfMapped. A nil *Table is the
+// default one.
+type Table struct {
+	rules [numKinds][]Rule
+	hash  uint64
+}
+
+// MaxRules bounds the rules of one kind.
+const MaxRules = 1024
+
+// NewTable makes a table of rules, which it copies. A kind that is not in them has the rules of DefaultTable; one that is there without any rule is always Flat.
+func NewTable(rules map[Kind][]Rule) (*Table, error) {
+	t := &Table{rules: defaults}
+	for k, list := range rules {
+		if !k.Valid() {
+			return nil, fmt.Errorf("collectives: table: %v is none", k)
+		}
+		if len(list) > MaxRules {
+			return nil, fmt.Errorf("collectives: table: %d rules for %v, at most %d", len(list), k, MaxRules)
+		}
+		for i, r := range list {
+			if err := r.check(k); err != nil {
+				return nil, fmt.Errorf("collectives: table: rule %d of %v: %w", i, k, err)
+			}
+		}
+		t.rules[k] = slices.Clone(list)
+	}
+	// FNV-1a over the canonical JSON: names, not numbers, so that the same rules have the same hash in every version that knows them.
+	b, err := json.Marshal(t)
+	if err != nil {
+		return nil, err
+	}
+	h := fnv.New64a()
+	h.Write(b)
+	t.hash = h.Sum64()
+	return t, nil
+}
+
+func (r Rule) check(k Kind) error {
+	switch {
+	case r.When >= numConditions:
+		return fmt.Errorf("%v is none", r.When)
+	case r.MinRanks < 0 || r.MinRanks > MaxSize || r.MaxRanks < 0 || r.MaxRanks > MaxSize || r.MaxRanks > 0 && r.MinRanks > r.MaxRanks:
+		return fmt.Errorf("%d to %d ranks, want ascending numbers up to %d", r.MinRanks, r.MaxRanks, MaxSize)
+	case r.MaxBytes < 0:
+		return fmt.Errorf("up to %d bytes, want 0 or more", r.MaxBytes)
+	case !r.Algo.Valid() || makers[k][r.Algo] == nil:
+		return fmt.Errorf("no %v plan; there are %v", r.Algo, Algorithms(k))
+	case r.Algo == Direct && r.When != IfMapped:
+		return fmt.Errorf("direct %v, want it only where memory is %v", r.When, IfMapped)
+	}
+	return nil
+}
+
+// defaultTable is made by init: the rules name plan makers, which name Choose.
+var defaultTable *Table
+
+func init() {
+	own := map[Kind][]Rule{}
+	for k, list := range defaults {
+		if Kind(k).Valid() {
+			own[Kind(k)] = list
+		}
+	}
+	t, err := NewTable(own)
+	if err != nil {
+		panic(err) // unreachable: a test makes it too
+	}
+	defaultTable = t
+}
+
+// DefaultTable returns the table that was reasoned out, not measured: choose.go tells how.
+func DefaultTable() *Table { return defaultTable }
+
+func (t *Table) orDefault() *Table {
+	if t == nil {
+		return defaultTable
+	}
+	return t
+}
+
+// Rules returns a copy of the rules for k.
+func (t *Table) Rules(k Kind) []Rule {
+	if !k.Valid() {
+		return nil
+	}
+	return slices.Clone(t.orDefault().rules[k])
+}
+
+// Hash identifies the rules: equal tables have equal hashes, also in other processes, on other machines and in other versions.
+func (t *Table) Hash() uint64 { return t.orDefault().hash }
+
+// MarshalJSON writes the rules by kind: {"allreduce": [{"when": "mapped", "max_ranks": 8, "max_bytes": 2048, "algo": "flat"}, …], …}. The same table gives the same bytes.
+func (t *Table) MarshalJSON() ([]byte, error) {
+	all := map[Kind][]Rule{}
+	for _, k := range Kinds() {
+		all[k] = slices.Concat([]Rule{}, t.orDefault().rules[k]) // [] rather than null
+	}
+	return json.Marshal(all)
+}
+
+// UnmarshalJSON reads what MarshalJSON wrote and trusts none of it, see NewTable. t is one that nobody else uses yet.
+func (t *Table) UnmarshalJSON(b []byte) error {
+	var all map[Kind][]Rule
+	if err := json.Unmarshal(b, &all); err != nil {
+		return err
+	}
+	read, err := NewTable(all)
+	if err != nil {
+		return err
+	}
+	*t = *read
+	return nil
+}
+
+// Choose returns the algorithm for a call. It looks only at what all ranks share: never at s.Rank, nor at the counts of an AllToAllV. It never
+// returns Direct without c.Mapped, nor an algorithm without a plan for s.Kind. For a shape that Build refuses the answer means nothing.
+func (t *Table) Choose(s Shape, c Caps) Algo {
+	if !s.Kind.Valid() {
+		return Auto
+	}
+	n := len(s.Active)
+	total := s.Elem * s.Count
+	switch s.Kind {
+	case ReduceScatter, AllGather, AllToAll, Gather, Scatter:
+		total *= n
+	case AllGatherV:
+		total = 0
+		for _, k := range s.Counts {
+			total += k * s.Elem
+		}
+	case AllToAllV, Barrier:
+		total = 0
+	}
+	hosts, most := spread(s.Hosts, n)
+	for i := range t.orDefault().rules[s.Kind] {
+		r := &t.orDefault().rules[s.Kind][i]
+		var holds bool
+		switch r.When {
+		case Always:
+			holds = true
+		case IfMapped:
+			holds = c.Mapped
+		case IfMemory:
+			holds = c.SharedMemory
+		case IfCrowded:
+			holds = c.Cores > 0 && most > c.Cores
+		case IfLevels:
+			holds = hosts > 1 && most > 1
+		case IfOneHost:
+			holds = hosts == 1
+		}
+		if holds && n >= r.MinRanks && (r.MaxRanks == 0 || n <= r.MaxRanks) && (r.MaxBytes == 0 || total <= r.MaxBytes) {
+			return r.Algo
+		}
+	}
+	return Flat
+}
+
+// spread returns how many hosts there are and the most ranks that share one.
+func spread(hosts []int, n int) (count, most int) {
+	if hosts == nil {
+		return 1, n
+	}
+	on := map[int]int{}
+	for _, h := range hosts {
+		on[h]++
+		most = max(most, on[h])
+	}
+	return len(on), most
+}

@@ -1,0 +1,208 @@
+package collectives
+
+import (
+	"encoding/json"
+	"math/rand/v2"
+	"reflect"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// drawRules makes up rules for some kinds, mostly good ones.
+func drawRules(t *rapid.T) map[Kind][]Rule {
+	rules := map[Kind][]Rule{}
+	for _, k := range Kinds() {
+		if !rapid.Bool().Draw(t, "has "+k.String()) {
+			continue
+		}
+		list := []Rule{}
+		for range rapid.IntRange(0, 5).Draw(t, "rules") {
+			r := Rule{When: Condition(rapid.IntRange(0, int(numConditions)-1).Draw(t, "when")), MinRanks: rapid.IntRange(0, 9).Draw(t, "min"),
+				MaxBytes: rapid.SampledFrom([]int{0, 64, 4096, 1 << 20}).Draw(t, "bytes"), Algo: rapid.SampledFrom(Algorithms(k)).Draw(t, "algo")}
+			if rapid.Bool().Draw(t, "bounded") {
+				r.MaxRanks = r.MinRanks + rapid.IntRange(0, 9).Draw(t, "more")
+			}
+			if r.Algo == Direct {
+				r.When = IfMapped
+			}
+			list = append(list, r)
+		}
+		rules[k] = list
+	}
+	return rules
+}
+
+// TestTableChooses: whatever the rules, a choice can be built, is the same on all ranks, and is direct only where memory is mapped.
+func TestTableChooses(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		table, err := NewTable(drawRules(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 0))
+		for range 50 {
+			n := 1 + r.IntN(20)
+			c := draw(r, Kinds()[r.IntN(len(Kinds()))], Algo(r.IntN(int(numAlgos))), n)
+			caps := Caps{r.IntN(2) == 0, r.IntN(2) == 0, r.IntN(9)}
+			first := c.rank(0)
+			a := table.Choose(first, caps)
+			if makers[first.Kind][a] == nil {
+				t.Fatalf("%v has no %v", first.Kind, a)
+			}
+			if a == Direct && !caps.Mapped {
+				t.Fatalf("%v: direct without mapped memory", c)
+			}
+			if b := table.Choose(c.rank(n-1), caps); b != a {
+				t.Fatalf("%v: rank %d chooses %v, another %v", c, n-1, b, a)
+			}
+		}
+	})
+}
+
+// TestTableJSON: a table survives JSON, hash and all, and different rules have different hashes.
+func TestTableJSON(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		table, err := NewTable(drawRules(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := json.Marshal(table)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var back Table
+		if err := json.Unmarshal(b, &back); err != nil {
+			t.Fatalf("%s: %v", b, err)
+		}
+		if back.Hash() != table.Hash() {
+			t.Fatalf("%s: hash %x, then %x", b, table.Hash(), back.Hash())
+		}
+		for _, k := range Kinds() {
+			if a, b := table.Rules(k), back.Rules(k); len(a)+len(b) > 0 && !reflect.DeepEqual(a, b) {
+				t.Fatalf("%v: %v, then %v", k, a, b)
+			}
+		}
+		other, err := NewTable(drawRules(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c, _ := json.Marshal(other); (string(c) == string(b)) != (other.Hash() == table.Hash()) {
+			t.Fatalf("hashes %x and %x of\n%s\n%s", table.Hash(), other.Hash(), b, c)
+		}
+	})
+}
+
+// TestTableHash pins a hash: ranks of different builds compare them.
+func TestTableHash(t *testing.T) {
+	rules := map[Kind][]Rule{}
+	for _, k := range Kinds() {
+		rules[k] = nil
+	}
+	rules[AllReduce] = []Rule{{IfMapped, 2, 8, 4096, Direct}, {Algo: Ring}}
+	table, err := NewTable(rules)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = 0xdedde58753abf5cf
+	if table.Hash() != want {
+		t.Errorf("hash %#x, want %#x", table.Hash(), uint64(want))
+	}
+	rules[AllReduce][0].Algo = Flat // the table has its own copy
+	if got := table.Rules(AllReduce)[0].Algo; got != Direct {
+		t.Errorf("a rule became %v", got)
+	}
+	var none *Table
+	if none.Hash() != DefaultTable().Hash() || none.Hash() == 0 || none.Hash() == table.Hash() {
+		t.Errorf("hash of no table %x, of the default %x", none.Hash(), DefaultTable().Hash())
+	}
+	s := Shape{Kind: AllReduce, Size: 4, Active: upTo(4), Elem: 4, Count: 1 << 20}
+	for _, c := range []Caps{{}, {Mapped: true}} {
+		if a, b := none.Choose(s, c), Choose(s, c); a != b {
+			t.Errorf("%+v: no table chooses %v, the default %v", c, a, b)
+		}
+	}
+	if none.Rules(0) != nil || none.Choose(Shape{}, Caps{}) != Auto {
+		t.Error("rules, or a choice, for no kind")
+	}
+}
+
+// TestTableRules: each part of a rule decides.
+func TestTableRules(t *testing.T) {
+	table, err := NewTable(map[Kind][]Rule{AllReduce: {
+		{IfMapped, 0, 0, 100, Direct}, {IfMemory, 4, 5, 0, Ring}, {IfCrowded, 0, 3, 0, Tree}, {IfLevels, 0, 0, 0, Hierarchical}, {IfOneHost, 0, 0, 50, Doubling}, {Always, 7, 0, 0, Halving}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		n, bytes int
+		hosts    []int
+		caps     Caps
+		want     Algo
+	}{
+		{2, 100, nil, Caps{Mapped: true}, Direct}, {2, 104, nil, Caps{Mapped: true}, Flat}, {2, 100, nil, Caps{}, Flat},
+		{4, 1000, nil, Caps{SharedMemory: true}, Ring}, {5, 1000, nil, Caps{SharedMemory: true}, Ring}, {3, 1000, nil, Caps{SharedMemory: true}, Flat},
+		{6, 1000, nil, Caps{SharedMemory: true}, Flat}, {3, 1000, nil, Caps{Cores: 2}, Tree}, {3, 1000, nil, Caps{Cores: 3}, Flat}, {4, 1000, nil, Caps{Cores: 2}, Flat},
+		{4, 8, []int{0, 0, 1, 1}, Caps{}, Hierarchical}, {4, 8, []int{0, 1, 2, 3}, Caps{}, Flat}, {4, 8, []int{7, 7, 7, 7}, Caps{}, Doubling}, {4, 8, nil, Caps{}, Doubling},
+		{8, 1000, nil, Caps{}, Halving}, {6, 1000, nil, Caps{}, Flat},
+	} {
+		s := Shape{Kind: AllReduce, Size: c.n, Active: upTo(c.n), Elem: 4, Count: c.bytes / 4, Hosts: c.hosts}
+		if got := table.Choose(s, c.caps); got != c.want {
+			t.Errorf("%+v: %v", c, got)
+		}
+	}
+}
+
+func TestTableRefuses(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"allreduce": [{"when": "always", "algo": "bruck"}]}`:   "no bruck plan",
+		`{"allreduce": [{"when": "always", "algo": "auto"}]}`:    "no auto plan",
+		`{"allreduce": [{"when": "always"}]}`:                    "no auto plan",
+		`{"allreduce": [{"when": "memory", "algo": "direct"}]}`:  "only where memory is mapped",
+		`{"allreduce": [{"when": "sometimes", "algo": "flat"}]}`: "no condition",
+		`{"allreduce": [{"when": "always", "algo": "fast"}]}`:    "no algorithm",
+		`{"allreduces": []}`: "no collective",
+		`{"allreduce": [{"when": "always", "algo": "flat", "max_bytes": -1}]}`:                   "-1 bytes",
+		`{"allreduce": [{"when": "always", "algo": "flat", "min_ranks": 3, "max_ranks": 2}]}`:    "3 to 2 ranks",
+		`{"allreduce": [{"when": "always", "algo": "flat", "max_ranks": 9999999}]}`:              "9999999 ranks",
+		`{"allreduce": [` + strings.Repeat(`{"algo": "flat"},`, MaxRules) + `{"algo": "flat"}]}`: "at most 1024",
+		`[]`: "cannot unmarshal",
+	} {
+		var table Table
+		if err := json.Unmarshal([]byte(text), &table); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%.80s: %v, want %q", text, err, want)
+		}
+	}
+	if _, err := NewTable(map[Kind][]Rule{99: nil}); err == nil {
+		t.Error("rules for no kind")
+	}
+	if _, err := NewTable(map[Kind][]Rule{AllReduce: {{When: numConditions, Algo: Flat}}}); err == nil {
+		t.Error("a rule with no condition")
+	}
+	var table Table // a kind that is not named has the default rules
+	if err := json.Unmarshal([]byte(`{"barrier": []}`), &table); err != nil || !reflect.DeepEqual(table.Rules(AllReduce), DefaultTable().Rules(AllReduce)) || len(table.Rules(Barrier)) != 0 {
+		t.Errorf("%v, %v, %v", err, table.Rules(AllReduce), table.Rules(Barrier))
+	}
+	for _, text := range []func() ([]byte, error){Kind(0).MarshalText, numAlgos.MarshalText, numConditions.MarshalText} {
+		if b, err := text(); err == nil {
+			t.Errorf("%s", b)
+		}
+	}
+}
+
+func FuzzTable(f *testing.F) {
+	f.Add([]byte(`{"allreduce": [{"when": "mapped", "algo": "direct", "max_bytes": 5}], "barrier": []}`), 3, 4)
+	f.Fuzz(func(t *testing.T, b []byte, n, count int) {
+		var table Table
+		if json.Unmarshal(b, &table) != nil || table.Hash() == 0 {
+			return
+		}
+		for _, k := range Kinds() {
+			s := Shape{Kind: k, Size: 64, Active: upTo(1 + n&63), Elem: 4, Count: count}
+			if a := table.Choose(s, Caps{Cores: 2}); makers[k][a] == nil || a == Direct {
+				t.Fatalf("%v for %v of %s", a, k, b)
+			}
+		}
+	})
+}
