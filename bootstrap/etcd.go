@@ -3,13 +3,11 @@ package bootstrap
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math"
 	"net"
-	"os"
 	"strings"
 	"sync"
 	"time"
@@ -21,6 +19,7 @@ import (
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
 	"tutti/internal/trust"
@@ -60,6 +59,7 @@ type etcdStore struct {
 	c      *clientv3.Client
 	addr   StoreAddr
 	prefix string
+	user   string
 	op     time.Duration
 	ttl    time.Duration
 	lease  clientv3.LeaseID
@@ -89,6 +89,9 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	if addr.Scheme == "tutti" && len(cfg.Secret) < trust.MinSecret {
 		return nil, fmt.Errorf("store %v: the job's secret is needed (TUTTI_SECRET), at least %d bytes", addr, trust.MinSecret)
 	}
+	if (cfg.User == "") != (cfg.Password == "") {
+		return nil, fmt.Errorf("store %v: a user and a password go together: set TUTTI_STORE_USER and TUTTI_STORE_PASSWORD, or neither", addr)
+	}
 	tlsConfig, err := cfg.tls(addr)
 	if err != nil {
 		return nil, err
@@ -113,12 +116,12 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	for i, ep := range addr.Endpoints {
 		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
 	}
-	d := dialer{secret: cfg.Secret, prove: addr.Scheme == "tutti", hello: trust.Hello{FromRank: uint32(cfg.Rank)}, refused: abort}
+	d := &dialer{secret: cfg.Secret, prove: addr.Scheme == "tutti", hello: trust.Hello{FromRank: uint32(cfg.Rank)}, alone: len(addr.Endpoints) == 1,
+		refused: func(err error) { abort(&refusal{err}) }}
 	conf := clientv3.Config{
 		Endpoints:            endpoints,
 		Username:             cfg.User,
 		Password:             cfg.Password,
-		TLS:                  tlsConfig,
 		DialTimeout:          dial, // bounds the password's check
 		DialKeepAliveTime:    10 * time.Second,
 		DialKeepAliveTimeout: 3 * time.Second,
@@ -131,10 +134,13 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 			}),
 		},
 	}
+	if tlsConfig != nil {
+		conf.DialOptions = append(conf.DialOptions, grpc.WithTransportCredentials(&watchedTLS{credentials.NewTLS(tlsConfig), d}))
+	}
 	if left, ok := dctx.Deadline(); ok {
 		conf.DialTimeout = max(time.Until(left), time.Millisecond)
 	}
-	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), op: op, log: log, lost: make(chan struct{}), ended: make(chan struct{})}
+	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}), ended: make(chan struct{})}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	// New checks the password before it returns and knows no ctx but one that ends the client: it is run under one that ends when the dialling is given up.
 	conf.Context = s.ctx
@@ -152,15 +158,23 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		}
 		s.cancel()
 		why := context.Cause(dctx)
-		switch {
-		case errors.Is(why, trust.ErrAuth):
-			return nil, fmt.Errorf("store %v: %w", addr, why)
-		case ctx.Err() != nil:
-			return nil, fmt.Errorf("store %v: %w: %w (%s)", addr, ErrStoreAway, context.Cause(ctx), reason(err))
-		case why != nil || away(err):
-			return nil, fmt.Errorf("store %v: %w: no answer within %v (%s): is it running, and is the address right?", addr, ErrStoreAway, dial, reason(err))
+		var no *refusal
+		if errors.As(why, &no) {
+			return nil, fmt.Errorf("store %v: %w", addr, no.error)
 		}
-		return nil, fmt.Errorf("store %v: %s", addr, reason(err))
+		text := s.reason(err)
+		if last := d.last.Load(); last != nil { // says more than that time was up
+			text = last.Error()
+		}
+		switch {
+		case ctx.Err() != nil:
+			return nil, fmt.Errorf("store %v: %w: %w (%s)", addr, ErrStoreAway, context.Cause(ctx), text)
+		case addr.Scheme == "etcd" && speaksTLS(ctx, addr.Endpoints[0]):
+			return nil, fmt.Errorf("store %v: %w: it speaks TLS: use etcds://%s", addr, ErrStoreAway, strings.Join(addr.Endpoints, ","))
+		case why != nil || away(err):
+			return nil, fmt.Errorf("store %v: %w: no answer within %v (%s): is it running, and is the address right?", addr, ErrStoreAway, dial, text)
+		}
+		return nil, fmt.Errorf("store %v: %s", addr, text)
 	}
 	answers, err := s.c.KeepAlive(s.ctx, s.lease)
 	if err != nil {
@@ -199,60 +213,6 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	case <-ctx.Done():
 		return false
 	}
-}
-
-func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
-	if addr.Scheme != "etcds" {
-		if cfg.CA != "" || cfg.Cert != "" {
-			return nil, fmt.Errorf("store %v: certificates are given, but only an etcds:// address uses them", addr)
-		}
-		return nil, nil
-	}
-	if cfg.TLS != nil {
-		return cfg.TLS, nil
-	}
-	c := &tls.Config{MinVersion: tls.VersionTLS12}
-	if cfg.CA != "" {
-		pem, err := os.ReadFile(cfg.CA)
-		if err != nil {
-			return nil, fmt.Errorf("store's certificate authorities: %w", err)
-		}
-		c.RootCAs = x509.NewCertPool()
-		if !c.RootCAs.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("store's certificate authorities: %s holds no PEM certificate", cfg.CA)
-		}
-	}
-	if cfg.Cert != "" || cfg.Key != "" {
-		pair, err := tls.LoadX509KeyPair(cfg.Cert, cfg.Key)
-		if err != nil {
-			return nil, fmt.Errorf("store's client certificate: %w", err)
-		}
-		c.Certificates = []tls.Certificate{pair}
-	}
-	return c, nil
-}
-
-// dialer makes the connections to the store, and proves the secret on them where the store is one of ours.
-type dialer struct {
-	secret  []byte
-	prove   bool
-	hello   trust.Hello
-	refused context.CancelCauseFunc // told of a wrong secret, which no further attempt will mend
-}
-
-func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
-	if err != nil || !d.prove {
-		return conn, err
-	}
-	if err := prove(ctx, conn, d.secret, StorePurpose, d.hello); err != nil {
-		conn.Close()
-		if errors.Is(err, trust.ErrAuth) {
-			d.refused(err)
-		}
-		return nil, err
-	}
-	return conn, nil
 }
 
 // proofTimeout bounds the proof of the secret on a fresh connection.
@@ -350,10 +310,19 @@ func away(err error) bool {
 	return c == codes.Unavailable || c == codes.DeadlineExceeded || c == codes.Canceled
 }
 
-// reason is the text of err without gRPC's decoration.
-func reason(err error) string {
-	if s, ok := status.FromError(err); ok {
-		return s.Message()
+// reason is the text of err without gRPC's decoration, and says what to do about a store that knows its users.
+func (s *etcdStore) reason(err error) string {
+	const variables = "TUTTI_STORE_USER and TUTTI_STORE_PASSWORD"
+	switch {
+	case errors.Is(err, rpctypes.ErrUserEmpty):
+		return "it asks who we are: set " + variables
+	case errors.Is(err, rpctypes.ErrAuthFailed):
+		return fmt.Sprintf("user %q and the password are not known there: check %s", s.user, variables)
+	case errors.Is(err, rpctypes.ErrPermissionDenied):
+		return fmt.Sprintf("user %q may not: it has to be granted to read and write the keys that begin with %s", s.user, s.prefix)
+	}
+	if st, ok := status.FromError(err); ok {
+		return st.Message()
 	}
 	return err.Error()
 }
@@ -394,9 +363,9 @@ func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(c
 	case ctx.Err() != nil:
 		return fmt.Errorf("store %v: %s %s: %w: %w", s.addr, op, key, ErrStoreAway, context.Cause(ctx))
 	case away(err):
-		return fmt.Errorf("store %v: %s %s: %w (%s)", s.addr, op, key, ErrStoreAway, reason(err))
+		return fmt.Errorf("store %v: %s %s: %w (%s)", s.addr, op, key, ErrStoreAway, s.reason(err))
 	}
-	return fmt.Errorf("store %v: %s %s: %s", s.addr, op, key, reason(err))
+	return fmt.Errorf("store %v: %s %s: %s", s.addr, op, key, s.reason(err))
 }
 
 func (s *etcdStore) options(lease bool) []clientv3.OpOption {
@@ -609,7 +578,7 @@ func (s *etcdStore) Close() error {
 	if st := s.c.ActiveConnection().GetState(); !lost && (st == connectivity.Ready || st == connectivity.Idle) {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 		if _, err = s.c.Revoke(ctx, s.lease); err != nil {
-			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl, reason(err))
+			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl, s.reason(err))
 		}
 		cancel()
 	}

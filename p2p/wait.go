@@ -16,6 +16,7 @@ const (
 	yieldFor  = 500 * time.Microsecond // polling between yields
 	checks    = 64                     // polls between looks at the clock
 	rushPolls = 200                    // polls before anything else is looked at
+	coldPolls = 4                      // the same, where each poll is followed by a yield
 	hotPolls  = 16                     // polls of the awaited link between rounds over all
 )
 
@@ -80,7 +81,7 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 		} else if p.poll(prefer) {
 			return p.advanced(w)
 		}
-		if w.spins%hotPolls != 0 && p.hot(w) {
+		if w.spins%hotPolls != 0 && (p.hot(w) || w.spins%coldPolls != 0) {
 			return p.giveWay(w)
 		}
 	}

@@ -12,13 +12,8 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-func TestMain(m *testing.M) { rig.Main(m) }
-
-// small are numbers of elements that take every path for small operations, and big one that is cut into blocks.
-var (
-	small = []int{0, 1, 7, 1000}
-	mixed = []int{1, 1000, 70_000}
-)
+// mixed are numbers of elements that take the paths for small and for large operations.
+var mixed = []int{0, 1, 1000, 70_000}
 
 // TestKill kills a rank, the launcher, or interrupts it, at every stage of a job's life.
 func TestKill(t *testing.T) {

@@ -39,6 +39,7 @@ type Command struct {
 	// Verb is one of
 	//	join     pg.Join, all from the environment
 	//	verify   Verify with Seed and Counts
+	//	allreduce  pg.AllReduce alone, likewise
 	//	loop     answers at once and goes on with Verify, Seed+1, Seed+2, …, until an error or stop
 	//	await    answers when the loop has done Steps rounds, or has ended
 	//	stop     answers at once; the loop ends on all ranks in the same round, with no error, if any of them was told so
@@ -235,6 +236,8 @@ func rankMain(path string) int {
 			case "recv":
 				_, err = pg.Recv(ctx, g, make([]int32, c.Steps), c.Peer, 0)
 				r.Fault = faultOf(err)
+			case "allreduce":
+				r.Fault = faultOf(allReduce(ctx, g, c.Seed, c.Counts))
 			case "barrier":
 				r.Fault = faultOf(g.Barrier(ctx))
 			case "close":

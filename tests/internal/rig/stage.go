@@ -121,6 +121,29 @@ func Self(t *testing.T) string {
 	return path
 }
 
+// Program is a copy of Self, which the users of this machine may execute.
+func (s *Stage) Program() string {
+	s.t.Helper()
+	path := filepath.Join(s.dir, "program")
+	if _, err := os.Stat(path); err == nil {
+		return path
+	}
+	from, err := os.Open(Self(s.t))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer from.Close()
+	to, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o755)
+	if err == nil {
+		_, err = io.Copy(to, from)
+		err = errors.Join(err, to.Close())
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return path
+}
+
 // Module is the directory of the module's root.
 func Module(t *testing.T) string {
 	t.Helper()

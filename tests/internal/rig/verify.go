@@ -214,3 +214,28 @@ func verify[T pg.Number](ctx context.Context, g *pg.Group, seed uint64, n int, m
 	}
 	return nil
 }
+
+// allReduce sums registered vectors, and compares.
+func allReduce(ctx context.Context, g *pg.Group, seed uint64, counts []int) error {
+	for _, n := range counts {
+		x, err := pg.Alloc[float32](g, n)
+		if err != nil {
+			return err
+		}
+		fill(x, seed, g.Rank(), 0)
+		if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
+			return err
+		}
+		err = same("allreduce sum", x, func(i int) float32 {
+			sum := 0
+			for r := range g.Size() {
+				sum += value(seed, r, i)
+			}
+			return float32(sum)
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
