@@ -31,6 +31,7 @@ type Launch struct {
 	MasterPort           int           // the launcher's rendezvous port there, 0 if unknown
 	Source               string        // who said so: "tutti", "torchrun", "openmpi", "pmi", "pmix", "slurm", "kubernetes" or "none"
 	Transport, Algorithm string        // restrictions, as written
+	Tuning               string        // path of a measured table of algorithms, as written
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
 	LogLevel             string        // "debug", "info", "warn", "error", "off" or ""
 	Timeout              time.Duration // 0: not set; negative: none
@@ -57,6 +58,7 @@ func Variables() []Variable {
 		{"TUTTI_SECRET_FILE", "file that holds the secret, in the same form, instead of TUTTI_SECRET", "none"},
 		{"TUTTI_TRANSPORT", "transports to use: auto, or a list such as shm,tcp", "auto"},
 		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},
+		{"TUTTI_TUNE", "file with measured choices of algorithms, written by tutti tune; off: none", "tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it is there"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)", "all that are up"},
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
@@ -313,7 +315,7 @@ func cleanJob(s string) string {
 
 func (e env) settings(l *Launch) error {
 	str := func(name string) string { return strings.TrimSpace(e.get(name)) }
-	l.Transport, l.Algorithm = str("TUTTI_TRANSPORT"), str("TUTTI_ALGO")
+	l.Transport, l.Algorithm, l.Tuning = str("TUTTI_TRANSPORT"), str("TUTTI_ALGO"), str("TUTTI_TUNE")
 	l.Store, l.StoreUser, l.StorePassword = str("TUTTI_STORE"), str("TUTTI_STORE_USER"), e.get("TUTTI_STORE_PASSWORD")
 	l.StoreCA, l.StoreCert, l.StoreKey = str("TUTTI_STORE_CA"), str("TUTTI_STORE_CERT"), str("TUTTI_STORE_KEY")
 	l.Interfaces, l.Ports, l.LogLevel = str("TUTTI_IFNAME"), str("TUTTI_PORT"), strings.ToLower(str("TUTTI_LOG"))

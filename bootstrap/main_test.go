@@ -56,17 +56,15 @@ func newProxy(t testing.TB, to string) *proxy {
 	p := &proxy{l: l, to: to}
 	p.wg.Add(1)
 	go p.accept()
-	t.Cleanup(func() {
-		l.Close()
-		p.mu.Lock()
-		for _, c := range p.conns {
-			c.Close()
-		}
-		p.conns = nil
-		p.mu.Unlock()
-		p.wg.Wait()
-	})
+	t.Cleanup(p.Close)
 	return p
+}
+
+// Close is a server that goes away. Idempotent.
+func (p *proxy) Close() {
+	p.l.Close()
+	p.Cut()
+	p.wg.Wait()
 }
 
 func (p *proxy) accept() {

@@ -15,6 +15,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/internal/sitetest"
 	"tutti/internal/trust"
 )
 
@@ -38,6 +39,13 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 	t.Run("etcd", func(t *testing.T) {
 		e := startEtcd(t)
 		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store { return dial(t, e, bootstrap.StoreConfig{OpTimeout: time.Second}) }, func() { e.Close() }, nil})
+	})
+	t.Run("site", func(t *testing.T) {
+		s := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
+		p := newProxy(t, strings.TrimPrefix(s.Address, "etcds://"))
+		cfg := siteConfig(s)
+		cfg.Address, cfg.OpTimeout = "etcds://"+p.Addr(), time.Second
+		f(t, &backend{"site", func(t testing.TB) bootstrap.Store { return dial(t, nil, cfg) }, p.Close, nil})
 	})
 }
 

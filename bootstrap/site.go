@@ -1,0 +1,164 @@
+package bootstrap
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"time"
+
+	"go.uber.org/atomic"
+	"google.golang.org/grpc/credentials"
+
+	"tutti/internal/trust"
+)
+
+// tls returns how to speak TLS with the store at addr; nil: not at all.
+func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
+	if addr.Scheme != "etcds" {
+		if cfg.CA != "" || cfg.Cert != "" {
+			return nil, fmt.Errorf("store %v: certificates are given, but only an etcds:// address uses them", addr)
+		}
+		return nil, nil
+	}
+	if cfg.TLS != nil {
+		return cfg.TLS, nil
+	}
+	c := &tls.Config{MinVersion: tls.VersionTLS12}
+	if cfg.CA != "" {
+		pem, err := os.ReadFile(cfg.CA)
+		if err != nil {
+			return nil, fmt.Errorf("store's certificate authorities: %w", err)
+		}
+		c.RootCAs = x509.NewCertPool()
+		if !c.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("store's certificate authorities: %s holds no PEM certificate", cfg.CA)
+		}
+	}
+	if cfg.Cert != "" || cfg.Key != "" {
+		pair, err := tls.LoadX509KeyPair(cfg.Cert, cfg.Key)
+		if err != nil {
+			return nil, fmt.Errorf("store's client certificate: %w", err)
+		}
+		c.Certificates = []tls.Certificate{pair}
+	}
+	return c, nil
+}
+
+// dialer makes the connections to the store, proves the secret on them where the store is one of ours, and knows why they fail, which gRPC, trying again and
+// again, does not tell.
+type dialer struct {
+	secret  []byte
+	prove   bool
+	hello   trust.Hello
+	alone   bool         // the store has one endpoint
+	refused func(error)  // told of a "no" that no further attempt will mend
+	last    atomic.Error // why the latest attempt failed; nil: it is connected
+}
+
+// refusal is the store's "no", or ours to a store that is not who it should be.
+type refusal struct{ error }
+
+func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
+	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	if err == nil && d.prove {
+		if err = prove(ctx, conn, d.secret, StorePurpose, d.hello); err != nil {
+			conn.Close()
+			if errors.Is(err, trust.ErrAuth) {
+				d.refused(err)
+			}
+		}
+	}
+	if err != nil {
+		if ctx.Err() == nil {
+			d.last.Store(err)
+		}
+		return nil, err
+	}
+	d.last.Store(nil)
+	return conn, nil
+}
+
+// watchedTLS are TLS credentials that tell the dialer what they find wrong, and what the store says about ours.
+type watchedTLS struct {
+	credentials.TransportCredentials
+	d *dialer
+}
+
+func (w *watchedTLS) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := w.TransportCredentials.ClientHandshake(ctx, authority, raw)
+	if err != nil {
+		if ctx.Err() == nil {
+			w.d.failed(err)
+		}
+		return nil, nil, err
+	}
+	return &watchedConn{conn, w.d}, info, nil
+}
+
+func (w *watchedTLS) Clone() credentials.TransportCredentials {
+	return &watchedTLS{w.TransportCredentials.Clone(), w.d}
+}
+
+// watchedConn is a connection after its handshake, when (by TLS 1.3) the store's opinion of our certificate is still to come.
+type watchedConn struct {
+	net.Conn
+	d *dialer
+}
+
+func (c *watchedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if isAlert(err) {
+		c.d.failed(err)
+	}
+	return n, err
+}
+
+// isAlert reports whether err is what the other end of a TLS connection complained of.
+func isAlert(err error) bool {
+	var op *net.OpError
+	return errors.As(err, &op) && op.Op == "remote error"
+}
+
+// failed takes notice of a TLS connection that failed; certificates that are wrong stay so.
+func (d *dialer) failed(err error) {
+	var plain tls.RecordHeaderError
+	var cert *tls.CertificateVerificationError
+	final := true
+	switch {
+	case errors.As(err, &plain):
+		err = fmt.Errorf("it does not speak TLS (%w): is it an etcd:// address?", err)
+	case errors.As(err, &cert):
+		if errors.As(err, new(x509.UnknownAuthorityError)) {
+			err = fmt.Errorf("%w: set TUTTI_STORE_CA to the PEM file of the authority that signed the store's certificate", err)
+		}
+	case isAlert(err) && strings.Contains(err.Error(), "certificate"):
+		err = fmt.Errorf("it does not take this client's certificate, or misses one (%w): check TUTTI_STORE_CERT and TUTTI_STORE_KEY", err)
+	case errors.Is(err, io.EOF):
+		err = fmt.Errorf("it closed the connection in the TLS handshake (%w): does it speak TLS, or is it an etcd:// address?", err)
+		final = false
+	default:
+		final = isAlert(err)
+	}
+	d.last.Store(err)
+	if final && d.alone { // of several members another may be in order
+		d.refused(err)
+	}
+}
+
+// speaksTLS finds out whether TLS is spoken at endpoint, to explain why nothing else was understood there. Nothing is sent over the connection.
+func speaksTLS(ctx context.Context, endpoint string) bool {
+	ctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+	defer cancel()
+	d := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true}} // whoever it is
+	conn, err := d.DialContext(ctx, "tcp", endpoint)
+	if err == nil {
+		conn.Close()
+	}
+	return err == nil || isAlert(err)
+}
