@@ -33,6 +33,11 @@ type Config struct {
 	Ports string
 	// Algorithm forces one algorithm where it exists for the collective. Default TUTTI_ALGO, else chosen by size and topology.
 	Algorithm string
+	// Tuning is the path of a table of algorithms that tutti tune has measured; "off": none. A table that was measured elsewhere, by another version or
+	// with another number of ranks on a machine is refused with a warning, and if the ranks' tables differ all of them use the default one. The order of a
+	// reduction depends on its algorithm, so a table may change the last bits of floating-point results; the same table gives the same bits.
+	// Default TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it is there.
+	Tuning string
 	// Timeout bounds every operation, and Join, in addition to their ctx. Default TUTTI_TIMEOUT, else 5 minutes. Negative: no bound.
 	Timeout time.Duration
 	// LeaseTTL is how long the store takes a silent rank for alive. Default 3 s.

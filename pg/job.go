@@ -34,6 +34,7 @@ type job struct {
 	log     *slog.Logger
 	timeout time.Duration // 0: none
 	algo    collectives.Algo
+	table   *collectives.Table // all ranks have the same; nil: the default
 	epoch   uint64
 	local   bool // all ranks are in this process
 	mapped  bool // this rank's memory can be mapped by ranks of its machine
@@ -57,9 +58,10 @@ type place struct {
 	cores   int    // how many they are
 	maps    bool
 	algo    collectives.Algo
+	table   uint64 // hash of the table of algorithms
 }
 
-const placeSize = 24
+const placeSize = 32
 
 func (p place) encode(b []byte) {
 	binary.LittleEndian.PutUint64(b, p.machine)
@@ -69,11 +71,12 @@ func (p place) encode(b []byte) {
 		b[20] = 1
 	}
 	b[21] = byte(p.algo)
+	binary.LittleEndian.PutUint64(b[24:], p.table)
 }
 
 func decodePlace(b []byte) place {
 	return place{machine: binary.LittleEndian.Uint64(b), cpus: binary.LittleEndian.Uint64(b[8:]), cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
-		maps: b[20] == 1, algo: collectives.Algo(b[21])}
+		maps: b[20] == 1, algo: collectives.Algo(b[21]), table: binary.LittleEndian.Uint64(b[24:])}
 }
 
 // crowd is ranks of one machine that may run on the same processors. Launchers bind ranks one to a core or not at all, so that sets of processors
@@ -127,6 +130,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	def(&s.Interfaces, l.Interfaces, "")
 	def(&s.Ports, l.Ports, "0")
 	def(&s.Algorithm, l.Algorithm, "auto")
+	def(&s.Tuning, l.Tuning, "")
 	if s.Secret == nil {
 		s.Secret = l.Secret
 	}
@@ -279,6 +283,8 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	if err := bootstrap.Register(ctx, j.store, rec); err != nil {
 		return nil, err
 	}
+	table := s.tuned()
+	here.table = table.Hash()
 	h := fnv.New64a()
 	fmt.Fprintf(h, "%s\x00%s", rec.Machine, rec.Network)
 	here.machine, here.maps = h.Sum64(), j.mapped
@@ -289,6 +295,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	if err := g.meet(ctx, here); err != nil {
 		return nil, err
 	}
+	j.agree(s.Rank, table)
 	j.met.Store(true)
 	return g, nil
 }
@@ -378,7 +385,7 @@ func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 	return bootstrap.DecodeRecord(b)
 }
 
-// Local makes n ranks inside this process, for tests and for programs that are parallel in threads. Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm, Timeout and Logger.
+// Local makes n ranks inside this process, for tests and for programs that are parallel in threads. Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm, Timeout and Logger; it chooses by the default table.
 func Local(n int, cfg Config) ([]*Group, error) {
 	if cfg.Size, cfg.Rank = n, 0; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}

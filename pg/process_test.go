@@ -1,13 +1,21 @@
 package pg_test
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"tutti/collectives"
+	"tutti/internal/tuning"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -191,4 +199,60 @@ func TestSecretsMustAgree(t *testing.T) {
 			t.Errorf("a store that is away: %v after %v", err, time.Since(start))
 		}
 	})
+}
+
+// Ranks that have the same measured table choose by it. If one of them differs, whatever the reason, none does, and one line says so.
+func TestTunedJobs(t *testing.T) {
+	const n = 3
+	ring, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Ring}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	tree, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Tree}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := func(ranks int, table *collectives.Table) string {
+		path := filepath.Join(t.TempDir(), "tune.json")
+		if err := tuning.New(tuning.Here(ranks, transports), table).Save(path); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	same, other, foreign := file(n, ring), file(n, tree), file(n+1, ring)
+	for name, c := range map[string]struct {
+		paths [n]string
+		used  *collectives.Table
+		log   int // lines of rank 0
+	}{
+		"same":    {[n]string{same, same, same}, ring, 0},
+		"differ":  {[n]string{same, other, same}, nil, 1},
+		"missing": {[n]string{same, same, tuning.Off}, nil, 1},
+		"foreign": {[n]string{foreign, foreign, foreign}, nil, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log bytes.Buffer // a rank's process comes through here too, with files of its own
+			rank, _ := strconv.Atoi(os.Getenv("TUTTI_RANK"))
+			conf := pg.Config{Tuning: c.paths[rank%n], Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))}
+			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+				for _, count := range []int{1, 30_000} {
+					x := values(g.Rank(), count)
+					if err := pg.AllReduce(context.Background(), g, x, pg.Sum); err != nil {
+						t.Fatal(err)
+					}
+					reduced(t, g, x)
+				}
+				if got := pg.TableHash(g); got != c.used.Hash() {
+					t.Errorf("table %x, want %x", got, c.used.Hash())
+				}
+				want := 0
+				if g.Rank() == 0 {
+					want = c.log
+				}
+				if lines := strings.Count(log.String(), "\n"); lines != want {
+					t.Errorf("%d lines of log, want %d: %s", lines, want, log.String())
+				}
+			}, pgtest.Config(conf))
+		})
+	}
 }

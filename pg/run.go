@@ -219,7 +219,7 @@ func (r *runner) choose(mapped bool) collectives.Algo {
 			}
 		}
 	}
-	return collectives.Choose(s, caps)
+	return r.g.job.table.Choose(s, caps)
 }
 
 // collective runs the group's current call.
@@ -591,7 +591,7 @@ func (r *runner) exchange(elem int) (bool, error) {
 		r.descs = make([]byte, descSize*g.size)
 		r.peerIn, r.peerOut = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size)
 	}
-	algo := collectives.Choose(r.shape(collectives.AllGather, 1, descSize), collectives.Caps{SharedMemory: g.caps.SharedMemory, Cores: g.caps.Cores})
+	algo := r.g.job.table.Choose(r.shape(collectives.AllGather, 1, descSize), collectives.Caps{SharedMemory: g.caps.SharedMemory, Cores: g.caps.Cores})
 	prog, err := r.program(collectives.AllGather, algo, 1, descSize)
 	if err != nil {
 		return false, err

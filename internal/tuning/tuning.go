@@ -1,0 +1,263 @@
+// Package tuning keeps measured tables of algorithms in files: what `tutti tune` writes and Join reads. A file says on what it was measured, and Load
+// refuses it anywhere else: a table that fits badly is worse than the default one.
+package tuning
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"time"
+
+	"tutti/collectives"
+)
+
+const (
+	// Format is the version of the file's format, and of what the measurements mean: it is raised when plans or their runner change so much that old
+	// measurements say nothing any more.
+	Format  = 1
+	maxFile = 1 << 20
+	// Off, in the place of a path, is no file at all.
+	Off = "off"
+)
+
+// Machine is what measurements depend on.
+type Machine struct {
+	CPU        string `json:"cpu"`
+	Arch       string `json:"arch"`
+	Cores      int    `json:"cores"` // that a process may use
+	LocalRanks int    `json:"local_ranks"`
+	Transport  string `json:"transport"` // "shm" or "tcp": what links the ranks of the machine
+}
+
+// File is a table with what it was measured on.
+type File struct {
+	Format   int                `json:"format"`
+	Library  string             `json:"library"`  // see Library
+	Defaults string             `json:"defaults"` // hash of the library's default table, which the measured one was compared with
+	Machine  Machine            `json:"machine"`
+	Date     time.Time          `json:"date"`
+	Table    *collectives.Table `json:"table"`
+}
+
+// New returns the file for a table that was measured on machine m now.
+func New(m Machine, t *collectives.Table) *File {
+	return &File{Format: Format, Library: Library(), Defaults: hash(collectives.DefaultTable()), Machine: m, Date: time.Now().UTC().Truncate(time.Second), Table: t}
+}
+
+func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
+
+// Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by the best of transports.
+func Here(localRanks int, transports []string) Machine {
+	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: runtime.NumCPU(), LocalRanks: localRanks, Transport: "tcp"}
+	if runtime.GOOS == "linux" && slices.Contains(transports, "shm") {
+		m.Transport = "shm"
+	}
+	return m
+}
+
+// cpuModel reads the first processor's name: x86 has one; of ARM it is made of the numbers of its maker and part.
+func cpuModel(path string) string {
+	b, err := os.ReadFile(path)
+	if err != nil {
+		return "unknown"
+	}
+	var arm [2]string
+	for line := range strings.Lines(string(b)) {
+		k, v, _ := strings.Cut(line, ":")
+		v = strings.TrimSpace(v)
+		switch strings.TrimSpace(k) {
+		case "model name", "cpu model":
+			return v
+		case "CPU implementer":
+			arm[0] = v
+		case "CPU part":
+			arm[1] = v
+		}
+		if arm[0] != "" && arm[1] != "" {
+			return "implementer " + arm[0] + " part " + arm[1]
+		}
+	}
+	return "unknown"
+}
+
+var pseudoVersion = regexp.MustCompile(`[0-9]{14}-[0-9a-f]{12}|\+dirty`)
+
+// Library returns the released version of the library in this program, or "devel".
+func Library() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "devel"
+	}
+	return libraryIn(info)
+}
+
+func libraryIn(info *debug.BuildInfo) string {
+	for _, m := range append([]*debug.Module{&info.Main}, info.Deps...) {
+		if m.Path == "tutti" && m.Replace == nil && strings.HasPrefix(m.Version, "v") && !pseudoVersion.MatchString(m.Version) {
+			return m.Version
+		}
+	}
+	return "devel"
+}
+
+// DefaultPath returns where the table is if nobody says otherwise, tutti/tune.json in the user's configuration directory ($XDG_CONFIG_HOME, else ~/.config);
+// "" if the user has none.
+func DefaultPath() string {
+	dir, err := os.UserConfigDir()
+	if err != nil {
+		return ""
+	}
+	return filepath.Join(dir, "tutti", "tune.json")
+}
+
+// Find returns the table for ranks on machine here: that of the file at path, or where path is "" that at DefaultPath, if there is one. No table at all (nil
+// without an error) stands for the default one. An error names the file, what is wrong with it, and what to do; the default table is to be used then too.
+func Find(path string, here Machine) (*collectives.Table, error) {
+	if path == Off {
+		return nil, nil
+	}
+	if path == "" {
+		if path = DefaultPath(); path == "" {
+			return nil, nil
+		}
+		if _, err := os.Stat(path); errors.Is(err, os.ErrNotExist) {
+			return nil, nil
+		}
+	}
+	t, err := Load(path, here)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return t, nil
+}
+
+// Load reads the file at path and returns its table if it was measured by this library on a machine like here.
+func Load(path string, here Machine) (*collectives.Table, error) {
+	b, err := read(path)
+	if err != nil {
+		return nil, err
+	}
+	f, err := decode(b)
+	if err != nil {
+		return nil, err
+	}
+	if err := f.fits(here); err != nil {
+		return nil, fmt.Errorf("%w; measure again with tutti tune -n %d --transport %s", err, here.LocalRanks, here.Transport)
+	}
+	return f.Table, nil
+}
+
+func read(path string) ([]byte, error) {
+	i, err := os.Stat(path)
+	if err == nil && !i.Mode().IsRegular() { // a pipe would make the caller wait
+		err = errors.New("no regular file")
+	}
+	if err != nil {
+		return nil, unreadable(err)
+	}
+	r, err := os.Open(path)
+	if err != nil {
+		return nil, unreadable(err)
+	}
+	defer r.Close()
+	b, err := io.ReadAll(io.LimitReader(r, maxFile+1))
+	if err != nil {
+		return nil, unreadable(err)
+	}
+	if len(b) > maxFile {
+		return nil, fmt.Errorf("malformed: longer than %d bytes", maxFile)
+	}
+	return b, nil
+}
+
+func unreadable(err error) error {
+	var p *os.PathError
+	if errors.As(err, &p) {
+		err = p.Err // the path is said already
+	}
+	return fmt.Errorf("unreadable: %w", err)
+}
+
+func decode(b []byte) (*File, error) {
+	var format struct {
+		Format int `json:"format"`
+	}
+	if err := json.Unmarshal(b, &format); err != nil {
+		return nil, fmt.Errorf("malformed: %w", err)
+	}
+	if format.Format != Format {
+		return nil, fmt.Errorf("stale: it has format %d, this library reads format %d; measure again with tutti tune", format.Format, Format)
+	}
+	var f File
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	if err := d.Decode(&f); err != nil {
+		return nil, fmt.Errorf("malformed: %w", err)
+	}
+	if f.Table == nil {
+		return nil, errors.New("malformed: it holds no table")
+	}
+	return &f, nil
+}
+
+// fits says what is different here from where the file was made.
+func (f *File) fits(here Machine) error {
+	m := f.Machine
+	switch {
+	case f.Library != Library() || f.Defaults != hash(collectives.DefaultTable()):
+		return fmt.Errorf("stale: measured by version %.64q with defaults %.16q, this is version %q with defaults %q", f.Library, f.Defaults, Library(), hash(collectives.DefaultTable()))
+	case m.CPU != here.CPU || m.Arch != here.Arch || m.Cores != here.Cores:
+		return fmt.Errorf("foreign: measured on %d cores of %.100q (%.16s), here are %d of %q (%s)", m.Cores, m.CPU, m.Arch, here.Cores, here.CPU, here.Arch)
+	case m.LocalRanks != here.LocalRanks:
+		return fmt.Errorf("foreign: measured with %d ranks on a machine, here are %d", m.LocalRanks, here.LocalRanks)
+	case m.Transport != here.Transport:
+		return fmt.Errorf("foreign: measured over %.16q, the ranks here use %s", m.Transport, here.Transport)
+	}
+	return nil
+}
+
+// Save writes the file to path, making its directory; whoever reads meanwhile sees the old file or the new one, whole.
+func (f *File) Save(path string) (err error) {
+	b, err := json.Marshal(f)
+	if err != nil {
+		return err
+	}
+	var out bytes.Buffer
+	if err := json.Indent(&out, b, "", " "); err != nil {
+		return err
+	}
+	out.WriteByte('\n')
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	t, err := os.CreateTemp(dir, ".tune-*")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			os.Remove(t.Name())
+		}
+	}()
+	_, err = t.Write(out.Bytes())
+	if cerr := t.Chmod(0o644); err == nil { // of other users' ranks too
+		err = cerr
+	}
+	if cerr := t.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(t.Name(), path)
+	}
+	return err
+}

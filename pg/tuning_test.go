@@ -1,0 +1,167 @@
+package pg
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"tutti/collectives"
+	"tutti/internal/tuning"
+)
+
+// TableHash lets tests of package pg_test see by which table a group chooses.
+func TableHash(g *Group) uint64 { return g.job.table.Hash() }
+
+// ringTable is one that chooses Ring for every allreduce of n ranks on one host.
+func ringTable(t *testing.T, n int) *collectives.Table {
+	t.Helper()
+	table, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, MaxRanks: n, Algo: collectives.Ring}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return table
+}
+
+func tuneFile(t *testing.T, m tuning.Machine, table *collectives.Table) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "tune.json")
+	if err := tuning.New(m, table).Save(path); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// TestTunedSettings: where the path comes from, and what a rank says about a table that it refuses.
+func TestTunedSettings(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("XDG_CONFIG_HOME", dir)
+	here := tuning.Here(4, transportNames)
+	table := ringTable(t, 4)
+	good := tuneFile(t, here, table)
+	foreign := tuneFile(t, tuning.Here(3, transportNames), table)
+	broken := filepath.Join(dir, "broken")
+	if err := os.WriteFile(broken, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	run := func(env, path string, localRank int) (*collectives.Table, string) {
+		var log bytes.Buffer
+		s, err := Config{Tuning: path, Logger: slog.New(slog.NewTextHandler(&log, nil))}.resolve(func(name string) string {
+			return map[string]string{"TUTTI_RANK": fmt.Sprint(localRank), "TUTTI_SIZE": "8", "TUTTI_LOCAL_RANK": fmt.Sprint(localRank), "TUTTI_LOCAL_SIZE": "4", "TUTTI_TUNE": env}[name]
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.tuned(), log.String()
+	}
+	for _, c := range []struct {
+		env, path string
+		localRank int
+		used      bool
+		says      string // in the one line
+	}{
+		{"", "", 0, false, ""}, // nothing in the default place
+		{good, "", 0, true, ""},
+		{foreign, good, 0, true, ""}, // Config wins
+		{good, tuning.Off, 0, false, ""},
+		{tuning.Off, "", 0, false, ""},
+		{foreign, "", 0, false, "foreign: measured with 3 ranks on a machine, here are 4"},
+		{foreign, "", 1, false, ""}, // said by the first rank of the machine
+		{broken, "", 0, false, "malformed"},
+		{filepath.Join(dir, "none"), "", 0, false, "unreadable"},
+	} {
+		got, log := run(c.env, c.path, c.localRank)
+		if c.used != (got != nil && got.Hash() == table.Hash()) || !c.used && got != nil {
+			t.Errorf("%+v: %v", c, got)
+		}
+		if lines := strings.Count(log, "\n"); !strings.Contains(log, c.says) || lines > 1 || (lines == 1) != (c.says != "") {
+			t.Errorf("%+v: log %q", c, log)
+		}
+	}
+	if err := tuning.New(here, table).Save(tuning.DefaultPath()); err != nil {
+		t.Fatal(err)
+	}
+	if got, log := run("", "", 0); got.Hash() != table.Hash() || log != "" {
+		t.Errorf("the default place: %v, log %q", got, log)
+	}
+}
+
+// TestAgree: one table for all ranks, or the default one and one line that says so.
+func TestAgree(t *testing.T) {
+	table := ringTable(t, 3)
+	own, def := table.Hash(), collectives.DefaultTable().Hash()
+	for _, c := range []struct {
+		hashes []uint64
+		used   bool
+	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false}, {[]uint64{own, 1, 2}, false}} {
+		lines := 0
+		for r, hash := range c.hashes {
+			var log bytes.Buffer
+			j := &job{log: slog.New(slog.NewTextHandler(&log, nil))}
+			for _, h := range c.hashes {
+				j.places = append(j.places, place{table: h})
+			}
+			var mine *collectives.Table
+			if hash == own {
+				mine = table
+			}
+			j.agree(r, mine)
+			if want := map[bool]uint64{true: own, false: def}[c.used]; j.table.Hash() != want {
+				t.Errorf("%x: rank %d has %x", c.hashes, r, j.table.Hash())
+			}
+			lines += strings.Count(log.String(), "\n")
+		}
+		if (lines == 0) != c.used || lines > 1 {
+			t.Errorf("%x: %d lines of log", c.hashes, lines)
+		}
+	}
+	p := place{machine: 1, cpus: 2, cores: 3, maps: true, algo: collectives.Ring, table: own}
+	b := make([]byte, placeSize)
+	p.encode(b)
+	if decodePlace(b) != p {
+		t.Errorf("%+v, then %+v", p, decodePlace(b))
+	}
+}
+
+// TestSetAlgorithm: it is used, it is a collective setting, and it ends.
+func TestSetAlgorithm(t *testing.T) {
+	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
+		for _, name := range []string{"ring", "flat", "auto", "doubling", "direct"} {
+			if err := g.SetAlgorithm(name); err != nil {
+				return err
+			}
+			for range 3 {
+				x := []int64{int64(g.Rank()), 1}
+				if err := AllReduce(ctx, g, x, Sum); err != nil {
+					return err
+				}
+				if x[0] != 3 || x[1] != 3 {
+					return fmt.Errorf("%s: %v", name, x)
+				}
+			}
+			a, _ := collectives.ParseAlgo(name)
+			if used := g.run.last.Algo; used != a && name != "auto" && name != "direct" {
+				return fmt.Errorf("%s: ran %v", name, used)
+			}
+		}
+		if err := g.SetAlgorithm("fast"); err == nil {
+			return errors.New("took an algorithm that is none")
+		}
+		return nil
+	})
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		if err := g.SetAlgorithm([]string{"ring", "flat"}[g.Rank()]); err != nil {
+			return err
+		}
+		var differ *MismatchError
+		if err := AllReduce(ctx, g, []int64{1}, Sum); !errors.As(err, &differ) || !strings.Contains(err.Error(), "ring") || !strings.Contains(err.Error(), "flat") {
+			return fmt.Errorf("ranks with different algorithms: %v", err)
+		}
+		return nil
+	})
+}
