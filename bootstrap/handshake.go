@@ -14,6 +14,7 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/semaphore"
@@ -175,6 +176,8 @@ type Server struct {
 	addrs []string
 	done  chan struct{}
 	once  sync.Once
+
+	strangers atomic.Int64
 }
 
 // Serve opens the handshake endpoint. When it returns, the endpoint has answered this process itself with its incarnation. It blocks at most until ctx ends.
@@ -217,7 +220,13 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	for _, ip := range ips {
 		s.addrs = append(s.addrs, netip.AddrPortFrom(ip, port).String())
 	}
-	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit, Refused: trust.LogRefused(cfg.Logger, "handshake")})
+	note := trust.LogRefused(cfg.Logger, "handshake")
+	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit, Refused: func(c net.Conn, err error) {
+		if errors.Is(err, ErrAuth) {
+			s.strangers.Add(1)
+		}
+		note(c, err)
+	}})
 	s.g = grpc.NewServer(
 		grpc.Creds(proof.Credentials{}),
 		grpc.ForceServerCodec(wire{}),
@@ -242,6 +251,9 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}
 	return s, nil
 }
+
+// Strangers is how many connections were refused because they did not prove the job's secret: if ranks do not find each other, that is a likely reason.
+func (s *Server) Strangers() int { return int(s.strangers.Load()) }
 
 // pickyListener accepts only connections to some of this machine's addresses.
 type pickyListener struct {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	mrand "math/rand/v2"
 	"strings"
+	"syscall"
 	"time"
 )
 
@@ -119,7 +120,8 @@ func (p *Proxy) dial(ctx context.Context, pr *peer) error {
 			return nil
 		case p.linked(pr) || p.ctx.Err() != nil:
 			return nil
-		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
+		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth),
+			errors.Is(err, syscall.EMFILE): // the peer may have taken the attempt for a link, and will not take another
 			return err
 		}
 		if last == nil || ctx.Err() == nil {

@@ -219,6 +219,10 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, epoch: 1, refs: 1, records: map[int]bootstrap.Record{}}
 	g, err := j.join(ctx, s)
 	if err != nil {
+		err = explainLimit(err)
+		if n := j.strangers(); n > 0 {
+			err = fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is TUTTI_SECRET the same at all ranks?)", err, n)
+		}
 		j.shut()
 		return nil, fmt.Errorf("joining job %q as rank %d of %d: %w", s.Job, s.Rank, s.Size, err)
 	}
@@ -240,6 +244,9 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or start the ranks with tutti run")
 	case s.Store == "":
 		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
+	}
+	if err := roomForFiles(s.Size); err != nil {
+		return nil, err
 	}
 	var err error
 	if pc.Transports, err = s.transports(); err != nil {
@@ -298,6 +305,14 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	j.agree(s.Rank, table)
 	j.met.Store(true)
 	return g, nil
+}
+
+// strangers is how many connections were refused because of their secret.
+func (j *job) strangers() int {
+	if j.server == nil {
+		return 0
+	}
+	return j.server.Strangers()
 }
 
 // world makes the group of all ranks.

@@ -24,6 +24,7 @@ import (
 	"go.etcd.io/etcd/server/v3/embed"
 	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
+	"go.uber.org/zap/zapcore"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
@@ -61,6 +62,7 @@ const (
 	lockName   = "lock"
 	quota      = 64 << 20
 	segment    = 4 << 20
+	minFiles   = 150 // etcd ends its process if it may not have more
 	socketPath = 100 // what a Unix socket's path may have, with some room
 )
 
@@ -83,6 +85,10 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	var files unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err == nil && files.Cur <= minFiles {
+		return nil, fmt.Errorf("embedded store: this process may have %d open files (RLIMIT_NOFILE), and it needs more than %d: raise the limit (ulimit -n)", files.Cur, minFiles)
 	}
 	spec, err := ports.ParseSpec(cfg.Ports)
 	if err != nil {
@@ -138,11 +144,16 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 	return nil
 }
 
+// lastWords prints why etcd ends the process, which it does where its files cannot be written, and nothing else.
+var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{NameKey: "service", MessageKey: "msg", EncodeName: func(_ string, e zapcore.PrimitiveArrayEncoder) {
+	e.AppendString("tutti: the embedded store ends this process:")
+}}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
+
 func (s *Server) config() *embed.Config {
 	c := embed.NewConfig()
 	c.Name = "tutti"
 	c.Dir = filepath.Join(s.dir, "data")
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.New(lastWords).Named("store"))
 	c.TickMs, c.ElectionMs, c.PreVote = 10, 50, false
 	c.UnsafeNoFsync = true
 	c.SnapshotCount, c.SnapshotCatchUpEntries = 1000, 100

@@ -152,7 +152,7 @@ func (s *socket) collect() error {
 		unix.Close(fd)
 	}
 	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 { // also what the kernel says when this process has no descriptor left
-		return errors.New("a descriptor from the peer could not be taken; is RLIMIT_NOFILE reached?")
+		return fmt.Errorf("a descriptor from the peer could not be taken: most likely this process has as many open files as it may (RLIMIT_NOFILE): raise the limit (ulimit -n): %w", unix.EMFILE)
 	}
 	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
 }

@@ -166,6 +166,11 @@ func (l *launcher) close() error {
 }
 
 func (l *launcher) run(ctx context.Context) error {
+	// Two pipes and a connection to the store for each rank, and another connection while it starts.
+	var files unix.Rlimit
+	if need := uint64(40 + 4*l.N); unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil && files.Cur < need {
+		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: raise the limit (ulimit -n)", files.Cur, count(l.N, "rank"), need)
+	}
 	var err error
 	if l.temp, err = l.guard.Temp(); err != nil {
 		return err
