@@ -1,5 +1,7 @@
 // Package ports holds the one rule by which every listener of a job chooses its port: an explicit port that is taken is an error which names it,
 // a range moves on to the next port, and 0 asks the kernel.
+//
+// Somebody who names a port has a reason (a firewall, a peer that was told), and a listener that quietly went elsewhere would be looked for in vain.
 package ports
 
 import (

@@ -1,4 +1,8 @@
 // Package proof puts package trust in front of a gRPC server: every connection proves the job's secret before a byte of HTTP/2 is read.
+//
+// A Listener runs the accepting half of trust on every connection and hands only the proved ones to grpc.Server.Serve; Credentials make sure that a server cannot be
+// given any other. Handlers learn from Info who called, which is what was proved and not what the call says. It serves the handshake between ranks and the embedded store, which
+// speak gRPC; the transports put trust in front of their own protocols themselves.
 package proof
 
 import (

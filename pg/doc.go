@@ -1,0 +1,68 @@
+// Package pg is a process group: the ranks of a job, and the collectives and messages between them.
+//
+//	g, err := pg.Join(ctx, pg.Config{})                  // who am I, and where do we meet: from the environment
+//	if err != nil {
+//		log.Fatal(err)
+//	}
+//	defer g.Close()
+//	err = pg.AllReduce(ctx, g, gradients, pg.Sum)        // any slice of numbers, in place
+//
+// A job is a number of processes that run the same program, each a rank, 0..Size-1. A launcher starts them (tutti run, torchrun, Slurm, mpirun,
+// Kubernetes) and says by variables who is who; a store (the launcher's, or a site's etcd) is where they find each other. [Join] returns when all have
+// met. [Group.Split] makes subgroups.
+//
+// # Order
+//
+// All ranks of a group call the same collectives, with the same arguments, in the same order; they run one at a time, in that order. [Group.Start]
+// queues one and returns a [Work]; a blocking call that follows goes behind it. [Send] and [Recv] stand outside of the order. Every message says which
+// call it belongs to, so that ranks which differ get a [*MismatchError] that spells both calls, instead of a wrong result or silence.
+//
+// # Waiting, and ctx
+//
+// Every call takes a ctx and is bounded by Config.Timeout besides. When either ends, the operation fails, at every rank, within moments: waiting for a
+// rank that does not come is an error that names it. When a call has returned, with whatever outcome, nothing reads or writes its memory any more. Wait
+// on a Work is different: its ctx ends the waiting only.
+//
+// # Errors
+//
+// They are typed, for errors.As:
+//
+//	*RankError      a rank died, left or cannot be reached: which, and who noticed
+//	*TimeoutError   time was up, or ctx cancelled: who was waited for, and what each was last seen doing
+//	*MismatchError  two ranks called different things: which, and what
+//	*ArgumentError  this call was wrong by itself: nothing was sent, and the group goes on
+//	ErrClosed       the group was closed here
+//
+// After any but an *ArgumentError the group has failed: the results of that operation are void, every later call returns an error at once, at every
+// rank, and what remains is Close. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout decides about it. A process that is
+// killed is known to be gone at once, for its links break; a machine that falls silent, after half a minute.
+//
+// # Memory
+//
+// Collectives work on any slice. On memory from [Alloc], ranks of one machine reduce where the data lies, through mappings of each other's memory, and
+// nothing is copied; that pays from some tens of KiB on. It is for tensors that live long: every rank allocates alike, once, and [Free] or Close ends
+// it. What a group needs besides is bounded and does not grow with messages: some tens of MiB a rank for rings and early messages, and scratch for a few
+// blocks of 8 MiB. A call like the one before allocates nothing.
+//
+// # The same bits
+//
+// A reduction folds its contributions in an order that ranks, sizes and the algorithm fix, never timing: the same inputs give the same bits on every
+// run, and on every rank. 16-bit and 8-bit floats are summed in float32 and rounded once. Which algorithm runs depends on what all ranks know alike:
+// kind, bytes, ranks, machines, and the table in use. Another number of ranks or another machine may fold in another order; Config.Algorithm fixes it.
+//
+// # Trust
+//
+// A job has a secret; every connection proves to know it before anything else is read, and is then sent in the clear. The launcher makes one. Ranks that
+// share a network with strangers are safe from their connections, not from their listening.
+//
+// # Without a launcher
+//
+// [Local] makes n ranks inside one process, for programs that are parallel in goroutines. Package pgtest runs ranks as real processes under go test. A
+// process for which nothing is set is rank 0 of 1.
+//
+// # Environment
+//
+// A field of [Config] wins over its variable: TUTTI_RANK, TUTTI_SIZE, TUTTI_JOB, TUTTI_STORE, TUTTI_SECRET, TUTTI_TRANSPORT, TUTTI_IFNAME, TUTTI_PORT,
+// TUTTI_TIMEOUT, TUTTI_LEASE, TUTTI_ALGO, TUTTI_LOG and more: `tutti env` prints the list with meanings and defaults, bootstrap.Variables has it for
+// programs. What launchers set by themselves (RANK and WORLD_SIZE, SLURM_*, OMPI_COMM_WORLD_*, PMI_*, JOB_COMPLETION_INDEX) is understood as it is.
+package pg
