@@ -315,6 +315,13 @@ func (p *Process) Signal(sig syscall.Signal) {
 	}
 }
 
+// Kill ends the process, if it has not ended.
+func (p *Process) Kill() {
+	p.t.Helper()
+	p.cmd.Process.Kill()
+	p.Wait()
+}
+
 // Wait waits for the process's end, and that of its output, and returns its exit code; -1: it was killed.
 func (p *Process) Wait() int {
 	p.t.Helper()
