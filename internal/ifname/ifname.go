@@ -2,7 +2,7 @@
 //
 // Nobody has to choose: all interfaces that are up count, in an order in which the likely ones come first, and which of them leads to a peer is the routing table's
 // business. A Filter takes away: interfaces that lead nowhere (docker0), that are for something else (a management network), or that are slow. It is the same text wherever a
-// listener or a dialler asks (TUTTI_IFNAME), so that an address that is not allowed is neither listened on, published nor dialled from.
+// listener or a dialler asks (TUTTI_IFNAME): an address that is not allowed is neither listened on nor published.
 package ifname
 
 import (
