@@ -577,7 +577,9 @@ func (s *etcdStore) Close() error {
 	var err error
 	if st := s.c.ActiveConnection().GetState(); !lost && (st == connectivity.Ready || st == connectivity.Idle) {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-		if _, err = s.c.Revoke(ctx, s.lease); err != nil {
+		if _, err = s.c.Revoke(ctx, s.lease); err != nil && away(err) {
+			err = fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr, ErrStoreAway, s.ttl)
+		} else if err != nil {
 			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl, s.reason(err))
 		}
 		cancel()

@@ -486,6 +486,9 @@ func (j *job) shut() error {
 			errs = multierror.Append(errs, err)
 		}
 	}
+	if errs != nil && len(errs.Errors) == 1 {
+		return errs.Errors[0]
+	}
 	return errs.ErrorOrNil()
 }
 
