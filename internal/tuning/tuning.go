@@ -225,6 +225,22 @@ func (f *File) fits(here Machine) error {
 	return nil
 }
 
+// CheckWritable says why Save could not write to path, before there is anything to save. It makes the file's directory.
+func CheckWritable(path string) error {
+	if i, err := os.Stat(path); err == nil && !i.Mode().IsRegular() {
+		return fmt.Errorf("%s is no regular file", path)
+	}
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	t, err := os.CreateTemp(dir, ".tune-*")
+	if err != nil {
+		return err
+	}
+	return errors.Join(t.Close(), os.Remove(t.Name()))
+}
+
 // Save writes the file to path, making its directory; whoever reads meanwhile sees the old file or the new one, whole.
 func (f *File) Save(path string) (err error) {
 	b, err := json.Marshal(f)

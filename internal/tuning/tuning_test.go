@@ -45,6 +45,11 @@ func TestSaveAndLoad(t *testing.T) {
 	if err := New(here, table).Save(filepath.Join(path, "below a file")); err == nil {
 		t.Error("saved below a file")
 	}
+	for p, good := range map[string]bool{path: true, filepath.Join(filepath.Dir(path), "c", "new"): true, filepath.Dir(path): false, filepath.Join(path, "below a file"): false} {
+		if err := CheckWritable(p); (err == nil) != good {
+			t.Errorf("%s: %v", p, err)
+		}
+	}
 }
 
 func TestLoadRefuses(t *testing.T) {

@@ -1,0 +1,436 @@
+package bench
+
+import (
+	"context"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"tutti/collectives"
+	"tutti/kernels"
+	"tutti/pg"
+)
+
+// TuneSpec says what Tune is to try. All ranks have the same.
+type TuneSpec struct {
+	Kinds    []collectives.Kind
+	Min, Max int           // bytes
+	Factor   int           // between sizes, before crossovers are looked for; at least 2
+	Rounds   int           // of which the median counts
+	Time     time.Duration // that it all is to take: rounds are made as long as fits
+	Memory   bool          // the ranks are linked by shared memory, and can map registered memory
+	Cores    int           // processors that they share
+
+	corrupt func(op string, rank int, output []byte) // tests spoil results here
+}
+
+// TunePoint is one size of one collective: what was best, and how that compares with the default table's choice.
+type TunePoint struct {
+	Kind        collectives.Kind             `json:"kind"`
+	Bytes       int                          `json:"bytes"`
+	Registered  bool                         `json:"registered"`
+	Best        collectives.Algo             `json:"best"`
+	Default     collectives.Algo             `json:"default"`
+	Time        float64                      `json:"time_us"` // of the best
+	DefaultTime float64                      `json:"default_time_us"`
+	All         map[collectives.Algo]float64 `json:"all_us"` // every algorithm that was tried
+}
+
+// TuneEvent is a step of Tune's: what is measured now, or what was found.
+type TuneEvent struct {
+	Percent int        `json:"percent"`
+	Next    string     `json:"next,omitempty"`
+	Point   *TunePoint `json:"point,omitempty"`
+}
+
+const (
+	// keep is how much faster than the default table's choice another algorithm must be to take its place: less may be noise.
+	keep = 0.95
+	// hopeless is how many times the fastest's time rules an algorithm out after its first round.
+	hopeless = 3
+	// directFrom is the size in bytes from which the library considers mapped memory.
+	directFrom = 16 << 10
+	// refinements is how often the gap between two sizes with different winners is halved (on a logarithmic scale).
+	refinements = 2
+)
+
+type tuner struct {
+	TuneSpec
+	g              *pg.Group
+	report         func(TuneEvent)
+	plain, mapped  run
+	began          time.Time
+	rx             reduction
+	done, expected int // contenders
+	aliases        map[collectives.Kind]map[collectives.Algo]collectives.Algo
+}
+
+// Tune measures every algorithm of spec's collectives at every size and returns, by collective, rules that begin a table: they hold for just g's number of ranks, on
+// one host. Hierarchical algorithms, which are for several, are left out. Every rank of g calls it, with all ranks on one host; all get the same rules. Contenders take turns round by round and medians
+// count. Every algorithm's result is checked; a wrong one is an error. report is called at rank 0. When time has run out by half as much again, collectives that are left have no rules.
+func Tune(ctx context.Context, g *pg.Group, spec TuneSpec, report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
+	if g.Rank() != 0 {
+		report = func(TuneEvent) {}
+	}
+	t := &tuner{TuneSpec: spec, g: g, report: report, began: time.Now(), rx: newReduction(kernels.Sum, kernels.Float32, g.Size())}
+	t.plain = run{Spec: Spec{Max: spec.Max, Check: true, corrupt: spec.corrupt}, g: g, report: func(Event) {}}
+	t.mapped = t.plain
+	t.mapped.Registered = true
+	for _, r := range []*run{&t.plain, &t.mapped} {
+		if r.Registered && !spec.Memory {
+			continue
+		}
+		if err := r.allocate(); err != nil {
+			return nil, err
+		}
+		defer r.free()
+	}
+	for _, k := range spec.Kinds {
+		for _, size := range t.sizes(k) {
+			t.expected += len(t.contenders(k))
+			if t.maps(k, size) {
+				t.expected += 3
+			}
+		}
+	}
+	t.expected += t.expected / 4 // crossovers
+	rules := map[collectives.Kind][]collectives.Rule{}
+	for _, k := range spec.Kinds {
+		elapsed, err := t.elapsed(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if elapsed > spec.Time*3/2 {
+			break
+		}
+		own, err := t.kind(ctx, k)
+		if g.SetAlgorithm("auto"); err != nil {
+			return nil, fmt.Errorf("%v: %w", k, err)
+		}
+		rules[k] = own
+	}
+	return rules, nil
+}
+
+func (t *tuner) sizes(k collectives.Kind) []int {
+	if k == collectives.Barrier {
+		return []int{0}
+	}
+	s := Spec{Min: t.Min, Max: t.Max, Factor: t.Factor}
+	return s.sizes()
+}
+
+// contenders are the algorithms for plain memory, without those that do the same as another one among so many ranks.
+func (t *tuner) contenders(k collectives.Kind) []collectives.Algo {
+	return slices.DeleteFunc(collectives.Algorithms(k), func(a collectives.Algo) bool {
+		return a == collectives.Direct || a == collectives.Hierarchical || t.same(k, a) != a
+	})
+}
+
+// same returns the algorithm that stands for all those of k with the same plans as a. It is one that the default table uses, if any is.
+func (t *tuner) same(k collectives.Kind, a collectives.Algo) collectives.Algo {
+	if stands, ok := t.aliases[k]; ok {
+		return stands[a]
+	}
+	all := []collectives.Algo{}
+	for _, r := range collectives.DefaultTable().Rules(k) {
+		all = append(all, r.Algo)
+	}
+	stands, plans := map[collectives.Algo]collectives.Algo{}, map[string]collectives.Algo{}
+next:
+	for _, a := range append(all, collectives.Algorithms(k)...) {
+		if _, ok := stands[a]; ok {
+			continue
+		}
+		if a == collectives.Direct || a == collectives.Hierarchical { // these stand for none but themselves
+			stands[a] = a
+			continue
+		}
+		text := ""
+		for _, bytes := range []int{64 * t.g.Size(), 1 << 20} { // short ones and pipelined ones
+			s, _ := t.Call(k, t.g.Size(), bytes, false)
+			s.Counts[0] = bytes
+			s.RecvCounts = s.Counts
+			for s.Rank = range s.Size {
+				p, err := collectives.Build(a, s)
+				if err != nil { // one of its own, whose use will tell what is wrong
+					stands[a] = a
+					continue next
+				}
+				text += fmt.Sprint(p.Steps)
+			}
+		}
+		if b, ok := plans[text]; ok {
+			stands[a] = b
+			continue
+		}
+		plans[text], stands[a] = a, a
+	}
+	if t.aliases == nil {
+		t.aliases = map[collectives.Kind]map[collectives.Algo]collectives.Algo{}
+	}
+	t.aliases[k] = stands
+	return stands[a]
+}
+
+// maps says whether mapped memory is in question for size bytes.
+func (t *tuner) maps(k collectives.Kind, size int) bool {
+	return t.Memory && size >= directFrom && slices.Contains(collectives.Algorithms(k), collectives.Direct)
+}
+
+// elapsed is the same at all ranks.
+func (t *tuner) elapsed(ctx context.Context) (time.Duration, error) {
+	e := []int64{int64(time.Since(t.began))}
+	err := pg.AllReduce(ctx, t.g, e, pg.Max)
+	return time.Duration(e[0]), err
+}
+
+// A span is an algorithm and the bytes up to which it is best.
+type span struct {
+	bytes int
+	algo  collectives.Algo
+}
+
+// kind measures one collective and makes its rules.
+func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rule, error) {
+	var plain, mapped []span
+	sums := map[collectives.Algo]float64{}
+	var last *TunePoint
+	for _, size := range t.sizes(k) {
+		p, err := t.point(ctx, k, size, false, t.contenders(k), previous(plain))
+		if err != nil {
+			return nil, err
+		}
+		for a, us := range p.All {
+			sums[a] += math.Log(max(us, 1e-3))
+		}
+		plain = append(plain, span{p.Bytes, p.Best})
+		last = p
+		if !t.maps(k, p.Bytes) {
+			continue
+		}
+		algos := append(p.fastest(2), collectives.Direct)
+		if usual := t.usual(k, p.Bytes, true); !slices.Contains(algos, usual) {
+			algos = append(algos, usual)
+		}
+		m, err := t.point(ctx, k, size, true, algos, previous(mapped))
+		if err != nil {
+			return nil, err
+		}
+		if m.Best != collectives.Direct {
+			m.Best = p.Best // as in plain memory, where more was tried
+		}
+		mapped = append(mapped, span{m.Bytes, m.Best})
+	}
+	if k == collectives.AllToAllV || k == collectives.Barrier { // whose size is not known to all ranks alike: one algorithm for all
+		best := last.Default
+		for _, a := range t.contenders(k) {
+			if sums[a] < sums[best] && sums[a] < sums[last.Default]+float64(len(plain))*math.Log(keep) {
+				best = a
+			}
+		}
+		plain = []span{{last.Bytes, best}}
+	}
+	plain, err := t.crossovers(ctx, k, plain, false)
+	if err != nil {
+		return nil, err
+	}
+	if mapped, err = t.crossovers(ctx, k, mapped, true); err != nil {
+		return nil, err
+	}
+	return t.rules(k, plain, mapped), nil
+}
+
+// crossovers replaces the size at the end of each run of equal winners by the one at which the next gets better.
+func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span, mapped bool) ([]span, error) {
+	var out []span
+	for i, s := range spans {
+		if i+1 == len(spans) {
+			return append(out, span{0, s.algo}), nil // without end
+		}
+		next := spans[i+1]
+		if s.algo == next.algo {
+			continue
+		}
+		lo, hi := s.bytes, next.bytes
+		for range refinements {
+			mid := int(math.Sqrt(float64(lo)*float64(hi))) &^ 63
+			if mid <= lo || mid >= hi {
+				break
+			}
+			p, err := t.point(ctx, k, mid, mapped, []collectives.Algo{s.algo, next.algo}, s.algo)
+			if err != nil {
+				return nil, err
+			}
+			if p.All[s.algo] <= p.All[next.algo] {
+				lo = mid
+			} else {
+				hi = mid
+			}
+		}
+		out = append(out, span{int(math.Sqrt(float64(lo) * float64(hi))), s.algo})
+	}
+	return out, nil
+}
+
+// rules makes the rules of k: the default table's for several hosts, then what was measured, for as many ranks as there were; the others of the default table for all else.
+func (t *tuner) rules(k collectives.Kind, plain, mapped []span) []collectives.Rule {
+	var levels, others, own []collectives.Rule
+	for _, r := range collectives.DefaultTable().Rules(k) {
+		if r.When == collectives.IfLevels {
+			levels = append(levels, r)
+		} else {
+			others = append(others, r)
+		}
+	}
+	n, here := t.g.Size(), collectives.IfOneHost
+	if t.Memory {
+		here = collectives.IfMemory
+	}
+	if slices.ContainsFunc(mapped, func(s span) bool { return s.algo == collectives.Direct }) {
+		for _, s := range mapped {
+			own = append(own, collectives.Rule{When: collectives.IfMapped, MinRanks: n, MaxRanks: n, MaxBytes: s.bytes, Algo: s.algo})
+		}
+	}
+	for _, s := range plain {
+		own = append(own, collectives.Rule{When: here, MinRanks: n, MaxRanks: n, MaxBytes: s.bytes, Algo: s.algo})
+	}
+	return slices.Concat(levels, own, others)
+}
+
+// fastest returns the n fastest algorithms of p, its best first.
+func (p *TunePoint) fastest(n int) []collectives.Algo {
+	all := []collectives.Algo{p.Best}
+	for range n - 1 {
+		next := collectives.Auto
+		for _, a := range collectives.Algorithms(p.Kind) { // in an order that all ranks share
+			if us, ok := p.All[a]; ok && !slices.Contains(all, a) && (next == collectives.Auto || us < p.All[next]) {
+				next = a
+			}
+		}
+		if next != collectives.Auto {
+			all = append(all, next)
+		}
+	}
+	return all
+}
+
+// point times the algorithms at one size. The same at all ranks, for they see the same times.
+func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registered bool, algos []collectives.Algo, before collectives.Algo) (*TunePoint, error) {
+	r, memory := &t.plain, "plain"
+	if registered {
+		r, memory = &t.mapped, "registered"
+	}
+	o := find(k.String())
+	in := newInstance(t.g, o, kernels.Float32, kernels.Sum, &t.rx, numbers[float32](), r.mem, size, 0, o.in && !o.parts)
+	p := &TunePoint{Kind: k, Bytes: in.bytes, Registered: registered, Default: t.usual(k, in.bytes, registered), All: map[collectives.Algo]float64{}}
+	elapsed, err := t.elapsed(ctx)
+	if err != nil {
+		return nil, err
+	}
+	left := max(0, t.Time-elapsed) / time.Duration(max(1, t.expected-t.done))
+	r.RoundTime = min(max(left/time.Duration(t.Rounds+2), 50*time.Microsecond), 50*time.Millisecond)
+	t.report(TuneEvent{Percent: min(99, max(100*t.done/max(1, t.expected), int(100*elapsed/max(1, t.Time)))), Next: fmt.Sprintf("%v of %d bytes in %s memory", k, in.bytes, memory)})
+	t.done += len(algos)
+
+	samples := make([][]float64, len(algos))
+	iters := make([]int, len(algos))
+	fastest := math.Inf(1)
+	for round := range t.Rounds {
+		for i, a := range algos {
+			if round > 0 && samples[i][0] > hopeless*fastest {
+				continue
+			}
+			if err := t.g.SetAlgorithm(a.String()); err != nil {
+				return nil, err
+			}
+			if round == 0 {
+				if iters[i], err = t.prepare(ctx, r, in, o); err != nil {
+					return nil, fmt.Errorf("%v, %d bytes in %s memory: %w", a, in.bytes, memory, err)
+				}
+			}
+			s, err := r.round(ctx, in, iters[i])
+			if err != nil {
+				return nil, fmt.Errorf("%v, %d bytes in %s memory: %w", a, in.bytes, memory, err)
+			}
+			samples[i] = append(samples[i], s)
+			fastest = min(fastest, s)
+		}
+	}
+	for i, a := range algos {
+		p.All[a] = median(samples[i]) * 1e6
+	}
+	p.decide(before)
+	t.report(TuneEvent{Point: p})
+	return p, nil
+}
+
+// decide finds the best: the default table's choice, else what was best at the size before, unless another is clearly faster. Ties go to the
+// algorithm with the lower number.
+func (p *TunePoint) decide(before collectives.Algo) {
+	p.Best = collectives.Auto
+	for _, a := range collectives.Algorithms(p.Kind) {
+		if us, ok := p.All[a]; ok && (p.Best == collectives.Auto || us < p.All[p.Best]) {
+			p.Best = a
+		}
+	}
+	p.DefaultTime = p.All[p.Default]
+	fastest := p.All[p.Best]
+	for _, a := range []collectives.Algo{p.Default, before} {
+		if us, ok := p.All[a]; ok && fastest > keep*us {
+			p.Best = a
+			break
+		}
+	}
+	p.Time = p.All[p.Best]
+}
+
+// previous is the algorithm of the last span, Auto if there is none.
+func previous(spans []span) collectives.Algo {
+	if len(spans) == 0 {
+		return collectives.Auto
+	}
+	return spans[len(spans)-1].algo
+}
+
+// prepare checks the result of one call, and finds how many calls make a round.
+func (t *tuner) prepare(ctx context.Context, r *run, in *instance, o *operation) (int, error) {
+	var row Row
+	if err := r.verify(ctx, in, &row); err != nil {
+		return 0, err
+	}
+	if row.Wrong > 0 {
+		return 0, fmt.Errorf("%d wrong elements", row.Wrong)
+	}
+	return r.calibrate(ctx, in)
+}
+
+// usual is the default table's choice for bytes in all.
+func (t *tuner) usual(k collectives.Kind, bytes int, registered bool) collectives.Algo {
+	return t.same(k, collectives.Choose(t.Call(k, t.g.Size(), bytes, registered)))
+}
+
+// Call returns what a table of algorithms is asked for a call on bytes in all, among n ranks like those that were measured.
+func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, registered bool) (collectives.Shape, collectives.Caps) {
+	s := collectives.Shape{Kind: k, Size: n, Elem: 1, Count: bytes, Counts: make([]int, n)}
+	for i := range n {
+		s.Active = append(s.Active, i)
+	}
+	switch k {
+	case collectives.ReduceScatter, collectives.AllGather, collectives.AllToAll, collectives.Gather, collectives.Scatter:
+		s.Count /= n // of one part
+	case collectives.AllGatherV:
+		s.Counts[0] = bytes
+	}
+	caps := collectives.Caps{Mapped: registered, SharedMemory: t.Memory}
+	if n > t.Cores {
+		caps.Cores = t.Cores
+	}
+	return s, caps
+}
+
+func median(xs []float64) float64 {
+	s := slices.Sorted(slices.Values(xs))
+	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2
+}

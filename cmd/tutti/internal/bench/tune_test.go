@@ -1,0 +1,186 @@
+package bench
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/collectives"
+	"tutti/pg"
+)
+
+func tuneLocal(t *testing.T, n int, spec TuneSpec) ([]map[collectives.Kind][]collectives.Rule, []TuneEvent, error) {
+	t.Helper()
+	gs, err := pg.Local(n, pg.Config{Timeout: 30 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var events []TuneEvent
+	all, errs := make([]map[collectives.Kind][]collectives.Rule, n), make([]error, n)
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() {
+			all[i], errs[i] = Tune(context.Background(), g, spec, func(e TuneEvent) { events = append(events, e) })
+			g.Close()
+		})
+	}
+	wg.Wait()
+	return all, events, errors.Join(errs...)
+}
+
+// TestTune: all ranks find the same rules, which make a table, for exactly their number.
+func TestTune(t *testing.T) {
+	const n = 3
+	all, events, err := tuneLocal(t, n, TuneSpec{Kinds: collectives.Kinds(), Min: 64, Max: 64 << 10, Factor: 32, Rounds: 2, Time: time.Minute / 60, Cores: 8})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for r := range all {
+		if !reflect.DeepEqual(all[r], all[0]) {
+			t.Errorf("rank %d: %v\nrank 0: %v", r, all[r], all[0])
+		}
+	}
+	table, err := collectives.NewTable(all[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	percent, points := 0, map[collectives.Kind]int{}
+	for _, e := range events {
+		if p := e.Point; p != nil {
+			points[p.Kind]++
+			if _, ok := p.All[p.Default]; !ok && len(p.All) > 2 || p.Registered || p.Time <= 0 || p.All[collectives.Hierarchical] > 0 {
+				t.Errorf("%+v", p)
+			}
+		} else if e.Next == "" || e.Percent < percent || e.Percent > 99 {
+			t.Errorf("%+v after %d %%", e, percent)
+		} else {
+			percent = e.Percent
+		}
+	}
+	for k := range all[0] {
+		if want := len(Spec{Min: 64, Max: 64 << 10, Factor: 32}.sizesOf(k)); points[k] < want {
+			t.Errorf("%v: %d points, want %d or more", k, points[k], want)
+		}
+		rules := table.Rules(k)
+		first := slices.IndexFunc(rules, func(r collectives.Rule) bool { return r.When == collectives.IfOneHost })
+		if first < 0 {
+			t.Fatalf("%v: no measured rule in %v", k, rules)
+		}
+		if slices.ContainsFunc(rules[first:], func(r collectives.Rule) bool { return r.When == collectives.IfLevels }) {
+			t.Errorf("%v: rules for several hosts behind measured ones: %v", k, rules)
+		}
+		for bytes, last := first, 0; rules[bytes].When == collectives.IfOneHost; bytes++ {
+			r := rules[bytes]
+			if r.MinRanks != n || r.MaxRanks != n || r.MaxBytes != 0 && r.MaxBytes <= last {
+				t.Errorf("%v: %v", k, rules)
+			}
+			if last = r.MaxBytes; last == 0 {
+				break
+			}
+		}
+		// Other numbers of ranks, and several hosts, are none of its business.
+		s := TuneSpec{Cores: 8}
+		for _, size := range []int{64, 4096, 1 << 20} {
+			for _, ranks := range []int{2, 4, 30} {
+				shape, caps := s.Call(k, ranks, size, false)
+				if a, b := table.Choose(shape, caps), collectives.Choose(shape, caps); a != b {
+					t.Errorf("%v of %d ranks: %v, not the default %v", k, ranks, a, b)
+				}
+			}
+			shape, caps := s.Call(k, n, size, false)
+			shape.Hosts = []int{0, 0, 1}
+			if a, b := table.Choose(shape, caps), collectives.Choose(shape, caps); a != b {
+				t.Errorf("%v on two hosts: %v, not the default %v", k, a, b)
+			}
+		}
+	}
+	if len(all[0]) == 0 {
+		t.Error("no rules")
+	}
+}
+
+func (s Spec) sizesOf(k collectives.Kind) []int {
+	if k == collectives.Barrier {
+		return []int{0}
+	}
+	return s.sizes()
+}
+
+// TestTuneChecks: an algorithm that gives a wrong result ends it.
+func TestTuneChecks(t *testing.T) {
+	_, _, err := tuneLocal(t, 2, TuneSpec{Kinds: []collectives.Kind{collectives.AllGather}, Min: 64, Max: 64, Factor: 2, Rounds: 1, Time: time.Second, Cores: 2,
+		corrupt: func(op string, rank int, output []byte) {
+			if rank == 1 {
+				output[5] ^= 1
+			}
+		}})
+	if err == nil || !strings.Contains(err.Error(), "allgather: flat, 64 bytes in plain memory: 1 wrong elements") {
+		t.Error(err)
+	}
+}
+
+func TestDecide(t *testing.T) {
+	const flat, ring, tree, twoshot = collectives.Flat, collectives.Ring, collectives.Tree, collectives.TwoShot
+	for _, c := range []struct {
+		all           map[collectives.Algo]float64
+		usual, before collectives.Algo
+		want          collectives.Algo
+	}{
+		{map[collectives.Algo]float64{flat: 10, ring: 9, tree: 20}, flat, tree, ring},
+		{map[collectives.Algo]float64{flat: 10, ring: 9.8, tree: 20}, flat, ring, flat}, // not clearly
+		{map[collectives.Algo]float64{flat: 10, ring: 9.8, tree: 20}, twoshot, tree, ring},
+		{map[collectives.Algo]float64{flat: 10, ring: 9.8, tree: 20}, twoshot, flat, flat},
+		{map[collectives.Algo]float64{flat: 10, ring: 10}, tree, collectives.Auto, flat},
+	} {
+		p := &TunePoint{Kind: collectives.AllReduce, Default: c.usual, All: c.all}
+		p.decide(c.before)
+		if p.Best != c.want || p.Time != c.all[c.want] || p.DefaultTime != c.all[c.usual] {
+			t.Errorf("%v, usually %v, before %v: %+v", c.all, c.usual, c.before, p)
+		}
+		if f := p.fastest(2); len(f) != 2 || f[0] != p.Best || f[1] == f[0] {
+			t.Errorf("%v: fastest %v", c.all, f)
+		}
+		if f := p.fastest(9); len(f) != len(slices.Collect(maps.Keys(c.all))) {
+			t.Errorf("%v: fastest %v", c.all, f)
+		}
+	}
+}
+
+// Algorithms with the same plans are measured once, as the one that the default table uses.
+func TestSame(t *testing.T) {
+	gs, err := pg.Local(2, pg.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[0].Close()
+	defer gs[1].Close()
+	tu := &tuner{g: gs[0]}
+	if got := tu.contenders(collectives.ReduceScatter); slices.Contains(got, collectives.Flat) || !slices.Contains(got, collectives.Pairwise) {
+		t.Errorf("reducescatter: %v", got)
+	}
+	for _, k := range collectives.Kinds() {
+		got := tu.contenders(k)
+		if len(got) == 0 {
+			t.Errorf("%v: nothing to measure", k)
+		}
+		for _, a := range collectives.Algorithms(k) {
+			if b := tu.same(k, a); tu.same(k, b) != b {
+				t.Errorf("%v: %v stands for %v but not for itself", k, b, a)
+			}
+		}
+		for _, size := range []int{64, 1 << 20} {
+			if usual := tu.usual(k, size, false); !slices.Contains(got, usual) {
+				t.Errorf("%v: the default %v is not among %v", k, usual, got)
+			}
+		}
+	}
+	if got := tu.contenders(collectives.AllReduce); !slices.Contains(got, collectives.Flat) || !slices.Contains(got, collectives.TwoShot) || len(got) < 4 {
+		t.Errorf("allreduce: %v", got)
+	}
+}

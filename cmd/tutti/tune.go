@@ -1,0 +1,297 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/bench"
+	"tutti/cmd/tutti/internal/launch"
+	"tutti/collectives"
+	"tutti/internal/tuning"
+	"tutti/pg"
+)
+
+type tuneFlags struct {
+	n              int
+	transport, op  string
+	min, max, out  string
+	factor, rounds int
+	time           time.Duration
+	emit, asJSON   bool
+}
+
+// tuneEvent is what rank 0 tells the process that started it: a step, or at the end the result.
+type tuneEvent struct {
+	bench.TuneEvent
+	File *tuning.File `json:"file,omitempty"`
+}
+
+func newTune() *cobra.Command {
+	var f tuneFlags
+	c := &cobra.Command{
+		Use:   "tune [-n N] [--transport shm|tcp] [--op OP] [flags]",
+		Short: "Measure which algorithm is best for what on this machine",
+		Long: `Measure every algorithm of every collective over sizes, in plain and in registered memory, and write
+down which is best for what. Jobs with as many ranks on a machine like this one, linked in the same
+way, choose by it then.
+
+Algorithms take turns, medians count, and one takes the place of the built-in choice only if it is
+clearly faster. Every result is checked. A machine that does other work meanwhile gives a bad table.
+
+Operations: ` + joined(collectives.Kinds()),
+		Example: `  tutti tune                       as many ranks as there are cores, shared memory
+  tutti tune -n 8 --op allreduce,allgather
+  tutti tune -o node.json && TUTTI_TUNE=node.json tutti run -n 2 ./train`,
+		DisableFlagsInUseLine: true, Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
+	}
+	transport := "shm"
+	if runtime.GOOS != "linux" {
+		transport = "tcp"
+	}
+	fl := c.Flags()
+	fl.IntVarP(&f.n, "ranks", "n", max(2, runtime.NumCPU()), "ranks to start here")
+	fl.StringVar(&f.transport, "transport", transport, "shm or tcp")
+	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
+	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
+	fl.StringVar(&f.max, "max", "16M", "largest `size`; what is best there is taken for all beyond")
+	fl.IntVar(&f.factor, "factor", 4, "from one size to the next; between two with different results it is looked closer")
+	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the median counts")
+	fl.DurationVar(&f.time, "time", 90*time.Second, "about how long it is to take")
+	fl.StringVarP(&f.out, "output", "o", "", "`file` to write (default: TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config)")
+	fl.BoolVar(&f.asJSON, "json", false, "print every measurement as a JSON object")
+	fl.BoolVar(&f.emit, "emit", false, "")
+	fl.MarkHidden("emit") // a rank's output, for the process that started it
+	return c
+}
+
+func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
+	if s.Kinds, err = choose(cmd, "op", f.op, collectives.Kinds()); err != nil {
+		return s, err
+	}
+	slices.Sort(s.Kinds)
+	s.Kinds = slices.Compact(s.Kinds)
+	if s.Min, err = parseSize(f.min); err != nil {
+		return s, usagef(cmd, "--min %v", err)
+	}
+	if s.Max, err = parseSize(f.max); err != nil {
+		return s, usagef(cmd, "--max %v", err)
+	}
+	const most = 64 // ranks on one machine: beyond, plans of all algorithms at all sizes take longer than anybody waits
+	switch {
+	case f.n < 2 || f.n > most:
+		return s, usagef(cmd, "-n %d: expected 2 to %d ranks", f.n, most)
+	case !transports(f.transport, "shm", "tcp") || strings.Contains(f.transport, ","):
+		return s, usagef(cmd, "--transport %s: expected shm or tcp", f.transport)
+	case s.Max < s.Min:
+		return s, usagef(cmd, "--max %s is less than --min %s", f.max, f.min)
+	case s.Max > 1<<30:
+		return s, usagef(cmd, "--max %s: expected at most 1G", f.max)
+	case f.factor < 2:
+		return s, usagef(cmd, "--factor %d: expected 2 or more", f.factor)
+	case f.rounds < 1:
+		return s, usagef(cmd, "--rounds %d: expected 1 or more", f.rounds)
+	case f.time <= 0:
+		return s, usagef(cmd, "--time %v: expected more than 0", f.time)
+	}
+	s.Factor, s.Rounds, s.Time, s.Memory, s.Cores = f.factor, f.rounds, f.time, f.transport == "shm", runtime.NumCPU()
+	return s, nil
+}
+
+func (f *tuneFlags) run(cmd *cobra.Command) error {
+	s, err := f.spec(cmd)
+	if err != nil {
+		return err
+	}
+	l, err := bootstrap.FromEnv(os.Getenv)
+	if err != nil {
+		return err
+	}
+	if f.emit {
+		return f.rank(cmd.Context(), s, l)
+	}
+	if l.Size > 1 {
+		return usagef(cmd, "this process is one of %d ranks that a launcher started (%s), but tutti tune starts its own", l.Size, l.Source)
+	}
+	path := f.out
+	if path == "" {
+		if path = l.Tuning; path == tuning.Off {
+			return usagef(cmd, "TUTTI_TUNE is off: say where to write with -o FILE")
+		}
+	}
+	if path == "" {
+		if path = tuning.DefaultPath(); path == "" {
+			return usagef(cmd, "this user has no configuration directory: say where to write with -o FILE")
+		}
+	}
+	if err := tuning.CheckWritable(path); err != nil {
+		return fmt.Errorf("cannot write the table: %w", err)
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr, NoPrefix: true, Grace: time.Second,
+		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
+	if o.Program, err = os.Executable(); err != nil {
+		return err
+	}
+	v := tuneView{out: os.Stdout, json: f.asJSON}
+	if launch.Terminal(os.Stderr) {
+		v.progress = os.Stderr
+	}
+	done := make(chan error, 1)
+	go func() { done <- v.show(r) }()
+	began := time.Now()
+	code, err := launch.Run(cmd.Context(), o)
+	w.Close()
+	serr := <-done
+	r.Close()
+	if err != nil || code != 0 {
+		return launched(code, err)
+	}
+	if serr != nil {
+		return serr
+	}
+	if v.file == nil {
+		return fmt.Errorf("rank 0 ended without a result")
+	}
+	if err := v.file.Save(path); err != nil {
+		return fmt.Errorf("writing the table: %w", err)
+	}
+	if f.asJSON {
+		return nil
+	}
+	v.summary(&s)
+	if abs, err := filepath.Abs(path); err == nil {
+		path = abs
+	}
+	m := v.file.Machine
+	fmt.Printf("# %d s; wrote %s\n# jobs with %d ranks on a machine like this one (%d cores, %s), linked by %s, use it", int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
+	if path != tuning.DefaultPath() {
+		fmt.Printf(" with TUTTI_TUNE=%s", path)
+	}
+	fmt.Println()
+	return nil
+}
+
+// rank takes part in the measurement.
+func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Launch) error {
+	g, err := pg.Join(ctx, pg.Config{Transport: f.transport, Tuning: tuning.Off, Algorithm: "auto"})
+	if err != nil {
+		return &launch.Error{Code: codeFailed, Err: err}
+	}
+	enc := json.NewEncoder(os.Stdout)
+	rules, err := bench.Tune(ctx, g, s, func(e bench.TuneEvent) { enc.Encode(tuneEvent{TuneEvent: e}) })
+	if cerr := g.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil && g.Rank() == 0 {
+		var table *collectives.Table
+		if table, err = collectives.NewTable(rules); err == nil {
+			err = enc.Encode(tuneEvent{File: tuning.New(tuning.Here(g.Size(), []string{f.transport}), table)})
+		}
+	}
+	if err != nil {
+		return &launch.Error{Code: codeFailed, Err: fmt.Errorf("rank %d: %w", l.Rank, err)}
+	}
+	return nil
+}
+
+// tuneView shows what rank 0 tells, and keeps the result.
+type tuneView struct {
+	out      io.Writer
+	progress io.Writer // a terminal's; nil: none
+	json     bool
+	points   []*bench.TunePoint
+	file     *tuning.File
+}
+
+func (v *tuneView) show(r io.Reader) error {
+	in := bufio.NewScanner(r)
+	in.Buffer(nil, 4<<20)
+	for in.Scan() {
+		var e tuneEvent
+		if err := json.Unmarshal(in.Bytes(), &e); err != nil {
+			io.Copy(io.Discard, r)
+			return fmt.Errorf("rank 0 printed %q: %w", in.Text(), err)
+		}
+		switch {
+		case e.File != nil:
+			v.file = e.File
+		case e.Point != nil:
+			if v.points = append(v.points, e.Point); v.json {
+				if b, err := json.Marshal(e.Point); err == nil {
+					fmt.Fprintf(v.out, "%s\n", b)
+				}
+			}
+		case v.progress != nil:
+			fmt.Fprintf(v.progress, "\r\x1b[K%3d%%  %s", e.Percent, e.Next)
+		}
+	}
+	if v.progress != nil {
+		fmt.Fprint(v.progress, "\r\x1b[K")
+	}
+	return in.Err()
+}
+
+// summary prints a line for each collective and memory: what is best up to which size, and how much is gained over the built-in choices.
+func (v *tuneView) summary(s *bench.TuneSpec) {
+	fmt.Fprintf(v.out, "%-14s %-11s %6s  %s\n", "# collective", "memory", "gain", "algorithms, each up to the size after it")
+	for _, k := range s.Kinds {
+		for _, registered := range []bool{false, true} {
+			gain, n := 0.0, 0
+			for _, p := range v.points {
+				if p.Kind != k || p.Registered != registered {
+					continue
+				}
+				shape, caps := s.Call(k, v.file.Machine.LocalRanks, p.Bytes, registered)
+				if us := p.All[v.file.Table.Choose(shape, caps)]; us > 0 && p.DefaultTime > 0 {
+					gain += math.Log(p.DefaultTime / us)
+					n++
+				}
+			}
+			if n == 0 {
+				continue
+			}
+			memory, own := "plain", ""
+			if registered {
+				memory = "registered"
+			}
+			for _, r := range v.file.Table.Rules(k) {
+				if r.MinRanks == v.file.Machine.LocalRanks && r.MaxRanks == r.MinRanks && registered == (r.When == collectives.IfMapped) {
+					if own += " " + r.Algo.String(); r.MaxBytes > 0 {
+						own += fmt.Sprintf(" %s", sizeText(r.MaxBytes))
+					}
+				}
+			}
+			if own == "" {
+				own = " as in plain memory"
+			}
+			fmt.Fprintf(v.out, "%-14v %-11s %5.2fx %s\n", k, memory, math.Exp(gain/float64(n)), own)
+		}
+	}
+}
+
+func sizeText(b int) string {
+	switch {
+	case b >= 10<<20:
+		return fmt.Sprintf("%dM", b>>20)
+	case b >= 10<<10:
+		return fmt.Sprintf("%dK", b>>10)
+	}
+	return fmt.Sprint(b)
+}

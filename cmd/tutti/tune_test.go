@@ -1,0 +1,111 @@
+package main
+
+import (
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"tutti/cmd/tutti/internal/bench"
+	"tutti/collectives"
+	"tutti/internal/tuning"
+)
+
+// TestTune: what tune writes, a job of as many ranks uses, and any other refuses.
+func TestTune(t *testing.T) {
+	s := newStage(t)
+	dir := t.TempDir()
+	command := func(args ...string) *tutti {
+		j := s.command(args...)
+		j.cmd.Env = append(j.cmd.Env, asRanks+"=1", "XDG_CONFIG_HOME="+dir)
+		return j
+	}
+	path := filepath.Join(dir, "tutti", "tune.json")
+	for _, transport := range []string{"shm", "tcp"} {
+		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max", "64K", "--factor", "16", "--rounds", "2", "--time", "200ms")
+		j.start().end(0)
+		out := j.stdout.String()
+		for _, want := range []string{"allreduce ", "alltoallv ", "barrier ", path} {
+			if !strings.Contains(out, want) {
+				t.Errorf("%s: no %q in %s", transport, want, out)
+			}
+		}
+		if strings.Contains(out, "TUTTI_TUNE") || strings.Contains(out, "registered") != (transport == "shm") || j.stderr.String() != "" {
+			t.Errorf("%s: stdout %s, stderr %s", transport, out, j.stderr.String())
+		}
+		table, err := tuning.Load(path, tuning.Here(2, []string{transport}))
+		if err != nil {
+			t.Fatalf("%s: %v", transport, err)
+		}
+		own := func(k collectives.Kind) int {
+			return len(slices.DeleteFunc(table.Rules(k), func(r collectives.Rule) bool { return r.MinRanks != 2 || r.MaxRanks != 2 }))
+		}
+		if own(collectives.AllReduce) == 0 || own(collectives.AllToAllV) != 1 || own(collectives.Barrier) != 1 || own(collectives.Broadcast) != 0 {
+			t.Errorf("%s: measured rules: %d %d %d %d", transport, own(collectives.AllReduce), own(collectives.AllToAllV), own(collectives.Barrier), own(collectives.Broadcast))
+		}
+		// A job of two ranks takes it, one of three says why not.
+		for n, want := range map[string]string{"2": "chosen by a measured table", "3": "foreign: measured with 2 ranks"} {
+			j := command("bench", "-n", n, "--transport", transport, "--max", "4K", "--iters", "1", "--rounds", "1", "--json")
+			j.cmd.Env = append(j.cmd.Env, "TUTTI_LOG=debug")
+			j.start().end(0)
+			if log := j.stderr.String(); !strings.Contains(log, want) {
+				t.Errorf("%s, %s ranks: no %q in %s", transport, n, want, log)
+			}
+		}
+	}
+	own := filepath.Join(dir, "own.json")
+	j := command("tune", "-n", "2", "--op", "allgather", "--max", "32K", "--factor", "8", "--rounds", "1", "--time", "50ms", "-o", own, "--json")
+	j.start().end(0)
+	n := 0
+	for line := range strings.Lines(j.stdout.String()) {
+		var p bench.TunePoint
+		if err := json.Unmarshal([]byte(line), &p); err != nil {
+			t.Fatalf("%q: %v", line, err)
+		}
+		if n++; p.Kind != collectives.AllGather || p.Time <= 0 || p.All[p.Best] != p.Time || len(p.All) < 2 {
+			t.Errorf("%s", line)
+		}
+		if _, direct := p.All[collectives.Direct]; direct && !p.Registered {
+			t.Errorf("direct in plain memory: %s", line)
+		}
+	}
+	if n < 4+1 {
+		t.Errorf("%d points", n)
+	}
+	if _, err := tuning.Load(own, tuning.Here(2, []string{"shm"})); err != nil {
+		t.Error(err)
+	}
+	s.empty()
+
+	for _, c := range []struct {
+		args []string
+		env  string
+		want string
+	}{
+		{[]string{"-n", "1"}, "", "expected 2 to 64"},
+		{[]string{"--transport", "shm,tcp"}, "", "expected shm or tcp"},
+		{[]string{"--op", "allreduces"}, "", "expected all"},
+		{[]string{"--factor", "1"}, "", "expected 2 or more"},
+		{[]string{"--time", "0"}, "", "--time"},
+		{[]string{"--max", "2G"}, "", "at most 1G"},
+		{nil, "TUTTI_TUNE=off", "-o FILE"},
+		{nil, "RANK=0 WORLD_SIZE=2", "starts its own"},
+	} {
+		j := command(append([]string{"tune"}, c.args...)...)
+		j.cmd.Env = append(j.cmd.Env, strings.Fields(c.env)...)
+		j.start().end(codeUsage)
+		if !strings.Contains(j.stderr.String(), c.want) {
+			t.Errorf("%v %s: %s", c.args, c.env, j.stderr.String())
+		}
+	}
+	if err := os.Mkdir(filepath.Join(dir, "d"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	j = command("tune", "-o", filepath.Join(dir, "d"))
+	j.start().end(1)
+	if !strings.Contains(j.stderr.String(), "cannot write the table") {
+		t.Error(j.stderr.String())
+	}
+}
