@@ -17,6 +17,7 @@ func TestWrongSecret(t *testing.T) {
 	for _, kind := range []string{"tutti", "etcd"} {
 		for _, odd := range []int{0, 2} {
 			t.Run(fmt.Sprintf("%s/rank %d", kind, odd), func(t *testing.T) {
+				t.Parallel()
 				s := rig.New(t)
 				_, address := startStore(t, s, kind)
 				const n = 3
@@ -44,6 +45,7 @@ func TestWrongSecret(t *testing.T) {
 // TestDisagreement starts ranks that were told different things.
 func TestDisagreement(t *testing.T) {
 	t.Run("size", func(t *testing.T) {
+		t.Parallel()
 		s := rig.New(t)
 		_, address := startStore(t, s, "tutti")
 		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=3s")
@@ -65,6 +67,7 @@ func TestDisagreement(t *testing.T) {
 		exit(ranks, 1)
 	})
 	t.Run("algorithm", func(t *testing.T) {
+		t.Parallel()
 		s := rig.New(t)
 		_, address := startStore(t, s, "tutti")
 		for r := range 3 {
@@ -79,6 +82,7 @@ func TestDisagreement(t *testing.T) {
 		exit(ranks, 1)
 	})
 	t.Run("number used twice", func(t *testing.T) {
+		t.Parallel()
 		s := rig.New(t)
 		_, address := startStore(t, s, "tutti")
 		startRank(t, s, address, 0, 2)

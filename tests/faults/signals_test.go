@@ -16,6 +16,7 @@ func TestStopped(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		for _, n := range []int{2, 5} {
 			t.Run(transport+"/"+strconv.Itoa(n), func(t *testing.T) {
+				t.Parallel()
 				s := rig.New(t)
 				job := s.Run(nil, "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "2s")
 				ranks := s.Arrive(n)

@@ -19,6 +19,7 @@ func TestStoreAway(t *testing.T) {
 	}{{"killed", syscall.SIGKILL}, {"stopped", syscall.SIGSTOP}} {
 		t.Run(how.name, func(t *testing.T) {
 			t.Run("collectives go on", func(t *testing.T) {
+				t.Parallel()
 				s := rig.New(t)
 				store, address := startStore(t, s, "tutti")
 				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", "4", "--store", address, "--transport", "tcp", "--timeout", "20s")
@@ -42,6 +43,7 @@ func TestStoreAway(t *testing.T) {
 				store.Kill()
 			})
 			t.Run("new links fail in time", func(t *testing.T) {
+				t.Parallel()
 				const n, timeout = 16, 3 * time.Second
 				s := rig.New(t)
 				store, address := startStore(t, s, "tutti")
