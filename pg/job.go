@@ -147,14 +147,14 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 		s.LeaseTTL = l.LeaseTTL
 	}
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
-		return nil, err
+		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
 	}
 	if s.Transport == "auto" {
 		s.kinds = transportNames
 	} else {
 		for _, name := range strings.Split(s.Transport, ",") {
 			if name != "shm" && name != "tcp" {
-				return nil, &ArgumentError{Call: "join", Arg: "Transport", Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames, " and ")}
+				return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,", Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames, " and ")}
 			}
 			s.kinds = append(s.kinds, name)
 		}

@@ -65,7 +65,7 @@ command, even if the command is killed.`,
 	fl.IntVar(&f.nodes, "nnodes", 1, "nodes of the job; each has a tutti run of its own")
 	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1")
 	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
-	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…)")
+	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; default: TUTTI_STORE if it is such a URL)")
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: random on one node, else TUTTI_JOB or \"default\")")
 	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
 	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
@@ -99,8 +99,13 @@ func launched(code int, err error) error {
 
 // options checks the flags, which say what is wrong with them in their own names.
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
-	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Store: f.store, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir, Grace: f.grace, Quiet: f.quiet}
+	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir, Grace: f.grace, Quiet: f.quiet}
 	given := cmd.Flags().Changed
+	store, from := f.store, "--store"
+	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" && (strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
+		store, from = own, "TUTTI_STORE" // the site's; a tutti:// there is that of a job this command runs in
+	}
+	o.Store = store
 	switch {
 	case !given("ranks"):
 		return o, usagef(cmd, "how many ranks? give -n N")
@@ -112,9 +117,9 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1, f.nodes)
 	case f.nodes > 1 && !given("node-rank"):
 		return o, usagef(cmd, "--nnodes %d needs --node-rank, this node's number", f.nodes)
-	case f.rdzv != "" && f.store != "":
+	case f.rdzv != "" && store != "":
 		return o, usagef(cmd, "--rdzv and --store exclude each other: node 0 serves a store, or there is one")
-	case f.nodes > 1 && f.rdzv == "" && f.store == "":
+	case f.nodes > 1 && f.rdzv == "" && store == "":
 		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
 	case f.nodes == 1 && f.rdzv != "":
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
@@ -135,11 +140,11 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		}
 		o.Rendezvous = net.JoinHostPort(host, port)
 	}
-	if f.store != "" {
-		if a, err := bootstrap.ParseStore(f.store); err != nil {
-			return o, usagef(cmd, "--store: %v", err)
+	if store != "" {
+		if a, err := bootstrap.ParseStore(store); err != nil {
+			return o, usagef(cmd, "%s: %v", from, err)
 		} else if a.Scheme == "tutti" && getenv("TUTTI_SECRET") == "" && getenv("TUTTI_SECRET_FILE") == "" && f.secretFile == "" {
-			return o, usagef(cmd, "--store %s is another launcher's and needs its secret: set TUTTI_SECRET or give --secret-file", f.store)
+			return o, usagef(cmd, "--store %s is another launcher's and needs its secret: set TUTTI_SECRET or give --secret-file", store)
 		}
 	}
 	if o.Job == "" {
@@ -149,8 +154,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		if err := bootstrap.CheckJob(o.Job); err != nil {
 			return o, usagef(cmd, "%v", err)
 		}
-	} else if f.nodes > 1 && f.store != "" {
-		return o, usagef(cmd, "--store with several nodes needs --job NAME, the same on all nodes and fresh for each job")
+	} else if f.nodes > 1 && store != "" {
+		return o, usagef(cmd, "a store that was there before, with several nodes needs --job NAME, the same on all nodes and fresh for each job")
 	}
 	var err error
 	if o.Secret, err = f.secret(getenv); err != nil {

@@ -537,6 +537,7 @@ func TestUsage(t *testing.T) {
 		{"run -n 2 --on-failure shrink x", "--on-failure shrink: expected end"},
 		{"run -n 2 --grace soon x", `"soon" is no duration`},
 		{"run -n 2 --store redis://x y", "--store: store \"redis://x\": expected"},
+		{"run -n 2 --nnodes 2 --node-rank 0 --store etcd://x:1 y", "needs --job NAME"},
 		{"run -n 2 --job a/b x", `job name "a/b"`},
 		{"bench --op allreduc", "--op allreduc: expected all, or some of allreduce,"},
 		{"bench --dtype float", "--dtype float: expected all, or some of int8,"},

@@ -415,9 +415,20 @@ func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
 	if err != nil {
 		return c, &Error{CodeNotFound, fmt.Errorf("%s must be built, but the go command is not in PATH", c.Path)}
 	}
-	bin := filepath.Join(l.temp, "program")
 	what, dir, err := buildFrom(c.Path)
 	if err != nil {
+		return c, err
+	}
+	abs, err := filepath.Abs(c.Path)
+	if err != nil {
+		return c, err
+	}
+	name := strings.TrimSuffix(filepath.Base(abs), ".go") // programs show it in their messages
+	if name == "" || name == "/" {
+		name = "program"
+	}
+	bin := filepath.Join(l.temp, "bin", name)
+	if err := os.MkdirAll(filepath.Dir(bin), 0o700); err != nil {
 		return c, err
 	}
 	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
@@ -512,10 +523,13 @@ func module(dir string) string {
 	}
 }
 
-// inherit is the launcher's environment without what a rank must not take from it.
-func inherit(own []string) []string {
+// inherit is the launcher's environment without what a rank must not take from it. Where the store is the launcher's own, how to enter a site's has no meaning.
+func inherit(own []string, siteStore bool) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
 		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
+	if !siteStore {
+		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT", "TUTTI_STORE_KEY")
+	}
 	return slices.DeleteFunc(slices.Clone(own), func(kv string) bool {
 		name, _, _ := strings.Cut(kv, "=")
 		return slices.Contains(drop, name)

@@ -125,7 +125,7 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	if err != nil {
 		return nil, fmt.Errorf("node 0's address %q: %w", master, err)
 	}
-	base := append(inherit(os.Environ()), l.Env...)
+	base := append(inherit(os.Environ(), l.Store != ""), l.Env...)
 	return func(i int) []string {
 		return append(base[:len(base):len(base)],
 			"RANK="+strconv.Itoa(l.first+i), "WORLD_SIZE="+strconv.Itoa(l.world),
@@ -186,9 +186,12 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
 	defer cancel()
 	var err error
-	s.handle, err = bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: secret, Rank: l.first, DialTimeout: patience,
-		User: os.Getenv("TUTTI_STORE_USER"), Password: os.Getenv("TUTTI_STORE_PASSWORD"),
-		CA: os.Getenv("TUTTI_STORE_CA"), Cert: os.Getenv("TUTTI_STORE_CERT"), Key: os.Getenv("TUTTI_STORE_KEY")})
+	cfg := bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: secret, Rank: l.first, DialTimeout: patience}
+	if l.Store != "" {
+		cfg.User, cfg.Password = os.Getenv("TUTTI_STORE_USER"), os.Getenv("TUTTI_STORE_PASSWORD")
+		cfg.CA, cfg.Cert, cfg.Key = os.Getenv("TUTTI_STORE_CA"), os.Getenv("TUTTI_STORE_CERT"), os.Getenv("TUTTI_STORE_KEY")
+	}
+	s.handle, err = bootstrap.DialStore(ctx, cfg)
 	if err != nil {
 		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
 	}
