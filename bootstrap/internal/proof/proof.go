@@ -20,7 +20,7 @@ import (
 // Limits of connections that have not proved themselves.
 const (
 	Timeout = 5 * time.Second // to prove the secret, and again to begin to speak HTTP/2
-	Max     = 64              // unproved at once; further ones wait in the kernel's backlog
+	Max     = 64              // unproved at once; further ones wait for them, or take the place of silent ones: see trust.Acceptor
 )
 
 // Config says what a connection has to prove.
