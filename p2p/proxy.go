@@ -119,6 +119,7 @@ type peer struct {
 	stop     context.CancelFunc
 	refused  bool       // the link had no room for the latest frame
 	unsent   bool       // the link keeps what it could not pass on
+	out      Header     // the frame that is being sent: on the heap once, not once a frame
 	ctl      []ctl      // control frames that the link had no room for
 	queued   []*stream  // with messages of the tagged lane to begin
 	bulk     []*SendReq // that the peer has asked for
@@ -371,7 +372,8 @@ func (p *Proxy) control(pr *peer, h Header, payload []byte) {
 
 // transmit offers one frame to the peer's link; a failure takes the link down and returns false.
 func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
-	ok, err := pr.link.Send(h, payload)
+	pr.out = *h
+	ok, err := pr.link.Send(&pr.out, payload)
 	if err == nil && ok {
 		var flushed bool
 		if flushed, err = pr.link.Flush(); err == nil {

@@ -3,6 +3,7 @@ package pg
 import (
 	"encoding/binary"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"tutti/collectives"
@@ -26,7 +27,8 @@ type runner struct {
 
 	algo  collectives.Algo // forced, or Auto
 	plans map[planKey]*program
-	last  *program // most recent: usually the next
+	vary  []varying // programs of the latest allgatherv and alltoallv
+	last  *program  // most recent: usually the next
 	lastK planKey
 
 	recvs []p2p.Recv
@@ -174,6 +176,51 @@ func compile(p *collectives.Plan) *program {
 	return prog
 }
 
+// varying is the program of a call with counts, and the counts that it is for.
+type varying struct {
+	kind               collectives.Kind
+	algo               collectives.Algo
+	elem               int
+	counts, recvCounts []int
+	offs, recvOffs     []int // bytes
+	prog               *program
+}
+
+// varying returns the program of the current call, which has counts. Programs with the same counts again and again are common; a few are kept.
+func (r *runner) varying(algo collectives.Algo, elem int) (*program, error) {
+	c := &r.g.cur
+	at := -1
+	for i := range r.vary {
+		if v := &r.vary[i]; v.kind == c.kind && v.algo == algo && v.elem == elem && slices.Equal(v.counts, c.counts) && slices.Equal(v.recvCounts, c.recvCounts) {
+			at = i
+			break
+		}
+	}
+	if at < 0 {
+		plan, err := collectives.Build(algo, r.shape(c.kind, elem, 0))
+		if err != nil {
+			return nil, fmt.Errorf("planning %v: %w", c.kind, err)
+		}
+		v := varying{kind: c.kind, algo: algo, elem: elem, counts: slices.Clone(c.counts), recvCounts: slices.Clone(c.recvCounts),
+			offs: offsets(c.counts, elem), recvOffs: offsets(c.recvCounts, elem)}
+		plan.Shape.Counts, plan.Shape.RecvCounts = v.counts, v.recvCounts // the caller's may change
+		v.prog = compile(plan)
+		if len(r.vary) < 16 {
+			r.vary = append(r.vary, v)
+			at = len(r.vary) - 1
+		} else {
+			at = int(r.g.seq % 16)
+			r.vary[at] = v
+		}
+	}
+	v := &r.vary[at]
+	r.out.offs = v.offs
+	if c.kind == collectives.AllToAllV {
+		r.in.offs, r.out.offs = v.offs, v.recvOffs
+	}
+	return v.prog, nil
+}
+
 func (r *runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
 	g := r.g
 	return collectives.Shape{Kind: kind, Size: g.size, Active: g.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count,
@@ -182,6 +229,9 @@ func (r *runner) shape(kind collectives.Kind, elem, count int) collectives.Shape
 
 // program returns the plan for count elements of the current call.
 func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, count int) (*program, error) {
+	if kind == collectives.AllGatherV || kind == collectives.AllToAllV {
+		return r.varying(algo, elem)
+	}
 	k := planKey{kind, algo, r.g.cur.root, elem, count}
 	if r.last != nil && k == r.lastK {
 		return r.last, nil
@@ -195,9 +245,6 @@ func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, cou
 		return nil, fmt.Errorf("planning %v: %w", kind, err)
 	}
 	p := compile(plan)
-	if kind == collectives.AllGatherV || kind == collectives.AllToAllV {
-		return p, nil // depends on more than the key
-	}
 	if len(r.plans) >= maxPlans {
 		clear(r.plans)
 	}
@@ -279,10 +326,6 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 	switch c.kind {
 	case collectives.AllGather, collectives.AllToAll, collectives.Gather:
 		r.out.stride = c.count * elem
-	case collectives.AllGatherV:
-		r.out.offs = offsets(c.counts, elem)
-	case collectives.AllToAllV:
-		r.in.offs, r.out.offs = offsets(c.counts, elem), offsets(c.recvCounts, elem)
 	}
 	if c.kind == collectives.Broadcast || c.kind == collectives.Reduce && g.rank != c.root {
 		r.out.ptr = c.in // the root's result is where it is; others have none
