@@ -28,7 +28,7 @@ func sources(k, bytes int, dt DType) (dst unsafe.Pointer, src []unsafe.Pointer) 
 // BenchmarkSumVersusCopy alternates a sum with a plain copy and reports the medians: GB/s counts every byte read and
 // written, ratio is the sum's GB/s over the copy's. The copy moves as many bytes: (k+1)/2 buffers of the same size.
 func BenchmarkSumVersusCopy(b *testing.B) {
-	for _, size := range []int{16 << 10, 1 << 20, 64 << 20} {
+	for _, size := range []int{16 << 10, 256 << 10, 64 << 20} {
 		for _, dt := range []DType{Float32, BFloat16, Float16, Int8} {
 			for _, k := range []int{2, 3, 4, 8} {
 				for _, mode := range []string{"plain", "inplace", "stream"} {

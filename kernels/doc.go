@@ -7,7 +7,7 @@
 // same inputs in the same order give the same bits on every machine, whatever instructions it has, also for NaNs.
 // [Reference] returns the definition in portable Go; [Lookup] returns the fastest version for this machine, chosen once when
 // the program starts (AVX-512 with BW, DQ and VL; AVX2 with F16C and BMI2; else, on other architectures, and with the build
-// tag purego, the portable one). [Reduce] is the checked form for byte slices.
+// tag purego, the portable one); [Level] names it. [Reduce] is the checked form for byte slices.
 //
 //	add, err := kernels.Lookup(kernels.Sum, kernels.BFloat16)
 //	if err != nil {
@@ -40,15 +40,18 @@
 //
 // # How they work
 //
-// The assembly is written by internal/gen (go generate). All kernels have one shape: a block of accumulators fills the
-// vector registers, every source is added to it in turn, and the block is stored, so that memory is read once and written
-// once whatever the number of sources, and 16-bit floats stay float32 in registers from the first source to the last. Two
-// sources have no code of their own: the general loop sums them at the speed of a copy in the nearest cache already.
-// Tails are masked (AVX-512) or left to the portable kernel (AVX2).
+// The assembly is written by internal/gen (go generate). All kernels have one shape: a block of accumulators lies in vector
+// registers, every source is added to it in turn, and the block is stored, so that memory is read once and written once
+// whatever the number of sources, and 16-bit floats stay float32 in registers from the first source to the last. The sources
+// of a block have code of their own each, up to eight (AVX2: four), since processors prefetch by the address of the load
+// instruction; prefetches of ours made it slower. Tails are masked (AVX-512) or left to the portable kernel (AVX2).
 //
-// Operands of more than half a megabyte together are prefetched. [LookupStream] stores around the caches besides, which pays
-// where the result is larger than they are and dst is no source: an ordinary store first reads what it overwrites. [CopyNT]
-// does so for copies.
+// BFloat16 is rounded by the instruction of AVX512_BF16 where the machine has it. That instruction takes subnormals for zeros;
+// a block that it leaves a zero in is rounded again from the accumulators, with integer arithmetic. Blocks full of zeros
+// therefore take longer, by up to a half in the nearest cache and not measurably beyond it.
+//
+// [LookupStream] stores around the caches, which pays where the result is larger than they are and dst is no source: an
+// ordinary store first reads what it overwrites. [CopyNT] does so for copies.
 //
 // Assembly cannot be preempted; therefore a Reducer comes back to Go after every 256 KiB of the result.
 package kernels

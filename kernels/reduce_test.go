@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"unsafe"
@@ -507,6 +508,76 @@ func TestSixteenBitPairs(t *testing.T) {
 			}
 		}
 	})
+}
+
+// TestRareSubnormals puts one special result among many ordinary ones, everywhere in turn: a kernel may round blocks with
+// subnormal or zero results in another way than the others, and other tests have such results in nearly all blocks.
+func TestRareSubnormals(t *testing.T) {
+	const n = 3*256 + 37
+	r := rand.New(rand.NewPCG(12, 13))
+	rare := [][2]uint16{
+		{0x0001, 0x0001}, {0x0080, 0x8001}, {0x8080, 0x0001}, {0x00ff, 0x80f0}, // sums below the normal range
+		{0x1f91, 0x1fff}, {0x9f83, 0x1fa1}, {0x1f80, 0x2000}, {0x1e01, 0x1e01}, // products there, with and without rounding, and at its edge
+		{0x0000, 0x0000}, {0x8000, 0x8000}, {0x3f80, 0xbf80}, // zeros
+		{0x7f80, 0xff80}, {0x7f81, 0x3f80}, {0x3f80, 0xffff}, {0x7f7f, 0x7f7f}, {0xff80, 0xc000}, // NaNs and infinities
+		{0x3f80, 0x3b80}, {0x3f81, 0x3b80}, {0x3fff, 0x3b80}, // ties
+	}
+	for _, im := range implementations[1:] {
+		for _, op := range []Op{Sum, Product, Avg, Min, Max} {
+			for _, dt := range []DType{BFloat16, Float16} {
+				for _, k := range []int{2, 3, 4, 9, 17} {
+					var src []unsafe.Pointer
+					var raw [][]byte
+					one := uint64(0x3f80)
+					if dt == Float16 {
+						one = 0x3c00
+					}
+					for range k {
+						b := make([]byte, 2*n)
+						for i := range n {
+							put(b, 2, i, one+r.Uint64()&0x3f) // nothing cancels, products stay ordinary
+						}
+						raw, src = append(raw, b), append(src, ptr(b))
+					}
+					got, want := make([]byte, 2*n), make([]byte, 2*n)
+					for at := 0; at < n; at += 1 + r.IntN(4) {
+						pair := rare[r.IntN(len(rare))]
+						var old []uint64
+						for j, b := range raw {
+							old = append(old, get(b, 2, at))
+							switch {
+							case j < 2:
+								put(b, 2, at, uint64(pair[j]))
+							case op == Product:
+								put(b, 2, at, one)
+							default:
+								put(b, 2, at, uint64(pair[0]&0x8000)) // a zero of the first one's sign
+							}
+						}
+						portable.reduce[op][dt](ptr(want), src, n)
+						im.t.reduce[op][dt](ptr(got), src, n)
+						if !bytes.Equal(got, want) {
+							for i := range n {
+								if g, w := get(got, 2, i), get(want, 2, i); g != w {
+									t.Fatalf("%s: %v of %v, %d sources, %#x at %d: element %d is %#x, want %#x", im.name, op, dt, k, pair, at, i, g, w)
+								}
+							}
+						}
+						for j, b := range raw {
+							put(b, 2, at, old[j])
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
+func TestLevel(t *testing.T) {
+	best := implementations[len(implementations)-1].name
+	if l := Level(); !strings.HasPrefix(best, l) || !slices.Contains([]string{"AVX-512", "AVX2", "portable"}, l) {
+		t.Errorf("Level() = %q, the best implementation here is %s", l, best)
+	}
 }
 
 func TestWidenNarrow(t *testing.T) {

@@ -34,12 +34,14 @@ func levels() (l []level) {
 		l = append(l, level{"AVX-512", true, fillAVX512})
 	}
 	if hasBF16 {
-		l = append(l, level{"AVX-512+BF16", true, func(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
-			fillAVX512(t, widen, narrow)
-			fillAVX512BF16(t, widen, narrow)
-		}})
+		l = append(l, level{"AVX-512+BF16", true, fillBoth})
 	}
 	return l
+}
+
+func fillBoth(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
+	fillAVX512(t, widen, narrow)
+	fillAVX512BF16(t, widen, narrow)
 }
 
 func newActive() *reducers {

@@ -6,8 +6,8 @@
 // once, whatever the number of sources, and nothing but registers holds what lies between. What remains is done step by step,
 // the last step under a mask (AVX-512) or by the portable kernel (AVX2).
 //
-// The code of a source inside a block is not a loop but is written out for slots sources, and a branch that is always
-// predicted leaves after the last: processors prefetch by the address of the load instruction, and one load that goes from
+// The code of the sources inside a block is not a loop but is written out for several of them, and a branch that
+// is always predicted leaves after the last: processors prefetch by the address of the load instruction, and one load that goes from
 // buffer to buffer looks to them like no stream at all. Written so, the kernels need no prefetches of their own.
 package main
 
@@ -241,42 +241,48 @@ func (i isa) f16() storage {
 	return s
 }
 
-// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in the lower ones. A NaN is
-// cut off, not rounded; signalling says that it may be one that has to become quiet first: no operation yields such.
-func (i isa) rounder(signalling bool) func(x reg.VecVirtual) {
+// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in the lower ones. It adds a
+// little less than half a unit and the last bit that stays. That carries nothing into a NaN whose lower half is 0, as it is in
+// all that operations on bfloat16 yield: one of their operands, widened, or the NaN of x86. anyNaN says that there are others:
+// they are cut off, not rounded, and made quiet.
+func (i isa) rounder(anyNaN bool) func(x reg.VecVirtual) {
 	one, half := i.bcast(1), i.bcast(0x7fff)
 	var quiet, last reg.VecVirtual
-	if signalling {
+	if anyNaN {
 		quiet = i.bcast(1 << 22)
 	}
 	if i.wide {
 		last = i.bcast(1 << 16)
 	}
 	return func(x reg.VecVirtual) {
-		if i.wide {
-			number, odd := K(), K()
+		switch {
+		case i.wide && anyNaN:
+			number, nan, odd := K(), K(), K()
 			VCMPPS(Imm(7), x, x, number) // ordered
 			VPTESTMD(last, x, number, odd)
-			if signalling {
-				nan := K()
-				KNOTW(number, nan)
-				VPORD(quiet, x, nan, x)
-			}
+			KNOTW(number, nan)
+			VPORD(quiet, x, nan, x)
 			VPADDD(half, x, number, x)
 			VPADDD(one, x, odd, x)
-			return
+		case i.wide:
+			odd := K()
+			VPTESTMD(last, x, odd)
+			VPADDD(half, x, x)
+			VPADDD(one, x, odd, x)
+		default:
+			t := i.vec()
+			VPSRLD(Imm(16), x, t)
+			VPAND(one, t, t)
+			VPADDD(half, t, t)
+			if anyNaN {
+				number := i.vec()
+				VCMPPS(Imm(7), x, x, number)
+				VPAND(number, t, t)
+				VPANDN(quiet, number, number)
+				VPOR(number, x, x)
+			}
+			VPADDD(t, x, x)
 		}
-		t, number := i.vec(), i.vec()
-		VCMPPS(Imm(7), x, x, number)
-		VPSRLD(Imm(16), x, t)
-		VPAND(one, t, t)
-		VPADDD(half, t, t)
-		VPAND(number, t, t)
-		if signalling {
-			VPANDN(quiet, number, number)
-			VPOR(number, x, x)
-		}
-		VPADDD(t, x, x)
 	}
 }
 
@@ -319,24 +325,48 @@ func (i isa) bf16(exact bool) storage {
 	return s
 }
 
-// bf16Native is bf16 with the instruction of AVX512_BF16. It rounds and treats NaNs as we do, but takes subnormals for zeros;
-// a block with a zero among its results is therefore rounded again, the long way.
+// bf16Native is bfloat16 with the instruction of AVX512_BF16. It rounds and treats NaNs as we do, but takes subnormals for
+// zeros; a block with a zero among its results is therefore rounded again, the long way. Widening is by interleaving with
+// zeros, the cheapest there is on Zen 5: inside each 16 bytes one register holds the lower elements, another the upper ones.
 func (i isa) bf16Native() storage {
 	s := i.bf16(false)
-	order, mag := i.vec(), i.bcast(0x7fff7fff)
+	round, zero, mag, order := i.rounder(false), i.bcast(0), i.bcast(0x7fff7fff), i.vec()
 	VMOVDQU64(NewDataAddr(Symbol{Name: "interleave", Static: true}, 0), order)
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k != nil {
+			loadMasked(2, m, k, d[1])
+		} else {
+			load(m, d[1])
+		}
+		VPUNPCKLWD(d[1], zero, d[0])
+		VPUNPCKHWD(d[1], zero, d[1])
+	}
+	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+		for _, x := range a {
+			round(x)
+			VPSRLD(Imm(16), x, x)
+		}
+		VPACKUSDW(a[1], a[0], a[0])
+		if k != nil {
+			storeMasked(2, a[0], k, m)
+		} else {
+			store(a[0], m, nt)
+		}
+	}
 	s.pack = func(acc [][]reg.VecVirtual, inexact string) (packed []reg.VecVirtual) {
-		var nonzero Op
 		for _, a := range acc {
-			x, k := i.vec(), K()
-			vcvtne2ps2bf16(a[0], a[1], x) // the even elements, then the odd ones
-			VPERMW(x, order, x)
-			if nonzero == nil {
-				VPTESTMW(mag, x, k)
+			x := i.vec()
+			vcvtne2ps2bf16(a[0], a[1], x) // all the lower elements, then all the upper ones
+			packed = append(packed, x)
+		}
+		nonzero := K()
+		for j, x := range packed {
+			if j == 0 {
+				VPTESTMW(mag, x, nonzero)
 			} else {
-				VPTESTMW(mag, x, nonzero, k)
+				VPTESTMW(mag, x, nonzero, nonzero)
 			}
-			packed, nonzero = append(packed, x), k
+			VPERMQ(x, order, x)
 		}
 		KORTESTD(nonzero, nonzero)
 		JCC(LabelRef(inexact)) // not all ones
@@ -345,11 +375,11 @@ func (i isa) bf16Native() storage {
 	return s
 }
 
-// interleave writes the order in which VPERMW merges the halves of a vector.
+// interleave writes the order in which VPERMQ brings the halves of a vector together.
 func interleave() {
 	GLOBL("interleave", attr.RODATA|attr.NOPTR)
-	for j := range 16 {
-		DATA(4*j, U32(j|(16+j)<<16))
+	for j := range 8 {
+		DATA(8*j, U64(j/2+j%2*4))
 	}
 }
 
@@ -693,42 +723,30 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 	}
 	step := s.lanes * s.size
 
-	// body reduces steps into acc. slots is the number of sources that have code of their own.
-	body := func(label string, steps, slots int, k Op) {
-		cur, left, p := GP64(), GP64(), GP64()
-		at := func(j int) Mem { return Mem{Base: p, Index: pos, Scale: 1, Disp: j * step} }
-		MOVQ(srcs, cur)
-		MOVQ(count, left)
-		MOVQ(Mem{Base: cur}, p)
+	at := func(p reg.Register, j int) Mem { return Mem{Base: p, Index: pos, Scale: 1, Disp: j * step} }
+	// first and fold take steps of the source at p into acc, finish ends the last one.
+	first := func(p reg.Register, steps int, k Op) {
 		for j := range steps {
-			s.load(at(j), k, acc[j])
+			s.load(at(p, j), k, acc[j])
 		}
-		CMPQ(left, Imm(1))
-		JE(LabelRef(label + "Finish"))
-		Label(label + "Sources")
-		for slot := 1; slot < slots; slot++ {
-			MOVQ(Mem{Base: cur, Disp: 8 * slot}, p)
-			for j := range steps {
-				if s.direct && o.direct && k == nil {
-					o.apply(at(j), acc[j][0])
-					continue
-				}
-				var x []reg.VecVirtual
-				for range s.regs {
-					x = append(x, i.vec())
-				}
-				s.load(at(j), k, x)
-				for r := range x {
-					o.apply(x[r], acc[j][r])
-				}
+	}
+	fold := func(p reg.Register, steps int, k Op) {
+		for j := range steps {
+			if s.direct && o.direct && k == nil {
+				o.apply(at(p, j), acc[j][0])
+				continue
 			}
-			CMPQ(left, Imm(uint64(slot+1)))
-			JE(LabelRef(label + "Finish"))
+			var x []reg.VecVirtual
+			for range s.regs {
+				x = append(x, i.vec())
+			}
+			s.load(at(p, j), k, x)
+			for r := range x {
+				o.apply(x[r], acc[j][r])
+			}
 		}
-		ADDQ(Imm(uint64(8*(slots-1))), cur)
-		SUBQ(Imm(uint64(slots-1)), left)
-		JMP(LabelRef(label + "Sources"))
-		Label(label + "Finish")
+	}
+	finish := func(steps int) {
 		if o.finish != nil {
 			for j := range steps {
 				for _, a := range acc[j] {
@@ -737,41 +755,77 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 			}
 		}
 	}
-
-	next := func() {
-		ADDQ(U32(step*s.block), dst)
-		ADDQ(U32(step*s.block), pos)
-		SUBQ(U32(s.lanes*s.block), rem)
-		JMP(LabelRef("block"))
+	// body reduces steps of all sources into acc. slots is the number of sources that have code of their own.
+	body := func(label string, steps, slots int, k Op) {
+		cur, left, p := GP64(), GP64(), GP64()
+		MOVQ(srcs, cur)
+		MOVQ(count, left)
+		MOVQ(Mem{Base: cur}, p)
+		first(p, steps, k)
+		CMPQ(left, Imm(1))
+		JE(LabelRef(label + "Finish"))
+		Label(label + "Sources")
+		for slot := 1; slot < slots; slot++ {
+			MOVQ(Mem{Base: cur, Disp: 8 * slot}, p)
+			fold(p, steps, k)
+			CMPQ(left, Imm(uint64(slot+1)))
+			JE(LabelRef(label + "Finish"))
+		}
+		ADDQ(Imm(uint64(8*(slots-1))), cur)
+		SUBQ(Imm(uint64(slots-1)), left)
+		JMP(LabelRef(label + "Sources"))
+		Label(label + "Finish")
+		finish(steps)
 	}
-	// stores stores a block by f, which takes the number of a step, its place, and whether to go around the caches.
-	stores := func(label string, f func(j int, m Mem, nt bool)) {
-		each := func(nt bool) {
+	// end stores the block in acc, around the caches if mode says so, and goes on at the label loop.
+	end := func(loop string) {
+		each := func(nt bool, f func(j int, m Mem, nt bool)) {
 			for j := range s.block {
 				f(j, Mem{Base: dst, Disp: j * step}, nt)
 			}
-			next()
+			ADDQ(U32(step*s.block), dst)
+			ADDQ(U32(step*s.block), pos)
+			SUBQ(U32(s.lanes*s.block), rem)
+			JMP(LabelRef(loop))
 		}
-		if s.nt {
-			TESTQ(mode, mode)
-			JNE(LabelRef(label))
+		both := func(label string, f func(j int, m Mem, nt bool)) {
+			if s.nt {
+				TESTQ(mode, mode)
+				JNE(LabelRef(loop + label))
+			}
+			each(false, f)
+			if s.nt {
+				Label(loop + label)
+				each(true, f)
+			}
 		}
-		each(false)
-		if s.nt {
-			Label(label)
-			each(true)
+		if s.pack != nil {
+			packed := s.pack(acc, loop+"Inexact")
+			both("PackedAround", func(j int, m Mem, nt bool) { store(packed[j], m, nt) })
+			Label(loop + "Inexact")
 		}
+		both("Around", func(j int, m Mem, nt bool) { s.store(acc[j], m, nil, nt) })
 	}
-	Label("block")
-	CMPQ(rem, U32(s.lanes*s.block))
-	JLT(LabelRef("steps"))
+	begin := func(loop string) {
+		Label(loop)
+		CMPQ(rem, U32(s.lanes*s.block))
+		JLT(LabelRef("steps"))
+	}
+	if i.wide { // two sources, the most frequent case, in the nearest cache, where jumps and loads of addresses count
+		p0, p1 := GP64(), GP64()
+		CMPQ(count, Imm(2))
+		JNE(LabelRef("block"))
+		MOVQ(Mem{Base: srcs}, p0)
+		MOVQ(Mem{Base: srcs, Disp: 8}, p1)
+		begin("pair")
+		first(p0, s.block, nil)
+		fold(p1, s.block, nil)
+		finish(s.block)
+		end("pair")
+	}
+	begin("block")
 	body("block", s.block, i.slots(), nil)
-	if s.pack != nil {
-		packed := s.pack(acc, "inexact")
-		stores("packedStream", func(j int, m Mem, nt bool) { store(packed[j], m, nt) })
-		Label("inexact")
-	}
-	stores("stream", func(j int, m Mem, nt bool) { s.store(acc[j], m, nil, nt) })
+	end("block")
 
 	Label("steps")
 	var k Op

@@ -10,7 +10,7 @@ import (
 	"strconv"
 	"strings"
 
-	"golang.org/x/sys/cpu"
+	"tutti/kernels"
 	"golang.org/x/sys/unix"
 )
 
@@ -114,15 +114,13 @@ func cpuList(s string) int {
 }
 
 func simd(context.Context, *Host) outcome {
-	switch x := cpu.X86; {
+	switch level := kernels.Level(); {
+	case level != "portable":
+		return found(level)
 	case runtime.GOARCH != "amd64":
 		return found(runtime.GOARCH + ": reductions in portable Go")
-	case x.HasAVX2 && x.HasBMI2 && x.HasAVX512F && x.HasAVX512BW && x.HasAVX512DQ && x.HasAVX512VL:
-		return found("AVX-512")
-	case x.HasAVX2 && x.HasBMI2:
-		return found("AVX2")
 	}
-	return warn("no AVX2", "reductions run in portable Go, several times slower; in a VM, expose the host's CPU model")
+	return warn("no AVX2 kernels", "reductions run in portable Go, several times slower: in a VM, expose the host's CPU model; build without the tag purego")
 }
 
 func memory(_ context.Context, h *Host) outcome {
