@@ -10,8 +10,9 @@ import (
 	"strconv"
 	"strings"
 
-	"tutti/kernels"
 	"golang.org/x/sys/unix"
+
+	"tutti/kernels"
 )
 
 func system(_ context.Context, h *Host) outcome {
