@@ -8,7 +8,7 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
 
-.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate bench bench-peers deps deps-peers clean
+.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate bench bench-peers plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,10 @@ lint: ## gofmt, vet, staticcheck, and that generated code is current
 	$(GO) vet ./...
 	CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg/... ./cmd/...
 	$(GO) run $(STATICCHECK) ./...
+	@d=$$(mktemp -d) && trap 'rm -rf $$d' EXIT && cd kernels && $(GO) run ./internal/gen -asm $$d/kernels_amd64.s -decl $$d/kernels_amd64.go -pkg kernels && \
+	for f in kernels_amd64.s kernels_amd64.go; do \
+		tail -n +2 $$d/$$f >$$d/new; tail -n +2 $$f | cmp -s $$d/new || { echo "kernels/$$f is not what internal/gen writes: run make generate"; exit 1; }; \
+	done
 
 vuln: ## known vulnerabilities in what the module links, if the database can be reached
 	$(GO) run $(GOVULNCHECK) ./...
@@ -49,6 +53,9 @@ bench: build ## the nccl-tests table of every operation on this machine
 
 bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_FLAGS=--quick)
 	$(GO) run ./tests/peers --json .build/peers.json $(PEERS_FLAGS)
+
+plots: ## draw docs/plots/*.svg from what bench-peers measured last
+	$(GO) run ./tests/plots -o docs/plots .build/peers.json
 
 deps: ## install the Debian packages that building and testing need (as root)
 	$(APT_GET) update -qq

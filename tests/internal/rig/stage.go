@@ -69,7 +69,7 @@ func New(t *testing.T) *Stage {
 		os.RemoveAll(dir)
 	})
 	for _, d := range []string{"tmp", "shm"} {
-		if err := os.Mkdir(filepath.Join(dir, d), 0o700); err == nil {
+		if err = os.Mkdir(filepath.Join(dir, d), 0o700); err == nil {
 			err = os.Chmod(filepath.Join(dir, d), 0o777|os.ModeSticky)
 		}
 		if err != nil {
