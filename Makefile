@@ -57,9 +57,6 @@ bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_F
 plots: ## draw docs/plots/*.svg from what bench-peers measured last
 	$(GO) run ./tests/plots -o docs/plots .build/peers.json
 
-plots: ## draw docs/plots/*.svg from what bench-peers measured last
-	$(GO) run ./tests/plots -o docs/plots .build/peers.json
-
 deps: ## install the Debian packages that building and testing need (as root)
 	$(APT_GET) update -qq
 	$(APT_GET) install -y -qq --no-install-recommends $(DEPS)
