@@ -191,7 +191,20 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		cfg.User, cfg.Password = os.Getenv("TUTTI_STORE_USER"), os.Getenv("TUTTI_STORE_PASSWORD")
 		cfg.CA, cfg.Cert, cfg.Key = os.Getenv("TUTTI_STORE_CA"), os.Getenv("TUTTI_STORE_CERT"), os.Getenv("TUTTI_STORE_KEY")
 	}
+	// The ranks' lease too: how long this node may be silent before the others take it for dead.
+	env, err := bootstrap.FromEnv(func(name string) string {
+		if name == "TUTTI_LEASE" {
+			return os.Getenv(name)
+		}
+		return ""
+	})
+	if err != nil {
+		return "", err
+	}
+	cfg.LeaseTTL = env.LeaseTTL
+	reached := l.impatient(ctx, address, patience)
 	s.handle, err = bootstrap.DialStore(ctx, cfg)
+	reached()
 	if err != nil {
 		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
 	}
@@ -239,6 +252,43 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	s.cancel, s.watched = stop, make(chan struct{})
 	go s.watch(wctx)
 	return master, nil
+}
+
+// impatient says what a long wait for the store is about, unless the function that it returns is called before: a name that does not resolve, at once, for it may be wrong and
+// may be yet to come.
+func (l *launcher) impatient(ctx context.Context, address string, patience time.Duration) (reached func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var done sync.WaitGroup
+	done.Go(func() {
+		text := fmt.Sprintf("the job's store at %s does not answer yet", address)
+		if host, _, err := net.SplitHostPort(l.Rendezvous); err == nil {
+			text += ": is node 0 started, and --rdzv its address?"
+			if _, err := net.DefaultResolver.LookupIP(ctx, "ip", host); err != nil && ctx.Err() == nil {
+				text = fmt.Sprintf("the host name in --rdzv %s does not resolve yet: %v", l.Rendezvous, err)
+			} else {
+				pause(ctx, 5*time.Second)
+			}
+		} else {
+			pause(ctx, 5*time.Second)
+		}
+		if ctx.Err() == nil && !l.Quiet {
+			l.say(fmt.Sprintf("%s; trying again for up to %v", text, patience))
+		}
+	})
+	return func() {
+		cancel()
+		done.Wait()
+	}
+}
+
+// pause waits for d, or until ctx ends.
+func pause(ctx context.Context, d time.Duration) {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+	case <-ctx.Done():
+	}
 }
 
 // watch follows the other nodes until ctx ends.
