@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"strconv"
+	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"tutti/tests/internal/rig"
 )
@@ -77,4 +79,43 @@ func kill(t *testing.T, transport string, n int, who, when string, victim, round
 		t.Error("exit code 0")
 	}
 	s.Clean()
+}
+
+// TestKillAnyTime kills at moments that nobody has chosen, from the first instant of the launcher on.
+func TestKillAnyTime(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %#x", seed)
+	rnd := rand.New(rand.NewPCG(seed, 0))
+	rounds := 30
+	if testing.Short() {
+		rounds = 8
+	}
+	for i := range rounds {
+		n := 1 + rnd.IntN(5)
+		transport := []string{"shm", "tcp"}[i%2]
+		signal := []syscall.Signal{syscall.SIGKILL, syscall.SIGKILL, syscall.SIGINT, syscall.SIGTERM}[rnd.IntN(4)]
+		moment := time.Duration(rnd.IntN(500)) * time.Millisecond
+		if i%3 == 0 {
+			moment /= 20
+		}
+		launcher := rnd.IntN(2) == 0
+		t.Run(fmt.Sprintf("%d/%s/%v/%v", n, transport, signal, moment), func(t *testing.T) {
+			t.Parallel()
+			s := rig.New(t)
+			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--", rig.Tutti(t), "bench", "--max", "4M")
+			<-time.After(moment) // what is being done then is up to chance, and that is the point
+			s.Sockets()
+			victim := job.PID()
+			if !launcher {
+				for pid, line := range s.Processes() {
+					if strings.Contains(line, "tutti bench") && !strings.Contains(line, "tutti run") {
+						victim = pid
+					}
+				}
+			}
+			syscall.Kill(victim, signal) // it may have ended
+			job.Wait()
+			s.Clean()
+		})
+	}
 }

@@ -33,6 +33,17 @@ func (s *Stage) processes() (pids []int) {
 	return pids
 }
 
+// Processes lists the stage's processes that are alive, with their command lines.
+func (s *Stage) Processes() map[int]string {
+	all := map[int]string{}
+	for _, pid := range s.processes() {
+		if line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid)); err == nil {
+			all[pid] = strings.TrimSpace(strings.ReplaceAll(string(line), "\x00", " "))
+		}
+	}
+	return all
+}
+
 func (s *Stage) killAll() {
 	for {
 		pids := s.processes()
@@ -136,9 +147,8 @@ func (s *Stage) Clean() {
 	s.t.Helper()
 	describe := func() string {
 		var text []string
-		for _, pid := range s.processes() {
-			line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
-			text = append(text, fmt.Sprintf("process %d (%s)", pid, strings.ReplaceAll(string(line), "\x00", " ")))
+		for pid, line := range s.Processes() {
+			text = append(text, fmt.Sprintf("process %d (%s)", pid, line))
 		}
 		return "left behind: " + strings.Join(text, ", ")
 	}
