@@ -18,6 +18,8 @@ const (
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
+	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole one.
+	wireChunk = 256 << 10
 )
 
 // runner executes plans for a group. It belongs to the collective that runs, and keeps everything it needs for the next: a warm run allocates nothing.
@@ -223,7 +225,11 @@ func (r *runner) varying(algo collectives.Algo, elem int) (*program, error) {
 
 func (r *runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
 	g := r.g
-	return collectives.Shape{Kind: kind, Size: g.size, Active: g.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count,
+	chunk := wireChunk
+	if g.caps.SharedMemory {
+		chunk = collectives.DefaultChunk
+	}
+	return collectives.Shape{Kind: kind, Size: g.size, Active: g.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count, Chunk: chunk,
 		Counts: g.cur.counts, RecvCounts: g.cur.recvCounts, Hosts: g.hosts}
 }
 
