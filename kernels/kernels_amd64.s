@@ -65,14 +65,15 @@ GLOBL interleave<>(SB), RODATA|NOPTR, $64
 // func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·bitAndAVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -92,42 +93,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ  8(R8), R10
-	VPAND (R10)(BX*1), Y0, Y0
-	VPAND 32(R10)(BX*1), Y1, Y1
-	VPAND 64(R10)(BX*1), Y2, Y2
-	VPAND 96(R10)(BX*1), Y3, Y3
-	VPAND 128(R10)(BX*1), Y4, Y4
-	VPAND 160(R10)(BX*1), Y5, Y5
-	VPAND 192(R10)(BX*1), Y6, Y6
-	VPAND 224(R10)(BX*1), Y7, Y7
-	CMPQ  R9, $0x02
-	JE    blockFinish
-	MOVQ  16(R8), R10
-	VPAND (R10)(BX*1), Y0, Y0
-	VPAND 32(R10)(BX*1), Y1, Y1
-	VPAND 64(R10)(BX*1), Y2, Y2
-	VPAND 96(R10)(BX*1), Y3, Y3
-	VPAND 128(R10)(BX*1), Y4, Y4
-	VPAND 160(R10)(BX*1), Y5, Y5
-	VPAND 192(R10)(BX*1), Y6, Y6
-	VPAND 224(R10)(BX*1), Y7, Y7
-	CMPQ  R9, $0x03
-	JE    blockFinish
-	MOVQ  24(R8), R10
-	VPAND (R10)(BX*1), Y0, Y0
-	VPAND 32(R10)(BX*1), Y1, Y1
-	VPAND 64(R10)(BX*1), Y2, Y2
-	VPAND 96(R10)(BX*1), Y3, Y3
-	VPAND 128(R10)(BX*1), Y4, Y4
-	VPAND 160(R10)(BX*1), Y5, Y5
-	VPAND 192(R10)(BX*1), Y6, Y6
-	VPAND 224(R10)(BX*1), Y7, Y7
-	CMPQ  R9, $0x04
-	JE    blockFinish
-	ADDQ  $0x18, R8
-	SUBQ  $0x03, R9
-	JMP   blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPAND   (R10)(BX*1), Y0, Y0
+	VPAND   32(R10)(BX*1), Y1, Y1
+	VPAND   64(R10)(BX*1), Y2, Y2
+	VPAND   96(R10)(BX*1), Y3, Y3
+	VPAND   128(R10)(BX*1), Y4, Y4
+	VPAND   160(R10)(BX*1), Y5, Y5
+	VPAND   192(R10)(BX*1), Y6, Y6
+	VPAND   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPAND   (R10)(BX*1), Y0, Y0
+	VPAND   32(R10)(BX*1), Y1, Y1
+	VPAND   64(R10)(BX*1), Y2, Y2
+	VPAND   96(R10)(BX*1), Y3, Y3
+	VPAND   128(R10)(BX*1), Y4, Y4
+	VPAND   160(R10)(BX*1), Y5, Y5
+	VPAND   192(R10)(BX*1), Y6, Y6
+	VPAND   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPAND   (R10)(BX*1), Y0, Y0
+	VPAND   32(R10)(BX*1), Y1, Y1
+	VPAND   64(R10)(BX*1), Y2, Y2
+	VPAND   96(R10)(BX*1), Y3, Y3
+	VPAND   128(R10)(BX*1), Y4, Y4
+	VPAND   160(R10)(BX*1), Y5, Y5
+	VPAND   192(R10)(BX*1), Y6, Y6
+	VPAND   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -170,13 +174,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ  8(R8), R10
-	VPAND (R10)(BX*1), Y0, Y0
-	CMPQ  R9, $0x02
-	JE    stepFinish
-	ADDQ  $0x08, R8
-	SUBQ  $0x01, R9
-	JMP   stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPAND   (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -208,6 +213,7 @@ TEXT ·boolAndAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -235,6 +241,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -262,6 +269,7 @@ blockSources:
 	VPAND   Y9, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -289,6 +297,7 @@ blockSources:
 	VPAND   Y9, Y8, Y8
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -362,6 +371,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y2
 	VPMINUB Y0, Y2, Y2
@@ -391,14 +401,15 @@ return:
 // func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·bitOrAVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -418,42 +429,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ 8(R8), R10
-	VPOR (R10)(BX*1), Y0, Y0
-	VPOR 32(R10)(BX*1), Y1, Y1
-	VPOR 64(R10)(BX*1), Y2, Y2
-	VPOR 96(R10)(BX*1), Y3, Y3
-	VPOR 128(R10)(BX*1), Y4, Y4
-	VPOR 160(R10)(BX*1), Y5, Y5
-	VPOR 192(R10)(BX*1), Y6, Y6
-	VPOR 224(R10)(BX*1), Y7, Y7
-	CMPQ R9, $0x02
-	JE   blockFinish
-	MOVQ 16(R8), R10
-	VPOR (R10)(BX*1), Y0, Y0
-	VPOR 32(R10)(BX*1), Y1, Y1
-	VPOR 64(R10)(BX*1), Y2, Y2
-	VPOR 96(R10)(BX*1), Y3, Y3
-	VPOR 128(R10)(BX*1), Y4, Y4
-	VPOR 160(R10)(BX*1), Y5, Y5
-	VPOR 192(R10)(BX*1), Y6, Y6
-	VPOR 224(R10)(BX*1), Y7, Y7
-	CMPQ R9, $0x03
-	JE   blockFinish
-	MOVQ 24(R8), R10
-	VPOR (R10)(BX*1), Y0, Y0
-	VPOR 32(R10)(BX*1), Y1, Y1
-	VPOR 64(R10)(BX*1), Y2, Y2
-	VPOR 96(R10)(BX*1), Y3, Y3
-	VPOR 128(R10)(BX*1), Y4, Y4
-	VPOR 160(R10)(BX*1), Y5, Y5
-	VPOR 192(R10)(BX*1), Y6, Y6
-	VPOR 224(R10)(BX*1), Y7, Y7
-	CMPQ R9, $0x04
-	JE   blockFinish
-	ADDQ $0x18, R8
-	SUBQ $0x03, R9
-	JMP  blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPOR    (R10)(BX*1), Y0, Y0
+	VPOR    32(R10)(BX*1), Y1, Y1
+	VPOR    64(R10)(BX*1), Y2, Y2
+	VPOR    96(R10)(BX*1), Y3, Y3
+	VPOR    128(R10)(BX*1), Y4, Y4
+	VPOR    160(R10)(BX*1), Y5, Y5
+	VPOR    192(R10)(BX*1), Y6, Y6
+	VPOR    224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPOR    (R10)(BX*1), Y0, Y0
+	VPOR    32(R10)(BX*1), Y1, Y1
+	VPOR    64(R10)(BX*1), Y2, Y2
+	VPOR    96(R10)(BX*1), Y3, Y3
+	VPOR    128(R10)(BX*1), Y4, Y4
+	VPOR    160(R10)(BX*1), Y5, Y5
+	VPOR    192(R10)(BX*1), Y6, Y6
+	VPOR    224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPOR    (R10)(BX*1), Y0, Y0
+	VPOR    32(R10)(BX*1), Y1, Y1
+	VPOR    64(R10)(BX*1), Y2, Y2
+	VPOR    96(R10)(BX*1), Y3, Y3
+	VPOR    128(R10)(BX*1), Y4, Y4
+	VPOR    160(R10)(BX*1), Y5, Y5
+	VPOR    192(R10)(BX*1), Y6, Y6
+	VPOR    224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -496,13 +510,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ 8(R8), R10
-	VPOR (R10)(BX*1), Y0, Y0
-	CMPQ R9, $0x02
-	JE   stepFinish
-	ADDQ $0x08, R8
-	SUBQ $0x01, R9
-	JMP  stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPOR    (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -534,6 +549,7 @@ TEXT ·boolOrAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -561,6 +577,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -588,6 +605,7 @@ blockSources:
 	VPOR    Y9, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -615,6 +633,7 @@ blockSources:
 	VPOR    Y9, Y8, Y8
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -688,6 +707,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y2
 	VPMINUB Y0, Y2, Y2
@@ -717,14 +737,15 @@ return:
 // func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·bitXorAVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -744,42 +765,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ  8(R8), R10
-	VPXOR (R10)(BX*1), Y0, Y0
-	VPXOR 32(R10)(BX*1), Y1, Y1
-	VPXOR 64(R10)(BX*1), Y2, Y2
-	VPXOR 96(R10)(BX*1), Y3, Y3
-	VPXOR 128(R10)(BX*1), Y4, Y4
-	VPXOR 160(R10)(BX*1), Y5, Y5
-	VPXOR 192(R10)(BX*1), Y6, Y6
-	VPXOR 224(R10)(BX*1), Y7, Y7
-	CMPQ  R9, $0x02
-	JE    blockFinish
-	MOVQ  16(R8), R10
-	VPXOR (R10)(BX*1), Y0, Y0
-	VPXOR 32(R10)(BX*1), Y1, Y1
-	VPXOR 64(R10)(BX*1), Y2, Y2
-	VPXOR 96(R10)(BX*1), Y3, Y3
-	VPXOR 128(R10)(BX*1), Y4, Y4
-	VPXOR 160(R10)(BX*1), Y5, Y5
-	VPXOR 192(R10)(BX*1), Y6, Y6
-	VPXOR 224(R10)(BX*1), Y7, Y7
-	CMPQ  R9, $0x03
-	JE    blockFinish
-	MOVQ  24(R8), R10
-	VPXOR (R10)(BX*1), Y0, Y0
-	VPXOR 32(R10)(BX*1), Y1, Y1
-	VPXOR 64(R10)(BX*1), Y2, Y2
-	VPXOR 96(R10)(BX*1), Y3, Y3
-	VPXOR 128(R10)(BX*1), Y4, Y4
-	VPXOR 160(R10)(BX*1), Y5, Y5
-	VPXOR 192(R10)(BX*1), Y6, Y6
-	VPXOR 224(R10)(BX*1), Y7, Y7
-	CMPQ  R9, $0x04
-	JE    blockFinish
-	ADDQ  $0x18, R8
-	SUBQ  $0x03, R9
-	JMP   blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	VPXOR   32(R10)(BX*1), Y1, Y1
+	VPXOR   64(R10)(BX*1), Y2, Y2
+	VPXOR   96(R10)(BX*1), Y3, Y3
+	VPXOR   128(R10)(BX*1), Y4, Y4
+	VPXOR   160(R10)(BX*1), Y5, Y5
+	VPXOR   192(R10)(BX*1), Y6, Y6
+	VPXOR   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	VPXOR   32(R10)(BX*1), Y1, Y1
+	VPXOR   64(R10)(BX*1), Y2, Y2
+	VPXOR   96(R10)(BX*1), Y3, Y3
+	VPXOR   128(R10)(BX*1), Y4, Y4
+	VPXOR   160(R10)(BX*1), Y5, Y5
+	VPXOR   192(R10)(BX*1), Y6, Y6
+	VPXOR   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	VPXOR   32(R10)(BX*1), Y1, Y1
+	VPXOR   64(R10)(BX*1), Y2, Y2
+	VPXOR   96(R10)(BX*1), Y3, Y3
+	VPXOR   128(R10)(BX*1), Y4, Y4
+	VPXOR   160(R10)(BX*1), Y5, Y5
+	VPXOR   192(R10)(BX*1), Y6, Y6
+	VPXOR   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -822,13 +846,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ  8(R8), R10
-	VPXOR (R10)(BX*1), Y0, Y0
-	CMPQ  R9, $0x02
-	JE    stepFinish
-	ADDQ  $0x08, R8
-	SUBQ  $0x01, R9
-	JMP   stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -860,6 +885,7 @@ TEXT ·boolXorAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -887,6 +913,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -914,6 +941,7 @@ blockSources:
 	VPXOR   Y9, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -941,6 +969,7 @@ blockSources:
 	VPXOR   Y9, Y8, Y8
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPMINUB Y0, Y9, Y9
@@ -1014,6 +1043,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y2
 	VPMINUB Y0, Y2, Y2
@@ -1043,14 +1073,15 @@ return:
 // func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·sum8AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -1070,42 +1101,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDB (R10)(BX*1), Y0, Y0
-	VPADDB 32(R10)(BX*1), Y1, Y1
-	VPADDB 64(R10)(BX*1), Y2, Y2
-	VPADDB 96(R10)(BX*1), Y3, Y3
-	VPADDB 128(R10)(BX*1), Y4, Y4
-	VPADDB 160(R10)(BX*1), Y5, Y5
-	VPADDB 192(R10)(BX*1), Y6, Y6
-	VPADDB 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDB (R10)(BX*1), Y0, Y0
-	VPADDB 32(R10)(BX*1), Y1, Y1
-	VPADDB 64(R10)(BX*1), Y2, Y2
-	VPADDB 96(R10)(BX*1), Y3, Y3
-	VPADDB 128(R10)(BX*1), Y4, Y4
-	VPADDB 160(R10)(BX*1), Y5, Y5
-	VPADDB 192(R10)(BX*1), Y6, Y6
-	VPADDB 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDB (R10)(BX*1), Y0, Y0
-	VPADDB 32(R10)(BX*1), Y1, Y1
-	VPADDB 64(R10)(BX*1), Y2, Y2
-	VPADDB 96(R10)(BX*1), Y3, Y3
-	VPADDB 128(R10)(BX*1), Y4, Y4
-	VPADDB 160(R10)(BX*1), Y5, Y5
-	VPADDB 192(R10)(BX*1), Y6, Y6
-	VPADDB 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDB  (R10)(BX*1), Y0, Y0
+	VPADDB  32(R10)(BX*1), Y1, Y1
+	VPADDB  64(R10)(BX*1), Y2, Y2
+	VPADDB  96(R10)(BX*1), Y3, Y3
+	VPADDB  128(R10)(BX*1), Y4, Y4
+	VPADDB  160(R10)(BX*1), Y5, Y5
+	VPADDB  192(R10)(BX*1), Y6, Y6
+	VPADDB  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDB  (R10)(BX*1), Y0, Y0
+	VPADDB  32(R10)(BX*1), Y1, Y1
+	VPADDB  64(R10)(BX*1), Y2, Y2
+	VPADDB  96(R10)(BX*1), Y3, Y3
+	VPADDB  128(R10)(BX*1), Y4, Y4
+	VPADDB  160(R10)(BX*1), Y5, Y5
+	VPADDB  192(R10)(BX*1), Y6, Y6
+	VPADDB  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDB  (R10)(BX*1), Y0, Y0
+	VPADDB  32(R10)(BX*1), Y1, Y1
+	VPADDB  64(R10)(BX*1), Y2, Y2
+	VPADDB  96(R10)(BX*1), Y3, Y3
+	VPADDB  128(R10)(BX*1), Y4, Y4
+	VPADDB  160(R10)(BX*1), Y5, Y5
+	VPADDB  192(R10)(BX*1), Y6, Y6
+	VPADDB  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -1148,13 +1182,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VPADDB (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDB  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -1186,6 +1221,7 @@ TEXT ·prod8AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -1205,6 +1241,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPAND   Y0, Y1, Y10
@@ -1264,6 +1301,7 @@ blockSources:
 	VPOR    Y10, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPAND   Y0, Y1, Y10
@@ -1323,6 +1361,7 @@ blockSources:
 	VPOR    Y10, Y8, Y8
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPAND   Y0, Y1, Y10
@@ -1427,6 +1466,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y2
 	VPAND   Y0, Y1, Y3
@@ -1460,14 +1500,15 @@ return:
 // func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minI8AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -1487,6 +1528,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
 	VPMINSB 32(R10)(BX*1), Y1, Y1
@@ -1498,6 +1540,7 @@ blockSources:
 	VPMINSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
 	VPMINSB 32(R10)(BX*1), Y1, Y1
@@ -1509,6 +1552,7 @@ blockSources:
 	VPMINSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
 	VPMINSB 32(R10)(BX*1), Y1, Y1
@@ -1565,6 +1609,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -1592,14 +1637,15 @@ return:
 // func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minU8AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -1619,6 +1665,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
 	VPMINUB 32(R10)(BX*1), Y1, Y1
@@ -1630,6 +1677,7 @@ blockSources:
 	VPMINUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
 	VPMINUB 32(R10)(BX*1), Y1, Y1
@@ -1641,6 +1689,7 @@ blockSources:
 	VPMINUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
 	VPMINUB 32(R10)(BX*1), Y1, Y1
@@ -1697,6 +1746,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -1724,14 +1774,15 @@ return:
 // func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxI8AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -1751,6 +1802,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
 	VPMAXSB 32(R10)(BX*1), Y1, Y1
@@ -1762,6 +1814,7 @@ blockSources:
 	VPMAXSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
 	VPMAXSB 32(R10)(BX*1), Y1, Y1
@@ -1773,6 +1826,7 @@ blockSources:
 	VPMAXSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
 	VPMAXSB 32(R10)(BX*1), Y1, Y1
@@ -1829,6 +1883,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -1856,14 +1911,15 @@ return:
 // func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxU8AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000100
@@ -1883,6 +1939,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
 	VPMAXUB 32(R10)(BX*1), Y1, Y1
@@ -1894,6 +1951,7 @@ blockSources:
 	VPMAXUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
 	VPMAXUB 32(R10)(BX*1), Y1, Y1
@@ -1905,6 +1963,7 @@ blockSources:
 	VPMAXUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
 	VPMAXUB 32(R10)(BX*1), Y1, Y1
@@ -1961,6 +2020,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -1988,15 +2048,16 @@ return:
 // func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·sum16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000080
@@ -2016,42 +2077,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDW (R10)(BX*1), Y0, Y0
-	VPADDW 32(R10)(BX*1), Y1, Y1
-	VPADDW 64(R10)(BX*1), Y2, Y2
-	VPADDW 96(R10)(BX*1), Y3, Y3
-	VPADDW 128(R10)(BX*1), Y4, Y4
-	VPADDW 160(R10)(BX*1), Y5, Y5
-	VPADDW 192(R10)(BX*1), Y6, Y6
-	VPADDW 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDW (R10)(BX*1), Y0, Y0
-	VPADDW 32(R10)(BX*1), Y1, Y1
-	VPADDW 64(R10)(BX*1), Y2, Y2
-	VPADDW 96(R10)(BX*1), Y3, Y3
-	VPADDW 128(R10)(BX*1), Y4, Y4
-	VPADDW 160(R10)(BX*1), Y5, Y5
-	VPADDW 192(R10)(BX*1), Y6, Y6
-	VPADDW 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDW (R10)(BX*1), Y0, Y0
-	VPADDW 32(R10)(BX*1), Y1, Y1
-	VPADDW 64(R10)(BX*1), Y2, Y2
-	VPADDW 96(R10)(BX*1), Y3, Y3
-	VPADDW 128(R10)(BX*1), Y4, Y4
-	VPADDW 160(R10)(BX*1), Y5, Y5
-	VPADDW 192(R10)(BX*1), Y6, Y6
-	VPADDW 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDW  (R10)(BX*1), Y0, Y0
+	VPADDW  32(R10)(BX*1), Y1, Y1
+	VPADDW  64(R10)(BX*1), Y2, Y2
+	VPADDW  96(R10)(BX*1), Y3, Y3
+	VPADDW  128(R10)(BX*1), Y4, Y4
+	VPADDW  160(R10)(BX*1), Y5, Y5
+	VPADDW  192(R10)(BX*1), Y6, Y6
+	VPADDW  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDW  (R10)(BX*1), Y0, Y0
+	VPADDW  32(R10)(BX*1), Y1, Y1
+	VPADDW  64(R10)(BX*1), Y2, Y2
+	VPADDW  96(R10)(BX*1), Y3, Y3
+	VPADDW  128(R10)(BX*1), Y4, Y4
+	VPADDW  160(R10)(BX*1), Y5, Y5
+	VPADDW  192(R10)(BX*1), Y6, Y6
+	VPADDW  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDW  (R10)(BX*1), Y0, Y0
+	VPADDW  32(R10)(BX*1), Y1, Y1
+	VPADDW  64(R10)(BX*1), Y2, Y2
+	VPADDW  96(R10)(BX*1), Y3, Y3
+	VPADDW  128(R10)(BX*1), Y4, Y4
+	VPADDW  160(R10)(BX*1), Y5, Y5
+	VPADDW  192(R10)(BX*1), Y6, Y6
+	VPADDW  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -2094,13 +2158,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VPADDW (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDW  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -2121,15 +2186,16 @@ return:
 // func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·prod16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000080
@@ -2149,6 +2215,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
 	VPMULLW 32(R10)(BX*1), Y1, Y1
@@ -2160,6 +2227,7 @@ blockSources:
 	VPMULLW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
 	VPMULLW 32(R10)(BX*1), Y1, Y1
@@ -2171,6 +2239,7 @@ blockSources:
 	VPMULLW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
 	VPMULLW 32(R10)(BX*1), Y1, Y1
@@ -2227,6 +2296,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -2254,15 +2324,16 @@ return:
 // func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minI16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000080
@@ -2282,6 +2353,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
 	VPMINSW 32(R10)(BX*1), Y1, Y1
@@ -2293,6 +2365,7 @@ blockSources:
 	VPMINSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
 	VPMINSW 32(R10)(BX*1), Y1, Y1
@@ -2304,6 +2377,7 @@ blockSources:
 	VPMINSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
 	VPMINSW 32(R10)(BX*1), Y1, Y1
@@ -2360,6 +2434,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -2387,15 +2462,16 @@ return:
 // func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minU16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000080
@@ -2415,6 +2491,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
 	VPMINUW 32(R10)(BX*1), Y1, Y1
@@ -2426,6 +2503,7 @@ blockSources:
 	VPMINUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
 	VPMINUW 32(R10)(BX*1), Y1, Y1
@@ -2437,6 +2515,7 @@ blockSources:
 	VPMINUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
 	VPMINUW 32(R10)(BX*1), Y1, Y1
@@ -2493,6 +2572,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -2520,15 +2600,16 @@ return:
 // func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxI16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000080
@@ -2548,6 +2629,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
 	VPMAXSW 32(R10)(BX*1), Y1, Y1
@@ -2559,6 +2641,7 @@ blockSources:
 	VPMAXSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
 	VPMAXSW 32(R10)(BX*1), Y1, Y1
@@ -2570,6 +2653,7 @@ blockSources:
 	VPMAXSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
 	VPMAXSW 32(R10)(BX*1), Y1, Y1
@@ -2626,6 +2710,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -2653,15 +2738,16 @@ return:
 // func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxU16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000080
@@ -2681,6 +2767,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
 	VPMAXUW 32(R10)(BX*1), Y1, Y1
@@ -2692,6 +2779,7 @@ blockSources:
 	VPMAXUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
 	VPMAXUW 32(R10)(BX*1), Y1, Y1
@@ -2703,6 +2791,7 @@ blockSources:
 	VPMAXUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
 	VPMAXUW 32(R10)(BX*1), Y1, Y1
@@ -2759,6 +2848,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -2786,15 +2876,16 @@ return:
 // func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·sum32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -2814,42 +2905,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDD (R10)(BX*1), Y0, Y0
-	VPADDD 32(R10)(BX*1), Y1, Y1
-	VPADDD 64(R10)(BX*1), Y2, Y2
-	VPADDD 96(R10)(BX*1), Y3, Y3
-	VPADDD 128(R10)(BX*1), Y4, Y4
-	VPADDD 160(R10)(BX*1), Y5, Y5
-	VPADDD 192(R10)(BX*1), Y6, Y6
-	VPADDD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDD (R10)(BX*1), Y0, Y0
-	VPADDD 32(R10)(BX*1), Y1, Y1
-	VPADDD 64(R10)(BX*1), Y2, Y2
-	VPADDD 96(R10)(BX*1), Y3, Y3
-	VPADDD 128(R10)(BX*1), Y4, Y4
-	VPADDD 160(R10)(BX*1), Y5, Y5
-	VPADDD 192(R10)(BX*1), Y6, Y6
-	VPADDD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDD (R10)(BX*1), Y0, Y0
-	VPADDD 32(R10)(BX*1), Y1, Y1
-	VPADDD 64(R10)(BX*1), Y2, Y2
-	VPADDD 96(R10)(BX*1), Y3, Y3
-	VPADDD 128(R10)(BX*1), Y4, Y4
-	VPADDD 160(R10)(BX*1), Y5, Y5
-	VPADDD 192(R10)(BX*1), Y6, Y6
-	VPADDD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDD  (R10)(BX*1), Y0, Y0
+	VPADDD  32(R10)(BX*1), Y1, Y1
+	VPADDD  64(R10)(BX*1), Y2, Y2
+	VPADDD  96(R10)(BX*1), Y3, Y3
+	VPADDD  128(R10)(BX*1), Y4, Y4
+	VPADDD  160(R10)(BX*1), Y5, Y5
+	VPADDD  192(R10)(BX*1), Y6, Y6
+	VPADDD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDD  (R10)(BX*1), Y0, Y0
+	VPADDD  32(R10)(BX*1), Y1, Y1
+	VPADDD  64(R10)(BX*1), Y2, Y2
+	VPADDD  96(R10)(BX*1), Y3, Y3
+	VPADDD  128(R10)(BX*1), Y4, Y4
+	VPADDD  160(R10)(BX*1), Y5, Y5
+	VPADDD  192(R10)(BX*1), Y6, Y6
+	VPADDD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDD  (R10)(BX*1), Y0, Y0
+	VPADDD  32(R10)(BX*1), Y1, Y1
+	VPADDD  64(R10)(BX*1), Y2, Y2
+	VPADDD  96(R10)(BX*1), Y3, Y3
+	VPADDD  128(R10)(BX*1), Y4, Y4
+	VPADDD  160(R10)(BX*1), Y5, Y5
+	VPADDD  192(R10)(BX*1), Y6, Y6
+	VPADDD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -2892,13 +2986,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VPADDD (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDD  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -2919,15 +3014,16 @@ return:
 // func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·prod32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -2947,6 +3043,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
 	VPMULLD 32(R10)(BX*1), Y1, Y1
@@ -2958,6 +3055,7 @@ blockSources:
 	VPMULLD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
 	VPMULLD 32(R10)(BX*1), Y1, Y1
@@ -2969,6 +3067,7 @@ blockSources:
 	VPMULLD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
 	VPMULLD 32(R10)(BX*1), Y1, Y1
@@ -3025,6 +3124,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -3052,15 +3152,16 @@ return:
 // func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -3080,6 +3181,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
 	VPMINSD 32(R10)(BX*1), Y1, Y1
@@ -3091,6 +3193,7 @@ blockSources:
 	VPMINSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
 	VPMINSD 32(R10)(BX*1), Y1, Y1
@@ -3102,6 +3205,7 @@ blockSources:
 	VPMINSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
 	VPMINSD 32(R10)(BX*1), Y1, Y1
@@ -3158,6 +3262,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -3185,15 +3290,16 @@ return:
 // func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minU32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -3213,6 +3319,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
 	VPMINUD 32(R10)(BX*1), Y1, Y1
@@ -3224,6 +3331,7 @@ blockSources:
 	VPMINUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
 	VPMINUD 32(R10)(BX*1), Y1, Y1
@@ -3235,6 +3343,7 @@ blockSources:
 	VPMINUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
 	VPMINUD 32(R10)(BX*1), Y1, Y1
@@ -3291,6 +3400,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -3318,15 +3428,16 @@ return:
 // func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxI32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -3346,6 +3457,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
 	VPMAXSD 32(R10)(BX*1), Y1, Y1
@@ -3357,6 +3469,7 @@ blockSources:
 	VPMAXSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
 	VPMAXSD 32(R10)(BX*1), Y1, Y1
@@ -3368,6 +3481,7 @@ blockSources:
 	VPMAXSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
 	VPMAXSD 32(R10)(BX*1), Y1, Y1
@@ -3424,6 +3538,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -3451,15 +3566,16 @@ return:
 // func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxU32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -3479,6 +3595,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
 	VPMAXUD 32(R10)(BX*1), Y1, Y1
@@ -3490,6 +3607,7 @@ blockSources:
 	VPMAXUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
 	VPMAXUD 32(R10)(BX*1), Y1, Y1
@@ -3501,6 +3619,7 @@ blockSources:
 	VPMAXUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
 	VPMAXUD 32(R10)(BX*1), Y1, Y1
@@ -3557,6 +3676,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
 	CMPQ    R9, $0x02
@@ -3584,15 +3704,16 @@ return:
 // func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·sum64AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -3612,42 +3733,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDQ (R10)(BX*1), Y0, Y0
-	VPADDQ 32(R10)(BX*1), Y1, Y1
-	VPADDQ 64(R10)(BX*1), Y2, Y2
-	VPADDQ 96(R10)(BX*1), Y3, Y3
-	VPADDQ 128(R10)(BX*1), Y4, Y4
-	VPADDQ 160(R10)(BX*1), Y5, Y5
-	VPADDQ 192(R10)(BX*1), Y6, Y6
-	VPADDQ 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDQ (R10)(BX*1), Y0, Y0
-	VPADDQ 32(R10)(BX*1), Y1, Y1
-	VPADDQ 64(R10)(BX*1), Y2, Y2
-	VPADDQ 96(R10)(BX*1), Y3, Y3
-	VPADDQ 128(R10)(BX*1), Y4, Y4
-	VPADDQ 160(R10)(BX*1), Y5, Y5
-	VPADDQ 192(R10)(BX*1), Y6, Y6
-	VPADDQ 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDQ (R10)(BX*1), Y0, Y0
-	VPADDQ 32(R10)(BX*1), Y1, Y1
-	VPADDQ 64(R10)(BX*1), Y2, Y2
-	VPADDQ 96(R10)(BX*1), Y3, Y3
-	VPADDQ 128(R10)(BX*1), Y4, Y4
-	VPADDQ 160(R10)(BX*1), Y5, Y5
-	VPADDQ 192(R10)(BX*1), Y6, Y6
-	VPADDQ 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDQ  (R10)(BX*1), Y0, Y0
+	VPADDQ  32(R10)(BX*1), Y1, Y1
+	VPADDQ  64(R10)(BX*1), Y2, Y2
+	VPADDQ  96(R10)(BX*1), Y3, Y3
+	VPADDQ  128(R10)(BX*1), Y4, Y4
+	VPADDQ  160(R10)(BX*1), Y5, Y5
+	VPADDQ  192(R10)(BX*1), Y6, Y6
+	VPADDQ  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDQ  (R10)(BX*1), Y0, Y0
+	VPADDQ  32(R10)(BX*1), Y1, Y1
+	VPADDQ  64(R10)(BX*1), Y2, Y2
+	VPADDQ  96(R10)(BX*1), Y3, Y3
+	VPADDQ  128(R10)(BX*1), Y4, Y4
+	VPADDQ  160(R10)(BX*1), Y5, Y5
+	VPADDQ  192(R10)(BX*1), Y6, Y6
+	VPADDQ  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDQ  (R10)(BX*1), Y0, Y0
+	VPADDQ  32(R10)(BX*1), Y1, Y1
+	VPADDQ  64(R10)(BX*1), Y2, Y2
+	VPADDQ  96(R10)(BX*1), Y3, Y3
+	VPADDQ  128(R10)(BX*1), Y4, Y4
+	VPADDQ  160(R10)(BX*1), Y5, Y5
+	VPADDQ  192(R10)(BX*1), Y6, Y6
+	VPADDQ  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -3690,13 +3814,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VPADDQ (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDQ  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -3717,15 +3842,16 @@ return:
 // func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·prod64AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -3745,6 +3871,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN  $0x20
 	MOVQ     8(R8), R10
 	VMOVDQU  (R10)(BX*1), Y8
 	VPSRLQ   $0x20, Y0, Y9
@@ -3820,6 +3947,7 @@ blockSources:
 	VPADDQ   Y9, Y7, Y7
 	CMPQ     R9, $0x02
 	JE       blockFinish
+	PCALIGN  $0x20
 	MOVQ     16(R8), R10
 	VMOVDQU  (R10)(BX*1), Y8
 	VPSRLQ   $0x20, Y0, Y9
@@ -3895,6 +4023,7 @@ blockSources:
 	VPADDQ   Y9, Y7, Y7
 	CMPQ     R9, $0x03
 	JE       blockFinish
+	PCALIGN  $0x20
 	MOVQ     24(R8), R10
 	VMOVDQU  (R10)(BX*1), Y8
 	VPSRLQ   $0x20, Y0, Y9
@@ -4015,6 +4144,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN  $0x20
 	MOVQ     8(R8), R10
 	VMOVDQU  (R10)(BX*1), Y1
 	VPSRLQ   $0x20, Y0, Y2
@@ -4050,15 +4180,16 @@ return:
 // func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -4078,6 +4209,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
 	VPCMPGTQ  Y8, Y0, Y9
@@ -4105,6 +4237,7 @@ blockSources:
 	VBLENDVPD Y9, Y8, Y7, Y7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
 	VPCMPGTQ  Y8, Y0, Y9
@@ -4132,6 +4265,7 @@ blockSources:
 	VBLENDVPD Y9, Y8, Y7, Y7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
 	VPCMPGTQ  Y8, Y0, Y9
@@ -4204,6 +4338,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y1
 	VPCMPGTQ  Y1, Y0, Y2
@@ -4245,6 +4380,7 @@ TEXT ·minU64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -4264,6 +4400,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VPXOR     Y0, Y1, Y10
@@ -4307,6 +4444,7 @@ blockSources:
 	VBLENDVPD Y10, Y9, Y8, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VPXOR     Y0, Y1, Y10
@@ -4350,6 +4488,7 @@ blockSources:
 	VBLENDVPD Y10, Y9, Y8, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VPXOR     Y0, Y1, Y10
@@ -4438,6 +4577,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y2
 	VPXOR     Y0, Y1, Y3
@@ -4469,15 +4609,16 @@ return:
 // func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, MMX+
 TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -4497,6 +4638,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
 	VPCMPGTQ  Y8, Y0, Y9
@@ -4524,6 +4666,7 @@ blockSources:
 	VBLENDVPD Y9, Y7, Y8, Y7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
 	VPCMPGTQ  Y8, Y0, Y9
@@ -4551,6 +4694,7 @@ blockSources:
 	VBLENDVPD Y9, Y7, Y8, Y7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
 	VPCMPGTQ  Y8, Y0, Y9
@@ -4623,6 +4767,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y1
 	VPCMPGTQ  Y1, Y0, Y2
@@ -4664,6 +4809,7 @@ TEXT ·maxU64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -4683,6 +4829,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VPXOR     Y0, Y1, Y10
@@ -4726,6 +4873,7 @@ blockSources:
 	VBLENDVPD Y10, Y8, Y9, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VPXOR     Y0, Y1, Y10
@@ -4769,6 +4917,7 @@ blockSources:
 	VBLENDVPD Y10, Y8, Y9, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VPXOR     Y0, Y1, Y10
@@ -4857,6 +5006,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y2
 	VPXOR     Y0, Y1, Y3
@@ -4888,15 +5038,16 @@ return:
 // func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
 TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -4916,42 +5067,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPS (R10)(BX*1), Y0, Y0
-	VADDPS 32(R10)(BX*1), Y1, Y1
-	VADDPS 64(R10)(BX*1), Y2, Y2
-	VADDPS 96(R10)(BX*1), Y3, Y3
-	VADDPS 128(R10)(BX*1), Y4, Y4
-	VADDPS 160(R10)(BX*1), Y5, Y5
-	VADDPS 192(R10)(BX*1), Y6, Y6
-	VADDPS 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPS (R10)(BX*1), Y0, Y0
-	VADDPS 32(R10)(BX*1), Y1, Y1
-	VADDPS 64(R10)(BX*1), Y2, Y2
-	VADDPS 96(R10)(BX*1), Y3, Y3
-	VADDPS 128(R10)(BX*1), Y4, Y4
-	VADDPS 160(R10)(BX*1), Y5, Y5
-	VADDPS 192(R10)(BX*1), Y6, Y6
-	VADDPS 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPS (R10)(BX*1), Y0, Y0
-	VADDPS 32(R10)(BX*1), Y1, Y1
-	VADDPS 64(R10)(BX*1), Y2, Y2
-	VADDPS 96(R10)(BX*1), Y3, Y3
-	VADDPS 128(R10)(BX*1), Y4, Y4
-	VADDPS 160(R10)(BX*1), Y5, Y5
-	VADDPS 192(R10)(BX*1), Y6, Y6
-	VADDPS 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPS  (R10)(BX*1), Y0, Y0
+	VADDPS  32(R10)(BX*1), Y1, Y1
+	VADDPS  64(R10)(BX*1), Y2, Y2
+	VADDPS  96(R10)(BX*1), Y3, Y3
+	VADDPS  128(R10)(BX*1), Y4, Y4
+	VADDPS  160(R10)(BX*1), Y5, Y5
+	VADDPS  192(R10)(BX*1), Y6, Y6
+	VADDPS  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPS  (R10)(BX*1), Y0, Y0
+	VADDPS  32(R10)(BX*1), Y1, Y1
+	VADDPS  64(R10)(BX*1), Y2, Y2
+	VADDPS  96(R10)(BX*1), Y3, Y3
+	VADDPS  128(R10)(BX*1), Y4, Y4
+	VADDPS  160(R10)(BX*1), Y5, Y5
+	VADDPS  192(R10)(BX*1), Y6, Y6
+	VADDPS  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPS  (R10)(BX*1), Y0, Y0
+	VADDPS  32(R10)(BX*1), Y1, Y1
+	VADDPS  64(R10)(BX*1), Y2, Y2
+	VADDPS  96(R10)(BX*1), Y3, Y3
+	VADDPS  128(R10)(BX*1), Y4, Y4
+	VADDPS  160(R10)(BX*1), Y5, Y5
+	VADDPS  192(R10)(BX*1), Y6, Y6
+	VADDPS  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -4994,13 +5148,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VADDPS (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPS  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -5021,15 +5176,16 @@ return:
 // func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
 TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -5049,42 +5205,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPD (R10)(BX*1), Y0, Y0
-	VADDPD 32(R10)(BX*1), Y1, Y1
-	VADDPD 64(R10)(BX*1), Y2, Y2
-	VADDPD 96(R10)(BX*1), Y3, Y3
-	VADDPD 128(R10)(BX*1), Y4, Y4
-	VADDPD 160(R10)(BX*1), Y5, Y5
-	VADDPD 192(R10)(BX*1), Y6, Y6
-	VADDPD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPD (R10)(BX*1), Y0, Y0
-	VADDPD 32(R10)(BX*1), Y1, Y1
-	VADDPD 64(R10)(BX*1), Y2, Y2
-	VADDPD 96(R10)(BX*1), Y3, Y3
-	VADDPD 128(R10)(BX*1), Y4, Y4
-	VADDPD 160(R10)(BX*1), Y5, Y5
-	VADDPD 192(R10)(BX*1), Y6, Y6
-	VADDPD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPD (R10)(BX*1), Y0, Y0
-	VADDPD 32(R10)(BX*1), Y1, Y1
-	VADDPD 64(R10)(BX*1), Y2, Y2
-	VADDPD 96(R10)(BX*1), Y3, Y3
-	VADDPD 128(R10)(BX*1), Y4, Y4
-	VADDPD 160(R10)(BX*1), Y5, Y5
-	VADDPD 192(R10)(BX*1), Y6, Y6
-	VADDPD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPD  (R10)(BX*1), Y0, Y0
+	VADDPD  32(R10)(BX*1), Y1, Y1
+	VADDPD  64(R10)(BX*1), Y2, Y2
+	VADDPD  96(R10)(BX*1), Y3, Y3
+	VADDPD  128(R10)(BX*1), Y4, Y4
+	VADDPD  160(R10)(BX*1), Y5, Y5
+	VADDPD  192(R10)(BX*1), Y6, Y6
+	VADDPD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPD  (R10)(BX*1), Y0, Y0
+	VADDPD  32(R10)(BX*1), Y1, Y1
+	VADDPD  64(R10)(BX*1), Y2, Y2
+	VADDPD  96(R10)(BX*1), Y3, Y3
+	VADDPD  128(R10)(BX*1), Y4, Y4
+	VADDPD  160(R10)(BX*1), Y5, Y5
+	VADDPD  192(R10)(BX*1), Y6, Y6
+	VADDPD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPD  (R10)(BX*1), Y0, Y0
+	VADDPD  32(R10)(BX*1), Y1, Y1
+	VADDPD  64(R10)(BX*1), Y2, Y2
+	VADDPD  96(R10)(BX*1), Y3, Y3
+	VADDPD  128(R10)(BX*1), Y4, Y4
+	VADDPD  160(R10)(BX*1), Y5, Y5
+	VADDPD  192(R10)(BX*1), Y6, Y6
+	VADDPD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -5127,13 +5286,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VADDPD (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPD  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -5154,15 +5314,16 @@ return:
 // func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, F16C, MMX+
 TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -5182,6 +5343,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
 	VADDPS    Y8, Y0, Y0
@@ -5201,6 +5363,7 @@ blockSources:
 	VADDPS    Y8, Y7, Y7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
 	VADDPS    Y8, Y0, Y0
@@ -5220,6 +5383,7 @@ blockSources:
 	VADDPS    Y8, Y7, Y7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
 	VADDPS    Y8, Y0, Y0
@@ -5292,6 +5456,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y1
 	VADDPS    Y1, Y0, Y0
@@ -5338,6 +5503,7 @@ TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -5355,6 +5521,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
@@ -5368,6 +5535,7 @@ blockSources:
 	VADDPS  Y8, Y6, Y6
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
@@ -5381,6 +5549,7 @@ blockSources:
 	VADDPS  Y8, Y6, Y6
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
@@ -5469,6 +5638,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y6
 	VPSLLD  $0x10, Y6, Y5
@@ -5510,15 +5680,16 @@ return:
 // func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
 TEXT ·prodF32AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -5538,42 +5709,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VMULPS (R10)(BX*1), Y0, Y0
-	VMULPS 32(R10)(BX*1), Y1, Y1
-	VMULPS 64(R10)(BX*1), Y2, Y2
-	VMULPS 96(R10)(BX*1), Y3, Y3
-	VMULPS 128(R10)(BX*1), Y4, Y4
-	VMULPS 160(R10)(BX*1), Y5, Y5
-	VMULPS 192(R10)(BX*1), Y6, Y6
-	VMULPS 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VMULPS (R10)(BX*1), Y0, Y0
-	VMULPS 32(R10)(BX*1), Y1, Y1
-	VMULPS 64(R10)(BX*1), Y2, Y2
-	VMULPS 96(R10)(BX*1), Y3, Y3
-	VMULPS 128(R10)(BX*1), Y4, Y4
-	VMULPS 160(R10)(BX*1), Y5, Y5
-	VMULPS 192(R10)(BX*1), Y6, Y6
-	VMULPS 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VMULPS (R10)(BX*1), Y0, Y0
-	VMULPS 32(R10)(BX*1), Y1, Y1
-	VMULPS 64(R10)(BX*1), Y2, Y2
-	VMULPS 96(R10)(BX*1), Y3, Y3
-	VMULPS 128(R10)(BX*1), Y4, Y4
-	VMULPS 160(R10)(BX*1), Y5, Y5
-	VMULPS 192(R10)(BX*1), Y6, Y6
-	VMULPS 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMULPS  (R10)(BX*1), Y0, Y0
+	VMULPS  32(R10)(BX*1), Y1, Y1
+	VMULPS  64(R10)(BX*1), Y2, Y2
+	VMULPS  96(R10)(BX*1), Y3, Y3
+	VMULPS  128(R10)(BX*1), Y4, Y4
+	VMULPS  160(R10)(BX*1), Y5, Y5
+	VMULPS  192(R10)(BX*1), Y6, Y6
+	VMULPS  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMULPS  (R10)(BX*1), Y0, Y0
+	VMULPS  32(R10)(BX*1), Y1, Y1
+	VMULPS  64(R10)(BX*1), Y2, Y2
+	VMULPS  96(R10)(BX*1), Y3, Y3
+	VMULPS  128(R10)(BX*1), Y4, Y4
+	VMULPS  160(R10)(BX*1), Y5, Y5
+	VMULPS  192(R10)(BX*1), Y6, Y6
+	VMULPS  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMULPS  (R10)(BX*1), Y0, Y0
+	VMULPS  32(R10)(BX*1), Y1, Y1
+	VMULPS  64(R10)(BX*1), Y2, Y2
+	VMULPS  96(R10)(BX*1), Y3, Y3
+	VMULPS  128(R10)(BX*1), Y4, Y4
+	VMULPS  160(R10)(BX*1), Y5, Y5
+	VMULPS  192(R10)(BX*1), Y6, Y6
+	VMULPS  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -5616,13 +5790,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VMULPS (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMULPS  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -5643,15 +5818,16 @@ return:
 // func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, MMX+
 TEXT ·prodF64AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -5671,42 +5847,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VMULPD (R10)(BX*1), Y0, Y0
-	VMULPD 32(R10)(BX*1), Y1, Y1
-	VMULPD 64(R10)(BX*1), Y2, Y2
-	VMULPD 96(R10)(BX*1), Y3, Y3
-	VMULPD 128(R10)(BX*1), Y4, Y4
-	VMULPD 160(R10)(BX*1), Y5, Y5
-	VMULPD 192(R10)(BX*1), Y6, Y6
-	VMULPD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VMULPD (R10)(BX*1), Y0, Y0
-	VMULPD 32(R10)(BX*1), Y1, Y1
-	VMULPD 64(R10)(BX*1), Y2, Y2
-	VMULPD 96(R10)(BX*1), Y3, Y3
-	VMULPD 128(R10)(BX*1), Y4, Y4
-	VMULPD 160(R10)(BX*1), Y5, Y5
-	VMULPD 192(R10)(BX*1), Y6, Y6
-	VMULPD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VMULPD (R10)(BX*1), Y0, Y0
-	VMULPD 32(R10)(BX*1), Y1, Y1
-	VMULPD 64(R10)(BX*1), Y2, Y2
-	VMULPD 96(R10)(BX*1), Y3, Y3
-	VMULPD 128(R10)(BX*1), Y4, Y4
-	VMULPD 160(R10)(BX*1), Y5, Y5
-	VMULPD 192(R10)(BX*1), Y6, Y6
-	VMULPD 224(R10)(BX*1), Y7, Y7
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMULPD  (R10)(BX*1), Y0, Y0
+	VMULPD  32(R10)(BX*1), Y1, Y1
+	VMULPD  64(R10)(BX*1), Y2, Y2
+	VMULPD  96(R10)(BX*1), Y3, Y3
+	VMULPD  128(R10)(BX*1), Y4, Y4
+	VMULPD  160(R10)(BX*1), Y5, Y5
+	VMULPD  192(R10)(BX*1), Y6, Y6
+	VMULPD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMULPD  (R10)(BX*1), Y0, Y0
+	VMULPD  32(R10)(BX*1), Y1, Y1
+	VMULPD  64(R10)(BX*1), Y2, Y2
+	VMULPD  96(R10)(BX*1), Y3, Y3
+	VMULPD  128(R10)(BX*1), Y4, Y4
+	VMULPD  160(R10)(BX*1), Y5, Y5
+	VMULPD  192(R10)(BX*1), Y6, Y6
+	VMULPD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMULPD  (R10)(BX*1), Y0, Y0
+	VMULPD  32(R10)(BX*1), Y1, Y1
+	VMULPD  64(R10)(BX*1), Y2, Y2
+	VMULPD  96(R10)(BX*1), Y3, Y3
+	VMULPD  128(R10)(BX*1), Y4, Y4
+	VMULPD  160(R10)(BX*1), Y5, Y5
+	VMULPD  192(R10)(BX*1), Y6, Y6
+	VMULPD  224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ   DI, DI
@@ -5749,13 +5928,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VMULPD (R10)(BX*1), Y0, Y0
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMULPD  (R10)(BX*1), Y0, Y0
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VMOVDQU Y0, (AX)
@@ -5776,15 +5956,16 @@ return:
 // func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, F16C, MMX+
 TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -5804,6 +5985,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
 	VMULPS    Y8, Y0, Y0
@@ -5823,6 +6005,7 @@ blockSources:
 	VMULPS    Y8, Y7, Y7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
 	VMULPS    Y8, Y0, Y0
@@ -5842,6 +6025,7 @@ blockSources:
 	VMULPS    Y8, Y7, Y7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
 	VMULPS    Y8, Y0, Y0
@@ -5914,6 +6098,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y1
 	VMULPS    Y1, Y0, Y0
@@ -5960,6 +6145,7 @@ TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -5977,6 +6163,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
@@ -5990,6 +6177,7 @@ blockSources:
 	VMULPS  Y8, Y6, Y6
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
@@ -6003,6 +6191,7 @@ blockSources:
 	VMULPS  Y8, Y6, Y6
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
@@ -6091,6 +6280,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y6
 	VPSLLD  $0x10, Y6, Y5
@@ -6144,6 +6334,7 @@ TEXT ·minF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -6163,6 +6354,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMINPS    Y9, Y1, Y10
@@ -6214,6 +6406,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMINPS    Y9, Y1, Y10
@@ -6265,6 +6458,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMINPS    Y9, Y1, Y10
@@ -6361,6 +6555,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y2
 	VMINPS    Y2, Y1, Y3
@@ -6405,6 +6600,7 @@ TEXT ·minF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -6424,6 +6620,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMINPD    Y9, Y1, Y10
@@ -6475,6 +6672,7 @@ blockSources:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMINPD    Y9, Y1, Y10
@@ -6526,6 +6724,7 @@ blockSources:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMINPD    Y9, Y1, Y10
@@ -6622,6 +6821,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y2
 	VMINPD    Y2, Y1, Y3
@@ -6666,6 +6866,7 @@ TEXT ·minF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -6685,6 +6886,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VMINPS    Y9, Y1, Y10
@@ -6736,6 +6938,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VMINPS    Y9, Y1, Y10
@@ -6787,6 +6990,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VMINPS    Y9, Y1, Y10
@@ -6891,6 +7095,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y2
 	VMINPS    Y2, Y1, Y3
@@ -6938,6 +7143,7 @@ TEXT ·minBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -6955,6 +7161,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y7
 	VPSLLD    $0x10, Y7, Y6
@@ -6984,6 +7191,7 @@ blockSources:
 	VBLENDVPS Y8, Y1, Y6, Y5
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y7
 	VPSLLD    $0x10, Y7, Y6
@@ -7013,6 +7221,7 @@ blockSources:
 	VBLENDVPS Y8, Y1, Y6, Y5
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y7
 	VPSLLD    $0x10, Y7, Y6
@@ -7085,6 +7294,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y5
 	VPSLLD    $0x10, Y5, Y4
@@ -7138,6 +7348,7 @@ TEXT ·maxF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -7157,6 +7368,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMAXPS    Y9, Y1, Y10
@@ -7208,6 +7420,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMAXPS    Y9, Y1, Y10
@@ -7259,6 +7472,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMAXPS    Y9, Y1, Y10
@@ -7355,6 +7569,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y2
 	VMAXPS    Y2, Y1, Y3
@@ -7399,6 +7614,7 @@ TEXT ·maxF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -7418,6 +7634,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMAXPD    Y9, Y1, Y10
@@ -7469,6 +7686,7 @@ blockSources:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMAXPD    Y9, Y1, Y10
@@ -7520,6 +7738,7 @@ blockSources:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
 	VMAXPD    Y9, Y1, Y10
@@ -7616,6 +7835,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y2
 	VMAXPD    Y2, Y1, Y3
@@ -7660,6 +7880,7 @@ TEXT ·maxF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -7679,6 +7900,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VMAXPS    Y9, Y1, Y10
@@ -7730,6 +7952,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VMAXPS    Y9, Y1, Y10
@@ -7781,6 +8004,7 @@ blockSources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VMAXPS    Y9, Y1, Y10
@@ -7885,6 +8109,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y2
 	VMAXPS    Y2, Y1, Y3
@@ -7932,6 +8157,7 @@ TEXT ·maxBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -7949,6 +8175,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y7
 	VPSLLD    $0x10, Y7, Y6
@@ -7978,6 +8205,7 @@ blockSources:
 	VBLENDVPS Y8, Y1, Y6, Y5
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), Y7
 	VPSLLD    $0x10, Y7, Y6
@@ -8007,6 +8235,7 @@ blockSources:
 	VBLENDVPS Y8, Y1, Y6, Y5
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), Y7
 	VPSLLD    $0x10, Y7, Y6
@@ -8079,6 +8308,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y5
 	VPSLLD    $0x10, Y5, Y4
@@ -8133,6 +8363,7 @@ TEXT ·avgF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000040
@@ -8152,42 +8383,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPS (R10)(BX*1), Y1, Y1
-	VADDPS 32(R10)(BX*1), Y2, Y2
-	VADDPS 64(R10)(BX*1), Y3, Y3
-	VADDPS 96(R10)(BX*1), Y4, Y4
-	VADDPS 128(R10)(BX*1), Y5, Y5
-	VADDPS 160(R10)(BX*1), Y6, Y6
-	VADDPS 192(R10)(BX*1), Y7, Y7
-	VADDPS 224(R10)(BX*1), Y8, Y8
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPS (R10)(BX*1), Y1, Y1
-	VADDPS 32(R10)(BX*1), Y2, Y2
-	VADDPS 64(R10)(BX*1), Y3, Y3
-	VADDPS 96(R10)(BX*1), Y4, Y4
-	VADDPS 128(R10)(BX*1), Y5, Y5
-	VADDPS 160(R10)(BX*1), Y6, Y6
-	VADDPS 192(R10)(BX*1), Y7, Y7
-	VADDPS 224(R10)(BX*1), Y8, Y8
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPS (R10)(BX*1), Y1, Y1
-	VADDPS 32(R10)(BX*1), Y2, Y2
-	VADDPS 64(R10)(BX*1), Y3, Y3
-	VADDPS 96(R10)(BX*1), Y4, Y4
-	VADDPS 128(R10)(BX*1), Y5, Y5
-	VADDPS 160(R10)(BX*1), Y6, Y6
-	VADDPS 192(R10)(BX*1), Y7, Y7
-	VADDPS 224(R10)(BX*1), Y8, Y8
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPS  (R10)(BX*1), Y1, Y1
+	VADDPS  32(R10)(BX*1), Y2, Y2
+	VADDPS  64(R10)(BX*1), Y3, Y3
+	VADDPS  96(R10)(BX*1), Y4, Y4
+	VADDPS  128(R10)(BX*1), Y5, Y5
+	VADDPS  160(R10)(BX*1), Y6, Y6
+	VADDPS  192(R10)(BX*1), Y7, Y7
+	VADDPS  224(R10)(BX*1), Y8, Y8
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPS  (R10)(BX*1), Y1, Y1
+	VADDPS  32(R10)(BX*1), Y2, Y2
+	VADDPS  64(R10)(BX*1), Y3, Y3
+	VADDPS  96(R10)(BX*1), Y4, Y4
+	VADDPS  128(R10)(BX*1), Y5, Y5
+	VADDPS  160(R10)(BX*1), Y6, Y6
+	VADDPS  192(R10)(BX*1), Y7, Y7
+	VADDPS  224(R10)(BX*1), Y8, Y8
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPS  (R10)(BX*1), Y1, Y1
+	VADDPS  32(R10)(BX*1), Y2, Y2
+	VADDPS  64(R10)(BX*1), Y3, Y3
+	VADDPS  96(R10)(BX*1), Y4, Y4
+	VADDPS  128(R10)(BX*1), Y5, Y5
+	VADDPS  160(R10)(BX*1), Y6, Y6
+	VADDPS  192(R10)(BX*1), Y7, Y7
+	VADDPS  224(R10)(BX*1), Y8, Y8
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	VDIVPS  Y0, Y1, Y1
@@ -8238,13 +8472,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VADDPS (R10)(BX*1), Y1, Y1
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPS  (R10)(BX*1), Y1, Y1
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VDIVPS  Y0, Y1, Y1
@@ -8279,6 +8514,7 @@ TEXT ·avgF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -8298,42 +8534,45 @@ block:
 	JE      blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPD (R10)(BX*1), Y1, Y1
-	VADDPD 32(R10)(BX*1), Y2, Y2
-	VADDPD 64(R10)(BX*1), Y3, Y3
-	VADDPD 96(R10)(BX*1), Y4, Y4
-	VADDPD 128(R10)(BX*1), Y5, Y5
-	VADDPD 160(R10)(BX*1), Y6, Y6
-	VADDPD 192(R10)(BX*1), Y7, Y7
-	VADDPD 224(R10)(BX*1), Y8, Y8
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPD (R10)(BX*1), Y1, Y1
-	VADDPD 32(R10)(BX*1), Y2, Y2
-	VADDPD 64(R10)(BX*1), Y3, Y3
-	VADDPD 96(R10)(BX*1), Y4, Y4
-	VADDPD 128(R10)(BX*1), Y5, Y5
-	VADDPD 160(R10)(BX*1), Y6, Y6
-	VADDPD 192(R10)(BX*1), Y7, Y7
-	VADDPD 224(R10)(BX*1), Y8, Y8
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPD (R10)(BX*1), Y1, Y1
-	VADDPD 32(R10)(BX*1), Y2, Y2
-	VADDPD 64(R10)(BX*1), Y3, Y3
-	VADDPD 96(R10)(BX*1), Y4, Y4
-	VADDPD 128(R10)(BX*1), Y5, Y5
-	VADDPD 160(R10)(BX*1), Y6, Y6
-	VADDPD 192(R10)(BX*1), Y7, Y7
-	VADDPD 224(R10)(BX*1), Y8, Y8
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	ADDQ   $0x18, R8
-	SUBQ   $0x03, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPD  (R10)(BX*1), Y1, Y1
+	VADDPD  32(R10)(BX*1), Y2, Y2
+	VADDPD  64(R10)(BX*1), Y3, Y3
+	VADDPD  96(R10)(BX*1), Y4, Y4
+	VADDPD  128(R10)(BX*1), Y5, Y5
+	VADDPD  160(R10)(BX*1), Y6, Y6
+	VADDPD  192(R10)(BX*1), Y7, Y7
+	VADDPD  224(R10)(BX*1), Y8, Y8
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPD  (R10)(BX*1), Y1, Y1
+	VADDPD  32(R10)(BX*1), Y2, Y2
+	VADDPD  64(R10)(BX*1), Y3, Y3
+	VADDPD  96(R10)(BX*1), Y4, Y4
+	VADDPD  128(R10)(BX*1), Y5, Y5
+	VADDPD  160(R10)(BX*1), Y6, Y6
+	VADDPD  192(R10)(BX*1), Y7, Y7
+	VADDPD  224(R10)(BX*1), Y8, Y8
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPD  (R10)(BX*1), Y1, Y1
+	VADDPD  32(R10)(BX*1), Y2, Y2
+	VADDPD  64(R10)(BX*1), Y3, Y3
+	VADDPD  96(R10)(BX*1), Y4, Y4
+	VADDPD  128(R10)(BX*1), Y5, Y5
+	VADDPD  160(R10)(BX*1), Y6, Y6
+	VADDPD  192(R10)(BX*1), Y7, Y7
+	VADDPD  224(R10)(BX*1), Y8, Y8
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     blockSources
 
 blockFinish:
 	VDIVPD  Y0, Y1, Y1
@@ -8384,13 +8623,14 @@ steps:
 	JE      stepFinish
 
 stepSources:
-	MOVQ   8(R8), R10
-	VADDPD (R10)(BX*1), Y1, Y1
-	CMPQ   R9, $0x02
-	JE     stepFinish
-	ADDQ   $0x08, R8
-	SUBQ   $0x01, R9
-	JMP    stepSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPD  (R10)(BX*1), Y1, Y1
+	CMPQ    R9, $0x02
+	JE      stepFinish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     stepSources
 
 stepFinish:
 	VDIVPD  Y0, Y1, Y1
@@ -8425,6 +8665,7 @@ TEXT ·avgF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -8444,6 +8685,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VADDPS    Y9, Y1, Y1
@@ -8463,6 +8705,7 @@ blockSources:
 	VADDPS    Y9, Y8, Y8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VADDPS    Y9, Y1, Y1
@@ -8482,6 +8725,7 @@ blockSources:
 	VADDPS    Y9, Y8, Y8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y9
 	VADDPS    Y9, Y1, Y1
@@ -8562,6 +8806,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y2
 	VADDPS    Y2, Y1, Y1
@@ -8613,6 +8858,7 @@ TEXT ·avgBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ    SI, $0x00000020
@@ -8630,6 +8876,7 @@ block:
 	JE      blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPSLLD  $0x10, Y9, Y8
@@ -8643,6 +8890,7 @@ blockSources:
 	VADDPS  Y9, Y7, Y7
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPSLLD  $0x10, Y9, Y8
@@ -8656,6 +8904,7 @@ blockSources:
 	VADDPS  Y9, Y7, Y7
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
 	VPSLLD  $0x10, Y9, Y8
@@ -8748,6 +8997,7 @@ steps:
 	JE      stepFinish
 
 stepSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y7
 	VPSLLD  $0x10, Y7, Y6
@@ -8829,6 +9079,7 @@ TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -8880,6 +9131,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(DI), R9
 	VMOVQ     (R9)(BX*1), X14
 	VPMOVSXBW X14, X14
@@ -8927,6 +9179,7 @@ blockSources:
 	VADDPS    Y14, Y13, Y13
 	CMPQ      R8, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(DI), R9
 	VMOVQ     (R9)(BX*1), X14
 	VPMOVSXBW X14, X14
@@ -8974,6 +9227,7 @@ blockSources:
 	VADDPS    Y14, Y13, Y13
 	CMPQ      R8, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(DI), R9
 	VMOVQ     (R9)(BX*1), X14
 	VPMOVSXBW X14, X14
@@ -9131,6 +9385,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(DI), R9
 	VMOVQ     (R9)(BX*1), X11
 	VPMOVSXBW X11, X11
@@ -9205,6 +9460,7 @@ TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	PCALIGN      $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -9232,6 +9488,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(DI), R9
 	VMOVQ     (R9)(BX*1), X8
 	VPMOVZXBW X8, X8
@@ -9255,6 +9512,7 @@ blockSources:
 	VADDPS    Y8, Y7, Y7
 	CMPQ      R8, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(DI), R9
 	VMOVQ     (R9)(BX*1), X8
 	VPMOVZXBW X8, X8
@@ -9278,6 +9536,7 @@ blockSources:
 	VADDPS    Y8, Y7, Y7
 	CMPQ      R8, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(DI), R9
 	VMOVQ     (R9)(BX*1), X8
 	VPMOVZXBW X8, X8
@@ -9401,6 +9660,7 @@ steps:
 	JE        stepFinish
 
 stepSources:
+	PCALIGN   $0x20
 	MOVQ      8(DI), R9
 	VMOVQ     (R9)(BX*1), X5
 	VPMOVZXBW X5, X5
@@ -10154,18 +10414,19 @@ done:
 // func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·bitAndAVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -10198,6 +10459,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -10213,58 +10475,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VPANDD (R10)(BX*1), Z0, Z0
-	VPANDD 64(R10)(BX*1), Z1, Z1
-	VPANDD 128(R10)(BX*1), Z2, Z2
-	VPANDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPANDD  (R10)(BX*1), Z0, Z0
+	VPANDD  64(R10)(BX*1), Z1, Z1
+	VPANDD  128(R10)(BX*1), Z2, Z2
+	VPANDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -10305,6 +10574,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPANDD     Z1, Z0, Z0
@@ -10348,6 +10618,7 @@ TEXT ·boolAndAVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -10392,6 +10663,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -10411,6 +10683,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10426,6 +10699,7 @@ blockSources:
 	VPANDD    Z5, Z4, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10441,6 +10715,7 @@ blockSources:
 	VPANDD    Z5, Z4, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10456,6 +10731,7 @@ blockSources:
 	VPANDD    Z5, Z4, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10471,6 +10747,7 @@ blockSources:
 	VPANDD    Z5, Z4, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10486,6 +10763,7 @@ blockSources:
 	VPANDD    Z5, Z4, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10501,6 +10779,7 @@ blockSources:
 	VPANDD    Z5, Z4, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10560,6 +10839,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z2
 	VPMINUB    Z0, Z2, Z2
@@ -10589,18 +10869,19 @@ return:
 // func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·bitOrAVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -10633,6 +10914,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -10648,58 +10930,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ  8(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x02
-	JE    blockFinish
-	MOVQ  16(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x03
-	JE    blockFinish
-	MOVQ  24(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x04
-	JE    blockFinish
-	MOVQ  32(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x05
-	JE    blockFinish
-	MOVQ  40(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x06
-	JE    blockFinish
-	MOVQ  48(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x07
-	JE    blockFinish
-	MOVQ  56(R8), R10
-	VPORD (R10)(BX*1), Z0, Z0
-	VPORD 64(R10)(BX*1), Z1, Z1
-	VPORD 128(R10)(BX*1), Z2, Z2
-	VPORD 192(R10)(BX*1), Z3, Z3
-	CMPQ  R9, $0x08
-	JE    blockFinish
-	ADDQ  $0x38, R8
-	SUBQ  $0x07, R9
-	JMP   blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPORD   (R10)(BX*1), Z0, Z0
+	VPORD   64(R10)(BX*1), Z1, Z1
+	VPORD   128(R10)(BX*1), Z2, Z2
+	VPORD   192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -10740,6 +11029,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPORD      Z1, Z0, Z0
@@ -10783,6 +11073,7 @@ TEXT ·boolOrAVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -10827,6 +11118,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -10846,6 +11138,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10861,6 +11154,7 @@ blockSources:
 	VPORD     Z5, Z4, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10876,6 +11170,7 @@ blockSources:
 	VPORD     Z5, Z4, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10891,6 +11186,7 @@ blockSources:
 	VPORD     Z5, Z4, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10906,6 +11202,7 @@ blockSources:
 	VPORD     Z5, Z4, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10921,6 +11218,7 @@ blockSources:
 	VPORD     Z5, Z4, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10936,6 +11234,7 @@ blockSources:
 	VPORD     Z5, Z4, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -10995,6 +11294,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z2
 	VPMINUB    Z0, Z2, Z2
@@ -11024,18 +11324,19 @@ return:
 // func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·bitXorAVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -11068,6 +11369,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -11083,58 +11385,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VPXORD (R10)(BX*1), Z0, Z0
-	VPXORD 64(R10)(BX*1), Z1, Z1
-	VPXORD 128(R10)(BX*1), Z2, Z2
-	VPXORD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPXORD  (R10)(BX*1), Z0, Z0
+	VPXORD  64(R10)(BX*1), Z1, Z1
+	VPXORD  128(R10)(BX*1), Z2, Z2
+	VPXORD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -11175,6 +11484,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPXORD     Z1, Z0, Z0
@@ -11218,6 +11528,7 @@ TEXT ·boolXorAVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -11262,6 +11573,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -11281,6 +11593,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11296,6 +11609,7 @@ blockSources:
 	VPXORD    Z5, Z4, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11311,6 +11625,7 @@ blockSources:
 	VPXORD    Z5, Z4, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11326,6 +11641,7 @@ blockSources:
 	VPXORD    Z5, Z4, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11341,6 +11657,7 @@ blockSources:
 	VPXORD    Z5, Z4, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11356,6 +11673,7 @@ blockSources:
 	VPXORD    Z5, Z4, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11371,6 +11689,7 @@ blockSources:
 	VPXORD    Z5, Z4, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
@@ -11430,6 +11749,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z2
 	VPMINUB    Z0, Z2, Z2
@@ -11459,18 +11779,19 @@ return:
 // func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·sum8AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -11503,6 +11824,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -11518,58 +11840,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VPADDB (R10)(BX*1), Z0, Z0
-	VPADDB 64(R10)(BX*1), Z1, Z1
-	VPADDB 128(R10)(BX*1), Z2, Z2
-	VPADDB 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPADDB  (R10)(BX*1), Z0, Z0
+	VPADDB  64(R10)(BX*1), Z1, Z1
+	VPADDB  128(R10)(BX*1), Z2, Z2
+	VPADDB  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -11610,6 +11939,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPADDB     Z1, Z0, Z0
@@ -11653,6 +11983,7 @@ TEXT ·prod8AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ       SI, $0x00000100
@@ -11705,6 +12036,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -11720,6 +12052,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11747,6 +12080,7 @@ blockSources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R9, $0x02
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       16(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11774,6 +12108,7 @@ blockSources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R9, $0x03
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       24(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11801,6 +12136,7 @@ blockSources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R9, $0x04
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       32(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11828,6 +12164,7 @@ blockSources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R9, $0x05
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       40(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11855,6 +12192,7 @@ blockSources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R9, $0x06
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       48(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11882,6 +12220,7 @@ blockSources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R9, $0x07
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       56(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z5
 	VPANDD     Z0, Z1, Z6
@@ -11952,6 +12291,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z2
 	VPANDD     Z0, Z1, Z3
@@ -11984,18 +12324,19 @@ return:
 // func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minI8AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -12028,6 +12369,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -12043,6 +12385,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12050,6 +12393,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12057,6 +12401,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12064,6 +12409,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12071,6 +12417,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12078,6 +12425,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12085,6 +12433,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINSB (R10)(BX*1), Z0, Z0
 	VPMINSB 64(R10)(BX*1), Z1, Z1
@@ -12135,6 +12484,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPMINSB    Z1, Z0, Z0
@@ -12163,18 +12513,19 @@ return:
 // func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minU8AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -12207,6 +12558,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -12222,6 +12574,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12229,6 +12582,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12236,6 +12590,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12243,6 +12598,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12250,6 +12606,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12257,6 +12614,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12264,6 +12622,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINUB (R10)(BX*1), Z0, Z0
 	VPMINUB 64(R10)(BX*1), Z1, Z1
@@ -12314,6 +12673,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPMINUB    Z1, Z0, Z0
@@ -12342,18 +12702,19 @@ return:
 // func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxI8AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -12386,6 +12747,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -12401,6 +12763,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12408,6 +12771,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12415,6 +12779,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12422,6 +12787,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12429,6 +12795,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12436,6 +12803,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12443,6 +12811,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXSB (R10)(BX*1), Z0, Z0
 	VPMAXSB 64(R10)(BX*1), Z1, Z1
@@ -12493,6 +12862,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPMAXSB    Z1, Z0, Z0
@@ -12521,18 +12891,19 @@ return:
 // func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxU8AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000100
@@ -12565,6 +12936,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000100, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000100
@@ -12580,6 +12952,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12587,6 +12960,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12594,6 +12968,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12601,6 +12976,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12608,6 +12984,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12615,6 +12992,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12622,6 +13000,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXUB (R10)(BX*1), Z0, Z0
 	VPMAXUB 64(R10)(BX*1), Z1, Z1
@@ -12672,6 +13051,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, Z1
 	VPMAXUB    Z1, Z0, Z0
@@ -12700,19 +13080,20 @@ return:
 // func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·sum16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -12745,6 +13126,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000080, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -12760,58 +13142,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VPADDW (R10)(BX*1), Z0, Z0
-	VPADDW 64(R10)(BX*1), Z1, Z1
-	VPADDW 128(R10)(BX*1), Z2, Z2
-	VPADDW 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPADDW  (R10)(BX*1), Z0, Z0
+	VPADDW  64(R10)(BX*1), Z1, Z1
+	VPADDW  128(R10)(BX*1), Z2, Z2
+	VPADDW  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -12852,6 +13241,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z1
 	VPADDW      Z1, Z0, Z0
@@ -12880,19 +13270,20 @@ return:
 // func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·prod16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -12925,6 +13316,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000080, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -12940,6 +13332,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -12947,6 +13340,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -12954,6 +13348,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -12961,6 +13356,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -12968,6 +13364,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -12975,6 +13372,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -12982,6 +13380,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMULLW (R10)(BX*1), Z0, Z0
 	VPMULLW 64(R10)(BX*1), Z1, Z1
@@ -13032,6 +13431,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z1
 	VPMULLW     Z1, Z0, Z0
@@ -13060,19 +13460,20 @@ return:
 // func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minI16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -13105,6 +13506,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000080, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -13120,6 +13522,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13127,6 +13530,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13134,6 +13538,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13141,6 +13546,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13148,6 +13554,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13155,6 +13562,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13162,6 +13570,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINSW (R10)(BX*1), Z0, Z0
 	VPMINSW 64(R10)(BX*1), Z1, Z1
@@ -13212,6 +13621,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z1
 	VPMINSW     Z1, Z0, Z0
@@ -13240,19 +13650,20 @@ return:
 // func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minU16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -13285,6 +13696,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000080, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -13300,6 +13712,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13307,6 +13720,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13314,6 +13728,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13321,6 +13736,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13328,6 +13744,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13335,6 +13752,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13342,6 +13760,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINUW (R10)(BX*1), Z0, Z0
 	VPMINUW 64(R10)(BX*1), Z1, Z1
@@ -13392,6 +13811,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z1
 	VPMINUW     Z1, Z0, Z0
@@ -13420,19 +13840,20 @@ return:
 // func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxI16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -13465,6 +13886,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000080, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -13480,6 +13902,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13487,6 +13910,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13494,6 +13918,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13501,6 +13926,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13508,6 +13934,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13515,6 +13942,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13522,6 +13950,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXSW (R10)(BX*1), Z0, Z0
 	VPMAXSW 64(R10)(BX*1), Z1, Z1
@@ -13572,6 +14001,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z1
 	VPMAXSW     Z1, Z0, Z0
@@ -13600,19 +14030,20 @@ return:
 // func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxU16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -13645,6 +14076,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000080, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -13660,6 +14092,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13667,6 +14100,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13674,6 +14108,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13681,6 +14116,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13688,6 +14124,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13695,6 +14132,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13702,6 +14140,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXUW (R10)(BX*1), Z0, Z0
 	VPMAXUW 64(R10)(BX*1), Z1, Z1
@@ -13752,6 +14191,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z1
 	VPMAXUW     Z1, Z0, Z0
@@ -13780,19 +14220,20 @@ return:
 // func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -13825,6 +14266,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -13840,58 +14282,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VPADDD (R10)(BX*1), Z0, Z0
-	VPADDD 64(R10)(BX*1), Z1, Z1
-	VPADDD 128(R10)(BX*1), Z2, Z2
-	VPADDD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPADDD  (R10)(BX*1), Z0, Z0
+	VPADDD  64(R10)(BX*1), Z1, Z1
+	VPADDD  128(R10)(BX*1), Z2, Z2
+	VPADDD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -13932,6 +14381,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VPADDD      Z1, Z0, Z0
@@ -13960,19 +14410,20 @@ return:
 // func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -14005,6 +14456,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -14020,6 +14472,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14027,6 +14480,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14034,6 +14488,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14041,6 +14496,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14048,6 +14504,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14055,6 +14512,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14062,6 +14520,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMULLD (R10)(BX*1), Z0, Z0
 	VPMULLD 64(R10)(BX*1), Z1, Z1
@@ -14112,6 +14571,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VPMULLD     Z1, Z0, Z0
@@ -14140,19 +14600,20 @@ return:
 // func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -14185,6 +14646,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -14200,6 +14662,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14207,6 +14670,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14214,6 +14678,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14221,6 +14686,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14228,6 +14694,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14235,6 +14702,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14242,6 +14710,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINSD (R10)(BX*1), Z0, Z0
 	VPMINSD 64(R10)(BX*1), Z1, Z1
@@ -14292,6 +14761,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VPMINSD     Z1, Z0, Z0
@@ -14320,19 +14790,20 @@ return:
 // func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minU32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -14365,6 +14836,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -14380,6 +14852,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14387,6 +14860,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14394,6 +14868,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14401,6 +14876,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14408,6 +14884,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14415,6 +14892,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14422,6 +14900,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINUD (R10)(BX*1), Z0, Z0
 	VPMINUD 64(R10)(BX*1), Z1, Z1
@@ -14472,6 +14951,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VPMINUD     Z1, Z0, Z0
@@ -14500,19 +14980,20 @@ return:
 // func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -14545,6 +15026,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -14560,6 +15042,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14567,6 +15050,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14574,6 +15058,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14581,6 +15066,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14588,6 +15074,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14595,6 +15082,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14602,6 +15090,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXSD (R10)(BX*1), Z0, Z0
 	VPMAXSD 64(R10)(BX*1), Z1, Z1
@@ -14652,6 +15141,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VPMAXSD     Z1, Z0, Z0
@@ -14680,19 +15170,20 @@ return:
 // func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxU32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -14725,6 +15216,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -14740,6 +15232,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14747,6 +15240,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14754,6 +15248,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14761,6 +15256,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14768,6 +15264,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14775,6 +15272,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14782,6 +15280,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXUD (R10)(BX*1), Z0, Z0
 	VPMAXUD 64(R10)(BX*1), Z1, Z1
@@ -14832,6 +15331,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VPMAXUD     Z1, Z0, Z0
@@ -14860,19 +15360,20 @@ return:
 // func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -14905,6 +15406,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -14920,58 +15422,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VPADDQ (R10)(BX*1), Z0, Z0
-	VPADDQ 64(R10)(BX*1), Z1, Z1
-	VPADDQ 128(R10)(BX*1), Z2, Z2
-	VPADDQ 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VPADDQ  (R10)(BX*1), Z0, Z0
+	VPADDQ  64(R10)(BX*1), Z1, Z1
+	VPADDQ  128(R10)(BX*1), Z2, Z2
+	VPADDQ  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -15012,6 +15521,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VPADDQ      Z1, Z0, Z0
@@ -15040,19 +15550,20 @@ return:
 // func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
 TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -15085,6 +15596,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -15100,6 +15612,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15107,6 +15620,7 @@ blockSources:
 	VPMULLQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15114,6 +15628,7 @@ blockSources:
 	VPMULLQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15121,6 +15636,7 @@ blockSources:
 	VPMULLQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15128,6 +15644,7 @@ blockSources:
 	VPMULLQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15135,6 +15652,7 @@ blockSources:
 	VPMULLQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15142,6 +15660,7 @@ blockSources:
 	VPMULLQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMULLQ (R10)(BX*1), Z0, Z0
 	VPMULLQ 64(R10)(BX*1), Z1, Z1
@@ -15192,6 +15711,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VPMULLQ     Z1, Z0, Z0
@@ -15220,19 +15740,20 @@ return:
 // func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -15265,6 +15786,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -15280,6 +15802,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15287,6 +15810,7 @@ blockSources:
 	VPMINSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15294,6 +15818,7 @@ blockSources:
 	VPMINSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15301,6 +15826,7 @@ blockSources:
 	VPMINSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15308,6 +15834,7 @@ blockSources:
 	VPMINSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15315,6 +15842,7 @@ blockSources:
 	VPMINSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15322,6 +15850,7 @@ blockSources:
 	VPMINSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINSQ (R10)(BX*1), Z0, Z0
 	VPMINSQ 64(R10)(BX*1), Z1, Z1
@@ -15372,6 +15901,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VPMINSQ     Z1, Z0, Z0
@@ -15400,19 +15930,20 @@ return:
 // func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·minU64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -15445,6 +15976,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -15460,6 +15992,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15467,6 +16000,7 @@ blockSources:
 	VPMINUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15474,6 +16008,7 @@ blockSources:
 	VPMINUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15481,6 +16016,7 @@ blockSources:
 	VPMINUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15488,6 +16024,7 @@ blockSources:
 	VPMINUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15495,6 +16032,7 @@ blockSources:
 	VPMINUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15502,6 +16040,7 @@ blockSources:
 	VPMINUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMINUQ (R10)(BX*1), Z0, Z0
 	VPMINUQ 64(R10)(BX*1), Z1, Z1
@@ -15552,6 +16091,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VPMINUQ     Z1, Z0, Z0
@@ -15580,19 +16120,20 @@ return:
 // func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -15625,6 +16166,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -15640,6 +16182,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15647,6 +16190,7 @@ blockSources:
 	VPMAXSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15654,6 +16198,7 @@ blockSources:
 	VPMAXSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15661,6 +16206,7 @@ blockSources:
 	VPMAXSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15668,6 +16214,7 @@ blockSources:
 	VPMAXSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15675,6 +16222,7 @@ blockSources:
 	VPMAXSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15682,6 +16230,7 @@ blockSources:
 	VPMAXSQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXSQ (R10)(BX*1), Z0, Z0
 	VPMAXSQ 64(R10)(BX*1), Z1, Z1
@@ -15732,6 +16281,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VPMAXSQ     Z1, Z0, Z0
@@ -15760,19 +16310,20 @@ return:
 // func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·maxU64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -15805,6 +16356,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -15820,6 +16372,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15827,6 +16380,7 @@ blockSources:
 	VPMAXUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x02
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15834,6 +16388,7 @@ blockSources:
 	VPMAXUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x03
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15841,6 +16396,7 @@ blockSources:
 	VPMAXUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x04
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    32(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15848,6 +16404,7 @@ blockSources:
 	VPMAXUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x05
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    40(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15855,6 +16412,7 @@ blockSources:
 	VPMAXUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x06
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    48(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15862,6 +16420,7 @@ blockSources:
 	VPMAXUQ 192(R10)(BX*1), Z3, Z3
 	CMPQ    R9, $0x07
 	JE      blockFinish
+	PCALIGN $0x20
 	MOVQ    56(R8), R10
 	VPMAXUQ (R10)(BX*1), Z0, Z0
 	VPMAXUQ 64(R10)(BX*1), Z1, Z1
@@ -15912,6 +16471,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VPMAXUQ     Z1, Z0, Z0
@@ -15940,19 +16500,20 @@ return:
 // func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -15985,6 +16546,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -16000,58 +16562,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VADDPS (R10)(BX*1), Z0, Z0
-	VADDPS 64(R10)(BX*1), Z1, Z1
-	VADDPS 128(R10)(BX*1), Z2, Z2
-	VADDPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VADDPS  (R10)(BX*1), Z0, Z0
+	VADDPS  64(R10)(BX*1), Z1, Z1
+	VADDPS  128(R10)(BX*1), Z2, Z2
+	VADDPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -16092,6 +16661,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VADDPS      Z1, Z0, Z0
@@ -16120,19 +16690,20 @@ return:
 // func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -16165,6 +16736,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -16180,58 +16752,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VADDPD (R10)(BX*1), Z0, Z0
-	VADDPD 64(R10)(BX*1), Z1, Z1
-	VADDPD 128(R10)(BX*1), Z2, Z2
-	VADDPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VADDPD  (R10)(BX*1), Z0, Z0
+	VADDPD  64(R10)(BX*1), Z1, Z1
+	VADDPD  128(R10)(BX*1), Z2, Z2
+	VADDPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -16272,6 +16851,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VADDPD      Z1, Z0, Z0
@@ -16300,19 +16880,20 @@ return:
 // func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
 TEXT ·sumF16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -16377,6 +16958,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -16396,6 +16978,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16415,6 +16998,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16434,6 +17018,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16453,6 +17038,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16472,6 +17058,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16491,6 +17078,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16510,6 +17098,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VADDPS    Z8, Z0, Z0
@@ -16589,6 +17178,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Y1
 	VCVTPH2PS   Y1, Z1
@@ -16644,6 +17234,7 @@ TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ       SI, $0x00000080
@@ -16764,6 +17355,7 @@ pairAround:
 	ADDQ       $0x00000100, BX
 	SUBQ       $0x00000080, SI
 	JMP        pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -16787,6 +17379,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -16810,6 +17403,7 @@ blockSources:
 	VADDPS    Z13, Z11, Z11
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -16833,6 +17427,7 @@ blockSources:
 	VADDPS    Z13, Z11, Z11
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -16856,6 +17451,7 @@ blockSources:
 	VADDPS    Z13, Z11, Z11
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -16879,6 +17475,7 @@ blockSources:
 	VADDPS    Z13, Z11, Z11
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -16902,6 +17499,7 @@ blockSources:
 	VADDPS    Z13, Z11, Z11
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -16925,6 +17523,7 @@ blockSources:
 	VADDPS    Z13, Z11, Z11
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -17057,6 +17656,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z7
 	VPSLLD      $0x10, Z7, Z6
@@ -17096,19 +17696,20 @@ return:
 // func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x02, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x02, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -17141,6 +17742,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -17156,58 +17758,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VMULPS (R10)(BX*1), Z0, Z0
-	VMULPS 64(R10)(BX*1), Z1, Z1
-	VMULPS 128(R10)(BX*1), Z2, Z2
-	VMULPS 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VMULPS  (R10)(BX*1), Z0, Z0
+	VMULPS  64(R10)(BX*1), Z1, Z1
+	VMULPS  128(R10)(BX*1), Z2, Z2
+	VMULPS  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -17248,6 +17857,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z1
 	VMULPS      Z1, Z0, Z0
@@ -17276,19 +17886,20 @@ return:
 // func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
 TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x03, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x03, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -17321,6 +17932,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -17336,58 +17948,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VMULPD (R10)(BX*1), Z0, Z0
-	VMULPD 64(R10)(BX*1), Z1, Z1
-	VMULPD 128(R10)(BX*1), Z2, Z2
-	VMULPD 192(R10)(BX*1), Z3, Z3
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VMULPD  (R10)(BX*1), Z0, Z0
+	VMULPD  64(R10)(BX*1), Z1, Z1
+	VMULPD  128(R10)(BX*1), Z2, Z2
+	VMULPD  192(R10)(BX*1), Z3, Z3
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	TESTQ     DI, DI
@@ -17428,6 +18047,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z1
 	VMULPD      Z1, Z0, Z0
@@ -17456,19 +18076,20 @@ return:
 // func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
 TEXT ·prodF16AVX512(SB), NOSPLIT, $0-56
-	MOVQ dst+0(FP), AX
-	MOVQ srcs+8(FP), CX
-	MOVQ k+16(FP), DX
-	MOVQ lo+24(FP), BX
-	MOVQ hi+32(FP), SI
-	MOVQ mode+48(FP), DI
-	SUBQ BX, SI
-	SHLQ $0x01, BX
-	ADDQ BX, AX
-	CMPQ DX, $0x02
-	JNE  block
-	MOVQ (CX), R8
-	MOVQ 8(CX), R9
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -17533,6 +18154,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -17552,6 +18174,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17571,6 +18194,7 @@ blockSources:
 	VMULPS    Z8, Z7, Z7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17590,6 +18214,7 @@ blockSources:
 	VMULPS    Z8, Z7, Z7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17609,6 +18234,7 @@ blockSources:
 	VMULPS    Z8, Z7, Z7
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17628,6 +18254,7 @@ blockSources:
 	VMULPS    Z8, Z7, Z7
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17647,6 +18274,7 @@ blockSources:
 	VMULPS    Z8, Z7, Z7
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17666,6 +18294,7 @@ blockSources:
 	VMULPS    Z8, Z7, Z7
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z8
 	VMULPS    Z8, Z0, Z0
@@ -17745,6 +18374,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Y1
 	VCVTPH2PS   Y1, Z1
@@ -17800,6 +18430,7 @@ TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ       SI, $0x00000080
@@ -17920,6 +18551,7 @@ pairAround:
 	ADDQ       $0x00000100, BX
 	SUBQ       $0x00000080, SI
 	JMP        pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -17943,6 +18575,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -17966,6 +18599,7 @@ blockSources:
 	VMULPS    Z13, Z11, Z11
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -17989,6 +18623,7 @@ blockSources:
 	VMULPS    Z13, Z11, Z11
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -18012,6 +18647,7 @@ blockSources:
 	VMULPS    Z13, Z11, Z11
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -18035,6 +18671,7 @@ blockSources:
 	VMULPS    Z13, Z11, Z11
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -18058,6 +18695,7 @@ blockSources:
 	VMULPS    Z13, Z11, Z11
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -18081,6 +18719,7 @@ blockSources:
 	VMULPS    Z13, Z11, Z11
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z13
 	VPSLLD    $0x10, Z13, Z12
@@ -18213,6 +18852,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z7
 	VPSLLD      $0x10, Z7, Z6
@@ -18268,6 +18908,7 @@ TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -18308,6 +18949,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -18323,6 +18965,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18338,6 +18981,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18353,6 +18997,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18368,6 +19013,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18383,6 +19029,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18398,6 +19045,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18413,6 +19061,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
@@ -18471,6 +19120,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z2
 	VCMPPS      $0x03, Z2, Z1, K2
@@ -18517,6 +19167,7 @@ TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -18557,6 +19208,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -18572,6 +19224,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18587,6 +19240,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18602,6 +19256,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18617,6 +19272,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18632,6 +19288,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18647,6 +19304,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18662,6 +19320,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
@@ -18720,6 +19379,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z2
 	VCMPPD      $0x03, Z2, Z1, K2
@@ -18766,6 +19426,7 @@ TEXT ·minF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -18846,6 +19507,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -18865,6 +19527,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -18900,6 +19563,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -18935,6 +19599,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -18970,6 +19635,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -19005,6 +19671,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -19040,6 +19707,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -19075,6 +19743,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -19170,6 +19839,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Y2
 	VCVTPH2PS   Y2, Z2
@@ -19221,6 +19891,7 @@ TEXT ·minBF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ       SI, $0x00000080
@@ -19309,6 +19980,7 @@ pairAround:
 	ADDQ       $0x00000100, BX
 	SUBQ       $0x00000080, SI
 	JMP        pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -19332,6 +20004,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19371,6 +20044,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19410,6 +20084,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19449,6 +20124,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19488,6 +20164,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19527,6 +20204,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19566,6 +20244,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -19666,6 +20345,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z5
 	VPSLLD      $0x10, Z5, Z4
@@ -19719,6 +20399,7 @@ TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -19759,6 +20440,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -19774,6 +20456,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19789,6 +20472,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19804,6 +20488,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19819,6 +20504,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19834,6 +20520,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19849,6 +20536,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19864,6 +20552,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
@@ -19922,6 +20611,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z2
 	VCMPPS      $0x03, Z2, Z1, K2
@@ -19968,6 +20658,7 @@ TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -20008,6 +20699,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -20023,6 +20715,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20038,6 +20731,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20053,6 +20747,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20068,6 +20763,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20083,6 +20779,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20098,6 +20795,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20113,6 +20811,7 @@ blockSources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
 	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
@@ -20171,6 +20870,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z2
 	VCMPPD      $0x03, Z2, Z1, K2
@@ -20217,6 +20917,7 @@ TEXT ·maxF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -20297,6 +20998,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -20316,6 +21018,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20351,6 +21054,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20386,6 +21090,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20421,6 +21126,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20456,6 +21162,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20491,6 +21198,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20526,6 +21234,7 @@ blockSources:
 	VMOVDQA32 Z0, K1, Z8
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VCMPPS    $0x03, Z9, Z1, K1
@@ -20621,6 +21330,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Y2
 	VCVTPH2PS   Y2, Z2
@@ -20672,6 +21382,7 @@ TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ       SI, $0x00000080
@@ -20760,6 +21471,7 @@ pairAround:
 	ADDQ       $0x00000100, BX
 	SUBQ       $0x00000080, SI
 	JMP        pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -20783,6 +21495,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -20822,6 +21535,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -20861,6 +21575,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -20900,6 +21615,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -20939,6 +21655,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -20978,6 +21695,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -21017,6 +21735,7 @@ blockSources:
 	VMOVDQA32 Z1, K1, Z9
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z11
 	VPSLLD    $0x10, Z11, Z10
@@ -21117,6 +21836,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z5
 	VPSLLD      $0x10, Z5, Z4
@@ -21171,6 +21891,7 @@ TEXT ·avgF32AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000040
@@ -21207,6 +21928,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000040, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -21222,58 +21944,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VADDPS (R10)(BX*1), Z1, Z1
-	VADDPS 64(R10)(BX*1), Z2, Z2
-	VADDPS 128(R10)(BX*1), Z3, Z3
-	VADDPS 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VADDPS  (R10)(BX*1), Z1, Z1
+	VADDPS  64(R10)(BX*1), Z2, Z2
+	VADDPS  128(R10)(BX*1), Z3, Z3
+	VADDPS  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	VDIVPS    Z0, Z1, Z1
@@ -21318,6 +22047,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU32.Z (R10)(BX*1), K1, Z2
 	VADDPS      Z2, Z1, Z1
@@ -21364,6 +22094,7 @@ TEXT ·avgF64AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000020
@@ -21400,6 +22131,7 @@ pairAround:
 	ADDQ     $0x00000100, BX
 	SUBQ     $0x00000020, SI
 	JMP      pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000020
@@ -21415,58 +22147,65 @@ block:
 	JE        blockFinish
 
 blockSources:
-	MOVQ   8(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x02
-	JE     blockFinish
-	MOVQ   16(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x03
-	JE     blockFinish
-	MOVQ   24(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x04
-	JE     blockFinish
-	MOVQ   32(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x05
-	JE     blockFinish
-	MOVQ   40(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x06
-	JE     blockFinish
-	MOVQ   48(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x07
-	JE     blockFinish
-	MOVQ   56(R8), R10
-	VADDPD (R10)(BX*1), Z1, Z1
-	VADDPD 64(R10)(BX*1), Z2, Z2
-	VADDPD 128(R10)(BX*1), Z3, Z3
-	VADDPD 192(R10)(BX*1), Z4, Z4
-	CMPQ   R9, $0x08
-	JE     blockFinish
-	ADDQ   $0x38, R8
-	SUBQ   $0x07, R9
-	JMP    blockSources
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x02
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x03
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x04
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    32(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x05
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    40(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x06
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    48(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x07
+	JE      blockFinish
+	PCALIGN $0x20
+	MOVQ    56(R8), R10
+	VADDPD  (R10)(BX*1), Z1, Z1
+	VADDPD  64(R10)(BX*1), Z2, Z2
+	VADDPD  128(R10)(BX*1), Z3, Z3
+	VADDPD  192(R10)(BX*1), Z4, Z4
+	CMPQ    R9, $0x08
+	JE      blockFinish
+	ADDQ    $0x38, R8
+	SUBQ    $0x07, R9
+	JMP     blockSources
 
 blockFinish:
 	VDIVPD    Z0, Z1, Z1
@@ -21511,6 +22250,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU64.Z (R10)(BX*1), K1, Z2
 	VADDPD      Z2, Z1, Z1
@@ -21557,6 +22297,7 @@ TEXT ·avgF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ      SI, $0x00000080
@@ -21629,6 +22370,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -21648,6 +22390,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21667,6 +22410,7 @@ blockSources:
 	VADDPS    Z9, Z8, Z8
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21686,6 +22430,7 @@ blockSources:
 	VADDPS    Z9, Z8, Z8
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21705,6 +22450,7 @@ blockSources:
 	VADDPS    Z9, Z8, Z8
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21724,6 +22470,7 @@ blockSources:
 	VADDPS    Z9, Z8, Z8
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21743,6 +22490,7 @@ blockSources:
 	VADDPS    Z9, Z8, Z8
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21762,6 +22510,7 @@ blockSources:
 	VADDPS    Z9, Z8, Z8
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VCVTPH2PS (R10)(BX*1), Z9
 	VADDPS    Z9, Z1, Z1
@@ -21849,6 +22598,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Y2
 	VCVTPH2PS   Y2, Z2
@@ -21909,6 +22659,7 @@ TEXT ·avgBF16AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ       SI, $0x00000080
@@ -22037,6 +22788,7 @@ pairAround:
 	ADDQ       $0x00000100, BX
 	SUBQ       $0x00000080, SI
 	JMP        pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000080
@@ -22060,6 +22812,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22083,6 +22836,7 @@ blockSources:
 	VADDPS    Z14, Z12, Z12
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22106,6 +22860,7 @@ blockSources:
 	VADDPS    Z14, Z12, Z12
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22129,6 +22884,7 @@ blockSources:
 	VADDPS    Z14, Z12, Z12
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22152,6 +22908,7 @@ blockSources:
 	VADDPS    Z14, Z12, Z12
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22175,6 +22932,7 @@ blockSources:
 	VADDPS    Z14, Z12, Z12
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22198,6 +22956,7 @@ blockSources:
 	VADDPS    Z14, Z12, Z12
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU64 (R10)(BX*1), Z14
 	VPSLLD    $0x10, Z14, Z13
@@ -22338,6 +23097,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z8
 	VPSLLD      $0x10, Z8, Z7
@@ -22421,6 +23181,7 @@ TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ        SI, $0x00000040
@@ -22657,6 +23418,7 @@ pairAround:
 	ADDQ        $0x00000040, BX
 	SUBQ        $0x00000040, SI
 	JMP         pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -22704,6 +23466,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -22747,6 +23510,7 @@ blockSources:
 	VADDPS    Z14, Z13, Z13
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -22790,6 +23554,7 @@ blockSources:
 	VADDPS    Z14, Z13, Z13
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -22833,6 +23598,7 @@ blockSources:
 	VADDPS    Z14, Z13, Z13
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -22876,6 +23642,7 @@ blockSources:
 	VADDPS    Z14, Z13, Z13
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -22919,6 +23686,7 @@ blockSources:
 	VADDPS    Z14, Z13, Z13
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -22962,6 +23730,7 @@ blockSources:
 	VADDPS    Z14, Z13, Z13
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU   (R10)(BX*1), X14
 	VPMOVSXBW X14, Y14
@@ -23192,6 +23961,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, X11
 	VPMOVSXBW  X11, Y11
@@ -23272,6 +24042,7 @@ TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ        SI, $0x00000040
@@ -23460,6 +24231,7 @@ pairAround:
 	ADDQ        $0x00000040, BX
 	SUBQ        $0x00000040, SI
 	JMP         pair
+	PCALIGN $0x40
 
 block:
 	CMPQ      SI, $0x00000040
@@ -23487,6 +24259,7 @@ block:
 	JE        blockFinish
 
 blockSources:
+	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23510,6 +24283,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x02
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      16(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23533,6 +24307,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x03
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      24(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23556,6 +24331,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x04
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      32(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23579,6 +24355,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x05
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      40(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23602,6 +24379,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x06
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      48(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23625,6 +24403,7 @@ blockSources:
 	VADDPS    Z8, Z7, Z7
 	CMPQ      R9, $0x07
 	JE        blockFinish
+	PCALIGN   $0x20
 	MOVQ      56(R8), R10
 	VMOVDQU   (R10)(BX*1), X8
 	VPMOVZXBW X8, Y8
@@ -23822,6 +24601,7 @@ steps:
 	JE         stepFinish
 
 stepSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU8.Z (R10)(BX*1), K1, X5
 	VPMOVZXBW  X5, Y5
@@ -24636,6 +25416,7 @@ TEXT ·sumBF16AVX512BF16(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ           SI, $0x00000080
@@ -24800,6 +25581,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ       SI, $0x00000080
@@ -24823,6 +25605,7 @@ block:
 	JE         blockFinish
 
 blockSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -24846,6 +25629,7 @@ blockSources:
 	VADDPS     Z15, Z13, Z13
 	CMPQ       R9, $0x02
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       16(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -24869,6 +25653,7 @@ blockSources:
 	VADDPS     Z15, Z13, Z13
 	CMPQ       R9, $0x03
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       24(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -24892,6 +25677,7 @@ blockSources:
 	VADDPS     Z15, Z13, Z13
 	CMPQ       R9, $0x04
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       32(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -24915,6 +25701,7 @@ blockSources:
 	VADDPS     Z15, Z13, Z13
 	CMPQ       R9, $0x05
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       40(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -24938,6 +25725,7 @@ blockSources:
 	VADDPS     Z15, Z13, Z13
 	CMPQ       R9, $0x06
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       48(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -24961,6 +25749,7 @@ blockSources:
 	VADDPS     Z15, Z13, Z13
 	CMPQ       R9, $0x07
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       56(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25137,6 +25926,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z5
 	VPUNPCKLWD  Z5, Z3, Z4
@@ -25218,6 +26008,7 @@ TEXT ·prodBF16AVX512BF16(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ           SI, $0x00000080
@@ -25382,6 +26173,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ       SI, $0x00000080
@@ -25405,6 +26197,7 @@ block:
 	JE         blockFinish
 
 blockSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25428,6 +26221,7 @@ blockSources:
 	VMULPS     Z15, Z13, Z13
 	CMPQ       R9, $0x02
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       16(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25451,6 +26245,7 @@ blockSources:
 	VMULPS     Z15, Z13, Z13
 	CMPQ       R9, $0x03
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       24(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25474,6 +26269,7 @@ blockSources:
 	VMULPS     Z15, Z13, Z13
 	CMPQ       R9, $0x04
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       32(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25497,6 +26293,7 @@ blockSources:
 	VMULPS     Z15, Z13, Z13
 	CMPQ       R9, $0x05
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       40(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25520,6 +26317,7 @@ blockSources:
 	VMULPS     Z15, Z13, Z13
 	CMPQ       R9, $0x06
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       48(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25543,6 +26341,7 @@ blockSources:
 	VMULPS     Z15, Z13, Z13
 	CMPQ       R9, $0x07
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       56(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
@@ -25719,6 +26518,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z5
 	VPUNPCKLWD  Z5, Z3, Z4
@@ -25804,6 +26604,7 @@ TEXT ·avgBF16AVX512BF16(SB), NOSPLIT, $0-56
 	JNE          block
 	MOVQ         (CX), R8
 	MOVQ         8(CX), R9
+	PCALIGN      $0x40
 
 pair:
 	CMPQ           SI, $0x00000080
@@ -25976,6 +26777,7 @@ pairAround:
 	ADDQ      $0x00000100, BX
 	SUBQ      $0x00000080, SI
 	JMP       pair
+	PCALIGN $0x40
 
 block:
 	CMPQ       SI, $0x00000080
@@ -25999,6 +26801,7 @@ block:
 	JE         blockFinish
 
 blockSources:
+	PCALIGN    $0x20
 	MOVQ       8(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26022,6 +26825,7 @@ blockSources:
 	VADDPS     Z16, Z14, Z14
 	CMPQ       R9, $0x02
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       16(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26045,6 +26849,7 @@ blockSources:
 	VADDPS     Z16, Z14, Z14
 	CMPQ       R9, $0x03
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       24(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26068,6 +26873,7 @@ blockSources:
 	VADDPS     Z16, Z14, Z14
 	CMPQ       R9, $0x04
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       32(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26091,6 +26897,7 @@ blockSources:
 	VADDPS     Z16, Z14, Z14
 	CMPQ       R9, $0x05
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       40(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26114,6 +26921,7 @@ blockSources:
 	VADDPS     Z16, Z14, Z14
 	CMPQ       R9, $0x06
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       48(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26137,6 +26945,7 @@ blockSources:
 	VADDPS     Z16, Z14, Z14
 	CMPQ       R9, $0x07
 	JE         blockFinish
+	PCALIGN    $0x20
 	MOVQ       56(R8), R10
 	VMOVDQU64  (R10)(BX*1), Z16
 	VPUNPCKLWD Z16, Z3, Z15
@@ -26321,6 +27130,7 @@ steps:
 	JE          stepFinish
 
 stepSources:
+	PCALIGN     $0x20
 	MOVQ        8(R8), R10
 	VMOVDQU16.Z (R10)(BX*1), K1, Z5
 	VPUNPCKLWD  Z5, Z3, Z4
