@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -30,6 +31,7 @@ const (
 )
 
 type benchFlags struct {
+	bind                       bool
 	n                          int
 	op, dtype, redop, min, max string
 	factor, root               int
@@ -79,6 +81,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
+	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
 	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
 	fl.BoolVar(&f.emit, "emit", false, "")
@@ -217,7 +220,7 @@ func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 		return err
 	}
 	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
-		NoPrefix: true, Grace: time.Second, QuietCode: codeWrong, Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
+		NoPrefix: true, Bind: f.bind && f.n <= runtime.NumCPU(), Grace: time.Second, QuietCode: codeWrong, Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err
 	}

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -23,6 +24,7 @@ type runFlags struct {
 	secretFile, transport  string
 	timeout, grace         time.Duration
 	logDir, onFailure      string
+	bind                   string
 	noPrefix, stdin, quiet bool
 }
 
@@ -71,6 +73,7 @@ command, even if the command is killed.`,
 	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation, such as 90s (default: TUTTI_TIMEOUT, else 5m)")
 	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log")
+	fl.StringVar(&f.bind, "bind", "none", "none, or core: each rank to a core of its own, for programs of one thread")
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
 	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the ranks have none)")
 	fl.StringVar(&f.onFailure, "on-failure", "end", "what to do when a rank fails: `end` the others")
@@ -99,7 +102,7 @@ func launched(code int, err error) error {
 
 // options checks the flags, which say what is wrong with them in their own names.
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
-	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir, Grace: f.grace, Quiet: f.quiet}
+	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir, Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
 	given := cmd.Flags().Changed
 	store, from := f.store, "--store"
 	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" && (strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
@@ -127,6 +130,10 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--on-failure %s: expected end", f.onFailure)
 	case f.transport != "" && !transports(f.transport, "auto", "shm", "tcp"):
 		return o, usagef(cmd, "--transport %s: expected auto, shm or tcp", f.transport)
+	case f.bind != "none" && f.bind != "core":
+		return o, usagef(cmd, "--bind %s: expected none or core", f.bind)
+	case f.bind == "core" && f.n > runtime.NumCPU():
+		return o, usagef(cmd, "--bind core: %d ranks need as many cores, there are %d", f.n, runtime.NumCPU())
 	case f.grace < 0:
 		return o, usagef(cmd, "--grace %v: expected 0 or more", f.grace)
 	case given("timeout") && f.timeout == 0:

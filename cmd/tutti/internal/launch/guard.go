@@ -32,6 +32,7 @@ type Command struct {
 	Args []string
 	Env  []string
 	Dir  string
+	CPU  int // 0: any; else the CPU-th processor that the guard itself may run on, from 1
 }
 
 // order is what the launcher tells the guard: a directory to remove in the end, a process to start, or a signal for one (or all, ID < 0).
@@ -322,6 +323,27 @@ func GuardMain() int {
 func start(c *Command, files []int) (int, error) {
 	if len(files) != 3 {
 		return 0, fmt.Errorf("guard got %d files, want 3", len(files))
+	}
+	if c.CPU > 0 { // a process begins where the thread that forks it may run
+		var all, one unix.CPUSet
+		if err := unix.SchedGetaffinity(0, &all); err != nil {
+			return 0, fmt.Errorf("bind to a core: %w", err)
+		}
+		nth := 0
+		for cpu := 0; cpu < len(all)*64 && nth < c.CPU; cpu++ {
+			if all.IsSet(cpu) {
+				if nth++; nth == c.CPU {
+					one.Set(cpu)
+				}
+			}
+		}
+		if nth < c.CPU {
+			return 0, fmt.Errorf("bind to a core: there are %d, not %d", nth, c.CPU)
+		}
+		if err := unix.SchedSetaffinity(0, &one); err != nil {
+			return 0, fmt.Errorf("bind to a core: %w", err)
+		}
+		defer unix.SchedSetaffinity(0, &all)
 	}
 	return syscall.ForkExec(c.Path, append([]string{c.Path}, c.Args...), &syscall.ProcAttr{
 		Dir: c.Dir, Env: c.Env, Files: []uintptr{uintptr(files[0]), uintptr(files[1]), uintptr(files[2])},

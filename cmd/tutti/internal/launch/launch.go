@@ -45,6 +45,7 @@ type Options struct {
 	Stdout, Stderr *os.File
 	NoPrefix       bool
 	LogDir         string
+	Bind           bool          // each rank to a processor of its own; N must not exceed the processors that this process may run on
 	Grace          time.Duration // between SIGTERM and SIGKILL once the job has failed
 
 	Quiet     bool // say nothing of how the ranks ended
@@ -215,6 +216,9 @@ func (l *launcher) start(i int, c Command) error {
 			io.Copy(feed, l.Stdin)
 			feed.Close()
 		}()
+	}
+	if l.Bind {
+		c.CPU = i + 1
 	}
 	l.live++
 	return l.guard.Start(i, c, in, w[0], w[1])
