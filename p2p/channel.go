@@ -37,16 +37,18 @@ func (e *Aborted) Error() string { return fmt.Sprintf("rank %d aborted", e.Rank)
 // (PostRecv, WaitRecv, Send), where the n-th message from a peer goes to the n-th receive posted for it, and the tagged lane (SendReq, RecvReq).
 // All methods need the proxy's lock but where they say otherwise; slots are positions in the channel's list of ranks.
 type Channel struct {
-	id      uint32
-	p       *Proxy
-	ranks   []int // rank of each slot; nil until opened
-	slots   map[int]int
-	streams map[int]*stream // by rank
-	fast    []*stream       // by slot
-	err     error
-	aborted []byte // what we or a peer aborted with, for those who link up later
-	now     Token  // the operation in progress or the last one
-	window  int
+	id        uint32
+	p         *Proxy
+	ranks     []int // rank of each slot; nil until opened
+	slots     map[int]int
+	streams   map[int]*stream // by rank
+	fast      []*stream       // by slot
+	err       error
+	aborted   []byte // what we or a peer aborted with, for those who link up later
+	now       Token  // the operation in progress or the last one
+	told      Token  // the operation that was announced last
+	toldWaits uint64
+	window    int
 
 	// tagged lane
 	posted  []*RecvReq // unmatched, in posting order
@@ -72,6 +74,8 @@ type stream struct {
 	left    bool  // the peer closed the channel
 	seen    Token // of the last message that came
 	hasSeen bool
+	waits   Token  // the operation in which the peer said that it waits
+	waitFor uint64 // for whom, packed
 }
 
 // early is a frame that arrived before anybody asked for it.
@@ -238,6 +242,48 @@ func (c *Channel) Seen(slot int) (Token, bool) {
 		return st.seen, st.hasSeen
 	}
 	return Token{}, false
+}
+
+// maxWaits is how many slots a status names at most, slotBits the room for each: its number and one.
+const (
+	maxWaits = 3
+	slotBits = 21
+)
+
+func packSlots(slots []int) (packed uint64) {
+	for i, s := range slots[:min(len(slots), maxWaits)] {
+		packed |= uint64(s+1) << (i * slotBits)
+	}
+	return packed
+}
+
+// Announce tells every linked member that this rank is in operation t and that slots (of which the first three are told) keep it for long. It does
+// nothing if that has been told already.
+func (c *Channel) Announce(t Token, slots []int) {
+	packed := packSlots(slots)
+	if c.told == t && c.toldWaits == packed {
+		return
+	}
+	c.told, c.toldWaits = t, packed
+	for _, r := range c.ranks {
+		if pr := &c.p.peers[r]; pr.link != nil {
+			c.p.control(pr, Header{Kind: frameStatus, Chan: c.id, Seq: t.Seq, Call: t.Call, Count: t.Count, Off: packed}, nil)
+		}
+	}
+}
+
+// WaitsFor returns who keeps the rank in slot, as it has announced in operation t; false if it has announced nothing.
+func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
+	st := c.fast[slot]
+	if st == nil || st.waits != t {
+		return nil, false
+	}
+	for packed := st.waitFor; packed != 0; packed >>= slotBits {
+		if s := int(packed&(1<<slotBits-1)) - 1; s >= 0 && s < len(c.ranks) {
+			slots = append(slots, s)
+		}
+	}
+	return slots, true
 }
 
 // Abort fails the channel here and tells every linked member; those who link up later are told then. payload (at most MaxAbort bytes) is kept.

@@ -216,6 +216,8 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		p.take(pr, payload, r.buf[r.got:r.got+int(h.Len)])
 		return nil
 	case frameCredit:
+	case frameStatus:
+		st.waits, st.waitFor = Token{h.Seq, h.Call, h.Count}, h.Off
 	case frameCTS:
 		c.clearToSend(st, h)
 	case frameCancel:

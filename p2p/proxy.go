@@ -20,6 +20,7 @@ const (
 	frameRTS               // tagged message, announced. Count: tag, Seq: sender's id, Off: bytes
 	frameCTS               // Seq: sender's id, Off: receiver's id; flagDrop: the receiver does not want it
 	frameBulk              // data of an announced message. Seq: receiver's id, Off: place
+	frameStatus            // the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom, see packSlots
 	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
 )
 

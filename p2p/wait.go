@@ -14,10 +14,11 @@ var ErrTimeout = errors.New("deadline passed")
 const (
 	hotFor    = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
 	yieldFor  = 500 * time.Microsecond // polling between yields
-	checks    = 64                     // polls between looks at the clock
-	rushPolls = 200                    // polls before anything else is looked at
-	coldPolls = 4                      // the same, where each poll is followed by a yield
-	hotPolls  = 16                     // polls of the awaited link between rounds over all
+	longEvery = 5 * time.Millisecond
+	checks    = 64  // polls between looks at the clock
+	rushPolls = 200 // polls before anything else is looked at
+	coldPolls = 4   // the same, where each poll is followed by a yield
+	hotPolls  = 16  // polls of the awaited link between rounds over all
 )
 
 // Wait is how patient one goroutine is: what ends its waiting, and how it has waited so far. It is used by one goroutine and reusable.
@@ -28,6 +29,8 @@ type Wait struct {
 	linking bool      // the awaited peer has no link yet
 	spins   int       // looks in vain since there was progress
 	busy    int       // progress since Reset
+	long    func()    // called with the lock, now and then, from when half of the time is over
+	half    time.Time // when next; zero: never
 	began   time.Time // first look at the clock
 	from    time.Time // first look at the clock since there was progress
 	wake    chan struct{}
@@ -45,6 +48,9 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 	w.ctx, w.timeout, w.lazy = ctx, timeout, lazy
 	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
+
+// OnLong sets what is called, with the proxy's lock, every few milliseconds at most, while an operation has waited for more than half of the time that it has. It stays set.
+func (w *Wait) OnLong(f func()) { w.long = f }
 
 // Waited returns how long w's operation has been waiting.
 func (w *Wait) Waited() time.Duration {
@@ -166,7 +172,18 @@ func (p *Proxy) giveWay(w *Wait) error {
 // over returns why w must not wait any longer.
 func (w *Wait) over(now time.Time) error {
 	if w.began.IsZero() {
-		w.began = now
+		w.began, w.half = now, time.Time{}
+		left := w.timeout
+		if d, ok := w.ctx.Deadline(); ok && (left <= 0 || d.Sub(now) < left) {
+			left = d.Sub(now)
+		}
+		if left > 0 && w.long != nil {
+			w.half = now.Add(left / 2)
+		}
+	}
+	if !w.half.IsZero() && now.After(w.half) {
+		w.half = now.Add(longEvery)
+		w.long()
 	}
 	if err := w.ctx.Err(); err != nil {
 		return err
@@ -204,6 +221,9 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		wait := 100 * time.Millisecond
 		if w.linking { // politeness and admissions end without a wake
 			wait = politeness
+		}
+		if !w.half.IsZero() {
+			wait = max(longEvery, min(wait, w.half.Sub(now)))
 		}
 		if w.timeout > 0 {
 			wait = max(0, min(wait, w.timeout-now.Sub(w.began)))

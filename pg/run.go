@@ -149,6 +149,7 @@ type planKey struct {
 func (r *runner) init(g *Group) {
 	r.g, r.algo, r.plans, r.sending = g, g.job.algo, map[planKey]*program{}, -1
 	r.desc = make([]byte, descSize)
+	g.wait.OnLong(r.long)
 }
 
 func compile(p *collectives.Plan) *program {
@@ -598,27 +599,57 @@ func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType)
 	return nil
 }
 
-// missing lists the ranks that the operation is waiting for, with what was last seen of them. Called with the proxy's lock.
-func (r *runner) missing() []lastSeen {
-	var all []lastSeen
-	add := func(slot int) {
-		for _, m := range all {
-			if m.Rank == slot {
-				return
-			}
-		}
-		t, ok := r.g.coll.Seen(slot)
-		all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
-	}
+// awaits returns the slots that the running operation waits for. With the proxy's lock, as what follows.
+func (r *runner) awaits() (slots []int) {
 	if r.prog == nil {
 		return nil
 	}
 	if r.sending >= 0 {
-		add(r.sending)
+		slots = append(slots, r.sending)
 	}
 	for _, n := range r.prog.recvs {
-		if rc := &r.recvs[n]; rc.Posted() && !rc.Done() {
-			add(int(r.prog.Steps[n].Peer))
+		if rc := &r.recvs[n]; rc.Posted() && !rc.Done() && !slices.Contains(slots, int(r.prog.Steps[n].Peer)) {
+			slots = append(slots, int(r.prog.Steps[n].Peer))
+		}
+	}
+	return slots
+}
+
+// long is called when half of an operation's time is over, and again: the others learn who keeps this rank, as far as it knows, and tell on what they
+// learn. So in the end everybody knows who keeps them all.
+func (r *runner) long() {
+	var slots []int
+	for _, m := range r.missing() {
+		slots = append(slots, m.Rank)
+	}
+	r.g.coll.Announce(r.tok, slots)
+}
+
+// missing lists the ranks that keep the operation, with what was last seen of them: those that it waits for, but where one of these has said that it is
+// waiting itself, those that it waits for.
+func (r *runner) missing() (all []lastSeen) {
+	c := r.g.coll
+	queue := r.awaits()
+	first := slices.Clone(queue)
+	done := map[int]bool{r.g.rank: true}
+	for len(queue) > 0 {
+		slot := queue[0]
+		queue = queue[1:]
+		if done[slot] {
+			continue
+		}
+		done[slot] = true
+		if next, waits := c.WaitsFor(slot, r.tok); waits {
+			queue = append(queue, next...)
+			continue
+		}
+		t, ok := c.Seen(slot)
+		all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
+	}
+	if len(all) == 0 { // they wait for each other, or for us
+		for _, slot := range first {
+			t, ok := c.Seen(slot)
+			all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
 		}
 	}
 	return all
