@@ -256,3 +256,62 @@ func TestTunedJobs(t *testing.T) {
 		})
 	}
 }
+
+// Plain memory that peers read straight from a rank's process gives the right result or an error, also when that rank gives up and changes it.
+func TestPulledMemory(t *testing.T) {
+	for _, n := range []int{2, 3} {
+		pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
+			ctx := context.Background()
+			const count = 100_000
+			src, all := make([]float64, count), make([]float64, n*count)
+			for round := range 20 {
+				for i := range src {
+					src[i] = float64(round*1000 + g.Rank())
+				}
+				if err := pg.AllGather(ctx, g, all, src); err != nil {
+					t.Fatal(err)
+				}
+				for i, v := range all {
+					if v != float64(round*1000+i/count) {
+						t.Fatalf("round %d: element %d is %v", round, i, v)
+					}
+				}
+				x := values(g.Rank(), count)
+				if err := pg.Broadcast(ctx, g, x, round%n); err != nil {
+					t.Fatal(err)
+				}
+				if want := values(round%n, count); x[0] != want[0] || x[count-1] != want[count-1] {
+					t.Fatalf("broadcast: %v and %v", x[0], x[count-1])
+				}
+			}
+			for round := 0; ; round++ {
+				for i := range src {
+					src[i] = float64(g.Rank())
+				}
+				var err error
+				if g.Rank() == 1 {
+					ctx, cancel := context.WithTimeout(ctx, time.Duration(2000-13*round)*time.Microsecond)
+					err = pg.AllGather(ctx, g, all, src)
+					cancel()
+				} else {
+					err = pg.AllGather(ctx, g, all, src)
+				}
+				if err != nil {
+					for i := range src {
+						src[i] = -1
+					}
+					var te *pg.TimeoutError
+					if !errors.As(err, &te) {
+						t.Errorf("got %v, want a *TimeoutError", err)
+					}
+					return
+				}
+				for i, v := range all {
+					if v != float64(i/count) {
+						t.Fatalf("element %d is %v: a wrong result without an error", i, v)
+					}
+				}
+			}
+		}, pgtest.Transport("shm"))
+	}
+}

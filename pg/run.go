@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
+	"time"
 	"unsafe"
 
 	"tutti/collectives"
@@ -18,6 +19,8 @@ const (
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
+	// pullMin is the size in bytes from which a peer's plain memory is read from its process instead of being sent by it.
+	pullMin = 64 << 10
 	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole one.
 	wireChunk = 256 << 10
 )
@@ -42,6 +45,9 @@ type runner struct {
 	in, out         base
 	scratch         unsafe.Pointer
 	peerIn, peerOut []unsafe.Pointer // by slot
+	remote          []uint64         // by slot: where In is in the peer's process, if it is not mapped here; else 0
+	pulls           bool             // some rank's In is such
+	reads           readable         // whether the ranks can read each other's memory
 	sending         int              // slot that a Send waits for, -1: none
 	prog            *program         // running; nil between operations
 
@@ -107,6 +113,15 @@ func (r *runner) remember(prog *program) {
 		}
 	}
 }
+
+// readable says whether all ranks can read each other's memory; they find out together when they first have a use for it.
+type readable uint8
+
+const (
+	unknown readable = iota
+	yes
+	no
+)
 
 // base says where the parts of In or Out are: part i at ptr + i*stride, or at ptr + offs[i].
 type base struct {
@@ -303,7 +318,7 @@ func (r *runner) collective() (err error) {
 	if algo == collectives.Direct {
 		g.job.proxy.Pin()
 		defer g.job.proxy.Unpin()
-		ok, err := r.exchange(elem)
+		ok, err := r.exchange(elem, total)
 		if err != nil {
 			return err
 		}
@@ -317,6 +332,12 @@ func (r *runner) collective() (err error) {
 	}
 	if direct || algo == collectives.Direct {
 		r.hot.prog = nil // whether memory is mapped is asked every time
+	}
+	if r.pulls && algo == collectives.Direct {
+		// A rank that fails tells so before it returns, and its caller may then change the memory that was being read here.
+		if err := g.coll.Settle(); err != nil {
+			return err
+		}
 	}
 	r.touched = false // everybody is done with everybody's memory
 	return nil
@@ -513,6 +534,16 @@ func (r *runner) steps(prog *program, dtype DType) error {
 			}
 			r.sending = -1
 		case collectives.Copy:
+			if s.Src.Buf == collectives.PeerIn && r.remote[s.Src.Peer] != 0 && s.Dst.Len > 0 {
+				from := r.remote[s.Src.Peer] + uint64(int(s.Src.Part)*r.in.stride+s.Src.Off)
+				if err := g.coll.ReadMemory(int(s.Src.Peer), r.bytes(&s.Dst), from); err != nil {
+					if told := g.coll.Settle(); told != nil { // it gave up first
+						return told
+					}
+					return err
+				}
+				continue
+			}
 			r.copy(r.at(&s.Dst), r.source(prog, i, 0, &s.Src), s.Dst.Len)
 		case collectives.Combine:
 			if err := r.combine(prog, i, s, dtype); err != nil {
@@ -655,50 +686,117 @@ func (r *runner) missing() (all []lastSeen) {
 	return all
 }
 
-// descSize is what a rank tells about its buffers before a direct plan: for In and Out each the region, its generation and size, and the offset in it.
-const descSize = 64
+// descSize is what a rank tells about its buffers before a direct plan: for In and Out 32 bytes each (see describe), and the address of the description itself.
+const descSize = 72
 
-// exchange tells all ranks where this rank's buffers are and maps theirs. It returns false, at every rank alike, unless all of them can be mapped.
+// What describe says of a buffer.
+const (
+	descNone  = iota // peers cannot get at it
+	descMaps         // it is in a shared region
+	descEmpty        // there is nothing to get at, or nobody needs to
+	descReads        // it is at an address of this process
+)
+
+// pullable reports whether the direct plan of a kind does nothing but copy from the peers' In.
+func pullable(k collectives.Kind) bool {
+	switch k {
+	case collectives.AllGather, collectives.AllGatherV, collectives.AllToAll, collectives.Broadcast, collectives.Scatter:
+		return true
+	}
+	return false
+}
+
+// exchange tells all ranks where this rank's buffers are and finds theirs. It returns false, at every rank alike, unless all of them can be got at.
 // It is also the entry into the operation: when it returns, every rank has begun it.
-func (r *runner) exchange(elem int) (bool, error) {
+func (r *runner) exchange(elem, total int) (bool, error) {
 	g, c := r.g, &r.g.cur
+	pull := pullable(c.kind) && total >= pullMin && r.reads != no
 	clear(r.desc)
 	r.shared = r.shared[:0]
 	inLen, outLen := c.lengths(g, elem)
-	r.describe(r.desc[:descSize/2], c.in, inLen)
-	r.describe(r.desc[descSize/2:], c.out, outLen)
+	r.describe(r.desc[:32], c.in, inLen)
+	r.describe(r.desc[32:64], c.out, outLen)
+	if pull {
+		if r.desc[0] == descNone {
+			r.desc[0] = descReads
+			binary.LittleEndian.PutUint64(r.desc[16:], uint64(uintptr(c.in)))
+		}
+		r.desc[32] = descEmpty // the result is written by this rank alone
+	}
+	binary.LittleEndian.PutUint64(r.desc[64:], uint64(uintptr(unsafe.Pointer(&r.desc[0]))))
 	if r.descs == nil {
 		r.descs = make([]byte, descSize*g.size)
-		r.peerIn, r.peerOut = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size)
+		r.peerIn, r.peerOut, r.remote = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size), make([]uint64, g.size)
 	}
-	algo := r.g.job.table.Choose(r.shape(collectives.AllGather, 1, descSize), collectives.Caps{SharedMemory: g.caps.SharedMemory, Cores: g.caps.Cores})
-	prog, err := r.program(collectives.AllGather, algo, 1, descSize)
-	if err != nil {
+	if err := r.share(r.desc, r.descs); err != nil {
 		return false, err
 	}
-	r.in, r.out = base{ptr: unsafe.Pointer(&r.desc[0])}, base{ptr: unsafe.Pointer(&r.descs[0]), stride: descSize}
-	if err := r.steps(prog, Uint8); err != nil {
-		return false, err
-	}
-	for i := 0; i < len(r.descs); i += descSize / 2 {
-		if r.descs[i] == 0 {
+	r.pulls = false
+	for slot := range g.size {
+		d := r.descs[slot*descSize:]
+		if d[0] == descNone || d[32] == descNone {
 			return false, nil
 		}
+		r.pulls = r.pulls || d[0] == descReads
+	}
+	if r.pulls && r.reads == unknown {
+		if err := r.probe(); err != nil {
+			return false, err
+		}
+	}
+	if r.pulls && r.reads != yes {
+		return false, nil
 	}
 	r.touched = true
+	var err error
 	for slot := range g.size {
 		if slot == g.rank {
 			continue
 		}
 		d := r.descs[slot*descSize : (slot+1)*descSize]
-		if r.peerIn[slot], err = r.locate(slot, d[:descSize/2]); err == nil {
-			r.peerOut[slot], err = r.locate(slot, d[descSize/2:])
+		r.remote[slot] = 0
+		if d[0] == descReads {
+			r.remote[slot] = binary.LittleEndian.Uint64(d[16:])
+		} else if r.peerIn[slot], err = r.locate(slot, d[:32]); err != nil {
+			return false, fmt.Errorf("mapping the memory of rank %d: %w", slot, err)
 		}
-		if err != nil {
+		if r.peerOut[slot], err = r.locate(slot, d[32:64]); err != nil {
 			return false, fmt.Errorf("mapping the memory of rank %d: %w", slot, err)
 		}
 	}
 	return true, nil
+}
+
+// share is a small allgather inside of another operation: mine of every rank, in all.
+func (r *runner) share(mine, all []byte) error {
+	g := r.g
+	algo := collectives.Choose(r.shape(collectives.AllGather, 1, len(mine)), collectives.Caps{SharedMemory: g.caps.SharedMemory, Cores: g.caps.Cores})
+	prog, err := r.program(collectives.AllGather, algo, 1, len(mine))
+	if err != nil {
+		return err
+	}
+	r.in, r.out = base{ptr: unsafe.Pointer(&mine[0])}, base{ptr: unsafe.Pointer(&all[0]), stride: len(mine)}
+	return r.steps(prog, Uint8)
+}
+
+// probe finds out whether every rank can read the memory of every other, by reading the descriptions which they have just sent.
+func (r *runner) probe() error {
+	g := r.g
+	mine, all, got := []byte{1}, make([]byte, g.size), make([]byte, descSize)
+	for slot := range g.size {
+		d := r.descs[slot*descSize : (slot+1)*descSize]
+		if slot != g.rank && (g.coll.ReadMemory(slot, got, binary.LittleEndian.Uint64(d[64:])) != nil || !slices.Equal(got, d)) {
+			mine[0] = 0
+		}
+	}
+	if err := r.share(mine, all); err != nil {
+		return err
+	}
+	r.reads = yes
+	if slices.Contains(all, 0) {
+		r.reads = no
+	}
+	return nil
 }
 
 // lengths returns the bytes of In and Out as far as this rank has them.
@@ -729,17 +827,17 @@ func (c *call) lengths(g *Group, elem int) (in, out int) {
 	return in, out
 }
 
-// describe writes where n bytes at ptr are: 1, generation (4 bytes at 4), region (8), offset (8), size of the region (8); all 0 if peers cannot map them.
+// describe writes where n bytes at ptr are: what (1 byte), generation of the region (4 bytes at 4), its ID (8), the offset in it (8), its size (8).
 func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) {
 	if n == 0 || ptr == nil {
-		d[0] = 2 // nothing there to map
+		d[0] = descEmpty
 		return
 	}
 	reg, off := r.g.job.region(ptr, n)
 	if reg == nil {
 		return
 	}
-	d[0] = 1
+	d[0] = descMaps
 	binary.LittleEndian.PutUint32(d[4:], reg.Generation)
 	binary.LittleEndian.PutUint64(d[8:], reg.ID)
 	binary.LittleEndian.PutUint64(d[16:], uint64(off))
@@ -749,7 +847,7 @@ func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) {
 
 // locate maps what a peer described.
 func (r *runner) locate(slot int, d []byte) (unsafe.Pointer, error) {
-	if d[0] == 2 {
+	if d[0] != descMaps {
 		return nil, nil
 	}
 	rd := p2p.RegionDesc{ID: binary.LittleEndian.Uint64(d[8:]), Generation: binary.LittleEndian.Uint32(d[4:]), Size: binary.LittleEndian.Uint64(d[24:])}
@@ -772,6 +870,9 @@ func (r *runner) fence() {
 		return
 	}
 	r.touched = false
+	if r.pulls { // who reads our memory learns that it must not use what it reads
+		r.g.coll.Flush(time.Second)
+	}
 	for _, reg := range r.shared {
 		if err := reg.Renew(); err != nil {
 			r.g.job.log.Error("memory could not be taken back from peers after a failure: they may still write to it", "err", err)
