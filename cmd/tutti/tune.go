@@ -144,7 +144,7 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr, NoPrefix: true, Grace: time.Second,
+	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr, NoPrefix: true, Bind: f.n <= runtime.NumCPU(), Grace: time.Second,
 		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err

@@ -24,7 +24,7 @@ func TestTune(t *testing.T) {
 	}
 	path := filepath.Join(dir, "tutti", "tune.json")
 	for _, transport := range []string{"shm", "tcp"} {
-		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max", "64K", "--factor", "16", "--rounds", "2", "--time", "200ms")
+		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max", "64K", "--factor", "16", "--rounds", "2", "--time", "5s")
 		j.start().end(0)
 		out := j.stdout.String()
 		for _, want := range []string{"allreduce ", "alltoallv ", "barrier ", path} {

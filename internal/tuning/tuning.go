@@ -57,11 +57,24 @@ func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
 
 // Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by the best of transports.
 func Here(localRanks int, transports []string) Machine {
-	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: runtime.NumCPU(), LocalRanks: localRanks, Transport: "tcp"}
+	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks, Transport: "tcp"}
 	if runtime.GOOS == "linux" && slices.Contains(transports, "shm") {
 		m.Transport = "shm"
 	}
 	return m
+}
+
+// Cores returns the processors of this machine, also those that this process, perhaps bound to one, may not run on.
+func Cores() int {
+	n := 0
+	if b, err := os.ReadFile("/proc/cpuinfo"); err == nil {
+		for line := range strings.Lines(string(b)) {
+			if k, _, _ := strings.Cut(line, ":"); strings.TrimSpace(k) == "processor" {
+				n++
+			}
+		}
+	}
+	return max(n, runtime.NumCPU())
 }
 
 // cpuModel reads the first processor's name: x86 has one; of ARM it is made of the numbers of its maker and part.

@@ -5,10 +5,10 @@ import (
 	"fmt"
 	"math"
 	"os"
-	"runtime"
 	"time"
 	"unsafe"
 
+	"tutti/internal/tuning"
 	"tutti/kernels"
 	"tutti/pg"
 )
@@ -136,7 +136,7 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		return 0, err
 	}
 	host, _ := os.Hostname()
-	h := Header{Ranks: g.Size(), Host: host, Cores: runtime.NumCPU(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Rounds: s.Rounds}
+	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Rounds: s.Rounds}
 	for _, p := range all {
 		if h.Rows++; p.op.name != "barrier" {
 			h.Rows += len(s.sizes()) - 1

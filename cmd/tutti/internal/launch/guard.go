@@ -60,6 +60,7 @@ type Guard struct {
 	proc   *os.Process
 	events chan Event
 	mu     sync.Mutex // one message at a time
+	lock   *os.File   // on the temporary directory, until this process ends
 }
 
 // IsGuard says whether this process was started as a guard; main must then call GuardMain before anything else.
@@ -113,8 +114,9 @@ func (g *Guard) listen() {
 	}
 }
 
-// Temp makes an empty directory which the guard removes in the end.
+// Temp makes a directory, empty but for a lock, which the guard removes in the end. It removes those of launchers whose guards were killed too.
 func (g *Guard) Temp() (string, error) {
+	removeStale(os.TempDir())
 	for {
 		var b [8]byte
 		rand.Read(b[:])
@@ -126,7 +128,9 @@ func (g *Guard) Temp() (string, error) {
 		if err := g.tell(order{Temp: dir}); err != nil {
 			return "", err
 		}
-		return dir, os.Mkdir(dir, 0o700)
+		var err error
+		g.lock, err = makeTemp(dir)
+		return dir, err
 	}
 }
 
