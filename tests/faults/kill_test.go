@@ -91,7 +91,7 @@ func TestKillAnyTime(t *testing.T) {
 		rounds = 8
 	}
 	for i := range rounds {
-		n := 1 + rnd.IntN(5)
+		n := 2 + rnd.IntN(4)
 		transport := []string{"shm", "tcp"}[i%2]
 		signal := []syscall.Signal{syscall.SIGKILL, syscall.SIGKILL, syscall.SIGINT, syscall.SIGTERM}[rnd.IntN(4)]
 		moment := time.Duration(rnd.IntN(500)) * time.Millisecond
@@ -118,4 +118,26 @@ func TestKillAnyTime(t *testing.T) {
 			s.Clean()
 		})
 	}
+}
+
+// TestKillAll kills all processes of a job at once, as batch systems do: what that leaves in the temporary directory the next job there removes.
+func TestKillAll(t *testing.T) {
+	s := rig.New(t)
+	job := s.Run(nil, "-n", "3")
+	rig.Well(s.Arrive(3), rig.Command{Verb: "join"})
+	s.Sockets()
+	all := s.Processes()
+	for pid := range all {
+		syscall.Kill(pid, syscall.SIGSTOP) // so that none sees another die
+	}
+	for pid := range all {
+		syscall.Kill(pid, syscall.SIGKILL)
+	}
+	job.Wait()
+	next := s.Run(nil, "-n", "3")
+	ranks := s.Arrive(3)
+	rig.Well(ranks, rig.Command{Verb: "join"})
+	rig.Leave(ranks)
+	next.End(0)
+	s.Clean()
 }

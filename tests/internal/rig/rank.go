@@ -116,6 +116,12 @@ func faultOf(err error) *Fault {
 	case errors.Is(err, pg.ErrClosed):
 		f.Kind = "closed"
 	}
+	if sub := (*subgroupError)(nil); errors.As(err, &sub) {
+		for i, slot := range f.Ranks {
+			f.Ranks[i] = sub.rank(slot)
+		}
+		f.Text = "in a subgroup: " + f.Text
+	}
 	return f
 }
 

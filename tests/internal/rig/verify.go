@@ -21,6 +21,14 @@ func (e *WrongError) Error() string {
 	return fmt.Sprintf("%s: element %d of %d is %v, want %v", e.What, e.At, e.Count, e.Got, e.Want)
 }
 
+// subgroupError is an error of a subgroup, which names ranks by their slots there.
+type subgroupError struct {
+	error
+	rank func(slot int) int
+}
+
+func (e *subgroupError) Unwrap() error { return e.error }
+
 // value is element i of what a rank brings: 0..15, so that sums of 64 ranks are exact in every type of 16 bits and more.
 func value(seed uint64, rank, i int) int {
 	h := seed*0x9e3779b97f4a7c15 + uint64(rank)*0xbf58476d1ce4e5b9 + uint64(i)*0x94d049bb133111eb
@@ -196,7 +204,10 @@ func verify[T pg.Number](ctx context.Context, g *pg.Group, seed uint64, n int, m
 			}
 			defer sub.Close()
 			fill(one, seed, me, 0)
-			return pg.AllReduce(ctx, sub, one, pg.Sum)
+			if err := pg.AllReduce(ctx, sub, one, pg.Sum); err != nil {
+				return &subgroupError{err, func(slot int) int { return me%2 + 2*slot }}
+			}
+			return nil
 		}, func(i int) T {
 			v := 0
 			for r := me % 2; r < size; r += 2 {
