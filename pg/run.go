@@ -76,6 +76,9 @@ func (r *runner) again(kind collectives.Kind, op Reduction, root int, dst, src *
 	h := &r.hot
 	h.armed = h.prog != nil && kind == h.kind && op == h.op && root == h.root && src.DType == h.dtype && dst.DType == h.dtype && dst.Count == h.dst &&
 		src.Count == h.src && dst.Ptr != nil && src.Ptr != nil && src.Location == "" && dst.Location == ""
+	if h.armed && (kind == collectives.ReduceScatter || kind == collectives.AllToAll) {
+		h.armed = !overlap(*dst, *src)
+	}
 	if !h.armed {
 		h.prog = nil
 		return false
@@ -101,16 +104,21 @@ func (r *runner) repeat() error {
 func (r *runner) remember(prog *program) {
 	c := &r.g.cur
 	r.hot = hot{}
+	n := r.g.size
+	dst, src := c.count, c.count
 	switch c.kind {
-	case collectives.AllReduce, collectives.AllGather, collectives.Barrier:
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+	case collectives.AllGather:
+		dst *= n
+	case collectives.ReduceScatter:
+		src *= n
+	case collectives.AllToAll:
+		dst, src = dst*n, src*n
 	default:
 		return
 	}
 	if c.in != nil && c.out != nil && c.count > 0 && !r.widens(prog) {
-		r.hot = hot{prog: prog, kind: c.kind, op: c.op, dtype: c.dtype, root: c.root, src: c.count, dst: c.count, tok: r.tok, in: r.in.stride, out: r.out.stride}
-		if c.kind == collectives.AllGather {
-			r.hot.dst *= r.g.size
-		}
+		r.hot = hot{prog: prog, kind: c.kind, op: c.op, dtype: c.dtype, root: c.root, dst: dst, src: src, tok: r.tok, in: r.in.stride, out: r.out.stride}
 	}
 }
 

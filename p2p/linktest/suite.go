@@ -692,7 +692,8 @@ func (s suite) regions(t *testing.T) {
 	m, ok := x.Link.(p2p.Mapper)
 	alloc, ok2 := b.T.(p2p.Allocator)
 	if !ok || !ok2 {
-		t.Skipf("%s maps no regions", a.T.Name())
+		t.Logf("%s maps no regions, and does not say that it does", a.T.Name())
+		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), Patience)
 	defer cancel()

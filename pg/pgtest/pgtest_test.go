@@ -242,10 +242,9 @@ func hangHere() { time.Sleep(time.Hour) }
 
 func TestScenario(t *testing.T) {
 	name, ok := os.LookupEnv(scenarioVariable)
-	if !ok {
-		t.Skip("run by TestScenarios")
+	if ok { // else there is nothing to do: TestScenarios runs it
+		scenarios[name](t)
 	}
-	scenarios[name](t)
 }
 
 // scenario is the command that runs one.
