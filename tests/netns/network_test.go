@@ -102,7 +102,7 @@ func connect(a, b *host, device string) {
 	a.ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.name)
 }
 
-// netem makes what leaves by the interface slow and lossy, or skips the test where the kernel cannot.
+// netem makes what leaves by the interface slow and lossy.
 // It reports whether the kernel has the emulator.
 func (h *host) netem(device string, quality ...string) bool {
 	h.t.Helper()
