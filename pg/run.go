@@ -19,10 +19,12 @@ const (
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
+	// cachedCopy is the longest copy that is likely to stay in a shared cache.
+	cachedCopy = 4 << 20
 	// pullMin is the size in bytes from which a peer's plain memory is read from its process instead of being sent by it.
 	pullMin = 64 << 10
 	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole one.
-	wireChunk = 256 << 10
+	wireChunk = 128 << 10
 )
 
 // runner executes plans for a group. It belongs to the collective that runs, and keeps everything it needs for the next: a warm run allocates nothing.
@@ -586,6 +588,13 @@ func (r *runner) copy(dst, src unsafe.Pointer, n int) {
 		p := r.g.job.proxy
 		p.Unlock()
 		defer p.Lock()
+	}
+	if n <= cachedCopy { // in pieces: a longer copy of Go's goes around the caches, where this much would stay
+		const piece = 256 << 10
+		for ; n > piece; n -= piece {
+			kernels.Copy(dst, src, piece)
+			dst, src = unsafe.Add(dst, piece), unsafe.Add(src, piece)
+		}
 	}
 	kernels.Copy(dst, src, n)
 }
