@@ -34,6 +34,7 @@ func TestKill(t *testing.T) {
 					}
 					victim, rounds := rnd.IntN(n), rnd.IntN(4)
 					t.Run(fmt.Sprintf("%s/%d/%s/%s", transport, n, who, when), func(t *testing.T) {
+						t.Parallel()
 						kill(t, transport, n, who, when, victim, rounds)
 					})
 				}

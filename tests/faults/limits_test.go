@@ -74,6 +74,7 @@ func TestFewFiles(t *testing.T) {
 				continue
 			}
 			t.Run(fmt.Sprintf("%s/%d for ranks", transport, limit), func(t *testing.T) {
+				t.Parallel()
 				s := rig.New(t)
 				job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "10s", "--",
 					"sh", "-c", fmt.Sprintf("ulimit -n %d || exit 90\nexec \"$0\"", limit), rig.Self(t))

@@ -14,6 +14,7 @@ import (
 
 // TestWrongSecret gives one rank another secret.
 func TestWrongSecret(t *testing.T) {
+	t.Parallel()
 	for _, kind := range []string{"tutti", "etcd"} {
 		for _, odd := range []int{0, 2} {
 			t.Run(fmt.Sprintf("%s/rank %d", kind, odd), func(t *testing.T) {
@@ -44,6 +45,7 @@ func TestWrongSecret(t *testing.T) {
 
 // TestDisagreement starts ranks that were told different things.
 func TestDisagreement(t *testing.T) {
+	t.Parallel()
 	t.Run("size", func(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
@@ -100,13 +102,15 @@ func TestDisagreement(t *testing.T) {
 
 // TestPorts asks for ports that are taken, and for a range.
 func TestPorts(t *testing.T) {
+	t.Parallel()
 	l, err := net.Listen("tcp", ":0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
+	t.Cleanup(func() { l.Close() })
 	port := l.Addr().(*net.TCPAddr).Port
 	t.Run("taken", func(t *testing.T) {
+		t.Parallel()
 		s := rig.New(t)
 		_, address := startStore(t, s, "tutti")
 		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=3s")
@@ -118,6 +122,7 @@ func TestPorts(t *testing.T) {
 		exit(ranks, 1)
 	})
 	t.Run("range", func(t *testing.T) {
+		t.Parallel()
 		s := rig.New(t)
 		lo := min(port, 65000)
 		job := s.Run([]string{fmt.Sprintf("TUTTI_PORT=%d-%d", lo, lo+200)}, "-n", "4", "--transport", "tcp")

@@ -13,12 +13,13 @@ import (
 
 // TestStopped stops a rank without ending it: its links stay, and it is silent.
 func TestStopped(t *testing.T) {
+	t.Parallel()
 	for _, transport := range []string{"shm", "tcp"} {
 		for _, n := range []int{2, 5} {
 			t.Run(transport+"/"+strconv.Itoa(n), func(t *testing.T) {
 				t.Parallel()
 				s := rig.New(t)
-				job := s.Run(nil, "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "2s")
+				job := s.Run(nil, "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "3s")
 				ranks := s.Arrive(n)
 				rig.Well(ranks, rig.Command{Verb: "join"})
 				rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})

@@ -13,6 +13,7 @@ import (
 
 // TestStoreAway takes the store away in the middle of a job: by death, and by silence.
 func TestStoreAway(t *testing.T) {
+	t.Parallel()
 	for _, how := range []struct {
 		name   string
 		signal syscall.Signal
@@ -90,6 +91,7 @@ func TestStoreAway(t *testing.T) {
 
 // TestTwoJobs runs two jobs on one store; one of them dies.
 func TestTwoJobs(t *testing.T) {
+	t.Parallel()
 	s := rig.New(t)
 	store, address := startStore(t, s, "tutti")
 	const n = 3
