@@ -10,6 +10,8 @@ import (
 	"strings"
 	"syscall"
 	"time"
+
+	"tutti/internal/files"
 )
 
 func newID() uint64 {
@@ -120,9 +122,10 @@ func (p *Proxy) dial(ctx context.Context, pr *peer) error {
 			return nil
 		case p.linked(pr) || p.ctx.Err() != nil:
 			return nil
-		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth),
-			errors.Is(err, syscall.EMFILE): // the peer may have taken the attempt for a link, and will not take another
+		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
 			return err
+		case errors.Is(err, syscall.EMFILE): // the peer may have taken the attempt for a link, and will not take another
+			return files.Explain(err)
 		}
 		if last == nil || ctx.Err() == nil {
 			last = err

@@ -21,6 +21,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/collectives"
+	"tutti/internal/files"
 	"tutti/internal/ports"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
@@ -219,7 +220,7 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, epoch: 1, refs: 1, records: map[int]bootstrap.Record{}}
 	g, err := j.join(ctx, s)
 	if err != nil {
-		err = explainLimit(err)
+		err = files.Explain(err)
 		if n := j.strangers(); n > 0 {
 			err = fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is TUTTI_SECRET the same at all ranks?)", err, n)
 		}

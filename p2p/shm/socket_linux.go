@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/files"
 	"tutti/p2p"
 )
 
@@ -152,7 +153,7 @@ func (s *socket) collect() error {
 		unix.Close(fd)
 	}
 	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 { // also what the kernel says when this process has no descriptor left
-		return fmt.Errorf("a descriptor from the peer could not be taken: most likely this process has as many open files as it may (RLIMIT_NOFILE): raise the limit (ulimit -n): %w", unix.EMFILE)
+		return files.Explain(fmt.Errorf("a descriptor from the peer could not be taken: %w", unix.EMFILE))
 	}
 	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
 }

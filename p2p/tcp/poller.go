@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/files"
 )
 
 // poller tells a sleeping proxy that one of its sockets moved. The sockets are deliberately not in the Go runtime's own epoll set: that wakes an idle
@@ -33,7 +35,7 @@ type poller struct {
 func newPoller(timeout time.Duration, wake func()) (*poller, error) {
 	fd, err := unix.EpollCreate1(unix.EPOLL_CLOEXEC)
 	if err != nil {
-		return nil, fmt.Errorf("create an epoll instance: %w", explain(err))
+		return nil, fmt.Errorf("create an epoll instance: %w", files.Explain(err))
 	}
 	if err = unix.SetNonblock(fd, true); err != nil {
 		unix.Close(fd)

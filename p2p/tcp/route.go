@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"tutti/internal/files"
 	"tutti/internal/ifname"
 )
 
@@ -79,7 +80,7 @@ func (t *Transport) machine() machine {
 func kernelSource(to netip.AddrPort) (netip.Addr, error) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
 	if err != nil {
-		return netip.Addr{}, explain(err)
+		return netip.Addr{}, files.Explain(err)
 	}
 	defer c.Close()
 	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap().WithZone(""), nil

@@ -24,6 +24,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/files"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
@@ -226,7 +227,7 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 	}()
 	addrs, err := filter.Addrs()
 	if err != nil {
-		return nil, fmt.Errorf("tcp: %w", explain(err))
+		return nil, fmt.Errorf("tcp: %w", files.Explain(err))
 	}
 	if len(addrs) > maxCandidates {
 		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxCandidates], "left out", addrs[maxCandidates:])
@@ -240,7 +241,7 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 			continue
 		}
 		if err != nil {
-			return ls, fmt.Errorf("tcp: %w", explain(err))
+			return ls, fmt.Errorf("tcp: %w", files.Explain(err))
 		}
 		ls = append(ls, l)
 		if t.cfg.SocketBuffer > 0 { // inherited by what it accepts, and in time for the window's scale
@@ -474,7 +475,7 @@ func (t *Transport) link(name string, fds []int, frame int) (*link, error) {
 		for _, fd := range fds {
 			unix.Close(fd)
 		}
-		return nil, fmt.Errorf("%s: %w", name, explain(err))
+		return nil, fmt.Errorf("%s: %w", name, files.Explain(err))
 	}
 	return l, nil
 }
@@ -491,7 +492,7 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 		return -1, err2
 	}
 	if err != nil {
-		return -1, explain(fmt.Errorf("duplicate a socket: %w", err))
+		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
 	// An idle connection is asked for a sign of life often enough that the whole of PeerTimeout passes before it counts as dead.
 	seconds := int(t.cfg.PeerTimeout / time.Second)
@@ -531,7 +532,7 @@ func (t *Transport) connect(ctx context.Context, address string, local netip.Add
 	}
 	c, err := d.DialContext(ctx, "tcp", address)
 	if err != nil {
-		return -1, "", explain(err)
+		return -1, "", files.Explain(err)
 	}
 	// The acceptor may be busy with others first, hence twice its own limit.
 	c.SetDeadline(time.Now().Add(2 * p2p.HandshakeTimeout))
@@ -725,20 +726,7 @@ func (l *loud) Accept() (net.Conn, error) {
 	c, err := l.Listener.Accept()
 	if err != nil && !errors.Is(err, net.ErrClosed) && time.Since(l.last) > time.Minute {
 		l.last = time.Now()
-		l.log.Warn("tcp: connections cannot be accepted for now", "at", l.Addr(), "reason", explain(err))
+		l.log.Warn("tcp: connections cannot be accepted for now", "at", l.Addr(), "reason", files.Explain(err))
 	}
 	return c, err
-}
-
-// explain adds to an error about descriptors which limit was reached and how to raise it.
-func explain(err error) error {
-	switch {
-	case errors.Is(err, syscall.EMFILE):
-		var r unix.Rlimit
-		unix.Getrlimit(unix.RLIMIT_NOFILE, &r)
-		return fmt.Errorf("%w: this process may have %d open files (RLIMIT_NOFILE) and has them: raise the limit (ulimit -n)", err, r.Cur)
-	case errors.Is(err, syscall.ENFILE):
-		return fmt.Errorf("%w: this machine has as many open files as it may (fs.file-max): raise the limit", err)
-	}
-	return err
 }

@@ -98,6 +98,42 @@ func TestFewFiles(t *testing.T) {
 	}
 }
 
+// TestNoFilesLeft lets a program use up its file descriptors before it needs another link.
+func TestNoFilesLeft(t *testing.T) {
+	for _, transport := range []string{"shm", "tcp"} {
+		t.Run(transport, func(t *testing.T) {
+			t.Parallel()
+			const n = 16
+			s := rig.New(t)
+			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "5s", "--",
+				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", rig.Self(t))
+			ranks := s.Arrive(n)
+			rig.Well(ranks, rig.Command{Verb: "join"})
+			first := ranks[0]
+			first.Do(rig.Command{Verb: "exhaust"})
+			failed := 0
+			for _, to := range ranks[1:] { // with some of them it is linked since the join
+				to.Tell(rig.Command{Verb: "recv", Peer: 0, Steps: 10})
+				a := first.Do(rig.Command{Verb: "send", Peer: to.Number, Steps: 10})
+				to.Hear()
+				if a.Fault != nil {
+					if failed++; !contains(a.Fault.Text, "ulimit -n") {
+						t.Errorf("a message to rank %d: %v, want the limit named", to.Number, a.Fault)
+					}
+					break
+				}
+			}
+			if failed == 0 {
+				t.Error("no message needed a new link: the test tests nothing")
+			}
+			rig.Each(ranks, rig.Command{Verb: "close"})
+			exit(ranks, 0)
+			job.Wait()
+			s.Clean()
+		})
+	}
+}
+
 // TestFullDisk gives the launcher no room for its store.
 func TestFullDisk(t *testing.T) {
 	rig.NeedRoot(t, "it mounts a file system, in a mount namespace of its own")

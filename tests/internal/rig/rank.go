@@ -47,7 +47,8 @@ type Command struct {
 	//	send     pg.Send of Steps elements to Peer
 	//	recv     pg.Recv of as many from Peer
 	//	barrier  Group.Barrier
-	//	close    Group.Close
+	//	exhaust  opens files until the process may not open more
+	//	close    Group.Close, after giving those back
 	//	exit     no answer; ends with Code
 	Verb   string
 	Seed   uint64
@@ -199,6 +200,7 @@ func rankMain(path string) int {
 	out.Encode(hello{os.Getpid(), os.Getenv("RANK")})
 	in := json.NewDecoder(bufio.NewReader(conn))
 	var g *pg.Group
+	var hoard []*os.File
 	l := &loop{}
 	l.more = sync.NewCond(&l.mu)
 	ctx := context.Background()
@@ -246,7 +248,17 @@ func rankMain(path string) int {
 				r.Fault = faultOf(allReduce(ctx, g, c.Seed, c.Counts))
 			case "barrier":
 				r.Fault = faultOf(g.Barrier(ctx))
+			case "exhaust":
+				for err = nil; err == nil; {
+					var f *os.File
+					if f, err = os.Open(os.DevNull); err == nil {
+						hoard = append(hoard, f)
+					}
+				}
 			case "close":
+				for _, f := range hoard {
+					f.Close()
+				}
 				r.Fault = faultOf(g.Close())
 			case "exit":
 				return c.Code

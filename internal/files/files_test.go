@@ -1,0 +1,47 @@
+package files
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+func TestExplain(t *testing.T) {
+	limit, known := Limit()
+	if !known {
+		t.Skip("the limit is not known here")
+	}
+	err := Explain(fmt.Errorf("open x: %w", syscall.EMFILE))
+	if !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), fmt.Sprintf("this process may have %d open files (RLIMIT_NOFILE)", limit)) || !strings.Contains(err.Error(), "ulimit -n") {
+		t.Errorf("EMFILE: %v", err)
+	}
+	if again := Explain(fmt.Errorf("later: %w", err)); strings.Count(again.Error(), "ulimit") != 1 {
+		t.Errorf("explained twice: %v", again)
+	}
+	if err := Explain(syscall.ENFILE); !errors.Is(err, syscall.ENFILE) || !strings.Contains(err.Error(), "fs.file-max") {
+		t.Errorf("ENFILE: %v", err)
+	}
+	for _, other := range []error{nil, syscall.ENOENT} {
+		if err := Explain(other); err != other {
+			t.Errorf("%v became %v", other, err)
+		}
+	}
+}
+
+func TestOpen(t *testing.T) {
+	before, known := Open()
+	if !known {
+		t.Skip("the number of open files is not known here")
+	}
+	var p [2]int
+	if err := syscall.Pipe(p[:]); err != nil {
+		t.Fatal(err)
+	}
+	defer syscall.Close(p[0])
+	defer syscall.Close(p[1])
+	if after, _ := Open(); after != before+2 {
+		t.Errorf("%d files before a pipe was made, %d after", before, after)
+	}
+}
