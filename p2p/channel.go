@@ -461,7 +461,7 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 			return c.err
 		}
 		if err := st.unreachable(); err != nil {
-			return err
+			return c.last(pr, err)
 		}
 		if pr.link != nil {
 			n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)
@@ -484,6 +484,16 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 			return err
 		}
 	}
+}
+
+// last reads what a peer said before it went, which may be why, and returns that, or else err.
+func (c *Channel) last(pr *peer, err error) error {
+	for c.p.poll(pr) {
+	}
+	if c.err != nil {
+		return c.err
+	}
+	return err
 }
 
 // push transmits one frame that counts against the credit, if there is credit and room.

@@ -124,7 +124,9 @@ func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
 	for !s.done {
 		err := c.err
 		if err == nil {
-			err = s.st.unreachable()
+			if err = s.st.unreachable(); err != nil {
+				err = c.last(s.st.pr, err)
+			}
 		}
 		if err == nil {
 			err = c.p.progress(w, s.st.pr)
