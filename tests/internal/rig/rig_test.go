@@ -1,0 +1,102 @@
+//go:build linux
+
+package rig
+
+import (
+	"errors"
+	"maps"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"sync"
+	"testing"
+
+	"tutti/pg"
+)
+
+func TestMain(m *testing.M) { Main(m) }
+
+func TestVerify(t *testing.T) {
+	for _, n := range []int{1, 2, 5} {
+		gs, err := pg.Local(n, pg.Config{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		for _, g := range gs {
+			wg.Go(func() {
+				for seed := range uint64(3) {
+					if err := Verify(t.Context(), g, seed, []int{0, 1, 3, 1000}); err != nil {
+						t.Errorf("rank %d of %d: %v", g.Rank(), n, err)
+					}
+				}
+				if err := allReduce(t.Context(), g, 1, []int{1, 1000}); err != nil {
+					t.Errorf("rank %d of %d: %v", g.Rank(), n, err)
+				}
+				g.Close()
+			})
+		}
+		wg.Wait()
+	}
+}
+
+func TestSame(t *testing.T) {
+	x := []int32{1, 2, 4}
+	var wrong *WrongError
+	err := same("x", x, func(i int) int32 { return int32(i + 1) })
+	if !errors.As(err, &wrong) || wrong.At != 2 || wrong.Got != int32(4) || wrong.Want != int32(3) {
+		t.Errorf("got %v", err)
+	}
+	if f := faultOf(err); f.Kind != "wrong" {
+		t.Errorf("got %v", f)
+	}
+}
+
+func TestFault(t *testing.T) {
+	inner := &pg.RankError{Rank: 1, Err: errors.New("x")}
+	if f := faultOf(inner); f.Kind != "rank" || !f.Names(1, 2) || f.Names(2) {
+		t.Errorf("got %+v", f)
+	}
+	if f := faultOf(&subgroupError{inner, func(slot int) int { return 2*slot + 1 }}); f.Kind != "rank" || !f.Names(3) {
+		t.Errorf("of a subgroup: %+v", f)
+	}
+	if f := faultOf(&pg.TimeoutError{Missing: []pg.Seen{{Rank: 4}, {Rank: 5}}}); f.Kind != "timeout" || !slices.Equal(f.Ranks, []int{4, 5}) {
+		t.Errorf("got %+v", f)
+	}
+	if faultOf(nil) != nil {
+		t.Error("no error is a fault")
+	}
+}
+
+func TestAddress(t *testing.T) {
+	for text, want := range map[string]string{
+		"0100007F:1F90":                         "127.0.0.1:8080",
+		"00000000:0001":                         "0.0.0.0:1",
+		"00000000000000000000000001000000:0016": "[::1]:22",
+		"0000000000000000FFFF00000100007F:1F90": "127.0.0.1:8080",
+	} {
+		if got := address(text); got != netip.MustParseAddrPort(want) {
+			t.Errorf("%s is %v, want %s", text, got, want)
+		}
+	}
+}
+
+// TestLook looks at this process through /proc.
+func TestLook(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	at := l.Addr().(*net.TCPAddr).AddrPort()
+	if !slices.ContainsFunc(slices.Collect(maps.Values(table(os.Getpid()))), func(k Socket) bool { return k.Listening && k.Local == at }) {
+		t.Errorf("the listener at %v is not seen", at)
+	}
+	s := New(t)
+	p := s.Start(nil, "sleep", strconv.Itoa(1000))
+	Eventually(t, func() bool { return s.Processes()[p.PID()] == "sleep 1000" }, func() string { return "the stage's process is not seen" })
+	p.Kill()
+	s.Clean()
+}
