@@ -535,16 +535,6 @@ func (c *Channel) Ledger(slot int) Ledger {
 	return Ledger{c.window, st.sent, st.acked, st.taken, st.told, uint32(st.held)}
 }
 
-// Linked returns the transport that links slot, "" if there is no link. Takes the lock itself.
-func (c *Channel) Linked(slot int) string {
-	c.p.Lock()
-	defer c.p.Unlock()
-	if pr := &c.p.peers[c.ranks[slot]]; pr.link != nil {
-		return pr.name
-	}
-	return ""
-}
-
 // Map makes slot's region readable and writable here, if the link to it can. It may block for a round trip the first time; the lock is given up meanwhile.
 func (c *Channel) Map(ctx context.Context, slot int, d RegionDesc) ([]byte, error) {
 	pr := &c.p.peers[c.ranks[slot]]

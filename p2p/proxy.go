@@ -110,7 +110,6 @@ type peer struct {
 	rank     int
 	id       Identity // zero Incarnation: not known yet
 	link     Link     // nil: none yet, or err
-	name     string   // of its transport
 	err      error    // final: the peer is gone
 	bye      bool     // it said goodbye first
 	sendErr  error    // sending failed; what has arrived is still read, then the link goes down
@@ -272,7 +271,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 		l.Close()
 		return
 	}
-	pr.link, pr.id, pr.name = l, id, transport
+	pr.link, pr.id = l, id
 	pr.admitted = time.Time{}
 	if pr.stop != nil {
 		pr.stop() // our own dialling lost

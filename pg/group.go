@@ -29,7 +29,6 @@ type Group struct {
 	active []int // slots
 	hosts  []int // of active; nil: one host
 	caps   collectives.Caps
-	parent *Group
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
@@ -74,8 +73,8 @@ func (g *Group) View() View {
 }
 
 // newGroup makes the handle of a group among ranks of the job; its two channels are base and base+1.
-func newGroup(j *job, parent *Group, ranks []int, rank int, base uint32) (*Group, error) {
-	g := &Group{job: j, parent: parent, rank: rank, size: len(ranks), ranks: ranks, kick: make(chan struct{}, 1), done: make(chan struct{})}
+func newGroup(j *job, ranks []int, rank int, base uint32) (*Group, error) {
+	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, kick: make(chan struct{}, 1), done: make(chan struct{})}
 	g.active = make([]int, len(ranks))
 	for i := range g.active {
 		g.active[i] = i
@@ -380,7 +379,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 		return nil, ErrClosed
 	}
 	// Two subgroups of one Split have no member in common, so that they may share an id.
-	sub, err := newGroup(g.job, g, ranks, rank, base)
+	sub, err := newGroup(g.job, ranks, rank, base)
 	if err != nil {
 		g.job.release()
 		return nil, err

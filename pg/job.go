@@ -322,7 +322,7 @@ func (j *job) world(s *settings, self p2p.Identity) (*Group, error) {
 	for i := range ranks {
 		ranks[i] = i
 	}
-	g, err := newGroup(j, nil, ranks, self.Rank, 1)
+	g, err := newGroup(j, ranks, self.Rank, 1)
 	if err == nil && s.Size == 1 {
 		g.locate(j.places)
 	}

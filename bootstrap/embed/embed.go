@@ -11,7 +11,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"net/url"
@@ -30,6 +29,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/lockdir"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
 )
@@ -59,7 +59,6 @@ type Server struct {
 
 const (
 	dirPrefix  = "tutti-store-"
-	lockName   = "lock"
 	quota      = 64 << 20
 	segment    = 4 << 20
 	minFiles   = 150 // etcd ends its process if it may not have more
@@ -204,7 +203,7 @@ func makeDir(dir string) (string, *os.File, error) {
 	if err != nil {
 		return "", nil, err
 	}
-	removeStale(dir)
+	lockdir.RemoveStale(dir, func(name string) bool { return strings.HasPrefix(name, dirPrefix) })
 	if len(dir)+len(dirPrefix)+20 > socketPath {
 		return "", nil, fmt.Errorf("directory %s: the path is too long to hold a Unix socket: at most %d bytes", dir, socketPath-len(dirPrefix)-20)
 	}
@@ -212,43 +211,10 @@ func makeDir(dir string) (string, *os.File, error) {
 	if err != nil {
 		return "", nil, err
 	}
-	lock, err := os.OpenFile(filepath.Join(own, lockName), os.O_CREATE|os.O_EXCL|os.O_RDWR|unix.O_CLOEXEC, 0o600)
-	if err == nil {
-		if err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err == nil {
-			_, err = io.WriteString(lock, fmt.Sprintf("pid %d\n", os.Getpid()))
-		}
-	}
+	lock, err := lockdir.Lock(own)
 	if err != nil {
 		os.RemoveAll(own)
 		return "", nil, err
 	}
 	return own, lock, nil
-}
-
-// removeStale removes this user's store directories whose lock nobody holds. Between the making of a directory and that of its lock there is a moment: directories
-// without a lock file are left alone.
-func removeStale(dir string) {
-	entries, err := os.ReadDir(dir)
-	if err != nil {
-		return
-	}
-	for _, e := range entries {
-		if !e.IsDir() || !strings.HasPrefix(e.Name(), dirPrefix) {
-			continue
-		}
-		path := filepath.Join(dir, e.Name())
-		var st unix.Stat_t
-		if unix.Lstat(path, &st) != nil || int(st.Uid) != os.Getuid() {
-			continue
-		}
-		lock, err := os.OpenFile(filepath.Join(path, lockName), os.O_RDWR|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-		if err != nil {
-			continue
-		}
-		// An empty lock file is being made: its owner writes to it once it holds the lock.
-		if fi, err := lock.Stat(); err == nil && fi.Size() > 0 && unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
-			os.RemoveAll(path)
-		}
-		lock.Close()
-	}
 }
