@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 )
 
 // Token identifies the operation that a message of the ordered lane belongs to. It travels in every header; where the two ends differ, ranks have
@@ -549,41 +548,4 @@ func (c *Channel) Map(ctx context.Context, slot int, d RegionDesc) ([]byte, erro
 	mem, err := m.Map(ctx, d)
 	c.p.Lock()
 	return mem, err
-}
-
-// ReadMemory fills dst with what is at addr in the process of slot, if the link to it can do that; else the error wraps errors.ErrUnsupported. The lock is given up meanwhile.
-func (c *Channel) ReadMemory(slot int, dst []byte, addr uint64) error {
-	pr := &c.p.peers[c.ranks[slot]]
-	if pr.err != nil {
-		return &PeerError{pr.rank, pr.err}
-	}
-	r, ok := pr.link.(Reader)
-	if !ok {
-		return fmt.Errorf("no link that reads the memory of rank %d: %w", pr.rank, errors.ErrUnsupported)
-	}
-	c.p.Unlock()
-	err := r.ReadMemory(dst, addr)
-	c.p.Lock()
-	if errors.Is(err, ErrPeerGone) {
-		err = &PeerError{pr.rank, err}
-	}
-	return err
-}
-
-// Settle takes what has arrived from all members and returns why the channel failed, if it did: a peer's abort that was sent before now is known then.
-func (c *Channel) Settle() error {
-	for _, st := range c.fast {
-		if st != nil {
-			for c.p.poll(st.pr) {
-			}
-		}
-	}
-	return c.err
-}
-
-// Flush sees to it that what was sent has left for the members, as long as patience lasts.
-func (c *Channel) Flush(patience time.Duration) {
-	for until := time.Now().Add(patience); c.p.pending() && time.Now().Before(until); {
-		c.p.pollAll()
-	}
 }

@@ -77,12 +77,6 @@ type Mapper interface {
 	Map(ctx context.Context, d RegionDesc) ([]byte, error)
 }
 
-// Reader is a link that can copy memory of the peer's process that was never shared, at an address that the peer has told.
-type Reader interface {
-	// ReadMemory fills dst with what is at addr in the peer's process. It wraps errors.ErrUnsupported where the system forbids it. It may be called without the proxy's lock.
-	ReadMemory(dst []byte, addr uint64) error
-}
-
 // Writer is a link that can write to and read from a peer's registered regions, one-sided (RDMA; the tcp endpoint). Completion is
 // polled: each call takes a token and Poll returns finished tokens in order.
 type Writer interface {

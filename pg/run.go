@@ -4,7 +4,6 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
-	"time"
 	"unsafe"
 
 	"tutti/collectives"
@@ -21,8 +20,6 @@ const (
 	maxPlans  = 512 // cached a group
 	// cachedCopy is the longest copy that is likely to stay in a shared cache.
 	cachedCopy = 4 << 20
-	// pullMin is the size in bytes from which a peer's plain memory is read from its process instead of being sent by it.
-	pullMin = 64 << 10
 	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole one.
 	wireChunk = 128 << 10
 )
@@ -47,9 +44,6 @@ type runner struct {
 	in, out         base
 	scratch         unsafe.Pointer
 	peerIn, peerOut []unsafe.Pointer // by slot
-	remote          []uint64         // by slot: where In is in the peer's process, if it is not mapped here; else 0
-	pulls           bool             // some rank's In is such
-	reads           readable         // whether the ranks can read each other's memory
 	sending         int              // slot that a Send waits for, -1: none
 	prog            *program         // running; nil between operations
 
@@ -123,15 +117,6 @@ func (r *runner) remember(prog *program) {
 		r.hot = hot{prog: prog, kind: c.kind, op: c.op, dtype: c.dtype, root: c.root, dst: dst, src: src, tok: r.tok, in: r.in.stride, out: r.out.stride}
 	}
 }
-
-// readable says whether all ranks can read each other's memory; they find out together when they first have a use for it.
-type readable uint8
-
-const (
-	unknown readable = iota
-	yes
-	no
-)
 
 // base says where the parts of In or Out are: part i at ptr + i*stride, or at ptr + offs[i].
 type base struct {
@@ -343,12 +328,6 @@ func (r *runner) collective() (err error) {
 	if direct || algo == collectives.Direct {
 		r.hot.prog = nil // whether memory is mapped is asked every time
 	}
-	if r.pulls && algo == collectives.Direct {
-		// A rank that fails tells so before it returns, and its caller may then change the memory that was being read here.
-		if err := g.coll.Settle(); err != nil {
-			return err
-		}
-	}
 	r.touched = false // everybody is done with everybody's memory
 	return nil
 }
@@ -544,16 +523,6 @@ func (r *runner) steps(prog *program, dtype DType) error {
 			}
 			r.sending = -1
 		case collectives.Copy:
-			if s.Src.Buf == collectives.PeerIn && r.remote[s.Src.Peer] != 0 && s.Dst.Len > 0 {
-				from := r.remote[s.Src.Peer] + uint64(int(s.Src.Part)*r.in.stride+s.Src.Off)
-				if err := g.coll.ReadMemory(int(s.Src.Peer), r.bytes(&s.Dst), from); err != nil {
-					if told := g.coll.Settle(); told != nil { // it gave up first
-						return told
-					}
-					return err
-				}
-				continue
-			}
 			r.copy(r.at(&s.Dst), r.source(prog, i, 0, &s.Src), s.Dst.Len)
 		case collectives.Combine:
 			if err := r.combine(prog, i, s, dtype); err != nil {
@@ -703,66 +672,37 @@ func (r *runner) missing() (all []lastSeen) {
 	return all
 }
 
-// descSize is what a rank tells about its buffers before a direct plan: for In and Out 32 bytes each (see describe), and the address of the description itself.
-const descSize = 72
+// descSize is what a rank tells about its buffers before a direct plan: for In and Out 32 bytes each, see describe.
+const descSize = 64
 
 // What describe says of a buffer.
 const (
 	descNone  = iota // peers cannot get at it
 	descMaps         // it is in a shared region
-	descEmpty        // there is nothing to get at, or nobody needs to
-	descReads        // it is at an address of this process
+	descEmpty        // there is nothing to get at
 )
-
-// pullable reports whether the direct plan of a kind does nothing but copy from the peers' In.
-func pullable(k collectives.Kind) bool {
-	switch k {
-	case collectives.AllGather, collectives.AllGatherV, collectives.AllToAll, collectives.Broadcast, collectives.Scatter:
-		return true
-	}
-	return false
-}
 
 // exchange tells all ranks where this rank's buffers are and finds theirs. It returns false, at every rank alike, unless all of them can be got at.
 // It is also the entry into the operation: when it returns, every rank has begun it.
 func (r *runner) exchange(elem, total int) (bool, error) {
 	g, c := r.g, &r.g.cur
-	pull := pullable(c.kind) && total >= pullMin && r.reads != no
 	clear(r.desc)
 	r.shared = r.shared[:0]
 	inLen, outLen := c.lengths(g, elem)
 	r.describe(r.desc[:32], c.in, inLen)
 	r.describe(r.desc[32:64], c.out, outLen)
-	if pull {
-		if r.desc[0] == descNone {
-			r.desc[0] = descReads
-			binary.LittleEndian.PutUint64(r.desc[16:], uint64(uintptr(c.in)))
-		}
-		r.desc[32] = descEmpty // the result is written by this rank alone
-	}
-	binary.LittleEndian.PutUint64(r.desc[64:], uint64(uintptr(unsafe.Pointer(&r.desc[0]))))
 	if r.descs == nil {
 		r.descs = make([]byte, descSize*g.size)
-		r.peerIn, r.peerOut, r.remote = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size), make([]uint64, g.size)
+		r.peerIn, r.peerOut = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size)
 	}
 	if err := r.share(r.desc, r.descs); err != nil {
 		return false, err
 	}
-	r.pulls = false
 	for slot := range g.size {
 		d := r.descs[slot*descSize:]
 		if d[0] == descNone || d[32] == descNone {
 			return false, nil
 		}
-		r.pulls = r.pulls || d[0] == descReads
-	}
-	if r.pulls && r.reads == unknown {
-		if err := r.probe(); err != nil {
-			return false, err
-		}
-	}
-	if r.pulls && r.reads != yes {
-		return false, nil
 	}
 	r.touched = true
 	var err error
@@ -771,10 +711,7 @@ func (r *runner) exchange(elem, total int) (bool, error) {
 			continue
 		}
 		d := r.descs[slot*descSize : (slot+1)*descSize]
-		r.remote[slot] = 0
-		if d[0] == descReads {
-			r.remote[slot] = binary.LittleEndian.Uint64(d[16:])
-		} else if r.peerIn[slot], err = r.locate(slot, d[:32]); err != nil {
+		if r.peerIn[slot], err = r.locate(slot, d[:32]); err != nil {
 			return false, fmt.Errorf("mapping the memory of rank %d: %w", slot, err)
 		}
 		if r.peerOut[slot], err = r.locate(slot, d[32:64]); err != nil {
@@ -794,26 +731,6 @@ func (r *runner) share(mine, all []byte) error {
 	}
 	r.in, r.out = base{ptr: unsafe.Pointer(&mine[0])}, base{ptr: unsafe.Pointer(&all[0]), stride: len(mine)}
 	return r.steps(prog, Uint8)
-}
-
-// probe finds out whether every rank can read the memory of every other, by reading the descriptions which they have just sent.
-func (r *runner) probe() error {
-	g := r.g
-	mine, all, got := []byte{1}, make([]byte, g.size), make([]byte, descSize)
-	for slot := range g.size {
-		d := r.descs[slot*descSize : (slot+1)*descSize]
-		if slot != g.rank && (g.coll.ReadMemory(slot, got, binary.LittleEndian.Uint64(d[64:])) != nil || !slices.Equal(got, d)) {
-			mine[0] = 0
-		}
-	}
-	if err := r.share(mine, all); err != nil {
-		return err
-	}
-	r.reads = yes
-	if slices.Contains(all, 0) {
-		r.reads = no
-	}
-	return nil
 }
 
 // lengths returns the bytes of In and Out as far as this rank has them.
@@ -887,9 +804,6 @@ func (r *runner) fence() {
 		return
 	}
 	r.touched = false
-	if r.pulls { // who reads our memory learns that it must not use what it reads
-		r.g.coll.Flush(time.Second)
-	}
 	for _, reg := range r.shared {
 		if err := reg.Renew(); err != nil {
 			r.g.job.log.Error("memory could not be taken back from peers after a failure: they may still write to it", "err", err)

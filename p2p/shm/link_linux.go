@@ -36,8 +36,6 @@ type link struct {
 	maps    map[mapKey][]byte
 	once    sync.Once
 	err     error // of Close
-	pidOnce sync.Once
-	pid     int // the peer's, for ReadMemory; 0: not visible here
 }
 
 type mapKey struct {
