@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 )
 
 // Token identifies the operation that a message of the ordered lane belongs to. It travels in every header; where the two ends differ, ranks have
@@ -38,8 +39,11 @@ func (e *Aborted) Error() string { return fmt.Sprintf("rank %d aborted", e.Rank)
 // All methods need the proxy's lock but where they say otherwise; slots are positions in the channel's list of ranks.
 type Channel struct {
 	id        uint32
+	epoch     uint16
+	tagged    bool // the tagged lane's; it outlives links
+	hint      bool // see Begin
 	p         *Proxy
-	ranks     []int // rank of each slot; nil until opened
+	ranks     []int // rank of each slot, -1 where nobody is; nil until opened
 	slots     map[int]int
 	streams   map[int]*stream // by rank
 	fast      []*stream       // by slot
@@ -72,6 +76,7 @@ type stream struct {
 	sendq  []*SendReq
 
 	left    bool  // the peer closed the channel
+	lost    error // the link over which this traffic went is down
 	seen    Token // of the last message that came
 	hasSeen bool
 	waits   Token  // the operation in which the peer said that it waits
@@ -137,27 +142,61 @@ func (q *recvRing) pop() {
 // cost is what a frame with n bytes of payload takes of the credit: its bytes and its header's line.
 func cost(n int) uint32 { return uint32(64 + n) }
 
-// Open opens channel id among ranks (this one included); every member opens it with the same list. What peers sent on it before is kept. Takes the lock itself.
-func (p *Proxy) Open(id uint32, ranks []int) (*Channel, error) {
+// chanKey names one epoch of one channel.
+type chanKey struct {
+	id    uint32
+	epoch uint16
+}
+
+func (h *Header) channel() chanKey { return chanKey{h.Chan, h.Epoch} }
+
+// on addresses h to c.
+func (h Header) on(c *Channel) Header {
+	h.Chan, h.Epoch = c.id, c.epoch
+	return h
+}
+
+// floor is how far a channel has come: its oldest living epoch, or that it is closed.
+type floor struct {
+	epoch  uint16
+	closed bool
+}
+
+// above reports whether epoch is over. Epochs wrap.
+func (f floor) above(epoch uint16) bool { return f.closed || int16(epoch-f.epoch) < 0 }
+
+// Open opens channel id among ranks (this one included), for the ordered lane or, if tagged, for the tagged one; every member opens it with the same list.
+// What peers sent on it before is kept. epoch counts the lives of the channel: only what was sent in the same one arrives; see Next. Takes the lock itself.
+func (p *Proxy) Open(id, epoch uint32, ranks []int, tagged bool) (*Channel, error) {
 	p.Lock()
 	defer p.Unlock()
+	return p.open(id, epoch, ranks, tagged)
+}
+
+func (p *Proxy) open(id, epoch uint32, ranks []int, tagged bool) (*Channel, error) {
 	if p.closed {
 		return nil, ErrClosed
 	}
-	c := p.chans[id]
-	if _, dead := p.dead[id]; dead || c != nil && c.ranks != nil {
+	key := chanKey{id, uint16(epoch)}
+	c := p.chans[key]
+	if f, known := p.floors[id]; known && f.above(key.epoch) || c != nil && c.ranks != nil {
 		return nil, fmt.Errorf("channel %d is in use or was used before", id)
 	}
 	if c == nil {
-		c = p.newChannel(id)
+		c = p.newChannel(key)
 	} else {
 		p.unopened--
 	}
+	c.tagged = tagged
+	p.floors[id] = floor{epoch: key.epoch}
 	p.nextChan = max(p.nextChan, id+1)
 	c.ranks = ranks
 	c.fast = make([]*stream, len(ranks))
 	c.slots = make(map[int]int, len(ranks))
 	for slot, r := range ranks {
+		if r < 0 {
+			continue
+		}
 		c.slots[r] = slot
 		if st := c.streams[r]; st != nil {
 			st.slot = slot
@@ -179,9 +218,27 @@ func (p *Proxy) NextChannel() uint32 {
 	return p.nextChan
 }
 
-func (p *Proxy) newChannel(id uint32) *Channel {
-	c := &Channel{id: id, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1}
-	p.chans[id] = c
+// Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is: what is still under way in the old one is dropped, receives
+// that are posted in it are withdrawn. With the lock. c is not to be used afterwards.
+func (c *Channel) Next(epoch uint32, ranks []int) (*Channel, error) {
+	p := c.p
+	if p.closed {
+		return nil, ErrClosed
+	}
+	c.fail(ErrClosed)
+	c.retire()
+	for key, o := range p.chans { // of epochs that are skipped here
+		if key.id == c.id && int16(key.epoch-uint16(epoch)) < 0 {
+			p.unopened--
+			o.retire()
+		}
+	}
+	return p.open(c.id, epoch, ranks, false)
+}
+
+func (p *Proxy) newChannel(key chanKey) *Channel {
+	c := &Channel{id: key.id, epoch: key.epoch, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1}
+	p.chans[key] = c
 	return c
 }
 
@@ -212,9 +269,10 @@ func (c *Channel) streamOf(pr *peer) *stream {
 // Err returns why the channel failed: *Aborted, *Disagreement, *PeerError, ErrClosed or what Fail was given.
 func (c *Channel) Err() error { return c.err }
 
-// Begin says which operation runs from now on; messages that arrive early are compared with it.
-func (c *Channel) Begin(t Token) error {
-	c.now = t
+// Begin says which operation runs from now on; messages that arrive early are compared with it. With hint set, every rank whose result depends on this
+// one's data finds Hinted set when the operation is over: the hint travels in the headers, along with the data and what is made of it.
+func (c *Channel) Begin(t Token, hint bool) error {
+	c.now, c.hint = t, hint
 	if c.err == nil {
 		for _, st := range c.fast { // what came before we began
 			if st != nil && len(st.early) > 0 {
@@ -224,6 +282,9 @@ func (c *Channel) Begin(t Token) error {
 	}
 	return c.err
 }
+
+// Hinted reports whether this rank or one on whose data its result depends began the operation with a hint.
+func (c *Channel) Hinted() bool { return c.hint }
 
 // Probe makes progress once, sleeping if there is none for long, and returns why the channel failed, if it did.
 func (c *Channel) Probe(w *Wait) error {
@@ -265,10 +326,8 @@ func (c *Channel) Announce(t Token, slots []int) {
 		return
 	}
 	c.told, c.toldWaits = t, packed
-	for _, r := range c.ranks {
-		if pr := &c.p.peers[r]; pr.link != nil {
-			c.p.control(pr, Header{Kind: frameStatus, Chan: c.id, Seq: t.Seq, Call: t.Call, Count: t.Count, Off: packed}, nil)
-		}
+	for pr := range c.linked() {
+		c.p.control(pr, Header{Kind: frameStatus, Seq: t.Seq, Call: t.Call, Count: t.Count, Off: packed}.on(c), nil)
 	}
 }
 
@@ -293,10 +352,8 @@ func (c *Channel) Abort(cause error, payload []byte) {
 		if c.aborted == nil {
 			c.aborted = []byte{}
 		}
-		for _, r := range c.ranks {
-			if pr := &c.p.peers[r]; pr.link != nil {
-				c.p.control(pr, Header{Kind: frameAbort, Chan: c.id, Len: uint32(len(payload))}, payload)
-			}
+		for pr := range c.linked() {
+			c.p.control(pr, Header{Kind: frameAbort, Len: uint32(len(payload))}.on(c), payload)
 		}
 	}
 	c.fail(cause)
@@ -313,29 +370,90 @@ func (c *Channel) fail(err error) {
 func (c *Channel) Close() {
 	c.p.Lock()
 	defer c.p.Unlock()
-	if _, gone := c.p.dead[c.id]; gone || c.p.closed {
+	if c.p.floors[c.id].closed || c.p.closed {
 		return
 	}
-	for _, r := range c.ranks {
-		if pr := &c.p.peers[r]; pr.link != nil && r != c.p.cfg.Self.Rank {
-			c.p.control(pr, Header{Kind: frameBye, Chan: c.id}, nil)
-		}
+	for pr := range c.linked() {
+		c.p.control(pr, Header{Kind: frameBye}.on(c), nil)
 	}
 	c.fail(ErrClosed)
-	c.Forget()
-	for _, st := range c.streams {
-		for _, e := range st.early {
-			if e.filled {
-				c.p.pool.put(e.buf)
+	c.retire()
+	c.p.floors[c.id] = floor{closed: true}
+	for key, o := range c.p.chans {
+		if key.id == c.id {
+			c.p.unopened--
+			o.retire()
+		}
+	}
+}
+
+// linked yields the members that there is a link to.
+func (c *Channel) linked() iter.Seq[*peer] {
+	return func(yield func(*peer) bool) {
+		for _, r := range c.ranks {
+			if r >= 0 && c.p.peers[r].link != nil && !yield(&c.p.peers[r]) {
+				return
 			}
 		}
-		st.early = nil
+	}
+}
+
+// retire takes c out of the proxy's tables.
+func (c *Channel) retire() {
+	c.Forget()
+	for _, st := range c.streams {
+		st.clear()
 		if st.pr.st == st { // a frame of ours that is still arriving is dropped
 			st.pr.st = nil
 		}
+		for i, q := range st.pr.queued {
+			if q == st {
+				st.pr.queued = append(st.pr.queued[:i], st.pr.queued[i+1:]...)
+				break
+			}
+		}
 	}
-	delete(c.p.chans, c.id)
-	c.p.dead[c.id] = struct{}{}
+	delete(c.p.chans, chanKey{c.id, c.epoch})
+}
+
+// clear drops what waits to be asked for.
+func (st *stream) clear() {
+	for _, e := range st.early {
+		if e.filled {
+			st.c.p.pool.put(e.buf)
+		}
+	}
+	st.early, st.held = nil, 0
+}
+
+// sever ends the traffic with a peer whose link went down: what was under way is lost. What has arrived whole may still be received.
+func (c *Channel) sever(st *stream, err error) {
+	st.lost = err
+	if n := len(st.early); n > 0 && !st.early[n-1].filled {
+		st.early = st.early[:n-1] // the proxy had its buffer
+	}
+	gone := &PeerError{st.pr.rank, err}
+	for _, r := range c.recvs {
+		if r.st == st {
+			c.failRecv(r, gone)
+		}
+	}
+	for _, s := range st.sendq {
+		s.err = gone
+	}
+	for id, s := range c.sends {
+		if s.st == st {
+			s.err = gone
+			delete(c.sends, id)
+		}
+	}
+	st.sendq = nil
+}
+
+// renew begins the traffic of a tagged channel with a peer over a new link.
+func (c *Channel) renew(st *stream) {
+	st.clear()
+	*st = stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq}
 }
 
 // Forget withdraws every receive that is posted on the ordered lane: afterwards the proxy touches none of their buffers. It is how a failed operation ends.
@@ -380,6 +498,7 @@ func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) 
 
 // accepts checks that a frame continues r's message; if not the channel fails.
 func (c *Channel) accepts(r *Recv, h *Header) bool {
+	c.hint = c.hint || h.Flags&flagHint != 0
 	if h.Seq != r.tok.Seq || h.Call != r.tok.Call || h.Count != r.tok.Count {
 		c.fail(&Disagreement{Rank: r.st.slot, Theirs: Token{h.Seq, h.Call, h.Count}, Ours: r.tok})
 		return false
@@ -454,7 +573,7 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 		st = c.stream(slot)
 	}
 	pr := st.pr
-	h := Header{Kind: frameData, Chan: c.id, Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
+	h := Header{Kind: frameData, Chan: c.id, Epoch: c.epoch, Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
 	for off := 0; ; {
 		if c.err != nil {
 			return c.err
@@ -467,6 +586,9 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 			h.Len, h.Off, h.Flags = uint32(n), uint64(off), 0
 			if off+n == len(buf) {
 				h.Flags = flagLast
+			}
+			if c.hint {
+				h.Flags |= flagHint
 			}
 			if c.push(st, &h, buf[off:off+n]) {
 				if off += n; h.Flags&flagLast != 0 {
@@ -513,7 +635,7 @@ func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 // repay tells the peer what was taken, before its credit runs low.
 func (p *Proxy) repay(st *stream) {
 	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
-		p.control(st.pr, Header{Kind: frameCredit, Chan: st.c.id}, nil)
+		p.control(st.pr, Header{Kind: frameCredit}.on(st.c), nil)
 	}
 }
 

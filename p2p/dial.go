@@ -56,7 +56,7 @@ func (h *host) Admit(from Identity) error {
 	switch {
 	case p.closed:
 		return ErrClosed
-	case pr.err != nil:
+	case pr.err != nil && !pr.vacant:
 		return fmt.Errorf("%w: %v has failed for rank %d: %v", ErrStale, from, p.cfg.Self.Rank, pr.err)
 	case pr.id.Incarnation != 0 && pr.id.Incarnation != from.Incarnation:
 		return fmt.Errorf("%w: rank %d is known as incarnation %016x", ErrStale, from.Rank, pr.id.Incarnation)
@@ -105,6 +105,9 @@ func (p *Proxy) connect(pr *peer) {
 		if err != nil && pr.link == nil && pr.err == nil && !p.closed {
 			p.log.Debug("cannot link", "peer", pr.rank, "err", err)
 			pr.err = err
+			if p.cfg.Notify != nil {
+				p.cfg.Notify(Identity{Rank: pr.rank, Incarnation: pr.id.Incarnation}, err)
+			}
 		}
 		p.wakeAll()
 	}()

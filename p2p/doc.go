@@ -7,9 +7,9 @@
 //
 //	p := p2p.New(p2p.Config{…})
 //	endpoints, err := p.Listen(ctx)              // for the directory, by which peers find this rank
-//	c, err := p.Open(id, ranks)                  // every member opens the same id
+//	c, err := p.Open(id, epoch, ranks, false)     // every member opens the same id and epoch
 //	p.Lock()
-//	c.Begin(token)
+//	c.Begin(token, false)
 //	c.PostRecv(&r, slot, token, buf, false)
 //	err = c.Send(&wait, slot, token, data)
 //	err = c.WaitRecv(&wait, &r)
@@ -58,7 +58,14 @@
 //
 // A link is made when somebody first waits for the peer: Config.Resolve says where it is, the first transport that reaches it is dialled. Of connections
 // that cross the lower rank's survives. A peer whose link broke, whom the directory knows to be gone, or who cannot be reached for ConnectTimeout has
-// failed for good in this life: whoever waits for it gets a [PeerError], everybody else goes on. A channel fails as a whole, by Abort, by a Disagreement
-// or by an [Aborted] from a peer, and tells every linked member once; what it had sent before is still delivered. Evidence about another incarnation is
-// refused at the handshake ([ErrStale]).
+// failed until Relink or Vacate says otherwise: whoever waits for it gets a [PeerError], everybody else goes on. A channel fails as a whole, by Abort, by a
+// Disagreement or by an [Aborted] from a peer, and tells every linked member once; what it had sent before is still delivered. Evidence about another
+// incarnation is refused at the handshake ([ErrStale]).
+//
+// # Epochs
+//
+// Whoever is a member, and in which life, is decided elsewhere. Channel.Next takes a channel of the ordered lane into its next epoch, among other ranks;
+// links, and what other channels have under way over them, stay. The epoch travels in every header: what was sent in an earlier one is dropped, what
+// comes from ranks that are ahead is kept. Proxy.Vacate gives a rank's place free, and the next incarnation that proves the job's secret may link itself. A channel
+// of the tagged lane has no epochs: its traffic with a peer fails with the link and begins anew with the next one.
 package p2p

@@ -24,7 +24,7 @@ func (i Identity) String() string {
 type Header struct {
 	Kind  uint8  // what the frame is; the proxy's business
 	Flags uint8  // the proxy's business
-	Lane  uint16 // reserved, 0
+	Epoch uint16 // of the channel, its low bits: what was sent in an earlier one is dropped
 	Len   uint32 // bytes of payload, at most MaxFrame
 	Chan  uint32 // channel: which group's traffic
 	Ack   uint32 // credit returned to the receiver of this frame

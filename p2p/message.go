@@ -27,6 +27,7 @@ type SendReq struct {
 	remote uint64 // not 0: the receiver's id, we may send
 	off    int
 	done   bool
+	err    error // the link went down
 }
 
 // RecvReq is a receive of the tagged lane.
@@ -84,7 +85,7 @@ func (p *Proxy) pump(pr *peer) bool {
 	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
 		s := pr.bulk[0]
 		n := min(len(s.buf)-s.off, pr.link.MaxFrame())
-		h := Header{Kind: frameBulk, Chan: s.st.c.id, Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: s.st.taken}
+		h := Header{Kind: frameBulk, Chan: s.st.c.id, Epoch: s.st.c.epoch, Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: s.st.taken}
 		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
 			break
 		}
@@ -101,7 +102,7 @@ func (p *Proxy) pump(pr *peer) bool {
 
 // begin sends a short message, or announces a long one.
 func (c *Channel) begin(st *stream, s *SendReq) bool {
-	h := Header{Kind: frameEager, Chan: c.id, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
+	h := Header{Kind: frameEager, Chan: c.id, Epoch: c.epoch, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
 	payload := s.buf
 	if len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
 		h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
@@ -123,6 +124,9 @@ func (c *Channel) begin(st *stream, s *SendReq) bool {
 func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
 	for !s.done {
 		err := c.err
+		if err == nil {
+			err = s.err
+		}
 		if err == nil {
 			if err = s.st.unreachable(); err != nil {
 				err = c.last(s.st.pr, err)
@@ -157,9 +161,9 @@ func (c *Channel) CancelSend(s *SendReq) {
 			break
 		}
 	}
-	if s.id != 0 {
+	if s.id != 0 && s.err == nil {
 		delete(c.sends, s.id)
-		c.p.control(pr, Header{Kind: frameCancel, Chan: c.id, Seq: s.id, Off: s.remote}, nil)
+		c.p.control(pr, Header{Kind: frameCancel, Seq: s.id, Off: s.remote}.on(c), nil)
 	}
 	s.done, s.buf = true, nil
 }
@@ -224,7 +228,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 		r.err = ErrWrongSize
 	}
 	if h.Kind == frameRTS {
-		answer := Header{Kind: frameCTS, Chan: c.id, Seq: h.Seq}
+		answer := Header{Kind: frameCTS, Seq: h.Seq}.on(c)
 		if r.err != nil {
 			answer.Flags, r.done = flagDrop, true
 		} else {
@@ -335,6 +339,8 @@ func (st *stream) unreachable() error {
 // gone says why nothing more will come from the peer, nil while something may.
 func (st *stream) gone() error {
 	switch {
+	case st.lost != nil:
+		return &PeerError{st.pr.rank, st.lost}
 	case st.pr.err != nil:
 		return &PeerError{st.pr.rank, st.pr.err}
 	case st.left:

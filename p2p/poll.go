@@ -149,9 +149,9 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
 	st := pr.st
-	if st == nil || st.c.id != h.Chan {
+	if st == nil || st.c.id != h.Chan || st.c.epoch != h.Epoch {
 		var err error
-		if st, err = p.streamFor(pr, h.Chan); err != nil {
+		if st, err = p.streamFor(pr, h.channel()); err != nil {
 			return err
 		}
 		if pr.st = st; st == nil {
@@ -244,20 +244,20 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	return nil
 }
 
-// streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel was closed.
-func (p *Proxy) streamFor(pr *peer, id uint32) (*stream, error) {
-	c := p.chans[id]
+// streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel was closed, or this epoch of it.
+func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
+	c := p.chans[key]
 	if c == nil {
-		if _, dead := p.dead[id]; dead {
+		if f, known := p.floors[key.id]; known && f.above(key.epoch) {
 			return nil, nil
 		}
 		if p.unopened++; p.unopened > maxUnopened {
 			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, maxUnopened)
 		}
-		c = p.newChannel(id)
+		c = p.newChannel(key)
 	}
 	if c.ranks != nil && !c.has(pr.rank) { // else Open will look
-		return nil, fmt.Errorf("%w: rank %d sent on channel %d, of which it is no member", ErrProtocol, pr.rank, id)
+		return nil, fmt.Errorf("%w: rank %d sent on channel %d, of which it is no member", ErrProtocol, pr.rank, key.id)
 	}
 	return c.streamOf(pr), nil
 }

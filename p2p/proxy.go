@@ -27,6 +27,7 @@ const (
 const (
 	flagLast = 1 << iota
 	flagDrop
+	flagHint // see Channel.Begin
 )
 
 // MaxAbort is the longest payload of Abort in bytes.
@@ -65,6 +66,8 @@ type Config struct {
 	Oversubscribed bool
 	// Threads says that all ranks are goroutines of this process, so that yielding is the Go scheduler's business alone.
 	Threads bool
+	// Notify hears of every link that comes up (err nil) or goes down, with the peer's incarnation. It is called with the proxy's lock and must not block.
+	Notify func(peer Identity, err error)
 	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30 s.
 	ConnectTimeout time.Duration
 	Logger         *slog.Logger // default: none
@@ -87,8 +90,8 @@ type Proxy struct {
 	mu       sync.Mutex
 	peers    []peer  // by rank
 	links    []*peer // those with a live link
-	chans    map[uint32]*Channel
-	dead     map[uint32]struct{} // closed channels: what arrives late is dropped
+	chans    map[chanKey]*Channel
+	floors   map[uint32]floor // of channels that were opened: what arrives below is dropped
 	unopened int
 	nextChan uint32
 	pool     pool
@@ -110,7 +113,8 @@ type peer struct {
 	rank     int
 	id       Identity // zero Incarnation: not known yet
 	link     Link     // nil: none yet, or err
-	err      error    // final: the peer is gone
+	err      error    // the peer is gone, until Relink or Vacate says otherwise
+	vacant   bool     // any incarnation may link itself
 	bye      bool     // it said goodbye first
 	sendErr  error    // sending failed; what has arrived is still read, then the link goes down
 	dialing  bool
@@ -149,7 +153,7 @@ func New(cfg Config) *Proxy {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size), chans: map[uint32]*Channel{}, dead: map[uint32]struct{}{},
+	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size), chans: map[chanKey]*Channel{}, floors: map[uint32]floor{},
 		regions: map[uint64]*Region{}, nextChan: 1, dials: make(chan struct{}, 16)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	for i := range p.peers {
@@ -266,22 +270,27 @@ func (p *Proxy) pending() bool {
 // attach takes a new link into service, unless the peer already has one.
 func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	p.Lock()
-	if p.closed || pr.link != nil || pr.err != nil {
+	if p.closed || pr.link != nil || pr.err != nil && !pr.vacant {
 		p.Unlock()
 		l.Close()
 		return
 	}
-	pr.link, pr.id = l, id
-	pr.admitted = time.Time{}
 	if pr.stop != nil {
 		pr.stop() // our own dialling lost
 	}
+	*pr = peer{rank: pr.rank, id: id, link: l, dialing: pr.dialing, stop: pr.stop, queued: pr.queued}
 	p.links = append(p.links, pr)
-	p.log.Debug("link up", "peer", pr.rank, "transport", transport)
+	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
-		if c.aborted != nil && c.has(pr.rank) {
-			p.control(pr, Header{Kind: frameAbort, Chan: c.id, Len: uint32(len(c.aborted))}, c.aborted)
+		if st := c.streams[pr.rank]; st != nil && st.lost != nil && c.tagged {
+			c.renew(st)
 		}
+		if c.aborted != nil && c.has(pr.rank) {
+			p.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}.on(c), c.aborted)
+		}
+	}
+	if p.cfg.Notify != nil {
+		p.cfg.Notify(id, nil)
 	}
 	p.Unlock()
 	p.wakeAll()
@@ -309,12 +318,20 @@ func (p *Proxy) down(pr *peer, err error) {
 			break
 		}
 	}
+	for _, c := range p.chans {
+		if st := c.streams[pr.rank]; st != nil {
+			c.sever(st, err)
+		}
+	}
 	if p.pins > 0 {
 		p.doomed = append(p.doomed, l)
 	} else {
 		p.closeLink(l)
 	}
 	p.wakeAll()
+	if p.cfg.Notify != nil {
+		p.cfg.Notify(pr.id, err)
+	}
 }
 
 func (p *Proxy) closeLink(l Link) {
@@ -354,9 +371,58 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
+// Vacate says that no incarnation of rank is a member any more: its link, if there is one, goes down because of why, waits for it fail, and another
+// incarnation may link itself. Takes the lock itself.
+func (p *Proxy) Vacate(rank int, why error) {
+	p.Lock()
+	defer p.Unlock()
+	if p.closed || rank == p.cfg.Self.Rank {
+		return
+	}
+	pr := &p.peers[rank]
+	p.down(pr, why)
+	if pr.stop != nil {
+		pr.stop()
+	}
+	pr.err, pr.vacant, pr.id, pr.since, pr.admitted = why, true, Identity{}, time.Time{}, time.Time{}
+	p.wakeAll()
+}
+
+// Relink forgets why the link to rank failed, if it did, and makes one unless there is one. It does not block; Config.Notify tells the outcome. Takes the lock itself.
+func (p *Proxy) Relink(rank int) {
+	p.Lock()
+	defer p.Unlock()
+	pr := &p.peers[rank]
+	if pr.link != nil || pr.dialing {
+		return
+	}
+	pr.err, pr.vacant, pr.since = nil, false, time.Now().Add(-politeness)
+	p.connect(pr)
+}
+
+// Linked returns the incarnation that rank is linked as, 0 if it is not. Takes the lock itself.
+func (p *Proxy) Linked(rank int) uint64 {
+	p.Lock()
+	defer p.Unlock()
+	if pr := &p.peers[rank]; pr.link != nil {
+		return pr.id.Incarnation
+	}
+	return 0
+}
+
+// Idle looks once at every link, unless somebody else uses the proxy: for a rank that computes and would not notice what happens to its peers.
+func (p *Proxy) Idle() {
+	if p.mu.TryLock() {
+		if !p.closed && p.asleep.Load() == 0 {
+			p.pollAll()
+		}
+		p.mu.Unlock()
+	}
+}
+
 // control sends a control frame of a channel in use, or keeps it until the link has room. It carries the channel's credit, as every frame does.
 func (p *Proxy) control(pr *peer, h Header, payload []byte) {
-	c := p.chans[h.Chan]
+	c := p.chans[h.channel()]
 	if pr.link == nil || pr.sendErr != nil || c == nil {
 		return
 	}

@@ -56,7 +56,7 @@ func ranks(n int) []int {
 }
 
 func open(t interface{ Fatal(...any) }, p *p2p.Proxy, id uint32, n int) *p2p.Channel {
-	c, err := p.Open(id, ranks(n))
+	c, err := p.Open(id, 0, ranks(n), false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -386,7 +386,7 @@ func FuzzHostilePeer(f *testing.F) {
 		p.Lock()
 		defer p.Unlock()
 		w := patient(context.Background())
-		ordered.Begin(p2p.Token{Seq: 1})
+		ordered.Begin(p2p.Token{Seq: 1}, false)
 		buf := make([]byte, 300)
 		var r p2p.Recv
 		ordered.PostRecv(&r, 1, p2p.Token{Seq: 1}, buf[:8:8], true)

@@ -82,10 +82,10 @@ func newGroup(j *job, ranks []int, rank int, base uint32) (*Group, error) {
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.turn = sync.NewCond(j.proxy)
 	var err error
-	if g.coll, err = j.proxy.Open(base, ranks); err != nil {
+	if g.coll, err = j.proxy.Open(base, 1, ranks, false); err != nil {
 		return nil, err
 	}
-	if g.msgs, err = j.proxy.Open(base+1, ranks); err != nil {
+	if g.msgs, err = j.proxy.Open(base+1, 0, ranks, true); err != nil {
 		return nil, err
 	}
 	g.run.init(g)

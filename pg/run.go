@@ -90,7 +90,7 @@ func (r *runner) repeat() error {
 	r.tok.Seq = g.seq
 	g.history[g.seq%uint64(len(g.history))] = r.tok
 	r.in, r.out = base{ptr: g.cur.in, stride: h.in}, base{ptr: g.cur.out, stride: h.out}
-	if err := g.coll.Begin(r.tok); err != nil {
+	if err := g.coll.Begin(r.tok, false); err != nil {
 		return err
 	}
 	return r.steps(h.prog, h.dtype)
@@ -305,7 +305,7 @@ func (r *runner) collective() (err error) {
 	default:
 		total *= g.size
 	}
-	if err := g.coll.Begin(r.tok); err != nil {
+	if err := g.coll.Begin(r.tok, false); err != nil {
 		return err
 	}
 	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin

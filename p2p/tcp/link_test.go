@@ -17,7 +17,7 @@ import (
 )
 
 func TestHeaderEncoding(t *testing.T) {
-	h := p2p.Header{Kind: 1, Flags: 2, Lane: 0x0403, Len: 0x08070605, Chan: 0x0c0b0a09, Ack: 0x100f0e0d,
+	h := p2p.Header{Kind: 1, Flags: 2, Epoch: 0x0403, Len: 0x08070605, Chan: 0x0c0b0a09, Ack: 0x100f0e0d,
 		Seq: 0x1817161514131211, Call: 0x201f1e1d1c1b1a19, Count: 0x2827262524232221, Off: 0x302f2e2d2c2b2a29}
 	var b [p2p.HeaderSize]byte
 	encodeHeader(&b, &h)
