@@ -1,0 +1,638 @@
+package flight
+
+import (
+	"cmp"
+	"fmt"
+	"iter"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+)
+
+// Presence says how a rank is there.
+type Presence string
+
+// The ways. Only a rank that is Present has a snapshot.
+const (
+	Present Presence = "present"
+	Silent  Presence = "silent" // the store takes it for alive, and it does not answer
+	Dead    Presence = "dead"   // the ranks had met, and the store does not know it any more
+	Absent  Presence = "absent" // it has not come yet
+	Vacant  Presence = "vacant" // a slot that the view has left out
+)
+
+// Rank is what somebody who asked all ranks knows of one of them.
+type Rank struct {
+	Rank     int       `json:"rank"`
+	Presence Presence  `json:"presence"`
+	Where    string    `json:"where,omitempty"`  // "pid 4711 on node3"
+	Detail   string    `json:"detail,omitempty"` // why there is no snapshot
+	Snapshot *Snapshot `json:"snapshot,omitempty"`
+}
+
+// Kinds of findings.
+const (
+	FindingStuck     = "stuck"     // Rank keeps Waiters
+	FindingMismatch  = "mismatch"  // ranks have called different things
+	FindingCycle     = "cycle"     // ranks wait for each other
+	FindingGone      = "gone"      // a rank is dead, silent or has not come
+	FindingFailed    = "failed"    // a group has failed
+	FindingViews     = "views"     // ranks are in different epochs
+	FindingLink      = "link"      // two ranks that are there have no way to each other
+	FindingStraggler = "straggler" // see Stragglers
+)
+
+// Finding is one thing that is wrong.
+type Finding struct {
+	Kind    string  `json:"kind"`
+	Rank    int     `json:"rank"` // whose it is, -1: nobody's alone
+	Waiters []int   `json:"waiters,omitempty"`
+	Group   uint32  `json:"group,omitempty"`
+	Number  uint64  `json:"number,omitempty"`  // of the operation
+	Seconds float64 `json:"seconds,omitempty"` // for how long
+	Text    string  `json:"text"`
+}
+
+// stuckAfter is how long an operation runs before somebody is taken for stuck in it, and before another rank's having passed it is strange: snapshots of
+// different ranks are not of the same moment.
+const stuckAfter = time.Second
+
+// maxText bounds how many ranks are listed in a sentence.
+const maxText = 8
+
+// Diagnose says what is wrong with a job: first who keeps the others, then who is gone, then the rest. Nothing: there is nothing wrong that the snapshots show. Of
+// several ranks that wait for each other in a row it names the one at the end.
+func Diagnose(ranks []Rank) []Finding {
+	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{}, blamed: map[int]bool{}, sights: map[sight]string{}}
+	for i := range ranks {
+		d.ranks[ranks[i].Rank] = &ranks[i]
+		d.order = append(d.order, ranks[i].Rank)
+	}
+	slices.Sort(d.order)
+	d.mismatches()
+	d.stuck()
+	d.gone()
+	d.failed()
+	d.links()
+	d.views()
+	return d.found
+}
+
+// culprit is what makes findings about different waiters one.
+type culprit struct {
+	rank  int
+	kind  string
+	group string
+}
+
+type diagnosis struct {
+	ranks      map[int]*Rank
+	order      []int
+	culprits   map[culprit]*Finding
+	mismatched []*Group
+	known      map[*Operation][]*Finding // where walks from these have ended
+	sights     map[sight]string
+	blamed     map[int]bool // ranks that are a finding already
+	found      []Finding
+}
+
+// same reports whether g and o are the same group: disjoint subgroups share an ID.
+func (g *Group) same(o *Group) bool {
+	return g.ID == o.ID && g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks)
+}
+
+// group returns the rank's own part of a group.
+func (s *Snapshot) group(of *Group) *Group {
+	for i := range s.Groups {
+		if s.Groups[i].same(of) {
+			return &s.Groups[i]
+		}
+	}
+	return nil
+}
+
+// same reports whether a and b, of the same number, are the same call.
+func same(a, b *Operation) bool {
+	return a.Kind == b.Kind && a.DType == b.DType && a.Reduction == b.Reduction && a.Root == b.Root && a.Elements == b.Elements && a.CountsHash == b.CountsHash
+}
+
+// short is an operation in two words, and the group if it is not everybody's.
+func short(o *Operation) string {
+	if o.message() {
+		return o.Call
+	}
+	s := fmt.Sprintf("%s #%d", o.Kind, o.Number)
+	if o.Group != 1 {
+		s += fmt.Sprintf(" of group %d", o.Group)
+	}
+	return s
+}
+
+// Seconds writes a duration as people say it: "41 s", "3.2 s", "4m10s".
+func Seconds(d time.Duration) string {
+	switch d = max(d, 0); {
+	case d < 10*time.Second:
+		return fmt.Sprintf("%.1f s", d.Seconds())
+	case d < 2*time.Minute:
+		return fmt.Sprintf("%.0f s", d.Seconds())
+	}
+	return d.Round(time.Second).String()
+}
+
+// RankList writes ranks as people say them: "rank 3", "ranks 0-2 and 5".
+func RankList(ranks []int) string {
+	ranks = slices.Compact(slices.Sorted(slices.Values(ranks)))
+	if len(ranks) == 1 {
+		return fmt.Sprint("rank ", ranks[0])
+	}
+	var parts []string
+	for i := 0; i < len(ranks); {
+		j := i
+		for j+1 < len(ranks) && ranks[j+1] == ranks[j]+1 {
+			j++
+		}
+		switch {
+		case len(parts) == maxText:
+			parts = append(parts, fmt.Sprintf("%d more", len(ranks)-i))
+			j = len(ranks) - 1
+		case j == i:
+			parts = append(parts, fmt.Sprint(ranks[i]))
+		case j == i+1:
+			parts = append(parts, fmt.Sprint(ranks[i]))
+			j = i
+		default:
+			parts = append(parts, fmt.Sprintf("%d-%d", ranks[i], ranks[j]))
+		}
+		i = j + 1
+	}
+	if n := len(parts); n > 1 {
+		return "ranks " + strings.Join(parts[:n-1], ", ") + " and " + parts[n-1]
+	}
+	return "ranks " + strings.Join(parts, "")
+}
+
+func verb(n int, one, many string) string {
+	if n == 1 {
+		return one
+	}
+	return many
+}
+
+// mismatches finds ranks that are in different calls of the same number.
+func (d *diagnosis) mismatches() {
+	type at struct {
+		id, size uint32
+		ranks    string
+		number   uint64
+	}
+	type first struct {
+		rank int
+		op   *Operation
+	}
+	seen := map[at]first{}
+	for r, g := range d.groups() {
+		if g.Running == nil {
+			continue
+		}
+		k := at{g.ID, uint32(g.Size), fmt.Sprint(g.Ranks), g.Running.Number}
+		f, ok := seen[k]
+		switch {
+		case !ok:
+			seen[k] = first{r, g.Running}
+		case !same(f.op, g.Running) && !d.mismatch(g):
+			d.mismatched = append(d.mismatched, g)
+			d.found = append(d.found, Finding{Kind: FindingMismatch, Rank: -1, Waiters: []int{f.rank, r}, Group: g.ID, Number: k.number,
+				Text: fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", f.rank, f.op.Call, r, g.Running.Call)})
+		}
+	}
+}
+
+// mismatch reports whether the ranks of a group disagree.
+func (d *diagnosis) mismatch(g *Group) bool { return slices.ContainsFunc(d.mismatched, g.same) }
+
+// groups yields the groups of all ranks that have a snapshot.
+func (d *diagnosis) groups() iter.Seq2[int, *Group] {
+	return func(yield func(int, *Group) bool) {
+		for _, r := range d.order {
+			if s := d.ranks[r].Snapshot; s != nil {
+				for i := range s.Groups {
+					if !yield(r, &s.Groups[i]) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+// running lists the operations that a rank has been in for long and that its program waits for.
+func running(s *Snapshot) (ops []*Operation) {
+	long := func(o *Operation) bool { return o != nil && !o.Async && s.Time.Sub(o.Started) >= stuckAfter }
+	for i := range s.Groups {
+		if o := s.Groups[i].Running; long(o) {
+			ops = append(ops, o)
+		}
+	}
+	for i := range s.Messages {
+		if o := &s.Messages[i]; long(o) {
+			ops = append(ops, o)
+		}
+	}
+	return ops
+}
+
+// stuck follows everybody who waits to whom that leads.
+func (d *diagnosis) stuck() {
+	for _, r := range d.order {
+		s := d.ranks[r].Snapshot
+		if s == nil {
+			continue
+		}
+		for _, o := range running(s) {
+			w := walk{d: d, first: r, seen: map[*Operation]bool{}, age: s.Time.Sub(o.Started)}
+			w.follow(r, o)
+			d.known[o] = w.ends
+		}
+	}
+	keys := slices.SortedFunc(maps.Keys(d.culprits), func(a, b culprit) int {
+		return cmp.Or(len(d.culprits[b].Waiters)-len(d.culprits[a].Waiters), a.rank-b.rank, cmp.Compare(a.kind, b.kind), cmp.Compare(a.group, b.group))
+	})
+	for _, k := range keys {
+		f := d.culprits[k]
+		f.Waiters = slices.Compact(slices.Sorted(slices.Values(f.Waiters)))
+		if f.Kind == FindingStuck {
+			d.blamed[k.rank] = true
+			if others := slices.DeleteFunc(slices.Clone(f.Waiters), func(r int) bool { return r == k.rank }); len(others) > 0 {
+				f.Text += fmt.Sprintf("; %s %s for it, %s so far", RankList(others), verb(len(others), "waits", "wait"), Seconds(time.Duration(f.Seconds*float64(time.Second))))
+			}
+		}
+		d.found = append(d.found, *f)
+	}
+}
+
+// walk goes from one waiting rank along those who are waited for.
+type walk struct {
+	d     *diagnosis
+	first int
+	age   time.Duration
+	seen  map[*Operation]bool
+	path  []int
+	ends  []*Finding
+}
+
+// blame ends a walk.
+func (w *walk) blame(rank int, kind string, o *Operation, text string) bool {
+	k := culprit{rank, kind, fmt.Sprint(o.Group)}
+	if o.message() {
+		k.group = o.Call
+	}
+	f := w.d.culprits[k]
+	if f == nil {
+		f = &Finding{Kind: kind, Rank: rank, Group: o.Group, Number: o.Number, Text: text}
+		w.d.culprits[k] = f
+	} else if o.Number < f.Number { // the earliest operation that it is missing from
+		f.Number, f.Text = o.Number, text
+	}
+	w.end(f)
+	return true
+}
+
+func (w *walk) end(f *Finding) {
+	f.Waiters = append(f.Waiters, w.first)
+	f.Seconds = max(f.Seconds, w.age.Seconds())
+	w.ends = append(w.ends, f)
+}
+
+func (o *Operation) message() bool { return o.Kind == "send" || o.Kind == "recv" }
+
+// follow looks at whom rank waits for in o, and reports whether that explains it.
+func (w *walk) follow(rank int, o *Operation) (explained bool) {
+	if w.seen[o] {
+		return true // by then
+	}
+	if ends := w.d.known[o]; ends != nil { // somebody went here before
+		for _, f := range ends {
+			if f.Kind != FindingCycle {
+				w.end(f)
+			}
+		}
+		return true
+	}
+	w.seen[o] = true
+	w.path = append(w.path, rank)
+	defer func() { w.path = w.path[:len(w.path)-1] }()
+	s := w.d.ranks[rank].Snapshot
+	if len(o.WaitsFor) == 0 {
+		if o.Kind == "recv" { // from anybody: nobody is to blame
+			return false
+		}
+		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for nobody: it moves or combines data, or is held up in the kernel", rank, short(o), Seconds(s.Time.Sub(o.Started))))
+	}
+	for _, to := range o.WaitsFor {
+		if i := slices.Index(w.path, to); i < 0 {
+			explained = w.visit(rank, o, to) || explained
+		} else if w.inside(rank, o, to) {
+			explained = w.cycle(w.path[i:], o) || explained
+		}
+	}
+	return explained
+}
+
+// inside reports whether a rank is in the operation o of another one, or before it in an earlier one.
+func (w *walk) inside(rank int, o *Operation, to int) bool {
+	t := w.d.ranks[to]
+	if t == nil || t.Snapshot == nil {
+		return false
+	}
+	g := groupOf(w.d.ranks[rank].Snapshot, o)
+	if g == nil {
+		return false
+	}
+	theirs := t.Snapshot.group(g)
+	return theirs != nil && theirs.Running != nil && theirs.Running.Number <= o.Number
+}
+
+// groupOf returns the group that o runs in, nil for a message.
+func groupOf(s *Snapshot, o *Operation) *Group {
+	for i := range s.Groups {
+		if s.Groups[i].Running == o {
+			return &s.Groups[i]
+		}
+	}
+	return nil
+}
+
+// cycle is ranks that wait for each other.
+func (w *walk) cycle(path []int, o *Operation) bool {
+	ring := slices.Sorted(slices.Values(path))
+	if g := groupOf(w.d.ranks[path[len(path)-1]].Snapshot, o); g != nil && w.d.mismatch(g) {
+		return true // that is why
+	}
+	k := culprit{ring[0], FindingCycle, fmt.Sprint(ring)}
+	if w.d.culprits[k] == nil {
+		f := &Finding{Kind: FindingCycle, Rank: -1, Group: o.Group, Number: o.Number, Waiters: ring, Seconds: w.age.Seconds(),
+			Text: fmt.Sprintf("%s wait for each other in %s, %s so far: each is there, and what was sent has not arrived", RankList(ring), short(o), Seconds(w.age))}
+		w.d.culprits[k], w.ends = f, append(w.ends, f)
+	}
+	return true
+}
+
+// visit looks at a rank that is waited for, and reports whether that explains the waiting.
+func (w *walk) visit(from int, o *Operation, to int) bool {
+	t := w.d.ranks[to]
+	mine := groupOf(w.d.ranks[from].Snapshot, o) // nil: a message
+	if t == nil || t.Snapshot == nil {
+		text := "is not there"
+		if t != nil {
+			text = t.presence()
+		}
+		if mine != nil {
+			text += w.d.seen(mine, to)
+		}
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d %s; it is waited for in %s", to, text, short(o)))
+	}
+	s := t.Snapshot
+	if mine == nil {
+		text := fmt.Sprintf("rank %d has not sent what rank %d waits for: %s", to, from, o.Call)
+		if o.Kind == "send" {
+			text = fmt.Sprintf("rank %d has not taken what rank %d sends: %s", to, from, o.Call)
+		}
+		return w.elsewhere(o, to, text)
+	}
+	g := s.group(mine)
+	switch {
+	case g == nil:
+		return w.elsewhere(o, to, fmt.Sprintf("rank %d has closed the group of %s, or has not made it yet", to, short(o)))
+	case g.Error != "":
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, short(o), g.Error))
+	case g.Running != nil && g.Running.Number <= o.Number:
+		if g.Running.Number == o.Number && !same(g.Running, o) {
+			return true // a mismatch, which has been said
+		}
+		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
+	case g.Running != nil || g.Finished >= o.Number: // it is past it: just now, or something is lost between the two
+		since := s.Time
+		if g.Running != nil {
+			since = g.Running.Started
+		} else if g.Last != nil && g.Last.Ended != nil {
+			since = *g.Last.Ended
+		}
+		return s.Time.Sub(since) >= 2*stuckAfter &&
+			w.blame(to, FindingLink, o, fmt.Sprintf("rank %d waits in %s for rank %d, which has finished it: what that sent has not arrived", from, short(o), to))
+	}
+	done := "has finished nothing yet"
+	if g.Finished > 0 {
+		done = fmt.Sprintf("last finished #%d", g.Finished)
+		if g.Last != nil && g.Last.Ended != nil {
+			done += fmt.Sprintf(", %s ago", Seconds(s.Time.Sub(*g.Last.Ended)))
+		}
+	}
+	return w.elsewhere(o, to, fmt.Sprintf("rank %d has not entered %s (%s)", to, short(o), done))
+}
+
+// seen says what the others have last seen of a rank in a group.
+func (d *diagnosis) seen(group *Group, rank int) string {
+	k := sight{rank, group.ID}
+	if text, ok := d.sights[k]; ok {
+		return text
+	}
+	var last *Peer
+	for _, g := range d.groups() {
+		if !g.same(group) {
+			continue
+		}
+		for i := range g.Peers {
+			if p := &g.Peers[i]; p.Rank == rank && p.Seen != "" && (last == nil || p.Number > last.Number) {
+				last = p
+			}
+		}
+	}
+	if last != nil {
+		d.sights[k] = "; it was last seen in " + last.Seen
+	} else {
+		d.sights[k] = ""
+	}
+	return d.sights[k]
+}
+
+type sight struct {
+	rank  int
+	group uint32
+}
+
+// elsewhere goes on with what else a rank is stuck in, and ends with text if that explains nothing.
+func (w *walk) elsewhere(o *Operation, to int, text string) bool {
+	s := w.d.ranks[to].Snapshot
+	others := running(s)
+	for _, other := range others {
+		if !w.seen[other] && len(other.WaitsFor) > 0 && w.follow(to, other) {
+			return true
+		}
+	}
+	if len(others) > 0 {
+		text += fmt.Sprintf("; it has been in %s for %s", short(others[0]), Seconds(s.Time.Sub(others[0].Started)))
+	}
+	return w.blame(to, FindingStuck, o, text)
+}
+
+func (r *Rank) presence() string {
+	s := ""
+	switch r.Presence {
+	case Silent:
+		s = "does not answer"
+	case Dead:
+		s = "is dead"
+	case Absent:
+		s = "has not joined yet"
+	case Vacant:
+		s = "is not in the view"
+	default:
+		s = "is " + string(r.Presence)
+	}
+	if r.Where != "" {
+		s += " (" + r.Where + ")"
+	}
+	if r.Detail != "" {
+		s += ": " + r.Detail
+	}
+	return s
+}
+
+// gone names ranks without a snapshot that nobody was found to wait for.
+func (d *diagnosis) gone() {
+	like := map[string][]int{}
+	var texts []string
+	for _, n := range d.order {
+		r := d.ranks[n]
+		if r.Snapshot != nil || r.Presence == Vacant || d.blamed[n] {
+			continue
+		}
+		text := r.presence()
+		if like[text] == nil {
+			texts = append(texts, text)
+		}
+		like[text] = append(like[text], n)
+	}
+	for _, text := range texts {
+		ranks := like[text]
+		f := Finding{Kind: FindingGone, Rank: ranks[0], Text: RankList(ranks) + " " + text}
+		if len(ranks) > 1 {
+			f.Rank = -1
+			f.Text = RankList(ranks) + " " + strings.NewReplacer("does not", "do not", "is ", "are ", "has not", "have not").Replace(text)
+		}
+		d.found = append(d.found, f)
+	}
+}
+
+// failed names groups that have failed, each error once.
+func (d *diagnosis) failed() {
+	type fault struct {
+		id   uint32
+		text string
+	}
+	at := map[fault][]int{}
+	var faults []fault
+	for n, g := range d.groups() {
+		if f := (fault{g.ID, g.Error}); g.Error != "" {
+			if at[f] == nil {
+				faults = append(faults, f)
+			}
+			at[f] = append(at[f], n)
+		}
+	}
+	for _, f := range faults {
+		which := "the group"
+		if f.id != 1 {
+			which = fmt.Sprint("group ", f.id)
+		}
+		d.found = append(d.found, Finding{Kind: FindingFailed, Rank: -1, Waiters: at[f], Group: f.id, Text: fmt.Sprintf("%s has failed at %s: %s", which, RankList(at[f]), f.text)})
+	}
+}
+
+// links names pairs that are there, both, and have lost their link.
+func (d *diagnosis) links() {
+	for _, n := range d.order {
+		s := d.ranks[n].Snapshot
+		if s == nil {
+			continue
+		}
+		for i := range s.Links {
+			l := &s.Links[i]
+			if to := d.ranks[l.Rank]; l.Error != "" && !l.Up && to != nil && to.Snapshot != nil && len(to.Snapshot.Groups) > 0 {
+				d.found = append(d.found, Finding{Kind: FindingLink, Rank: l.Rank, Waiters: []int{n}, Text: fmt.Sprintf("rank %d has no link to rank %d any more: %s", n, l.Rank, l.Error)})
+			}
+		}
+	}
+}
+
+// views finds ranks in different epochs.
+func (d *diagnosis) views() {
+	at := map[uint64][]int{}
+	for _, n := range d.order {
+		if s := d.ranks[n].Snapshot; s != nil {
+			at[s.View.Epoch] = append(at[s.View.Epoch], n)
+		}
+	}
+	if len(at) < 2 {
+		return
+	}
+	var parts []string
+	for _, e := range slices.Backward(slices.Sorted(maps.Keys(at))) {
+		parts = append(parts, fmt.Sprintf("%s %s in epoch %d", RankList(at[e]), verb(len(at[e]), "is", "are"), e))
+	}
+	d.found = append(d.found, Finding{Kind: FindingViews, Rank: -1, Text: "the ranks have different views: " + strings.Join(parts, ", ")})
+}
+
+// Straggler is a rank that others wait for.
+type Straggler struct {
+	Rank   int     `json:"rank"`
+	Kept   float64 `json:"kept_seconds"`   // how long others have waited for it, all of them together
+	Waited float64 `json:"waited_seconds"` // how long it has waited for others
+}
+
+// Stragglers lists the ranks that others have waited for longer than they have waited themselves since the snapshots in before (nil: since they joined), the worst
+// first. A rank that passes on what it waited for itself is no straggler: in a ring everybody waits for a neighbour, and only the one who is late for nobody.
+func Stragglers(ranks, before []Rank) []Straggler {
+	type life struct {
+		rank        int
+		incarnation string
+	}
+	type pair struct {
+		life
+		peer int
+	}
+	base := map[pair]float64{}
+	for _, r := range before {
+		if r.Snapshot != nil {
+			for _, l := range r.Snapshot.Links {
+				base[pair{life{r.Rank, r.Snapshot.Incarnation}, l.Rank}] = l.Waited
+			}
+		}
+	}
+	by := map[int]*Straggler{}
+	of := func(r int) *Straggler {
+		if by[r] == nil {
+			by[r] = &Straggler{Rank: r}
+		}
+		return by[r]
+	}
+	for _, r := range ranks {
+		if r.Snapshot == nil {
+			continue
+		}
+		for _, l := range r.Snapshot.Links {
+			d := max(0, l.Waited-base[pair{life{r.Rank, r.Snapshot.Incarnation}, l.Rank}])
+			of(r.Rank).Waited += d
+			of(l.Rank).Kept += d
+		}
+	}
+	var all []Straggler
+	for _, s := range by {
+		if s.Kept > s.Waited {
+			all = append(all, *s)
+		}
+	}
+	slices.SortFunc(all, func(a, b Straggler) int { return cmp.Or(cmp.Compare(b.Kept-b.Waited, a.Kept-a.Waited), a.Rank-b.Rank) })
+	return all
+}

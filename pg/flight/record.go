@@ -1,0 +1,144 @@
+package flight
+
+import (
+	"fmt"
+
+	"tutti/collectives"
+	"tutti/kernels"
+)
+
+// Call is what was called, packed into one word: kind, data type, reduction and algorithm a byte each from the lowest, and the root (of a message, the
+// peer) in the upper half. It is what the ranks compare, in the header of every message, but for the algorithm, which is there the one that was forced.
+type Call uint64
+
+// Messages are no collectives and are recorded as these kinds; their number is the tag.
+const (
+	Send collectives.Kind = 30
+	Recv collectives.Kind = 31
+)
+
+const kinds = 32 // Call.Kind is below it, or out of its mind
+
+// Pack makes a Call. root is a rank or -1.
+func Pack(kind collectives.Kind, dtype kernels.DType, op kernels.Op, algo collectives.Algo, root int) Call {
+	return Call(kind) | Call(dtype)<<8 | Call(op)<<16 | Call(algo)<<24 | Call(uint32(root))<<32
+}
+
+// Kind returns which collective, or Send or Recv.
+func (c Call) Kind() collectives.Kind { return collectives.Kind(c) }
+
+// DType returns the elements' type.
+func (c Call) DType() kernels.DType { return kernels.DType(c >> 8) }
+
+// Reduction returns how they are combined, 0 if not at all.
+func (c Call) Reduction() kernels.Op { return kernels.Op(c >> 16) }
+
+// Algorithm returns how it was done; Auto: not decided, or not told.
+func (c Call) Algorithm() collectives.Algo { return collectives.Algo(c >> 24) }
+
+// Root returns the root, or the peer of a message; -1: any.
+func (c Call) Root() int { return int(int32(c >> 32)) }
+
+// With returns c done by another algorithm.
+func (c Call) With(a collectives.Algo) Call { return c&^(0xff<<24) | Call(a)<<24 }
+
+// Name returns the kind in a word.
+func (c Call) Name() string {
+	switch c.Kind() {
+	case Send:
+		return "send"
+	case Recv:
+		return "recv"
+	}
+	return c.Kind().String()
+}
+
+// Spell describes an operation by its number, what was called, and its count, which is what ranks compare: elements, or of an allgatherv a hash of the counts.
+// As in "allreduce #12 (float32 sum, 1024 elements, ring)".
+func Spell(number uint64, c Call, count uint64) string {
+	kind := c.Kind()
+	if kind == Send || kind == Recv {
+		peer, way := "any rank", "to"
+		if kind == Recv {
+			way = "from"
+		}
+		if r := c.Root(); r >= 0 {
+			peer = fmt.Sprintf("rank %d", r)
+		}
+		tag := fmt.Sprint("tag ", number)
+		if int64(number) < 0 {
+			tag = "any tag"
+		}
+		return fmt.Sprintf("%s %s %s (%s, %d elements, %s)", c.Name(), way, peer, c.DType(), count, tag)
+	}
+	s := fmt.Sprintf("%s #%d", c.Name(), number)
+	if kind == collectives.Barrier {
+		return s
+	}
+	s += " (" + c.DType().String()
+	if op := c.Reduction(); op != 0 {
+		s += " " + op.String()
+	}
+	switch kind {
+	case collectives.AllGatherV:
+		s += fmt.Sprintf(", counts with hash %08x", uint32(count))
+	case collectives.AllToAllV:
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+		s += fmt.Sprintf(", %d elements", count)
+	default:
+		s += fmt.Sprintf(", %d elements a rank", count)
+	}
+	switch kind {
+	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
+		s += fmt.Sprintf(", root %d", c.Root())
+	}
+	if a := c.Algorithm(); a != collectives.Auto {
+		s += ", " + a.String()
+	}
+	return s + ")"
+}
+
+// Outcome is where an operation stands.
+type Outcome uint8
+
+// The outcomes. The zero value is a record that was never written.
+const (
+	none Outcome = iota
+	Running
+	OK
+	RankFailed // a rank died, left or could not be reached
+	TimedOut
+	Cancelled
+	Mismatched
+	Closed // the group was closed here
+	Failed // for another reason
+	outcomes
+)
+
+var outcomeNames = [outcomes]string{"", "running", "ok", "rank failed", "timed out", "cancelled", "mismatch", "closed", "failed"}
+
+func (o Outcome) String() string {
+	if o >= outcomes {
+		return fmt.Sprintf("outcome(%d)", uint8(o))
+	}
+	return outcomeNames[o]
+}
+
+// Record is one operation in the ring: 64 bytes, one line of cache, without pointers. Times are nanoseconds since 1970 by the coarse clock.
+type Record struct {
+	Number  uint64 // in its group, from 1; of a message its tag
+	Call    Call
+	Count   uint64 // see Spell
+	Bytes   uint64 // as tutti bench counts them: the vector, or all ranks' parts
+	Started int64
+	Ended   int64
+	Group   uint32
+	Epoch   uint32
+	Awaited uint32 // one more than the rank in the job that was slept for last; 0: nobody
+	Queued  uint16 // how long it had been in the queue when it started, in units of 10 ms, or more than fits
+	State   Outcome
+	Flags   uint8
+}
+
+// Flags of a Record.
+const Async = 1 // was started and not waited for: nobody need be stuck on it

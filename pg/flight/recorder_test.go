@@ -1,0 +1,432 @@
+package flight
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+	"unsafe"
+
+	"go.uber.org/goleak"
+	"pgregory.net/rapid"
+
+	"tutti/collectives"
+	"tutti/kernels"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+var me = Identity{Job: "train", Rank: 3, Size: 8, Incarnation: 0xabc, Host: "node1"}
+
+func open(t testing.TB, dir string) *Recorder {
+	t.Helper()
+	r, err := Open(dir, me)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close(false) })
+	return r
+}
+
+var sum = Pack(collectives.AllReduce, kernels.Float32, kernels.Sum, collectives.Auto, 0)
+
+func TestRecordIsOneLine(t *testing.T) {
+	if n := unsafe.Sizeof(Record{}); n != recordSize {
+		t.Errorf("a record has %d bytes", n)
+	}
+	if n := unsafe.Sizeof(liveHeader{}); n > groupsAt {
+		t.Errorf("the header has %d bytes", n)
+	}
+}
+
+func TestCallPacks(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		kind, dtype := collectives.Kind(rapid.IntRange(1, 31).Draw(t, "kind")), kernels.DType(rapid.IntRange(0, 255).Draw(t, "dtype"))
+		op, algo, root := kernels.Op(rapid.IntRange(0, 255).Draw(t, "op")), collectives.Algo(rapid.IntRange(0, 255).Draw(t, "algo")), rapid.IntRange(-1, 1<<20).Draw(t, "root")
+		c := Pack(kind, dtype, op, algo, root)
+		if c.Kind() != kind || c.DType() != dtype || c.Reduction() != op || c.Algorithm() != algo || c.Root() != root || c.With(7) != Pack(kind, dtype, op, 7, root) {
+			t.Fatalf("%x: %v %v %v %v %d", uint64(c), c.Kind(), c.DType(), c.Reduction(), c.Algorithm(), c.Root())
+		}
+	})
+}
+
+// TestRing compares the ring with a list, for any order of beginnings and ends.
+func TestRing(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		r, err := Open("", me)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close(false)
+		type op struct {
+			rec    *Record
+			number uint64
+		}
+		var running []op
+		var ended []uint64
+		n := rapid.IntRange(0, 4*Records).Draw(t, "steps")
+		for i := uint64(1); i <= uint64(n); i++ {
+			tpl := Template(1, 7, sum, 16, 64)
+			running = append(running, op{r.Begin(&tpl, i), i})
+			for len(running) > 0 && (len(running) > 40 || rapid.IntRange(0, 9).Draw(t, "end") > 0) {
+				at := rapid.IntRange(0, len(running)-1).Draw(t, "which")
+				o := OK
+				if running[at].number%5 == 0 {
+					o = TimedOut
+				}
+				if running[at].rec.Number != running[at].number {
+					t.Fatalf("operation %d, still running, was overwritten by %d", running[at].number, running[at].rec.Number)
+				}
+				r.End(running[at].rec, o)
+				ended = append(ended, running[at].number)
+				running = slices.Delete(running, at, at+1)
+			}
+		}
+		var s Snapshot
+		r.Copy(-1).Fill(&s, func(uint32) []int { return nil })
+		got := map[string][]uint64{}
+		for _, o := range s.Operations {
+			k := "ended"
+			if o.Outcome == "running" {
+				k = "running"
+			}
+			got[k] = append(got[k], o.Number)
+		}
+		var want []uint64
+		for _, o := range running {
+			want = append(want, o.number)
+		}
+		slices.Sort(want)
+		if slices.Sort(got["running"]); !slices.Equal(got["running"], want) {
+			t.Fatalf("running: %v, want %v", got["running"], want)
+		}
+		good, bad := uint64(0), 0
+		for _, e := range ended {
+			if e%5 == 0 {
+				bad++
+			} else {
+				good++
+			}
+		}
+		if s.Recorded < uint64(n) || s.Totals["allreduce"] != (Total{good, 64 * good}) || s.Failures["timed out"] != bad {
+			t.Fatalf("%d recorded, totals %v, failures %v; want %d, %d and %d", s.Recorded, s.Totals, s.Failures, n, good, bad)
+		}
+		// Of those that ended the last ones are there, but for what those that run take up, each perhaps several times.
+		if n := len(got["ended"]); n > len(ended) || n < min(len(ended), Records/2) {
+			t.Fatalf("%d of %d are there", n, len(ended))
+		}
+		all := slices.Sorted(slices.Values(ended))
+		for _, e := range got["ended"] {
+			if _, ok := slices.BinarySearch(all, e); !ok {
+				t.Fatalf("operation %d never ended", e)
+			}
+		}
+		if few := r.Copy(3); len(few.records) != len(running)+min(3, len(got["ended"])) {
+			t.Fatalf("%d records, %d running and 3 more wanted", len(few.records), len(running))
+		}
+	})
+}
+
+// TestRingFull fills the ring with operations that never end.
+func TestRingFull(t *testing.T) {
+	r := open(t, "")
+	tpl := Template(1, 1, sum, 1, 4)
+	for i := range uint64(3 * Records) {
+		r.Begin(&tpl, i)
+	}
+	if n := len(r.Copy(0).records); n != Records {
+		t.Errorf("%d records", n)
+	}
+}
+
+func TestFile(t *testing.T) {
+	dir := t.TempDir()
+	r := open(t, dir)
+	r.SetEpoch(5)
+	r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})
+	r.AddGroup(9, 1, []int{2, 3, 6})
+	tpl := Template(9, 5, Pack(collectives.Broadcast, kernels.Float32, 0, collectives.Auto, 2), 100, 400)
+	done := r.Begin(&tpl, 41)
+	done.Chosen(collectives.Tree)
+	r.End(done, OK)
+	hangs := r.Begin(&tpl, 42)
+	hangs.Awaited = 6 + 1
+	msg := Template(1, 5, Pack(Recv, kernels.Int64, 0, 0, 4), 3, 24)
+	msg.Flags = Async
+	r.Begin(&msg, 77)
+	if filepath.Base(r.Path()) != "flight-rank3-0000000000000abc.bin" {
+		t.Error(r.Path())
+	}
+	if info, err := os.Stat(r.Path()); err != nil || info.Size() != FileSize || info.Mode().Perm() != 0o600 {
+		t.Error(info, err)
+	}
+	s, err := ReadFile(r.Path()) // as after a crash
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.Job != me.Job || s.Rank != 3 || s.Size != 8 || s.Incarnation != "0000000000000abc" || s.PID != os.Getpid() || s.Host != "node1" || s.View.Epoch != 5 || !s.Joined {
+		t.Errorf("%+v", s)
+	}
+	if len(s.Groups) != 2 {
+		t.Fatalf("groups %+v", s.Groups)
+	}
+	if g := s.Groups[0]; g.ID != 1 || g.Size != 8 || g.Ranks != nil || g.Running != nil {
+		t.Errorf("%+v", g)
+	}
+	g := s.Groups[1]
+	if g.ID != 9 || g.Slot != 1 || !slices.Equal(g.Ranks, []int{2, 3, 6}) || g.Finished != 41 || g.Last == nil || g.Last.Call != "broadcast #41 (float32, 100 elements, root 6, tree)" || g.Last.Outcome != "ok" {
+		t.Errorf("%+v %+v", g, g.Last)
+	}
+	if o := g.Running; o == nil || o.Number != 42 || o.Outcome != "running" || o.Ended != nil || !slices.Equal(o.WaitsFor, []int{6}) {
+		t.Errorf("%+v", o)
+	}
+	if len(s.Messages) != 1 || s.Messages[0].Call != "recv from rank 4 (int64, 3 elements, tag 77)" || !s.Messages[0].Async {
+		t.Errorf("%+v", s.Messages)
+	}
+	if age := time.Since(s.Time); age < 0 && age > time.Minute {
+		t.Errorf("the file says it is from %v", s.Time)
+	}
+	again, err := Open(dir, me)
+	if err == nil {
+		again.Close(false)
+		t.Error("two recorders of one life share a file")
+	}
+	if err := r.Close(true); err != nil {
+		t.Error(err)
+	}
+	if _, err := ReadFile(r.Path()); err != nil {
+		t.Error(err)
+	}
+	// What was under way may end later.
+	r.End(hangs, Closed)
+	r.Close(false)
+	other := me
+	other.Incarnation++
+	gone, err := Open(dir, other)
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone.Close(false)
+	gone.Close(false)
+	if files, _ := filepath.Glob(filepath.Join(dir, "*")); len(files) != 1 {
+		t.Errorf("left in the directory: %v", files)
+	}
+}
+
+func TestGroupsAreBounded(t *testing.T) {
+	r := open(t, t.TempDir())
+	ranks := make([]int, 5000)
+	for i := range ranks {
+		ranks[i] = (i + 1) % 8
+	}
+	for id := range uint32(6000) {
+		r.AddGroup(id+1, 0, ranks[:max(1, 5000>>id)])
+	}
+	s, err := ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := len(s.Groups); n < 1000 || len(s.Groups[0].Ranks) != 5000 {
+		t.Errorf("%d groups", n)
+	}
+	if s.Recorded != 0 || len(s.Operations) != 0 {
+		t.Errorf("groups have run into the ring: %+v", s.Operations)
+	}
+}
+
+func TestOpenFails(t *testing.T) {
+	if _, err := Open(filepath.Join(t.TempDir(), "no", "such"), me); err == nil || !strings.Contains(err.Error(), "flight recorder") {
+		t.Error(err)
+	}
+}
+
+func TestCoarseClockTicks(t *testing.T) {
+	open(t, "")
+	for before, until := Now(), time.Now().Add(30*time.Second); Now() == before; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			t.Fatal("it stands still")
+		}
+	}
+}
+
+func TestJSONRoundTrip(t *testing.T) {
+	r := open(t, t.TempDir())
+	r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})
+	for i := range uint64(2000) {
+		tpl := Template(1, 1, sum, i, 4*i)
+		rec := r.Begin(&tpl, i)
+		if i < 1999 {
+			r.End(rec, OK)
+		}
+	}
+	s, err := ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "x.json")
+	if err := s.Write(path); err != nil {
+		t.Fatal(err)
+	}
+	back, err := ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, _ := s.JSON(false)
+	if two, _ := back.JSON(false); !bytes.Equal(one, two) {
+		t.Errorf("it has come back as something else, of %d and %d bytes", len(one), len(two))
+	}
+	if len(back.Operations) != Records {
+		t.Errorf("%d operations", len(back.Operations))
+	}
+	if left, _ := filepath.Glob(filepath.Join(filepath.Dir(path), ".*")); len(left) > 0 {
+		t.Errorf("left behind: %v", left)
+	}
+}
+
+// TestFieldNames fixes what the JSON is called.
+func TestFieldNames(t *testing.T) {
+	one := 1
+	now := time.Unix(0, 0)
+	op := Operation{Elements: 1, CountsHash: "x", DType: "x", Reduction: "x", Algorithm: "x", Queued: 1, Ended: &now, Async: true, Awaited: &one, WaitsFor: []int{1}}
+	s := Snapshot{Reason: "x", Metrics: "x", Messages: []Operation{op}, Operations: []Operation{op}, Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}}, Failures: map[string]int{"x": 1},
+		View: View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op, Queued: 1, Error: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}}}
+	b, err := s.JSON(false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	d := json.NewDecoder(bytes.NewReader(b))
+	depth, key := []bool{}, false // of objects: true
+	for {
+		tok, err := d.Token()
+		if err != nil {
+			break
+		}
+		inObject := len(depth) > 0 && depth[len(depth)-1]
+		if text, ok := tok.(string); ok && inObject && key {
+			if key = false; !slices.Contains(names, text) {
+				names = append(names, text)
+			}
+			continue
+		}
+		switch tok {
+		case json.Delim('{'):
+			depth = append(depth, true)
+		case json.Delim('['):
+			depth = append(depth, false)
+		case json.Delim('}'), json.Delim(']'):
+			depth = depth[:len(depth)-1]
+		}
+		key = len(depth) > 0 && depth[len(depth)-1]
+	}
+	slices.Sort(names)
+	want := "active algorithm async awaited bytes bytes_received bytes_sent call counts_hash dtype elements ended epoch error failures finished frames_received frames_sent group groups host id " +
+		"incarnation job joined kind last links messages metrics number operations outcome peers pid queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started time totals " +
+		"transport up version view waited_seconds waits waits_for x"
+	if got := strings.Join(names, " "); got != want {
+		t.Errorf("got  %s\nwant %s", got, want)
+	}
+}
+
+func TestDecodeRefuses(t *testing.T) {
+	r := open(t, t.TempDir())
+	good, err := os.ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		damage func(b []byte) []byte
+		says   string
+	}{
+		"empty":    {func(b []byte) []byte { return nil }, "0 bytes"},
+		"short":    {func(b []byte) []byte { return b[:len(b)-1] }, "bytes are no flight recorder"},
+		"magic":    {func(b []byte) []byte { b[0] = 'x'; return b }, "no flight recorder"},
+		"version":  {func(b []byte) []byte { b[8] = 9; return b }, "version 9"},
+		"rank":     {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[48:], 8); return b }, "rank 8 of 8"},
+		"no ranks": {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[52:], 0); return b }, "of 0"},
+		"long name": {func(b []byte) []byte {
+			binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.JobLen):], 1<<31)
+			return b
+		}, "damaged"},
+	} {
+		if _, err := Decode(c.damage(slices.Clone(good))); err == nil || !strings.Contains(err.Error(), c.says) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+func FuzzDecode(f *testing.F) {
+	r, err := Open(f.TempDir(), me)
+	if err != nil {
+		f.Fatal(err)
+	}
+	defer r.Close(false)
+	r.AddGroup(2, 1, []int{1, 3, 5})
+	tpl := Template(2, 1, sum, 4, 16)
+	r.End(r.Begin(&tpl, 1), OK)
+	r.Begin(&tpl, 2)
+	good, err := os.ReadFile(r.Path())
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(good[:1200], good[groupsAt:groupsAt+64], good[ringAt:ringAt+256])
+	f.Add(good[:64], bytes.Repeat([]byte{0xff}, 64), bytes.Repeat([]byte{0xff}, 256))
+	f.Add(bytes.Repeat([]byte{0xff}, 1200), []byte{}, []byte{})
+	f.Fuzz(func(t *testing.T, head, groups, ring []byte) {
+		b := slices.Clone(good)
+		copy(b[24:groupsAt], head[min(24, len(head)):]) // what follows the magic and the sizes
+		copy(b[groupsAt:ringAt], groups)
+		copy(b[ringAt:], ring)
+		im, err := Decode(b)
+		if err != nil {
+			return
+		}
+		s := im.Snapshot()
+		text, err := s.JSON(false)
+		if err != nil {
+			t.Fatal(err)
+		}
+		back, err := Parse(text)
+		if err != nil {
+			t.Fatalf("%v: %s", err, text)
+		}
+		Diagnose([]Rank{{Rank: 3, Presence: Present, Snapshot: back}, {Rank: 1, Presence: Silent}})
+	})
+}
+
+func FuzzParse(f *testing.F) {
+	f.Add([]byte(`{"version":1,"rank":1,"size":4,"groups":[{"id":1,"running":{"number":3,"waits_for":[0,1,7,-1]}}],"messages":[{"kind":"recv","waits_for":[0]}],"links":[{"rank":9}]}`))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		s, err := Parse(b)
+		if err != nil {
+			return
+		}
+		other := *s
+		ranks := []Rank{{Rank: s.Rank, Presence: Present, Snapshot: s}, {Rank: (s.Rank + 1) % s.Size, Presence: Present, Snapshot: &other}}
+		for _, x := range Diagnose(ranks) {
+			if strings.ContainsFunc(x.Text, func(r rune) bool { return r < ' ' }) {
+				t.Errorf("%q", x.Text)
+			}
+		}
+		Stragglers(ranks, nil)
+	})
+}
+
+// BenchmarkRecord is what a recorded operation pays: see Begin and End.
+func BenchmarkRecord(b *testing.B) {
+	for name, dir := range map[string]string{"memory": "", "file": b.TempDir()} {
+		b.Run(name, func(b *testing.B) {
+			r := open(b, dir)
+			tpl := Template(1, 1, sum, 16, 64)
+			for i := uint64(0); b.Loop(); i++ {
+				r.End(r.Begin(&tpl, i), OK)
+			}
+			r.Close(false)
+		})
+	}
+}

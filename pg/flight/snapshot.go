@@ -1,0 +1,425 @@
+package flight
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+	"unsafe"
+
+	"tutti/collectives"
+)
+
+// Version is the version of Snapshot's JSON.
+const Version = 1
+
+// Snapshot is what one rank says, or a file says of it, at one moment.
+type Snapshot struct {
+	Version     int       `json:"version"`
+	Job         string    `json:"job"`
+	Rank        int       `json:"rank"`
+	Size        int       `json:"size"`
+	Incarnation string    `json:"incarnation"` // 16 hexadecimal digits
+	PID         int       `json:"pid"`
+	Host        string    `json:"host"`
+	Time        time.Time `json:"time"`             // of the snapshot; from a file, when the process last ticked
+	Since       time.Time `json:"since"`            // when this rank began to join
+	Reason      string    `json:"reason,omitempty"` // why it was made: "timeout", "signal", …; empty if it was asked for
+	Joined      bool      `json:"joined"`           // all ranks have met
+	View        View      `json:"view"`
+	Metrics     string    `json:"metrics,omitempty"` // address of the metrics, HOST:PORT
+
+	Groups     []Group          `json:"groups"`
+	Messages   []Operation      `json:"messages,omitempty"` // sends and receives under way
+	Links      []Link           `json:"links,omitempty"`
+	Totals     map[string]Total `json:"totals,omitempty"`   // by kind, since the rank joined
+	Failures   map[string]int   `json:"failures,omitempty"` // by outcome
+	Recorded   uint64           `json:"recorded"`           // operations that began since the rank joined
+	Operations []Operation      `json:"operations,omitempty"`
+}
+
+// View is who plays.
+type View struct {
+	Epoch  uint64 `json:"epoch"`
+	Active []int  `json:"active,omitempty"`
+}
+
+// Group is one group of the rank.
+type Group struct {
+	ID       uint32     `json:"id"` // 1: the group of all ranks
+	Slot     int        `json:"slot"`
+	Size     int        `json:"size"`
+	Ranks    []int      `json:"ranks,omitempty"`  // in the job, by slot; left out where they are 0..Size-1
+	Epoch    uint64     `json:"epoch"`            // of the view it runs in
+	Active   []int      `json:"active,omitempty"` // ranks; left out where all are
+	Number   uint64     `json:"number"`           // of the operation that runs, or that began last
+	Running  *Operation `json:"running,omitempty"`
+	Last     *Operation `json:"last,omitempty"` // that ended last, as far as that is still recorded
+	Queued   int        `json:"queued,omitempty"`
+	Error    string     `json:"error,omitempty"` // why it has failed
+	Peers    []Peer     `json:"peers,omitempty"`
+	Finished uint64     `json:"finished"` // number of the last operation that ended
+}
+
+// Peer is what a rank knows of another one's progress in a group.
+type Peer struct {
+	Rank     int    `json:"rank"`
+	Seen     string `json:"seen,omitempty"` // the operation that its last message belongs to
+	Number   uint64 `json:"number,omitempty"`
+	Waits    string `json:"waits,omitempty"` // the operation in which it said that it waits for long
+	WaitsFor []int  `json:"waits_for,omitempty"`
+}
+
+// Operation is a collective or a message on one rank.
+type Operation struct {
+	Group      uint32     `json:"group"`
+	Number     uint64     `json:"number"` // in its group; of a message, its tag
+	Call       string     `json:"call"`   // all of it in words
+	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv"
+	DType      string     `json:"dtype,omitempty"`
+	Reduction  string     `json:"reduction,omitempty"`
+	Algorithm  string     `json:"algorithm,omitempty"`
+	Root       int        `json:"root"` // or a message's peer, -1: any
+	Elements   uint64     `json:"elements,omitempty"`
+	CountsHash string     `json:"counts_hash,omitempty"` // of an allgatherv, instead of elements
+	Bytes      uint64     `json:"bytes"`
+	Epoch      uint64     `json:"epoch"`
+	Queued     float64    `json:"queued_seconds,omitempty"`
+	Started    time.Time  `json:"started"`
+	Ended      *time.Time `json:"ended,omitempty"`
+	Outcome    string     `json:"outcome"`
+	Async      bool       `json:"async,omitempty"`     // the program need not be waiting for it
+	Awaited    *int       `json:"awaited,omitempty"`   // the rank that was slept for last
+	WaitsFor   []int      `json:"waits_for,omitempty"` // ranks, while it runs
+}
+
+// Link is what a rank knows of its link to another one.
+type Link struct {
+	Rank           int     `json:"rank"`
+	Up             bool    `json:"up"`
+	Transport      string  `json:"transport,omitempty"`
+	Error          string  `json:"error,omitempty"` // why it is down for good
+	BytesSent      uint64  `json:"bytes_sent"`
+	BytesReceived  uint64  `json:"bytes_received"`
+	FramesSent     uint64  `json:"frames_sent"`
+	FramesReceived uint64  `json:"frames_received"`
+	Waited         float64 `json:"waited_seconds"` // how long this rank has waited for that one, in waits that were long enough to look at the clock
+}
+
+// MarshalJSON and UnmarshalJSON give Total its documented names.
+func (t Total) MarshalJSON() ([]byte, error) {
+	return fmt.Appendf(nil, `{"operations":%d,"bytes":%d}`, t.Operations, t.Bytes), nil
+}
+
+func (t *Total) UnmarshalJSON(b []byte) error {
+	var v struct{ Operations, Bytes uint64 }
+	err := json.Unmarshal(b, &v)
+	*t = Total{v.Operations, v.Bytes}
+	return err
+}
+
+// RankOf returns the rank in the job of a slot of g.
+func (g *Group) RankOf(slot int) int {
+	if slot >= 0 && slot < len(g.Ranks) {
+		return g.Ranks[slot]
+	}
+	return slot
+}
+
+// Image is a copy of a recorder's contents.
+type Image struct {
+	header
+	groups  []Group
+	records []Record // newest first
+	alive   int64
+}
+
+func at(ns int64) time.Time { return time.Unix(0, ns).Round(time.Millisecond).UTC() }
+
+// Operation describes a record. ranks are those of its group by slot; nil: slots are ranks.
+func (s *Record) Operation(ranks []int) Operation {
+	o := Operation{Group: s.Group, Number: s.Number, Kind: s.Call.Name(), Bytes: s.Bytes, Epoch: uint64(s.Epoch), Root: s.Call.Root(),
+		Queued: float64(s.Queued) * tick.Seconds(), Started: at(s.Started), Outcome: s.State.String(), Async: s.Flags&Async != 0}
+	c := s.Call
+	if c.Root() >= 0 && c.Root() < len(ranks) {
+		o.Root = ranks[c.Root()]
+		c = Pack(c.Kind(), c.DType(), c.Reduction(), c.Algorithm(), o.Root)
+	}
+	o.Call = Spell(s.Number, c, s.Count)
+	if c.Kind() != collectives.Barrier {
+		o.DType = c.DType().String()
+	}
+	if c.Reduction() != 0 {
+		o.Reduction = c.Reduction().String()
+	}
+	if c.Algorithm() != collectives.Auto {
+		o.Algorithm = c.Algorithm().String()
+	}
+	if c.Kind() == collectives.AllGatherV {
+		o.CountsHash = fmt.Sprintf("%016x", s.Count)
+	} else {
+		o.Elements = s.Count
+	}
+	if s.State != Running {
+		t := at(max(s.Ended, s.Started))
+		o.Ended = &t
+	}
+	if s.Awaited > 0 {
+		r := int(s.Awaited) - 1
+		o.Awaited = &r
+	}
+	return o
+}
+
+// ranksOf returns the members of a group of the image.
+func (im *Image) ranksOf(id uint32) []int {
+	for i := range im.groups {
+		if im.groups[i].ID == id {
+			return im.groups[i].Ranks
+		}
+	}
+	return nil
+}
+
+// Fill puts what the image has into s: totals, failures, operations, and the messages under way. members returns a group's ranks by slot; nil where they are 0..Size-1.
+func (im *Image) Fill(s *Snapshot, members func(id uint32) []int) {
+	s.Version, s.Recorded, s.Since = Version, im.Next, at(im.Opened)
+	s.Totals, s.Failures = map[string]Total{}, map[string]int{}
+	for k, t := range im.Totals {
+		if t.Operations > 0 {
+			s.Totals[Call(k).Name()] = t
+		}
+	}
+	for o, n := range im.Failures {
+		if n > 0 && Outcome(o) > OK {
+			s.Failures[Outcome(o).String()] = int(n)
+		}
+	}
+	slices.Reverse(im.records)
+	slices.SortStableFunc(im.records, func(a, b Record) int { return int(min(max(a.Started-b.Started, -1), 1)) })
+	for i := range im.records {
+		rec := &im.records[i]
+		o := rec.Operation(members(rec.Group))
+		if kind := rec.Call.Kind(); rec.State == Running && (kind == Send || kind == Recv) {
+			if o.Root >= 0 {
+				o.WaitsFor = []int{o.Root}
+			}
+			s.Messages = append(s.Messages, o)
+			continue
+		}
+		s.Operations = append(s.Operations, o)
+	}
+}
+
+// Decode reads an image from the bytes of a recorder's file. It trusts none of them: what makes no sense is left out, and an error says that the file as a whole makes none.
+func Decode(b []byte) (*Image, error) {
+	if len(b) != FileSize {
+		return nil, fmt.Errorf("%d bytes are no flight recorder, which has %d", len(b), FileSize)
+	}
+	words := make([]uint64, FileSize/8)
+	mem := unsafe.Slice((*byte)(unsafe.Pointer(&words[0])), FileSize)
+	copy(mem, b)
+	h := (*liveHeader)(unsafe.Pointer(&mem[0]))
+	switch {
+	case string(h.Magic[:]) != magic:
+		return nil, fmt.Errorf("no flight recorder: it begins with %q", h.Magic[:])
+	case h.Version != version || h.RecordSize != recordSize || h.Records != Records:
+		return nil, fmt.Errorf("flight recorder of version %d (records of %d bytes), this is version %d: read it with the version that wrote it, on a machine of its byte order", h.Version, h.RecordSize, version)
+	case h.Size == 0 || h.Rank >= h.Size || h.JobLen > uint32(len(h.Job)) || h.HostLen > uint32(len(h.Host)):
+		return nil, fmt.Errorf("damaged flight recorder: rank %d of %d", h.Rank, h.Size)
+	}
+	im := &Image{header: h.header, alive: max(h.Alive, h.Opened)}
+	area := mem[groupsAt:ringAt]
+	area = area[:min(int(h.GroupBytes), len(area))]
+	const fixed = int(unsafe.Sizeof(groupHead{}))
+	for len(area) >= fixed {
+		var g groupHead
+		binary.Decode(area, binary.NativeEndian, &g)
+		area = area[fixed:]
+		n := int(g.Listed)
+		if n > len(area)/4 || g.Slot >= g.Size || n != 0 && n != int(g.Size) {
+			break
+		}
+		out := Group{ID: g.ID, Slot: int(g.Slot), Size: int(g.Size)}
+		for i := range n {
+			rank := binary.NativeEndian.Uint32(area[4*i:])
+			if rank >= h.Size {
+				n = -1
+				break
+			}
+			out.Ranks = append(out.Ranks, int(rank))
+		}
+		if n < 0 {
+			break
+		}
+		area = area[4*n:]
+		im.groups = append(im.groups, out)
+	}
+	ring := (*[Records]Record)(unsafe.Pointer(&mem[ringAt]))
+	for back := uint64(1); back <= min(h.Next, Records); back++ {
+		if s := ring[(h.Next-back)%Records]; s.State > none && s.State < outcomes {
+			im.records = append(im.records, s)
+		}
+	}
+	return im, nil
+}
+
+// Snapshot makes of the image of a file what can be made of it: there are no links, and of the groups only what the operations tell.
+func (im *Image) Snapshot() *Snapshot {
+	clean := func(b []byte) string {
+		return strings.Map(func(r rune) rune {
+			if r < ' ' || r == 0x7f || r == 0xfffd {
+				return '?'
+			}
+			return r
+		}, string(b))
+	}
+	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size), Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
+		Host: clean(im.Host[:im.HostLen]), View: View{Epoch: im.Epoch}}
+	im.Fill(s, im.ranksOf)
+	s.Groups = slices.Clone(im.groups)
+	for i := range s.Groups {
+		g := &s.Groups[i]
+		g.Epoch = im.Epoch
+		for j := range s.Operations {
+			o := &s.Operations[j]
+			if o.Group != g.ID || o.Kind == "send" || o.Kind == "recv" {
+				continue
+			}
+			g.Number = max(g.Number, o.Number)
+			if o.Ended != nil {
+				g.Last, g.Finished = o, o.Number
+			} else if g.Running = o; o.Awaited != nil {
+				o.WaitsFor = []int{*o.Awaited}
+			}
+		}
+	}
+	s.Joined = slices.ContainsFunc(s.Operations, func(o Operation) bool { return o.Ended != nil && o.Outcome == OK.String() })
+	s.Time = at(im.alive)
+	return s
+}
+
+// maxDump bounds what ReadFile reads of a snapshot as JSON.
+const maxDump = 16 << 20
+
+// ReadFile reads a snapshot from a file: a recorder's own, or JSON as Write writes it.
+func ReadFile(path string) (*Snapshot, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, maxDump+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(b) > maxDump {
+		return nil, fmt.Errorf("%s: more than %d bytes are no snapshot", path, maxDump)
+	}
+	if len(b) > 0 && b[0] == '{' {
+		s, err := Parse(b)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", path, err)
+		}
+		return s, nil
+	}
+	im, err := Decode(b)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return im.Snapshot(), nil
+}
+
+// Parse reads a snapshot from JSON, which may come from anybody: it checks what Diagnose relies on. Unknown fields are ignored.
+func Parse(b []byte) (*Snapshot, error) {
+	var s Snapshot
+	if err := json.Unmarshal(b, &s); err != nil {
+		return nil, fmt.Errorf("no snapshot: %w", err)
+	}
+	switch {
+	case s.Version != Version:
+		return nil, fmt.Errorf("snapshot of version %d, expected %d", s.Version, Version)
+	case s.Size < 1 || s.Rank < 0 || s.Rank >= s.Size:
+		return nil, fmt.Errorf("snapshot of rank %d of %d", s.Rank, s.Size)
+	}
+	s.tidy()
+	return &s, nil
+}
+
+// tidy takes what is printed for a person down to printable characters.
+func (s *Snapshot) tidy() {
+	clean := func(t *string) {
+		*t = strings.Map(func(r rune) rune {
+			if r < ' ' || r >= 0x7f && r < 0xa0 {
+				return ' '
+			}
+			return r
+		}, *t)
+	}
+	op := func(o *Operation) {
+		if o != nil {
+			for _, t := range []*string{&o.Call, &o.Kind, &o.DType, &o.Reduction, &o.Algorithm, &o.Outcome, &o.CountsHash} {
+				clean(t)
+			}
+		}
+	}
+	for _, t := range []*string{&s.Job, &s.Host, &s.Reason, &s.Incarnation, &s.Metrics} {
+		clean(t)
+	}
+	for i := range s.Groups {
+		g := &s.Groups[i]
+		clean(&g.Error)
+		op(g.Running)
+		op(g.Last)
+		for j := range g.Peers {
+			clean(&g.Peers[j].Seen)
+			clean(&g.Peers[j].Waits)
+		}
+	}
+	for i := range s.Messages {
+		op(&s.Messages[i])
+	}
+	for i := range s.Operations {
+		op(&s.Operations[i])
+	}
+	for i := range s.Links {
+		clean(&s.Links[i].Error)
+		clean(&s.Links[i].Transport)
+	}
+}
+
+// JSON returns the snapshot as its documented JSON, indented for a person if indent is set.
+func (s *Snapshot) JSON(indent bool) ([]byte, error) {
+	if indent {
+		return json.MarshalIndent(s, "", " ")
+	}
+	return json.Marshal(s)
+}
+
+// Write writes the snapshot to path, whole or not at all; readable for its owner and group.
+func (s *Snapshot) Write(path string) error {
+	b, err := s.JSON(true)
+	if err != nil {
+		return err
+	}
+	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-*")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(f.Name()) // gone by then, if all went well
+	if err = f.Chmod(0o640); err == nil {
+		_, err = f.Write(append(b, '\n'))
+	}
+	if cerr := f.Close(); err == nil {
+		err = cerr
+	}
+	if err == nil {
+		err = os.Rename(f.Name(), path)
+	}
+	return err
+}
