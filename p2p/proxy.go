@@ -278,7 +278,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	if pr.stop != nil {
 		pr.stop() // our own dialling lost
 	}
-	*pr = peer{rank: pr.rank, id: id, link: l, dialing: pr.dialing, stop: pr.stop, queued: pr.queued}
+	pr.id, pr.link, pr.err, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, false, false, nil, false, false, nil, time.Time{}
 	p.links = append(p.links, pr)
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
