@@ -148,6 +148,7 @@ func (p *Proxy) finish(pr *peer) {
 func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
+	pr.counts.received(int(h.Len))
 	st := pr.st
 	if st == nil || st.c.id != h.Chan || st.c.epoch != h.Epoch {
 		var err error

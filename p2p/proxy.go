@@ -135,6 +135,7 @@ type peer struct {
 	intoBuf  *early     //
 	cur      Header
 	st       *stream // of the current or last frame; nil: of a channel that was closed
+	counts   counts
 }
 
 type ctl struct {
@@ -280,6 +281,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	}
 	pr.id, pr.link, pr.err, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, false, false, nil, false, false, nil, time.Time{}
 	p.links = append(p.links, pr)
+	pr.counts.transport = transport
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
 		if st := c.streams[pr.rank]; st != nil && st.lost != nil && c.tagged {
@@ -441,6 +443,7 @@ func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
 	pr.out = *h
 	ok, err := pr.link.Send(&pr.out, payload)
 	if err == nil && ok {
+		pr.counts.sent(len(payload))
 		var flushed bool
 		if flushed, err = pr.link.Flush(); err == nil {
 			pr.unsent = !flushed

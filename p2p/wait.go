@@ -35,6 +35,7 @@ type Wait struct {
 	from    time.Time // first look at the clock since there was progress
 	wake    chan struct{}
 	timer   *time.Timer
+	blame   blame
 }
 
 // Reset prepares w for an operation bounded by ctx and timeout (0: none), which counts from when it first has to wait. lazy says that nobody's latency
@@ -81,6 +82,7 @@ func (p *Proxy) wakeAll() {
 // progress polls once, first of all prefer's link (nil: nobody's in particular), and gives way according to how long w has waited in vain. Called with the lock, which it may give up for a while.
 // It returns nil whenever the caller should look again, or why w must not wait any longer.
 func (p *Proxy) progress(w *Wait, prefer *peer) error {
+	w.blame.on = prefer
 	if prefer != nil {
 		if w.linking = prefer.link == nil; w.linking {
 			p.connect(prefer)
@@ -146,6 +148,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 		return nil
 	}
 	now := time.Now()
+	w.blame.look(now, w.spins <= 1 || hot && w.spins <= checks)
 	if err := w.over(now); err != nil {
 		return err
 	}
@@ -229,6 +232,7 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 			wait = max(0, min(wait, w.timeout-now.Sub(w.began)))
 		}
 		w.timer.Reset(wait)
+		w.blame.sleep()
 		p.mu.Unlock()
 		select {
 		case <-w.wake:
@@ -237,6 +241,7 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		}
 		w.timer.Stop()
 		p.Lock()
+		w.blame.look(time.Now(), false)
 	}
 	p.sleepMu.Lock()
 	for i, o := range p.sleepers {
