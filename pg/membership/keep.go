@@ -1,0 +1,61 @@
+package membership
+
+import (
+	"cmp"
+	"slices"
+)
+
+// Keep decides who stays when some pairs of members cannot reach each other: a large set whose members all reach each other. While two that
+// cannot are left, the one that reaches the fewest of those left goes; of several, the one with the highest rank. (The largest such set is a maximum
+// clique, which nobody can compute for many ranks; this greedy choice finds it for what networks do: a dead card, a host cut off, a partition.)
+// The result depends neither on the order of members, nor of pairs, nor on the order within a pair; pairs with others than members, or of a member with
+// itself, count for nothing. Nobody who reaches all other members goes. It is ascending, the caller's, and has one member at least if members has.
+func Keep(members []int, missing [][2]int) []int {
+	kept := slices.Clone(members)
+	slices.Sort(kept)
+	kept = slices.Compact(kept)
+	pairs := make([][2]int, 0, len(missing)) // of indices in kept, the lower first
+	for _, e := range missing {
+		a, okA := slices.BinarySearch(kept, min(e[0], e[1]))
+		b, okB := slices.BinarySearch(kept, max(e[0], e[1]))
+		if okA && okB && a != b {
+			pairs = append(pairs, [2]int{a, b})
+		}
+	}
+	slices.SortFunc(pairs, comparePairs)
+	lost := make([][]int, len(kept)) // whom each cannot reach
+	for _, p := range slices.Compact(pairs) {
+		lost[p[0]], lost[p[1]] = append(lost[p[0]], p[1]), append(lost[p[1]], p[0])
+	}
+	broken := make([]int, len(kept)) // number of missing links to those left; -1: gone
+	for i := range lost {
+		broken[i] = len(lost[i])
+	}
+	for {
+		worst := 0
+		for i := range broken {
+			if broken[i] >= broken[worst] {
+				worst = i
+			}
+		}
+		if len(kept) == 0 || broken[worst] <= 0 {
+			break
+		}
+		for _, i := range lost[worst] {
+			if broken[i] > 0 {
+				broken[i]--
+			}
+		}
+		broken[worst] = -1
+	}
+	n := 0
+	for i, r := range kept {
+		if broken[i] >= 0 {
+			kept[n] = r
+			n++
+		}
+	}
+	return kept[:n]
+}
+
+func comparePairs(a, b [2]int) int { return cmp.Or(cmp.Compare(a[0], b[0]), cmp.Compare(a[1], b[1])) }

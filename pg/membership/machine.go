@@ -1,0 +1,662 @@
+package membership
+
+import (
+	"fmt"
+	"slices"
+)
+
+// Config is how a Machine begins, and what it may do by itself.
+type Config struct {
+	Slot        int    // this rank
+	Incarnation uint64 // this life, random and never used before; not 0
+	View        View   // one that is or was in the store. If it has this life, the machine is a member; else a joiner
+	Window      int    // ticks for which a link between two live ranks is missing before one of them is evicted; 0: one tick at most
+	Retry       int    // ticks until a proposal whose outcome is unknown is made again, doubled for every further one up to 64 times; default 1
+	MaxSize     int    // slots to which the view may grow; default its size now
+	AutoAdmit   bool   // joiners are let in as soon as they ask; else only with Admit
+	// Proposers is how many members propose a change in the tick in which they learn of the need; the others, in the order of ranks, so many more in each tick
+	// that it is not made. Any of them can make it; this only saves the store the crowd. Default: all at once.
+	Proposers int
+}
+
+// Machine is one rank's part in the membership of a job. It is not safe for concurrent use, and does nothing but in Step.
+type Machine struct {
+	cfg  Config
+	me   Peer
+	role role
+	view View
+	now  uint64
+	acts []Action
+
+	lives [][]life // of each slot, those that were heard of, in that order; the active one is always there
+
+	// Evidence. What follows from it is judged at a tick, and void as soon as the evidence changes.
+	reported []Peer            // what this life published last
+	seq      uint64            // number of reports published
+	broken   map[[2]int]uint64 // links known to be missing between two active lives that count, lower slot first, and the tick when that was known
+	changed  bool              // the evidence, since broken was computed
+	out      []int             // whom the missing links put out
+
+	// The change that is wanted.
+	wanted   bool
+	wantedAt uint64 // tick
+	pending  *Propose
+	retryAt  uint64 // tick before which nothing is proposed
+	fails    int    // proposals since the last that taught anything
+	blind    bool   // the outcome of the last one is unknown
+	away     string // why the store is away; "": it is not
+	isolated bool
+
+	asked    uint64 // joiner: epoch of the earliest AskJoin by which it may have been let in; 0: none
+	standing uint64 // joiner: epoch of the AskJoin that is published; 0: none
+}
+
+type role uint8
+
+const (
+	joiner role = iota
+	member
+	evicted
+	closed
+)
+
+type linkState uint8
+
+const (
+	linkUnknown linkState = iota
+	linkUp
+	linkDown
+)
+
+// life is what a machine knows of one incarnation in a slot.
+type life struct {
+	incarnation uint64
+	over        bool // dead, condemned, or left: it is in no view that this machine proposes
+	why         string
+	link        linkState
+	busy        bool   // a probe or a warm-up is unanswered
+	tries       int    // probes or warm-ups since the link was up last
+	next        uint64 // tick of the next of them; while busy, of the last
+	suspect     bool   // the link is down, and the probe did not say that the process is gone
+	report      Report // the last of this life
+	ask         uint64 // epoch with which it waits to be let in; 0: it does not
+	admit       bool   // the program said Admit while it waited
+}
+
+// maxLives bounds what is remembered of one slot: its newest lives, and the active one.
+const maxLives = 8
+
+// New returns a machine and its first actions.
+func New(cfg Config) (*Machine, []Action, error) {
+	if err := cfg.View.check(); err != nil {
+		return nil, nil, fmt.Errorf("membership: %w", err)
+	}
+	cfg.MaxSize = max(cfg.MaxSize, cfg.View.Size())
+	cfg.Retry = max(cfg.Retry, 1)
+	if cfg.MaxSize > MaxSlots || cfg.Slot < 0 || cfg.Slot >= cfg.MaxSize || cfg.Incarnation == 0 || cfg.Window < 0 || cfg.Proposers < 0 {
+		return nil, nil, fmt.Errorf("membership: slot %d of at most %d, incarnation %x, window %d, proposers %d: expected a slot within the view or MaxSize (at most %d), an incarnation, and no negative numbers",
+			cfg.Slot, cfg.MaxSize, cfg.Incarnation, cfg.Window, cfg.Proposers, MaxSlots)
+	}
+	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, lives: make([][]life, cfg.MaxSize), broken: map[[2]int]uint64{}}
+	if m.know(cfg.View); cfg.View.Has(m.me.Slot, m.me.Incarnation) {
+		m.role = member
+	}
+	return m, m.settle(), nil
+}
+
+// View is the machine's present view: the newest that it has seen.
+func (m *Machine) View() View { return m.view }
+
+// Self is the life that the machine stands for.
+func (m *Machine) Self() Peer { return m.me }
+
+// Member reports whether this life is active in View.
+func (m *Machine) Member() bool { return m.role == member }
+
+// Pending reports whether the machine wants to change the view or awaits the outcome of a proposal. After Admit, false says that all that could be let in are.
+func (m *Machine) Pending() bool { return m.wanted || m.pending != nil }
+
+// Why says in words why a life is, or is about to be, out of the view, as far as this machine knows: "lease expired". It returns "" if it knows nothing.
+func (m *Machine) Why(p Peer) string {
+	if l := m.find(p); l != nil {
+		return l.why
+	}
+	return ""
+}
+
+// Step tells the machine what happened and returns what to do about it. Events that say nothing new, or something about a life or an epoch that
+// is past, or that cannot be, change nothing.
+func (m *Machine) Step(ev Event) []Action {
+	if m.role == closed {
+		return nil
+	}
+	m.acts = nil
+	switch e := ev.(type) {
+	case Tick:
+		m.now++
+		if m.role == member {
+			m.judge()
+		}
+	case LinkUp:
+		if l := m.heard(e.Peer); l != nil && e.Peer != m.me {
+			m.evidence(l.suspect)
+			l.link, l.busy, l.tries, l.suspect = linkUp, false, 0, false
+			m.retract(m.me, e.Peer)
+			if !l.over {
+				l.why = ""
+			}
+		}
+	case LinkDown:
+		if l := m.heard(e.Peer); l != nil && e.Peer != m.me {
+			m.linkDown(l, e.Cause)
+		}
+	case Dead:
+		m.finish(m.heard(e.Peer), "dead", e.Cause)
+	case Missed:
+		if e.Peer != m.me {
+			m.finish(m.find(e.Peer), "stuck", "")
+		}
+	case Evict:
+		if s := m.view.at(e.Slot); s.Incarnation != 0 && len(m.view.Active()) > 1 {
+			m.finish(m.find(Peer{e.Slot, s.Incarnation}), "evicted on demand", "")
+		}
+	case Probed:
+		m.probed(e)
+	case Reported:
+		if l := m.heard(e.Peer); l != nil && e.Peer != m.me && e.Report.Seq > l.report.Seq {
+			before := l.report.Unreachable
+			l.report = e.Report
+			l.report.Unreachable = slices.Clone(e.Report.Unreachable)
+			for _, q := range before {
+				m.retract(e.Peer, q)
+			}
+			m.evidence(true)
+		}
+	case JoinAsked:
+		if l := m.heard(e.Peer); l != nil && !l.over && !m.view.Has(e.Slot, e.Incarnation) {
+			l.ask = max(l.ask, e.Epoch)
+		}
+	case JoinGone:
+		if l := m.find(e.Peer); l != nil {
+			l.ask, l.admit = 0, false
+		}
+	case Admit:
+		for _, p := range m.waiting(func(*life) bool { return true }) {
+			m.find(p).admit = true
+		}
+	case ViewSeen:
+		m.adopt(e.View)
+	case Proposed:
+		m.proposed(e)
+	case StoreAway:
+		m.away = e.Cause
+		if m.away == "" {
+			m.away = "store away"
+		}
+	case StoreBack:
+		m.away, m.blind, m.fails, m.retryAt = "", false, 0, 0
+	case Rejoin:
+		m.rejoin(e.Incarnation)
+	case Close:
+		m.role = closed
+		return nil
+	}
+	return m.settle()
+}
+
+// settle derives all that is to be done from the state, whatever event led to it.
+func (m *Machine) settle() []Action {
+	switch m.role {
+	case member:
+		m.probe()
+		m.publish()
+		m.propose()
+	case joiner:
+		m.join()
+	}
+	acts := m.acts
+	m.acts = nil
+	return acts
+}
+
+func (m *Machine) do(a Action) { m.acts = append(m.acts, a) }
+
+// find returns what is known of a life, nil if nothing is. The pointer is good until the next call of heard.
+func (m *Machine) find(p Peer) *life {
+	if p.Slot < 0 || p.Slot >= len(m.lives) || p.Incarnation == 0 {
+		return nil
+	}
+	for i := range m.lives[p.Slot] {
+		if l := &m.lives[p.Slot][i]; l.incarnation == p.Incarnation {
+			return l
+		}
+	}
+	return nil
+}
+
+// heard is find for a life that something is said about: it is remembered from now on. nil if there can be no such life.
+func (m *Machine) heard(p Peer) *life {
+	if l := m.find(p); l != nil || p.Slot < 0 || p.Slot >= len(m.lives) || p.Incarnation == 0 {
+		return l
+	}
+	ls := m.lives[p.Slot]
+	if len(ls) >= maxLives {
+		oldest := 0
+		if ls[0].incarnation == m.view.at(p.Slot).Incarnation {
+			oldest = 1
+		}
+		ls = slices.Delete(ls, oldest, oldest+1)
+	}
+	m.lives[p.Slot] = append(ls, life{incarnation: p.Incarnation})
+	return &m.lives[p.Slot][len(m.lives[p.Slot])-1]
+}
+
+// peers yields the lives that are active in the view and not over, by slot, this one included.
+func (m *Machine) peers(yield func(Peer, *life) bool) {
+	for i, s := range m.view.Slots {
+		if p := (Peer{i, s.Incarnation}); s.Incarnation != 0 {
+			if l := m.find(p); !l.over && !yield(p, l) {
+				return
+			}
+		}
+	}
+}
+
+// finish notes a verdict.
+func (m *Machine) finish(l *life, what, cause string) {
+	if l == nil || l.over {
+		return
+	}
+	l.over, l.ask, l.admit, l.why = true, 0, false, what
+	if cause != "" {
+		l.why = cause
+	}
+	m.evidence(true)
+}
+
+// evidence voids what was judged from evidence that has changed.
+func (m *Machine) evidence(changed bool) {
+	if changed {
+		m.changed, m.out = true, nil
+	}
+}
+
+// accuses reports whether p says that it cannot reach q.
+func (m *Machine) accuses(p, q Peer) bool {
+	if l := m.find(q); p == m.me {
+		return l != nil && l.suspect
+	}
+	l := m.find(p)
+	return l != nil && slices.Contains(l.report.Unreachable, q)
+}
+
+// retract starts the window of the link between p and q anew, should it be missing again, unless one of them still says that it is.
+func (m *Machine) retract(p, q Peer) {
+	if m.view.Has(p.Slot, p.Incarnation) && m.view.Has(q.Slot, q.Incarnation) && !m.accuses(p, q) && !m.accuses(q, p) {
+		delete(m.broken, [2]int{min(p.Slot, q.Slot), max(p.Slot, q.Slot)})
+	}
+}
+
+// linkDown notes that a link broke, or that one which was asked for could not be made.
+func (m *Machine) linkDown(l *life, cause string) {
+	switch {
+	case l.link != linkDown:
+		l.link, l.next = linkDown, m.now
+		if !l.over {
+			l.why = cause
+		}
+		if m.role == joiner && l.tries > 0 {
+			m.later(l)
+		}
+		l.busy = false
+	case m.role == joiner && l.busy:
+		m.later(l)
+	}
+}
+
+// later puts the next probe or warm-up of l off, twice as long each time, so that what stays broken is not asked about forever.
+func (m *Machine) later(l *life) {
+	l.busy, l.next = false, m.now+1<<min(max(l.tries-1, 0), 30)
+}
+
+func (m *Machine) probed(e Probed) {
+	l := m.find(e.Peer)
+	if l == nil || e.Peer == m.me {
+		return
+	}
+	if e.Verdict == VerdictDead {
+		cause := "process is dead"
+		if l.why != "" {
+			cause += " (" + l.why + ")"
+		}
+		m.finish(l, "", cause)
+	} else if m.role == member && l.busy && l.link == linkDown {
+		m.evidence(!l.suspect)
+		l.suspect = true
+		m.later(l)
+	}
+}
+
+// probe asks after those whom we lost. A process that is dying may answer that it lives and be gone a moment later, so it is asked again, later and later.
+func (m *Machine) probe() {
+	for p, l := range m.peers {
+		switch {
+		case p == m.me || l.link != linkDown:
+		case l.busy && !l.suspect && m.now-l.next >= uint64(max(m.cfg.Window, 1)): // no answer
+			l.suspect = true
+			m.evidence(true)
+		case !l.busy && m.now >= l.next:
+			l.busy, l.next = true, m.now
+			l.tries++
+			m.do(Probe{p})
+		}
+	}
+}
+
+// publish tells the others whom this life suspects, if that has changed.
+func (m *Machine) publish() {
+	var now []Peer
+	for p, l := range m.peers {
+		if l.suspect && p != m.me {
+			now = append(now, p)
+		}
+	}
+	if !slices.Equal(now, m.reported) {
+		m.reported = now
+		m.seq++
+		m.do(Report{Epoch: m.view.Epoch, Seq: m.seq, Unreachable: slices.Clone(now)})
+	}
+}
+
+// judge decides who goes because of missing links: when one has been missing for a window, those that Keep does not keep, of them that have such a link.
+// If others are missing too, but not yet for that long, judgement waits for them for a quarter of a window more: not everybody notices a partition at the
+// same time, and it should be one change.
+func (m *Machine) judge() {
+	if m.changed {
+		m.changed = false
+		m.tally()
+	}
+	m.out = nil
+	window := uint64(m.cfg.Window)
+	missing, oldest, ripe := make([][2]int, 0, len(m.broken)), uint64(0), map[int]bool{}
+	young := false
+	for e, since := range m.broken {
+		missing = append(missing, e)
+		age := m.now - since
+		oldest = max(oldest, age)
+		if age >= window {
+			ripe[e[0]], ripe[e[1]] = true, true
+		} else {
+			young = true
+		}
+	}
+	if len(ripe) == 0 || young && oldest < window+window/4 {
+		return
+	}
+	var members []int
+	for p := range m.peers {
+		members = append(members, p.Slot)
+	}
+	kept := Keep(members, missing)
+	for _, s := range members {
+		if _, ok := slices.BinarySearch(kept, s); !ok && ripe[s] {
+			m.out = append(m.out, s)
+			if l := m.find(Peer{s, m.view.Slots[s].Incarnation}); l.why == "" {
+				l.why = "other ranks cannot reach it"
+			}
+		}
+	}
+}
+
+// tally lists the missing links, from what this life suspects and from the last reports of the others.
+func (m *Machine) tally() {
+	known := m.broken
+	m.broken = make(map[[2]int]uint64, len(known))
+	miss := func(a, b int) {
+		e := [2]int{min(a, b), max(a, b)}
+		since, ok := known[e]
+		if !ok {
+			since = m.now
+		}
+		m.broken[e] = since
+	}
+	for p, l := range m.peers {
+		if p == m.me {
+			continue
+		}
+		if l.suspect {
+			miss(p.Slot, m.me.Slot)
+		}
+		for _, q := range l.report.Unreachable {
+			if q.Slot != p.Slot && m.view.Has(q.Slot, q.Incarnation) && !m.find(q).over {
+				miss(p.Slot, q.Slot)
+			}
+		}
+	}
+}
+
+// waiting lists the joiners that could be let in now and for which ok: for each inactive slot the one with the lowest incarnation.
+//
+// Its ask must be from an epoch in which all that are active now were (it is linked with them), and in which the slot was as it is: an older ask may be of
+// a life that was let in and is gone again. Therefore, too, a slot is left in one change and entered in another.
+func (m *Machine) waiting(ok func(*life) bool) []Peer {
+	newest := uint64(0)
+	for p := range m.peers {
+		newest = max(newest, m.view.Slots[p.Slot].Since)
+	}
+	var in []Peer
+	for s := range m.lives {
+		at := m.view.at(s)
+		if at.Incarnation != 0 {
+			continue
+		}
+		best := Peer{Slot: s}
+		for i := range m.lives[s] {
+			l := &m.lives[s][i]
+			if l.ask != 0 && !l.over && l.link != linkDown && l.ask >= max(newest, at.Left) && ok(l) && (best.Incarnation == 0 || l.incarnation < best.Incarnation) {
+				best.Incarnation = l.incarnation
+			}
+		}
+		if best.Incarnation != 0 {
+			in = append(in, best)
+		}
+	}
+	return in
+}
+
+// propose brings about the view that should be, or says that it cannot.
+func (m *Machine) propose() {
+	var out, stay []int
+	for i, s := range m.view.Slots {
+		if s.Incarnation == 0 {
+			continue
+		}
+		if m.find(Peer{i, s.Incarnation}).over || slices.Contains(m.out, i) {
+			out = append(out, i)
+		} else {
+			stay = append(stay, i)
+		}
+	}
+	in := m.waiting(func(l *life) bool { return m.cfg.AutoAdmit || l.admit })
+	want := len(stay) > 0 && len(out)+len(in) > 0 // what nobody stays in is no view, and nobody would be left to decide on one
+	if want && !m.wanted {
+		m.wantedAt = m.now
+	}
+	m.wanted = want
+
+	isolated := want && len(out) > 0 && (m.away != "" || m.blind && m.fails >= 2)
+	if isolated && !m.isolated {
+		why := m.away
+		if why == "" {
+			why = "the store does not answer"
+		}
+		m.do(Isolated{fmt.Sprintf("cannot remove ranks %s from the view: %s", ranges(out), why)})
+	} else if !isolated && m.isolated {
+		m.do(Reunited{})
+	}
+	m.isolated = isolated
+
+	if !want || m.pending != nil || m.away != "" || m.now < m.retryAt {
+		return
+	}
+	if m.cfg.Proposers > 0 {
+		turn, _ := slices.BinarySearch(stay, m.me.Slot)
+		if slices.Contains(out, m.me.Slot) {
+			turn = len(stay)
+		}
+		if m.now-m.wantedAt < uint64(turn/m.cfg.Proposers) {
+			return
+		}
+	}
+	m.pending = &Propose{m.view, m.view.change(out, in)}
+	m.do(*m.pending)
+}
+
+func (m *Machine) proposed(e Proposed) {
+	if m.pending == nil || e.Epoch != m.pending.New.Epoch {
+		return
+	}
+	p := *m.pending
+	m.pending = nil
+	m.blind = e.Outcome == OutcomeUnknown
+	if e.Outcome == OutcomeWon {
+		m.adopt(p.New)
+	} else if e.Outcome == OutcomeLost {
+		m.adopt(e.Current)
+	}
+	if m.view.Epoch < e.Epoch { // nothing was learnt
+		m.fails++
+		m.retryAt = m.now + uint64(m.cfg.Retry)<<min(m.fails-1, 6)
+	}
+}
+
+// know makes v the present view and notes what follows for the lives in it.
+func (m *Machine) know(v View) {
+	was := m.view
+	m.view = v
+	if n := v.Size() - len(m.lives); n > 0 {
+		m.lives = append(m.lives, make([][]life, n)...)
+	}
+	for i, s := range v.Slots {
+		if o := was.at(i); o.Incarnation != s.Incarnation {
+			if l := m.find(Peer{i, o.Incarnation}); l != nil && !l.over {
+				m.finish(l, "removed", l.why)
+			}
+			for e := range m.broken {
+				if e[0] == i || e[1] == i {
+					delete(m.broken, e)
+				}
+			}
+		}
+		if l := m.heard(Peer{i, s.Incarnation}); l != nil {
+			l.ask, l.admit = 0, false
+		}
+	}
+	m.evidence(true)
+	m.wanted, m.retryAt, m.fails, m.blind = false, 0, 0, false
+
+	able := m.waiting(func(l *life) bool { return l.admit })
+	for i := range m.lives {
+		for j := range m.lives[i] {
+			l := &m.lives[i][j]
+			l.admit = l.admit && slices.Contains(able, Peer{i, l.incarnation})
+		}
+	}
+}
+
+// adopt goes over to a view if it is newer than the present one.
+func (m *Machine) adopt(v View) {
+	if v.Epoch <= m.view.Epoch || v.Size() < m.view.Size() || v.check() != nil {
+		return
+	}
+	was := m.view.Epoch
+	m.know(v)
+	left, entered := m.view.Diff(was)
+	has := v.Has(m.me.Slot, m.me.Incarnation)
+	switch {
+	case m.role == member && has:
+		m.do(Enter{m.view, left, entered})
+	case m.role == member:
+		m.putOut()
+	case m.role == joiner && has:
+		m.role, m.asked, m.standing = member, 0, 0
+		for i := range m.lives {
+			for j := range m.lives[i] {
+				l := &m.lives[i][j]
+				l.busy, l.tries, l.next = false, 0, m.now
+			}
+		}
+		m.do(Enter{m.view, nil, entered})
+		for p, l := range m.peers { // those that came in together have no links yet
+			if p != m.me && l.link == linkUnknown {
+				m.do(Warm{p})
+			}
+		}
+	case m.role == joiner && m.asked != 0:
+		if s := m.view.at(m.me.Slot); s.Left > m.asked {
+			m.putOut() // was it another life that left, or this one, let in unseen? A life that was removed never comes back, so this is the end of it.
+		} else if s.Incarnation != 0 {
+			m.asked = 0 // the slot went to another life, and by the time it leaves, what we asked is too old
+		}
+	}
+}
+
+func (m *Machine) putOut() {
+	m.role, m.wanted, m.out, m.asked, m.standing = evicted, false, nil, 0, 0
+	if m.isolated {
+		m.isolated = false
+		m.do(Reunited{})
+	}
+	m.do(Evicted{m.view})
+}
+
+func (m *Machine) rejoin(incarnation uint64) {
+	if m.role != evicted || m.heard(Peer{m.me.Slot, incarnation}) == nil || incarnation == m.me.Incarnation {
+		return
+	}
+	m.role, m.me.Incarnation = joiner, incarnation
+	m.reported, m.seq = nil, 0
+	for i := range m.lives {
+		for j := range m.lives[i] {
+			l := &m.lives[i][j]
+			l.link, l.busy, l.tries, l.suspect = linkUnknown, false, 0, false
+		}
+	}
+}
+
+// join makes links, and asks to be let in once they are made to all that are active.
+func (m *Machine) join() {
+	warm, lost, newest := true, false, uint64(0)
+	for i, s := range m.view.Slots {
+		if s.Incarnation == 0 || i == m.me.Slot {
+			continue
+		}
+		newest = max(newest, s.Since)
+		p := Peer{i, s.Incarnation}
+		l := m.find(p)
+		if l.link == linkUp {
+			continue
+		}
+		warm = false
+		lost = lost || l.link == linkDown
+		if !l.busy && (l.tries == 0 || l.link == linkDown && m.now >= l.next) {
+			l.busy = true
+			l.tries++
+			m.do(Warm{p})
+		}
+	}
+	at := m.view.at(m.me.Slot)
+	switch {
+	case at.Incarnation != 0 || lost:
+		if m.standing != 0 {
+			m.standing = 0
+			m.do(UnaskJoin{m.me})
+		}
+	case warm && (m.standing == 0 || m.standing < max(newest, at.Left)):
+		m.standing = m.view.Epoch
+		if m.asked == 0 {
+			m.asked = m.standing
+		}
+		m.do(AskJoin{m.me, m.standing})
+	}
+}

@@ -1,0 +1,728 @@
+package membership
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/maphash"
+	"slices"
+	"sort"
+)
+
+// sim is a small world: processes with machines, links between them, and a store whose notifications and answers arrive when somebody delivers them. It is the
+// driver of all machines, and checks after everything that happens what must never be otherwise. The first violation is in err.
+type sim struct {
+	cfg     Config // without Slot, Incarnation and View
+	history []View // all that were in the store; epoch e is history[e-1]
+	procs   []*proc
+	cut     map[[2]int]bool // links that are broken, by indices of procs, lower first
+	limbo   []Propose       // writes that nobody waits for any more, and that may yet happen
+	err     error
+	log     func(who Peer, what string)
+}
+
+// proc is one life.
+type proc struct {
+	me    Peer
+	m     *Machine
+	alive bool
+	away  bool // cannot reach the store
+	now   int  // ticks
+	mail  []mail
+
+	cas      *Propose // proposed, has not reached the store
+	answered bool     // it has, and the answer is on its way
+	probes   []Peer
+	report   *Report
+	ask      uint64
+
+	last      uint64 // epoch entered last
+	wasIn     bool
+	removed   bool
+	out       bool // Evicted
+	condemned bool // somebody wanted it out
+	accused   bool // a link to another that lived has been missing
+}
+
+// mail is an event on its way. Of one lane it arrives in order; lane "" has none.
+type mail struct {
+	ev   Event
+	lane string
+	from bool // from the store
+	due  int  // tick of the receiver at which it must have arrived; 0: any time
+}
+
+func (w *sim) fail(format string, args ...any) {
+	if w.err == nil {
+		w.err = fmt.Errorf(format, args...)
+	}
+}
+
+func (w *sim) current() View { return w.history[len(w.history)-1] }
+
+// incarnation gives lives readable numbers: slot 1's second life is 1/22.
+func incarnation(slot, n int) uint64 { return uint64(16*(slot+1) + n) }
+
+func newSim(n int, cfg Config, log func(Peer, string)) *sim {
+	w := &sim{cfg: cfg, cut: map[[2]int]bool{}, log: log}
+	incs := make([]uint64, n)
+	for i := range incs {
+		incs[i] = incarnation(i, 1)
+	}
+	w.history = []View{First(incs)}
+	for i := range incs {
+		w.start(Peer{i, incs[i]}, w.history[0])
+	}
+	return w
+}
+
+// start begins a life that knows the given view.
+func (w *sim) start(me Peer, v View) *proc {
+	cfg := w.cfg
+	cfg.Slot, cfg.Incarnation, cfg.View = me.Slot, me.Incarnation, v
+	m, acts, err := New(cfg)
+	if err != nil {
+		w.fail("%v: %v", me, err)
+		return nil
+	}
+	p := &proc{me: me, m: m, alive: true, last: v.Epoch}
+	p.wasIn = m.Member()
+	w.procs = append(w.procs, p)
+	w.present(p)
+	w.do(p, acts)
+	return p
+}
+
+// present mails what the store holds.
+func (w *sim) present(p *proc) {
+	p.post(mail{ev: ViewSeen{w.current()}, from: true})
+	for _, q := range w.procs {
+		if q == p {
+			continue
+		}
+		if !q.alive {
+			p.post(mail{ev: Dead{q.me, "its record is not there"}, from: true, due: p.now + 1})
+			continue
+		}
+		if q.report != nil {
+			p.post(mail{ev: Reported{q.me, *q.report}, from: true})
+		}
+		if q.ask != 0 {
+			p.post(mail{ev: JoinAsked{q.me, q.ask}, from: true, lane: "ask" + q.me.String()})
+		}
+	}
+}
+
+func (p *proc) post(m mail) { p.mail = append(p.mail, m) }
+
+func (w *sim) everybody(but *proc, m mail) {
+	for _, q := range w.procs {
+		if q != but && q.alive {
+			if due := m.due; due != 0 {
+				m.due = q.now + due
+				q.post(m)
+				m.due = due
+			} else {
+				q.post(m)
+			}
+		}
+	}
+}
+
+func (w *sim) index(p *proc) int { return slices.Index(w.procs, p) }
+
+func (w *sim) life(me Peer) *proc {
+	for _, p := range w.procs {
+		if p.me == me {
+			return p
+		}
+	}
+	return nil
+}
+
+func (w *sim) pair(p, q *proc) [2]int {
+	a, b := w.index(p), w.index(q)
+	return [2]int{min(a, b), max(a, b)}
+}
+
+// step tells p's machine something and does what it wants.
+func (w *sim) step(p *proc, ev Event) {
+	if !p.alive || w.err != nil {
+		return
+	}
+	if a, ok := ev.(Proposed); ok {
+		if !p.answered {
+			w.fail("%v: answer without a question", p.me)
+		}
+		p.answered = false
+		_ = a
+	}
+	if _, ok := ev.(Tick); ok {
+		p.now++
+	}
+	was := p.m.View().Epoch
+	acts := p.m.Step(ev)
+	if p.m.View().Epoch < was {
+		w.fail("%v went back from epoch %d to %d", p.me, was, p.m.View().Epoch)
+	}
+	w.do(p, acts)
+}
+
+func (w *sim) do(p *proc, acts []Action) {
+	for _, a := range acts {
+		if w.log != nil {
+			w.log(p.me, a.String())
+		}
+		switch a := a.(type) {
+		case Propose:
+			switch {
+			case p.cas != nil || p.answered:
+				w.fail("%v proposes while a proposal is unanswered", p.me)
+			case p.out || p.removed && slices.ContainsFunc(w.history, func(v View) bool {
+				return v.Epoch <= a.Old.Epoch && v.at(p.me.Slot).Left > 0 && !v.Has(p.me.Slot, p.me.Incarnation) && v.Epoch <= p.m.View().Epoch && p.wasIn && v.Epoch >= p.last
+			}):
+				w.fail("%v proposes after it was evicted", p.me)
+			case !p.m.Member() || !a.Old.Has(p.me.Slot, p.me.Incarnation):
+				w.fail("%v proposes and is no member", p.me)
+			case len(a.New.Active()) == 0:
+				w.fail("%v proposes an empty view", p.me)
+			case a.New.Epoch != a.Old.Epoch+1 || a.Old.Epoch > uint64(len(w.history)) || !w.history[a.Old.Epoch-1].Equal(a.Old):
+				w.fail("%v proposes %v from %v, which was never in the store", p.me, a.New, a.Old)
+			case a.New.check() != nil:
+				w.fail("%v proposes an impossible view: %v", p.me, a.New.check())
+			}
+			p.cas = &a
+		case Enter:
+			w.entered(p, a)
+		case Probe:
+			p.probes = append(p.probes, a.Peer)
+		case Report:
+			r := a
+			p.report = &r
+			if !p.away {
+				w.everybody(p, mail{ev: Reported{p.me, r}, from: true})
+			}
+		case Warm:
+			w.warm(p, w.life(a.Peer))
+		case AskJoin:
+			p.ask = a.Epoch
+			if !p.away {
+				w.everybody(p, mail{ev: JoinAsked{p.me, a.Epoch}, from: true, lane: "ask" + p.me.String()})
+			}
+		case UnaskJoin:
+			p.ask = 0
+			if !p.away {
+				w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
+			}
+		case Evicted:
+			p.out = true
+			if v := w.current(); v.Has(p.me.Slot, p.me.Incarnation) {
+				w.fail("%v thinks that it was evicted, and is in %v", p.me, v)
+			}
+		}
+	}
+}
+
+func (w *sim) entered(p *proc, e Enter) {
+	v := e.View
+	if v.Epoch > uint64(len(w.history)) || !w.history[v.Epoch-1].Equal(v) {
+		w.fail("%v entered %v, which was never in the store", p.me, v)
+		return
+	}
+	if v.Epoch <= p.last && p.wasIn || !v.Has(p.me.Slot, p.me.Incarnation) || !p.m.Member() || !p.m.View().Equal(v) {
+		w.fail("%v, last in epoch %d, entered %v", p.me, p.last, v)
+	}
+	var left, in []int // what the views between say, one by one
+	for i := range v.Slots {
+		for e := p.last; e < v.Epoch; e++ {
+			a, b := w.history[e-1].at(i), w.history[e].at(i)
+			if a.Incarnation != 0 && a.Incarnation != b.Incarnation && p.wasIn && !slices.Contains(left, i) {
+				left = append(left, i)
+			}
+		}
+		if v.Slots[i].Incarnation != 0 && v.Slots[i].Incarnation != w.history[p.last-1].at(i).Incarnation {
+			in = append(in, i)
+		}
+	}
+	if !slices.Equal(left, e.Removed) || p.wasIn && !slices.Equal(in, e.Added) || !p.wasIn && !slices.Contains(e.Added, p.me.Slot) {
+		w.fail("%v went from epoch %d to %v: removed %v, expected %v; added %v, expected %v", p.me, p.last, v, e.Removed, left, e.Added, in)
+	}
+	p.last, p.wasIn = v.Epoch, true
+}
+
+// warm answers a wish for a link.
+func (w *sim) warm(p, q *proc) {
+	if q == nil {
+		w.fail("%v wants a link to nobody", p.me)
+		return
+	}
+	if !q.alive || w.cut[w.pair(p, q)] {
+		p.post(mail{ev: LinkDown{q.me, "cannot connect"}, lane: "link" + q.me.String()})
+		return
+	}
+	p.post(mail{ev: LinkUp{q.me}, lane: "link" + q.me.String()})
+	q.post(mail{ev: LinkUp{p.me}, lane: "link" + p.me.String()})
+}
+
+// sever breaks a link; only those who see it are told. Both are accused, if both live.
+func (w *sim) sever(p, q *proc, pSees, qSees bool) {
+	w.cut[w.pair(p, q)] = true
+	p.accused, q.accused = true, true
+	if pSees {
+		p.post(mail{ev: LinkDown{q.me, "connection lost"}, lane: "link" + q.me.String()})
+	}
+	if qSees {
+		q.post(mail{ev: LinkDown{p.me, "connection lost"}, lane: "link" + p.me.String()})
+	}
+}
+
+func (w *sim) heal(p, q *proc) {
+	if k := w.pair(p, q); w.cut[k] {
+		delete(w.cut, k)
+		if p.alive && q.alive {
+			w.warm(p, q)
+		}
+	}
+}
+
+// kill ends a process. The others lose their links, and learn of the death in time.
+func (w *sim) kill(p *proc) {
+	p.alive, p.mail, p.probes = false, nil, nil
+	if p.cas != nil {
+		w.limbo = append(w.limbo, *p.cas)
+		p.cas = nil
+	}
+	for _, q := range w.procs {
+		if q.alive {
+			q.post(mail{ev: LinkDown{p.me, "connection lost"}, lane: "link" + p.me.String()})
+		}
+	}
+	w.expire(p)
+}
+
+// expire ends a life's lease: all hear that it is dead, before a window is over.
+func (w *sim) expire(p *proc) {
+	if p.ask != 0 {
+		p.ask = 0
+		w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
+	}
+	w.everybody(p, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
+	p.condemned = true
+}
+
+// rejoin takes an evicted life's process into a new life. The process keeps its machine.
+func (w *sim) rejoin(p *proc, n int) *proc {
+	w.expire(p)
+	q := &proc{me: Peer{p.me.Slot, incarnation(p.me.Slot, n)}, m: p.m, alive: true, away: p.away, now: p.now, cas: p.cas, answered: p.answered, last: p.m.View().Epoch}
+	for _, m := range p.mail {
+		if _, ok := m.ev.(Proposed); ok {
+			q.post(m)
+		}
+	}
+	p.alive, p.mail, p.cas, p.answered = false, nil, nil, false
+	w.procs = append(w.procs, q)
+	for i, r := range w.procs {
+		if r.alive && w.cut[w.pair(p, r)] && i != len(w.procs)-1 {
+			w.cut[w.pair(q, r)] = true // the same cable
+		}
+	}
+	w.present(q)
+	w.step(q, Rejoin{q.me.Incarnation})
+	return q
+}
+
+// write is the store's compare-and-swap.
+func (w *sim) write(c Propose) bool {
+	cur := w.current()
+	if string(cur.Encode()) != string(c.Old.Encode()) {
+		return false
+	}
+	v, err := DecodeView(c.New.Encode())
+	if err != nil {
+		w.fail("%v", err)
+		return false
+	}
+	for i, s := range v.Slots {
+		o := cur.at(i)
+		if o.Incarnation == s.Incarnation {
+			continue
+		}
+		if o.Incarnation != 0 {
+			p := w.life(Peer{i, o.Incarnation})
+			p.removed = true
+			if p.alive && !p.condemned && !p.accused {
+				w.fail("%v lives, is connected and unaccused, and was removed by %v", p.me, v)
+			}
+			if s.Incarnation != 0 {
+				w.fail("slot %d went from one life to another in one change", i)
+			}
+			if s.Left != v.Epoch {
+				w.fail("slot %d was left in epoch %d, and says %d", i, v.Epoch, s.Left)
+			}
+		}
+		if s.Incarnation != 0 {
+			p := w.life(Peer{i, s.Incarnation})
+			if p == nil || p.removed || p.out {
+				w.fail("%v takes back %d/%x, which was removed", v, i, s.Incarnation)
+			}
+			if s.Since != v.Epoch {
+				w.fail("slot %d was entered in epoch %d, and says %d", i, v.Epoch, s.Since)
+			}
+		}
+	}
+	w.history = append(slices.Clip(w.history), v)
+	w.everybody(nil, mail{ev: ViewSeen{v}, from: true})
+	return true
+}
+
+// The fates of a proposal.
+const (
+	casAnswer = iota // it reaches the store, and the answer comes
+	casMute          // it reaches the store, and the answer is lost
+	casLost          // it does not reach the store
+	casLate          // nobody hears of it, and it may reach the store later
+	casFates
+)
+
+func (w *sim) cas(p *proc, fate int) {
+	c := p.cas
+	p.cas, p.answered = nil, true
+	answer := Proposed{Epoch: c.New.Epoch}
+	switch fate {
+	case casAnswer:
+		if w.write(*c) {
+			answer.Outcome = OutcomeWon
+		} else {
+			answer.Outcome, answer.Current = OutcomeLost, w.current()
+		}
+	case casMute:
+		w.write(*c)
+	case casLate:
+		w.limbo = append(slices.Clip(w.limbo), *c)
+	}
+	p.post(mail{ev: answer})
+}
+
+// answer resolves p's oldest probe.
+func (w *sim) answer(p *proc, v Verdict) {
+	who := p.probes[0]
+	p.probes = slices.Clone(p.probes[1:])
+	p.post(mail{ev: Probed{who, v}})
+}
+
+func (w *sim) truth(p *proc) Verdict {
+	if w.life(p.probes[0]).alive {
+		return VerdictAlive
+	}
+	return VerdictDead
+}
+
+// deliverable lists the mail that can arrive now: of each lane the first.
+func (p *proc) deliverable() []int {
+	var is []int
+	seen := map[string]bool{}
+	for i, m := range p.mail {
+		if m.lane != "" && seen[m.lane] || m.from && p.away {
+			continue
+		}
+		seen[m.lane] = true
+		is = append(is, i)
+	}
+	return is
+}
+
+func (w *sim) deliver(p *proc, i int, again bool) {
+	m := p.mail[i]
+	if !again {
+		p.mail = slices.Delete(slices.Clone(p.mail), i, i+1)
+	}
+	w.step(p, m.ev)
+}
+
+// tick lets time pass at p, unless a lease would have run out that p does not know of; then it hears of that first.
+func (w *sim) tick(p *proc) {
+	for !p.away {
+		i := slices.IndexFunc(p.mail, func(m mail) bool { return m.due != 0 && m.due <= p.now+1 })
+		if i < 0 {
+			break
+		}
+		w.deliver(p, i, false)
+	}
+	w.step(p, Tick{})
+}
+
+func (w *sim) storeAway(p *proc) {
+	if !p.away {
+		p.away = true
+		w.step(p, StoreAway{"no route to the store"})
+	}
+}
+
+// storeBack tells the present state of the store before it says so.
+func (w *sim) storeBack(p *proc) {
+	if !p.away {
+		return
+	}
+	p.away = false
+	for p.alive && w.err == nil {
+		i := slices.IndexFunc(p.mail, func(m mail) bool { return m.from })
+		if i < 0 {
+			break
+		}
+		w.deliver(p, i, false)
+	}
+	if p.report != nil {
+		w.everybody(p, mail{ev: Reported{p.me, *p.report}, from: true})
+	}
+	if p.ask != 0 {
+		w.everybody(p, mail{ev: JoinAsked{p.me, p.ask}, from: true, lane: "ask" + p.me.String()})
+	} else {
+		w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
+	}
+	w.step(p, StoreBack{})
+}
+
+// settle delivers everything, in the order in which it was sent, and lets time pass until nobody has anything to do for quiet ticks.
+func (w *sim) settle(quiet int) {
+	for _, p := range w.procs {
+		w.storeBack(p)
+	}
+	for idle, rounds := 0, 0; idle < quiet && w.err == nil; rounds++ {
+		if rounds > 400 {
+			w.fail("no rest after %d rounds", rounds)
+			return
+		}
+		w.flush()
+		log, busy := w.log, false
+		w.log = func(who Peer, what string) {
+			busy = true
+			if log != nil {
+				log(who, what)
+			}
+		}
+		for _, p := range w.procs {
+			if p.alive {
+				w.tick(p)
+			}
+		}
+		w.log = log
+		idle++
+		if busy {
+			idle = 0
+		}
+	}
+}
+
+// flush delivers and answers all that is under way, without time passing.
+func (w *sim) flush() {
+	for more, n := true, 0; more && w.err == nil; n++ {
+		if n > 10000 {
+			w.fail("endless chatter within one tick")
+		}
+		more = false
+		for _, p := range w.procs {
+			if !p.alive {
+				continue
+			}
+			switch ds := p.deliverable(); {
+			case p.cas != nil && !p.away:
+				w.cas(p, casAnswer)
+			case p.cas != nil:
+				w.cas(p, casLost)
+			case len(p.probes) > 0:
+				w.answer(p, w.truth(p))
+			case len(ds) > 0:
+				w.deliver(p, ds[0], false)
+			default:
+				continue
+			}
+			more = true
+		}
+	}
+}
+
+// converge ends all faults but cut links, and checks that everybody ends in the view that should be.
+func (w *sim) converge() {
+	for _, c := range w.limbo {
+		w.write(c) // late, and harmless
+	}
+	w.limbo = nil
+	w.settle(w.cfg.Window + 3)
+	v := w.current()
+	var members []*proc
+	for _, p := range w.procs {
+		if p.alive && v.Has(p.me.Slot, p.me.Incarnation) {
+			members = append(members, p)
+		}
+	}
+	if w.err != nil || len(members) == 0 {
+		return // nobody is left who could decide
+	}
+	for _, p := range members {
+		w.step(p, Admit{})
+		break
+	}
+	w.settle(w.cfg.Window + 3)
+	if v = w.current(); w.err != nil {
+		return
+	}
+	for _, s := range v.Active() {
+		p := w.life(Peer{s, v.Slots[s].Incarnation})
+		if !p.alive {
+			w.fail("at the end %v is dead and in %v", p.me, v)
+		}
+		for _, q := range w.procs {
+			if q != p && v.Has(q.me.Slot, q.me.Incarnation) && w.cut[w.pair(p, q)] {
+				w.fail("at the end %v and %v cannot reach each other, and are both in %v", p.me, q.me, v)
+			}
+		}
+	}
+	for _, p := range w.procs {
+		in := v.Has(p.me.Slot, p.me.Incarnation)
+		switch {
+		case !p.alive:
+		case in && (!p.m.Member() || !p.m.View().Equal(v)):
+			w.fail("at the end %v has %v, and the store %v", p.me, p.m.View(), v)
+		case !in && (p.m.Member() || !p.out && p.wasIn):
+			w.fail("at the end %v does not know that it is not in %v", p.me, v)
+		case !in && !p.out:
+			free := v.at(p.me.Slot).Incarnation == 0
+			for _, q := range w.procs {
+				if v.Has(q.me.Slot, q.me.Incarnation) && w.cut[w.pair(p, q)] || q != p && q.alive && !q.out && q.me.Slot == p.me.Slot {
+					free = false
+				}
+			}
+			if free && p.me.Slot < max(w.cfg.MaxSize, v.Size()) {
+				w.fail("at the end %v still waits to be let into %v", p.me, v)
+			}
+		}
+		if p.alive && p.m.Pending() {
+			w.fail("at the end %v still wants something", p.me)
+		}
+	}
+}
+
+// clone copies the world, so that two things can happen to it.
+func (w *sim) clone() *sim {
+	c := *w
+	c.cut = make(map[[2]int]bool, len(w.cut))
+	for k := range w.cut {
+		c.cut[k] = true
+	}
+	c.procs = make([]*proc, len(w.procs))
+	for i, p := range w.procs {
+		q := *p
+		q.mail = slices.Clone(p.mail)
+		q.m = p.m.clone()
+		c.procs[i] = &q
+	}
+	return &c
+}
+
+func (m *Machine) clone() *Machine {
+	c := *m
+	c.lives = make([][]life, len(m.lives))
+	for i, ls := range m.lives {
+		c.lives[i] = slices.Clone(ls)
+	}
+	c.broken = make(map[[2]int]uint64, len(m.broken))
+	for k, v := range m.broken {
+		c.broken[k] = v
+	}
+	return &c
+}
+
+var seed = maphash.MakeSeed()
+
+// key identifies a state of the world, up to what makes no difference to its future.
+func (w *sim) key() uint64 {
+	var b []byte
+	num := func(xs ...uint64) {
+		for _, x := range xs {
+			b = binary.AppendUvarint(b, x)
+		}
+	}
+	flag := func(fs ...bool) {
+		x := uint64(0)
+		for _, f := range fs {
+			x <<= 1
+			if f {
+				x |= 1
+			}
+		}
+		num(x)
+	}
+	peer := func(ps ...Peer) {
+		num(uint64(len(ps)))
+		for _, p := range ps {
+			num(p.Incarnation)
+		}
+	}
+	for _, v := range w.history {
+		b = append(b, v.Encode()...)
+	}
+	for i := range w.procs {
+		for j := range i {
+			flag(w.cut[[2]int{j, i}])
+		}
+	}
+	for _, c := range w.limbo {
+		b = append(append(b, c.Old.Encode()...), c.New.Encode()...)
+	}
+	for _, p := range w.procs {
+		peer(p.me)
+		flag(p.alive, p.away, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.accused, p.cas != nil)
+		if p.cas != nil {
+			b = append(append(b, c(p).Old.Encode()...), c(p).New.Encode()...)
+		}
+		num(p.ask, p.last)
+		if p.report != nil {
+			b = append(b, p.report.Encode()...)
+		}
+		if !p.alive {
+			continue
+		}
+		peer(p.probes...)
+		var letters []string
+		for _, m := range p.mail {
+			letters = append(letters, fmt.Sprintf("%T%v/%s/%d", m.ev, m.ev, m.lane, max(m.due-p.now, 0)))
+		}
+		sort.Strings(letters)
+		for _, l := range letters {
+			b = append(b, l...)
+		}
+		m := p.m
+		age := func(t uint64) uint64 { return min(m.now-t, uint64(2*m.cfg.Window+2)) }
+		left := func(t uint64) uint64 { return max(t, m.now) - m.now }
+		num(uint64(m.role), m.me.Incarnation, m.view.Epoch, m.seq, left(m.retryAt), uint64(m.fails), m.asked, m.standing, age(m.wantedAt))
+		flag(m.changed, m.wanted, m.pending != nil, m.blind, m.away != "", m.isolated)
+		if m.pending != nil {
+			b = append(b, m.pending.New.Encode()...)
+		}
+		peer(m.reported...)
+		num(uint64(len(m.out)))
+		for _, o := range m.out {
+			num(uint64(o))
+		}
+		for i := range m.lives {
+			for j := range i {
+				if t, ok := m.broken[[2]int{j, i}]; ok {
+					num(1, age(t))
+				} else {
+					num(0)
+				}
+			}
+			num(uint64(len(m.lives[i])))
+			for _, l := range m.lives[i] {
+				num(l.incarnation, uint64(l.link), uint64(l.tries), left(l.next), l.report.Seq, l.ask)
+				if l.busy {
+					num(age(l.next))
+				}
+				flag(l.over, l.busy, l.suspect, l.admit)
+				peer(l.report.Unreachable...)
+			}
+		}
+	}
+	return maphash.Bytes(seed, b)
+}
+
+func c(p *proc) *Propose { return p.cas }
