@@ -73,7 +73,7 @@ func (wire) Marshal(v any) ([]byte, error) {
 	switch m := v.(type) {
 	case *describeRequest:
 		return binary.LittleEndian.AppendUint64(nil, m.nonce), nil
-	case *describeReply:
+	case interface{ encode() ([]byte, error) }:
 		return m.encode()
 	}
 	return nil, fmt.Errorf("handshake: cannot encode %T", v)
@@ -87,7 +87,7 @@ func (wire) Unmarshal(b []byte, v any) error {
 		}
 		m.nonce = binary.LittleEndian.Uint64(b)
 		return nil
-	case *describeReply:
+	case interface{ decode([]byte) error }:
 		return m.decode(b)
 	}
 	return fmt.Errorf("handshake: cannot decode %T", v)
@@ -165,7 +165,9 @@ type ServerConfig struct {
 	Ports       string // see ports.ParseSpec; default "0"
 	// Describe returns the descriptors for the rank that asks. It may be called concurrently and must end with ctx. Its error goes to the asker as text, who does not ask again.
 	Describe func(ctx context.Context, from int, incarnation uint64) (Endpoints, error)
-	Logger   *slog.Logger // nil: nothing is logged
+	// Status returns what the rank does, with at most ops of its last operations, for whoever knows the secret. It is called once at a time and must end with ctx. nil: nobody is told.
+	Status func(ctx context.Context, ops int) ([]byte, error)
+	Logger *slog.Logger // nil: nothing is logged
 }
 
 // Server answers peers that ask how this rank's transports are reached.
@@ -177,6 +179,7 @@ type Server struct {
 	done  chan struct{}
 	once  sync.Once
 
+	answering chan struct{} // held by the status request that is being answered
 	strangers atomic.Int64
 }
 
@@ -216,7 +219,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	if filter.String() != "" {
 		l = &pickyListener{l, ips}
 	}
-	s := &Server{cfg: cfg, done: make(chan struct{})}
+	s := &Server{cfg: cfg, done: make(chan struct{}), answering: make(chan struct{}, 1)}
 	for _, ip := range ips {
 		s.addrs = append(s.addrs, netip.AddrPortFrom(ip, port).String())
 	}
@@ -231,7 +234,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		grpc.Creds(proof.Credentials{}),
 		grpc.ForceServerCodec(wire{}),
 		grpc.ConnectionTimeout(proof.Timeout),
-		grpc.MaxRecvMsgSize(64), grpc.MaxSendMsgSize(maxMessage),
+		grpc.MaxRecvMsgSize(64), grpc.MaxSendMsgSize(max(maxMessage, 16+MaxStatus)),
 		grpc.MaxConcurrentStreams(4), grpc.MaxHeaderListSize(4096),
 		grpc.ReadBufferSize(4096), grpc.WriteBufferSize(4096),
 		grpc.WaitForHandlers(true),
@@ -239,7 +242,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.g.RegisterService(&grpc.ServiceDesc{
 		ServiceName: "tutti.Handshake",
 		HandlerType: (*any)(nil),
-		Methods:     []grpc.MethodDesc{{MethodName: "Describe", Handler: serveDescribe}},
+		Methods:     []grpc.MethodDesc{{MethodName: "Describe", Handler: serveDescribe}, {MethodName: "Status", Handler: serveStatus}},
 	}, s)
 	go func() {
 		defer close(s.done)
@@ -366,7 +369,7 @@ const (
 // Describe asks the rank that published to for its descriptors. A peer that cannot be reached is tried again until ctx ends: it may be starting. An error that wraps ErrStale says that
 // another incarnation answers there, ErrAuth that the peer does not know the job's secret, *SizeError that it was told another size; other errors name the peer and its addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
-	name := fmt.Sprintf("rank %d (incarnation %016x, pid %d on %s)", to.Rank, to.Incarnation, to.PID, to.Host)
+	name := to.name()
 	if to.Size != c.cfg.Self.Size {
 		return nil, fmt.Errorf("%s: %w", name, &SizeError{Own: c.cfg.Self.Size, Job: to.Size})
 	}
@@ -406,6 +409,17 @@ func (c *Client) round(ctx context.Context, addrs []string, hello trust.Hello) (
 		return nil, context.Cause(ctx)
 	}
 	defer attempts.Release(1)
+	conn, err := c.reach(ctx, addrs, hello)
+	if err != nil {
+		return nil, err
+	}
+	cctx, cancel := context.WithTimeout(ctx, proofTimeout)
+	defer cancel()
+	return describe(cctx, conn, hello.ToIncarnation)
+}
+
+// reach connects to the first address that works.
+func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (net.Conn, error) {
 	rctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
 	type result struct {
@@ -457,9 +471,7 @@ func (c *Client) round(ctx context.Context, addrs []string, hello trust.Hello) (
 		slices.SortStableFunc(errs, func(a, b error) int { return cmp.Compare(weight(b), weight(a)) })
 		return nil, errs[0]
 	}
-	cctx, cancel := context.WithTimeout(ctx, proofTimeout)
-	defer cancel()
-	return describe(cctx, won, hello.ToIncarnation)
+	return won, nil
 }
 
 func weight(err error) int {
@@ -489,8 +501,22 @@ func dialPeer(ctx context.Context, addr string, secret []byte, h trust.Hello) (n
 	return conn, nil
 }
 
-// describe makes the one call over a proved connection, which it owns and closes.
+// describe asks over a proved connection, which it owns and closes.
 func describe(ctx context.Context, conn net.Conn, incarnation uint64) (Endpoints, error) {
+	var nonce [8]byte
+	rand.Read(nonce[:])
+	req, reply := &describeRequest{binary.LittleEndian.Uint64(nonce[:])}, &describeReply{}
+	if err := call(ctx, conn, rpcMethod, req, reply, maxMessage); err != nil {
+		return nil, err
+	}
+	if reply.nonce != req.nonce || reply.incarnation != incarnation {
+		return nil, fmt.Errorf("%w (the answer comes from incarnation %016x)", ErrStale, reply.incarnation)
+	}
+	return reply.endpoints, nil
+}
+
+// call makes one call over a proved connection, which it owns and closes. The answer has at most limit bytes.
+func call(ctx context.Context, conn net.Conn, method string, req, reply any, limit int) error {
 	defer conn.Close()
 	var once sync.Once
 	cc, err := grpc.NewClient("passthrough:///"+conn.RemoteAddr().String(),
@@ -500,31 +526,25 @@ func describe(ctx context.Context, conn net.Conn, incarnation uint64) (Endpoints
 			return c, err
 		}),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), // the proof is behind us
-		grpc.WithDefaultCallOptions(grpc.ForceCodec(wire{}), grpc.MaxCallRecvMsgSize(maxMessage)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodec(wire{}), grpc.MaxCallRecvMsgSize(limit)),
 		grpc.WithReadBufferSize(4096), grpc.WithWriteBufferSize(4096),
 		grpc.WithDisableServiceConfig(), grpc.WithDisableRetry(), grpc.WithMaxHeaderListSize(4096),
 	)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer cc.Close()
-	var nonce [8]byte
-	rand.Read(nonce[:])
-	req, reply := &describeRequest{binary.LittleEndian.Uint64(nonce[:])}, &describeReply{}
-	if err := cc.Invoke(ctx, rpcMethod, req, reply); err != nil {
+	if err := cc.Invoke(ctx, method, req, reply); err != nil {
 		st := status.Convert(err)
 		switch st.Code() {
 		case codes.FailedPrecondition:
-			return nil, fmt.Errorf("%w (the peer says: %s)", ErrStale, st.Message())
+			return fmt.Errorf("%w (the peer says: %s)", ErrStale, st.Message())
 		case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled:
-			return nil, errors.New(st.Message())
+			return errors.New(st.Message())
 		}
-		return nil, &finalError{st.Message()}
+		return &finalError{st.Message()}
 	}
-	if reply.nonce != req.nonce || reply.incarnation != incarnation {
-		return nil, fmt.Errorf("%w (the answer comes from incarnation %016x)", ErrStale, reply.incarnation)
-	}
-	return reply.endpoints, nil
+	return nil
 }
 
 // order returns those of a record's addresses that a route leads to, nearest first: loopback if both share it, then networks of our own, then the rest, each

@@ -105,6 +105,9 @@ func (r *Record) holder() string {
 	return fmt.Sprintf("incarnation %016x, pid %d on %s", r.Incarnation, r.PID, r.Host)
 }
 
+// name is r to a person.
+func (r *Record) name() string { return fmt.Sprintf("rank %d (%s)", r.Rank, r.holder()) }
+
 // NewRecord fills in what a process knows of itself without being told: host, machine, network and pid.
 func NewRecord(rank, size int, incarnation uint64, addrs []string) Record {
 	p := here()
