@@ -359,6 +359,9 @@ func (c *Channel) Abort(cause error, payload []byte) {
 	c.fail(cause)
 }
 
+// Fail fails the channel here alone: whoever waits on it gets err. With the lock.
+func (c *Channel) Fail(err error) { c.fail(err) }
+
 func (c *Channel) fail(err error) {
 	if c.err == nil {
 		c.err = err

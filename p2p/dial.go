@@ -171,6 +171,12 @@ func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, erro
 	if err != nil {
 		return nil, Identity{}, "", err
 	}
+	p.Lock()
+	expected := pr.id.Incarnation
+	p.Unlock()
+	if expected != 0 && expected != to.Incarnation {
+		return nil, Identity{}, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected, ErrPeerGone)
+	}
 	var why []string
 	for _, t := range p.cfg.Transports {
 		ep, ok := to.Endpoints[t.Name()]

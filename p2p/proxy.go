@@ -402,6 +402,28 @@ func (p *Proxy) Relink(rank int) {
 	p.connect(pr)
 }
 
+// Expect says which incarnation of rank is a member: no other is linked until Vacate. It does nothing while there is a link. Takes the lock itself.
+func (p *Proxy) Expect(rank int, incarnation uint64) {
+	p.Lock()
+	defer p.Unlock()
+	if pr := &p.peers[rank]; pr.link == nil && rank != p.cfg.Self.Rank {
+		pr.id = Identity{Rank: rank, Incarnation: incarnation}
+		if pr.vacant {
+			pr.err, pr.vacant = nil, false
+		}
+	}
+}
+
+// Down returns why rank cannot be reached, nil while it can or may be. With the lock.
+func (p *Proxy) Down(rank int) error { return p.peers[rank].err }
+
+// Progress polls once, or gives way and sleeps as long waits do, and returns nil when the caller should look again at what it waits for, or why w must not
+// wait any longer. With the lock, which it may give up meanwhile.
+func (p *Proxy) Progress(w *Wait) error { return p.progress(w, nil) }
+
+// Wake ends the sleep of everybody who waits, so that they look again at what they wait for. From any goroutine.
+func (p *Proxy) Wake() { p.wakeAll() }
+
 // Linked returns the incarnation that rank is linked as, 0 if it is not. Takes the lock itself.
 func (p *Proxy) Linked(rank int) uint64 {
 	p.Lock()
