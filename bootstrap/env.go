@@ -34,6 +34,8 @@ type Launch struct {
 	Tuning               string        // path of a measured table of algorithms, as written
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
 	LogLevel             string        // "debug", "info", "warn", "error", "off" or ""
+	LogDir               string        // directory of flight records, as written
+	Metrics              string        // address to serve metrics at, checked: see ports.ParseAddr
 	Timeout              time.Duration // 0: not set; negative: none
 	LeaseTTL             time.Duration // 0: not set
 	StoreUser            string
@@ -64,6 +66,8 @@ func Variables() []Variable {
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
 		{"TUTTI_LOG", "log level on standard error: debug, info, warn, error or off", "warn"},
+		{"TUTTI_LOG_DIR", "directory for flight records: what a rank did last, as files that outlive it; also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
+		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range 127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
 		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
 		{"TUTTI_STORE_PASSWORD", "that user's password", "none"},
 		{"TUTTI_STORE_CA", "PEM file of the certificate authorities of an etcds:// store", "the system's"},
@@ -319,6 +323,7 @@ func (e env) settings(l *Launch) error {
 	l.Store, l.StoreUser, l.StorePassword = str("TUTTI_STORE"), str("TUTTI_STORE_USER"), e.get("TUTTI_STORE_PASSWORD")
 	l.StoreCA, l.StoreCert, l.StoreKey = str("TUTTI_STORE_CA"), str("TUTTI_STORE_CERT"), str("TUTTI_STORE_KEY")
 	l.Interfaces, l.Ports, l.LogLevel = str("TUTTI_IFNAME"), str("TUTTI_PORT"), strings.ToLower(str("TUTTI_LOG"))
+	l.LogDir, l.Metrics = e.get("TUTTI_LOG_DIR"), str("TUTTI_METRICS")
 	if job := str("TUTTI_JOB"); job != "" {
 		if err := CheckJob(job); err != nil {
 			return fmt.Errorf("environment: TUTTI_JOB: %w", err)
@@ -343,6 +348,11 @@ func (e env) settings(l *Launch) error {
 	}
 	if _, err := ports.ParseSpec(l.Ports); err != nil {
 		return fmt.Errorf("environment: TUTTI_PORT: %w", err)
+	}
+	if l.Metrics != "" {
+		if _, _, err := ports.ParseAddr(l.Metrics); err != nil {
+			return fmt.Errorf("environment: TUTTI_METRICS: %w", err)
+		}
 	}
 	switch l.LogLevel {
 	case "", "debug", "info", "warn", "error", "off":

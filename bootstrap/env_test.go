@@ -254,3 +254,13 @@ func TestNoUnknownVariable(t *testing.T) {
 		}
 	}
 }
+
+func TestObservationSettings(t *testing.T) {
+	l, err := FromEnv(vars("TUTTI_LOG_DIR=/var/log/x TUTTI_METRICS=127.0.0.1:9400-9407"))
+	if err != nil || l.LogDir != "/var/log/x" || l.Metrics != "127.0.0.1:9400-9407" {
+		t.Errorf("%+v, %v", l, err)
+	}
+	if _, err := FromEnv(vars("TUTTI_METRICS=9400")); err == nil || !strings.Contains(err.Error(), `TUTTI_METRICS: address "9400": expected HOST:PORT`) {
+		t.Error(err)
+	}
+}

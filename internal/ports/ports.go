@@ -46,6 +46,16 @@ func parsePort(s, whole string) (uint16, error) {
 	return uint16(n), nil
 }
 
+// ParseAddr reads HOST:PORT with a Spec for the port; the host may be empty, or an IPv6 address in brackets.
+func ParseAddr(s string) (host string, spec Spec, err error) {
+	host, port, err := net.SplitHostPort(strings.TrimSpace(s))
+	if err != nil || strings.ContainsAny(host, " /") || port == "" {
+		return "", Spec{}, fmt.Errorf("address %q: expected HOST:PORT, such as 127.0.0.1:9400, 127.0.0.1:9400-9407 or :0", s)
+	}
+	spec, err = ParseSpec(port)
+	return host, spec, err
+}
+
 // String returns the textual form, "0" for the kernel's choice.
 func (s Spec) String() string {
 	if s.Lo == s.Hi {
