@@ -8,7 +8,8 @@ import (
 )
 
 // Call is what was called, packed into one word: kind, data type, reduction and algorithm a byte each from the lowest, and the root (of a message, the
-// peer) in the upper half. It is what the ranks compare, in the header of every message, but for the algorithm, which is there the one that was forced.
+// peer) in the upper half. In the headers of messages it is what ranks compare: there the algorithm is the one that was forced, and the root a slot of the
+// group; in records the algorithm is the one that was taken, and the root a rank of the job.
 type Call uint64
 
 // Messages are no collectives and are recorded as these kinds; their number is the tag.

@@ -88,7 +88,7 @@ func TestRing(t *testing.T) {
 			}
 		}
 		var s Snapshot
-		r.Copy(-1).Fill(&s, func(uint32) []int { return nil })
+		r.Copy(-1).Fill(&s)
 		got := map[string][]uint64{}
 		for _, o := range s.Operations {
 			k := "ended"
@@ -150,7 +150,7 @@ func TestFile(t *testing.T) {
 	r.SetEpoch(5)
 	r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})
 	r.AddGroup(9, 1, []int{2, 3, 6})
-	tpl := Template(9, 5, Pack(collectives.Broadcast, kernels.Float32, 0, collectives.Auto, 2), 100, 400)
+	tpl := Template(9, 5, Pack(collectives.Broadcast, kernels.Float32, 0, collectives.Auto, 6), 100, 400)
 	done := r.Begin(&tpl, 41)
 	done.Chosen(collectives.Tree)
 	r.End(done, OK)

@@ -141,15 +141,11 @@ type Image struct {
 
 func at(ns int64) time.Time { return time.Unix(0, ns).Round(time.Millisecond).UTC() }
 
-// Operation describes a record. ranks are those of its group by slot; nil: slots are ranks.
-func (s *Record) Operation(ranks []int) Operation {
+// Operation describes a record.
+func (s *Record) Operation() Operation {
 	o := Operation{Group: s.Group, Number: s.Number, Kind: s.Call.Name(), Bytes: s.Bytes, Epoch: uint64(s.Epoch), Root: s.Call.Root(),
 		Queued: float64(s.Queued) * tick.Seconds(), Started: at(s.Started), Outcome: s.State.String(), Async: s.Flags&Async != 0}
 	c := s.Call
-	if c.Root() >= 0 && c.Root() < len(ranks) {
-		o.Root = ranks[c.Root()]
-		c = Pack(c.Kind(), c.DType(), c.Reduction(), c.Algorithm(), o.Root)
-	}
 	o.Call = Spell(s.Number, c, s.Count)
 	if c.Kind() != collectives.Barrier {
 		o.DType = c.DType().String()
@@ -176,18 +172,8 @@ func (s *Record) Operation(ranks []int) Operation {
 	return o
 }
 
-// ranksOf returns the members of a group of the image.
-func (im *Image) ranksOf(id uint32) []int {
-	for i := range im.groups {
-		if im.groups[i].ID == id {
-			return im.groups[i].Ranks
-		}
-	}
-	return nil
-}
-
-// Fill puts what the image has into s: totals, failures, operations, and the messages under way. members returns a group's ranks by slot; nil where they are 0..Size-1.
-func (im *Image) Fill(s *Snapshot, members func(id uint32) []int) {
+// Fill puts what the image has into s: totals, failures, operations, and the messages under way.
+func (im *Image) Fill(s *Snapshot) {
 	s.Version, s.Recorded, s.Since = Version, im.Next, at(im.Opened)
 	s.Totals, s.Failures = map[string]Total{}, map[string]int{}
 	for k, t := range im.Totals {
@@ -204,7 +190,7 @@ func (im *Image) Fill(s *Snapshot, members func(id uint32) []int) {
 	slices.SortStableFunc(im.records, func(a, b Record) int { return int(min(max(a.Started-b.Started, -1), 1)) })
 	for i := range im.records {
 		rec := &im.records[i]
-		o := rec.Operation(members(rec.Group))
+		o := rec.Operation()
 		if kind := rec.Call.Kind(); rec.State == Running && (kind == Send || kind == Recv) {
 			if o.Root >= 0 {
 				o.WaitsFor = []int{o.Root}
@@ -281,7 +267,7 @@ func (im *Image) Snapshot() *Snapshot {
 	}
 	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size), Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
 		Host: clean(im.Host[:im.HostLen]), View: View{Epoch: im.Epoch}}
-	im.Fill(s, im.ranksOf)
+	im.Fill(s)
 	s.Groups = slices.Clone(im.groups)
 	for i := range s.Groups {
 		g := &s.Groups[i]
