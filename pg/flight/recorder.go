@@ -292,3 +292,6 @@ func Template(group uint32, epoch uint64, call Call, count, bytes uint64) Record
 
 // Chosen notes which algorithm it has come to be.
 func (s *Record) Chosen(a collectives.Algo) { s.Call = s.Call.With(a) }
+
+// QueuedSince is how long something that was queued at a time by the coarse clock has waited, as Record.Queued has it.
+func QueuedSince(t int64) uint16 { return uint16(min(max(0, Now()-t)/int64(tick), 1<<16-1)) }
