@@ -38,6 +38,10 @@ type Launch struct {
 	Metrics              string        // address to serve metrics at, checked: see ports.ParseAddr
 	Timeout              time.Duration // 0: not set; negative: none
 	LeaseTTL             time.Duration // 0: not set
+	OnFailure            string        // "report" ("end"), "shrink", "retry" or ""
+	MaxSize              int           // 0: not set
+	Uniform, AutoAdmit   bool
+	Standby              bool // a spare process, which has no rank yet
 	StoreUser            string
 	StorePassword        string
 	StoreCA              string // paths of PEM files
@@ -65,6 +69,11 @@ func Variables() []Variable {
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
+		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same at all ranks, as the three below", "report"},
+		{"TUTTI_UNIFORM", "1: every collective has the same outcome at all survivors, for a small exchange after each", "0"},
+		{"TUTTI_MAX_SIZE", "number of ranks that the job may grow to", "TUTTI_SIZE"},
+		{"TUTTI_AUTO_ADMIT", "1: ranks that wait to join come in between two operations, without Admit", "0"},
+		{"TUTTI_STANDBY", "number of this spare process, which has no rank: it waits for a slot that becomes free", "none"},
 		{"TUTTI_LOG", "log level on standard error: debug, info, warn, error or off", "warn"},
 		{"TUTTI_LOG_DIR", "directory for flight records: what a rank did last, as files that outlive it; also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
 		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range 127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
@@ -149,7 +158,19 @@ func (e env) place(l *Launch) error {
 	if err != nil {
 		return err
 	}
+	if _, l.MaxSize, err = e.number([]string{"TUTTI_MAX_SIZE"}, 1); err != nil {
+		return err
+	}
 	found := false
+	if name, _, err := e.number([]string{"TUTTI_STANDBY"}, 0); err != nil {
+		return err
+	} else if name != "" {
+		if ownSize == "" {
+			return errors.New("environment: TUTTI_STANDBY is set but TUTTI_SIZE is not: set both")
+		}
+		l.Standby, l.Rank, l.Size, l.Source = true, -1, size, "tutti"
+		return e.master(l)
+	}
 	for _, k := range launchers {
 		rankName, rank, err := e.number(k.rank, 0)
 		if err != nil {
@@ -178,7 +199,9 @@ func (e env) place(l *Launch) error {
 		if ownSize != "" && n != size {
 			return fmt.Errorf("environment: TUTTI_SIZE=%d contradicts %s=%d", size, sizeName, n)
 		}
-		if rank >= n {
+		if most := max(n, l.MaxSize); rank >= most && n < l.MaxSize {
+			return fmt.Errorf("environment: %s=%d contradicts TUTTI_MAX_SIZE=%d: ranks are 0..%d", rankName, rank, most, most-1)
+		} else if rank >= most {
 			return fmt.Errorf("environment: %s=%d contradicts %s=%d: ranks are 0..%d", rankName, rank, sizeName, n, n-1)
 		}
 		l.Rank, l.Size, l.Source, found = rank, n, k.source, true
@@ -352,6 +375,20 @@ func (e env) settings(l *Launch) error {
 	if l.Metrics != "" {
 		if _, _, err := ports.ParseAddr(l.Metrics); err != nil {
 			return fmt.Errorf("environment: TUTTI_METRICS: %w", err)
+		}
+	}
+	switch l.OnFailure = strings.ToLower(str("TUTTI_ON_FAILURE")); l.OnFailure {
+	case "", "end", "report", "shrink", "retry":
+	default:
+		return fmt.Errorf("environment: TUTTI_ON_FAILURE=%q: expected report, shrink or retry", clip(l.OnFailure))
+	}
+	for name, to := range map[string]*bool{"TUTTI_UNIFORM": &l.Uniform, "TUTTI_AUTO_ADMIT": &l.AutoAdmit} {
+		if v := str(name); v != "" {
+			b, err := strconv.ParseBool(v)
+			if err != nil {
+				return fmt.Errorf("environment: %s=%q: expected 1 or 0", name, clip(v))
+			}
+			*to = b
 		}
 	}
 	switch l.LogLevel {

@@ -180,12 +180,8 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 	return p.endpoints, nil
 }
 
-// SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the machine. Takes the lock itself.
-func (p *Proxy) SetOversubscribed(yes bool) {
-	p.Lock()
-	p.cfg.Oversubscribed = yes
-	p.Unlock()
-}
+// SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the machine. With the lock.
+func (p *Proxy) SetOversubscribed(yes bool) { p.cfg.Oversubscribed = yes }
 
 // Closed reports whether Close was called. Takes the lock itself.
 func (p *Proxy) Closed() bool {
@@ -373,8 +369,8 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
-// Vacate says that no incarnation of rank is a member any more: its link, if there is one, goes down because of why, waits for it fail, and another
-// incarnation may link itself. Takes the lock itself.
+// Vacate says that no incarnation of rank is a member any more: its link, if there is one, goes down because of why, after what has arrived over it was
+// taken, waits for it fail, and another incarnation may link itself. Takes the lock itself.
 func (p *Proxy) Vacate(rank int, why error) {
 	p.Lock()
 	defer p.Unlock()
@@ -382,6 +378,9 @@ func (p *Proxy) Vacate(rank int, why error) {
 		return
 	}
 	pr := &p.peers[rank]
+	p.unlend(pr)
+	for until := time.Now().Add(50 * time.Millisecond); p.poll(pr) && time.Now().Before(until); { // it may live, and go on sending
+	}
 	p.down(pr, why)
 	if pr.stop != nil {
 		pr.stop()

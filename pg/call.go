@@ -22,6 +22,16 @@ type call struct {
 	in, out    unsafe.Pointer // out == in where the operation is in place
 	counts     []int          // Shape.Counts
 	recvCounts []int
+	ranks      int // slots of the group when it was checked
+}
+
+// synchronizes reports whether every rank's result depends on every other's data.
+func (c *call) synchronizes() bool {
+	switch c.kind {
+	case collectives.AllReduce, collectives.AllGather, collectives.ReduceScatter, collectives.AllToAll:
+		return c.count > 0
+	}
+	return c.kind == collectives.Barrier
 }
 
 // token packs what all ranks must agree on. It travels in the header of every message of the call.
@@ -74,7 +84,7 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 	bad := func(arg, got, want string) error {
 		return &ArgumentError{Call: kind.String(), Arg: arg, Got: got, Want: want}
 	}
-	*c = call{kind: kind, op: op, root: root, in: src.Ptr, out: dst.Ptr, dtype: src.DType, counts: counts, recvCounts: recvCounts}
+	*c = call{kind: kind, op: op, root: root, in: src.Ptr, out: dst.Ptr, dtype: src.DType, counts: counts, recvCounts: recvCounts, ranks: n}
 	if kind == collectives.Barrier {
 		c.dtype = Uint8
 		return nil
@@ -212,6 +222,7 @@ const (
 	abortTimeout  = 2 // reporter, after (ns), token of the call, missing ranks (at most maxMissing) with their last tokens, text
 	abortMismatch = 3 // rank a, rank b, their tokens
 	abortOther    = 4 // reporter, text
+	abortCall     = 5 // reporter, text: Group.Abort
 	maxMissing    = 16
 )
 
@@ -267,7 +278,7 @@ var errBadAbort = errors.New("malformed abort message")
 
 // decodeAbort reads what a peer sent; size bounds the rank numbers.
 func decodeAbort(b []byte, size int) (*wireAbort, error) {
-	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortOther {
+	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortCall {
 		return nil, errBadAbort
 	}
 	u32 := func(at int) int { return int(int32(binary.LittleEndian.Uint32(b[at:]))) }

@@ -40,11 +40,38 @@ type Config struct {
 	Tuning string
 	// Timeout bounds every operation, and Join, in addition to their ctx. Default TUTTI_TIMEOUT, else 5 minutes. Negative: no bound.
 	Timeout time.Duration
+	// OnFailure says what the group does when a rank is lost. Default: TUTTI_ON_FAILURE, else Report.
+	OnFailure OnFailure
+	// Uniform makes the outcome of every collective the same at all survivors: each has the result, or each gets the error. It costs a small exchange after each collective.
+	// Default TUTTI_UNIFORM. All ranks must have the same OnFailure and Uniform.
+	Uniform bool
+	// OnTimeout says what happens to ranks that an operation waited for in vain. Default: TimeoutReports.
+	OnTimeout OnTimeout
+	// Window is how long two live ranks may be unable to reach each other before one of them is removed. Default 3 s.
+	Window time.Duration
+	// MaxSize is how many ranks the job may grow to, the same at all of them. A rank with a number of Size or above joins a running job. Default TUTTI_MAX_SIZE, else Size.
+	MaxSize int
+	// AutoAdmit lets ranks that wait to join in at the next boundary of operations, without Admit: after an operation in which every rank has heard, in the headers, that
+	// somebody waits. Default TUTTI_AUTO_ADMIT; the same at all ranks.
+	AutoAdmit bool
 	// LeaseTTL is how long the store takes a silent rank for alive. Default 3 s.
 	LeaseTTL time.Duration
 	// Logger gets what is worth knowing but is no error. Default: warnings and above to standard error; TUTTI_LOG=debug|info|warn|error sets the level.
 	Logger *slog.Logger
 }
+
+// OnTimeout says what happens to ranks that an operation waited for in vain.
+type OnTimeout uint8
+
+const (
+	// TimeoutReports: the operation returns a *TimeoutError that names them, and the group is unusable until Recover, which they are to call too.
+	TimeoutReports OnTimeout = iota
+	// TimeoutEvicts: they are removed as well, and the group goes on without them as OnFailure says.
+	TimeoutEvicts
+)
+
+// DefaultWindow is Config.Window's default.
+const DefaultWindow = 3 * time.Second
 
 // DefaultTimeout is Config.Timeout's default.
 const DefaultTimeout = 5 * time.Minute

@@ -9,18 +9,26 @@ import (
 
 // Errors of a group that need no details, to be tested with errors.Is.
 var (
-	ErrClosed  = errors.New("process group is closed")
+	ErrClosed = errors.New("process group is closed")
+	// ErrEvicted: the others go on without this rank, which was put out although it lives: they could not reach it, or somebody asked for it. See Group.Rejoin.
 	ErrEvicted = errors.New("this rank was evicted from the process group")
+	// ErrIsolated: ranks were lost, and this rank cannot reach the store, where it is decided who goes on: it may be on the minority side of a partition.
+	ErrIsolated = errors.New("this rank cannot reach the store, and may be on the minority side of a partition")
+	// ErrAborted: Group.Abort was called, here or on another rank.
+	ErrAborted = errors.New("process group aborted")
 )
 
-// RankError says that a rank failed: it died, left, or cannot be reached. The operation that returns it has no result; an in-place buffer may be
-// partly overwritten. The group is unusable afterwards: every later operation returns an error at once.
+// RankError says that a rank failed: it died, left, or cannot be reached. The operation that returns it has no result. Config.OnFailure says how the group goes
+// on; by default every later collective returns an error until Recover.
 type RankError struct {
-	Rank     int    // who failed
-	Epoch    uint64 // in which view
-	Call     string // the operation during which it was noticed here, "" if none
-	Reporter int    // the rank that noticed; this one, or a peer that told
-	Err      error  // what was seen
+	Rank int // who failed
+	// Overwritten says that the operation worked in place and had begun to: its input is lost. Otherwise inputs are as they were; the destination of an operation that does
+	// not work in place may be partly written.
+	Overwritten bool
+	Epoch       uint64 // in which view
+	Call        string // the operation during which it was noticed here, "" if none
+	Reporter    int    // the rank that noticed; this one, or a peer that told
+	Err         error  // what was seen
 }
 
 func (e *RankError) Error() string {
@@ -28,7 +36,11 @@ func (e *RankError) Error() string {
 	if e.Call != "" {
 		s += " during " + e.Call
 	}
-	return fmt.Sprintf("%s (epoch %d, seen by rank %d): %v", s, e.Epoch, e.Reporter, e.Err)
+	s = fmt.Sprintf("%s (epoch %d, seen by rank %d): %v", s, e.Epoch, e.Reporter, e.Err)
+	if e.Overwritten {
+		s += "; the buffer is partly overwritten"
+	}
+	return s
 }
 
 func (e *RankError) Unwrap() error { return e.Err }
@@ -40,7 +52,7 @@ type Seen struct {
 }
 
 // TimeoutError says that an operation did not end in time, and because of whom. It wraps context.DeadlineExceeded or context.Canceled.
-// The group is unusable afterwards.
+// The group is unusable afterwards, until Recover.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // how long it had been running
@@ -68,7 +80,7 @@ func (e *TimeoutError) Error() string {
 
 func (e *TimeoutError) Unwrap() error { return e.Err }
 
-// MismatchError says that two ranks called different things where all must call the same. The group is unusable afterwards.
+// MismatchError says that two ranks called different things where all must call the same. The group is unusable afterwards, until Recover.
 type MismatchError struct {
 	RankA int
 	CallA string

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -11,6 +13,7 @@ import (
 
 	"tutti/collectives"
 	"tutti/p2p"
+	"tutti/pg/membership"
 )
 
 // A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
@@ -20,14 +23,16 @@ import (
 // goroutines, but then the order is theirs to arrange. Send and Recv stand outside of that order.
 //
 // After an error other than *ArgumentError, a collective has no result (an in-place buffer may be partly overwritten), and the group is failed: every
-// later collective returns an error at once, at every rank. When a call has returned, nothing touches its buffers any more, whatever the outcome.
+// later collective returns an error at once, at every rank, until Recover; or, as Config.OnFailure says, the group goes on by itself among those that are left. When a call has returned, nothing touches its buffers any more, whatever the outcome.
 type Group struct {
 	job    *job // shared with subgroups
 	rank   int
 	size   int
 	ranks  []int // rank in the job of each slot
-	active []int // slots
-	hosts  []int // of active; nil: one host
+	base   uint32
+	lives  []uint64 // of each slot, when the group was made: a subgroup never takes others in. nil: the group of all ranks
+	active []int    // slots
+	hosts  []int    // of active; nil: one host
 	caps   collectives.Caps
 
 	coll *p2p.Channel // collectives
@@ -39,9 +44,24 @@ type Group struct {
 	cur     call
 	seq     uint64
 	history [64]p2p.Token // of the latest collectives, by seq
-	err     error         // why the group failed
-	wait    p2p.Wait
-	run     runner
+	err     error         // why the group failed, until Recover
+	aborted error         // by Abort, for good
+	epoch   uint64        // of the group's view
+	attempt uint64        // in it
+	at      membership.View
+	moving  bool       // the next operation begins in another view, or anew in this one
+	must    uint64     // which is that epoch at least
+	hint    bool       // the job has grown, and the others are to know
+	insist  bool       // the operation is retried whatever OnFailure says
+	lost    *RankError // the latest
+	begins  uint64     // operations below it that have not begun are skipped
+	// What the exchange on entering the view said, and what is under way of it.
+	confirmed uint64
+	agreed    membership.Standing
+	standing  []p2p.Recv
+
+	wait p2p.Wait
+	run  runner
 
 	queueMu sync.Mutex
 	queue   []*Work       // started, in order; the first is running
@@ -64,17 +84,24 @@ type View struct {
 // Rank returns this rank's slot.
 func (g *Group) Rank() int { return g.rank }
 
-// Size returns the number of slots.
-func (g *Group) Size() int { return g.size }
+// Size returns the number of slots. It grows when the job does, and never shrinks.
+func (g *Group) Size() int {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return g.size
+}
 
 // View returns the current view.
 func (g *Group) View() View {
-	return View{Epoch: g.job.epoch, Active: append([]int(nil), g.active...)}
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	return View{Epoch: g.epoch, Active: append([]int(nil), g.active...)}
 }
 
 // newGroup makes the handle of a group among ranks of the job; its two channels are base and base+1.
-func newGroup(j *job, ranks []int, rank int, base uint32) (*Group, error) {
-	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, kick: make(chan struct{}, 1), done: make(chan struct{})}
+// lives are the incarnations of the members, nil for the group of all ranks, which enters its first view by move unless epoch is that view's.
+func newGroup(j *job, ranks []int, rank int, base uint32, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
+	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, base: base, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1), done: make(chan struct{})}
 	g.active = make([]int, len(ranks))
 	for i := range g.active {
 		g.active[i] = i
@@ -82,36 +109,43 @@ func newGroup(j *job, ranks []int, rank int, base uint32) (*Group, error) {
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.turn = sync.NewCond(j.proxy)
 	var err error
-	if g.coll, err = j.proxy.Open(base, 1, ranks, false); err != nil {
+	if g.coll, err = j.proxy.Open(base, channelEpoch(epoch, 0), ranks, false); err != nil {
 		return nil, err
 	}
-	if g.msgs, err = j.proxy.Open(base+1, 0, ranks, true); err != nil {
+	all := ranks
+	if lives == nil {
+		all = upTo(max(len(ranks), j.settings.MaxSize))
+	}
+	if g.msgs, err = j.proxy.Open(base+1, 0, all, true); err != nil {
 		return nil, err
 	}
 	g.run.init(g)
+	j.proxy.Lock()
+	j.groups[g] = struct{}{}
+	j.proxy.Unlock()
 	return g, nil
 }
 
 // locate fills in what is known of the machines under the ranks: the same at all of them.
 func (g *Group) locate(places []place) {
 	index := map[uint64]int{}
-	hosts := make([]int, g.size)
+	hosts := make([]int, len(g.active))
 	crowds := map[crowd]int{}
 	cores := 0 // as many as ranks
 	mapped := g.job.mapped
-	for slot, r := range g.ranks {
-		p := places[r]
+	for i, slot := range g.active {
+		p := places[g.ranks[slot]]
 		h, ok := index[p.machine]
 		if !ok {
 			h = len(index)
 			index[p.machine] = h
 		}
-		hosts[slot] = h
+		hosts[i] = h
 		mapped = mapped && p.maps
 		crowds[crowd{p.machine, p.cpus}]++
 	}
-	for _, r := range g.ranks {
-		p := places[r]
+	for _, slot := range g.active {
+		p := places[g.ranks[slot]]
 		if crowds[crowd{p.machine, p.cpus}] > p.cores && (cores == 0 || p.cores < cores) {
 			cores = p.cores
 		}
@@ -131,16 +165,16 @@ func (g *Group) Topology() string {
 	}
 	how := "network links"
 	switch {
-	case g.size == 1:
+	case len(g.active) == 1:
 		return "1 rank"
 	case g.job.local:
 		how = "one process"
 	case g.caps.SharedMemory:
 		how = "shared memory"
-	case hosts < g.size && g.job.mapped:
+	case hosts < len(g.active) && g.job.mapped:
 		how = "shared memory and network links"
 	}
-	return fmt.Sprintf("%d ranks on %d host(s), %s", g.size, hosts, how)
+	return fmt.Sprintf("%d ranks on %d host(s), %s", len(g.active), hosts, how)
 }
 
 // LocalRank returns how many lower ranks of the group share this rank's machine, and LocalSize how many ranks in all.
@@ -150,11 +184,17 @@ func (g *Group) LocalRank() int { r, _ := g.local(); return r }
 func (g *Group) LocalSize() int { _, n := g.local(); return n }
 
 func (g *Group) local() (rank, size int) {
-	if g.hosts == nil {
-		return g.rank, g.size
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	host := func(i int) int {
+		if g.hosts == nil {
+			return 0
+		}
+		return g.hosts[i]
 	}
-	for slot, h := range g.hosts {
-		if h == g.hosts[g.rank] {
+	me := max(slices.Index(g.active, g.rank), 0)
+	for i, slot := range g.active {
+		if host(i) == host(me) {
 			if slot < g.rank {
 				rank++
 			}
@@ -172,7 +212,10 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 	}
 	g.enter()
 	var err error
-	if !g.run.again(kind, op, root, &dst, &src) {
+	if g.moving || g.seq+1 < g.begins {
+		err = g.ready(ctx, false)
+	}
+	if err == nil && !g.run.again(kind, op, root, &dst, &src) {
 		err = g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts)
 	}
 	if err == nil {
@@ -207,25 +250,119 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	if g.closed.Load() {
 		return ErrClosed
 	}
+	if g.aborted != nil {
+		return g.aborted
+	}
 	if g.err != nil {
 		return g.err
 	}
 	if err := ctx.Err(); err != nil { // nothing was sent; but the others will wait for us
 		g.wait.Reset(ctx, 0, lazy)
 		g.seq++
-		return g.fail(err)
+		g.err = g.fail(err)
+		return g.err
+	}
+	if !g.run.hot.armed {
+		if bad := g.fits(); bad != nil {
+			var root *RankError
+			if errors.As(bad, &root) { // all ranks see it alike
+				g.seq++
+			}
+			return bad
+		}
 	}
 	g.seq++
 	g.wait.Reset(ctx, g.job.timeout, lazy)
+	g.run.dirty = false
 	var err error
 	if g.run.hot.armed {
 		err = g.run.repeat()
 	} else {
 		err = g.run.collective()
 	}
+	if err != nil || g.job.settings.Uniform {
+		err = g.conclude(err)
+	}
+	if g.coll.Hinted() && err == nil && g.cur.synchronizes() { // everybody knows that the job has grown
+		g.moving, g.must = true, g.epoch+1
+	}
 	g.cur.in, g.cur.out, g.cur.counts, g.cur.recvCounts = nil, nil, nil, nil
-	if err != nil {
-		return g.fail(err)
+	return err
+}
+
+// conclude finds out what the outcome of the operation is that has just run here with err, and may run it again.
+func (g *Group) conclude(err error) error {
+	s := g.job.settings
+	for {
+		has := err == nil
+		if has {
+			if len(g.active) == 1 {
+				return nil
+			}
+			if err = g.run.confirm(); err == nil {
+				return nil
+			}
+		}
+		typed := g.fail(err)
+		if !g.survivable(typed) {
+			g.err = typed
+			return typed
+		}
+		g.moving = true
+		var lost *RankError
+		if errors.As(typed, &lost) {
+			lost.Overwritten = g.run.dirty && !has
+			g.lost = lost
+		}
+		if s.OnFailure == Report && !g.insist {
+			g.err = typed
+			return typed
+		}
+		if s.OnFailure != Retry && !g.insist && !s.Uniform {
+			return typed
+		}
+		intact := (s.OnFailure == Retry || g.insist) && !g.run.dirty && !has
+		if err := g.move(membership.Standing{Over: g.seq - 1, Has: has, Intact: intact}, false); err != nil {
+			g.err = err
+			return err
+		}
+		if has && g.seq <= g.confirmed {
+			return nil
+		}
+		if g.seq < g.begins {
+			if has {
+				lost.Overwritten = g.cur.in == g.cur.out
+			}
+			return typed
+		}
+		if bad := g.fits(); bad != nil {
+			return bad
+		}
+		g.run.dirty = false
+		err = g.run.collective()
+		if err == nil && !s.Uniform {
+			return nil
+		}
+	}
+}
+
+// fits checks the current call against a view that has changed since it was checked.
+func (g *Group) fits() error {
+	c := &g.cur
+	switch c.kind {
+	case collectives.AllReduce, collectives.Barrier:
+		return nil
+	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
+		if !slices.Contains(g.active, c.root) {
+			e := &RankError{Rank: c.root, Epoch: g.epoch, Call: c.kind.String(), Reporter: g.rank, Err: errors.New("the root is not active")}
+			return e
+		}
+		if c.kind == collectives.Broadcast || c.kind == collectives.Reduce {
+			return nil
+		}
+	}
+	if c.ranks != g.size {
+		return &ArgumentError{Call: c.kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.ranks), Want: fmt.Sprintf("%d: the group has grown", g.size)}
 	}
 	return nil
 }
@@ -239,7 +376,7 @@ func (g *Group) fail(err error) error {
 	}
 	g.coll.Forget()
 	g.run.fence()
-	g.err = typed
+	g.run.hot = hot{}
 	return typed
 }
 
@@ -256,7 +393,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.size)
 		if bad != nil {
-			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: bad}
+			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: bad}
 		}
 		return nil, g.told(a)
 	case errors.As(err, &differ):
@@ -270,13 +407,18 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs, Text: differ.Detail}, m
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
-		e := &RankError{Rank: slot, Epoch: g.job.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
+		e := &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()), Missing: g.run.missing(), Canceled: errors.Is(err, context.Canceled)}
 		return a, g.told(a)
 	case errors.Is(err, p2p.ErrClosed):
 		return nil, ErrClosed
+	case errors.Is(err, ErrAborted), errors.Is(err, ErrEvicted):
+		return nil, err
+	case errors.Is(err, errMoved):
+		slot, why := g.gone()
+		return nil, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
@@ -289,7 +431,7 @@ func (g *Group) told(a *wireAbort) error {
 		if a.Text != "" {
 			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
 		}
-		return &RankError{Rank: a.B, Epoch: g.job.epoch, Call: spell(a.Call), Reporter: a.A, Err: cause}
+		return &RankError{Rank: a.B, Epoch: g.epoch, Call: spell(a.Call), Reporter: a.A, Err: cause}
 	case abortMismatch:
 		return &MismatchError{RankA: a.A, CallA: spell(a.Call), RankB: a.B, CallB: spell(a.Other) + a.Text}
 	case abortTimeout:
@@ -306,7 +448,25 @@ func (g *Group) told(a *wireAbort) error {
 		}
 		return e
 	}
-	return &RankError{Rank: a.A, Epoch: g.job.epoch, Call: spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+	if a.Kind == abortCall {
+		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
+		return g.aborted
+	}
+	return &RankError{Rank: a.A, Epoch: g.epoch, Call: spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+}
+
+// gone returns a slot that the job's view has lost, and why.
+func (g *Group) gone() (int, error) {
+	active, _ := g.members(g.job.view)
+	for _, slot := range g.active {
+		if !slices.Contains(active, slot) {
+			if why := g.job.why[g.ranks[slot]]; why != "" {
+				return slot, errors.New(why)
+			}
+			return slot, errors.New("it was removed from the view")
+		}
+	}
+	return g.rank, errMoved
 }
 
 // trimGone removes the text of ErrPeerGone from the end of what a peer wrote, where it is added again as an error.
@@ -340,6 +500,7 @@ func (g *Group) Close() error {
 	g.wg.Wait()
 	g.enter() // a blocking caller has seen ErrClosed
 	g.run.free()
+	delete(g.job.groups, g)
 	g.leave()
 	return g.job.release()
 }
@@ -348,7 +509,7 @@ func (g *Group) Close() error {
 // joins none and gets (nil, nil). It is a collective: every rank calls it. The subgroup is closed on its own.
 func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	mine := [3]int64{int64(color), int64(key), int64(g.job.proxy.NextChannel())}
-	all := make([]int64, 3*g.size)
+	all := make([]int64, 3*g.Size())
 	if err := AllGather(ctx, g, all, mine[:]); err != nil {
 		return nil, err
 	}
@@ -357,7 +518,10 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	}
 	var slots []int
 	base := uint32(0)
-	for s := range g.size {
+	g.job.proxy.Lock()
+	active, at := g.active, g.at
+	g.job.proxy.Unlock()
+	for _, s := range active {
 		base = max(base, uint32(all[3*s+2])) // an id that no member has used
 		if all[3*s] == int64(color) {
 			at := len(slots)
@@ -367,10 +531,11 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 			slots = append(slots[:at], append([]int{s}, slots[at:]...)...)
 		}
 	}
-	ranks := make([]int, len(slots))
+	ranks, lives := make([]int, len(slots)), make([]uint64, len(slots))
 	rank := 0
 	for i, s := range slots {
 		ranks[i] = g.ranks[s]
+		lives[i] = at.Slots[ranks[i]].Incarnation
 		if s == g.rank {
 			rank = i
 		}
@@ -379,12 +544,15 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 		return nil, ErrClosed
 	}
 	// Two subgroups of one Split have no member in common, so that they may share an id.
-	sub, err := newGroup(g.job, ranks, rank, base)
+	sub, err := newGroup(g.job, ranks, rank, base, lives, at, 0)
 	if err != nil {
 		g.job.release()
 		return nil, err
 	}
+	g.job.proxy.Lock()
 	sub.locate(g.job.places)
+	sub.viewChanged()
+	g.job.proxy.Unlock()
 	return sub, nil
 }
 
@@ -492,8 +660,15 @@ func (g *Group) work() {
 		g.queueMu.Unlock()
 
 		g.enter()
-		g.cur, g.run.hot = w.call, hot{}
-		err := g.collective(g.ctx, true)
+		g.run.hot = hot{}
+		var err error
+		if g.moving || g.seq+1 < g.begins {
+			err = g.ready(g.ctx, true)
+		}
+		if err == nil {
+			g.cur = w.call
+			err = g.collective(g.ctx, true)
+		}
 		if err != nil && g.closed.Load() {
 			err = ErrClosed
 		}

@@ -10,6 +10,7 @@ import (
 	"os"
 	"runtime"
 	"sort"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -27,6 +28,7 @@ import (
 	"tutti/p2p/inproc"
 	"tutti/p2p/shm"
 	"tutti/p2p/tcp"
+	"tutti/pg/membership"
 )
 
 // job is what the groups of one rank share: its links, its listeners, its place in the store.
@@ -36,12 +38,21 @@ type job struct {
 	timeout time.Duration // 0: none
 	algo    collectives.Algo
 	table   *collectives.Table // all ranks have the same; nil: the default
-	epoch   uint64
-	local   bool // all ranks are in this process
-	mapped  bool // this rank's memory can be mapped by ranks of its machine
+	tuned   *collectives.Table // what this rank would use
+	local   bool               // all ranks are in this process
+	mapped  bool               // this rank's memory can be mapped by ranks of its machine
 	places  []place
+	here    place // this rank's
+	self    p2p.Identity
 
-	store  bootstrap.Store
+	settings *settings
+	members  *members // nil: nobody is replaced. Under the proxy's lock, as what follows
+	view     membership.View
+	why      map[int]string // why ranks were removed, at the latest change
+	groups   map[*Group]struct{}
+
+	store  bootstrap.Store // see directory
+	record bootstrap.Record
 	server *bootstrap.Server
 	client *bootstrap.Client
 	met    atomic.Bool // every rank has been registered: a record that is missing means that its rank is gone
@@ -54,15 +65,16 @@ type job struct {
 
 // place is what all ranks must know of each other to choose alike.
 type place struct {
-	machine uint64
-	cpus    uint64 // which processors this rank may run on: their numbers hashed
-	cores   int    // how many they are
-	maps    bool
-	algo    collectives.Algo
-	table   uint64 // hash of the table of algorithms
+	machine     uint64
+	cpus        uint64 // which processors this rank may run on: their numbers hashed
+	cores       int    // how many they are
+	maps        bool
+	algo        collectives.Algo
+	table       uint64 // hash of the table of algorithms
+	incarnation uint64
 }
 
-const placeSize = 32
+const placeSize = 40
 
 func (p place) encode(b []byte) {
 	binary.LittleEndian.PutUint64(b, p.machine)
@@ -73,11 +85,12 @@ func (p place) encode(b []byte) {
 	}
 	b[21] = byte(p.algo)
 	binary.LittleEndian.PutUint64(b[24:], p.table)
+	binary.LittleEndian.PutUint64(b[32:], p.incarnation)
 }
 
 func decodePlace(b []byte) place {
 	return place{machine: binary.LittleEndian.Uint64(b), cpus: binary.LittleEndian.Uint64(b[8:]), cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
-		maps: b[20] == 1, algo: collectives.Algo(b[21]), table: binary.LittleEndian.Uint64(b[24:])}
+		maps: b[20] == 1, algo: collectives.Algo(b[21]), table: binary.LittleEndian.Uint64(b[24:]), incarnation: binary.LittleEndian.Uint64(b[32:])}
 }
 
 // crowd is ranks of one machine that may run on the same processors. Launchers bind ranks one to a core or not at all, so that sets of processors
@@ -109,8 +122,11 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if s.Size == 0 {
 		s.Size, s.Rank = l.Size, l.Rank
 	}
-	if s.Size < 1 || s.Size > MaxRanks || s.Rank < 0 || s.Rank >= s.Size {
-		return nil, &ArgumentError{Call: "join", Arg: "Rank and Size", Got: fmt.Sprintf("rank %d of %d", s.Rank, s.Size), Want: fmt.Sprintf("0 <= Rank < Size <= %d", MaxRanks)}
+	if s.MaxSize == 0 {
+		s.MaxSize = l.MaxSize
+	}
+	if s.MaxSize = max(s.MaxSize, s.Size); s.Size < 1 || s.MaxSize > MaxRanks || (s.Rank < 0 || s.Rank >= s.MaxSize) && !l.Standby {
+		return nil, &ArgumentError{Call: "join", Arg: "Rank, Size and MaxSize", Got: fmt.Sprintf("rank %d of %d, at most %d", s.Rank, s.Size, s.MaxSize), Want: fmt.Sprintf("0 <= Rank < Size <= MaxSize <= %d", MaxRanks)}
 	}
 	def := func(v *string, env, last string) {
 		if *v == "" {
@@ -146,6 +162,15 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	}
 	if s.LeaseTTL == 0 {
 		s.LeaseTTL = l.LeaseTTL
+	}
+	if s.OnFailure == Report {
+		if s.OnFailure, err = ParseOnFailure(l.OnFailure); err != nil {
+			return nil, fmt.Errorf("join: TUTTI_ON_FAILURE: %w", err)
+		}
+	}
+	s.Uniform, s.AutoAdmit = s.Uniform || l.Uniform, s.AutoAdmit || l.AutoAdmit
+	if s.Window <= 0 {
+		s.Window = DefaultWindow
 	}
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
 		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
@@ -212,12 +237,19 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
+	if s.launch.Standby {
+		release, err := s.standBy(ctx)
+		if err != nil {
+			return nil, fmt.Errorf("standing by for job %q: %w", s.Job, err)
+		}
+		defer release()
+	}
 	if s.Timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, s.Timeout)
 		defer cancel()
 	}
-	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, epoch: 1, refs: 1, records: map[int]bootstrap.Record{}}
+	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, refs: 1, records: map[int]bootstrap.Record{}, settings: s, groups: map[*Group]struct{}{}}
 	g, err := j.join(ctx, s)
 	if err != nil {
 		err = files.Explain(err)
@@ -232,12 +264,14 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 
 func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
-	pc := p2p.Config{Self: self, Size: s.Size, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
+	j.self = self
+	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
 		Oversubscribed: true} // until it is known who is where
 	here := place{cpus: allowedCPUs(), cores: runtime.NumCPU(), algo: s.algo}
-	if s.Size == 1 {
+	if s.MaxSize == 1 {
 		j.proxy = p2p.New(pc)
-		j.places = []place{here}
+		here.incarnation = self.Incarnation
+		j.places, j.here, j.view = []place{here}, here, membership.First([]uint64{self.Incarnation})
 		return j.world(s, self)
 	}
 	switch {
@@ -246,7 +280,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	case s.Store == "":
 		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
 	}
-	if err := roomForFiles(s.Size); err != nil {
+	if err := roomForFiles(s.MaxSize); err != nil {
 		return nil, err
 	}
 	var err error
@@ -258,8 +292,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	// The store's round trips, the handshake's and the transports' self-tests overlap.
 	eg, ectx := errgroup.WithContext(ctx)
 	eg.Go(func() (err error) {
-		j.store, err = bootstrap.DialStore(ectx, bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
-			Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger})
+		j.store, err = s.dialStore(ectx)
 		return err
 	})
 	ready := make(chan struct{})
@@ -286,16 +319,31 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	if err := eg.Wait(); err != nil {
 		return nil, err
 	}
-	rec := bootstrap.NewRecord(s.Rank, s.Size, self.Incarnation, j.server.Addrs())
+	rec := bootstrap.NewRecord(s.Rank, s.MaxSize, self.Incarnation, j.server.Addrs())
+	j.record = rec
 	j.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: rec, Secret: s.Secret})
 	if err := bootstrap.Register(ctx, j.store, rec); err != nil {
 		return nil, err
 	}
-	table := s.tuned()
-	here.table = table.Hash()
+	j.tuned = s.tuned()
+	here.table, here.incarnation = j.tuned.Hash(), self.Incarnation
 	h := fnv.New64a()
 	fmt.Fprintf(h, "%s\x00%s", rec.Machine, rec.Network)
 	here.machine, here.maps = h.Sum64(), j.mapped
+	j.here = here
+	view, first, err := j.running(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if view.Epoch > 0 {
+		return j.enter(ctx, s, view, first)
+	}
+	if s.Rank >= s.Size {
+		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and no job is running that it could join", s.Rank, s.Size)
+	}
+	lives := make([]uint64, s.Size)
+	lives[s.Rank] = self.Incarnation
+	j.view = membership.First(lives) // the others' are learnt when they meet
 	g, err := j.world(s, self)
 	if err != nil {
 		return nil, err
@@ -303,9 +351,165 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	if err := g.meet(ctx, here); err != nil {
 		return nil, err
 	}
-	j.agree(s.Rank, table)
+	for r, p := range j.places {
+		lives[r] = p.incarnation
+	}
+	g.at = membership.First(lives)
+	j.agree()
 	j.met.Store(true)
+	return g, j.startMembers(g.at, lives[0])
+}
+
+// enter joins a running job: when it returns, the others have let this rank in, at one of their step boundaries.
+func (j *job) enter(ctx context.Context, s *settings, view membership.View, first uint64) (*Group, error) {
+	j.met.Store(true)
+	if err := j.startMembers(view, first); err != nil {
+		return nil, err
+	}
+	ms := j.members
+	if r := s.Rank; r < view.Size() && view.Slots[r].Incarnation != 0 {
+		ms.publish(knockKey+strconv.Itoa(r), stamp(j.self.Incarnation))
+	}
+	var in bool
+	for !in {
+		if err := ms.ask(ctx, func(m *membership.Machine) { in = m.Member() }); err != nil {
+			return nil, fmt.Errorf("waiting to be let in (do the others call Admit, or have they AutoAdmit?): %w", err)
+		}
+		if !in {
+			select {
+			case <-ctx.Done():
+			case <-time.After(2 * time.Millisecond):
+			}
+		}
+	}
+	ms.publish(joinKey+strconv.Itoa(s.Rank), nil)
+	ms.publish(knockKey+strconv.Itoa(s.Rank), nil)
+	j.proxy.Lock()
+	view = j.view
+	j.proxy.Unlock()
+	g, err := newGroup(j, upTo(view.Size()), s.Rank, 1, nil, view, view.Epoch-1)
+	if err != nil {
+		return nil, err
+	}
+	g.enter()
+	defer g.leave()
+	g.wait.Reset(ctx, j.timeout, false)
+	if err := g.move(membership.Standing{Joins: true, Intact: true}, false); err != nil {
+		return nil, err
+	}
+	g.seq = g.begins - 1
 	return g, nil
+}
+
+func upTo(n int) []int {
+	all := make([]int, n)
+	for i := range all {
+		all[i] = i
+	}
+	return all
+}
+
+// running returns the view of the job if it is running: one of the lives that it has is registered. The zero View: it is about to begin, or what is in the store
+// is left over from a job of the same name.
+func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
+	b, err := j.store.Get(ctx, viewKey)
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return membership.View{}, 0, nil
+	}
+	if err != nil {
+		return membership.View{}, 0, err
+	}
+	first, view, err := decodeView(b)
+	if err != nil {
+		return membership.View{}, 0, err
+	}
+	records, err := j.store.List(ctx, "ranks/")
+	if err != nil {
+		return membership.View{}, 0, err
+	}
+	for _, b := range records {
+		if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Rank != j.self.Rank && view.Has(rec.Rank, rec.Incarnation) {
+			return view, first, nil
+		}
+	}
+	return membership.View{}, 0, nil
+}
+
+// standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The claim holds until release.
+func (s *settings) standBy(ctx context.Context) (release func(), err error) {
+	store, err := s.dialStore(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			store.Close()
+		}
+	}()
+	wctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	for e := range store.Watch(wctx, viewKey) {
+		if e.Err != nil {
+			return nil, e.Err
+		}
+		if !e.Exists {
+			continue
+		}
+		_, view, err := decodeView(e.Value)
+		if err != nil {
+			return nil, err
+		}
+		for slot, at := range view.Slots {
+			if at.Incarnation != 0 || at.Left == 0 {
+				continue
+			}
+			if _, err := store.Get(ctx, bootstrap.RankKey(slot)); !errors.Is(err, bootstrap.ErrNoKey) {
+				continue // somebody has registered already
+			}
+			if store.Create(ctx, "claims/"+strconv.Itoa(slot), []byte("a spare process"), true) == nil {
+				s.Rank = slot
+				return func() { store.Close() }, nil
+			}
+		}
+	}
+	return nil, context.Cause(ctx)
+}
+
+func (s *settings) dialStore(ctx context.Context) (bootstrap.Store, error) {
+	return bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
+		Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger})
+}
+
+// directory returns the job's store, which is another handle after the lease was lost.
+func (j *job) directory() bootstrap.Store {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.store
+}
+
+// reconnect replaces a handle on the store whose lease was lost, and registers this rank again.
+func (j *job) reconnect(ctx context.Context, old bootstrap.Store) error {
+	ctx, cancel := context.WithTimeout(ctx, storeWait)
+	defer cancel()
+	fresh, err := j.settings.dialStore(ctx)
+	if err != nil {
+		return err
+	}
+	if err := bootstrap.Register(ctx, fresh, j.record); err != nil {
+		fresh.Close()
+		return err
+	}
+	j.mu.Lock()
+	j.store = fresh
+	j.mu.Unlock()
+	return old.Close()
+}
+
+// notify is the proxy's word of a link, with its lock.
+func (j *job) notify(peer p2p.Identity, err error) {
+	if j.members != nil {
+		j.members.link(peer, err)
+	}
 }
 
 // strangers is how many connections were refused because of their secret.
@@ -318,12 +522,8 @@ func (j *job) strangers() int {
 
 // world makes the group of all ranks.
 func (j *job) world(s *settings, self p2p.Identity) (*Group, error) {
-	ranks := make([]int, s.Size)
-	for i := range ranks {
-		ranks[i] = i
-	}
-	g, err := newGroup(j, ranks, self.Rank, 1)
-	if err == nil && s.Size == 1 {
+	g, err := newGroup(j, upTo(s.Size), self.Rank, 1, nil, j.view, 1)
+	if err == nil && s.MaxSize == 1 {
 		g.locate(j.places)
 	}
 	return g, err
@@ -349,15 +549,29 @@ func (g *Group) meet(ctx context.Context, here place) error {
 			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO alike on all ranks", g.rank, here.algo, r, p.algo)
 		}
 	}
+	g.job.proxy.Lock()
 	g.locate(g.job.places)
+	g.job.crowd(g)
+	g.job.proxy.Unlock()
+	return nil
+}
+
+// crowd finds out whether ranks of the group share this rank's processors. With the proxy's lock.
+func (j *job) crowd(g *Group) {
 	alike := 0
-	for _, p := range g.job.places {
-		if p.machine == here.machine && p.cpus == here.cpus {
+	for _, slot := range g.active {
+		if p := j.places[g.ranks[slot]]; p.machine == j.here.machine && p.cpus == j.here.cpus {
 			alike++
 		}
 	}
-	g.job.proxy.SetOversubscribed(alike > here.cores)
-	return nil
+	j.proxy.SetOversubscribed(alike > j.here.cores)
+}
+
+// settle takes in where the members of a view are. With the proxy's lock.
+func (j *job) settle(g *Group, places []place) {
+	j.places = places
+	j.agree()
+	j.crowd(g)
 }
 
 // resolve is the proxy's directory: the store says who a rank is, the rank itself how to reach it.
@@ -389,9 +603,9 @@ func (j *job) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 // lookup asks the store for a rank. Before all ranks have met it waits for the rank to register; afterwards a rank without a record is gone.
 func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 	if !j.met.Load() {
-		return bootstrap.Lookup(ctx, j.store, rank)
+		return bootstrap.Lookup(ctx, j.directory(), rank)
 	}
-	b, err := j.store.Get(ctx, bootstrap.RankKey(rank))
+	b, err := j.directory().Get(ctx, bootstrap.RankKey(rank))
 	if errors.Is(err, bootstrap.ErrNoKey) {
 		return bootstrap.Record{}, fmt.Errorf("its lease has ended: %w", p2p.ErrPeerGone)
 	}
@@ -403,7 +617,7 @@ func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads. Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm, Timeout and Logger; it chooses by the default table.
 func Local(n int, cfg Config) ([]*Group, error) {
-	if cfg.Size, cfg.Rank = n, 0; n < 1 {
+	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
 	}
 	s, err := cfg.resolve(func(string) string { return "" })
@@ -431,11 +645,16 @@ func Local(n int, cfg Config) ([]*Group, error) {
 		}
 		return nil, fmt.Errorf("%d local ranks: %w", n, err)
 	}
+	lives := make([]uint64, n)
+	for r := range n {
+		lives[r] = ids[r].Incarnation
+	}
+	view := membership.First(lives)
 	for r := range n {
 		ring := min(max(64<<20/(n*n), 4<<10), 256<<10)
 		proxies[r] = p2p.New(p2p.Config{Self: ids[r], Size: n, Secret: secret, Resolve: resolve, Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
 			Threads: true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger})
-		j := &job{proxy: proxies[r], log: s.Logger, timeout: s.Timeout, algo: s.algo, epoch: 1, local: true, refs: 1, places: places}
+		j := &job{proxy: proxies[r], log: s.Logger, timeout: s.Timeout, algo: s.algo, local: true, refs: 1, places: places, settings: s, self: ids[r], here: places[r], view: view, groups: map[*Group]struct{}{}}
 		if _, err := j.proxy.Listen(context.Background()); err != nil {
 			j.shut()
 			return fail(err)
@@ -476,14 +695,17 @@ func (j *job) release() error {
 
 func (j *job) shut() error {
 	var errs *multierror.Error
+	if j.members != nil {
+		j.members.stop()
+	}
 	if j.proxy != nil {
 		errs = multierror.Append(errs, j.proxy.Close())
 	}
 	if j.server != nil {
 		j.server.Close()
 	}
-	if j.store != nil {
-		if err := j.store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) { // a store that left before us is no failure of ours
+	if store := j.directory(); store != nil {
+		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) { // a store that left before us is no failure of ours
 			errs = multierror.Append(errs, err)
 		}
 	}

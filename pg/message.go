@@ -89,7 +89,7 @@ func (g *Group) finishMessage(m *message) error {
 		return &ArgumentError{Call: "recv", Arg: fmt.Sprintf("the message of rank %d with tag %d", s.From, s.Tag),
 			Got: fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)), Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
 	case errors.As(err, &peer):
-		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.job.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
+		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):

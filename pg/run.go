@@ -52,6 +52,8 @@ type runner struct {
 	desc, descs []byte // this rank's and all ranks' descriptors, see exchange
 	shared      []*p2p.Region
 	touched     bool // peers may be loading and storing our memory
+	dirty       bool // the operation works in place and has begun to write
+	sets        []planSet
 }
 
 // hot is a call whose arguments were found good and whose plan is at hand. Programs repeat themselves: a call like the one before needs neither checks nor choices.
@@ -90,7 +92,7 @@ func (r *runner) repeat() error {
 	r.tok.Seq = g.seq
 	g.history[g.seq%uint64(len(g.history))] = r.tok
 	r.in, r.out = base{ptr: g.cur.in, stride: h.in}, base{ptr: g.cur.out, stride: h.out}
-	if err := g.coll.Begin(r.tok, false); err != nil {
+	if err := g.coll.Begin(r.tok, g.hint); err != nil {
 		return err
 	}
 	return r.steps(h.prog, h.dtype)
@@ -159,6 +161,7 @@ type planKey struct {
 func (r *runner) init(g *Group) {
 	r.g, r.algo, r.plans, r.sending = g, g.job.algo, map[planKey]*program{}, -1
 	r.desc = make([]byte, descSize)
+	r.sets = []planSet{{g.size, slices.Clone(g.active), r.plans}}
 	g.wait.OnLong(r.long)
 }
 
@@ -305,7 +308,7 @@ func (r *runner) collective() (err error) {
 	default:
 		total *= g.size
 	}
-	if err := g.coll.Begin(r.tok, false); err != nil {
+	if err := g.coll.Begin(r.tok, g.hint); err != nil {
 		return err
 	}
 	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin
@@ -508,6 +511,9 @@ func (r *runner) steps(prog *program, dtype DType) error {
 				}
 			}
 		}
+		if s.Dst.Buf == collectives.Out && r.in.ptr == r.out.ptr {
+			r.dirty = true
+		}
 		switch s.Verb {
 		case collectives.Recv:
 			g.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), s.Once)
@@ -663,6 +669,7 @@ func (r *runner) missing() (all []lastSeen) {
 		t, ok := c.Seen(slot)
 		all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
 	}
+	all = append(all, r.g.unheard()...)
 	if len(all) == 0 { // they wait for each other, or for us
 		for _, slot := range first {
 			t, ok := c.Seen(slot)
@@ -698,15 +705,16 @@ func (r *runner) exchange(elem, total int) (bool, error) {
 	if err := r.share(r.desc, r.descs); err != nil {
 		return false, err
 	}
-	for slot := range g.size {
+	for _, slot := range g.active {
 		d := r.descs[slot*descSize:]
 		if d[0] == descNone || d[32] == descNone {
 			return false, nil
 		}
 	}
 	r.touched = true
+	r.dirty = r.dirty || c.in == c.out && c.kind.Reduces() // peers may write it from here on
 	var err error
-	for slot := range g.size {
+	for _, slot := range g.active {
 		if slot == g.rank {
 			continue
 		}
@@ -809,6 +817,38 @@ func (r *runner) fence() {
 			r.g.job.log.Error("memory could not be taken back from peers after a failure: they may still write to it", "err", err)
 		}
 	}
+}
+
+// planSet is the plans that were made for some active slots.
+type planSet struct {
+	size   int
+	active []int
+	plans  map[planKey]*program
+}
+
+// reset goes over to the plans for the group's active slots. Those of the latest sets are kept: a rank that is lost often comes back.
+func (r *runner) reset() {
+	g := r.g
+	r.hot, r.last, r.vary, r.descs, r.prog = hot{}, nil, nil, nil, nil
+	r.sending, r.touched = -1, false
+	for i, s := range r.sets {
+		if s.size == g.size && slices.Equal(s.active, g.active) {
+			r.plans = s.plans
+			r.sets = append(append(r.sets[:i:i], r.sets[i+1:]...), s)
+			return
+		}
+	}
+	r.plans = map[planKey]*program{}
+	r.sets = append(r.sets, planSet{g.size, slices.Clone(g.active), r.plans})
+	if len(r.sets) > 4 {
+		r.sets = r.sets[1:]
+	}
+}
+
+// confirm is a small exchange after an operation of a uniform group: when it returns nil, every rank has the result.
+func (r *runner) confirm() error {
+	all := make([]byte, r.g.size)
+	return r.share([]byte{1}, all)
 }
 
 // free gives back the runner's memory.

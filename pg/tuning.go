@@ -27,14 +27,16 @@ func (s *settings) tuned() *collectives.Table {
 	return t
 }
 
-// agree makes table the job's if all ranks have it: they must choose alike. It is called once all have met, on every rank with the same outcome.
-func (j *job) agree(rank int, table *collectives.Table) {
-	first := j.places[0].table
+// agree makes this rank's table the job's if all ranks have it: they must choose alike. It is called once all have met, on every rank with the same outcome, and when
+// others come in.
+func (j *job) agree() {
+	j.table = nil
+	first := j.here.table
 	for r, p := range j.places {
-		if p.table == first {
+		if p.table == first || p.incarnation == 0 {
 			continue
 		}
-		if rank == 0 { // once a job
+		if j.self.Rank == 0 { // once a job
 			name := func(hash uint64) string {
 				if hash == collectives.DefaultTable().Hash() {
 					return "the default table"
@@ -45,7 +47,7 @@ func (j *job) agree(rank int, table *collectives.Table) {
 		}
 		return
 	}
-	j.table = table
+	j.table = j.tuned
 }
 
 // SetAlgorithm forces an algorithm for the group's collectives from now on, where it exists for the collective, as Config.Algorithm does for a whole job;

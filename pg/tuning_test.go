@@ -13,6 +13,7 @@ import (
 
 	"tutti/collectives"
 	"tutti/internal/tuning"
+	"tutti/p2p"
 )
 
 // TableHash lets tests of package pg_test see by which table a group chooses.
@@ -102,15 +103,14 @@ func TestAgree(t *testing.T) {
 		lines := 0
 		for r, hash := range c.hashes {
 			var log bytes.Buffer
-			j := &job{log: slog.New(slog.NewTextHandler(&log, nil))}
-			for _, h := range c.hashes {
-				j.places = append(j.places, place{table: h})
+			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), self: p2p.Identity{Rank: r}, here: place{table: hash}}
+			for i, h := range c.hashes {
+				j.places = append(j.places, place{table: h, incarnation: uint64(i) + 1})
 			}
-			var mine *collectives.Table
 			if hash == own {
-				mine = table
+				j.tuned = table
 			}
-			j.agree(r, mine)
+			j.agree()
 			if want := map[bool]uint64{true: own, false: def}[c.used]; j.table.Hash() != want {
 				t.Errorf("%x: rank %d has %x", c.hashes, r, j.table.Hash())
 			}
@@ -120,7 +120,7 @@ func TestAgree(t *testing.T) {
 			t.Errorf("%x: %d lines of log", c.hashes, lines)
 		}
 	}
-	p := place{machine: 1, cpus: 2, cores: 3, maps: true, algo: collectives.Ring, table: own}
+	p := place{machine: 1, cpus: 2, cores: 3, maps: true, algo: collectives.Ring, table: own, incarnation: 7}
 	b := make([]byte, placeSize)
 	p.encode(b)
 	if decodePlace(b) != p {

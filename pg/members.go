@@ -1,0 +1,542 @@
+package pg
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/p2p"
+	"tutti/pg/membership"
+)
+
+// Keys of the membership in the job's store. All but the view live as long as the lease of the rank that wrote them. Each value begins with eight bytes that
+// say whose it is: of the view the job's (a store may outlive jobs of the same name), of the others an incarnation.
+const (
+	membersPrefix = "membership/"
+	viewKey       = membersPrefix + "view"
+	reportKey     = membersPrefix + "report/"
+	joinKey       = membersPrefix + "join/"
+	knockKey      = membersPrefix + "knock/" // a new life found an old one in its slot: is that alive?
+)
+
+const (
+	tick      = 50 * time.Millisecond // the machine's unit of time
+	storeWait = 2 * time.Second       // bound of one call of the store
+	probeWait = 500 * time.Millisecond
+)
+
+// members runs one rank's membership machine: it carries events to it and does what it says. One goroutine steps the machine; others wait for the store.
+type members struct {
+	j      *job
+	self   membership.Peer
+	first  uint64 // names the job in the view's key: the incarnation of the lowest slot of its first view
+	m      *membership.Machine
+	ctx    context.Context
+	cancel context.CancelFunc
+	wg     sync.WaitGroup
+	kick   chan struct{}
+	dirty  chan struct{}
+
+	mu      sync.Mutex
+	queue   []membership.Event
+	asks    []func(*membership.Machine) // run by the goroutine that steps the machine
+	want    map[string][]byte           // what is to be in the store, nil: nothing; until it is
+	kept    map[string][]byte           // what is in it under the lease
+	joiners map[int]uint64              // who waits in which slot, as the store says
+
+	// Under the proxy's lock.
+	isolated string // why this rank cannot decide anything; "": it can
+	since    time.Time
+	evicted  bool
+}
+
+// startMembers begins to run the machine of this rank with view, which may not have it yet.
+func (j *job) startMembers(view membership.View, first uint64) error {
+	s := j.settings
+	self := membership.Peer{Slot: j.self.Rank, Incarnation: j.self.Incarnation}
+	m, acts, err := membership.New(membership.Config{Slot: self.Slot, Incarnation: self.Incarnation, View: view, Window: int((s.Window + tick - 1) / tick),
+		Retry: 2, MaxSize: s.MaxSize, AutoAdmit: s.AutoAdmit, Proposers: 4})
+	if err != nil {
+		return err
+	}
+	ms := &members{j: j, self: self, first: first, m: m, kick: make(chan struct{}, 1), dirty: make(chan struct{}, 1), want: map[string][]byte{}, kept: map[string][]byte{}, joiners: map[int]uint64{}}
+	ms.ctx, ms.cancel = context.WithCancel(context.Background())
+	for r := range s.MaxSize {
+		switch {
+		case r == self.Slot:
+		case r < view.Size() && view.Slots[r].Incarnation != 0:
+			j.proxy.Expect(r, view.Slots[r].Incarnation)
+		default:
+			j.proxy.Vacate(r, fmt.Errorf("nobody is rank %d: %w", r, p2p.ErrPeerGone))
+		}
+	}
+	j.proxy.Lock()
+	j.view, j.members = view, ms
+	j.proxy.Unlock()
+	ms.wg.Add(3)
+	go ms.run(acts)
+	go ms.watch()
+	go ms.write()
+	if active := view.Active(); len(active) > 0 && active[0] == self.Slot && view.Epoch == 1 {
+		ms.aside(func() { ms.publishFirst(ms.ctx, view) })
+	}
+	return nil
+}
+
+func (ms *members) stop() {
+	ms.cancel()
+	ms.wg.Wait()
+}
+
+// aside runs f beside the machine until it is done or the job ends.
+func (ms *members) aside(f func()) {
+	ms.wg.Add(1)
+	go func() { defer ms.wg.Done(); f() }()
+}
+
+// tell queues an event. It never blocks.
+func (ms *members) tell(e membership.Event) {
+	ms.mu.Lock()
+	ms.queue = append(ms.queue, e)
+	ms.mu.Unlock()
+	ms.nudge(ms.kick)
+}
+
+func (ms *members) nudge(c chan struct{}) {
+	select {
+	case c <- struct{}{}:
+	default:
+	}
+}
+
+// ask has f look at the machine, after the events that were told before, and returns when it has.
+func (ms *members) ask(ctx context.Context, f func(*membership.Machine)) error {
+	done := make(chan struct{})
+	ms.mu.Lock()
+	ms.asks = append(ms.asks, func(m *membership.Machine) { f(m); close(done) })
+	ms.mu.Unlock()
+	ms.nudge(ms.kick)
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-ms.ctx.Done():
+		return ErrClosed
+	}
+}
+
+// link is the proxy's word of a link that came up or went down; called with its lock.
+func (ms *members) link(peer p2p.Identity, err error) {
+	p := membership.Peer{Slot: peer.Rank, Incarnation: peer.Incarnation}
+	if p.Incarnation == 0 && p.Slot < len(ms.j.view.Slots) { // never linked: with whom we wanted to be
+		p.Incarnation = ms.j.view.Slots[p.Slot].Incarnation
+	}
+	if err == nil {
+		ms.tell(membership.LinkUp{Peer: p})
+	} else {
+		ms.tell(membership.LinkDown{Peer: p, Cause: err.Error()})
+	}
+}
+
+func (ms *members) run(acts []membership.Action) {
+	defer ms.wg.Done()
+	ticker := time.NewTicker(tick)
+	defer ticker.Stop()
+	for {
+		for _, a := range acts {
+			ms.do(a)
+		}
+		acts = nil
+		ms.mu.Lock()
+		if len(ms.queue) > 0 {
+			e := ms.queue[0]
+			ms.queue = ms.queue[1:]
+			ms.mu.Unlock()
+			if d, ok := e.(membership.LinkDown); ok && !ms.m.View().Has(d.Slot, d.Incarnation) {
+				ms.j.proxy.Vacate(d.Slot, fmt.Errorf("nobody is rank %d: %w", d.Slot, p2p.ErrPeerGone)) // the next one who wants the slot may come
+			}
+			acts = ms.m.Step(e)
+			continue
+		}
+		asks := ms.asks
+		ms.asks = nil
+		ms.mu.Unlock()
+		for _, f := range asks {
+			f(ms.m)
+		}
+		select {
+		case <-ms.kick:
+		case <-ticker.C:
+			ms.j.proxy.Idle()
+			acts = ms.m.Step(membership.Tick{})
+		case <-ms.ctx.Done():
+			return
+		}
+	}
+}
+
+func (ms *members) do(a membership.Action) {
+	ms.j.log.Debug("membership", "do", a.String())
+	switch a := a.(type) {
+	case membership.Propose:
+		ms.aside(func() { ms.propose(a) })
+	case membership.Enter:
+		ms.enter(a)
+	case membership.Probe:
+		ms.aside(func() {
+			verdict := ms.probe(a.Peer)
+			ms.tell(membership.Probed{Peer: a.Peer, Verdict: verdict})
+			if verdict == membership.VerdictAlive {
+				ms.j.proxy.Relink(a.Slot)
+			}
+		})
+	case membership.Warm:
+		ms.warm(a.Peer)
+	case membership.Report:
+		key := reportKey + strconv.Itoa(ms.self.Slot)
+		if len(a.Unreachable) == 0 && a.Seq == 1 {
+			return
+		}
+		ms.publish(key, append(stamp(ms.self.Incarnation), a.Encode()...))
+	case membership.AskJoin:
+		ms.publish(joinKey+strconv.Itoa(ms.self.Slot), binary.BigEndian.AppendUint64(stamp(ms.self.Incarnation), a.Epoch))
+	case membership.UnaskJoin:
+		ms.publish(joinKey+strconv.Itoa(ms.self.Slot), nil)
+	case membership.Evicted:
+		ms.j.log.Warn("this rank was evicted", "view", a.View.String())
+		ms.state(func() { ms.evicted = true; ms.j.interrupt(ErrEvicted) })
+	case membership.Isolated:
+		ms.j.log.Warn("this rank cannot decide who is a member: it may be on the minority side of a partition", "why", a.Why)
+		ms.state(func() { ms.isolated, ms.since = a.Why, time.Now() })
+	case membership.Reunited:
+		ms.state(func() { ms.isolated = "" })
+	}
+}
+
+// state changes what groups look at, and has them look.
+func (ms *members) state(f func()) {
+	ms.j.proxy.Lock()
+	f()
+	ms.j.proxy.Unlock()
+	ms.j.proxy.Wake()
+}
+
+// enter makes a view this rank's.
+func (ms *members) enter(a membership.Enter) {
+	j := ms.j
+	var old membership.View
+	why := map[int]string{}
+	ms.state(func() {
+		old = j.view
+		for _, r := range a.Removed {
+			if r < len(old.Slots) {
+				why[r] = ms.m.Why(membership.Peer{Slot: r, Incarnation: old.Slots[r].Incarnation})
+			}
+			if why[r] == "" {
+				why[r] = "other ranks removed it"
+			}
+		}
+		j.view, j.why = a.View, why
+		for g := range j.groups {
+			g.viewChanged()
+		}
+	})
+	j.mu.Lock()
+	for _, r := range append(slices.Clone(a.Removed), a.Added...) {
+		delete(j.records, r)
+	}
+	j.mu.Unlock()
+	for _, r := range a.Removed {
+		if r >= len(old.Slots) || r == ms.self.Slot {
+			continue
+		}
+		if linked := j.proxy.Linked(r); linked == 0 || linked == old.Slots[r].Incarnation {
+			j.proxy.Vacate(r, fmt.Errorf("%s: %w", strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error()), p2p.ErrPeerGone))
+		}
+	}
+	for _, r := range a.Added {
+		if r != ms.self.Slot {
+			j.proxy.Expect(r, a.View.Slots[r].Incarnation)
+		}
+	}
+}
+
+// warm makes a link with a life, or says that there is one.
+func (ms *members) warm(p membership.Peer) {
+	if ms.j.proxy.Linked(p.Slot) == p.Incarnation {
+		ms.tell(membership.LinkUp{Peer: p})
+		return
+	}
+	ms.j.mu.Lock()
+	if r, ok := ms.j.records[p.Slot]; ok && r.Incarnation != p.Incarnation {
+		delete(ms.j.records, p.Slot)
+	}
+	ms.j.mu.Unlock()
+	ms.j.proxy.Expect(p.Slot, p.Incarnation)
+	ms.j.proxy.Relink(p.Slot)
+}
+
+func stamp(id uint64) []byte { return binary.BigEndian.AppendUint64(nil, id) }
+
+func (ms *members) encode(v membership.View) []byte { return append(stamp(ms.first), v.Encode()...) }
+
+// decodeView takes the view's key apart.
+func decodeView(b []byte) (first uint64, v membership.View, err error) {
+	if len(b) < 8 {
+		return 0, v, fmt.Errorf("key %s: %d bytes, want at least 8", viewKey, len(b))
+	}
+	v, err = membership.DecodeView(b[8:])
+	return binary.BigEndian.Uint64(b), v, err
+}
+
+// publishFirst writes the job's first view. A view of another job, which had the same name and is over, makes room for it.
+func (ms *members) publishFirst(ctx context.Context, v membership.View) error {
+	var old []byte
+	for {
+		cctx, cancel := context.WithTimeout(ctx, storeWait)
+		err := ms.j.directory().CompareAndSwap(cctx, viewKey, old, ms.encode(v))
+		cancel()
+		var c *bootstrap.ConflictError
+		switch {
+		case err == nil:
+			return nil
+		case !errors.As(err, &c):
+			ms.j.log.Debug("the first view is not in the store", "err", err)
+			return err
+		}
+		if first, _, err := decodeView(c.Current); err == nil && first == ms.first {
+			return nil
+		}
+		old = c.Current
+	}
+}
+
+// propose does the compare-and-swap.
+func (ms *members) propose(a membership.Propose) {
+	ctx, cancel := context.WithTimeout(ms.ctx, storeWait)
+	defer cancel()
+	answer := membership.Proposed{Epoch: a.New.Epoch}
+	err := ms.j.directory().CompareAndSwap(ctx, viewKey, ms.encode(a.Old), ms.encode(a.New))
+	var c *bootstrap.ConflictError
+	if errors.As(err, &c) && a.Old.Epoch == 1 { // it may not have been written yet
+		if first, _, bad := decodeView(c.Current); bad != nil || first != ms.first {
+			if err = ms.publishFirst(ctx, a.Old); err == nil {
+				err = ms.j.directory().CompareAndSwap(ctx, viewKey, ms.encode(a.Old), ms.encode(a.New))
+			}
+		}
+	}
+	switch {
+	case err == nil:
+		answer.Outcome = membership.OutcomeWon
+	case errors.As(err, &c):
+		if first, v, bad := decodeView(c.Current); bad == nil && first == ms.first {
+			answer.Outcome, answer.Current = membership.OutcomeLost, v
+		}
+	default:
+		ms.j.log.Debug("a view was proposed in vain", "err", err)
+	}
+	ms.tell(answer)
+}
+
+// probe finds out whether a process lives: its record is gone with its lease, or nobody listens where it did. A process that is just dying may still take connections, so
+// one that neither refuses nor answers is asked again for a while.
+func (ms *members) probe(p membership.Peer) membership.Verdict {
+	ctx, cancel := context.WithTimeout(ms.ctx, probeWait)
+	defer cancel()
+	b, err := ms.j.directory().Get(ctx, bootstrap.RankKey(p.Slot))
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return membership.VerdictDead
+	}
+	var rec bootstrap.Record
+	if err == nil {
+		rec, err = bootstrap.DecodeRecord(b)
+	}
+	if err != nil {
+		ms.j.mu.Lock()
+		known, ok := ms.j.records[p.Slot]
+		ms.j.mu.Unlock()
+		if !ok {
+			return membership.VerdictUnknown
+		}
+		rec = known
+	}
+	if rec.Incarnation != p.Incarnation {
+		return membership.VerdictDead // it had to be gone for another to be there
+	}
+	for {
+		refused := len(rec.Addrs) > 0
+		for _, addr := range rec.Addrs {
+			d := net.Dialer{Timeout: 200 * time.Millisecond}
+			c, err := d.DialContext(ctx, "tcp", addr)
+			if err == nil {
+				c.Close()
+			}
+			refused = refused && errors.Is(err, syscall.ECONNREFUSED)
+		}
+		if refused {
+			return membership.VerdictDead
+		}
+		if _, err := ms.j.client.Describe(ctx, rec); err == nil {
+			return membership.VerdictAlive
+		}
+		select {
+		case <-ctx.Done():
+			return membership.VerdictUnknown
+		case <-time.After(2 * time.Millisecond):
+		}
+	}
+}
+
+// publish has key hold value, or nothing; the newest wish counts.
+func (ms *members) publish(key string, value []byte) {
+	ms.mu.Lock()
+	ms.want[key], ms.kept[key] = value, value
+	ms.mu.Unlock()
+	ms.nudge(ms.dirty)
+}
+
+// write carries wishes to the store.
+func (ms *members) write() {
+	defer ms.wg.Done()
+	for {
+		ms.mu.Lock()
+		var key string
+		var value []byte
+		for key, value = range ms.want {
+			break
+		}
+		ms.mu.Unlock()
+		if key == "" {
+			select {
+			case <-ms.dirty:
+				continue
+			case <-ms.ctx.Done():
+				return
+			}
+		}
+		ctx, cancel := context.WithTimeout(ms.ctx, storeWait)
+		var err error
+		if value == nil {
+			err = ms.j.directory().Delete(ctx, key)
+		} else {
+			err = ms.j.directory().Put(ctx, key, value, true)
+		}
+		cancel()
+		if err == nil {
+			ms.mu.Lock()
+			if now, ok := ms.want[key]; ok && slices.Equal(now, value) {
+				delete(ms.want, key)
+			}
+			ms.mu.Unlock()
+			continue
+		}
+		select {
+		case <-ms.ctx.Done():
+			return
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+// watch follows the store. When the lease is lost it comes back with another, as the same incarnation.
+func (ms *members) watch() {
+	defer ms.wg.Done()
+	for ms.ctx.Err() == nil {
+		store := ms.j.directory()
+		for e := range store.Watch(ms.ctx, membersPrefix) {
+			if e.Err != nil {
+				ms.tell(membership.StoreAway{Cause: e.Err.Error()})
+				break
+			}
+			ms.seen(e)
+		}
+		for ms.ctx.Err() == nil {
+			err := ms.j.reconnect(ms.ctx, store)
+			if err == nil {
+				ms.mu.Lock()
+				maps.Copy(ms.want, ms.kept) // it went with the lease
+				ms.mu.Unlock()
+				ms.nudge(ms.dirty)
+				ms.tell(membership.StoreBack{})
+				break
+			}
+			ms.j.log.Debug("the store stays away", "err", err)
+			select {
+			case <-ms.ctx.Done():
+			case <-time.After(200 * time.Millisecond):
+			}
+		}
+	}
+}
+
+// seen takes in one key of the store. Anything may be in it.
+func (ms *members) seen(e bootstrap.Event) {
+	if e.Key == viewKey {
+		if !e.Exists {
+			return
+		}
+		if first, v, err := decodeView(e.Value); err != nil {
+			ms.j.log.Warn("the view in the store is not one", "err", err)
+		} else if first == ms.first {
+			ms.tell(membership.ViewSeen{View: v})
+		}
+		return
+	}
+	at := strings.LastIndexByte(e.Key, '/') + 1
+	slot, err := strconv.Atoi(e.Key[at:])
+	if err != nil || slot < 0 || slot >= ms.j.settings.MaxSize || slot == ms.self.Slot {
+		return
+	}
+	p := membership.Peer{Slot: slot}
+	if e.Exists {
+		if len(e.Value) < 8 {
+			return
+		}
+		p.Incarnation = binary.BigEndian.Uint64(e.Value)
+	}
+	switch e.Key[:at] {
+	case reportKey:
+		if e.Exists {
+			if r, err := membership.DecodeReport(e.Value[8:]); err == nil {
+				ms.tell(membership.Reported{Peer: p, Report: r})
+			}
+		}
+	case joinKey:
+		ms.mu.Lock()
+		before := ms.joiners[slot]
+		delete(ms.joiners, slot)
+		if e.Exists && len(e.Value) == 16 {
+			ms.joiners[slot] = p.Incarnation
+		}
+		ms.mu.Unlock()
+		if before != 0 && before != p.Incarnation {
+			ms.tell(membership.JoinGone{Peer: membership.Peer{Slot: slot, Incarnation: before}})
+		}
+		if e.Exists && len(e.Value) == 16 {
+			ms.tell(membership.JoinAsked{Peer: p, Epoch: binary.BigEndian.Uint64(e.Value[8:])})
+		}
+	case knockKey:
+		ms.j.proxy.Lock()
+		v := ms.j.view
+		ms.j.proxy.Unlock()
+		if e.Exists && slot < len(v.Slots) && v.Slots[slot].Incarnation != 0 && v.Slots[slot].Incarnation != p.Incarnation {
+			old := membership.Peer{Slot: slot, Incarnation: v.Slots[slot].Incarnation}
+			ms.aside(func() {
+				if ms.probe(old) == membership.VerdictDead {
+					ms.tell(membership.Dead{Peer: old, Cause: "its process has ended, and another has its place"})
+				}
+			})
+		}
+	}
+}
