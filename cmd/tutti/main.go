@@ -13,6 +13,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/cmd/tutti/internal/term"
 )
 
 func main() {
@@ -101,7 +102,7 @@ func newRoot() *cobra.Command {
 		return &usageError{cmd, err}
 	})
 	root.SetHelpCommand(&cobra.Command{Hidden: true})
-	root.AddCommand(newRun(), newBench(), newTune(), newDoctor(), newEnv(), newVersion())
+	root.AddCommand(newRun(), newBench(), newTune(), newStatus(), newDoctor(), newEnv(), newVersion())
 	root.SetUsageTemplate(usageTemplate)
 	root.SetHelpTemplate("{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}\n\n{{end}}{{.UsageString}}")
 	for _, c := range root.Commands() {
@@ -166,9 +167,9 @@ func newEnv() *cobra.Command {
 		Use: "env", Short: "List the environment variables that a job understands", Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			const indent = 22
-			width := terminalWidth(os.Stdout)
+			width := term.Width(os.Stdout)
 			for _, v := range bootstrap.Variables() {
-				fmt.Fprintf(os.Stdout, "%-*s%s\n", indent, v.Name, wrap(fmt.Sprintf("%s (default: %s)", v.Meaning, v.Default), indent, width))
+				fmt.Fprintf(os.Stdout, "%-*s%s\n", indent, v.Name, term.Wrap(fmt.Sprintf("%s (default: %s)", v.Meaning, v.Default), indent, width))
 			}
 			return nil
 		},

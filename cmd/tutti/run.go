@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -72,7 +73,7 @@ command, even if the command is killed.`,
 	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
 	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation, such as 90s (default: TUTTI_TIMEOUT, else 5m)")
-	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log")
+	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log, and flight records there")
 	fl.StringVar(&f.bind, "bind", "none", "none, or core: each rank to a core of its own, for programs of one thread")
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
 	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the ranks have none)")
@@ -176,6 +177,13 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	}
 	if f.timeout != 0 {
 		o.Env = append(o.Env, "TUTTI_TIMEOUT="+f.timeout.String())
+	}
+	if f.logDir != "" {
+		dir, err := filepath.Abs(f.logDir) // a rank may change its directory
+		if err != nil {
+			return o, usagef(cmd, "--log-dir %s: %v", f.logDir, err)
+		}
+		o.Env = append(o.Env, "TUTTI_LOG_DIR="+dir)
 	}
 	return o, nil
 }

@@ -54,3 +54,18 @@ func RemoveStale(parent string, ours func(name string) bool) {
 		lock.Close()
 	}
 }
+
+// InUse reports whether dir is a directory of this user's whose lock is held.
+func InUse(dir string) bool {
+	var st unix.Stat_t
+	if unix.Lstat(dir, &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFDIR || int(st.Uid) != os.Getuid() {
+		return false
+	}
+	lock, err := os.OpenFile(filepath.Join(dir, lockName), os.O_RDONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return false
+	}
+	defer lock.Close()
+	info, err := lock.Stat() // an empty one is about to be locked: it must not be touched
+	return err == nil && info.Size() > 0 && unix.Flock(int(lock.Fd()), unix.LOCK_SH|unix.LOCK_NB) == unix.EWOULDBLOCK
+}

@@ -16,10 +16,11 @@ type Presence string
 // The ways. Only a rank that is Present has a snapshot.
 const (
 	Present Presence = "present"
-	Silent  Presence = "silent" // the store takes it for alive, and it does not answer
-	Dead    Presence = "dead"   // the ranks had met, and the store does not know it any more
-	Absent  Presence = "absent" // it has not come yet
-	Vacant  Presence = "vacant" // a slot that the view has left out
+	Silent  Presence = "silent"  // the store takes it for alive, and it does not answer
+	Dead    Presence = "dead"    // the ranks had met, and the store does not know it any more
+	Absent  Presence = "absent"  // it has not come yet
+	Vacant  Presence = "vacant"  // a slot that the view has left out
+	Unknown Presence = "unknown" // nobody knows
 )
 
 // Rank is what somebody who asked all ranks knows of one of them.
@@ -505,7 +506,7 @@ func (d *diagnosis) gone() {
 	var texts []string
 	for _, n := range d.order {
 		r := d.ranks[n]
-		if r.Snapshot != nil || r.Presence == Vacant || d.blamed[n] {
+		if r.Snapshot != nil || r.Presence == Vacant || r.Presence == Unknown || d.blamed[n] {
 			continue
 		}
 		text := r.presence()

@@ -184,6 +184,7 @@ func (l *launcher) run(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	l.clearFlights()
 	for i := range l.ranks {
 		c := cmd
 		c.Env = env(i)
@@ -280,7 +281,9 @@ func (l *launcher) event(e Event) error {
 	default:
 		l.live--
 		r.ended = true
-		if code, how := outcome(e.Status); code != 0 {
+		code, how := outcome(e.Status)
+		l.landed(l.first+e.ID, code, how)
+		if code != 0 {
 			l.fail(code, fmt.Sprintf("rank %d %s", l.first+e.ID, how))
 		}
 	}
@@ -527,12 +530,16 @@ func module(dir string) string {
 	}
 }
 
-// inherit is the launcher's environment without what a rank must not take from it. Where the store is the launcher's own, how to enter a site's has no meaning.
-func inherit(own []string, siteStore bool) []string {
+// inherit is the launcher's environment without what a rank must not take from it, and without what it is given instead: of variables that are there twice, programs take either. Where the store is the launcher's own, how to enter a site's has no meaning.
+func inherit(own []string, siteStore bool, instead []string) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
 		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
 	if !siteStore {
 		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT", "TUTTI_STORE_KEY")
+	}
+	for _, kv := range instead {
+		name, _, _ := strings.Cut(kv, "=")
+		drop = append(drop, name)
 	}
 	return slices.DeleteFunc(slices.Clone(own), func(kv string) bool {
 		name, _, _ := strings.Cut(kv, "=")

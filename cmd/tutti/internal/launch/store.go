@@ -125,7 +125,10 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	if err != nil {
 		return nil, fmt.Errorf("node 0's address %q: %w", master, err)
 	}
-	base := append(inherit(os.Environ(), l.Store != ""), l.Env...)
+	if err := l.announce(address); err != nil {
+		return nil, err
+	}
+	base := append(inherit(os.Environ(), l.Store != "", l.Env), l.Env...)
 	return func(i int) []string {
 		return append(base[:len(base):len(base)],
 			"RANK="+strconv.Itoa(l.first+i), "WORLD_SIZE="+strconv.Itoa(l.world),

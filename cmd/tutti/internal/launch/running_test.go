@@ -1,0 +1,106 @@
+package launch
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/pg/flight"
+)
+
+func TestJobs(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	ours := func() (mine []Running) { // others of this user's may run
+		for _, r := range Jobs() {
+			if strings.HasPrefix(r.Job, "jobs-test-") {
+				mine = append(mine, r)
+			}
+		}
+		return mine
+	}
+	var locks []*os.File
+	start := func(dir, job string) *launcher {
+		l := &launcher{Options: Options{Program: "./train", Args: []string{"-x"}, Job: "jobs-test-" + job, Secret: "0123456789abcdef"}, world: 4, temp: filepath.Join(os.TempDir(), "tutti-"+dir)}
+		lock, err := makeTemp(l.temp)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { lock.Close() })
+		locks = append(locks, lock)
+		return l
+	}
+	a := start("0000000000000001", "a")
+	if got := ours(); len(got) != 0 {
+		t.Errorf("before it is announced: %+v", got)
+	}
+	for _, l := range []*launcher{a, start("0000000000000002", "b"), start("0000000000000003", "b")} { // two nodes of one job
+		if err := l.announce("tutti://127.0.0.1:1"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := ours()
+	if len(got) != 2 || got[0].Job != "jobs-test-a" || got[1].Job != "jobs-test-b" || got[0].Program != "./train -x" || got[0].Ranks != 4 || got[0].Secret != "0123456789abcdef" || got[0].PID != os.Getpid() || time.Since(got[0].Started) < 0 {
+		t.Errorf("%+v", got)
+	}
+	if info, err := os.Stat(filepath.Join(a.temp, runningName)); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v: it holds a secret", info, err)
+	}
+	if left, _ := os.ReadDir(a.temp); len(left) != 2 { // the lock and the note
+		t.Errorf("%v", left)
+	}
+	os.WriteFile(filepath.Join(a.temp, runningName), []byte(`{"job":"jobs-test-a","store":"http://x"}`), 0o600)
+	locks[1].Close() // its launcher is dead
+	if got := ours(); len(got) != 1 || got[0].Job != "jobs-test-b" {
+		t.Errorf("a damaged note and a dead launcher: %+v", got)
+	}
+	locks[2].Close()
+	if got := ours(); len(got) != 0 {
+		t.Errorf("all are dead: %+v", got)
+	}
+}
+
+func TestLanded(t *testing.T) {
+	l := &launcher{Options: Options{LogDir: filepath.Join(t.TempDir(), "a[b"), N: 2}}
+	if err := os.Mkdir(l.LogDir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	record := func(rank int, inc uint64) {
+		r, err := flight.Open(l.LogDir, flight.Identity{Job: "x", Rank: rank, Size: 20, Incarnation: inc})
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.Close(true)
+	}
+	files := func() (names []string) {
+		entries, err := os.ReadDir(l.LogDir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range entries {
+			names = append(names, e.Name())
+		}
+		return names
+	}
+	expect := func(want string) {
+		t.Helper()
+		if got := strings.Join(files(), " "); got != want {
+			t.Errorf("there is %q, want %q", got, want)
+		}
+	}
+	record(1, 1)
+	record(10, 2)
+	l.landed(1, 137, "was killed by signal 9 (SIGKILL)")
+	expect("flight-rank1.json flight-rank10-0000000000000002.bin")
+	if s, err := flight.ReadFile(filepath.Join(l.LogDir, "flight-rank1.json")); err != nil || s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 1 {
+		t.Errorf("%+v, %v", s, err)
+	}
+	record(1, 3) // another life
+	l.landed(1, 1, "exited with code 1")
+	record(1, 4)
+	l.landed(1, 0, "")
+	expect("flight-rank1-0000000000000003.json flight-rank1.json flight-rank10-0000000000000002.bin")
+	l.clearFlights()
+	expect("flight-rank10-0000000000000002.bin")
+}

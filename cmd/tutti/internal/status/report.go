@@ -1,0 +1,209 @@
+package status
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	"tutti/pg/flight"
+)
+
+// Report is what can be said of a job from one or two samples. It is what --json prints.
+type Report struct {
+	Job        string             `json:"job"`
+	Time       time.Time          `json:"time"`
+	Interval   float64            `json:"interval_seconds,omitempty"` // between the samples that rates are of; 0: there is one
+	Epoch      uint64             `json:"epoch"`                      // the latest that a rank is in
+	Active     []int              `json:"active,omitempty"`           // in that
+	Findings   []flight.Finding   `json:"findings"`
+	Stragglers []flight.Straggler `json:"stragglers"`
+	Ranks      []Rank             `json:"ranks"`
+}
+
+// Rank is one rank of a Report.
+type Rank struct {
+	flight.Rank
+	State      string  `json:"state"` // what it does, in words
+	Plain      bool    `json:"-"`     // and that is nothing remarkable
+	Operations float64 `json:"operations_per_second"`
+	Bytes      float64 `json:"bytes_per_second"`
+}
+
+// stragglerShare is how much of the time others must have waited for a rank to call it a straggler, and stragglerMin how long.
+const (
+	stragglerShare = 0.02
+	stragglerMin   = 0.2
+)
+
+// Make makes a report of a sample, with rates since the one before if that is not nil. Stragglers are those since the sample before where watching is set, else since the ranks have joined.
+func Make(now, before *Sample, watching bool) *Report {
+	r := &Report{Job: now.Job, Time: now.Time, Findings: append([]flight.Finding{}, flight.Diagnose(now.Ranks)...), Stragglers: []flight.Straggler{}}
+	old := map[int]*flight.Snapshot{}
+	var span float64
+	var since []flight.Rank
+	if before != nil {
+		r.Interval = now.Time.Sub(before.Time).Seconds()
+		for i := range before.Ranks {
+			old[before.Ranks[i].Rank] = before.Ranks[i].Snapshot
+		}
+		if span = r.Interval; watching {
+			since = before.Ranks
+		}
+	}
+	for _, x := range now.Ranks {
+		out := Rank{Rank: x}
+		out.State, out.Plain = state(&x)
+		if s, o := x.Snapshot, old[x.Rank]; s != nil {
+			if s.View.Epoch > r.Epoch || r.Active == nil {
+				r.Epoch, r.Active = s.View.Epoch, s.View.Active
+			}
+			if !watching {
+				span = max(span, s.Time.Sub(s.Since).Seconds())
+			}
+			if o != nil && o.Incarnation == s.Incarnation {
+				if d := s.Time.Sub(o.Time).Seconds(); d > 0 {
+					ops, bytes := sum(s)
+					ops0, bytes0 := sum(o)
+					out.Operations, out.Bytes = (ops-ops0)/d, (bytes-bytes0)/d
+				}
+			}
+		}
+		r.Ranks = append(r.Ranks, out)
+	}
+	for _, s := range flight.Stragglers(now.Ranks, since) {
+		if late := s.Kept - s.Waited; late >= stragglerMin && late >= stragglerShare*span {
+			r.Stragglers = append(r.Stragglers, s)
+		}
+	}
+	return r
+}
+
+func sum(s *flight.Snapshot) (ops, bytes float64) {
+	for _, t := range s.Totals {
+		ops += float64(t.Operations)
+		bytes += float64(t.Bytes)
+	}
+	return ops, bytes
+}
+
+// state says in a few words what a rank does.
+func state(r *flight.Rank) (text string, plain bool) {
+	s := r.Snapshot
+	if s == nil {
+		switch r.Presence {
+		case flight.Vacant:
+			return "empty slot", true
+		case flight.Absent:
+			return "has not joined yet", false
+		case flight.Dead:
+			text = "dead"
+		case flight.Silent:
+			text = "does not answer"
+		default:
+			text = string(r.Presence)
+		}
+		if r.Detail != "" {
+			text += ": " + r.Detail
+		}
+		return text, false
+	}
+	var running *flight.Operation
+	older := func(o *flight.Operation) {
+		if o != nil && !o.Async && (running == nil || o.Started.Before(running.Started)) {
+			running = o
+		}
+	}
+	last := s.Since
+	for i := range s.Groups {
+		g := &s.Groups[i]
+		if g.Error != "" {
+			return "failed: " + g.Error, false
+		}
+		older(g.Running)
+		if g.Last != nil && g.Last.Ended != nil && g.Last.Ended.After(last) {
+			last = *g.Last.Ended
+		}
+	}
+	for i := range s.Messages {
+		older(&s.Messages[i])
+	}
+	prefix := ""
+	if !s.Joined {
+		prefix = "joining: "
+	}
+	if running == nil {
+		if len(s.Groups) == 0 {
+			return prefix + "has closed its groups", true
+		}
+		text = prefix + "computing"
+		if d := s.Time.Sub(last); d >= time.Second {
+			return text + " for " + flight.Seconds(d), true
+		}
+		return text, true
+	}
+	text = fmt.Sprintf("%sin %s #%d", prefix, running.Kind, running.Number)
+	switch {
+	case running.Kind == "send" || running.Kind == "recv":
+		text = prefix + "in " + running.Call
+	case running.Group != 1:
+		text += fmt.Sprintf(" of group %d", running.Group)
+	}
+	d := s.Time.Sub(running.Started)
+	if d < time.Second {
+		return text, true
+	}
+	text += " for " + flight.Seconds(d)
+	if len(running.WaitsFor) > 0 {
+		text += ", waits for " + flight.RankList(running.WaitsFor)
+	}
+	return text, false
+}
+
+// FromFiles makes a report of flight records: of several of one rank, of the latest. Ranks without one are unknown.
+func FromFiles(snaps []*flight.Snapshot) *Report {
+	now := &Sample{}
+	latest := map[int]*flight.Snapshot{}
+	size := 0
+	for _, s := range snaps {
+		now.Job = s.Job
+		if s.Time.After(now.Time) {
+			now.Time = s.Time
+		}
+		if o := latest[s.Rank]; o == nil || s.Time.After(o.Time) {
+			latest[s.Rank] = s
+		}
+		size = max(size, s.Size)
+	}
+	for _, rank := range slices.Sorted(rangeOf(latest, size)) {
+		r := flight.Rank{Rank: rank, Presence: flight.Unknown, Detail: "there is no flight record of it"}
+		if s := latest[rank]; s != nil {
+			r.Presence, r.Detail, r.Snapshot = flight.Present, "", s
+			r.Where = fmt.Sprintf("pid %d on %s", s.PID, s.Host)
+		}
+		now.Ranks = append(now.Ranks, r)
+	}
+	return Make(now, nil, false)
+}
+
+// rangeOf yields the ranks of m, and those below size unless these are many more.
+func rangeOf(m map[int]*flight.Snapshot, size int) func(func(int) bool) {
+	return func(yield func(int) bool) {
+		all := map[int]bool{}
+		for r := range m {
+			all[r] = true
+		}
+		if size <= maxFiles {
+			for r := range size {
+				all[r] = true
+			}
+		}
+		for r := range all {
+			if !yield(r) {
+				return
+			}
+		}
+	}
+}
+
+// maxFiles is the size of jobs from which ranks without a flight record are not listed.
+const maxFiles = 4096

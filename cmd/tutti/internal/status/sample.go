@@ -1,0 +1,156 @@
+// Package status asks all ranks of a job what they do, and shows the answers on one screen.
+package status
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"tutti/bootstrap"
+	"tutti/pg/flight"
+)
+
+// AnswerWithin is how long a rank may take to answer.
+const AnswerWithin = time.Second
+
+const (
+	maxAsked = 64      // ranks at once
+	maxSize  = 1 << 20 // of a job
+)
+
+// ErrNoRanks says that the store knows no rank of the job.
+var ErrNoRanks = errors.New("no rank of it is registered")
+
+// Sampler asks the ranks of one job.
+type Sampler struct {
+	job    string
+	store  bootstrap.Store
+	client *bootstrap.Client
+	size   int
+	joined bool // all ranks had met, some time
+}
+
+// Dial connects to a job's store. It blocks until ctx ends at most. The caller closes the sampler.
+func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
+	cfg.Rank = -1
+	store, err := bootstrap.DialStore(ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	return New(cfg.Job, store, cfg.Secret), nil
+}
+
+// New samples a job by a handle of its store, which the sampler owns.
+func New(job string, store bootstrap.Store, secret []byte) *Sampler {
+	self := bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil) // no rank, only somebody who knows the secret
+	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self, Secret: secret})}
+}
+
+// Close gives the store back.
+func (s *Sampler) Close() error { return s.store.Close() }
+
+// Sample is the ranks of a job at one moment, more or less: each answers when it is asked.
+type Sample struct {
+	Job   string
+	Time  time.Time
+	Ranks []flight.Rank // by rank
+}
+
+// Sample asks all ranks, each for at most ops operations. It takes as long as the store and then the slowest rank, AnswerWithin at most for each 64 of them. An error means that the store
+// could not be asked, or (ErrNoRanks) has nothing to say; a rank that does not answer is none.
+func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
+	records, err := s.store.List(ctx, "ranks/")
+	if err != nil {
+		return nil, err
+	}
+	if b, err := s.store.Get(ctx, bootstrap.SizeKey); err == nil {
+		if n, err := strconv.Atoi(string(b)); err == nil && n > 0 && n <= maxSize {
+			s.size = max(s.size, n)
+		}
+	}
+	out := &Sample{Job: s.job, Time: time.Now()}
+	found := map[int]*flight.Rank{}
+	asked, actx := errgroup.WithContext(ctx)
+	asked.SetLimit(maxAsked)
+	for key, b := range records {
+		rec, err := bootstrap.DecodeRecord(b)
+		slot, nerr := strconv.Atoi(strings.TrimPrefix(key, "ranks/"))
+		if nerr != nil || slot < 0 || slot >= maxSize {
+			continue
+		}
+		r := &flight.Rank{Rank: slot, Presence: flight.Silent}
+		found[slot] = r
+		if err != nil || rec.Rank != slot {
+			r.Detail = fmt.Sprintf("its record in the store cannot be read (%v)", err)
+			continue
+		}
+		s.size = max(s.size, rec.Size)
+		r.Where = fmt.Sprintf("pid %d on %s", rec.PID, rec.Host)
+		asked.Go(func() error {
+			s.ask(actx, r, rec, ops)
+			return nil
+		})
+	}
+	asked.Wait()
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if len(found) == 0 {
+		return nil, ErrNoRanks
+	}
+	var view *flight.View // the latest that anybody has
+	for _, r := range found {
+		if r.Snapshot != nil {
+			s.joined = s.joined || r.Snapshot.Joined
+			if v := &r.Snapshot.View; r.Snapshot.Joined && (view == nil || v.Epoch > view.Epoch) {
+				view = v
+			}
+		}
+	}
+	for slot := range max(s.size, slices.Max(slices.Collect(maps.Keys(found)))+1) {
+		r := found[slot]
+		if r == nil {
+			r = &flight.Rank{Rank: slot, Presence: flight.Absent}
+			switch {
+			case view != nil && !slices.Contains(view.Active, slot):
+				r.Presence = flight.Vacant
+			case s.joined:
+				r.Presence, r.Detail = flight.Dead, "its lease has ended"
+			}
+		}
+		out.Ranks = append(out.Ranks, *r)
+	}
+	return out, nil
+}
+
+// ask fills in what a rank answers.
+func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record, ops int) {
+	ctx, cancel := context.WithTimeoutCause(ctx, AnswerWithin, fmt.Errorf("no answer within %v", AnswerWithin))
+	defer cancel()
+	b, err := s.client.Status(ctx, rec, ops)
+	var snap *flight.Snapshot
+	if err == nil {
+		if snap, err = flight.Parse(b); err == nil && snap.Rank != r.Rank {
+			err = fmt.Errorf("it takes itself for rank %d", snap.Rank)
+		}
+	}
+	switch {
+	case err == nil:
+		r.Presence, r.Snapshot = flight.Present, snap
+	case ctx.Err() != nil:
+		r.Detail = context.Cause(ctx).Error() + ", yet the store takes it for alive"
+	case errors.Is(err, bootstrap.ErrAuth):
+		r.Detail = "it has another secret"
+	case errors.Is(err, bootstrap.ErrStale):
+		r.Detail = "another process has taken its place"
+	default:
+		r.Detail = err.Error()
+	}
+}

@@ -1,0 +1,375 @@
+package status
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/pg/flight"
+)
+
+var secret = []byte("a secret of the status tests")
+
+// job is a store and ranks in it that say what the test wants.
+type job struct {
+	t     *testing.T
+	store *bootstrap.MemStore
+	size  int
+}
+
+func newJob(t *testing.T, size int) *job {
+	j := &job{t, bootstrap.NewMemStore(), size}
+	if size > 0 {
+		h := j.store.Open()
+		t.Cleanup(func() { h.Close() })
+		if err := h.Create(t.Context(), bootstrap.SizeKey, []byte(strconv.Itoa(size)), false); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return j
+}
+
+func (j *job) sampler(secret []byte) *Sampler {
+	s := New("train", j.store.Open(), secret)
+	j.t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// register puts a rank's record under a lease, which the handle that it returns holds.
+func (j *job) register(rank int, incarnation uint64, addrs ...string) bootstrap.Store {
+	h := j.store.Open()
+	j.t.Cleanup(func() { h.Close() })
+	b, err := bootstrap.NewRecord(rank, j.size, incarnation, addrs).Encode()
+	if err == nil {
+		err = h.Put(j.t.Context(), bootstrap.RankKey(rank), b, true)
+	}
+	if err != nil {
+		j.t.Fatal(err)
+	}
+	return h
+}
+
+// rank starts one that answers with what f says.
+func (j *job) rank(rank int, f func(ops int) *flight.Snapshot) bootstrap.Store {
+	inc := uint64(rank) + 1
+	ctx, cancel := context.WithTimeout(j.t.Context(), 30*time.Second)
+	defer cancel()
+	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: rank, Incarnation: inc, Secret: secret, Interfaces: "127.0.0.1",
+		Describe: func(context.Context, int, uint64) (bootstrap.Endpoints, error) { return nil, nil },
+		Status: func(_ context.Context, ops int) ([]byte, error) {
+			snap := f(ops)
+			if snap == nil {
+				return nil, errors.New("it is joining the job")
+			}
+			return snap.JSON(false)
+		}})
+	if err != nil {
+		j.t.Fatal(err)
+	}
+	j.t.Cleanup(s.Close)
+	return j.register(rank, inc, s.Addrs()...)
+}
+
+// snapshot is a rank that computes, and has done so many allreduces of 1000 bytes.
+func (j *job) snapshot(rank, done int) *flight.Snapshot {
+	s := &flight.Snapshot{Version: flight.Version, Job: "train", Rank: rank, Size: j.size, Incarnation: fmt.Sprintf("%016x", rank+1), PID: 100 + rank, Host: "node", Time: time.Now(), Since: time.Now(), Joined: true,
+		View: flight.View{Epoch: 1}, Groups: []flight.Group{{ID: 1, Slot: rank, Size: j.size, Finished: uint64(done), Number: uint64(done)}}, Totals: map[string]flight.Total{"allreduce": {Operations: uint64(done), Bytes: uint64(1000 * done)}}}
+	for r := range j.size {
+		s.View.Active = append(s.View.Active, r)
+	}
+	return s
+}
+
+func presences(s *Sample) (all []string) {
+	for _, r := range s.Ranks {
+		all = append(all, string(r.Presence))
+	}
+	return all
+}
+
+func TestSample(t *testing.T) {
+	j := newJob(t, 5)
+	asked := make(chan int, 10)
+	j.rank(0, func(ops int) *flight.Snapshot { asked <- ops; return j.snapshot(0, 1) })
+	gone := j.rank(1, func(int) *flight.Snapshot { return j.snapshot(1, 1) })
+	hangs, err := net.Listen("tcp", "127.0.0.1:0") // as a stopped process does: the kernel takes connections for it
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer hangs.Close()
+	j.register(2, 3, hangs.Addr().String())
+	j.rank(3, func(int) *flight.Snapshot { return nil })
+	s := j.sampler(secret)
+	got, err := s.Sample(t.Context(), 7)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := []string{"present", "present", "silent", "silent", "dead"}; !slices.Equal(presences(got), want) {
+		t.Errorf("%v, want %v", presences(got), want)
+	}
+	if n := <-asked; n != 7 {
+		t.Errorf("asked for %d operations", n)
+	}
+	for r, text := range map[int]string{2: "no answer within 1s, yet the store takes it for alive", 3: "it is joining the job", 4: "its lease has ended"} {
+		if !strings.Contains(got.Ranks[r].Detail, text) {
+			t.Errorf("rank %d: %q, want %q", r, got.Ranks[r].Detail, text)
+		}
+	}
+	if w := got.Ranks[2].Where; !strings.HasPrefix(w, fmt.Sprintf("pid %d on ", os.Getpid())) {
+		t.Errorf("rank 2 is at %q", w)
+	}
+	gone.Close()
+	if got, err = s.Sample(t.Context(), 0); err != nil || got.Ranks[1].Presence != flight.Dead {
+		t.Errorf("%v, %v", presences(got), err)
+	}
+	other, err := j.sampler([]byte("another secret altogether")).Sample(t.Context(), 0)
+	if err != nil || other.Ranks[0].Presence != flight.Silent || other.Ranks[0].Detail != "it has another secret" {
+		t.Errorf("%+v, %v", other.Ranks[0], err)
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.Sample(ended, 0); err == nil {
+		t.Error("a sample although ctx has ended")
+	}
+}
+
+func TestSampleOfFew(t *testing.T) {
+	if _, err := newJob(t, 0).sampler(secret).Sample(t.Context(), 0); !errors.Is(err, ErrNoRanks) {
+		t.Errorf("no ranks: %v", err)
+	}
+	j := newJob(t, 3) // nobody has met
+	j.rank(1, func(int) *flight.Snapshot { s := j.snapshot(1, 0); s.Joined = false; return s })
+	got, err := j.sampler(secret).Sample(t.Context(), 0)
+	if want := []string{"absent", "present", "absent"}; err != nil || !slices.Equal(presences(got), want) {
+		t.Errorf("%v, %v, want %v", presences(got), err, want)
+	}
+	j = newJob(t, 3) // the view has left one out
+	j.rank(0, func(int) *flight.Snapshot { return j.snapshot(0, 0) })
+	j.rank(2, func(int) *flight.Snapshot {
+		s := j.snapshot(2, 0)
+		s.View = flight.View{Epoch: 2, Active: []int{0, 2}}
+		return s
+	})
+	got, err = j.sampler(secret).Sample(t.Context(), 0)
+	if want := []string{"present", "vacant", "present"}; err != nil || !slices.Equal(presences(got), want) {
+		t.Errorf("%v, %v, want %v", presences(got), err, want)
+	}
+	liar := newJob(t, 2)
+	liar.rank(0, func(int) *flight.Snapshot { return liar.snapshot(1, 0) })
+	got, err = liar.sampler(secret).Sample(t.Context(), 0)
+	if err != nil || got.Ranks[0].Snapshot != nil || !strings.Contains(got.Ranks[0].Detail, "takes itself for rank 1") {
+		t.Errorf("%+v, %v", got.Ranks[0], err)
+	}
+}
+
+// pair is two samples of a job, a second apart, in which each rank has done 100 operations.
+func pair(n int) (now, before *Sample) {
+	j := &job{size: n}
+	t0 := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+	make := func(at time.Time, done int) *Sample {
+		s := &Sample{Job: "train", Time: at}
+		for r := range n {
+			snap := j.snapshot(r, done)
+			snap.Time, snap.Since = at, t0.Add(-time.Minute)
+			end := at.Add(-50 * time.Millisecond)
+			snap.Groups[0].Last = &flight.Operation{Group: 1, Number: uint64(done), Kind: "allreduce", Ended: &end}
+			s.Ranks = append(s.Ranks, flight.Rank{Rank: r, Presence: flight.Present, Where: fmt.Sprintf("pid %d on node", 100+r), Snapshot: snap})
+		}
+		return s
+	}
+	return make(t0.Add(time.Second), 400), make(t0, 300)
+}
+
+func in(s *flight.Snapshot, number uint64, ago time.Duration, waits ...int) {
+	s.Groups[0].Running = &flight.Operation{Group: 1, Number: number, Kind: "allreduce", Call: "allreduce #9", Started: s.Time.Add(-ago), Outcome: "running", WaitsFor: waits}
+	s.Groups[0].Number = number
+}
+
+func TestMake(t *testing.T) {
+	now, before := pair(3)
+	r := Make(now, before, false)
+	if r.Interval != 1 || r.Epoch != 1 || len(r.Findings) != 0 || len(r.Stragglers) != 0 {
+		t.Errorf("%+v", r)
+	}
+	for _, x := range r.Ranks {
+		if x.Operations != 100 || x.Bytes != 100_000 || x.State != "computing" || !x.Plain {
+			t.Errorf("%+v", x)
+		}
+	}
+	before.Ranks[1].Snapshot.Incarnation = "another" // has begun anew
+	if r := Make(now, before, false); r.Ranks[1].Operations != 0 {
+		t.Errorf("rates across lives: %+v", r.Ranks[1])
+	}
+	if r := Make(now, nil, false); r.Interval != 0 || r.Ranks[0].Operations != 0 {
+		t.Errorf("rates of one sample: %+v", r)
+	}
+	// Stragglers: a little is noise, and while watching only what is new counts.
+	now, before = pair(3)
+	for r := range 2 {
+		now.Ranks[r].Snapshot.Links = []flight.Link{{Rank: 2, Waited: 5}}
+		before.Ranks[r].Snapshot.Links = []flight.Link{{Rank: 2, Waited: 4.95}}
+	}
+	if r := Make(now, before, false); len(r.Stragglers) != 1 || r.Stragglers[0].Rank != 2 || r.Stragglers[0].Kept != 10 {
+		t.Errorf("%+v", r.Stragglers)
+	}
+	if r := Make(now, before, true); len(r.Stragglers) != 0 {
+		t.Errorf("%+v", r.Stragglers)
+	}
+}
+
+func TestStates(t *testing.T) {
+	for _, c := range []struct {
+		change func(r *flight.Rank)
+		want   string
+		plain  bool
+	}{
+		{func(r *flight.Rank) {}, "computing", true},
+		{func(r *flight.Rank) {
+			e := r.Snapshot.Time.Add(-41 * time.Second)
+			r.Snapshot.Groups[0].Last.Ended = &e
+		}, "computing for 41 s", true},
+		{func(r *flight.Rank) { in(r.Snapshot, 9, time.Millisecond, 1) }, "in allreduce #9", true},
+		{func(r *flight.Rank) { in(r.Snapshot, 9, 3*time.Second, 1) }, "in allreduce #9 for 3.0 s, waits for rank 1", false},
+		{func(r *flight.Rank) { in(r.Snapshot, 9, 3*time.Second, 1); r.Snapshot.Groups[0].Running.Group = 4 }, "in allreduce #9 of group 4 for 3.0 s, waits for rank 1", false},
+		{func(r *flight.Rank) { in(r.Snapshot, 1, 3*time.Second, 1, 2); r.Snapshot.Joined = false }, "joining: in allreduce #1 for 3.0 s, waits for ranks 1 and 2", false},
+		{func(r *flight.Rank) {
+			r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Call: "recv from rank 1 (x)", Started: r.Snapshot.Time.Add(-2 * time.Second), WaitsFor: []int{1}}}
+		}, "in recv from rank 1 (x) for 2.0 s, waits for rank 1", false},
+		{func(r *flight.Rank) { r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Async: true}} }, "computing", true},
+		{func(r *flight.Rank) { r.Snapshot.Groups[0].Error = "rank 1 failed" }, "failed: rank 1 failed", false},
+		{func(r *flight.Rank) { r.Snapshot.Groups = nil }, "has closed its groups", true},
+		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} }, "does not answer: no answer within 1s", false},
+		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Dead} }, "dead", false},
+		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Vacant} }, "empty slot", true},
+		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Absent} }, "has not joined yet", false},
+	} {
+		now, _ := pair(1)
+		c.change(&now.Ranks[0])
+		if got, plain := state(&now.Ranks[0]); got != c.want || plain != c.plain {
+			t.Errorf("%q, %v; want %q, %v", got, plain, c.want, c.plain)
+		}
+	}
+}
+
+func TestText(t *testing.T) {
+	now, before := pair(4)
+	for r := range 3 {
+		in(now.Ranks[r].Snapshot, 401, 40*time.Second, 3)
+		now.Ranks[r].Snapshot.Links = []flight.Link{{Rank: 3, Waited: 40}}
+	}
+	end := now.Time.Add(-41 * time.Second)
+	now.Ranks[3].Snapshot.Groups[0].Last.Ended = &end
+	var b bytes.Buffer
+	Make(now, before, false).Text(&b, Style{})
+	want := `job train: 4 ranks, epoch 1, 100 operations and 100 kB a second and rank
+! rank 3 has not entered allreduce #401 (last finished #400, 41 s ago); ranks 0-2 wait for it, 40 s so far
+~ rank 3 keeps others waiting: they have waited 2m0s for it, it 0.0 s for others
+
+rank  pid  host  epoch  op/s     B/s  state
+   0  100  node      1   100  100 kB  in allreduce #401 for 40 s, waits for rank 3
+   1  101  node      1   100  100 kB  in allreduce #401 for 40 s, waits for rank 3
+   2  102  node      1   100  100 kB  in allreduce #401 for 40 s, waits for rank 3
+   3  103  node      1   100  100 kB  computing for 41 s
+`
+	if got := b.String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	b.Reset()
+	Make(now, before, false).Text(&b, Style{Colour: true, Width: 60})
+	for line := range strings.Lines(b.String()) {
+		if n := len([]rune(strings.NewReplacer("\x1b[0m", "", "\x1b[1m", "", "\x1b[31m", "", "\x1b[33m", "", "\x1b[90m", "").Replace(strings.TrimSuffix(line, "\n")))); n > 78 { // the head is one line
+			t.Errorf("%d columns: %q", n, line)
+		}
+	}
+	// Many ranks: those that are remarkable, and a sum of the others.
+	now, before = pair(100)
+	now.Ranks[77] = flight.Rank{Rank: 77, Presence: flight.Silent, Where: "pid 177 on node"}
+	b.Reset()
+	Make(now, before, false).Text(&b, Style{Rows: 3})
+	if got := b.String(); !strings.Contains(got, "\n  77  177  node                       does not answer\n") || !strings.HasSuffix(got, "and 97 ranks more: 97 computing\n") || strings.Count(got, "\n") != 8 {
+		t.Error(got)
+	}
+	now, _ = pair(2)
+	b.Reset()
+	Make(now, nil, false).Text(&b, Style{})
+	if got := b.String(); !strings.HasPrefix(got, "job train: 2 ranks, epoch 1\nnothing is stuck\n\n") {
+		t.Error(got)
+	}
+}
+
+func TestJSON(t *testing.T) {
+	now, before := pair(2)
+	now.Ranks[1] = flight.Rank{Rank: 1, Presence: flight.Dead}
+	b, err := json.Marshal(Make(now, before, false))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got struct {
+		Job      string
+		Findings []struct{ Kind, Text string }
+		Ranks    []struct {
+			Rank       int
+			Presence   string
+			State      string
+			Operations float64 `json:"operations_per_second"`
+			Snapshot   *flight.Snapshot
+		}
+	}
+	if err := json.Unmarshal(b, &got); err != nil {
+		t.Fatal(err)
+	}
+	if got.Job != "train" || len(got.Findings) != 1 || got.Findings[0].Kind != "gone" || len(got.Ranks) != 2 || got.Ranks[0].Operations != 100 || got.Ranks[0].Snapshot == nil ||
+		got.Ranks[1].Presence != "dead" || got.Ranks[1].State != "dead" || got.Ranks[1].Snapshot != nil {
+		t.Errorf("%s", b)
+	}
+}
+
+func TestFromFiles(t *testing.T) {
+	now, before := pair(3)
+	in(now.Ranks[0].Snapshot, 401, 40*time.Second, 2)
+	now.Ranks[0].Snapshot.Reason = "timeout"
+	now.Ranks[0].Snapshot.Operations = []flight.Operation{{Group: 1, Call: "allreduce #400 (x)", Started: now.Time.Add(-45 * time.Second), Ended: &now.Time, Outcome: "ok"}, *now.Ranks[0].Snapshot.Groups[0].Running}
+	r := FromFiles([]*flight.Snapshot{before.Ranks[0].Snapshot, now.Ranks[0].Snapshot, before.Ranks[1].Snapshot})
+	if len(r.Ranks) != 3 || r.Ranks[0].Snapshot != now.Ranks[0].Snapshot || r.Ranks[2].Presence != flight.Unknown {
+		t.Fatalf("%+v", r)
+	}
+	if len(r.Findings) != 1 || r.Findings[0].Rank != 2 || !strings.Contains(r.Findings[0].Text, "there is no flight record of it") {
+		t.Errorf("%+v", r.Findings)
+	}
+	var b bytes.Buffer
+	r.Operations(&b, 10, Style{})
+	for _, want := range []string{"rank 0 (pid 100 on node, timeout) at ", "45 s before  allreduce #400 (x): ok after 45 s\n", "40 s before  allreduce #9: running for 40 s\n"} {
+		if !strings.Contains(b.String(), want) {
+			t.Errorf("%q is not in\n%s", want, b.String())
+		}
+	}
+	dir := t.TempDir()
+	if err := now.Ranks[0].Snapshot.Write(filepath.Join(dir, "a.json")); err != nil {
+		t.Fatal(err)
+	}
+	if s, err := flight.ReadFile(filepath.Join(dir, "a.json")); err != nil || s.Reason != "timeout" {
+		t.Errorf("%+v, %v", s, err)
+	}
+}
+
+func TestQuantities(t *testing.T) {
+	for x, want := range map[float64]string{0: "0", 1: "1", 1.25: "1.2", 12.3: "12", 999.4: "999", 999.6: "1.0 k", 5_432_100: "5.4 M", 2e10: "20 G"} {
+		if got := quantity(x); got != want {
+			t.Errorf("%v: %q, want %q", x, got, want)
+		}
+	}
+	if got := size(1536); got != "1.5 kB" {
+		t.Error(got)
+	}
+}

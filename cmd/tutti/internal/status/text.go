@@ -1,0 +1,216 @@
+package status
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"tutti/cmd/tutti/internal/term"
+	"tutti/pg/flight"
+)
+
+// Style says how text is written: with colour, in lines of at most Width columns (0: any), and at most Rows ranks (0: all), the remarkable ones first.
+type Style struct {
+	Colour bool
+	Width  int
+	Rows   int
+}
+
+func (s Style) paint(code, text string) string {
+	if !s.Colour {
+		return text
+	}
+	return "\x1b[" + code + "m" + text + "\x1b[0m"
+}
+
+// Text writes the report for a person: what is wrong first, then the ranks.
+func (r *Report) Text(w io.Writer, st Style) {
+	head := fmt.Sprintf("job %s: %s", r.Job, count(len(r.Ranks), "rank"))
+	switch {
+	case r.Epoch == 0:
+	case len(r.Active) > 0 && len(r.Active) < len(r.Ranks):
+		head += fmt.Sprintf(", %d active in epoch %d", len(r.Active), r.Epoch)
+	default:
+		head += fmt.Sprintf(", epoch %d", r.Epoch)
+	}
+	var ops, bytes float64
+	n := 0
+	for _, x := range r.Ranks {
+		if x.Snapshot != nil {
+			ops, bytes, n = ops+x.Operations, bytes+x.Bytes, n+1
+		}
+	}
+	if r.Interval > 0 && n > 0 {
+		head += fmt.Sprintf(", %s operations and %s a second and rank", quantity(ops/float64(n)), size(bytes/float64(n)))
+	}
+	fmt.Fprintln(w, st.paint("1", head))
+	if len(r.Findings) == 0 {
+		fmt.Fprintln(w, st.paint("32", "nothing is stuck"))
+	}
+	const shown = 10
+	for i, f := range r.Findings {
+		if i == shown && len(r.Findings) > shown+1 {
+			fmt.Fprintf(w, "%s and %d more\n", st.paint("31", "!"), len(r.Findings)-shown)
+			break
+		}
+		fmt.Fprintf(w, "%s %s\n", st.paint("31", "!"), term.Wrap(f.Text, 2, st.Width))
+	}
+	for i, s := range r.Stragglers {
+		if i == 3 {
+			break
+		}
+		fmt.Fprintf(w, "%s %s\n", st.paint("33", "~"), term.Wrap(fmt.Sprintf("rank %d keeps others waiting: they have waited %s for it, it %s for others", s.Rank, secs(s.Kept), secs(s.Waited)), 2, st.Width))
+	}
+	fmt.Fprintln(w)
+	r.table(w, st)
+}
+
+// table writes a line for each rank.
+func (r *Report) table(w io.Writer, st Style) {
+	rows := slices.Clone(r.Ranks)
+	var rest []Rank
+	if st.Rows > 0 && len(rows) > st.Rows {
+		slices.SortStableFunc(rows, func(a, b Rank) int {
+			if a.Plain != b.Plain {
+				return map[bool]int{false: -1, true: 1}[a.Plain]
+			}
+			return a.Rank.Rank - b.Rank.Rank
+		})
+		rows, rest = rows[:st.Rows], rows[st.Rows:]
+		slices.SortFunc(rows, func(a, b Rank) int { return a.Rank.Rank - b.Rank.Rank })
+	}
+	cells := [][]string{{"rank", "pid", "host", "epoch", "op/s", "B/s", "state"}}
+	hosts := map[string]bool{}
+	for _, x := range rows {
+		line := []string{fmt.Sprint(x.Rank.Rank), "", "", "", "", "", x.State}
+		if s := x.Snapshot; s != nil {
+			line[1], line[2], line[3] = fmt.Sprint(s.PID), s.Host, fmt.Sprint(s.View.Epoch)
+			if r.Interval > 0 {
+				line[4], line[5] = quantity(x.Operations), size(x.Bytes)
+			}
+		} else if _, err := fmt.Sscanf(x.Where, "pid %s on %s", &line[1], &line[2]); err != nil {
+			line[1], line[2] = "", ""
+		}
+		hosts[line[2]] = hosts[line[2]] || line[2] != ""
+		cells = append(cells, line)
+	}
+	widths := make([]int, 6)
+	for _, line := range cells {
+		for i := range widths {
+			widths[i] = max(widths[i], len(line[i]))
+		}
+	}
+	indent := 2 * len(widths)
+	for _, n := range widths {
+		indent += n
+	}
+	for i, line := range cells {
+		var b strings.Builder
+		for j, n := range widths {
+			if j == 2 {
+				fmt.Fprintf(&b, "%-*s  ", n, line[j])
+			} else {
+				fmt.Fprintf(&b, "%*s  ", n, line[j])
+			}
+		}
+		text := term.Wrap(line[6], indent, st.Width)
+		switch {
+		case i == 0:
+			fmt.Fprintln(w, st.paint("90", b.String()+text))
+			continue
+		case rows[i-1].Snapshot == nil && !rows[i-1].Plain || strings.HasPrefix(text, "failed"):
+			text = st.paint("31", text)
+		case !rows[i-1].Plain:
+			text = st.paint("33", text)
+		}
+		fmt.Fprintln(w, b.String()+text)
+	}
+	if len(rest) > 0 {
+		kinds := map[string]int{}
+		for _, x := range rest {
+			kind, _, _ := strings.Cut(x.State, " for ")
+			kinds[kind]++
+		}
+		names := slices.SortedFunc(maps.Keys(kinds), func(a, b string) int { return cmp.Or(kinds[b]-kinds[a], strings.Compare(a, b)) })
+		var parts []string
+		for i, k := range names {
+			if i == 4 {
+				parts = append(parts, "…")
+				break
+			}
+			parts = append(parts, fmt.Sprintf("%d %s", kinds[k], k))
+		}
+		fmt.Fprintln(w, term.Wrap(fmt.Sprintf("and %s more: %s", count(len(rest), "rank"), strings.Join(parts, ", ")), 0, st.Width))
+	}
+}
+
+// Operations writes the last n operations of each rank, as flight records have them.
+func (r *Report) Operations(w io.Writer, n int, st Style) {
+	for _, x := range r.Ranks {
+		s := x.Snapshot
+		if s == nil {
+			continue
+		}
+		why := ""
+		if s.Reason != "" {
+			why = ", " + s.Reason
+		}
+		fmt.Fprintf(w, "\n%s\n", st.paint("1", fmt.Sprintf("rank %d (pid %d on %s%s) at %s", s.Rank, s.PID, s.Host, why, s.Time.Local().Format("2006-01-02 15:04:05.000"))))
+		for _, o := range s.Operations[max(0, len(s.Operations)-n):] {
+			took := ""
+			end := s.Time
+			if o.Ended != nil {
+				end = *o.Ended
+			}
+			if d := end.Sub(o.Started); d >= 10*time.Millisecond {
+				took = " after " + secs(d.Seconds())
+			}
+			if o.Ended == nil {
+				took = strings.Replace(took, "after", "for", 1)
+			}
+			if o.Awaited != nil && o.Outcome != "ok" {
+				took += fmt.Sprintf(", waiting for rank %d", *o.Awaited)
+			}
+			group := ""
+			if o.Group != 1 {
+				group = fmt.Sprintf(" of group %d", o.Group)
+			}
+			fmt.Fprintf(w, "  %10s before  %s%s: %s%s\n", secs(s.Time.Sub(o.Started).Seconds()), o.Call, group, o.Outcome, took)
+		}
+	}
+}
+
+func secs(s float64) string { return flight.Seconds(time.Duration(s * float64(time.Second))) }
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// quantity writes a number with two digits or more, and a unit for thousands.
+func quantity(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T"}, "") }
+
+// size writes bytes.
+func size(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T", "P"}, "B") }
+
+func scaled(x, step float64, units []string, what string) string {
+	i := 0
+	for x >= 999.5 && i < len(units)-1 {
+		x /= step
+		i++
+	}
+	unit := units[i] + what
+	if unit != "" {
+		unit = " " + unit
+	}
+	if x >= 10 || x == 0 || x == float64(int(x)) && i == 0 {
+		return fmt.Sprintf("%.0f%s", x, unit)
+	}
+	return fmt.Sprintf("%.1f%s", x, unit)
+}

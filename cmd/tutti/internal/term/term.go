@@ -1,0 +1,49 @@
+// Package term is what the commands know of the terminal that they write to.
+package term
+
+import (
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Size returns the columns and rows of the terminal f, 0 if it is none.
+func Size(f *os.File) (columns, rows int) {
+	w, err := unix.IoctlGetWinsize(int(f.Fd()), unix.TIOCGWINSZ)
+	if err != nil {
+		return 0, 0
+	}
+	return int(w.Col), int(w.Row)
+}
+
+// Width returns the columns of the terminal f, 0 if it is none.
+func Width(f *os.File) int {
+	w, _ := Size(f)
+	return w
+}
+
+// Wrap breaks s between words so that it fits behind indent columns in width (0: any); continuation lines are indented too. Where there is no room it leaves s alone.
+func Wrap(s string, indent, width int) string {
+	room := width - indent
+	if width == 0 || room < 20 {
+		return s
+	}
+	var b strings.Builder
+	used := 0
+	for i, word := range strings.Fields(s) {
+		n := len([]rune(word))
+		switch {
+		case i == 0:
+		case used+1+n > room:
+			b.WriteString("\n" + strings.Repeat(" ", indent))
+			used = 0
+		default:
+			b.WriteByte(' ')
+			used++
+		}
+		b.WriteString(word)
+		used += n
+	}
+	return b.String()
+}

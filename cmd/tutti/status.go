@@ -1,0 +1,377 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/launch"
+	"tutti/cmd/tutti/internal/status"
+	"tutti/cmd/tutti/internal/term"
+	"tutti/pg/flight"
+)
+
+type statusFlags struct {
+	store, job, secretFile string
+	watch                  string
+	asJSON, flights        bool
+	ops                    int
+}
+
+const (
+	rateSpan     = 500 * time.Millisecond // between the two samples that rates are of
+	defaultWatch = 2 * time.Second
+	minWatch     = 100 * time.Millisecond
+)
+
+func newStatus() *cobra.Command {
+	var f statusFlags
+	c := &cobra.Command{
+		Use:   "status [flags] [JOB]",
+		Short: "Say what the ranks of a running job do, and whom everybody waits for",
+		Long: `Ask all ranks of a job what they do. What keeps them is said first: a rank that has not come, is
+stopped or dead, ranks that called different things; then who does what, and at which rate.
+
+Of the jobs that this user's tutti run has started on this machine JOB is the name, or its beginning;
+if there is one only, it is that. Other jobs are found by TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET, or
+the flags. With --flight, the arguments are flight records, which ranks leave in the log directory.
+
+The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
+		Example: `  tutti status
+  tutti status --watch 1s run-4f
+  tutti status --flight logs/flight-rank*`,
+		DisableFlagsInUseLine: true,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if f.flights {
+				return f.records(cmd, args)
+			}
+			every, args, err := f.interval(cmd, args)
+			if err != nil {
+				return err
+			}
+			if len(args) > 1 {
+				return usagef(cmd, "status takes one job, got %q", args)
+			}
+			cfg, err := f.find(cmd, args, os.Getenv)
+			if err != nil {
+				return err
+			}
+			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM)
+			defer stop()
+			return f.follow(ctx, cfg, every)
+		},
+	}
+	fl := c.Flags()
+	fl.StringVar(&f.watch, "watch", "", "show it again every `interval`, until Ctrl-C or the job ends (default 2s)")
+	fl.Lookup("watch").NoOptDefVal = defaultWatch.String()
+	fl.BoolVar(&f.asJSON, "json", false, "one JSON object for each time")
+	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with --flight: this many (default 10)")
+	fl.BoolVar(&f.flights, "flight", false, "the arguments are flight records, JSON or the files of killed ranks")
+	fl.StringVar(&f.store, "store", "", "`URL` of the job's store (default: TUTTI_STORE)")
+	fl.StringVar(&f.job, "job", "", "`name` of the job (default: TUTTI_JOB)")
+	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the job's secret (default: TUTTI_SECRET)")
+	return c
+}
+
+// interval reads --watch, whose value may also stand behind it as an argument; 0: it is not given.
+func (f *statusFlags) interval(cmd *cobra.Command, args []string) (time.Duration, []string, error) {
+	if !cmd.Flags().Changed("watch") {
+		return 0, args, nil
+	}
+	text := f.watch
+	if text == defaultWatch.String() && len(args) > 0 {
+		if _, err := time.ParseDuration(args[0]); err == nil {
+			text, args = args[0], args[1:]
+		}
+	}
+	d, err := time.ParseDuration(text)
+	if err != nil || d < minWatch {
+		return 0, nil, usagef(cmd, "--watch %s: expected a duration of %v or more, such as 2s", text, minWatch)
+	}
+	return d, args, nil
+}
+
+// find says where the job's store is: of a job that runs here, or as flags and environment have it.
+func (f *statusFlags) find(cmd *cobra.Command, args []string, getenv func(string) string) (bootstrap.StoreConfig, error) {
+	name := f.job
+	if len(args) > 0 {
+		if name != "" && name != args[0] {
+			return bootstrap.StoreConfig{}, usagef(cmd, "--job %s and %s are different jobs", name, args[0])
+		}
+		name = args[0]
+	}
+	if name != "" {
+		if err := bootstrap.CheckJob(name); err != nil {
+			return bootstrap.StoreConfig{}, usagef(cmd, "%v", err)
+		}
+	}
+	told := f.store != "" || getenv("TUTTI_STORE") != ""
+	if f.store == "" && (name != "" || !told) {
+		r, err := pick(name, launch.Jobs())
+		switch {
+		case err == nil:
+			return f.config(bootstrap.Launch{Store: r.Store, Job: r.Job}, r.Secret, getenv)
+		case !told:
+			return bootstrap.StoreConfig{}, err
+		}
+	}
+	l, err := bootstrap.FromEnv(func(key string) string {
+		switch key {
+		case "TUTTI_STORE":
+			if f.store != "" {
+				return f.store
+			}
+		case "TUTTI_JOB":
+			if name != "" {
+				return name
+			}
+		case "TUTTI_SECRET", "TUTTI_SECRET_FILE": // see below: the flag counts
+			return ""
+		}
+		return getenv(key)
+	})
+	if err != nil {
+		return bootstrap.StoreConfig{}, err
+	}
+	secret, err := (&runFlags{secretFile: f.secretFile}).secret(getenv)
+	if err != nil {
+		return bootstrap.StoreConfig{}, err
+	}
+	if secret == "" {
+		return bootstrap.StoreConfig{}, fmt.Errorf("the secret of job %s is needed to ask its ranks: set TUTTI_SECRET or give --secret-file", l.Job)
+	}
+	return f.config(l, secret, getenv)
+}
+
+// config is where the store of a job is, and how it is entered.
+func (f *statusFlags) config(l bootstrap.Launch, secret string, getenv func(string) string) (bootstrap.StoreConfig, error) {
+	raw, err := bootstrap.ParseSecret(secret)
+	if err != nil {
+		return bootstrap.StoreConfig{}, err
+	}
+	c := bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: raw, DialTimeout: 5 * time.Second}
+	if !strings.HasPrefix(l.Store, "tutti://") { // a site's
+		c.User, c.Password = getenv("TUTTI_STORE_USER"), getenv("TUTTI_STORE_PASSWORD")
+		c.CA, c.Cert, c.Key = getenv("TUTTI_STORE_CA"), getenv("TUTTI_STORE_CERT"), getenv("TUTTI_STORE_KEY")
+	}
+	return c, nil
+}
+
+// pick finds a running job by its name or the beginning of it; any if there is just one and name is empty.
+func pick(name string, running []launch.Running) (launch.Running, error) {
+	var fit []launch.Running
+	for _, r := range running {
+		if r.Job == name {
+			return r, nil
+		}
+		if strings.HasPrefix(r.Job, name) {
+			fit = append(fit, r)
+		}
+	}
+	switch {
+	case len(fit) == 1:
+		return fit[0], nil
+	case len(running) == 0:
+		what := "no job"
+		if name != "" {
+			what = fmt.Sprintf("no job %s", name)
+		}
+		return launch.Running{}, fmt.Errorf("%s of yours was started here by tutti run; for one that runs elsewhere, or under another launcher, set TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET as its ranks have them, or see tutti status --help", what)
+	case len(fit) == 0:
+		return launch.Running{}, fmt.Errorf("no job %s runs here, only\n%s", name, list(running))
+	}
+	return launch.Running{}, fmt.Errorf("which job? tutti status JOB, of\n%s", list(fit))
+}
+
+// list names jobs, one a line.
+func list(jobs []launch.Running) string {
+	var b strings.Builder
+	width := 0
+	for _, r := range jobs {
+		width = max(width, len(r.Job))
+	}
+	for i, r := range jobs {
+		if i > 0 {
+			b.WriteByte('\n')
+		}
+		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %.60s", width, r.Job, r.Ranks, r.Started.Local().Format("Jan _2 15:04:05"), r.Program)
+	}
+	return b.String()
+}
+
+// codeStuck is the exit code when something is wrong with the job.
+const codeStuck = 3
+
+// follow samples the job and shows it, once or every so often until ctx ends.
+func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, every time.Duration) error {
+	s, err := status.Dial(ctx, cfg)
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return fmt.Errorf("job %s: %w", cfg.Job, err)
+	}
+	defer s.Close()
+	ops := 0
+	if f.asJSON {
+		ops = min(f.ops, flight.Records)
+	}
+	var before *status.Sample
+	pause := rateSpan // the first rates come soon
+	if every > 0 {
+		pause = min(pause, every)
+	}
+	scr := &screen{live: every > 0 && !f.asJSON && launch.Terminal(os.Stdout) && os.Getenv("TERM") != "dumb"}
+	defer scr.leave()
+	for round := 0; ; round++ {
+		now, err := s.Sample(ctx, ops)
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case errors.Is(err, status.ErrNoRanks) && before == nil:
+			return fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name", cfg.Job, err, cfg.Address)
+		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil:
+			scr.leave()
+			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)
+			return nil
+		case err != nil:
+			return fmt.Errorf("job %s: %w", cfg.Job, err)
+		}
+		if before != nil || every > 0 {
+			r := status.Make(now, before, every > 0)
+			if err := f.show(scr, r); err != nil {
+				return err
+			}
+			if every == 0 {
+				if len(r.Findings) > 0 {
+					return exit(codeStuck)
+				}
+				return nil
+			}
+		}
+		before = now
+		t := time.NewTimer(pause)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+		}
+		t.Stop()
+		if ctx.Err() != nil {
+			return nil
+		}
+		if every > 0 {
+			pause = every
+		}
+	}
+}
+
+// show prints a report.
+func (f *statusFlags) show(scr *screen, r *status.Report) error {
+	if f.asJSON {
+		enc := json.NewEncoder(os.Stdout)
+		enc.SetEscapeHTML(false)
+		return enc.Encode(r)
+	}
+	width, height := term.Size(os.Stdout)
+	var b bytes.Buffer
+	st := status.Style{Colour: launch.Colour(os.Stdout), Width: width}
+	switch {
+	case scr.live:
+		st.Rows = max(height-6-len(r.Findings)-len(r.Stragglers), 5)
+	case width > 0:
+		st.Rows = 64
+	}
+	if scr.live || scr.shown {
+		fmt.Fprintln(&b, r.Time.Format("15:04:05.0"))
+	}
+	r.Text(&b, st)
+	return scr.draw(b.Bytes(), height)
+}
+
+// screen draws blocks of text one over the other on a terminal, or else one after the other.
+type screen struct {
+	live, shown, entered bool
+}
+
+func (s *screen) draw(text []byte, height int) error {
+	if !s.live {
+		if s.shown {
+			text = append([]byte("\n"), text...)
+		}
+		s.shown = true
+		_, err := os.Stdout.Write(text)
+		return err
+	}
+	lines := bytes.SplitAfter(text, []byte("\n"))
+	if height > 1 && len(lines) > height-1 {
+		lines = lines[:height-1]
+	}
+	var b bytes.Buffer
+	if !s.entered {
+		b.WriteString("\x1b[?1049h\x1b[?25l") // a screen of its own, without a cursor
+		s.entered = true
+	}
+	b.WriteString("\x1b[H")
+	for _, l := range lines { // each is overwritten in place, so that nothing flickers
+		b.Write(bytes.TrimSuffix(l, []byte("\n")))
+		b.WriteString("\x1b[K")
+		if bytes.HasSuffix(l, []byte("\n")) {
+			b.WriteString("\r\n")
+		}
+	}
+	b.WriteString("\x1b[J")
+	_, err := os.Stdout.Write(b.Bytes())
+	return err
+}
+
+// leave gives the terminal back as it was.
+func (s *screen) leave() {
+	if s.entered {
+		s.entered = false
+		os.Stdout.WriteString("\x1b[?25h\x1b[?1049l")
+	}
+}
+
+// records reads flight records and shows what they say.
+func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
+	if len(paths) == 0 {
+		return usagef(cmd, "which flight records? tutti status --flight FILE...")
+	}
+	if cmd.Flags().Changed("watch") {
+		return usagef(cmd, "--watch is for running jobs, --flight for what is left of others")
+	}
+	var snaps []*flight.Snapshot
+	for _, path := range paths {
+		s, err := flight.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		if len(snaps) > 0 && s.Job != snaps[0].Job {
+			return fmt.Errorf("%s is of job %s, and %s of job %s: give those of one job", filepath.Base(path), s.Job, filepath.Base(paths[0]), snaps[0].Job)
+		}
+		snaps = append(snaps, s)
+	}
+	r := status.FromFiles(snaps)
+	if f.asJSON {
+		return f.show(&screen{}, r)
+	}
+	st := status.Style{Colour: launch.Colour(os.Stdout), Width: term.Width(os.Stdout)}
+	r.Text(os.Stdout, st)
+	n := f.ops
+	if n == 0 {
+		n = 10
+	}
+	r.Operations(os.Stdout, n, st)
+	return nil
+}
