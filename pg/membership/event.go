@@ -183,10 +183,12 @@ func (a Propose) String() string {
 	return "propose " + a.New.String() + changes(left, entered)
 }
 
-func (a Enter) String() string     { return "enter " + a.View.String() + changes(a.Removed, a.Added) }
-func (a Probe) String() string     { return "probe " + a.Peer.String() }
-func (a Warm) String() string      { return "warm " + a.Peer.String() }
-func (a AskJoin) String() string   { return fmt.Sprintf("ask to join as %s, linked with epoch %d", a.Peer, a.Epoch) }
+func (a Enter) String() string { return "enter " + a.View.String() + changes(a.Removed, a.Added) }
+func (a Probe) String() string { return "probe " + a.Peer.String() }
+func (a Warm) String() string  { return "warm " + a.Peer.String() }
+func (a AskJoin) String() string {
+	return fmt.Sprintf("ask to join as %s, linked with epoch %d", a.Peer, a.Epoch)
+}
 func (a UnaskJoin) String() string { return "take back the wish to join as " + a.Peer.String() }
 func (a Evicted) String() string   { return "evicted: " + a.View.String() }
 func (a Isolated) String() string  { return "isolated: " + a.Why }

@@ -478,7 +478,11 @@ func (m *Machine) propose() {
 		}
 	}
 	in := m.waiting(func(l *life) bool { return m.cfg.AutoAdmit || l.admit })
-	want := len(stay) > 0 && len(out)+len(in) > 0 // what nobody stays in is no view, and nobody would be left to decide on one
+	if len(stay) == 0 { // nobody would be left to decide: whatever is said of this life, it is here
+		stay = []int{m.me.Slot}
+		out = slices.DeleteFunc(out, func(s int) bool { return s == m.me.Slot })
+	}
+	want := len(out)+len(in) > 0
 	if want && !m.wanted {
 		m.wantedAt = m.now
 	}

@@ -149,12 +149,8 @@ func (w *sim) step(p *proc, ev Event) {
 	if !p.alive || w.err != nil {
 		return
 	}
-	if a, ok := ev.(Proposed); ok {
-		if !p.answered {
-			w.fail("%v: answer without a question", p.me)
-		}
+	if _, ok := ev.(Proposed); ok {
 		p.answered = false
-		_ = a
 	}
 	if _, ok := ev.(Tick); ok {
 		p.now++
@@ -165,6 +161,13 @@ func (w *sim) step(p *proc, ev Event) {
 		w.fail("%v went back from epoch %d to %d", p.me, was, p.m.View().Epoch)
 	}
 	w.do(p, acts)
+	v := p.m.View()
+	if v.Epoch > uint64(len(w.history)) || !w.history[v.Epoch-1].Equal(v) {
+		w.fail("%v holds %v, which was never in the store", p.me, v)
+	}
+	if p.m.Member() && (!v.Has(p.me.Slot, p.me.Incarnation) || p.last != v.Epoch) {
+		w.fail("%v is a member of %v and entered epoch %d last", p.me, v, p.last)
+	}
 }
 
 func (w *sim) do(p *proc, acts []Action) {
@@ -177,9 +180,7 @@ func (w *sim) do(p *proc, acts []Action) {
 			switch {
 			case p.cas != nil || p.answered:
 				w.fail("%v proposes while a proposal is unanswered", p.me)
-			case p.out || p.removed && slices.ContainsFunc(w.history, func(v View) bool {
-				return v.Epoch <= a.Old.Epoch && v.at(p.me.Slot).Left > 0 && !v.Has(p.me.Slot, p.me.Incarnation) && v.Epoch <= p.m.View().Epoch && p.wasIn && v.Epoch >= p.last
-			}):
+			case p.out:
 				w.fail("%v proposes after it was evicted", p.me)
 			case !p.m.Member() || !a.Old.Has(p.me.Slot, p.me.Incarnation):
 				w.fail("%v proposes and is no member", p.me)
@@ -288,7 +289,7 @@ func (w *sim) heal(p, q *proc) {
 func (w *sim) kill(p *proc) {
 	p.alive, p.mail, p.probes = false, nil, nil
 	if p.cas != nil {
-		w.limbo = append(w.limbo, *p.cas)
+		w.limbo = append(slices.Clip(w.limbo), *p.cas)
 		p.cas = nil
 	}
 	for _, q := range w.procs {
@@ -322,7 +323,7 @@ func (w *sim) rejoin(p *proc, n int) *proc {
 	w.procs = append(w.procs, q)
 	for i, r := range w.procs {
 		if r.alive && w.cut[w.pair(p, r)] && i != len(w.procs)-1 {
-			w.cut[w.pair(q, r)] = true // the same cable
+			w.cut[w.pair(q, r)], q.accused = true, true // the same cable
 		}
 	}
 	w.present(q)
@@ -502,6 +503,7 @@ func (w *sim) settle(quiet int) {
 		for _, p := range w.procs {
 			if p.alive {
 				w.tick(p)
+				busy = busy || p.m.Pending()
 			}
 		}
 		w.log = log
@@ -546,24 +548,20 @@ func (w *sim) converge() {
 		w.write(c) // late, and harmless
 	}
 	w.limbo = nil
-	w.settle(w.cfg.Window + 3)
-	v := w.current()
-	var members []*proc
-	for _, p := range w.procs {
-		if p.alive && v.Has(p.me.Slot, p.me.Incarnation) {
-			members = append(members, p)
+	var v View
+	for { // let in all that wait; of those that cannot reach each other some go again, and others wait for their slots
+		w.settle(2*w.cfg.Window + 3)
+		if v = w.current(); w.err != nil {
+			return
 		}
-	}
-	if w.err != nil || len(members) == 0 {
-		return // nobody is left who could decide
-	}
-	for _, p := range members {
-		w.step(p, Admit{})
-		break
-	}
-	w.settle(w.cfg.Window + 3)
-	if v = w.current(); w.err != nil {
-		return
+		i := slices.IndexFunc(w.procs, func(p *proc) bool { return p.alive && v.Has(p.me.Slot, p.me.Incarnation) })
+		if i < 0 {
+			return // nobody is left who could decide
+		}
+		w.step(w.procs[i], Admit{})
+		if !w.procs[i].m.Pending() {
+			break
+		}
 	}
 	for _, s := range v.Active() {
 		p := w.life(Peer{s, v.Slots[s].Incarnation})
@@ -585,7 +583,7 @@ func (w *sim) converge() {
 		case !in && (p.m.Member() || !p.out && p.wasIn):
 			w.fail("at the end %v does not know that it is not in %v", p.me, v)
 		case !in && !p.out:
-			free := v.at(p.me.Slot).Incarnation == 0
+			free := v.at(p.me.Slot).Incarnation == 0 && !p.condemned
 			for _, q := range w.procs {
 				if v.Has(q.me.Slot, q.me.Incarnation) && w.cut[w.pair(p, q)] || q != p && q.alive && !q.out && q.me.Slot == p.me.Slot {
 					free = false
@@ -672,7 +670,7 @@ func (w *sim) key() uint64 {
 		peer(p.me)
 		flag(p.alive, p.away, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.accused, p.cas != nil)
 		if p.cas != nil {
-			b = append(append(b, c(p).Old.Encode()...), c(p).New.Encode()...)
+			b = append(append(b, p.cas.Old.Encode()...), p.cas.New.Encode()...)
 		}
 		num(p.ask, p.last)
 		if p.report != nil {
@@ -683,8 +681,12 @@ func (w *sim) key() uint64 {
 		}
 		peer(p.probes...)
 		var letters []string
+		place := map[string]int{} // order counts within a lane only
 		for _, m := range p.mail {
-			letters = append(letters, fmt.Sprintf("%T%v/%s/%d", m.ev, m.ev, m.lane, max(m.due-p.now, 0)))
+			if m.lane != "" {
+				place[m.lane]++
+			}
+			letters = append(letters, fmt.Sprintf("%T%v/%s/%d/%d", m.ev, m.ev, m.lane, place[m.lane], max(m.due-p.now, 0)))
 		}
 		sort.Strings(letters)
 		for _, l := range letters {
@@ -724,5 +726,3 @@ func (w *sim) key() uint64 {
 	}
 	return maphash.Bytes(seed, b)
 }
-
-func c(p *proc) *Propose { return p.cas }

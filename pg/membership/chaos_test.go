@@ -1,0 +1,171 @@
+package membership
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// chaos lets everything happen that can, as pick (a number below n) says, and after each round of faults has the world converge.
+func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any)) error {
+	n := 2 + pick(4)
+	cfg := Config{Window: []int{0, 1, 2, 4}[pick(4)], Retry: 1 + pick(2), AutoAdmit: pick(2) == 0, Proposers: pick(3), MaxSize: n + pick(2)}
+	say("%d ranks, %+v", n, cfg)
+	w := newSim(n, cfg, log)
+	w.settle(1)
+	lives := make([]int, cfg.MaxSize) // of each slot, how many there were
+	for i := range n {
+		lives[i] = 1
+	}
+	for range 1 + pick(3) {
+		faults := pick(12)
+		for steps := 40 + pick(120); steps > 0 && w.err == nil; steps-- {
+			var alive []*proc
+			for _, p := range w.procs {
+				if p.alive {
+					alive = append(alive, p)
+				}
+			}
+			if len(alive) == 0 {
+				break
+			}
+			p, q := alive[pick(len(alive))], alive[pick(len(alive))]
+			kind := pick(16)
+			if kind >= 13 && faults == 0 {
+				kind = pick(13)
+			}
+			switch {
+			case kind < 7:
+				if ds := p.deliverable(); len(ds) > 0 {
+					i := ds[pick(len(ds))]
+					m := p.mail[i]
+					_, once := m.ev.(Proposed)
+					if _, ok := m.ev.(Probed); ok {
+						once = true
+					}
+					w.deliver(p, i, !once && pick(4) == 0)
+				}
+			case kind < 9:
+				if p.cas != nil && p.away {
+					w.cas(p, []int{casLost, casLate}[pick(2)])
+				} else if p.cas != nil {
+					fate := casAnswer
+					if faults > 0 && pick(3) == 0 {
+						fate = pick(casFates)
+					}
+					w.cas(p, fate)
+				} else if len(w.limbo) > 0 {
+					i := pick(len(w.limbo))
+					c := w.limbo[i]
+					w.limbo = slices.Delete(slices.Clone(w.limbo), i, i+1)
+					w.write(c)
+				}
+			case kind < 10:
+				if len(p.probes) > 0 {
+					w.answer(p, []Verdict{w.truth(p), VerdictUnknown}[pick(2)])
+				}
+			case kind < 12:
+				w.tick(p)
+			case kind == 12:
+				switch pick(3) {
+				case 0:
+					w.step(p, Admit{})
+				case 1:
+					if p.out && p.alive {
+						say("%v rejoins", p.me)
+						lives[p.me.Slot]++
+						w.rejoin(p, lives[p.me.Slot])
+					}
+				case 2:
+					w.storeBack(p)
+				}
+			default:
+				faults--
+				switch f := pick(10); {
+				case f < 2:
+					say("kill %v", p.me)
+					w.kill(p)
+				case f < 5: // a new life, in place of one that is dead or beside one that lives: who starts processes may be wrong
+					slot := pick(cfg.MaxSize)
+					if lives[slot] < 6 {
+						lives[slot]++
+						say("start %d/%x", slot, incarnation(slot, lives[slot]))
+						w.start(Peer{slot, incarnation(slot, lives[slot])}, w.history[len(w.history)-1-pick(min(len(w.history), 3))])
+					}
+				case f < 7:
+					if p != q && !w.cut[w.pair(p, q)] {
+						side := pick(3)
+						say("cut %v %v, side %d", p.me, q.me, side)
+						w.sever(p, q, side != 1, side != 0)
+					}
+				case f < 8:
+					if p != q {
+						say("heal %v %v", p.me, q.me)
+						w.heal(p, q)
+					}
+				case f < 9:
+					say("store away from %v", p.me)
+					w.storeAway(p)
+				default:
+					if p == q {
+						say("lease of %v expires", p.me)
+						w.expire(p)
+					} else if pick(2) == 0 {
+						say("%v finds %v stuck", p.me, q.me)
+						q.condemned = true
+						w.step(p, Missed{q.me})
+					} else if s := q.me.Slot; p.m.View().Has(s, q.me.Incarnation) {
+						say("%v evicts %v", p.me, q.me)
+						q.condemned = true
+						w.step(p, Evict{s})
+					}
+				}
+			}
+		}
+		say("converge")
+		w.converge()
+		for i, p := range w.procs { // who has all links again is above suspicion
+			p.accused = false
+			for j, q := range w.procs {
+				p.accused = p.accused || i != j && q.alive && w.cut[w.pair(p, q)]
+			}
+		}
+	}
+	return w.err
+}
+
+// TestChaosFound has rapid look for a history that breaks an invariant, and shrink it.
+func TestChaosFound(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		if err := chaos(func(n int) int { return rapid.IntRange(0, n-1).Draw(t, "pick") }, nil, func(string, ...any) {}); err != nil {
+			t.Fatal(err)
+		}
+	})
+}
+
+// TestChaosSeeds runs many histories, and tells the story of one that went wrong.
+func TestChaosSeeds(t *testing.T) {
+	runs := uint64(20000)
+	if testing.Short() {
+		runs = 2000
+	}
+	if n, err := strconv.ParseUint(os.Getenv("CHAOS_RUNS"), 10, 64); err == nil {
+		runs = n
+	}
+	for seed := range runs {
+		run := func(log func(Peer, string), say func(string, ...any)) error {
+			return chaos(rand.New(rand.NewPCG(seed, 7)).IntN, log, say)
+		}
+		if err := run(nil, func(string, ...any) {}); err != nil {
+			var b strings.Builder
+			_ = run(func(who Peer, what string) { fmt.Fprintf(&b, "    %v: %s\n", who, what) }, func(f string, a ...any) { fmt.Fprintf(&b, f+"\n", a...) })
+			t.Fatalf("seed %d: %v\n%s", seed, err, b.String())
+		}
+	}
+}
