@@ -240,7 +240,7 @@ func (e env) local(l *Launch, k launcher, sizeName string) error {
 		}
 	}
 	switch {
-	case localName != "" && size > l.Size:
+	case localName != "" && size > max(l.Size, l.MaxSize):
 		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", localName, size, sizeName, l.Size)
 	case rankName != "" && localName != "" && rank >= size:
 		return fmt.Errorf("environment: %s=%d contradicts %s=%d: local ranks are 0..%d", rankName, rank, localName, size, size-1)

@@ -386,6 +386,9 @@ func (s *etcdStore) Put(ctx context.Context, key string, value []byte, lease boo
 }
 
 func (s *etcdStore) Create(ctx context.Context, key string, value []byte, lease bool) error {
+	if value == nil {
+		value = []byte{}
+	}
 	return s.swap(ctx, "create", key, clientv3.Compare(clientv3.CreateRevision(s.prefix+key), "=", 0), value, lease)
 }
 
@@ -402,7 +405,11 @@ func (s *etcdStore) swap(ctx context.Context, op, key string, is clientv3.Cmp, v
 		return err
 	}
 	return s.do(ctx, op, key, lease, func(ctx context.Context) error {
-		r, err := s.c.Txn(ctx).If(is).Then(clientv3.OpPut(s.prefix+key, string(value), s.options(lease)...)).Else(clientv3.OpGet(s.prefix + key)).Commit()
+		then := clientv3.OpDelete(s.prefix + key)
+		if value != nil {
+			then = clientv3.OpPut(s.prefix+key, string(value), s.options(lease)...)
+		}
+		r, err := s.c.Txn(ctx).If(is).Then(then).Else(clientv3.OpGet(s.prefix + key)).Commit()
 		if err != nil || r.Succeeded {
 			return err
 		}

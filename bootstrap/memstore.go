@@ -162,6 +162,9 @@ func (h *memHandle) Put(ctx context.Context, key string, value []byte, lease boo
 }
 
 func (h *memHandle) Create(ctx context.Context, key string, value []byte, lease bool) error {
+	if value == nil {
+		value = []byte{}
+	}
 	return h.swap(ctx, "create", key, nil, value, lease)
 }
 
@@ -180,7 +183,11 @@ func (h *memHandle) swap(ctx context.Context, op, key string, old, new []byte, l
 	if v, ok := h.m.values[key]; ok != (old != nil) || !bytes.Equal(v.b, old) {
 		return &ConflictError{Key: key, Current: bytes.Clone(v.b)}
 	}
-	h.m.set(key, new, h.owner(lease))
+	if new == nil {
+		h.m.remove(key)
+	} else {
+		h.m.set(key, new, h.owner(lease))
+	}
 	return nil
 }
 

@@ -23,7 +23,7 @@ type Store interface {
 	Get(ctx context.Context, key string) ([]byte, error)
 	// List returns the keys that begin with prefix ("ranks/") and their values.
 	List(ctx context.Context, prefix string) (map[string][]byte, error)
-	// CompareAndSwap replaces old by new, without a lease, in one step; else it returns a *ConflictError with the value that is there. A nil old means that key must not exist.
+	// CompareAndSwap replaces old by new, without a lease, in one step; else it returns a *ConflictError with the value that is there. A nil old means that key must not exist, a nil new removes it.
 	CompareAndSwap(ctx context.Context, key string, old, new []byte) error
 	// Delete removes key; it is no error if there is none.
 	Delete(ctx context.Context, key string) error

@@ -108,9 +108,15 @@ func TestStoreOperations(t *testing.T) {
 		conflict(s.CompareAndSwap(ctx, "a", []byte("0"), []byte("2")), []byte("1"))
 		ok(o.CompareAndSwap(ctx, "a", []byte("1"), []byte("2")))
 		conflict(s.CompareAndSwap(ctx, "b", []byte("1"), []byte("2")), nil)
-		ok(s.CompareAndSwap(ctx, "b", nil, nil))
+		ok(s.CompareAndSwap(ctx, "b", nil, []byte{}))
 		conflict(o.Create(ctx, "b", nil, false), []byte{})
 		ok(s.CompareAndSwap(ctx, "b", []byte{}, []byte("3")))
+		conflict(s.CompareAndSwap(ctx, "b", []byte("4"), nil), []byte("3"))
+		ok(s.CompareAndSwap(ctx, "b", []byte("3"), nil))
+		if _, err := o.Get(ctx, "b"); !errors.Is(err, bootstrap.ErrNoKey) {
+			t.Errorf("a key that was removed: %v", err)
+		}
+		ok(s.Create(ctx, "b", []byte("3"), false))
 		ok(s.Put(ctx, "d/1", []byte("x"), true))
 		ok(o.Put(ctx, "d/2", nil, false))
 		ok(o.Put(ctx, "d/2", []byte("y"), false))

@@ -115,6 +115,7 @@ type peer struct {
 	link     Link     // nil: none yet, or err
 	err      error    // the peer is gone, until Relink or Vacate says otherwise
 	vacant   bool     // any incarnation may link itself
+	was      error    // err before Relink, until there is a link
 	bye      bool     // it said goodbye first
 	sendErr  error    // sending failed; what has arrived is still read, then the link goes down
 	dialing  bool
@@ -275,7 +276,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	if pr.stop != nil {
 		pr.stop() // our own dialling lost
 	}
-	pr.id, pr.link, pr.err, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, false, false, nil, false, false, nil, time.Time{}
+	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, nil, false, false, nil, false, false, nil, time.Time{}
 	p.links = append(p.links, pr)
 	pr.counts.transport = transport
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
@@ -385,7 +386,7 @@ func (p *Proxy) Vacate(rank int, why error) {
 	if pr.stop != nil {
 		pr.stop()
 	}
-	pr.err, pr.vacant, pr.id, pr.since, pr.admitted = why, true, Identity{}, time.Time{}, time.Time{}
+	pr.err, pr.was, pr.vacant, pr.id, pr.since, pr.admitted = why, nil, true, Identity{}, time.Time{}, time.Time{}
 	p.wakeAll()
 }
 
@@ -397,6 +398,7 @@ func (p *Proxy) Relink(rank int) {
 	if pr.link != nil || pr.dialing {
 		return
 	}
+	pr.was = pr.err
 	pr.err, pr.vacant, pr.since = nil, false, time.Now().Add(-politeness)
 	p.connect(pr)
 }
@@ -408,13 +410,18 @@ func (p *Proxy) Expect(rank int, incarnation uint64) {
 	if pr := &p.peers[rank]; pr.link == nil && rank != p.cfg.Self.Rank {
 		pr.id = Identity{Rank: rank, Incarnation: incarnation}
 		if pr.vacant {
-			pr.err, pr.vacant = nil, false
+			pr.err, pr.was, pr.vacant = nil, nil, false
 		}
 	}
 }
 
-// Down returns why rank cannot be reached, nil while it can or may be. With the lock.
-func (p *Proxy) Down(rank int) error { return p.peers[rank].err }
+// Down returns why rank cannot be reached, nil while it can, or may be and never failed to. With the lock.
+func (p *Proxy) Down(rank int) error {
+	if pr := &p.peers[rank]; pr.err == nil {
+		return pr.was
+	}
+	return p.peers[rank].err
+}
 
 // Progress polls once, or gives way and sleeps as long waits do, and returns nil when the caller should look again at what it waits for, or why w must not
 // wait any longer. With the lock, which it may give up meanwhile.

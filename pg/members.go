@@ -265,9 +265,33 @@ func (ms *members) enter(a membership.Enter) {
 			j.proxy.Vacate(r, fmt.Errorf("%s: %w", strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error()), p2p.ErrPeerGone))
 		}
 	}
+	// The dead one's record need not wait for the end of its lease: whoever replaces it may have the slot.
+	if active := a.View.Active(); slices.Index(active, ms.self.Slot) < 2 {
+		for _, r := range a.Removed {
+			if r < len(old.Slots) && old.Slots[r].Incarnation != 0 {
+				ms.aside(func() { ms.clear(r, old.Slots[r].Incarnation) })
+			}
+		}
+	}
 	for _, r := range a.Added {
 		if r != ms.self.Slot {
 			j.proxy.Expect(r, a.View.Slots[r].Incarnation)
+		}
+	}
+}
+
+// clear removes the record of a life that is over.
+func (ms *members) clear(slot int, incarnation uint64) {
+	ctx, cancel := context.WithTimeout(ms.ctx, storeWait)
+	defer cancel()
+	key := bootstrap.RankKey(slot)
+	b, err := ms.j.directory().Get(ctx, key)
+	if err != nil {
+		return
+	}
+	if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Incarnation == incarnation {
+		if err := ms.j.directory().CompareAndSwap(ctx, key, b, nil); err != nil && !errors.Is(err, bootstrap.ErrConflict) {
+			ms.j.log.Debug("a lost rank's record stays until its lease ends", "err", err)
 		}
 	}
 }

@@ -46,10 +46,10 @@ func ParseOnFailure(s string) (OnFailure, error) {
 var errMoved = errors.New("the group goes on without it")
 
 // A channel of collectives has an epoch of its own for each view of the group and each attempt to go on in that view.
-const maxAttempts = 1 << 4
+const maxAttempts = 1 << 6
 
 func channelEpoch(epoch, attempt uint64) uint32 {
-	return uint32(epoch*maxAttempts + attempt%maxAttempts)
+	return uint32(epoch*maxAttempts + attempt)
 }
 
 // members of the group in the job's view: their slots, and the epoch of that for this group. With the proxy's lock, as most of this file.
@@ -176,7 +176,7 @@ func (g *Group) move(mine membership.Standing, again bool) error {
 		attempt := uint64(0)
 		down := g.down(active)
 		switch {
-		case down >= 0 || epoch < g.must || epoch < g.epoch:
+		case down >= 0 || epoch < g.must || epoch == g.epoch && broken && g.attempt+1 == maxAttempts:
 			if err := g.linger(down); err != nil {
 				return err
 			}

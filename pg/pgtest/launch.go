@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -38,6 +39,7 @@ type process struct {
 	writers [2]*lineWriter // of its standard output and error: one and the same unless the output is kept
 	output  bytes.Buffer   // kept
 	verdict string
+	second  bool          // life of its rank
 	err     error         // of Start or Wait
 	done    chan struct{} // closed when all of the above is final
 
@@ -50,11 +52,11 @@ type process struct {
 func (l *launch) run() []*process {
 	l.t.Helper()
 	ranks := make([]*process, l.n)
-	gone := make(chan *process, l.n)
+	gone := make(chan *process, 2*l.n)
 	for r := range ranks {
 		ranks[r] = l.prepare(r)
 	}
-	for _, p := range ranks {
+	begin := func(p *process) {
 		go func() {
 			// A process that dies with its parent dies with the thread that started it: that thread must not end before.
 			runtime.LockOSThread()
@@ -64,6 +66,10 @@ func (l *launch) run() []*process {
 			gone <- p
 		}()
 	}
+	for _, p := range ranks {
+		begin(p)
+	}
+	all := slices.Clone(ranks)
 	var failed *process // the first
 	began := time.Now()
 	timer := time.NewTimer(l.limit)
@@ -75,6 +81,13 @@ func (l *launch) run() []*process {
 			if failed == nil && l.fault(p) != "" {
 				failed = p
 				timer.Reset(max(0, min(grace, l.limit-time.Since(began))))
+			} else if failed == nil && l.o.replace[p.rank] && !p.second {
+				again := l.prepare(p.rank)
+				again.second = true
+				again.cmd.Env = append(again.cmd.Env, secondVariable+"=1")
+				all = append(all, again)
+				left++
+				begin(again)
 			}
 		case <-timer.C:
 			why := fmt.Sprintf("was still running after %v", time.Since(began).Round(time.Millisecond))
@@ -82,17 +95,17 @@ func (l *launch) run() []*process {
 				why = fmt.Sprintf("was still running when rank %d had failed and %v had passed", failed.rank, grace)
 			}
 			patience, cancel := context.WithTimeout(context.Background(), stacksTime)
-			for _, p := range ranks {
+			for _, p := range all {
 				p.mark(why)
 			}
-			for _, p := range ranks {
+			for _, p := range all {
 				p.end(patience.Done())
 			}
 			cancel()
 		}
 	}
 	bad := false
-	for _, p := range ranks {
+	for _, p := range all {
 		if f := l.fault(p); f != "" {
 			bad = true
 			l.t.Errorf("rank %d %s", p.rank, f)
@@ -210,6 +223,7 @@ func (l *launch) fault(p *process) string {
 	}
 	status, _ := state.Sys().(syscall.WaitStatus)
 	want, expected := l.o.expect[p.rank]
+	expected = expected && !p.second
 	how := state.String()
 	switch {
 	case status.Signaled():

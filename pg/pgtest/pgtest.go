@@ -54,6 +54,8 @@ type options struct {
 	env       []string
 	timeout   time.Duration
 	expect    map[int]syscall.Signal
+	replace   map[int]bool
+	extend    int
 }
 
 // Config gives what Join, or Local, is called with. Its Size, Rank, Job, Store and Secret are pgtest's to set and ignored. Exec does not take it.
@@ -81,9 +83,25 @@ func Expect(rank int, s syscall.Signal) Option {
 	return func(o *options) { o.expect[rank] = s }
 }
 
+// Replace says that a rank which dies as Expect says is started again, once: its function runs from the beginning, with the group that the new life has joined (see
+// Second). That one is to pass. RunLocal does not take it.
+func Replace(rank int) Option {
+	return func(o *options) { o.replace[rank] = true }
+}
+
+// Extend starts k ranks more, of numbers n and above, which join the running group when its ranks let them in. RunLocal does not take it.
+func Extend(k int) Option {
+	return func(o *options) { o.extend = k }
+}
+
+// Second reports whether this process is a rank's second life: see Replace.
+func Second() bool { return os.Getenv(secondVariable) != "" }
+
+const secondVariable = "TUTTI_PGTEST_SECOND"
+
 func collect(t *testing.T, n int, opts []Option) *options {
 	t.Helper()
-	o := &options{timeout: DefaultTimeout, expect: map[int]syscall.Signal{}}
+	o := &options{timeout: DefaultTimeout, expect: map[int]syscall.Signal{}, replace: map[int]bool{}}
 	for _, f := range opts {
 		f(o)
 	}
@@ -94,6 +112,14 @@ func collect(t *testing.T, n int, opts []Option) *options {
 		if r < 0 || r >= n {
 			t.Fatalf("pgtest: Expect for rank %d of %d", r, n)
 		}
+	}
+	for r := range o.replace {
+		if _, ok := o.expect[r]; !ok {
+			t.Fatalf("pgtest: Replace for rank %d, which Expect does not say is to die", r)
+		}
+	}
+	if o.extend > 0 {
+		o.config.MaxSize = max(o.config.MaxSize, n+o.extend)
 	}
 	for _, v := range o.env {
 		if i := strings.IndexByte(v, '='); i < 1 {
@@ -130,7 +156,10 @@ func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option
 	limit := o.limit(t)
 	coverage := newCoverage(t)
 	defer coverage.collect(t)
-	l := launch{t: t, n: n, o: o, limit: limit, directory: startDirectory, environment: environment(n, address, secret, o)}
+	l := launch{t: t, n: n + o.extend, o: o, limit: limit, directory: startDirectory, environment: environment(n, address, secret, o)}
+	if o.extend > 0 {
+		l.environment = append(l.environment, fmt.Sprintf("TUTTI_MAX_SIZE=%d", n+o.extend), fmt.Sprintf("TUTTI_LOCAL_SIZE=%d", n+o.extend), fmt.Sprintf("LOCAL_WORLD_SIZE=%d", n+o.extend))
+	}
 	l.environment = append(l.environment, markVariable+"="+strconv.Itoa(call)+"/"+t.Name())
 	l.argv = func(rank int) []string {
 		return append(append([]string{executable(t)}, testFlags(t, limit, coverage.directory(t, rank))...), otherArguments(os.Args[1:])...)
@@ -180,7 +209,7 @@ func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
 func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
 	t.Helper()
 	o := collect(t, n, opts)
-	if o.env != nil || len(o.expect) > 0 {
+	if o.env != nil || len(o.expect) > 0 || o.extend > 0 {
 		t.Fatal("pgtest: RunLocal has no processes for the options Env and Expect")
 	}
 	if self != nil {

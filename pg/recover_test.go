@@ -1,0 +1,307 @@
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+// holes runs every collective among the active ranks of g and checks the results, and that inactive ranks' parts are left as they were.
+func holes(t *testing.T, g *pg.Group, count int) error {
+	ctx := t.Context()
+	me := g.Rank()
+	x := make([]float64, count)
+	for i := range x {
+		x[i] = float64(me + 1)
+	}
+	if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
+		return err
+	}
+	active, n := g.View().Active, g.Size() // the operation may have begun in another view than the one before
+	sum := 0.0
+	for _, r := range active {
+		sum += float64(r + 1)
+	}
+	all := make([]int64, n*count)
+	for i := range all {
+		all[i] = -1
+	}
+	mine := make([]int64, count)
+	for i := range mine {
+		mine[i] = int64(me*count + i)
+	}
+	if err := pg.AllGather(ctx, g, all, mine); err != nil {
+		return err
+	}
+	src, part := make([]int64, n*count), make([]int64, count)
+	for i := range src {
+		src[i] = int64(i)
+	}
+	if err := pg.ReduceScatter(ctx, g, part, src, pg.Sum); err != nil {
+		return err
+	}
+	from := make([]int64, n*count)
+	for i := range from {
+		from[i] = -1
+	}
+	if err := pg.AllToAll(ctx, g, from, src); err != nil {
+		return err
+	}
+	in := map[int]bool{}
+	for _, r := range active {
+		in[r] = true
+	}
+	for i := range count {
+		if x[i] != sum {
+			return fmt.Errorf("allreduce: element %d is %g, want %g among %v", i, x[i], sum, active)
+		}
+		if want := int64(len(active) * (me*count + i)); part[i] != want {
+			return fmt.Errorf("reduce-scatter: element %d is %d, want %d", i, part[i], want)
+		}
+	}
+	for i, v := range all {
+		want, theirs := int64(i), int64(me*count+i%count)
+		if !in[i/count] {
+			want, theirs = -1, -1
+		}
+		if v != want || from[i] != theirs {
+			return fmt.Errorf("element %d of rank %d: allgather %d, want %d; alltoall %d, want %d", i, i/count, v, want, from[i], theirs)
+		}
+	}
+	return nil
+}
+
+// lostRank returns the rank that err says was lost, -1 if it says nothing like that.
+func lostRank(err error) int {
+	var lost *pg.RankError
+	if errors.As(err, &lost) {
+		return lost.Rank
+	}
+	return -1
+}
+
+// Survivors of a kill go on by themselves, among themselves, and nobody is renumbered.
+func TestShrink(t *testing.T) {
+	for _, tr := range transports {
+		for _, count := range []int{7, 50_000} {
+			t.Run(fmt.Sprintf("%s/%d", tr, count), func(t *testing.T) {
+				pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+					for range 5 {
+						if err := holes(t, g, count); err != nil {
+							t.Fatal(err)
+						}
+					}
+					if g.Rank() == 2 {
+						pgtest.Kill(t)
+					}
+					for range 3 {
+						err := holes(t, g, count)
+						if lostRank(err) == 2 {
+							continue
+						}
+						if err != nil {
+							t.Fatal(err)
+						}
+					}
+					if err := g.Barrier(t.Context()); err != nil && lostRank(err) != 2 {
+						t.Fatal(err)
+					}
+					if v := g.View(); fmt.Sprint(v.Active) != "[0 1 3]" || g.Size() != 4 || v.Epoch < 2 {
+						t.Errorf("the view is %v, size %d", v, g.Size())
+					}
+				}, pgtest.Transport(tr), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}), pgtest.Expect(2, syscall.SIGKILL))
+			})
+		}
+	}
+}
+
+// By default the group waits for Recover.
+func TestRecover(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 0 {
+			pgtest.Kill(t)
+		}
+		for i := range 3 {
+			if err := g.Barrier(t.Context()); lostRank(err) != 0 {
+				t.Fatalf("barrier %d: %v", i, err)
+			}
+		}
+		if err := g.Recover(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for range 3 {
+			if err := holes(t, g, 1000); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if v := g.View(); fmt.Sprint(v.Active) != "[1 2]" {
+			t.Errorf("the view is %v", v)
+		}
+	}, pgtest.Transport("shm"), pgtest.Expect(0, syscall.SIGKILL))
+}
+
+// An operation whose inputs are intact runs again by itself: with Uniform, whoever dies when, the survivors see no error but where their inputs were lost.
+func TestRetry(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		for round := range 200 {
+			if round == 50+20*g.Rank() && g.Rank() < 2 {
+				pgtest.Kill(t)
+			}
+			src, dst := []int64{int64(round), 1 << g.Rank()}, make([]int64, 2)
+			w := g.Start(pg.AllReduceOp{Dst: pg.BufferOf(dst), Src: pg.BufferOf(src), Op: pg.Sum})
+			if err := w.Wait(ctx); err != nil {
+				t.Fatalf("round %d: %v", round, err)
+			}
+			who, n := dst[1], int64(0)
+			for b := who; b > 0; b &= b - 1 {
+				n++
+			}
+			if dst[0] != n*int64(round) || who&12 != 12 {
+				t.Fatalf("round %d: %v", round, dst)
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Retry, Uniform: true}), pgtest.Expect(0, syscall.SIGKILL), pgtest.Expect(1, syscall.SIGKILL))
+}
+
+// A replacement walks in at a step boundary, and sends and receives as its predecessor did.
+func TestReplacement(t *testing.T) {
+	for _, tr := range transports {
+		t.Run(tr, func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				if !pgtest.Second() {
+					if err := holes(t, g, 100); err != nil {
+						t.Fatal(err)
+					}
+					if g.Rank() == 1 {
+						pgtest.Kill(t)
+					}
+					for admitted := 0; admitted == 0; {
+						err := g.Barrier(ctx)
+						if err == nil {
+							admitted, err = g.Admit(ctx)
+						}
+						if err != nil && lostRank(err) != 1 {
+							t.Fatal(err)
+						}
+					}
+				}
+				if v := g.View(); fmt.Sprint(v.Active) != "[0 1 2]" {
+					t.Errorf("the view is %v", v)
+				}
+				for range 5 {
+					if err := holes(t, g, 5000); err != nil {
+						t.Fatal(err)
+					}
+				}
+				x := []int{g.Rank()}
+				if err := pg.Send(ctx, g, x, (g.Rank()+1)%3, 7); err != nil {
+					t.Fatal(err)
+				}
+				if _, err := pg.Recv(ctx, g, x, (g.Rank()+2)%3, 7); err != nil || x[0] != (g.Rank()+2)%3 {
+					t.Fatal(x, err)
+				}
+				if ok, err := g.Agree(ctx, true); !ok || err != nil {
+					t.Error(ok, err)
+				}
+				if ok, err := g.Agree(ctx, g.Rank() != 1); ok || err != nil {
+					t.Error(ok, err)
+				}
+			}, pgtest.Transport(tr), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Replace(1))
+		})
+	}
+}
+
+// New ranks join a running group, by themselves, between two operations.
+func TestAutoAdmit(t *testing.T) {
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		for round := 0; ; round++ {
+			x := []int64{1, int64(g.Size())}
+			if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil {
+				t.Fatal(err)
+			}
+			if x[0] == 4 {
+				break
+			}
+		}
+		for range 3 {
+			if err := holes(t, g, 300); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if g.Size() != 4 {
+			t.Errorf("size %d", g.Size())
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{AutoAdmit: true}), pgtest.Extend(2))
+}
+
+// Abort ends what is under way here at once, and the others learn of it.
+func TestAbort(t *testing.T) {
+	cause := errors.New("enough")
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		if err := g.Barrier(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 0 {
+			w := g.Start(pg.BarrierOp{})
+			g.Abort(cause)
+			if err := w.Wait(context.Background()); !errors.Is(err, pg.ErrAborted) || !errors.Is(err, cause) {
+				t.Error(err)
+			}
+		}
+		for range 2 {
+			if err := g.Barrier(t.Context()); !errors.Is(err, pg.ErrAborted) {
+				t.Errorf("got %v", err)
+			}
+		}
+	}, pgtest.Transport("shm"))
+}
+
+// A rank that is put out alive learns it, and comes back as another incarnation.
+func TestEvictAndRejoin(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 0 {
+			if err := g.Evict(ctx, 2); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if g.Rank() == 2 {
+			var err error
+			for err == nil || lostRank(err) >= 0 {
+				_, err = g.Admit(ctx)
+			}
+			if !errors.Is(err, pg.ErrEvicted) {
+				t.Fatal(err)
+			}
+			if g, err = g.Rejoin(ctx); err != nil {
+				t.Fatal(err)
+			}
+			defer g.Close()
+		} else {
+			for admitted := 0; admitted == 0; {
+				var err error
+				if admitted, err = g.Admit(ctx); err != nil && lostRank(err) != 2 {
+					t.Fatal(err)
+				}
+			}
+		}
+		if err := holes(t, g, 10); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
+}
