@@ -18,6 +18,7 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 	cfg := Config{Window: []int{0, 1, 2, 4}[pick(4)], Retry: 1 + pick(2), AutoAdmit: pick(2) == 0, Proposers: pick(3), MaxSize: n + pick(2)}
 	say("%d ranks, %+v", n, cfg)
 	w := newSim(n, cfg, log)
+	w.pick = pick
 	w.settle(1)
 	lives := make([]int, cfg.MaxSize) // of each slot, how many there were
 	for i := range n {

@@ -17,6 +17,7 @@ type sim struct {
 	cut     map[[2]int]bool // links that are broken, by indices of procs, lower first
 	limbo   []Propose       // writes that nobody waits for any more, and that may yet happen
 	err     error
+	pick    func(n int) int // which mail comes next when all is delivered; nil: the oldest
 	log     func(who Peer, what string)
 }
 
@@ -39,6 +40,7 @@ type proc struct {
 	wasIn     bool
 	removed   bool
 	out       bool // Evicted
+	isolated  bool
 	condemned bool // somebody wanted it out
 	accused   bool // a link to another that lived has been missing
 }
@@ -214,6 +216,12 @@ func (w *sim) do(p *proc, acts []Action) {
 			if !p.away {
 				w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 			}
+		case Isolated, Reunited:
+			_, is := a.(Isolated)
+			if is == p.isolated {
+				w.fail("%v says twice: %v", p.me, a)
+			}
+			p.isolated = is
 		case Evicted:
 			p.out = true
 			if v := w.current(); v.Has(p.me.Slot, p.me.Incarnation) {
@@ -533,7 +541,11 @@ func (w *sim) flush() {
 			case len(p.probes) > 0:
 				w.answer(p, w.truth(p))
 			case len(ds) > 0:
-				w.deliver(p, ds[0], false)
+				i := ds[0]
+				if w.pick != nil {
+					i = ds[w.pick(len(ds))]
+				}
+				w.deliver(p, i, false)
 			default:
 				continue
 			}
@@ -593,8 +605,19 @@ func (w *sim) converge() {
 				w.fail("at the end %v still waits to be let into %v", p.me, v)
 			}
 		}
-		if p.alive && p.m.Pending() {
+		if p.alive && (p.m.Pending() || p.isolated) {
 			w.fail("at the end %v still wants something", p.me)
+		}
+		if !in || !p.alive {
+			continue
+		}
+		if len(p.m.broken) != 0 || p.report != nil && len(p.report.Unreachable) != 0 {
+			w.fail("at the end %v still misses links: %v, %v", p.me, p.m.broken, p.report)
+		}
+		for q, l := range p.m.peers {
+			if q != p.me && (l.link == linkDown || l.link == linkUnknown && max(v.Slots[q.Slot].Since, v.Slots[p.me.Slot].Since) > 1) {
+				w.fail("at the end %v has no link to %v", p.me, q)
+			}
 		}
 	}
 }
@@ -668,7 +691,7 @@ func (w *sim) key() uint64 {
 	}
 	for _, p := range w.procs {
 		peer(p.me)
-		flag(p.alive, p.away, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.accused, p.cas != nil)
+		flag(p.alive, p.away, p.isolated, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.accused, p.cas != nil)
 		if p.cas != nil {
 			b = append(append(b, p.cas.Old.Encode()...), p.cas.New.Encode()...)
 		}
