@@ -10,6 +10,7 @@ import (
 	"tutti/collectives"
 	"tutti/kernels"
 	"tutti/p2p"
+	"tutti/pg/flight"
 )
 
 // call is one collective on one rank, checked and ready to run. It belongs to the group, one at a time.
@@ -36,8 +37,7 @@ func (c *call) synchronizes() bool {
 
 // token packs what all ranks must agree on. It travels in the header of every message of the call.
 func (c *call) token(seq uint64, algo collectives.Algo) p2p.Token {
-	t := p2p.Token{Seq: seq, Count: uint64(c.count),
-		Call: uint64(c.kind) | uint64(c.dtype)<<8 | uint64(c.op)<<16 | uint64(algo)<<24 | uint64(uint32(c.root))<<32}
+	t := p2p.Token{Seq: seq, Count: uint64(c.count), Call: uint64(flight.Pack(c.kind, c.dtype, c.op, algo, c.root))}
 	if c.kind == collectives.AllGatherV {
 		h := uint64(14695981039346656037) // FNV-1a over the counts
 		for _, n := range c.counts {
@@ -49,34 +49,7 @@ func (c *call) token(seq uint64, algo collectives.Algo) p2p.Token {
 }
 
 // spell turns a token back into words: "allreduce #12 (float32 sum, 1024 elements)".
-func spell(t p2p.Token) string {
-	kind, dtype, op, algo := collectives.Kind(t.Call), DType(t.Call>>8), Reduction(t.Call>>16), collectives.Algo(t.Call>>24)
-	s := fmt.Sprintf("%s #%d", kind, t.Seq)
-	if kind == collectives.Barrier {
-		return s
-	}
-	s += " (" + dtype.String()
-	if op != 0 {
-		s += " " + op.String()
-	}
-	switch kind {
-	case collectives.AllGatherV:
-		s += fmt.Sprintf(", counts with hash %08x", uint32(t.Count))
-	case collectives.AllToAllV:
-	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
-		s += fmt.Sprintf(", %d elements", t.Count)
-	default:
-		s += fmt.Sprintf(", %d elements a rank", t.Count)
-	}
-	switch kind {
-	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
-		s += fmt.Sprintf(", root %d", t.Call>>32)
-	}
-	if algo != collectives.Auto {
-		s += ", " + algo.String()
-	}
-	return s + ")"
-}
+func spell(t p2p.Token) string { return flight.Spell(t.Seq, flight.Call(t.Call), t.Count) }
 
 // check validates the arguments of a collective and fills g.cur. It looks at nothing that only this rank knows but the lengths of its own buffers.
 func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {

@@ -56,6 +56,11 @@ type Config struct {
 	AutoAdmit bool
 	// LeaseTTL is how long the store takes a silent rank for alive. Default 3 s.
 	LeaseTTL time.Duration
+	// LogDir is a directory for flight records. The last operations are recorded there in a file that outlives a killed process and goes at Close; a failed operation, and on Unix
+	// the signal SIGUSR1, which a program may use besides, has all that is known written to flight-rankN-….json. Default TUTTI_LOG_DIR, else the last operations are kept in memory alone, for tutti status.
+	LogDir string
+	// Metrics is an address, HOST:PORT, at which this rank serves Prometheus metrics as /metrics, to whoever reaches it. The port may be a range, in which each rank of a machine begins with its own, or 0. Default TUTTI_METRICS, else none.
+	Metrics string
 	// Logger gets what is worth knowing but is no error. Default: warnings and above to standard error; TUTTI_LOG=debug|info|warn|error sets the level.
 	Logger *slog.Logger
 }

@@ -13,6 +13,7 @@ import (
 
 	"tutti/collectives"
 	"tutti/p2p"
+	"tutti/pg/flight"
 	"tutti/pg/membership"
 )
 
@@ -62,6 +63,7 @@ type Group struct {
 
 	wait p2p.Wait
 	run  runner
+	tel  telemetry
 
 	queueMu sync.Mutex
 	queue   []*Work       // started, in order; the first is running
@@ -123,7 +125,7 @@ func newGroup(j *job, ranks []int, rank int, base uint32, lives []uint64, at mem
 	j.proxy.Lock()
 	j.groups[g] = struct{}{}
 	j.proxy.Unlock()
-	return g, nil
+	return g, j.watch(g)
 }
 
 // locate fills in what is known of the machines under the ranks: the same at all of them.
@@ -272,6 +274,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 		}
 	}
 	g.seq++
+	g.begin()
 	g.wait.Reset(ctx, g.job.timeout, lazy)
 	g.run.dirty = false
 	var err error
@@ -287,6 +290,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 		g.moving, g.must = true, g.epoch+1
 	}
 	g.cur.in, g.cur.out, g.cur.counts, g.cur.recvCounts = nil, nil, nil, nil
+	g.end(err)
 	return err
 }
 
@@ -339,6 +343,7 @@ func (g *Group) conclude(err error) error {
 			return bad
 		}
 		g.run.dirty = false
+		g.begin()
 		err = g.run.collective()
 		if err == nil && !s.Uniform {
 			return nil
@@ -377,6 +382,7 @@ func (g *Group) fail(err error) error {
 	g.coll.Forget()
 	g.run.fence()
 	g.run.hot = hot{}
+	g.failed(typed)
 	return typed
 }
 
@@ -563,6 +569,7 @@ type Work struct {
 	msg  *message // Send or Recv
 	err  error
 	done chan struct{}
+	at   int64 // when it was started, by the recorder's clock
 }
 
 // Done is closed when the operation has ended, one way or the other.
@@ -612,7 +619,7 @@ func (g *Group) Start(op Operation) *Work {
 }
 
 func (g *Group) start(lower func(*call) error) *Work {
-	w := &Work{g: g, done: make(chan struct{})}
+	w := &Work{g: g, done: make(chan struct{}), at: flight.Now()}
 	if err := lower(&w.call); err != nil {
 		w.finish(err)
 		return w
@@ -666,7 +673,7 @@ func (g *Group) work() {
 			err = g.ready(g.ctx, true)
 		}
 		if err == nil {
-			g.cur = w.call
+			g.cur, g.tel.since = w.call, w.at
 			err = g.collective(g.ctx, true)
 		}
 		if err != nil && g.closed.Load() {

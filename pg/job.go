@@ -55,6 +55,7 @@ type job struct {
 	record bootstrap.Record
 	server *bootstrap.Server
 	client *bootstrap.Client
+	obs    atomic.Pointer[observer]
 	met    atomic.Bool // every rank has been registered: a record that is missing means that its rank is gone
 
 	mu      sync.Mutex
@@ -148,6 +149,8 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	def(&s.Ports, l.Ports, "0")
 	def(&s.Algorithm, l.Algorithm, "auto")
 	def(&s.Tuning, l.Tuning, "")
+	def(&s.LogDir, l.LogDir, "")
+	def(&s.Metrics, l.Metrics, "")
 	if s.Secret == nil {
 		s.Secret = l.Secret
 	}
@@ -306,7 +309,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	})
 	eg.Go(func() (err error) {
 		j.server, err = bootstrap.Serve(ectx, bootstrap.ServerConfig{Rank: s.Rank, Incarnation: self.Incarnation, Secret: s.Secret, Interfaces: s.Interfaces,
-			Ports: s.Ports, Logger: s.Logger, Describe: func(ctx context.Context, from int, incarnation uint64) (bootstrap.Endpoints, error) {
+			Ports: s.Ports, Logger: s.Logger, Status: j.status, Describe: func(ctx context.Context, from int, incarnation uint64) (bootstrap.Endpoints, error) {
 				select {
 				case <-ready:
 					return j.proxy.Endpoints(), nil
@@ -331,6 +334,11 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	fmt.Fprintf(h, "%s\x00%s", rec.Machine, rec.Network)
 	here.machine, here.maps = h.Sum64(), j.mapped
 	j.here = here
+	if s.Rank >= s.Size { // it joins a running job, which may be about to begin
+		if _, err := j.store.Wait(ctx, viewKey); err != nil {
+			return nil, fmt.Errorf("rank %d is beyond the job's first %d, and no job runs that it could join: %w", s.Rank, s.Size, err)
+		}
+	}
 	view, first, err := j.running(ctx)
 	if err != nil {
 		return nil, err
@@ -339,7 +347,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		return j.enter(ctx, s, view, first)
 	}
 	if s.Rank >= s.Size {
-		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and no job is running that it could join", s.Rank, s.Size)
+		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and what is in the store is of a job that is over", s.Rank, s.Size)
 	}
 	lives := make([]uint64, s.Size)
 	lives[s.Rank] = self.Incarnation
@@ -709,6 +717,7 @@ func (j *job) shut() error {
 			errs = multierror.Append(errs, err)
 		}
 	}
+	j.unobserve()
 	if errs != nil && len(errs.Errors) == 1 {
 		return errs.Errors[0]
 	}

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"tutti/p2p"
+	"tutti/pg/flight"
 )
 
 // message is one Send or Recv.
@@ -19,6 +20,7 @@ type message struct {
 	s    p2p.SendReq
 	r    p2p.RecvReq
 	wait p2p.Wait
+	rec  *flight.Record
 }
 
 func (m *message) name() string {
@@ -122,7 +124,8 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	p.Lock()
 	defer p.Unlock()
 	g.post(m)
-	if err := g.finishMessage(m); err != nil {
+	g.beginMessage(m, false)
+	if err := g.endMessage(m, g.finishMessage(m)); err != nil {
 		return Status{}, err
 	}
 	return m.status(), nil
@@ -147,11 +150,12 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 	p := g.job.proxy
 	p.Lock()
 	g.post(m) // here, so that messages keep the order of their starts
+	g.beginMessage(m, true)
 	p.Unlock()
 	go func() {
 		defer g.wg.Done()
 		p.Lock()
-		err := g.finishMessage(m)
+		err := g.endMessage(m, g.finishMessage(m))
 		p.Unlock()
 		w.finish(err)
 	}()

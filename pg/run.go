@@ -324,6 +324,7 @@ func (r *runner) collective() (err error) {
 			algo = r.choose(false)
 		}
 	}
+	g.tel.chosen(algo)
 	r.hot = hot{}
 	if err := r.blocks(algo, elem); err != nil {
 		return err

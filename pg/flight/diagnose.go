@@ -120,7 +120,7 @@ func same(a, b *Operation) bool {
 
 // short is an operation in two words, and the group if it is not everybody's.
 func short(o *Operation) string {
-	if o.message() {
+	if o.message() || o.Kind == Entering {
 		return o.Call
 	}
 	s := fmt.Sprintf("%s #%d", o.Kind, o.Number)
@@ -193,7 +193,7 @@ func (d *diagnosis) mismatches() {
 	}
 	seen := map[at]first{}
 	for r, g := range d.groups() {
-		if g.Running == nil {
+		if g.Running == nil || g.Running.Kind == Entering {
 			continue
 		}
 		k := at{g.ID, uint32(g.Size), fmt.Sprint(g.Ranks), g.Running.Number}
@@ -351,7 +351,7 @@ func (w *walk) inside(rank int, o *Operation, to int) bool {
 		return false
 	}
 	theirs := t.Snapshot.group(g)
-	return theirs != nil && theirs.Running != nil && theirs.Running.Number <= o.Number
+	return theirs != nil && theirs.Running != nil && (theirs.Running.Kind == Entering || theirs.Running.Number <= o.Number)
 }
 
 // groupOf returns the group that o runs in, nil for a message.
@@ -405,6 +405,16 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	switch {
 	case g == nil:
 		return w.elsewhere(o, to, fmt.Sprintf("rank %d has closed the group of %s, or has not made it yet", to, short(o)))
+	case g.Running != nil && g.Running.Kind == Entering:
+		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
+	case o.Kind == Entering && g.Epoch >= o.Number:
+		return false // it has just been through
+	case o.Kind == Entering:
+		text := fmt.Sprintf("rank %d has not begun to enter epoch %d, it is in epoch %d", to, o.Number, g.Epoch)
+		if g.Error != "" {
+			text += ", where it has not called Recover since this failed: " + g.Error
+		}
+		return w.elsewhere(o, to, text)
 	case g.Error != "":
 		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, short(o), g.Error))
 	case g.Running != nil && g.Running.Number <= o.Number:
@@ -571,7 +581,7 @@ func (d *diagnosis) links() {
 func (d *diagnosis) views() {
 	at := map[uint64][]int{}
 	for _, n := range d.order {
-		if s := d.ranks[n].Snapshot; s != nil {
+		if s := d.ranks[n].Snapshot; s != nil && s.Joined {
 			at[s.View.Epoch] = append(at[s.View.Epoch], n)
 		}
 	}

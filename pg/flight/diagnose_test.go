@@ -45,6 +45,14 @@ func (j job) finished(r int, number uint64, ago time.Duration) job {
 	return j
 }
 
+// entering has a rank enter an epoch, for so long, waiting for these.
+func (j job) entering(r int, epoch uint64, ago time.Duration, waits ...int) job {
+	o := op(epoch, Entering, ago, waits...)
+	o.Call, o.Root = fmt.Sprintf("entering epoch %d", epoch), -1
+	j.world(r).Running = o
+	return j
+}
+
 // message has a rank wait in a receive from another.
 func (j job) message(r, from int, ago time.Duration) job {
 	o := op(7, "recv", ago)
@@ -137,6 +145,14 @@ func TestDiagnose(t *testing.T) {
 			[]string{"rank 1 has given up and will not enter allreduce #9: no more; rank 0 waits for it, 5.0 s so far", "the group has failed at rank 1: no more"}},
 		{"the group has failed", ranks(3).with(0, func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }).with(2, func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }),
 			[]string{"the group has failed at ranks 0 and 2: rank 9 failed"}},
+		{"entering a view", ranks(4).without(3, Vacant, "").entering(0, 2, 5*s, 2).entering(1, 2, 5*s, 2).with(2, func(s *Snapshot) { s.Groups[0].Error = "rank 3 failed" }),
+			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1, where it has not called Recover since this failed: rank 3 failed; ranks 0 and 1 wait for it, 5.0 s so far",
+				"the group has failed at rank 2: rank 3 failed"}},
+		{"entering a view behind a message", ranks(3).entering(0, 2, 5*s, 1).entering(1, 2, 5*s, 2).message(2, 0, 9*s).finished(2, 4, 9*s),
+			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1; it has been in recv from rank 0 (float32, 4 elements, tag 7) for 9.0 s; ranks 0 and 1 wait for it, 9.0 s so far"}},
+		{"an operation waits for one that enters a view", ranks(3).in(0, 9, 5*s, 1).entering(1, 2, 4*s, 2).without(2, Silent, ""),
+			[]string{"rank 2 does not answer (pid 102 on node); it is waited for in entering epoch 2; ranks 0 and 1 wait for it, 5.0 s so far"}},
+		{"they enter a view", ranks(3).entering(0, 2, s/2, 1).in(1, 9, s/2, 0), nil},
 		{"views", ranks(4).with(1, func(s *Snapshot) { s.View.Epoch = 2 }), []string{"the ranks have different views: rank 1 is in epoch 2, ranks 0, 2 and 3 are in epoch 1"}},
 		{"no link", ranks(2).with(0, func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }), []string{"rank 0 has no link to rank 1 any more: reset"}},
 	} {

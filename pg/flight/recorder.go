@@ -152,11 +152,14 @@ func (r *Recorder) vacant() *Record {
 	return &r.ring[r.head.Next%Records]
 }
 
+// Count counts an outcome that is not OK, of an operation that never began.
+func (r *Recorder) Count(o Outcome) { r.head.Failures[o]++ }
+
 // End records how an operation ended. s is Begin's.
 func (r *Recorder) End(s *Record, o Outcome) {
 	s.Ended, s.State = coarse.now.Load(), o
 	if o != OK {
-		r.head.Failures[o]++
+		r.Count(o)
 		return
 	}
 	t := &r.head.Totals[s.Call.Kind()%kinds]

@@ -80,7 +80,7 @@ type Operation struct {
 	Group      uint32     `json:"group"`
 	Number     uint64     `json:"number"` // in its group; of a message, its tag
 	Call       string     `json:"call"`   // all of it in words
-	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv"
+	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv", or Entering
 	DType      string     `json:"dtype,omitempty"`
 	Reduction  string     `json:"reduction,omitempty"`
 	Algorithm  string     `json:"algorithm,omitempty"`
@@ -97,6 +97,9 @@ type Operation struct {
 	Awaited    *int       `json:"awaited,omitempty"`   // the rank that was slept for last
 	WaitsFor   []int      `json:"waits_for,omitempty"` // ranks, while it runs
 }
+
+// Entering is the kind of what ranks do when they enter another view: they tell each other where they stand. Its number is the epoch.
+const Entering = "entering"
 
 // Link is what a rank knows of its link to another one.
 type Link struct {

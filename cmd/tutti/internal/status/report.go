@@ -143,6 +143,8 @@ func state(r *flight.Rank) (text string, plain bool) {
 	}
 	text = fmt.Sprintf("%sin %s #%d", prefix, running.Kind, running.Number)
 	switch {
+	case running.Kind == flight.Entering:
+		text = prefix + running.Call
 	case running.Kind == "send" || running.Kind == "recv":
 		text = prefix + "in " + running.Call
 	case running.Group != 1:

@@ -1,0 +1,138 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"tutti/internal/ports"
+)
+
+// exporter serves a rank's metrics over HTTP. They are taken from a snapshot when somebody asks; nothing is counted for them.
+type exporter struct {
+	addr string
+	srv  *http.Server
+	done chan struct{}
+}
+
+// export serves at addr, HOST:PORTS. In a range of ports it begins with the one of this rank's place on its machine, so that a rank is found where it was.
+func (o *observer) export(addr string, local int) (*exporter, error) {
+	host, spec, err := ports.ParseAddr(addr)
+	if err != nil {
+		return nil, err
+	}
+	l, err := listenFrom(host, spec, local)
+	if err != nil {
+		return nil, err
+	}
+	reg := prometheus.NewRegistry()
+	if err := reg.Register(&collector{o}); err != nil {
+		l.Close()
+		return nil, err
+	}
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: 10 * time.Second}))
+	e := &exporter{addr: l.Addr().String(), done: make(chan struct{}),
+		srv: &http.Server{Handler: mux, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}}
+	go func() {
+		defer close(e.done)
+		e.srv.Serve(l) // ends with close
+	}()
+	return e, nil
+}
+
+// listenFrom is ports.Listen that begins nth in the range and comes back to its beginning.
+func listenFrom(host string, spec ports.Spec, nth int) (net.Listener, error) {
+	first := spec
+	if n := int(spec.Hi) - int(spec.Lo); n > 0 {
+		first.Lo += uint16(nth % (n + 1))
+	}
+	l, err := ports.Listen(context.Background(), host, first)
+	if err != nil && first != spec && errors.Is(err, syscall.EADDRINUSE) {
+		return ports.Listen(context.Background(), host, spec)
+	}
+	return l, err
+}
+
+func (e *exporter) close() {
+	e.srv.Close()
+	<-e.done
+}
+
+// collector makes metrics of a snapshot.
+type collector struct{ o *observer }
+
+// The metrics. Ranks are told apart by job and rank; counters begin at zero when a rank joins.
+var (
+	labels         = []string{"job", "rank"}
+	descOperations = desc("operations_total", "Collectives and messages that ended well, by kind.", "kind")
+	descBytes      = desc("operation_bytes_total", "Bytes of these: the vector, or all ranks' parts.", "kind")
+	descFailures   = desc("failures_total", "Operations that failed, by outcome.", "outcome")
+	descEpoch      = desc("view_epoch", "Epoch of the view.")
+	descActive     = desc("active_ranks", "Ranks in the view.")
+	descRunning    = desc("running_seconds", "How long the operation that has run longest has been running, 0 if none runs.")
+	descFailed     = desc("failed_groups", "Groups that have failed.")
+	descWaited     = desc("waited_seconds_total", "Time spent waiting for a peer, in waits that were long enough to look at the clock.", "peer")
+	descLinks      = desc("links", "Links that are up, by transport.", "transport")
+	descSent       = desc("link_sent_bytes_total", "Payload sent to a peer through its link. Memory that peers map is not counted.", "peer")
+	descReceived   = desc("link_received_bytes_total", "Payload received from a peer through its link.", "peer")
+)
+
+func desc(name, help string, more ...string) *prometheus.Desc {
+	return prometheus.NewDesc("tutti_"+name, help, append(labels[:len(labels):len(labels)], more...), nil)
+}
+
+// Describe implements prometheus.Collector.
+func (c *collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{descOperations, descBytes, descFailures, descEpoch, descActive, descRunning, descFailed, descWaited, descLinks, descSent, descReceived} {
+		ch <- d
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	s := c.o.snapshot(0, "")
+	put := func(d *prometheus.Desc, t prometheus.ValueType, v float64, more ...string) {
+		ch <- prometheus.MustNewConstMetric(d, t, v, append([]string{s.Job, strconv.Itoa(s.Rank)}, more...)...)
+	}
+	for kind, t := range s.Totals {
+		put(descOperations, prometheus.CounterValue, float64(t.Operations), kind)
+		put(descBytes, prometheus.CounterValue, float64(t.Bytes), kind)
+	}
+	for why, n := range s.Failures {
+		put(descFailures, prometheus.CounterValue, float64(n), why)
+	}
+	put(descEpoch, prometheus.GaugeValue, float64(s.View.Epoch))
+	put(descActive, prometheus.GaugeValue, float64(len(s.View.Active)))
+	longest, failed := time.Duration(0), 0
+	for _, g := range s.Groups {
+		if g.Running != nil {
+			longest = max(longest, s.Time.Sub(g.Running.Started))
+		}
+		if g.Error != "" {
+			failed++
+		}
+	}
+	put(descRunning, prometheus.GaugeValue, longest.Seconds())
+	put(descFailed, prometheus.GaugeValue, float64(failed))
+	up := map[string]int{}
+	for _, l := range s.Links {
+		peer := strconv.Itoa(l.Rank)
+		put(descWaited, prometheus.CounterValue, l.Waited, peer)
+		put(descSent, prometheus.CounterValue, float64(l.BytesSent), peer)
+		put(descReceived, prometheus.CounterValue, float64(l.BytesReceived), peer)
+		if l.Up {
+			up[l.Transport]++
+		}
+	}
+	for transport, n := range up {
+		put(descLinks, prometheus.GaugeValue, float64(n), transport)
+	}
+}

@@ -1,0 +1,11 @@
+//go:build unix
+
+package pg
+
+import (
+	"os"
+	"syscall"
+)
+
+// dumpSignal has a rank write a flight record.
+var dumpSignal os.Signal = syscall.SIGUSR1
