@@ -244,7 +244,7 @@ func (e env) local(l *Launch, k launcher, sizeName string) error {
 		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", localName, size, sizeName, l.Size)
 	case rankName != "" && localName != "" && rank >= size:
 		return fmt.Errorf("environment: %s=%d contradicts %s=%d: local ranks are 0..%d", rankName, rank, localName, size, size-1)
-	case rankName != "" && rank >= l.Size:
+	case rankName != "" && rank >= max(l.Size, l.MaxSize):
 		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", rankName, rank, sizeName, l.Size)
 	}
 	if rankName != "" {

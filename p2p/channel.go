@@ -75,9 +75,10 @@ type stream struct {
 	early  []*early // arrived, not asked for yet
 	sendq  []*SendReq
 
-	left    bool  // the peer closed the channel
-	lost    error // the link over which this traffic went is down
-	seen    Token // of the last message that came
+	left    bool   // the peer closed the channel
+	until   uint64 // the peer does not run this operation, nor any later one, in this epoch; 0: not known
+	lost    error  // the link over which this traffic went is down
+	seen    Token  // of the last message that came
 	hasSeen bool
 	waits   Token  // the operation in which the peer said that it waits
 	waitFor uint64 // for whom, packed
@@ -216,6 +217,25 @@ func (p *Proxy) NextChannel() uint32 {
 	p.Lock()
 	defer p.Unlock()
 	return p.nextChan
+}
+
+// ErrLeft says that a peer goes on in another epoch of the channel, and does not run the operation.
+var ErrLeft = errors.New("it goes on in another view")
+
+// Leave tells the members that this rank runs no operation after number last in this epoch: who waits for it in a later one gets an error that wraps ErrLeft. What
+// it has sent is still delivered. With the lock.
+func (c *Channel) Leave(last uint64) {
+	for pr := range c.linked() {
+		c.p.control(pr, Header{Kind: frameLeave, Seq: last}.on(c), nil)
+	}
+}
+
+// leaves says why nothing of operation seq will come from the peer, or be taken by it, nil while it may.
+func (st *stream) leaves(seq uint64) error {
+	if st.until != 0 && seq >= st.until {
+		return &PeerError{st.pr.rank, ErrLeft}
+	}
+	return nil
 }
 
 // Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is: what is still under way in the old one is dropped, receives
@@ -556,6 +576,9 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 		if err := r.st.gone(); err != nil {
 			return err
 		}
+		if err := r.st.leaves(r.tok.Seq); err != nil {
+			return err
+		}
 		if pr.lent != nil {
 			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
 		}
@@ -583,6 +606,9 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 		}
 		if err := st.unreachable(); err != nil {
 			return c.last(pr, err)
+		}
+		if err := st.leaves(tok.Seq); err != nil {
+			return err
 		}
 		if pr.link != nil {
 			n := min(len(buf)-off, pr.link.MaxFrame(), c.window/4)

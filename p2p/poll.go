@@ -223,6 +223,8 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		c.clearToSend(st, h)
 	case frameCancel:
 		c.cancelled(st, h)
+	case frameLeave:
+		st.until = h.Seq + 1
 	case frameBye:
 		pr.bye, st.left = true, true
 	case frameAbort:

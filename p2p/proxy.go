@@ -21,6 +21,7 @@ const (
 	frameCTS               // Seq: sender's id, Off: receiver's id; flagDrop: the receiver does not want it
 	frameBulk              // data of an announced message. Seq: receiver's id, Off: place
 	frameStatus            // the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom, see packSlots
+	frameLeave             // the sender goes on in another epoch. Seq: the last operation that it has run in this one
 	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
 )
 

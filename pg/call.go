@@ -196,6 +196,7 @@ const (
 	abortMismatch = 3 // rank a, rank b, their tokens
 	abortOther    = 4 // reporter, text
 	abortCall     = 5 // reporter, text: Group.Abort
+	abortAgain    = 6 // reporter: it could not enter this view, and tries again
 	maxMissing    = 16
 )
 
@@ -251,7 +252,7 @@ var errBadAbort = errors.New("malformed abort message")
 
 // decodeAbort reads what a peer sent; size bounds the rank numbers.
 func decodeAbort(b []byte, size int) (*wireAbort, error) {
-	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortCall {
+	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortAgain {
 		return nil, errBadAbort
 	}
 	u32 := func(at int) int { return int(int32(binary.LittleEndian.Uint32(b[at:]))) }

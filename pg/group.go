@@ -313,19 +313,21 @@ func (g *Group) conclude(err error) error {
 			return typed
 		}
 		g.moving = true
+		again := errors.Is(typed, errAgain) // nobody was lost
 		var lost *RankError
-		if errors.As(typed, &lost) {
+		if errors.As(typed, &lost) && !again {
+			g.verdict(lost)
 			lost.Overwritten = g.run.dirty && !has
 			g.lost = lost
 		}
-		if s.OnFailure == Report && !g.insist {
+		if s.OnFailure == Report && !g.insist && !again {
 			g.err = typed
 			return typed
 		}
-		if s.OnFailure != Retry && !g.insist && !s.Uniform {
+		if s.OnFailure != Retry && !g.insist && !s.Uniform && !again {
 			return typed
 		}
-		intact := (s.OnFailure == Retry || g.insist) && !g.run.dirty && !has
+		intact := (s.OnFailure == Retry || g.insist || again) && !g.run.dirty && !has
 		if err := g.move(membership.Standing{Over: g.seq - 1, Has: has, Intact: intact}, false); err != nil {
 			g.err = err
 			return err
@@ -334,8 +336,8 @@ func (g *Group) conclude(err error) error {
 			return nil
 		}
 		if g.seq < g.begins {
-			if has {
-				lost.Overwritten = g.cur.in == g.cur.out
+			if lost != nil {
+				lost.Overwritten = g.cur.in == g.cur.out && (has || g.run.dirty)
 			}
 			return typed
 		}
@@ -411,6 +413,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		}
 		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank, CallB: spell(differ.Theirs) + differ.Detail}
 		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs, Text: differ.Detail}, m
+	case errors.Is(err, p2p.ErrLeft):
+		return g.left(err, now)
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
 		e := &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
@@ -458,7 +462,22 @@ func (g *Group) told(a *wireAbort) error {
 		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
 		return g.aborted
 	}
+	if a.Kind == abortAgain {
+		return &RankError{Rank: a.A, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: a.A, Err: errAgain}
+	}
 	return &RankError{Rank: a.A, Epoch: g.epoch, Call: spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+}
+
+// left explains that a peer went over to another view, which this rank will know soon.
+func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
+	g.await(time.Second)
+	if slot, why := g.gone(); slot != g.rank {
+		return nil, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+	}
+	var peer *p2p.PeerError
+	errors.As(err, &peer)
+	slot := g.slotOf(peer.Rank)
+	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
 // gone returns a slot that the job's view has lost, and why.

@@ -45,6 +45,9 @@ func ParseOnFailure(s string) (OnFailure, error) {
 // errMoved fails a channel whose members have changed.
 var errMoved = errors.New("the group goes on without it")
 
+// errAgain says that a rank could not enter the view in which an operation was about to run, because there was another one already.
+var errAgain = errors.New("it could not enter the view")
+
 // A channel of collectives has an epoch of its own for each view of the group and each attempt to go on in that view.
 const maxAttempts = 1 << 6
 
@@ -102,6 +105,39 @@ func (g *Group) halted() error {
 		return ErrEvicted
 	}
 	return nil
+}
+
+// await waits for another view of the group, for a while, and reports whether there is one.
+func (g *Group) await(patience time.Duration) bool {
+	m := g.job.members
+	if m == nil {
+		return false
+	}
+	for until := time.Now().Add(patience); ; {
+		if _, epoch := g.members(g.job.view); epoch > g.epoch {
+			return true
+		}
+		if m.isolated != "" || m.evicted || !time.Now().Before(until) || g.job.proxy.Progress(&g.wait) != nil {
+			return false
+		}
+	}
+}
+
+// verdict waits until it is decided who is lost: that somebody could not reach a rank is evidence, and perhaps against the one who says so.
+func (g *Group) verdict(e *RankError) {
+	patience := 200 * time.Millisecond // it may have left this group alone, or be reachable again
+	if e.Rank != g.rank && g.job.proxy.Down(g.jobRank(e.Rank)) != nil {
+		patience = g.job.settings.Window + 2*time.Second
+	}
+	if !g.await(patience) {
+		return
+	}
+	if slot, why := g.gone(); slot != g.rank && slot != e.Rank {
+		active, _ := g.members(g.job.view)
+		if slices.Contains(active, e.Rank) {
+			e.Rank, e.Reporter, e.Err = slot, g.rank, why
+		}
+	}
 }
 
 // survivable reports whether the group can go on after err without the ranks that it names.
@@ -187,6 +223,12 @@ func (g *Group) move(mine membership.Standing, again bool) error {
 		case epoch == g.epoch:
 			attempt = g.attempt + 1
 		}
+		if slot, why := g.gone(); slot != g.rank {
+			g.lost = &RankError{Rank: slot, Epoch: g.epoch, Reporter: g.rank, Err: why}
+		}
+		if !mine.Joins { // a rank that comes in has been in no epoch before
+			g.coll.Leave(mine.Over)
+		}
 		err := g.open(active, epoch, attempt)
 		if err == nil {
 			err = g.stand(mine)
@@ -201,7 +243,7 @@ func (g *Group) move(mine membership.Standing, again bool) error {
 		var peer *p2p.PeerError
 		var told *p2p.Aborted
 		if errors.As(err, &peer) || errors.As(err, &told) || errors.Is(err, errMoved) {
-			g.coll.Abort(err, (&wireAbort{Kind: abortOther, A: g.rank, B: g.rank, Text: "it begins this view again"}).encode())
+			g.coll.Abort(err, (&wireAbort{Kind: abortAgain, A: g.rank, B: g.rank}).encode())
 			broken = true
 			continue
 		}
@@ -389,12 +431,10 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
-	before := g.View()
-	if len(before.Active) == 0 {
-		return 0, ErrClosed
-	}
+	g.job.proxy.Lock()
+	before, lowest := g.at, g.active[0]
+	g.job.proxy.Unlock()
 	epoch := []uint64{0}
-	lowest := before.Active[0]
 	if lowest == g.rank {
 		var err error
 		if epoch[0], err = g.job.members.admit(ctx); err != nil {
@@ -406,18 +446,17 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	}
 	g.enter()
 	defer g.leave()
-	if epoch[0] <= g.epoch {
-		return 0, nil
-	}
-	g.must, g.moving = epoch[0], true
-	g.wait.Reset(ctx, g.job.timeout, false)
-	if err := g.move(membership.Standing{Over: g.seq, Intact: true}, false); err != nil {
-		g.err = err
-		return 0, err
+	if epoch[0] > g.epoch {
+		g.must, g.moving = epoch[0], true
+		g.wait.Reset(ctx, g.job.timeout, false)
+		if err := g.move(membership.Standing{Over: g.seq, Intact: true}, false); err != nil {
+			g.err = err
+			return 0, err
+		}
 	}
 	n := 0
 	for _, slot := range g.active {
-		if !slices.Contains(before.Active, slot) {
+		if !before.Has(slot, g.at.Slots[slot].Incarnation) {
 			n++
 		}
 	}
