@@ -34,7 +34,8 @@ func (s Standing) Next() uint64 {
 //   - else k == start: k runs from its beginning in the new view. k > start cannot be.
 //
 // start is the largest of what each can still run, so that nobody has to run what it cannot, and an operation that ended well anywhere is not run again. A
-// result counts if every member has it or is past it: then some may have given it to their programs; else surely nobody has.
+// result counts if every member has it, for then somebody may have confirmed it and died, or if one is past it, who knows that all had it; else surely nobody
+// has given it to the program.
 //
 // This holds if a uniform operation is over only when it is confirmed, or by a Resume. A rank that gives up earlier (a deadline) may tell its program so, but
 // then it throws the result away, and the operation stays at hand, neither Has nor Intact, until the next exchange.
@@ -46,14 +47,14 @@ func Resume(standings []Standing) (start, confirmed uint64) {
 			last, start, confirmed = s.Epoch, s.Start, s.Confirmed
 		}
 	}
-	behind, reached := false, uint64(math.MaxUint64)
+	behind, past, reached := false, uint64(0), uint64(math.MaxUint64)
 	for _, s := range standings {
 		switch {
 		case s.Joins:
 		case s.Epoch < last: // it did not hear what was settled, and has run nothing since: it stands where that exchange put it, at start
 			behind = true
 		default:
-			start = max(start, s.Next())
+			start, past = max(start, s.Next()), max(past, s.Over)
 			if s.Has {
 				reached = min(reached, s.Over+1)
 			} else {
@@ -61,8 +62,8 @@ func Resume(standings []Standing) (start, confirmed uint64) {
 			}
 		}
 	}
-	if !behind && reached < math.MaxUint64 {
-		confirmed = reached
+	if !behind && reached < math.MaxUint64 { // else nothing was confirmed since: one that is behind has no result
+		confirmed = max(past, reached)
 		start = max(start, confirmed+1)
 	}
 	return start, confirmed

@@ -76,7 +76,7 @@ func (v View) at(slot int) Slot {
 // Remove returns the view of the next epoch without the lives in slots.
 func (v View) Remove(slots ...int) View { return v.change(slots, nil) }
 
-// Add returns the view of the next epoch with these lives. One in an active slot replaces the life there; slots beyond Size grow the view.
+// Add returns the view of the next epoch with these lives, at most one of each slot. One in an active slot replaces the life there; slots beyond Size grow the view.
 func (v View) Add(lives ...Peer) View { return v.change(nil, lives) }
 
 // Grow returns the view of the next epoch with size slots, the new ones inactive. A view never shrinks; size is at most MaxSlots.
