@@ -314,7 +314,7 @@ func (w *sim) expire(p *proc) {
 		p.ask = 0
 		w.everybody(p, mail{ev: JoinGone{p.me}, from: true, lane: "ask" + p.me.String()})
 	}
-	w.everybody(p, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
+	w.everybody(nil, mail{ev: Dead{p.me, "lease expired"}, from: true, due: max(w.cfg.Window, 1)})
 	p.condemned = true
 }
 

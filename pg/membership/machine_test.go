@@ -1,0 +1,163 @@
+package membership
+
+import (
+	"slices"
+	"strings"
+	"testing"
+)
+
+func newMachine(t *testing.T, cfg Config) *Machine {
+	t.Helper()
+	m, _, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func TestNewRefuses(t *testing.T) {
+	v := First([]uint64{1, 2})
+	for name, cfg := range map[string]Config{
+		"epoch":       {Incarnation: 1},
+		"view":        {Incarnation: 1, View: View{Epoch: 1, Slots: []Slot{{Incarnation: 1}}}},
+		"large view":  {Incarnation: 1, View: View{Epoch: 1, Slots: make([]Slot, MaxSlots+1)}},
+		"incarnation": {View: v},
+		"negative":    {Slot: -1, Incarnation: 1, View: v},
+		"slot":        {Slot: 2, Incarnation: 1, View: v},
+		"size":        {Incarnation: 1, View: v, MaxSize: MaxSlots + 1},
+		"window":      {Incarnation: 1, View: v, Window: -1},
+		"proposers":   {Incarnation: 1, View: v, Proposers: -1},
+	} {
+		if m, _, err := New(cfg); err == nil || m != nil || !strings.Contains(err.Error(), "epoch") && !strings.Contains(err.Error(), "expected") {
+			t.Errorf("%s: got %v", name, err)
+		}
+	}
+	m := newMachine(t, Config{Slot: 1, Incarnation: 2, View: v})
+	if !m.Member() || m.Self() != (Peer{1, 2}) || !m.View().Equal(v) || m.Pending() || m.Why(Peer{0, 9}) != "" {
+		t.Errorf("a new machine: %+v", m)
+	}
+	if newMachine(t, Config{Slot: 1, Incarnation: 3, View: v}).Member() {
+		t.Error("another life is a member")
+	}
+}
+
+// What cannot be, or is about nobody, changes nothing.
+func TestNonsenseIsIgnored(t *testing.T) {
+	v := First([]uint64{1, 2, 3})
+	me := Peer{0, 1}
+	for _, ev := range []Event{
+		LinkUp{}, LinkDown{}, Dead{}, Probed{}, Reported{}, JoinAsked{}, JoinGone{}, Missed{}, Evict{-1}, Evict{3}, Evict{1 << 40},
+		LinkUp{me}, LinkDown{me, "x"}, Missed{me}, Probed{me, VerdictAlive}, Reported{Peer{1, 9}, Report{Seq: 1, Unreachable: []Peer{{2, 3}}}},
+		Reported{Peer{1, 2}, Report{Seq: 1, Unreachable: []Peer{{1, 2}, {-4, 1}, {9, 9}, {2, 77}}}},
+		LinkDown{Peer{-1, 5}, "x"}, Dead{Peer{3, 5}, "x"}, Dead{Peer{1 << 40, 5}, "x"}, Missed{Peer{1, 99}}, Probed{Peer{1, 2}, VerdictAlive},
+		ViewSeen{}, ViewSeen{View{Epoch: 9, Slots: v.Slots[:2]}}, ViewSeen{View{Epoch: 9, Slots: make([]Slot, MaxSlots+1)}},
+		ViewSeen{View{Epoch: 9, Slots: []Slot{{Incarnation: 1, Since: 10}, {}, {}}}}, ViewSeen{View{Epoch: 9, Slots: []Slot{{Incarnation: 1}, {}, {}}}},
+		Proposed{}, Proposed{Epoch: 2, Outcome: OutcomeWon}, Proposed{Epoch: 2, Outcome: OutcomeLost, Current: v.Remove(0)},
+		JoinAsked{Peer{1, 2}, 1}, JoinAsked{Peer{1, 9}, 1}, JoinAsked{Peer{3, 9}, 1}, JoinAsked{Peer{-1, 9}, 1}, Rejoin{5}, Rejoin{}, Admit{}, StoreBack{},
+	} {
+		m := newMachine(t, Config{Incarnation: 1, View: v, AutoAdmit: true})
+		acts := m.Step(ev)
+		for range 5 {
+			acts = append(acts, m.Step(Tick{})...)
+		}
+		if len(acts) != 0 || !m.View().Equal(v) || !m.Member() {
+			t.Errorf("%T%+v: %v, %v", ev, ev, m.View(), acts)
+		}
+	}
+}
+
+func TestCloseEndsIt(t *testing.T) {
+	v := First([]uint64{1, 2})
+	m := newMachine(t, Config{Incarnation: 1, View: v})
+	m.Step(Dead{Peer{1, 2}, "gone"})
+	for _, ev := range []Event{Close{}, Tick{}, ViewSeen{v.Remove(1)}, Proposed{Epoch: 2, Outcome: OutcomeWon}, Close{}} {
+		if acts := m.Step(ev); len(acts) != 0 || m.Member() || m.View().Epoch != 1 {
+			t.Fatalf("%T after Close: %v", ev, acts)
+		}
+	}
+}
+
+// Someone makes up lives by the thousand: what is remembered of a slot is bounded, and the life that is in the view is not forgotten.
+func TestLivesAreBounded(t *testing.T) {
+	v := First([]uint64{1, 2})
+	for _, active := range []View{v, v.Remove(1).Add(Peer{1, 5000})} {
+		m := newMachine(t, Config{Incarnation: 1, View: v})
+		for i := range 1000 {
+			m.Step(LinkUp{Peer{1, uint64(100 + i)}})
+			if i == 500 {
+				m.Step(ViewSeen{active})
+			}
+		}
+		if len(m.lives[1]) > maxLives {
+			t.Errorf("%d lives are remembered", len(m.lives[1]))
+		}
+		for range 10 {
+			m.Step(Tick{})
+		}
+		if acts := m.Step(Dead{Peer{1, active.Slots[1].Incarnation}, "gone"}); len(acts) != 1 {
+			t.Errorf("the active life was forgotten: %v", acts)
+		}
+	}
+}
+
+// A machine keeps nothing of what the caller may change, and gives away nothing of its own.
+func TestOwnership(t *testing.T) {
+	v := First([]uint64{1, 2, 3})
+	m := newMachine(t, Config{Incarnation: 1, View: v})
+	unreachable := []Peer{{2, 3}}
+	m.Step(Reported{Peer{1, 2}, Report{Seq: 1, Unreachable: unreachable}})
+	unreachable[0] = Peer{0, 1}
+	m.Step(Tick{})
+	if acts := m.Step(Tick{}); len(acts) != 0 && !acts[0].(Propose).New.Has(0, 1) {
+		t.Errorf("a report changed afterwards: %v", acts)
+	}
+	if l := m.find(Peer{1, 2}); !slices.Equal(l.report.Unreachable, []Peer{{2, 3}}) {
+		t.Errorf("a report changed afterwards: %v", l.report)
+	}
+	m.Step(LinkDown{Peer{1, 2}, "x"})
+	for _, a := range m.Step(Probed{Peer{1, 2}, VerdictAlive}) {
+		if r, ok := a.(Report); ok {
+			r.Unreachable[0] = Peer{2, 3}
+		}
+	}
+	if acts := m.Step(StoreBack{}); slices.ContainsFunc(acts, func(a Action) bool { _, ok := a.(Report); return ok }) {
+		t.Errorf("it publishes again what it has published: %v", acts)
+	}
+}
+
+// Tries to reach what stays away become rarer, so that a job at rest is at rest: 2**k ticks bring k of them.
+func TestRetriesBecomeRare(t *testing.T) {
+	v := First([]uint64{1, 2})
+	joiner := newMachine(t, Config{Slot: 2, MaxSize: 3, Incarnation: 3, View: v})
+	warm := 0
+	for range 1 << 12 {
+		for _, a := range joiner.Step(LinkDown{Peer{0, 1}, "refused"}) {
+			if w, ok := a.(Warm); ok && w.Peer == (Peer{0, 1}) {
+				warm++
+			}
+		}
+		joiner.Step(LinkUp{Peer{1, 2}})
+		for _, a := range joiner.Step(Tick{}) {
+			if w, ok := a.(Warm); ok && w.Peer == (Peer{0, 1}) {
+				warm++
+			}
+		}
+	}
+	if warm < 8 || warm > 16 {
+		t.Errorf("%d tries in 4096 ticks", warm)
+	}
+	m := newMachine(t, Config{Incarnation: 1, View: v, Retry: 3})
+	proposals, answer := 0, m.Step(Dead{Peer{1, 2}, "gone"})
+	for range 10 * 3 * 64 {
+		for _, a := range answer {
+			if _, ok := a.(Propose); ok {
+				proposals++
+				m.Step(Proposed{Epoch: 2, Outcome: OutcomeUnknown})
+			}
+		}
+		answer = m.Step(Tick{})
+	}
+	if proposals < 12 || proposals > 17 {
+		t.Errorf("%d proposals in %d ticks: expected 7 in the first 64*3, and one in 64*3 from then on", proposals, 10*3*64)
+	}
+}
