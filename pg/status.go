@@ -81,7 +81,7 @@ func (g *Group) failed(err error) {
 	} else { // it had not begun
 		t.rec.Count(o)
 	}
-	g.job.obs.Load().failure(o)
+	g.job.obs.Load().failure(o, g.job.settings.OnFailure == Report)
 }
 
 // outcome is how the recorder calls an error of an operation.
@@ -132,7 +132,7 @@ func (g *Group) endMessage(m *message, err error) error {
 	o := outcome(err)
 	g.tel.rec.End(m.rec, o)
 	if o != flight.OK {
-		g.job.obs.Load().failure(o)
+		g.job.obs.Load().failure(o, true)
 	}
 	return err
 }
@@ -247,9 +247,9 @@ func (j *job) watch(g *Group) error {
 	return nil
 }
 
-// failure keeps a snapshot of how an operation failed, unless somebody wanted it to end. Called with the proxy's lock, which it gives up meanwhile. The snapshot is written on its own: a slow disk
-// delays the operation only for a moment.
-func (o *observer) failure(why flight.Outcome) {
+// failure keeps a snapshot of how an operation failed, unless somebody wanted it to end. It is written on its own. If wait is set, as where a program is likely to exit now, the caller
+// waits for that, but not long, whatever the disk does. Called with the proxy's lock, which it gives up meanwhile.
+func (o *observer) failure(why flight.Outcome, wait bool) {
 	if o.dir == "" || why == flight.Cancelled || why == flight.Closed {
 		return
 	}
@@ -257,12 +257,15 @@ func (o *observer) failure(why flight.Outcome) {
 	if why == flight.TimedOut {
 		reason = "timeout"
 	}
-	o.j.proxy.Unlock()
 	written := make(chan struct{})
 	o.wg.Go(func() {
 		defer close(written)
 		o.dump(reason)
 	})
+	if !wait {
+		return
+	}
+	o.j.proxy.Unlock()
 	late := time.NewTimer(dumpAwait)
 	select {
 	case <-written:

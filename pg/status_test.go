@@ -1,0 +1,462 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/internal/ports"
+	"tutti/pg/flight"
+)
+
+// look returns a rank's snapshot as whoever asks for it gets it, aged: as if everything had happened some seconds earlier.
+func look(t *testing.T, g *Group, ops int) *flight.Snapshot {
+	t.Helper()
+	text, err := g.job.status(t.Context(), ops)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := flight.Parse(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.Time = s.Time.Add(5 * time.Second)
+	return s
+}
+
+// until looks at a rank until what it says is right.
+func until(t *testing.T, g *Group, what string, right func(s *flight.Snapshot) bool) *flight.Snapshot {
+	t.Helper()
+	for late := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
+		s := look(t, g, 10)
+		if right(s) {
+			return s
+		}
+		if time.Now().After(late) {
+			b, _ := s.JSON(true)
+			t.Fatalf("rank %d never %s:\n%.3000s", g.rank, what, b)
+		}
+	}
+}
+
+func diagnose(t *testing.T, gs []*Group) (texts []string) {
+	t.Helper()
+	var ranks []flight.Rank
+	for r, g := range gs {
+		ranks = append(ranks, flight.Rank{Rank: r, Presence: flight.Present, Snapshot: look(t, g, 0)})
+	}
+	for _, f := range flight.Diagnose(ranks) {
+		texts = append(texts, f.Text)
+	}
+	return texts
+}
+
+// TestStatusOfWhoWaits has two of three ranks wait in a collective for the third.
+func TestStatusOfWhoWaits(t *testing.T) {
+	gs, err := Local(3, Config{Timeout: 30 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := t.Context()
+	var wg sync.WaitGroup
+	run := func(r int, f func(g *Group) error) {
+		wg.Go(func() {
+			if err := f(gs[r]); err != nil {
+				t.Errorf("rank %d: %v", r, err)
+			}
+		})
+	}
+	sum := func(g *Group) error { return AllReduce(ctx, g, make([]float32, 8), Sum) }
+	for r := range gs {
+		run(r, func(g *Group) error {
+			for range 5 { // the second and later ones are hot
+				if err := sum(g); err != nil {
+					return err
+				}
+			}
+			return g.Barrier(ctx)
+		})
+	}
+	wg.Wait()
+	if texts := diagnose(t, gs); len(texts) != 0 {
+		t.Errorf("nothing is wrong, yet %q", texts)
+	}
+	s := look(t, gs[1], 10)
+	if s.Rank != 1 || s.Size != 3 || !s.Joined || s.PID != os.Getpid() || s.View.Epoch != 1 || !slices.Equal(s.View.Active, []int{0, 1, 2}) || s.Recorded != 6 || len(s.Groups) != 1 {
+		t.Errorf("%+v", s)
+	}
+	if s.Totals["allreduce"] != (flight.Total{Operations: 5, Bytes: 160}) || s.Totals["barrier"].Operations != 1 {
+		t.Errorf("%+v", s.Totals)
+	}
+	for i, o := range s.Operations[:5] {
+		if o.Number != uint64(i+1) || o.Outcome != "ok" || o.Algorithm == "" || o.Kind != "allreduce" || o.DType != "float32" || o.Reduction != "sum" || o.Elements != 8 || o.Bytes != 32 || o.Ended == nil {
+			t.Errorf("operation %d: %+v", i, o)
+		}
+	}
+	if g := s.Groups[0]; g.ID != 1 || g.Finished != 6 || g.Number != 6 || g.Running != nil || g.Last == nil || g.Last.Call != s.Operations[5].Call || len(g.Peers) == 0 {
+		t.Errorf("%+v", g)
+	}
+	if len(s.Links) == 0 || !s.Links[0].Up || s.Links[0].Transport != "inproc" || s.Links[0].BytesReceived == 0 || s.Links[0].FramesSent == 0 {
+		t.Errorf("%+v", s.Links)
+	}
+
+	run(0, sum)
+	run(1, sum)
+	waits := func(s *flight.Snapshot) bool {
+		o := s.Groups[0].Running
+		return o != nil && len(o.WaitsFor) > 0
+	}
+	s = until(t, gs[1], "waits", waits)
+	direct := gs[1] // whoever waits for rank 2 itself, and not for one that does
+	if !slices.Contains(s.Groups[0].Running.WaitsFor, 2) {
+		direct = gs[0]
+	}
+	s = until(t, gs[0], "waits", waits)
+	if o := s.Groups[0].Running; o.Number != 7 || o.Outcome != "running" || o.Ended != nil || s.Groups[0].Finished != 6 || s.Operations[len(s.Operations)-1].Number != 7 {
+		t.Errorf("%+v", s.Groups[0])
+	}
+	texts := diagnose(t, gs)
+	if len(texts) != 1 || !strings.HasPrefix(texts[0], "rank 2 has not entered allreduce #7 (last finished #6, ") || !strings.Contains(texts[0], "; ranks 0 and 1 wait for it, ") {
+		t.Errorf("%q", texts)
+	}
+	// They wait for it so long that they look at the clock, and sleep.
+	until(t, direct, "has waited for rank 2", func(s *flight.Snapshot) bool {
+		return slices.ContainsFunc(s.Links, func(l flight.Link) bool { return l.Rank == 2 && l.Waited > 0 }) && s.Groups[0].Running.Awaited != nil && *s.Groups[0].Running.Awaited == 2
+	})
+	run(2, sum)
+	wg.Wait()
+	if texts := diagnose(t, gs); len(texts) != 0 {
+		t.Errorf("nothing is wrong any more, yet %q", texts)
+	}
+
+	// A message: one that is waited for, and one that is not.
+	run(0, func(g *Group) error { _, err := Recv(ctx, g, make([]int64, 3), 1, 9); return err })
+	w := gs[2].Start(RecvOp{X: BufferOf(make([]int64, 3)), From: AnyRank, Tag: AnyTag})
+	s = until(t, gs[0], "receives", func(s *flight.Snapshot) bool { return len(s.Messages) == 1 })
+	if o := s.Messages[0]; o.Call != "recv from rank 1 (int64, 3 elements, tag 9)" || o.Async || !slices.Equal(o.WaitsFor, []int{1}) {
+		t.Errorf("%+v", o)
+	}
+	s = until(t, gs[2], "receives", func(s *flight.Snapshot) bool { return len(s.Messages) == 1 })
+	if o := s.Messages[0]; o.Call != "recv from any rank (int64, 3 elements, any tag)" || !o.Async || len(o.WaitsFor) != 0 {
+		t.Errorf("%+v", o)
+	}
+	if texts := diagnose(t, gs); len(texts) != 1 || !strings.HasPrefix(texts[0], "rank 1 has not sent what rank 0 waits for: recv from rank 1") {
+		t.Errorf("%q", texts)
+	}
+	run(1, func(g *Group) error {
+		return errors.Join(Send(ctx, g, make([]int64, 3), 0, 9), Send(ctx, g, make([]int64, 3), 2, 1))
+	})
+	wg.Wait()
+	if err := w.Wait(ctx); err != nil {
+		t.Error(err)
+	}
+	s = look(t, gs[0], 10)
+	if len(s.Messages) != 0 || s.Totals["recv"] != (flight.Total{Operations: 1, Bytes: 24}) {
+		t.Errorf("%+v %+v", s.Messages, s.Totals)
+	}
+
+	// What was queued behind something.
+	late := gs[0].Start(AllReduceOp{Dst: BufferOf(make([]float32, 4)), Op: Sum})
+	second := gs[0].Start(BarrierOp{})
+	until(t, gs[0], "has one queued", func(s *flight.Snapshot) bool { return s.Groups[0].Queued == 2 && s.Groups[0].Running != nil })
+	time.Sleep(50 * time.Millisecond) // to be seen in what was queued; only its order of magnitude is looked at
+	for r := 1; r < 3; r++ {
+		run(r, func(g *Group) error {
+			return errors.Join(AllReduce(ctx, g, make([]float32, 4), Sum), g.Barrier(ctx))
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(late.Wait(ctx), second.Wait(ctx)); err != nil {
+		t.Error(err)
+	}
+	s = look(t, gs[0], 1)
+	if len(s.Operations) != 1 || s.Operations[0].Kind != "barrier" || s.Operations[0].Queued < 0.02 || s.Operations[0].Queued > 30 {
+		t.Errorf("%+v", s.Operations)
+	}
+	for _, g := range gs {
+		g.Close()
+	}
+	if s := look(t, gs[0], 0); len(s.Groups) != 0 {
+		t.Errorf("closed, yet %+v", s.Groups)
+	}
+}
+
+// TestStatusOfSubgroups: ranks are those of the job, also in groups that number them otherwise.
+func TestStatusOfSubgroups(t *testing.T) {
+	each(t, 4, Config{}, func(ctx context.Context, g *Group) error {
+		sub, err := g.Split(ctx, g.Rank()/2, -g.Rank()) // 1 and 0, 3 and 2
+		if err != nil {
+			return err
+		}
+		defer sub.Close()
+		if err := Broadcast(ctx, sub, make([]int32, 5), 0); err != nil {
+			return err
+		}
+		s := look(t, sub, 10)
+		if len(s.Groups) != 2 || s.Groups[0].ID != 1 || s.Groups[0].Ranks != nil {
+			return fmt.Errorf("groups %+v", s.Groups)
+		}
+		first := g.Rank()/2*2 + 1
+		if x := s.Groups[1]; x.Size != 2 || !slices.Equal(x.Ranks, []int{first, first - 1}) || x.Last == nil || x.Last.Root != first || x.Last.Number != 1 || x.Peers != nil && x.Peers[0].Rank != first^g.Rank()^(first-1) {
+			return fmt.Errorf("subgroup %+v %+v", x, x.Last)
+		}
+		return g.Barrier(ctx)
+	})
+}
+
+// TestStatusOfFailures: who has failed says why, and counts it.
+func TestStatusOfFailures(t *testing.T) {
+	gs, err := Local(2, Config{Timeout: 30 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	errs := make(chan error, 2)
+	go func() { errs <- AllReduce(t.Context(), gs[0], make([]float32, 8), Sum) }()
+	go func() { errs <- AllReduce(t.Context(), gs[1], make([]float32, 9), Sum) }()
+	var mismatch *MismatchError
+	for range gs {
+		if err := <-errs; !errors.As(err, &mismatch) {
+			t.Errorf("%v", err)
+		}
+	}
+	for _, g := range gs {
+		s := look(t, g, 5)
+		if s.Failures["mismatch"] != 1 || s.Groups[0].Error == "" || s.Groups[0].Running != nil || s.Groups[0].Last == nil || s.Groups[0].Last.Outcome != "mismatch" || len(s.Totals) != 0 {
+			t.Errorf("%+v %+v", s, s.Groups)
+		}
+	}
+	if texts := diagnose(t, gs); len(texts) == 0 || !strings.HasPrefix(texts[0], "the group has failed at rank") || !strings.Contains(texts[0], ": ranks disagree: rank ") {
+		t.Errorf("%q", texts)
+	}
+	for _, g := range gs {
+		g.Close()
+	}
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	each(t, 1, Config{}, func(_ context.Context, g *Group) error {
+		if err := g.Barrier(ended); !errors.Is(err, context.Canceled) {
+			return fmt.Errorf("%v", err)
+		}
+		if s := look(t, g, 5); s.Failures["cancelled"] != 1 || s.Groups[0].Running != nil {
+			return fmt.Errorf("%+v", s)
+		}
+		return nil
+	})
+}
+
+// alone joins a job of one rank.
+func alone(t *testing.T, cfg Config) (*Group, error) {
+	t.Helper()
+	for _, name := range []string{"RANK", "WORLD_SIZE", "TUTTI_LOG_DIR", "TUTTI_METRICS"} {
+		t.Setenv(name, "")
+	}
+	cfg.Size, cfg.Job = 1, "alone"
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	return Join(t.Context(), cfg)
+}
+
+func names(t *testing.T, dir string) (all []string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		all = append(all, e.Name())
+	}
+	return all
+}
+
+// TestLogDir: the last operations lie in a file while the rank lives, and a signal or a failure has everything written.
+func TestLogDir(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "logs", "deep")
+	own := make(chan os.Signal, 1) // the program's
+	signal.Notify(own, syscall.SIGUSR1)
+	defer signal.Stop(own)
+	g, err := alone(t, Config{LogDir: dir})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := g.Barrier(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	files := names(t, dir)
+	if len(files) != 1 || !strings.HasPrefix(files[0], "flight-rank0-") || !strings.HasSuffix(files[0], ".bin") {
+		t.Fatalf("%q", files)
+	}
+	s, err := flight.ReadFile(filepath.Join(dir, files[0])) // as if the process were dead
+	if err != nil || len(s.Operations) != 1 || s.Operations[0].Call != "barrier #1" || s.Operations[0].Outcome != "ok" || s.Job != "alone" {
+		t.Errorf("%+v, %v", s, err)
+	}
+	for _, want := range []string{"flight-rank0-signal.json", "flight-rank0-signal-2.json"} {
+		if err := syscall.Kill(os.Getpid(), syscall.SIGUSR1); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-own:
+		case <-time.After(20 * time.Second):
+			t.Fatal("the program's own handler does not get the signal")
+		}
+		for late := time.Now().Add(20 * time.Second); !slices.Contains(names(t, dir), want); time.Sleep(time.Millisecond) {
+			if time.Now().After(late) {
+				t.Fatalf("%q, want %s", names(t, dir), want)
+			}
+		}
+		if s, err := flight.ReadFile(filepath.Join(dir, want)); err != nil || s.Reason != "signal" || len(s.Operations) != 1 || len(s.Groups) != 1 {
+			t.Errorf("%+v, %v", s, err)
+		}
+	}
+	late, cancel := context.WithDeadline(t.Context(), time.Now().Add(-time.Second))
+	defer cancel()
+	if err := g.Barrier(late); !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	if !slices.Contains(names(t, dir), "flight-rank0-timeout.json") {
+		t.Errorf("%q", names(t, dir))
+	}
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+	if left := names(t, dir); slices.Contains(left, files[0]) {
+		t.Errorf("after Close there still is %q", left)
+	}
+}
+
+// TestLogDirThatIsNone costs a warning.
+func TestLogDirThatIsNone(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var log strings.Builder
+	g, err := alone(t, Config{LogDir: file, Logger: slog.New(slog.NewTextHandler(&log, nil))})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	if err := g.Barrier(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if !strings.Contains(log.String(), "no flight records are kept") {
+		t.Errorf("%q", log.String())
+	}
+}
+
+func TestMetrics(t *testing.T) {
+	g, err := alone(t, Config{Metrics: "127.0.0.1:0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	for range 3 {
+		if err := AllReduce(t.Context(), g, make([]float64, 4), Sum); err != nil {
+			t.Fatal(err)
+		}
+	}
+	addr := look(t, g, 0).Metrics
+	get := func(path string) (int, string) {
+		c := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+		r, err := c.Get("http://" + addr + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Body.Close()
+		b, _ := io.ReadAll(r.Body)
+		return r.StatusCode, string(b)
+	}
+	code, text := get("/metrics")
+	if code != 200 {
+		t.Errorf("%d %s", code, text)
+	}
+	for _, want := range []string{`tutti_operations_total{job="alone",kind="allreduce",rank="0"} 3`, `tutti_operation_bytes_total{job="alone",kind="allreduce",rank="0"} 96`,
+		`tutti_view_epoch{job="alone",rank="0"} 1`, `tutti_active_ranks{job="alone",rank="0"} 1`, `tutti_failed_groups{job="alone",rank="0"} 0`, `tutti_running_seconds{job="alone",rank="0"} 0`} {
+		if !strings.Contains(text, want+"\n") {
+			t.Errorf("%s is not in\n%s", want, text)
+		}
+	}
+	if code, _ := get("/"); code != 404 {
+		t.Errorf("/ answers %d", code)
+	}
+	g.Close()
+	if c, err := net.Dial("tcp", addr); err == nil {
+		c.Close()
+		t.Error("it is served after Close")
+	}
+}
+
+// TestMetricsOfLinks asks the collector of a rank that has peers.
+func TestMetricsOfLinks(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		if err := AllReduce(ctx, g, make([]float64, 4), Sum); err != nil {
+			return err
+		}
+		var err error
+		if g.Rank() == 0 {
+			e, eerr := g.job.obs.Load().export("127.0.0.1:0", 0)
+			if eerr != nil {
+				return eerr
+			}
+			defer e.close()
+			c := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+			r, gerr := c.Get("http://" + e.addr + "/metrics")
+			if gerr != nil {
+				return gerr
+			}
+			defer r.Body.Close()
+			b, _ := io.ReadAll(r.Body)
+			for _, want := range []string{`tutti_links{job="default",rank="0",transport="inproc"} 1`, `tutti_waited_seconds_total{job="default",peer="1",rank="0"}`, `tutti_link_sent_bytes_total{job="default",peer="1",rank="0"}`} {
+				if !strings.Contains(string(b), want) {
+					err = fmt.Errorf("%s is not in\n%s", want, b)
+				}
+			}
+		}
+		return errors.Join(err, g.Barrier(ctx))
+	})
+}
+
+func TestMetricsPorts(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	port := taken.Addr().(*net.TCPAddr).Port
+	_, err = alone(t, Config{Metrics: fmt.Sprintf("127.0.0.1:%d", port)})
+	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("port %d of 127.0.0.1 is taken", port)) || !strings.Contains(err.Error(), "metrics at") {
+		t.Errorf("a taken port: %v", err)
+	}
+	if port+20 > 65535 {
+		t.Skip("no room for a range")
+	}
+	t.Setenv("TUTTI_LOCAL_RANK", "") // a range begins at this rank's own port
+	var got []int
+	for local := range 3 {
+		l, err := listenFrom("127.0.0.1", ports.Spec{Lo: uint16(port), Hi: uint16(port + 20)}, local)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		got = append(got, l.Addr().(*net.TCPAddr).Port)
+	}
+	if got[0] <= port || got[1] <= got[0]-1 || got[2] < got[1] || got[2] > port+20 || slices.Contains(got, port) {
+		t.Errorf("%d on, ranks 0 to 2 have %v", port, got)
+	}
+	if _, err := alone(t, Config{Metrics: "9400"}); err == nil || !strings.Contains(err.Error(), "expected HOST:PORT") {
+		t.Error(err)
+	}
+}
