@@ -3,9 +3,7 @@ package membership
 import (
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 
@@ -150,14 +148,13 @@ func TestChaosFound(t *testing.T) {
 	})
 }
 
+func few() bool { return testing.Short() || raceEnabled }
+
 // TestChaosSeeds runs many histories, and tells the story of one that went wrong.
 func TestChaosSeeds(t *testing.T) {
 	runs := uint64(20000)
-	if testing.Short() {
-		runs = 2000
-	}
-	if n, err := strconv.ParseUint(os.Getenv("CHAOS_RUNS"), 10, 64); err == nil {
-		runs = n
+	if few() {
+		runs = 3000
 	}
 	for seed := range runs {
 		run := func(log func(Peer, string), say func(string, ...any)) error {

@@ -172,9 +172,9 @@ func TestModel(t *testing.T) {
 	}{
 		{"two, one dies", 2, Config{Window: 1}, mayKill, 1, 4},
 		{"two, both may die, answers are lost", 2, Config{}, mayKill | mayMute | mayLate, 2, 4},
-		{"two, cut", 2, Config{Window: 1}, mayCut, 1, 3},
+		{"two, cut", 2, Config{Window: 1}, mayCut, 1, 2},
 		{"two, cut and healed", 2, Config{Window: 1}, mayCut | mayHeal, 2, 2},
-		{"two, cut, one dies", 2, Config{}, mayCut | mayKill, 2, 2},
+		{"two, cut, one dies", 2, Config{}, mayCut | mayKill, 2, 1},
 		{"two, a lease runs out", 2, Config{}, mayLease, 2, 2},
 		{"two, one is evicted", 2, Config{}, mayEvict | mayDuplicate, 2, 2},
 		{"two, the store goes away", 2, Config{}, mayKill | mayAway, 2, 4},
@@ -182,6 +182,9 @@ func TestModel(t *testing.T) {
 		{"three, one dies", 3, Config{}, mayKill, 1, 0},
 		{"three, cut", 3, Config{}, mayCut, 1, 1},
 	} {
+		if few() && c.n == 3 {
+			continue
+		}
 		t.Run(c.name, func(t *testing.T) { explore(t, c.n, c.cfg, c.kinds, c.faults, c.ticks, 400000) })
 	}
 }
