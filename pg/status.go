@@ -23,6 +23,7 @@ type telemetry struct {
 	tpl   flight.Record  // of the latest operation, and of the next one if that is like it
 	cur   *flight.Record // of the operation that runs, or ran last
 	since int64          // when the operation that is about to start was queued; 0: it was not
+	err   error          // of the operation that failed last
 }
 
 // begin records that g.cur starts, or starts again, as operation g.seq. See runner.hot for when it is like the one before.
@@ -76,6 +77,7 @@ func (t *telemetry) chosen(a collectives.Algo) {
 // a moment.
 func (g *Group) failed(err error) {
 	t, o := &g.tel, outcome(err)
+	t.err = err
 	if t.cur != nil && t.cur.State == flight.Running && t.cur.Number == g.seq && t.cur.Group == g.base {
 		t.rec.End(t.cur, o)
 	} else { // it had not begun
@@ -345,6 +347,7 @@ type glance struct {
 	queued   int
 	peers    []peerGlance
 	err      error
+	last     error
 }
 
 type peerGlance struct {
@@ -356,7 +359,7 @@ type peerGlance struct {
 }
 
 func (g *Group) glance() glance {
-	v := glance{id: g.base, slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.queued.Load()), err: g.err}
+	v := glance{id: g.base, slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.queued.Load()), err: g.err, last: g.tel.err}
 	if g.aborted != nil {
 		v.err = g.aborted
 	}
@@ -470,6 +473,9 @@ func (v *glance) describe(now time.Time) flight.Group {
 	}
 	if v.err != nil {
 		out.Error = v.err.Error()
+	}
+	if v.last != nil {
+		out.LastError = v.last.Error()
 	}
 	if v.has {
 		op := v.record.Operation()

@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/pg"
 )
 
 // The test binary plays all parts: the test, tutti itself, the guard, and the ranks, which are puppets: they connect to a socket of the test and do what it says.
@@ -73,6 +74,7 @@ func puppetMain(path string) int {
 	fmt.Fprintf(c, "%s\n", text)
 	in := bufio.NewScanner(c)
 	in.Buffer(nil, 1<<20)
+	var g *pg.Group
 	for in.Scan() {
 		verb, arg, _ := strings.Cut(in.Text(), " ")
 		n, _ := strconv.Atoi(arg)
@@ -108,6 +110,22 @@ func puppetMain(path string) int {
 			b, err := io.ReadAll(os.Stdin)
 			fmt.Fprintf(c, "%q %v\n", b, err)
 			continue
+		case "join", "allreduce", "barrier", "close": // as a rank
+			err := error(nil)
+			switch ctx := context.Background(); verb {
+			case "join":
+				g, err = pg.Join(ctx, pg.Config{})
+			case "allreduce":
+				err = pg.AllReduce(ctx, g, make([]float32, n), pg.Sum)
+			case "barrier":
+				err = g.Barrier(ctx)
+			case "close":
+				err = g.Close()
+			}
+			if err != nil {
+				fmt.Fprintf(c, "%q\n", err)
+				continue
+			}
 		case "spawn": // a grandchild, out of reach of the process group
 			cmd := exec.Command("/proc/self/exe")
 			cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr

@@ -240,7 +240,7 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 		case ctx.Err() != nil:
 			return nil
 		case errors.Is(err, status.ErrNoRanks) && before == nil:
-			return fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name", cfg.Job, err, cfg.Address)
+			return fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name (a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
 		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil:
 			scr.leave()
 			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)

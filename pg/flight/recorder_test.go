@@ -294,7 +294,7 @@ func TestFieldNames(t *testing.T) {
 	now := time.Unix(0, 0)
 	op := Operation{Elements: 1, CountsHash: "x", DType: "x", Reduction: "x", Algorithm: "x", Queued: 1, Ended: &now, Async: true, Awaited: &one, WaitsFor: []int{1}}
 	s := Snapshot{Reason: "x", Metrics: "x", Messages: []Operation{op}, Operations: []Operation{op}, Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}}, Failures: map[string]int{"x": 1},
-		View: View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op, Queued: 1, Error: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}}}
+		View: View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op, Queued: 1, Error: "x", LastError: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}}}
 	b, err := s.JSON(false)
 	if err != nil {
 		t.Fatal(err)
@@ -326,7 +326,7 @@ func TestFieldNames(t *testing.T) {
 	}
 	slices.Sort(names)
 	want := "active algorithm async awaited bytes bytes_received bytes_sent call counts_hash dtype elements ended epoch error failures finished frames_received frames_sent group groups host id " +
-		"incarnation job joined kind last links messages metrics number operations outcome peers pid queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started time totals " +
+		"incarnation job joined kind last last_error links messages metrics number operations outcome peers pid queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started time totals " +
 		"transport up version view waited_seconds waits waits_for x"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)

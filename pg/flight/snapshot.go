@@ -51,19 +51,20 @@ type View struct {
 
 // Group is one group of the rank.
 type Group struct {
-	ID       uint32     `json:"id"` // 1: the group of all ranks
-	Slot     int        `json:"slot"`
-	Size     int        `json:"size"`
-	Ranks    []int      `json:"ranks,omitempty"`  // in the job, by slot; left out where they are 0..Size-1
-	Epoch    uint64     `json:"epoch"`            // of the view it runs in
-	Active   []int      `json:"active,omitempty"` // ranks; left out where all are
-	Number   uint64     `json:"number"`           // of the operation that runs, or that began last
-	Running  *Operation `json:"running,omitempty"`
-	Last     *Operation `json:"last,omitempty"` // that ended last, as far as that is still recorded
-	Queued   int        `json:"queued,omitempty"`
-	Error    string     `json:"error,omitempty"` // why it has failed
-	Peers    []Peer     `json:"peers,omitempty"`
-	Finished uint64     `json:"finished"` // number of the last operation that ended
+	ID        uint32     `json:"id"` // 1: the group of all ranks
+	Slot      int        `json:"slot"`
+	Size      int        `json:"size"`
+	Ranks     []int      `json:"ranks,omitempty"`  // in the job, by slot; left out where they are 0..Size-1
+	Epoch     uint64     `json:"epoch"`            // of the view it runs in
+	Active    []int      `json:"active,omitempty"` // ranks; left out where all are
+	Number    uint64     `json:"number"`           // of the operation that runs, or that began last
+	Running   *Operation `json:"running,omitempty"`
+	Last      *Operation `json:"last,omitempty"` // that ended last, as far as that is still recorded
+	Queued    int        `json:"queued,omitempty"`
+	Error     string     `json:"error,omitempty"`      // why it has failed
+	LastError string     `json:"last_error,omitempty"` // of the operation that failed last
+	Peers     []Peer     `json:"peers,omitempty"`
+	Finished  uint64     `json:"finished"` // number of the last operation that ended
 }
 
 // Peer is what a rank knows of another one's progress in a group.
@@ -363,6 +364,7 @@ func (s *Snapshot) tidy() {
 	for i := range s.Groups {
 		g := &s.Groups[i]
 		clean(&g.Error)
+		clean(&g.LastError)
 		op(g.Running)
 		op(g.Last)
 		for j := range g.Peers {

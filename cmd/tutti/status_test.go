@@ -1,0 +1,468 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/cmd/tutti/internal/launch"
+	"tutti/cmd/tutti/internal/status"
+	"tutti/pg/flight"
+)
+
+// job is ranks that have joined, started by tutti run.
+type statusJob struct {
+	*stage
+	run   *tutti
+	ranks []*puppet
+	name  string
+}
+
+func startJob(t *testing.T, n int, flags ...string) *statusJob {
+	t.Helper()
+	s := newStage(t)
+	run := s.command(append(append([]string{"run", "-n", fmt.Sprint(n)}, flags...), self(t))...)
+	run.cmd.Env = append(run.cmd.Env, "TUTTI_LEASE=20s") // a rank that is stopped stays in the job
+	j := &statusJob{stage: s, run: run.start()}
+	j.ranks = s.arrive(n)
+	j.name = j.ranks[0].Env["TUTTI_JOB"]
+	for _, p := range j.ranks {
+		p.tell("join")
+	}
+	for _, p := range j.ranks {
+		j.heard(p)
+	}
+	return j
+}
+
+func (j *statusJob) heard(p *puppet) {
+	j.t.Helper()
+	if got := p.hear(); got != "ok" {
+		j.t.Fatalf("rank %s: %s", p.rank(), got)
+	}
+}
+
+// all has these ranks do something together.
+func (j *statusJob) all(order string) {
+	j.t.Helper()
+	for _, p := range j.ranks {
+		p.tell("%s", order)
+	}
+	for _, p := range j.ranks {
+		j.heard(p)
+	}
+}
+
+// leave ends the job well.
+func (j *statusJob) leave() {
+	j.t.Helper()
+	j.all("close")
+	for _, p := range j.ranks {
+		p.tell("exit 0")
+	}
+	j.run.end(0)
+}
+
+// status runs tutti status to its end.
+func (j *statusJob) status(args ...string) *tutti {
+	j.t.Helper()
+	c := j.command(append([]string{"status"}, args...)...).start()
+	select {
+	case <-c.finished:
+	case <-time.After(patience):
+		j.t.Fatalf("tutti status %q does not end", args)
+	}
+	return c
+}
+
+// report returns what tutti status --json says of the job.
+func (j *statusJob) report(args ...string) *status.Report {
+	j.t.Helper()
+	c := j.status(append(args, "--json", j.name)...)
+	var r status.Report
+	if err := json.Unmarshal([]byte(c.stdout.String()), &r); err != nil {
+		j.t.Fatalf("%v: %q, %q", err, c.stdout.String(), c.stderr.String())
+	}
+	return &r
+}
+
+// until asks until something is found.
+func (j *statusJob) until(what string, right func(r *status.Report) bool) *status.Report {
+	j.t.Helper()
+	for late := time.Now().Add(patience); ; {
+		r := j.report()
+		if right(r) {
+			return r
+		}
+		if time.Now().After(late) {
+			b, _ := json.MarshalIndent(r, "", " ")
+			j.t.Fatalf("never %s: %.4000s", what, b)
+		}
+	}
+}
+
+func blames(rank int, kind string) func(r *status.Report) bool {
+	return func(r *status.Report) bool {
+		return len(r.Findings) == 1 && r.Findings[0].Rank == rank && r.Findings[0].Kind == kind
+	}
+}
+
+// TestStatusNamesWhoIsMissing has a rank not come, and then stopped, while the others wait.
+func TestStatusNamesWhoIsMissing(t *testing.T) {
+	j := startJob(t, 3)
+	j.all("allreduce 1000")
+	c := j.status(j.name)
+	c.end(0)
+	if out := c.stdout.String(); !strings.HasPrefix(out, "job "+j.name+": 3 ranks, epoch 1, ") || !strings.Contains(out, "\nnothing is stuck\n") || strings.Count(out, "computing") != 3 || strings.Contains(out, "\x1b") {
+		t.Errorf("%s", out)
+	}
+
+	for _, p := range j.ranks[:2] {
+		p.tell("allreduce 1000")
+	}
+	j.until("is rank 2 named", blames(2, flight.FindingStuck))
+	c = j.status(j.name)
+	c.end(codeStuck)
+	out := c.stdout.String()
+	for _, want := range []string{"! rank 2 has not entered allreduce #", " (last finished #", "; ranks 0 and 1 wait for it, ", "waits for rank ", fmt.Sprint(j.ranks[1].PID)} {
+		if !strings.Contains(out, want) {
+			t.Errorf("%q is not in\n%s", want, out)
+		}
+	}
+
+	if err := syscall.Kill(j.ranks[2].PID, syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	r := j.until("is the stopped one said not to answer", func(r *status.Report) bool { return r.Ranks[2].Presence == flight.Silent })
+	syscall.Kill(j.ranks[2].PID, syscall.SIGCONT)
+	if len(r.Findings) != 1 || !strings.HasPrefix(r.Findings[0].Text, fmt.Sprintf("rank 2 does not answer (pid %d on ", j.ranks[2].PID)) || !strings.Contains(r.Findings[0].Text, "; ranks 0 and 1 wait for it, ") {
+		t.Errorf("%+v", r.Findings)
+	}
+	if r.Ranks[0].Snapshot == nil || r.Ranks[0].Snapshot.Groups[0].Running == nil || !strings.HasPrefix(r.Ranks[2].State, "does not answer") {
+		t.Errorf("%+v", r.Ranks)
+	}
+	j.ranks[2].tell("allreduce 1000")
+	for _, p := range j.ranks {
+		j.heard(p)
+	}
+	r = j.report("--ops", "5")
+	if len(r.Findings) != 0 || len(r.Ranks[1].Snapshot.Operations) < 3 || r.Ranks[1].Snapshot.Totals["allreduce"].Operations != 2 {
+		t.Errorf("%+v %+v", r.Findings, r.Ranks[1].Snapshot)
+	}
+	// They waited so long for rank 2 that it is a straggler.
+	if len(r.Stragglers) == 0 || r.Stragglers[0].Rank != 2 {
+		t.Errorf("stragglers %+v", r.Stragglers)
+	}
+	j.leave()
+	j.empty()
+}
+
+// TestStatusFindsJobs: by name, by the beginning of one, by the environment of a rank; and says what there is.
+func TestStatusFindsJobs(t *testing.T) {
+	j := startJob(t, 2, "--job", "status-test-one")
+	k := &statusJob{stage: j.stage, run: j.stage.run("run", "-n", "2", "--job", "status-test-two", self(t))}
+	k.ranks = k.arrive(2)
+	for _, c := range []struct {
+		args string
+		code int
+		says string
+	}{
+		{"status-test-one", 0, "job status-test-one: 2 ranks, "},
+		{"status-test-o", 0, "job status-test-one: 2 ranks, "},
+		{"--job status-test-one", 0, "job status-test-one: 2 ranks, "},
+		{"status-test-", 1, "which job? tutti status JOB, of\n  status-test-one      2 ranks  since "},
+		{"status-test-three", 1, "no job status-test-three runs here, only\n"},
+		{"status-test-two", 1, "job status-test-two: no rank of it is registered in its store at tutti://127.0.0.1:"},
+		{"a b", 2, "takes one job"},
+		{"--job a b", 2, "are different jobs"},
+		{"a/b", 2, "job name"},
+		{"--store redis://x a", 1, "expected tutti://"},
+		{"--store etcd://127.0.0.1:1 a", 1, "the secret of job a is needed"},
+		{"--watch=never", 2, "--watch never: expected a duration"},
+		{"--watch=1ms", 2, "--watch 1ms: expected a duration"},
+		{"--flight", 2, "which flight records?"},
+		{"--flight /no/such/file", 1, "/no/such/file: no such file"},
+		{"--flight /proc/self/exe", 1, "are no"},
+	} {
+		got := j.status(strings.Fields(c.args)...)
+		got.end(c.code)
+		if all := got.stdout.String() + got.stderr.String(); !strings.Contains(all, c.says) {
+			t.Errorf("tutti status %s: %q; want %q in it", c.args, all, c.says)
+		}
+	}
+	e := j.command("status")
+	for _, name := range []string{"TUTTI_STORE", "TUTTI_JOB", "TUTTI_SECRET"} {
+		e.cmd.Env = append(e.cmd.Env, name+"="+j.ranks[0].Env[name])
+	}
+	e.start().end(0)
+	if out := e.stdout.String(); !strings.HasPrefix(out, "job status-test-one: 2 ranks, ") {
+		t.Errorf("by the environment: %q", out)
+	}
+	wrong := j.command("status")
+	wrong.cmd.Env = append(wrong.cmd.Env, "TUTTI_STORE="+j.ranks[0].Env["TUTTI_STORE"], "TUTTI_JOB=status-test-one", "TUTTI_SECRET=another secret altogether")
+	wrong.start().end(1)
+	wrong.says("secret")
+	for _, p := range k.ranks {
+		p.tell("exit 0")
+	}
+	k.run.end(0)
+	j.leave()
+	if gone := j.status("status-test-one"); !strings.Contains(gone.stderr.String(), "no job status-test-one") {
+		t.Errorf("%q", gone.stderr.String())
+	}
+}
+
+// TestStatusOfRanksThatDied: those that are left say so, and the launcher keeps what the dead did last.
+func TestStatusOfRanksThatDied(t *testing.T) {
+	logs := filepath.Join(t.TempDir(), "logs")
+	j := startJob(t, 3, "--log-dir", logs)
+	j.all("allreduce 1000")
+	if bins, _ := filepath.Glob(filepath.Join(logs, "flight-rank*.bin")); len(bins) != 3 {
+		t.Errorf("%q", bins)
+	}
+	for _, p := range j.ranks[1:] {
+		p.tell("allreduce 5")
+	}
+	j.until("do they wait for rank 0", blames(0, flight.FindingStuck))
+	j.ranks[0].tell("kill 9")
+	for _, p := range j.ranks {
+		p.gone() // the launcher ends them all
+	}
+	j.run.end(137)
+	s, err := flight.ReadFile(filepath.Join(logs, "flight-rank0.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 0 || s.PID != j.ranks[0].PID || len(s.Groups) != 1 || s.Groups[0].Running != nil || s.Groups[0].Last == nil || !strings.HasPrefix(s.Groups[0].Last.Call, "allreduce #") {
+		t.Errorf("%+v", s)
+	}
+	if bins, _ := filepath.Glob(filepath.Join(logs, "*.bin")); len(bins) != 0 {
+		t.Errorf("left: %q", bins)
+	}
+	files, _ := filepath.Glob(filepath.Join(logs, "flight-rank*.json"))
+	c := j.status(append([]string{"--flight"}, files...)...)
+	c.end(0)
+	for _, want := range []string{"job " + j.name + ": 3 ranks", "rank 0 (pid ", "was killed by signal 9", "allreduce #"} {
+		if out := c.stdout.String(); !strings.Contains(out, want) {
+			t.Errorf("%q is not in\n%s", want, out)
+		}
+	}
+}
+
+// TestStatusOfSurvivors kills one of a job that goes on.
+func TestStatusOfSurvivors(t *testing.T) {
+	j := startJob(t, 3, "--on-failure", "shrink")
+	j.all("allreduce 1000")
+	j.ranks[1].tell("kill 9")
+	j.ranks[1].gone()
+	r := j.until("is rank 1 out", func(r *status.Report) bool {
+		return r.Ranks[1].Presence == flight.Vacant || r.Ranks[1].Presence == flight.Dead
+	})
+	if r.Ranks[0].Snapshot == nil || r.Ranks[2].Snapshot == nil {
+		t.Errorf("%+v", r.Ranks)
+	}
+	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {
+		p.tell("barrier") // may fail, or run among the two
+	}
+	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {
+		p.hear()
+		p.tell("barrier")
+	}
+	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {
+		j.heard(p)
+	}
+	r = j.until("is the slot empty", func(r *status.Report) bool { return r.Ranks[1].Presence == flight.Vacant && len(r.Findings) == 0 })
+	if r.Epoch < 2 || len(r.Active) != 2 || r.Ranks[1].State != "empty slot" {
+		t.Errorf("%+v", r)
+	}
+}
+
+// TestStatusWatch: not on a terminal, blocks one after the other; on one, one over the other; until Ctrl-C or the end of the job.
+func TestStatusWatch(t *testing.T) {
+	j := startJob(t, 2)
+	c := j.command("status", "--watch", "100ms", j.name).start()
+	c.stdout.await(t, "2 ranks")
+	first := strings.Count(c.stdout.String(), "job "+j.name)
+	for late := time.Now().Add(patience); strings.Count(c.stdout.String(), "job "+j.name) < first+2; time.Sleep(time.Millisecond) {
+		if time.Now().After(late) {
+			t.Fatalf("it shows %q", c.stdout.String())
+		}
+	}
+	c.signal(syscall.SIGINT)
+	c.end(0)
+	if out := c.stdout.String(); strings.Contains(out, "\x1b") || !strings.Contains(out, "\n\n") || c.stderr.String() != "" {
+		t.Errorf("%q, %q", out, c.stderr.String())
+	}
+
+	master, slave := terminal(t)
+	var shown buffer
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		io.Copy(&shown, master) // ends with an error when the other end is closed
+	}()
+	v := j.command("status", "--watch=100ms", j.name)
+	v.cmd.Env = append(v.cmd.Env, "TERM=xterm")
+	v.cmd.Stdout = slave
+	v.start()
+	shown.await(t, "nothing is stuck")
+	shown.await(t, "\x1b[J\x1b[H") // a second one, in the place of the first
+	v.signal(syscall.SIGINT)
+	v.end(0)
+	slave.Close()
+	<-read
+	if out := shown.String(); !strings.HasPrefix(out, "\x1b[?1049h\x1b[?25l\x1b[H") || !strings.HasSuffix(out, "\x1b[?25h\x1b[?1049l") || strings.Contains(out, "\x1b[2J") {
+		t.Errorf("%q", out)
+	}
+
+	w := j.command("status", "--watch=100ms", "--json", j.name).start()
+	w.stdout.await(t, "\n")
+	j.leave()
+	w.end(0)
+	w.says("job " + j.name + " has ended")
+	for line := range strings.Lines(w.stdout.String()) {
+		var r status.Report
+		if err := json.Unmarshal([]byte(line), &r); err != nil || r.Job != j.name {
+			t.Errorf("%v: %q", err, line)
+		}
+	}
+}
+
+// terminal makes a pseudo-terminal.
+func terminal(t *testing.T) (master, slave *os.File) {
+	t.Helper()
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Skip("no pseudo-terminals here: ", err)
+	}
+	t.Cleanup(func() { master.Close() })
+	n, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	if err == nil {
+		err = unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0)
+	}
+	if err == nil {
+		err = unix.IoctlSetWinsize(int(master.Fd()), unix.TIOCSWINSZ, &unix.Winsize{Row: 24, Col: 80})
+	}
+	if err == nil {
+		slave, err = os.OpenFile(fmt.Sprintf("/dev/pts/%d", n), os.O_RDWR|unix.O_NOCTTY, 0)
+	}
+	if err != nil {
+		t.Skip("no pseudo-terminals here: ", err)
+	}
+	t.Cleanup(func() { slave.Close() })
+	return master, slave
+}
+
+// TestFlightRecords: a signal to the launcher has all ranks write down what they know, and so does a timeout.
+func TestFlightRecords(t *testing.T) {
+	logs := t.TempDir()
+	if err := os.WriteFile(filepath.Join(logs, "flight-rank0-timeout.json"), nil, 0o600); err != nil { // an earlier job's
+		t.Fatal(err)
+	}
+	j := startJob(t, 2, "--log-dir", logs, "--timeout", "700ms")
+	j.run.signal(syscall.SIGUSR1)
+	for r := range 2 {
+		path := filepath.Join(logs, fmt.Sprintf("flight-rank%d-signal.json", r))
+		for late := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+			if s, err := flight.ReadFile(path); err == nil {
+				if s.Rank != r || s.Reason != "signal" || len(s.Groups) != 1 {
+					t.Errorf("%+v", s)
+				}
+				break
+			} else if time.Now().After(late) {
+				t.Fatal(err)
+			}
+		}
+	}
+	j.ranks[0].tell("allreduce 8")
+	if got := j.ranks[0].hear(); !strings.Contains(got, "timed out") {
+		t.Errorf("%s", got)
+	}
+	s, err := flight.ReadFile(filepath.Join(logs, "flight-rank0-timeout.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s.Reason != "timeout" || s.Failures["timed out"] != 1 || len(s.Groups) != 1 || !strings.Contains(s.Groups[0].LastError, "timed out") || s.Groups[0].Last == nil || s.Groups[0].Last.Outcome != "timed out" {
+		t.Errorf("%+v %+v", s, s.Groups)
+	}
+	for _, p := range j.ranks {
+		p.tell("exit 4") // without Close: what the files say is kept
+	}
+	j.run.end(4)
+	for r := range 2 {
+		if _, err := flight.ReadFile(filepath.Join(logs, fmt.Sprintf("flight-rank%d.json", r))); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestMetricsOfRanks scrapes the ranks of a job, each at a port of its own, and takes a port away.
+func TestMetricsOfRanks(t *testing.T) {
+	s := newStage(t)
+	c := s.command("run", "-n", "2", self(t))
+	c.cmd.Env = append(c.cmd.Env, "TUTTI_METRICS=127.0.0.1:0")
+	j := &statusJob{stage: s, run: c.start()}
+	j.ranks = s.arrive(2)
+	j.name = j.ranks[0].Env["TUTTI_JOB"]
+	j.all("join")
+	j.all("allreduce 1000")
+	r := j.report()
+	for i, x := range r.Ranks {
+		get, err := (&http.Client{Timeout: patience}).Get("http://" + x.Snapshot.Metrics + "/metrics")
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, _ := io.ReadAll(get.Body)
+		get.Body.Close()
+		for _, want := range []string{fmt.Sprintf(`tutti_operations_total{job=%q,kind="allreduce",rank="%d"} 1`, j.name, i), fmt.Sprintf(`tutti_links{job=%q,rank="%d",transport="shm"} 1`, j.name, i)} {
+			if !bytes.Contains(b, []byte(want+"\n")) {
+				t.Errorf("%s is not in\n%s", want, b)
+			}
+		}
+	}
+	j.leave()
+
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	c = s.command("run", "-n", "1", self(t))
+	c.cmd.Env = append(c.cmd.Env, "TUTTI_METRICS="+l.Addr().String())
+	c.start()
+	p := s.arrive(1)[0]
+	p.tell("join")
+	if got := p.hear(); !strings.Contains(got, fmt.Sprintf("port %d of 127.0.0.1 is taken", l.Addr().(*net.TCPAddr).Port)) {
+		t.Errorf("%s", got)
+	}
+	p.tell("exit 0")
+	c.end(0)
+}
+
+func TestPick(t *testing.T) {
+	if _, err := pick("", nil); err == nil || !strings.Contains(err.Error(), "no job of yours was started here by tutti run") || !strings.Contains(err.Error(), "TUTTI_STORE") {
+		t.Error(err)
+	}
+	one := []launch.Running{{Job: "run-1"}}
+	if r, err := pick("", one); err != nil || r.Job != "run-1" {
+		t.Error(r, err)
+	}
+	two := append(one, launch.Running{Job: "run-12", Ranks: 3, Program: "./train"})
+	if r, err := pick("run-1", two); err != nil || r.Job != "run-1" {
+		t.Error(r, err)
+	}
+	if _, err := pick("", two); err == nil || !strings.Contains(err.Error(), "which job?") || !strings.Contains(err.Error(), "\n  run-12      3 ranks  since ") {
+		t.Error(err)
+	}
+}
