@@ -473,10 +473,14 @@ func (c *Channel) sever(st *stream, err error) {
 	st.sendq = nil
 }
 
-// renew begins the traffic of a tagged channel with a peer over a new link.
+// renew begins the traffic with a peer over a new link, with new accounts. What was lost of an ordered channel stays lost.
 func (c *Channel) renew(st *stream) {
 	st.clear()
-	*st = stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq}
+	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq}
+	if !c.tagged {
+		fresh.lost = st.lost
+	}
+	*st = fresh
 }
 
 // Forget withdraws every receive that is posted on the ordered lane: afterwards the proxy touches none of their buffers. It is how a failed operation ends.

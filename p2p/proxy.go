@@ -282,7 +282,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	pr.counts.transport = transport
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {
-		if st := c.streams[pr.rank]; st != nil && st.lost != nil && c.tagged {
+		if st := c.streams[pr.rank]; st != nil && st.lost != nil {
 			c.renew(st)
 		}
 		if c.aborted != nil && c.has(pr.rank) {

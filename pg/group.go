@@ -53,7 +53,7 @@ type Group struct {
 	moving  bool       // the next operation begins in another view, or anew in this one
 	must    uint64     // which is that epoch at least
 	hint    bool       // the job has grown, and the others are to know
-	insist  bool       // the operation is retried whatever OnFailure says
+	insist  bool       // the operation is retried, and its outcome uniform, whatever the configuration says
 	lost    *RankError // the latest
 	begins  uint64     // operations below it that have not begun are skipped
 	// What the exchange on entering the view said, and what is under way of it.
@@ -283,7 +283,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	} else {
 		err = g.run.collective()
 	}
-	if err != nil || g.job.settings.Uniform {
+	if err != nil || g.job.settings.Uniform || g.insist {
 		err = g.conclude(err)
 	}
 	if g.coll.Hinted() && err == nil && g.cur.synchronizes() { // everybody knows that the job has grown
@@ -297,6 +297,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 // conclude finds out what the outcome of the operation is that has just run here with err, and may run it again.
 func (g *Group) conclude(err error) error {
 	s := g.job.settings
+	uniform := s.Uniform || g.insist
 	for {
 		has := err == nil
 		if has {
@@ -324,7 +325,7 @@ func (g *Group) conclude(err error) error {
 			g.err = typed
 			return typed
 		}
-		if s.OnFailure != Retry && !g.insist && !s.Uniform && !again {
+		if s.OnFailure != Retry && !uniform && !again {
 			return typed
 		}
 		intact := (s.OnFailure == Retry || g.insist || again) && !g.run.dirty && !has
@@ -347,7 +348,7 @@ func (g *Group) conclude(err error) error {
 		g.run.dirty = false
 		g.begin()
 		err = g.run.collective()
-		if err == nil && !s.Uniform {
+		if err == nil && !uniform {
 			return nil
 		}
 	}

@@ -456,16 +456,23 @@ func (s *settings) standBy(ctx context.Context) (release func(), err error) {
 	}()
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	for e := range store.Watch(wctx, viewKey) {
-		if e.Err != nil {
-			return nil, e.Err
-		}
-		if !e.Exists {
-			continue
-		}
-		_, view, err := decodeView(e.Value)
-		if err != nil {
-			return nil, err
+	var view membership.View
+	changes, again := store.Watch(wctx, viewKey), time.NewTicker(200*time.Millisecond) // records and claims go without a change of the view
+	defer again.Stop()
+	for {
+		select {
+		case e, open := <-changes:
+			switch {
+			case !open:
+				return nil, context.Cause(ctx)
+			case e.Err != nil:
+				return nil, e.Err
+			case e.Exists:
+				if _, view, err = decodeView(e.Value); err != nil {
+					return nil, err
+				}
+			}
+		case <-again.C:
 		}
 		for slot, at := range view.Slots {
 			if at.Incarnation != 0 || at.Left == 0 {
@@ -480,7 +487,6 @@ func (s *settings) standBy(ctx context.Context) (release func(), err error) {
 			}
 		}
 	}
-	return nil, context.Cause(ctx)
 }
 
 func (s *settings) dialStore(ctx context.Context) (bootstrap.Store, error) {

@@ -431,21 +431,40 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
-	g.job.proxy.Lock()
-	before, lowest := g.at, g.active[0]
-	g.job.proxy.Unlock()
-	epoch := []uint64{0}
-	if lowest == g.rank {
-		var err error
-		if epoch[0], err = g.job.members.admit(ctx); err != nil {
-			g.job.log.Warn("nobody could be admitted", "err", err)
-		}
-	}
-	if err := Broadcast(ctx, g, epoch, lowest); err != nil {
-		return 0, err
-	}
 	g.enter()
 	defer g.leave()
+	before := g.at
+	epoch := []uint64{0}
+	for {
+		if err := g.ready(ctx, false); err != nil {
+			return 0, err
+		}
+		lowest := g.active[0]
+		if lowest == g.rank {
+			g.job.proxy.Unlock()
+			n, err := g.job.members.admit(ctx)
+			g.job.proxy.Lock()
+			if epoch[0] = n; err != nil {
+				g.job.log.Warn("nobody could be admitted", "err", err)
+			}
+		}
+		b := BufferOf(epoch)
+		err := g.check(&g.cur, collectives.Broadcast, 0, lowest, b, b, nil, nil)
+		if err == nil {
+			g.run.hot = hot{}
+			g.insist = true
+			err = g.collective(ctx, false)
+			g.insist = false
+		}
+		var lost *RankError
+		if errors.As(err, &lost) && g.err == nil { // the lowest rank: all survivors see it alike
+			continue
+		}
+		if err != nil {
+			return 0, err
+		}
+		break
+	}
 	if epoch[0] > g.epoch {
 		g.must, g.moving = epoch[0], true
 		g.wait.Reset(ctx, g.job.timeout, false)

@@ -26,6 +26,8 @@ type runFlags struct {
 	timeout, grace         time.Duration
 	logDir, onFailure      string
 	bind                   string
+	restarts, standby      int
+	autoAdmit              bool
 	noPrefix, stdin, quiet bool
 }
 
@@ -37,7 +39,8 @@ func newRun() *cobra.Command {
 		Long: `Start PROGRAM N times as the ranks of a job, show what they print, and end them all when one fails.
 
 A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
-failed first (128+S if it was killed by signal S). No process that a rank has started outlives the
+failed first (128+S if it was killed by signal S). With --on-failure shrink or retry the others go on
+when a rank dies; the exit code is then 0 if a rank ended well and all that did not were killed. No process that a rank has started outlives the
 command, even if the command is killed.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
@@ -77,7 +80,10 @@ command, even if the command is killed.`,
 	fl.StringVar(&f.bind, "bind", "none", "none, or core: each rank to a core of its own, for programs of one thread")
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
 	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the ranks have none)")
-	fl.StringVar(&f.onFailure, "on-failure", "end", "what to do when a rank fails: `end` the others")
+	fl.StringVar(&f.onFailure, "on-failure", "end", "when a rank dies: `end` the others; or leave them to go on: shrink (the operation in flight fails), retry (it runs again)")
+	fl.IntVar(&f.restarts, "max-restarts", 0, "with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
+	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and take its place")
+	fl.BoolVar(&f.autoAdmit, "auto-admit", false, "with shrink or retry: let ranks in between any two operations, not at the program's Admit")
 	fl.DurationVar(&f.grace, "grace", 2*time.Second, "time between SIGTERM and SIGKILL for those that are ended")
 	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not say how the job ended; the exit code tells")
 	return c
@@ -127,8 +133,12 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
 	case f.nodes == 1 && f.rdzv != "":
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
-	case f.onFailure != "end":
-		return o, usagef(cmd, "--on-failure %s: expected end", f.onFailure)
+	case f.onFailure != "end" && f.onFailure != "shrink" && f.onFailure != "retry":
+		return o, usagef(cmd, "--on-failure %s: expected end, shrink or retry", f.onFailure)
+	case f.restarts < 0 || f.standby < 0 || f.standby > 1<<16:
+		return o, usagef(cmd, "--max-restarts %d --standby %d: expected 0 or more", f.restarts, f.standby)
+	case f.onFailure == "end" && (f.restarts > 0 || f.standby > 0 || f.autoAdmit):
+		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: with end there is nobody left to come back to")
 	case f.transport != "" && !transports(f.transport, "auto", "shm", "tcp"):
 		return o, usagef(cmd, "--transport %s: expected auto, shm or tcp", f.transport)
 	case f.bind != "none" && f.bind != "core":
@@ -174,6 +184,13 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	}
 	if f.transport != "" {
 		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)
+	}
+	if f.onFailure != "end" {
+		o.GoOn, o.MaxRestarts, o.Standby = true, f.restarts, f.standby
+		o.Env = append(o.Env, "TUTTI_ON_FAILURE="+f.onFailure)
+	}
+	if f.autoAdmit {
+		o.Env = append(o.Env, "TUTTI_AUTO_ADMIT=1")
 	}
 	if f.timeout != 0 {
 		o.Env = append(o.Env, "TUTTI_TIMEOUT="+f.timeout.String())

@@ -48,6 +48,11 @@ type Options struct {
 	Bind           bool          // each rank to a processor of its own; N must not exceed the processors that this process may run on
 	Grace          time.Duration // between SIGTERM and SIGKILL once the job has failed
 
+	// GoOn leaves the other ranks running when one dies: they are told to "shrink" or "retry" by Env. The job has ended well if a rank did, and those that did not were killed.
+	GoOn        bool
+	MaxRestarts int // times that a rank which died is started again, if GoOn
+	Standby     int // processes more that wait for a rank to die and take its place, if GoOn
+
 	Quiet     bool // say nothing of how the ranks ended
 	QuietCode int  // nor if the first failure had this exit code; 0: none
 }
@@ -65,6 +70,8 @@ func (e *Error) Unwrap() error { return e.Err }
 type rank struct {
 	started, ended bool
 	pid            int
+	restarts       int
+	since          time.Time // start of this life
 }
 
 // launcher is one Run.
@@ -87,6 +94,18 @@ type launcher struct {
 	killed   int            // ranks that had to be killed
 	killing  bool
 	grace    <-chan time.Time
+
+	// If GoOn.
+	command   Command
+	env       func(int) []string
+	again     chan int         // ranks whose next life is due
+	pending   int              // those that will be
+	alone     <-chan time.Time // fires when those on standby have had the time to end with the ranks
+	well      int              // ranks that ended with code 0: nobody is restarted any more
+	lost      int              // ranks that died and were not replaced
+	badCode   int              // of the first rank that ended badly by itself, in its last life
+	badWhy    string
+	dismissed bool // only processes on standby are left, and they have been asked to end
 }
 
 // Run starts the ranks, shows their output, waits for their end and returns the exit code that the job means: 0, or that of the rank that failed first.
@@ -94,7 +113,7 @@ type launcher struct {
 // If ctx ends, the job does.
 func Run(ctx context.Context, o Options) (int, error) {
 	o.Nodes = max(o.Nodes, 1)
-	l := &launcher{Options: o, first: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N), signals: make(chan os.Signal, 8)}
+	l := &launcher{Options: o, first: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby), signals: make(chan os.Signal, 8), again: make(chan int, o.N)}
 	var caught []os.Signal
 	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE} {
 		if !signal.Ignored(s) { // as under nohup, or in the background of a script: it is to stay so
@@ -105,8 +124,8 @@ func Run(ctx context.Context, o Options) (int, error) {
 	defer signal.Stop(l.signals)
 
 	var ranks []int
-	for i := range o.N {
-		ranks = append(ranks, l.first+i)
+	for i := range l.ranks {
+		ranks = append(ranks, l.name(i))
 	}
 	var err error
 	if l.out, err = NewOutput(o.Stdout, o.Stderr, !o.NoPrefix, l.world, o.LogDir, ranks, l.say); err != nil {
@@ -185,18 +204,28 @@ func (l *launcher) run(ctx context.Context) error {
 		return err
 	}
 	l.clearFlights()
+	l.command, l.env = cmd, env
 	for i := range l.ranks {
-		c := cmd
-		c.Env = env(i)
-		if err := l.start(i, c); err != nil {
+		if err := l.start(i); err != nil {
 			return err
 		}
 	}
 	return l.supervise(ctx)
 }
 
+// name is the number under which a process is spoken of: its rank, and for those on standby numbers above all ranks.
+func (l *launcher) name(i int) int {
+	if i >= l.N {
+		return l.world + l.Node*l.Standby + i - l.N
+	}
+	return l.first + i
+}
+
 // start starts local rank i with pipes to the output.
-func (l *launcher) start(i int, c Command) error {
+func (l *launcher) start(i int) error {
+	c := l.command
+	c.Env = l.env(i)
+	l.ranks[i].started, l.ranks[i].ended, l.ranks[i].since = false, false, time.Now()
 	in, feed, err := l.stdin(i)
 	if err != nil {
 		return err
@@ -206,11 +235,11 @@ func (l *launcher) start(i int, c Command) error {
 	for s := range w {
 		r, pw, err := os.Pipe()
 		if err != nil {
-			return fmt.Errorf("make rank %d's pipes: %w", l.first+i, err)
+			return fmt.Errorf("make rank %d's pipes: %w", l.name(i), err)
 		}
 		defer pw.Close()
 		w[s] = pw
-		l.out.Copy(l.first+i, s == 1, r)
+		l.out.Copy(l.name(i), s == 1, r)
 	}
 	if feed != nil {
 		go func() {
@@ -218,7 +247,7 @@ func (l *launcher) start(i int, c Command) error {
 			feed.Close()
 		}()
 	}
-	if l.Bind {
+	if l.Bind && i < l.N {
 		c.CPU = i + 1
 	}
 	l.live++
@@ -228,7 +257,7 @@ func (l *launcher) start(i int, c Command) error {
 // stdin opens the standard input of local rank i. A terminal is read by the launcher, since the ranks are not in its foreground; feed is then where to.
 func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 	switch {
-	case i > 0 || l.Stdin == nil:
+	case i > 0 || l.ranks[i].restarts > 0 || l.Stdin == nil:
 		in, err = os.Open(os.DevNull)
 	case Terminal(l.Stdin):
 		in, feed, err = os.Pipe()
@@ -244,7 +273,7 @@ func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 // supervise waits until all ranks have ended, and ends them when one fails, another node does, or the user wants it.
 func (l *launcher) supervise(ctx context.Context) error {
 	cancelled, broken := ctx.Done(), l.out.Broken()
-	for l.live > 0 {
+	for l.live+l.pending > 0 {
 		select {
 		case e := <-l.guard.Events():
 			if err := l.event(e); err != nil {
@@ -252,6 +281,17 @@ func (l *launcher) supervise(ctx context.Context) error {
 			}
 		case s := <-l.signals:
 			l.signal(s.(syscall.Signal))
+		case i := <-l.again:
+			l.pending--
+			if !l.stopping && l.well == 0 {
+				if err := l.start(i); err != nil {
+					return err
+				}
+			}
+		case <-l.alone:
+			l.dismissed, l.stopping = true, true
+			l.guard.Signal(-1, syscall.SIGTERM)
+			l.grace = time.After(l.Grace)
 		case <-l.grace:
 			l.kill()
 		case <-broken:
@@ -264,6 +304,9 @@ func (l *launcher) supervise(ctx context.Context) error {
 			l.fail(CodeLaunch, context.Cause(ctx).Error())
 		}
 	}
+	if l.GoOn && l.code == 0 && l.user == 0 && (l.well == 0 || l.badCode != 0) && l.lost > 0 {
+		l.code, l.why = max(l.badCode, 1), l.badWhy
+	}
 	return l.hold.others(ctx, l) // node 0's store is everybody's until all nodes are done
 }
 
@@ -275,19 +318,57 @@ func (l *launcher) event(e Event) error {
 	case e.Error != "":
 		l.live--
 		r.ended = true
-		l.fail(CodeNoExec, fmt.Sprintf("rank %d could not be started: %s", l.first+e.ID, e.Error))
+		l.fail(CodeNoExec, fmt.Sprintf("rank %d could not be started: %s", l.name(e.ID), e.Error))
 	case !e.Exited:
 		r.started, r.pid = true, e.PID
 	default:
 		l.live--
 		r.ended = true
 		code, how := outcome(e.Status)
-		l.landed(l.first+e.ID, code, how)
-		if code != 0 {
-			l.fail(code, fmt.Sprintf("rank %d %s", l.first+e.ID, how))
+		l.landed(l.name(e.ID), code, how)
+		if l.GoOn && !l.stopping {
+			l.goOn(e.ID, code, how, e.Status.Signaled())
+		} else if code != 0 && !l.dismissed {
+			l.fail(code, fmt.Sprintf("rank %d %s", l.name(e.ID), how))
 		}
 	}
 	return nil
+}
+
+// restartPause is how long a rank that died soon after its start waits for the next, doubled each time.
+const restartPause = 100 * time.Millisecond
+
+// goOn takes in that a process has ended while the others run on.
+func (l *launcher) goOn(i, code int, how string, killed bool) {
+	r := &l.ranks[i]
+	switch {
+	case code == 0:
+		l.well++
+	case i < l.N && l.well == 0 && r.restarts < l.MaxRestarts:
+		pause := time.Duration(0)
+		if r.restarts++; r.restarts > 1 && time.Since(r.since) < time.Minute {
+			pause = restartPause << min(r.restarts-2, 8)
+		}
+		l.pending++
+		time.AfterFunc(pause, func() { l.again <- i })
+		if !l.Quiet {
+			l.say(fmt.Sprintf("rank %d %s; starting it again (%d of %d)", l.name(i), how, r.restarts, l.MaxRestarts))
+		}
+	default:
+		l.lost++
+		if l.badWhy == "" || l.badCode == 0 && !killed {
+			l.badWhy = fmt.Sprintf("rank %d %s", l.name(i), how)
+		}
+		if l.badCode == 0 && !killed {
+			l.badCode = code
+		}
+		if !l.Quiet {
+			l.say(fmt.Sprintf("rank %d %s; the others go on", l.name(i), how))
+		}
+	}
+	if l.well > 0 && l.alone == nil && l.pending == 0 && !slices.ContainsFunc(l.ranks[:l.N], func(r rank) bool { return !r.ended }) {
+		l.alone = time.After(l.Grace) // one that has taken a rank's place ends with the others; one that waits would wait forever
+	}
 }
 
 // outcome is the exit code that a status means, and its description.
@@ -533,7 +614,7 @@ func module(dir string) string {
 // inherit is the launcher's environment without what a rank must not take from it, and without what it is given instead: of variables that are there twice, programs take either. Where the store is the launcher's own, how to enter a site's has no meaning.
 func inherit(own []string, siteStore bool, instead []string) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
-		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
+		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
 	if !siteStore {
 		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT", "TUTTI_STORE_KEY")
 	}

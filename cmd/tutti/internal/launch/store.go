@@ -130,6 +130,10 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	}
 	base := append(inherit(os.Environ(), l.Store != "", l.Env), l.Env...)
 	return func(i int) []string {
+		if i >= l.N { // it gets its rank when one is free
+			return append(base[:len(base):len(base)], "TUTTI_SIZE="+strconv.Itoa(l.world), "TUTTI_STANDBY="+strconv.Itoa(l.Node*l.Standby+i-l.N),
+				"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort, "TUTTI_STORE="+address, "TUTTI_JOB="+l.Job, "TUTTI_SECRET="+l.Secret)
+		}
 		return append(base[:len(base):len(base)],
 			"RANK="+strconv.Itoa(l.first+i), "WORLD_SIZE="+strconv.Itoa(l.world),
 			"LOCAL_RANK="+strconv.Itoa(i), "LOCAL_WORLD_SIZE="+strconv.Itoa(l.N),
