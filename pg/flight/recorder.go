@@ -47,7 +47,6 @@ type header struct {
 	GroupBytes  uint32 // used of the groups' area
 	Next        uint64 // records written so far: the next one goes to Next modulo Records
 	Incarnation uint64
-	Epoch       uint64
 	Rank, Size  uint32
 	PID, Flags  uint32
 	Opened      int64
@@ -169,9 +168,6 @@ func (r *Recorder) End(s *Record, o Outcome) {
 
 // Written returns how many records were written so far.
 func (r *Recorder) Written() uint64 { return r.head.Next }
-
-// SetEpoch notes the epoch of the view.
-func (r *Recorder) SetEpoch(epoch uint64) { r.head.Epoch = epoch }
 
 // AddGroup notes the members of a group, by slot, for whoever reads the file.
 func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) {

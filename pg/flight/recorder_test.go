@@ -147,7 +147,6 @@ func TestRingFull(t *testing.T) {
 func TestFile(t *testing.T) {
 	dir := t.TempDir()
 	r := open(t, dir)
-	r.SetEpoch(5)
 	r.AddGroup(1, 3, []int{0, 1, 2, 3, 4, 5, 6, 7})
 	r.AddGroup(9, 1, []int{2, 3, 6})
 	tpl := Template(9, 5, Pack(collectives.Broadcast, kernels.Float32, 0, collectives.Auto, 6), 100, 400)
@@ -347,8 +346,8 @@ func TestDecodeRefuses(t *testing.T) {
 		"short":    {func(b []byte) []byte { return b[:len(b)-1] }, "bytes are no flight recorder"},
 		"magic":    {func(b []byte) []byte { b[0] = 'x'; return b }, "no flight recorder"},
 		"version":  {func(b []byte) []byte { b[8] = 9; return b }, "version 9"},
-		"rank":     {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[48:], 8); return b }, "rank 8 of 8"},
-		"no ranks": {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[52:], 0); return b }, "of 0"},
+		"rank":     {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.Rank):], 8); return b }, "rank 8 of 8"},
+		"no ranks": {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.Size):], 0); return b }, "of 0"},
 		"long name": {func(b []byte) []byte {
 			binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.JobLen):], 1<<31)
 			return b

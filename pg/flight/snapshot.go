@@ -270,12 +270,15 @@ func (im *Image) Snapshot() *Snapshot {
 		}, string(b))
 	}
 	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size), Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
-		Host: clean(im.Host[:im.HostLen]), View: View{Epoch: im.Epoch}}
+		Host: clean(im.Host[:im.HostLen])}
 	im.Fill(s)
+	for i := range s.Operations {
+		s.View.Epoch = max(s.View.Epoch, s.Operations[i].Epoch)
+	}
 	s.Groups = slices.Clone(im.groups)
 	for i := range s.Groups {
 		g := &s.Groups[i]
-		g.Epoch = im.Epoch
+		g.Epoch = s.View.Epoch
 		for j := range s.Operations {
 			o := &s.Operations[j]
 			if o.Group != g.ID || o.Kind == "send" || o.Kind == "recv" {
