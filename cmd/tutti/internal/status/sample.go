@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -132,7 +133,8 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 
 // ask fills in what a rank answers.
 func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record, ops int) {
-	ctx, cancel := context.WithTimeoutCause(ctx, AnswerWithin, fmt.Errorf("no answer within %v", AnswerWithin))
+	late := fmt.Errorf("no answer within %v", AnswerWithin)
+	ctx, cancel := context.WithTimeoutCause(ctx, AnswerWithin, late)
 	defer cancel()
 	b, err := s.client.Status(ctx, rec, ops)
 	var snap *flight.Snapshot
@@ -146,6 +148,8 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 		r.Presence, r.Snapshot = flight.Present, snap
 	case ctx.Err() != nil:
 		r.Detail = context.Cause(ctx).Error() + ", yet the store takes it for alive"
+	case errors.Is(err, os.ErrDeadlineExceeded): // the connection's, which is that of ctx
+		r.Detail = late.Error() + ", yet the store takes it for alive"
 	case errors.Is(err, bootstrap.ErrAuth):
 		r.Detail = "it has another secret"
 	case errors.Is(err, bootstrap.ErrStale):
