@@ -436,7 +436,10 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	before := g.at
 	epoch := []uint64{0}
 	for {
-		if err := g.ready(ctx, false); err != nil {
+		var lost *RankError
+		if err := g.ready(ctx, false); errors.As(err, &lost) && g.err == nil {
+			continue // the others are past an operation that this rank did not begin
+		} else if err != nil {
 			return 0, err
 		}
 		lowest := g.active[0]
@@ -456,7 +459,6 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 			err = g.collective(ctx, false)
 			g.insist = false
 		}
-		var lost *RankError
 		if errors.As(err, &lost) && g.err == nil { // the lowest rank: all survivors see it alike
 			continue
 		}

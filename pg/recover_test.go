@@ -304,3 +304,148 @@ func TestEvictAndRejoin(t *testing.T) {
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
+
+// Subgroups follow the job's views: they lose who is lost, take nobody in, and are made anew by Split when somebody came back.
+func TestSubgroups(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		var halves *pg.Group
+		if !pgtest.Second() {
+			var err error
+			if halves, err = g.Split(ctx, g.Rank()/2, 0); err != nil {
+				t.Fatal(err)
+			}
+			defer halves.Close()
+			if err := halves.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if g.Rank() == 3 {
+				pgtest.Kill(t)
+			}
+			for range 3 { // the half without the lost rank does not notice
+				err := holes(t, halves, 20)
+				if g.Rank() == 2 && lostRank(err) == 1 {
+					continue
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			want := map[bool]string{false: "[0 1]", true: "[0]"}[g.Rank() == 2]
+			if v := halves.View(); fmt.Sprint(v.Active) != want {
+				t.Errorf("the half of rank %d is %v, want %s", g.Rank(), v, want)
+			}
+			for in := false; !in; {
+				if _, err := g.Admit(ctx); err != nil {
+					t.Fatal(err)
+				}
+				v := g.View()
+				in = v.Epoch >= 3 && len(v.Active) == 4
+			}
+			if v := halves.View(); g.Rank() == 2 && fmt.Sprint(v.Active) != "[0]" {
+				t.Errorf("the old half took somebody in: %v", v)
+			}
+		}
+		odd, err := g.Split(ctx, g.Rank()%2, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer odd.Close()
+		if err := holes(t, odd, 20); err != nil {
+			t.Fatal(err)
+		}
+		if odd.Size() != 2 || len(odd.View().Active) != 2 {
+			t.Errorf("the new half is %v", odd.View())
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(3, syscall.SIGKILL), pgtest.Replace(3))
+}
+
+// A rank that is alive and does not come is named, and put out where the configuration says so.
+func TestTimeoutEvicts(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 1 {
+			var err error
+			for until := time.Now().Add(10 * time.Second); time.Now().Before(until) && len(g.View().Active) == 3; time.Sleep(time.Millisecond) {
+				if err = pg.Send(ctx, g, []byte{1}, 0, 9); err != nil { // it has other things to do
+					break
+				}
+			}
+			for range 100 { // first it may hear that the others have waited for it
+				if err = g.Barrier(ctx); errors.Is(err, pg.ErrEvicted) {
+					return
+				}
+			}
+			t.Errorf("the stuck rank got %v", err)
+			return
+		}
+		err := g.Barrier(ctx)
+		var late *pg.TimeoutError
+		if lostRank(err) != 1 && (!errors.As(err, &late) || len(late.Missing) != 1 || late.Missing[0].Rank != 1) {
+			t.Fatalf("got %v", err)
+		}
+		if err := holes(t, g, 10); err != nil {
+			t.Fatal(err)
+		}
+		if v := g.View(); fmt.Sprint(v.Active) != "[0 2]" {
+			t.Errorf("the view is %v", v)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 2 * time.Second}))
+}
+
+// With Uniform every survivor has the same outcome of every operation, whenever a rank dies.
+func TestUniform(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		var outcomes []byte
+		for round := range 60 {
+			if g.Rank() > 1 && round == 20*(g.Rank()-1) {
+				pgtest.Kill(t)
+			}
+			x := make([]float64, 20_000)
+			err := pg.AllReduce(ctx, g, x, pg.Sum)
+			if err != nil && lostRank(err) < 2 {
+				t.Fatalf("round %d: %v", round, err)
+			}
+			outcomes = append(outcomes, map[bool]byte{true: 1}[err == nil])
+		}
+		theirs := make([]byte, len(outcomes)*g.Size())
+		if err := pg.AllGather(ctx, g, theirs, outcomes); err != nil {
+			t.Fatal(err)
+		}
+		for r := range 2 {
+			if got := theirs[r*len(outcomes) : (r+1)*len(outcomes)]; string(got) != string(outcomes) {
+				t.Errorf("outcomes differ:\n%v\n%v", got, outcomes)
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Uniform: true}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Expect(3, syscall.SIGKILL))
+}
+
+// A rank that closes its group in good order is lost to the others like one that died, after all that it owed them.
+func TestGracefulExit(t *testing.T) {
+	for _, tr := range transports {
+		t.Run(tr, func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				if err := holes(t, g, 30_000); err != nil { // also where others are gone before this one has read everything
+					t.Fatal(err)
+				}
+				if g.Rank() == 0 {
+					return
+				}
+				err := g.Barrier(t.Context())
+				if lostRank(err) != 0 {
+					t.Fatalf("got %v", err)
+				}
+				if err := g.Recover(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if err := holes(t, g, 100); err != nil {
+					t.Fatal(err)
+				}
+			}, pgtest.Transport(tr))
+		})
+	}
+}

@@ -512,7 +512,7 @@ func (r *runner) steps(prog *program, dtype DType) error {
 				}
 			}
 		}
-		if s.Dst.Buf == collectives.Out && r.in.ptr == r.out.ptr {
+		if s.Dst.Buf == collectives.Out && r.in.ptr == r.out.ptr && r.g.cur.kind.Reduces() {
 			r.dirty = true
 		}
 		switch s.Verb {
