@@ -33,9 +33,26 @@
 //	*ArgumentError  this call was wrong by itself: nothing was sent, and the group goes on
 //	ErrClosed       the group was closed here
 //
-// After any but an *ArgumentError the group has failed: the results of that operation are void, every later call returns an error at once, at every
-// rank, and what remains is Close. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout decides about it. A process that is
-// killed is known to be gone at once, for its links break; a machine that falls silent, after half a minute.
+//	ErrEvicted      the others go on without this rank, though it lives
+//	ErrIsolated     ranks were lost, and this rank cannot reach the store, where it is decided who goes on
+//	ErrAborted      somebody called Group.Abort
+//
+// After any but an *ArgumentError the results of that operation are void. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout
+// decides about it. A process that is killed is known to be gone at once, for its links break; a machine that falls silent, after half a minute.
+//
+// # When ranks are lost, and come back
+//
+// A rank number is a slot, for ever: who is lost leaves a hole, nobody is renumbered, and collectives skip the holes. [Group.View] says who plays. What the ranks that are
+// left do is [Config].OnFailure: wait for [Group.Recover], go on with the next operation (Shrink), or run the same one again where its inputs are intact (Retry). An operation
+// may have ended well at some ranks and with a *RankError at others; they keep to the same order all the same, for ranks that are behind skip, with an error, what the others
+// have finished. With Config.Uniform the outcome is the same at all of them, and [Group.Agree] agrees on anything else.
+//
+// A process that is started with the number of a lost rank, or with a new one below Config.MaxSize, joins the running job: its Join returns when the others have let it in,
+// by [Group.Admit] or, with Config.AutoAdmit, between two operations. It begins with the operation that follows; the program brings it up to date:
+//
+//	if in, err := g.Admit(ctx); err == nil && in > 0 {   // at a step boundary; who comes in begins here
+//		err = pg.Broadcast(ctx, g, state, root)
+//	}
 //
 // # Memory
 //
