@@ -54,6 +54,12 @@
 //		err = pg.Broadcast(ctx, g, state, root)
 //	}
 //
+// # Who everybody waits for
+//
+// A rank records its last operations and answers whoever knows the job's secret, also while it hangs: tutti status asks all of them and names the one that
+// keeps the others. With Config.LogDir that is written down when an operation fails, on SIGUSR1, and for whoever looks after a rank was killed; with
+// Config.Metrics it is served to Prometheus. Package flight documents the format.
+//
 // # Memory
 //
 // Collectives work on any slice. On memory from [Alloc], ranks of one machine reduce where the data lies, through mappings of each other's memory, and
