@@ -15,6 +15,7 @@
 // # Evidence and verdict
 //
 // A verdict ([Dead], [Missed], [Evict]) is somebody's certainty. Whoever hears of one proposes the view without that life, at once; all that are known go in one change.
+// Where nobody would be left, the machine stays itself, whatever is said of its life: it is here, and somebody has to decide who comes in.
 //
 // Evidence is less. A link that breaks ([LinkDown]) is a reason to ask what became of the process: [Probe]. If that is gone, this is a verdict, and the
 // survivors go on within moments. If it lives, or nobody can tell, two ranks which may both be alive cannot reach each other. The machine suspects, and says so to all
