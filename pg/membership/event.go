@@ -7,10 +7,7 @@ import (
 
 // Event is something that happened, told to Machine.Step: one of the types of this file that say so. A machine keeps no memory of the caller's but the Slots of
 // views, which nobody changes.
-type Event interface {
-	event()
-	String() string
-}
+type Event interface{ event() }
 
 // LinkUp says that the link to this life works (again). Events of links come from this process's own transports, in the order in which things happened.
 type LinkUp struct{ Peer }
@@ -120,59 +117,6 @@ func (StoreAway) event() {}
 func (StoreBack) event() {}
 func (Tick) event()      {}
 func (Close) event()     {}
-
-func (e LinkUp) String() string    { return "link up: " + e.Peer.String() }
-func (e LinkDown) String() string  { return "link down: " + e.Peer.String() + because(e.Cause) }
-func (e Dead) String() string      { return "dead: " + e.Peer.String() + because(e.Cause) }
-func (e Probed) String() string    { return "probed: " + e.Peer.String() + " is " + e.Verdict.String() }
-func (e ViewSeen) String() string  { return "seen: " + e.View.String() }
-func (e Reported) String() string  { return "reported: " + e.Peer.String() + ", " + e.Report.String() }
-func (e JoinAsked) String() string { return fmt.Sprintf("asks to join: %s, linked with epoch %d", e.Peer, e.Epoch) }
-func (e JoinGone) String() string  { return "does not wait to join any more: " + e.Peer.String() }
-func (e Admit) String() string     { return "admit" }
-func (e Missed) String() string    { return "stuck: " + e.Peer.String() }
-func (e Evict) String() string     { return fmt.Sprintf("evict rank %d", e.Slot) }
-func (e Rejoin) String() string    { return fmt.Sprintf("rejoin as %x", e.Incarnation) }
-func (e StoreAway) String() string { return "store away" + because(e.Cause) }
-func (e StoreBack) String() string { return "store back" }
-func (e Tick) String() string      { return "tick" }
-func (e Close) String() string     { return "close" }
-func (e Proposed) String() string {
-	s := fmt.Sprintf("proposal of epoch %d: %s", e.Epoch, e.Outcome)
-	if e.Outcome == OutcomeLost {
-		s += " to " + e.Current.String()
-	}
-	return s
-}
-
-// String returns "alive", "dead" or "unknown".
-func (v Verdict) String() string {
-	switch v {
-	case VerdictAlive:
-		return "alive"
-	case VerdictDead:
-		return "dead"
-	}
-	return "unknown"
-}
-
-// String returns "won", "lost" or "unknown".
-func (o Outcome) String() string {
-	switch o {
-	case OutcomeWon:
-		return "won"
-	case OutcomeLost:
-		return "lost"
-	}
-	return "unknown"
-}
-
-func because(cause string) string {
-	if cause == "" {
-		return ""
-	}
-	return ", " + cause
-}
 
 // Action is something that the driver is to do: one of the types below. Actions of one Step are independent, and done in their order. What they hold belongs to the driver, except the
 // Slots of views, which nobody changes.
