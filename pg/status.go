@@ -147,11 +147,23 @@ type observer struct {
 	dir     string // of dumps; "": none are made
 	metrics *exporter
 
-	mu      sync.Mutex // of dumps
+	dumping sync.Mutex
 	dumps   int
-	wg      sync.WaitGroup
 	signals chan os.Signal
-	done    chan struct{}
+	done    chan struct{} // closed by unobserve
+	mu      sync.Mutex    // of ended
+	ended   bool
+	wg      sync.WaitGroup
+}
+
+// aside runs f on a goroutine that unobserve waits for; not after that.
+func (o *observer) aside(f func()) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.ended {
+		o.wg.Go(f)
+	}
+	return !o.ended
 }
 
 const (
@@ -197,7 +209,7 @@ func (j *job) observe() error {
 	if o.dir != "" && dumpSignal != nil {
 		o.signals = make(chan os.Signal, 1)
 		signal.Notify(o.signals, dumpSignal)
-		o.wg.Go(func() {
+		o.aside(func() {
 			for {
 				select {
 				case <-o.signals:
@@ -215,6 +227,13 @@ func (j *job) observe() error {
 func (j *job) unobserve() {
 	o := j.obs.Load()
 	if o == nil {
+		return
+	}
+	o.mu.Lock()
+	again := o.ended
+	o.ended = true
+	o.mu.Unlock()
+	if again {
 		return
 	}
 	if o.signals != nil {
@@ -260,11 +279,10 @@ func (o *observer) failure(why flight.Outcome, wait bool) {
 		reason = "timeout"
 	}
 	written := make(chan struct{})
-	o.wg.Go(func() {
+	if !o.aside(func() {
 		defer close(written)
 		o.dump(reason)
-	})
-	if !wait {
+	}) || !wait {
 		return
 	}
 	o.j.proxy.Unlock()
@@ -280,8 +298,8 @@ func (o *observer) failure(why flight.Outcome, wait bool) {
 // dump writes a snapshot with all that is recorded into the directory, under a name that was free.
 func (o *observer) dump(reason string) {
 	s := o.snapshot(flight.Records, reason)
-	o.mu.Lock()
-	defer o.mu.Unlock()
+	o.dumping.Lock()
+	defer o.dumping.Unlock()
 	if o.dumps == maxDumps {
 		return
 	}
@@ -319,10 +337,12 @@ func (j *job) status(ctx context.Context, ops int) ([]byte, error) {
 		err  error
 	}
 	got := make(chan answer, 1)
-	go func() { // ends when it has had the lock, which Close must have too
+	if !o.aside(func() { // ends when it has had the lock, which Close must have too
 		text, err := o.snapshot(ops, "").JSON(false)
 		got <- answer{text, err}
-	}()
+	}) {
+		return nil, ErrClosed
+	}
 	select {
 	case a := <-got:
 		return a.text, a.err

@@ -189,8 +189,8 @@ func TestStatusOfWhoWaits(t *testing.T) {
 	for _, g := range gs {
 		g.Close()
 	}
-	if s := look(t, gs[0], 0); len(s.Groups) != 0 {
-		t.Errorf("closed, yet %+v", s.Groups)
+	if text, err := gs[0].job.status(t.Context(), 0); !errors.Is(err, ErrClosed) {
+		t.Errorf("closed, yet %s, %v", text, err)
 	}
 }
 
