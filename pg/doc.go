@@ -32,7 +32,6 @@
 //	*MismatchError  two ranks called different things: which, and what
 //	*ArgumentError  this call was wrong by itself: nothing was sent, and the group goes on
 //	ErrClosed       the group was closed here
-//
 //	ErrEvicted      the others go on without this rank, though it lives
 //	ErrIsolated     ranks were lost, and this rank cannot reach the store, where it is decided who goes on
 //	ErrAborted      somebody called Group.Abort
@@ -50,7 +49,7 @@
 // A process that is started with the number of a lost rank, or with a new one below Config.MaxSize, joins the running job: its Join returns when the others have let it in,
 // by [Group.Admit] or, with Config.AutoAdmit, between two operations. It begins with the operation that follows; the program brings it up to date:
 //
-//	if in, err := g.Admit(ctx); err == nil && in > 0 {   // at a step boundary; who comes in begins here
+//	if in, err := g.Admit(ctx); err == nil && in > 0 {   // at a step boundary; who comes in begins with the line below
 //		err = pg.Broadcast(ctx, g, state, root)
 //	}
 //
