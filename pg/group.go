@@ -429,7 +429,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return nil, err
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
-		return nil, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
@@ -473,7 +473,7 @@ func (g *Group) told(a *wireAbort) error {
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	g.await(time.Second)
 	if slot, why := g.gone(); slot != g.rank {
-		return nil, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
 	var peer *p2p.PeerError
 	errors.As(err, &peer)
