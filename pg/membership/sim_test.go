@@ -652,6 +652,41 @@ func (m *Machine) clone() *Machine {
 	return &c
 }
 
+// fingerprint tells events apart that make a difference to who gets them. Views of an epoch are all the same.
+func fingerprint(ev Event) string {
+	var b []byte
+	num := func(kind byte, p Peer, xs ...uint64) {
+		b = binary.AppendUvarint(append(b, kind), p.Incarnation)
+		for _, x := range xs {
+			b = binary.AppendUvarint(b, x)
+		}
+	}
+	switch e := ev.(type) {
+	case LinkUp:
+		num(1, e.Peer)
+	case LinkDown:
+		num(2, e.Peer)
+	case Dead:
+		num(3, e.Peer)
+	case Probed:
+		num(4, e.Peer, uint64(e.Verdict))
+	case ViewSeen:
+		num(5, Peer{}, e.View.Epoch)
+	case Proposed:
+		num(6, Peer{}, e.Epoch, uint64(e.Outcome), e.Current.Epoch)
+	case Reported:
+		num(7, e.Peer)
+		b = append(b, e.Report.Encode()...)
+	case JoinAsked:
+		num(8, e.Peer, e.Epoch)
+	case JoinGone:
+		num(9, e.Peer)
+	default:
+		panic(fmt.Sprintf("%T is never mailed", ev))
+	}
+	return string(b)
+}
+
 var seed = maphash.MakeSeed()
 
 // key identifies a state of the world, up to what makes no difference to its future.
@@ -709,7 +744,7 @@ func (w *sim) key() uint64 {
 			if m.lane != "" {
 				place[m.lane]++
 			}
-			letters = append(letters, fmt.Sprintf("%T%v/%s/%d/%d", m.ev, m.ev, m.lane, place[m.lane], max(m.due-p.now, 0)))
+			letters = append(letters, fingerprint(m.ev)+m.lane+"/"+string(rune(place[m.lane]))+string(rune(max(m.due-p.now, 0))))
 		}
 		sort.Strings(letters)
 		for _, l := range letters {
