@@ -525,7 +525,9 @@ func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) 
 
 // accepts checks that a frame continues r's message; if not the channel fails.
 func (c *Channel) accepts(r *Recv, h *Header) bool {
-	c.hint = c.hint || h.Flags&flagHint != 0
+	if h.Flags&flagHint != 0 {
+		c.hint = true
+	}
 	if h.Seq != r.tok.Seq || h.Call != r.tok.Call || h.Count != r.tok.Count {
 		c.fail(&Disagreement{Rank: r.st.slot, Theirs: Token{h.Seq, h.Call, h.Count}, Ours: r.tok})
 		return false
@@ -580,8 +582,10 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 		if err := r.st.gone(); err != nil {
 			return err
 		}
-		if err := r.st.leaves(r.tok.Seq); err != nil {
-			return err
+		if r.st.until != 0 {
+			if err := r.st.leaves(r.tok.Seq); err != nil {
+				return err
+			}
 		}
 		if pr.lent != nil {
 			c.p.unlend(pr) // an earlier message in the way of the one that is needed now

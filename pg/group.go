@@ -54,6 +54,7 @@ type Group struct {
 	must    uint64     // which is that epoch at least
 	hint    bool       // the job has grown, and the others are to know
 	insist  bool       // the operation is retried, and its outcome uniform, whatever the configuration says
+	uniform bool       // Config.Uniform
 	lost    *RankError // the latest
 	begins  uint64     // operations below it that have not begun are skipped
 	// What the exchange on entering the view said, and what is under way of it.
@@ -108,6 +109,7 @@ func newGroup(j *job, ranks []int, rank int, base uint32, lives []uint64, at mem
 	for i := range g.active {
 		g.active[i] = i
 	}
+	g.uniform = j.settings.Uniform
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.turn = sync.NewCond(j.proxy)
 	var err error
@@ -283,7 +285,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	} else {
 		err = g.run.collective()
 	}
-	if err != nil || g.job.settings.Uniform || g.insist {
+	if err != nil || g.uniform || g.insist {
 		err = g.conclude(err)
 	}
 	if g.coll.Hinted() && err == nil && g.cur.synchronizes() { // everybody knows that the job has grown
@@ -297,7 +299,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 // conclude finds out what the outcome of the operation is that has just run here with err, and may run it again.
 func (g *Group) conclude(err error) error {
 	s := g.job.settings
-	uniform := s.Uniform || g.insist
+	uniform := g.uniform || g.insist
 	for {
 		has := err == nil
 		if has {

@@ -503,6 +503,7 @@ func (r *runner) steps(prog *program, dtype DType) error {
 		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Mem))
 	}
 	r.prog = prog
+	inPlace := r.in.ptr == r.out.ptr && !r.dirty && g.cur.kind.Reduces()
 	for i := range prog.Steps {
 		s := &prog.Steps[i]
 		for _, n := range s.Needs {
@@ -512,8 +513,8 @@ func (r *runner) steps(prog *program, dtype DType) error {
 				}
 			}
 		}
-		if s.Dst.Buf == collectives.Out && r.in.ptr == r.out.ptr && r.g.cur.kind.Reduces() {
-			r.dirty = true
+		if inPlace && s.Dst.Buf == collectives.Out {
+			r.dirty, inPlace = true, false
 		}
 		switch s.Verb {
 		case collectives.Recv:
