@@ -47,7 +47,7 @@ type Config struct {
 	Uniform bool
 	// OnTimeout says what happens to ranks that an operation waited for in vain. Default: TimeoutReports.
 	OnTimeout OnTimeout
-	// Window is how long two live ranks may be unable to reach each other before one of them is removed. Default 3 s.
+	// Window is how long two live ranks may be unable to reach each other before one of them is removed; at least half a second longer than LeaseTTL. Default 3 s.
 	Window time.Duration
 	// MaxSize is how many ranks the job may grow to, the same at all of them. A rank with a number of Size or above joins a running job. Default TUTTI_MAX_SIZE, else Size.
 	MaxSize int

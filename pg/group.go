@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"sync"
@@ -483,18 +484,22 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
-// gone returns a slot that the job's view has lost, and why.
+// gone returns the slot that the job's view has lost first since the group's, and why: what followed may follow from that. It returns this rank's own if none is lost.
 func (g *Group) gone() (int, error) {
 	active, _ := g.members(g.job.view)
+	first, epoch := g.rank, uint64(math.MaxUint64)
 	for _, slot := range g.active {
-		if !slices.Contains(active, slot) {
-			if why := g.job.why[g.ranks[slot]]; why != "" {
-				return slot, errors.New(why)
-			}
-			return slot, errors.New("it was removed from the view")
+		if left := g.job.view.Slots[g.ranks[slot]].Left; !slices.Contains(active, slot) && left < epoch {
+			first, epoch = slot, left
 		}
 	}
-	return g.rank, errMoved
+	switch why := g.job.why[g.ranks[first]]; {
+	case first == g.rank:
+		return first, errMoved
+	case why != "":
+		return first, errors.New(why)
+	}
+	return first, errors.New("it was removed from the view")
 }
 
 // trimGone removes the text of ErrPeerGone from the end of what a peer wrote, where it is added again as an error.

@@ -48,7 +48,7 @@ type job struct {
 	settings *settings
 	members  *members // nil: nobody is replaced. Under the proxy's lock, as what follows
 	view     membership.View
-	why      map[int]string // why ranks were removed, at the latest change
+	why      map[int]string // why ranks were removed, when they were last
 	groups   map[*Group]struct{}
 
 	store  bootstrap.Store // see directory

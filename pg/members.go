@@ -64,7 +64,9 @@ type members struct {
 func (j *job) startMembers(view membership.View, first uint64) error {
 	s := j.settings
 	self := membership.Peer{Slot: j.self.Rank, Incarnation: j.self.Incarnation}
-	m, acts, err := membership.New(membership.Config{Slot: self.Slot, Incarnation: self.Incarnation, View: view, Window: int((s.Window + tick - 1) / tick),
+	// Longer than a lease: else a host that fell silent, whose lease is not over yet, might win against ranks that live.
+	window := max(s.Window, j.store.TTL()+500*time.Millisecond)
+	m, acts, err := membership.New(membership.Config{Slot: self.Slot, Incarnation: self.Incarnation, View: view, Window: int((window + tick - 1) / tick),
 		Retry: 2, MaxSize: s.MaxSize, AutoAdmit: s.AutoAdmit, Proposers: 4})
 	if err != nil {
 		return err
@@ -247,7 +249,11 @@ func (ms *members) enter(a membership.Enter) {
 				why[r] = "other ranks removed it"
 			}
 		}
-		j.view, j.why = a.View, why
+		j.view = a.View
+		if j.why == nil {
+			j.why = map[int]string{}
+		}
+		maps.Copy(j.why, why)
 		for g := range j.groups {
 			g.viewChanged()
 		}

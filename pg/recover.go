@@ -125,18 +125,15 @@ func (g *Group) await(patience time.Duration) bool {
 
 // verdict waits until it is decided who is lost: that somebody could not reach a rank is evidence, and perhaps against the one who says so.
 func (g *Group) verdict(e *RankError) {
-	patience := 200 * time.Millisecond // it may have left this group alone, or be reachable again
-	if e.Rank != g.rank && g.job.proxy.Down(g.jobRank(e.Rank)) != nil {
-		patience = g.job.settings.Window + 2*time.Second
+	patience := g.job.settings.Window + 2*time.Second
+	if g.lives != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // it may have left this group alone
+		patience = 200 * time.Millisecond
 	}
 	if !g.await(patience) {
 		return
 	}
 	if slot, why := g.gone(); slot != g.rank && slot != e.Rank {
-		active, _ := g.members(g.job.view)
-		if slices.Contains(active, e.Rank) {
-			e.Rank, e.Reporter, e.Err = slot, g.rank, why
-		}
+		e.Rank, e.Reporter, e.Err = slot, g.rank, why
 	}
 }
 
