@@ -404,7 +404,7 @@ func (ms *members) probe(p membership.Peer) membership.Verdict {
 	if rec.Incarnation != p.Incarnation {
 		return membership.VerdictDead // it had to be gone for another to be there
 	}
-	for {
+	for patience := 5 * time.Millisecond; ; {
 		refused := len(rec.Addrs) > 0
 		for _, addr := range rec.Addrs {
 			d := net.Dialer{Timeout: 200 * time.Millisecond}
@@ -417,7 +417,11 @@ func (ms *members) probe(p membership.Peer) membership.Verdict {
 		if refused {
 			return membership.VerdictDead
 		}
-		if _, err := ms.j.client.Describe(ctx, rec); err == nil {
+		patience *= 2 // a busy process takes longer to answer, a dying one never does
+		actx, cancel := context.WithTimeout(ctx, patience)
+		_, err := ms.j.client.Describe(actx, rec)
+		cancel()
+		if err == nil {
 			return membership.VerdictAlive
 		}
 		select {
