@@ -38,7 +38,7 @@ type benchFlags struct {
 	iters, warmup, rounds      int
 	transport                  string
 	registered, check, noCheck bool
-	asJSON, emit               bool
+	asJSON, emit, faulty       bool
 	roundTime, timeout         time.Duration
 }
 
@@ -60,9 +60,18 @@ Reductions: ` + joined(kernels.Ops()),
 		Example: `  tutti bench                                  allreduce of float32 between 2 ranks
   tutti bench -n 4 --op all --registered       every operation, on registered memory
   tutti bench --op allreduce --dtype all --redop all --max 1M
+  tutti bench --faults                         kill -9, and how the others go on
   tutti bench --json > results.jsonl           one object a row`,
 		DisableFlagsInUseLine: true, Args: noArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			switch {
+			case f.faulty && f.emit:
+				return faultRank(cmd.Context())
+			case f.faulty:
+				return f.faults(cmd)
+			}
+			return f.run(cmd)
+		},
 	}
 	fl := c.Flags()
 	fl.IntVarP(&f.n, "ranks", "n", 2, "ranks to start here")
@@ -84,6 +93,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
 	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
+	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to go on when one is killed, and to take its replacement in (-n, --rounds, --transport, --json)")
 	fl.BoolVar(&f.emit, "emit", false, "")
 	fl.MarkHidden("emit") // a rank's output, for the process that started it
 	return c

@@ -1,0 +1,181 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"tutti/cmd/tutti/internal/launch"
+	"tutti/pg"
+)
+
+// faultsVariable tells a rank of bench --faults the directory where the job's moments are noted; monotonic time is common to the processes of a machine.
+const faultsVariable = "TUTTI_BENCH_FAULTS"
+
+// What is noted there: each a file with one number, nanoseconds of the monotonic clock.
+const (
+	momentKill     = "kill"     // the victim is about to kill itself
+	momentError    = "error"    // a survivor has its error; one for each, with its rank
+	momentNext     = "next"     // it has finished its next collective
+	momentStart    = "start"    // the replacement's main has begun
+	momentAdmitted = "admitted" // it is in
+)
+
+func monotonic() int64 {
+	var t unix.Timespec
+	unix.ClockGettime(unix.CLOCK_MONOTONIC, &t)
+	return t.Nano()
+}
+
+// faultRow is what one number of ranks took, milliseconds, median and worst over the rounds.
+type faultRow struct {
+	Ranks    int        `json:"ranks"`
+	Rounds   int        `json:"rounds"`
+	Detected [2]float64 `json:"detected_ms"` // kill to the first survivor's error
+	Next     [2]float64 `json:"next_ms"`     // kill to the slowest survivor's next finished collective
+	Admitted [2]float64 `json:"admitted_ms"` // start of the replacement to its admission
+}
+
+// faults measures how long ranks take to go on without one that is killed, and to take its replacement in.
+func (f *benchFlags) faults(cmd *cobra.Command) error {
+	sizes, rounds := []int{2, 4, 8}, 20
+	if cmd.Flags().Changed("ranks") {
+		if sizes = []int{f.n}; f.n < 2 {
+			return usagef(cmd, "--faults -n %d: expected 2 ranks or more, one of which is killed", f.n)
+		}
+	}
+	if cmd.Flags().Changed("rounds") {
+		rounds = f.rounds
+	}
+	switch {
+	case f.transport != "auto" && f.transport != "shm" && f.transport != "tcp":
+		return usagef(cmd, "--faults --transport %s: expected auto, shm or tcp", f.transport)
+	case rounds < 1:
+		return usagef(cmd, "--rounds %d: expected 1 or more", rounds)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	if !f.asJSON {
+		fmt.Printf("# kill -9 of one rank in a loop of 1 KiB allreduces, %d rounds; milliseconds, median and worst\n", rounds)
+		fmt.Println("#  ranks    kill to error        to the next result    replacement to admitted")
+	}
+	for _, n := range sizes {
+		var detected, next, admitted []float64
+		for range rounds {
+			d, x, a, err := f.faultRound(cmd.Context(), self, n)
+			if err != nil {
+				return err
+			}
+			detected, next, admitted = append(detected, d), append(next, x), append(admitted, a)
+		}
+		row := faultRow{n, rounds, medianWorst(detected), medianWorst(next), medianWorst(admitted)}
+		if f.asJSON {
+			if err := json.NewEncoder(os.Stdout).Encode(row); err != nil {
+				return err
+			}
+			continue
+		}
+		fmt.Printf("%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n, row.Detected[0], row.Detected[1], row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
+	}
+	return nil
+}
+
+func medianWorst(x []float64) [2]float64 {
+	slices.Sort(x)
+	return [2]float64{x[len(x)/2], x[len(x)-1]}
+}
+
+// faultRound runs one job and returns its three times in milliseconds.
+func (f *benchFlags) faultRound(ctx context.Context, self string, n int) (detected, next, admitted float64, err error) {
+	dir, err := os.MkdirTemp("", "tutti-faults-")
+	if err != nil {
+		return 0, 0, 0, err
+	}
+	defer os.RemoveAll(dir)
+	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n, GoOn: true, MaxRestarts: 1, Quiet: true, NoPrefix: true, Grace: 2 * time.Second,
+		Stdout: os.Stdout, Stderr: os.Stderr, Env: []string{faultsVariable + "=" + dir, "TUTTI_ON_FAILURE=shrink", "TUTTI_TRANSPORT=" + f.transport, "TUTTI_TIMEOUT=60s"}}
+	code, err := launch.Run(ctx, o)
+	if err == nil && code != 0 {
+		err = exit(code)
+	}
+	if err != nil {
+		return 0, 0, 0, err
+	}
+	moment := func(name string) int64 {
+		b, e := os.ReadFile(filepath.Join(dir, name))
+		var t int64
+		if e == nil {
+			t, e = strconv.ParseInt(string(b), 10, 64)
+		}
+		err = errors.Join(err, e)
+		return t
+	}
+	kill, first, last := moment(momentKill), int64(1)<<62, int64(0)
+	for r := range n - 1 {
+		first = min(first, moment(momentError+strconv.Itoa(r)))
+		last = max(last, moment(momentNext+strconv.Itoa(r)))
+	}
+	ms := func(from, to int64) float64 { return float64(to-from) / 1e6 }
+	return ms(kill, first), ms(kill, last), ms(moment(momentStart), moment(momentAdmitted)), err
+}
+
+// faultRank is a rank of faultRound's job: the one with the highest number kills itself, the others go on and let the next one in.
+func faultRank(ctx context.Context) error {
+	began := monotonic()
+	dir := os.Getenv(faultsVariable)
+	note := func(name string, t int64) error {
+		return os.WriteFile(filepath.Join(dir, name), strconv.AppendInt(nil, t, 10), 0o600)
+	}
+	g, err := pg.Join(ctx, pg.Config{})
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	x := make([]float32, 256)
+	if g.View().Epoch > 1 { // the replacement; the others are in Admit
+		if err := errors.Join(note(momentAdmitted, monotonic()), note(momentStart, began)); err != nil {
+			return err
+		}
+		return g.Barrier(ctx)
+	}
+	for i := 0; ; i++ {
+		if g.Rank() == g.Size()-1 && i == 100 {
+			if err := note(momentKill, monotonic()); err != nil {
+				return err
+			}
+			syscall.Kill(os.Getpid(), syscall.SIGKILL)
+			select {}
+		}
+		err := pg.AllReduce(ctx, g, x, pg.Sum)
+		if err == nil {
+			continue
+		}
+		at := monotonic()
+		var lost *pg.RankError
+		for errors.As(err, &lost) {
+			err = pg.AllReduce(ctx, g, x, pg.Sum)
+		}
+		if err = errors.Join(err, note(momentNext+strconv.Itoa(g.Rank()), monotonic()), note(momentError+strconv.Itoa(g.Rank()), at)); err != nil {
+			return err
+		}
+		break
+	}
+	for len(g.View().Active) < g.Size() {
+		if _, err := g.Admit(ctx); err != nil {
+			return err
+		}
+	}
+	return g.Barrier(ctx)
+}
