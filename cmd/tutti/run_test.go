@@ -576,3 +576,73 @@ func TestHelp(t *testing.T) {
 		}
 	}
 }
+
+// With shrink or retry the others are left running when a rank dies; the exit code is theirs.
+func TestRunGoesOn(t *testing.T) {
+	for _, c := range []struct {
+		how  string // rank 1's end
+		last string // rank 2's
+		code int
+	}{
+		{"kill 9", "exit 0", 0},
+		{"exit 5", "exit 0", 5}, // by itself: that is no accident
+		{"kill 9", "kill 9", 1}, // nobody ended well
+		{"kill 9", "exit 7", 7},
+	} {
+		t.Run(c.how+", "+c.last, func(t *testing.T) {
+			s := newStage(t)
+			j := s.run("run", "-n", "3", "--on-failure", "shrink", "--", self(t))
+			all := s.arrive(3)
+			if got := all[0].Env["TUTTI_ON_FAILURE"]; got != "shrink" {
+				t.Errorf("TUTTI_ON_FAILURE=%q", got)
+			}
+			all[1].tell("%s", c.how)
+			all[1].gone()
+			j.stderr.await(t, "; the others go on")
+			all[0].do("print %q", "still here\n")
+			if c.last != "exit 0" {
+				all[0].tell("kill 9")
+			} else {
+				all[0].tell("exit 0")
+			}
+			all[2].tell("%s", c.last)
+			j.end(c.code)
+		})
+	}
+}
+
+// A rank that died is started again, alone, as often as was said, and no more once a rank has ended well.
+func TestRunRestarts(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "2", "--on-failure", "retry", "--max-restarts", "2", "--", self(t))
+	all := s.arrive(2)
+	for i, how := range []string{"kill 9", "exit 3"} {
+		all[1].tell("%s", how)
+		j.stderr.await(t, fmt.Sprintf("starting it again (%d of 2)", i+1))
+		if all[1] = s.next(); all[1].rank() != "1" {
+			t.Fatalf("rank %s was started", all[1].rank())
+		}
+	}
+	all[0].do("print %q", "the same all the time\n")
+	all[0].tell("exit 0")
+	all[0].gone()
+	all[1].tell("kill 9")
+	j.end(0)
+	j.says("rank 1 was killed by signal 9 (SIGKILL); the others go on")
+}
+
+// Processes on standby have no rank, and end when all ranks have.
+func TestRunStandby(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "1", "--on-failure", "shrink", "--standby", "1", "--grace", "200ms", "--", self(t))
+	a, b := s.next(), s.next()
+	if a.rank() == "" {
+		a, b = b, a
+	}
+	if a.rank() != "0" || b.rank() != "" || b.Env["TUTTI_STANDBY"] != "0" || b.Env["TUTTI_SIZE"] != "1" || b.Env["TUTTI_STORE"] != a.Env["TUTTI_STORE"] {
+		t.Errorf("%v, %v", a.Env, b.Env)
+	}
+	a.tell("exit 0")
+	b.gone()
+	j.end(0)
+}
