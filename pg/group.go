@@ -56,6 +56,7 @@ type Group struct {
 	hint    bool       // the job has grown, and the others are to know
 	insist  bool       // the operation is retried, and its outcome uniform, whatever the configuration says
 	uniform bool       // Config.Uniform
+	here    bool       // the result of the latest operation was here
 	lost    *RankError // the latest
 	begins  uint64     // operations below it that have not begun are skipped
 	// What the exchange on entering the view said, and what is under way of it.
@@ -279,7 +280,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	g.seq++
 	g.begin()
 	g.wait.Reset(ctx, g.job.timeout, lazy)
-	g.run.dirty = false
+	g.run.dirty, g.here = false, false
 	var err error
 	if g.run.hot.armed {
 		err = g.run.repeat()
@@ -304,6 +305,7 @@ func (g *Group) conclude(err error) error {
 	for {
 		has := err == nil
 		if has {
+			g.here = true
 			if len(g.active) == 1 {
 				return nil
 			}
@@ -591,12 +593,13 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 
 // A Work is an operation that Start started.
 type Work struct {
-	g    *Group
-	call call
-	msg  *message // Send or Recv
-	err  error
-	done chan struct{}
-	at   int64 // when it was started, by the recorder's clock
+	g     *Group
+	call  call
+	msg   *message // Send or Recv
+	err   error
+	local bool // the result is here, whatever err says
+	done  chan struct{}
+	at    int64 // when it was started, by the recorder's clock
 }
 
 // Done is closed when the operation has ended, one way or the other.
@@ -604,6 +607,25 @@ func (w *Work) Done() <-chan struct{} { return w.done }
 
 // Err returns the outcome; it may be called once Done is closed.
 func (w *Work) Err() error { return w.err }
+
+// LocalSuccess reports whether the operation's result is here: that it ended well, or that only its confirmation failed (Config.Uniform), so that the result does not count
+// although this rank has it. It may be called once Done is closed.
+func (w *Work) LocalSuccess() bool { return w.err == nil || w.local }
+
+// FailedRanks returns the ranks because of which the operation failed: one that was lost, or those that were waited for in vain. It may be called once Done is closed.
+func (w *Work) FailedRanks() (ranks []int) {
+	var lost *RankError
+	var late *TimeoutError
+	switch {
+	case errors.As(w.err, &lost):
+		ranks = []int{lost.Rank}
+	case errors.As(w.err, &late):
+		for _, m := range late.Missing {
+			ranks = append(ranks, m.Rank)
+		}
+	}
+	return ranks
+}
 
 // Status returns what a RecvOp received; it may be called once Done is closed and Err is nil.
 func (w *Work) Status() Status {
@@ -702,6 +724,7 @@ func (g *Group) work() {
 		if err == nil {
 			g.cur, g.tel.since = w.call, w.at
 			err = g.collective(g.ctx, true)
+			w.local = g.here
 		}
 		if err != nil && g.closed.Load() {
 			err = ErrClosed

@@ -130,6 +130,10 @@ func TestRecover(t *testing.T) {
 		if g.Rank() == 0 {
 			pgtest.Kill(t)
 		}
+		w := g.Start(pg.BarrierOp{})
+		if err := w.Wait(t.Context()); lostRank(err) != 0 || fmt.Sprint(w.FailedRanks()) != "[0]" || w.LocalSuccess() {
+			t.Fatal(err, w.FailedRanks(), w.LocalSuccess())
+		}
 		for i := range 3 {
 			if err := g.Barrier(t.Context()); lostRank(err) != 0 {
 				t.Fatalf("barrier %d: %v", i, err)
