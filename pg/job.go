@@ -365,6 +365,10 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	g.at = membership.First(lives)
 	j.agree()
 	j.met.Store(true)
+	if s.MaxSize > membership.MaxSlots {
+		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize, "at most", membership.MaxSlots)
+		return g, nil
+	}
 	return g, j.startMembers(g.at, lives[0])
 }
 
@@ -382,6 +386,12 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 	for !in {
 		if err := ms.ask(ctx, func(m *membership.Machine) { in = m.Member() }); err != nil {
 			return nil, fmt.Errorf("waiting to be let in (do the others call Admit, or have they AutoAdmit?): %w", err)
+		}
+		j.proxy.Lock()
+		out := ms.evicted
+		j.proxy.Unlock()
+		if out {
+			return nil, ErrEvicted
 		}
 		if !in {
 			select {
