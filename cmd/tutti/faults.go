@@ -127,13 +127,16 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int) (detect
 		first = min(first, moment(momentError+strconv.Itoa(r)))
 		last = max(last, moment(momentNext+strconv.Itoa(r)))
 	}
+	start, in := moment(momentStart), moment(momentAdmitted)
 	ms := func(from, to int64) float64 { return float64(to-from) / 1e6 }
-	return ms(kill, first), ms(kill, last), ms(moment(momentStart), moment(momentAdmitted)), err
+	return ms(kill, first), ms(kill, last), ms(start, in), err
 }
 
 // faultRank is a rank of faultRound's job: the one with the highest number kills itself, the others go on and let the next one in.
 func faultRank(ctx context.Context) error {
 	began := monotonic()
+	ctx, cancel := context.WithTimeout(ctx, time.Minute) // nobody waits longer for a replacement that does not come
+	defer cancel()
 	dir := os.Getenv(faultsVariable)
 	note := func(name string, t int64) error {
 		return os.WriteFile(filepath.Join(dir, name), strconv.AppendInt(nil, t, 10), 0o600)
