@@ -248,7 +248,7 @@ func TestAutoAdmit(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{AutoAdmit: true}), pgtest.Extend(2))
 }
 
-// Abort ends what is under way here at once, and the others learn of it.
+// Abort ends what is under way here at once, and the others learn of it, which until then wait for a message that does not come.
 func TestAbort(t *testing.T) {
 	cause := errors.New("enough")
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -261,6 +261,8 @@ func TestAbort(t *testing.T) {
 			if err := w.Wait(context.Background()); !errors.Is(err, pg.ErrAborted) || !errors.Is(err, cause) {
 				t.Error(err)
 			}
+		} else if _, err := pg.Recv(t.Context(), g, make([]byte, 1), 0, 0); !errors.Is(err, pg.ErrAborted) {
+			t.Errorf("got %v", err)
 		}
 		for range 2 {
 			if err := g.Barrier(t.Context()); !errors.Is(err, pg.ErrAborted) {
