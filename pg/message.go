@@ -85,7 +85,12 @@ func (g *Group) finishMessage(m *message) error {
 	}
 	what := fmt.Sprintf("%s (%s, %d elements, tag %d)", m.name(), m.x.DType, m.x.Count, m.tag)
 	var peer *p2p.PeerError
+	var aborted *p2p.Aborted
 	switch {
+	case errors.As(err, &aborted): // only Group.Abort ends messages
+		if a, bad := decodeAbort(aborted.Payload, g.size); bad == nil && a.Kind == abortCall {
+			return g.told(a)
+		}
 	case errors.Is(err, p2p.ErrWrongSize):
 		s := m.status()
 		return &ArgumentError{Call: "recv", Arg: fmt.Sprintf("the message of rank %d with tag %d", s.From, s.Tag),

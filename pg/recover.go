@@ -633,7 +633,7 @@ func (g *Group) decide(ctx context.Context, k uint64, yes bool, failed error) (b
 }
 
 // Abort ends the group, at once and on all ranks: what is under way on this rank returns an error that wraps ErrAborted and cause, and so does every later
-// collective; peers learn of it from their next look at their links. It does not wait for anybody. The group is still to be closed.
+// operation; peers learn of it from their next look at their links. It does not wait for anybody. The group is still to be closed.
 func (g *Group) Abort(cause error) {
 	if cause == nil {
 		cause = errors.New("no cause was given")
@@ -644,7 +644,7 @@ func (g *Group) Abort(cause error) {
 		g.aborted = fmt.Errorf("rank %d: %w: %w", g.rank, ErrAborted, cause)
 		a := &wireAbort{Kind: abortCall, A: g.rank, B: g.rank, Text: cause.Error()}
 		g.coll.Abort(g.aborted, a.encode())
-		g.msgs.Fail(g.aborted)
+		g.msgs.Abort(g.aborted, a.encode())
 	}
 	p.Unlock()
 	p.Wake()

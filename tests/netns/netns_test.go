@@ -29,20 +29,20 @@ type job struct {
 }
 
 // launch starts launchers on both hosts that meet at rdzv, with more flags and variables, and waits for the ranks.
-func launch(t *testing.T, a, b *host, rdzv string, env []string, flags ...string) *job {
+func launch(t *testing.T, a, b *rig.Host, rdzv string, env []string, flags ...string) *job {
 	t.Helper()
 	j := &job{Stage: rig.New(t)}
 	env = append(env, "TUTTI_SECRET="+bootstrap.NewSecret())
-	for node, h := range []*host{a, b} {
+	for node, h := range []*rig.Host{a, b} {
 		j.nodes[node] = j.node(t, h, node, rdzv, env, flags...)
 	}
 	j.ranks = j.Arrive(2 * local)
 	return j
 }
 
-func (j *job) node(t *testing.T, h *host, node int, rdzv string, env []string, flags ...string) *rig.Process {
+func (j *job) node(t *testing.T, h *rig.Host, node int, rdzv string, env []string, flags ...string) *rig.Process {
 	t.Helper()
-	return j.StartIn([]string{"ip", "netns", "exec", h.name}, env, slices.Concat([]string{rig.Tutti(t), "run", "-n", fmt.Sprint(local), "--nnodes", "2",
+	return j.StartIn(h.Enter(), env, slices.Concat([]string{rig.Tutti(t), "run", "-n", fmt.Sprint(local), "--nnodes", "2",
 		"--node-rank", fmt.Sprint(node), "--rdzv", rdzv}, flags, []string{"--", rig.Self(t)})...)
 }
 
@@ -56,13 +56,20 @@ func (j *job) finish(t *testing.T) {
 	j.Clean()
 }
 
-// pair makes two hosts with one link.
-func pair(t *testing.T) (a, b *host) {
+// hosts makes two hosts that are not connected.
+func hosts(t *testing.T) (a, b *rig.Host) {
 	t.Helper()
-	a, b = newHosts(t)
-	connect(a, b, "data")
-	a.address("data", "10.77.1.1/24")
-	b.address("data", "10.77.1.2/24")
+	h := rig.NewHosts(t, 2)
+	return h[0], h[1]
+}
+
+// pair makes two hosts with one link.
+func pair(t *testing.T) (a, b *rig.Host) {
+	t.Helper()
+	a, b = hosts(t)
+	rig.Connect(a, b, "data")
+	a.Address("data", "10.77.1.1/24")
+	b.Address("data", "10.77.1.2/24")
 	return a, b
 }
 
@@ -108,10 +115,10 @@ func TestCollectives(t *testing.T) {
 	}
 	t.Run("IPv6", func(t *testing.T) {
 		t.Parallel()
-		a, b := newHosts(t)
-		connect(a, b, "data")
-		a.address("data", "fd77::1/64")
-		b.address("data", "fd77::2/64")
+		a, b := hosts(t)
+		rig.Connect(a, b, "data")
+		a.Address("data", "fd77::1/64")
+		b.Address("data", "fd77::2/64")
 		j := launch(t, a, b, "[fd77::1]:29400", nil)
 		rig.Well(j.ranks, rig.Command{Verb: "join"})
 		rig.Well(j.ranks, rig.Command{Verb: "verify", Seed: 1, Counts: []int{1, 1000}})
@@ -154,7 +161,7 @@ func (j *job) fail(t *testing.T, code int) {
 
 // TestSlow runs over a link that takes its time and loses packets.
 func TestSlow(t *testing.T) {
-	run := func(t *testing.T, a, b *host) {
+	run := func(t *testing.T, a, b *rig.Host) {
 		j := launch(t, a, b, rendezvous, nil, "--timeout", "25s")
 		for r, reply := range rig.Well(j.ranks, rig.Command{Verb: "join"}) {
 			if reply.LocalSize != local {
@@ -168,8 +175,8 @@ func TestSlow(t *testing.T) {
 	t.Run("netem", func(t *testing.T) {
 		t.Parallel()
 		a, b := pair(t)
-		for _, h := range []*host{a, b} {
-			if !h.netem("data", "delay", "5ms", "loss", "1.5%") {
+		for _, h := range []*rig.Host{a, b} {
+			if !h.Netem("data", "delay", "5ms", "loss", "1.5%") {
 				t.Log("this kernel has no sch_netem: the cable beside this test delays and loses frames in its place")
 				return
 			}
@@ -178,10 +185,10 @@ func TestSlow(t *testing.T) {
 	})
 	t.Run("cable", func(t *testing.T) {
 		t.Parallel()
-		a, b := newHosts(t)
-		lost := slowCable(a, b, "data", 5*time.Millisecond, 0.015)
-		a.address("data", "10.77.1.1/24")
-		b.address("data", "10.77.1.2/24")
+		a, b := hosts(t)
+		lost := rig.SlowCable(a, b, "data", 5*time.Millisecond, 0.015)
+		a.Address("data", "10.77.1.1/24")
+		b.Address("data", "10.77.1.2/24")
 		run(t, a, b)
 		if lost.Load() == 0 {
 			t.Error("the cable lost no frame")
@@ -203,15 +210,15 @@ func TestInterfaces(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
-			a, b := newHosts(t)
+			a, b := hosts(t)
 			for _, device := range []string{"data", "mgmt"} {
-				connect(a, b, device)
+				rig.Connect(a, b, device)
 			}
-			for i, h := range []*host{a, b} {
-				h.address("data", fmt.Sprintf("10.77.1.%d/24", i+1))
-				h.address("mgmt", fmt.Sprintf("10.77.2.%d/24", i+1))
-				h.decoy("spare", fmt.Sprintf("10.88.%d.1/24", i))
-				h.decoy("docker0", "172.17.0.1/16")
+			for i, h := range []*rig.Host{a, b} {
+				h.Address("data", fmt.Sprintf("10.77.1.%d/24", i+1))
+				h.Address("mgmt", fmt.Sprintf("10.77.2.%d/24", i+1))
+				h.Decoy("spare", fmt.Sprintf("10.88.%d.1/24", i))
+				h.Decoy("docker0", "172.17.0.1/16")
 			}
 			var env []string
 			if c.filter != "" {
@@ -266,7 +273,7 @@ func TestPulled(t *testing.T) {
 				rig.Well(j.ranks, rig.Command{Verb: "join"})
 				rig.Well(j.ranks, rig.Command{Verb: "loop", Seed: 1, Counts: counts})
 				rig.Well(j.ranks, rig.Command{Verb: "await", Steps: 2})
-				a.ip("link", "set", "data", "down")
+				a.IP("link", "set", "data", "down")
 				for r, reply := range rig.Each(j.ranks, rig.Command{Verb: "ended"}) {
 					f := reply.Fault
 					switch {
@@ -279,7 +286,7 @@ func TestPulled(t *testing.T) {
 						t.Errorf("rank %d: it took %v where the timeout is %v", r, reply.Took, timeout)
 					}
 				}
-				a.ip("link", "set", "data", "up")
+				a.IP("link", "set", "data", "up")
 				rig.Each(j.ranks, rig.Command{Verb: "close"})
 				j.fail(t, 5)
 			})
@@ -294,8 +301,8 @@ func TestPulled(t *testing.T) {
 		for range 3 {
 			steps := rig.Well(j.ranks, rig.Command{Verb: "await"})[0].Steps
 			rig.Well(j.ranks, rig.Command{Verb: "await", Steps: steps + 2})
-			a.ip("link", "set", "data", "down")
-			a.ip("link", "set", "data", "up")
+			a.IP("link", "set", "data", "down")
+			a.IP("link", "set", "data", "up")
 		}
 		steps := rig.Well(j.ranks, rig.Command{Verb: "await"})[0].Steps
 		rig.Well(j.ranks, rig.Command{Verb: "await", Steps: steps + 2})

@@ -1,6 +1,6 @@
 //go:build linux
 
-package netns
+package rig
 
 import (
 	"errors"
@@ -17,38 +17,39 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"tutti/tests/internal/rig"
 )
 
-// host is a network namespace: interfaces, addresses and ports of its own.
-type host struct {
+// Host is a network namespace: interfaces, addresses and ports of its own.
+type Host struct {
 	t    *testing.T
-	name string
+	Name string
 }
 
-// Names of namespaces are prefix, the number of the process that made them, and a count: those of processes that have died are removed.
-const prefix = "tutti-test-"
+// Enter is the prefix of a command that runs on the host: see Stage.StartIn.
+func (h *Host) Enter() []string { return []string{"ip", "netns", "exec", h.Name} }
+
+// Names of namespaces are this, the number of the process that made them, and a count: those of processes that have died are removed.
+const namespaces = "tutti-test-"
 
 var made atomic.Int32
 
-// newHosts makes two hosts that are not connected.
-func newHosts(t *testing.T) (a, b *host) {
+// NewHosts makes n hosts that are not connected. Tests without the right to are skipped.
+func NewHosts(t *testing.T, n int) []*Host {
 	t.Helper()
-	rig.NeedRoot(t, "it makes network namespaces")
-	rig.Need(t, "ip", "unshare")
+	NeedRoot(t, "it makes network namespaces")
+	Need(t, "ip", "unshare")
 	removeStale(t)
-	hosts := [2]*host{}
+	hosts := make([]*Host, n)
 	for i := range hosts {
-		h := &host{t, fmt.Sprintf("%s%d-%d", prefix, os.Getpid(), made.Add(1))}
-		if out, err := exec.Command("ip", "netns", "add", h.name).CombinedOutput(); err != nil {
+		h := &Host{t, fmt.Sprintf("%s%d-%d", namespaces, os.Getpid(), made.Add(1))}
+		if out, err := exec.Command("ip", "netns", "add", h.Name).CombinedOutput(); err != nil {
 			t.Skipf("needs network namespaces: ip netns add: %v: %s", err, out)
 		}
-		t.Cleanup(func() { exec.Command("ip", "netns", "del", h.name).Run() })
-		h.ip("link", "set", "lo", "up")
+		t.Cleanup(func() { exec.Command("ip", "netns", "del", h.Name).Run() })
+		h.IP("link", "set", "lo", "up")
 		hosts[i] = h
 	}
-	return hosts[0], hosts[1]
+	return hosts
 }
 
 func removeStale(t *testing.T) {
@@ -59,7 +60,7 @@ func removeStale(t *testing.T) {
 	}
 	for line := range strings.Lines(string(out)) {
 		name, _, _ := strings.Cut(strings.TrimSpace(line), " ")
-		rest, ours := strings.CutPrefix(name, prefix)
+		rest, ours := strings.CutPrefix(name, namespaces)
 		number, _, _ := strings.Cut(rest, "-")
 		if pid, err := strconv.Atoi(number); ours && err == nil && errors.Is(syscall.Kill(pid, 0), syscall.ESRCH) {
 			exec.Command("ip", "netns", "del", name).Run()
@@ -67,47 +68,47 @@ func removeStale(t *testing.T) {
 	}
 }
 
-// ip runs the command ip on the host.
-func (h *host) ip(args ...string) {
+// IP runs the command ip on the host.
+func (h *Host) IP(args ...string) {
 	h.t.Helper()
-	if out, err := exec.Command("ip", append([]string{"-n", h.name}, args...)...).CombinedOutput(); err != nil {
+	if out, err := exec.Command("ip", append([]string{"-n", h.Name}, args...)...).CombinedOutput(); err != nil {
 		h.t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
 	}
 }
 
-// address gives an interface its addresses and takes it up.
-func (h *host) address(device string, addresses ...string) {
+// Address gives an interface its addresses and takes it up.
+func (h *Host) Address(device string, addresses ...string) {
 	h.t.Helper()
 	for _, a := range addresses {
 		args := []string{"address", "add", a, "dev", device}
 		if strings.Contains(a, ":") {
 			args = append(args, "nodad")
 		}
-		h.ip(args...)
+		h.IP(args...)
 	}
-	h.ip("link", "set", device, "up")
+	h.IP("link", "set", device, "up")
 }
 
-// decoy is an interface that leads nowhere.
-func (h *host) decoy(device string, addresses ...string) {
+// Decoy is an interface that leads nowhere.
+func (h *Host) Decoy(device string, addresses ...string) {
 	h.t.Helper()
-	h.ip("link", "add", device, "type", "veth", "peer", "name", "x"+device)
-	h.ip("link", "set", "x"+device, "up")
-	h.address(device, addresses...)
+	h.IP("link", "add", device, "type", "veth", "peer", "name", "x"+device)
+	h.IP("link", "set", "x"+device, "up")
+	h.Address(device, addresses...)
 }
 
-// connect connects the hosts by a link: interfaces of this name, without addresses.
-func connect(a, b *host, device string) {
+// Connect connects the hosts by a link: interfaces of this name, without addresses.
+func Connect(a, b *Host, device string) {
 	a.t.Helper()
-	a.ip("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.name)
+	a.IP("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.Name)
 }
 
-// netem makes what leaves by the interface slow and lossy.
+// Netem makes what leaves by the interface slow and lossy.
 // It reports whether the kernel has the emulator.
-func (h *host) netem(device string, quality ...string) bool {
+func (h *Host) Netem(device string, quality ...string) bool {
 	h.t.Helper()
-	rig.Need(h.t, "tc")
-	args := append([]string{"-n", h.name, "qdisc", "add", "dev", device, "root", "netem"}, quality...)
+	Need(h.t, "tc")
+	args := append([]string{"-n", h.Name, "qdisc", "add", "dev", device, "root", "netem"}, quality...)
 	if out, err := exec.Command("tc", args...).CombinedOutput(); err != nil {
 		if strings.Contains(string(out), "qdisc kind is unknown") {
 			return false
@@ -117,13 +118,13 @@ func (h *host) netem(device string, quality ...string) bool {
 	return true
 }
 
-// slowCable connects the hosts by a cable of our own, which delays every frame and loses some: for kernels without netem, and the same losses in every run.
+// SlowCable connects the hosts by a cable of our own, which delays every frame and loses some: for kernels without netem, and the same losses in every run.
 // It counts the frames that it loses.
-func slowCable(a, b *host, device string, delay time.Duration, loss float64) (lost *atomic.Int64) {
+func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lost *atomic.Int64) {
 	a.t.Helper()
 	lost = new(atomic.Int64)
 	ends := [2]*os.File{}
-	for i, h := range []*host{a, b} {
+	for i, h := range []*Host{a, b} {
 		f, err := h.tap(device)
 		if err != nil {
 			h.t.Skipf("needs TAP devices: %v", err)
@@ -172,7 +173,7 @@ func slowCable(a, b *host, device string, delay time.Duration, loss float64) (lo
 }
 
 // tap makes an interface whose other end is a file.
-func (h *host) tap(device string) (*os.File, error) {
+func (h *Host) tap(device string) (*os.File, error) {
 	type result struct {
 		f   *os.File
 		err error
@@ -181,13 +182,13 @@ func (h *host) tap(device string) (*os.File, error) {
 	go func() {
 		runtime.LockOSThread() // and never unlocked: the thread, which is in another namespace by then, ends with the goroutine
 		f, err := func() (*os.File, error) {
-			ns, err := os.Open("/run/netns/" + h.name)
+			ns, err := os.Open("/run/netns/" + h.Name)
 			if err != nil {
 				return nil, err
 			}
 			defer ns.Close()
 			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET); err != nil {
-				return nil, fmt.Errorf("enter %s: %w", h.name, err)
+				return nil, fmt.Errorf("enter %s: %w", h.Name, err)
 			}
 			fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
 			if err != nil {
