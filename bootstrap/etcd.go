@@ -582,9 +582,12 @@ func (s *etcdStore) Close() error {
 	}
 	s.mu.Unlock()
 	var err error
-	if st := s.c.ActiveConnection().GetState(); !lost && (st == connectivity.Ready || st == connectivity.Idle) {
+	// A lease that was lost may live a little longer in the store, and with it what it holds.
+	if st := s.c.ActiveConnection().GetState(); st == connectivity.Ready || st == connectivity.Idle && !lost {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-		if _, err = s.c.Revoke(ctx, s.lease); err != nil && away(err) {
+		if _, err = s.c.Revoke(ctx, s.lease); lost {
+			err = nil
+		} else if err != nil && away(err) {
 			err = fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr, ErrStoreAway, s.ttl)
 		} else if err != nil {
 			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl, s.reason(err))

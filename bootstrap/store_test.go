@@ -460,6 +460,22 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	}
 }
 
+// A handle that takes its lease for lost before the store does takes what the lease holds along when it is closed: who comes back at once must not find it, and lose it later.
+func TestEtcdLostLeaseEndsAtClose(t *testing.T) {
+	e := startEtcd(t)
+	s, far, ctx := dial(t, e, bootstrap.StoreConfig{LeaseTTL: time.Minute}), dial(t, e, bootstrap.StoreConfig{}), context30(t)
+	if err := s.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	bootstrap.Lose(s, bootstrap.ErrLeaseLost)
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := far.Get(ctx, "k"); !errors.Is(err, bootstrap.ErrNoKey) {
+		t.Errorf("after the end of its handle: %v, want no key", err)
+	}
+}
+
 func TestDialStoreFailures(t *testing.T) {
 	e := startEtcd(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -125,6 +125,7 @@ func (p *Proxy) dial(ctx context.Context, pr *peer) error {
 			return nil
 		case p.linked(pr) || p.ctx.Err() != nil:
 			return nil
+		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
 		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
 			return err
 		case errors.Is(err, syscall.EMFILE): // the peer may have taken the attempt for a link, and will not take another

@@ -69,6 +69,8 @@ type Config struct {
 	Threads bool
 	// Notify hears of every link that comes up (err nil) or goes down, with the peer's incarnation. It is called with the proxy's lock and must not block.
 	Notify func(peer Identity, err error)
+	// Patient, if it returns true, has a peer that refuses this rank as unknown dialled again: it may still believe in an earlier life of this rank. Called by any goroutine.
+	Patient func() bool
 	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30 s.
 	ConnectTimeout time.Duration
 	Logger         *slog.Logger // default: none

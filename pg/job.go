@@ -269,6 +269,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
 	j.self = self
 	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
+		Patient:        func() bool { return !j.met.Load() },
 		Oversubscribed: true} // until it is known who is where
 	here := place{cpus: allowedCPUs(), cores: runtime.NumCPU(), algo: s.algo}
 	if s.MaxSize == 1 {
@@ -344,7 +345,14 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		return nil, err
 	}
 	if view.Epoch > 0 {
-		return j.enter(ctx, s, view, first)
+		g, err := j.enter(ctx, s, view, first)
+		if !errors.Is(err, errOver) {
+			return g, err
+		}
+		j.log.Info("all ranks that could have let this one in are gone: the job begins anew")
+		if err := j.anew(ctx, view); err != nil {
+			return nil, err
+		}
 	}
 	if s.Rank >= s.Size {
 		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and what is in the store is of a job that is over", s.Rank, s.Size)
@@ -372,6 +380,9 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	return g, j.startMembers(g.at, lives[0])
 }
 
+// errOver says that a job ended while this rank waited to be let in.
+var errOver = errors.New("all ranks of the job are gone")
+
 // enter joins a running job: when it returns, the others have let this rank in, at one of their step boundaries.
 func (j *job) enter(ctx context.Context, s *settings, view membership.View, first uint64) (*Group, error) {
 	j.met.Store(true)
@@ -383,6 +394,9 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 		ms.publish(knockKey+strconv.Itoa(r), stamp(j.self.Incarnation))
 	}
 	var in bool
+	alive := time.Now() // when one of those who could let it in was registered last
+	again := time.NewTicker(time.Second)
+	defer again.Stop()
 	for !in {
 		if err := ms.ask(ctx, func(m *membership.Machine) { in = m.Member() }); err != nil {
 			return nil, fmt.Errorf("waiting to be let in (do the others call Admit, or have they AutoAdmit?): %w", err)
@@ -397,6 +411,12 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 			select {
 			case <-ctx.Done():
 			case <-time.After(2 * time.Millisecond):
+			case <-again.C:
+				if v, _, err := j.running(ctx); err != nil || v.Epoch > 0 {
+					alive = time.Now()
+				} else if time.Since(alive) > j.store.TTL()+2*time.Second { // and not just without their leases
+					return nil, errOver
+				}
 			}
 		}
 	}
@@ -417,6 +437,30 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 	}
 	g.seq = g.begins - 1
 	return g, nil
+}
+
+// anew takes back what enter did, so that this rank can be one of a job that begins. With those that have begun it may be linked already.
+func (j *job) anew(ctx context.Context, over membership.View) error {
+	j.members.stop()
+	j.proxy.Lock()
+	j.members = nil
+	j.proxy.Unlock()
+	for _, key := range []string{joinKey, knockKey} {
+		if err := j.store.Delete(ctx, key+strconv.Itoa(j.self.Rank)); err != nil {
+			return err
+		}
+	}
+	j.mu.Lock()
+	clear(j.records)
+	j.mu.Unlock()
+	j.met.Store(false)
+	for r := range j.settings.MaxSize {
+		if l := j.proxy.Linked(r); l == 0 || over.Has(r, l) {
+			j.proxy.Vacate(r, p2p.ErrPeerGone)
+			j.proxy.Expect(r, 0)
+		}
+	}
+	return nil
 }
 
 func upTo(n int) []int {
@@ -511,7 +555,7 @@ func (j *job) directory() bootstrap.Store {
 	return j.store
 }
 
-// reconnect replaces a handle on the store whose lease was lost, and registers this rank again.
+// reconnect replaces a handle on the store whose lease was lost, and registers this rank again. If another life has taken the slot meanwhile, the view will tell.
 func (j *job) reconnect(ctx context.Context, old bootstrap.Store) error {
 	ctx, cancel := context.WithTimeout(ctx, storeWait)
 	defer cancel()
@@ -519,14 +563,19 @@ func (j *job) reconnect(ctx context.Context, old bootstrap.Store) error {
 	if err != nil {
 		return err
 	}
-	if err := bootstrap.Register(ctx, fresh, j.record); err != nil {
+	// Before this rank registers: the store may take the old lease's end, and the record with it, a little later than this process did.
+	if err := old.Close(); err != nil {
+		j.log.Debug("the lost lease could not be given back", "err", err)
+	}
+	var taken *bootstrap.SlotError
+	if err := bootstrap.Register(ctx, fresh, j.record); err != nil && !errors.As(err, &taken) {
 		fresh.Close()
 		return err
 	}
 	j.mu.Lock()
 	j.store = fresh
 	j.mu.Unlock()
-	return old.Close()
+	return nil
 }
 
 // notify is the proxy's word of a link, with its lock.

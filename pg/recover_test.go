@@ -4,10 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"syscall"
 	"testing"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -309,6 +311,39 @@ func TestEvictAndRejoin(t *testing.T) {
 			t.Fatal(err)
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
+}
+
+// If all ranks are lost while one waits to be let in, nobody will: those who come then begin the job anew.
+func TestAllLost(t *testing.T) {
+	kill := syscall.SIGKILL
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if !pgtest.Second() {
+			if err := g.Barrier(ctx); err != nil && g.Rank() == 0 && lostRank(err) != 1 {
+				t.Fatal(err)
+			}
+			if g.Rank() == 0 {
+				l, err := bootstrap.FromEnv(os.Getenv)
+				if err != nil {
+					t.Fatal(err)
+				}
+				store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
+				if err != nil {
+					t.Fatal(err)
+				}
+				if _, err := store.Wait(ctx, "membership/join/1"); err != nil {
+					t.Fatal(err)
+				}
+			}
+			pgtest.Kill(t)
+		}
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+		if v := g.View(); v.Epoch != 1 || len(v.Active) != 2 {
+			t.Errorf("view %+v, want the first of a new job", v)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{LeaseTTL: time.Second}), pgtest.Expect(0, kill), pgtest.Expect(1, kill), pgtest.Replace(0), pgtest.Replace(1))
 }
 
 // Subgroups follow the job's views: they lose who is lost, take nobody in, and are made anew by Split when somebody came back.

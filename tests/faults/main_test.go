@@ -9,9 +9,11 @@ import (
 	"fmt"
 	"net/url"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -24,45 +26,50 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// storeVariable makes the test binary a store that runs until it is killed: "tutti", the embedded one with the job's secret, or "etcd", a site's own, where everybody is let in.
-const storeVariable = "FAULTS_STORE"
+// storeVariable makes the test binary a store that runs until it gets a SIGTERM: "tutti", the embedded one with the job's secret, or "etcd", a site's own, where everybody is let in.
+// hostVariable is the address where the first listens.
+const storeVariable, hostVariable = "FAULTS_STORE", "FAULTS_STORE_HOST"
 
 func TestMain(m *testing.M) {
 	if kind := os.Getenv(storeVariable); kind != "" {
-		address, err := serve(kind)
+		address, end, err := serve(kind)
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
 		fmt.Printf("at %s\n", address)
-		select {}
+		enough := make(chan os.Signal, 1)
+		signal.Notify(enough, syscall.SIGTERM)
+		<-enough
+		end()
+		os.Exit(0)
 	}
 	rig.Main(m)
 }
 
-func serve(kind string) (address string, err error) {
+func serve(kind string) (address string, end func(), err error) {
 	ctx, cancel := context.WithTimeout(context.Background(), rig.Patience)
 	defer cancel()
 	if kind == "tutti" {
 		raw, err := bootstrap.ParseSecret(os.Getenv("TUTTI_SECRET"))
 		if err != nil {
-			return "", err
+			return "", nil, err
 		}
-		s, err := store.Start(ctx, store.Config{Secret: raw})
+		s, err := store.Start(ctx, store.Config{Secret: raw, Host: os.Getenv(hostVariable)})
 		if err != nil {
-			return "", err
+			return "", nil, err
 		}
-		return s.Address(), nil
+		return s.Address(), func() { s.Close() }, nil
 	}
 	l, err := ports.Listen(ctx, "127.0.0.1", ports.Spec{})
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
 	client := url.URL{Scheme: "http", Host: l.Addr().String()}
 	l.Close()
 	dir, err := os.MkdirTemp("", "etcd")
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
 	c := embed.NewConfig()
 	c.Dir = filepath.Join(dir, "data")
@@ -75,13 +82,13 @@ func serve(kind string) (address string, err error) {
 	c.TickMs, c.ElectionMs = 10, 50
 	e, err := embed.StartEtcd(c)
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
 	select {
 	case <-e.Server.ReadyNotify():
-		return "etcd://" + client.Host, nil
+		return "etcd://" + client.Host, e.Close, nil
 	case <-ctx.Done():
-		return "", ctx.Err()
+		return "", nil, ctx.Err()
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -102,6 +103,55 @@ func Connect(a, b *Host, device string) {
 	a.t.Helper()
 	a.IP("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.Name)
 }
+
+// Switch connects hosts by an interface "data" each. Cables can be put into another switch, and a host be made to miss what another sends.
+type Switch struct {
+	Hosts []*Host
+	host  *Host // where the bridges are
+}
+
+// NewSwitch makes n hosts, the i-th with the address Address(i).
+func NewSwitch(t *testing.T, n int) *Switch {
+	t.Helper()
+	all := NewHosts(t, n+1)
+	s := &Switch{Hosts: all[:n], host: all[n]}
+	for _, bridge := range bridges {
+		s.host.IP("link", "add", bridge, "type", "bridge", "forward_delay", "0")
+		s.host.IP("link", "set", bridge, "up")
+	}
+	for i, h := range s.Hosts {
+		s.host.IP("link", "add", port(i), "type", "veth", "peer", "name", "data", "netns", h.Name)
+		s.host.IP("link", "set", port(i), "up", "master", bridges[0])
+		h.Address("data", s.Address(i)+"/24")
+	}
+	return s
+}
+
+var bridges = [2]string{"near", "far"}
+
+func port(i int) string { return fmt.Sprintf("port%d", i) }
+
+// Address is that of the i-th host.
+func (s *Switch) Address(i int) string { return fmt.Sprintf("10.77.1.%d", i+1) }
+
+// Part plugs the cables of these hosts into the other switch, and all others into the first.
+func (s *Switch) Part(far ...int) {
+	for i := range s.Hosts {
+		bridge := bridges[0]
+		if slices.Contains(far, i) {
+			bridge = bridges[1]
+		}
+		s.host.IP("link", "set", port(i), "master", bridge)
+	}
+}
+
+// Deafen has what one host sends to another get lost from now on, and Mend get there again. What that one sends to the first arrives.
+func (s *Switch) Deafen(from, to int) {
+	s.Hosts[from].IP("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "data")
+}
+
+// Mend is the end of Deafen.
+func (s *Switch) Mend(from, to int) { s.Hosts[from].IP("neigh", "del", s.Address(to), "dev", "data") }
 
 // Netem makes what leaves by the interface slow and lossy.
 // It reports whether the kernel has the emulator.

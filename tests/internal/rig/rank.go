@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -44,6 +45,9 @@ type Command struct {
 	//	await    answers when the loop has done Steps rounds, or has ended
 	//	stop     answers at once; the loop ends on all ranks in the same round, with no error, if any of them was told so
 	//	ended    answers when the loop has ended, with its error
+	//	chaos    answers at once and goes on, from its Join on, with verified rounds until something is wrong or stop, whoever is lost meanwhile; Seed is the number of this life
+	//	look     answers with what a rank in chaos does
+	//	usage    answers with what the process holds
 	//	send     pg.Send of Steps elements to Peer
 	//	recv     pg.Recv of as many from Peer
 	//	barrier  Group.Barrier
@@ -65,6 +69,8 @@ type Reply struct {
 	Steps     int           // of the loop
 	Topology  string        // of the group, if there is one
 	LocalSize int
+	Chaos     *Chaos `json:",omitempty"` // look
+	Usage     *Usage `json:",omitempty"` // usage
 }
 
 // Fault is an error as it is told between processes.
@@ -142,6 +148,11 @@ type loop struct {
 	err   error
 	last  time.Time
 	took  time.Duration
+
+	// In chaos.
+	group *pg.Group
+	joins int
+	doing string
 }
 
 func (l *loop) run(g *pg.Group, c Command) {
@@ -190,6 +201,9 @@ func (l *loop) round(g *pg.Group, seed uint64, counts []int) error {
 	return Verify(ctx, g, seed, counts)
 }
 
+// alone are the verbs that need no join before.
+var alone = []string{"join", "exit", "chaos", "look", "usage", "stop", "await", "ended"}
+
 func rankMain(path string) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
@@ -211,7 +225,7 @@ func rankMain(path string) int {
 		}
 		var r Reply
 		began := time.Now()
-		if g == nil && c.Verb != "join" && c.Verb != "exit" {
+		if g == nil && !slices.Contains(alone, c.Verb) {
 			r.Fault = &Fault{Kind: "other", Text: c.Verb + " before join"}
 		} else {
 			switch c.Verb {
@@ -225,6 +239,15 @@ func rankMain(path string) int {
 				r.Fault = faultOf(Verify(ctx, g, c.Seed, c.Counts))
 			case "loop":
 				go l.run(g, c)
+			case "chaos":
+				go l.chaos(c)
+			case "look":
+				r.Chaos = l.look()
+				l.mu.Lock()
+				r.Fault, r.Steps = faultOf(l.err), l.steps
+				l.mu.Unlock()
+			case "usage":
+				r.Usage = usage()
 			case "stop":
 				l.mu.Lock()
 				l.stop = true
