@@ -26,6 +26,7 @@ import (
 
 	"tutti/bootstrap/internal/proof"
 	"tutti/internal/ifname"
+	"tutti/internal/detour"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
 )
@@ -486,7 +487,7 @@ func weight(err error) int {
 
 // dialPeer connects to a peer's endpoint and proves the secret there.
 func dialPeer(ctx context.Context, addr string, secret []byte, h trust.Hello) (net.Conn, error) {
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	conn, err := detour.Dial(ctx, &net.Dialer{}, int(h.ToRank), addr)
 	if err != nil {
 		return nil, err
 	}

@@ -15,6 +15,7 @@ import (
 	"go.uber.org/atomic"
 	"google.golang.org/grpc/credentials"
 
+	"tutti/internal/detour"
 	"tutti/internal/trust"
 )
 
@@ -65,7 +66,7 @@ type dialer struct {
 type refusal struct{ error }
 
 func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
-	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", addr)
+	conn, err := detour.Dial(ctx, &net.Dialer{}, detour.Store, addr)
 	if err == nil && d.prove {
 		if err = prove(ctx, conn, d.secret, StorePurpose, d.hello); err != nil {
 			conn.Close()

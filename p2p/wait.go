@@ -50,6 +50,9 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
 
+// Restart gives w's operation its whole time again.
+func (w *Wait) Restart() { w.began, w.from = time.Time{}, time.Time{} }
+
 // OnLong sets what is called, with the proxy's lock, every few milliseconds at most, while an operation has waited for more than half of the time that it has. It stays set.
 func (w *Wait) OnLong(f func()) { w.long = f }
 

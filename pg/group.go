@@ -322,6 +322,8 @@ func (g *Group) conclude(err error) error {
 		again := errors.Is(typed, errAgain) // nobody was lost
 		var lost *RankError
 		if errors.As(typed, &lost) && !again {
+			own := *lost // others look at what they were given
+			lost, typed = &own, &own
 			g.verdict(lost)
 			lost.Overwritten = g.run.dirty && !has
 			g.lost = lost
@@ -334,6 +336,7 @@ func (g *Group) conclude(err error) error {
 			return typed
 		}
 		intact := (s.OnFailure == Retry || g.insist || again) && !g.run.dirty && !has
+		g.wait.Restart() // what the failed attempt took does not count
 		if err := g.move(membership.Standing{Over: g.seq - 1, Has: has, Intact: intact}, false); err != nil {
 			g.err = err
 			return err
@@ -342,8 +345,10 @@ func (g *Group) conclude(err error) error {
 			return nil
 		}
 		if g.seq < g.begins {
-			if lost != nil {
-				lost.Overwritten = g.cur.in == g.cur.out && (has || g.run.dirty)
+			if lost != nil && !again {
+				own := *lost
+				own.Overwritten = g.cur.in == g.cur.out && (has || g.run.dirty)
+				return &own
 			}
 			return typed
 		}

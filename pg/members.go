@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"strconv"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/detour"
 	"tutti/p2p"
 	"tutti/pg/membership"
 )
@@ -46,6 +48,8 @@ type members struct {
 	wg     sync.WaitGroup
 	kick   chan struct{}
 	dirty  chan struct{}
+
+	doubts time.Time // when to look next whom this rank waits for
 
 	mu      sync.Mutex
 	queue   []membership.Event
@@ -181,6 +185,7 @@ func (ms *members) run(acts []membership.Action) {
 		case <-ms.kick:
 		case <-ticker.C:
 			ms.j.proxy.Idle()
+			ms.doubt()
 			acts = ms.m.Step(membership.Tick{})
 		case <-ms.ctx.Done():
 			return
@@ -407,8 +412,9 @@ func (ms *members) probe(p membership.Peer) membership.Verdict {
 	for patience := 5 * time.Millisecond; ; {
 		refused := len(rec.Addrs) > 0
 		for _, addr := range rec.Addrs {
-			d := net.Dialer{Timeout: 200 * time.Millisecond}
-			c, err := d.DialContext(ctx, "tcp", addr)
+			dctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+			c, err := detour.Dial(dctx, &net.Dialer{}, p.Slot, addr)
+			cancel()
 			if err == nil {
 				c.Close()
 			}
@@ -430,6 +436,60 @@ func (ms *members) probe(p membership.Peer) membership.Verdict {
 		case <-time.After(2 * time.Millisecond):
 		}
 	}
+}
+
+// doubt asks the store for those whom this rank has been waiting for, in a collective, for longer than a lease: a host that fell silent breaks no link for a while. It asks for few and not
+// often, since all may be waiting. A program that goes on without lost ranks goes on without those that stand still for that long, too; for others the timeout decides.
+func (ms *members) doubt() {
+	j, ttl := ms.j, ms.j.directory().TTL()
+	now := time.Now()
+	if j.settings.OnFailure == Report || now.Before(ms.doubts) {
+		return
+	}
+	var awaited []membership.Peer
+	j.proxy.Lock()
+	for g := range j.groups {
+		if g.busy && g.wait.Waited() > ttl {
+			for _, slot := range g.awaits() {
+				if r := g.jobRank(slot); r < j.view.Size() && j.view.Slots[r].Incarnation != 0 {
+					awaited = append(awaited, membership.Peer{Slot: r, Incarnation: j.view.Slots[r].Incarnation})
+				}
+			}
+		}
+	}
+	j.proxy.Unlock()
+	if len(awaited) == 0 {
+		ms.doubts = now.Add(ttl / 8)
+		return
+	}
+	ms.doubts = now.Add(ttl + rand.N(ttl))
+	rand.Shuffle(len(awaited), func(i, k int) { awaited[i], awaited[k] = awaited[k], awaited[i] })
+	for _, p := range awaited[:min(2, len(awaited))] {
+		ms.aside(func() {
+			if !ms.registered(p) {
+				select {
+				case <-time.After(time.Second): // it may be coming back: the store was away, perhaps
+				case <-ms.ctx.Done():
+					return
+				}
+				if !ms.registered(p) {
+					ms.tell(membership.Dead{Peer: p, Cause: "its lease has ended: it has been silent for longer than that"})
+				}
+			}
+		})
+	}
+}
+
+// registered reports whether the store has a life's record, or does not say.
+func (ms *members) registered(p membership.Peer) bool {
+	ctx, cancel := context.WithTimeout(ms.ctx, storeWait)
+	defer cancel()
+	b, err := ms.j.directory().Get(ctx, bootstrap.RankKey(p.Slot))
+	if err != nil {
+		return !errors.Is(err, bootstrap.ErrNoKey)
+	}
+	rec, err := bootstrap.DecodeRecord(b)
+	return err != nil || rec.Incarnation == p.Incarnation
 }
 
 // publish has key hold value, or nothing; the newest wish counts.

@@ -378,6 +378,21 @@ type peerGlance struct {
 	waitsFor    []int
 }
 
+// awaits lists the slots that the operation under way waits for.
+func (g *Group) awaits() (slots []int) {
+	if !g.moving {
+		return g.run.awaits()
+	}
+	active, _ := g.members(g.job.view)
+	if down := g.down(active); g.standing == nil && down >= 0 {
+		slots = append(slots, down)
+	}
+	for _, m := range g.unheard() {
+		slots = append(slots, m.Rank)
+	}
+	return slots
+}
+
 func (g *Group) glance() glance {
 	v := glance{id: g.base, slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.queued.Load()), err: g.err, last: g.tel.err}
 	if g.aborted != nil {
@@ -388,18 +403,12 @@ func (g *Group) glance() glance {
 	}
 	if c := g.tel.cur; c != nil && c.Group == g.base && c.Number == g.seq {
 		if v.record, v.has = *c, true; c.State == flight.Running {
-			v.awaits = g.run.awaits()
+			v.awaits = g.awaits()
 		}
 	}
 	if g.busy && g.moving {
-		active, epoch := g.members(g.job.view)
-		v.entering, v.waited, v.awaits = max(epoch, g.must), g.wait.Waited(), nil
-		if down := g.down(active); g.standing == nil && down >= 0 {
-			v.awaits = []int{down}
-		}
-		for _, m := range g.unheard() {
-			v.awaits = append(v.awaits, m.Rank)
-		}
+		_, epoch := g.members(g.job.view)
+		v.entering, v.waited, v.awaits = max(epoch, g.must), g.wait.Waited(), g.awaits()
 	}
 	for slot := range g.size {
 		if slot == g.rank {

@@ -24,6 +24,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/detour"
 	"tutti/internal/files"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
@@ -530,7 +531,7 @@ func (t *Transport) connect(ctx context.Context, address string, local netip.Add
 			return c.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
 		}
 	}
-	c, err := d.DialContext(ctx, "tcp", address)
+	c, err := detour.Dial(ctx, &d, int(h.ToRank), address)
 	if err != nil {
 		return -1, "", files.Explain(err)
 	}

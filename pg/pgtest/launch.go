@@ -30,6 +30,46 @@ type launch struct {
 	keepOutput  bool                    // of standard output
 	argv        func(rank int) []string // called on the test's goroutine
 	check       func(p *process) string // what is wrong with a process that ended with status 0, "" if nothing
+
+	// With the option Faults.
+	relay   *relay
+	flights string // directory of the ranks' flight records
+
+	mu  sync.Mutex
+	now map[int]*process // the last life of each rank
+}
+
+// process is the present life of a rank, nil if there is no such rank.
+func (l *launch) process(rank int) *process {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.now[rank]
+}
+
+// faulty makes what injects faults. The ranks being there, inject has it begin; end ends it.
+func (l *launch) faulty() (inject, end func()) {
+	ctx, cancel := context.WithCancelCause(context.Background())
+	var err error
+	if l.flights, err = os.MkdirTemp("", "pgtest-flights-"); err == nil {
+		l.relay, err = newRelay(ctx, l.execute)
+	}
+	if err != nil {
+		l.t.Fatalf("pgtest: Faults: %v", err)
+	}
+	l.environment = append(l.environment, "TUTTI_LOG_DIR="+l.flights)
+	var injector sync.WaitGroup
+	inject = func() {
+		if l.o.inject != nil {
+			c := &Control{l.t, func(o order) error { return l.execute(ctx, l.relay, o) }}
+			injector.Go(func() { l.o.inject(c) })
+		}
+	}
+	return inject, func() {
+		cancel(errors.New("the ranks have ended"))
+		injector.Wait()
+		l.relay.close()
+		os.RemoveAll(l.flights)
+	}
 }
 
 // process is one rank.
@@ -51,12 +91,22 @@ type process struct {
 // run starts the ranks and returns when all are gone. It fails the test, at once, unless all ended as they should.
 func (l *launch) run() []*process {
 	l.t.Helper()
+	l.now = map[int]*process{}
+	inject := func() {}
+	if l.o.faults {
+		begin, end := l.faulty()
+		defer end()
+		inject = begin
+	}
 	ranks := make([]*process, l.n)
 	gone := make(chan *process, 2*l.n)
 	for r := range ranks {
 		ranks[r] = l.prepare(r)
 	}
 	begin := func(p *process) {
+		l.mu.Lock()
+		l.now[p.rank] = p
+		l.mu.Unlock()
 		go func() {
 			// A process that dies with its parent dies with the thread that started it: that thread must not end before.
 			runtime.LockOSThread()
@@ -69,6 +119,7 @@ func (l *launch) run() []*process {
 	for _, p := range ranks {
 		begin(p)
 	}
+	inject()
 	all := slices.Clone(ranks)
 	var failed *process // the first
 	began := time.Now()
@@ -136,6 +187,9 @@ func (l *launch) prepare(rank int) *process {
 	}
 	c.Dir = l.directory
 	c.Env = append(l.environment[:len(l.environment):len(l.environment)], rankEnvironment(rank)...)
+	if l.relay != nil {
+		c.Env = append(c.Env, l.relay.variable(rank))
+	}
 	c.WaitDelay = 2 * time.Second // for what left the process group and still holds the output open
 	c.SysProcAttr = ownGroup()
 	return p

@@ -56,6 +56,8 @@ type options struct {
 	expect    map[int]syscall.Signal
 	replace   map[int]bool
 	extend    int
+	faults    bool
+	inject    func(c *Control)
 }
 
 // Config gives what Join, or Local, is called with. Its Size, Rank, Job, Store and Secret are pgtest's to set and ignored. Exec does not take it.
@@ -209,8 +211,8 @@ func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
 func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
 	t.Helper()
 	o := collect(t, n, opts)
-	if o.env != nil || len(o.expect) > 0 || o.extend > 0 {
-		t.Fatal("pgtest: RunLocal has no processes for the options Env and Expect")
+	if o.env != nil || len(o.expect) > 0 || o.extend > 0 || o.faults {
+		t.Fatal("pgtest: RunLocal has no processes for the options Env, Expect, Extend and Faults")
 	}
 	if self != nil {
 		return
@@ -287,7 +289,7 @@ func environment(n int, address, secret string, o *options) []string {
 	drop := map[string]bool{}
 	for _, name := range strings.Fields(`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TUTTI_RANK TUTTI_SIZE TUTTI_LOCAL_RANK
 		TUTTI_LOCAL_SIZE TUTTI_JOB TUTTI_STORE TUTTI_STORE_USER TUTTI_STORE_PASSWORD TUTTI_STORE_CA TUTTI_STORE_CERT TUTTI_STORE_KEY TUTTI_SECRET
-		TUTTI_SECRET_FILE TUTTI_PORT`) {
+		TUTTI_SECRET_FILE TUTTI_PORT TUTTI_DETOUR`) {
 		drop[name] = true
 	}
 	env := slices.DeleteFunc(os.Environ(), func(v string) bool {

@@ -1,0 +1,226 @@
+package pg_test
+
+import (
+	"errors"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+// swap is a collective in which everybody sends to everybody, and which ranks may call again and again without knowing who has an error in which: all count alike.
+func swap(t *testing.T, g *pg.Group) error {
+	return pg.AllToAll(t.Context(), g, make([]int64, g.Size()), make([]int64, g.Size()))
+}
+
+// until calls swap, whatever is lost on the way, until all ranks of the group agree that it has at most this many members. It returns the error that ends this rank's part in it.
+func until(t *testing.T, g *pg.Group, members int) error {
+	for {
+		for _, op := range []func() (bool, error){
+			func() (bool, error) { return false, swap(t, g) },
+			func() (bool, error) { return g.Agree(t.Context(), len(g.View().Active) <= members) },
+		} {
+			if yes, err := op(); yes {
+				return nil
+			} else if err != nil && lostRank(err) < 0 && !errors.As(err, new(*pg.TimeoutError)) {
+				return err
+			}
+		}
+	}
+}
+
+// back lets ranks in until this many are there.
+func back(t *testing.T, g *pg.Group, members int) {
+	t.Helper()
+	for len(g.View().Active) < members {
+		if _, err := g.Admit(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// A rank that is cut off together from the others and from the store decides nothing and says so; the others go on, and take it back.
+func TestMinority(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+		faults := pgtest.InjectFaults(t)
+		if g.Rank() == 3 {
+			with := []int{0, 1, 2, pgtest.Store}
+			faults.Network(pgtest.Rule{From: with, To: []int{3}, Cut: true, Break: time.Second}, pgtest.Rule{From: []int{3}, To: with, Cut: true, Break: time.Second})
+			err := until(t, g, 0)
+			if !errors.Is(err, pg.ErrIsolated) {
+				t.Fatalf("got %v, want ErrIsolated", err)
+			}
+			faults.Network()
+			if g, err = g.Rejoin(ctx); err != nil {
+				t.Fatal(err)
+			}
+			defer g.Close()
+		} else {
+			if err := until(t, g, 3); err != nil {
+				t.Fatal(err)
+			}
+			back(t, g, 4)
+		}
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: time.Second, Window: time.Second}))
+}
+
+// A host that falls silent breaks no link: who waits for its ranks notices that their leases have ended.
+func TestSilent(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		if err := swap(t, g); err != nil {
+			t.Fatal(err)
+		}
+		faults := pgtest.InjectFaults(t)
+		if g.Rank() == 2 {
+			faults.Partition([]int{0, 1, pgtest.Store}, []int{2})
+			err := until(t, g, 0) // the others go on, and mend the network
+			if !errors.Is(err, pg.ErrEvicted) && !errors.Is(err, pg.ErrIsolated) {
+				t.Fatal(err)
+			}
+			return
+		}
+		if err := until(t, g, 2); err != nil {
+			t.Fatal(err)
+		}
+		faults.Network()
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: time.Second, Window: time.Second}))
+}
+
+// Of two ranks one of which does not hear the other, one is evicted when patience with them ends (or both: each keeps others), learns it, and comes back.
+func TestOneWay(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+		faults := pgtest.InjectFaults(t)
+		if g.Rank() == 0 {
+			faults.Network(pgtest.Rule{From: []int{1}, To: []int{2}, Cut: true})
+		}
+		err := until(t, g, 3)
+		switch r := g.Rank(); {
+		case errors.Is(err, pg.ErrEvicted) && (r == 1 || r == 2):
+			faults.Network()
+			if g, err = g.Rejoin(ctx); err != nil {
+				t.Fatal(err)
+			}
+			defer g.Close()
+		case err != nil:
+			t.Fatal(err)
+		default:
+			if a := g.View().Active; !slices.Contains(a, 0) || !slices.Contains(a, 3) {
+				t.Fatalf("active are %v", a)
+			}
+			back(t, g, 4)
+		}
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 4 * time.Second, LeaseTTL: time.Second, Window: time.Second}))
+}
+
+// A rank that stands still for longer than its lease is still a member if nobody waited for it in a collective, and new ones find it.
+func TestLeaseLostAndBack(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if !pgtest.Second() {
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if g.Rank() == 0 {
+				pgtest.InjectFaults(t).Stop(0, 3*time.Second)
+				for r := 1; r < 3; r++ {
+					if err := pg.Send(ctx, g, []byte{1}, r, 0); err != nil {
+						t.Fatal(err)
+					}
+				}
+			} else if _, err := pg.Recv(ctx, g, make([]byte, 1), 0, 0); err != nil {
+				t.Fatal(err)
+			}
+			if err := holes(t, g, 100); err != nil {
+				t.Fatal(err)
+			}
+			if v := g.View(); v.Epoch != 1 {
+				t.Fatalf("view %+v", v)
+			}
+			if g.Rank() == 2 {
+				pgtest.Kill(t)
+			}
+			if err := until(t, g, 2); err != nil {
+				t.Fatal(err)
+			}
+			back(t, g, 3)
+		}
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: time.Second}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
+}
+
+// A store whose disk is slow makes changes of the view slow, and nothing else.
+func TestSlowStore(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if !pgtest.Second() {
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if g.Rank() == 2 {
+				pgtest.InjectFaults(t).Network(pgtest.Rule{From: []int{pgtest.Store}, Delay: 300 * time.Millisecond})
+				pgtest.Kill(t)
+			}
+			if err := until(t, g, 2); err != nil {
+				t.Fatal(err)
+			}
+			back(t, g, 3)
+		}
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
+}
+
+// A slow network that loses packets changes no result.
+func TestLossy(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		for _, r := range []pgtest.Rule{{Delay: 3 * time.Millisecond}, {Loss: 0.02}} {
+			if g.Rank() == 0 {
+				pgtest.InjectFaults(t).Network(r)
+			}
+			for _, n := range []int{1, 5000} {
+				if err := holes(t, g, n); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil))
+}
+
+// Faults come from outside, too: at an operation of a rank that knows nothing of them.
+func TestKillFromOutside(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		var err error
+		for err == nil {
+			err = swap(t, g)
+		}
+		if lostRank(err) != 1 {
+			t.Fatal(err)
+		}
+		if err := until(t, g, 2); err != nil {
+			t.Fatal(err)
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Faults(func(c *pgtest.Control) {
+		c.Await(1, 40)
+		c.Kill(1)
+	}))
+}
