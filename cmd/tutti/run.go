@@ -40,8 +40,8 @@ func newRun() *cobra.Command {
 
 A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
 failed first (128+S if it was killed by signal S). With --on-failure shrink or retry the others go on
-when a rank dies; the exit code is then 0 if a rank ended well and all that did not were killed. No process that a rank has started outlives the
-command, even if the command is killed.`,
+when a rank dies; the exit code is then 0 if a rank ends well and so do all that are there by then.
+No process that a rank has started outlives the command, even if the command is killed.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
   tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train`,

@@ -468,6 +468,27 @@ func TestRunNodes(t *testing.T) {
 		refused(t, l.Store)
 		s.empty()
 	})
+	t.Run("a node is lost and the others go on", func(t *testing.T) {
+		s := newStage(t)
+		rdzv := "127.0.0.1:" + freePort(t)
+		start := func(node int) *tutti {
+			return s.run("run", "-n", "2", "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, "--on-failure", "shrink", self(t))
+		}
+		a, b := start(0), start(1)
+		all := s.arrive(4)
+		for _, p := range all[2:] {
+			p.tell("kill 9")
+			p.gone()
+		}
+		b.end(137)
+		a.stderr.await(t, "; the others go on")
+		for _, p := range all[:2] {
+			p.do("print %q", "still here\n")
+			p.tell("exit 0")
+		}
+		a.end(0)
+		s.empty()
+	})
 	t.Run("a rank fails", func(t *testing.T) {
 		s := newStage(t)
 		rdzv := "127.0.0.1:" + freePort(t)
@@ -577,19 +598,20 @@ func TestHelp(t *testing.T) {
 	}
 }
 
-// With shrink or retry the others are left running when a rank dies; the exit code is theirs.
+// With shrink or retry the others are left running when a rank dies; the exit code is that of those who are there when the first ends well, or of the first death if none does.
 func TestRunGoesOn(t *testing.T) {
 	for _, c := range []struct {
 		how  string // rank 1's end
+		then string // rank 0's
 		last string // rank 2's
 		code int
 	}{
-		{"kill 9", "exit 0", 0},
-		{"exit 5", "exit 0", 5}, // by itself: that is no accident
-		{"kill 9", "kill 9", 1}, // nobody ended well
-		{"kill 9", "exit 7", 7},
+		{"kill 9", "exit 0", "exit 0", 0},
+		{"exit 5", "exit 0", "exit 0", 0},
+		{"kill 9", "kill 9", "exit 7", 137}, // nobody ended well
+		{"kill 9", "exit 0", "exit 7", 7},
 	} {
-		t.Run(c.how+", "+c.last, func(t *testing.T) {
+		t.Run(c.how+", "+c.then+", "+c.last, func(t *testing.T) {
 			s := newStage(t)
 			j := s.run("run", "-n", "3", "--on-failure", "shrink", "--", self(t))
 			all := s.arrive(3)
@@ -600,10 +622,10 @@ func TestRunGoesOn(t *testing.T) {
 			all[1].gone()
 			j.stderr.await(t, "; the others go on")
 			all[0].do("print %q", "still here\n")
-			if c.last != "exit 0" {
-				all[0].tell("kill 9")
-			} else {
-				all[0].tell("exit 0")
+			all[0].tell("%s", c.then)
+			all[0].gone()
+			if c.then == "kill 9" {
+				j.stderr.await(t, "rank 0 was killed by signal 9 (SIGKILL); the others go on")
 			}
 			all[2].tell("%s", c.last)
 			j.end(c.code)
@@ -627,8 +649,8 @@ func TestRunRestarts(t *testing.T) {
 	all[0].tell("exit 0")
 	all[0].gone()
 	all[1].tell("kill 9")
-	j.end(0)
-	j.says("rank 1 was killed by signal 9 (SIGKILL); the others go on")
+	j.end(137)
+	j.says("rank 1 was killed by signal 9 (SIGKILL), after other ranks had ended well")
 }
 
 // Processes on standby have no rank, and end when all ranks have.

@@ -41,20 +41,25 @@ func (l *launcher) clearFlights() {
 	}
 	for i := range l.N {
 		for _, suffix := range []string{".bin", ".json"} {
-			for _, path := range flightFiles(l.LogDir, l.first+i, suffix) {
+			for _, path := range flightFiles(l.LogDir, l.base+i, suffix) {
 				os.Remove(path)
 			}
 		}
 	}
 }
 
-// landed turns the flight records of a rank that has ended into JSON, for people, unless it ended well. how describes its end.
-func (l *launcher) landed(rank, code int, how string) {
+// landed turns the flight records of a rank that has ended into JSON, for people, unless it ended well. how describes its end. Of which life it was tells incarnation, 0 if that is
+// not known: its place may have been taken already.
+func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
 	dir := l.flightDir()
 	if dir == "" {
 		return
 	}
-	for _, path := range flightFiles(dir, rank, ".bin") {
+	suffix := ".bin"
+	if incarnation != 0 {
+		suffix = fmt.Sprintf("-%016x.bin", incarnation)
+	}
+	for _, path := range flightFiles(dir, rank, suffix) {
 		if code != 0 {
 			if err := translate(path, filepath.Join(dir, fmt.Sprintf("flight-rank%d", rank)), how); err != nil {
 				l.say(fmt.Sprintf("rank %d's flight record: %v", rank, err))

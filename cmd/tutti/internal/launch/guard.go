@@ -33,6 +33,9 @@ type Command struct {
 	Env  []string
 	Dir  string
 	CPU  int // 0: any; else the CPU-th processor that the guard itself may run on, from 1
+
+	// Sweep: if it ends badly, what is left of its process group is killed at once: others go on, and may start it again, which would find its former life's children in the way.
+	Sweep bool
 }
 
 // order is what the launcher tells the guard: a directory to remove in the end, a process to start, or a signal for one (or all, ID < 0).
@@ -281,9 +284,14 @@ func GuardMain() int {
 
 	var temps []string
 	running := map[int]int{} // pid -> id; exactly the started children that have not been waited for
+	sweep := map[int]bool{}  // those of them whose process group goes with them
 	exited := func(pid int, s syscall.WaitStatus) {
 		if id, ok := running[pid]; ok {
+			if sweep[pid] && s != 0 {
+				killGroup(pid)
+			}
 			delete(running, pid)
+			delete(sweep, pid)
 			send(conn, Event{ID: id, PID: pid, Exited: true, Status: s})
 		}
 	}
@@ -308,6 +316,9 @@ func GuardMain() int {
 					e.Error = err.Error()
 				} else {
 					running[e.PID] = d.ID
+					if d.Start.Sweep {
+						sweep[e.PID] = true
+					}
 				}
 				send(conn, e)
 			default:
@@ -367,6 +378,17 @@ func reap(exited func(pid int, s syscall.WaitStatus)) (more bool) {
 			return true
 		default:
 			exited(pid, s)
+		}
+	}
+}
+
+// killGroup kills the process group of a leader that has just been waited for. While a child of ours is in the group, its number is nobody else's; without one there is
+// nobody whom we inherited from the leader, and the number may be a stranger's.
+func killGroup(leader int) {
+	for _, pid := range children() {
+		if group, err := unix.Getpgid(pid); err == nil && group == leader {
+			unix.Kill(-leader, unix.SIGKILL)
+			return
 		}
 	}
 }

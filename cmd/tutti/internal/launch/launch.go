@@ -48,10 +48,11 @@ type Options struct {
 	Bind           bool          // each rank to a processor of its own; N must not exceed the processors that this process may run on
 	Grace          time.Duration // between SIGTERM and SIGKILL once the job has failed
 
-	// GoOn leaves the other ranks running when one dies: they are told to "shrink" or "retry" by Env. The job has ended well if a rank did, and those that did not were killed.
+	// GoOn leaves the other ranks running when one dies, killed or by itself: Env tells them to "shrink" or "retry". The job begins to end with the first rank that ends well: it has
+	// ended well if all did that were alive then. If none ended well, the first death counts.
 	GoOn        bool
-	MaxRestarts int // times that a rank which died is started again, if GoOn
-	Standby     int // processes more that wait for a rank to die and take its place, if GoOn
+	MaxRestarts int // how often each rank that died is started again until then, if GoOn; its environment has TUTTI_RESTART then
+	Standby     int // processes more that wait for a rank to die and take its place, if GoOn; those that never did are ended with the job
 
 	Quiet     bool // say nothing of how the ranks ended
 	QuietCode int  // nor if the first failure had this exit code; 0: none
@@ -71,18 +72,19 @@ type rank struct {
 	started, ended bool
 	pid            int
 	restarts       int
-	since          time.Time // start of this life
+	since          time.Time   // start of this life
+	due            *time.Timer // until the next life; nil: none is planned
 }
 
 // launcher is one Run.
 type launcher struct {
 	Options
-	first, world int
-	guard        *Guard
-	temp         string
-	signals      chan os.Signal
-	hold         *store // the store, or this node's part in it
-	out          *Output
+	base, world int // number of this node's first rank, and of ranks
+	guard       *Guard
+	temp        string
+	signals     chan os.Signal
+	hold        *store // the store, or this node's part in it
+	out         *Output
 
 	ranks    []rank
 	live     int
@@ -95,17 +97,21 @@ type launcher struct {
 	killing  bool
 	grace    <-chan time.Time
 
+	command Command
+	env     func(int) []string
+	failed  bool // the ranks were ended: code is not what became of them by themselves
+
 	// If GoOn.
-	command   Command
-	env       func(int) []string
-	again     chan int         // ranks whose next life is due
-	pending   int              // those that will be
-	alone     <-chan time.Time // fires when those on standby have had the time to end with the ranks
-	well      int              // ranks that ended with code 0: nobody is restarted any more
-	lost      int              // ranks that died and were not replaced
-	badCode   int              // of the first rank that ended badly by itself, in its last life
-	badWhy    string
-	dismissed bool // only processes on standby are left, and they have been asked to end
+	again     chan int      // ranks whose next life is due
+	pending   int           // those that will be
+	views     *views        // not nil if processes may wait to be let in
+	in        map[int]entry // by pid: those that have been let in
+	asked     bool          // whether the group is over
+	well      int           // ranks that ended with code 0
+	deaths    int           // ranks that ended badly
+	first     death         // of them
+	late      death         // the first of them after a rank had ended well
+	dismissed bool          // only processes that wait to be let in are left, and they have been asked to end
 }
 
 // Run starts the ranks, shows their output, waits for their end and returns the exit code that the job means: 0, or that of the rank that failed first.
@@ -113,7 +119,7 @@ type launcher struct {
 // If ctx ends, the job does.
 func Run(ctx context.Context, o Options) (int, error) {
 	o.Nodes = max(o.Nodes, 1)
-	l := &launcher{Options: o, first: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby), signals: make(chan os.Signal, 8), again: make(chan int, o.N)}
+	l := &launcher{Options: o, base: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby), signals: make(chan os.Signal, 8), again: make(chan int, o.N), in: map[int]entry{}}
 	var caught []os.Signal
 	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE} {
 		if !signal.Ignored(s) { // as under nohup, or in the background of a script: it is to stay so
@@ -138,8 +144,9 @@ func Run(ctx context.Context, o Options) (int, error) {
 	if cerr := l.close(); err == nil {
 		err = cerr
 	}
+	l.views.close()
 	if l.hold != nil {
-		l.hold.finish(l.code, l.why)
+		l.hold.finish(l.code, l.why, l.endsAll() || err != nil)
 	}
 	if err != nil {
 		if e := (*Error)(nil); errors.As(err, &e) {
@@ -177,7 +184,7 @@ func (l *launcher) close() error {
 			var stuck []string
 			for i, r := range l.ranks {
 				if r.started && !r.ended {
-					stuck = append(stuck, fmt.Sprintf("rank %d (pid %d)", l.first+i, r.pid))
+					stuck = append(stuck, fmt.Sprintf("%s (pid %d)", l.who(i), r.pid))
 				}
 			}
 			return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a device or a file system (%s); the guard process stays to wait for them", dieBy, strings.Join(stuck, ", "))
@@ -188,8 +195,8 @@ func (l *launcher) close() error {
 func (l *launcher) run(ctx context.Context) error {
 	// Two pipes and a connection to the store for each rank, and another connection while it starts.
 	var files unix.Rlimit
-	if need := uint64(40 + 4*l.N); unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil && files.Cur < need {
-		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: raise the limit (ulimit -n)", files.Cur, count(l.N, "rank"), need)
+	if need := uint64(40 + 4*len(l.ranks)); unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil && files.Cur < need {
+		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: raise the limit (ulimit -n)", files.Cur, count(len(l.ranks), "rank"), need)
 	}
 	var err error
 	if l.temp, err = l.guard.Temp(); err != nil {
@@ -218,14 +225,27 @@ func (l *launcher) name(i int) int {
 	if i >= l.N {
 		return l.world + l.Node*l.Standby + i - l.N
 	}
-	return l.first + i
+	return l.base + i
+}
+
+// who is local process i to a person.
+func (l *launcher) who(i int) string {
+	if e, ok := l.in[l.ranks[i].pid]; ok && i >= l.N {
+		return fmt.Sprintf("rank %d (standby %d)", e.slot, l.Node*l.Standby+i-l.N)
+	}
+	if i >= l.N {
+		return fmt.Sprintf("standby %d", l.Node*l.Standby+i-l.N)
+	}
+	return fmt.Sprintf("rank %d", l.name(i))
 }
 
 // start starts local rank i with pipes to the output.
 func (l *launcher) start(i int) error {
 	c := l.command
-	c.Env = l.env(i)
-	l.ranks[i].started, l.ranks[i].ended, l.ranks[i].since = false, false, time.Now()
+	c.Env, c.Sweep = l.env(i), l.GoOn
+	if n := l.ranks[i].restarts; n > 0 {
+		c.Env = append(c.Env, fmt.Sprintf("TUTTI_RESTART=%d", n))
+	}
 	in, feed, err := l.stdin(i)
 	if err != nil {
 		return err
@@ -235,7 +255,7 @@ func (l *launcher) start(i int) error {
 	for s := range w {
 		r, pw, err := os.Pipe()
 		if err != nil {
-			return fmt.Errorf("make rank %d's pipes: %w", l.name(i), err)
+			return fmt.Errorf("make the pipes of %s: %w", l.who(i), err)
 		}
 		defer pw.Close()
 		w[s] = pw
@@ -250,8 +270,13 @@ func (l *launcher) start(i int) error {
 	if l.Bind && i < l.N {
 		c.CPU = i + 1
 	}
+	if err := l.guard.Start(i, c, in, w[0], w[1]); err != nil {
+		return err
+	}
 	l.live++
-	return l.guard.Start(i, c, in, w[0], w[1])
+	r := &l.ranks[i]
+	r.started, r.ended, r.since = false, false, time.Now()
+	return nil
 }
 
 // stdin opens the standard input of local rank i. A terminal is read by the launcher, since the ranks are not in its foreground; feed is then where to.
@@ -273,7 +298,13 @@ func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 // supervise waits until all ranks have ended, and ends them when one fails, another node does, or the user wants it.
 func (l *launcher) supervise(ctx context.Context) error {
 	cancelled, broken := ctx.Done(), l.out.Broken()
-	for l.live+l.pending > 0 {
+	for {
+		if l.GoOn {
+			l.settle()
+		}
+		if l.live+l.pending == 0 {
+			break
+		}
 		select {
 		case e := <-l.guard.Events():
 			if err := l.event(e); err != nil {
@@ -282,16 +313,14 @@ func (l *launcher) supervise(ctx context.Context) error {
 		case s := <-l.signals:
 			l.signal(s.(syscall.Signal))
 		case i := <-l.again:
-			l.pending--
-			if !l.stopping && l.well == 0 {
-				if err := l.start(i); err != nil {
-					return err
-				}
+			l.revive(i)
+		case e := <-l.views.entries():
+			l.enter(e)
+		case <-l.views.over():
+			if l.asked = false; l.idle() && !l.stopping {
+				l.dismiss()
 			}
-		case <-l.alone:
-			l.dismissed, l.stopping = true, true
-			l.guard.Signal(-1, syscall.SIGTERM)
-			l.grace = time.After(l.Grace)
+		case <-l.hold.elsewhere(): // the job has begun to end
 		case <-l.grace:
 			l.kill()
 		case <-broken:
@@ -304,10 +333,14 @@ func (l *launcher) supervise(ctx context.Context) error {
 			l.fail(CodeLaunch, context.Cause(ctx).Error())
 		}
 	}
-	if l.GoOn && l.code == 0 && l.user == 0 && (l.well == 0 || l.badCode != 0) && l.lost > 0 {
-		l.code, l.why = max(l.badCode, 1), l.badWhy
+	if l.GoOn && l.code == 0 {
+		l.code, l.why = l.verdict()
 	}
-	return l.hold.others(ctx, l) // node 0's store is everybody's until all nodes are done
+	err := l.hold.others(ctx, l) // node 0's store is everybody's until all nodes are done
+	if l.GoOn && !l.failed {
+		l.code, l.why = l.verdict() // again: another node's ranks may have ended well meanwhile
+	}
+	return err
 }
 
 func (l *launcher) event(e Event) error {
@@ -318,57 +351,33 @@ func (l *launcher) event(e Event) error {
 	case e.Error != "":
 		l.live--
 		r.ended = true
-		l.fail(CodeNoExec, fmt.Sprintf("rank %d could not be started: %s", l.name(e.ID), e.Error))
+		if r.restarts > 0 && !l.stopping {
+			l.goOn(e.ID, CodeNoExec, "could not be started again: "+e.Error)
+		} else {
+			l.fail(CodeNoExec, fmt.Sprintf("%s could not be started: %s", l.who(e.ID), e.Error))
+		}
 	case !e.Exited:
 		r.started, r.pid = true, e.PID
 	default:
 		l.live--
 		r.ended = true
 		code, how := outcome(e.Status)
-		l.landed(l.name(e.ID), code, how)
-		if l.GoOn && !l.stopping {
-			l.goOn(e.ID, code, how, e.Status.Signaled())
-		} else if code != 0 && !l.dismissed {
-			l.fail(code, fmt.Sprintf("rank %d %s", l.name(e.ID), how))
+		if in, ok := l.in[e.PID]; ok {
+			l.landed(in.slot, in.incarnation, code, how)
+		} else {
+			l.landed(l.name(e.ID), 0, code, how)
 		}
+		switch {
+		case l.GoOn && !l.stopping:
+			l.goOn(e.ID, code, how)
+		case code != 0 && !l.dismissed:
+			l.fail(code, fmt.Sprintf("%s %s", l.who(e.ID), how))
+		case code == 0 && e.ID < l.N:
+			l.well++
+		}
+		delete(l.in, e.PID)
 	}
 	return nil
-}
-
-// restartPause is how long a rank that died soon after its start waits for the next, doubled each time.
-const restartPause = 100 * time.Millisecond
-
-// goOn takes in that a process has ended while the others run on.
-func (l *launcher) goOn(i, code int, how string, killed bool) {
-	r := &l.ranks[i]
-	switch {
-	case code == 0:
-		l.well++
-	case i < l.N && l.well == 0 && r.restarts < l.MaxRestarts:
-		pause := time.Duration(0)
-		if r.restarts++; r.restarts > 1 && time.Since(r.since) < time.Minute {
-			pause = restartPause << min(r.restarts-2, 8)
-		}
-		l.pending++
-		time.AfterFunc(pause, func() { l.again <- i })
-		if !l.Quiet {
-			l.say(fmt.Sprintf("rank %d %s; starting it again (%d of %d)", l.name(i), how, r.restarts, l.MaxRestarts))
-		}
-	default:
-		l.lost++
-		if l.badWhy == "" || l.badCode == 0 && !killed {
-			l.badWhy = fmt.Sprintf("rank %d %s", l.name(i), how)
-		}
-		if l.badCode == 0 && !killed {
-			l.badCode = code
-		}
-		if !l.Quiet {
-			l.say(fmt.Sprintf("rank %d %s; the others go on", l.name(i), how))
-		}
-	}
-	if l.well > 0 && l.alone == nil && l.pending == 0 && !slices.ContainsFunc(l.ranks[:l.N], func(r rank) bool { return !r.ended }) {
-		l.alone = time.After(l.Grace) // one that has taken a rank's place ends with the others; one that waits would wait forever
-	}
 }
 
 // outcome is the exit code that a status means, and its description.
@@ -392,8 +401,8 @@ func (l *launcher) fail(code int, why string) {
 	if l.code != 0 {
 		return
 	}
-	l.code, l.why, l.running = code, why, l.live
-	l.hold.report(code, why)
+	l.code, l.why, l.running, l.failed = code, why, l.live, true
+	l.hold.report(code, why, l.endsAll())
 	if !l.stopping {
 		l.guard.Signal(-1, syscall.SIGTERM)
 	}
@@ -614,7 +623,7 @@ func module(dir string) string {
 // inherit is the launcher's environment without what a rank must not take from it, and without what it is given instead: of variables that are there twice, programs take either. Where the store is the launcher's own, how to enter a site's has no meaning.
 func inherit(own []string, siteStore bool, instead []string) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
-		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
+		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_RESTART", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
 	if !siteStore {
 		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT", "TUTTI_STORE_KEY")
 	}

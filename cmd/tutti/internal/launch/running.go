@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/bootstrap"
 	"tutti/internal/lockdir"
 )
@@ -64,7 +66,7 @@ func Jobs() []Running {
 			if !tempName.MatchString(e.Name()) || !lockdir.InUse(dir) {
 				continue
 			}
-			if r, err := readRunning(filepath.Join(dir, runningName)); err == nil {
+			if r, err := readRunning(dir); err == nil {
 				all = append(all, r)
 			}
 		}
@@ -79,16 +81,35 @@ func Jobs() []Running {
 	return out
 }
 
-// readRunning reads what announce wrote, and checks it: the directory is this user's, but who knows which version wrote it.
-func readRunning(path string) (r Running, err error) {
-	f, err := os.Open(path)
+// readRunning reads what announce wrote, and checks it. Anybody may make directories of such names where temporary ones are, and this user may have opened one to others:
+// a note counts only as announce leaves it, a file of this user's in a directory of this user's, both closed to everybody else.
+func readRunning(dir string) (r Running, err error) {
+	d, err := unix.Open(dir, unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return r, err
 	}
+	defer unix.Close(d)
+	fd, err := unix.Openat(d, runningName, unix.O_RDONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return r, err
+	}
+	f := os.NewFile(uintptr(fd), filepath.Join(dir, runningName))
 	defer f.Close()
+	for fd, kind := range map[int]uint32{d: unix.S_IFDIR, fd: unix.S_IFREG} {
+		var st unix.Stat_t
+		if err := unix.Fstat(fd, &st); err != nil {
+			return r, err
+		}
+		if int(st.Uid) != os.Getuid() || st.Mode&unix.S_IFMT != kind || st.Mode&0o077 != 0 {
+			return r, fmt.Errorf("%s: mode %o, of user %d: not a launcher's of user %d", f.Name(), st.Mode, st.Uid, os.Getuid())
+		}
+	}
 	b, err := io.ReadAll(io.LimitReader(f, maxRunning))
 	if err == nil {
 		err = json.Unmarshal(b, &r)
+	}
+	if err == nil && r.Ranks < 1 {
+		err = fmt.Errorf("%s: a job of %d ranks", f.Name(), r.Ranks)
 	}
 	if err == nil {
 		err = bootstrap.CheckJob(r.Job)

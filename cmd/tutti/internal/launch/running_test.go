@@ -91,15 +91,15 @@ func TestLanded(t *testing.T) {
 	}
 	record(1, 1)
 	record(10, 2)
-	l.landed(1, 137, "was killed by signal 9 (SIGKILL)")
+	l.landed(1, 0, 137, "was killed by signal 9 (SIGKILL)")
 	expect("flight-rank1.json flight-rank10-0000000000000002.bin")
 	if s, err := flight.ReadFile(filepath.Join(l.LogDir, "flight-rank1.json")); err != nil || s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 1 {
 		t.Errorf("%+v, %v", s, err)
 	}
 	record(1, 3) // another life
-	l.landed(1, 1, "exited with code 1")
+	l.landed(1, 0, 1, "exited with code 1")
 	record(1, 4)
-	l.landed(1, 0, "")
+	l.landed(1, 0, 0, "")
 	expect("flight-rank1-0000000000000003.json flight-rank1.json flight-rank10-0000000000000002.bin")
 	l.clearFlights()
 	expect("flight-rank10-0000000000000002.bin")

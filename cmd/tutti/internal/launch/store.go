@@ -12,6 +12,7 @@ import (
 	"path"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -31,13 +32,15 @@ const (
 type nodeRecord struct {
 	N, Nodes int
 	Host     string
+	GoOn     bool
 	Master   string `json:",omitempty"` // node 0: HOST:PORT for programs that want a rendezvous of their own
 }
 
-// failure is how a node ended: Code 0 is well.
+// failure is how a node ended: Code 0 is well. End: the others are to end too, whatever Options.GoOn says.
 type failure struct {
 	Code int
 	Why  string
+	End  bool `json:",omitempty"`
 }
 
 type broken struct {
@@ -52,8 +55,12 @@ type store struct {
 	node   int
 	nodes  int
 
-	failc   chan broken   // gets the first failure elsewhere
+	failc   chan broken   // gets the first failure elsewhere that ends this node too
 	alone   chan struct{} // closed once every other node has ended
+	goOn    bool
+	say     func(string)
+	well    atomic.Bool   // another node has ended well
+	wake    chan struct{} // holds a token after well was set
 	cancel  context.CancelFunc
 	watched chan struct{}
 	once    sync.Once
@@ -77,7 +84,11 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 			l.Job = "run-" + hex.EncodeToString(b[:])
 		}
 	}
-	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{})}
+	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}), goOn: l.GoOn, wake: make(chan struct{}, 1), say: func(text string) {
+		if !l.Quiet {
+			l.say(text)
+		}
+	}}
 	l.hold = s
 	address, host := l.Store, "127.0.0.1"
 	if address == "" {
@@ -125,6 +136,13 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	if err != nil {
 		return nil, fmt.Errorf("node 0's address %q: %w", master, err)
 	}
+	if l.MaxRestarts > 0 || l.Standby > 0 {
+		cfg, err := l.storeConfig(address, secret)
+		if err != nil {
+			return nil, err
+		}
+		l.views = followViews(cfg)
+	}
 	if err := l.announce(address); err != nil {
 		return nil, err
 	}
@@ -135,7 +153,7 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 				"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort, "TUTTI_STORE="+address, "TUTTI_JOB="+l.Job, "TUTTI_SECRET="+l.Secret)
 		}
 		return append(base[:len(base):len(base)],
-			"RANK="+strconv.Itoa(l.first+i), "WORLD_SIZE="+strconv.Itoa(l.world),
+			"RANK="+strconv.Itoa(l.base+i), "WORLD_SIZE="+strconv.Itoa(l.world),
 			"LOCAL_RANK="+strconv.Itoa(i), "LOCAL_WORLD_SIZE="+strconv.Itoa(l.N),
 			"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort,
 			"TUTTI_STORE="+address, "TUTTI_JOB="+l.Job, "TUTTI_SECRET="+l.Secret)
@@ -187,13 +205,9 @@ func (l *launcher) interruptible(ctx context.Context, f func(context.Context) er
 	}
 }
 
-// meet announces this node and waits for the others. It returns what node 0 says the master's address is.
-func (s *store) meet(ctx context.Context, l *launcher, address string, secret []byte, master string) (string, error) {
-	patience := 5 * time.Minute
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
-	defer cancel()
-	var err error
-	cfg := bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: secret, Rank: l.first, DialTimeout: patience}
+// storeConfig says how to reach the job's store.
+func (l *launcher) storeConfig(address string, secret []byte) (bootstrap.StoreConfig, error) {
+	cfg := bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: secret, Rank: l.base}
 	if l.Store != "" {
 		cfg.User, cfg.Password = os.Getenv("TUTTI_STORE_USER"), os.Getenv("TUTTI_STORE_PASSWORD")
 		cfg.CA, cfg.Cert, cfg.Key = os.Getenv("TUTTI_STORE_CA"), os.Getenv("TUTTI_STORE_CERT"), os.Getenv("TUTTI_STORE_KEY")
@@ -205,10 +219,20 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		}
 		return ""
 	})
+	cfg.LeaseTTL = env.LeaseTTL
+	return cfg, err
+}
+
+// meet announces this node and waits for the others. It returns what node 0 says the master's address is.
+func (s *store) meet(ctx context.Context, l *launcher, address string, secret []byte, master string) (string, error) {
+	patience := 5 * time.Minute
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
+	defer cancel()
+	cfg, err := l.storeConfig(address, secret)
 	if err != nil {
 		return "", err
 	}
-	cfg.LeaseTTL = env.LeaseTTL
+	cfg.DialTimeout = patience
 	reached := l.impatient(ctx, address, patience)
 	s.handle, err = bootstrap.DialStore(ctx, cfg)
 	reached()
@@ -216,7 +240,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
 	}
 	host, _ := os.Hostname()
-	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, Master: master}
+	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, GoOn: l.GoOn, Master: master}
 	text, err := json.Marshal(me)
 	if err != nil {
 		return "", err
@@ -250,6 +274,9 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		}
 		if other.N != me.N || other.Nodes != me.Nodes {
 			return "", fmt.Errorf("node %d (%s) was started with -n %d --nnodes %d, this one with -n %d --nnodes %d: they must agree", n, other.Host, other.N, other.Nodes, me.N, me.Nodes)
+		}
+		if other.GoOn != me.GoOn {
+			return "", fmt.Errorf("of node %d (%s) and this one, one was started with --on-failure end and the other with shrink or retry: they must agree", n, other.Host)
 		}
 		if n == 0 {
 			master = other.Master
@@ -312,10 +339,15 @@ func (s *store) watch(ctx context.Context) {
 	finished := func(n int, text []byte) {
 		var f failure
 		if err := json.Unmarshal(text, &f); err != nil {
-			f = failure{CodeLaunch, "unreadable record"}
+			f = failure{Code: CodeLaunch, Why: "unreadable record"}
 		}
-		if f.Code != 0 {
+		switch {
+		case f.Code != 0 && (f.End || !s.goOn):
 			fail(f.Code, fmt.Sprintf("node %d: %s", n, f.Why))
+		case f.Code != 0:
+			s.say(fmt.Sprintf("node %d: %s; the others go on", n, f.Why))
+		case !s.well.Swap(true):
+			s.wake <- struct{}{}
 		}
 		if n != s.node && !ended[n] {
 			if ended[n] = true; len(ended) == s.nodes-1 {
@@ -347,7 +379,7 @@ func (s *store) watch(ctx context.Context) {
 			text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n))
 			switch {
 			case errors.Is(err, bootstrap.ErrNoKey):
-				text, _ = json.Marshal(failure{CodeLaunch, "its launcher is gone"})
+				text, _ = json.Marshal(failure{Code: CodeLaunch, Why: "its launcher is gone"})
 				finished(n, text)
 			case err == nil:
 				finished(n, text)
@@ -364,13 +396,24 @@ func (s *store) failed() <-chan broken {
 	return s.failc
 }
 
-// report tells the other nodes how this one ended; only the first report counts.
-func (s *store) report(code int, why string) {
+// wellElsewhere says whether another node has ended well.
+func (s *store) wellElsewhere() bool { return s != nil && s.well.Load() }
+
+// elsewhere gets a token when another node has ended well.
+func (s *store) elsewhere() <-chan struct{} {
+	if s == nil {
+		return nil
+	}
+	return s.wake
+}
+
+// report tells the other nodes how this one ended; only the first report counts. With end it ends them too.
+func (s *store) report(code int, why string, end bool) {
 	if s == nil || s.handle == nil || s.watched == nil {
 		return
 	}
 	s.once.Do(func() {
-		text, err := json.Marshal(failure{code, why})
+		text, err := json.Marshal(failure{code, why, end && code != 0})
 		if err != nil {
 			return
 		}
@@ -387,9 +430,9 @@ func (s *store) others(ctx context.Context, l *launcher) error {
 	if s == nil || s.server == nil || s.watched == nil {
 		return nil
 	}
-	s.report(l.code, l.why)
+	s.report(l.code, l.why, l.endsAll())
 	var late <-chan time.Time
-	if l.code != 0 {
+	if l.code != 0 && (l.failed || !l.GoOn) {
 		late = time.After(l.Grace + dieBy)
 	}
 	failed := s.failc
@@ -416,8 +459,8 @@ func (s *store) others(ctx context.Context, l *launcher) error {
 }
 
 // finish says how this node ended and gives the store back.
-func (s *store) finish(code int, why string) {
-	s.report(code, why)
+func (s *store) finish(code int, why string, end bool) {
+	s.report(code, why, end)
 	s.reports.Wait()
 	if s.cancel != nil {
 		s.cancel()
