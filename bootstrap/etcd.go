@@ -187,11 +187,17 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	return s, nil
 }
 
+// grantWait bounds the first request for a lease, and is doubled for each that follows: what a cluster was asked while it had no leader it may never answer. A lease that is
+// granted too late ends by itself.
+const grantWait = 250 * time.Millisecond
+
 // grant takes the lease; it tries again until the store answers or ctx ends.
 func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	pause := 5 * time.Millisecond
-	for {
-		r, err := s.c.Grant(ctx, int64(math.Ceil(ttl.Seconds())))
+	for wait := grantWait; ; wait *= 2 {
+		gctx, cancel := context.WithTimeout(ctx, wait)
+		r, err := s.c.Grant(gctx, int64(math.Ceil(ttl.Seconds())))
+		cancel()
 		if err == nil {
 			s.lease, s.ttl = r.ID, time.Duration(r.TTL)*time.Second
 			return nil

@@ -25,8 +25,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tutti/bootstrap/internal/proof"
-	"tutti/internal/ifname"
 	"tutti/internal/detour"
+	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
 )

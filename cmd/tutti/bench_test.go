@@ -62,12 +62,15 @@ func TestBenchFaults(t *testing.T) {
 		j := s.command("bench", "--faults", "-n", "3", "--rounds", "2", "--transport", transport, "--json")
 		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 		j.start().end(0)
-		var r faultRow
-		if err := json.Unmarshal([]byte(j.stdout.String()), &r); err != nil {
-			t.Fatalf("%q: %v", j.stdout.String(), err)
-		}
-		if r.Ranks != 3 || r.Rounds != 2 || r.Detected[0] <= 0 || r.Next[0] < r.Detected[0] || r.Next[1] < r.Next[0] || r.Admitted[0] <= 0 {
-			t.Errorf("%s: %+v", transport, r)
+		rows := json.NewDecoder(strings.NewReader(j.stdout.String()))
+		for _, leader := range []bool{false, true} {
+			var r faultRow
+			if err := rows.Decode(&r); err != nil {
+				t.Fatalf("%q: %v", j.stdout.String(), err)
+			}
+			if r.Ranks != 3 || r.Leader != leader || r.Rounds != 2 || r.Detected[0] <= 0 || r.Next[0] < r.Detected[0] || r.Next[1] < r.Next[0] || r.Admitted[0] <= 0 {
+				t.Errorf("%s: %+v", transport, r)
+			}
 		}
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/pg"
 )
@@ -24,12 +25,17 @@ const faultsVariable = "TUTTI_BENCH_FAULTS"
 
 // What is noted there: each a file with one number, nanoseconds of the monotonic clock.
 const (
-	momentKill     = "kill"     // the victim is about to kill itself
+	momentKill     = "kill"     // the victim is about to kill itself, and the process whose number is in leaderFile, if there is one
 	momentError    = "error"    // a survivor has its error; one for each, with its rank
 	momentNext     = "next"     // it has finished its next collective
 	momentStart    = "start"    // the replacement's main has begun
 	momentAdmitted = "admitted" // it is in
 )
+
+const leaderFile = "leader"
+
+// etcdMembers is how many an etcd has that outlives the loss of one.
+const etcdMembers = 3
 
 func monotonic() int64 {
 	var t unix.Timespec
@@ -40,6 +46,7 @@ func monotonic() int64 {
 // faultRow is what one number of ranks took, milliseconds, median and worst over the rounds.
 type faultRow struct {
 	Ranks    int        `json:"ranks"`
+	Leader   bool       `json:"leader_killed"` // at the same moment the leader of a three-member etcd, which is the store
 	Rounds   int        `json:"rounds"`
 	Detected [2]float64 `json:"detected_ms"` // kill to the first survivor's error
 	Next     [2]float64 `json:"next_ms"`     // kill to the slowest survivor's next finished collective
@@ -67,38 +74,55 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	if !f.asJSON {
-		fmt.Printf("# kill -9 of one rank in a loop of 1 KiB allreduces, %d rounds; milliseconds, median and worst\n", rounds)
-		fmt.Println("#  ranks    kill to error        to the next result    replacement to admitted")
-	}
-	for _, n := range sizes {
-		var detected, next, admitted []float64
-		for range rounds {
-			d, x, a, err := f.faultRound(cmd.Context(), self, n)
+	for _, with := range []string{"", ", and of the leader of a three-member etcd at the same moment"} {
+		if !f.asJSON {
+			fmt.Printf("# kill -9 of one rank in a loop of 1 KiB allreduces%s, %d rounds; milliseconds, median and worst\n", with, rounds)
+			fmt.Println("#  ranks    kill to error        to the next result    replacement to admitted")
+		}
+		for _, n := range sizes {
+			row, err := f.faultRow(cmd.Context(), self, n, rounds, with != "")
 			if err != nil {
 				return err
 			}
-			detected, next, admitted = append(detected, d), append(next, x), append(admitted, a)
-		}
-		row := faultRow{n, rounds, medianWorst(detected), medianWorst(next), medianWorst(admitted)}
-		if f.asJSON {
-			if err := json.NewEncoder(os.Stdout).Encode(row); err != nil {
-				return err
+			if f.asJSON {
+				if err := json.NewEncoder(os.Stdout).Encode(row); err != nil {
+					return err
+				}
+				continue
 			}
-			continue
+			fmt.Printf("%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n, row.Detected[0], row.Detected[1], row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
 		}
-		fmt.Printf("%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n, row.Detected[0], row.Detected[1], row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
 	}
 	return nil
 }
 
-func medianWorst(x []float64) [2]float64 {
-	slices.Sort(x)
-	return [2]float64{x[len(x)/2], x[len(x)-1]}
+// faultRow measures one number of ranks.
+func (f *benchFlags) faultRow(ctx context.Context, self string, n, rounds int, leader bool) (row faultRow, err error) {
+	var etcd *cluster.Cluster
+	if leader {
+		if etcd, err = cluster.Start(ctx, self, etcdMembers); err != nil {
+			return row, err
+		}
+		defer etcd.Close()
+	}
+	var detected, next, admitted []float64
+	for range rounds {
+		d, x, a, err := f.faultRound(ctx, self, n, etcd)
+		if err != nil {
+			return row, err
+		}
+		detected, next, admitted = append(detected, d), append(next, x), append(admitted, a)
+	}
+	return faultRow{n, leader, rounds, medianWorst(detected), medianWorst(next), medianWorst(admitted)}, nil
 }
 
-// faultRound runs one job and returns its three times in milliseconds.
-func (f *benchFlags) faultRound(ctx context.Context, self string, n int) (detected, next, admitted float64, err error) {
+func medianWorst(x []float64) [2]float64 {
+	slices.Sort(x)
+	return [2]float64{(x[(len(x)-1)/2] + x[len(x)/2]) / 2, x[len(x)-1]}
+}
+
+// faultRound runs one job and returns its three times in milliseconds. If etcd is not nil, that is its store, and loses its leader.
+func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *cluster.Cluster) (detected, next, admitted float64, err error) {
 	dir, err := os.MkdirTemp("", "tutti-faults-")
 	if err != nil {
 		return 0, 0, 0, err
@@ -106,6 +130,19 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int) (detect
 	defer os.RemoveAll(dir)
 	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n, GoOn: true, MaxRestarts: 1, Quiet: true, NoPrefix: true, Grace: 2 * time.Second,
 		Stdout: os.Stdout, Stderr: os.Stderr, Env: []string{faultsVariable + "=" + dir, "TUTTI_ON_FAILURE=shrink", "TUTTI_TRANSPORT=" + f.transport, "TUTTI_TIMEOUT=60s"}}
+	if etcd != nil {
+		if err := etcd.Mend(ctx); err != nil {
+			return 0, 0, 0, err
+		}
+		pid, err := etcd.Leader(ctx)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, leaderFile), []byte(strconv.Itoa(pid)), 0o600)
+		}
+		if err != nil {
+			return 0, 0, 0, err
+		}
+		o.Store = etcd.Address()
+	}
 	code, err := launch.Run(ctx, o)
 	if err == nil && code != 0 {
 		err = exit(code)
@@ -157,6 +194,11 @@ func faultRank(ctx context.Context) error {
 		if g.Rank() == g.Size()-1 && i == 100 {
 			if err := note(momentKill, monotonic()); err != nil {
 				return err
+			}
+			if b, err := os.ReadFile(filepath.Join(dir, leaderFile)); err == nil {
+				if pid, err := strconv.Atoi(string(b)); err == nil && pid > 1 {
+					syscall.Kill(pid, syscall.SIGKILL)
+				}
 			}
 			syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"tutti/bootstrap"
+	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/cmd/tutti/internal/term"
 )
@@ -19,6 +20,9 @@ import (
 func main() {
 	if launch.IsGuard() {
 		os.Exit(launch.GuardMain())
+	}
+	if code, is := cluster.MemberMain(); is {
+		os.Exit(code)
 	}
 	os.Exit(execute(os.Args[1:]))
 }

@@ -22,6 +22,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/pg"
 )
@@ -34,6 +35,9 @@ const (
 )
 
 func TestMain(m *testing.M) {
+	if code, is := cluster.MemberMain(); is {
+		os.Exit(code)
+	}
 	switch {
 	case launch.IsGuard():
 		os.Exit(launch.GuardMain())

@@ -1,0 +1,235 @@
+// Package cluster runs an etcd of several members on this machine, each a process that can be killed: to measure what the loss of one costs a job.
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.etcd.io/etcd/server/v3/embed"
+	"go.uber.org/zap"
+)
+
+// variable makes a process a member; it holds a member as JSON.
+const variable = "TUTTI_ETCD_MEMBER"
+
+// An election takes this long or twice that, as is usual between machines of one room.
+const heartbeat, election = 10, 100 // milliseconds
+
+type member struct {
+	Name, Dir, Client, Peer string
+	Cluster                 string // all members
+}
+
+// MemberMain is the life of a member's process, if this is one: until its standard input ends. It returns the exit code.
+func MemberMain() (code int, is bool) {
+	text, is := os.LookupEnv(variable)
+	if !is {
+		return 0, false
+	}
+	if err := serve(text); err != nil {
+		fmt.Fprintln(os.Stderr, "tutti: etcd:", err)
+		return 1, true
+	}
+	return 0, true
+}
+
+func serve(text string) error {
+	var m member
+	if err := json.Unmarshal([]byte(text), &m); err != nil {
+		return err
+	}
+	c := embed.NewConfig()
+	c.Name, c.Dir, c.InitialCluster = m.Name, m.Dir, m.Cluster
+	at := func(address string) []url.URL { return []url.URL{{Scheme: "http", Host: address}} }
+	c.ListenClientUrls, c.AdvertiseClientUrls = at(m.Client), at(m.Client)
+	c.ListenPeerUrls, c.AdvertisePeerUrls = at(m.Peer), at(m.Peer)
+	c.TickMs, c.ElectionMs = heartbeat, election
+	c.UnsafeNoFsync = true
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	e, err := embed.StartEtcd(c)
+	if err != nil {
+		return err
+	}
+	ended := make(chan struct{})
+	go func() {
+		io.Copy(io.Discard, os.Stdin) // nobody writes to it
+		close(ended)
+	}()
+	select {
+	case <-ended:
+		e.Close()
+		return nil
+	case err := <-e.Err():
+		return err
+	}
+}
+
+// Cluster is an etcd of this process's.
+type Cluster struct {
+	self    string
+	dir     string
+	members []member
+	running []*process
+}
+
+type process struct {
+	cmd  *exec.Cmd
+	life io.Closer // the other end of its standard input
+	done chan struct{}
+}
+
+// Start starts an etcd of n members, which are processes of the program self, whose main calls MemberMain first, and returns when all answer. The caller must Close it.
+func Start(ctx context.Context, self string, n int) (*Cluster, error) {
+	dir, err := os.MkdirTemp("", "tutti-etcd-")
+	if err != nil {
+		return nil, err
+	}
+	c := &Cluster{self: self, dir: dir, running: make([]*process, n)}
+	ports, err := free(2 * n)
+	if err != nil {
+		c.Close()
+		return nil, err
+	}
+	var all []string
+	for i := range n {
+		m := member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)), Client: ports[2*i], Peer: ports[2*i+1]}
+		c.members = append(c.members, m)
+		all = append(all, m.Name+"=http://"+m.Peer)
+	}
+	for i := range c.members {
+		c.members[i].Cluster = strings.Join(all, ",")
+	}
+	if err := c.Mend(ctx); err != nil {
+		c.Close()
+		return nil, err
+	}
+	return c, nil
+}
+
+// free finds addresses where nobody listens.
+func free(n int) (all []string, err error) {
+	for range n {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return nil, err
+		}
+		defer l.Close()
+		all = append(all, l.Addr().String())
+	}
+	return all, nil
+}
+
+// Address is the cluster's, for TUTTI_STORE.
+func (c *Cluster) Address() string {
+	var all []string
+	for _, m := range c.members {
+		all = append(all, m.Client)
+	}
+	return "etcd://" + strings.Join(all, ",")
+}
+
+// Mend starts the members that are not running and returns when all follow one leader.
+func (c *Cluster) Mend(ctx context.Context) error {
+	for i, p := range c.running {
+		if p != nil {
+			select {
+			case <-p.done:
+				p.life.Close()
+			default:
+				continue
+			}
+		}
+		if err := c.start(i); err != nil {
+			return err
+		}
+	}
+	_, err := c.Leader(ctx)
+	return err
+}
+
+func (c *Cluster) start(i int) error {
+	text, err := json.Marshal(c.members[i])
+	if err != nil {
+		return err
+	}
+	p := &process{cmd: exec.Command(c.self), done: make(chan struct{})}
+	p.cmd.Env = append(os.Environ(), variable+"="+string(text))
+	p.cmd.Stderr = os.Stderr
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a Ctrl-C is this process's, which ends its members
+	if p.life, err = p.cmd.StdinPipe(); err != nil {
+		return err
+	}
+	if err := p.cmd.Start(); err != nil {
+		return err
+	}
+	c.running[i] = p
+	go func() {
+		p.cmd.Wait()
+		close(p.done)
+	}()
+	return nil
+}
+
+// Leader returns the process number of the leader, when all members agree on it.
+func (c *Cluster) Leader(ctx context.Context) (pid int, err error) {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	var all []string
+	for _, m := range c.members {
+		all = append(all, m.Client)
+	}
+	client, err := clientv3.New(clientv3.Config{Endpoints: all, Logger: zap.NewNop()})
+	if err != nil {
+		return 0, err
+	}
+	defer client.Close()
+	for {
+		leader, agreed := uint64(0), 0
+		pid = 0
+		for i, m := range c.members {
+			sctx, cancel := context.WithTimeout(ctx, time.Second)
+			s, err := client.Status(sctx, m.Client)
+			cancel()
+			if err != nil || s.Leader == 0 || leader != 0 && s.Leader != leader {
+				break
+			}
+			leader = s.Leader
+			agreed++
+			if s.Header.MemberId == leader {
+				pid = c.running[i].cmd.Process.Pid
+			}
+		}
+		if agreed == len(c.members) && pid != 0 {
+			return pid, nil
+		}
+		select {
+		case <-time.After(5 * time.Millisecond):
+		case <-ctx.Done():
+			return 0, errors.New("the members of the etcd do not agree on a leader")
+		}
+	}
+}
+
+// Close ends the members and removes their data.
+func (c *Cluster) Close() {
+	for _, p := range c.running {
+		if p != nil {
+			p.cmd.Process.Kill() // nobody needs its data
+			<-p.done
+			p.life.Close()
+		}
+	}
+	os.RemoveAll(c.dir)
+}
