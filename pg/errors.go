@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 	"time"
+
+	"tutti/pg/flight"
 )
 
 // Errors of a group that need no details, to be tested with errors.Is.
@@ -21,7 +23,8 @@ var (
 // RankError says that a rank failed: it died, left, or cannot be reached. The operation that returns it has no result. Config.OnFailure says how the group goes
 // on; by default every later collective returns an error until Recover.
 type RankError struct {
-	Rank int // who failed
+	Rank int   // who failed
+	Also []int // who else had, as far as was decided by then; ascending
 	// Overwritten says that the operation worked in place and had begun to: its input is lost. Otherwise inputs are as they were; the destination of an operation that does
 	// not work in place may be partly written.
 	Overwritten bool
@@ -37,6 +40,9 @@ func (e *RankError) Error() string {
 		s += " during " + e.Call
 	}
 	s = fmt.Sprintf("%s (epoch %d, seen by rank %d): %v", s, e.Epoch, e.Reporter, e.Err)
+	if len(e.Also) > 0 {
+		s += "; so did " + flight.RankList(e.Also)
+	}
 	if e.Overwritten {
 		s += "; the buffer is partly overwritten"
 	}

@@ -325,6 +325,7 @@ func (g *Group) conclude(err error) error {
 			own := *lost // others look at what they were given
 			lost, typed = &own, &own
 			g.verdict(lost)
+			lost.Also = g.besides(lost.Rank)
 			lost.Overwritten = g.run.dirty && !has
 			g.lost = lost
 		}
@@ -617,13 +618,13 @@ func (w *Work) Err() error { return w.err }
 // although this rank has it. It may be called once Done is closed.
 func (w *Work) LocalSuccess() bool { return w.err == nil || w.local }
 
-// FailedRanks returns the ranks because of which the operation failed: one that was lost, or those that were waited for in vain. It may be called once Done is closed.
+// FailedRanks returns the ranks because of which the operation failed: those that were lost, or those that were waited for in vain. It may be called once Done is closed.
 func (w *Work) FailedRanks() (ranks []int) {
 	var lost *RankError
 	var late *TimeoutError
 	switch {
 	case errors.As(w.err, &lost):
-		ranks = []int{lost.Rank}
+		ranks = append([]int{lost.Rank}, lost.Also...)
 	case errors.As(w.err, &late):
 		for _, m := range late.Missing {
 			ranks = append(ranks, m.Rank)

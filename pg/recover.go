@@ -137,6 +137,20 @@ func (g *Group) verdict(e *RankError) {
 	}
 }
 
+// besides lists who is a member no longer, but for slot.
+func (g *Group) besides(slot int) (all []int) {
+	active, epoch := g.members(g.job.view)
+	if epoch <= g.epoch {
+		return nil
+	}
+	for _, s := range g.active {
+		if s != slot && s != g.rank && !slices.Contains(active, s) {
+			all = append(all, s)
+		}
+	}
+	return all
+}
+
 // survivable reports whether the group can go on after err without the ranks that it names.
 func (g *Group) survivable(err error) bool {
 	var lost *RankError

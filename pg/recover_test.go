@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -248,6 +250,36 @@ func TestAutoAdmit(t *testing.T) {
 			t.Errorf("size %d", g.Size())
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{AutoAdmit: true}), pgtest.Extend(2))
+}
+
+// Who else was lost is said, too.
+func TestSeveralLost(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		if err := g.Barrier(t.Context()); err != nil && lostRank(err) != 1 && lostRank(err) != 2 {
+			t.Fatal(err)
+		}
+		if r := g.Rank(); r == 1 || r == 2 {
+			pgtest.Kill(t)
+		}
+		for {
+			w := g.Start(pg.BarrierOp{})
+			err := w.Wait(t.Context())
+			var lost *pg.RankError
+			switch {
+			case err == nil && len(g.View().Active) == 2: // the second may have been lost between two operations
+				return
+			case err == nil:
+			case !errors.As(err, &lost):
+				t.Fatal(err)
+			default:
+				all := w.FailedRanks()
+				slices.Sort(all)
+				if text := fmt.Sprint(all); text != "[1]" && text != "[2]" && text != "[1 2]" || len(lost.Also) > 0 && !strings.Contains(err.Error(), fmt.Sprintf("; so did rank %d", lost.Also[0])) {
+					t.Fatalf("%v are said to be lost: %v", all, err)
+				}
+			}
+		}
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Expect(2, syscall.SIGKILL))
 }
 
 // Abort ends what is under way here at once, and the others learn of it, which until then wait for a message that does not come.
