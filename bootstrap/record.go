@@ -187,8 +187,11 @@ func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
 		if err != nil {
 			return fmt.Errorf("rank %d is taken by something that is no rank of this library: key %s: %w", r.Rank, key, err)
 		}
-		if holder.Incarnation == r.Incarnation {
-			return nil // an earlier attempt got through although its answer did not
+		if holder.Incarnation == r.Incarnation { // under an earlier lease, with which it would go; or an earlier attempt got through although its answer did not
+			if err := s.CompareAndSwap(ctx, key, c.Current, nil); err != nil && !errors.Is(err, ErrConflict) {
+				return err
+			}
+			continue
 		}
 		gone, err := waitGone(wctx, s, key, c.Current)
 		switch {

@@ -646,6 +646,25 @@ func TestRegisterTaken(t *testing.T) {
 	}
 }
 
+// A life that registers through another handle is registered under that one's lease: its record outlives the first.
+func TestRegisterAgain(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, first, second := context30(t), b.open(t), b.open(t)
+		r := bootstrap.NewRecord(0, 1, 1, nil)
+		for _, s := range []bootstrap.Store{first, second} {
+			if err := bootstrap.Register(ctx, s, r); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := first.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := second.Get(ctx, bootstrap.RankKey(0)); err != nil {
+			t.Errorf("after the end of the first handle: %v", err)
+		}
+	})
+}
+
 // A size that a job of the same name left behind does not stand in the way of the next.
 func TestRegisterStaleSize(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {

@@ -36,8 +36,9 @@
 //	ErrIsolated     ranks were lost, and this rank cannot reach the store, where it is decided who goes on
 //	ErrAborted      somebody called Group.Abort
 //
-// After any but an *ArgumentError the results of that operation are void. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout
-// decides about it. A process that is killed is known to be gone at once, for its links break; a machine that falls silent, after half a minute.
+// After any but an *ArgumentError the results of that operation are void. A process that is killed is known to be gone at once, for its links break; a machine
+// that falls silent, after half a minute. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout decides about it. A job that goes on without lost ranks (Shrink,
+// Retry) is less patient: whom a collective waits for, and whose lease has ended, is lost.
 //
 // # When ranks are lost, and come back
 //
@@ -79,7 +80,7 @@
 //
 // # Without a launcher
 //
-// [Local] makes n ranks inside one process, for programs that are parallel in goroutines. Package pgtest runs ranks as real processes under go test. A
+// [Local] makes n ranks inside one process, for programs that are parallel in goroutines. Package pgtest runs ranks as real processes under go test, and injects faults. A
 // process for which nothing is set is rank 0 of 1.
 //
 // # Environment

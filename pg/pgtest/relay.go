@@ -159,12 +159,12 @@ func (r *relay) serve(c *net.TCPConn) {
 	done := make(chan struct{})
 	var both, watch sync.WaitGroup
 	watch.Go(func() {
-		for r.unbroken(q.From, q.To, done) {
+		if r.breaks(q.From, q.To, done) {
+			for _, end := range []*net.TCPConn{c, to} {
+				end.SetLinger(0) // a reset
+				end.Close()
+			}
 		}
-		c.SetLinger(0)
-		to.SetLinger(0)
-		c.Close()
-		to.Close()
 	})
 	defer watch.Wait()
 	defer close(done)
@@ -173,25 +173,31 @@ func (r *relay) serve(c *net.TCPConn) {
 	both.Wait()
 }
 
-// unbroken waits until the rules change, and returns true; or until one direction has been cut for as long as breaks the connection, or done.
-func (r *relay) unbroken(a, b int, done <-chan struct{}) bool {
-	rule, changed := r.between(a, b)
-	back, _ := r.between(b, a)
-	var late <-chan time.Time
-	for _, u := range []Rule{rule, back} {
-		if u.Cut && u.Break > 0 {
-			t := time.NewTimer(u.Break)
+// breaks reports whether one direction is ever cut for as long as breaks a connection, before done.
+func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
+	for {
+		there, changed := r.between(a, b)
+		back, _ := r.between(b, a)
+		wait := time.Duration(0)
+		for _, u := range []Rule{there, back} {
+			if u.Cut && u.Break > 0 && (wait == 0 || u.Break < wait) {
+				wait = u.Break
+			}
+		}
+		var late <-chan time.Time
+		if wait > 0 {
+			t := time.NewTimer(wait)
 			defer t.Stop()
 			late = t.C
 		}
+		select {
+		case <-changed:
+		case <-late:
+			return true
+		case <-done:
+			return false
+		}
 	}
-	select {
-	case <-changed:
-		return true
-	case <-late:
-	case <-done:
-	}
-	return false
 }
 
 // dial makes the second half of a connection, when the network lets it through in both directions.
