@@ -284,6 +284,13 @@ func (ms *members) enter(a membership.Enter) {
 			}
 		}
 	}
+	if !old.Has(ms.self.Slot, ms.self.Incarnation) { // while it waited to be let in, it tried in vain to link with ranks that have been lost since: who replaces them is welcome
+		for r := range j.settings.MaxSize {
+			if r != ms.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) && j.proxy.Linked(r) == 0 {
+				j.proxy.Vacate(r, fmt.Errorf("nobody is rank %d: %w", r, p2p.ErrPeerGone))
+			}
+		}
+	}
 	for _, r := range a.Added {
 		if r != ms.self.Slot {
 			j.proxy.Expect(r, a.View.Slots[r].Incarnation)

@@ -71,7 +71,7 @@ func TestMinority(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: time.Second, Window: time.Second}))
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
 // A host that falls silent breaks no link: who waits for its ranks notices that their leases have ended.
@@ -93,7 +93,7 @@ func TestSilent(t *testing.T) {
 			t.Fatal(err)
 		}
 		faults.Network()
-	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: time.Second, Window: time.Second}))
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
 // Of two ranks one of which does not hear the other, one is evicted when patience with them ends (or both: each keeps others), learns it, and comes back.
@@ -126,7 +126,7 @@ func TestOneWay(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 4 * time.Second, LeaseTTL: time.Second, Window: time.Second}))
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 4 * time.Second, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
 // A rank that stands still for longer than its lease is still a member if nobody waited for it in a collective, and new ones find it.
@@ -138,7 +138,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 				t.Fatal(err)
 			}
 			if g.Rank() == 0 {
-				pgtest.InjectFaults(t).Stop(0, 3*time.Second)
+				pgtest.InjectFaults(t).Stop(0, 4*time.Second)
 				for r := 1; r < 3; r++ {
 					if err := pg.Send(ctx, g, []byte{1}, r, 0); err != nil {
 						t.Fatal(err)
@@ -164,7 +164,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: time.Second}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
 }
 
 // A store whose disk is slow makes changes of the view slow, and nothing else.
