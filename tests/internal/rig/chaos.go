@@ -62,13 +62,13 @@ func (l *loop) chaos(c Command) {
 	// Stamps of a later life are higher: Seed is its number. A sum of eight stays exact in an int64.
 	k := &chaos{counts: c.Counts, stamp: int64(c.Seed) << 32, last: make([]int64, slots), l: l}
 	err := k.run(context.Background())
+	if k.g != nil {
+		k.g.Close()
+	}
 	l.mu.Lock()
 	l.over, l.err = true, err
 	l.more.Broadcast()
 	l.mu.Unlock()
-	if k.g != nil {
-		k.g.Close()
-	}
 }
 
 func (k *chaos) stopped() bool {
