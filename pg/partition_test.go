@@ -32,6 +32,24 @@ func until(t *testing.T, g *pg.Group, members int) error {
 	}
 }
 
+// through returns at rank when all ranks have called it, and with it finished all operations before; elsewhere at once.
+func through(t *testing.T, g *pg.Group, rank int) {
+	t.Helper()
+	if g.Rank() != rank {
+		if err := pg.Send(t.Context(), g, []byte{1}, rank, 0); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	for r := range g.Size() {
+		if r != rank {
+			if _, err := pg.Recv(t.Context(), g, make([]byte, 1), r, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
 // back lets ranks in until this many are there.
 func back(t *testing.T, g *pg.Group, members int) {
 	t.Helper()
@@ -49,6 +67,7 @@ func TestMinority(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
+		through(t, g, 3)
 		faults := pgtest.InjectFaults(t)
 		if g.Rank() == 3 {
 			with := []int{0, 1, 2, pgtest.Store}
@@ -80,6 +99,7 @@ func TestSilent(t *testing.T) {
 		if err := swap(t, g); err != nil {
 			t.Fatal(err)
 		}
+		through(t, g, 2)
 		faults := pgtest.InjectFaults(t)
 		if g.Rank() == 2 {
 			faults.Partition([]int{0, 1, pgtest.Store}, []int{2})
@@ -103,6 +123,7 @@ func TestOneWay(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
+		through(t, g, 0)
 		faults := pgtest.InjectFaults(t)
 		if g.Rank() == 0 {
 			faults.Network(pgtest.Rule{From: []int{1}, To: []int{2}, Cut: true})
@@ -137,6 +158,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
+			through(t, g, 0)
 			if g.Rank() == 0 {
 				pgtest.InjectFaults(t).Stop(0, 4*time.Second)
 				for r := 1; r < 3; r++ {
@@ -153,6 +175,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 			if v := g.View(); v.Epoch != 1 {
 				t.Fatalf("view %+v", v)
 			}
+			through(t, g, 2)
 			if g.Rank() == 2 {
 				pgtest.Kill(t)
 			}
@@ -175,6 +198,7 @@ func TestSlowStore(t *testing.T) {
 			if err := g.Barrier(ctx); err != nil {
 				t.Fatal(err)
 			}
+			through(t, g, 2)
 			if g.Rank() == 2 {
 				pgtest.InjectFaults(t).Network(pgtest.Rule{From: []int{pgtest.Store}, Delay: 300 * time.Millisecond})
 				pgtest.Kill(t)
