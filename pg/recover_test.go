@@ -289,6 +289,7 @@ func TestAbort(t *testing.T) {
 		if err := g.Barrier(t.Context()); err != nil {
 			t.Fatal(err)
 		}
+		through(t, g, 0)
 		if g.Rank() == 0 {
 			w := g.Start(pg.BarrierOp{})
 			g.Abort(cause)

@@ -132,6 +132,7 @@ func (l *launch) execute(ctx context.Context, r *relay, o order) error {
 		if err := p.signal(syscall.SIGSTOP); err != nil {
 			return err
 		}
+		awaitStop(p.cmd.Process.Pid) // the signal may take its time
 		r.after(o.For, func() { p.signal(syscall.SIGCONT) })
 		return nil
 	case "await":

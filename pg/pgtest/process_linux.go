@@ -24,6 +24,12 @@ func awaitExit(pid int) bool {
 	}
 }
 
+// awaitStop returns when a child stands still, or has ended; it does not reap it.
+func awaitStop(pid int) {
+	for unix.Waitid(unix.P_PID, pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil) == unix.EINTR {
+	}
+}
+
 // kill kills a process that is not reaped, and its group.
 func kill(pid int) { syscall.Kill(-pid, syscall.SIGKILL) }
 
