@@ -228,6 +228,7 @@ func TestLossy(t *testing.T) {
 				}
 			}
 		}
+		g.Barrier(t.Context()) // nobody leaves before all are through; who is late finds that others have left, for which nobody is to blame
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil))
 }
 
