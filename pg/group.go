@@ -36,6 +36,7 @@ type Group struct {
 	active []int    // slots
 	hosts  []int    // of active; nil: one host
 	caps   collectives.Caps
+	table  *collectives.Table // that all active have; nil: the default
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
@@ -161,6 +162,21 @@ func (g *Group) locate(places []place) {
 		g.hosts = hosts
 	}
 	g.caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1, Mapped: mapped && len(index) == 1}
+	g.table = nil
+	if differ := g.differ(places); differ < 0 {
+		g.table = g.job.tuned
+	}
+	g.run.settle()
+}
+
+// differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the same: then they use it.
+func (g *Group) differ(places []place) int {
+	for _, slot := range g.active {
+		if places[g.ranks[slot]].table != g.job.here.table {
+			return slot
+		}
+	}
+	return -1
 }
 
 // Topology describes in a line how the ranks are spread and linked, for a person.
@@ -421,6 +437,9 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		if differ.Theirs.Seq < ours.Seq { // of an earlier operation, which left it over
 			if h := g.history[differ.Theirs.Seq%uint64(len(g.history))]; h.Seq == differ.Theirs.Seq {
 				ours = h
+			}
+			if differ.Detail == "" && ours == differ.Theirs {
+				differ.Detail = ": it sent a message that the other did not expect of it"
 			}
 		}
 		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank, CallB: spell(differ.Theirs) + differ.Detail}

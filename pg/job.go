@@ -37,8 +37,7 @@ type job struct {
 	log     *slog.Logger
 	timeout time.Duration // 0: none
 	algo    collectives.Algo
-	table   *collectives.Table // all ranks have the same; nil: the default
-	tuned   *collectives.Table // what this rank would use
+	tuned   *collectives.Table // what this rank would use, if all others of a group have it; nil: the default
 	local   bool               // all ranks are in this process
 	mapped  bool               // this rank's memory can be mapped by ranks of its machine
 	places  []place
@@ -371,7 +370,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		lives[r] = p.incarnation
 	}
 	g.at = membership.First(lives)
-	j.agree()
+	g.warn()
 	j.met.Store(true)
 	if s.MaxSize > membership.MaxSlots {
 		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize, "at most", membership.MaxSlots)
@@ -610,6 +609,7 @@ func (g *Group) meet(ctx context.Context, here place) error {
 	forced := g.run.algo
 	g.run.algo = collectives.Auto // not agreed on yet
 	g.caps = collectives.Caps{Cores: 1}
+	g.run.settle()
 	if err := AllGather(ctx, g, all, mine); err != nil {
 		return err
 	}
@@ -643,7 +643,6 @@ func (j *job) crowd(g *Group) {
 // settle takes in where the members of a view are. With the proxy's lock.
 func (j *job) settle(g *Group, places []place) {
 	j.places = places
-	j.agree()
 	j.crowd(g)
 }
 

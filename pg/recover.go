@@ -395,7 +395,7 @@ func (g *Group) stand(mine membership.Standing) error {
 	if g.lives == nil {
 		g.job.settle(g, places)
 	}
-	g.locate(g.job.places)
+	g.locate(places)
 	return nil
 }
 

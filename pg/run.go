@@ -30,9 +30,9 @@ type runner struct {
 	tok p2p.Token
 
 	algo  collectives.Algo // forced, or Auto
-	plans map[planKey]*program
-	vary  []varying // programs of the latest allgatherv and alltoallv
-	last  *program  // most recent: usually the next
+	set   *planSet         // of the group's topology
+	vary  []varying        // programs of the latest allgatherv and alltoallv
+	last  *program         // most recent: usually the next
 	lastK planKey
 
 	recvs []p2p.Recv
@@ -51,9 +51,9 @@ type runner struct {
 
 	desc, descs []byte // this rank's and all ranks' descriptors, see exchange
 	shared      []*p2p.Region
-	touched     bool // peers may be loading and storing our memory
-	dirty       bool // the operation works in place and has begun to write
-	sets        []planSet
+	touched     bool       // peers may be loading and storing our memory
+	dirty       bool       // the operation works in place and has begun to write
+	sets        []*planSet // of the latest topologies, the present one last
 }
 
 // hot is a call whose arguments were found good and whose plan is at hand. Programs repeat themselves: a call like the one before needs neither checks nor choices.
@@ -159,9 +159,9 @@ type planKey struct {
 }
 
 func (r *runner) init(g *Group) {
-	r.g, r.algo, r.plans, r.sending = g, g.job.algo, map[planKey]*program{}, -1
+	r.g, r.algo, r.sending = g, g.job.algo, -1
 	r.desc = make([]byte, descSize)
-	r.sets = []planSet{{g.size, slices.Clone(g.active), r.plans}}
+	r.settle()
 	g.wait.OnLong(r.long)
 }
 
@@ -238,13 +238,13 @@ func (r *runner) varying(algo collectives.Algo, elem int) (*program, error) {
 }
 
 func (r *runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
-	g := r.g
+	g, t := r.g, &r.set.topology
 	chunk := wireChunk
-	if g.caps.SharedMemory {
+	if t.caps.SharedMemory {
 		chunk = collectives.DefaultChunk
 	}
-	return collectives.Shape{Kind: kind, Size: g.size, Active: g.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count, Chunk: chunk,
-		Counts: g.cur.counts, RecvCounts: g.cur.recvCounts, Hosts: g.hosts}
+	return collectives.Shape{Kind: kind, Size: t.size, Active: t.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count, Chunk: chunk,
+		Counts: g.cur.counts, RecvCounts: g.cur.recvCounts, Hosts: t.hosts}
 }
 
 // program returns the plan for count elements of the current call.
@@ -256,7 +256,7 @@ func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, cou
 	if r.last != nil && k == r.lastK {
 		return r.last, nil
 	}
-	if p := r.plans[k]; p != nil {
+	if p := r.set.plans[k]; p != nil {
 		r.last, r.lastK = p, k
 		return p, nil
 	}
@@ -265,10 +265,10 @@ func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, cou
 		return nil, fmt.Errorf("planning %v: %w", kind, err)
 	}
 	p := compile(plan)
-	if len(r.plans) >= maxPlans {
-		clear(r.plans)
+	if len(r.set.plans) >= maxPlans {
+		clear(r.set.plans)
 	}
-	r.plans[k] = p
+	r.set.plans[k] = p
 	r.last, r.lastK = p, k
 	return p, nil
 }
@@ -286,7 +286,7 @@ func (r *runner) choose(mapped bool) collectives.Algo {
 			}
 		}
 	}
-	return r.g.job.table.Choose(s, caps)
+	return r.g.table.Choose(s, caps)
 }
 
 // collective runs the group's current call.
@@ -821,30 +821,50 @@ func (r *runner) fence() {
 	}
 }
 
-// planSet is the plans that were made for some active slots.
-type planSet struct {
+// topology is all that a plan depends on but for the call: which slots take part, on which hosts they are, and what their links can do.
+type topology struct {
 	size   int
 	active []int
-	plans  map[planKey]*program
+	hosts  []int
+	caps   collectives.Caps
 }
 
-// reset goes over to the plans for the group's active slots. Those of the latest sets are kept: a rank that is lost often comes back.
+func (t *topology) equal(o *topology) bool {
+	return t.size == o.size && t.caps == o.caps && slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
+}
+
+// planSet is the plans that were made for a topology. Shapes are made of the topology in it, so that a plan cannot depend on more than its set's key.
+type planSet struct {
+	topology
+	plans map[planKey]*program
+}
+
+// reset ends what belongs to the view that the group leaves.
 func (r *runner) reset() {
-	g := r.g
 	r.hot, r.last, r.vary, r.descs, r.prog = hot{}, nil, nil, nil, nil
 	r.sending, r.touched = -1, false
-	for i, s := range r.sets {
-		if s.size == g.size && slices.Equal(s.active, g.active) {
-			r.plans = s.plans
-			r.sets = append(append(r.sets[:i:i], r.sets[i+1:]...), s)
-			return
-		}
+}
+
+// settle goes over to the plans for the group's topology. Those of the latest are kept: a rank that is lost often comes back.
+func (r *runner) settle() {
+	const most = 4
+	g := r.g
+	now := topology{g.size, slices.Clone(g.active), slices.Clone(g.hosts), g.caps}
+	if r.set != nil && r.set.equal(&now) {
+		return
 	}
-	r.plans = map[planKey]*program{}
-	r.sets = append(r.sets, planSet{g.size, slices.Clone(g.active), r.plans})
-	if len(r.sets) > 4 {
-		r.sets = r.sets[1:]
+	r.hot, r.last, r.vary = hot{}, nil, nil
+	at := slices.IndexFunc(r.sets, func(s *planSet) bool { return s.equal(&now) })
+	if at >= 0 {
+		r.set = r.sets[at]
+		r.sets = slices.Delete(r.sets, at, at+1)
+	} else {
+		r.set = &planSet{now, map[planKey]*program{}}
 	}
+	if len(r.sets) == most {
+		r.sets = slices.Delete(r.sets, 0, 1)
+	}
+	r.sets = append(r.sets, r.set)
 }
 
 // confirm is a small exchange after an operation of a uniform group: when it returns nil, every rank has the result.
@@ -855,5 +875,5 @@ func (r *runner) confirm() error {
 
 // free gives back the runner's memory.
 func (r *runner) free() {
-	r.plans, r.last, r.recvs, r.descs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil
+	r.set, r.sets, r.last, r.recvs, r.descs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil, nil
 }

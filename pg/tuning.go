@@ -27,27 +27,20 @@ func (s *settings) tuned() *collectives.Table {
 	return t
 }
 
-// agree makes this rank's table the job's if all ranks have it: they must choose alike. It is called once all have met, on every rank with the same outcome, and when
-// others come in.
-func (j *job) agree() {
-	j.table = nil
-	first := j.here.table
-	for r, p := range j.places {
-		if p.table == first || p.incarnation == 0 {
-			continue
-		}
-		if j.self.Rank == 0 { // once a job
-			name := func(hash uint64) string {
-				if hash == collectives.DefaultTable().Hash() {
-					return "the default table"
-				}
-				return fmt.Sprintf("table %016x", hash)
-			}
-			j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same TUTTI_TUNE", "rank 0", name(first), fmt.Sprintf("rank %d", r), name(p.table))
-		}
+// warn says, once a job, that ranks have different tables, so that groups which they share use the default one.
+func (g *Group) warn() {
+	j := g.job
+	slot := g.differ(j.places)
+	if slot < 0 || j.self.Rank != 0 {
 		return
 	}
-	j.table = j.tuned
+	name := func(hash uint64) string {
+		if hash == collectives.DefaultTable().Hash() {
+			return "the default table"
+		}
+		return fmt.Sprintf("table %016x", hash)
+	}
+	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same TUTTI_TUNE", "rank 0", name(j.here.table), fmt.Sprintf("rank %d", slot), name(j.places[slot].table))
 }
 
 // SetAlgorithm forces an algorithm for the group's collectives from now on, where it exists for the collective, as Config.Algorithm does for a whole job;

@@ -17,7 +17,7 @@ import (
 )
 
 // TableHash lets tests of package pg_test see by which table a group chooses.
-func TableHash(g *Group) uint64 { return g.job.table.Hash() }
+func TableHash(g *Group) uint64 { return g.table.Hash() }
 
 // ringTable is one that chooses Ring for every allreduce of n ranks on one host.
 func ringTable(t *testing.T, n int) *collectives.Table {
@@ -107,12 +107,16 @@ func TestAgree(t *testing.T) {
 			for i, h := range c.hashes {
 				j.places = append(j.places, place{table: h, incarnation: uint64(i) + 1})
 			}
+			j.places = append(j.places, place{table: 3, incarnation: 9}) // of a rank that is lost
 			if hash == own {
 				j.tuned = table
 			}
-			j.agree()
-			if want := map[bool]uint64{true: own, false: def}[c.used]; j.table.Hash() != want {
-				t.Errorf("%x: rank %d has %x", c.hashes, r, j.table.Hash())
+			g := &Group{job: j, rank: r, size: len(c.hashes), ranks: upTo(len(c.hashes)), active: upTo(len(c.hashes))}
+			g.run.g = g
+			g.locate(j.places)
+			g.warn()
+			if want := map[bool]uint64{true: own, false: def}[c.used]; g.table.Hash() != want {
+				t.Errorf("%x: rank %d has %x", c.hashes, r, g.table.Hash())
 			}
 			lines += strings.Count(log.String(), "\n")
 		}

@@ -1,0 +1,52 @@
+package pg
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"time"
+)
+
+// relocate takes the group of a rank to where places says that its ranks are, as a change of the view does.
+func (g *Group) relocate(places []place, epoch uint64) error {
+	g.enter()
+	defer g.leave()
+	c, err := g.coll.Next(channelEpoch(epoch, 0), g.ranks)
+	if err != nil {
+		return err
+	}
+	g.coll = c
+	g.run.reset()
+	g.locate(places)
+	return nil
+}
+
+// TestPlansFollowTheHosts has a rank replaced by one on another host: the ranks that stayed, which have plans of before, and the new one, which has none, plan alike.
+func TestPlansFollowTheHosts(t *testing.T) {
+	const n = 4
+	each(t, n, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
+		spread := func(machines ...uint64) []place {
+			places := make([]place, n)
+			for r := range places {
+				places[r] = g.job.places[r]
+				places[r].machine = machines[r]
+			}
+			return places
+		}
+		for i, places := range [][]place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2), spread(1, 1, 1, 1), spread(1, 2, 1, 2), spread(1, 1, 2, 2)} {
+			if err := g.relocate(places, uint64(2+i)); err != nil {
+				return err
+			}
+			if g.Rank() == i%n { // its successor in the slot has never planned anything
+				g.run.set, g.run.sets, g.run.last = nil, nil, nil
+				g.run.settle()
+			}
+			for _, count := range []int{3, 3000, 100_000} {
+				if err := everything(ctx, g, count); err != nil {
+					return fmt.Errorf("placement %d: %w", i, err)
+				}
+			}
+		}
+		return nil
+	})
+}
