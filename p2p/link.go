@@ -77,6 +77,12 @@ type Mapper interface {
 	Map(ctx context.Context, d RegionDesc) ([]byte, error)
 }
 
+// SeldomSleeper is a link that can send faster at the cost of its Arm.
+type SeldomSleeper interface {
+	// SleepSeldom says that this end expects to sleep seldom, because its rank has a core of its own. It cannot be undone. Calls follow the rules of Send.
+	SleepSeldom()
+}
+
 // Writer is a link that can write to and read from a peer's registered regions, one-sided (RDMA; the tcp endpoint). Completion is
 // polled: each call takes a token and Poll returns finished tokens in order.
 type Writer interface {

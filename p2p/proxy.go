@@ -185,7 +185,19 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 }
 
 // SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the machine. With the lock.
-func (p *Proxy) SetOversubscribed(yes bool) { p.cfg.Oversubscribed = yes }
+func (p *Proxy) SetOversubscribed(yes bool) {
+	p.cfg.Oversubscribed = yes
+	for _, pr := range p.links {
+		p.tune(pr.link)
+	}
+}
+
+// tune tells a link that this rank has a core of its own, if it has. With the lock.
+func (p *Proxy) tune(l Link) {
+	if s, ok := l.(SeldomSleeper); ok && !p.cfg.Oversubscribed {
+		s.SleepSeldom()
+	}
+}
 
 // Closed reports whether Close was called. Takes the lock itself.
 func (p *Proxy) Closed() bool {
@@ -281,6 +293,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	}
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, nil, false, false, nil, false, false, nil, time.Time{}
 	p.links = append(p.links, pr)
+	p.tune(l)
 	pr.counts.transport = transport
 	p.log.Debug("link up", "peer", pr.rank, "incarnation", id.Incarnation, "transport", transport)
 	for _, c := range p.chans {

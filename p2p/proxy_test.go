@@ -409,3 +409,48 @@ func FuzzHostilePeer(f *testing.F) {
 		}
 	})
 }
+
+// seldom is a scripted link that counts how often it is told that its rank has a core of its own.
+type seldom struct {
+	scripted
+	told int
+}
+
+func (s *seldom) SleepSeldom() { s.told++ }
+
+// Links sleep seldom where the rank has a core of its own, whether that is known before they are made or later.
+func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
+	for _, c := range []struct {
+		name          string
+		before, after bool // oversubscribed: when the link is made, and later
+		first, then   bool // told
+	}{
+		{"known before", false, false, true, true},
+		{"known later", true, false, false, true},
+		{"never", true, true, false, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			peer := p2p.Identity{Rank: 1, Incarnation: 2}
+			tr, link := &hostile{}, &seldom{}
+			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Window: 32 << 10, Threads: true,
+				Oversubscribed: c.before, Transports: []p2p.Transport{tr}, Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{Identity: peer}, nil }})
+			defer p.Close()
+			if _, err := p.Listen(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			tr.host.Accepted(peer, link)
+			if p.Linked(1) != peer.Incarnation {
+				t.Fatal("the link is not up")
+			}
+			p.Lock()
+			defer p.Unlock()
+			if got := link.told > 0; got != c.first {
+				t.Errorf("told when the link came up: %v, want %v", got, c.first)
+			}
+			p.SetOversubscribed(c.after)
+			if got := link.told > 0; got != c.then {
+				t.Errorf("told in the end: %v, want %v", got, c.then)
+			}
+		})
+	}
+}

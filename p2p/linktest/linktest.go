@@ -365,3 +365,30 @@ func spin(i int) {
 		runtime.Gosched()
 	}
 }
+
+// SleepSeldom returns t with links that sleep seldom at both ends. The links of t must be p2p.SeldomSleepers, and t a p2p.Allocator.
+func SleepSeldom(t p2p.Transport) p2p.Transport { return seldom{t, t.(p2p.Allocator)} }
+
+type seldom struct {
+	p2p.Transport
+	p2p.Allocator
+}
+
+type seldomHost struct{ p2p.Host }
+
+func (s seldom) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
+	return s.Transport.Listen(ctx, seldomHost{h})
+}
+
+func (s seldom) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) (p2p.Link, error) {
+	l, err := s.Transport.Dial(ctx, to, endpoint)
+	if err == nil {
+		l.(p2p.SeldomSleeper).SleepSeldom()
+	}
+	return l, err
+}
+
+func (h seldomHost) Accepted(from p2p.Identity, l p2p.Link) {
+	l.(p2p.SeldomSleeper).SleepSeldom()
+	h.Host.Accepted(from, l)
+}

@@ -777,7 +777,7 @@ func (s suite) regions(t *testing.T) {
 				return err
 			}
 			if _, err := m.Map(ctx, d); !errors.Is(err, p2p.ErrNoRegion) {
-				return err
+				return fmt.Errorf("Map of an unknown region beside traffic: %v, want %w", err, p2p.ErrNoRegion)
 			}
 		}
 		return nil

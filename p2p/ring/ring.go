@@ -151,8 +151,12 @@ func (e *End) Init(mem []byte, data, side int, bell func()) error {
 }
 
 // Asymmetric moves the cost of sleeping from the other end's every Send to this end's Arm, which then takes some microseconds, where the system can
-// do that (Linux on amd64). Call it right after Init.
+// do that (Linux on amd64). It cannot be undone. Who may call Send and Arm may call it, at any time: the other end sends without a fence
+// only after it has seen fences, and then it sees the arm word that was set before.
 func (e *End) Asymmetric() {
+	if e.fence {
+		return
+	}
 	if e.fence = registerBarrier(); e.fence {
 		atomic.StoreUint32(e.fences[0], 1)
 	}

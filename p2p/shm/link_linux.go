@@ -55,7 +55,7 @@ type answer struct {
 }
 
 // newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It owns conn and mem from then on.
-func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int, sleepSeldom bool) (*link, error) {
+func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
 	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}), asking: make(chan struct{}, 1), maps: map[mapKey][]byte{}}
 	l.changed.L = &l.mu
 	if err := l.Init(mem[:ring.Bytes(data)], data, side, sock.wake); err != nil {
@@ -63,12 +63,12 @@ func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []b
 		sock.conn.Close()
 		return nil, err
 	}
-	if sleepSeldom {
-		l.Asymmetric()
-	}
 	go l.read()
 	return l, nil
 }
+
+// SleepSeldom implements p2p.SeldomSleeper: small frames become faster, and going to sleep slower by some microseconds a link, where both ends ask for it.
+func (l *link) SleepSeldom() { l.Asymmetric() }
 
 // read handles the peer's messages until the connection ends.
 func (l *link) read() {

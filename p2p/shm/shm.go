@@ -30,9 +30,6 @@ type Config struct {
 	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the accepting side's
 	// counts. The largest frame is a quarter of it. A link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most. Default 512 KiB.
 	RingBytes int
-	// SleepSeldom makes small frames faster and going to sleep slower, by some microseconds a link: for ranks that have a core each. It takes effect on links
-	// both of whose ends ask for it.
-	SleepSeldom bool
 	// HandshakeTimeout is how long a connection may take to prove itself. Default p2p.HandshakeTimeout.
 	HandshakeTimeout time.Duration
 	Logger           *slog.Logger // default: nothing is logged

@@ -168,7 +168,7 @@ func (t *Transport) found(conn *net.UnixConn, from p2p.Identity) (*link, error) 
 		conn.Close()
 		return nil, err
 	}
-	return newLink(t.host, from, t.exports, sock, mem, t.cfg.RingBytes, 1, t.cfg.SleepSeldom)
+	return newLink(t.host, from, t.exports, sock, mem, t.cfg.RingBytes, 1)
 }
 
 // Reaches implements p2p.Transport.
@@ -235,7 +235,7 @@ func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*lin
 		return nil, err
 	}
 	conn.SetDeadline(time.Time{})
-	return newLink(t.host, to, t.exports, sock, mem, data, 0, t.cfg.SleepSeldom)
+	return newLink(t.host, to, t.exports, sock, mem, data, 0)
 }
 
 // connect returns a connection to e on which both sides have proved themselves, with a deadline set.

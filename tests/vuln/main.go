@@ -1,0 +1,70 @@
+// Command vuln runs govulncheck and decides by its exit code what that means: 0 nothing was found, 3 a vulnerability was. Any other code is a failure too, unless the
+// database of vulnerabilities cannot be reached from here; then nothing can be said, and the program says so and exits with 0.
+//
+//	go run ./tests/vuln govulncheck ./...
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+)
+
+// found is govulncheck's exit code if it has found a vulnerability.
+const found = 3
+
+// reachable is nil if the database answers: with its index, whatever else stands between here and there.
+func reachable(ctx context.Context, database string) error {
+	if strings.HasPrefix(database, "file:") {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, 20*time.Second)
+	defer cancel()
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, strings.TrimSuffix(database, "/")+"/index/db.json", nil)
+	if err != nil {
+		return err
+	}
+	a, err := http.DefaultClient.Do(r)
+	if err != nil {
+		return err
+	}
+	defer a.Body.Close()
+	if a.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s", r.URL, a.Status)
+	}
+	return nil
+}
+
+// run runs the command and returns the exit code to end with.
+func run(ctx context.Context, out io.Writer, database string, command ...string) int {
+	cmd := exec.CommandContext(ctx, command[0], command[1:]...)
+	cmd.Stdout, cmd.Stderr = out, out
+	err := cmd.Run()
+	if err == nil {
+		return 0
+	}
+	if exit := (*exec.ExitError)(nil); errors.As(err, &exit) && exit.ExitCode() == found {
+		return found
+	}
+	if away := reachable(ctx, database); away != nil {
+		fmt.Fprintf(out, "skip  vulnerabilities: the database cannot be reached: %v\n", away)
+		return 0
+	}
+	fmt.Fprintf(out, "%s: %v, although the database of vulnerabilities can be reached\n", command[0], err)
+	return 1
+}
+
+func main() {
+	if len(os.Args) < 2 {
+		fmt.Fprintln(os.Stderr, "vuln: want a govulncheck command")
+		os.Exit(2)
+	}
+	os.Exit(run(context.Background(), os.Stdout, cmp.Or(os.Getenv("GOVULNDB"), "https://vuln.go.dev"), os.Args[1:]...))
+}
