@@ -2,12 +2,15 @@ package bootstrap
 
 import (
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math"
 	"net"
+	"net/netip"
 	"strings"
 	"sync"
 	"time"
@@ -34,6 +37,37 @@ const (
 
 // StorePurpose separates the proof of connections to the embedded store from other uses of the job's secret: see trust.Client.
 const StorePurpose = "store"
+
+// StoreHello is what a connection to an embedded store says of itself: rank, the endpoint as it was
+// given, HOST:PORT, and where the connection has led to. Both name the store that is meant.
+func StoreHello(rank int, endpoint string, remote net.Addr) trust.Hello {
+	return trust.Hello{FromRank: uint32(rank), ToIncarnation: nameStore(endpoint), Extra: nameStore(remote.String())}
+}
+
+// StoreMeant reports whether h comes from an end that meant the store which is known as endpoint and
+// has accepted the connection at local. Either will do: a store may have several names, and its
+// address may be translated on the way. A proof that was made for another store fits neither.
+func StoreMeant(h trust.Hello, endpoint string, local net.Addr) bool {
+	return h.ToIncarnation == nameStore(endpoint) || h.Extra == nameStore(local.String())
+}
+
+// nameStore makes a number of a store's HOST:PORT. A loopback address is one of this network
+// namespace of this machine.
+func nameStore(endpoint string) uint64 {
+	scope := ""
+	host, port, err := net.SplitHostPort(endpoint)
+	if ip, bad := netip.ParseAddr(host); err == nil && bad == nil {
+		ip = ip.Unmap().WithZone("")
+		endpoint = net.JoinHostPort(ip.String(), port)
+		if ip.IsLoopback() {
+			scope = here()[2]
+		}
+	} else if strings.EqualFold(host, "localhost") {
+		scope = here()[2]
+	}
+	sum := sha256.Sum256([]byte(strings.ToLower(endpoint) + "\x00" + scope))
+	return binary.LittleEndian.Uint64(sum[:])
+}
 
 // StoreConfig says which store to dial and as whom.
 type StoreConfig struct {
@@ -116,7 +150,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	for i, ep := range addr.Endpoints {
 		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
 	}
-	d := &dialer{secret: cfg.Secret, prove: addr.Scheme == "tutti", hello: trust.Hello{FromRank: uint32(cfg.Rank)}, alone: len(addr.Endpoints) == 1,
+	d := &dialer{secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, alone: len(addr.Endpoints) == 1,
 		refused: func(err error) { abort(&refusal{err}) }}
 	conf := clientv3.Config{
 		Endpoints:            endpoints,

@@ -279,7 +279,7 @@ func (l *pickyListener) Accept() (net.Conn, error) {
 }
 
 // admit refuses what is meant for another incarnation; Describe decides about who asks.
-func (s *Server) admit(h trust.Hello) error {
+func (s *Server) admit(_ net.Conn, h trust.Hello) error {
 	if int64(h.ToRank) != int64(s.cfg.Rank) || h.ToIncarnation != s.cfg.Incarnation || h.FromIncarnation == 0 {
 		return &trust.Refusal{Code: codeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank %d (incarnation %016x)",
 			s.cfg.Rank, s.cfg.Incarnation, h.ToRank, h.ToIncarnation)}
@@ -486,7 +486,15 @@ func weight(err error) int {
 }
 
 // dialPeer connects to a peer's endpoint and proves the secret there.
-func dialPeer(ctx context.Context, addr string, secret []byte, h trust.Hello) (net.Conn, error) {
+func dialPeer(ctx context.Context, addr string, secret []byte, h trust.Hello) (conn net.Conn, err error) {
+	err = trust.Redial(ctx, func() error {
+		conn, err = dialPeerOnce(ctx, addr, secret, h)
+		return err
+	})
+	return conn, err
+}
+
+func dialPeerOnce(ctx context.Context, addr string, secret []byte, h trust.Hello) (net.Conn, error) {
 	conn, err := detour.Dial(ctx, &net.Dialer{}, int(h.ToRank), addr)
 	if err != nil {
 		return nil, err

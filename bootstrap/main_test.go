@@ -4,6 +4,7 @@ import (
 	"context"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -48,8 +49,24 @@ type proxy struct {
 	wg     sync.WaitGroup
 }
 
-func newProxy(t testing.TB, to string) *proxy {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+func newProxy(t testing.TB, to string) *proxy { return newProxyAt(t, "127.0.0.1:0", to) }
+
+// startEtcdBehind starts a store whose published address is a proxy's; direct leads to the store itself.
+func startEtcdBehind(t testing.TB) (p *proxy, direct string) {
+	t.Helper()
+	const public = "127.0.0.2"
+	s, err := embed.Start(context30(t), embed.Config{Secret: secret, Dir: t.TempDir(), Advertise: public})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	at := strings.TrimPrefix(s.Address(), "tutti://")
+	direct = "127.0.0.1" + strings.TrimPrefix(at, public)
+	return newProxyAt(t, at, direct), "tutti://" + direct
+}
+
+func newProxyAt(t testing.TB, at, to string) *proxy {
+	l, err := net.Listen("tcp", at)
 	if err != nil {
 		t.Fatal(err)
 	}

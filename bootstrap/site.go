@@ -56,7 +56,7 @@ func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
 type dialer struct {
 	secret  []byte
 	prove   bool
-	hello   trust.Hello
+	rank    int
 	alone   bool         // the store has one endpoint
 	refused func(error)  // told of a "no" that no further attempt will mend
 	last    atomic.Error // why the latest attempt failed; nil: it is connected
@@ -68,9 +68,9 @@ type refusal struct{ error }
 func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 	conn, err := detour.Dial(ctx, &net.Dialer{}, detour.Store, addr)
 	if err == nil && d.prove {
-		if err = prove(ctx, conn, d.secret, StorePurpose, d.hello); err != nil {
+		if err = prove(ctx, conn, d.secret, StorePurpose, StoreHello(d.rank, addr, conn.RemoteAddr())); err != nil {
 			conn.Close()
-			if errors.Is(err, trust.ErrAuth) {
+			if errors.Is(err, trust.ErrAuth) || errors.As(err, new(*trust.Refusal)) {
 				d.refused(err)
 			}
 		}

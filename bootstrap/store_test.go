@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -396,10 +397,9 @@ func TestMemStoreExpire(t *testing.T) {
 
 // A network that swallows everything takes the lease, on both sides, though no connection breaks.
 func TestEtcdPartition(t *testing.T) {
-	e := startEtcd(t)
-	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
-	cut := dial(t, e, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), OpTimeout: 200 * time.Millisecond})
-	far := dial(t, e, bootstrap.StoreConfig{})
+	p, direct := startEtcdBehind(t)
+	cut := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), OpTimeout: 200 * time.Millisecond})
+	far := dial(t, nil, bootstrap.StoreConfig{Address: direct})
 	ctx := context30(t)
 	if err := cut.Put(ctx, "k", nil, true); err != nil {
 		t.Fatal(err)
@@ -427,10 +427,9 @@ func TestEtcdPartition(t *testing.T) {
 
 // A lease that the store ends while everything works is lost too: the handle learns it, and what needs no lease goes on.
 func TestEtcdLeaseRevoked(t *testing.T) {
-	e := startEtcd(t)
-	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
-	s := dial(t, e, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
-	far := dial(t, e, bootstrap.StoreConfig{})
+	p, direct := startEtcdBehind(t)
+	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
+	far := dial(t, nil, bootstrap.StoreConfig{Address: direct})
 	ctx := context30(t)
 	if err := s.Put(ctx, "k", nil, true); err != nil {
 		t.Fatal(err)
@@ -528,6 +527,42 @@ func TestDialStoreFailures(t *testing.T) {
 	defer cancel()
 	if _, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j"}); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, bootstrap.ErrStoreAway) {
 		t.Errorf("the caller's deadline: %v", err)
+	}
+}
+
+// A proof that was made for one store convinces no other that has the same secret, whoever passes it on.
+func TestProofForAnotherStore(t *testing.T) {
+	e := startEtcd(t)
+	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
+	began := time.Now()
+	s, err := bootstrap.DialStore(context30(t), bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), Job: "j", Secret: secret, DialTimeout: patience})
+	if err == nil {
+		s.Close()
+		t.Fatal("the relayed proof was taken")
+	}
+	if !strings.Contains(err.Error(), "meant for another store than "+e.Address()) || time.Since(began) > patience/2 {
+		t.Errorf("after %v: %v", time.Since(began), err)
+	}
+}
+
+// A store is meant by its published address, or by the one that the connection led to.
+func TestStoreMeant(t *testing.T) {
+	at := func(s string) net.Addr { return net.TCPAddrFromAddrPort(netip.MustParseAddrPort(s)) }
+	for _, c := range []struct {
+		endpoint, remote string // as the dialler has it
+		known, local     string // as the store has it
+		want             bool
+	}{
+		{"10.0.0.1:9", "10.0.0.1:9", "10.0.0.1:9", "10.0.0.1:9", true},
+		{"Node:9", "10.0.0.1:9", "other:9", "10.0.0.1:9", true},
+		{"Node:9", "192.0.2.1:9", "node:9", "10.0.0.1:9", true},
+		{"node:9", "[::ffff:10.0.0.1]:9", "other:9", "10.0.0.1:9", true},
+		{"node:9", "10.0.0.1:9", "node:8", "10.0.0.1:8", false},
+		{"node:9", "10.0.0.1:9", "other:9", "10.0.0.2:9", false},
+	} {
+		if got := bootstrap.StoreMeant(bootstrap.StoreHello(0, c.endpoint, at(c.remote)), c.known, at(c.local)); got != c.want {
+			t.Errorf("%+v: %v", c, got)
+		}
 	}
 }
 

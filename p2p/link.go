@@ -141,7 +141,6 @@ var (
 const (
 	MaxEndpoint      = 4096
 	HandshakeTimeout = 5 * time.Second // a connection that has not proved itself by then is closed
-	MaxHandshakes    = 64              // unproved connections a listener holds at once; further ones wait in the kernel's backlog
 )
 
 // Verdict codes of Admit on the wire, shared by all transports: see internal/trust.

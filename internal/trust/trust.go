@@ -1,17 +1,22 @@
 // Package trust proves on a fresh connection that both ends belong to the same job.
 //
-// A job has a secret. Nothing a peer sends is interpreted before it has shown that it knows the secret, and the secret itself never travels:
+// A job has a secret. Nothing a peer sends is interpreted before it has shown that it knows the
+// secret, and the secret itself never travels:
 //
-//	dialler  -> acceptor   magic, dialler's nonce
+//	dialler  -> acceptor   magic, dialler's nonce, HMAC-SHA256(secret, "open" purpose nonce)
 //	acceptor -> dialler    magic, acceptor's nonce
 //	dialler  -> acceptor   HMAC-SHA256(secret, "dial" purpose nonces hello), hello
 //	acceptor -> dialler    HMAC-SHA256(secret, "accept" purpose nonces hello verdict), verdict
 //
-// Every message has a fixed size but for the verdict's text, which is read only after its length was checked. Both nonces and a label for the
-// direction are under each MAC, so that neither replaying nor reflecting a message proves anything. An acceptor that finds a proof wrong answers with
-// a MAC of zeros, which tells the dialler why and an attacker nothing; a connection that just ends is therefore no sign of a wrong secret. A service
-// must compare Hello.To… with itself in admit: else whoever stands between two ends could pass a dialler's proof on to another acceptor of the job.
-// The data that follows is not encrypted.
+// Every message has a fixed size but for the verdict's text, which is read only after its length was
+// checked. Both nonces and a label for the direction are under each MAC of the last two messages, so
+// that neither replaying nor reflecting a message proves anything. The first message can be replayed;
+// it proves nothing. It costs the acceptor one MAC, no answer and no state, and tells it which of
+// many connections to keep: see Acceptor. An acceptor that finds a MAC wrong answers with zeros in
+// the place of its nonce or MAC, which tells the dialler why and an attacker nothing; a connection
+// that just ends is therefore no sign of a wrong secret. A service must compare Hello.To… with
+// itself in admit: else whoever stands between two ends could pass a dialler's proof on to another
+// acceptor of the job. The data that follows is not encrypted.
 package trust
 
 import (
@@ -24,22 +29,25 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	mrand "math/rand/v2"
 	"net"
-	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
-
-	"go.uber.org/atomic"
 )
 
 const (
-	magic      = "tutti/1\n"
-	nonceSize  = 32
-	helloSize  = 32
-	maxText    = 512
-	opening    = len(magic) + nonceSize
-	verdictLen = 4 // code, 0, text length
+	dialMagic   = "tutti/2\n"
+	acceptMagic = "tutti/2\r"
+	magicSize   = len(dialMagic)
+	nonceSize   = 32
+	helloSize   = 32
+	maxText     = 512
+	openingSize = magicSize + nonceSize + sha256.Size // the dialler's first message
+	answerSize  = magicSize + nonceSize
+	proofSize   = sha256.Size + helloSize
+	verdictLen  = 4 // code, 0, text length
 )
 
 // MinSecret is the shortest secret that is taken, in bytes.
@@ -47,6 +55,10 @@ const MinSecret = 16
 
 // ErrAuth says that the other end does not know the job's secret (or is no end of ours at all).
 var ErrAuth = errors.New("job secret does not match")
+
+// ErrTurnedAway says that the acceptor closed the connection without a verdict: it had too many, or
+// was ending. See Redial.
+var ErrTurnedAway = errors.New("turned away")
 
 // Hello says who dials whom. It is covered by the dialler's proof.
 type Hello struct {
@@ -94,10 +106,11 @@ func mac(secret []byte, label, purpose string, parts ...[]byte) []byte {
 	return m.Sum(nil)
 }
 
-// denied is where a proof would be when the acceptor found the dialler's wrong.
+// denied is where a nonce or a MAC would be when the acceptor found the dialler's MAC wrong.
 var denied [sha256.Size]byte
 
-// ended names an end of the stream in the middle of the handshake, which is no verdict on the secret: the other end may be leaving or dying.
+// ended names an end of the stream in the middle of the handshake, which is no verdict on the
+// secret: the other end may be leaving or dying.
 func ended(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
@@ -108,43 +121,58 @@ func ended(err error) error {
 	return err
 }
 
-func exchange(conn net.Conn, secret []byte) (mine, theirs []byte, err error) {
-	if len(secret) < MinSecret {
-		return nil, nil, fmt.Errorf("the job's secret has %d bytes, at least %d are needed", len(secret), MinSecret)
+// unanswered is ended for the dialler, who may try again.
+func unanswered(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
+		return fmt.Errorf("%w: %w", ErrTurnedAway, ended(err))
 	}
-	mine = make([]byte, nonceSize)
-	rand.Read(mine)
-	if _, err := conn.Write(append([]byte(magic), mine...)); err != nil {
-		return nil, nil, err
-	}
-	in := make([]byte, opening)
-	if _, err := io.ReadFull(conn, in[:len(magic)]); err != nil {
-		return nil, nil, ended(err)
-	}
-	if string(in[:len(magic)]) != magic {
-		return nil, nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
-	}
-	if _, err := io.ReadFull(conn, in[len(magic):]); err != nil {
-		return nil, nil, ended(err)
-	}
-	return mine, in[len(magic):], nil
+	return err
 }
 
-// Client proves the dialling end. purpose separates services that share a secret (of at least MinSecret bytes). It blocks as long as conn's deadline
-// lets it. An error that wraps ErrAuth: the two ends do not share secret and purpose; a *Refusal: they do, and the acceptor said no.
+func checkSecret(secret []byte) error {
+	if len(secret) < MinSecret {
+		return fmt.Errorf("the job's secret has %d bytes, at least %d are needed", len(secret), MinSecret)
+	}
+	return nil
+}
+
+// Client proves the dialling end. purpose separates services that share a secret (of at least
+// MinSecret bytes). It blocks as long as conn's deadline lets it. An error that wraps ErrAuth: the
+// two ends do not share secret and purpose; a *Refusal: they do, and the acceptor said no;
+// ErrTurnedAway: the acceptor ended the connection without a verdict.
 func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
-	mine, theirs, err := exchange(conn, secret)
-	if err != nil {
+	if err := checkSecret(secret); err != nil {
 		return err
+	}
+	mine := make([]byte, nonceSize)
+	rand.Read(mine)
+	opening := append([]byte(dialMagic), mine...)
+	opening = append(opening, mac(secret, "open", purpose, mine)...)
+	if _, err := conn.Write(opening); err != nil {
+		return unanswered(err)
+	}
+	var answer [answerSize]byte
+	if _, err := io.ReadFull(conn, answer[:magicSize]); err != nil {
+		return unanswered(err)
+	}
+	if string(answer[:magicSize]) != acceptMagic {
+		return fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+	}
+	theirs := answer[magicSize:]
+	if _, err := io.ReadFull(conn, theirs); err != nil {
+		return unanswered(err)
+	}
+	if [nonceSize]byte(theirs) == denied {
+		return fmt.Errorf("%w: the other end found our first message wrong", ErrAuth)
 	}
 	hello := h.encode()
 	if _, err := conn.Write(append(mac(secret, "dial", purpose, mine, theirs, hello[:]), hello[:]...)); err != nil {
-		return err
+		return unanswered(err)
 	}
 	var in [sha256.Size + verdictLen + maxText]byte
 	fixed := in[:sha256.Size+verdictLen]
 	if _, err := io.ReadFull(conn, fixed); err != nil {
-		return ended(err)
+		return unanswered(err)
 	}
 	if [sha256.Size]byte(in[:]) == denied {
 		return fmt.Errorf("%w: the other end found our proof wrong", ErrAuth)
@@ -155,7 +183,7 @@ func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 	}
 	verdict := in[sha256.Size : len(fixed)+n]
 	if _, err := io.ReadFull(conn, verdict[verdictLen:]); err != nil {
-		return ended(err)
+		return unanswered(err)
 	}
 	if !hmac.Equal(in[:sha256.Size], mac(secret, "accept", purpose, mine, theirs, hello[:], verdict)) {
 		return fmt.Errorf("%w: the other end's proof is wrong", ErrAuth)
@@ -166,25 +194,81 @@ func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 	return nil
 }
 
-// Server checks the dialling end, asks admit (nil: yes; a *Refusal keeps its code, any other error is sent as code 1) and proves the accepting end.
-// admit must compare the Hello's To… with itself. It blocks as long as conn's deadline lets it. When it returns an error the caller closes conn.
-func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
-	mine, theirs, err := exchange(conn, secret)
-	if err != nil {
-		return Hello{}, err
+// How often Redial dials in all, and how long it waits before it does again at first.
+const (
+	redials     = 6
+	redialPause = 2 * time.Millisecond
+)
+
+// Redial runs dial, which connects and calls Client, and runs it again a few times within about 100
+// ms while it is turned away: an acceptor with too many connections may close one that has not spoken
+// yet. An acceptor that has gone refuses the next connection.
+func Redial(ctx context.Context, dial func() error) error {
+	pause := redialPause
+	for n := 1; ; n++ {
+		err := dial()
+		if n == redials || !errors.Is(err, ErrTurnedAway) {
+			return err
+		}
+		t := time.NewTimer(pause/2 + mrand.N(pause))
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+			t.Stop()
+			return err
+		}
+		pause *= 2
 	}
-	in := make([]byte, sha256.Size+helloSize)
-	if _, err := io.ReadFull(conn, in); err != nil {
-		return Hello{}, ended(err)
+}
+
+// half is the accepting half of a handshake, without I/O: feed it what arrives.
+type half struct {
+	theirs, mine [nonceSize]byte
+	opened       bool // the opening was right
+}
+
+// want is the length of the message that comes next.
+func (h *half) want() int {
+	if h.opened {
+		return proofSize
 	}
+	return openingSize
+}
+
+// hopeless reports whether no opening begins with in.
+func (h *half) hopeless(in []byte) bool {
+	n := min(len(in), magicSize)
+	return !h.opened && string(in[:n]) != dialMagic[:n]
+}
+
+// opening takes the dialler's first message and returns the answer. With an error that is the last.
+func (h *half) opening(secret []byte, purpose string, in []byte) (answer []byte, err error) {
+	if h.hopeless(in) {
+		return nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+	}
+	answer = append(make([]byte, 0, answerSize), acceptMagic...)
+	nonce, tag := in[magicSize:magicSize+nonceSize], in[magicSize+nonceSize:]
+	if !hmac.Equal(tag, mac(secret, "open", purpose, nonce)) {
+		return append(answer, denied[:]...), fmt.Errorf("%w: the first message is wrong", ErrAuth)
+	}
+	h.theirs = [nonceSize]byte(nonce)
+	rand.Read(h.mine[:])
+	h.opened = true
+	return append(answer, h.mine[:]...), nil
+}
+
+// proof takes the dialler's second message. With an error, answer is the last message to it.
+func (h *half) proof(secret []byte, purpose string, in []byte) (who Hello, answer []byte, err error) {
 	hello := in[sha256.Size:]
-	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, theirs, mine, hello)) {
-		conn.Write(append(denied[:], 0xff, 0, 0, 0)) // a courtesy: the connection is closed whether it gets there or not
-		return Hello{}, fmt.Errorf("%w: connection from %v", ErrAuth, conn.RemoteAddr())
+	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, h.theirs[:], h.mine[:], hello)) {
+		return Hello{}, append(denied[:len(denied):len(denied)], 0xff, 0, 0, 0), fmt.Errorf("%w: the proof is wrong", ErrAuth)
 	}
-	h := decodeHello(hello)
+	return decodeHello(hello), nil, nil
+}
+
+// verdict returns the last message to a dialler that has proved itself; refused is nil or why not.
+func (h *half) verdict(secret []byte, purpose string, who Hello, refused error) []byte {
 	verdict := make([]byte, verdictLen, verdictLen+maxText)
-	refused := admit(h)
 	if refused != nil {
 		text := refused.Error()
 		text = strings.ToValidUTF8(text[:min(len(text), maxText)], "")
@@ -196,222 +280,51 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 		binary.LittleEndian.PutUint16(verdict[2:], uint16(len(text)))
 		verdict = append(verdict, text...)
 	}
-	if _, err := conn.Write(append(mac(secret, "accept", purpose, theirs, mine, hello, verdict), verdict...)); err != nil {
-		return h, err
+	hello := who.encode()
+	return append(mac(secret, "accept", purpose, h.theirs[:], h.mine[:], hello[:], verdict), verdict...)
+}
+
+// Server checks the dialling end of one connection, asks admit (nil: yes; a *Refusal keeps its code,
+// any other error is sent as code 1) and proves the accepting end. admit must compare the Hello's
+// To… with itself. It blocks as long as conn's deadline lets it. When it returns an error the caller
+// closes conn. A listener that strangers can reach uses an Acceptor.
+func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
+	if err := checkSecret(secret); err != nil {
+		return Hello{}, err
 	}
-	return h, refused
-}
-
-// Acceptor runs the accepting half for a listener: a bounded number of connections prove themselves at once, each within Timeout;
-// those that do not are closed and nothing else happens.
-//
-// Whoever connects and then stays silent must not keep the job's ranks out. So while a connection waits for a slot, one of those that had their chance has to
-// give its slot up: the oldest that has sent nothing for 100 ms, else the oldest that has not finished its proof within a second. An end that means well
-// has sent something by then; if it was just slow, it dials again.
-type Acceptor struct {
-	Listener net.Listener
-	Secret   []byte
-	Purpose  string
-	Timeout  time.Duration
-	Max      int                   // unproved connections at once, and one more that waits for a slot
-	Admit    func(Hello) error     // see Server
-	Accepted func(net.Conn, Hello) // owns the connection, its deadline cleared; must not block for long
-	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
-	wg       sync.WaitGroup
-	mu       sync.Mutex
-	open     []*candidate // by age
-	closed   bool
-	end      chan struct{} // closed with closed
-}
-
-// How long a connection keeps its slot while others wait for one; less where Timeout is short.
-const (
-	silentGrace = 100 * time.Millisecond // one that has sent nothing
-	slowGrace   = time.Second            // one whose proof is not complete
-)
-
-// ErrCrowded says that a connection was closed for the sake of others: see Acceptor.
-var ErrCrowded = errors.New("it proved nothing while others were waiting")
-
-// candidate is a connection on its way through the handshake.
-type candidate struct {
-	net.Conn
-	since   time.Time
-	spoke   atomic.Bool // it has sent something
-	proved  bool        // it knows the secret; guarded, as evicted, by the acceptor's mu
-	evicted bool
-}
-
-func (c *candidate) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	if n > 0 {
-		c.spoke.Store(true)
+	var h half
+	var buf [max(openingSize, proofSize)]byte
+	in := buf[:h.want()]
+	if _, err := io.ReadFull(conn, in[:magicSize]); err != nil {
+		return Hello{}, ended(err)
 	}
-	return n, err
-}
-
-// ended returns a channel that Close closes.
-func (a *Acceptor) ended() chan struct{} {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.endLocked()
-}
-
-func (a *Acceptor) endLocked() chan struct{} {
-	if a.end == nil {
-		a.end = make(chan struct{})
-	}
-	return a.end
-}
-
-// Serve accepts until the listener is closed by Close, and then returns after the last handshake ended.
-func (a *Acceptor) Serve() {
-	slots := make(chan struct{}, a.Max)
-	defer a.wg.Wait()
-	pause := 5 * time.Millisecond
-	for {
-		conn, err := a.Listener.Accept()
-		if err != nil {
-			if a.isClosed() || errors.Is(err, net.ErrClosed) {
-				return
-			}
-			// Out of descriptors or the like: the listener lives on, and retrying at once would only burn the CPU.
-			select {
-			case <-a.ended():
-			case <-time.After(pause):
-			}
-			pause = min(2*pause, time.Second)
-			continue
-		}
-		pause = 5 * time.Millisecond
-		if !a.enter(slots) {
-			conn.Close()
-			continue // to an Accept that fails
-		}
-		c := &candidate{Conn: conn, since: time.Now()}
-		a.mu.Lock()
-		if a.closed {
-			a.mu.Unlock()
-			conn.Close()
-			continue
-		}
-		a.open = append(a.open, c)
-		a.wg.Add(1)
-		a.mu.Unlock()
-		go func() {
-			defer a.wg.Done()
-			defer func() { <-slots }()
-			a.handshake(c)
-		}()
-	}
-}
-
-// enter takes a slot, and sees to it that one becomes free; false: the acceptor was closed.
-func (a *Acceptor) enter(slots chan struct{}) bool {
-	for {
-		select {
-		case slots <- struct{}{}:
-			return true
-		default:
-		}
-		t := time.NewTimer(a.evict())
-		select {
-		case slots <- struct{}{}:
-			t.Stop()
-			return true
-		case <-t.C:
-		case <-a.ended():
-			t.Stop()
-			return false
+	if !h.hopeless(in[:magicSize]) { // else there is nothing to wait for
+		if _, err := io.ReadFull(conn, in[magicSize:]); err != nil {
+			return Hello{}, ended(err)
 		}
 	}
-}
-
-// evict closes the connection that has to make room, if there is one, and returns how long it makes sense to wait for a slot before it is called again.
-func (a *Acceptor) evict() (wait time.Duration) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	silent, slow := min(silentGrace, a.Timeout/50), min(slowGrace, a.Timeout/5)
-	var out *candidate
-	outSpoke := false
-	wait = silent
-	for _, c := range a.open {
-		if c.proved {
-			continue
-		}
-		spoke, grace := c.spoke.Load(), silent
-		if spoke {
-			grace = slow
-		}
-		if left := grace - time.Since(c.since); left > 0 {
-			wait = min(wait, left)
-		} else if out == nil || outSpoke && !spoke {
-			out, outSpoke = c, spoke
-		}
-	}
-	if out != nil {
-		out.evicted = true
-		a.forget(out)
-		out.Close() // which ends its handshake and frees its slot
-	}
-	return wait
-}
-
-// forget takes c out of the connections that evict and Close know. Called with mu.
-func (a *Acceptor) forget(c *candidate) {
-	if i := slices.Index(a.open, c); i >= 0 {
-		a.open = slices.Delete(a.open, i, i+1)
-	}
-}
-
-func (a *Acceptor) handshake(c *candidate) {
-	c.SetDeadline(c.since.Add(a.Timeout))
-	h, err := Server(c, a.Secret, a.Purpose, func(h Hello) error {
-		a.mu.Lock()
-		c.proved = true // it is never evicted from here on; Close and the deadline still end it
-		a.mu.Unlock()
-		return a.Admit(h)
-	})
-	a.mu.Lock()
-	a.forget(c)
-	switch {
-	case c.evicted:
-		err = ErrCrowded
-	case err == nil && a.closed:
-		err = net.ErrClosed
-	}
-	a.mu.Unlock()
+	answer, err := h.opening(secret, purpose, in)
 	if err != nil {
-		if a.Refused != nil {
-			a.Refused(c.Conn, err)
-		}
-		c.Close()
-		return
+		conn.Write(answer) // a courtesy: the connection is closed whether it gets there or not
+		return Hello{}, err
 	}
-	c.SetDeadline(time.Time{})
-	a.Accepted(c.Conn, h)
-}
-
-func (a *Acceptor) isClosed() bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.closed
-}
-
-// Close closes the listener and the connections that have not proved themselves yet.
-func (a *Acceptor) Close() error {
-	a.mu.Lock()
-	if a.closed {
-		a.mu.Unlock()
-		return nil
+	if _, err := conn.Write(answer); err != nil {
+		return Hello{}, err
 	}
-	a.closed = true
-	close(a.endLocked())
-	for _, c := range a.open {
-		c.Close()
+	in = buf[:h.want()]
+	if _, err := io.ReadFull(conn, in); err != nil {
+		return Hello{}, ended(err)
 	}
-	a.mu.Unlock()
-	return a.Listener.Close()
+	who, answer, err := h.proof(secret, purpose, in)
+	if err != nil {
+		conn.Write(answer) // as above
+		return Hello{}, err
+	}
+	refused := admit(who)
+	if _, err := conn.Write(h.verdict(secret, purpose, who, refused)); err != nil {
+		return who, err
+	}
+	return who, refused
 }
 
 // warnings is how many refused connections a minute are worth a line each to a person.
@@ -437,6 +350,9 @@ func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 				more = "; more of them in this minute are logged at level debug"
 			}
 			mu.Unlock()
+		}
+		if !log.Enabled(context.Background(), level) {
+			return
 		}
 		log.Log(context.Background(), level, service+" refused a connection"+more, "from", c.RemoteAddr().String(), "err", err)
 	}

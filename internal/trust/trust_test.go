@@ -12,8 +12,6 @@ import (
 	"net"
 	"os"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -34,6 +32,12 @@ var (
 )
 
 func yes(Hello) error { return nil }
+
+// opening is a dialler's first message.
+func opening(key []byte, purpose string) []byte {
+	nonce := bytes.Repeat([]byte{7}, nonceSize)
+	return append(append([]byte(dialMagic), nonce...), mac(key, "open", purpose, nonce)...)
+}
 
 // ends returns the two ends of a connection, with deadlines.
 func ends(t testing.TB) (dialler, acceptor net.Conn) {
@@ -135,21 +139,25 @@ func TestEndInTheMiddle(t *testing.T) {
 	if err := Client(a, secret, "p", greet); err == nil || errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Errorf("closed at once: %v", err)
 	}
-	theirs.WriteString(magic)
-	theirs.Write(make([]byte, nonceSize))
-	full := theirs.Bytes()
-	for n := range len(full) + 1 { // every cut, up to where the proof should come
-		if err := Client(&script{in: bytes.NewReader(full[:n])}, secret, "p", greet); errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
+	theirs.WriteString(acceptMagic)
+	theirs.Write(bytes.Repeat([]byte{1}, nonceSize))
+	for n := range theirs.Len() + 1 { // every cut, up to where the verdict should come
+		err := Client(&script{in: bytes.NewReader(theirs.Bytes()[:n])}, secret, "p", greet)
+		if errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) || !errors.Is(err, ErrTurnedAway) {
 			t.Errorf("client after %d bytes: %v", n, err)
 		}
-		if _, err := Server(&script{in: bytes.NewReader(full[:n])}, secret, "p", yes); errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
+	}
+	full := opening(secret, "p")
+	for n := range len(full) + 1 { // every cut, up to where the proof should come
+		_, err := Server(&script{in: bytes.NewReader(full[:n])}, secret, "p", yes)
+		if errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
 			t.Errorf("server after %d bytes: %v", n, err)
 		}
 	}
 }
 
 func TestGarbage(t *testing.T) {
-	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/0\nxxxx", strings.Repeat("\x00", 4096)} {
+	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/1\nxxxx", strings.Repeat("\x00", 4096)} {
 		if err := Client(&script{in: strings.NewReader(s)}, secret, "p", greet); !errors.Is(err, ErrAuth) {
 			t.Errorf("client reads %q: %v", s, err)
 		}
@@ -260,9 +268,9 @@ func TestReflection(t *testing.T) {
 func TestTampering(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		toServer := rapid.Bool().Draw(rt, "to server")
-		size := opening + sha256.Size + helloSize
+		size := openingSize + proofSize
 		if !toServer {
-			size = opening + sha256.Size + verdictLen + len("no")
+			size = answerSize + sha256.Size + verdictLen + len("no")
 		}
 		at, bit := rapid.IntRange(0, size-1).Draw(rt, "at"), rapid.IntRange(0, 7).Draw(rt, "bit")
 		a, b := ends(t)
@@ -312,167 +320,31 @@ func (f *flip) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// serve runs an Acceptor on a loopback listener until the test ends.
-func serve(t *testing.T, a *Acceptor) string {
-	t.Helper()
-	if a.Listener == nil {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
+// Redial dials again while it is turned away, and then no more.
+func TestRedial(t *testing.T) {
+	n := 0
+	if err := Redial(t.Context(), func() error {
+		if n++; n < 3 {
+			return fmt.Errorf("wrapped: %w", ErrTurnedAway)
 		}
-		a.Listener = l
+		return nil
+	}); err != nil || n != 3 {
+		t.Errorf("%d attempts: %v", n, err)
 	}
-	a.Secret, a.Purpose = secret, "p"
-	if a.Admit == nil {
-		a.Admit = yes
+	n = 0
+	if err := Redial(t.Context(), func() error { n++; return ErrTurnedAway }); !errors.Is(err, ErrTurnedAway) || n != redials {
+		t.Errorf("%d attempts: %v", n, err)
 	}
-	if a.Accepted == nil {
-		a.Accepted = func(c net.Conn, _ Hello) { c.Close() }
+	n = 0
+	if err := Redial(t.Context(), func() error { n++; return ErrAuth }); !errors.Is(err, ErrAuth) || n != 1 {
+		t.Errorf("%d attempts: %v", n, err)
 	}
-	done := make(chan struct{})
-	go func() { defer close(done); a.Serve() }()
-	t.Cleanup(func() {
-		a.Close()
-		select {
-		case <-done:
-		case <-time.After(patience):
-			t.Error("Serve did not end")
-		}
-		if err := a.Close(); err != nil {
-			t.Errorf("second Close: %v", err)
-		}
-	})
-	return a.Listener.Addr().String()
-}
-
-func dial(t *testing.T, addr string) net.Conn {
-	t.Helper()
-	c, err := net.Dial("tcp", addr)
-	if err != nil {
-		t.Fatal(err)
-	}
-	c.SetDeadline(time.Now().Add(patience))
-	t.Cleanup(func() { c.Close() })
-	return c
-}
-
-// Connections that send slowly or nothing take no more than their slots, and those only until the timeout; an honest one gets through behind them.
-func TestSlowConnections(t *testing.T) {
-	const most = 4
-	var open, peak atomic.Int32
-	a := &Acceptor{Timeout: 100 * time.Millisecond, Max: most}
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	a.Listener = counting{l, &open, &peak}
-	addr := serve(t, a)
-	var wg sync.WaitGroup
-	ctx, stop := context.WithCancel(t.Context())
-	for range 3 * most {
-		c := dial(t, addr)
-		wg.Go(func() {
-			for _, b := range []byte(magic) { // one byte now and then, never all
-				select {
-				case <-ctx.Done():
-					return
-				case <-time.After(30 * time.Millisecond):
-				}
-				if _, err := c.Write([]byte{b}); err != nil {
-					return
-				}
-			}
-		})
-	}
-	if err := Client(dial(t, addr), secret, "p", greet); err != nil {
-		t.Errorf("honest client: %v", err)
-	}
-	stop()
-	wg.Wait()
-	if p := peak.Load(); p > most+1 {
-		t.Errorf("%d connections were held at once, want at most %d and one that waits", p, most)
-	}
-}
-
-// flood keeps n connections open to addr that send what opening says and nothing else; one that is closed is replaced at once. The func ends them.
-func flood(t *testing.T, addr string, n int, opening []byte) (stop func()) {
-	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
-	var wg sync.WaitGroup
-	for range n {
-		wg.Go(func() {
-			for ctx.Err() == nil {
-				c, err := net.Dial("tcp", addr)
-				if err != nil {
-					return // the acceptor has gone
-				}
-				end := context.AfterFunc(ctx, func() { c.Close() })
-				c.Write(opening)
-				io.Copy(io.Discard, c)
-				c.Close()
-				end()
-			}
-		})
+	cancel()
+	n = 0
+	if err := Redial(ctx, func() error { n++; return ErrTurnedAway }); !errors.Is(err, ErrTurnedAway) || n != 1 {
+		t.Errorf("with an ended ctx, %d attempts: %v", n, err)
 	}
-	stop = func() { cancel(); wg.Wait() }
-	t.Cleanup(stop)
-	return stop
-}
-
-// More silent connections than there are slots, without end, do not keep honest ones out, though none of them would run into the timeout.
-func TestFlood(t *testing.T) {
-	for name, opening := range map[string][]byte{
-		"silent":  nil,
-		"opening": append([]byte(magic), make([]byte, nonceSize)...),
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			const most = 2
-			addr := serve(t, &Acceptor{Timeout: 100 * patience, Max: most})
-			stop := flood(t, addr, 3*most, opening)
-			for range 2 {
-				if err := Client(dial(t, addr), secret, "p", greet); err != nil {
-					t.Fatalf("honest client: %v", err)
-				}
-			}
-			stop()
-		})
-	}
-}
-
-// A connection that has proved itself keeps its slot for as long as Admit takes.
-func TestFloodDuringAdmit(t *testing.T) {
-	asked, answer := make(chan struct{}), make(chan struct{})
-	crowded := make(chan error)
-	addr := serve(t, &Acceptor{Timeout: 100 * patience, Max: 2,
-		Admit: func(Hello) error { close(asked); <-answer; return nil },
-		Refused: func(_ net.Conn, err error) {
-			select {
-			case crowded <- err:
-			case <-answer:
-			}
-		},
-	})
-	done := make(chan error, 1)
-	c := dial(t, addr)
-	go func() { done <- Client(c, secret, "p", greet) }()
-	<-asked
-	stop := flood(t, addr, 4, nil)
-	for range 2 * int(slowGrace/silentGrace) { // one after the other: by then it is older than any grace
-		select {
-		case err := <-crowded:
-			if !errors.Is(err, ErrCrowded) {
-				t.Errorf("refused for %v", err)
-			}
-		case <-time.After(patience):
-			t.Fatal("nobody makes room")
-		}
-	}
-	close(answer)
-	if err := <-done; err != nil {
-		t.Errorf("honest client: %v", err)
-	}
-	stop()
 }
 
 // A wrong secret is worth a warning, but not thousands of them; a peer that leaves is not.
@@ -499,111 +371,14 @@ func TestLogRefused(t *testing.T) {
 	}
 }
 
-// counting counts the open connections that it accepted.
-type counting struct {
-	net.Listener
-	open, peak *atomic.Int32
-}
-
-type counted struct {
-	net.Conn
-	once sync.Once
-	open *atomic.Int32
-}
-
-func (l counting) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	n := l.open.Add(1)
-	for p := l.peak.Load(); n > p && !l.peak.CompareAndSwap(p, n); p = l.peak.Load() {
-	}
-	return &counted{Conn: c, open: l.open}, nil
-}
-
-func (c *counted) Close() error {
-	c.once.Do(func() { c.open.Add(-1) })
-	return c.Conn.Close()
-}
-
-// A listener that fails for a while is not given up, and one that is waiting to try again can be closed.
-func TestAcceptFailsForAWhile(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := &failing{Listener: l, failed: make(chan struct{}, 64)}
-	f.left.Store(3)
-	a := &Acceptor{Listener: f, Timeout: patience, Max: 2}
-	addr := serve(t, a)
-	if err := Client(dial(t, addr), secret, "p", greet); err != nil {
-		t.Errorf("after three failures: %v", err)
-	}
-	f.left.Store(1 << 30)
-	for range 6 { // the pause is a good part of a second by now
-		dial(t, addr).Close()
-		<-f.failed
-	}
-}
-
-type failing struct {
-	net.Listener
-	left   atomic.Int64
-	failed chan struct{}
-}
-
-func (f *failing) Accept() (net.Conn, error) {
-	if f.left.Add(-1) >= 0 {
-		select {
-		case f.failed <- struct{}{}:
-		default:
-		}
-		return nil, &net.OpError{Op: "accept", Err: os.NewSyscallError("accept4", syscall.EMFILE)}
-	}
-	return f.Listener.Accept()
-}
-
-// Close ends handshakes that are under way, and nothing is accepted after it.
-func TestCloseDuringHandshake(t *testing.T) {
-	asked, answer := make(chan struct{}), make(chan struct{})
-	refused := make(chan error, 4)
-	a := &Acceptor{Timeout: patience, Max: 4,
-		Admit:    func(Hello) error { close(asked); <-answer; return nil },
-		Accepted: func(c net.Conn, _ Hello) { t.Error("accepted after Close"); c.Close() },
-		Refused:  func(_ net.Conn, err error) { refused <- err },
-	}
-	addr := serve(t, a)
-	silent := dial(t, addr)
-	done := make(chan error, 1)
-	c := dial(t, addr)
-	go func() { done <- Client(c, secret, "p", greet) }()
-	<-asked
-	a.Close()
-	close(answer)
-	if err := <-done; err == nil || errors.Is(err, ErrAuth) {
-		t.Errorf("client whose acceptor closed: %v, want an error that does not blame the secret", err)
-	}
-	if _, err := io.Copy(io.Discard, silent); errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Error("a silent connection outlived Close")
-	}
-	for range 2 {
-		select {
-		case err := <-refused:
-			if err == nil {
-				t.Error("Refused was told no reason")
-			}
-		case <-time.After(patience):
-			t.Fatal("Refused was not told")
-		}
-	}
-}
-
 // No input without knowledge of the secret gets past the proof, or makes either half hang, panic or read without limit.
 func FuzzHandshake(f *testing.F) {
 	f.Add([]byte(nil))
-	f.Add([]byte(magic))
-	start := append([]byte(magic), make([]byte, nonceSize)...)
+	f.Add([]byte(dialMagic))
+	f.Add([]byte(acceptMagic))
+	f.Add(opening(secret, "p"))
+	f.Add(append(opening(secret, "p"), make([]byte, proofSize)...))
+	start := append([]byte(acceptMagic), bytes.Repeat([]byte{1}, nonceSize)...)
 	f.Add(start)
 	f.Add(append(bytes.Clone(start), make([]byte, sha256.Size+helloSize)...))
 	f.Add(append(append(bytes.Clone(start), bytes.Repeat([]byte{1}, sha256.Size)...), 0, 0, 0xff, 0xff))
@@ -617,7 +392,7 @@ func FuzzHandshake(f *testing.F) {
 		if _, err := Server(s, secret, "p", func(Hello) error { t.Error("admit was asked"); return nil }); err == nil {
 			t.Error("server convinced")
 		}
-		if s.out.Len() > opening+sha256.Size+verdictLen {
+		if s.out.Len() > answerSize+sha256.Size+verdictLen {
 			t.Errorf("server sent %d bytes", s.out.Len())
 		}
 	})

@@ -470,7 +470,7 @@ func TestStrangers(t *testing.T) {
 			t.Fatal(err)
 		}
 		var silent []net.Conn
-		for i := range 2 * p2p.MaxHandshakes {
+		for i := range 1500 {
 			c, err := net.Dial("unix", e.address())
 			if err != nil {
 				t.Fatal(err)
@@ -481,7 +481,7 @@ func TestStrangers(t *testing.T) {
 			case 1:
 				c.Write([]byte("nonsense that is longer than the forty bytes of an opening"))
 			case 2:
-				c.Write([]byte("tutti/1\n")) // and no more
+				c.Write([]byte("tutti/2\n")) // and no more
 			}
 			silent = append(silent, c)
 		}

@@ -87,7 +87,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	}
 	t.host, t.machine = h, machine
 	t.acceptor = &trust.Acceptor{
-		Listener: &sameUser{l.(*net.UnixListener), t.uid}, Secret: h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout, Max: p2p.MaxHandshakes,
+		Listener: &sameUser{l.(*net.UnixListener), t.uid}, Secret: h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout,
 		Admit: t.admit, Accepted: t.accepted, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
@@ -121,7 +121,7 @@ func (l *sameUser) Accept() (net.Conn, error) {
 	}
 }
 
-func (t *Transport) admit(h trust.Hello) error {
+func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 	self, from := t.host.Self(), p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
 	if to := (p2p.Identity{Rank: int(h.ToRank), Incarnation: h.ToIncarnation}); to != self {
 		return p2p.RefusalOf(fmt.Errorf("%w: this is %v, not %v", p2p.ErrStale, self, to))
@@ -239,7 +239,15 @@ func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*lin
 }
 
 // connect returns a connection to e on which both sides have proved themselves, with a deadline set.
-func (t *Transport) connect(ctx context.Context, e endpoint, to p2p.Identity) (*net.UnixConn, error) {
+func (t *Transport) connect(ctx context.Context, e endpoint, to p2p.Identity) (conn *net.UnixConn, err error) {
+	err = trust.Redial(ctx, func() error {
+		conn, err = t.connectOnce(ctx, e, to)
+		return err
+	})
+	return conn, err
+}
+
+func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity) (*net.UnixConn, error) {
 	var d net.Dialer
 	var c net.Conn
 	for pause := time.Millisecond; ; pause = min(2*pause, 100*time.Millisecond) {

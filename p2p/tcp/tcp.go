@@ -201,7 +201,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	for _, l := range listeners {
 		a := &trust.Acceptor{
 			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose, Timeout: p2p.HandshakeTimeout,
-			Max: max(4, p2p.MaxHandshakes/len(listeners)), Admit: t.admit, Accepted: t.accepted,
+			Max: max(16, trust.DefaultMax()/len(listeners)), Admit: t.admit, Accepted: t.accepted,
 			Refused: trust.LogRefused(t.log, "tcp"),
 		}
 		t.acceptors = append(t.acceptors, a)
@@ -352,7 +352,7 @@ const (
 	codeMisfit    = 66
 )
 
-func (t *Transport) admit(h trust.Hello) error {
+func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 	self := t.host.Self()
 	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
 	if to := (p2p.Identity{Rank: int(h.ToRank), Incarnation: h.ToIncarnation}); to != self {
@@ -522,6 +522,14 @@ func setBuffers(fd, size int) {
 
 // connect dials address, from local if that is valid, and proves both ends. It returns the socket.
 func (t *Transport) connect(ctx context.Context, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
+	err = trust.Redial(ctx, func() error {
+		fd, at, err = t.connectOnce(ctx, address, local, h)
+		return err
+	})
+	return fd, at, err
+}
+
+func (t *Transport) connectOnce(ctx context.Context, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
 	d := net.Dialer{KeepAlive: -1}
 	if local.IsValid() {
 		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(local, 0))

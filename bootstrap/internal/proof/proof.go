@@ -17,20 +17,17 @@ import (
 	"tutti/internal/trust"
 )
 
-// Limits of connections that have not proved themselves.
-const (
-	Timeout = 5 * time.Second // to prove the secret, and again to begin to speak HTTP/2
-	Max     = 64              // unproved at once; further ones wait for them, or take the place of silent ones: see trust.Acceptor
-)
+// Timeout bounds each step of a connection's proof, and then the beginning of HTTP/2.
+const Timeout = 5 * time.Second
 
 // Config says what a connection has to prove.
 type Config struct {
 	Secret  []byte
-	Purpose string                  // see trust.Client
-	Admit   func(trust.Hello) error // see trust.Server; nil: everybody who knows the secret
-	Refused func(net.Conn, error)   // see trust.Acceptor; may be nil
-	Timeout time.Duration           // default Timeout
-	Max     int                     // default Max
+	Purpose string                            // see trust.Client
+	Admit   func(net.Conn, trust.Hello) error // see trust.Acceptor
+	Refused func(net.Conn, error)             // see trust.Acceptor; may be nil
+	Timeout time.Duration                     // default Timeout
+	Max     int                               // see trust.Acceptor
 }
 
 // Conn is a connection whose other end knows the secret, and who that is.
@@ -61,14 +58,8 @@ type Listener struct {
 
 // Listen begins to accept on l, which it owns from then on.
 func Listen(l net.Listener, cfg Config) *Listener {
-	if cfg.Admit == nil {
-		cfg.Admit = func(trust.Hello) error { return nil }
-	}
 	if cfg.Timeout == 0 {
 		cfg.Timeout = Timeout
-	}
-	if cfg.Max == 0 {
-		cfg.Max = Max
 	}
 	p := &Listener{ready: make(chan *Conn), done: make(chan struct{}), served: make(chan struct{}), open: map[*Conn]struct{}{}}
 	p.a = trust.Acceptor{Listener: l, Secret: cfg.Secret, Purpose: cfg.Purpose, Timeout: cfg.Timeout, Max: cfg.Max, Admit: cfg.Admit, Refused: cfg.Refused, Accepted: p.accepted}

@@ -32,6 +32,9 @@ func serve(t *testing.T, cfg Config) (*Listener, string) {
 		t.Fatal(err)
 	}
 	cfg.Secret, cfg.Purpose = secret, "test"
+	if cfg.Admit == nil {
+		cfg.Admit = func(net.Conn, trust.Hello) error { return nil }
+	}
 	l := Listen(raw, cfg)
 	g := grpc.NewServer(grpc.Creds(Credentials{}))
 	grpc_health_v1.RegisterHealthServer(g, health.NewServer())
@@ -74,7 +77,7 @@ func call(t *testing.T, addr string, key []byte, h trust.Hello) error {
 func TestProvedOnly(t *testing.T) {
 	var refused atomic.Int32
 	_, addr := serve(t, Config{
-		Admit: func(h trust.Hello) error {
+		Admit: func(_ net.Conn, h trust.Hello) error {
 			if h.FromRank == 7 {
 				return &trust.Refusal{Code: 9, Text: "not seven"}
 			}
@@ -136,7 +139,7 @@ func TestSlowLoris(t *testing.T) {
 		}
 		defer c.Close()
 		if i%2 == 0 {
-			c.Write([]byte("tutti/1\n")) // begins well
+			c.Write([]byte("tutti/2\n")) // begins well
 		}
 		idle = append(idle, c)
 	}

@@ -1,0 +1,432 @@
+package trust
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/files"
+)
+
+// MaxUnproved is how many connections that have not proved themselves a process holds at one listener,
+// and at most a sixteenth of the descriptors that it may have.
+const MaxUnproved = 1024
+
+// DefaultMax is MaxUnproved within the limit of this process's descriptors.
+func DefaultMax() int {
+	if limit, known := files.Limit(); known && limit/16 < MaxUnproved {
+		return max(int(limit/16), 16)
+	}
+	return MaxUnproved
+}
+
+// Acceptor runs the accepting half for a listener. A connection that has not proved itself costs a
+// descriptor and less than a kilobyte, and no goroutine: one goroutine accepts, and one reads from all
+// those that have something to say. One that sends what no member of the job would is closed at once,
+// one that has not sent its first message within Timeout, or its second within Timeout after that, then.
+// When there are more than Max, some are closed for the others' sake: see crowd. An end that means well
+// has sent its first message by then, which strangers cannot make, and if it was slow it dials again.
+type Acceptor struct {
+	Listener net.Listener // its connections implement syscall.Conn
+	Secret   []byte
+	Purpose  string
+	Timeout  time.Duration
+	Max      int // unproved connections at once; default DefaultMax
+	// Admit says whether a proved end may come in: see Server. It runs in a goroutine of its own.
+	Admit    func(net.Conn, Hello) error
+	Accepted func(net.Conn, Hello) // owns the connection, its deadline cleared; must not block for long
+	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
+
+	wg sync.WaitGroup // the goroutines
+
+	mu       sync.Mutex
+	poll     *poll // nil: Serve has not begun
+	crowd    *crowd
+	unproved map[uint64]*candidate // those in the crowd, by id
+	proved   map[*candidate]struct{}
+	last     uint64
+	closed   bool
+	end      chan struct{} // closed with closed
+}
+
+// ErrCrowded says that a connection was closed for the sake of others: see Acceptor.
+var ErrCrowded = errors.New("it had proved nothing when there were too many connections")
+
+// source is whose a connection is, as far as the kernel knows: the peer's address, or its process.
+type source struct {
+	addr netip.Addr // of IPv6 the network's prefix of 64 bits, which one host may have all of
+	uid  uint32
+	pid  int32
+}
+
+// candidate is a connection on its way through the handshake.
+type candidate struct {
+	member
+	conn net.Conn
+	raw  syscall.RawConn
+	id   uint64 // in the poll
+	half half
+	n    int // bytes of in that have arrived
+	in   [max(openingSize, proofSize)]byte
+}
+
+// dropped is a connection that is to be closed, and why.
+type dropped struct {
+	c   *candidate
+	err error
+}
+
+// Serve accepts until the listener is closed by Close, and then returns after the last handshake ended.
+func (a *Acceptor) Serve() {
+	defer a.wg.Wait()
+	pause := shortPause
+	for {
+		err := a.begin()
+		if err == nil {
+			var some bool
+			if some, err = a.accept(); some {
+				pause = shortPause
+			}
+		}
+		if a.isClosed() || errors.Is(err, net.ErrClosed) {
+			a.Close()
+			a.mu.Lock()
+			if a.poll != nil {
+				a.poll.close() // which ends read
+			}
+			a.mu.Unlock()
+			return
+		}
+		// Out of descriptors or the like: the listener lives on.
+		if out := a.shed(); len(out) > 0 {
+			a.drop(out)
+			continue
+		}
+		select { // retrying at once would only burn the CPU
+		case <-a.ended():
+		case <-time.After(pause):
+		}
+		pause = min(2*pause, longPause)
+	}
+}
+
+// How long Serve waits after an Accept that failed, at first and at last.
+const (
+	shortPause = 5 * time.Millisecond
+	longPause  = time.Second
+)
+
+// begin makes what accepting needs, once.
+func (a *Acceptor) begin() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.poll != nil || a.closed {
+		return nil
+	}
+	p, err := newPoll()
+	if err != nil {
+		return err
+	}
+	if a.Max <= 0 {
+		a.Max = DefaultMax()
+	}
+	a.poll, a.crowd, a.unproved, a.proved = p, newCrowd(a.Max), map[uint64]*candidate{}, map[*candidate]struct{}{}
+	a.wg.Go(a.read)
+	return nil
+}
+
+// accept takes connections in until that fails; some: there were any.
+func (a *Acceptor) accept() (some bool, err error) {
+	for {
+		conn, err := a.Listener.Accept()
+		if err != nil {
+			return some, err
+		}
+		some = true
+		c, err := newCandidate(conn)
+		if err != nil {
+			conn.Close()
+			continue
+		}
+		a.drop(a.enter(c))
+	}
+}
+
+func newCandidate(conn net.Conn) (*candidate, error) {
+	sc, ok := conn.(syscall.Conn)
+	if !ok {
+		return nil, fmt.Errorf("a connection without a descriptor: %T", conn)
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	c := &candidate{conn: conn, raw: raw}
+	c.source, c.who = sourceOf(conn, raw), c
+	return c, nil
+}
+
+// enter takes a connection in, looks what has arrived already, and returns whom to drop.
+func (a *Acceptor) enter(c *candidate) (out []dropped) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.closed {
+		return []dropped{{c, net.ErrClosed}}
+	}
+	a.last++
+	c.id = a.last
+	if err := a.poll.add(c.raw, c.id); err != nil {
+		return []dropped{{c, err}}
+	}
+	a.unproved[c.id] = c
+	now := time.Now()
+	idle := a.crowd.size() == 0
+	if victim := a.crowd.enter(&c.member, now); victim != nil {
+		out = append(out, a.crowdedLocked(victim))
+	}
+	if idle {
+		a.poll.wakeAt(now.Add(a.Timeout))
+	}
+	return a.advanceLocked(c, now, out)
+}
+
+// crowdedLocked forgets a connection that the crowd has no room for.
+func (a *Acceptor) crowdedLocked(m *member) dropped {
+	c := m.who
+	a.forgetLocked(c)
+	return dropped{c, ErrCrowded}
+}
+
+// shed makes room when this process has no descriptors left.
+func (a *Acceptor) shed() (out []dropped) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.crowd != nil {
+		if m := a.crowd.shed(); m != nil {
+			out = append(out, a.crowdedLocked(m))
+		}
+	}
+	return out
+}
+
+func (a *Acceptor) forgetLocked(c *candidate) {
+	a.crowd.leave(&c.member)
+	delete(a.unproved, c.id)
+}
+
+// read takes in what unproved connections send, and ends those whose time is over.
+func (a *Acceptor) read() {
+	var ids []uint64
+	for {
+		var err error
+		if ids, err = a.poll.wait(ids[:0]); err != nil {
+			return // closed
+		}
+		var out []dropped
+		a.mu.Lock()
+		now := time.Now()
+		for _, id := range ids {
+			if c := a.unproved[id]; c != nil {
+				out = a.advanceLocked(c, now, out)
+			}
+		}
+		for m := a.crowd.oldest(); m != nil; m = a.crowd.oldest() {
+			if end := m.since.Add(a.Timeout); now.Before(end) {
+				a.poll.wakeAt(end)
+				break
+			}
+			a.forgetLocked(m.who)
+			out = append(out, dropped{m.who, os.ErrDeadlineExceeded})
+		}
+		a.mu.Unlock()
+		a.drop(out)
+	}
+}
+
+// advanceLocked takes in what has arrived on c, answers it, and adds to out whom to drop then.
+func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []dropped {
+	fail := func(err error) []dropped {
+		a.forgetLocked(c)
+		return append(out, dropped{c, err})
+	}
+	for {
+		n, err := c.receive(c.in[c.n:c.half.want()])
+		if err != nil {
+			return fail(err)
+		}
+		c.n += n
+		if c.half.hopeless(c.in[:c.n]) {
+			return fail(fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth))
+		}
+		if c.n < c.half.want() {
+			return out
+		}
+		in := c.in[:c.n]
+		c.n = 0
+		if !c.half.opened {
+			answer, wrong := c.half.opening(a.Secret, a.Purpose, in)
+			if err := c.send(answer); wrong != nil || err != nil {
+				return fail(errors.Join(wrong, err))
+			}
+			if victim := a.crowd.open(&c.member, now); victim != nil {
+				out = append(out, a.crowdedLocked(victim))
+			}
+			continue
+		}
+		who, answer, wrong := c.half.proof(a.Secret, a.Purpose, in)
+		if wrong != nil {
+			c.send(answer) // a courtesy: the connection is closed whether it gets there or not
+			return fail(wrong)
+		}
+		a.forgetLocked(c)
+		a.poll.remove(c.raw)
+		a.proved[c] = struct{}{} // it knows the secret: only Close and its deadline end it from here on
+		a.wg.Go(func() { a.finish(c, who) })
+		return out
+	}
+}
+
+// finish asks whether a proved end may come in, and tells it.
+func (a *Acceptor) finish(c *candidate, who Hello) {
+	c.conn.SetDeadline(time.Now().Add(a.Timeout))
+	refused := a.Admit(c.conn, who)
+	_, err := c.conn.Write(c.half.verdict(a.Secret, a.Purpose, who, refused))
+	if refused != nil {
+		err = refused
+	}
+	a.mu.Lock()
+	delete(a.proved, c)
+	if err == nil && a.closed {
+		err = net.ErrClosed
+	}
+	a.mu.Unlock()
+	if err != nil {
+		a.drop([]dropped{{c, err}})
+		return
+	}
+	c.conn.SetDeadline(time.Time{})
+	a.Accepted(c.conn, who)
+}
+
+// drop closes connections. Not with the lock: Refused may take its time.
+func (a *Acceptor) drop(out []dropped) {
+	for _, d := range out {
+		if a.Refused != nil {
+			a.Refused(d.c.conn, d.err)
+		}
+		d.c.conn.Close()
+	}
+}
+
+func (a *Acceptor) ended() chan struct{} {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.endLocked()
+}
+
+// endLocked returns a channel that Close closes.
+func (a *Acceptor) endLocked() chan struct{} {
+	if a.end == nil {
+		a.end = make(chan struct{})
+	}
+	return a.end
+}
+
+func (a *Acceptor) isClosed() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.closed
+}
+
+// Close closes the listener and the connections that have not come in yet.
+func (a *Acceptor) Close() error {
+	a.mu.Lock()
+	if a.closed {
+		a.mu.Unlock()
+		return nil
+	}
+	a.closed = true
+	close(a.endLocked())
+	var out []dropped
+	for _, c := range a.unproved {
+		a.forgetLocked(c)
+		out = append(out, dropped{c, net.ErrClosed})
+	}
+	for c := range a.proved {
+		c.conn.Close() // which ends its handshake
+	}
+	a.mu.Unlock()
+	a.drop(out)
+	return a.Listener.Close()
+}
+
+// receive reads what is there. Without an error, 0 bytes say that nothing is.
+func (c *candidate) receive(b []byte) (n int, err error) {
+	e := c.raw.Read(func(fd uintptr) bool {
+		for {
+			if n, err = unix.Read(int(fd), b); err != unix.EINTR {
+				return true
+			}
+		}
+	})
+	switch {
+	case e != nil:
+		return 0, e
+	case err == unix.EAGAIN:
+		return 0, nil
+	case err != nil:
+		return 0, os.NewSyscallError("read", err)
+	case n == 0:
+		return 0, ended(io.EOF)
+	}
+	return n, nil
+}
+
+// send sends b, which fits into the buffer of a socket that nothing has been sent on.
+func (c *candidate) send(b []byte) (err error) {
+	n := 0
+	e := c.raw.Write(func(fd uintptr) bool {
+		for {
+			if n, err = unix.SendmsgN(int(fd), b, nil, nil, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL); err != unix.EINTR {
+				return true
+			}
+		}
+	})
+	switch {
+	case e != nil:
+		return e
+	case err != nil:
+		return os.NewSyscallError("sendmsg", err)
+	case n < len(b):
+		return io.ErrShortWrite
+	}
+	return nil
+}
+
+// sourceOf says whose a connection is.
+func sourceOf(conn net.Conn, raw syscall.RawConn) (s source) {
+	switch at := conn.RemoteAddr().(type) {
+	case *net.TCPAddr:
+		s.addr = at.AddrPort().Addr().Unmap().WithZone("")
+		if s.addr.Is6() {
+			if p, err := s.addr.Prefix(64); err == nil {
+				s.addr = p.Addr()
+			}
+		}
+	case *net.UnixAddr:
+		raw.Control(func(fd uintptr) {
+			if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
+				s.uid, s.pid = cred.Uid, cred.Pid
+			}
+		})
+	}
+	return s
+}

@@ -1,0 +1,128 @@
+package trust
+
+import (
+	"container/list"
+	"time"
+)
+
+// crowd decides which unproved connections are held. It is pure: no I/O, no clock.
+//
+// A connection is silent until its first message has arrived, and opened from then on. Each class has
+// room of its own: connections that strangers can make crowd out each other, and never one that has
+// sent what only a member of the job can make. Where a class is full, the source that holds most of
+// it loses its oldest connection; of sources that hold alike many, the one whose oldest is oldest.
+type crowd struct {
+	silent, opened class
+}
+
+// member is a connection in a crowd.
+type member struct {
+	source source
+	since  time.Time // when it entered its class
+	class  *class    // nil: in none
+	all    *list.Element
+	own    *list.Element // among those of its source
+	who    *candidate    // its owner's business
+}
+
+// class is one of the two.
+type class struct {
+	room    int
+	all     *list.List // of *member, oldest first
+	sources map[source]*list.List
+}
+
+// newCrowd returns a crowd that holds at most size connections, and at least one of each class.
+func newCrowd(size int) *crowd {
+	room := max(size/2, 1)
+	return &crowd{silent: newClass(room), opened: newClass(room)}
+}
+
+func newClass(room int) class {
+	return class{room: room, all: list.New(), sources: map[source]*list.List{}}
+}
+
+// size is the number of connections that are held.
+func (c *crowd) size() int { return c.silent.all.Len() + c.opened.all.Len() }
+
+// enter takes in a fresh connection and returns the one that has to go for it, or nil.
+func (c *crowd) enter(m *member, now time.Time) (out *member) { return c.silent.add(m, now) }
+
+// open moves m, whose first message was right, and returns the one that has to go for it, or nil.
+func (c *crowd) open(m *member, now time.Time) (out *member) {
+	c.leave(m)
+	return c.opened.add(m, now)
+}
+
+// leave takes m out, if it is in.
+func (c *crowd) leave(m *member) {
+	if m.class != nil {
+		m.class.remove(m)
+	}
+}
+
+// shed takes the connection out that is missed least, and returns it; nil: there is none.
+func (c *crowd) shed() *member {
+	for _, k := range []*class{&c.silent, &c.opened} {
+		if out := k.victim(); out != nil {
+			k.remove(out)
+			return out
+		}
+	}
+	return nil
+}
+
+// oldest returns the connection that has been in its class for longest, or nil.
+func (c *crowd) oldest() *member {
+	a, b := first(c.silent.all), first(c.opened.all)
+	if a == nil || b != nil && b.since.Before(a.since) {
+		return b
+	}
+	return a
+}
+
+func (k *class) add(m *member, now time.Time) (out *member) {
+	if k.all.Len() >= k.room {
+		out = k.victim()
+		k.remove(out)
+	}
+	own := k.sources[m.source]
+	if own == nil {
+		own = list.New()
+		k.sources[m.source] = own
+	}
+	m.class, m.since = k, now
+	m.all, m.own = k.all.PushBack(m), own.PushBack(m)
+	return out
+}
+
+func (k *class) remove(m *member) {
+	k.all.Remove(m.all)
+	own := k.sources[m.source]
+	if own.Remove(m.own); own.Len() == 0 {
+		delete(k.sources, m.source)
+	}
+	m.class, m.all, m.own = nil, nil, nil
+}
+
+// victim returns the member that has to make room, or nil. Looking at all sources is cheap: there
+// are at most as many as members.
+func (k *class) victim() *member {
+	var most *list.List
+	for _, own := range k.sources {
+		if most == nil || own.Len() > most.Len() || own.Len() == most.Len() && first(own).since.Before(first(most).since) {
+			most = own
+		}
+	}
+	if most == nil {
+		return nil
+	}
+	return first(most)
+}
+
+func first(l *list.List) *member {
+	if e := l.Front(); e != nil {
+		return e.Value.(*member)
+	}
+	return nil
+}
