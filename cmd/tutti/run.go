@@ -39,7 +39,8 @@ func newRun() *cobra.Command {
 		Long: `Start PROGRAM N times as the ranks of a job, show what they print, and end them all when one fails.
 
 A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
-failed first (128+S if it was killed by signal S). With --on-failure shrink or retry the others go on
+failed first (128+S if it was killed by signal S). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which
+have --grace to end before they are killed; a second one kills them at once. With --on-failure shrink or retry the others go on
 when a rank dies; the exit code is then 0 if a rank ends well and so do all that are there by then.
 No process that a rank has started outlives the command, even if the command is killed.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
@@ -84,7 +85,7 @@ No process that a rank has started outlives the command, even if the command is 
 	fl.IntVar(&f.restarts, "max-restarts", 0, "with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
 	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and take its place")
 	fl.BoolVar(&f.autoAdmit, "auto-admit", false, "with shrink or retry: let ranks in between any two operations, not at the program's Admit")
-	fl.DurationVar(&f.grace, "grace", 2*time.Second, "time between SIGTERM and SIGKILL for those that are ended")
+	fl.DurationVar(&f.grace, "grace", 2*time.Second, "time between SIGTERM, or your signal, and SIGKILL for the ranks that are ended")
 	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not say how the job ended; the exit code tells")
 	return c
 }

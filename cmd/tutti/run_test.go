@@ -6,11 +6,13 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"tutti/bootstrap"
 	"tutti/internal/trust"
@@ -120,6 +122,24 @@ func TestRunEndsWhatOthersLeave(t *testing.T) {
 	s.empty()
 }
 
+// stop stops p, and waits until it stands still.
+func stop(p *puppet) {
+	p.t.Helper()
+	syscall.Kill(p.PID, syscall.SIGSTOP)
+	for end := time.Now().Add(patience); ; runtime.Gosched() {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.PID))
+		if err != nil {
+			p.t.Fatal(err)
+		}
+		if state := b[strings.LastIndexByte(string(b), ')')+1:]; strings.HasPrefix(string(state), " T") {
+			return
+		}
+		if time.Now().After(end) {
+			p.t.Fatalf("rank %s does not stop", p.rank())
+		}
+	}
+}
+
 func TestRunSignals(t *testing.T) {
 	t.Run("forwarded", func(t *testing.T) {
 		s := newStage(t)
@@ -159,6 +179,33 @@ func TestRunSignals(t *testing.T) {
 		}
 		j.says("interrupted by SIGINT")
 		s.empty()
+	})
+	t.Run("a rank that is stopped", func(t *testing.T) {
+		for _, ignores := range []bool{false, true} {
+			s := newStage(t)
+			grace := "1h" // is not needed: the rank goes on, and hears the signal
+			if ignores {
+				grace = "50ms"
+			}
+			j := s.run("run", "-n", "2", "--grace", grace, self(t))
+			all := s.arrive(2)
+			for _, p := range all {
+				if ignores {
+					p.do("ignore %d", syscall.SIGTERM)
+				}
+			}
+			stop(all[1])
+			j.signal(syscall.SIGTERM)
+			for _, p := range all {
+				p.gone()
+			}
+			<-j.finished
+			j.says("interrupted by SIGTERM")
+			if ignores {
+				j.says("killed 2 ranks")
+			}
+			s.empty()
+		}
 	})
 	t.Run("the second kills", func(t *testing.T) {
 		s := newStage(t)

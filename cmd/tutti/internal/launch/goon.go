@@ -63,9 +63,8 @@ func (l *launcher) settle() {
 
 // dismiss asks those that wait to be let in to end. That is no failure.
 func (l *launcher) dismiss() {
-	l.dismissed, l.stopping = true, true
-	l.guard.Signal(-1, syscall.SIGTERM)
-	l.grace = time.After(l.Grace)
+	l.dismissed = true
+	l.end(syscall.SIGTERM)
 }
 
 // goOn takes in that a process has ended while the others run on.

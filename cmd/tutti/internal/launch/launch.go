@@ -46,7 +46,7 @@ type Options struct {
 	NoPrefix       bool
 	LogDir         string
 	Bind           bool          // each rank to a processor of its own; N must not exceed the processors that this process may run on
-	Grace          time.Duration // between SIGTERM and SIGKILL once the job has failed
+	Grace          time.Duration // between SIGTERM, or the user's signal, and SIGKILL
 
 	// GoOn leaves the other ranks running when one dies, killed or by itself: Env tells them to "shrink" or "retry". The job begins to end with the first rank that ends well: it has
 	// ended well if all did that were alive then. If none ended well, the first death counts.
@@ -396,17 +396,24 @@ func outcome(s syscall.WaitStatus) (code int, how string) {
 	return s.ExitStatus(), fmt.Sprintf("exited with code %d", s.ExitStatus())
 }
 
-// fail notes the first failure and ends the ranks: SIGTERM, unless the user has already sent a signal, and after the grace SIGKILL.
+// fail notes the first failure and ends the ranks.
 func (l *launcher) fail(code int, why string) {
 	if l.code != 0 {
 		return
 	}
 	l.code, l.why, l.running, l.failed = code, why, l.live, true
 	l.hold.report(code, why, l.endsAll())
-	if !l.stopping {
-		l.guard.Signal(-1, syscall.SIGTERM)
+	l.end(syscall.SIGTERM)
+}
+
+// end sends s to all ranks and kills after the grace those that have not ended by then, unless they are being ended already. A rank that is stopped goes on, so that it hears of it.
+func (l *launcher) end(s syscall.Signal) {
+	if l.stopping {
+		return
 	}
 	l.stopping = true
+	l.guard.Signal(-1, s)
+	l.guard.Signal(-1, syscall.SIGCONT)
 	l.grace = time.After(l.Grace)
 }
 
@@ -419,10 +426,9 @@ func (l *launcher) signal(s syscall.Signal) {
 		l.kill()
 	default:
 		l.user = s
-		l.guard.Signal(-1, s)
-		l.stopping = true
+		l.end(s)
 		if !l.Quiet {
-			l.say(fmt.Sprintf("%s: passed on to %s; once more kills", unix.SignalName(s), count(l.live, "rank")))
+			l.say(fmt.Sprintf("%s: passed on to %s; what has not ended in %v is killed, and at once if the signal comes again", unix.SignalName(s), count(l.live, "rank"), l.Grace))
 		}
 	}
 }
