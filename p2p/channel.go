@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"slices"
 )
 
 // Token identifies the operation that a message of the ordered lane belongs to. It travels in every header; where the two ends differ, ranks have
@@ -38,9 +39,9 @@ func (e *Aborted) Error() string { return fmt.Sprintf("rank %d aborted", e.Rank)
 // (PostRecv, WaitRecv, Send), where the n-th message from a peer goes to the n-th receive posted for it, and the tagged lane (SendReq, RecvReq).
 // All methods need the proxy's lock but where they say otherwise; slots are positions in the channel's list of ranks.
 type Channel struct {
-	id        uint32
-	epoch     uint16
+	chanKey
 	tagged    bool // the tagged lane's; it outlives links
+	retired   bool // it is in the proxy's tables no more
 	hint      bool // see Begin
 	p         *Proxy
 	ranks     []int // rank of each slot, -1 where nobody is; nil until opened
@@ -66,6 +67,10 @@ type stream struct {
 	c    *Channel
 	pr   *peer
 	slot int
+	out  uint32 // its number in what goes to the peer, while on is the number of the link
+	on   uint64
+	in   uint32 // in what comes from the peer, while from is the number of the link
+	from uint64
 	// credits, in cost units, wrapping
 	sent, acked uint32 // what we sent; what the peer took of it
 	taken, told uint32 // what we took; what we told it of that
@@ -143,45 +148,101 @@ func (q *recvRing) pop() {
 // cost is what a frame with n bytes of payload takes of the credit: its bytes and its header's line.
 func cost(n int) uint32 { return uint32(64 + n) }
 
-// chanKey names one epoch of one channel.
-type chanKey struct {
-	id    uint32
-	epoch uint16
+// Name names a channel, in the whole job and for ever: no two channels have the same one. Whoever makes a channel takes a name from Proxy.Reserve and tells the
+// other members; with Maker 0 it is one that all ranks know from the beginning.
+type Name struct {
+	Maker  uint64 // incarnation of the rank that reserved it
+	Number uint64 // among those that this life has reserved
 }
 
-func (h *Header) channel() chanKey { return chanKey{h.Chan, h.Epoch} }
+func (n Name) String() string { return fmt.Sprintf("%x/%d", n.Maker, n.Number) }
 
-// on addresses h to c.
-func (h Header) on(c *Channel) Header {
-	h.Chan, h.Epoch = c.id, c.epoch
-	return h
+// Epoch is one life of a channel: the view that its members are in, and how many attempts of theirs to enter that view failed before.
+type Epoch struct{ View, Attempt uint64 }
+
+// Before reports whether e is over when o has begun.
+func (e Epoch) Before(o Epoch) bool {
+	return e.View < o.View || e.View == o.View && e.Attempt < o.Attempt
+}
+
+// chanKey names one epoch of one channel.
+type chanKey struct {
+	name  Name
+	epoch Epoch
 }
 
 // floor is how far a channel has come: its oldest living epoch, or that it is closed.
 type floor struct {
-	epoch  uint16
+	epoch  Epoch
 	closed bool
 }
 
-// above reports whether epoch is over. Epochs wrap.
-func (f floor) above(epoch uint16) bool { return f.closed || int16(epoch-f.epoch) < 0 }
+// above reports whether epoch is over.
+func (f floor) above(epoch Epoch) bool { return f.closed || epoch.Before(f.epoch) }
 
-// Open opens channel id among ranks (this one included), for the ordered lane or, if tagged, for the tagged one; every member opens it with the same list.
-// What peers sent on it before is kept. epoch counts the lives of the channel: only what was sent in the same one arrives; see Next. Takes the lock itself.
-func (p *Proxy) Open(id, epoch uint32, ranks []int, tagged bool) (*Channel, error) {
+// Reserve returns n names that no channel has had, with consecutive numbers: the first of them. Takes the lock itself.
+func (p *Proxy) Reserve(n int) Name {
 	p.Lock()
 	defer p.Unlock()
-	return p.open(id, epoch, ranks, tagged)
+	first := p.reserved + 1
+	p.reserved += uint64(n)
+	return Name{p.cfg.Self.Incarnation, first}
 }
 
-func (p *Proxy) open(id, epoch uint32, ranks []int, tagged bool) (*Channel, error) {
+// inbound is what a peer has said that it means by a number in its frames.
+type inbound struct {
+	key chanKey
+	st  *stream // nil: to be looked up
+}
+
+// maxInbound bounds the channels, and epochs of them, that a peer has numbers for at a time: those that are open there.
+const maxInbound = 1 << 18
+
+// number returns what st is called in frames to its peer. A link's first frame of a channel is preceded by one that says in full which channel it is.
+func (p *Proxy) number(st *stream) uint32 {
+	pr := st.pr
+	if st.on != pr.linkNo {
+		if n := len(pr.free); n > 0 {
+			st.out, pr.free = pr.free[n-1], pr.free[:n-1]
+		} else {
+			st.out = pr.numbers
+			pr.numbers++
+		}
+		st.on = pr.linkNo
+		k := &st.c.chanKey
+		p.queue(pr, Header{Kind: frameOpen, Chan: st.out, Seq: k.name.Maker, Call: k.name.Number, Count: k.epoch.View, Off: k.epoch.Attempt}, nil)
+	}
+	return st.out
+}
+
+// opened takes in what a peer means by a number from now on.
+func (p *Proxy) opened(pr *peer, h *Header) error {
+	n := uint32(len(pr.in))
+	if h.Len != 0 || h.Chan > n || h.Chan == n && n >= maxInbound {
+		return fmt.Errorf("%w: rank %d opens channel number %d with %d bytes, having opened %d", ErrProtocol, pr.rank, h.Chan, h.Len, n)
+	}
+	if h.Chan == n {
+		pr.in = append(pr.in, inbound{})
+	}
+	pr.in[h.Chan] = inbound{key: chanKey{Name{h.Seq, h.Call}, Epoch{h.Count, h.Off}}}
+	return nil
+}
+
+// Open opens the channel of this name among ranks (this one included), for the ordered lane or, if tagged, for the tagged one; every member opens it with the same list.
+// What peers sent on it before is kept. epoch counts the lives of the channel: only what was sent in the same one arrives; see Next. Takes the lock itself.
+func (p *Proxy) Open(name Name, epoch Epoch, ranks []int, tagged bool) (*Channel, error) {
+	p.Lock()
+	defer p.Unlock()
+	return p.open(chanKey{name, epoch}, ranks, tagged)
+}
+
+func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 	if p.closed {
 		return nil, ErrClosed
 	}
-	key := chanKey{id, uint16(epoch)}
 	c := p.chans[key]
-	if f, known := p.floors[id]; known && f.above(key.epoch) || c != nil && c.ranks != nil {
-		return nil, fmt.Errorf("channel %d is in use or was used before", id)
+	if f, known := p.floors[key.name]; known && f.above(key.epoch) || c != nil && c.ranks != nil {
+		return nil, fmt.Errorf("channel %v is in use or was used before", key.name)
 	}
 	if c == nil {
 		c = p.newChannel(key)
@@ -189,8 +250,7 @@ func (p *Proxy) open(id, epoch uint32, ranks []int, tagged bool) (*Channel, erro
 		p.unopened--
 	}
 	c.tagged = tagged
-	p.floors[id] = floor{epoch: key.epoch}
-	p.nextChan = max(p.nextChan, id+1)
+	p.floors[key.name] = floor{epoch: key.epoch}
 	c.ranks = ranks
 	c.fast = make([]*stream, len(ranks))
 	c.slots = make(map[int]int, len(ranks))
@@ -206,17 +266,10 @@ func (p *Proxy) open(id, epoch uint32, ranks []int, tagged bool) (*Channel, erro
 	}
 	for r := range c.streams {
 		if _, member := c.slots[r]; !member {
-			return nil, fmt.Errorf("%w: rank %d used channel %d, of which it is no member", ErrProtocol, r, id)
+			return nil, fmt.Errorf("%w: rank %d used channel %v, of which it is no member", ErrProtocol, r, key.name)
 		}
 	}
 	return c, nil
-}
-
-// NextChannel is the lowest id that no channel of this proxy had so far. Takes the lock itself.
-func (p *Proxy) NextChannel() uint32 {
-	p.Lock()
-	defer p.Unlock()
-	return p.nextChan
 }
 
 // ErrLeft says that a peer goes on in another epoch of the channel, and does not run the operation.
@@ -226,7 +279,7 @@ var ErrLeft = errors.New("it goes on in another view")
 // it has sent is still delivered. With the lock.
 func (c *Channel) Leave(last uint64) {
 	for pr := range c.linked() {
-		c.p.control(pr, Header{Kind: frameLeave, Seq: last}.on(c), nil)
+		c.control(pr, Header{Kind: frameLeave, Seq: last}, nil)
 	}
 }
 
@@ -240,7 +293,7 @@ func (st *stream) leaves(seq uint64) error {
 
 // Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is: what is still under way in the old one is dropped, receives
 // that are posted in it are withdrawn. With the lock. c is not to be used afterwards.
-func (c *Channel) Next(epoch uint32, ranks []int) (*Channel, error) {
+func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 	p := c.p
 	if p.closed {
 		return nil, ErrClosed
@@ -248,16 +301,16 @@ func (c *Channel) Next(epoch uint32, ranks []int) (*Channel, error) {
 	c.fail(ErrClosed)
 	c.retire()
 	for key, o := range p.chans { // of epochs that are skipped here
-		if key.id == c.id && int16(key.epoch-uint16(epoch)) < 0 {
+		if key.name == c.name && key.epoch.Before(epoch) {
 			p.unopened--
 			o.retire()
 		}
 	}
-	return p.open(c.id, epoch, ranks, false)
+	return p.open(chanKey{c.name, epoch}, ranks, false)
 }
 
 func (p *Proxy) newChannel(key chanKey) *Channel {
-	c := &Channel{id: key.id, epoch: key.epoch, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1}
+	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1}
 	p.chans[key] = c
 	return c
 }
@@ -347,7 +400,7 @@ func (c *Channel) Announce(t Token, slots []int) {
 	}
 	c.told, c.toldWaits = t, packed
 	for pr := range c.linked() {
-		c.p.control(pr, Header{Kind: frameStatus, Seq: t.Seq, Call: t.Call, Count: t.Count, Off: packed}.on(c), nil)
+		c.control(pr, Header{Kind: frameStatus, Seq: t.Seq, Call: t.Call, Count: t.Count, Off: packed}, nil)
 	}
 }
 
@@ -373,7 +426,7 @@ func (c *Channel) Abort(cause error, payload []byte) {
 			c.aborted = []byte{}
 		}
 		for pr := range c.linked() {
-			c.p.control(pr, Header{Kind: frameAbort, Len: uint32(len(payload))}.on(c), payload)
+			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(payload))}, payload)
 		}
 	}
 	c.fail(cause)
@@ -393,17 +446,17 @@ func (c *Channel) fail(err error) {
 func (c *Channel) Close() {
 	c.p.Lock()
 	defer c.p.Unlock()
-	if c.p.floors[c.id].closed || c.p.closed {
+	if c.p.floors[c.name].closed || c.p.closed {
 		return
 	}
 	for pr := range c.linked() {
-		c.p.control(pr, Header{Kind: frameBye}.on(c), nil)
+		c.control(pr, Header{Kind: frameBye}, nil)
 	}
 	c.fail(ErrClosed)
 	c.retire()
-	c.p.floors[c.id] = floor{closed: true}
+	c.p.floors[c.name] = floor{closed: true}
 	for key, o := range c.p.chans {
-		if key.id == c.id {
+		if key.name == c.name {
 			c.p.unopened--
 			o.retire()
 		}
@@ -435,8 +488,16 @@ func (c *Channel) retire() {
 				break
 			}
 		}
+		st.pr.bulk = slices.DeleteFunc(st.pr.bulk, func(s *SendReq) bool { return s.st == st })
+		if pr := st.pr; pr.link != nil && st.on == pr.linkNo { // what comes after may have the number
+			pr.free = append(pr.free, st.out)
+		}
+		if pr := st.pr; pr.link != nil && st.from == pr.linkNo && pr.in[st.in].st == st {
+			pr.in[st.in].st = nil
+		}
 	}
-	delete(c.p.chans, chanKey{c.id, c.epoch})
+	c.retired = true
+	delete(c.p.chans, c.chanKey)
 }
 
 // clear drops what waits to be asked for.
@@ -607,7 +668,7 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 		st = c.stream(slot)
 	}
 	pr := st.pr
-	h := Header{Kind: frameData, Chan: c.id, Epoch: c.epoch, Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
+	h := Header{Kind: frameData, Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
 	for off := 0; ; {
 		if c.err != nil {
 			return c.err
@@ -657,10 +718,13 @@ func (c *Channel) last(pr *peer, err error) error {
 // push transmits one frame that counts against the credit, if there is credit and room.
 func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 	n := cost(len(payload))
-	if st.sent+n-st.acked > uint32(c.window) || len(st.pr.ctl) > 0 {
+	if c.retired || st.sent+n-st.acked > uint32(c.window) {
 		return false
 	}
-	h.Ack = st.taken
+	h.Chan, h.Ack = c.p.number(st), st.taken
+	if len(st.pr.ctl) > 0 {
+		return false
+	}
 	if !c.p.transmit(st.pr, h, payload) {
 		return false
 	}
@@ -672,7 +736,7 @@ func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 // repay tells the peer what was taken, before its credit runs low.
 func (p *Proxy) repay(st *stream) {
 	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
-		p.control(st.pr, Header{Kind: frameCredit}.on(st.c), nil)
+		st.c.control(st.pr, Header{Kind: frameCredit}, nil)
 	}
 }
 

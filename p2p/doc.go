@@ -7,7 +7,7 @@
 //
 //	p := p2p.New(p2p.Config{…})
 //	endpoints, err := p.Listen(ctx)              // for the directory, by which peers find this rank
-//	c, err := p.Open(id, epoch, ranks, false)     // every member opens the same id and epoch
+//	c, err := p.Open(name, epoch, ranks, false)   // every member opens the same name and epoch
 //	p.Lock()
 //	c.Begin(token, false)
 //	c.PostRecv(&r, slot, token, buf, false)
@@ -65,7 +65,8 @@
 // # Epochs
 //
 // Whoever is a member, and in which life, is decided elsewhere. Channel.Next takes a channel of the ordered lane into its next epoch, among other ranks;
-// links, and what other channels have under way over them, stay. The epoch travels in every header: what was sent in an earlier one is dropped, what
-// comes from ranks that are ahead is kept. Proxy.Vacate gives a rank's place free, and the next incarnation that proves the job's secret may link itself. A channel
+// links, and what other channels have under way over them, stay. What was sent in an earlier epoch is dropped, what comes from ranks that are ahead is kept.
+// Names and epochs are never used again, and never cut short: the first frame of a channel's epoch over a link is preceded by one with both in full, and a
+// number that stands for them in the headers of those that follow. Proxy.Vacate gives a rank's place free, and the next incarnation that proves the job's secret may link itself. A channel
 // of the tagged lane has no epochs: its traffic with a peer fails with the link and begins anew with the next one.
 package p2p

@@ -94,9 +94,9 @@ func (l *cutLink) Recv() (*p2p.Header, []byte, error) {
 	return l.Link.Recv()
 }
 
-func channel(t *testing.T, m *member, id, epoch uint32, n int, tagged bool) *p2p.Channel {
+func channel(t *testing.T, m *member, number, view uint64, n int, tagged bool) *p2p.Channel {
 	t.Helper()
-	c, err := m.Open(id, epoch, ranks(n), tagged)
+	c, err := m.Open(known(number), p2p.Epoch{View: view}, ranks(n), tagged)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -126,11 +126,11 @@ func recv(t *testing.T, m *member, c *p2p.Channel, from int, seq uint64, want st
 	}
 }
 
-func next(t *testing.T, m *member, c *p2p.Channel, epoch uint32, ranks []int) *p2p.Channel {
+func next(t *testing.T, m *member, c *p2p.Channel, view, attempt uint64, ranks []int) *p2p.Channel {
 	t.Helper()
 	m.Lock()
 	defer m.Unlock()
-	c, err := c.Next(epoch, ranks)
+	c, err := c.Next(p2p.Epoch{View: view, Attempt: attempt}, ranks)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,21 +141,21 @@ func next(t *testing.T, m *member, c *p2p.Channel, epoch uint32, ranks []int) *p
 func TestEpochs(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
-	const first = 1<<16 - 2 // they wrap in the headers
+	const first, many = 1<<40 - 1, 1 << 63 // nothing of an epoch is cut off
 	ca, cb := channel(t, a, 7, first, 2, false), channel(t, b, 7, first, 2, false)
 	send(t, a, ca, 1, 1, "both are in the first")
 	recv(t, b, cb, 0, 1, "both are in the first")
 	send(t, a, ca, 1, 2, "of the first")
 	send(t, b, cb, 0, 2, "of the first")
-	ca = next(t, a, ca, first+1, ranks(2))
+	ca = next(t, a, ca, first, 1<<20, ranks(2))
 	send(t, a, ca, 1, 3, "of the second, where b never is")
-	ca = next(t, a, ca, first+4, ranks(2))
+	ca = next(t, a, ca, many, 0, ranks(2))
 	send(t, a, ca, 1, 4, "of the third")
 	var r p2p.Recv
 	b.Lock()
 	cb.PostRecv(&r, 0, p2p.Token{Seq: 9}, make([]byte, 3), false)
 	b.Unlock()
-	cb = next(t, b, cb, first+4, ranks(2))
+	cb = next(t, b, cb, many, 0, ranks(2))
 	send(t, b, cb, 0, 5, "back")
 	recv(t, b, cb, 0, 4, "of the third")
 	recv(t, a, ca, 1, 5, "back")
@@ -166,7 +166,7 @@ func TestEpochs(t *testing.T) {
 		}
 	}
 	ca.Close()
-	if _, err := a.Open(7, first+5, ranks(2), false); err == nil {
+	if _, err := a.Open(known(7), p2p.Epoch{View: many + 1}, ranks(2), false); err == nil {
 		t.Error("a closed channel was opened again")
 	}
 }
@@ -228,7 +228,7 @@ func TestReplacement(t *testing.T) {
 		t.Errorf("a receive in the old epoch: %v", err)
 	}
 	a.Unlock()
-	ord[0] = next(t, a, ord[0], 2, ranks(3))
+	ord[0] = next(t, a, ord[0], 2, 0, ranks(3))
 	recv(t, a, ord[0], 1, 1, "in the new epoch")
 	done := make(chan error)
 	go func() {
@@ -274,7 +274,7 @@ func TestRelink(t *testing.T) {
 	a.cut.Store(false)
 	b.Relink(0)
 	a.Relink(1)
-	ca, cb = next(t, a, ca, 2, ranks(2)), next(t, b, cb, 2, ranks(2))
+	ca, cb = next(t, a, ca, 2, 0, ranks(2)), next(t, b, cb, 2, 0, ranks(2))
 	send(t, a, ca, 1, 1, "y")
 	recv(t, b, cb, 0, 1, "y")
 	send(t, b, cb, 0, 1, "z")

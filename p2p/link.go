@@ -22,11 +22,11 @@ func (i Identity) String() string {
 
 // Header is the fixed part of every frame. A link carries it unchanged and looks only at Len.
 type Header struct {
-	Kind  uint8  // what the frame is; the proxy's business
-	Flags uint8  // the proxy's business
-	Epoch uint16 // of the channel, its low bits: what was sent in an earlier one is dropped
+	Kind  uint8 // what the frame is; the proxy's business
+	Flags uint8 // the proxy's business
+	_     uint16
 	Len   uint32 // bytes of payload, at most MaxFrame
-	Chan  uint32 // channel: which group's traffic
+	Chan  uint32 // channel, by a number that holds for one direction of one link
 	Ack   uint32 // credit returned to the receiver of this frame
 	Seq   uint64 // operation sequence or message id
 	Call  uint64 // the caller's operation, packed

@@ -85,7 +85,7 @@ func (p *Proxy) pump(pr *peer) bool {
 	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
 		s := pr.bulk[0]
 		n := min(len(s.buf)-s.off, pr.link.MaxFrame())
-		h := Header{Kind: frameBulk, Chan: s.st.c.id, Epoch: s.st.c.epoch, Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: s.st.taken}
+		h := Header{Kind: frameBulk, Chan: p.number(s.st), Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: s.st.taken}
 		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
 			break
 		}
@@ -102,7 +102,7 @@ func (p *Proxy) pump(pr *peer) bool {
 
 // begin sends a short message, or announces a long one.
 func (c *Channel) begin(st *stream, s *SendReq) bool {
-	h := Header{Kind: frameEager, Chan: c.id, Epoch: c.epoch, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
+	h := Header{Kind: frameEager, Call: s.meta, Count: s.tag, Len: uint32(len(s.buf)), Flags: flagLast}
 	payload := s.buf
 	if len(s.buf) > min(c.EagerMax(), st.pr.link.MaxFrame()) {
 		h.Kind, h.Len, h.Flags, h.Off, h.Seq, payload = frameRTS, 0, 0, uint64(len(s.buf)), c.nextMsg, nil
@@ -163,7 +163,7 @@ func (c *Channel) CancelSend(s *SendReq) {
 	}
 	if s.id != 0 && s.err == nil {
 		delete(c.sends, s.id)
-		c.p.control(pr, Header{Kind: frameCancel, Seq: s.id, Off: s.remote}.on(c), nil)
+		c.control(pr, Header{Kind: frameCancel, Seq: s.id, Off: s.remote}, nil)
 	}
 	s.done, s.buf = true, nil
 }
@@ -228,7 +228,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 		r.err = ErrWrongSize
 	}
 	if h.Kind == frameRTS {
-		answer := Header{Kind: frameCTS, Seq: h.Seq}.on(c)
+		answer := Header{Kind: frameCTS, Seq: h.Seq}
 		if r.err != nil {
 			answer.Flags, r.done = flagDrop, true
 		} else {
@@ -237,7 +237,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 			c.recvs[r.id] = r
 			answer.Off = r.id
 		}
-		c.p.control(st.pr, answer, nil)
+		c.control(st.pr, answer, nil)
 	}
 }
 

@@ -149,17 +149,31 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
 	pr.counts.received(int(h.Len))
-	st := pr.st
-	if st == nil || st.c.id != h.Chan || st.c.epoch != h.Epoch {
-		var err error
-		if st, err = p.streamFor(pr, h.channel()); err != nil {
+	if h.Kind == frameOpen {
+		if err := p.opened(pr, h); err != nil {
 			return err
 		}
-		if pr.st = st; st == nil {
+		pr.link.Release()
+		return nil
+	}
+	if int64(h.Chan) >= int64(len(pr.in)) {
+		return fmt.Errorf("%w: rank %d uses channel number %d, having opened %d", ErrProtocol, pr.rank, h.Chan, len(pr.in))
+	}
+	st := pr.in[h.Chan].st
+	if st == nil || st.c.retired {
+		var err error
+		if st, err = p.streamFor(pr, pr.in[h.Chan].key); err != nil {
+			return err
+		}
+		if st == nil {
+			pr.st = nil
 			p.take(pr, payload, nil)
 			return nil
 		}
+		st.in, st.from = h.Chan, pr.linkNo
+		pr.in[h.Chan].st = st
 	}
+	pr.st = st
 	c := st.c
 	if h.Ack-st.acked > st.sent-st.acked {
 		return fmt.Errorf("%w: rank %d acknowledges more than was sent to it", ErrProtocol, pr.rank)
@@ -251,7 +265,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 	c := p.chans[key]
 	if c == nil {
-		if f, known := p.floors[key.id]; known && f.above(key.epoch) {
+		if f, known := p.floors[key.name]; known && f.above(key.epoch) {
 			return nil, nil
 		}
 		if p.unopened++; p.unopened > maxUnopened {
@@ -260,7 +274,7 @@ func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 		c = p.newChannel(key)
 	}
 	if c.ranks != nil && !c.has(pr.rank) { // else Open will look
-		return nil, fmt.Errorf("%w: rank %d sent on channel %d, of which it is no member", ErrProtocol, pr.rank, key.id)
+		return nil, fmt.Errorf("%w: rank %d sent on channel %v, of which it is no member", ErrProtocol, pr.rank, key.name)
 	}
 	return c.streamOf(pr), nil
 }

@@ -23,6 +23,7 @@ const (
 	frameStatus            // the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom, see packSlots
 	frameLeave             // the sender goes on in another epoch. Seq: the last operation that it has run in this one
 	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
+	frameOpen              // from now on Chan stands for this channel. Seq, Call: its name, Count, Off: its epoch; no credit
 )
 
 const (
@@ -94,9 +95,9 @@ type Proxy struct {
 	peers    []peer  // by rank
 	links    []*peer // those with a live link
 	chans    map[chanKey]*Channel
-	floors   map[uint32]floor // of channels that were opened: what arrives below is dropped
+	floors   map[Name]floor // of channels that were opened: what arrives below is dropped
 	unopened int
-	nextChan uint32
+	reserved uint64 // names of channels
 	pool     pool
 	discard  []byte
 	arrivals uint64
@@ -116,11 +117,15 @@ type peer struct {
 	rank     int
 	id       Identity // zero Incarnation: not known yet
 	link     Link     // nil: none yet, or err
-	err      error    // the peer is gone, until Relink or Vacate says otherwise
-	vacant   bool     // any incarnation may link itself
-	was      error    // err before Relink, until there is a link
-	bye      bool     // it said goodbye first
-	sendErr  error    // sending failed; what has arrived is still read, then the link goes down
+	linkNo   uint64   // which of its links that is
+	numbers  uint32   // of channels, that were given out over the link
+	free     []uint32 // those of them that nothing has any more
+	in       []inbound
+	err      error // the peer is gone, until Relink or Vacate says otherwise
+	vacant   bool  // any incarnation may link itself
+	was      error // err before Relink, until there is a link
+	bye      bool  // it said goodbye first
+	sendErr  error // sending failed; what has arrived is still read, then the link goes down
 	dialing  bool
 	since    time.Time // link first wanted
 	admitted time.Time // an incoming connection was admitted, and is expected
@@ -158,8 +163,8 @@ func New(cfg Config) *Proxy {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size), chans: map[chanKey]*Channel{}, floors: map[uint32]floor{},
-		regions: map[uint64]*Region{}, nextChan: 1, dials: make(chan struct{}, 16)}
+	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size), chans: map[chanKey]*Channel{}, floors: map[Name]floor{},
+		regions: map[uint64]*Region{}, dials: make(chan struct{}, 16)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	for i := range p.peers {
 		p.peers[i].rank = i
@@ -292,6 +297,8 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 		pr.stop() // our own dialling lost
 	}
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, nil, false, false, nil, false, false, nil, time.Time{}
+	pr.linkNo++
+	pr.numbers, pr.free, pr.in = 0, nil, nil
 	p.links = append(p.links, pr)
 	p.tune(l)
 	pr.counts.transport = transport
@@ -301,7 +308,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 			c.renew(st)
 		}
 		if c.aborted != nil && c.has(pr.rank) {
-			p.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}.on(c), c.aborted)
+			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}, c.aborted)
 		}
 	}
 	if p.cfg.Notify != nil {
@@ -467,13 +474,17 @@ func (p *Proxy) Idle() {
 }
 
 // control sends a control frame of a channel in use, or keeps it until the link has room. It carries the channel's credit, as every frame does.
-func (p *Proxy) control(pr *peer, h Header, payload []byte) {
-	c := p.chans[h.channel()]
-	if pr.link == nil || pr.sendErr != nil || c == nil {
+func (c *Channel) control(pr *peer, h Header, payload []byte) {
+	if pr.link == nil || pr.sendErr != nil || c.retired {
 		return
 	}
 	st := c.streamOf(pr)
-	h.Ack, st.told = st.taken, st.taken
+	h.Chan, h.Ack, st.told = c.p.number(st), st.taken, st.taken
+	c.p.queue(pr, h, payload)
+}
+
+// queue sends a frame after all others that wait to be sent.
+func (p *Proxy) queue(pr *peer, h Header, payload []byte) {
 	if len(pr.ctl) == 0 && p.transmit(pr, &h, payload) {
 		return
 	}

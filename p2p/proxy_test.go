@@ -55,8 +55,11 @@ func ranks(n int) []int {
 	return all
 }
 
-func open(t interface{ Fatal(...any) }, p *p2p.Proxy, id uint32, n int) *p2p.Channel {
-	c, err := p.Open(id, 0, ranks(n), false)
+// known is the name of a channel that all ranks know.
+func known(number uint64) p2p.Name { return p2p.Name{Number: number} }
+
+func open(t interface{ Fatal(...any) }, p *p2p.Proxy, number uint64, n int) *p2p.Channel {
+	c, err := p.Open(known(number), p2p.Epoch{}, ranks(n), false)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -329,22 +332,30 @@ type scripted struct {
 	body   []byte
 	have   bool
 	whole  bool
+	begun  uint32 // numbers of channels that it has opened in good order
 	closed bool
 }
 
 const maxScripted = 4096
 
+const frameOpen = 12 // see proxy.go
+
 func (s *scripted) Send(*p2p.Header, []byte) (bool, error) { return true, nil }
 func (s *scripted) Flush() (bool, error)                   { return true, nil }
 func (s *scripted) Recv() (*p2p.Header, []byte, error) {
+	if !s.have && s.begun < 3 {
+		s.h = p2p.Header{Kind: frameOpen, Chan: s.begun, Call: uint64(s.begun)}
+		s.begun++
+		s.have, s.whole = true, true
+	}
 	if !s.have {
 		if len(s.script) < 16 {
 			return nil, nil, fmt.Errorf("the script is over: %w", p2p.ErrPeerGone)
 		}
 		b := s.script
 		s.script = s.script[16:]
-		s.h = p2p.Header{Kind: b[0] % 12, Flags: b[1], Chan: uint32(b[2] % 4), Ack: uint32(b[3]), Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
-			Seq: uint64(b[6]), Call: uint64(b[7] % 2), Count: uint64(b[8] % 4), Off: uint64(binary.LittleEndian.Uint16(b[9:]))}
+		s.h = p2p.Header{Kind: b[0] % (frameOpen + 2), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]), Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
+			Seq: uint64(b[6]), Call: uint64(b[7] % 4), Count: uint64(b[8] % 4), Off: uint64(binary.LittleEndian.Uint16(b[9:]))}
 		s.body = make([]byte, s.h.Len)
 		s.have, s.whole = true, b[11]%2 == 0
 	}

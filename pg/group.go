@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -30,8 +31,8 @@ type Group struct {
 	job    *job // shared with subgroups
 	rank   int
 	size   int
-	ranks  []int // rank in the job of each slot
-	base   uint32
+	ranks  []int    // rank in the job of each slot
+	name   p2p.Name // of coll; the next number is msgs'
 	lives  []uint64 // of each slot, when the group was made: a subgroup never takes others in. nil: the group of all ranks
 	active []int    // slots
 	hosts  []int    // of active; nil: one host
@@ -104,10 +105,10 @@ func (g *Group) View() View {
 	return View{Epoch: g.epoch, Active: append([]int(nil), g.active...)}
 }
 
-// newGroup makes the handle of a group among ranks of the job; its two channels are base and base+1.
+// newGroup makes the handle of a group among ranks of the job; its two channels have this name and the one with the next number.
 // lives are the incarnations of the members, nil for the group of all ranks, which enters its first view by move unless epoch is that view's.
-func newGroup(j *job, ranks []int, rank int, base uint32, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
-	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, base: base, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1), done: make(chan struct{})}
+func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
+	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1), done: make(chan struct{})}
 	g.active = make([]int, len(ranks))
 	for i := range g.active {
 		g.active[i] = i
@@ -116,14 +117,14 @@ func newGroup(j *job, ranks []int, rank int, base uint32, lives []uint64, at mem
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	g.turn = sync.NewCond(j.proxy)
 	var err error
-	if g.coll, err = j.proxy.Open(base, channelEpoch(epoch, 0), ranks, false); err != nil {
+	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {
 		return nil, err
 	}
 	all := ranks
 	if lives == nil {
 		all = upTo(max(len(ranks), j.settings.MaxSize))
 	}
-	if g.msgs, err = j.proxy.Open(base+1, 0, all, true); err != nil {
+	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all, true); err != nil {
 		return nil, err
 	}
 	g.run.init(g)
@@ -565,37 +566,52 @@ func (g *Group) Close() error {
 	return g.job.release()
 }
 
+// worldName is the name of the group of all ranks.
+var worldName = p2p.Name{Number: 1}
+
+// id is a number of the group for people: 1 for the group of all ranks, and the same at all members.
+func (g *Group) id() uint32 {
+	if g.name == worldName {
+		return 1
+	}
+	return uint32(g.name.Number) + 2
+}
+
 // Split divides the group: ranks that give the same color (>= 0) form a subgroup, ordered by key and among equal keys by rank. A negative color
 // joins none and gets (nil, nil). It is a collective: every rank calls it. The subgroup is closed on its own.
+//
+// Its outcome is uniform, as with Config.Uniform: if ranks are lost meanwhile, all survivors get their subgroups, or all get an error and none has been made.
+// Groups may be divided at the same time. Whoever is a member and was lost since is no member of the subgroup's first view.
 func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
-	mine := [3]int64{int64(color), int64(key), int64(g.job.proxy.NextChannel())}
-	all := make([]int64, 3*g.Size())
-	if err := AllGather(ctx, g, all, mine[:]); err != nil {
+	// What a rank says of itself. Of those with one color the lowest rank has the say, which name their subgroup has.
+	type part struct{ color, key, incarnation, number int64 }
+	const fields = 4
+	name := g.job.proxy.Reserve(2)
+	mine := []int64{int64(color), int64(key), int64(g.job.self.Incarnation), int64(name.Number)}
+	all, err := g.exchange(ctx, mine)
+	if err != nil || color < 0 {
 		return nil, err
 	}
-	if color < 0 {
-		return nil, nil
-	}
 	var slots []int
-	base := uint32(0)
-	g.job.proxy.Lock()
-	active, at := g.active, g.at
-	g.job.proxy.Unlock()
-	for _, s := range active {
-		base = max(base, uint32(all[3*s+2])) // an id that no member has used
-		if all[3*s] == int64(color) {
-			at := len(slots)
-			for at > 0 && all[3*slots[at-1]+1] > all[3*s+1] {
-				at--
-			}
-			slots = append(slots[:at], append([]int{s}, slots[at:]...)...)
+	parts := make([]part, len(all)/fields)
+	for s := range parts {
+		p := part{all[fields*s], all[fields*s+1], all[fields*s+2], all[fields*s+3]}
+		if parts[s] = p; p.incarnation == 0 || p.color != int64(color) { // 0: nobody has the slot
+			continue
 		}
+		if len(slots) == 0 {
+			name = p2p.Name{Maker: uint64(p.incarnation), Number: uint64(p.number)}
+		}
+		slots = append(slots, s)
 	}
+	slices.SortStableFunc(slots, func(a, b int) int { return cmp.Compare(parts[a].key, parts[b].key) })
+	g.job.proxy.Lock()
+	in, at := g.ranks, g.job.view
+	g.job.proxy.Unlock()
 	ranks, lives := make([]int, len(slots)), make([]uint64, len(slots))
 	rank := 0
 	for i, s := range slots {
-		ranks[i] = g.ranks[s]
-		lives[i] = at.Slots[ranks[i]].Incarnation
+		ranks[i], lives[i] = in[s], uint64(parts[s].incarnation)
 		if s == g.rank {
 			rank = i
 		}
@@ -603,8 +619,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	if !g.job.retain() {
 		return nil, ErrClosed
 	}
-	// Two subgroups of one Split have no member in common, so that they may share an id.
-	sub, err := newGroup(g.job, ranks, rank, base, lives, at, 0)
+	sub, err := newGroup(g.job, ranks, rank, name, lives, at, 0)
 	if err != nil {
 		g.job.release()
 		return nil, err
@@ -614,6 +629,39 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	sub.viewChanged()
 	g.job.proxy.Unlock()
 	return sub, nil
+}
+
+// exchange returns what all members say, by slot; zeros for slots that are not active. Its outcome is uniform.
+func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
+	g.queueMu.Lock()
+	var last *Work
+	if n := len(g.queue); n > 0 {
+		last = g.queue[n-1]
+	}
+	g.queueMu.Unlock()
+	if last != nil { // behind what was started
+		select {
+		case <-last.done:
+		case <-ctx.Done():
+		}
+	}
+	g.enter()
+	defer g.leave()
+	before := g.uniform
+	g.uniform = true
+	defer func() { g.uniform = before }()
+	if err := g.ready(ctx, false); err != nil {
+		return nil, err
+	}
+	all := make([]int64, len(mine)*g.size)
+	if err := g.check(&g.cur, collectives.AllGather, 0, 0, BufferOf(all), BufferOf(mine), nil, nil); err != nil {
+		return nil, err
+	}
+	g.run.hot = hot{}
+	if err := g.collective(ctx, false); err != nil {
+		return nil, err
+	}
+	return all, nil
 }
 
 // A Work is an operation that Start started.

@@ -424,7 +424,7 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 	j.proxy.Lock()
 	view = j.view
 	j.proxy.Unlock()
-	g, err := newGroup(j, upTo(view.Size()), s.Rank, 1, nil, view, view.Epoch-1)
+	g, err := newGroup(j, upTo(view.Size()), s.Rank, worldName, nil, view, view.Epoch-1)
 	if err != nil {
 		return nil, err
 	}
@@ -594,7 +594,7 @@ func (j *job) strangers() int {
 
 // world makes the group of all ranks.
 func (j *job) world(s *settings, self p2p.Identity) (*Group, error) {
-	g, err := newGroup(j, upTo(s.Size), self.Rank, 1, nil, j.view, 1)
+	g, err := newGroup(j, upTo(s.Size), self.Rank, worldName, nil, j.view, 1)
 	if err == nil && s.MaxSize == 1 {
 		g.locate(j.places)
 	}

@@ -48,13 +48,6 @@ var errMoved = errors.New("the group goes on without it")
 // errAgain says that a rank could not enter the view in which an operation was about to run, because there was another one already.
 var errAgain = errors.New("it could not enter the view")
 
-// A channel of collectives has an epoch of its own for each view of the group and each attempt to go on in that view.
-const maxAttempts = 1 << 6
-
-func channelEpoch(epoch, attempt uint64) uint32 {
-	return uint32(epoch*maxAttempts + attempt)
-}
-
 // members of the group in the job's view: their slots, and the epoch of that for this group. With the proxy's lock, as most of this file.
 func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 	if g.lives == nil {
@@ -223,7 +216,7 @@ func (g *Group) move(mine membership.Standing, again bool) error {
 		attempt := uint64(0)
 		down := g.down(active)
 		switch {
-		case down >= 0 || epoch < g.must || epoch == g.epoch && broken && g.attempt+1 == maxAttempts:
+		case down >= 0 || epoch < g.must:
 			if err := g.linger(down); err != nil {
 				return err
 			}
@@ -320,7 +313,7 @@ func (g *Group) open(active []int, epoch, attempt uint64) error {
 	for _, slot := range active {
 		ranks[slot] = g.ranks[slot]
 	}
-	c, err := g.coll.Next(channelEpoch(epoch, attempt), ranks)
+	c, err := g.coll.Next(p2p.Epoch{View: epoch, Attempt: attempt}, ranks)
 	if err != nil {
 		return err
 	}
@@ -338,9 +331,9 @@ var standToken = p2p.Token{Call: 1 << 63}
 
 // stand exchanges where the members of the view stand and draws the conclusion.
 func (g *Group) stand(mine membership.Standing) error {
-	mine.Epoch, mine.Start, mine.Confirmed = g.agreed.Epoch, g.agreed.Start, g.agreed.Confirmed
+	mine.Epoch, mine.Attempt, mine.Start, mine.Confirmed = g.agreed.Epoch, g.agreed.Attempt, g.agreed.Start, g.agreed.Confirmed
 	out := make([]byte, 0, standingSize)
-	for _, n := range []uint64{mine.Over, mine.Epoch, mine.Start, mine.Confirmed} {
+	for _, n := range []uint64{mine.Over, mine.Epoch, mine.Start, mine.Confirmed, mine.Attempt} {
 		out = binary.LittleEndian.AppendUint64(out, n)
 	}
 	flags := uint64(0)
@@ -350,7 +343,6 @@ func (g *Group) stand(mine membership.Standing) error {
 		}
 	}
 	out = binary.LittleEndian.AppendUint64(out, flags)
-	out = binary.LittleEndian.AppendUint64(out, 0)
 	out = out[:standingSize]
 	g.job.here.encode(out[6*8:])
 
@@ -387,11 +379,11 @@ func (g *Group) stand(mine membership.Standing) error {
 			b = in[i*standingSize : (i+1)*standingSize]
 		}
 		u := func(at int) uint64 { return binary.LittleEndian.Uint64(b[8*at:]) }
-		all[i] = membership.Standing{Over: u(0), Epoch: u(1), Start: u(2), Confirmed: u(3), Has: u(4)&1 != 0, Intact: u(4)&2 != 0, Joins: u(4)&4 != 0}
+		all[i] = membership.Standing{Over: u(0), Epoch: u(1), Start: u(2), Confirmed: u(3), Attempt: u(4), Has: u(5)&1 != 0, Intact: u(5)&2 != 0, Joins: u(5)&4 != 0}
 		places[g.ranks[slot]] = decodePlace(b[6*8:])
 	}
 	g.begins, g.confirmed = membership.Resume(all)
-	g.agreed = membership.Standing{Epoch: g.epoch*maxAttempts + g.attempt, Start: g.begins, Confirmed: g.confirmed}
+	g.agreed = membership.Standing{Epoch: g.epoch, Attempt: g.attempt, Start: g.begins, Confirmed: g.confirmed}
 	if g.lives == nil {
 		g.job.settle(g, places)
 	}
@@ -611,7 +603,7 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 // decide makes the first proposal that reaches the store the outcome of agreement k. A rank with failed set has none to make: others finished without it, and they
 // have decided before they went on.
 func (g *Group) decide(ctx context.Context, k uint64, yes bool, failed error) (bool, error) {
-	key := fmt.Sprintf("agree/%d-%d", g.base, g.ranks[0])
+	key := fmt.Sprintf("agree/%x-%d", g.name.Maker, g.name.Number)
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
 	var old []byte

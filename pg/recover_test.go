@@ -7,6 +7,7 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -155,6 +156,24 @@ func TestRecover(t *testing.T) {
 			t.Errorf("the view is %v", v)
 		}
 	}, pgtest.Transport("shm"), pgtest.Expect(0, syscall.SIGKILL))
+}
+
+// A group recovers in one view as often as the program likes.
+func TestRecoverManyTimesInOneView(t *testing.T) {
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		epoch := g.View().Epoch
+		for i := range 200 {
+			if err := g.Recover(t.Context()); err != nil {
+				t.Fatalf("recovery %d: %v", i, err)
+			}
+		}
+		if err := holes(t, g, 100); err != nil {
+			t.Fatal(err)
+		}
+		if v := g.View(); v.Epoch != epoch {
+			t.Errorf("epoch %d, and %d before: nobody came or went", v.Epoch, epoch)
+		}
+	}, pgtest.Config(pg.Config{Timeout: 20 * time.Second}))
 }
 
 // An operation whose inputs are intact runs again by itself: with Uniform, whoever dies when, the survivors see no error but where their inputs were lost.
@@ -432,6 +451,57 @@ func TestSubgroups(t *testing.T) {
 			t.Errorf("the new half is %v", odd.View())
 		}
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(3, syscall.SIGKILL), pgtest.Replace(3))
+}
+
+// Two groups are divided at the same time while a rank of both dies: each Split has one outcome at all survivors, and those that come after make groups that work.
+func TestSplitsWhileARankDies(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		parts := make([]*pg.Group, 2)
+		for i := range parts { // ranks 0, 1, 2 and 1, 2, 3
+			color := 0
+			if g.Rank() == 3*(1-i) {
+				color = -1
+			}
+			var err error
+			if parts[i], err = g.Split(ctx, color, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var wg sync.WaitGroup
+		for i, p := range parts {
+			if p == nil {
+				continue
+			}
+			defer p.Close()
+			wg.Go(func() {
+				alike, lost := 0, false
+				for n := 0; alike < 20; n++ {
+					if g.Rank() == 2 && i == 0 && n == 10 {
+						syscall.Kill(os.Getpid(), syscall.SIGKILL)
+					}
+					sub, err := p.Split(ctx, 0, 0)
+					if err == nil {
+						err = sub.Barrier(ctx)
+						sub.Close()
+					}
+					if lostRank(err) >= 0 {
+						lost = true
+					} else if err != nil {
+						t.Errorf("splitting part %d: %v", i, err)
+						return
+					}
+					if yes, err := p.Agree(ctx, lost && err == nil && len(p.View().Active) == 2); err != nil && lostRank(err) < 0 {
+						t.Errorf("agreeing in part %d: %v", i, err)
+						return
+					} else if yes {
+						alike++
+					}
+				}
+			})
+		}
+		wg.Wait()
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}), pgtest.Expect(2, syscall.SIGKILL))
 }
 
 // A rank that is alive and does not come is named, and put out where the configuration says so.

@@ -61,7 +61,7 @@ func (g *Group) template() {
 	default:
 		parts = g.size
 	}
-	t.tpl = flight.Template(g.base, g.epoch, call, tok.Count, uint64(bytes+c.count*elem*parts))
+	t.tpl = flight.Template(g.id(), g.epoch, call, tok.Count, uint64(bytes+c.count*elem*parts))
 	if t.since != 0 {
 		t.tpl.Queued, t.since = flight.QueuedSince(t.since), 0
 	}
@@ -78,7 +78,7 @@ func (t *telemetry) chosen(a collectives.Algo) {
 func (g *Group) failed(err error) {
 	t, o := &g.tel, outcome(err)
 	t.err = err
-	if t.cur != nil && t.cur.State == flight.Running && t.cur.Number == g.seq && t.cur.Group == g.base {
+	if t.cur != nil && t.cur.State == flight.Running && t.cur.Number == g.seq && t.cur.Group == g.id() {
 		t.rec.End(t.cur, o)
 	} else { // it had not begun
 		t.rec.Count(o)
@@ -114,7 +114,7 @@ func (g *Group) beginMessage(m *message, async bool) {
 	if m.recv {
 		kind = flight.Recv
 	}
-	tpl := flight.Template(g.base, g.epoch, flight.Pack(kind, m.x.DType, 0, collectives.Auto, g.rankOrAny(m.peer)), uint64(m.x.Count), uint64(m.x.Count*m.x.DType.Size()))
+	tpl := flight.Template(g.id(), g.epoch, flight.Pack(kind, m.x.DType, 0, collectives.Auto, g.rankOrAny(m.peer)), uint64(m.x.Count), uint64(m.x.Count*m.x.DType.Size()))
 	if async {
 		tpl.Flags = flight.Async
 	}
@@ -260,11 +260,11 @@ func (j *job) watch(g *Group) error {
 	defer j.proxy.Unlock()
 	g.tel.rec = j.obs.Load().rec
 	g.wait.OnSleep(func(rank int) { // for whoever reads the file of a killed rank
-		if c := g.tel.cur; c != nil && c.State == flight.Running && c.Group == g.base {
+		if c := g.tel.cur; c != nil && c.State == flight.Running && c.Group == g.id() {
 			c.Awaited = uint32(rank) + 1
 		}
 	})
-	g.tel.rec.AddGroup(g.base, g.rank, g.ranks)
+	g.tel.rec.AddGroup(g.id(), g.rank, g.ranks)
 	return nil
 }
 
@@ -394,14 +394,14 @@ func (g *Group) awaits() (slots []int) {
 }
 
 func (g *Group) glance() glance {
-	v := glance{id: g.base, slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.queued.Load()), err: g.err, last: g.tel.err}
+	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.queued.Load()), err: g.err, last: g.tel.err}
 	if g.aborted != nil {
 		v.err = g.aborted
 	}
 	for slot := range g.size {
 		v.ranks = append(v.ranks, g.jobRank(slot))
 	}
-	if c := g.tel.cur; c != nil && c.Group == g.base && c.Number == g.seq {
+	if c := g.tel.cur; c != nil && c.Group == g.id() && c.Number == g.seq {
 		if v.record, v.has = *c, true; c.State == flight.Running {
 			v.awaits = g.awaits()
 		}

@@ -5,13 +5,15 @@ import (
 	"fmt"
 	"testing"
 	"time"
+
+	"tutti/p2p"
 )
 
 // relocate takes the group of a rank to where places says that its ranks are, as a change of the view does.
 func (g *Group) relocate(places []place, epoch uint64) error {
 	g.enter()
 	defer g.leave()
-	c, err := g.coll.Next(channelEpoch(epoch, 0), g.ranks)
+	c, err := g.coll.Next(p2p.Epoch{View: epoch}, g.ranks)
 	if err != nil {
 		return err
 	}

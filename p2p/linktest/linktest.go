@@ -287,7 +287,7 @@ func (e *End) FlushAll() error {
 // Frame makes frame number i of a reproducible sequence with n bytes of payload, in buf's memory if it is large enough.
 func Frame(i, n int, buf []byte) (p2p.Header, []byte) {
 	r := rand.NewPCG(uint64(i), uint64(n))
-	h := p2p.Header{Kind: uint8(r.Uint64()), Flags: uint8(r.Uint64()), Epoch: uint16(r.Uint64()), Len: uint32(n), Chan: uint32(r.Uint64()), Ack: uint32(r.Uint64()),
+	h := p2p.Header{Kind: uint8(r.Uint64()), Flags: uint8(r.Uint64()), Len: uint32(n), Chan: uint32(r.Uint64()), Ack: uint32(r.Uint64()),
 		Seq: uint64(i), Call: r.Uint64(), Count: r.Uint64(), Off: r.Uint64()}
 	if cap(buf) < n+8 {
 		buf = make([]byte, n+8)

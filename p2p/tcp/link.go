@@ -97,7 +97,7 @@ func (l *link) MaxFrame() int { return l.maxFrame }
 
 func encodeHeader(b *[p2p.HeaderSize]byte, h *p2p.Header) {
 	b[0], b[1] = h.Kind, h.Flags
-	binary.LittleEndian.PutUint16(b[2:], h.Epoch)
+	b[2], b[3] = 0, 0
 	binary.LittleEndian.PutUint32(b[4:], h.Len)
 	binary.LittleEndian.PutUint32(b[8:], h.Chan)
 	binary.LittleEndian.PutUint32(b[12:], h.Ack)
@@ -109,7 +109,6 @@ func encodeHeader(b *[p2p.HeaderSize]byte, h *p2p.Header) {
 
 func decodeHeader(h *p2p.Header, b *[p2p.HeaderSize]byte) {
 	h.Kind, h.Flags = b[0], b[1]
-	h.Epoch = binary.LittleEndian.Uint16(b[2:])
 	h.Len = binary.LittleEndian.Uint32(b[4:])
 	h.Chan = binary.LittleEndian.Uint32(b[8:])
 	h.Ack = binary.LittleEndian.Uint32(b[12:])

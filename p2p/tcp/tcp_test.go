@@ -140,7 +140,7 @@ func must[T any](v T, err error) T {
 }
 
 func header(seq uint64, n int) *p2p.Header {
-	return &p2p.Header{Kind: 3, Flags: 5, Epoch: 7, Len: uint32(n), Chan: 11, Ack: 13, Seq: seq, Call: 17, Count: 19, Off: 1 << 63}
+	return &p2p.Header{Kind: 3, Flags: 5, Len: uint32(n), Chan: 11, Ack: 13, Seq: seq, Call: 17, Count: 19, Off: 1 << 63}
 }
 
 func pattern(n int, seed byte) []byte {

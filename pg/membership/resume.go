@@ -13,9 +13,14 @@ type Standing struct {
 	Intact bool   // the operation at hand can run from its beginning: it has not begun, or it may be retried and its inputs are as they were
 	Joins  bool   // this rank has run no operation of this group yet: it begins where the others go on, and has no say
 
-	// The outcome of the last exchange that this rank completed: its epoch, and what Resume returned; zero if there was none. It binds ranks that took
-	// part in it and failed to complete it, because some that did may have gone on since.
-	Epoch, Start, Confirmed uint64
+	// The outcome of the last exchange that this rank completed: the epoch of its view, how many exchanges in that view had failed before, and what Resume
+	// returned; zero if there was none. It binds ranks that took part in it and failed to complete it, because some that did may have gone on since.
+	Epoch, Attempt, Start, Confirmed uint64
+}
+
+// after compares the exchanges whose outcomes s and o know.
+func (s Standing) after(o Standing) bool {
+	return s.Epoch > o.Epoch || s.Epoch == o.Epoch && s.Attempt > o.Attempt
 }
 
 // Next is the earliest operation that the rank can still run.
@@ -41,17 +46,17 @@ func (s Standing) Next() uint64 {
 // then it throws the result away, and the operation stays at hand, neither Has nor Intact, until the next exchange.
 func Resume(standings []Standing) (start, confirmed uint64) {
 	start = 1
-	last := uint64(0)
+	var last Standing
 	for _, s := range standings {
-		if s.Epoch > last {
-			last, start, confirmed = s.Epoch, s.Start, s.Confirmed
+		if s.after(last) {
+			last, start, confirmed = s, s.Start, s.Confirmed
 		}
 	}
 	behind, past, reached := false, uint64(0), uint64(math.MaxUint64)
 	for _, s := range standings {
 		switch {
 		case s.Joins:
-		case s.Epoch < last: // it did not hear what was settled, and has run nothing since: it stands where that exchange put it, at start
+		case last.after(s): // it did not hear what was settled, and has run nothing since: it stands where that exchange put it, at start
 			behind = true
 		default:
 			start, past = max(start, s.Next()), max(past, s.Over)

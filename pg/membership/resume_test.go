@@ -314,6 +314,7 @@ func TestResumeExamples(t *testing.T) {
 		{"not all have it, and it cannot", []Standing{{Over: 6, Has: true}, {Over: 6, Intact: true}}, 8, 6},
 		{"a joiner has no say", []Standing{{Over: 6, Intact: true}, {Joins: true}}, 7, 6},
 		{"only joiners", []Standing{{Joins: true}, {Joins: true, Intact: true}}, 1, 0},
+		{"the later of two exchanges in one view counts", []Standing{{Over: 3, Intact: true, Epoch: 7, Attempt: 1 << 40, Start: 4}, {Over: 9, Intact: true, Epoch: 7, Attempt: 1<<40 + 1, Start: 10}}, 10, 0},
 		{"one did not hear what was settled", []Standing{{Over: 3, Has: true, Epoch: 1, Start: 1}, {Over: 5, Epoch: 2, Start: 5, Confirmed: 4}}, 7, 4},
 	} {
 		if start, confirmed := Resume(c.standings); start != c.start || confirmed != c.confirmed {

@@ -1,0 +1,87 @@
+package p2p_test
+
+import (
+	"context"
+	"math"
+	"testing"
+
+	"tutti/p2p"
+)
+
+func pair(t *testing.T) (a, b *member) {
+	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+	return w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
+}
+
+// Channels that come and go over one link take each other's numbers: what a link keeps for them is bounded by how many are open at once.
+func TestNumbersOfChannelsAreUsedAgain(t *testing.T) {
+	a, b := pair(t)
+	for i := range 500 {
+		name := a.Reserve(2)
+		var cs []*p2p.Channel
+		for _, m := range []*member{a, b} {
+			c, err := m.Open(name, p2p.Epoch{View: uint64(i)}, ranks(2), false)
+			if err != nil {
+				t.Fatal(err)
+			}
+			cs = append(cs, c)
+		}
+		send(t, a, cs[0], 1, 1, "there")
+		recv(t, b, cs[1], 0, 1, "there")
+		send(t, b, cs[1], 0, 2, "and back")
+		recv(t, a, cs[0], 1, 2, "and back")
+		cs[0] = next(t, a, cs[0], uint64(i), 7, ranks(2))
+		cs[1] = next(t, b, cs[1], uint64(i), 7, ranks(2))
+		send(t, a, cs[0], 1, 1, "again")
+		recv(t, b, cs[1], 0, 1, "again")
+		cs[0].Close()
+		cs[1].Close()
+	}
+	for _, m := range []*member{a, b} {
+		if out, in := m.Numbers(map[*member]int{a: 1, b: 0}[m]); out > 8 || in > 8 {
+			t.Errorf("%d numbers were given out, %d were told, for channels of which one was open at a time", out, in)
+		}
+	}
+}
+
+// Names that one rank reserves are never the same, nor are those of two ranks or of two lives.
+func TestNamesAreReserved(t *testing.T) {
+	a, b := pair(t)
+	had := map[p2p.Name]bool{}
+	for range 100 {
+		for _, m := range []*member{a, b} {
+			n := m.Reserve(2)
+			if other := (p2p.Name{Maker: n.Maker, Number: n.Number + 1}); had[n] || had[other] {
+				t.Fatalf("%v or %v is reserved twice", n, other)
+			} else {
+				had[n], had[other] = true, true
+			}
+		}
+	}
+}
+
+// The accounts of credit wrap while traffic goes on.
+func TestCreditWraps(t *testing.T) {
+	a, b := pair(t)
+	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
+	ca.SetCredit(1, math.MaxUint32-1000)
+	cb.SetCredit(0, math.MaxUint32-1000)
+	big := make([]byte, 300_000)
+	for i := range uint64(20) {
+		done := make(chan error)
+		go func() {
+			a.Lock()
+			defer a.Unlock()
+			done <- ca.Send(patient(context.Background()), 1, p2p.Token{Seq: i + 1}, big)
+		}()
+		recv(t, b, cb, 0, i+1, string(big))
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+		send(t, b, cb, 0, i+1, "taken")
+		recv(t, a, ca, 1, i+1, "taken")
+	}
+	if l := ca.Ledger(1); l.Sent > math.MaxUint32/2 || l.Sent-l.Acked > uint32(l.Window) {
+		t.Errorf("%+v: the account has not wrapped, or wrongly", l)
+	}
+}

@@ -1,0 +1,106 @@
+package pg
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/pg/membership"
+)
+
+// sums checks that a group of these ranks of its job works, alone among itself.
+func sums(ctx context.Context, g *Group, members ...int) error {
+	x := []int64{int64(g.job.self.Rank) + 1, 1}
+	if err := AllReduce(ctx, g, x, Sum); err != nil {
+		return err
+	}
+	want := int64(0)
+	for _, r := range members {
+		want += int64(r) + 1
+	}
+	if x[0] != want || x[1] != int64(len(members)) {
+		return fmt.Errorf("%v among ranks %v, want %d from %d", x, members, want, len(members))
+	}
+	return nil
+}
+
+// TestSplitOfTwoGroupsAtOnce divides groups that share some of their ranks at the same time: no two subgroups share a channel.
+func TestSplitOfTwoGroupsAtOnce(t *testing.T) {
+	lots := [][]int{{0, 1, 2}, {1, 2, 3}, {0, 3}, {0, 1, 2, 3}}
+	each(t, 4, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
+		groups := make([]*Group, len(lots))
+		for i, members := range lots {
+			color := -1
+			if slices.Contains(members, g.Rank()) {
+				color = 0
+			}
+			var err error
+			if groups[i], err = g.Split(ctx, color, 0); err != nil {
+				return err
+			}
+			if groups[i] != nil {
+				defer groups[i].Close()
+			}
+		}
+		var wg sync.WaitGroup
+		errs := make([]error, len(lots))
+		for i, members := range lots {
+			if groups[i] == nil {
+				continue
+			}
+			wg.Go(func() {
+				for range 30 {
+					sub, err := groups[i].Split(ctx, 0, -g.Rank())
+					if err == nil {
+						if err = sums(ctx, sub, members...); err == nil {
+							err = sub.Barrier(ctx)
+						}
+						sub.Close()
+					}
+					if err != nil {
+						errs[i] = fmt.Errorf("a subgroup of %v: %w", members, err)
+						return
+					}
+				}
+			})
+		}
+		wg.Wait()
+		for _, err := range errs {
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// TestSubgroupsOutliveManyViews has a subgroup lose a member in a view that is far from the one in which it was made.
+func TestSubgroupsOutliveManyViews(t *testing.T) {
+	for _, epoch := range []uint64{513, 1 << 20, 1<<63 + 1} {
+		t.Run(fmt.Sprint(epoch), func(t *testing.T) {
+			each(t, 3, Config{Timeout: 20 * time.Second, OnFailure: Shrink}, func(ctx context.Context, g *Group) error {
+				sub, err := g.Split(ctx, 0, 0)
+				if err != nil {
+					return err
+				}
+				defer sub.Close()
+				if err := sums(ctx, sub, 0, 1, 2); err != nil {
+					return err
+				}
+				if err := sub.Barrier(ctx); err != nil || g.Rank() == 2 {
+					return err
+				}
+				g.job.proxy.Lock()
+				v := membership.View{Epoch: epoch, Slots: slices.Clone(g.job.view.Slots)}
+				v.Slots[2] = membership.Slot{Left: epoch}
+				g.job.view = v
+				sub.viewChanged()
+				g.job.proxy.Unlock()
+				return sums(ctx, sub, 0, 1)
+			})
+		})
+	}
+}
