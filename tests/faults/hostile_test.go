@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/files"
 	"tutti/tests/internal/rig"
 )
 
@@ -72,14 +73,13 @@ type attackers struct {
 	t       *testing.T
 	stop    chan struct{}
 	wg      sync.WaitGroup
-	mu      sync.Mutex
 	idle    []net.Conn
 	drained atomic.Int64
 }
 
-// attack begins to attack everything that the stage's processes listen at, once the launcher's store and at least this many ranks do. When it returns every
-// listener has its idle connections.
-func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
+// listeners returns functions that connect to everything that the stage's processes listen at, once the
+// launcher's store and this many ranks do.
+func listeners(t *testing.T, s *rig.Stage, ranks int) (dials []func() net.Conn) {
 	t.Helper()
 	var targets []rig.Socket
 	rig.Eventually(t, func() bool {
@@ -93,9 +93,6 @@ func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
 		}
 		return len(pids) == ranks+1
 	}, func() string { return fmt.Sprintf("not all processes listen, but %v", targets) })
-	a := &attackers{t: t, stop: make(chan struct{})}
-	t.Cleanup(a.end)
-	const idle = 100
 	for _, k := range targets {
 		address := k.Name
 		if k.Network == "tcp" {
@@ -106,27 +103,128 @@ func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
 				address = k.Local.String()
 			}
 		}
-		dial := func() net.Conn {
+		dials = append(dials, func() net.Conn {
 			conn, err := net.DialTimeout(k.Network, address, rig.Patience)
 			if err != nil {
 				return nil // a full backlog is what an attack makes
 			}
 			return conn
-		}
+		})
+	}
+	return dials
+}
+
+// attack begins to attack everything that the stage's processes listen at, once the launcher's store and at least this many ranks do. When it returns every
+// listener has its idle connections.
+func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
+	t.Helper()
+	dials := listeners(t, s, ranks)
+	a := &attackers{t: t, stop: make(chan struct{})}
+	t.Cleanup(a.end)
+	const idle = 100
+	for _, dial := range dials {
 		for range idle {
 			if conn := dial(); conn != nil {
-				a.mu.Lock()
 				a.idle = append(a.idle, conn)
-				a.mu.Unlock()
 			}
 		}
 		a.wg.Go(func() { a.garbage(dial) })
 		a.wg.Go(func() { a.drip(dial) })
 	}
-	if len(a.idle) < idle*len(targets)/2 {
-		t.Errorf("only %d idle connections could be made with %d listeners", len(a.idle), len(targets))
+	if len(a.idle) < idle*len(dials)/2 {
+		t.Errorf("only %d idle connections could be made with %d listeners", len(a.idle), len(dials))
 	}
 	return a
+}
+
+// flood holds about 5,000 connections to what listens, as far as this process may, and makes a thousand
+// a second more; every other one sends junk, and the oldest make room. It returns when they are there.
+func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
+	t.Helper()
+	n := 5000
+	if limit, known := files.Limit(); known {
+		n = min(n, int(limit)/2)
+	}
+	made = new(atomic.Int64)
+	stop, ready := make(chan struct{}), make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		held := make([]net.Conn, n)
+		junk := bytes.Repeat([]byte{0xff}, 40)
+		pace := time.NewTicker(time.Millisecond)
+		defer pace.Stop()
+		for i := 0; ; i++ {
+			if i == n {
+				close(ready)
+			}
+			if i >= n {
+				<-pace.C
+			}
+			select {
+			case <-stop:
+				for _, c := range held {
+					if c != nil {
+						c.Close()
+					}
+				}
+				return
+			default:
+			}
+			if old := held[i%n]; old != nil {
+				old.Close()
+			}
+			held[i%n] = dials[i%len(dials)]()
+			if c := held[i%n]; c != nil {
+				made.Add(1)
+				if i/len(dials)%2 == 0 {
+					c.Write(junk)
+				}
+			}
+		}
+	})
+	t.Cleanup(func() { close(stop); wg.Wait() })
+	select {
+	case <-ready:
+	case <-time.After(rig.Patience):
+		t.Fatalf("only %d of %d connections could be made", made.Load(), n)
+	}
+	return made
+}
+
+// TestFlood: a rank joins while everything that the job listens at is flooded with connections, and
+// then the job works on.
+func TestFlood(t *testing.T) {
+	const n = 3
+	for _, transport := range []string{"tcp", "shm"} {
+		t.Run(transport, func(t *testing.T) {
+			s := rig.New(t)
+			job := s.Run([]string{"TUTTI_LOG=off"}, "-n", fmt.Sprint(n), "--transport", transport, "--timeout", "20s")
+			ranks := s.Arrive(n)
+			for _, r := range ranks[1:] {
+				r.Tell(rig.Command{Verb: "join"})
+			}
+			made := flood(t, listeners(t, s, n-1))
+			began, before := time.Now(), made.Load()
+			ranks[0].Tell(rig.Command{Verb: "join"})
+			for _, r := range ranks {
+				if reply := r.Hear(); reply.Fault != nil {
+					t.Fatalf("rank %d: %v", r.Number, reply.Fault)
+				}
+			}
+			took := time.Since(began)
+			t.Logf("joined in %v, while %d more connections were made", took.Round(time.Millisecond), made.Load()-before)
+			if took > 5*time.Second { // a second, on a machine that does nothing else
+				t.Errorf("the last rank took %v to join", took)
+			}
+			rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed})
+			rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})
+			rig.Eventually(t, func() bool { return made.Load() > before+2000 }, func() string { return "the flood has dried up" })
+			rig.Well(ranks, rig.Command{Verb: "stop"})
+			rig.Well(ranks, rig.Command{Verb: "ended"})
+			rig.Leave(ranks)
+			job.End(0)
+		})
+	}
 }
 
 func (a *attackers) over() bool {
