@@ -7,9 +7,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -77,9 +79,9 @@ type attackers struct {
 	drained atomic.Int64
 }
 
-// listeners returns functions that connect to everything that the stage's processes listen at, once the
-// launcher's store and this many ranks do.
-func listeners(t *testing.T, s *rig.Stage, ranks int) (dials []func() net.Conn) {
+// listeners returns functions that connect to everything that the stage's processes listen at, by
+// process, once the launcher's store and this many ranks do.
+func listeners(t *testing.T, s *rig.Stage, ranks int) map[int][]func() net.Conn {
 	t.Helper()
 	var targets []rig.Socket
 	rig.Eventually(t, func() bool {
@@ -93,6 +95,7 @@ func listeners(t *testing.T, s *rig.Stage, ranks int) (dials []func() net.Conn) 
 		}
 		return len(pids) == ranks+1
 	}, func() string { return fmt.Sprintf("not all processes listen, but %v", targets) })
+	dials := map[int][]func() net.Conn{}
 	for _, k := range targets {
 		address := k.Name
 		if k.Network == "tcp" {
@@ -103,7 +106,7 @@ func listeners(t *testing.T, s *rig.Stage, ranks int) (dials []func() net.Conn) 
 				address = k.Local.String()
 			}
 		}
-		dials = append(dials, func() net.Conn {
+		dials[k.PID] = append(dials[k.PID], func() net.Conn {
 			conn, err := net.DialTimeout(k.Network, address, rig.Patience)
 			if err != nil {
 				return nil // a full backlog is what an attack makes
@@ -118,7 +121,7 @@ func listeners(t *testing.T, s *rig.Stage, ranks int) (dials []func() net.Conn) 
 // listener has its idle connections.
 func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
 	t.Helper()
-	dials := listeners(t, s, ranks)
+	dials := slices.Concat(slices.Collect(maps.Values(listeners(t, s, ranks)))...)
 	a := &attackers{t: t, stop: make(chan struct{})}
 	t.Cleanup(a.end)
 	const idle = 100
@@ -150,7 +153,7 @@ func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		held := make([]net.Conn, n)
-		junk := bytes.Repeat([]byte{0xff}, 40)
+		junk := append([]byte("tutti/2\n"), make([]byte, 32)...)
 		pace := time.NewTicker(time.Millisecond)
 		defer pace.Stop()
 		for i := 0; ; i++ {
@@ -191,8 +194,8 @@ func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
 	return made
 }
 
-// TestFlood: a rank joins while everything that the job listens at is flooded with connections, and
-// then the job works on.
+// TestFlood: a rank joins while everything that another rank listens at is flooded with connections,
+// and then the job works on.
 func TestFlood(t *testing.T) {
 	const n = 3
 	for _, transport := range []string{"tcp", "shm"} {
@@ -203,7 +206,7 @@ func TestFlood(t *testing.T) {
 			for _, r := range ranks[1:] {
 				r.Tell(rig.Command{Verb: "join"})
 			}
-			made := flood(t, listeners(t, s, n-1))
+			made := flood(t, listeners(t, s, n-1)[ranks[1].PID])
 			began, before := time.Now(), made.Load()
 			ranks[0].Tell(rig.Command{Verb: "join"})
 			for _, r := range ranks {
