@@ -3,9 +3,12 @@ package pg
 import (
 	"context"
 	"errors"
+	"io"
+	"log"
 	"net"
 	"net/http"
 	"strconv"
+	"sync"
 	"syscall"
 	"time"
 
@@ -39,13 +42,115 @@ func (o *observer) export(addr string, local int) (*exporter, error) {
 	}
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: 10 * time.Second}))
+	few := &fewConns{Listener: l, room: metricsConns, in: map[net.Conn]*visit{}}
 	e := &exporter{addr: l.Addr().String(), done: make(chan struct{}),
-		srv: &http.Server{Handler: mux, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10}}
+		srv: &http.Server{Handler: few.handler(mux), ConnState: few.note, ConnContext: few.context,
+			ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second,
+			IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 16 << 10, ErrorLog: log.New(io.Discard, "", 0)}}
 	go func() {
 		defer close(e.done)
-		e.srv.Serve(l) // ends with close
+		e.srv.Serve(few) // ends with close
 	}()
 	return e, nil
+}
+
+// metricsConns is how many connections the exporter holds: anybody may connect, and the descriptors
+// are the rank's.
+const metricsConns = 32
+
+// fewConns is a listener that holds few connections. Where there are too many, one has to go: the
+// oldest of those that have sent nothing, else of those that are idle, else of those whose request is
+// not complete. One that is being answered stays.
+type fewConns struct {
+	net.Listener
+	room int
+	mu   sync.Mutex
+	in   map[net.Conn]*visit
+}
+
+// visit is a connection's place in a fewConns.
+type visit struct {
+	stage stage
+	since time.Time
+}
+
+// stage is how much a connection is missed.
+type stage int
+
+const (
+	silent stage = iota
+	idle
+	asking
+	answered
+)
+
+// Accept implements net.Listener.
+func (f *fewConns) Accept() (net.Conn, error) {
+	c, err := f.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.in) >= f.room {
+		var out net.Conn
+		for d, v := range f.in {
+			if v.stage < answered && (out == nil || v.before(f.in[out])) {
+				out = d
+			}
+		}
+		if out == nil {
+			out = c
+		}
+		delete(f.in, out)
+		out.Close()
+	}
+	f.in[c] = &visit{since: time.Now()} // if that is c itself, note takes it out
+	return c, nil
+}
+
+func (v *visit) before(o *visit) bool {
+	return v.stage < o.stage || v.stage == o.stage && v.since.Before(o.since)
+}
+
+// note is the server's word of a connection.
+func (f *fewConns) note(c net.Conn, s http.ConnState) {
+	switch s {
+	case http.StateActive:
+		f.at(c, asking)
+	case http.StateIdle:
+		f.at(c, idle)
+	case http.StateClosed, http.StateHijacked:
+		f.mu.Lock()
+		delete(f.in, c)
+		f.mu.Unlock()
+	}
+}
+
+func (f *fewConns) at(c net.Conn, s stage) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if v := f.in[c]; v != nil {
+		v.stage, v.since = s, time.Now()
+	}
+}
+
+// connKey is where a request's context has its connection.
+type connKey struct{}
+
+func (f *fewConns) context(ctx context.Context, c net.Conn) context.Context {
+	return context.WithValue(ctx, connKey{}, c)
+}
+
+// handler is h, and keeps connections while it answers them.
+func (f *fewConns) handler(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if c, ok := r.Context().Value(connKey{}).(net.Conn); ok {
+			f.at(c, answered)
+			defer f.at(c, asking) // the server may have to read more
+		}
+		h.ServeHTTP(w, r)
+	})
 }
 
 // listenFrom is ports.Listen that begins nth in the range and comes back to its beginning.

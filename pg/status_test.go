@@ -19,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"tutti/internal/files"
 	"tutti/internal/ports"
 	"tutti/pg/flight"
 )
@@ -400,6 +401,90 @@ func TestMetrics(t *testing.T) {
 	if c, err := net.Dial("tcp", addr); err == nil {
 		c.Close()
 		t.Error("it is served after Close")
+	}
+}
+
+// Whatever strangers connect and send, the metrics take few of the rank's descriptors, and who asks for
+// them is answered.
+func TestMetricsAnswerAmongStrangers(t *testing.T) {
+	g, err := alone(t, Config{Metrics: "127.0.0.1:0"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer g.Close()
+	addr := look(t, g, 0).Metrics
+	before, known := files.Open()
+	if !known {
+		t.Skip("the number of open files is not known here")
+	}
+	var conns []net.Conn
+	defer func() {
+		for _, c := range conns {
+			c.Close()
+		}
+	}()
+	for i := range 10 * metricsConns {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		io.WriteString(c, []string{"", "GET /metr", "GET /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"}[i%3])
+		conns = append(conns, c)
+	}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 30 * time.Second}
+	for range 3 {
+		r, err := client.Get("http://" + addr + "/metrics")
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(r.Body)
+		r.Body.Close()
+		if err != nil || r.StatusCode != http.StatusOK || !strings.Contains(string(body), "tutti_active_ranks") {
+			t.Errorf("%v, %v: %.100s", r.Status, err, body)
+		}
+	}
+	// Those that make room are closed at once; a few more may be on their way.
+	if after, _ := files.Open(); after-before-len(conns) > metricsConns+8 {
+		t.Errorf("the exporter has %d descriptors", after-before-len(conns))
+	}
+}
+
+// Who has sent nothing goes before who is idle, and that before who asks; who is answered stays.
+func TestFewConnsEvictInOrder(t *testing.T) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	f := &fewConns{Listener: l, room: 4, in: map[net.Conn]*visit{}}
+	connect := func() net.Conn {
+		a, err := net.Dial("tcp", l.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		b, err := f.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { a.Close(); b.Close() })
+		return b
+	}
+	kept, asks, idles, quiet := connect(), connect(), connect(), connect()
+	f.note(kept, http.StateActive)
+	f.at(kept, answered)
+	f.note(asks, http.StateActive)
+	f.note(idles, http.StateIdle)
+	for i, want := range []net.Conn{quiet, idles, asks} {
+		f.note(connect(), http.StateActive)
+		if f.in[want] != nil {
+			t.Errorf("connection %d did not take the expected one's place", i)
+		}
+	}
+	for range 100 {
+		connect()
+	}
+	if f.in[kept] == nil || len(f.in) != 4 {
+		t.Errorf("of %d connections, the one that is answered is %v", len(f.in), f.in[kept])
 	}
 }
 
