@@ -13,6 +13,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/collectives"
+	"tutti/internal/files"
 	"tutti/p2p"
 	"tutti/pg/flight"
 )
@@ -185,7 +186,7 @@ func (j *job) observe() error {
 		o.dir = s.LogDir
 	}
 	if o.dir != "" {
-		if err = os.MkdirAll(o.dir, 0o755); err == nil {
+		if err = files.Directory(o.dir); err == nil {
 			o.rec, err = flight.Open(o.dir, o.self)
 		}
 		if err != nil {

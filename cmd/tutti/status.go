@@ -353,6 +353,9 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 	}
 	var snaps []*flight.Snapshot
 	for _, path := range paths {
+		if real, err := filepath.EvalSymlinks(path); err == nil {
+			path = real // the user may name a link
+		}
 		s, err := flight.ReadFile(path)
 		if err != nil {
 			return err

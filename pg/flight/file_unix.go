@@ -6,11 +6,13 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/files"
 )
 
 // mapFile makes a file of size zero bytes, for its owner alone, and maps it shared. Its blocks are there before it returns: a full disk is an error here and not a SIGBUS later.
 func mapFile(path string, size int) ([]byte, error) {
-	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDWR, 0o600)
+	f, err := files.Create(path)
 	if err != nil {
 		return nil, err
 	}

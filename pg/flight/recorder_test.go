@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 	"unsafe"
@@ -250,6 +251,46 @@ func TestCoarseClockTicks(t *testing.T) {
 		if time.Now().After(until) {
 			t.Fatal("it stands still")
 		}
+	}
+}
+
+// Records are their owner's alone, and a link in the place of a file is not followed.
+func TestRecordsAreTheOwnersAlone(t *testing.T) {
+	defer syscall.Umask(syscall.Umask(0))
+	dir := t.TempDir()
+	victim := filepath.Join(dir, "victim")
+	if err := os.WriteFile(victim, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r := open(t, dir)
+	s, err := ReadFile(r.Path())
+	if err != nil {
+		t.Fatal(err)
+	}
+	json := filepath.Join(dir, "flight-rank3-timeout.json")
+	if err := os.Symlink(victim, json); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Write(json); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{r.Path(), json} {
+		if info, err := os.Lstat(path); err != nil || info.Mode() != 0o600 {
+			t.Errorf("%s: %v, %v", path, info.Mode(), err)
+		}
+	}
+	if err := os.Symlink(victim, filepath.Join(dir, FileName(5, 7))); err != nil {
+		t.Fatal(err)
+	}
+	if r, err := Open(dir, Identity{Job: "j", Rank: 5, Size: 8, Incarnation: 7}); err == nil {
+		r.Close(false)
+		t.Error("a recorder follows a link")
+	}
+	if _, err := ReadFile(filepath.Join(dir, FileName(5, 7))); err == nil {
+		t.Error("ReadFile follows a link")
+	}
+	if b, err := os.ReadFile(victim); err != nil || string(b) != "precious" {
+		t.Errorf("the file that links lead to has %q, %v", b, err)
 	}
 }
 

@@ -13,6 +13,7 @@ import (
 	"unsafe"
 
 	"tutti/collectives"
+	"tutti/internal/files"
 )
 
 // Version is the version of Snapshot's JSON.
@@ -300,9 +301,9 @@ func (im *Image) Snapshot() *Snapshot {
 // maxDump bounds what ReadFile reads of a snapshot as JSON.
 const maxDump = 16 << 20
 
-// ReadFile reads a snapshot from a file: a recorder's own, or JSON as Write writes it.
+// ReadFile reads a snapshot from a regular file, no link: a recorder's own, or JSON as Write writes it.
 func ReadFile(path string) (*Snapshot, error) {
-	f, err := os.Open(path)
+	f, err := files.Read(path)
 	if err != nil {
 		return nil, err
 	}
@@ -395,7 +396,8 @@ func (s *Snapshot) JSON(indent bool) ([]byte, error) {
 	return json.Marshal(s)
 }
 
-// Write writes the snapshot to path, whole or not at all; readable for its owner and group.
+// Write writes the snapshot to path, whole or not at all, for its owner alone. A link that has
+// the name is replaced.
 func (s *Snapshot) Write(path string) error {
 	b, err := s.JSON(true)
 	if err != nil {
@@ -405,10 +407,8 @@ func (s *Snapshot) Write(path string) error {
 	if err != nil {
 		return err
 	}
-	defer os.Remove(f.Name()) // gone by then, if all went well
-	if err = f.Chmod(0o640); err == nil {
-		_, err = f.Write(append(b, '\n'))
-	}
+	defer os.Remove(f.Name())         // gone by then, if all went well
+	_, err = f.Write(append(b, '\n')) // the file's mode is 0600
 	if cerr := f.Close(); err == nil {
 		err = cerr
 	}

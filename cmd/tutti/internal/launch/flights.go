@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"tutti/internal/files"
 	"tutti/pg/flight"
 )
 
@@ -19,19 +20,21 @@ func (l *launcher) flightDir() string {
 	return os.Getenv("TUTTI_LOG_DIR")
 }
 
-// flightFiles lists what rank has left in the directory of flight records.
+// flightFiles lists what rank has left in the directory of flight records: regular files of this user.
 func flightFiles(dir string, rank int, suffix string) []string {
 	entries, err := os.ReadDir(dir) // no pattern: the directory's name may contain anything
 	if err != nil {
 		return nil
 	}
-	var files []string
+	var paths []string
 	for _, e := range entries {
 		if rest, ours := strings.CutPrefix(e.Name(), fmt.Sprintf("flight-rank%d", rank)); ours && strings.HasSuffix(rest, suffix) && (rest[0] == '-' || rest[0] == '.') {
-			files = append(files, filepath.Join(dir, e.Name()))
+			if info, err := e.Info(); err == nil && files.Own(info) {
+				paths = append(paths, filepath.Join(dir, e.Name()))
+			}
 		}
 	}
-	return files
+	return paths
 }
 
 // clearFlights removes the flight records of an earlier job from the log directory, as its logs are.

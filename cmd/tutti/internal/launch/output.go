@@ -12,6 +12,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/files"
 )
 
 // maxLine is the longest line that is shown in one piece; what is longer is cut into lines of this length.
@@ -65,12 +67,12 @@ func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks 
 		out: &stream{w: out, colour: Colour(out), prefix: prefix, width: width},
 		err: &stream{w: errw, colour: Colour(errw), prefix: prefix, width: width}}
 	if logDir != "" {
-		if err := os.MkdirAll(logDir, 0o755); err != nil {
-			return nil, fmt.Errorf("make the log directory: %w", err)
+		if err := files.Directory(logDir); err != nil {
+			return nil, fmt.Errorf("the log directory: %w", err)
 		}
 		o.log = &ranksLog{files: map[int]*os.File{}, report: report}
 		for _, r := range ranks {
-			f, err := os.Create(filepath.Join(logDir, fmt.Sprintf("rank-%d.log", r)))
+			f, err := files.Replace(filepath.Join(logDir, fmt.Sprintf("rank-%d.log", r)), 0o644)
 			if err != nil {
 				o.log.close()
 				return nil, fmt.Errorf("make rank %d's log: %w", r, err)

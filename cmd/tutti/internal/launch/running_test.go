@@ -103,4 +103,11 @@ func TestLanded(t *testing.T) {
 	expect("flight-rank1-0000000000000003.json flight-rank1.json flight-rank10-0000000000000002.bin")
 	l.clearFlights()
 	expect("flight-rank10-0000000000000002.bin")
+	link := filepath.Join(l.LogDir, "flight-rank1-0000000000000005.bin")
+	if err := os.Symlink(filepath.Join(l.LogDir, "flight-rank10-0000000000000002.bin"), link); err != nil {
+		t.Fatal(err)
+	}
+	l.landed(1, 0, 1, "exited with code 1") // somebody else's doing
+	l.clearFlights()
+	expect("flight-rank1-0000000000000005.bin flight-rank10-0000000000000002.bin")
 }

@@ -1,0 +1,78 @@
+package files
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"syscall"
+)
+
+// Directory makes dir where it is not there, and checks that files can be kept in it: if others may
+// write to it, it is one such as /tmp, where they cannot replace what is not theirs, and it is no link
+// that another user has put there.
+func Directory(dir string) error {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return err
+	}
+	link, err := os.Lstat(dir)
+	if err != nil {
+		return err
+	}
+	if link.Mode()&fs.ModeSymlink != 0 && !trusted(link) {
+		return fmt.Errorf("%s is a link that another user has made: give a directory of your own", dir)
+	}
+	info, err := os.Stat(dir)
+	switch {
+	case err != nil:
+		return err
+	case !info.IsDir():
+		return &os.PathError{Op: "open", Path: dir, Err: syscall.ENOTDIR}
+	case info.Mode().Perm()&0o002 != 0 && info.Mode()&fs.ModeSticky == 0:
+		return fmt.Errorf("everybody may replace files in %s (mode %v): give a directory of your own, or take that right away (chmod o-w)",
+			dir, info.Mode())
+	}
+	return nil
+}
+
+// trusted reports whether a file is this user's or root's.
+func trusted(info fs.FileInfo) bool {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return ok && (int(st.Uid) == os.Geteuid() || st.Uid == 0)
+}
+
+// Own reports whether info, of os.Lstat, is that of a regular file of this user.
+func Own(info fs.FileInfo) bool {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return ok && info.Mode().IsRegular() && int(st.Uid) == os.Geteuid()
+}
+
+// Create makes a file that nobody else may read. That it is there already, also as a link, is an error.
+func Create(path string) (*os.File, error) {
+	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_NOFOLLOW, 0o600)
+}
+
+// Replace makes a file anew, in the place of what has the name; a link is replaced, not followed.
+func Replace(path string, mode fs.FileMode) (*os.File, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|syscall.O_NOFOLLOW, mode)
+}
+
+// Read opens a regular file for reading, and neither follows a link nor waits for a pipe's writer.
+func Read(path string) (*os.File, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	info, err := f.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = &os.PathError{Op: "open", Path: path, Err: errors.New("not a regular file")}
+	}
+	if err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
