@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"log/slog"
+	"math"
 	"os"
 	"runtime"
 	"sort"
@@ -435,6 +436,11 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 		return nil, err
 	}
 	g.seq = g.begins - 1
+	if !s.AutoAdmit { // the others are in Admit, or will be when they see that somebody is lost
+		if _, err := g.admit(ctx, math.MaxUint64); err != nil {
+			return nil, err
+		}
+	}
 	return g, nil
 }
 

@@ -425,8 +425,8 @@ func (g *Group) Recover(ctx context.Context) error {
 }
 
 // Admit lets ranks in that wait to join: replacements of lost ones, and new ones up to Config.MaxSize. It is a collective, for a step boundary: all ranks call it, and when it
-// returns all are in the view in which all that were waiting are active, if there were any. It returns how many came in. A rank that comes in returns from Join meanwhile; the program
-// then brings it up to date, by a Broadcast of the model's state for example.
+// returns all are in the view in which all that were waiting are active, if there were any. It returns how many came in, the same number at every rank. A rank that comes in returns from
+// Join meanwhile; the program then brings it up to date, by a Broadcast of the model's state for example.
 func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.lives != nil {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup", Want: "the group of all ranks: subgroups are made anew by Split"}
@@ -436,8 +436,28 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	}
 	g.enter()
 	defer g.leave()
-	before := g.at
-	epoch := []uint64{0}
+	return g.admit(ctx, g.at.Epoch)
+}
+
+// admit agrees with all other ranks, those that come in meanwhile included, that everybody is in who is to be. since is the view up to which this rank's program knows who is there. All
+// that decides what becomes of it, and the outcome, is in the result of a uniform allreduce: none of it is what this rank happens to know.
+func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
+	const (
+		goal   = iota // the view that the lowest rank's membership has come to
+		latest        // the latest view that a rank is in, and the complement of the earliest
+		early
+		in     // how many lives are in it that a program does not know of
+		coming // and will be in the goal
+		fields
+	)
+	news := func(v membership.View, since uint64) (n uint64) {
+		for _, s := range v.Slots {
+			if s.Since > since {
+				n++
+			}
+		}
+		return n
+	}
 	for {
 		var lost *RankError
 		if err := g.ready(ctx, false); errors.As(err, &lost) && g.err == nil {
@@ -445,75 +465,69 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 		} else if err != nil {
 			return 0, err
 		}
-		lowest := g.active[0]
-		if lowest == g.rank {
+		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, in: news(g.at, since), fields - 1: 0}
+		if g.active[0] == g.rank {
 			g.job.proxy.Unlock()
-			n, err := g.job.members.admit(ctx)
+			v, err := g.job.members.admit(ctx)
 			g.job.proxy.Lock()
-			if epoch[0] = n; err != nil {
+			if err != nil {
 				g.job.log.Warn("nobody could be admitted", "err", err)
+			} else {
+				said[goal], said[coming] = v.Epoch, news(v, since)
 			}
 		}
-		b := BufferOf(epoch)
-		err := g.check(&g.cur, collectives.Broadcast, 0, lowest, b, b, nil, nil)
+		b := BufferOf(said)
+		err := g.check(&g.cur, collectives.AllReduce, Max, 0, b, b, nil, nil)
 		if err == nil {
 			g.run.hot = hot{}
 			g.insist = true
 			err = g.collective(ctx, false)
 			g.insist = false
 		}
-		if errors.As(err, &lost) && g.err == nil { // the lowest rank: all survivors see it alike
+		if errors.As(err, &lost) && g.err == nil { // all survivors see it alike
 			continue
 		}
 		if err != nil {
 			return 0, err
 		}
-		break
-	}
-	if epoch[0] > g.epoch {
-		g.must, g.moving = epoch[0], true
-		g.wait.Reset(ctx, g.job.timeout, false)
-		if err := g.move(membership.Standing{Over: g.seq, Intact: true}, false); err != nil {
-			g.err = err
-			return 0, err
+		there := said[goal] <= said[latest] && said[latest] == ^said[early]
+		if there {
+			return int(said[in]), nil
+		}
+		if g.must = max(said[goal], said[latest]); g.must > g.epoch {
+			g.moving = true
+			g.wait.Reset(ctx, g.job.timeout, false)
+			if err := g.move(membership.Standing{Over: g.seq, Intact: true}, false); err != nil {
+				g.err = err
+				return 0, err
+			}
+		}
+		if g.must = 0; g.job.settings.AutoAdmit { // who comes in does not know that there was an Admit
+			return int(max(said[in], said[coming])), nil
 		}
 	}
-	n := 0
-	for _, slot := range g.active {
-		if !before.Has(slot, g.at.Slots[slot].Incarnation) {
-			n++
-		}
-	}
-	return n, nil
 }
 
-// admit has the machine let in who waits, and returns the epoch in which they are in; 0 if nobody waits.
-func (ms *members) admit(ctx context.Context) (uint64, error) {
+// admit has the machine let in who waits, and returns the view in which they are.
+func (ms *members) admit(ctx context.Context) (v membership.View, err error) {
 	sctx, cancel := context.WithTimeout(ctx, storeWait)
 	defer cancel()
 	all, err := ms.j.directory().List(sctx, joinKey)
 	if err != nil {
-		return 0, err
+		return v, err
 	}
 	for key, value := range all {
 		ms.seen(bootstrap.Event{Key: key, Value: value, Exists: true})
 	}
 	ms.tell(membership.Admit{})
-	for first := true; ; first = false {
+	for {
 		var pending bool
-		var v membership.View
-		if err := ms.ask(sctx, func(m *membership.Machine) { pending, v = m.Pending(), m.View() }); err != nil {
-			return 0, err
-		}
-		if !pending {
-			if first {
-				return 0, nil
-			}
-			return v.Epoch, nil
+		if err := ms.ask(sctx, func(m *membership.Machine) { pending, v = m.Pending(), m.View() }); err != nil || !pending {
+			return v, err
 		}
 		select {
 		case <-sctx.Done():
-			return 0, sctx.Err()
+			return v, sctx.Err()
 		case <-time.After(time.Millisecond):
 		}
 	}

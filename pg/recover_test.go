@@ -365,6 +365,98 @@ func TestEvictAndRejoin(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
 
+// Admit returns the same number at every rank, so that a program may do something when somebody has come in: here while one rank after another is put out and comes back,
+// and the processors are busy.
+func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
+	const rounds = 4
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		busy, end := context.WithCancel(ctx)
+		defer end()
+		go func() {
+			for busy.Err() == nil {
+			}
+		}()
+		state := []int{0} // how many have come in so far
+		for state[0] < rounds {
+			out := 3 - state[0]%3 // never rank 0, which puts them out
+			if g.Rank() == 0 {
+				if err := g.Evict(ctx, out); err != nil {
+					t.Fatal(err)
+				}
+			}
+			for round := state[0]; state[0] == round; {
+				in, err := g.Admit(ctx)
+				switch {
+				case errors.Is(err, pg.ErrEvicted) && g.Rank() == out:
+					if g, err = g.Rejoin(ctx); err != nil {
+						t.Fatal(err)
+					}
+					defer g.Close()
+				case err != nil:
+					t.Fatalf("round %d: %v", round, err)
+				case in == 0:
+					continue
+				case in != 1:
+					t.Fatalf("round %d: %d came in, want 1", round, in)
+				default:
+					state[0]++
+				}
+				if err := pg.Broadcast(ctx, g, state, 0); err != nil {
+					t.Fatalf("round %d: %v", round, err)
+				}
+			}
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
+}
+
+// The rank that lets others in dies while it does: those that came in and those that were there go on with the same operation.
+func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
+	for round := range 3 {
+		t.Run(fmt.Sprint(round), func(t *testing.T) {
+			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				if g.Rank() == 0 && !pgtest.Second() {
+					go func() { // the others are through with what puts rank 3 out at about this time
+						time.Sleep(time.Duration(20+30*round) * time.Millisecond)
+						syscall.Kill(os.Getpid(), syscall.SIGKILL)
+					}()
+				}
+				if g.Rank() == 1 {
+					if err := g.Evict(ctx, 3); err != nil {
+						t.Fatal(err)
+					}
+				}
+				came, in := 0, 0
+				if pgtest.Second() {
+					in = 1
+				}
+				for came < 2 {
+					if in == 0 {
+						var err error
+						if in, err = g.Admit(ctx); errors.Is(err, pg.ErrEvicted) && g.Rank() == 3 {
+							if g, err = g.Rejoin(ctx); err != nil {
+								t.Fatal(err)
+							}
+							defer g.Close()
+							in = 1
+						}
+						if err != nil {
+							t.Fatal(err)
+						}
+						continue
+					}
+					all := []int{came + in}
+					if err := pg.AllReduce(ctx, g, all, pg.Max); err != nil {
+						t.Fatal(err)
+					}
+					came, in = all[0], 0
+				}
+			}, pgtest.Config(pg.Config{OnFailure: pg.Retry, Uniform: true, Timeout: 20 * time.Second}), pgtest.Expect(0, syscall.SIGKILL), pgtest.Replace(0))
+		})
+	}
+}
+
 // If all ranks are lost while one waits to be let in, nobody will: those who come then begin the job anew.
 func TestAllLost(t *testing.T) {
 	kill := syscall.SIGKILL
