@@ -44,7 +44,7 @@ func TestMain(m *testing.M) {
 		end()
 		os.Exit(0)
 	}
-	rig.Main(m)
+	rig.Main(m, nil)
 }
 
 func serve(kind string) (address string, end func(), err error) {

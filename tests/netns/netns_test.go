@@ -17,7 +17,7 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-func TestMain(m *testing.M) { rig.Main(m) }
+func TestMain(m *testing.M) { rig.Main(m, nil) }
 
 const local = 2 // ranks on each host
 

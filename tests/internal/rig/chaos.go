@@ -23,8 +23,8 @@ type Usage struct {
 	Heap       uint64 // bytes that are reachable
 }
 
-// usage looks at this process.
-func usage() *Usage {
+// Use looks at this process.
+func Use() *Usage {
 	for range 2 { // the second collects what finalizers held
 		runtime.GC()
 	}

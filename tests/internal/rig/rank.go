@@ -23,10 +23,14 @@ const (
 	controlVariable = "RIG_CONTROL" // makes a test binary a rank; the path of the stage's socket
 )
 
-// Main is the end of a TestMain. It makes the test binary a rank where a Stage has started it.
-func Main(m *testing.M) {
+// A Part is what a rank does for a test that has words of its own: the rank's end of its connection is handed over to it
+// by the verb "play", and the test's end is what Rank.Play returns.
+type Part func(out *json.Encoder, in *json.Decoder) (code int)
+
+// Main is the end of a TestMain. It makes the test binary a rank where a Stage has started it. part may be nil.
+func Main(m *testing.M, part Part) {
 	if path := os.Getenv(controlVariable); path != "" {
-		os.Exit(rankMain(path))
+		os.Exit(rankMain(path, part))
 	}
 	code := m.Run()
 	if tutti.dir != "" {
@@ -54,6 +58,7 @@ type Command struct {
 	//	exhaust  opens files until the process may not open more
 	//	close    Group.Close, after giving those back
 	//	exit     no answer; ends with Code
+	//	play     no answer; the rank goes on as the Part that its Main was given
 	Verb   string
 	Seed   uint64
 	Counts []int
@@ -204,7 +209,7 @@ func (l *loop) round(g *pg.Group, seed uint64, counts []int) error {
 // alone are the verbs that need no join before.
 var alone = []string{"join", "exit", "chaos", "look", "usage", "stop", "await", "ended"}
 
-func rankMain(path string) int {
+func rankMain(path string, part Part) int {
 	conn, err := net.Dial("unix", path)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "rig:", err)
@@ -222,6 +227,9 @@ func rankMain(path string) int {
 		var c Command
 		if err := in.Decode(&c); err != nil {
 			select {} // the test is over, and ends this process
+		}
+		if c.Verb == "play" {
+			return part(out, in)
 		}
 		var r Reply
 		began := time.Now()
@@ -247,7 +255,7 @@ func rankMain(path string) int {
 				r.Fault, r.Steps = faultOf(l.err), l.steps
 				l.mu.Unlock()
 			case "usage":
-				r.Usage = usage()
+				r.Usage = Use()
 			case "stop":
 				l.mu.Lock()
 				l.stop = true

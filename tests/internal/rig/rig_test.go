@@ -16,7 +16,7 @@ import (
 	"tutti/pg"
 )
 
-func TestMain(m *testing.M) { Main(m) }
+func TestMain(m *testing.M) { Main(m, nil) }
 
 func TestVerify(t *testing.T) {
 	for _, n := range []int{1, 2, 5} {

@@ -455,6 +455,14 @@ func (r *Rank) Signal(sig syscall.Signal) {
 	}
 }
 
+// Play hands the connection with the rank over: to the caller here, and to the Part of its Main there.
+func (r *Rank) Play() (conn net.Conn, in *json.Decoder) {
+	r.t.Helper()
+	r.Tell(Command{Verb: "play"})
+	r.conn.SetDeadline(time.Time{})
+	return r.conn, r.in
+}
+
 // Gone waits until the rank's process has ended.
 func (r *Rank) Gone() {
 	r.t.Helper()

@@ -1,0 +1,486 @@
+package torture
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"tutti/pg"
+)
+
+// maxRanks is how many ranks a job has at most: for these the averages of whole numbers are whole numbers (see newDatum).
+const maxRanks = 5
+
+// generator makes jobs and programs from a seed.
+type generator struct {
+	rnd       *rand.Rand
+	transport string
+	faults    float64 // how many programs have faults from outside
+	cov       *cover
+	avoid     string
+}
+
+// avoids says whether programs are not to have something, which is named; for as long as what it finds is known.
+func (g *generator) avoids(what string) bool {
+	return slices.Contains(strings.Split(g.avoid, ","), what)
+}
+
+func newGenerator(seed uint64, transport string, faults float64) *generator {
+	return &generator{rnd: rand.New(rand.NewPCG(seed, 0x7075747469)), transport: transport, faults: faults, cov: newCover()}
+}
+
+// chance is true with probability p.
+func (g *generator) chance(p float64) bool { return g.rnd.Float64() < p }
+
+func pick[T any](g *generator, of ...T) T { return of[g.rnd.IntN(len(of))] }
+
+// job makes a job.
+func (g *generator) job() Job {
+	j := Job{Transport: g.transport, Ranks: pick(g, 2, 2, 3, 3, 3, 4, 4, maxRanks), OnFailure: pick(g, pg.Report, pg.Shrink, pg.Retry), Timeout: 10 * time.Second, Pool: pick(g, 1<<20, 1<<20, 2<<20, 8<<20)}
+	if g.transport == "hosts" {
+		j.Ranks = pick(g, 3, 4)
+	}
+	j.Uniform, j.AutoAdmit = g.chance(0.2), g.chance(0.2)
+	if g.chance(0.5) {
+		j.Algorithm = pick(g, "direct", "direct", "flat", "twoshot", "pairwise", "doubling", "halving", "ring", "tree", "chain", "bruck", "dissemination", "hierarchical")
+	}
+	if g.chance(0.05) {
+		j.Pool = 40 << 20
+	}
+	return j
+}
+
+// making is a program that is being made.
+type making struct {
+	*generator
+	job    Job
+	p      *Program
+	groups map[int][]int // members, of the subgroups that there are
+	order  []int         // their numbers
+	next   int
+}
+
+// program makes a program of at least 30 operations.
+func (g *generator) program(job Job) *Program {
+	m := &making{generator: g, job: job, p: &Program{Seed: g.rnd.Uint64() >> 8, Touch: -1}, groups: map[int][]int{}, next: 1}
+	if g.chance(0.3) && !g.avoids("touch") {
+		m.p.Touch = g.rnd.IntN(job.Ranks)
+	}
+	size := 34 + g.rnd.IntN(40)
+	outside := g.transport != "inproc" && g.chance(g.faults)
+	at := g.rnd.IntN(size)
+	for len(m.p.Steps) < size {
+		for range 3 + g.rnd.IntN(14) {
+			m.clean()
+		}
+		switch {
+		case g.transport == "inproc" && len(m.p.Steps) < size:
+		case outside && len(m.p.Steps) >= at:
+			m.outside()
+			outside = false
+		default:
+			m.window()
+		}
+	}
+	m.p.normalize(job.Ranks)
+	g.cov.add(m.p)
+	return m.p
+}
+
+func (m *making) add(s Step) { m.p.Steps = append(m.p.Steps, s) }
+
+// group is a group at random: most often that of all ranks.
+func (m *making) group() int {
+	if len(m.order) == 0 || m.chance(0.6) {
+		return 0
+	}
+	return pick(m.generator, m.order...)
+}
+
+// parts makes every rank's way alike in nothing.
+func (m *making) parts(s *Step, started bool) {
+	mem := pick(m.generator, append([]Mem{""}, mems...)...) // "": each its own
+	for range m.job.Ranks {
+		p := Part{How: Blocking, Dst: pick(m.generator, mems...), Src: pick(m.generator, mems...), InPlace: m.chance(0.5)}
+		if mem != "" && m.chance(0.9) {
+			p.Dst, p.Src = mem, mem
+		}
+		if started && m.chance(0.5) {
+			p.How = pick(m.generator, AtOnce, Started, Started)
+		}
+		s.Ranks = append(s.Ranks, p)
+	}
+}
+
+var dtypes = []pg.DType{pg.Int8, pg.Int16, pg.Int32, pg.Int64, pg.Uint8, pg.Uint16, pg.Uint32, pg.Uint64, pg.Float32, pg.Float64, pg.Float16, pg.BFloat16, pg.Float8E4M3, pg.Float8E5M2, pg.Bool}
+
+var reductions = []pg.Reduction{pg.Sum, pg.Sum, pg.Product, pg.Min, pg.Max, pg.Avg, pg.BitAnd, pg.BitOr, pg.BitXor}
+
+// count is a number of elements of a type; for n ranks they fit into the memory.
+func (m *making) count(dt pg.DType, parts int) int {
+	size := dt.Size()
+	most := m.job.Pool / 4 / size / parts
+	n := 0
+	switch m.rnd.IntN(16) {
+	case 0:
+		return 0
+	case 1, 2, 3:
+		n = 1 + m.rnd.IntN(16)
+	case 4, 5, 6:
+		n = 1 + m.rnd.IntN(1000)
+	case 7, 8, 9, 10: // about where memory is mapped
+		n = (16<<10)/size/parts + m.rnd.IntN(65) - 32
+	case 11, 12, 13:
+		n = ((16 << 10) + m.rnd.IntN(64<<10)) / size / parts
+	case 14:
+		n = ((64 << 10) + m.rnd.IntN(256<<10)) / size / parts
+	default:
+		n = m.rnd.IntN(max(most, 1))
+		if n*size > 128<<10 && m.chance(0.8) {
+			n = (128 << 10) / size
+		}
+	}
+	return min(max(n, 0), most)
+}
+
+// collective makes a collective, the one of a few that was tried least.
+func (m *making) collective(group int, started, together bool) Step {
+	var best Step
+	low := -1
+	for range 3 {
+		s := Step{Op: pick(m.generator, collectiveOps...), Group: group, DType: pick(m.generator, dtypes...), Root: m.rnd.IntN(8)}
+		if m.chance(0.2) {
+			s.Op = AllReduce
+		}
+		if s.Op.reduces() {
+			for s.Red = pick(m.generator, reductions...); !supported(s.Red, s.DType); s.Red = pick(m.generator, reductions...) {
+				s.DType = pick(m.generator, dtypes...)
+			}
+		} else {
+			s.Red = pg.Sum
+		}
+		parts := 1
+		switch s.Op {
+		case ReduceScatter, AllGather, AllGatherV, AllToAll, AllToAllV, Gather, Scatter:
+			parts = m.job.Ranks
+		case Barrier:
+			s.DType = pg.Uint8
+		}
+		if s.Op != Barrier {
+			s.Count = m.count(s.DType, parts)
+		}
+		m.parts(&s, started)
+		if n := m.cov.score(&s, together); low < 0 || n < low {
+			best, low = s, n
+		}
+	}
+	return best
+}
+
+// split makes a Split of a group. It is noted unless it is disturbed.
+func (m *making) split(of int) Step {
+	s := Step{Op: Split, Group: of, New: m.next}
+	m.next++
+	members := m.groups[of]
+	if of == 0 {
+		members = nil
+		for r := range m.job.Ranks {
+			members = append(members, r)
+		}
+	}
+	alike := m.chance(0.4)
+	for range m.job.Ranks {
+		p := Part{Color: m.rnd.IntN(2), Key: m.rnd.IntN(4)}
+		if alike {
+			p.Color = 0
+		} else if m.chance(0.1) {
+			p.Color = -1
+		}
+		s.Ranks = append(s.Ranks, p)
+	}
+	return s
+}
+
+func (m *making) note(s *Step) {
+	m.groups[s.New] = []int{}
+	m.order = append(m.order, s.New)
+}
+
+func (m *making) forget(group int) {
+	for i, id := range m.order {
+		if id == group {
+			m.order = append(m.order[:i:i], m.order[i+1:]...)
+		}
+	}
+	delete(m.groups, group)
+}
+
+func (m *making) forgetAll() { m.order, m.groups = nil, map[int][]int{} }
+
+// clean adds a step that nothing disturbs.
+func (m *making) clean() {
+	switch n := m.rnd.IntN(100); {
+	case n < 62:
+		m.add(m.collective(m.group(), true, false))
+	case n < 68:
+		m.add(m.message(m.group(), 64<<10))
+	case n < 73:
+		m.add(Step{Op: Wait, Ranks: m.lasts()})
+	case n < 79 && len(m.order) < 4:
+		s := m.split(m.group())
+		m.note(&s)
+		m.add(s)
+	case n < 81 && len(m.order) > 0:
+		s := Step{Op: Close, Group: pick(m.generator, m.order...)}
+		m.forget(s.Group)
+		m.add(s)
+	case n < 83:
+		if m.avoids("started") {
+			m.add(Step{Op: Wait})
+		}
+		s := Step{Op: Agree, Group: m.group()}
+		for range m.job.Ranks {
+			s.Ranks = append(s.Ranks, Part{No: m.chance(0.2)})
+		}
+		m.add(s)
+	case n < 84:
+		if m.avoids("started") {
+			m.add(Step{Op: Wait})
+		}
+		m.add(Step{Op: Admit})
+	case n < 88:
+		m.add(Step{Op: pick(m.generator, Alloc, Alloc, Free), Root: m.rnd.IntN(3)})
+	case n < 92:
+		if n := m.rnd.IntN(13); !m.avoids(fmt.Sprintf("argument=%d", n)) {
+			m.add(Step{Op: Argument, Root: n})
+		}
+	default:
+		m.together()
+	}
+}
+
+func (m *making) lasts() (parts []Part) {
+	for range m.job.Ranks {
+		parts = append(parts, Part{Last: m.chance(0.5)})
+	}
+	return parts
+}
+
+// together adds steps of several groups at the same time.
+func (m *making) together() {
+	if len(m.order) == 0 {
+		s := m.split(0)
+		m.note(&s)
+		m.add(s)
+	}
+	t := Step{Op: Together}
+	var made []Step
+	for _, g := range append([]int{0}, m.order...) {
+		switch {
+		case m.chance(0.2) && len(m.order) < 4:
+			s := m.split(g)
+			if made = append(made, s); len(made) > 1 && m.avoids("splits") {
+				made = made[:1]
+				continue
+			}
+			t.Par = append(t.Par, s)
+		case m.chance(0.8):
+			t.Par = append(t.Par, m.collective(g, false, true))
+		}
+	}
+	for i := range made {
+		m.note(&made[i])
+	}
+	m.add(t)
+}
+
+func (m *making) message(group, most int) Step {
+	s := Step{Op: Message, Group: group, DType: pick(m.generator, dtypes...), Root: m.rnd.IntN(8)}
+	s.Count = min(m.count(s.DType, 1), most/s.DType.Size())
+	m.parts(&s, true)
+	for i := range s.Ranks {
+		s.Ranks[i].Any = m.chance(0.2)
+	}
+	return s
+}
+
+// moment is a short time, which most often is about as long as a collective.
+func (m *making) moment() time.Duration {
+	return time.Duration(m.rnd.IntN(pick(m.generator, 20, 100, 500, 3000)))*time.Microsecond + 1
+}
+
+// window adds steps that are disturbed from inside, and their end.
+func (m *making) window() {
+	switch n := m.rnd.IntN(100); {
+	case n < 12 && !m.avoids("differ"), m.avoids("cancel"):
+		m.differ()
+	case n < 18 && len(m.order) > 0:
+		s := Step{Op: Abort, Group: pick(m.generator, m.order...), Root: m.rnd.IntN(8)}
+		m.forget(s.Group)
+		m.add(s)
+	default:
+		m.cancel()
+	}
+	m.add(Step{Op: Heal})
+}
+
+// cancel adds steps whose contexts end.
+func (m *making) cancel() {
+	begin := len(m.p.Steps)
+	if m.avoids("queued") {
+		m.add(Step{Op: Wait})
+		defer func() {
+			for i := range m.p.Steps[begin:] {
+				for r := range m.p.Steps[begin+i].Ranks {
+					if p := &m.p.Steps[begin+i].Ranks[r]; p.How == Started {
+						p.How = Blocking
+					}
+				}
+			}
+		}()
+	}
+	for range m.rnd.IntN(3) {
+		s := m.collective(m.group(), true, false)
+		m.add(s)
+	}
+	for i := range 1 + m.rnd.IntN(3) {
+		var s Step
+		switch m.rnd.IntN(12) {
+		case 0:
+			s = m.split(m.group())
+		case 1:
+			s = Step{Op: Agree, Group: m.group(), Ranks: make([]Part, m.job.Ranks)}
+			if m.avoids("started") {
+				m.add(Step{Op: Wait})
+			}
+		case 2:
+			s = m.message(m.group(), 8<<10)
+		default:
+			s = m.collective(m.group(), true, false)
+		}
+		victim := m.rnd.IntN(m.job.Ranks)
+		deadline := m.chance(0.4)
+		for r := range s.Ranks {
+			p := &s.Ranks[r]
+			if r == victim && i == 0 || m.chance(0.15) {
+				if p.How == Started && m.chance(0.7) {
+					p.How = Blocking
+				}
+				switch {
+				case deadline:
+					p.Limit = m.moment()
+				case m.chance(0.1):
+					p.Cancel = -1
+				default:
+					p.Cancel = m.moment()
+				}
+			} else if m.chance(0.25) {
+				p.Late = m.moment()
+			}
+		}
+		m.add(s)
+	}
+	for range m.rnd.IntN(4) {
+		m.add(m.collective(m.group(), true, false))
+	}
+}
+
+// differ adds a step that one rank calls otherwise, and one after which all know.
+func (m *making) differ() {
+	s := m.collective(0, false, false)
+	for s.Op == Barrier {
+		s = m.collective(0, false, false)
+	}
+	for i := range s.Ranks {
+		s.Ranks[i].How = Blocking
+	}
+	what := []string{"count", "zero", "dtype", "kind"}
+	if s.Op.reduces() {
+		what = append(what, "reduction")
+	}
+	if s.Op.rooted() {
+		what = append(what, "root")
+	}
+	s.Count = max(s.Count, 1)
+	s.Alt = &Alt{Rank: m.rnd.IntN(m.job.Ranks), What: pick(m.generator, what...)}
+	switch {
+	case s.Op == AllGatherV || s.Op == AllToAllV:
+		s.Alt.What = "kind"
+		if s.Op == AllToAllV && m.chance(0.7) {
+			s.Alt.What = "received"
+		}
+	case s.Alt.What == "count":
+		s.Alt.Count = s.Count + 1
+	case s.Alt.What == "kind":
+		s.Alt.Count = s.Count
+	}
+	if (s.Alt.What == "reduction" || s.Alt.What == "dtype") && !s.altSupported() {
+		s.Alt.What, s.Alt.Count = "count", s.Count+1
+	}
+	if m.avoids("differ=" + s.Alt.What) {
+		s.Alt.What, s.Alt.Count = "kind", s.Count
+	}
+	m.add(s)
+	m.add(Step{Op: Barrier, DType: pg.Uint8, Ranks: s.Ranks})
+}
+
+// altSupported says whether the call of the rank that differs exists.
+func (s *Step) altSupported() bool {
+	if !s.Op.reduces() {
+		return s.Alt.What == "dtype"
+	}
+	dt, red := s.DType, s.Red
+	if s.Alt.What == "dtype" {
+		if dt = pg.Int32; s.DType == pg.Int32 {
+			dt = pg.Float64
+		}
+	} else if red = pg.Max; s.Red == pg.Max {
+		red = pg.Sum
+	}
+	return supported(red, dt)
+}
+
+// outside adds steps during which faults come from outside, and their end.
+func (m *making) outside() {
+	from := len(m.p.Steps)
+	for range 3 + m.rnd.IntN(6) {
+		if m.chance(0.1) {
+			if m.avoids("started") {
+				m.add(Step{Op: Wait})
+			}
+			m.add(Step{Op: Agree, Ranks: make([]Part, m.job.Ranks)})
+		} else {
+			m.add(m.collective(m.group(), true, false))
+		}
+	}
+	kinds := []string{"kill", "kill", "kill", "stop", "stop", "evict", "leave", "store"}
+	if m.transport != "shm" {
+		kinds = append(kinds, "part", "part", "deafen")
+	}
+	net := false
+	for range 1 + m.rnd.IntN(2) {
+		f := Fault{Step: from + m.rnd.IntN(len(m.p.Steps)-from), At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: pick(m.generator, kinds...), Victim: m.rnd.IntN(m.job.Ranks)}
+		f.For = time.Duration(1+m.rnd.IntN(60)) * time.Millisecond
+		if m.chance(0.1) {
+			f.For += time.Duration(m.rnd.IntN(3500)) * time.Millisecond
+		}
+		if m.avoids(f.Kind) {
+			continue
+		}
+		switch f.Kind {
+		case "evict":
+			f.At = (f.Victim + 1 + m.rnd.IntN(m.job.Ranks-1)) % m.job.Ranks
+		case "part", "deafen", "store":
+			if net {
+				continue
+			}
+			net = true
+			f.Other = (f.Victim + 1 + m.rnd.IntN(m.job.Ranks-1)) % m.job.Ranks
+		}
+		m.p.Faults = append(m.p.Faults, f)
+	}
+	m.forgetAll()
+	m.add(Step{Op: Heal})
+}

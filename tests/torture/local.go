@@ -1,0 +1,80 @@
+//go:build linux
+
+package torture
+
+import (
+	"context"
+	"log/slog"
+	"sync"
+	"time"
+
+	"tutti/pg"
+)
+
+// localGuide is nobody: ranks of one process have no faults from outside.
+type localGuide struct {
+	hang chan Finding
+}
+
+func (localGuide) At(int) {}
+
+func (localGuide) Gate(Gate) Go { return Go{} }
+
+func (l localGuide) Hang(f Finding) {
+	select {
+	case l.hang <- f:
+	default:
+	}
+}
+
+// runLocal runs programs on ranks of this process. Each has a job of its own: such groups do not recover.
+func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
+	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
+	groups, err := pg.Local(job.Ranks, pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
+		Logger: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		res.find(&Finding{Kind: "error", Text: err.Error()})
+		return res
+	}
+	guide := localGuide{make(chan Finding, 1)}
+	reports := map[int]*Report{}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for me, g := range groups {
+		r, err := newRank(job, me, guide, nil)
+		if err != nil {
+			res.find(&Finding{Kind: "error", Text: err.Error()})
+			return res
+		}
+		if conduct != nil {
+			r.conduct = conduct
+		}
+		wg.Go(func() {
+			r.enter(g)
+			own := *p
+			if own.Seed%16 == 0 { // the process is everybody's
+				own.Seed++
+			}
+			rep := r.run(&own, 0, nil)
+			r.leave()
+			r.close()
+			r.unmap()
+			mu.Lock()
+			reports[me] = rep
+			mu.Unlock()
+		})
+	}
+	done := make(chan struct{})
+	go func() { wg.Wait(); close(done) }()
+	select {
+	case <-done:
+	case f := <-guide.hang:
+		res.find(&f)
+	case <-time.After(patience):
+		res.find(&Finding{Kind: "stuck", Text: "the program does not end"})
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	judge(res, reports, nil)
+	return res
+}

@@ -1,0 +1,349 @@
+//go:build linux
+
+package torture
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+	"unsafe"
+
+	"tutti/pg"
+)
+
+// message sends to one rank and receives from another.
+func (r *rank) message(ctx context.Context, s *Step, part *Part, h *handle) {
+	n, me := h.g.Size(), h.slot()
+	if n == 1 {
+		return
+	}
+	shift := 1 + s.Root%(n-1)
+	to, from := (me+shift)%n, (me+n-shift)%n
+	seed := r.p.Seed + uint64(r.now)*64
+	d := newDatum(s.DType, pg.Sum, seed)
+	tag := int(seed % pg.MaxTag)
+	name := fmt.Sprintf("step %d: message (%v, %d elements) to %d from %d", r.now, s.DType, s.Count, to, from)
+	c := &call{h: h, step: s, d: d, name: name}
+	grab := func(m Mem) []byte {
+		b := r.take(m, s.Count*d.size, d.size, name)
+		if b != nil {
+			c.bufs = append(c.bufs, b)
+		}
+		return b.bytes()
+	}
+	c.src, c.dst = grab(part.Src), grab(part.Dst)
+	d.put(c.src, s.Count, func(i int) int64 { return d.value(r.me, i) })
+	send := h.g.Start(pg.SendOp{X: c.buffer(c.src), To: to, Tag: tag})
+	cctx, cancel := part.within(ctx)
+	defer cancel()
+	who := from
+	if part.Any {
+		who = pg.AnyRank
+	}
+	var got pg.Status
+	err := r.timed(name+": recv", r.limit(part), func() (err error) {
+		switch {
+		case part.How == Blocking && d.size == 4 && s.DType == pg.Float32:
+			got, err = pg.Recv(cctx, h.g, as[float32](c.dst), who, tag)
+		default:
+			w := h.g.Start(pg.RecvOp{X: c.buffer(c.dst), From: who, Tag: tag})
+			<-w.Done()
+			if err = w.Err(); err == nil {
+				got = w.Status()
+			}
+		}
+		return err
+	})
+	r.judge(name+": recv", s.May, err)
+	if err == nil {
+		want := slices.Clone(c.dst)
+		d.put(want, s.Count, func(i int) int64 { return d.value(h.ranks[from], i) })
+		if text := d.compare(c.dst, want); text != "" {
+			r.find("wrong", "%s: recv: %s", name, text)
+		}
+		if got.From != from || got.Tag != tag || got.Count != s.Count {
+			r.find("wrong", "%s: recv says %+v, want from %d, tag %d", name, got, from, tag)
+		}
+	}
+	err = r.timed(name+": send", r.job.Timeout, func() error { <-send.Done(); return send.Err() })
+	r.judge(name+": send", s.May, err)
+	want := slices.Clone(c.src)
+	d.put(want, s.Count, func(i int) int64 { return d.value(r.me, i) })
+	if text := d.compare(c.src, want); text != "" {
+		r.find("wrong", "%s: send has changed its input: %s", name, text)
+	}
+	r.giveBack(c)
+}
+
+func (r *rank) agree(ctx context.Context, s *Step, part *Part, h *handle, lane int) {
+	cctx, cancel := part.within(ctx)
+	defer cancel()
+	var got bool
+	err := r.timed("agree", r.limit(part), func() (err error) { got, err = h.g.Agree(cctx, !part.No); return err })
+	r.judge("agree", s.May, err)
+	if err != nil {
+		return
+	}
+	if r.job.Transport != "inproc" || s.May == 0 {
+		r.fact(fmt.Sprintf("%d.%d agreed %v", r.now, lane, h.ranks), "%v", got)
+	}
+	if s.May == 0 {
+		want := true
+		for _, slot := range h.g.View().Active {
+			want = want && !s.Ranks[h.ranks[slot]].No
+		}
+		if got != want {
+			r.find("wrong", "agree: %v, want %v", got, want)
+		}
+	}
+	if got && part.No {
+		r.find("wrong", "agree: true, though this rank said no")
+	}
+}
+
+func (r *rank) split(ctx context.Context, s *Step, part *Part, h *handle) {
+	cctx, cancel := part.within(ctx)
+	defer cancel()
+	var sub *pg.Group
+	err := r.timed("split", r.limit(part), func() (err error) { sub, err = h.g.Split(cctx, part.Color, part.Key); return err })
+	r.judge("split", s.May, err)
+	if err != nil {
+		return
+	}
+	if (sub == nil) != (part.Color < 0) {
+		r.find("wrong", "split with color %d made %v", part.Color, sub)
+		return
+	}
+	if sub == nil {
+		return
+	}
+	var slots []int
+	for _, slot := range h.g.View().Active {
+		if s.Ranks[h.ranks[slot]].Color == part.Color {
+			slots = append(slots, slot)
+		}
+	}
+	slices.SortStableFunc(slots, func(a, b int) int { return cmp.Compare(s.Ranks[h.ranks[a]].Key, s.Ranks[h.ranks[b]].Key) })
+	n := &handle{g: sub, loose: s.May != 0}
+	for _, slot := range slots {
+		n.ranks = append(n.ranks, h.ranks[slot])
+	}
+	if s.May == 0 && (sub.Size() != len(n.ranks) || n.ranks[sub.Rank()] != r.me) {
+		r.find("wrong", "split made rank %d of %d, want %v", sub.Rank(), sub.Size(), n.ranks)
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if sub.Size() != len(n.ranks) { // ranks were lost meanwhile
+		go sub.Close()
+		return
+	}
+	r.groups[s.New] = n
+}
+
+func (r *rank) abort(ctx context.Context, s *Step, h *handle) {
+	r.landOn(ctx, h)
+	if h.slot() == s.Root%h.g.Size() {
+		h.g.Abort(errors.New("on purpose"))
+	}
+	err := r.timed("barrier of an aborted group", r.job.Timeout, func() error { return h.g.Barrier(ctx) })
+	if r.judge("barrier of an aborted group", s.May|Aborted, err); err == nil {
+		r.find("wrong", "a barrier of an aborted group succeeds")
+	}
+	r.drop(s.Group)
+}
+
+// argument makes a call that is wrong by itself.
+func (r *rank) argument(ctx context.Context, s *Step, h *handle) {
+	n := h.g.Size()
+	x := make([]float32, 8*n)
+	b := func(from, to int) pg.Buffer { return pg.BufferOf(x[from:to]) }
+	calls := []struct {
+		name string
+		f    func() error
+	}{
+		{"a negative root", func() error { return pg.Broadcast(ctx, h.g, x, -1) }},
+		{"a root beyond the group", func() error { return pg.Reduce(ctx, h.g, x, n, pg.Sum) }},
+		{"an overlapping alltoall", func() error { return pg.AllToAll(ctx, h.g, x, x) }},
+		{"an overlapping reducescatter", func() error { return pg.ReduceScatter(ctx, h.g, x[1:9], x, pg.Sum) }},
+		{"a destination too short", func() error { return pg.AllGather(ctx, h.g, x[:n*8-1], x[:8]) }},
+		{"a negative count", func() error { return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Count: -1, DType: pg.Int8}}).Wait(ctx) }},
+		{"elements nowhere", func() error { return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Count: 1, DType: pg.Int8}}).Wait(ctx) }},
+		{"no data type", func() error {
+			return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Ptr: unsafe.Pointer(&x[0]), Count: 1}}).Wait(ctx)
+		}},
+		{"a reduction that does not exist", func() error { return pg.AllReduce(ctx, h.g, x, pg.BitAnd) }},
+		{"a negative tag", func() error { return pg.Send(ctx, h.g, x, (h.slot()+1)%n, -1) }},
+		{"a message to itself", func() error { return pg.Send(ctx, h.g, x, h.slot(), 0) }},
+		{"a partly overlapping allreduce", func() error { return h.g.Start(pg.AllReduceOp{Dst: b(0, 7), Src: b(1, 8), Op: pg.Sum}).Wait(ctx) }},
+		{"a count that overflows", func() error {
+			return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Ptr: unsafe.Pointer(&x[0]), Count: 1<<62 + 1, DType: pg.Float32}}).Wait(ctx)
+		}},
+	}
+	k := calls[s.Root%len(calls)]
+	if s.May != 0 && (s.Root%len(calls) == 11 || s.Root%len(calls) == 12) {
+		return
+	}
+	err := r.timed(k.name, r.job.Timeout, k.f)
+	var bad *pg.ArgumentError
+	if !errors.As(err, &bad) {
+		if s.May != 0 && err != nil {
+			r.judge(k.name, s.May, err)
+			return
+		}
+		r.find("wrong", "%s: %v, want an ArgumentError", k.name, err)
+	}
+}
+
+// recovery bounds how long recovering may take, and coming in.
+const recovery = 25 * time.Second
+
+// heal ends a disturbance.
+func (r *rank) heal(ctx context.Context, s *Step) {
+	r.land(ctx, false)
+	faulty := s.May&(Lost|Unheard) != 0 && r.job.Transport != "inproc"
+	if s.May&^Opaque == Differing && r.differs && !r.told {
+		r.find("error", "ranks called different things, and this rank was not told")
+	}
+	r.differs, r.told = false, false
+	if faulty {
+		r.guide.Gate(Gate{Step: r.now})
+	}
+	if r.job.Transport == "inproc" { // such groups do not recover
+		return
+	}
+	h := r.groups[0]
+	rctx, cancel := context.WithTimeout(ctx, recovery)
+	defer cancel()
+	for _, id := range r.ids() {
+		if id != 0 && (faulty || r.groups[id].loose) {
+			r.drop(id)
+		}
+	}
+	if h == nil { // it has left
+		r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
+		return
+	}
+	for _, id := range r.ids() {
+		err := r.timed(fmt.Sprintf("recover of group %d", id), recovery, func() error { return r.groups[id].g.Recover(rctx) })
+		switch {
+		case err == nil:
+		case faulty && (errors.Is(err, pg.ErrEvicted) || errors.Is(err, pg.ErrIsolated) || errors.Is(err, pg.ErrClosed)):
+			r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
+			return
+		default:
+			r.find("error", "recover of group %d: %v", id, err)
+			if faulty {
+				r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
+				return
+			}
+		}
+	}
+	if !faulty {
+		r.fact(fmt.Sprintf("%d recovered", r.now), "%s", view(h.g.View()))
+		return
+	}
+	to := r.guide.Gate(Gate{Step: r.now, State: "recovered"})
+	v := h.g.View()
+	if !slices.Equal(v.Active, to.Stay) {
+		r.find("disagreement", "after recovering the view is %s, and ranks %v have recovered", view(v), to.Stay)
+	}
+	r.gather(ctx, h.g, to, false)
+}
+
+// comeBack has a rank that is no member any more come in again, where the others are by then.
+func (r *rank) comeBack(ctx context.Context, to Go) {
+	old := r.groups[0]
+	for _, id := range r.ids() {
+		if id != 0 {
+			r.drop(id)
+		}
+	}
+	r.untouch()
+	for i := range r.alloc {
+		r.free(i)
+	}
+	jctx, cancel := context.WithTimeout(ctx, recovery)
+	defer cancel()
+	var g *pg.Group
+	err := r.timed("coming in", recovery, func() (err error) {
+		if old != nil && !r.left.Swap(false) {
+			g, err = old.g.Rejoin(jctx)
+		} else {
+			g, err = r.join(jctx)
+		}
+		return err
+	})
+	r.groups = map[int]*handle{}
+	if err != nil {
+		r.find("error", "coming in again: %v", err)
+		return
+	}
+	r.enter(g)
+	r.gather(ctx, g, to, true)
+}
+
+// gather lets in who waits, until all are there.
+func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
+	if len(to.Back) == 0 {
+		return
+	}
+	all := slices.Concat(to.Stay, to.Back)
+	slices.Sort(all)
+	where := int64(r.now)
+	tell := func() bool {
+		x := []int64{where}
+		if fresh {
+			x[0] = -1
+		}
+		err := r.timed("telling who came in", r.job.Timeout, func() error { return pg.Broadcast(ctx, g, x, slices.Min(to.Stay)) })
+		if err != nil {
+			r.find("spurious", "telling who came in: %v", err)
+			return false
+		}
+		if x[0] != where {
+			r.find("wrong", "who came in is told of step %d, want %d", x[0], where)
+		}
+		fresh = false
+		return true
+	}
+	until := time.Now().Add(recovery)
+	if fresh && !r.job.AutoAdmit && !tell() {
+		return
+	}
+	for {
+		if !r.job.AutoAdmit {
+			if slices.Equal(g.View().Active, all) {
+				break
+			}
+			in := 0
+			err := r.timed("admit", r.job.Timeout, func() (err error) { in, err = g.Admit(ctx); return err })
+			if err != nil {
+				r.find("spurious", "admit: %v", err)
+				return
+			}
+			if in > 0 && !tell() {
+				return
+			}
+		} else {
+			x := make([]int64, len(all))
+			x[slices.Index(all, r.me)] = 1
+			err := r.timed("allreduce until all are in", r.job.Timeout, func() error { return pg.AllReduce(ctx, g, x, pg.Sum) })
+			if err != nil {
+				r.find("spurious", "allreduce until all are in: %v", err)
+				return
+			}
+			if !slices.Contains(x, 0) {
+				break
+			}
+		}
+		if time.Now().After(until) {
+			r.find("stuck", "ranks %v do not come in: the view is %s", to.Back, view(g.View()))
+			return
+		}
+		time.Sleep(2 * time.Millisecond)
+	}
+	r.fact(fmt.Sprintf("%d gathered", r.now), "%s", view(g.View()))
+}

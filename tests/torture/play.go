@@ -1,0 +1,181 @@
+//go:build linux
+
+package torture
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/pg"
+	"tutti/tests/internal/rig"
+)
+
+// order is what a rank's process is told.
+type order struct {
+	Setup   *setup   `json:",omitempty"` // join a job
+	Program *Program `json:",omitempty"` // run it
+	From    int      `json:",omitempty"` // from this step on, …
+	Back    *Go      `json:",omitempty"` // … coming in
+	Go      *Go      `json:",omitempty"` // through the gate
+	Evict   *int     `json:",omitempty"` // that rank, at once
+	Leave   bool     `json:",omitempty"` // close the group of all ranks, at once
+	End     bool     `json:",omitempty"` // of the job
+}
+
+type setup struct {
+	Job           Job
+	Name          string
+	Store, Secret string
+	Number        int  // of the rank
+	Late          bool // the job is running: join by the program
+}
+
+// news is what it tells.
+type news struct {
+	Ready  bool       `json:",omitempty"` // it has joined
+	Error  string     `json:",omitempty"` // it has not; or, with Did, what Evict said
+	At     *int       `json:",omitempty"`
+	Gate   *Gate      `json:",omitempty"`
+	Did    bool       `json:",omitempty"` // what it was told to do at once
+	Hang   *Finding   `json:",omitempty"`
+	Report *Report    `json:",omitempty"`
+	Ended  *rig.Usage `json:",omitempty"`
+}
+
+// lease is how long a rank that says nothing counts as alive.
+const lease = 2 * time.Second
+
+func (s *setup) config(me int) pg.Config {
+	secret, _ := bootstrap.ParseSecret(s.Secret) // Join says what is wrong with none
+	return pg.Config{Size: s.Job.Ranks, Rank: me, Job: s.Name, Store: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
+		Timeout: s.Job.Timeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform, AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Tuning: "off"}
+}
+
+func (j *Job) transport() string {
+	if j.Transport == "hosts" {
+		return "auto"
+	}
+	return j.Transport
+}
+
+// player is the process of a rank.
+type player struct {
+	mu    sync.Mutex
+	out   *json.Encoder
+	gates chan Go
+	world atomic.Pointer[pg.Group]
+	left  func()
+}
+
+func (p *player) say(n news) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.out.Encode(n)
+}
+
+func (p *player) At(step int) { p.say(news{At: &step}) }
+
+func (p *player) Gate(g Gate) Go {
+	p.say(news{Gate: &g})
+	return <-p.gates
+}
+
+func (p *player) Hang(f Finding) { p.say(news{Hang: &f}) }
+
+// Play is a rank's process.
+func Play(out *json.Encoder, in *json.Decoder) int {
+	p := &player{out: out, gates: make(chan Go, 4)}
+	orders := make(chan order, 4)
+	go func() {
+		for {
+			var o order
+			if in.Decode(&o) != nil {
+				os.Exit(0) // the test is over
+			}
+			switch {
+			case o.Go != nil:
+				p.gates <- *o.Go
+			case o.Evict != nil:
+				go func() {
+					n := news{Did: true}
+					ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+					defer cancel()
+					if g := p.world.Load(); g != nil {
+						began := time.Now()
+						err := g.Evict(ctx, *o.Evict)
+						if err != nil && !typed(err) {
+							n.Error = "evict: untyped: " + err.Error()
+						}
+						if time.Since(began) > 10*time.Second+slack {
+							n.Error = "evict returned late"
+						}
+					}
+					p.say(n)
+				}()
+			case o.Leave:
+				go func() {
+					if g := p.world.Load(); g != nil {
+						p.left()
+						g.Close()
+					}
+					p.say(news{Did: true})
+				}()
+			default:
+				orders <- o
+			}
+		}
+	}()
+	var r *rank
+	for o := range orders {
+		switch {
+		case o.Setup != nil:
+			me := o.Setup.Number
+			cfg := o.Setup.config(me)
+			var err error
+			r, err = newRank(o.Setup.Job, me, p, func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
+			if err == nil {
+				p.left = func() { r.left.Store(true) }
+				r.entered = func(g *pg.Group) { p.world.Store(g) }
+			}
+			if err == nil && !o.Setup.Late {
+				ctx, cancel := context.WithTimeout(context.Background(), recovery)
+				var g *pg.Group
+				if g, err = r.join(ctx); err == nil {
+					r.enter(g)
+				}
+				cancel()
+			}
+			n := news{Ready: err == nil}
+			if err != nil {
+				n.Error = err.Error()
+			}
+			p.say(n)
+		case o.Program != nil:
+			p.say(news{Report: r.run(o.Program, o.From, o.Back)})
+		case o.End:
+			p.world.Store(nil)
+			r.leave()
+			r.close()
+			r.unmap()
+			r = nil
+			p.say(news{Ended: rig.Use()})
+		}
+	}
+	return 0
+}
+
+// typed says whether an error is one of those that package pg promises.
+func typed(err error) bool {
+	var lost *pg.RankError
+	var late *pg.TimeoutError
+	var differ *pg.MismatchError
+	var bad *pg.ArgumentError
+	return errors.As(err, &lost) || errors.As(err, &late) || errors.As(err, &differ) || errors.As(err, &bad) || errors.Is(err, pg.ErrClosed) ||
+		errors.Is(err, pg.ErrEvicted) || errors.Is(err, pg.ErrIsolated) || errors.Is(err, pg.ErrAborted)
+}

@@ -1,0 +1,700 @@
+//go:build linux
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"tutti/pg"
+	"tutti/tests/internal/rig"
+)
+
+// A Finding is something that must not be.
+type Finding struct {
+	Kind string // wrong, store, late, hang, error, spurious, disagreement, resources, death, stuck
+	Rank int
+	Step int
+	Text string
+}
+
+func (f *Finding) String() string {
+	return fmt.Sprintf("%s: rank %d, step %d: %s", f.Kind, f.Rank, f.Step, f.Text)
+}
+
+// A Report is what a rank has to say at the end of a program.
+type Report struct {
+	Rank     int
+	Findings []Finding         `json:",omitempty"`
+	Facts    map[string]string `json:",omitempty"` // what all ranks that say it have to say alike
+	Ops      int               // that were done
+	Errors   map[string]int    `json:",omitempty"` // typed errors seen, by type
+	Use      *rig.Usage        `json:",omitempty"`
+}
+
+// A Gate is where ranks wait for the end of the faults of a disturbance; Go is what they are told there.
+type Gate struct {
+	Step  int
+	State string // "" (member), "out" (no member any more), "recovered"
+}
+
+// Go is the answer.
+type Go struct {
+	Stay []int // who went on
+	Back []int // who comes in again
+}
+
+// guide is what a rank knows of who runs it.
+type guide interface {
+	At(step int)    // this rank comes to the step, where faults wait for it
+	Gate(g Gate) Go // waits until all ranks are there and all faults over
+	Hang(f Finding) // does not return where the process is to end
+}
+
+// rank runs programs on one rank of a job.
+type rank struct {
+	job   Job
+	me    int
+	guide guide
+	join  func(ctx context.Context) (*pg.Group, error)
+
+	entered func(g *pg.Group) // is told of every group of all ranks; may be nil
+
+	// A test of this package puts something in its place.
+	conduct func(ctx context.Context, c *call, how How) error
+
+	left     atomic.Bool // the group of all ranks was closed by a fault
+	groups   map[int]*handle
+	plain    *pool
+	guards   []*pool
+	turn     int    // of the guards
+	touching bool   // registered memory 0 is in use, …
+	untouch  func() // … until this is called
+	alloc    [3]*region
+
+	watch *watch
+
+	mu      sync.Mutex // guards what follows and the pools: the parts of a step together run at the same time
+	p       *Program
+	now     int
+	rep     *Report
+	flight  []*call
+	differs bool // this disturbance is ranks that call different things, …
+	told    bool // … and this rank knows
+}
+
+// region is registered memory of a rank.
+type region struct {
+	*pool
+	mem []byte
+	g   *pg.Group // that it was taken from
+}
+
+func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
+	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{}, rep: &Report{Rank: me}}
+	mem, err := guarded(job.Pool)
+	if err != nil {
+		return nil, err
+	}
+	r.plain = newPool("plain memory", mem)
+	for i := range 8 {
+		mem, err := guarded(128 << 10)
+		if err != nil {
+			return nil, err
+		}
+		r.guards = append(r.guards, newPool(fmt.Sprintf("guarded memory %d", i), mem))
+	}
+	r.watch = newWatch(func(text string) {
+		r.guide.Hang(Finding{Kind: "hang", Rank: me, Step: r.step(), Text: text})
+	})
+	return r, nil
+}
+
+func (r *rank) step() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.now
+}
+
+// enter makes g the group of all ranks.
+func (r *rank) enter(g *pg.Group) {
+	h := &handle{g: g}
+	for slot := range g.Size() {
+		h.ranks = append(h.ranks, slot)
+	}
+	r.groups = map[int]*handle{0: h}
+	if r.entered != nil {
+		r.entered(g)
+	}
+	r.renew(0)
+}
+
+// leave ends this rank's part in the job.
+func (r *rank) leave() {
+	for _, id := range r.ids() {
+		r.groups[id].g.Close()
+	}
+	for i := range r.alloc {
+		r.free(i)
+	}
+	r.groups = map[int]*handle{}
+}
+
+// close ends the rank, not its groups.
+func (r *rank) close() { r.watch.close() }
+
+func (r *rank) ids() (ids []int) {
+	for id := range r.groups {
+		ids = append(ids, id)
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+func (r *rank) find(kind, format string, args ...any) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.rep.Findings) < 20 {
+		r.rep.Findings = append(r.rep.Findings, Finding{kind, r.me, r.now, fmt.Sprintf(format, args...)})
+	}
+}
+
+// fact says what all ranks that say it have to say alike.
+func (r *rank) fact(key, format string, args ...any) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.rep.Facts == nil {
+		r.rep.Facts = map[string]string{}
+	}
+	r.rep.Facts[key] = fmt.Sprintf(format, args...)
+}
+
+// renew frees registered memory i, if there is one, and allocates it anew.
+func (r *rank) renew(i int) {
+	h := r.groups[0]
+	if h == nil || i == 0 && r.touching || !r.free(i) {
+		return
+	}
+	mem, err := pg.Alloc[byte](h.g, r.job.Pool)
+	if err != nil {
+		if errors.Is(err, pg.ErrClosed) && r.p != nil && r.p.Steps[r.now].May&Lost != 0 {
+			return
+		}
+		r.find("error", "alloc: %v", err)
+		return
+	}
+	for j, b := range mem {
+		if b != 0 {
+			r.find("wrong", "alloc: byte %d of %d is %#x, want zeroed memory", j, len(mem), b)
+			break
+		}
+	}
+	r.alloc[i] = &region{newPool(fmt.Sprintf("registered memory %d", i), mem), mem, h.g}
+	r.alloc[i].end -= touchSize
+}
+
+// free frees registered memory i. It reports false where an operation has it.
+func (r *rank) free(i int) bool {
+	a := r.alloc[i]
+	if a == nil {
+		return true
+	}
+	for _, b := range a.held {
+		if b.active {
+			return false
+		}
+	}
+	if err := a.check(); err != nil {
+		r.find("store", "%v", err)
+	}
+	r.alloc[i] = nil
+	if err := pg.Free(a.g, a.mem); err != nil {
+		r.find("error", "free: %v", err)
+	}
+	return true
+}
+
+// take returns n bytes of memory of a kind.
+func (r *rank) take(m Mem, n, size int, owner string) *buffer {
+	if n == 0 {
+		return nil
+	}
+	r.mu.Lock()
+	var b *buffer
+	err := errBusy
+	switch m {
+	case MemAlloc, MemOffset:
+		skew := 0
+		if m == MemOffset {
+			skew = size * (1 + n%7)
+		}
+		for i := range r.alloc {
+			if a := r.alloc[(i+r.now)%len(r.alloc)]; a != nil && errors.Is(err, errBusy) {
+				b, err = a.take(n, skew, owner)
+			}
+		}
+	case MemGuard:
+		for range r.guards {
+			if r.turn = (r.turn + 1) % len(r.guards); errors.Is(err, errBusy) {
+				b, err = r.guards[r.turn].last(n, owner)
+			}
+		}
+	}
+	if errors.Is(err, errBusy) || b == nil && err == nil {
+		skew := 0
+		if m == MemOdd {
+			skew = size
+		}
+		b, err = r.plain.take(n, skew, owner)
+	}
+	if errors.Is(err, errBusy) || b == nil && err == nil { // there is no room
+		p := newPool("memory of its own", make([]byte, n+1024))
+		b, err = p.take(n, 0, owner)
+	}
+	r.mu.Unlock()
+	if err != nil {
+		r.find("store", "%v", err)
+	}
+	return b
+}
+
+func (r *rank) giveBack(c *call) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, b := range c.bufs {
+		b.p.giveBack(b)
+	}
+	c.bufs, c.dst, c.src = nil, nil, nil
+}
+
+// run runs a program, from a step on, and reports.
+func (r *rank) run(p *Program, from int, back *Go) *Report {
+	r.mu.Lock()
+	r.p, r.now, r.rep = p, from, &Report{Rank: r.me, Errors: map[string]int{}}
+	r.mu.Unlock()
+	ctx := context.Background()
+	stop := r.touch()
+	if back != nil {
+		r.comeBack(ctx, *back)
+		from++
+	}
+	for i := from; i < len(p.Steps); i++ {
+		r.mu.Lock()
+		r.now = i
+		r.mu.Unlock()
+		r.announce(i)
+		r.do(ctx, &p.Steps[i], 0)
+		if len(r.rep.Findings) > 10 {
+			break
+		}
+	}
+	r.land(ctx, false)
+	for _, id := range r.ids() {
+		if id != 0 {
+			r.drop(id)
+		}
+	}
+	stop()
+	r.mu.Lock()
+	pools := append([]*pool{r.plain}, r.guards...)
+	for _, a := range r.alloc {
+		if a != nil {
+			pools = append(pools, a.pool)
+		}
+	}
+	var bad []error
+	for _, q := range pools {
+		if err := q.check(); err != nil {
+			bad = append(bad, err)
+		}
+	}
+	r.mu.Unlock()
+	for _, err := range bad {
+		r.find("store", "at the end: %v", err)
+	}
+	if p.Seed%16 == 0 {
+		r.rep.Use = rig.Use()
+	}
+	return r.rep
+}
+
+// announce tells who guides this rank that it comes to a step with faults.
+func (r *rank) announce(i int) {
+	for _, f := range r.p.Faults {
+		if f.Step == i && f.At == r.me {
+			r.guide.At(i)
+			return
+		}
+	}
+}
+
+// touch stores to the end of the first registered memory, where no operation has a buffer, until the program ends, and looks whether all of
+// its stores are there.
+func (r *rank) touch() (stop func()) {
+	r.untouch = func() {}
+	if r.p.Touch != r.me || r.alloc[0] == nil {
+		return r.untouch
+	}
+	a := r.alloc[0]
+	words := unsafe.Slice((*uint64)(unsafe.Pointer(&a.mem[len(a.mem)-touchSize])), touchSize/8)
+	end, done := make(chan struct{}), make(chan struct{})
+	r.touching = true
+	go func() {
+		defer close(done)
+		clear(words)
+		for n := uint64(1); ; n++ {
+			for i := range words {
+				if words[i] != n-1 {
+					r.find("wrong", "this rank's own stores to registered memory are lost: word %d is %d, want %d", i, words[i], n-1)
+					return
+				}
+				words[i] = n
+			}
+			select {
+			case <-end:
+				return
+			default:
+				runtime.Gosched()
+			}
+		}
+	}()
+	var once sync.Once
+	r.untouch = func() {
+		once.Do(func() {
+			close(end)
+			<-done
+			r.touching = false
+		})
+	}
+	return r.untouch
+}
+
+// timed makes a call that is to end within limit.
+func (r *rank) timed(what string, limit time.Duration, f func() error) error {
+	late, err := r.watch.call(fmt.Sprintf("step %d: %s", r.step(), what), limit, f)
+	if late != "" {
+		r.find("late", "%s", late)
+	}
+	return err
+}
+
+// limit is how long a call may take that waits for others to end before.
+func (r *rank) limit(p *Part) time.Duration {
+	l := r.job.Timeout * time.Duration(1+len(r.flight))
+	if p.Limit > 0 {
+		l = min(l, p.Limit)
+	}
+	if p.Cancel != 0 {
+		l = min(l, max(p.Cancel, 0))
+	}
+	return l
+}
+
+// judge says whether an error may be.
+func (r *rank) judge(what string, may Causes, err error) {
+	if err == nil {
+		return
+	}
+	var lost *pg.RankError
+	var late *pg.TimeoutError
+	var differ *pg.MismatchError
+	var bad *pg.ArgumentError
+	kind, ok := "untyped", false
+	switch {
+	case errors.As(err, &differ):
+		kind, ok = "MismatchError", may&Differing != 0
+		r.mu.Lock()
+		r.told = true
+		r.mu.Unlock()
+	case errors.As(err, &lost):
+		kind, ok = "RankError", may&(Lost|Unheard) != 0
+	case errors.As(err, &late):
+		kind, ok = "TimeoutError", may&(Cancelled|Unheard) != 0
+	case errors.As(err, &bad):
+		kind = "ArgumentError"
+	case errors.Is(err, pg.ErrEvicted):
+		kind, ok = "ErrEvicted", may&(Lost|Unheard) != 0
+	case errors.Is(err, pg.ErrIsolated):
+		kind, ok = "ErrIsolated", may&Unheard != 0
+	case errors.Is(err, pg.ErrAborted):
+		kind, ok = "ErrAborted", may&Aborted != 0
+	case errors.Is(err, pg.ErrClosed): // the fault "leave"
+		kind, ok = "ErrClosed", may&Lost != 0
+	}
+	r.mu.Lock()
+	if r.rep.Errors == nil {
+		r.rep.Errors = map[string]int{}
+	}
+	r.rep.Errors[kind]++
+	r.mu.Unlock()
+	if !ok {
+		how := "spurious"
+		if kind == "untyped" {
+			how = "error"
+		}
+		r.find(how, "%s: %s, which nothing explains (%s): %v", what, kind, may, err)
+	}
+}
+
+func (c Causes) String() string {
+	var all []string
+	for i, name := range []string{"cancelled", "lost", "differing", "aborted", "unheard", "opaque"} {
+		if c>>i&1 != 0 {
+			all = append(all, name)
+		}
+	}
+	if all == nil {
+		return "nothing is disturbed"
+	}
+	return strings.Join(all, " ")
+}
+
+// part is this rank's way to do a step.
+func (r *rank) part(s *Step) *Part {
+	if r.me < len(s.Ranks) {
+		return &s.Ranks[r.me]
+	}
+	return &Part{}
+}
+
+func (r *rank) do(ctx context.Context, s *Step, lane int) {
+	part := r.part(s)
+	if part.Late > 0 {
+		time.Sleep(part.Late)
+	}
+	r.mu.Lock()
+	r.rep.Ops++
+	r.mu.Unlock()
+	switch s.Op {
+	case Wait:
+		r.land(ctx, part.Last)
+		return
+	case Heal:
+		r.heal(ctx, s)
+		return
+	case Alloc:
+		r.renew(s.Root % len(r.alloc))
+		return
+	case Free:
+		if i := s.Root % len(r.alloc); i > 0 {
+			r.free(i)
+		}
+		return
+	case Together:
+		var wg sync.WaitGroup
+		for i := range s.Par {
+			wg.Go(func() { r.do(ctx, &s.Par[i], i+1) })
+		}
+		wg.Wait()
+		return
+	}
+	h := r.groups[s.Group]
+	if h == nil {
+		return
+	}
+	switch s.Op {
+	case Message:
+		r.message(ctx, s, part, h)
+	case Agree:
+		r.agree(ctx, s, part, h, lane)
+	case Split:
+		r.split(ctx, s, part, h)
+	case Close:
+		if s.Group != 0 {
+			r.landOn(ctx, h)
+			r.drop(s.Group)
+		}
+	case Abort:
+		if s.Group != 0 {
+			r.abort(ctx, s, h)
+		}
+	case Admit:
+		if s.May == 0 {
+			n := 0
+			err := r.timed("admit", r.limit(part), func() (err error) { n, err = h.g.Admit(ctx); return err })
+			if r.judge("admit", s.May, err); err == nil {
+				r.fact(fmt.Sprintf("%d admitted", r.now), "%d", n)
+			}
+		}
+	case Argument:
+		r.argument(ctx, s, h)
+	default:
+		r.collective(ctx, s, part, h, lane)
+	}
+}
+
+func (r *rank) drop(id int) {
+	h := r.groups[id]
+	delete(r.groups, id)
+	if err := r.timed("close", r.job.Timeout, h.g.Close); err != nil {
+		r.find("error", "close: %v", err)
+	}
+}
+
+// collective makes a collective and, unless it is to be waited for later, checks it.
+func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, lane int) {
+	how := part.How
+	if how == "" {
+		how = Blocking
+	}
+	c := newCall(s, r.p.Seed+uint64(r.now)*64+uint64(lane), r.me, h)
+	name := fmt.Sprintf("step %d: %s", r.now, c.name)
+	dst, src := c.lengths()
+	size := c.d.size
+	r.mu.Lock()
+	r.differs = r.differs || s.Alt != nil
+	r.mu.Unlock()
+	me := h.slot()
+	grab := func(m Mem, n int) []byte {
+		b := r.take(m, n*size, size, name)
+		if b != nil {
+			c.bufs = append(c.bufs, b)
+		}
+		return b.bytes()
+	}
+	switch {
+	case c.op == AllReduce && part.InPlace, c.op == Broadcast, c.op == Reduce:
+		c.inPlace = true
+		c.dst = grab(part.Dst, dst)
+		c.src = c.dst
+	case part.InPlace && (c.op == AllGather || c.op == AllGatherV || c.op == Gather && me == c.root):
+		c.inPlace = true
+		c.dst = grab(part.Dst, dst)
+		at := me * c.count * size
+		if c.op == AllGatherV {
+			at = 0
+			for _, k := range c.counts[:me] {
+				at += k * size
+			}
+		}
+		c.src = c.dst[at : at+src*size]
+	case part.InPlace && c.op == Scatter && me == c.root:
+		c.inPlace = true
+		c.src = grab(part.Src, src)
+		c.dst = c.src[me*c.count*size : (me+1)*c.count*size]
+	default:
+		c.dst, c.src = grab(part.Dst, dst), grab(part.Src, src)
+	}
+	if c.inPlace && c.op == AllReduce {
+		c.input(r.me, c.dst, c.dst)
+	} else {
+		c.fill(r.me)
+	}
+	c.before = h.g.View()
+	cctx, cancel := part.within(ctx)
+	defer cancel()
+	err := r.timed(c.name, r.limit(part), func() error { return r.conduct(cctx, c, how) })
+	if c.work != nil {
+		if how == Started {
+			r.mu.Lock()
+			r.flight = append(r.flight, c)
+			r.mu.Unlock()
+			return
+		}
+		select {
+		case <-c.work.Done():
+		default: // ctx has ended the waiting only
+			if !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) {
+				r.find("error", "%s: Wait returned before the operation was done: %v", name, err)
+			}
+			r.await(ctx, c)
+			return
+		}
+	}
+	r.check(name, c, err)
+}
+
+// await waits for one that was started.
+func (r *rank) await(ctx context.Context, c *call) {
+	err := r.timed("waiting for "+c.name, r.limit(&Part{}), func() error { return c.work.Wait(ctx) })
+	r.check(c.name, c, err)
+}
+
+// land waits for all that was started, the latest first if last.
+func (r *rank) land(ctx context.Context, last bool) {
+	for len(r.flight) > 0 {
+		i := 0
+		if last {
+			i = len(r.flight) - 1
+		}
+		c := r.flight[i]
+		r.await(ctx, c)
+		r.mu.Lock()
+		r.flight = slices.Delete(r.flight, i, i+1)
+		r.mu.Unlock()
+	}
+}
+
+// landOn waits for what was started on a group.
+func (r *rank) landOn(ctx context.Context, h *handle) {
+	for _, c := range slices.Clone(r.flight) {
+		if c.h == h {
+			r.await(ctx, c)
+			r.mu.Lock()
+			r.flight = slices.DeleteFunc(r.flight, func(o *call) bool { return o == c })
+			r.mu.Unlock()
+		}
+	}
+}
+
+// check looks at what a call has done.
+func (r *rank) check(name string, c *call, err error) {
+	r.judge(name, c.step.May, err)
+	var lost *pg.RankError
+	switch {
+	case c.opaque:
+	case err == nil:
+		after := c.h.g.View()
+		was := slices.Clone(c.dst) // of what others gave nothing, and what is not used, anything may be there
+		if c.op == AllGather && !c.inPlace && len(c.bufs) > 0 {
+			b := c.bufs[0]
+			paint(was, b.at)
+		}
+		wrong, by := c.result(c.dst, was, after)
+		if wrong != "" {
+			r.find("wrong", "%s in place %v on %s: %s (views %v, %v)", name, c.inPlace, c.where(), wrong, c.before, after)
+		} else if c.exchanged() && c.step.May != 0 && c.h == r.groups[0] {
+			r.fact(name+" by", "%v", by)
+		}
+	case c.inPlace && c.op.reduces() && errors.As(err, &lost) && !lost.Overwritten:
+		want := slices.Clone(c.dst)
+		c.input(r.me, want, want)
+		if text := c.d.compare(c.dst, want); text != "" {
+			r.find("wrong", "%s failed, not overwriting its input, and the input is lost: %s: %v", name, text, err)
+		}
+	}
+	if !c.inPlace && len(c.src) > 0 {
+		want := slices.Clone(c.src)
+		c.input(r.me, want, nil)
+		if text := c.d.compare(c.src, want); text != "" {
+			r.find("wrong", "%s has changed its input on %s: %s (%v)", name, c.where(), text, err)
+		}
+	}
+	if r.job.Uniform && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 && c.h == r.groups[0] {
+		r.fact(name+" outcome", "%v", err == nil)
+	}
+	r.giveBack(c)
+}
+
+func (c *call) where() string {
+	var all []string
+	for _, b := range c.bufs {
+		all = append(all, b.p.name)
+	}
+	return strings.Join(all, " and ")
+}
+
+// unmap gives the rank's memory back.
+func (r *rank) unmap() {
+	for _, p := range append([]*pool{r.plain}, r.guards...) {
+		giveMapped(p.mem)
+	}
+}

@@ -1,0 +1,291 @@
+//go:build linux
+
+package torture
+
+import (
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+)
+
+// Options say how much is run.
+type Options struct {
+	Transport string
+	Seed      uint64
+	Ops       int           // operations of ranks; 0: as many as there is time for
+	Duration  time.Duration // 0: as long as Ops take
+	Faults    float64       // of programs, those with faults from outside
+	Avoid     string        // what programs do not have, separated by commas: see generator.avoids
+	Out       string        // a directory for findings: the run goes on after them. "": the first ends it
+	Ignore    *regexp.Regexp
+	Shrink    time.Duration // how long a failing program is made smaller
+}
+
+// Summary is what a run did.
+type Summary struct {
+	Programs, Jobs, Ops, Steps int
+	Errors, Faults             map[string]int
+	Took                       time.Duration
+	Findings                   []*Found
+	Ignored                    int
+	cov                        *cover
+}
+
+// Found is a finding with the program that shows it.
+type Found struct {
+	Finding
+	Source string // of a Go test
+	Seed   string // how the whole run is had again
+}
+
+// Run runs programs.
+func Run(t *testing.T, o Options) *Summary {
+	g := newGenerator(o.Seed, o.Transport, o.Faults)
+	g.avoid = o.Avoid
+	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, cov: g.cov}
+	began := time.Now()
+	over := func() bool {
+		return o.Duration > 0 && time.Since(began) > o.Duration || o.Ops > 0 && sum.Ops >= o.Ops
+	}
+	s := open(t, o.Transport)
+	known, failed := map[string]bool{}, 0
+	for !over() {
+		job := g.job()
+		sum.Jobs++
+		j, f := s.start(job)
+		if f != nil {
+			f.Text = fmt.Sprintf("starting a job: %s (%+v)", f.Text, job)
+			if !o.report(t, sum, known, &Found{Finding: *f, Seed: o.again()}) {
+				return sum
+			}
+			if failed++; failed == 3 {
+				t.Errorf("no job can be started: %s", f.Text)
+				return sum
+			}
+			continue
+		}
+		failed = 0
+		var history []*Program
+		for n := 0; n < 60 && !over(); n++ {
+			p := g.program(job)
+			history = append(history, p)
+			res := j.run(p)
+			sum.Programs++
+			sum.Ops += res.Ops
+			sum.Steps += len(p.Steps)
+			for k, v := range res.Errors {
+				sum.Errors[k] += v
+			}
+			for k, v := range res.Faults {
+				sum.Faults[k] += v
+			}
+			if len(res.Findings) > 0 {
+				f := res.Findings[0]
+				found := &Found{Finding: f, Seed: o.again()}
+				var all []string
+				for _, g := range res.Findings {
+					all = append(all, g.String())
+				}
+				fresh := !known[key(&f)] && (o.Ignore == nil || !o.Ignore.MatchString(strings.Join(all, "\n")))
+				if fresh {
+					found.Text = strings.Join(all, "\n")
+					found.Source = s.reduce(job, history, f, o, found)
+				}
+				if !o.report(t, sum, known, found) {
+					sum.Took = time.Since(began)
+					return sum
+				}
+			}
+			if res.Lost {
+				j = nil
+				break
+			}
+		}
+		if j != nil {
+			if f := j.finish(); f != nil && !o.report(t, sum, known, &Found{Finding: *f, Seed: o.again()}) {
+				break
+			}
+		}
+	}
+	sum.Took = time.Since(began)
+	return sum
+}
+
+func (o *Options) again() string {
+	return fmt.Sprintf("go test ./tests/torture -run TestTorture -torture.transport %s -torture.seed %#x -torture.faults %g -torture.avoid %q", o.Transport, o.Seed, o.Faults, o.Avoid)
+}
+
+var numbers = regexp.MustCompile(`[0-9a-fx.µm]*[0-9][0-9a-fx.µms]*`)
+
+// key is what findings of the same kind have in common.
+func key(f *Finding) string {
+	line, _, _ := strings.Cut(f.Text, "\n")
+	return f.Kind + " " + numbers.ReplaceAllString(line[:min(len(line), 160)], "#")
+}
+
+// report notes a finding. It says whether the run goes on.
+func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *Found) bool {
+	k := key(&f.Finding)
+	if known[k] || o.Ignore != nil && o.Ignore.MatchString(f.String()) {
+		sum.Ignored++
+		return true
+	}
+	known[k] = true
+	sum.Findings = append(sum.Findings, f)
+	text := fmt.Sprintf("%s\n\nthe whole run again: %s\n\n%s", f.String(), f.Seed, f.Source)
+	if o.Out == "" {
+		t.Errorf("%s", text)
+		return false
+	}
+	name := filepath.Join(o.Out, fmt.Sprintf("%s-%s-%d.txt", time.Now().Format("0102-150405"), f.Kind, len(sum.Findings)))
+	if err := os.WriteFile(name, []byte(text), 0o644); err != nil {
+		t.Error(err)
+	}
+	t.Logf("finding: %s (%s)", tail(strings.SplitN(f.String(), "\n", 2)[0], 300), name)
+	return true
+}
+
+// place is where jobs run: processes or this one.
+type place interface {
+	start(job Job) (work, *Finding)
+	reduce(job Job, history []*Program, f Finding, o Options, found *Found) string
+}
+
+// work is a job that runs.
+type work interface {
+	run(p *Program) *Result
+	finish() *Finding
+}
+
+type processes struct{ s *stage }
+
+func (p processes) start(job Job) (work, *Finding) {
+	x, f := p.s.start(job)
+	if f != nil {
+		p.s.killAll()
+		return nil, f
+	}
+	return x, nil
+}
+
+type goroutines struct{}
+
+type localWork Job
+
+func (goroutines) start(job Job) (work, *Finding) { return localWork(job), nil }
+func (w localWork) run(p *Program) *Result        { return runLocal(Job(w), p, nil) }
+func (w localWork) finish() *Finding              { return nil }
+
+func open(t *testing.T, transport string) place {
+	if transport == "inproc" {
+		return goroutines{}
+	}
+	return processes{newStage(t, transport, bootstrap.NewSecret())}
+}
+
+// same says whether a program that is run again fails as it did.
+func sameKind(a Finding, res *Result) bool {
+	return slices.ContainsFunc(res.Findings, func(b Finding) bool {
+		return a.Kind == b.Kind && errorNames.FindString(a.Text) == errorNames.FindString(b.Text)
+	})
+}
+
+var errorNames = regexp.MustCompile(`\b(\w+Error|Err[A-Z]\w+|untyped|partly overlapping|input|stores to registered)\b`)
+
+func (p processes) reduce(job Job, history []*Program, f Finding, o Options, found *Found) string {
+	return reduce(p, job, history, f, o, found)
+}
+
+func (p goroutines) reduce(job Job, history []*Program, f Finding, o Options, found *Found) string {
+	return reduce(p, job, history, f, o, found)
+}
+
+// reduce makes the failing program, the last of the job's, smaller and prints it.
+func reduce(p place, job Job, history []*Program, f Finding, o Options, found *Found) string {
+	until := time.Now().Add(o.Shrink)
+	var last []Finding
+	fails := func(j Job, program *Program) bool {
+		for range 4 {
+			w, bad := p.start(j)
+			if bad != nil {
+				return false
+			}
+			for range 3 {
+				res := w.run(program)
+				if sameKind(f, res) {
+					last = res.Findings
+					return true
+				}
+				if res.Lost {
+					w = nil
+					break
+				}
+			}
+			if w != nil {
+				w.finish()
+			}
+			if time.Now().After(until) {
+				return false
+			}
+		}
+		return false
+	}
+	program := history[len(history)-1]
+	comment := fmt.Sprintf("It found %s.", strings.ReplaceAll(tail(strings.SplitN(f.String(), "\n", 2)[0], 600), "\n", " "))
+	if o.Shrink == 0 || !fails(job, program) {
+		return source("TestFound", job, []*Program{program}, comment+"\nIt was not reduced: alone it did not fail in twelve runs. It was program "+fmt.Sprint(len(history))+" of its job.")
+	}
+	job, program, tried := shrink(job, program, fails, until)
+	if len(last) > 0 {
+		comment = fmt.Sprintf("It found %s.", tail(strings.SplitN(last[0].String(), "\n", 2)[0], 600))
+	}
+	return source("TestFound", job, []*Program{program}, fmt.Sprintf("%s\nIt was reduced in %d steps.", comment, tried))
+}
+
+// Replay runs programs on a job, one after the other. A finding fails the test.
+func Replay(t *testing.T, job Job, programs ...*Program) {
+	t.Helper()
+	for _, p := range programs {
+		p.normalize(job.Ranks)
+	}
+	w, f := open(t, job.Transport).start(job)
+	if f != nil {
+		t.Fatal(f)
+	}
+	for _, p := range programs {
+		res := w.run(p)
+		for _, f := range res.Findings {
+			t.Error(f.String())
+		}
+		if res.Lost {
+			return
+		}
+	}
+	if f := w.finish(); f != nil {
+		t.Error(f)
+	}
+}
+
+// Print writes what a run did.
+func (s *Summary) Print(w io.Writer, transport string) {
+	rate := float64(s.Ops) / max(s.Took.Seconds(), 0.001)
+	fmt.Fprintf(w, "%s: %d operations of ranks (%.0f a second), %d steps, %d programs, %d jobs in %v; %d findings, %d ignored or seen before\n", transport, s.Ops, rate, s.Steps, s.Programs, s.Jobs,
+		s.Took.Round(time.Second), len(s.Findings), s.Ignored)
+	for what, m := range map[string]map[string]int{"faults": s.Faults, "errors": s.Errors} {
+		var all []string
+		for _, k := range slices.Sorted(maps.Keys(m)) {
+			all = append(all, fmt.Sprintf("%s %d", k, m[k]))
+		}
+		fmt.Fprintf(w, "%s: %s\n", what, strings.Join(all, ", "))
+	}
+	s.cov.print(w, transport, 50)
+}

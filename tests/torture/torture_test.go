@@ -1,0 +1,91 @@
+//go:build linux
+
+package torture
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"regexp"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	store "tutti/bootstrap/embed"
+	"tutti/tests/internal/rig"
+)
+
+var (
+	seed      = flag.Uint64("torture.seed", 0, "of TestTorture, to have the same programs again; 0: by chance")
+	ops       = flag.Int("torture.ops", 0, "operations of TestTorture, for each transport; 0: as many as there is time for")
+	duration  = flag.Duration("torture.duration", 0, "of TestTorture, for all transports together; 0: some seconds")
+	transport = flag.String("torture.transport", "shm,tcp,hosts,inproc", "transports of TestTorture")
+	faults    = flag.Float64("torture.faults", 0.15, "part of the programs that have faults from outside")
+	out       = flag.String("torture.out", "", "directory for what TestTorture finds: it goes on then")
+	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
+	avoid     = flag.String("torture.avoid", "", "what programs do not have: splits (together), argument=N, differ=WHAT, started (before Agree and Admit), touch, cancel, kill, stop, …")
+	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
+)
+
+func TestMain(m *testing.M) {
+	if secret := os.Getenv(StoreVariable); secret != "" {
+		if err := serve(secret); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	rig.Main(m, Play)
+}
+
+// serve is a store until it gets a SIGTERM.
+func serve(secret string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), rig.Patience)
+	defer cancel()
+	raw, err := bootstrap.ParseSecret(secret)
+	if err != nil {
+		return err
+	}
+	s, err := store.Start(ctx, store.Config{Secret: raw, Host: os.Getenv(storeHost)})
+	if err != nil {
+		return err
+	}
+	fmt.Printf("at %s\n", s.Address())
+	enough := make(chan os.Signal, 1)
+	signal.Notify(enough, syscall.SIGTERM)
+	<-enough
+	return s.Close()
+}
+
+// TestTorture runs random programs. For hours:
+//
+//	go test ./tests/torture -run TestTorture -v -timeout 0 -torture.duration 4h -torture.out /tmp/found
+func TestTorture(t *testing.T) {
+	from := *seed
+	if from == 0 {
+		from = rand.Uint64()
+	}
+	all := strings.Split(*transport, ",")
+	d := *duration
+	if d == 0 && *ops == 0 {
+		d = 4 * time.Second
+	}
+	for _, tr := range all {
+		t.Run(tr, func(t *testing.T) {
+			o := Options{Transport: tr, Seed: from, Ops: *ops, Duration: d / time.Duration(len(all)), Faults: *faults, Avoid: *avoid, Out: *out, Shrink: *shrinking}
+			if *ignore != "" {
+				o.Ignore = regexp.MustCompile(*ignore)
+			}
+			t.Logf("to have the same programs again: -torture.seed %#x", from)
+			sum := Run(t, o)
+			var b strings.Builder
+			sum.Print(&b, tr)
+			t.Log(b.String())
+		})
+	}
+}

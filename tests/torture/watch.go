@@ -1,0 +1,90 @@
+//go:build linux
+
+package torture
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"time"
+)
+
+const (
+	// slack is how much later than its deadline a call may return, on a machine that is busy.
+	slack = 5 * time.Second
+	// hung is how much later a call counts as one that never returns.
+	hung = 20 * time.Second
+)
+
+// watch knows which calls are under way.
+type watch struct {
+	hang func(text string)
+
+	mu     sync.Mutex
+	calls  map[*underWay]struct{}
+	frozen time.Duration // in which this process did not run
+	stop   chan struct{}
+}
+
+type underWay struct {
+	what   string
+	began  time.Time
+	frozen time.Duration
+	limit  time.Duration
+}
+
+// age is how long the call has had, without the time in which the process stood still.
+func (w *watch) age(c *underWay) time.Duration { return time.Since(c.began) - (w.frozen - c.frozen) }
+
+func newWatch(hang func(text string)) *watch {
+	w := &watch{hang: hang, calls: map[*underWay]struct{}{}, stop: make(chan struct{})}
+	go func() {
+		const period = 50 * time.Millisecond
+		t := time.NewTicker(period)
+		defer t.Stop()
+		for last := time.Now(); ; {
+			select {
+			case <-t.C:
+			case <-w.stop:
+				return
+			}
+			now := time.Now()
+			w.mu.Lock()
+			if gap := now.Sub(last); gap > 3*period {
+				w.frozen += gap - period
+			}
+			last = now
+			var late *underWay
+			for c := range w.calls {
+				if w.age(c) > c.limit+hung {
+					late = c
+				}
+			}
+			w.mu.Unlock()
+			if late != nil {
+				buf := make([]byte, 1<<20)
+				w.hang(fmt.Sprintf("%s has not returned after %v, where %v were its limit\n%s", late.what, time.Since(late.began).Round(time.Millisecond), late.limit, buf[:runtime.Stack(buf, true)]))
+				return
+			}
+		}
+	}()
+	return w
+}
+
+// call runs f, which is to end within limit. The text says that it was late, "" if it was not.
+func (w *watch) call(what string, limit time.Duration, f func() error) (late string, err error) {
+	w.mu.Lock()
+	c := &underWay{what: what, began: time.Now(), frozen: w.frozen, limit: limit}
+	w.calls[c] = struct{}{}
+	w.mu.Unlock()
+	err = f()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.calls, c)
+	if age := w.age(c); age > limit+slack {
+		late = fmt.Sprintf("%s returned after %v, where %v were its limit (and %v): %v", what, age.Round(time.Millisecond), limit, slack, err)
+	}
+	return late, err
+}
+
+func (w *watch) close() { close(w.stop) }
