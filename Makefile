@@ -8,7 +8,7 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
 
-.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate bench bench-peers plots deps deps-peers clean
+.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture bench bench-peers plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -28,6 +28,10 @@ test-race: ## the packages with the race detector
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg
+
+torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
+	@mkdir -p .build/torture
+	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 0 -torture.duration 4h -torture.out $(CURDIR)/.build/torture $(TORTURE_FLAGS)
 
 lint: ## gofmt, vet, staticcheck, and that generated code is current
 	@test -z "$$(gofmt -l .)" || { echo "not formatted:"; gofmt -l .; exit 1; }

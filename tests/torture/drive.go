@@ -244,6 +244,7 @@ type Result struct {
 	Findings []Finding
 	Ops      int
 	Errors   map[string]int
+	Slow     []string       // calls
 	Faults   map[string]int // that happened, by kind
 	Lost     bool           // the job cannot go on
 }
@@ -398,6 +399,9 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 	for _, number := range numbers {
 		rep := reports[number]
 		res.Ops += rep.Ops
+		for _, slow := range rep.Slow {
+			res.Slow = append(res.Slow, fmt.Sprintf("rank %d: %s", number, slow))
+		}
 		for k, n := range rep.Errors {
 			res.Errors[k] += n
 		}
@@ -445,9 +449,7 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 			at.tell(order{Evict: &f.Victim})
 			return
 		}
-	case "leave":
-		v.tell(order{Leave: true})
-		return
+	case "leave": // the rank does it itself
 	case "store":
 		s.store.Signal(syscall.SIGSTOP)
 		time.Sleep(f.For)

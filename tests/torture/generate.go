@@ -55,16 +55,16 @@ func (g *generator) job() Job {
 // making is a program that is being made.
 type making struct {
 	*generator
-	job    Job
-	p      *Program
-	groups map[int][]int // members, of the subgroups that there are
-	order  []int         // their numbers
-	next   int
+	job   Job
+	p     *Program
+	order []int // numbers of the subgroups that there are
+	next  int
+	cause Causes // what steps that are made now may feel
 }
 
 // program makes a program of at least 30 operations.
 func (g *generator) program(job Job) *Program {
-	m := &making{generator: g, job: job, p: &Program{Seed: g.rnd.Uint64() >> 8, Touch: -1}, groups: map[int][]int{}, next: 1}
+	m := &making{generator: g, job: job, p: &Program{Seed: g.rnd.Uint64() >> 8, Touch: -1}, next: 1}
 	if g.chance(0.3) && !g.avoids("touch") {
 		m.p.Touch = g.rnd.IntN(job.Ranks)
 	}
@@ -76,7 +76,7 @@ func (g *generator) program(job Job) *Program {
 			m.clean()
 		}
 		switch {
-		case g.transport == "inproc" && len(m.p.Steps) < size:
+		case g.transport == "inproc" && len(m.p.Steps) < size, g.avoids("windows"):
 		case outside && len(m.p.Steps) >= at:
 			m.outside()
 			outside = false
@@ -172,10 +172,12 @@ func (m *making) collective(group int, started, together bool) Step {
 			s.Count = m.count(s.DType, parts)
 		}
 		m.parts(&s, started)
+		s.May = m.cause
 		if n := m.cov.score(&s, together); low < 0 || n < low {
 			best, low = s, n
 		}
 	}
+	best.May = 0
 	return best
 }
 
@@ -183,13 +185,6 @@ func (m *making) collective(group int, started, together bool) Step {
 func (m *making) split(of int) Step {
 	s := Step{Op: Split, Group: of, New: m.next}
 	m.next++
-	members := m.groups[of]
-	if of == 0 {
-		members = nil
-		for r := range m.job.Ranks {
-			members = append(members, r)
-		}
-	}
 	alike := m.chance(0.4)
 	for range m.job.Ranks {
 		p := Part{Color: m.rnd.IntN(2), Key: m.rnd.IntN(4)}
@@ -203,10 +198,7 @@ func (m *making) split(of int) Step {
 	return s
 }
 
-func (m *making) note(s *Step) {
-	m.groups[s.New] = []int{}
-	m.order = append(m.order, s.New)
-}
+func (m *making) note(s *Step) { m.order = append(m.order, s.New) }
 
 func (m *making) forget(group int) {
 	for i, id := range m.order {
@@ -214,10 +206,9 @@ func (m *making) forget(group int) {
 			m.order = append(m.order[:i:i], m.order[i+1:]...)
 		}
 	}
-	delete(m.groups, group)
 }
 
-func (m *making) forgetAll() { m.order, m.groups = nil, map[int][]int{} }
+func (m *making) forgetAll() { m.order = nil }
 
 // clean adds a step that nothing disturbs.
 func (m *making) clean() {
@@ -257,7 +248,7 @@ func (m *making) clean() {
 			m.add(Step{Op: Argument, Root: n})
 		}
 	default:
-		m.together()
+		m.add(m.together())
 	}
 }
 
@@ -268,9 +259,9 @@ func (m *making) lasts() (parts []Part) {
 	return parts
 }
 
-// together adds steps of several groups at the same time.
-func (m *making) together() {
-	if len(m.order) == 0 {
+// together makes a step of several groups at the same time. If nothing disturbs it, it may be preceded by a Split.
+func (m *making) together() Step {
+	if len(m.order) == 0 && m.cause == 0 {
 		s := m.split(0)
 		m.note(&s)
 		m.add(s)
@@ -279,7 +270,7 @@ func (m *making) together() {
 	var made []Step
 	for _, g := range append([]int{0}, m.order...) {
 		switch {
-		case m.chance(0.2) && len(m.order) < 4:
+		case m.chance(0.2) && len(m.order) < 4 && m.cause == 0:
 			s := m.split(g)
 			if made = append(made, s); len(made) > 1 && m.avoids("splits") {
 				made = made[:1]
@@ -293,7 +284,7 @@ func (m *making) together() {
 	for i := range made {
 		m.note(&made[i])
 	}
-	m.add(t)
+	return t
 }
 
 func (m *making) message(group, most int) Step {
@@ -319,6 +310,7 @@ func (m *making) window() {
 	case n < 18 && len(m.order) > 0:
 		s := Step{Op: Abort, Group: pick(m.generator, m.order...), Root: m.rnd.IntN(8)}
 		m.forget(s.Group)
+		m.add(Step{Op: Brace})
 		m.add(s)
 	default:
 		m.cancel()
@@ -328,9 +320,9 @@ func (m *making) window() {
 
 // cancel adds steps whose contexts end.
 func (m *making) cancel() {
+	m.add(Step{Op: Brace})
 	begin := len(m.p.Steps)
 	if m.avoids("queued") {
-		m.add(Step{Op: Wait})
 		defer func() {
 			for i := range m.p.Steps[begin:] {
 				for r := range m.p.Steps[begin+i].Ranks {
@@ -341,16 +333,20 @@ func (m *making) cancel() {
 			}
 		}()
 	}
-	for range m.rnd.IntN(3) {
-		s := m.collective(m.group(), true, false)
-		m.add(s)
+	for range m.rnd.IntN(4) {
+		m.add(m.collective(m.group(), true, false))
 	}
+	m.cause = Cancelled
+	defer func() { m.cause = 0 }()
 	for i := range 1 + m.rnd.IntN(3) {
 		var s Step
 		switch m.rnd.IntN(12) {
 		case 0:
 			s = m.split(m.group())
 		case 1:
+			if m.avoids("agree") {
+				continue
+			}
 			s = Step{Op: Agree, Group: m.group(), Ranks: make([]Part, m.job.Ranks)}
 			if m.avoids("started") {
 				m.add(Step{Op: Wait})
@@ -360,26 +356,13 @@ func (m *making) cancel() {
 		default:
 			s = m.collective(m.group(), true, false)
 		}
-		victim := m.rnd.IntN(m.job.Ranks)
-		deadline := m.chance(0.4)
-		for r := range s.Ranks {
-			p := &s.Ranks[r]
-			if r == victim && i == 0 || m.chance(0.15) {
-				if p.How == Started && m.chance(0.7) {
-					p.How = Blocking
-				}
-				switch {
-				case deadline:
-					p.Limit = m.moment()
-				case m.chance(0.1):
-					p.Cancel = -1
-				default:
-					p.Cancel = m.moment()
-				}
-			} else if m.chance(0.25) {
-				p.Late = m.moment()
+		if m.chance(0.15) {
+			s = m.together()
+			for j := range s.Par {
+				m.spoil(&s.Par[j], i+j == 0)
 			}
 		}
+		m.spoil(&s, i == 0)
 		m.add(s)
 	}
 	for range m.rnd.IntN(4) {
@@ -387,14 +370,37 @@ func (m *making) cancel() {
 	}
 }
 
+// spoil has contexts of a step end, one at least if so told.
+func (m *making) spoil(s *Step, one bool) {
+	victim := m.rnd.IntN(m.job.Ranks)
+	deadline := m.chance(0.4)
+	for r := range s.Ranks {
+		p := &s.Ranks[r]
+		if r == victim && one || m.chance(0.15) {
+			if p.How == Started && m.chance(0.7) {
+				p.How = Blocking
+			}
+			switch {
+			case deadline:
+				p.Limit = m.moment()
+			case m.chance(0.1):
+				p.Cancel = -1
+			default:
+				p.Cancel = m.moment()
+			}
+		} else if m.chance(0.25) {
+			p.Late = m.moment()
+		}
+	}
+}
+
 // differ adds a step that one rank calls otherwise, and one after which all know.
 func (m *making) differ() {
-	s := m.collective(0, false, false)
+	m.cause = Differing
+	defer func() { m.cause = 0 }()
+	s := m.collective(0, true, false)
 	for s.Op == Barrier {
-		s = m.collective(0, false, false)
-	}
-	for i := range s.Ranks {
-		s.Ranks[i].How = Blocking
+		s = m.collective(0, true, false)
 	}
 	what := []string{"count", "zero", "dtype", "kind"}
 	if s.Op.reduces() {
@@ -422,8 +428,11 @@ func (m *making) differ() {
 	if m.avoids("differ=" + s.Alt.What) {
 		s.Alt.What, s.Alt.Count = "kind", s.Count
 	}
+	m.add(Step{Op: Brace})
 	m.add(s)
-	m.add(Step{Op: Barrier, DType: pg.Uint8, Ranks: s.Ranks})
+	b := Step{Op: Barrier, DType: pg.Uint8}
+	m.parts(&b, true)
+	m.add(b)
 }
 
 // altSupported says whether the call of the rank that differs exists.
@@ -444,6 +453,12 @@ func (s *Step) altSupported() bool {
 
 // outside adds steps during which faults come from outside, and their end.
 func (m *making) outside() {
+	m.add(Step{Op: Brace})
+	m.cause = Lost
+	if m.chance(0.5) {
+		m.cause |= Unheard
+	}
+	defer func() { m.cause = 0 }()
 	from := len(m.p.Steps)
 	for range 3 + m.rnd.IntN(6) {
 		if m.chance(0.1) {
@@ -451,6 +466,8 @@ func (m *making) outside() {
 				m.add(Step{Op: Wait})
 			}
 			m.add(Step{Op: Agree, Ranks: make([]Part, m.job.Ranks)})
+		} else if m.chance(0.2) {
+			m.add(m.together())
 		} else {
 			m.add(m.collective(m.group(), true, false))
 		}
@@ -470,6 +487,8 @@ func (m *making) outside() {
 			continue
 		}
 		switch f.Kind {
+		case "leave":
+			f.At = f.Victim
 		case "evict":
 			f.At = (f.Victim + 1 + m.rnd.IntN(m.job.Ranks-1)) % m.job.Ranks
 		case "part", "deafen", "store":

@@ -203,6 +203,8 @@ const recovery = 25 * time.Second
 // heal ends a disturbance.
 func (r *rank) heal(ctx context.Context, s *Step) {
 	r.land(ctx, false)
+	later := r.later
+	r.later = nil
 	faulty := s.May&(Lost|Unheard) != 0 && r.job.Transport != "inproc"
 	if s.May&^Opaque == Differing && r.differs && !r.told {
 		r.find("error", "ranks called different things, and this rank was not told")
@@ -241,6 +243,9 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 			}
 		}
 	}
+	for _, f := range later {
+		r.fact(f[0], "%s", f[1])
+	}
 	if !faulty {
 		r.fact(fmt.Sprintf("%d recovered", r.now), "%s", view(h.g.View()))
 		return
@@ -269,7 +274,7 @@ func (r *rank) comeBack(ctx context.Context, to Go) {
 	defer cancel()
 	var g *pg.Group
 	err := r.timed("coming in", recovery, func() (err error) {
-		if old != nil && !r.left.Swap(false) {
+		if old != nil {
 			g, err = old.g.Rejoin(jctx)
 		} else {
 			g, err = r.join(jctx)

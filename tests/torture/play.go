@@ -24,7 +24,6 @@ type order struct {
 	Back    *Go      `json:",omitempty"` // … coming in
 	Go      *Go      `json:",omitempty"` // through the gate
 	Evict   *int     `json:",omitempty"` // that rank, at once
-	Leave   bool     `json:",omitempty"` // close the group of all ranks, at once
 	End     bool     `json:",omitempty"` // of the job
 }
 
@@ -70,7 +69,6 @@ type player struct {
 	out   *json.Encoder
 	gates chan Go
 	world atomic.Pointer[pg.Group]
-	left  func()
 }
 
 func (p *player) say(n news) {
@@ -118,14 +116,6 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 					}
 					p.say(n)
 				}()
-			case o.Leave:
-				go func() {
-					if g := p.world.Load(); g != nil {
-						p.left()
-						g.Close()
-					}
-					p.say(news{Did: true})
-				}()
 			default:
 				orders <- o
 			}
@@ -140,7 +130,6 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 			var err error
 			r, err = newRank(o.Setup.Job, me, p, func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
 			if err == nil {
-				p.left = func() { r.left.Store(true) }
 				r.entered = func(g *pg.Group) { p.world.Store(g) }
 			}
 			if err == nil && !o.Setup.Late {

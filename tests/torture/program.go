@@ -54,6 +54,7 @@ const (
 	Argument      Op = "argument" // a call that is wrong by itself; Root says how
 	Wait          Op = "wait"     // for all that was started
 	Together      Op = "together" // Par at the same time, on different groups
+	Brace         Op = "brace"    // all that was started is waited for, and all ranks have come here
 	Heal          Op = "heal"     // the end of a disturbance: all groups recover, who was lost comes back
 )
 
@@ -162,10 +163,10 @@ func (s *Step) label() string {
 	switch {
 	case s.Alt != nil:
 		return "mismatch"
-	case s.May&Lost != 0:
-		return "lost"
 	case s.May&Unheard != 0:
 		return "network"
+	case s.May&Lost != 0:
+		return "lost"
 	case s.May&Differing != 0:
 		return "mismatch"
 	case s.May&Aborted != 0:
@@ -185,40 +186,42 @@ func (s *Step) label() string {
 	return faultNone
 }
 
-// normalize makes a whole of a program whose steps were put together or taken out: it says of each step what it may feel of
-// disturbances before it, and ends those by a Heal.
+// normalize makes a whole of a program whose steps were put together or taken out: it says of each step what it may feel of disturbances, and ends these
+// by a Heal. A rank that is ahead may disturb one that is still in an earlier step, but none that has passed the Brace before.
 func (p *Program) normalize(ranks int) {
-	var may Causes
-	ever := false
-	kept := p.Faults[:0]
-	for _, f := range p.Faults {
-		if f.Step < len(p.Steps) && f.At < ranks && f.Victim < ranks && f.Other < ranks {
-			kept = append(kept, f)
+	p.Faults = slices.DeleteFunc(p.Faults, func(f Fault) bool {
+		return f.Step >= len(p.Steps) || f.At >= ranks || f.Victim >= ranks || f.Other >= ranks
+	})
+	from, may, ever := 0, Causes(0), false
+	mark := func(to int) {
+		for i := from; i < to; i++ {
+			p.Steps[i].mark(may, !ever)
 		}
 	}
-	p.Faults = kept
 	for i := range p.Steps {
 		s := &p.Steps[i]
-		if s.Op == Heal {
-			s.May, may = may, 0
-			continue
+		if s.Op == Brace && may == 0 {
+			mark(i)
+			from = i
 		}
 		for _, f := range p.Faults {
-			if f.Step != i {
-				continue
-			}
-			ever = true
-			may |= Lost
-			if f.Kind != "kill" && f.Kind != "evict" && f.Kind != "leave" {
-				may |= Unheard | Cancelled
+			if f.Step == i {
+				ever = true
+				if may |= Lost; f.Kind != "kill" && f.Kind != "evict" && f.Kind != "leave" {
+					may |= Unheard | Cancelled
+				}
 			}
 		}
 		may |= s.disturbs()
-		s.mark(may, !ever)
+		if s.Op == Heal {
+			mark(i + 1)
+			from, may = i+1, 0
+		}
 	}
 	if may != 0 {
-		p.Steps = append(p.Steps, Step{Op: Heal, May: may})
+		p.Steps = append(p.Steps, Step{Op: Heal})
 	}
+	mark(len(p.Steps))
 }
 
 func (s *Step) mark(may Causes, quiet bool) {

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -36,6 +35,7 @@ type Report struct {
 	Findings []Finding         `json:",omitempty"`
 	Facts    map[string]string `json:",omitempty"` // what all ranks that say it have to say alike
 	Ops      int               // that were done
+	Slow     []string          `json:",omitempty"` // calls that took longer than a second
 	Errors   map[string]int    `json:",omitempty"` // typed errors seen, by type
 	Use      *rig.Usage        `json:",omitempty"`
 }
@@ -71,7 +71,6 @@ type rank struct {
 	// A test of this package puts something in its place.
 	conduct func(ctx context.Context, c *call, how How) error
 
-	left     atomic.Bool // the group of all ranks was closed by a fault
 	groups   map[int]*handle
 	plain    *pool
 	guards   []*pool
@@ -87,8 +86,9 @@ type rank struct {
 	now     int
 	rep     *Report
 	flight  []*call
-	differs bool // this disturbance is ranks that call different things, …
-	told    bool // … and this rank knows
+	differs bool        // this disturbance is ranks that call different things, …
+	later   [][2]string // facts, if this rank stays
+	told    bool        // … and this rank knows
 }
 
 // region is registered memory of a rank.
@@ -112,7 +112,7 @@ func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group
 		}
 		r.guards = append(r.guards, newPool(fmt.Sprintf("guarded memory %d", i), mem))
 	}
-	r.watch = newWatch(func(text string) {
+	r.watch = newWatch(slack, hung, func(text string) {
 		r.guide.Hang(Finding{Kind: "hang", Rank: me, Step: r.step(), Text: text})
 	})
 	return r, nil
@@ -177,6 +177,13 @@ func (r *rank) fact(key, format string, args ...any) {
 	r.rep.Facts[key] = fmt.Sprintf(format, args...)
 }
 
+// ifStays is fact for what only those have to say alike who are members after the disturbance.
+func (r *rank) ifStays(key, value string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.later = append(r.later, [2]string{key, value})
+}
+
 // renew frees registered memory i, if there is one, and allocates it anew.
 func (r *rank) renew(i int) {
 	h := r.groups[0]
@@ -185,9 +192,6 @@ func (r *rank) renew(i int) {
 	}
 	mem, err := pg.Alloc[byte](h.g, r.job.Pool)
 	if err != nil {
-		if errors.Is(err, pg.ErrClosed) && r.p != nil && r.p.Steps[r.now].May&Lost != 0 {
-			return
-		}
 		r.find("error", "alloc: %v", err)
 		return
 	}
@@ -329,10 +333,15 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 // announce tells who guides this rank that it comes to a step with faults.
 func (r *rank) announce(i int) {
 	for _, f := range r.p.Faults {
-		if f.Step == i && f.At == r.me {
-			r.guide.At(i)
-			return
+		if f.Step == i && f.Kind == "leave" && f.Victim == r.me && len(r.groups) > 0 {
+			r.land(context.Background(), false)
+			for _, id := range r.ids() {
+				r.drop(id)
+			}
 		}
+	}
+	if slices.ContainsFunc(r.p.Faults, func(f Fault) bool { return f.Step == i && f.At == r.me }) {
+		r.guide.At(i)
 	}
 }
 
@@ -379,7 +388,13 @@ func (r *rank) touch() (stop func()) {
 
 // timed makes a call that is to end within limit.
 func (r *rank) timed(what string, limit time.Duration, f func() error) error {
-	late, err := r.watch.call(fmt.Sprintf("step %d: %s", r.step(), what), limit, f)
+	began := time.Now()
+	late, err := r.watch.call(what, limit, f)
+	if age := time.Since(began); age > time.Second {
+		r.mu.Lock()
+		r.rep.Slow = append(r.rep.Slow, fmt.Sprintf("at step %d: %s took %v: %v", r.now, what, age.Round(time.Millisecond), err))
+		r.mu.Unlock()
+	}
 	if late != "" {
 		r.find("late", "%s", late)
 	}
@@ -426,8 +441,8 @@ func (r *rank) judge(what string, may Causes, err error) {
 		kind, ok = "ErrIsolated", may&Unheard != 0
 	case errors.Is(err, pg.ErrAborted):
 		kind, ok = "ErrAborted", may&Aborted != 0
-	case errors.Is(err, pg.ErrClosed): // the fault "leave"
-		kind, ok = "ErrClosed", may&Lost != 0
+	case errors.Is(err, pg.ErrClosed):
+		kind = "ErrClosed"
 	}
 	r.mu.Lock()
 	if r.rep.Errors == nil {
@@ -476,6 +491,13 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 	switch s.Op {
 	case Wait:
 		r.land(ctx, part.Last)
+		return
+	case Brace:
+		r.land(ctx, false)
+		if h := r.groups[0]; h != nil {
+			err := r.timed("barrier", r.job.Timeout, func() error { return h.g.Barrier(ctx) })
+			r.judge("barrier", s.May, err)
+		}
 		return
 	case Heal:
 		r.heal(ctx, s)
@@ -546,7 +568,11 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		how = Blocking
 	}
 	c := newCall(s, r.p.Seed+uint64(r.now)*64+uint64(lane), r.me, h)
-	name := fmt.Sprintf("step %d: %s", r.now, c.name)
+	c.name = fmt.Sprintf("step %d: %s", r.now, c.name)
+	if lane > 0 {
+		c.name += fmt.Sprintf(" on group %d", s.Group)
+	}
+	name := c.name
 	dst, src := c.lengths()
 	size := c.d.size
 	r.mu.Lock()
@@ -662,7 +688,7 @@ func (r *rank) check(name string, c *call, err error) {
 		if wrong != "" {
 			r.find("wrong", "%s in place %v on %s: %s (views %v, %v)", name, c.inPlace, c.where(), wrong, c.before, after)
 		} else if c.exchanged() && c.step.May != 0 && c.h == r.groups[0] {
-			r.fact(name+" by", "%v", by)
+			r.ifStays(name+" by", fmt.Sprint(by))
 		}
 	case c.inPlace && c.op.reduces() && errors.As(err, &lost) && !lost.Overwritten:
 		want := slices.Clone(c.dst)
@@ -679,7 +705,7 @@ func (r *rank) check(name string, c *call, err error) {
 		}
 	}
 	if r.job.Uniform && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 && c.h == r.groups[0] {
-		r.fact(name+" outcome", "%v", err == nil)
+		r.ifStays(name+" outcome", fmt.Sprint(err == nil))
 	}
 	r.giveBack(c)
 }

@@ -24,8 +24,9 @@ type Options struct {
 	Ops       int           // operations of ranks; 0: as many as there is time for
 	Duration  time.Duration // 0: as long as Ops take
 	Faults    float64       // of programs, those with faults from outside
-	Avoid     string        // what programs do not have, separated by commas: see generator.avoids
-	Out       string        // a directory for findings: the run goes on after them. "": the first ends it
+	Verbose   bool
+	Avoid     string // what programs do not have, separated by commas: see generator.avoids
+	Out       string // a directory for findings: the run goes on after them. "": the first ends it
 	Ignore    *regexp.Regexp
 	Shrink    time.Duration // how long a failing program is made smaller
 }
@@ -52,11 +53,11 @@ func Run(t *testing.T, o Options) *Summary {
 	g := newGenerator(o.Seed, o.Transport, o.Faults)
 	g.avoid = o.Avoid
 	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, cov: g.cov}
+	s := open(t, o.Transport)
 	began := time.Now()
 	over := func() bool {
 		return o.Duration > 0 && time.Since(began) > o.Duration || o.Ops > 0 && sum.Ops >= o.Ops
 	}
-	s := open(t, o.Transport)
 	known, failed := map[string]bool{}, 0
 	for !over() {
 		job := g.job()
@@ -80,6 +81,11 @@ func Run(t *testing.T, o Options) *Summary {
 			history = append(history, p)
 			res := j.run(p)
 			sum.Programs++
+			if o.Verbose {
+				for _, slow := range res.Slow {
+					t.Logf("job %d, program %d: %s", sum.Jobs, n, slow)
+				}
+			}
 			sum.Ops += res.Ops
 			sum.Steps += len(p.Steps)
 			for k, v := range res.Errors {
@@ -97,7 +103,7 @@ func Run(t *testing.T, o Options) *Summary {
 				}
 				fresh := !known[key(&f)] && (o.Ignore == nil || !o.Ignore.MatchString(strings.Join(all, "\n")))
 				if fresh {
-					found.Text = strings.Join(all, "\n")
+					found.Text = strings.Join(append(all, res.Slow...), "\n")
 					found.Source = s.reduce(job, history, f, o, found)
 				}
 				if !o.report(t, sum, known, found) {

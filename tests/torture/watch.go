@@ -18,7 +18,8 @@ const (
 
 // watch knows which calls are under way.
 type watch struct {
-	hang func(text string)
+	hang        func(text string)
+	slack, hung time.Duration
 
 	mu     sync.Mutex
 	calls  map[*underWay]struct{}
@@ -36,8 +37,8 @@ type underWay struct {
 // age is how long the call has had, without the time in which the process stood still.
 func (w *watch) age(c *underWay) time.Duration { return time.Since(c.began) - (w.frozen - c.frozen) }
 
-func newWatch(hang func(text string)) *watch {
-	w := &watch{hang: hang, calls: map[*underWay]struct{}{}, stop: make(chan struct{})}
+func newWatch(slack, hung time.Duration, hang func(text string)) *watch {
+	w := &watch{hang: hang, slack: slack, hung: hung, calls: map[*underWay]struct{}{}, stop: make(chan struct{})}
 	go func() {
 		const period = 50 * time.Millisecond
 		t := time.NewTicker(period)
@@ -56,7 +57,7 @@ func newWatch(hang func(text string)) *watch {
 			last = now
 			var late *underWay
 			for c := range w.calls {
-				if w.age(c) > c.limit+hung {
+				if w.age(c) > c.limit+w.hung {
 					late = c
 				}
 			}
@@ -81,8 +82,8 @@ func (w *watch) call(what string, limit time.Duration, f func() error) (late str
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	delete(w.calls, c)
-	if age := w.age(c); age > limit+slack {
-		late = fmt.Sprintf("%s returned after %v, where %v were its limit (and %v): %v", what, age.Round(time.Millisecond), limit, slack, err)
+	if age := w.age(c); age > limit+w.slack {
+		late = fmt.Sprintf("%s returned after %v, where %v were its limit (and %v): %v", what, age.Round(time.Millisecond), limit, w.slack, err)
 	}
 	return late, err
 }

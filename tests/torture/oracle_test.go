@@ -1,0 +1,234 @@
+//go:build linux
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"go/parser"
+	"go/token"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/tests/internal/rig"
+)
+
+// parts are the same way to do a step at all of n ranks.
+func parts(n int, p Part) []Part { return slices.Repeat([]Part{p}, n) }
+
+// someSteps are collectives that nothing disturbs.
+func someSteps(n int) *Program {
+	p := &Program{Seed: 7, Touch: -1, Steps: []Step{
+		{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 100, Ranks: parts(n, Part{How: AtOnce})},
+		{Op: AllGather, DType: pg.Int16, Red: pg.Sum, Count: 33, Ranks: parts(n, Part{})},
+		{Op: AllToAll, DType: pg.Uint8, Red: pg.Sum, Count: 65, Ranks: parts(n, Part{Dst: MemGuard, Src: MemGuard})},
+		{Op: Reduce, DType: pg.Int32, Red: pg.Max, Root: 1, Count: 10, Ranks: parts(n, Part{})},
+		{Op: Barrier, DType: pg.Uint8},
+		{Op: ReduceScatter, DType: pg.BFloat16, Red: pg.Sum, Count: 9, Ranks: parts(n, Part{Dst: MemAlloc, Src: MemOffset})},
+	}}
+	p.normalize(n)
+	return p
+}
+
+var smallJob = Job{Transport: "inproc", Ranks: 2, Timeout: 10 * time.Second, Pool: 1 << 20}
+
+func TestRightProgramHasNoFinding(t *testing.T) {
+	if res := runLocal(smallJob, someSteps(2), nil); len(res.Findings) > 0 {
+		t.Errorf("%v", res.Findings)
+	}
+}
+
+// TestOracleFinds has a library that is wrong in one way, once, and looks whether that is found.
+func TestOracleFinds(t *testing.T) {
+	first := func(c *call, op Op, slot int) bool { return c.op == op && c.h.slot() == slot }
+	for _, test := range []struct {
+		name, kind, text string
+		conduct          func(ctx context.Context, c *call, how How) error
+	}{
+		{"a wrong result", "wrong", "1 of 100 elements", func(ctx context.Context, c *call, how How) error {
+			err := conduct(ctx, c, how)
+			if first(c, AllReduce, 1) {
+				c.dst[17] ^= 1
+			}
+			return err
+		}},
+		{"a changed input", "wrong", "has changed its input", func(ctx context.Context, c *call, how How) error {
+			err := conduct(ctx, c, how)
+			if first(c, AllGather, 0) {
+				c.src[len(c.src)-1] ^= 0x80
+			}
+			return err
+		}},
+		{"a store after the return", "store", "the buffer of step 0: allreduce", func() func(ctx context.Context, c *call, how How) error {
+			var mu sync.Mutex
+			var old []byte
+			return func(ctx context.Context, c *call, how How) error {
+				mu.Lock()
+				defer mu.Unlock()
+				if first(c, Barrier, 1) {
+					old[3]++
+				} else if first(c, AllReduce, 1) {
+					old = c.dst
+				}
+				mu.Unlock()
+				err := conduct(ctx, c, how)
+				mu.Lock()
+				return err
+			}
+		}()},
+		{"a store beside a buffer", "store", "beside the buffer of step 2: alltoall", func(ctx context.Context, c *call, how How) error {
+			if first(c, AllToAll, 0) {
+				b := c.bufs[0]
+				b.p.mem[b.at-1]++
+			}
+			return conduct(ctx, c, how)
+		}},
+		{"an error without a cause", "spurious", "RankError", func(ctx context.Context, c *call, how How) error {
+			if err := conduct(ctx, c, how); err != nil || !first(c, Reduce, 1) {
+				return err
+			}
+			return &pg.RankError{Rank: 0, Err: errors.New("planted")}
+		}},
+		{"an untyped error", "error", "untyped", func(ctx context.Context, c *call, how How) error {
+			if err := conduct(ctx, c, how); err != nil || !first(c, Reduce, 1) {
+				return err
+			}
+			return context.Canceled
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			res := runLocal(smallJob, someSteps(2), test.conduct)
+			if len(res.Findings) == 0 || res.Findings[0].Kind != test.kind || !strings.Contains(res.Findings[0].Text, test.text) {
+				t.Errorf("findings %v, want one of kind %q with %q", res.Findings, test.kind, test.text)
+			}
+		})
+	}
+}
+
+func TestLateCallIsReported(t *testing.T) {
+	w := newWatch(0, time.Hour, nil)
+	defer w.close()
+	late, err := w.call("a call", time.Nanosecond, func() error { time.Sleep(time.Millisecond); return nil })
+	if err != nil || !strings.Contains(late, "a call returned after") {
+		t.Errorf("%q, %v", late, err)
+	}
+	if late, _ := w.call("a call", time.Hour, func() error { return nil }); late != "" {
+		t.Errorf("%q of a call in time", late)
+	}
+}
+
+func TestCallThatDoesNotReturnIsReported(t *testing.T) {
+	said, end := make(chan string, 1), make(chan struct{})
+	w := newWatch(0, 0, func(text string) { said <- text; close(end) })
+	defer w.close()
+	w.call("a call", time.Nanosecond, func() error { <-end; return nil })
+	if text := <-said; !strings.Contains(text, "a call has not returned") || !strings.Contains(text, "goroutine ") {
+		t.Errorf("%q", text)
+	}
+}
+
+func TestDisagreementIsFound(t *testing.T) {
+	res := &Result{Errors: map[string]int{}}
+	judge(res, map[int]*Report{
+		0: {Rank: 0, Facts: map[string]string{"step 4: view": "a", "step 5: view": "x"}},
+		1: {Rank: 1, Facts: map[string]string{"step 4: view": "b"}},
+	}, nil)
+	if len(res.Findings) != 1 || res.Findings[0].Kind != "disagreement" || res.Findings[0].Step != 4 || res.Findings[0].Rank != 1 {
+		t.Errorf("%v", res.Findings)
+	}
+}
+
+func TestGrowthIsFound(t *testing.T) {
+	x := &session{first: map[int]*rig.Usage{0: {Files: 10, Maps: 10, Goroutines: 10, Heap: 1 << 20}}, progs: 50}
+	res := &Result{Errors: map[string]int{}}
+	judge(res, map[int]*Report{0: {Use: &rig.Usage{Files: 11, Maps: 60, Goroutines: 10, Heap: 1 << 20}}}, x)
+	if len(res.Findings) != 1 || res.Findings[0].Kind != "resources" {
+		t.Errorf("%v", res.Findings)
+	}
+}
+
+func TestSeedGivesTheSamePrograms(t *testing.T) {
+	for _, transport := range []string{"shm", "tcp", "hosts", "inproc"} {
+		a, b := newGenerator(5, transport, 0.5), newGenerator(5, transport, 0.5)
+		for range 20 {
+			j, k := a.job(), b.job()
+			p, q := a.program(j), b.program(k)
+			if !reflect.DeepEqual(j, k) || !reflect.DeepEqual(p, q) {
+				t.Fatal("two programs of one seed")
+			}
+			if len(p.Steps) < 30 {
+				t.Errorf("a program of %d steps", len(p.Steps))
+			}
+			c := p.clone()
+			c.normalize(j.Ranks)
+			if !reflect.DeepEqual(p.Steps, c.Steps) {
+				t.Error("normalizing a program again changes it")
+			}
+		}
+	}
+}
+
+// TestEveryPairIsGenerated looks at what a run of some minutes consists of.
+func TestEveryPairIsGenerated(t *testing.T) {
+	for _, transport := range []string{"shm", "tcp", "inproc"} {
+		g := newGenerator(1, transport, 0.3)
+		for range 40 {
+			job := g.job()
+			for range 50 {
+				g.program(job)
+			}
+		}
+		var rare []string
+		for _, k := range wanted(transport) {
+			if g.cov.pairs[k] < 50 {
+				rare = append(rare, k[0]+" with "+k[1])
+			}
+		}
+		if rare != nil {
+			t.Errorf("%s: in 2,000 programs less than 50 times: %q", transport, rare)
+		}
+	}
+}
+
+func TestProgramIsReduced(t *testing.T) {
+	g := newGenerator(3, "shm", 1)
+	job := g.job()
+	p := g.program(job)
+	at := slices.IndexFunc(p.Steps, func(s Step) bool { return s.Op == AllReduce })
+	dtype := p.Steps[at].DType
+	job, small, _ := shrink(job, p, func(_ Job, p *Program) bool {
+		return slices.ContainsFunc(p.Steps, func(s Step) bool { return s.Op == AllReduce && s.DType == dtype })
+	}, time.Now().Add(time.Minute))
+	if len(small.Steps) != 1 || len(small.Faults) != 0 || small.Touch != -1 || job.Ranks != 2 {
+		t.Errorf("%d steps, %d faults, %d ranks: %+v", len(small.Steps), len(small.Faults), job.Ranks, small)
+	}
+}
+
+func TestPrintedProgramIsGo(t *testing.T) {
+	g := newGenerator(9, "tcp", 1)
+	job := g.job()
+	p := g.program(job)
+	text := source("TestFound", job, []*Program{p}, "It found something.")
+	if _, err := parser.ParseFile(token.NewFileSet(), "found_test.go", text, parser.AllErrors); err != nil {
+		t.Errorf("%v\n%s", err, text)
+	}
+}
+
+// TestReplay runs a program as it is printed.
+func TestReplay(t *testing.T) {
+	Replay(t, Job{Transport: "shm", Ranks: 2, OnFailure: pg.Shrink, Timeout: 10 * time.Second, Pool: 1 << 20},
+		&Program{Seed: 1, Touch: -1, Steps: []Step{
+			{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 5000, Ranks: []Part{
+				{How: AtOnce, Dst: MemAlloc, Src: MemAlloc},
+				{Dst: MemAlloc, Src: MemAlloc, InPlace: true},
+			}},
+			{Op: Barrier, DType: pg.Uint8},
+			{Op: Heal},
+			{Op: AllGather, DType: pg.Int64, Red: pg.Sum, Count: 10},
+		}, Faults: []Fault{{Step: 1, At: 0, Kind: "kill", Victim: 1}}})
+}
