@@ -38,6 +38,7 @@ type benchFlags struct {
 	iters, warmup, rounds      int
 	transport                  string
 	registered, check, noCheck bool
+	touch                      bool
 	asJSON, emit, faulty       bool
 	roundTime, timeout         time.Duration
 }
@@ -51,8 +52,10 @@ func newBench() *cobra.Command {
 made this process part of.
 
 Every result is compared with one computed by plain loops, on every rank and for every size. The
-time is the slowest rank's, a call, in the best round; bandwidths are those of nccl-tests. The exit
-code is 1 if anything is wrong.
+time is the slowest rank's, a call, in the best round; bandwidths are those of nccl-tests. Calls follow
+each other at once, as in nccl-tests, so that part of the data stays in the core that wrote it last;
+with --touch every rank writes its inputs before each call and reads its result after it, as programs
+do. The exit code is 1 if anything is wrong.
 
 Operations: ` + strings.Join(bench.Ops(), " ") + `
 Types:      ` + joined(kernels.DTypes()) + `
@@ -88,6 +91,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "how long a round is to take")
 	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
+	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and reads its result after it, off the clock; the median call counts")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
@@ -179,7 +183,7 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)
 	}
 	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds, f.roundTime
-	s.Registered, s.Check, s.Transport = f.registered, f.check && !f.noCheck, f.transport
+	s.Registered, s.Check, s.Touch, s.Transport = f.registered, f.check && !f.noCheck, f.touch, f.transport
 	return s, nil
 }
 

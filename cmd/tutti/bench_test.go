@@ -33,8 +33,18 @@ func TestBench(t *testing.T) {
 	}
 	s.empty()
 
+	j := s.command("bench", "-n", "2", "--touch", "--registered", "--op", "allreduce", "--max", "4K", "--iters", "2", "--rounds", "1", "--json")
+	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+	j.start().end(0)
+	for line := range strings.Lines(j.stdout.String()) {
+		var r bench.Row
+		if err := json.Unmarshal([]byte(line), &r); err != nil || !r.Touch || r.Wrong != 0 || r.Time <= 0 {
+			t.Errorf("--touch: %s, %v", line, err)
+		}
+	}
+
 	// As a rank of somebody's job: rank 0 prints, the others are silent.
-	j := s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
+	j = s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 	j.start().end(0)
 	if out := j.stdout.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") || !strings.Contains(out, "# wrong elements         0") {

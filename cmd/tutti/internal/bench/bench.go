@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
 	"time"
 	"unsafe"
 
@@ -27,6 +28,7 @@ type Spec struct {
 	RoundTime  time.Duration
 	Registered bool // buffers from pg.Alloc
 	Check      bool
+	Touch      bool   // each rank writes its inputs before every call and reads its result after it
 	Transport  string // as it was asked for; only shown
 
 	corrupt func(op string, rank int, output []byte) // tests spoil results here
@@ -40,6 +42,7 @@ type Header struct {
 	Transport  string `json:"transport"`
 	Topology   string `json:"topology"`
 	Registered bool   `json:"registered"`
+	Touch      bool   `json:"touch"`
 	Rounds     int    `json:"rounds"`
 	Rows       int    `json:"rows"`
 }
@@ -55,8 +58,9 @@ type Row struct {
 	Bytes      int     `json:"bytes"` // in all
 	Transport  string  `json:"transport"`
 	Registered bool    `json:"registered"`
+	Touch      bool    `json:"touch"`
 	InPlace    bool    `json:"in_place"`
-	Time       float64 `json:"time_us"` // of the slowest rank, a call
+	Time       float64 `json:"time_us"` // of the slowest rank, a call: the best round's mean, or median if Touch
 	AlgBW      float64 `json:"algbw_gbs"`
 	BusBW      float64 `json:"busbw_gbs"`
 	Wrong      int64   `json:"wrong"` // elements, on all ranks; -1: not checked
@@ -136,7 +140,7 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		return 0, err
 	}
 	host, _ := os.Hostname()
-	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Rounds: s.Rounds}
+	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Touch: s.Touch, Rounds: s.Rounds}
 	for _, p := range all {
 		if h.Rows++; p.op.name != "barrier" {
 			h.Rows += len(s.sizes()) - 1
@@ -161,11 +165,14 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 
 type run struct {
 	Spec
-	g      *pg.Group
-	report func(Event)
-	mem    arena
-	raw    [2][]byte
-	wrong  int64
+	g       *pg.Group
+	report  func(Event)
+	mem     arena
+	raw     [2][]byte
+	op      string // what is being measured
+	wrong   int64
+	touched int64     // elements of touched calls that were wrong here
+	times   []float64 // of touched calls
 }
 
 // allocate makes the two buffers: uneven counts may take twice the size, and a size of less than an element a rank is rounded up.
@@ -248,7 +255,7 @@ func measure[T pg.Element](ctx context.Context, r *run, p series, fns reducers[T
 			}
 			in := newInstance(r.g, p.op, p.dt, p.red, &rx, fns, r.mem, size, r.Root, inPlace)
 			row := Row{Op: p.op.name, DType: p.dt.String(), RedOp: "none", Root: -1, Ranks: r.g.Size(), Count: in.count, Bytes: in.bytes,
-				Transport: r.Transport, Registered: r.Registered, InPlace: inPlace, Wrong: -1}
+				Transport: r.Transport, Registered: r.Registered, Touch: r.Touch, InPlace: inPlace, Wrong: -1}
 			if p.op.reduces {
 				row.RedOp = p.red.String()
 			}
@@ -267,7 +274,7 @@ func measure[T pg.Element](ctx context.Context, r *run, p series, fns reducers[T
 
 // row checks one call, times many, and checks one more.
 func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) error {
-	if r.Check {
+	if r.op = o.name; r.Check {
 		row.Wrong = 0
 	}
 	if err := r.verify(ctx, in, row); err != nil {
@@ -290,6 +297,10 @@ func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) err
 		}
 		best = min(best, t)
 	}
+	if err := r.tally(ctx, row, r.touched); err != nil {
+		return err
+	}
+	r.touched = 0
 	if err := r.verify(ctx, in, row); err != nil {
 		return err
 	}
@@ -310,8 +321,15 @@ func (r *run) verify(ctx context.Context, in *instance, row *Row) error {
 	if r.corrupt != nil {
 		r.corrupt(row.Op, r.g.Rank(), in.outputs)
 	}
+	return r.tally(ctx, row, in.wrong())
+}
+
+// tally adds what is wrong on all ranks, w on this one.
+func (r *run) tally(ctx context.Context, row *Row, w int64) error {
+	if !r.Check {
+		return nil
+	}
 	// The counts travel by what is under test. So they go two ways, and no way can hide what this rank saw.
-	w := in.wrong()
 	counts := make([]int64, r.g.Size())
 	if err := pg.AllGather(ctx, r.g, counts, []int64{w}); err != nil {
 		return err
@@ -335,21 +353,35 @@ func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
 	if r.Iters > 0 {
 		return r.Iters, nil
 	}
-	const most = 1 << 20
+	most := 1 << 20
+	if r.Touch { // whose times are kept
+		most = 1 << 16
+	}
 	goal := r.RoundTime.Seconds()
 	for n := 1; ; n *= 4 {
+		began := time.Now()
 		t, err := r.round(ctx, in, n)
 		if err != nil {
 			return 0, err
 		}
+		if r.Touch { // what is off the clock takes time too
+			all := []float64{time.Since(began).Seconds() / float64(n)}
+			if err := pg.AllReduce(ctx, r.g, all, pg.Max); err != nil {
+				return 0, err
+			}
+			t = all[0]
+		}
 		if t*float64(n) >= goal/8 || n >= most {
-			return int(min(max(1, goal/max(t, 1e-9)), most)), nil
+			return int(min(max(1, goal/max(t, 1e-9)), float64(most))), nil
 		}
 	}
 }
 
 // round returns the slowest rank's seconds a call, over n calls.
 func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
+	if r.Touch {
+		return r.touch(ctx, in, n)
+	}
 	if err := r.g.Barrier(ctx); err != nil {
 		return 0, err
 	}
@@ -362,4 +394,31 @@ func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 	t := []float64{time.Since(began).Seconds() / float64(n)}
 	err := pg.AllReduce(ctx, r.g, t, pg.Max)
 	return t[0], err
+}
+
+// touch is round as programs use collectives: before each call every rank writes its inputs, other ones than for the last, and after it reads its result; when the
+// call begins, all have written. Only the calls are on the clock. It returns the median call, of which the slowest rank's time counts.
+func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
+	r.times = r.times[:0]
+	for range n {
+		in.first++
+		in.write()
+		if err := r.g.Barrier(ctx); err != nil {
+			return 0, err
+		}
+		began := time.Now()
+		if err := in.call(ctx); err != nil {
+			return 0, err
+		}
+		r.times = append(r.times, time.Since(began).Seconds())
+		if r.corrupt != nil {
+			r.corrupt(r.op, r.g.Rank(), in.outputs)
+		}
+		r.touched += in.result()
+	}
+	if err := pg.AllReduce(ctx, r.g, r.times, pg.Max); err != nil {
+		return 0, err
+	}
+	slices.Sort(r.times)
+	return (r.times[(n-1)/2] + r.times[n/2]) / 2, nil
 }

@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"slices"
@@ -53,6 +54,7 @@ func TestEverythingIsRight(t *testing.T) {
 		for _, registered := range []bool{false, true} {
 			s := quick(Ops(), kernels.DTypes()...)
 			s.RedOps, s.Root, s.Registered, s.Max = kernels.Ops(), n-1, registered, 8*61
+			s.Touch = registered == (n%2 == 0)
 			if n > 2 { // few types and one size for each further number of ranks
 				s.Min = 8 * 61
 				s.DTypes = []kernels.DType{kernels.Bool, kernels.Int16, kernels.Float32, kernels.BFloat16}
@@ -87,46 +89,120 @@ func TestEverythingIsRight(t *testing.T) {
 // TestWrongResultsAreSeen spoils one byte of one rank's result, of every operation: every rank must learn of it.
 func TestWrongResultsAreSeen(t *testing.T) {
 	for _, o := range operations {
-		if o.name == "barrier" {
-			continue
-		}
-		for _, dt := range []kernels.DType{kernels.Float32, kernels.Bool, kernels.BFloat16} {
-			for victim := range 3 {
-				for _, where := range []string{"first", "last", "before", "behind"} {
-					s := quick([]string{o.name}, dt)
-					s.Min, s.Max = 4096, 4096
-					spoiled := false
-					s.corrupt = func(op string, rank int, output []byte) {
-						if rank != victim || len(output) == 0 {
-							return
-						}
-						spoiled = true
-						p := unsafe.Pointer(unsafe.SliceData(output))
-						switch where {
-						case "first":
-							output[0] ^= 1
-						case "last":
-							output[len(output)-1] ^= 1
-						case "before": // a write just outside
-							*(*byte)(unsafe.Add(p, -1)) ^= 1
-						case "behind":
-							*(*byte)(unsafe.Add(p, len(output))) ^= 1
-						}
+		testWrongResults(t, o, false)
+		testWrongResults(t, o, true)
+	}
+}
+
+// testWrongResults: without touch every row's two checked calls are seen to be wrong; with it, also the timed ones, if anything in the result itself is.
+func testWrongResults(t *testing.T, o *operation, touch bool) {
+	if o.name == "barrier" {
+		return
+	}
+	const iters, rounds = 3, 2
+	for _, dt := range []kernels.DType{kernels.Float32, kernels.Bool, kernels.BFloat16} {
+		for victim := range 3 {
+			for _, where := range []string{"first", "last", "before", "behind"} {
+				s := quick([]string{o.name}, dt)
+				s.Min, s.Max, s.Touch, s.Iters, s.Rounds = 4096, 4096, touch, iters, rounds
+				spoiled := false
+				s.corrupt = func(op string, rank int, output []byte) {
+					if rank != victim || len(output) == 0 {
+						return
 					}
-					rows, _, wrong := runLocal(t, 3, s)
-					sum := int64(0)
-					for _, r := range rows {
-						sum += r.Wrong
-					}
-					want := int64(0)
-					if spoiled {
-						want = int64(2 * len(rows)) // each row is checked twice
-					}
-					if sum != want || slices.Min(wrong) != want || slices.Max(wrong) != want {
-						t.Errorf("%s of %v, %s byte of rank %d: %d wrong in the rows, %v at the ranks; want %d", o.name, dt, where, victim, sum, wrong, want)
+					spoiled = true
+					p := unsafe.Pointer(unsafe.SliceData(output))
+					switch where {
+					case "first":
+						output[0] ^= 1
+					case "last":
+						output[len(output)-1] ^= 1
+					case "before": // a write just outside
+						*(*byte)(unsafe.Add(p, -1)) ^= 1
+					case "behind":
+						*(*byte)(unsafe.Add(p, len(output))) ^= 1
 					}
 				}
+				rows, _, wrong := runLocal(t, 3, s)
+				sum := int64(0)
+				for _, r := range rows {
+					sum += r.Wrong
+				}
+				want := int64(0)
+				if spoiled {
+					want = int64(2 * len(rows)) // each row is checked twice
+					if inside := where == "first" || where == "last"; touch && inside && !(o.name == "reduce" && victim != s.Root) {
+						want += int64(iters * rounds * len(rows))
+					}
+				}
+				if sum != want || slices.Min(wrong) != want || slices.Max(wrong) != want {
+					t.Errorf("%s of %v, touch %v, %s byte of rank %d: %d wrong in the rows, %v at the ranks; want %d", o.name, dt, touch, where, victim, sum, wrong, want)
+				}
 			}
+		}
+	}
+}
+
+// With Touch each call follows a write of inputs that no call had before, and is followed by a read of its result.
+func TestTouchWritesAndReadsAroundEveryCall(t *testing.T) {
+	const n, calls = 2, 5
+	gs, err := pg.Local(n, pg.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	for _, g := range gs {
+		wg.Go(func() {
+			defer g.Close()
+			var did []string
+			in := &instance{}
+			in.write = func() { did = append(did, fmt.Sprintf("write %d", in.first)) }
+			in.call = func(context.Context) error { did = append(did, "call"); return nil }
+			in.result = func() int64 { did = append(did, "read"); return 1 }
+			r := &run{Spec: Spec{Touch: true}, g: g}
+			if us, err := r.round(t.Context(), in, calls); err != nil || us <= 0 {
+				t.Errorf("%v, %v", us, err)
+			}
+			var want []string
+			for i := range calls {
+				want = append(want, fmt.Sprintf("write %d", i+1), "call", "read")
+			}
+			if !slices.Equal(did, want) {
+				t.Errorf("%q", did)
+			}
+			if r.touched != calls {
+				t.Errorf("%d of %d wrong elements were counted", r.touched, calls)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// A call that does nothing is seen, for the next call's result is another one.
+func TestTouchSeesAResultOfTheCallBefore(t *testing.T) {
+	gs, err := pg.Local(1, pg.Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[0].Close()
+	r := &run{Spec: Spec{Touch: true, Max: 4096}, g: gs[0]}
+	if err := r.allocate(); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range operations {
+		if o.name == "barrier" || o.minRanks > 1 || !o.out { // in place, one rank's input is its result
+			continue
+		}
+		rx := newReduction(kernels.Sum, kernels.Float32, 1)
+		in := newInstance(gs[0], o, kernels.Float32, kernels.Sum, &rx, numbers[float32](), r.mem, 4096, 0, false)
+		in.fill()
+		if err := in.call(t.Context()); err != nil || in.wrong() != 0 {
+			t.Fatalf("%s: %v, or a wrong result", o.name, err)
+		}
+		in.call = func(context.Context) error { return nil }
+		r.touched = 0
+		if _, err := r.round(t.Context(), in, 1); err != nil || r.touched == 0 {
+			t.Errorf("%s: %v, %d elements are wrong", o.name, err, r.touched)
 		}
 	}
 }

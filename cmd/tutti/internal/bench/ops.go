@@ -87,10 +87,33 @@ func started[T pg.Element]() reducers[T] {
 // instance is one operation on one size: its buffers, how to fill them, the call, and the check.
 type instance struct {
 	count, bytes int
-	fill         func()
+	first        int    // the element of the endless tables with which all data begin: another one gives other inputs and another result
+	write        func() // the inputs
 	call         func(context.Context) error
-	wrong        func() int64
-	outputs      []byte // what the call writes, for the margin and for tests
+	result       func() int64 // reads the result, and counts the elements that are wrong
+	kept         func() int64 // the same for inputs that the call must leave alone; nil: there are none
+	outs         [][]byte     // what the call writes, with margins
+	outputs      []byte       // the last of them, without
+}
+
+// fill poisons what the call writes and writes the inputs.
+func (in *instance) fill() {
+	for _, o := range in.outs {
+		poisoned(o)
+	}
+	in.write()
+}
+
+// wrong counts all elements that are not as they must be after fill and one call, and the bytes that it wrote outside of its outputs.
+func (in *instance) wrong() int64 {
+	w := in.result()
+	if in.kept != nil {
+		w += in.kept()
+	}
+	for _, o := range in.outs {
+		w += spoilt(o[:margin]) + spoilt(o[len(o)-margin:])
+	}
+	return w
 }
 
 // margin is how many bytes around an output are watched, and poison what they and outputs hold before a call.
@@ -152,25 +175,19 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		in.bytes *= n
 	}
 	a, b := mem.a[margin:], mem.b[margin:]
-	var outs [][]byte // with their margins
 	output := func(buf []byte, elems int) []T {
-		outs = append(outs, buf[:2*margin+elems*es])
+		in.outs = append(in.outs, buf[:2*margin+elems*es])
 		in.outputs = buf[margin : margin+elems*es]
 		return slice[T](in.outputs, elems)
 	}
-	guarded := func(check func() int64) func() int64 {
-		return func() int64 {
-			w := check()
-			for _, o := range outs {
-				w += spoilt(o[:margin]) + spoilt(o[len(o)-margin:])
-			}
-			return w
+	tables := map[[2]int]table{}
+	bits := func(from, part int) table {
+		t, ok := tables[[2]int{from, part}]
+		if !ok {
+			t = bitsTable(dt, from, part)
+			tables[[2]int{from, part}] = t
 		}
-	}
-	poisonAll := func() {
-		for _, o := range outs {
-			poisoned(o)
-		}
+		return t
 	}
 	bytesOf := func(mem []byte, first, elems int) []byte { return mem[first*es : (first+elems)*es] }
 	switch o.name {
@@ -178,31 +195,32 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		if inPlace {
 			x := output(mem.b, count)
 			xb := bytesOf(b, 0, count)
-			in.fill = func() { poisonAll(); rx.inputs[me].fill(xb, 0, es) }
+			in.write = func() { rx.inputs[me].fill(xb, in.first, es) }
 			in.call = func(ctx context.Context) error { return fns.allReduce(ctx, g, x, red) }
-			want := rx.result
+			in.result = func() int64 { return rx.result.wrong(xb, in.first, es) }
 			if o.name == "reduce" {
 				in.call = func(ctx context.Context) error { return fns.reduce(ctx, g, x, root, red) }
 				if me != root {
-					want = rx.inputs[me] // left as it was
+					in.result, in.kept = func() int64 { return 0 }, func() int64 { return rx.inputs[me].wrong(xb, in.first, es) }
 				}
 			}
-			in.wrong = guarded(func() int64 { return want.wrong(xb, 0, es) })
 			break
 		}
 		src, dst := slice[T](a, count), output(mem.b, count)
 		sb, db := bytesOf(a, 0, count), bytesOf(b, 0, count)
-		in.fill = func() { poisonAll(); rx.inputs[me].fill(sb, 0, es) }
+		in.write = func() { rx.inputs[me].fill(sb, in.first, es) }
 		in.call = func(ctx context.Context) error {
 			return g.Start(pg.AllReduceOp{Dst: pg.BufferOf(dst), Src: pg.BufferOf(src), Op: red}).Wait(ctx)
 		}
-		in.wrong = guarded(func() int64 { return rx.result.wrong(db, 0, es) + rx.inputs[me].wrong(sb, 0, es) })
+		in.result = func() int64 { return rx.result.wrong(db, in.first, es) }
+		in.kept = func() int64 { return rx.inputs[me].wrong(sb, in.first, es) }
 	case "reducescatter":
 		src, dst := slice[T](a, n*count), output(mem.b, count)
 		sb, db := bytesOf(a, 0, n*count), bytesOf(b, 0, count)
-		in.fill = func() { poisonAll(); rx.inputs[me].fill(sb, 0, es) }
+		in.write = func() { rx.inputs[me].fill(sb, in.first, es) }
 		in.call = func(ctx context.Context) error { return fns.reduceScatter(ctx, g, dst, src, red) }
-		in.wrong = guarded(func() int64 { return rx.result.wrong(db, me*count, es) + rx.inputs[me].wrong(sb, 0, es) })
+		in.result = func() int64 { return rx.result.wrong(db, me*count+in.first, es) }
+		in.kept = func() int64 { return rx.inputs[me].wrong(sb, in.first, es) }
 	case "allgather", "allgatherv":
 		counts := vcounts(n, count)
 		if o.name == "allgather" {
@@ -218,20 +236,20 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		if inPlace {
 			src, sb = dst[mine:mine+counts[me]], bytesOf(b, mine, counts[me])
 		}
-		in.fill = func() { poisonAll(); bitsTable(dt, me, 0).fill(sb, 0, es) }
+		in.write = func() { bits(me, 0).fill(sb, in.first, es) }
 		in.call = func(ctx context.Context) error { return pg.AllGather(ctx, g, dst, src) }
 		if o.name == "allgatherv" {
 			in.call = func(ctx context.Context) error { return pg.AllGatherV(ctx, g, dst, src, counts) }
 		}
-		in.wrong = guarded(func() (w int64) {
+		in.result = func() (w int64) {
 			for r, at := 0, 0; r < n; at, r = at+counts[r], r+1 {
-				w += bitsTable(dt, r, 0).wrong(bytesOf(db, at, counts[r]), 0, es)
-			}
-			if !inPlace {
-				w += bitsTable(dt, me, 0).wrong(sb, 0, es)
+				w += bits(r, 0).wrong(bytesOf(db, at, counts[r]), in.first, es)
 			}
 			return w
-		})
+		}
+		if !inPlace {
+			in.kept = func() int64 { return bits(me, 0).wrong(sb, in.first, es) }
+		}
 	case "alltoall", "alltoallv":
 		sends, recvs := make([]int, n), make([]int, n)
 		for r := range n {
@@ -242,33 +260,37 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		}
 		src, dst := slice[T](a, sum(sends)), output(mem.b, sum(recvs))
 		sb, db := bytesOf(a, 0, sum(sends)), bytesOf(b, 0, sum(recvs))
-		in.fill = func() {
-			poisonAll()
+		in.write = func() {
 			for r, at := 0, 0; r < n; at, r = at+sends[r], r+1 {
-				bitsTable(dt, me, r).fill(bytesOf(sb, at, sends[r]), 0, es)
+				bits(me, r).fill(bytesOf(sb, at, sends[r]), in.first, es)
 			}
 		}
 		in.call = func(ctx context.Context) error { return pg.AllToAll(ctx, g, dst, src) }
 		if o.name == "alltoallv" {
 			in.call = func(ctx context.Context) error { return pg.AllToAllV(ctx, g, dst, src, sends, recvs) }
 		}
-		in.wrong = guarded(func() (w int64) {
-			for r, at, from := 0, 0, 0; r < n; at, from, r = at+recvs[r], from+sends[r], r+1 {
-				w += bitsTable(dt, r, me).wrong(bytesOf(db, at, recvs[r]), 0, es) + bitsTable(dt, me, r).wrong(bytesOf(sb, from, sends[r]), 0, es)
+		in.result = func() (w int64) {
+			for r, at := 0, 0; r < n; at, r = at+recvs[r], r+1 {
+				w += bits(r, me).wrong(bytesOf(db, at, recvs[r]), in.first, es)
 			}
 			return w
-		})
+		}
+		in.kept = func() (w int64) {
+			for r, at := 0, 0; r < n; at, r = at+sends[r], r+1 {
+				w += bits(me, r).wrong(bytesOf(sb, at, sends[r]), in.first, es)
+			}
+			return w
+		}
 	case "broadcast":
 		x := output(mem.b, count)
 		xb := bytesOf(b, 0, count)
-		in.fill = func() {
-			poisonAll()
+		in.write = func() {
 			if me == root {
-				bitsTable(dt, me, 0).fill(xb, 0, es)
+				bits(me, 0).fill(xb, in.first, es)
 			}
 		}
 		in.call = func(ctx context.Context) error { return pg.Broadcast(ctx, g, x, root) }
-		in.wrong = guarded(func() int64 { return bitsTable(dt, root, 0).wrong(xb, 0, es) })
+		in.result = func() int64 { return bits(root, 0).wrong(xb, in.first, es) }
 	case "gather":
 		src := slice[T](a, count)
 		sb := bytesOf(a, 0, count)
@@ -278,41 +300,40 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		} else {
 			output(mem.b, 0)
 		}
-		in.fill = func() { poisonAll(); bitsTable(dt, me, 0).fill(sb, 0, es) }
+		in.write = func() { bits(me, 0).fill(sb, in.first, es) }
 		in.call = func(ctx context.Context) error { return pg.Gather(ctx, g, dst, src, root) }
-		in.wrong = guarded(func() int64 {
-			w := bitsTable(dt, me, 0).wrong(sb, 0, es)
+		in.result = func() (w int64) {
 			for r := 0; me == root && r < n; r++ {
-				w += bitsTable(dt, r, 0).wrong(bytesOf(b, r*count, count), 0, es)
+				w += bits(r, 0).wrong(bytesOf(b, r*count, count), in.first, es)
 			}
 			return w
-		})
+		}
+		in.kept = func() int64 { return bits(me, 0).wrong(sb, in.first, es) }
 	case "scatter":
 		var src []T
 		if me == root {
 			src = slice[T](a, n*count)
 		}
 		dst := output(mem.b, count)
-		in.fill = func() {
-			poisonAll()
+		in.write = func() {
 			for r := 0; me == root && r < n; r++ {
-				bitsTable(dt, root, r).fill(bytesOf(a, r*count, count), 0, es)
+				bits(root, r).fill(bytesOf(a, r*count, count), in.first, es)
 			}
 		}
 		in.call = func(ctx context.Context) error { return pg.Scatter(ctx, g, dst, src, root) }
-		in.wrong = guarded(func() int64 {
-			w := bitsTable(dt, root, me).wrong(bytesOf(b, 0, count), 0, es)
+		in.result = func() int64 { return bits(root, me).wrong(bytesOf(b, 0, count), in.first, es) }
+		in.kept = func() (w int64) {
 			for r := 0; me == root && r < n; r++ {
-				w += bitsTable(dt, root, r).wrong(bytesOf(a, r*count, count), 0, es)
+				w += bits(root, r).wrong(bytesOf(a, r*count, count), in.first, es)
 			}
 			return w
-		})
+		}
 	case "sendrecv":
 		const tag = 7
 		to, from := (me+1)%n, (me+n-1)%n
 		src, dst := slice[T](a, count), output(mem.b, count)
 		sb, db := bytesOf(a, 0, count), bytesOf(b, 0, count)
-		in.fill = func() { poisonAll(); bitsTable(dt, me, to).fill(sb, 0, es) }
+		in.write = func() { bits(me, to).fill(sb, in.first, es) }
 		in.call = func(ctx context.Context) error {
 			w := g.Start(pg.RecvOp{X: pg.BufferOf(dst), From: from, Tag: tag})
 			if err := pg.Send(ctx, g, src, to, tag); err != nil {
@@ -320,12 +341,13 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 			}
 			return w.Wait(ctx)
 		}
-		in.wrong = guarded(func() int64 { return bitsTable(dt, from, me).wrong(db, 0, es) + bitsTable(dt, me, to).wrong(sb, 0, es) })
+		in.result = func() int64 { return bits(from, me).wrong(db, in.first, es) }
+		in.kept = func() int64 { return bits(me, to).wrong(sb, in.first, es) }
 	case "barrier":
 		in.count, in.bytes = 0, 0
-		in.fill = func() {}
+		in.write = func() {}
 		in.call = g.Barrier
-		in.wrong = func() int64 { return 0 }
+		in.result = func() int64 { return 0 }
 	}
 	return in
 }

@@ -141,7 +141,11 @@ func (p *Printer) head() {
 	if h.Registered {
 		memory = "registered"
 	}
-	p.print(p.dim(fmt.Sprintf("# %d ranks on %s (%d cores), transport %s: %s; %s memory; best of %d rounds, slowest rank", h.Ranks, h.Host, h.Cores, h.Transport, h.Topology, memory, h.Rounds)))
+	loop := "calls back to back"
+	if h.Touch {
+		loop = "inputs written before and results read after each call"
+	}
+	p.print(p.dim(fmt.Sprintf("# %d ranks on %s (%d cores), transport %s: %s; %s memory; %s; best of %d rounds, slowest rank", h.Ranks, h.Host, h.Cores, h.Transport, h.Topology, memory, loop, h.Rounds)))
 }
 
 func (p *Printer) heading(op string) {
