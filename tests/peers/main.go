@@ -15,8 +15,12 @@
 //
 // Machines are noisy, so nothing is compared across time: for each (transport, ranks, operation) the contestants take turns, A B C D, A B C D, …, for
 // --rounds rounds, and medians over rounds are compared. Within a turn every program does the same at every size: check the result of one call, warm
-// up, find how many back-to-back calls fill the time budget, then repeat that --reps times. A repetition's time is that of its slowest rank, divided by
-// the calls; the best repetition is the turn's figure.
+// up, find how many calls fill the time budget, then repeat that --reps times. Each call is measured as programs use it: every rank writes its input, other
+// numbers than for the call before; all meet in a barrier; each takes the time, calls, takes the time; and reads and checks its result. A call takes as long as
+// its slowest rank, a repetition's time is its median call, and the best repetition is the turn's figure.
+//
+// With --tight calls follow each other at once, as in the benchmarks of the libraries: a repetition's time is that of its slowest rank, divided by the
+// calls. Part of the data then never leaves the core that wrote it last, and one-way operations of several calls overlap.
 //
 // # What bytes means
 //
@@ -32,7 +36,7 @@
 //	mpich      Debian's is built on UCX: shm is its default; tcp is UCX_TLS=tcp with local shared memory turned off.
 //	gloo       tcp only, for it has no shared memory; the fastest of its algorithms counts, including polling connections where cores suffice.
 //	limit      no library: time in which N processes on shared memory do an allreduce's 2·S reads and 2·S writes (for N = 2) with no waiting at all,
-//	           by memcpy or by adding, whichever is faster: warm (the buffers of the last call again, as in the benchmark; what "of limit" means),
+//	           by memcpy or by adding, whichever is faster: warm (the buffers of the last call again, in the same loop as the others; what "of limit" means),
 //	           cross (all data last written by another core, as a real producer may leave them) and cold (out of cache).
 //
 // # Reading the table
@@ -41,7 +45,7 @@
 // means follow. "of limit" = tutti-reg's (else tutti's) time / limit's, 1 being perfect; shown from 64 KiB, since below it latency rules. The peers have
 // no 16-bit floats: for --dtypes bfloat16,float16 the other side is Tutti's own float32 at the same bytes. A cell says "-" where nothing ran and "fail"
 // where the contestant crashed, was killed at its deadline or gave a wrong result; the notes say which. Shared memory with more ranks than cores makes
-// MPICH spin through whole time slices and sometimes crash. broadcast and reduce are one-way: back to back, a library may overlap calls, and small ones
+// MPICH spin through whole time slices and sometimes crash. broadcast and reduce are one-way: with --tight a library may overlap calls, and small ones
 // then cost less than a trip from one rank to another.
 //
 // Every subprocess has a deadline (--deadline), a process group that is killed with it, and a mark in its environment by which what escaped the group is
@@ -79,6 +83,7 @@ type options struct {
 	Budget     time.Duration `json:"budget_ns"`
 	Deadline   time.Duration `json:"deadline_ns"`
 	OutOfPlace bool          `json:"out_of_place"`
+	Tight      bool          `json:"tight"`
 	jsonPath   string
 	tuttiPath  string
 }
@@ -98,6 +103,7 @@ func parseOptions(args []string) (options, error) {
 	f.DurationVar(&o.Budget, "budget", 20*time.Millisecond, "time of one repetition")
 	f.DurationVar(&o.Deadline, "deadline", 60*time.Second, "time after which a contestant's turn is ended")
 	f.BoolVar(&o.OutOfPlace, "out-of-place", false, "allreduce and reduce from one buffer into another")
+	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; nobody writes inputs before them or reads results after them")
 	f.StringVar(&o.jsonPath, "json", "", "also write everything, with each round's figures, to this file")
 	f.StringVar(&o.tuttiPath, "tutti", "", "a tutti that is built already; default: build ./cmd/tutti")
 	if err := f.Parse(args); err != nil {

@@ -218,6 +218,9 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 			if h.who == tuttiReg {
 				argv = append(argv, "--registered")
 			}
+			if !w.o.Tight {
+				argv = append(argv, "--touch")
+			}
 			ls = append(ls, launch{argv: [][]string{argv}})
 		}
 		return ls, nil
@@ -226,12 +229,15 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	for _, s := range sizes {
 		list = append(list, strconv.FormatInt(s, 10))
 	}
-	inPlace := "1"
+	inPlace, touch := "1", "1"
+	if w.o.Tight {
+		touch = "0"
+	}
 	if w.o.OutOfPlace {
 		inPlace = "0"
 	}
 	program := []string{filepath.Join(w.dir, string(h.who)), h.op, strings.Join(list, ","), inPlace, strconv.Itoa(w.o.Reps),
-		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5)}
+		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5), touch}
 	n, fits, spin := strconv.Itoa(h.ranks), h.ranks <= cores, "0"
 	if fits {
 		spin = "1"
@@ -292,7 +298,7 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 	var rows []row
 	for _, l := range launches {
 		out, err := w.run(ctx, l)
-		rows = append(rows, parseRows(out, h)...)
+		rows = append(rows, parseRows(out, h, !w.o.Tight)...)
 		switch {
 		case err != nil && !h.who.ours() && ctx.Err() == nil && complete(rows, w.o.Sizes):
 			return rows, fmt.Errorf("%w: %w", errEnding, err)

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"reflect"
 	"runtime"
@@ -120,7 +121,7 @@ func TestParseRows(t *testing.T) {
 {"op":"allreduce","bytes":256,"time_us":1,"wrong":3}
 []
 {`
-	rows := parseRows([]byte(out), h)
+	rows := parseRows([]byte(out), h, false)
 	var got []string
 	for _, r := range rows {
 		got = append(got, fmt.Sprint(r.Bytes, r.TimeUs, r.Wrong, r.InPlace != nil))
@@ -128,14 +129,19 @@ func TestParseRows(t *testing.T) {
 	if want := []string{"64 0.4 0 true", "128 0.5 0 false", "256 1 3 false"}; !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}
-	if rows := parseRows([]byte(`{"op":"reducescatter","bytes":64,"time_us":1}`), heat{tutti, "shm", "reduce_scatter", "float32", 2}); len(rows) != 1 {
+	if rows := parseRows([]byte(`{"op":"reducescatter","bytes":64,"time_us":1}`), heat{tutti, "shm", "reduce_scatter", "float32", 2}, false); len(rows) != 1 {
 		t.Errorf("reduce_scatter by its other name: %v", rows)
 	}
-	if rows := parseRows([]byte(`{"op":"limit","bytes":64,"time_us":1}`), heat{limit, "shm", "allreduce", "float32", 2}); len(rows) != 1 {
+	if rows := parseRows([]byte(`{"op":"limit","bytes":64,"time_us":1}`), heat{limit, "shm", "allreduce", "float32", 2}, false); len(rows) != 1 {
 		t.Errorf("the limit's rows: %v", rows)
 	}
+	for _, touch := range []bool{false, true} {
+		if rows := parseRows([]byte(`{"op":"allreduce","bytes":64,"time_us":1,"touch":true}`), h, touch); len(rows) != map[bool]int{true: 1}[touch] {
+			t.Errorf("a row of the loop that touches, where touch is %v: %v", touch, rows)
+		}
+	}
 	rapid.Check(t, func(t *rapid.T) { // whatever a crashing program writes
-		for _, r := range parseRows([]byte(rapid.StringMatching(`(\{"op":"allreduce","bytes":-?[0-9]{1,30},"time_us":-?[0-9e.]{1,6}\}|[{}"\n]){0,5}`).Draw(t, "out")), h) {
+		for _, r := range parseRows([]byte(rapid.StringMatching(`(\{"op":"allreduce","bytes":-?[0-9]{1,30},"time_us":-?[0-9e.]{1,6}\}|[{}"\n]){0,5}`).Draw(t, "out")), h, false) {
 			if r.Bytes <= 0 || !(r.TimeUs > 0) {
 				t.Fatalf("row %+v", r)
 			}
@@ -310,7 +316,7 @@ func TestLaunches(t *testing.T) {
 		t.Errorf("tutti bench spells it otherwise: %s", got)
 	}
 	got := argv(heat{tuttiReg, "shm", "allreduce", "float32", 4}, 2)
-	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm --rounds 1 --round-time 1ms --json --registered"; got != want {
+	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm --rounds 1 --round-time 1ms --json --registered --touch"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	for _, c := range []struct {
@@ -406,10 +412,11 @@ func TestRunLeavesNothing(t *testing.T) {
 const fakeTutti = `#!/bin/sh
 [ "$1" = bench ] || exit 9
 shift
-div=1
+div=1 touch=false
 while [ $# -gt 0 ]; do
   case $1 in
     --registered) div=2; shift;;
+    --touch) touch=true; shift;;
     --json) shift;;
     -n) n=$2; shift 2;; --op) op=$2; shift 2;; --min) min=$2; shift 2;; --max) max=$2; shift 2;;
     --factor) factor=$2; shift 2;; --dtype) dtype=$2; shift 2;; --transport) transport=$2; shift 2;;
@@ -420,7 +427,7 @@ done
 echo "# a comment"
 [ $op = alltoall ] && { echo "no such luck" >&2; exit 7; }
 while [ $min -le $max ]; do
-  echo "{\"op\":\"$op\",\"dtype\":\"$dtype\",\"ranks\":$n,\"bytes\":$min,\"count\":1,\"time_us\":$(( (2 + min / 1024) * 10 / div ))e-1,\"in_place\":true,\"transport\":\"$transport\",\"wrong\":0}"
+  echo "{\"op\":\"$op\",\"dtype\":\"$dtype\",\"ranks\":$n,\"bytes\":$min,\"count\":1,\"time_us\":$(( (2 + min / 1024) * 10 / div ))e-1,\"in_place\":true,\"touch\":$touch,\"transport\":\"$transport\",\"wrong\":0}"
   min=$((min * factor))
 done
 `
@@ -480,25 +487,104 @@ func TestPeersThatAreInstalled(t *testing.T) {
 			if err := w.build(t.Context(), string(c)); err != nil {
 				t.Skip(err)
 			}
-			for _, transport := range []string{"shm", "tcp"} {
-				for _, op := range allOps {
-					h := heat{c, transport, op, "float32", 2}
-					if !c.enters(h) {
-						continue
-					}
-					rows, err := w.turn(t.Context(), h)
-					if err != nil {
-						t.Fatalf("%s: %v", h, err)
-					}
-					seen := map[int64]bool{}
-					for _, r := range rows {
-						seen[r.Bytes] = true
-					}
-					if !seen[128<<10] || (c != limit && !seen[64]) {
-						t.Errorf("%s: rows %+v", h, rows)
+			for _, w.o.Tight = range []bool{false, true} {
+				for _, transport := range []string{"shm", "tcp"} {
+					for _, op := range allOps {
+						h := heat{c, transport, op, "float32", 2}
+						if !c.enters(h) {
+							continue
+						}
+						rows, err := w.turn(t.Context(), h)
+						if err != nil {
+							t.Fatalf("%s, tight %v: %v", h, w.o.Tight, err)
+						}
+						seen := map[int64]bool{}
+						for _, r := range rows {
+							seen[r.Bytes] = true
+						}
+						if !seen[128<<10] || (c != limit && !seen[64]) {
+							t.Errorf("%s, tight %v: rows %+v", h, w.o.Tight, rows)
+						}
 					}
 				}
 			}
 		})
+	}
+}
+
+// A library that does what MODE says and tells on stderr what it was asked for.
+const fakeLibrary = `#include "measure.h"
+static task t;
+static const char *mode;
+static void call(void *a) {
+  (void)a;
+  fputs("call ", stderr);
+  if (strcmp(mode, "idle") != 0)
+    for (size_t i = 0; i < t.count; i++) t.dst[i] = t.src[i];
+  if (strcmp(mode, "spoil") == 0) t.dst[t.count - 1] += 1;
+}
+static double slowest(void *a, double x) { (void)a; return x; }
+static void write_one(void *a, long nr) { (void)a; fprintf(stderr, "write%ld ", nr); write_input(&t, nr); }
+static long read_one(void *a, long nr) { (void)a; fprintf(stderr, "read%ld ", nr); return wrong(&t, t.dst, nr); }
+static void barrier(void *a) { (void)a; fputs("barrier ", stderr); }
+static void maxima(void *a, double *x, size_t n) { (void)a; (void)x; (void)n; }
+int main(int argc, char **argv) {
+  settings s = parse(argc, argv);
+  mode = argv[8];
+  t = prepare(&s, s.sizes[0], 0, 1);
+  subject b = {call, slowest, write_one, read_one, barrier, maxima, NULL};
+  call(&t);
+  timing r = measure(&b, &s);
+  report(&s, "allreduce", "fake", 0, 1, t.count * sizeof(float), r, r.wrong);
+  return 0;
+}
+`
+
+// Each call of a peer's follows a write of another input and a barrier, and its result is read and checked.
+func TestPeersTouchTheirBuffers(t *testing.T) {
+	dir := t.TempDir()
+	header, err := sources.ReadFile("src/measure.h")
+	if err == nil {
+		err = errors.Join(os.WriteFile(filepath.Join(dir, "measure.h"), header, 0o600), os.WriteFile(filepath.Join(dir, "fake.c"), []byte(fakeLibrary), 0o600))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	program := filepath.Join(dir, "fake")
+	if out, err := exec.Command("gcc", "-std=gnu11", "-O3", "-Wall", "-Werror", "-o", program, filepath.Join(dir, "fake.c")).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	measure := func(mode, touch string) (row, string) {
+		t.Helper()
+		cmd := exec.Command(program, "allreduce", "16400", "0", "2", "1000", "60", touch, mode)
+		var stderr strings.Builder
+		cmd.Stderr = &stderr
+		out, err := cmd.Output()
+		var r row
+		if err != nil || json.Unmarshal(out, &r) != nil || r.TimeUs <= 0 || r.Touch != (touch == "1") {
+			t.Fatalf("%s, touch %s: %v: %s", mode, touch, err, out)
+		}
+		return r, stderr.String()
+	}
+	r, did := measure("work", "1")
+	if r.Wrong != 0 {
+		t.Errorf("%d wrong elements", r.Wrong)
+	}
+	var want strings.Builder
+	calls := strings.Count(did, "call ") - 1 // one comes before
+	want.WriteString("call ")
+	for nr := range calls {
+		fmt.Fprintf(&want, "write%d barrier call read%d ", nr+1, nr+1)
+	}
+	if did != want.String() || calls < 4 {
+		t.Errorf("it did %.300s…", did)
+	}
+	if r, did = measure("work", "0"); strings.Contains(did, "write") || strings.Contains(did, "read") {
+		t.Errorf("the tight loop did %.300s…", did)
+	}
+	for _, mode := range []string{"idle", "spoil"} { // idle: what is there is the result of no call, or of the one before
+		if r, _ = measure(mode, "1"); r.Wrong == 0 {
+			t.Errorf("%s: no wrong elements", mode)
+		}
 	}
 }

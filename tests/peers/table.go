@@ -24,6 +24,7 @@ type row struct {
 	Bytes   int64   `json:"bytes"`
 	TimeUs  float64 `json:"time_us"`
 	InPlace *bool   `json:"in_place"`
+	Touch   bool    `json:"touch"`
 	Variant string  `json:"variant"`
 	Wrong   int64   `json:"wrong"` // elements; below 0: not checked
 
@@ -31,8 +32,8 @@ type row struct {
 }
 
 // parseRows takes the rows of heat h from a program's output. Lines that are not JSON objects, that have no time, or that are about something else than
-// h are skipped.
-func parseRows(out []byte, h heat) (rows []row) {
+// h, or measured in the other loop than touch says, are skipped.
+func parseRows(out []byte, h heat, touch bool) (rows []row) {
 	sc := bufio.NewScanner(bytes.NewReader(out))
 	sc.Buffer(nil, 1<<20)
 	for sc.Scan() {
@@ -46,7 +47,7 @@ func parseRows(out []byte, h heat) (rows []row) {
 			op = "limit"
 		}
 		if r.Op = strings.ReplaceAll(r.Op, "_", ""); r.Op != strings.ReplaceAll(op, "_", "") || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || (r.Transport != "" && r.Transport != h.transport) ||
-			r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
+			r.Touch != touch || r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
 			continue
 		}
 		rows = append(rows, r)
@@ -266,7 +267,11 @@ func (s *results) report(o options) *report {
 
 // print writes the tables for a person.
 func (r *report) print(w io.Writer) error {
-	fmt.Fprintf(w, "%s; %d rounds, best of %d repetitions of %v; microseconds, medians over rounds\n", r.Machine, r.Options.Rounds, r.Options.Reps, r.Options.Budget)
+	loop := "inputs written before and results read after each call"
+	if r.Options.Tight {
+		loop = "calls back to back"
+	}
+	fmt.Fprintf(w, "%s; %s; %d rounds, best of %d repetitions of %v; microseconds, medians over rounds\n", r.Machine, loop, r.Options.Rounds, r.Options.Reps, r.Options.Budget)
 	for _, name := range slices.Sorted(maps.Keys(r.Versions)) {
 		fmt.Fprintf(w, "%s: %s\n", name, r.Versions[name])
 	}

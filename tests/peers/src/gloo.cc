@@ -1,6 +1,6 @@
 // Gloo's collectives over its tcp transport, measured as measure.h says.
 //
-//   gloo OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S RANK RANKS STORE_DIRECTORY SPIN
+//   gloo OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH RANK RANKS STORE_DIRECTORY SPIN
 //
 // The driver starts one process for each rank; they meet in a directory. Where Gloo has several algorithms, each is a variant, and the fastest counts:
 // for allreduce the ring (its default, what PyTorch runs), bcube and the older halving-doubling, the last with SPIN=1 also over connections that poll
@@ -16,6 +16,7 @@
 #include <gloo/allreduce.h>
 #include <gloo/allreduce_halving_doubling.h>
 #include <gloo/alltoall.h>
+#include <gloo/barrier.h>
 #include <gloo/broadcast.h>
 #include <gloo/math.h>
 #include <gloo/reduce.h>
@@ -43,19 +44,36 @@ static context connect(int rank, int n, const char *dir, const char *name, std::
 struct agreement {
   context c;
   function run;
+  task *t;
+  float *out;
 };
 
 static void call(void *arg) { static_cast<agreement *>(arg)->run(); }
 
-static double slowest(void *arg, double x) {
-  auto c = static_cast<agreement *>(arg)->c;
-  double y = x;
-  gloo::AllreduceOptions o(c);
-  o.setOutput(&y, 1);
+static void maxima(void *arg, double *x, size_t n) {
+  gloo::AllreduceOptions o(static_cast<agreement *>(arg)->c);
+  o.setOutput(x, n);
   o.setReduceFunction(static_cast<void (*)(void *, const void *, const void *, size_t)>(&gloo::max<double>));
   o.setTag(1);
   gloo::allreduce(o);
-  return y;
+}
+
+static double slowest(void *arg, double x) {
+  maxima(arg, &x, 1);
+  return x;
+}
+
+static void barrier(void *arg) {
+  gloo::BarrierOptions o(static_cast<agreement *>(arg)->c);
+  o.setTag(2);
+  gloo::barrier(o);
+}
+
+static void write_one(void *arg, long nr) { write_input(static_cast<agreement *>(arg)->t, nr); }
+
+static long read_one(void *arg, long nr) {
+  auto a = static_cast<agreement *>(arg);
+  return wrong(a->t, a->out, nr);
 }
 
 static const auto sum = static_cast<void (*)(void *, const void *, const void *, size_t)>(&gloo::sum<float>);
@@ -135,14 +153,14 @@ static std::vector<way> ways(task &t, const context &c, const context &spinning)
 
 int main(int argc, char **argv) {
   settings s = parse(argc, argv);
-  if (argc < 11) {
+  if (argc < 12) {
     fprintf(stderr, "gloo: rank, ranks, directory and spin are missing\n");
     return 2;
   }
-  int rank = atoi(argv[7]), n = atoi(argv[8]);
+  int rank = atoi(argv[8]), n = atoi(argv[9]);
   auto device = gloo::transport::tcp::CreateDevice("127.0.0.1");
-  context c = connect(rank, n, argv[9], "plain", device, false), spinning;
-  if (atoi(argv[10])) spinning = connect(rank, n, argv[9], "sync", device, true);
+  context c = connect(rank, n, argv[10], "plain", device, false), spinning;
+  if (atoi(argv[11])) spinning = connect(rank, n, argv[10], "sync", device, true);
   for (int i = 0; i < s.nsizes; i++) {
     // Algorithms of the older form take slots, and buffers, at construction: fresh ones for each way.
     task probe = prepare(&s, s.sizes[i], rank, n);
@@ -152,13 +170,14 @@ int main(int argc, char **argv) {
       task t = prepare(&s, s.sizes[i], rank, n);
       {
         way w = ways(t, c, spinning)[k];
-        agreement a{c, w.run};
-        subject b = {call, slowest, &a};
+        agreement a{c, w.run, &t, w.out};
+        subject b = {call, slowest, write_one, read_one, barrier, maxima, &a};
         w.run();
-        long bad = long(slowest(&a, double(wrong(&t, w.out))));
+        long bad = long(slowest(&a, double(wrong(&t, w.out, 0))));
         quiet(&t);
         timing r = measure(&b, &s);
-        if (rank == 0) report(op_names[s.op], w.name.c_str(), t.in_place, n, t.count * sizeof(float), r, bad);
+        bad += long(slowest(&a, double(r.wrong)));
+        if (rank == 0) report(&s, op_names[s.op], w.name.c_str(), t.in_place, n, t.count * sizeof(float), r, bad);
         slowest(&a, 0);
       }
       finish(&t);

@@ -1,12 +1,13 @@
 /* How fast this machine moves the bytes that an allreduce on shared memory has to move, with nothing else to do: no flags, no waiting for a peer.
  * Among n ranks every rank reads S bytes and writes S bytes (n = 2: 2*S reads and 2*S writes in all, 4*S moved).
  *
- *   limit allreduce SIZES 0 REPS BUDGET_US DEADLINE_S RANKS
+ *   limit allreduce SIZES 0 REPS BUDGET_US DEADLINE_S TOUCH RANKS
  *
  * n processes at once, each on a core of its own where there are enough, on memory that all of them map. Variants: "copy", each process copies S bytes
  * with memcpy; "sum", each process adds up its nth part of n vectors and stores it to all n, which is what the collective does. "warm" works on the
  * same buffers again and again, "cold" walks through more memory than the caches hold, and "cross" has every process take, call by call, the part that
- * another wrote before, so that all data move between caches (and, alone of them, it waits for the others in each call). */
+ * another wrote before, so that all data move between caches (and, alone of them, it waits for the others in each call). With TOUCH "warm" is
+ * measured so: before each call every process writes its own vector, and after it reads it. */
 #define _GNU_SOURCE
 #include "measure.h"
 
@@ -65,6 +66,33 @@ static double slowest(void *arg, double x) {
   return end - start;
 }
 
+static void barrier(void *arg) { meet((mover *)arg); }
+
+static void maxima(void *arg, double *x, size_t n) {
+  mover *v = (mover *)arg;
+  for (size_t i = 0; i < n; i++) {
+    v->m->start[v->rank] = x[i];
+    meet(v);
+    for (int r = 0; r < v->n; r++)
+      if (v->m->start[r] > x[i]) x[i] = v->m->start[r];
+    meet(v);
+  }
+}
+
+/* The vector that this process writes, and the one that it reads. */
+static float *own(mover *v, int result) { return v->arena + (size_t)(v->sum ? v->rank : 2 * v->rank + result) * v->stride; }
+
+static void write_one(void *arg, long nr) {
+  mover *v = (mover *)arg;
+  fill(own(v, 0), v->count, (float)(v->rank + 1), (size_t)nr);
+}
+
+static long read_one(void *arg, long nr) {
+  mover *v = (mover *)arg;
+  meet(v); /* all have stored their parts */
+  return differ(own(v, 1), v->count, v->sum ? (float)(v->n * (v->n + 1) / 2) : (float)(v->rank + 1), (size_t)nr);
+}
+
 static void add2(float *restrict a, float *restrict b, size_t len) {
   for (size_t i = 0; i < len; i++) a[i] = b[i] = a[i] + b[i];
 }
@@ -117,16 +145,20 @@ static void rank_main(const settings *s, meeting *m, float *arena, size_t arena_
       v.count = (size_t)s->sizes[i] / sizeof(float);
       v.stride = (v.count + 15) / 16 * 16;
       v.slots = arena_bytes / (v.stride * sizeof(float) * (size_t)n * (v.sum ? 1 : 2));
-      subject b = {call, slowest, &v};
-      timing r = measure(&b, s);
+      subject b = {call, slowest, write_one, read_one, barrier, maxima, &v};
+      settings how = *s;
+      how.touch = s->touch && !v.cold && !v.cross;
+      timing r = measure(&b, &how);
+      double bad = (double)r.wrong;
+      maxima(&v, &bad, 1);
       static const char *const names[] = {"copy-warm", "sum-warm", "copy-cold", "sum-cold", "sum-cross"};
-      if (rank == 0) report("limit", names[kind], 1, n, v.count * sizeof(float), r, 0);
+      if (rank == 0) report(s, "limit", names[kind], 1, n, v.count * sizeof(float), r, (long)bad);
     }
 }
 
 int main(int argc, char **argv) {
   settings s = parse(argc, argv);
-  int n = argc > 7 ? atoi(argv[7]) : 2;
+  int n = argc > 8 ? atoi(argv[8]) : 2;
   if (n < 1 || n > MAX_RANKS) {
     fprintf(stderr, "limit: 1 to %d ranks, not %d\n", MAX_RANKS, n);
     return 2;

@@ -1,10 +1,11 @@
 /* What every program here shares, so that all peers are measured alike: the arguments, the test pattern and its check, the timing loop and the
  * output line. C99, and C++ for Gloo.
  *
- *   PROGRAM OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S
+ *   PROGRAM OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH
  *
  * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The program ends itself after DEADLINE_S, whatever
- * became of whoever started it. "bytes" is the largest buffer of a rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the whole
+ * became of whoever started it. With TOUCH 1 every rank writes its input before each call and reads its result after it, as programs do; with 0 calls
+ * follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the whole
  * input for reduce_scatter; the whole output for allgather; the whole input, which is as long as the output, for alltoall. */
 #ifndef MEASURE_H
 #define MEASURE_H
@@ -20,15 +21,15 @@ static const char *const op_names[OPS] = {"allreduce", "reduce", "reduce_scatter
 typedef struct {
   enum op op;
   long sizes[64];
-  int nsizes, in_place, reps;
+  int nsizes, in_place, reps, touch;
   double budget; /* seconds that one repetition may take */
 } settings;
 
 static inline settings parse(int argc, char **argv) {
   settings s;
   memset(&s, 0, sizeof s);
-  if (argc < 7) {
-    fprintf(stderr, "usage: %s OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S\n", argv[0]);
+  if (argc < 8) {
+    fprintf(stderr, "usage: %s OP SIZES IN_PLACE REPS BUDGET_US DEADLINE_S TOUCH\n", argv[0]);
     exit(2);
   }
   int op = 0;
@@ -51,6 +52,7 @@ static inline settings parse(int argc, char **argv) {
     exit(2);
   }
   alarm((unsigned)atoi(argv[6]));
+  s.touch = atoi(argv[7]);
   return s;
 }
 
@@ -79,8 +81,43 @@ typedef struct {
   float *src, *dst;
 } task;
 
-/* Small integers: their sums are exact, so the check is for equality. */
-static inline float pattern(int rank, size_t i) { return (float)((rank + 1) * (int)(i % 5 + 1)); }
+/* Element i of the data of rank in call number nr, times a scale of (rank + 1) or their sum: small integers, whose sums are exact, so that the check is for
+ * equality. They repeat with period 5 and differ from call to call. */
+enum { PERIOD = 4095 };
+
+static inline const float *pattern(size_t from) {
+  static float table[PERIOD + 5];
+  if (table[0] == 0)
+    for (int i = 0; i < PERIOD + 5; i++) table[i] = (float)(i % 5 + 1);
+  return table + from % 5;
+}
+
+static inline void fill(float *x, size_t n, float scale, size_t from) {
+  const float *p = pattern(from);
+  for (size_t at = 0; at < n; at += PERIOD) {
+    size_t len = n - at < PERIOD ? n - at : PERIOD;
+    for (size_t i = 0; i < len; i++) x[at + i] = scale * p[i];
+  }
+}
+
+static inline long differ(const float *x, size_t n, float scale, size_t from) {
+  const float *p = pattern(from);
+  long bad = 0;
+  for (size_t at = 0; at < n; at += PERIOD) {
+    size_t len = n - at < PERIOD ? n - at : PERIOD;
+    int b = 0;
+    for (size_t i = 0; i < len; i++) b += x[at + i] != scale * p[i];
+    bad += b;
+  }
+  return bad;
+}
+
+/* Writes the input of call number nr. */
+static inline void write_input(task *t, long nr) {
+  float *in = t->in_place || t->op == BROADCAST ? t->dst : t->src;
+  if (t->op == BROADCAST && t->rank != 0) return;
+  fill(in, t->op == ALLGATHER ? t->part : t->count, (float)(t->rank + 1), (size_t)nr);
+}
 
 static inline task prepare(const settings *s, long bytes, int rank, int n) {
   task t;
@@ -94,31 +131,28 @@ static inline task prepare(const settings *s, long bytes, int rank, int n) {
   if (t.count == 0) t.count = 1;
   t.src = buffer(t.count);
   t.dst = buffer(t.count);
-  size_t in = t.op == ALLGATHER ? t.part : t.count;
-  for (size_t i = 0; i < in; i++) t.src[i] = pattern(rank, i);
-  if (t.in_place || (t.op == BROADCAST && rank == 0)) memcpy(t.dst, t.src, t.count * sizeof(float));
+  write_input(&t, 0);
   return t;
 }
 
-/* How many elements of out are not what one call on prepare's buffers gives. */
-static inline long wrong(const task *t, const float *out) {
-  long bad = 0;
-  size_t len = t->op == REDUCE_SCATTER ? t->part : t->op == REDUCE && t->rank != 0 ? 0 : t->count;
+/* Reads the result of call number nr, which is in out, and says how many elements are wrong. */
+static inline long wrong(const task *t, const float *out, long nr) {
   float all = (float)(t->n * (t->n + 1) / 2);
-  for (size_t i = 0; i < len; i++) {
-    float want = 0;
-    switch (t->op) {
-    case ALLREDUCE:
-    case REDUCE: want = all * pattern(0, i); break;
-    case REDUCE_SCATTER: want = all * pattern(0, (size_t)t->rank * t->part + i); break;
-    case ALLGATHER: want = pattern((int)(i / t->part), i % t->part); break;
-    case ALLTOALL: want = pattern((int)(i / t->part), (size_t)t->rank * t->part + i % t->part); break;
-    case BROADCAST: want = pattern(0, i); break;
-    default: break;
-    }
-    bad += out[i] != want;
+  size_t from = (size_t)nr, part = t->part;
+  long bad = 0;
+  switch (t->op) {
+  case ALLREDUCE: return differ(out, t->count, all, from);
+  case REDUCE: return t->rank == 0 ? differ(out, t->count, all, from) : 0;
+  case REDUCE_SCATTER: return differ(out, part, all, from + (size_t)t->rank * part);
+  case ALLGATHER:
+    for (int r = 0; r < t->n; r++) bad += differ(out + (size_t)r * part, part, (float)(r + 1), from);
+    return bad;
+  case ALLTOALL:
+    for (int r = 0; r < t->n; r++) bad += differ(out + (size_t)r * part, part, (float)(r + 1), from + (size_t)t->rank * part);
+    return bad;
+  case BROADCAST: return differ(out, t->count, 1, from);
+  default: return 1;
   }
-  return bad;
 }
 
 /* From here on the data are zeros: repeated sums in place neither overflow nor become denormal. */
@@ -133,8 +167,12 @@ static inline void finish(task *t) {
 }
 
 typedef struct {
-  void (*call)(void *);               /* the collective, once */
-  double (*slowest)(void *, double);  /* maximum over ranks of x, and a barrier; 0 only before a measurement */
+  void (*call)(void *);                      /* the collective, once */
+  double (*slowest)(void *, double);         /* maximum over ranks of x, and a barrier; 0 only before a measurement */
+  void (*write)(void *, long);               /* writes the input of call number nr, from 1 */
+  long (*read)(void *, long);                /* reads its result and says how many elements are wrong */
+  void (*barrier)(void *);                   /* returns when all ranks have called it */
+  void (*maxima)(void *, double *, size_t);  /* for each element the maximum over ranks */
   void *arg;
 } subject;
 
@@ -142,41 +180,81 @@ typedef struct {
   double usec; /* a call: best repetition, slowest rank */
   long iters;
   int reps;
+  long wrong; /* elements that were read here */
 } timing;
 
-static inline double timed(const subject *b, long iters) {
+enum { MAX_TOUCHED = 1 << 16 };
+
+static inline int ascending(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+/* Calls back to back. */
+static inline double tight(const subject *b, long iters, double *usec) {
   b->slowest(b->arg, 0);
   double t = now();
   for (long i = 0; i < iters; i++) b->call(b->arg);
-  return b->slowest(b->arg, now() - t + 1e-12);
+  double d = b->slowest(b->arg, now() - t + 1e-12);
+  *usec = d / (double)iters * 1e6;
+  return d;
+}
+
+/* As programs use it: only the calls are on the clock, and the median call counts, of which the slowest rank's time. The data of no two calls in a row are alike. */
+static inline double touched(const subject *b, long iters, double *usec, long *bad) {
+  static double times[MAX_TOUCHED];
+  static long nr;
+  double began = now();
+  for (long i = 0; i < iters; i++) {
+    b->write(b->arg, ++nr);
+    b->barrier(b->arg);
+    double t = now();
+    b->call(b->arg);
+    times[i] = now() - t;
+    *bad += b->read(b->arg, nr);
+  }
+  double d = now() - began + 1e-12;
+  b->maxima(b->arg, times, (size_t)iters);
+  b->maxima(b->arg, &d, 1);
+  qsort(times, (size_t)iters, sizeof *times, ascending);
+  *usec = (times[(iters - 1) / 2] + times[iters / 2]) / 2 * 1e6;
+  return d;
+}
+
+static inline double timed(const subject *b, const settings *s, long iters, double *usec, long *bad) {
+  return s->touch ? touched(b, iters, usec, bad) : tight(b, iters, usec);
 }
 
 /* Warm up, double the number of calls until it takes an eighth of the budget, then repeat for the budget each time. Every decision hangs on the
  * slowest rank's time, which all ranks know, so all make the same number of calls. A call that is itself far over budget is repeated fewer times. */
 static inline timing measure(const subject *b, const settings *s) {
-  timing r = {1e30, 1, 0};
-  double d = timed(b, 2), spent = 0;
+  timing r = {1e30, 1, 0, 0};
+  long most = s->touch ? MAX_TOUCHED : 1 << 24;
+  double usec, d = timed(b, s, 2, &usec, &r.wrong), spent = 0;
   for (;;) {
-    d = timed(b, r.iters);
-    if (d >= s->budget / 8 || r.iters >= 1L << 22) break;
+    d = timed(b, s, r.iters, &usec, &r.wrong);
+    if (d >= s->budget / 8 || r.iters >= most / 4) break;
     r.iters *= 2;
   }
   double n = (double)r.iters * s->budget / d;
-  r.iters = n < 1 ? 1 : n > 1 << 24 ? 1 << 24 : (long)n;
+  r.iters = n < 1 ? 1 : n > (double)most ? most : (long)n;
   while (r.reps < s->reps && (r.reps == 0 || spent < 2 * s->reps * s->budget)) {
-    d = timed(b, r.iters);
+    d = timed(b, s, r.iters, &usec, &r.wrong);
     spent += d;
     r.reps++;
-    if (d / (double)r.iters * 1e6 < r.usec) r.usec = d / (double)r.iters * 1e6;
-    if (d < s->budget / 2 && r.iters < 1 << 24) r.iters = (long)((double)r.iters * s->budget / d); /* something had disturbed the calibration */
+    if (usec < r.usec) r.usec = usec;
+    if (d < s->budget / 2) { /* something had disturbed the calibration */
+      n = (double)r.iters * s->budget / d;
+      r.iters = n > (double)most ? most : (long)n;
+    }
   }
   return r;
 }
 
-static inline void report(const char *op, const char *variant, int in_place, int ranks, size_t bytes, timing r, long bad) {
-  printf("{\"op\":\"%s\",\"dtype\":\"float32\",\"ranks\":%d,\"bytes\":%zu,\"time_us\":%.4f,\"in_place\":%s,\"variant\":\"%s\","
+static inline void report(const settings *s, const char *op, const char *variant, int in_place, int ranks, size_t bytes, timing r, long bad) {
+  printf("{\"op\":\"%s\",\"dtype\":\"float32\",\"ranks\":%d,\"bytes\":%zu,\"time_us\":%.4f,\"in_place\":%s,\"touch\":%s,\"variant\":\"%s\","
          "\"iters\":%ld,\"reps\":%d,\"wrong\":%ld}\n",
-         op, ranks, bytes, r.usec, in_place ? "true" : "false", variant, r.iters, r.reps, bad);
+         op, ranks, bytes, r.usec, in_place ? "true" : "false", s->touch ? "true" : "false", variant, r.iters, r.reps, bad);
   fflush(stdout);
 }
 #endif

@@ -6,13 +6,12 @@
 
 static void call(void *arg) {
   task *t = (task *)arg;
-  const void *src = t->in_place && (t->op == ALLREDUCE || t->rank == 0) ? MPI_IN_PLACE : t->src;
+  const void *src = !t->in_place ? t->src : t->op == ALLREDUCE || t->rank == 0 ? MPI_IN_PLACE : t->dst;
   int count = (int)t->count, part = (int)t->part;
   switch (t->op) {
   case ALLREDUCE: MPI_Allreduce(src, t->dst, count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); break;
   case REDUCE:
-    /* Ranks that are not the root send what prepare put into dst, if in place, else src: the same values. */
-    MPI_Reduce(src, t->dst, count, MPI_FLOAT, MPI_SUM, 0, MPI_COMM_WORLD);
+    MPI_Reduce(src, t->rank == 0 ? t->dst : NULL, count, MPI_FLOAT, MPI_SUM, 0, MPI_COMM_WORLD);
     break;
   case REDUCE_SCATTER: MPI_Reduce_scatter_block(t->src, t->dst, part, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); break;
   case ALLGATHER: MPI_Allgather(t->src, part, MPI_FLOAT, t->dst, part, MPI_FLOAT, MPI_COMM_WORLD); break;
@@ -28,6 +27,20 @@ static double slowest(void *arg, double x) {
   return x;
 }
 
+static void barrier(void *arg) {
+  (void)arg;
+  MPI_Barrier(MPI_COMM_WORLD);
+}
+
+static void maxima(void *arg, double *x, size_t n) {
+  (void)arg;
+  MPI_Allreduce(MPI_IN_PLACE, x, (int)n, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+}
+
+static void write_one(void *arg, long nr) { write_input((task *)arg, nr); }
+
+static long read_one(void *arg, long nr) { return wrong((task *)arg, ((task *)arg)->dst, nr); }
+
 static void give_up(int sig) {
   (void)sig;
   _exit(0);
@@ -41,12 +54,13 @@ int main(int argc, char **argv) {
   MPI_Comm_size(MPI_COMM_WORLD, &n);
   for (int i = 0; i < s.nsizes; i++) {
     task t = prepare(&s, s.sizes[i], rank, n);
-    subject b = {call, slowest, &t};
+    subject b = {call, slowest, write_one, read_one, barrier, maxima, &t};
     call(&t);
-    long bad = (long)slowest(&t, (double)wrong(&t, t.dst));
+    long bad = (long)slowest(&t, (double)wrong(&t, t.dst, 0));
     quiet(&t);
     timing r = measure(&b, &s);
-    if (rank == 0) report(op_names[s.op], "default", t.in_place, n, t.count * sizeof(float), r, bad);
+    bad += (long)slowest(&t, (double)r.wrong);
+    if (rank == 0) report(&s, op_names[s.op], "default", t.in_place, n, t.count * sizeof(float), r, bad);
     finish(&t);
   }
   /* MPICH over UCX's tcp now and then hangs here, for good. Everything has been measured and printed by now. */
