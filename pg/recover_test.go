@@ -405,6 +405,7 @@ func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
 				if err := pg.Broadcast(ctx, g, state, 0); err != nil {
 					t.Fatalf("round %d: %v", round, err)
 				}
+				through(t, g, 0) // nobody is put out who has not finished the round
 			}
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
