@@ -8,10 +8,10 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
 
-.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture bench bench-peers plots deps deps-peers clean
+.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture bench bench-peers bench-against plots deps deps-peers clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 build: ## bin/tutti and all packages
 	$(GO) build ./...
@@ -57,6 +57,10 @@ bench: build ## the nccl-tests table of every operation on this machine
 
 bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_FLAGS=--quick)
 	$(GO) run ./tests/peers --json .build/peers.json $(PEERS_FLAGS)
+
+bench-against: ## this tree beside commit BASE; fails if a row is slower beyond its interval (AGAINST_FLAGS=--help)
+	@test -n "$(BASE)" || { echo "which commit? make bench-against BASE=COMMIT"; exit 2; }
+	$(GO) run ./tests/against $(AGAINST_FLAGS) $(BASE)
 
 plots: ## draw docs/plots/*.svg from what bench-peers measured last
 	$(GO) run ./tests/plots -o docs/plots .build/peers.json
