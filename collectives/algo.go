@@ -207,6 +207,27 @@ func (s Shape) Validate() error {
 	return nil
 }
 
+// varies reports whether the parts of a kind may differ in length.
+func (k Kind) varies() bool { return k == AllGatherV || k == AllToAllV }
+
+// Empty reports whether, as all ranks know, no rank has anything to move or reduce: such a call is a barrier. Of an AllToAllV no rank knows that.
+func (s Shape) Empty() bool {
+	switch s.Kind {
+	case Barrier:
+		return true
+	case AllToAllV:
+		return false
+	case AllGatherV:
+		for _, slot := range s.Active {
+			if s.Counts[slot] > 0 {
+				return false
+			}
+		}
+		return true
+	}
+	return s.Count == 0
+}
+
 // Parts returns how many parts buffer In or Out has on the rank slot; 0 where it has no such buffer.
 func (s Shape) Parts(buf Buf, slot int) int {
 	all, one := s.Size, 1
@@ -276,9 +297,10 @@ func Build(a Algo, s Shape) (*Plan, error) {
 	}
 	b := newBuilder(a, s)
 	switch {
-	case s.Kind != AllToAllV && s.Kind != Barrier && b.empty():
 	case b.n == 1:
 		b.alone()
+	case s.Empty() && s.Kind != Barrier: // whatever the algorithm
+		b.meet(b.all)()
 	default:
 		makers[s.Kind][a](b)
 	}

@@ -57,7 +57,7 @@ func (a arrivals) add(k memKey, s span) {
 }
 
 // A builder makes one plan. It keeps track of which ranges wait for a message, and so fills in Needs; it drops steps without
-// bytes, which their other side drops too; the first error sticks in err.
+// bytes, which their other side drops too, but for whole parts of lengths that ranks may not agree on (sendPart); the first error sticks in err.
 type builder struct {
 	Shape
 	plan    *Plan
@@ -88,19 +88,6 @@ func (b *builder) fail(err error) {
 	if b.err == nil {
 		b.err = err
 	}
-}
-
-// empty reports whether no rank has anything to move or reduce.
-func (b *builder) empty() bool {
-	if b.Kind != AllGatherV {
-		return b.Count == 0
-	}
-	for _, s := range b.Active {
-		if b.Counts[s] > 0 {
-			return false
-		}
-	}
-	return true
 }
 
 // key maps buffers that callers may alias, see Kind, to one key.
@@ -164,6 +151,23 @@ func (b *builder) post(peer int, dst Ref, once bool) int32 {
 	step := b.add(Step{Verb: Recv, Peer: int32(peer), Dst: dst, Once: once, Needs: b.touch(nil, dst)})
 	b.pending.add(b.key(dst), span{dst.Off, dst.Off + dst.Len, step})
 	return step
+}
+
+// sendPart and recvPart are send and recv for one part, or for its first chunk, where parts differ in length: without bytes it is a signal, so that ranks which do
+// not agree on the lengths find out.
+func (b *builder) sendPart(peer int, src Ref) {
+	if src.Len == 0 && b.Kind.varies() {
+		b.signal(peer)
+		return
+	}
+	b.send(peer, src)
+}
+
+func (b *builder) recvPart(peer int, dst Ref) int32 {
+	if dst.Len == 0 && b.Kind.varies() {
+		return b.await(peer)
+	}
+	return b.recv(peer, dst)
 }
 
 // copy moves src to dst. A rank's own part that may be in place already costs the runner nothing then.

@@ -12,8 +12,9 @@
 // where Kind lets In and Out be one memory, a range of Out is overwritten only after the last use of the same range of In. Scratch memory
 // (Plan.Tmp) is bounded by the ranks times a few Shape.Chunk (bruck: times log2(n)), whatever the vector's length; a plan's number of steps depends on the vector's length only by
 // the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, one plan run per block. Offsets are relative to a part, so that a
-// block of parts needs no plan of its own. What moves nothing has no step: parts may be empty, and ranks that have nothing to do for each
-// other do not talk.
+// block of parts needs no plan of its own. What moves nothing has no step, and ranks that have nothing to do for each other do not talk, with two
+// exceptions, by which ranks that have called different things find out: a call of nothing at all (Shape.Empty) is a barrier, whatever its algorithm; and an empty part
+// of an AllGatherV or AllToAllV is sent as a signal.
 //
 // Direct plans load and store the peers' In and Out (PeerIn, PeerOut). They rely on every rank having entered the operation before the first step,
 // and end with signals, so that no rank leaves while a peer still uses its memory.

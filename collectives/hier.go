@@ -136,22 +136,22 @@ func hierAllGather(b *builder) {
 		}
 	}
 	b.copy(part(b.Rank), b.own())
-	carried(place, func(slot int) { b.recv(slot, part(slot)) })
+	carried(place, func(slot int) { b.recvPart(slot, part(slot)) })
 	for d := 1; d < local.n(); d++ {
 		p := local.at(-d)
-		b.recv(local.slots[p], part(local.slots[p]))
-		carried(p, func(slot int) { b.recv(local.slots[p], part(slot)) })
+		b.recvPart(local.slots[p], part(local.slots[p]))
+		carried(p, func(slot int) { b.recvPart(local.slots[p], part(slot)) })
 	}
 	for d := 1; d < len(groups); d++ {
 		far := groups[(host-d+len(groups))%len(groups)]
-		b.send(far[place%len(far)], b.own())
+		b.sendPart(far[place%len(far)], b.own())
 	}
 	for d := 1; d < local.n(); d++ {
-		b.send(local.slots[local.at(d)], b.own())
+		b.sendPart(local.slots[local.at(d)], b.own())
 	}
 	carried(place, func(slot int) {
 		for d := 1; d < local.n(); d++ {
-			b.send(local.slots[local.at(d)], part(slot))
+			b.sendPart(local.slots[local.at(d)], part(slot))
 		}
 	})
 }

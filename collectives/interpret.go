@@ -23,7 +23,7 @@ type Schedule struct {
 // Interpret runs the plans of all ranks of one call, plans[i] and mem[i] for the i-th active slot, in plain memory, with their steps in a
 // random order among those that the contract allows, and leaves the results in mem. It reports what is wrong with the plans: what Check
 // finds, a deadlock, messages that nobody receives, lengths that differ, and conflicting accesses to directly mapped memory that no signal orders,
-// leaving the operation while a peer still uses the memory included; a barrier that somebody leaves before all have entered. A posted Recv fills its range with rubbish at once, and messages into Once
+// leaving the operation while a peer still uses the memory included; a barrier, or another call of nothing, that somebody leaves before all have entered. A posted Recv fills its range with rubbish at once, and messages into Once
 // ranges are now and then lent instead of copied, so that a plan that relies on luck ends with wrong bytes.
 func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 	m := &machine{how: how, rng: rand.New(rand.NewPCG(how.Seed, 0x7474)), links: map[[2]int]*link{}}
@@ -235,8 +235,8 @@ func (m *machine) turn(r *rank) (bool, error) {
 		}
 		r.ended = true
 		for j, t := range r.clock {
-			if t == 0 && j != r.i && r.Shape.Kind == Barrier {
-				return false, fmt.Errorf("collectives: barrier %s: rank %d leaves without knowing that rank %d has entered", r.Algo, r.Shape.Rank, r.Shape.Active[j])
+			if t == 0 && j != r.i && r.Shape.Empty() {
+				return false, fmt.Errorf("collectives: %s %s of nothing: rank %d leaves without knowing that rank %d has entered", r.Algo, r.Shape.Kind, r.Shape.Rank, r.Shape.Active[j])
 			}
 		}
 		for _, b := range [][]byte{r.mem.In, r.mem.Out} { // from now on they are the caller's again

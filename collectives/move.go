@@ -31,7 +31,7 @@ func (b *builder) rotate(src, dst func(p int) Ref, w int) {
 	post := func(d int) {
 		if d < b.n {
 			p := b.all.at(-d)
-			got[d] = b.recv(b.Active[p], dst(p))
+			got[d] = b.recvPart(b.Active[p], dst(p))
 		}
 	}
 	for d := 1; d <= w && d < b.n; d++ {
@@ -46,7 +46,7 @@ func (b *builder) rotate(src, dst func(p int) Ref, w int) {
 			b.after = b.after[:0]
 		}
 		p := b.all.at(d)
-		b.send(b.Active[p], src(p))
+		b.sendPart(b.Active[p], src(p))
 	}
 }
 

@@ -209,8 +209,14 @@ func (b *builder) ringShare(k int, dst func(p int) Ref) {
 	for s := range b.n - 1 {
 		for c := range k {
 			in, out := dst(b.all.at(-1-s)), dst(b.all.at(-s))
-			b.recv(left, in.sub(b.cut(in.Len, c)))
-			b.send(right, out.sub(b.cut(out.Len, c)))
+			from, to := in.sub(b.cut(in.Len, c)), out.sub(b.cut(out.Len, c))
+			if c == 0 {
+				b.recvPart(left, from)
+				b.sendPart(right, to)
+			} else {
+				b.recv(left, from)
+				b.send(right, to)
+			}
 		}
 	}
 }

@@ -351,6 +351,9 @@ func (c *Channel) Begin(t Token, hint bool) error {
 			if st != nil && len(st.early) > 0 {
 				c.compare(st, &st.early[0].h)
 			}
+			if st != nil && st.waits.Seq == t.Seq && st.waits != t {
+				c.compareWait(st)
+			}
 		}
 	}
 	return c.err
@@ -428,6 +431,7 @@ func (c *Channel) Abort(cause error, payload []byte) {
 		for pr := range c.linked() {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(payload))}, payload)
 		}
+		c.p.drain()
 	}
 	c.fail(cause)
 }
@@ -619,6 +623,18 @@ func (c *Channel) compare(st *stream, h *Header) {
 	theirs := Token{h.Seq, h.Call, h.Count}
 	if h.Seq < c.now.Seq || h.Seq == c.now.Seq && theirs != c.now {
 		c.fail(&Disagreement{Rank: st.slot, Theirs: theirs, Ours: c.now})
+	}
+}
+
+// compareWait looks at the operation in which a peer has said that it waits. Calls that send each other nothing, as where each of two ranks takes the other for the root
+// of a gather, differ nowhere else. A peer that waits in a later operation has sent all that it ever will of this one.
+func (c *Channel) compareWait(st *stream) {
+	if c.now.Seq == 0 || c.err != nil {
+		return
+	}
+	r := st.posted.front()
+	if st.waits.Seq == c.now.Seq && st.waits != c.now || r != nil && r.tok == c.now && st.waits.Seq > c.now.Seq && len(st.early) == 0 {
+		c.fail(&Disagreement{Rank: st.slot, Theirs: st.waits, Ours: c.now})
 	}
 }
 

@@ -164,6 +164,7 @@ func (c *Channel) CancelSend(s *SendReq) {
 	if s.id != 0 && s.err == nil {
 		delete(c.sends, s.id)
 		c.control(pr, Header{Kind: frameCancel, Seq: s.id, Off: s.remote}, nil)
+		c.p.drain()
 	}
 	s.done, s.buf = true, nil
 }

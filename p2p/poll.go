@@ -233,6 +233,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	case frameCredit:
 	case frameStatus:
 		st.waits, st.waitFor = Token{h.Seq, h.Call, h.Count}, h.Off
+		c.compareWait(st)
 	case frameCTS:
 		c.clearToSend(st, h)
 	case frameCancel:

@@ -110,6 +110,7 @@ type Proxy struct {
 	sleepMu  sync.Mutex
 	sleepers []*Wait
 	asleep   atomic.Int32
+	draining bool // see drain
 }
 
 // peer is what the proxy knows of one rank.
@@ -471,6 +472,23 @@ func (p *Proxy) Idle() {
 		}
 		p.mu.Unlock()
 	}
+}
+
+// drain sees to it that what this rank has told its peers, as that an operation failed, goes out although nobody may wait here any more. With the lock.
+func (p *Proxy) drain() {
+	if p.draining || p.closed || !p.pending() {
+		return
+	}
+	p.draining = true
+	p.wg.Go(func() {
+		var w Wait
+		w.Reset(p.ctx, 0, true)
+		p.Lock()
+		for p.pending() && p.progress(&w, nil) == nil {
+		}
+		p.draining = false
+		p.Unlock()
+	})
 }
 
 // control sends a control frame of a channel in use, or keeps it until the link has room. It carries the channel's credit, as every frame does.

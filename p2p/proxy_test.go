@@ -465,3 +465,51 @@ func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
 		})
 	}
 }
+
+// A rank that ends an operation while the link to a peer is full, and then does not wait for anything, has told the peer all the same.
+func TestAbortGoesOutOfAFullLink(t *testing.T) {
+	all := cluster(t, 2, 512<<10, nil)
+	defer closeAll(all)
+	a, b := open(t, all[0], 1, 2), open(t, all[1], 1, 2)
+	tok := p2p.Token{Seq: 1, Call: 1, Count: 1}
+	// Make the link, then let rank 0 fill it while rank 1 takes nothing.
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		all[1].Lock()
+		defer all[1].Unlock()
+		var r p2p.Recv
+		b.PostRecv(&r, 0, tok, make([]byte, 1), false)
+		if err := b.WaitRecv(patient(context.Background()), &r); err != nil {
+			t.Error(err)
+		}
+	})
+	all[0].Lock()
+	if err := a.Send(patient(context.Background()), 1, tok, []byte{1}); err != nil {
+		t.Fatal(err)
+	}
+	all[0].Unlock()
+	wg.Wait()
+	all[0].Lock()
+	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
+	defer cancel()
+	err := error(nil)
+	for err == nil { // to the last byte
+		err = a.Send(patient(ctx), 1, tok, []byte{1})
+	}
+	if !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("sending into a full link: %v", err)
+	}
+	a.Abort(errors.New("given up"), []byte("why"))
+	all[0].Unlock()
+
+	all[1].Lock()
+	defer all[1].Unlock()
+	w := patient(context.Background())
+	var told *p2p.Aborted
+	for err = nil; err == nil; {
+		err = b.Probe(w)
+	}
+	if !errors.As(err, &told) || string(told.Payload) != "why" {
+		t.Errorf("got %v, want what rank 0 aborted with", err)
+	}
+}

@@ -15,6 +15,7 @@ const (
 	hotFor    = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
 	yieldFor  = 500 * time.Microsecond // polling between yields
 	longEvery = 5 * time.Millisecond
+	longFirst = 250 * time.Millisecond
 	checks    = 64  // polls between looks at the clock
 	rushPolls = 200 // polls before anything else is looked at
 	coldPolls = 4   // the same, where each poll is followed by a yield
@@ -29,8 +30,9 @@ type Wait struct {
 	linking bool      // the awaited peer has no link yet
 	spins   int       // looks in vain since there was progress
 	busy    int       // progress since Reset
-	long    func()    // called with the lock, now and then, from when half of the time is over
-	half    time.Time // when next; zero: never
+	long    func()    // see OnLong
+	next    time.Time // when it is called next; zero: never
+	half    time.Time // when half of the time is over; zero: never
 	began   time.Time // first look at the clock
 	from    time.Time // first look at the clock since there was progress
 	wake    chan struct{}
@@ -50,10 +52,42 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
 
+// Since has the time that w's operation has count from t, before its first wait.
+func (w *Wait) Since(t time.Time) { w.begin(t) }
+
+func (w *Wait) begin(now time.Time) {
+	w.began, w.next, w.half = now, time.Time{}, time.Time{}
+	if w.long == nil {
+		return
+	}
+	w.next = now.Add(longFirst)
+	left := w.timeout
+	if d, ok := w.ctx.Deadline(); ok && (left <= 0 || d.Sub(now) < left) {
+		left = d.Sub(now)
+	}
+	if left > 0 {
+		if w.half = now.Add(left / 2); w.half.Before(w.next) {
+			w.next = w.half
+		}
+	}
+}
+
+// Err returns why w's operation must not wait any longer, if it is known already that it must not.
+func (w *Wait) Err() error {
+	if err := w.ctx.Err(); err != nil {
+		return err
+	}
+	if w.timeout > 0 && !w.began.IsZero() && time.Since(w.began) > w.timeout {
+		return ErrTimeout
+	}
+	return nil
+}
+
 // Restart gives w's operation its whole time again.
 func (w *Wait) Restart() { w.began, w.from = time.Time{}, time.Time{} }
 
-// OnLong sets what is called, with the proxy's lock, every few milliseconds at most, while an operation has waited for more than half of the time that it has. It stays set.
+// OnLong sets what is called, with the proxy's lock, once when an operation has waited for a quarter of a second (or for half of the time that it has, if that is less), and every few
+// milliseconds at most while it has waited for more than half of the time that it has. It stays set.
 func (w *Wait) OnLong(f func()) { w.long = f }
 
 // Waited returns how long w's operation has been waiting.
@@ -178,17 +212,12 @@ func (p *Proxy) giveWay(w *Wait) error {
 // over returns why w must not wait any longer.
 func (w *Wait) over(now time.Time) error {
 	if w.began.IsZero() {
-		w.began, w.half = now, time.Time{}
-		left := w.timeout
-		if d, ok := w.ctx.Deadline(); ok && (left <= 0 || d.Sub(now) < left) {
-			left = d.Sub(now)
-		}
-		if left > 0 && w.long != nil {
-			w.half = now.Add(left / 2)
-		}
+		w.begin(now)
 	}
-	if !w.half.IsZero() && now.After(w.half) {
-		w.half = now.Add(longEvery)
+	if !w.next.IsZero() && now.After(w.next) {
+		if w.next = w.half; !w.half.IsZero() && now.After(w.half) {
+			w.next = now.Add(longEvery)
+		}
 		w.long()
 	}
 	if err := w.ctx.Err(); err != nil {
@@ -228,8 +257,8 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		if w.linking { // politeness and admissions end without a wake
 			wait = politeness
 		}
-		if !w.half.IsZero() {
-			wait = max(longEvery, min(wait, w.half.Sub(now)))
+		if !w.next.IsZero() {
+			wait = max(longEvery, min(wait, w.next.Sub(now)))
 		}
 		if w.timeout > 0 {
 			wait = max(0, min(wait, w.timeout-now.Sub(w.began)))

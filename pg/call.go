@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"unsafe"
 
@@ -26,13 +27,26 @@ type call struct {
 	ranks      int // slots of the group when it was checked
 }
 
+// forget drops the caller's memory. What was called stays.
+func (c *call) forget() { c.in, c.out, c.counts, c.recvCounts = nil, nil, nil, nil }
+
+// detached is c without the caller's memory.
+func (c *call) detached() call {
+	d := *c
+	d.forget()
+	d.counts = slices.Clone(c.counts)
+	return d
+}
+
 // synchronizes reports whether every rank's result depends on every other's data.
 func (c *call) synchronizes() bool {
 	switch c.kind {
-	case collectives.AllReduce, collectives.AllGather, collectives.ReduceScatter, collectives.AllToAll:
-		return c.count > 0
+	case collectives.Barrier, collectives.AllReduce, collectives.AllGather, collectives.ReduceScatter, collectives.AllToAll:
+		return true
+	case collectives.AllGatherV, collectives.AllToAllV:
+		return false
 	}
-	return c.kind == collectives.Barrier
+	return c.count == 0 // a barrier
 }
 
 // token packs what all ranks must agree on. It travels in the header of every message of the call.
@@ -48,8 +62,19 @@ func (c *call) token(seq uint64, algo collectives.Algo) p2p.Token {
 	return t
 }
 
+// describe says in words what is called: "allreduce (float32 sum, 1024 elements)".
+func (c *call) describe() string {
+	t := c.token(0, collectives.Auto)
+	return flight.Describe(flight.Call(t.Call), t.Count)
+}
+
 // spell turns a token back into words: "allreduce #12 (float32 sum, 1024 elements)".
-func spell(t p2p.Token) string { return flight.Spell(t.Seq, flight.Call(t.Call), t.Count) }
+func spell(t p2p.Token) string {
+	if t == standToken {
+		return "entering a view"
+	}
+	return flight.Spell(t.Seq, flight.Call(t.Call), t.Count)
+}
 
 // check validates the arguments of a collective and fills g.cur. It looks at nothing that only this rank knows but the lengths of its own buffers.
 func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
@@ -216,6 +241,13 @@ type lastSeen struct {
 	Rank int
 	Has  bool
 	Last p2p.Token
+}
+
+func (m lastSeen) seen() Seen {
+	if !m.Has {
+		return Seen{Rank: m.Rank, What: "nothing yet"}
+	}
+	return Seen{Rank: m.Rank, What: spell(m.Last)}
 }
 
 func putToken(b []byte, t p2p.Token) []byte {

@@ -14,14 +14,23 @@
 // # Order
 //
 // All ranks of a group call the same collectives, with the same arguments, in the same order; they run one at a time, in that order. [Group.Start]
-// queues one and returns a [Work]; a blocking call that follows goes behind it. [Send] and [Recv] stand outside of the order. Every message says which
-// call it belongs to, so that ranks which differ get a [*MismatchError] that spells both calls, instead of a wrong result or silence.
+// queues one and returns a [Work]; a blocking call that follows goes behind it, and so do calls of other goroutines, [Group.Recover], [Group.Admit] and [Group.Agree]. [Send] and [Recv] stand outside of the order. Every message says which
+// call it belongs to, so that ranks which differ get a [*MismatchError] that spells both calls, instead of a wrong result or silence: all of them, in the operation that they
+// differ in or, where a rank was through with that and needed nothing of the others, in the next. Where ranks wait for each other in calls that differ, so that no message passes between
+// them, that takes a quarter of a second.
+//
+// A collective of nothing (no elements, or counts that are all zero) is a [Group.Barrier]: it returns when every rank has called it. In [AllGatherV] and [AllToAllV] a part of no elements
+// is waited for as any other; an [AllToAllV] of nothing returns when all other ranks have called it.
 //
 // # Waiting, and ctx
 //
 // Every call takes a ctx and is bounded by Config.Timeout besides. When either ends, the operation fails, at every rank, within moments: waiting for a
 // rank that does not come is an error that names it. When a call has returned, with whatever outcome, nothing reads or writes its memory any more. Wait
 // on a Work is different: its ctx ends the waiting only.
+//
+// Both bound a blocking call from its beginning, the wait for its turn included. A call that gives up before its turn returns a [*TimeoutError] and has touched nothing; ranks count
+// with its operation all the same, so that it fails at the others, as one whose time was up, when the operations before it are done here. The time of an operation that Start began is
+// Config.Timeout from when it begins to run, which is when those before it have ended. An operation that is run again (Retry) has its whole Timeout again; a ctx never begins anew.
 //
 // # Errors
 //

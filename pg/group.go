@@ -22,7 +22,7 @@ import (
 // A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
 //
 // Collectives on a group are started in the same order, with the same arguments, by all its ranks. They run one at a time, in that order; a blocking
-// call runs on the caller's goroutine when nothing that was started is still under way. Methods and package functions may be called from several
+// call runs on the caller's goroutine, as soon as all that was started before it has ended, and its ctx bounds it from when it was called. Methods and package functions may be called from several
 // goroutines, but then the order is theirs to arrange. Send and Recv stand outside of that order.
 //
 // After an error other than *ArgumentError, a collective has no result (an in-place buffer may be partly overwritten), and the group is failed: every
@@ -42,9 +42,8 @@ type Group struct {
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
 
-	busy    bool       // a collective is running: one at a time. Under the proxy's lock, as what follows
-	waiting int        // callers that wait for their turn
-	turn    *sync.Cond // tells them
+	line    line
+	busy    bool // a call has the turn. Under the proxy's lock, as what follows
 	cur     call
 	seq     uint64
 	history [64]p2p.Token // of the latest collectives, by seq
@@ -70,16 +69,14 @@ type Group struct {
 	run  runner
 	tel  telemetry
 
-	queueMu sync.Mutex
-	queue   []*Work       // started, in order; the first is running
-	queued  atomic.Int32  // len(queue)
-	kick    chan struct{} // tells the worker
-	worker  bool
-	closed  atomic.Bool
-	done    chan struct{} // closed by Close
-	wg      sync.WaitGroup
-	ctx     context.Context // ends at Close
-	cancel  context.CancelFunc
+	works  []*Work       // started and not run yet, in order. With line.mu, as worker
+	worker bool          // there is one
+	kick   chan struct{} // tells it
+	closed atomic.Bool   // set before the last use of line.mu that may add to wg
+	done   chan struct{} // closed by Close
+	wg     sync.WaitGroup
+	ctx    context.Context // ends at Close
+	cancel context.CancelFunc
 }
 
 // View says who plays.
@@ -115,7 +112,6 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	}
 	g.uniform = j.settings.Uniform
 	g.ctx, g.cancel = context.WithCancel(context.Background())
-	g.turn = sync.NewCond(j.proxy)
 	var err error
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {
 		return nil, err
@@ -229,47 +225,34 @@ func (g *Group) local() (rank, size int) {
 
 // blocking runs a collective for its caller.
 func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
-	if g.queued.Load() > 0 { // behind what was started
-		w := g.start(func(c *call) error { return g.check(c, kind, op, root, dst, src, counts, recvCounts) })
-		return w.Wait(ctx)
+	if g.line.enter() {
+		g.begun(ctx, time.Time{}, false)
+	} else {
+		c := new(call)
+		if err := g.check(c, kind, op, root, dst, src, counts, recvCounts); err != nil {
+			return err
+		}
+		*c = c.detached()
+		if err := g.enter(ctx, c.describe(), func() { g.expired(*c) }); err != nil {
+			return err
+		}
 	}
-	g.enter()
 	var err error
 	if g.moving || g.seq+1 < g.begins {
-		err = g.ready(ctx, false)
+		err = g.ready()
 	}
 	if err == nil && !g.run.again(kind, op, root, &dst, &src) {
 		err = g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts)
 	}
 	if err == nil {
-		err = g.collective(ctx, false)
+		err = g.collective()
 	}
 	g.leave()
 	return err
 }
 
-// enter takes the proxy's lock and the group's turn to run a collective. Whoever waits for peers gives the lock up meanwhile, but not the turn.
-func (g *Group) enter() {
-	g.job.proxy.Lock()
-	for g.busy {
-		g.waiting++
-		g.turn.Wait()
-		g.waiting--
-	}
-	g.busy = true
-}
-
-// leave is enter's counterpart.
-func (g *Group) leave() {
-	g.busy = false
-	if g.waiting > 0 {
-		g.turn.Signal()
-	}
-	g.job.proxy.Unlock()
-}
-
 // collective runs g.cur, between enter and leave.
-func (g *Group) collective(ctx context.Context, lazy bool) error {
+func (g *Group) collective() error {
 	if g.closed.Load() {
 		return ErrClosed
 	}
@@ -279,8 +262,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	if g.err != nil {
 		return g.err
 	}
-	if err := ctx.Err(); err != nil { // nothing was sent; but the others will wait for us
-		g.wait.Reset(ctx, 0, lazy)
+	if err := g.wait.Err(); err != nil { // nothing was sent; but the others will wait for us
 		g.seq++
 		g.err = g.fail(err)
 		return g.err
@@ -296,7 +278,6 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	}
 	g.seq++
 	g.begin()
-	g.wait.Reset(ctx, g.job.timeout, lazy)
 	g.run.dirty, g.here = false, false
 	var err error
 	if g.run.hot.armed {
@@ -310,7 +291,7 @@ func (g *Group) collective(ctx context.Context, lazy bool) error {
 	if g.coll.Hinted() && err == nil && g.cur.synchronizes() { // everybody knows that the job has grown
 		g.moving, g.must = true, g.epoch+1
 	}
-	g.cur.in, g.cur.out, g.cur.counts, g.cur.recvCounts = nil, nil, nil, nil
+	g.cur.forget()
 	g.end(err)
 	return err
 }
@@ -482,11 +463,7 @@ func (g *Group) told(a *wireAbort) error {
 			e.Err = context.Canceled
 		}
 		for _, m := range a.Missing {
-			what := "nothing yet"
-			if m.Has {
-				what = spell(m.Last)
-			}
-			e.Missing = append(e.Missing, Seen{Rank: m.Rank, What: what})
+			e.Missing = append(e.Missing, m.seen())
 		}
 		return e
 	}
@@ -558,8 +535,12 @@ func (g *Group) Close() error {
 	g.msgs.Close()
 	g.cancel()
 	close(g.done)
+	g.line.mu.Lock()
+	turn := g.line.joinLocked()
+	g.line.mu.Unlock()
 	g.wg.Wait()
-	g.enter() // a blocking caller has seen ErrClosed
+	<-turn // the callers before have seen ErrClosed
+	g.begun(g.ctx, time.Time{}, true)
 	g.run.free()
 	delete(g.job.groups, g)
 	g.leave()
@@ -633,24 +614,14 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 
 // exchange returns what all members say, by slot; zeros for slots that are not active. Its outcome is uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
-	g.queueMu.Lock()
-	var last *Work
-	if n := len(g.queue); n > 0 {
-		last = g.queue[n-1]
+	if err := g.enter(ctx, "split", func() { g.expired(call{kind: collectives.AllGather, dtype: Int64, count: len(mine), ranks: g.size}) }); err != nil {
+		return nil, err
 	}
-	g.queueMu.Unlock()
-	if last != nil { // behind what was started
-		select {
-		case <-last.done:
-		case <-ctx.Done():
-		}
-	}
-	g.enter()
 	defer g.leave()
 	before := g.uniform
 	g.uniform = true
 	defer func() { g.uniform = before }()
-	if err := g.ready(ctx, false); err != nil {
+	if err := g.ready(); err != nil {
 		return nil, err
 	}
 	all := make([]int64, len(mine)*g.size)
@@ -658,7 +629,7 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 		return nil, err
 	}
 	g.run.hot = hot{}
-	if err := g.collective(ctx, false); err != nil {
+	if err := g.collective(); err != nil {
 		return nil, err
 	}
 	return all, nil
@@ -672,7 +643,8 @@ type Work struct {
 	err   error
 	local bool // the result is here, whatever err says
 	done  chan struct{}
-	at    int64 // when it was started, by the recorder's clock
+	turn  <-chan struct{} // closed when it is this one's
+	at    int64           // when it was started, by the recorder's clock
 }
 
 // Done is closed when the operation has ended, one way or the other.
@@ -730,6 +702,7 @@ func (w *Work) finish(err error) {
 
 // Start begins an operation and returns at once. Collectives run in the order in which they were started; Send and Recv are independent of them
 // and of each other, but for the order of messages with the same peer and tag. The buffers belong to the operation until it is done. An error in the arguments ends the Work at once.
+// Config.Timeout bounds a collective from when it begins to run, a message from now on.
 func (g *Group) Start(op Operation) *Work {
 	switch o := op.(type) {
 	case SendOp:
@@ -746,20 +719,21 @@ func (g *Group) start(lower func(*call) error) *Work {
 		w.finish(err)
 		return w
 	}
-	g.queueMu.Lock()
+	l := &g.line
+	l.mu.Lock()
 	if g.closed.Load() {
-		g.queueMu.Unlock()
+		l.mu.Unlock()
 		w.finish(ErrClosed)
 		return w
 	}
-	g.queue = append(g.queue, w)
-	g.queued.Add(1)
+	w.turn = l.joinLocked()
+	g.works = append(g.works, w)
 	if !g.worker {
 		g.worker = true
 		g.wg.Add(1)
 		go g.work()
 	}
-	g.queueMu.Unlock()
+	l.mu.Unlock()
 	select {
 	case g.kick <- struct{}{}:
 	default:
@@ -771,11 +745,11 @@ func (g *Group) start(lower func(*call) error) *Work {
 func (g *Group) work() {
 	defer g.wg.Done()
 	for {
-		g.queueMu.Lock()
-		if len(g.queue) == 0 {
+		g.line.mu.Lock()
+		if len(g.works) == 0 {
 			closed := g.closed.Load()
 			g.worker = !closed
-			g.queueMu.Unlock()
+			g.line.mu.Unlock()
 			if closed {
 				return
 			}
@@ -785,31 +759,31 @@ func (g *Group) work() {
 			}
 			continue
 		}
-		w := g.queue[0]
-		g.queueMu.Unlock()
+		w := g.works[0]
+		g.works[0] = nil
+		g.works = g.works[1:]
+		g.line.mu.Unlock()
 
-		g.enter()
+		<-w.turn
+		g.begun(g.ctx, time.Time{}, true)
 		g.run.hot = hot{}
 		var err error
 		if g.moving || g.seq+1 < g.begins {
-			err = g.ready(g.ctx, true)
+			err = g.ready()
 		}
 		if err == nil {
 			g.cur, g.tel.since = w.call, w.at
-			err = g.collective(g.ctx, true)
+			err = g.collective()
 			w.local = g.here
 		}
 		if err != nil && g.closed.Load() {
 			err = ErrClosed
 		}
-		g.leave()
-
-		g.queueMu.Lock()
-		g.queue[0] = nil
-		g.queue = g.queue[1:]
-		g.queued.Add(-1)
-		g.queueMu.Unlock()
-		w.finish(err)
+		w.call.forget()
+		g.busy = false
+		g.job.proxy.Unlock()
+		w.finish(err) // before a later one can end
+		g.line.leave()
 	}
 }
 

@@ -429,9 +429,10 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 	if err != nil {
 		return nil, err
 	}
-	g.enter()
+	if err := g.enter(ctx, "join", nil); err != nil {
+		return nil, err
+	}
 	defer g.leave()
-	g.wait.Reset(ctx, j.timeout, false)
 	if err := g.move(membership.Standing{Joins: true, Intact: true}, false); err != nil {
 		return nil, err
 	}

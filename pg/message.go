@@ -144,14 +144,14 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 		return w
 	}
 	m.wait.Reset(g.ctx, g.job.timeout, true)
-	g.queueMu.Lock()
+	g.line.mu.Lock()
 	if g.closed.Load() {
-		g.queueMu.Unlock()
+		g.line.mu.Unlock()
 		w.finish(ErrClosed)
 		return w
 	}
 	g.wg.Add(1)
-	g.queueMu.Unlock()
+	g.line.mu.Unlock()
 	p := g.job.proxy
 	p.Lock()
 	g.post(m) // here, so that messages keep the order of their starts

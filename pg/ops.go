@@ -112,7 +112,7 @@ func AllToAll[T Element](ctx context.Context, g *Group, dst, src []T) error {
 	return g.blocking(ctx, collectives.AllToAll, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
 }
 
-// AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by rank.
+// AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by rank. Rank a's sendCounts[b] must be rank b's recvCounts[a], zero included.
 func AllToAllV[T Element](ctx context.Context, g *Group, dst, src []T, sendCounts, recvCounts []int) error {
 	return g.blocking(ctx, collectives.AllToAllV, 0, 0, BufferOf(dst), BufferOf(src), sendCounts, recvCounts)
 }

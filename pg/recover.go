@@ -165,7 +165,7 @@ func (g *Group) survivable(err error) bool {
 }
 
 // ready brings the group to where its next operation can run. The error is the operation's.
-func (g *Group) ready(ctx context.Context, lazy bool) error {
+func (g *Group) ready() error {
 	if err := g.halted(); err != nil {
 		return err
 	}
@@ -173,13 +173,14 @@ func (g *Group) ready(ctx context.Context, lazy bool) error {
 		return g.err
 	}
 	if g.moving {
-		g.wait.Reset(ctx, g.job.timeout, lazy)
 		if slot, _ := g.gone(); slot != g.rank && g.job.settings.OnFailure == Report && !g.insist { // lost between two operations
 			g.seq++
 			g.err = g.fail(errMoved)
 			return g.err
 		}
 		if err := g.move(membership.Standing{Over: g.seq, Intact: true}, false); err != nil {
+			g.seq++ // it is over here, and not elsewhere
+			g.err = err
 			return err
 		}
 	}
@@ -348,7 +349,7 @@ func (g *Group) stand(mine membership.Standing) error {
 
 	in := make([]byte, standingSize*len(g.active))
 	recvs := make([]p2p.Recv, len(g.active))
-	g.standing = recvs
+	g.standing, g.run.tok = recvs, standToken
 	defer func() { g.standing = nil }()
 	if err := g.coll.Begin(standToken, false); err != nil {
 		return err
@@ -406,7 +407,9 @@ func (g *Group) unheard() (all []lastSeen) {
 // survivors, whatever Config.OnFailure says: it waits until those that failed have been removed (or can be reached again) and all others have called it.
 // Afterwards Active tells who is left. It returns ErrEvicted if this rank is not, and an error that wraps ErrIsolated if this rank cannot take part in the decision.
 func (g *Group) Recover(ctx context.Context) error {
-	g.enter()
+	if err := g.enter(ctx, "recover", nil); err != nil {
+		return err
+	}
 	defer g.leave()
 	if err := g.halted(); err != nil {
 		return err
@@ -415,7 +418,6 @@ func (g *Group) Recover(ctx context.Context) error {
 		return g.err
 	}
 	g.err = nil
-	g.wait.Reset(ctx, g.job.timeout, false)
 	if err := g.move(membership.Standing{Over: g.seq, Intact: true}, true); err != nil {
 		g.err = err
 		return err
@@ -434,7 +436,9 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
-	g.enter()
+	if err := g.enter(ctx, "admit", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: 1}) }); err != nil {
+		return 0, err
+	}
 	defer g.leave()
 	return g.admit(ctx, g.at.Epoch)
 }
@@ -460,7 +464,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	}
 	for {
 		var lost *RankError
-		if err := g.ready(ctx, false); errors.As(err, &lost) && g.err == nil {
+		if err := g.ready(); errors.As(err, &lost) && g.err == nil {
 			continue // the others are past an operation that this rank did not begin
 		} else if err != nil {
 			return 0, err
@@ -481,7 +485,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		if err == nil {
 			g.run.hot = hot{}
 			g.insist = true
-			err = g.collective(ctx, false)
+			err = g.collective()
 			g.insist = false
 		}
 		if errors.As(err, &lost) && g.err == nil { // all survivors see it alike
@@ -496,7 +500,6 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		if g.must = max(said[goal], said[latest]); g.must > g.epoch {
 			g.moving = true
-			g.wait.Reset(ctx, g.job.timeout, false)
 			if err := g.move(membership.Standing{Over: g.seq, Intact: true}, false); err != nil {
 				g.err = err
 				return 0, err
@@ -591,14 +594,16 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	if yes {
 		vote[0] = 1
 	}
-	g.enter()
+	if err := g.enter(ctx, "agree", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint8, op: Min, count: 1}) }); err != nil {
+		return false, err
+	}
 	g.insist = true
-	k, err := uint64(0), g.ready(ctx, false)
+	k, err := uint64(0), g.ready()
 	if err == nil {
 		b := BufferOf(vote)
 		if err = g.check(&g.cur, collectives.AllReduce, Min, 0, b, b, nil, nil); err == nil {
 			g.run.hot = hot{}
-			err = g.collective(ctx, false)
+			err = g.collective()
 		}
 	}
 	k = g.seq

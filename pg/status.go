@@ -395,7 +395,7 @@ func (g *Group) awaits() (slots []int) {
 }
 
 func (g *Group) glance() glance {
-	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.queued.Load()), err: g.err, last: g.tel.err}
+	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.line.n.Load()), err: g.err, last: g.tel.err}
 	if g.aborted != nil {
 		v.err = g.aborted
 	}
@@ -479,14 +479,11 @@ func (v *glance) toRanks(slots []int) (all []int) {
 
 // spell is spell with the root as a rank of the job.
 func (v *glance) spell(t p2p.Token) string {
-	if t.Seq == standToken.Seq && t.Call == standToken.Call {
-		return "entering a view"
-	}
 	c := flight.Call(t.Call)
-	if r := c.Root(); r >= 0 && r < len(v.ranks) {
+	if r := c.Root(); t != standToken && r >= 0 && r < len(v.ranks) {
 		c = flight.Pack(c.Kind(), c.DType(), c.Reduction(), c.Algorithm(), v.ranks[r])
 	}
-	return flight.Spell(t.Seq, c, t.Count)
+	return spell(p2p.Token{Seq: t.Seq, Call: uint64(c), Count: t.Count})
 }
 
 // describe makes a group's part of a snapshot.

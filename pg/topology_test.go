@@ -11,7 +11,9 @@ import (
 
 // relocate takes the group of a rank to where places says that its ranks are, as a change of the view does.
 func (g *Group) relocate(places []place, epoch uint64) error {
-	g.enter()
+	if err := g.enter(context.Background(), "relocate", nil); err != nil {
+		return err
+	}
 	defer g.leave()
 	c, err := g.coll.Next(p2p.Epoch{View: epoch}, g.ranks)
 	if err != nil {

@@ -51,7 +51,9 @@ func (g *Group) SetAlgorithm(name string) error {
 	if err != nil {
 		return err
 	}
-	g.enter()
+	if err := g.enter(context.Background(), "setalgorithm", nil); err != nil {
+		return err
+	}
 	defer g.leave()
 	g.run.algo, g.run.hot = a, hot{}
 	return nil

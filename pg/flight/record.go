@@ -72,11 +72,18 @@ func Spell(number uint64, c Call, count uint64) string {
 		}
 		return fmt.Sprintf("%s %s %s (%s, %d elements, %s)", c.Name(), way, peer, c.DType(), count, tag)
 	}
-	s := fmt.Sprintf("%s #%d", c.Name(), number)
+	return fmt.Sprintf("%s #%d%s", c.Name(), number, details(c, count))
+}
+
+// Describe is Spell for a collective that has no number yet.
+func Describe(c Call, count uint64) string { return c.Name() + details(c, count) }
+
+func details(c Call, count uint64) string {
+	kind := c.Kind()
 	if kind == collectives.Barrier {
-		return s
+		return ""
 	}
-	s += " (" + c.DType().String()
+	s := " (" + c.DType().String()
 	if op := c.Reduction(); op != 0 {
 		s += " " + op.String()
 	}
