@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -247,12 +248,9 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 		}
 		defer release()
 	}
-	if s.Timeout > 0 {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeout(ctx, s.Timeout)
-		defer cancel()
-	}
 	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, refs: 1, records: map[int]bootstrap.Record{}, settings: s, groups: map[*Group]struct{}{}}
+	ctx, cancel := s.within(ctx)
+	defer cancel()
 	g, err := j.join(ctx, s)
 	if err != nil {
 		err = files.Explain(err)
@@ -503,9 +501,12 @@ func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
 	return membership.View{}, 0, nil
 }
 
-// standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The claim holds until release.
+// standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The claim holds until release. That takes as long as nobody is lost; what bounds it is ctx
+// alone, but no single question to the store waits for long.
 func (s *settings) standBy(ctx context.Context) (release func(), err error) {
-	store, err := s.dialStore(ctx)
+	dctx, dialed := s.within(ctx)
+	defer dialed()
+	store, err := s.dialStore(dctx)
 	if err != nil {
 		return nil, err
 	}
@@ -524,7 +525,7 @@ func (s *settings) standBy(ctx context.Context) (release func(), err error) {
 		case e, open := <-changes:
 			switch {
 			case !open:
-				return nil, context.Cause(ctx)
+				return nil, cmp.Or(context.Cause(ctx), bootstrap.ErrStoreAway)
 			case e.Err != nil:
 				return nil, e.Err
 			case e.Exists:
@@ -538,15 +539,30 @@ func (s *settings) standBy(ctx context.Context) (release func(), err error) {
 			if at.Incarnation != 0 || at.Left == 0 {
 				continue
 			}
-			if _, err := store.Get(ctx, bootstrap.RankKey(slot)); !errors.Is(err, bootstrap.ErrNoKey) {
-				continue // somebody has registered already
-			}
-			if store.Create(ctx, "claims/"+strconv.Itoa(slot), []byte("a spare process"), true) == nil {
+			if s.claim(ctx, store, slot) == nil {
 				s.Rank = slot
 				return func() { store.Close() }, nil
 			}
 		}
 	}
+}
+
+// claim takes a slot for this process, unless somebody has it.
+func (s *settings) claim(ctx context.Context, store bootstrap.Store, slot int) error {
+	ctx, cancel := context.WithTimeout(ctx, storeWait)
+	defer cancel()
+	if _, err := store.Get(ctx, bootstrap.RankKey(slot)); !errors.Is(err, bootstrap.ErrNoKey) {
+		return cmp.Or(err, bootstrap.ErrConflict) // somebody has registered already
+	}
+	return store.Create(ctx, "claims/"+strconv.Itoa(slot), []byte("a spare process"), true)
+}
+
+// within bounds ctx by Config.Timeout.
+func (s *settings) within(ctx context.Context) (context.Context, context.CancelFunc) {
+	if s.Timeout > 0 {
+		return context.WithTimeout(ctx, s.Timeout)
+	}
+	return context.WithCancel(ctx)
 }
 
 func (s *settings) dialStore(ctx context.Context) (bootstrap.Store, error) {

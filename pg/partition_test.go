@@ -1,6 +1,7 @@
 package pg_test
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"syscall"
@@ -213,6 +214,45 @@ func TestSlowStore(t *testing.T) {
 			t.Fatal(err)
 		}
 	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
+}
+
+// Whoever waits for a store that does not answer stops at the deadline of its call.
+func TestCallsEndWithoutTheStore(t *testing.T) {
+	const timeout = 3 * time.Second
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		through(t, g, 0)
+		if g.Rank() == 0 {
+			pgtest.InjectFaults(t).Network(pgtest.Rule{From: []int{pgtest.Store}, Cut: true}, pgtest.Rule{To: []int{pgtest.Store}, Cut: true})
+		}
+		if _, err := g.Admit(ctx); err != nil { // and with it all are past the injection
+			t.Fatal(err)
+		}
+		short, end := context.WithTimeout(ctx, time.Second)
+		defer end()
+		for _, c := range []struct {
+			name  string
+			limit time.Duration
+			call  func() error
+		}{
+			{"agree", timeout, func() error { _, err := g.Agree(ctx, true); return err }},
+			{"evict", timeout, func() error { return g.Evict(ctx, (g.Rank()+1)%3) }},
+			{"evict with a short context", time.Second, func() error { return g.Evict(short, (g.Rank()+1)%3) }},
+			{"rejoin", timeout, func() error { _, err := g.Rejoin(ctx); return err }},
+		} {
+			began := time.Now()
+			err := c.call()
+			if took := time.Since(began); !errors.Is(err, context.DeadlineExceeded) || took > c.limit+3*time.Second {
+				t.Errorf("%s: %v after %v, want a timeout after %v", c.name, err, took, c.limit)
+			}
+			if !errors.As(err, new(*pg.TimeoutError)) && c.name != "rejoin" {
+				t.Errorf("%s: %v is not a *TimeoutError", c.name, err)
+			}
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: timeout}))
 }
 
 // A slow network that loses packets changes no result.

@@ -436,6 +436,9 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
+	within, end := g.within(ctx, "admit")
+	defer end()
+	ctx = within.ctx
 	if err := g.enter(ctx, "admit", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: 1}) }); err != nil {
 		return 0, err
 	}
@@ -537,39 +540,85 @@ func (ms *members) admit(ctx context.Context) (v membership.View, err error) {
 }
 
 // Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call it, alone; it returns when the view is changed, and the others go on as
-// after a failure. The rank may come back by Rejoin.
+// after a failure. The rank may come back by Rejoin. A *TimeoutError says that the view was not changed in time; it may be later.
 func (g *Group) Evict(ctx context.Context, rank int) error {
-	if rank < 0 || rank >= len(g.ranks) {
-		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank), Want: fmt.Sprintf("a rank, 0 to %d", len(g.ranks)-1)}
+	g.job.proxy.Lock()
+	ranks := g.ranks
+	g.job.proxy.Unlock()
+	if rank < 0 || rank >= len(ranks) {
+		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank), Want: fmt.Sprintf("a rank, 0 to %d", len(ranks)-1)}
 	}
 	ms := g.job.members
 	if ms == nil {
 		return &ArgumentError{Call: "evict", Arg: "the group", Got: "one without a store", Want: "a job of several processes"}
 	}
-	r := g.ranks[rank]
+	b, end := g.within(ctx, "evict")
+	defer end()
+	r := ranks[rank]
 	ms.tell(membership.Evict{Slot: r})
 	for {
 		var in bool
-		if err := ms.ask(ctx, func(m *membership.Machine) {
+		if err := ms.ask(b.ctx, func(m *membership.Machine) {
 			in = r < m.View().Size() && m.View().Slots[r].Incarnation != 0 && m.Member()
 		}); err != nil {
-			return err
+			return b.why(err)
 		}
 		if !in {
 			return nil
 		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-time.After(2 * time.Millisecond):
+		if !b.pause(2 * time.Millisecond) {
+			return b.why(b.ctx.Err())
 		}
 	}
+}
+
+// bound is the one deadline of a call that waits for the store: what its caller's ctx and Config.Timeout leave it, from its beginning to its end.
+type bound struct {
+	g     *Group
+	ctx   context.Context
+	call  string
+	began time.Time
+}
+
+// within bounds a call that begins now. end gives the bound's resources back.
+func (g *Group) within(ctx context.Context, call string) (b *bound, end context.CancelFunc) {
+	b = &bound{g: g, call: call, began: time.Now()}
+	b.ctx, end = g.job.settings.within(ctx)
+	return b, end
+}
+
+// pause waits for d, and reports whether the call's time is not over.
+func (b *bound) pause(d time.Duration) bool {
+	select {
+	case <-b.ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
+}
+
+// why is what the call returns because of err: what the program sees if its time is over.
+func (b *bound) why(err error) error {
+	cause := b.ctx.Err()
+	if cause == nil {
+		return err
+	}
+	late := &TimeoutError{Call: b.call, After: time.Since(b.began), Reporter: b.g.rank, Err: cause}
+	p := b.g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	if m := b.g.job.members; m != nil && m.isolated != "" {
+		return fmt.Errorf("%w; %w: %s", late, ErrIsolated, m.isolated)
+	}
+	return late
 }
 
 // Rejoin closes this rank's groups, all of them, and joins its job again in the same slot, as a new incarnation: for a rank that was evicted, and lives. It returns the new group of all
 // ranks when the others have admitted it.
 func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	j := g.job
+	ctx, end := j.settings.within(ctx)
+	defer end()
 	if j.members == nil {
 		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store", Want: "a job of several processes"}
 	}
@@ -590,6 +639,9 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 // Agree is a fault-tolerant agreement: it returns true if all ranks that took part to its end gave true, and the same value at every rank that returns one,
 // whoever is lost meanwhile. It is a collective. It costs a small allreduce and a round trip to the store.
 func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
+	within, end := g.within(ctx, "agree")
+	defer end()
+	ctx = within.ctx
 	vote := []uint8{0}
 	if yes {
 		vote[0] = 1
@@ -616,22 +668,25 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	if err != nil && !errors.As(err, &lost) {
 		return false, err
 	}
-	return g.decide(ctx, k, vote[0] == 1, err)
+	return g.decide(within, k, vote[0] == 1, err)
 }
 
 // decide makes the first proposal that reaches the store the outcome of agreement k. A rank with failed set has none to make: others finished without it, and they
 // have decided before they went on.
-func (g *Group) decide(ctx context.Context, k uint64, yes bool, failed error) (bool, error) {
+func (g *Group) decide(within *bound, k uint64, yes bool, failed error) (bool, error) {
 	key := fmt.Sprintf("agree/%x-%d", g.name.Maker, g.name.Number)
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
 	var old []byte
 	for {
-		sctx, cancel := context.WithTimeout(ctx, storeWait)
+		sctx, cancel := context.WithTimeout(within.ctx, storeWait)
 		b, err := g.job.directory().Get(sctx, key)
-		if err != nil && !errors.Is(err, bootstrap.ErrNoKey) {
+		if err != nil && !errors.Is(err, bootstrap.ErrNoKey) { // the store may come back
 			cancel()
-			return false, fmt.Errorf("agree: %w", err)
+			if !within.pause(20 * time.Millisecond) {
+				return false, within.why(err)
+			}
+			continue
 		}
 		if len(b) == 9 && binary.BigEndian.Uint64(b) == k {
 			cancel()
@@ -651,8 +706,9 @@ func (g *Group) decide(ctx context.Context, k uint64, yes bool, failed error) (b
 		switch {
 		case err == nil:
 			return yes, nil
-		case !errors.As(err, &c):
-			return false, fmt.Errorf("agree: %w", err)
+		case errors.As(err, &c):
+		case !within.pause(20 * time.Millisecond): // it may have been written: the next look tells
+			return false, within.why(err)
 		}
 	}
 }
