@@ -439,24 +439,26 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	within, end := g.within(ctx, "admit")
 	defer end()
 	ctx = within.ctx
-	if err := g.enter(ctx, "admit", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: 1}) }); err != nil {
+	if err := g.enter(ctx, "admit", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: admitFields}) }); err != nil {
 		return 0, err
 	}
 	defer g.leave()
 	return g.admit(ctx, g.at.Epoch)
 }
 
+// What the ranks tell each other in Admit. The largest of each counts.
+const (
+	goal   = iota // the view that the lowest rank's membership has come to
+	latest        // the latest view that a rank is in, and the complement of the earliest
+	early
+	arrived // how many lives are in it that a program does not know of
+	coming  // and will be in the goal
+	admitFields
+)
+
 // admit agrees with all other ranks, those that come in meanwhile included, that everybody is in who is to be. since is the view up to which this rank's program knows who is there. All
 // that decides what becomes of it, and the outcome, is in the result of a uniform allreduce: none of it is what this rank happens to know.
 func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
-	const (
-		goal   = iota // the view that the lowest rank's membership has come to
-		latest        // the latest view that a rank is in, and the complement of the earliest
-		early
-		in     // how many lives are in it that a program does not know of
-		coming // and will be in the goal
-		fields
-	)
 	news := func(v membership.View, since uint64) (n uint64) {
 		for _, s := range v.Slots {
 			if s.Since > since {
@@ -472,7 +474,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		} else if err != nil {
 			return 0, err
 		}
-		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, in: news(g.at, since), fields - 1: 0}
+		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, arrived: news(g.at, since), admitFields - 1: 0}
 		if g.active[0] == g.rank {
 			g.job.proxy.Unlock()
 			v, err := g.job.members.admit(ctx)
@@ -499,7 +501,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		there := said[goal] <= said[latest] && said[latest] == ^said[early]
 		if there {
-			return int(said[in]), nil
+			return int(said[arrived]), nil
 		}
 		if g.must = max(said[goal], said[latest]); g.must > g.epoch {
 			g.moving = true
@@ -509,7 +511,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			}
 		}
 		if g.must = 0; g.job.settings.AutoAdmit { // who comes in does not know that there was an Admit
-			return int(max(said[in], said[coming])), nil
+			return int(max(said[arrived], said[coming])), nil
 		}
 	}
 }
