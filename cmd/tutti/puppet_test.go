@@ -114,7 +114,7 @@ func puppetMain(path string) int {
 			b, err := io.ReadAll(os.Stdin)
 			fmt.Fprintf(c, "%q %v\n", b, err)
 			continue
-		case "join", "allreduce", "barrier", "close": // as a rank
+		case "join", "allreduce", "barrier", "replace", "close": // as a rank
 			err := error(nil)
 			switch ctx := context.Background(); verb {
 			case "join":
@@ -123,6 +123,16 @@ func puppetMain(path string) int {
 				err = pg.AllReduce(ctx, g, make([]float32, n), pg.Sum)
 			case "barrier":
 				err = g.Barrier(ctx)
+			case "replace": // works until a rank is lost, and until another has come in its stead
+				for err == nil {
+					err = g.Barrier(ctx)
+				}
+				for lost := (*pg.RankError)(nil); errors.As(err, &lost); {
+					err = g.Barrier(ctx)
+				}
+				for err == nil && len(g.View().Active) < g.Size() {
+					_, err = g.Admit(ctx)
+				}
 			case "close":
 				err = g.Close()
 			}
@@ -130,10 +140,10 @@ func puppetMain(path string) int {
 				fmt.Fprintf(c, "%q\n", err)
 				continue
 			}
-		case "spawn": // a grandchild, out of reach of the process group
+		case "spawn", "fork": // a grandchild, out of reach of the process group or in it
 			cmd := exec.Command("/proc/self/exe")
 			cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
-			cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+			cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: verb == "spawn"}
 			if err := cmd.Start(); err != nil {
 				return 96
 			}
@@ -316,7 +326,8 @@ func (s *stage) command(args ...string) *tutti {
 			t.cmd.Env = append(t.cmd.Env, kv)
 		}
 	}
-	t.cmd.Env = append(t.cmd.Env, asTutti+"=1", asPuppet+"="+s.path, "TMPDIR="+s.tmp)
+	// With the race detector every process sleeps for a second before it ends, unless told not to.
+	t.cmd.Env = append(t.cmd.Env, asTutti+"=1", asPuppet+"="+s.path, "TMPDIR="+s.tmp, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
 	t.cmd.Stdout, t.cmd.Stderr = &t.stdout, &t.stderr
 	return t
 }

@@ -558,14 +558,23 @@ func TestRunNodes(t *testing.T) {
 		}
 	})
 	t.Run("they disagree", func(t *testing.T) {
-		s := newStage(t)
-		rdzv := "127.0.0.1:" + freePort(t)
-		a, b := node(s, rdzv, 2, 2, 0), node(s, rdzv, 3, 2, 1)
-		for _, j := range []*tutti{a, b} {
-			<-j.finished
-		}
-		if all := a.stderr.String() + b.stderr.String(); !strings.Contains(all, "they must agree") {
-			t.Errorf("stderr %q", all)
+		for _, c := range []struct{ a, b, says string }{
+			{"-n 2", "-n 3", "was started with -n "},
+			{"-n 2 --on-failure retry", "-n 2", "was started with --on-failure "},
+			{"-n 2 --on-failure retry", "-n 2 --on-failure shrink", "was started with --on-failure "},
+		} {
+			s := newStage(t)
+			rdzv := "127.0.0.1:" + freePort(t)
+			var both []*tutti
+			for node, args := range []string{c.a, c.b} {
+				both = append(both, s.run(append(append([]string{"run"}, strings.Fields(args)...), "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, self(t))...))
+			}
+			for _, j := range both {
+				j.end(1)
+			}
+			if all := both[0].stderr.String() + both[1].stderr.String(); !strings.Contains(all, c.says) || !strings.Contains(all, "they must agree") {
+				t.Errorf("%s, %s: stderr %q", c.a, c.b, all)
+			}
 		}
 	})
 	t.Run("interrupted while waiting", func(t *testing.T) {
@@ -707,4 +716,63 @@ func TestRunStandby(t *testing.T) {
 	a.tell("exit 0")
 	b.gone()
 	j.end(0)
+}
+
+// A spare process takes the place of a rank that died before that is back. What was started again belongs to nothing then, and is ended when the group is over.
+func TestRunReplaced(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--", self(t))
+	of := map[string]*puppet{}
+	for range 3 {
+		p := s.next()
+		of[p.rank()] = p
+		p.tell("join")
+	}
+	stays, dies, spare := of["0"], of["1"], of[""]
+	for _, p := range []*puppet{stays, dies} {
+		if got := p.hear(); got != "ok" {
+			t.Fatalf("rank %s: %s", p.rank(), got)
+		}
+	}
+	stays.tell("replace")
+	dies.tell("kill 9")
+	again := s.next()
+	if again.rank() != "1" || again.Env["TUTTI_RESTART"] != "1" {
+		t.Errorf("%v", again.Env)
+	}
+	for _, p := range []*puppet{spare, stays} {
+		if got := p.hear(); got != "ok" {
+			t.Fatalf("rank %q: %s", p.rank(), got)
+		}
+	}
+	j.stderr.await(t, "standby 0 has taken the place of rank 1\n")
+	for _, p := range []*puppet{stays, spare} {
+		again.do("print %q", "still waiting\n")
+		p.do("close")
+		p.tell("exit 0")
+		p.gone()
+	}
+	again.gone()
+	j.end(0)
+	s.empty()
+}
+
+// A rank that dies takes its process group with it while the others go on; what has left that ends with the job.
+func TestRunSweepsOrphans(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--", self(t))
+	all := s.arrive(2)
+	all[1].do("fork")
+	orphan := s.next()
+	all[1].do("spawn")
+	elsewhere := s.next()
+	all[1].tell("kill 9")
+	orphan.gone()
+	for _, p := range []*puppet{all[0], elsewhere} {
+		p.do("print %q", "still here\n")
+	}
+	all[0].tell("exit 0")
+	elsewhere.gone()
+	j.end(0)
+	s.empty()
 }

@@ -1,11 +1,14 @@
 package launch
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"tutti/pg/flight"
 )
@@ -61,6 +64,52 @@ func TestJobs(t *testing.T) {
 	}
 }
 
+// TestNotesOfOthers: a note counts only as announce leaves it.
+func TestNotesOfOthers(t *testing.T) {
+	for name, spoil := range map[string]func(dir, note string) error{
+		"a directory that others may enter": func(dir, note string) error { return os.Chmod(dir, 0o711) },
+		"a note that others may read":       func(dir, note string) error { return os.Chmod(note, 0o640) },
+		"a link": func(dir, note string) error {
+			return errors.Join(os.Rename(note, dir+"-elsewhere"), os.Symlink(dir+"-elsewhere", note))
+		},
+		"a directory that is a link": func(dir, note string) error {
+			return errors.Join(os.Rename(dir, dir+"-elsewhere"), os.Symlink(dir+"-elsewhere", dir))
+		},
+		"a pipe, on which one could wait forever": func(dir, note string) error {
+			return errors.Join(os.Remove(note), unix.Mkfifo(note, 0o600))
+		},
+		"another's note":      func(dir, note string) error { return os.Chown(note, os.Getuid()+1, -1) },
+		"another's directory": func(dir, note string) error { return os.Chown(dir, os.Getuid()+1, -1) },
+		"a job of no ranks": func(dir, note string) error {
+			return os.WriteFile(note, []byte(`{"job":"a","store":"tutti://127.0.0.1:1"}`), 0o600)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if strings.HasPrefix(name, "another's") && os.Getuid() != 0 {
+				t.Skip("only root can give a file away")
+			}
+			l := &launcher{Options: Options{Program: "./train", Job: "a", Secret: "0123456789abcdef"}, world: 4, temp: filepath.Join(t.TempDir(), "tutti-0000000000000001")}
+			lock, err := makeTemp(l.temp)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer lock.Close()
+			if err := l.announce("tutti://127.0.0.1:1"); err != nil {
+				t.Fatal(err)
+			}
+			if r, err := readRunning(l.temp); err != nil || r.Job != "a" {
+				t.Fatalf("%+v, %v", r, err)
+			}
+			if err := spoil(l.temp, filepath.Join(l.temp, runningName)); err != nil {
+				t.Fatal(err)
+			}
+			if r, err := readRunning(l.temp); err == nil {
+				t.Errorf("it is believed: %+v", r)
+			}
+		})
+	}
+}
+
 func TestLanded(t *testing.T) {
 	l := &launcher{Options: Options{LogDir: filepath.Join(t.TempDir(), "a[b"), N: 2}}
 	if err := os.Mkdir(l.LogDir, 0o755); err != nil {
@@ -101,6 +150,10 @@ func TestLanded(t *testing.T) {
 	record(1, 4)
 	l.landed(1, 0, 0, "")
 	expect("flight-rank1-0000000000000003.json flight-rank1.json flight-rank10-0000000000000002.bin")
+	record(1, 5)
+	record(1, 6) // has taken its place already
+	l.landed(1, 5, 0, "")
+	expect("flight-rank1-0000000000000003.json flight-rank1-0000000000000006.bin flight-rank1.json flight-rank10-0000000000000002.bin")
 	l.clearFlights()
 	expect("flight-rank10-0000000000000002.bin")
 	link := filepath.Join(l.LogDir, "flight-rank1-0000000000000005.bin")

@@ -1,6 +1,7 @@
 package launch
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
@@ -11,6 +12,7 @@ import (
 	"os"
 	"path"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -32,8 +34,23 @@ const (
 type nodeRecord struct {
 	N, Nodes int
 	Host     string
-	GoOn     bool
+	Failure  string // --on-failure
 	Master   string `json:",omitempty"` // node 0: HOST:PORT for programs that want a rendezvous of their own
+	Refusal  string `json:",omitempty"` // why it gives up
+}
+
+// hearWait is how long a launcher that gives up waits for another to hear of it.
+const hearWait = 5 * time.Second
+
+// differs says why two nodes cannot be of one job; nil: they can.
+func (r nodeRecord) differs(n int, other nodeRecord) error {
+	switch {
+	case other.N != r.N || other.Nodes != r.Nodes:
+		return fmt.Errorf("node %d (%s) was started with -n %d --nnodes %d, this one with -n %d --nnodes %d: they must agree", n, other.Host, other.N, other.Nodes, r.N, r.Nodes)
+	case other.Failure != r.Failure:
+		return fmt.Errorf("node %d (%s) was started with --on-failure %s, this one with --on-failure %s: they must agree", n, other.Host, other.Failure, r.Failure)
+	}
+	return nil
 }
 
 // failure is how a node ended: Code 0 is well. End: the others are to end too, whatever Options.GoOn says.
@@ -240,7 +257,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		return "", fmt.Errorf("node %d cannot reach the job's store: %w", s.node, err)
 	}
 	host, _ := os.Hostname()
-	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, GoOn: l.GoOn, Master: master}
+	me := nodeRecord{N: l.N, Nodes: l.Nodes, Host: host, Failure: l.onFailure(), Master: master}
 	text, err := json.Marshal(me)
 	if err != nil {
 		return "", err
@@ -260,32 +277,78 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	if there, err := s.handle.List(ctx, nodeKeys); err == nil && len(there) < s.nodes && !l.Quiet {
 		l.say(fmt.Sprintf("waiting for %s at %s", count(s.nodes-len(there), "other node"), address))
 	}
-	for n := range s.nodes {
-		if n == s.node {
+	// The same watch serves until the end: a node that dies as soon as it has been met is not missed.
+	wctx, stop := context.WithCancel(context.Background())
+	s.cancel = stop
+	nodes, met := s.handle.Watch(wctx, nodeKeys), map[int]bool{s.node: true}
+	// A launcher that is refused by this one learns of it from this one's record, which stays until the other has given up too.
+	var refusal error
+	var refused int
+	var late <-chan time.Time
+	for len(met) < s.nodes || refusal != nil {
+		var e bootstrap.Event
+		var open bool
+		select {
+		case e, open = <-nodes:
+		case <-late:
+			return "", refusal
+		case <-ctx.Done():
+			missing := 0
+			for met[missing] {
+				missing++
+			}
+			return "", cmp.Or(refusal, fmt.Errorf("wait for node %d of %d: %w", missing, s.nodes, context.Cause(ctx)))
+		}
+		n, err := strconv.Atoi(path.Base(e.Key))
+		switch {
+		case !open || e.Err != nil:
+			return "", cmp.Or(refusal, fmt.Errorf("wait for the other nodes: %w", cmp.Or(e.Err, bootstrap.ErrStoreClosed)))
+		case err != nil || n < 0 || n >= s.nodes || n == s.node:
+			continue
+		case !e.Exists && refusal != nil && n == refused:
+			return "", refusal
+		case !e.Exists: // a launcher's that was killed, or has given up
+			delete(met, n)
 			continue
 		}
-		text, err := s.handle.Wait(ctx, nodeKeys+strconv.Itoa(n))
-		if err != nil {
-			return "", fmt.Errorf("wait for node %d of %d: %w", n, s.nodes, err)
-		}
 		var other nodeRecord
-		if err := json.Unmarshal(text, &other); err != nil {
-			return "", fmt.Errorf("node %d's record in the store: %w", n, err)
+		if err := json.Unmarshal(e.Value, &other); err != nil {
+			return "", cmp.Or(refusal, fmt.Errorf("node %d's record in the store: %w", n, err))
 		}
-		if other.N != me.N || other.Nodes != me.Nodes {
-			return "", fmt.Errorf("node %d (%s) was started with -n %d --nnodes %d, this one with -n %d --nnodes %d: they must agree", n, other.Host, other.N, other.Nodes, me.N, me.Nodes)
-		}
-		if other.GoOn != me.GoOn {
-			return "", fmt.Errorf("of node %d (%s) and this one, one was started with --on-failure end and the other with shrink or retry: they must agree", n, other.Host)
-		}
-		if n == 0 {
-			master = other.Master
+		switch differs := me.differs(n, other); {
+		case other.Refusal != "" && (refusal == nil || n == refused):
+			return "", cmp.Or(refusal, differs, fmt.Errorf("node %d (%s) has given up: %s", n, other.Host, other.Refusal))
+		case refusal != nil:
+		case differs != nil:
+			refusal, refused, late = differs, n, time.After(hearWait)
+			me.Refusal = differs.Error()
+			if text, err = json.Marshal(me); err == nil {
+				err = s.handle.Put(ctx, nodeKeys+key, text, true)
+			}
+			if err != nil {
+				return "", refusal
+			}
+		default:
+			if met[n] = true; n == 0 {
+				master = other.Master
+			}
 		}
 	}
-	wctx, stop := context.WithCancel(context.Background())
-	s.cancel, s.watched = stop, make(chan struct{})
-	go s.watch(wctx)
+	s.watched = make(chan struct{})
+	go s.watch(wctx, nodes)
 	return master, nil
+}
+
+// onFailure is what the ranks are told to do when one of them dies.
+func (l *launcher) onFailure() string {
+	if l.GoOn {
+		for _, kv := range l.Env {
+			if how, ok := strings.CutPrefix(kv, "TUTTI_ON_FAILURE="); ok {
+				return how
+			}
+		}
+	}
+	return "end"
 }
 
 // impatient says what a long wait for the store is about, unless the function that it returns is called before: a name that does not resolve, at once, for it may be wrong and
@@ -325,8 +388,8 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// watch follows the other nodes until ctx ends.
-func (s *store) watch(ctx context.Context) {
+// watch follows the other nodes, which have been met, until ctx ends.
+func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 	defer close(s.watched)
 	ended := map[int]bool{}
 	fail := func(code int, why string) {
@@ -335,7 +398,7 @@ func (s *store) watch(ctx context.Context) {
 		default: // only the first counts
 		}
 	}
-	nodes, done := s.handle.Watch(ctx, nodeKeys), s.handle.Watch(ctx, doneKeys)
+	done := s.handle.Watch(ctx, doneKeys)
 	finished := func(n int, text []byte) {
 		var f failure
 		if err := json.Unmarshal(text, &f); err != nil {

@@ -1,10 +1,10 @@
 package launch
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -18,8 +18,8 @@ import (
 const viewKey = "membership/view"
 
 const (
-	viewPoll  = 200 * time.Millisecond // between two looks whether the group is over
-	viewTries = 50                     // looks that the store may leave unanswered before it is taken for over
+	viewPoll = 200 * time.Millisecond // between two looks whether the group is over
+	viewAway = time.Minute            // without the store, after which the group is taken for over
 )
 
 // entry says that a process of this node has been let into the job's group.
@@ -30,33 +30,34 @@ type entry struct {
 	late        bool // when the job was ending already
 }
 
-// views watches who is in the job's group, as far as its ranks use one. All methods work on nil, which nobody is in.
+// views watches who is in the job's group, as far as its ranks use one. All methods but ask work on nil, which nobody is in.
 type views struct {
-	cfg     bootstrap.StoreConfig
-	in      chan entry
-	gone    chan struct{} // gets the answers to ask
-	seen    atomic.Bool   // a view
-	ctx     context.Context
-	stop    context.CancelFunc
-	workers sync.WaitGroup
+	cfg   bootstrap.StoreConfig
+	in    chan entry
+	asked atomic.Bool
+	gone  chan struct{} // gets the answer to ask
+	seen  atomic.Bool   // a view
+	ctx   context.Context
+	stop  context.CancelFunc
+	ended chan struct{}
 }
 
 // followViews begins to watch. The caller must close.
 func followViews(cfg bootstrap.StoreConfig) *views {
-	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1)}
+	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), ended: make(chan struct{})}
 	v.ctx, v.stop = context.WithCancel(context.Background())
-	v.workers.Go(v.follow)
+	go v.follow()
 	return v
 }
 
 func (v *views) close() {
 	if v != nil {
 		v.stop()
-		v.workers.Wait()
+		<-v.ended
 	}
 }
 
-// entries yields the processes of this node that are let in.
+// entries yields the processes of this node that are let in, each once.
 func (v *views) entries() <-chan entry {
 	if v == nil {
 		return nil
@@ -67,7 +68,10 @@ func (v *views) entries() <-chan entry {
 // known reports whether the ranks are known to use views.
 func (v *views) known() bool { return v != nil && v.seen.Load() }
 
-// over yields a token for each ask, when the group is over: no life of the present view is registered any more, or there is no view.
+// ask has over answer when the group is over: no life of the present view is registered any more, or there is no view. It must have answered the last one.
+func (v *views) ask() { v.asked.Store(true) }
+
+// over yields a token for each ask.
 func (v *views) over() <-chan struct{} {
 	if v == nil {
 		return nil
@@ -75,108 +79,123 @@ func (v *views) over() <-chan struct{} {
 	return v.gone
 }
 
-// ask has over answer. It must have answered the last one.
-func (v *views) ask() {
-	v.workers.Go(func() {
-		failures := 0
-		for v.ctx.Err() == nil {
-			over, err := v.look(&failures)
-			if err == nil && over || failures > viewTries {
-				v.gone <- struct{}{}
-				return
-			}
-			pause(v.ctx, viewPoll)
-		}
-	})
+func (v *views) answer() {
+	if v.asked.CompareAndSwap(true, false) {
+		v.gone <- struct{}{}
+	}
 }
 
-// look looks once whether the group is over.
-func (v *views) look(failures *int) (over bool, err error) {
-	ctx, cancel := context.WithTimeout(v.ctx, bootstrap.DefaultOpTimeout)
-	defer cancel()
-	defer func() {
-		if *failures++; err == nil {
-			*failures = 0
-		}
-	}()
-	store, err := bootstrap.DialStore(ctx, v.cfg)
-	if err != nil {
-		return false, err
-	}
-	defer store.Close()
-	b, err := store.Get(ctx, viewKey)
-	if errors.Is(err, bootstrap.ErrNoKey) {
-		return true, nil
-	}
-	if err != nil {
-		return false, err
-	}
-	view, err := decodeView(b)
-	if err != nil {
-		return false, err
-	}
-	alive, err := records(ctx, store, view)
-	return len(alive) == 0, err
-}
-
-// follow reports each process of this node once, when it is in a view, until v is closed.
+// follow watches until v is closed.
 func (v *views) follow() {
-	reported := map[uint64]bool{}
+	defer close(v.ended)
+	reported, there := map[uint64]bool{}, time.Now()
 	for v.ctx.Err() == nil {
 		if store, err := bootstrap.DialStore(v.ctx, v.cfg); err == nil {
-			for e := range store.Watch(v.ctx, viewKey) {
-				if view, err := decodeView(e.Value); err == nil && e.Exists {
-					v.seen.Store(true)
-					v.report(store, view, reported)
-				}
-			}
+			v.watch(store, reported)
 			store.Close()
+			there = time.Now()
+		} else if time.Since(there) > viewAway {
+			v.answer()
 		}
 		pause(v.ctx, time.Second) // the store was away, or this process stopped for so long that its lease ended
 	}
 }
 
-func (v *views) report(store bootstrap.Store, view membership.View, reported map[uint64]bool) {
-	news := false
-	for _, s := range view.Slots {
-		news = news || s.Incarnation != 0 && !reported[s.Incarnation]
-	}
-	if !news {
-		return
-	}
-	machine := bootstrap.NewRecord(0, 1, 1, nil).Machine
-	alive, err := records(v.ctx, store, view)
-	if err != nil {
-		return // the next view tells
-	}
-	for _, r := range alive {
-		if reported[r.Incarnation] {
-			continue
-		}
-		reported[r.Incarnation] = true
-		if group, err := unix.Getpgid(r.PID); r.Machine == machine && err == nil {
-			select {
-			case v.in <- entry{group: group, slot: r.Rank, incarnation: r.Incarnation}:
-			case <-v.ctx.Done():
+// watch follows the view and answers, until v is closed or the store does not answer.
+func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
+	ctx, cancel := context.WithCancel(v.ctx)
+	defer cancel()
+	changes, again := store.Watch(ctx, viewKey), time.NewTicker(viewPoll) // records go without a change of the view
+	defer again.Stop()
+	var now bootstrap.Event
+	var view membership.View
+	for {
+		select {
+		case e, open := <-changes:
+			if !open || e.Err != nil {
 				return
+			}
+			now, view = e, membership.View{}
+			if e.Exists {
+				var err error
+				if view, err = decodeView(e.Value); err != nil {
+					return
+				}
+				v.seen.Store(true)
+			}
+			if v.report(ctx, store, view, reported) != nil {
+				return
+			}
+		case <-again.C:
+			if now.Key == "" || !v.asked.Load() {
+				continue
+			}
+			switch over, err := isOver(ctx, store, now, view); {
+			case err != nil:
+				return
+			case over:
+				v.answer()
 			}
 		}
 	}
 }
 
-// records returns those of the ranks that are in view.
-func records(ctx context.Context, store bootstrap.Store, view membership.View) ([]bootstrap.Record, error) {
-	all, err := store.List(ctx, "ranks/")
-	if err != nil {
-		return nil, err
-	}
-	var in []bootstrap.Record
-	for _, b := range all {
-		if r, err := bootstrap.DecodeRecord(b); err == nil && view.Has(r.Rank, r.Incarnation) {
-			in = append(in, r)
+// isOver says whether no life of the view that the store had is registered, and it still is the view: only one who was in it can have made another.
+func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, view membership.View) (bool, error) {
+	for slot, s := range view.Slots {
+		if s.Incarnation == 0 {
+			continue
+		}
+		b, err := store.Get(ctx, bootstrap.RankKey(slot))
+		if errors.Is(err, bootstrap.ErrNoKey) {
+			continue
+		}
+		if err != nil {
+			return false, err
+		}
+		if r, err := bootstrap.DecodeRecord(b); err == nil && view.Has(slot, r.Incarnation) {
+			return false, nil
 		}
 	}
-	return in, nil
+	b, err := store.Get(ctx, viewKey)
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return !had.Exists, nil
+	}
+	return err == nil && had.Exists && bytes.Equal(b, had.Value), err
+}
+
+// report reports the processes of this node that are in view, each once.
+func (v *views) report(ctx context.Context, store bootstrap.Store, view membership.View, reported map[uint64]bool) error {
+	news := false
+	for _, s := range view.Slots {
+		news = news || s.Incarnation != 0 && !reported[s.Incarnation]
+	}
+	if !news {
+		return nil
+	}
+	all, err := store.List(ctx, "ranks/")
+	if err != nil {
+		return err
+	}
+	me := bootstrap.NewRecord(0, 1, 1, nil)
+	for _, b := range all {
+		r, err := bootstrap.DecodeRecord(b)
+		if err != nil || !view.Has(r.Rank, r.Incarnation) || reported[r.Incarnation] {
+			continue
+		}
+		reported[r.Incarnation] = true
+		if r.Machine != me.Machine || r.Host != me.Host { // containers share a machine, but not its process numbers
+			continue
+		}
+		if group, err := unix.Getpgid(r.PID); err == nil {
+			select {
+			case v.in <- entry{group: group, slot: r.Rank, incarnation: r.Incarnation}:
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+	}
+	return nil
 }
 
 func decodeView(b []byte) (membership.View, error) {
