@@ -92,13 +92,13 @@ func (b *builder) fail(err error) {
 
 // key maps buffers that callers may alias, see Kind, to one key.
 func (s *Shape) key(r Ref) memKey {
-	if r.Buf == In {
-		switch s.Kind {
-		case AllReduce, Reduce:
-			return memKey{Out, r.Part}
-		case AllGather, AllGatherV:
-			return memKey{Out, int32(s.Rank)}
-		}
+	switch {
+	case r.Buf == In && (s.Kind == AllReduce || s.Kind == Reduce):
+		return memKey{Out, r.Part}
+	case r.Buf == In && (s.Kind == AllGather || s.Kind == AllGatherV || s.Kind == Gather && s.Rank == s.Root):
+		return memKey{Out, int32(s.Rank)}
+	case r.Buf == Out && s.Kind == Scatter && s.Rank == s.Root:
+		return memKey{In, int32(s.Rank)}
 	}
 	return memKey{r.Buf, r.Part}
 }

@@ -14,8 +14,8 @@ type Kind uint8
 //	AllToAll       In: Size parts          Out: Size parts, no overlap
 //	Broadcast      In at the root: Count   Out elsewhere: Count (the root's Out is In)
 //	Reduce         In: Count               Out at the root: Count, may be In
-//	Gather         In: one part            Out at the root: Size parts
-//	Scatter        In at the root: parts   Out: one part
+//	Gather         In: one part            Out at the root: Size parts (In may be its own part)
+//	Scatter        In at the root: parts   Out: one part (may be In's own part)
 //	Barrier        nothing
 //	AllGatherV     In: Counts[Rank]        Out: parts of Counts[slot] elements, packed
 //	AllToAllV      In: parts of Counts[slot], packed; Out: parts of RecvCounts[slot], packed

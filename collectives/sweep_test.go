@@ -249,7 +249,15 @@ func (c call) run() error {
 					copy(m.Out, m.In)
 					m.In = m.Out
 				}
-			case AllGather, AllGatherV:
+			case Scatter:
+				if s.Rank == s.Root {
+					base := s.Rank * len(m.Out)
+					m.Out = m.In[base : base+len(m.Out) : base+len(m.Out)]
+				}
+			case AllGather, AllGatherV, Gather:
+				if len(m.Out) == 0 {
+					break
+				}
 				base := 0
 				for part := range s.Rank {
 					base += s.PartBytes(Out, s.Rank, part)

@@ -78,8 +78,14 @@ func (p *Proxy) Alloc(n int) (*Region, error) {
 		return nil, err
 	}
 	p.Lock()
-	p.regions[r.ID] = r
+	closed := p.closed
+	if !closed {
+		p.regions[r.ID] = r
+	}
 	p.Unlock()
+	if closed {
+		return nil, errors.Join(ErrClosed, p.Deregister(r), r.Free())
+	}
 	return r, nil
 }
 

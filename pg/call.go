@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"strconv"
 	"unsafe"
@@ -111,6 +112,9 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 		if b.Count < 0 || b.Count > 0 && b.Ptr == nil {
 			return bad(b.name, fmt.Sprintf("%d elements at %v", b.Count, b.Ptr), "a buffer of its length")
 		}
+		if b.DType.Valid() && b.Count > maxBytes/b.DType.Size() {
+			return bad(b.name, fmt.Sprintf("%d elements of %v", b.Count, b.DType), "a buffer that fits in memory")
+		}
 		if b.Location != "" && !b.Location.Host() {
 			return bad(b.name+"'s location", string(b.Location), "host memory: no transport of this group reaches any other")
 		}
@@ -120,6 +124,9 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 		return bad("the reduction", fmt.Sprintf("%v of %v", op, c.dtype), fmt.Sprintf("a combination that exists (%v)", err))
 	}
 	times := func(big Buffer, arg string, small int) error {
+		if small > maxBytes/c.dtype.Size()/n {
+			return bad("the length of a part", strconv.Itoa(small), fmt.Sprintf("what fits in memory %d times", n))
+		}
 		if big.Count != n*small {
 			return bad("the length of the "+arg, strconv.Itoa(big.Count), fmt.Sprintf("%d: %d ranks times %d elements", n*small, n, small))
 		}
@@ -157,7 +164,7 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 		}
 	case collectives.AllGatherV:
 		var total int
-		if total, err = g.checkCounts(kind, "counts", counts); err == nil {
+		if total, err = g.checkCounts(kind, c.dtype.Size(), "counts", counts); err == nil {
 			if dst.Count != total {
 				err = bad("the length of the destination", strconv.Itoa(dst.Count), fmt.Sprintf("%d, the sum of the counts", total))
 			} else if src.Count != counts[g.rank] {
@@ -166,8 +173,8 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 		}
 	case collectives.AllToAllV:
 		var out, in int
-		if out, err = g.checkCounts(kind, "sendCounts", counts); err == nil {
-			in, err = g.checkCounts(kind, "recvCounts", recvCounts)
+		if out, err = g.checkCounts(kind, c.dtype.Size(), "sendCounts", counts); err == nil {
+			in, err = g.checkCounts(kind, c.dtype.Size(), "recvCounts", recvCounts)
 		}
 		switch {
 		case err != nil:
@@ -184,15 +191,49 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 	if err != nil {
 		return err
 	}
-	if kind == collectives.AllToAll || kind == collectives.AllToAllV || kind == collectives.ReduceScatter {
-		if overlap(dst, src) {
-			return bad("the destination", "overlapping the source", "memory of its own")
-		}
+	if want := g.clash(kind, root, &dst, &src, counts); want != "" {
+		return bad("the destination", "overlapping the source", want)
 	}
 	return nil
 }
 
-func (g *Group) checkCounts(kind collectives.Kind, arg string, counts []int) (total int, err error) {
+// maxBytes is the longest buffer, and the most that the parts of one may have together.
+const maxBytes = math.MaxInt >> 7
+
+// clash looks at buffers whose lengths fit. It returns "" if they have no memory in common or what the operation may work in place on, else what would be right.
+func (g *Group) clash(kind collectives.Kind, root int, dst, src *Buffer, counts []int) (want string) {
+	big, part, own := dst, src, 0 // part may be the one that begins own elements into big
+	want = "memory of its own, or with the source as this rank's part of it"
+	switch kind {
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+		want = "the source itself, or memory of its own"
+	case collectives.AllGather:
+		own = g.rank * src.Count
+	case collectives.AllGatherV:
+		for _, n := range counts[:g.rank] {
+			own += n
+		}
+	case collectives.Gather:
+		if g.rank != root {
+			return ""
+		}
+		own = g.rank * src.Count
+	case collectives.Scatter:
+		if g.rank != root {
+			return ""
+		}
+		big, part, own = src, dst, g.rank*dst.Count
+		want = "memory of its own, or this rank's part of the source"
+	default:
+		part, want = nil, "memory of its own"
+	}
+	if part != nil && uintptr(part.Ptr) == uintptr(big.Ptr)+uintptr(own*big.DType.Size()) || !overlap(dst, src) {
+		return ""
+	}
+	return want
+}
+
+func (g *Group) checkCounts(kind collectives.Kind, elem int, arg string, counts []int) (total int, err error) {
 	bad := func(got, want string) error {
 		return &ArgumentError{Call: kind.String(), Arg: arg, Got: got, Want: want}
 	}
@@ -200,7 +241,7 @@ func (g *Group) checkCounts(kind collectives.Kind, arg string, counts []int) (to
 		return 0, bad(fmt.Sprintf("of length %d", len(counts)), fmt.Sprintf("one count for each of the %d ranks", g.size))
 	}
 	for r, n := range counts {
-		if n < 0 || total > 1<<56-n {
+		if n < 0 || n > maxBytes/elem-total {
 			return 0, bad(fmt.Sprintf("%d for rank %d", n, r), "counts of zero or more that fit in memory")
 		}
 		total += n
@@ -208,7 +249,7 @@ func (g *Group) checkCounts(kind collectives.Kind, arg string, counts []int) (to
 	return total, nil
 }
 
-func overlap(a, b Buffer) bool {
+func overlap(a, b *Buffer) bool {
 	p, q := uintptr(a.Ptr), uintptr(b.Ptr)
 	n, m := uintptr(a.Count*a.DType.Size()), uintptr(b.Count*b.DType.Size())
 	return n > 0 && m > 0 && p < q+m && q < p+n

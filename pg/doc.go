@@ -72,8 +72,8 @@
 // # Memory
 //
 // Collectives work on any slice. On memory from [Alloc], ranks of one machine reduce where the data lies, through mappings of each other's memory, and
-// nothing is copied; that pays from some tens of KiB on. It is for tensors that live long: every rank allocates alike, once, and [Free] or Close ends
-// it. What a group needs besides is bounded and does not grow with messages: some tens of MiB a rank for rings and early messages, and scratch for a few
+// nothing is copied; that pays from some tens of KiB on. It is for tensors that live long: every rank allocates alike, once, and [Free] ends
+// it; after Close it is plain memory. What a group needs besides is bounded and does not grow with messages: some tens of MiB a rank for rings and early messages, and scratch for a few
 // blocks of 8 MiB. A call like the one before allocates nothing.
 //
 // # The same bits

@@ -827,17 +827,23 @@ func (o SendOp) lower(*Group, *call) error { return nil }
 func (o RecvOp) lower(*Group, *call) error { return nil }
 
 // Alloc returns zeroed memory for n elements that is registered with the group's transports: where the links allow it, collectives on it copy
-// nothing. It belongs to the caller until Free; closing the group leaves it usable as plain memory.
+// nothing. It belongs to the caller until Free, which works after Close too; closing the group, even the last one, leaves it usable as plain memory.
 func Alloc[T Element](g *Group, n int) ([]T, error) {
 	var zero T
 	size := int(unsafe.Sizeof(zero))
-	if n < 0 || n > 1<<56/size {
+	if n < 0 || n > maxBytes/size {
 		return nil, &ArgumentError{Call: "alloc", Arg: "the length", Got: fmt.Sprint(n), Want: "zero or more elements that fit in memory"}
 	}
 	if n == 0 {
 		return []T{}, nil
 	}
+	if g.closed.Load() {
+		return nil, ErrClosed
+	}
 	mem, err := g.job.alloc(n * size)
+	if errors.Is(err, p2p.ErrClosed) {
+		err = ErrClosed
+	}
 	if err != nil {
 		return nil, err
 	}

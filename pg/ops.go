@@ -12,22 +12,24 @@ type Operation interface {
 	lower(g *Group, c *call) error
 }
 
-// AllReduceOp combines Src of all ranks into Dst of every rank. A zero Src means in place.
+// Of buffers that share memory an operation takes those that its type names, exactly as it says; with any others it is an *ArgumentError.
+
+// AllReduceOp combines Src of all ranks into Dst of every rank. Src may be Dst; a zero Src means that.
 type AllReduceOp struct {
 	Dst, Src Buffer
 	Op       Reduction
 }
 
-// ReduceScatterOp combines the parts of Src and leaves part r at rank r: Src.Count = Size*Dst.Count.
+// ReduceScatterOp combines the parts of Src and leaves part r at rank r: Src.Count = Size*Dst.Count. They must not overlap.
 type ReduceScatterOp struct {
 	Dst, Src Buffer
 	Op       Reduction
 }
 
-// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. The part of an inactive slot is left as it was.
+// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. Src may be this rank's part of Dst. The part of an inactive slot is left as it was.
 type AllGatherOp struct{ Dst, Src Buffer }
 
-// AllGatherVOp collects Src of every rank, Counts[r] elements of rank r, packed in Dst. Counts is the same on all ranks.
+// AllGatherVOp collects Src of every rank, Counts[r] elements of rank r, packed in Dst. Counts is the same on all ranks. Src may be this rank's part of Dst.
 type AllGatherVOp struct {
 	Dst, Src Buffer
 	Counts   []int
@@ -55,13 +57,13 @@ type ReduceOp struct {
 	Op   Reduction
 }
 
-// GatherOp collects Src of every rank in Dst of Root: there Dst.Count = Size*Src.Count; elsewhere Dst is not used.
+// GatherOp collects Src of every rank in Dst of Root: there Dst.Count = Size*Src.Count, and Src may be its part of Dst; elsewhere Dst is not used.
 type GatherOp struct {
 	Dst, Src Buffer
 	Root     int
 }
 
-// ScatterOp gives part r of the Root's Src to rank r's Dst: at the root Src.Count = Size*Dst.Count; elsewhere Src is not used.
+// ScatterOp gives part r of the Root's Src to rank r's Dst: at the root Src.Count = Size*Dst.Count, and Dst may be its part of Src; elsewhere Src is not used.
 type ScatterOp struct {
 	Dst, Src Buffer
 	Root     int

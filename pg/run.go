@@ -74,10 +74,8 @@ func (r *runner) again(kind collectives.Kind, op Reduction, root int, dst, src *
 	h := &r.hot
 	h.armed = h.prog != nil && kind == h.kind && op == h.op && root == h.root && src.DType == h.dtype && dst.DType == h.dtype && dst.Count == h.dst &&
 		src.Count == h.src && dst.Ptr != nil && src.Ptr != nil && src.Location == "" && dst.Location == ""
-	if h.armed && (kind == collectives.ReduceScatter || kind == collectives.AllToAll) {
-		h.armed = !overlap(*dst, *src)
-	}
-	if !h.armed {
+	if !h.armed || r.g.clash(kind, root, dst, src, nil) != "" {
+		h.armed = false
 		h.prog = nil
 		return false
 	}
