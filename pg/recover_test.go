@@ -567,9 +567,8 @@ func TestSplitsWhileARankDies(t *testing.T) {
 				continue
 			}
 			defer p.Close()
-			wg.Go(func() {
-				alike, lost := 0, false
-				for n := 0; alike < 20; n++ {
+			wg.Go(func() { // in part 1 rank 2 has slot 1
+				for n, after := 0, 0; after < 20; n++ {
 					if g.Rank() == 2 && i == 0 && n == 10 {
 						syscall.Kill(os.Getpid(), syscall.SIGKILL)
 					}
@@ -578,17 +577,15 @@ func TestSplitsWhileARankDies(t *testing.T) {
 						err = sub.Barrier(ctx)
 						sub.Close()
 					}
-					if lostRank(err) >= 0 {
-						lost = true
-					} else if err != nil {
+					if err != nil && lostRank(err) != 2-i {
 						t.Errorf("splitting part %d: %v", i, err)
 						return
 					}
-					if yes, err := p.Agree(ctx, lost && err == nil && len(p.View().Active) == 2); err != nil && lostRank(err) < 0 {
+					if yes, err := p.Agree(ctx, err == nil && len(p.View().Active) == 2); err != nil && lostRank(err) != 2-i {
 						t.Errorf("agreeing in part %d: %v", i, err)
 						return
 					} else if yes {
-						alike++
+						after++
 					}
 				}
 			})
