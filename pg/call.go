@@ -77,7 +77,7 @@ func spell(t p2p.Token) string {
 	return flight.Spell(t.Seq, flight.Call(t.Call), t.Count)
 }
 
-// check validates the arguments of a collective and fills g.cur. It looks at nothing that only this rank knows but the lengths of its own buffers.
+// check validates the arguments of a collective and fills c. It looks at nothing that only this rank knows but the lengths of its own buffers. With the proxy's lock, as the number of slots may grow.
 func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
 	n := g.size
 	bad := func(arg, got, want string) error {

@@ -178,6 +178,8 @@ func (g *Group) differ(places []place) int {
 
 // Topology describes in a line how the ranks are spread and linked, for a person.
 func (g *Group) Topology() string {
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
 	hosts := 1
 	for _, h := range g.hosts {
 		hosts = max(hosts, h+1)
@@ -229,7 +231,10 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 		g.begun(ctx, time.Time{}, false)
 	} else {
 		c := new(call)
-		if err := g.check(c, kind, op, root, dst, src, counts, recvCounts); err != nil {
+		g.job.proxy.Lock()
+		err := g.check(c, kind, op, root, dst, src, counts, recvCounts)
+		g.job.proxy.Unlock()
+		if err != nil {
 			return err
 		}
 		*c = c.detached()
@@ -715,7 +720,10 @@ func (g *Group) Start(op Operation) *Work {
 
 func (g *Group) start(lower func(*call) error) *Work {
 	w := &Work{g: g, done: make(chan struct{}), at: flight.Now()}
-	if err := lower(&w.call); err != nil {
+	g.job.proxy.Lock()
+	err := lower(&w.call)
+	g.job.proxy.Unlock()
+	if err != nil {
 		w.finish(err)
 		return w
 	}

@@ -37,6 +37,7 @@ func (m *message) status() Status {
 	return Status{From: m.r.From, Tag: int(m.r.Tag), Count: m.r.Bytes / max(1, DType(m.r.Meta).Size())}
 }
 
+// checkMessage validates the arguments of a message. With the proxy's lock.
 func (g *Group) checkMessage(m *message) error {
 	bad := func(arg, got, want string) error {
 		return &ArgumentError{Call: m.name(), Arg: arg, Got: got, Want: want}
@@ -120,6 +121,9 @@ func (g *Group) finishMessage(m *message) error {
 
 func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv bool) (Status, error) {
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
 	if err := g.checkMessage(m); err != nil {
 		return Status{}, err
 	}
@@ -127,9 +131,6 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 		return Status{}, ErrClosed
 	}
 	m.wait.Reset(ctx, g.job.timeout, false)
-	p := g.job.proxy
-	p.Lock()
-	defer p.Unlock()
 	g.post(m)
 	g.beginMessage(m, false)
 	if err := g.endMessage(m, g.finishMessage(m)); err != nil {
@@ -141,21 +142,24 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
 	w := &Work{g: g, done: make(chan struct{}), msg: m}
-	if err := g.checkMessage(m); err != nil {
+	m.wait.Reset(g.ctx, g.job.timeout, true)
+	p := g.job.proxy
+	p.Lock()
+	err := g.checkMessage(m)
+	if err == nil {
+		g.line.mu.Lock()
+		if g.closed.Load() {
+			err = ErrClosed
+		} else {
+			g.wg.Add(1)
+		}
+		g.line.mu.Unlock()
+	}
+	if err != nil {
+		p.Unlock()
 		w.finish(err)
 		return w
 	}
-	m.wait.Reset(g.ctx, g.job.timeout, true)
-	g.line.mu.Lock()
-	if g.closed.Load() {
-		g.line.mu.Unlock()
-		w.finish(ErrClosed)
-		return w
-	}
-	g.wg.Add(1)
-	g.line.mu.Unlock()
-	p := g.job.proxy
-	p.Lock()
 	g.post(m) // here, so that messages keep the order of their starts
 	g.beginMessage(m, true)
 	p.Unlock()
