@@ -107,6 +107,9 @@ type etcdStore struct {
 	mu     sync.Mutex
 	err    error // why the lease was lost
 	closed bool
+
+	sharing sync.Mutex
+	shared  clientv3.LeaseID // the job's, while it is known; under sharing
 }
 
 // DialStore connects to an etcd store and takes a lease there, which it keeps alive until Close. It blocks until the store has granted the lease, at most until
@@ -231,9 +234,12 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	for wait := grantWait; ; wait *= 2 {
 		gctx, cancel := context.WithTimeout(ctx, wait)
 		r, err := s.c.Grant(gctx, int64(math.Ceil(ttl.Seconds())))
-		cancel()
 		if err == nil {
 			s.lease, s.ttl = r.ID, time.Duration(r.TTL)*time.Second
+			err = s.enlist(gctx)
+		}
+		cancel()
+		if err == nil {
 			return nil
 		}
 		if !away(err) || !sleep(ctx, pause) {
@@ -241,6 +247,103 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 		}
 		pause = min(2*pause, 200*time.Millisecond)
 	}
+}
+
+// enlist makes this handle known, so that what is the job's stays. A user who may not write has nothing
+// there, and may still read.
+func (s *etcdStore) enlist(ctx context.Context) error {
+	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "", clientv3.WithLease(s.lease))
+	if errors.Is(err, rpctypes.ErrPermissionDenied) {
+		return nil
+	}
+	return err
+}
+
+// share runs f under the job's lease, which all handles keep alive. Where there is none f's is made.
+func (s *etcdStore) share(ctx context.Context, f func(clientv3.LeaseID) error) error {
+	for again := false; ; again = true {
+		id, err := s.sharedLease(ctx)
+		if err != nil {
+			return err
+		}
+		if err = f(id); !errors.Is(err, rpctypes.ErrLeaseNotFound) || again {
+			return err
+		}
+		s.sharing.Lock()
+		if s.shared == id { // it has ended: the last handle was closed, or all were away for long
+			s.shared = 0
+		}
+		s.sharing.Unlock()
+	}
+}
+
+// sharedLease finds the job's lease, or makes one.
+func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
+	s.sharing.Lock()
+	defer s.sharing.Unlock()
+	if s.shared != 0 {
+		return s.shared, nil
+	}
+	key := s.prefix + leaseKey
+	r, err := s.c.Get(ctx, key)
+	if err != nil {
+		return 0, err
+	}
+	var id clientv3.LeaseID
+	if len(r.Kvs) > 0 {
+		id = clientv3.LeaseID(r.Kvs[0].Lease)
+	} else {
+		g, err := s.c.Grant(ctx, int64(JobTTL/time.Second))
+		if err != nil {
+			return 0, err
+		}
+		id = g.ID
+		t, err := s.c.Txn(ctx).If(clientv3.Compare(clientv3.CreateRevision(key), "=", 0)).
+			Then(clientv3.OpPut(key, "", clientv3.WithLease(id))).Else(clientv3.OpGet(key)).Commit()
+		if err != nil {
+			return 0, err
+		}
+		if !t.Succeeded { // another was faster
+			s.c.Revoke(ctx, id)
+			kvs := t.Responses[0].GetResponseRange().GetKvs()
+			if len(kvs) == 0 {
+				return 0, fmt.Errorf("key %s: %w", leaseKey, ErrConflict)
+			}
+			id = clientv3.LeaseID(kvs[0].Lease)
+		}
+	}
+	answers, err := s.c.KeepAlive(s.ctx, id)
+	if err != nil {
+		return 0, err
+	}
+	s.shared = id
+	s.wg.Go(func() {
+		for range answers {
+		}
+		s.sharing.Lock()
+		defer s.sharing.Unlock()
+		if s.shared == id {
+			s.shared = 0
+		}
+	})
+	return id, nil
+}
+
+// dissolve removes what is the job's if no handle is open any more, in one step: a key that is not under
+// the job's lease says that one is.
+func (s *etcdStore) dissolve(ctx context.Context) error {
+	r, err := s.c.Get(ctx, s.prefix+leaseKey)
+	if err != nil || len(r.Kvs) == 0 {
+		return err
+	}
+	id := clientv3.LeaseID(r.Kvs[0].Lease)
+	t, err := s.c.Txn(ctx).If(clientv3.Compare(clientv3.LeaseValue(s.prefix), "=", id).WithPrefix()).
+		Then(clientv3.OpDelete(s.prefix, clientv3.WithPrefix())).Commit()
+	if err != nil || !t.Succeeded {
+		return err
+	}
+	_, err = s.c.Revoke(ctx, id)
+	return err
 }
 
 // sleep waits for d; false: ctx ended first.
@@ -408,11 +511,12 @@ func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(c
 	return fmt.Errorf("store %v: %s %s: %s", s.addr, op, key, s.reason(err))
 }
 
-func (s *etcdStore) options(lease bool) []clientv3.OpOption {
-	if lease {
-		return []clientv3.OpOption{clientv3.WithLease(s.lease)}
+// under runs f with the lease that a value is to have: this handle's own, or the job's.
+func (s *etcdStore) under(ctx context.Context, own bool, f func(clientv3.OpOption) error) error {
+	if own {
+		return f(clientv3.WithLease(s.lease))
 	}
-	return nil
+	return s.share(ctx, func(id clientv3.LeaseID) error { return f(clientv3.WithLease(id)) })
 }
 
 func (s *etcdStore) Put(ctx context.Context, key string, value []byte, lease bool) error {
@@ -420,8 +524,10 @@ func (s *etcdStore) Put(ctx context.Context, key string, value []byte, lease boo
 		return err
 	}
 	return s.do(ctx, "put", key, lease, func(ctx context.Context) error {
-		_, err := s.c.Put(ctx, s.prefix+key, string(value), s.options(lease)...)
-		return err
+		return s.under(ctx, lease, func(l clientv3.OpOption) error {
+			_, err := s.c.Put(ctx, s.prefix+key, string(value), l)
+			return err
+		})
 	})
 }
 
@@ -445,19 +551,23 @@ func (s *etcdStore) swap(ctx context.Context, op, key string, is clientv3.Cmp, v
 		return err
 	}
 	return s.do(ctx, op, key, lease, func(ctx context.Context) error {
-		then := clientv3.OpDelete(s.prefix + key)
-		if value != nil {
-			then = clientv3.OpPut(s.prefix+key, string(value), s.options(lease)...)
+		swap := func(then clientv3.Op) error {
+			r, err := s.c.Txn(ctx).If(is).Then(then).Else(clientv3.OpGet(s.prefix + key)).Commit()
+			if err != nil || r.Succeeded {
+				return err
+			}
+			c := &ConflictError{Key: key}
+			if kvs := r.Responses[0].GetResponseRange().GetKvs(); len(kvs) > 0 {
+				c.Current = append([]byte{}, kvs[0].Value...)
+			}
+			return c
 		}
-		r, err := s.c.Txn(ctx).If(is).Then(then).Else(clientv3.OpGet(s.prefix + key)).Commit()
-		if err != nil || r.Succeeded {
-			return err
+		if value == nil {
+			return swap(clientv3.OpDelete(s.prefix + key))
 		}
-		c := &ConflictError{Key: key}
-		if kvs := r.Responses[0].GetResponseRange().GetKvs(); len(kvs) > 0 {
-			c.Current = append([]byte{}, kvs[0].Value...)
-		}
-		return c
+		return s.under(ctx, lease, func(l clientv3.OpOption) error {
+			return swap(clientv3.OpPut(s.prefix+key, string(value), l))
+		})
 	})
 }
 
@@ -484,7 +594,9 @@ func (s *etcdStore) List(ctx context.Context, prefix string) (values map[string]
 		}
 		values = make(map[string][]byte, len(r.Kvs))
 		for _, kv := range r.Kvs {
-			values[strings.TrimPrefix(string(kv.Key), s.prefix)] = append([]byte{}, kv.Value...)
+			if k := strings.TrimPrefix(string(kv.Key), s.prefix); !strings.HasPrefix(k, ownKeys) {
+				values[k] = append([]byte{}, kv.Value...)
+			}
 		}
 		return nil
 	})
@@ -625,7 +737,12 @@ func (s *etcdStore) Close() error {
 	// A lease that was lost may live a little longer in the store, and with it what it holds.
 	if st := s.c.ActiveConnection().GetState(); st == connectivity.Ready || st == connectivity.Idle && !lost {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-		if _, err = s.c.Revoke(ctx, s.lease); lost {
+		if _, err = s.c.Revoke(ctx, s.lease); err == nil {
+			if e := s.dissolve(ctx); e != nil { // it goes with the job's lease
+				s.log.Debug("what the job left in the store stays for a while", "err", e)
+			}
+		}
+		if lost {
 			err = nil
 		} else if err != nil && away(err) {
 			err = fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr, ErrStoreAway, s.ttl)

@@ -287,6 +287,11 @@ func (h *memHandle) Close() error {
 		delete(h.m.handles, h)
 		if !h.m.away {
 			h.drop()
+			if len(h.m.handles) == 0 { // the job has ended
+				for k := range h.m.values {
+					h.m.remove(k)
+				}
+			}
 		}
 	}
 	h.m.mu.Unlock()

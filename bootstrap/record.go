@@ -220,7 +220,7 @@ func waitGone(ctx context.Context, s Store, key string, old []byte) (bool, error
 	return false, nil
 }
 
-// agreeSize writes the job's size or compares. The key outlives the ranks in a store that outlives the job: a size that no live rank stands for is replaced.
+// agreeSize writes the job's size or compares. The key may outlive the ranks: a size that no live rank stands for is replaced.
 func agreeSize(ctx context.Context, s Store, r Record) error {
 	own := []byte(strconv.Itoa(r.Size))
 	err := s.Create(ctx, SizeKey, own, false)

@@ -10,7 +10,8 @@ import (
 
 // Store is one process's handle on the small shared truth of a job. Keys are relative to the job (see Prefix); values are at most MaxValue bytes.
 // What is put with lease true lives as long as this handle's lease: it goes when the handle is closed, and within the lease's TTL when the process dies
-// or cannot reach the store. All methods may be called concurrently.
+// or cannot reach the store. All else is the job's: it goes when the last handle on the job is closed, and within JobTTL when the last process that has one dies,
+// or when no such process has reached the store for so long. All methods may be called concurrently.
 //
 // Every method ends when its ctx ends, and returns an error that wraps ErrStoreAway, after a bounded time, when the store cannot be reached. After such an
 // error a write may or may not have happened. Values returned belong to the caller.
@@ -23,7 +24,7 @@ type Store interface {
 	Get(ctx context.Context, key string) ([]byte, error)
 	// List returns the keys that begin with prefix ("ranks/") and their values.
 	List(ctx context.Context, prefix string) (map[string][]byte, error)
-	// CompareAndSwap replaces old by new, without a lease, in one step; else it returns a *ConflictError with the value that is there. A nil old means that key must not exist, a nil new removes it.
+	// CompareAndSwap replaces old by new, which is the job's, in one step; else it returns a *ConflictError with the value that is there. A nil old means that key must not exist, a nil new removes it.
 	CompareAndSwap(ctx context.Context, key string, old, new []byte) error
 	// Delete removes key; it is no error if there is none.
 	Delete(ctx context.Context, key string) error
@@ -54,6 +55,18 @@ type Event struct {
 // MaxValue is the largest value of a key in bytes.
 const MaxValue = 64 << 10
 
+// JobTTL is how long what belongs to a job as a whole outlives the last process that had a handle on it
+// and did not close it. It is longer than a store that is away should take to come back.
+const JobTTL = time.Hour
+
+// Keys of the store's own, which List and Watch do not show: the job's lease is that of leaseKey, and
+// each handle has a key below handleKeys under its own.
+const (
+	ownKeys    = ".store/"
+	leaseKey   = ownKeys + "lease"
+	handleKeys = ownKeys + "handles/"
+)
+
 // Errors of stores, wrapped.
 var (
 	ErrNoKey       = errors.New("no such key")
@@ -82,8 +95,8 @@ func (e *ConflictError) Unwrap() error { return ErrConflict }
 func Prefix(job string) string { return "/tutti/" + job + "/" }
 
 func checkKey(key string) error {
-	if key == "" || len(key) > 256 || strings.ContainsRune(key, 0) {
-		return fmt.Errorf("key %q: expected 1 to 256 bytes without NUL", clip(key))
+	if key == "" || len(key) > 256 || strings.ContainsRune(key, 0) || strings.HasPrefix(key, ownKeys) {
+		return fmt.Errorf("key %q: expected 1 to 256 bytes without NUL that do not begin with %s", clip(key), ownKeys)
 	}
 	return nil
 }

@@ -322,6 +322,38 @@ func TestStoreClose(t *testing.T) {
 	})
 }
 
+// What is the job's stays while anybody has a handle, and goes with the last one.
+func TestStoreForgetsTheJobWithItsLastHandle(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		if err := s.CompareAndSwap(ctx, "view", nil, []byte("1")); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Create(ctx, "size", []byte("2"), false); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if l, err := o.List(ctx, ""); err != nil || len(l) != 2 {
+			t.Errorf("beside an open handle there is %q, %v", l, err)
+		}
+		if err := o.CompareAndSwap(ctx, "view", []byte("1"), []byte("2")); err != nil {
+			t.Error(err)
+		}
+		if err := o.Close(); err != nil {
+			t.Fatal(err)
+		}
+		n := b.open(t)
+		if l, err := n.List(ctx, ""); err != nil || len(l) != 0 {
+			t.Errorf("the job left %q, %v", l, err)
+		}
+		if err := n.CompareAndSwap(ctx, "view", nil, []byte("3")); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // The store leaves while handles are in use: nothing hangs, everything says so.
 func TestStoreLeaves(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {

@@ -676,7 +676,8 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 // decide makes the first proposal that reaches the store the outcome of agreement k. A rank with failed set has none to make: others finished without it, and they
 // have decided before they went on.
 func (g *Group) decide(within *bound, k uint64, yes bool, failed error) (bool, error) {
-	key := fmt.Sprintf("agree/%x-%d", g.name.Maker, g.name.Number)
+	// The world's name is the same in every life of a job; what an earlier life left may be there still.
+	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.members.first, g.name.Maker, g.name.Number)
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
 	var old []byte

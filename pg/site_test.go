@@ -1,14 +1,79 @@
 package pg_test
 
 import (
+	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"go.uber.org/zap"
+
+	"tutti/bootstrap"
 	"tutti/internal/sitetest"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
+
+// A job agrees by itself, whatever an earlier job of the same name in the same store has agreed on. What a
+// job wrote there goes with its last rank, and before that hangs on leases.
+func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
+	const inRank = "PG_TEST_SITE_RANK"
+	var env []string
+	var store bootstrap.Store
+	var raw *clientv3.Client
+	parent := os.Getenv(inRank) == ""
+	keys := func(leased bool) (names []string) {
+		r, err := raw.Get(t.Context(), bootstrap.Prefix("test"), clientv3.WithPrefix())
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, kv := range r.Kvs {
+			if leased && kv.Lease == 0 {
+				t.Errorf("key %s is under no lease", kv.Key)
+			}
+			names = append(names, string(kv.Key))
+		}
+		return names
+	}
+	if parent {
+		site := sitetest.Start(t, sitetest.Config{})
+		env = append(site.Env(), "TUTTI_JOB=test", inRank+"=1")
+		var err error
+		if store, err = bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: site.Address, Job: "test"}); err != nil {
+			t.Fatal(err) // and while it is open nothing goes: as if the first job's ranks had been killed
+		}
+		if raw, err = clientv3.New(clientv3.Config{Endpoints: []string{strings.TrimPrefix(site.Address, "etcd://")}, Logger: zap.NewNop()}); err != nil {
+			t.Fatal(err)
+		}
+		defer raw.Close()
+	}
+	for _, yes := range []bool{false, true} {
+		t.Run(fmt.Sprint(yes), func(t *testing.T) {
+			pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+				for range 2 {
+					if got, err := g.Agree(t.Context(), yes); err != nil || got != yes {
+						t.Errorf("all say %v, and agree on %v, %v", yes, got, err)
+					}
+				}
+			}, pgtest.Env(env...))
+		})
+		if parent {
+			if names := keys(true); !slices.ContainsFunc(names, func(k string) bool { return strings.Contains(k, "/agree/") }) {
+				t.Errorf("of the job there is only %q", names)
+			}
+		}
+	}
+	if parent {
+		if err := store.Close(); err != nil {
+			t.Error(err)
+		}
+		if names := keys(false); len(names) != 0 {
+			t.Errorf("the job left %q", names)
+		}
+	}
+}
 
 // Ranks meet in a site's own etcd, with TLS, client certificates and a user, told by nothing but the environment.
 func TestSiteStore(t *testing.T) {
