@@ -177,8 +177,8 @@ func (b *builder) copy(dst, src Ref) {
 	}
 }
 
-// combine folds srcs, in their order, into dst and more.
-func (b *builder) combine(final bool, dst Ref, srcs []Ref, more ...Ref) {
+// combine folds srcs, in their order, into dst.
+func (b *builder) combine(final bool, dst Ref, srcs []Ref) {
 	if dst.Len == 0 {
 		return
 	}
@@ -187,7 +187,7 @@ func (b *builder) combine(final bool, dst Ref, srcs []Ref, more ...Ref) {
 		needs = b.touch(needs, r)
 	}
 	needs = b.touch(needs, dst)
-	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs, More: more, Needs: needs})
+	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs, Needs: needs})
 }
 
 // signal sends nothing but the fact to peer; await posts the Recv of one. The next step waits for what is in b.after.

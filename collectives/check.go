@@ -49,7 +49,7 @@ func (rs *ranges) remove(off, end int) {
 
 // Check reports the first breach, by this one plan, of the contract that Shape, Step and Ref describe: ranges within their buffers; In never
 // written; no range read or written while a Recv that the step does not wait for may fill it; scratch memory written before
-// it is read; Once true; In not read where Out has been written and both may be the same memory; Combine's sources in ranges equal to
+// it is read; Once true; peers' memory never written, and something sent after it was read; In not read where Out has been written and both may be the same memory; Combine's sources in ranges equal to
 // Dst or apart from it. What only all ranks' plans together show, Interpret finds.
 func (p *Plan) Check() error {
 	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, open: arrivals{}, lent: map[int]int{}}
@@ -60,6 +60,9 @@ func (p *Plan) Check() error {
 		if err := c.step(i, &p.Steps[i]); err != nil {
 			return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): %w", p.Algo, p.Shape.Kind, p.Shape.Rank, i, p.Steps[i], err)
 		}
+	}
+	if c.unsaid {
+		return fmt.Errorf("collectives: %s %s of rank %d: it reads a peer's memory and sends nothing afterwards", p.Algo, p.Shape.Kind, p.Shape.Rank)
 	}
 	for i := range c.lent {
 		return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): nobody reads what is to be read once", p.Algo, p.Shape.Kind, p.Shape.Rank, i, p.Steps[i])
@@ -73,6 +76,7 @@ type checker struct {
 	clobbered map[memKey]*ranges // where In may have been overwritten through Out
 	open      arrivals
 	lent      map[int]int // Once Recvs not yet read
+	unsaid    bool        // peers' memory was read, and nothing has been sent since
 }
 
 func set(m map[memKey]*ranges, k memKey) *ranges {
@@ -106,9 +110,13 @@ func (c *checker) bounds(r Ref, write bool) error {
 	if r.Off < 0 || r.Len < 0 || r.Off > size-r.Len {
 		return fmt.Errorf("%v passes the end, %d bytes", r, size)
 	}
-	if write && (r.Buf == In || r.Buf == PeerIn) {
+	if write && r.Buf == In {
 		return fmt.Errorf("%v is written, but is the caller's to read only", r)
 	}
+	if write && (r.Buf == PeerIn || r.Buf == PeerOut) {
+		return fmt.Errorf("%v is written, but is a peer's", r)
+	}
+	c.unsaid = c.unsaid || !write && r.Len > 0 && (r.Buf == PeerIn || r.Buf == PeerOut)
 	return nil
 }
 
@@ -181,6 +189,7 @@ func (c *checker) step(i int, s *Step) error {
 		if s.Src.Buf == PeerIn || s.Src.Buf == PeerOut {
 			return fmt.Errorf("sends a peer's memory")
 		}
+		c.unsaid = false
 		return c.use(i, s.Src, false)
 	case Recv:
 		if s.Dst.Len == 0 {
@@ -225,15 +234,10 @@ func (c *checker) step(i int, s *Step) error {
 				return fmt.Errorf("%v overlaps %v", r, s.Dst)
 			}
 		}
-		for _, r := range append([]Ref{s.Dst}, s.More...) {
-			if r.Len != s.Dst.Len {
-				return fmt.Errorf("%v is not as long as %v", r, s.Dst)
-			}
-			if err := c.use(i, r, true); err != nil {
-				return err
-			}
-			c.wrote(r)
+		if err := c.use(i, s.Dst, true); err != nil {
+			return err
 		}
+		c.wrote(s.Dst)
 	default:
 		return fmt.Errorf("no such verb")
 	}

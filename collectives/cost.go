@@ -68,7 +68,7 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 				case Copy:
 					r.now += 2 * float64(s.Src.Len) * net.Memory
 				case Combine:
-					r.now += float64(len(s.Srcs)+1+len(s.More)) * float64(s.Dst.Len) * net.Memory
+					r.now += float64(len(s.Srcs)+1) * float64(s.Dst.Len) * net.Memory
 				}
 				progress = true
 			}

@@ -299,9 +299,6 @@ func (m *machine) turn(r *rank) (bool, error) {
 		}
 		dst := m.memory(r, s.Dst)
 		m.how.Combine(dst[from:to], srcs, s.Final)
-		for _, f := range s.More {
-			copy(m.memory(r, f)[from:to], dst[from:to])
-		}
 		end = to == s.Dst.Len
 	}
 	if end {
@@ -350,12 +347,7 @@ func (m *machine) accesses(r *rank, s *Step) error {
 	if dst := m.memory(r, s.Dst); s.Verb == Send || s.Verb == Copy && len(dst) > 0 && &dst[0] == &m.memory(r, s.Src)[0] {
 		return nil // nothing written
 	}
-	for _, f := range append([]Ref{s.Dst}, s.More...) {
-		if err := note(f, true); err != nil {
-			return err
-		}
-	}
-	return nil
+	return note(s.Dst, true)
 }
 
 // touch checks an access of r to memory of owner against what other ranks did to it without a signal in between.

@@ -72,11 +72,15 @@ func TestFindsBadPlans(t *testing.T) {
 			p.Steps = append(p.Steps, Step{Verb: Send, Peer: 1, Src: find(p, Send, 0).Src})
 		}, "overwritten"},
 		{"not marked direct", AllReduce, Direct, func(ps []*Plan) { ps[0].Direct = false }, "not marked"},
-		{"leaves early", AllReduce, Direct, func(ps []*Plan) { remove(ps[0], 2); remove(ps[1], 0) }, "same memory"},
-		{"stores where others store", AllReduce, Direct, func(ps []*Plan) {
+		{"leaves early", ReduceScatter, Direct, func(ps []*Plan) { remove(ps[1], 0) }, "same memory"},
+		{"stores into a peer's memory", AllReduce, Direct, func(ps []*Plan) {
 			s := find(ps[1], Combine, 0)
-			s.More[0].Off = 0
-		}, "same memory"},
+			s.Dst = s.Srcs[0]
+		}, "a peer's"},
+		{"says nothing after a load", AllReduce, Direct, func(ps []*Plan) {
+			s := find(ps[0], Combine, 0)
+			ps[0].Steps = append(ps[0].Steps, Step{Verb: Copy, Dst: ps[0].Steps[len(ps[0].Steps)-1].Dst, Src: s.Srcs[1]})
+		}, "sends nothing afterwards"},
 		{"no barrier", Barrier, Flat, func(ps []*Plan) { ps[0].Steps, ps[1].Steps = nil, nil }, "has entered"},
 		{"too many messages", Barrier, Flat, func(ps []*Plan) {
 			ps[0].Steps = append(ps[0].Steps, Step{Verb: Send, Peer: 1})
@@ -95,7 +99,7 @@ func TestFindsBadPlans(t *testing.T) {
 				}
 				eager := c.name == "too many messages" || c.name == "leaves early" && seed%2 == 0
 				if err := Interpret(plans, mem, Schedule{Seed: seed, Eager: eager, Combine: combiner(4)}); err != nil {
-					heard = err.Error()
+					heard += err.Error() + "\n"
 				}
 			}
 			if heard == "" || !strings.Contains(heard, c.want) {

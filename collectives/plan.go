@@ -77,8 +77,9 @@ type Shape struct {
 // Buf names one of the memories that a plan works on.
 type Buf uint8
 
-// The memories of a plan. PeerIn and PeerOut are the In and Out of Ref.Peer, loaded and stored directly: only plans of
-// direct algorithms use them, and only after every rank has entered the operation.
+// The memories of a plan. PeerIn and PeerOut are the In and Out of Ref.Peer, loaded where they are and never stored to: only
+// plans of direct algorithms use them, and only after every rank has entered the operation. A rank that has read them sends
+// something afterwards: before that Send the runner makes sure that their owner was still in the operation.
 const (
 	In Buf = iota
 	Out
@@ -106,7 +107,7 @@ type Verb uint8
 // Recv posts Dst for the next message of Peer and does not block; the n-th Recv from a peer gets its n-th Send.
 // Send and Recv with Len 0 are pure signals.
 // Copy copies Src to Dst; where both are the same memory it does nothing.
-// Combine folds Srcs, in their order, into Dst, and then copies Dst to each of More.
+// Combine folds Srcs, in their order, into Dst.
 const (
 	Send Verb = iota + 1
 	Recv
@@ -124,7 +125,6 @@ type Step struct {
 	Dst   Ref     // Recv, Copy, Combine
 	Src   Ref     // Send, Copy
 	Srcs  []Ref   // Combine, at least one; never overlapping Dst but as exactly the same range
-	More  []Ref   // Combine: further destinations, as long as Dst
 	Needs []int32 // indices of earlier Recv steps whose data (or signal) this step depends on
 }
 

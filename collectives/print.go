@@ -69,7 +69,7 @@ func (s Step) String() string {
 	case Copy:
 		fmt.Fprintf(&w, "copy %v = %v", s.Dst, s.Src)
 	case Combine:
-		fmt.Fprintf(&w, "combine %s = %s", join(append([]Ref{s.Dst}, s.More...), ", "), join(s.Srcs, " + "))
+		fmt.Fprintf(&w, "combine %s = %s", s.Dst, join(s.Srcs, " + "))
 	default:
 		w.WriteString(s.Verb.String())
 	}

@@ -1,7 +1,6 @@
 package p2p
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"iter"
@@ -773,18 +772,61 @@ func (c *Channel) Ledger(slot int) Ledger {
 	return Ledger{c.window, st.sent, st.acked, st.taken, st.told, uint32(st.held)}
 }
 
-// Map makes slot's region readable and writable here, if the link to it can. It may block for a round trip the first time; the lock is given up meanwhile.
-func (c *Channel) Map(ctx context.Context, slot int, d RegionDesc) ([]byte, error) {
-	pr := &c.p.peers[c.ranks[slot]]
-	m, ok := pr.link.(Mapper)
-	if !ok {
-		if pr.err != nil {
-			return nil, &PeerError{pr.rank, pr.err}
+// Map returns region id of slot, mapped for loads, when the peer has answered; the caller releases it. An error is a *PeerError,
+// or why the channel failed or w must not wait any longer. With the lock, which it gives up while it waits.
+func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
+	st := c.stream(slot)
+	pr := st.pr
+	for {
+		if c.err != nil {
+			return nil, c.err
 		}
-		return nil, errors.ErrUnsupported
+		if err := st.gone(); err != nil {
+			return nil, err
+		}
+		if pr.lent != nil {
+			c.p.unlend(pr) // it would hold up why the peer is gone
+		}
+		if pr.link != nil {
+			l, ok := pr.link.(Mapper)
+			if !ok {
+				return nil, &PeerError{pr.rank, fmt.Errorf("mapping its memory: %w", errors.ErrUnsupported)}
+			}
+			m, err := l.Map(id)
+			switch {
+			case errors.Is(err, ErrPeerGone) || errors.Is(err, ErrClosed): // polling takes the link down, with the reason
+			case err != nil:
+				return nil, &PeerError{pr.rank, fmt.Errorf("mapping its memory: %w", err)}
+			case m != nil:
+				return m, nil
+			}
+		}
+		if err := c.p.progress(w, pr); err != nil {
+			return nil, err
+		}
 	}
-	c.p.Unlock()
-	mem, err := m.Map(ctx, d)
-	c.p.Lock()
-	return mem, err
+}
+
+// WaitLeft waits until it is known why the rank in slot left the operation of number seq before its end, as it has been seen
+// to: it has aborted, or closed, or gone over to another epoch, or its link is down. It returns that, or why w must not wait
+// any longer. With the lock, which it gives up while it waits.
+func (c *Channel) WaitLeft(w *Wait, slot int, seq uint64) error {
+	st := c.stream(slot)
+	for {
+		if c.err != nil {
+			return c.err
+		}
+		if err := st.gone(); err != nil {
+			return err
+		}
+		if err := st.leaves(seq); err != nil {
+			return err
+		}
+		if st.pr.lent != nil {
+			c.p.unlend(st.pr) // it would hold up the reason
+		}
+		if err := c.p.progress(w, st.pr); err != nil {
+			return err
+		}
+	}
 }

@@ -1,7 +1,7 @@
 // Package p2p is a rank's engine for traffic with its peers: the proxy, the links below it and the regions of memory that both know.
 //
 // A [Transport] makes links (p2p/shm, p2p/tcp, p2p/inproc). A [Link] carries frames of up to MaxFrame bytes to one incarnation of one peer, reliably and
-// in order, by polling; what it can do beyond that is an optional interface ([Mapper], [Writer]). The [Proxy] owns the transports and the links, and
+// in order, by polling; what it can do beyond that is an optional interface ([Mapper]). The [Proxy] owns the transports and the links, and
 // turns frames into messages between the members of a [Channel]. Plans of package collectives run on channels; a process group has two, one for
 // collectives and one for Send and Recv.
 //
@@ -30,9 +30,10 @@
 // ring of shared memory, and gives it back with ReleaseRecv; the link stands still meanwhile, and takes the loan back, with a copy, as soon as anything
 // else is needed of it.
 //
-// Memory that peers map comes from Proxy.Alloc. What a link has mapped stays mapped while somebody has it pinned (Proxy.Pin), even when the peer dies.
-// After a failure the owner renews a region: other memory with the same contents lies at the same addresses from then on, and a peer that goes on
-// storing stores into memory that nobody sees. The engine's own memory comes from Proxy.Control alone, and is at no location but [Anywhere].
+// Memory that peers map comes from Proxy.Alloc. They map it for loads only: nobody stores into a peer's memory. An [Exposure] says
+// during which operation a buffer may be read, and ends that without waiting for a reader. A [Mapping] counts its users: memory that
+// is in use stays mapped when its link goes down or its owner frees it. The engine's own memory comes from Proxy.Control alone, and is
+// at no location but [Anywhere].
 //
 // # Credits
 //

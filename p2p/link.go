@@ -70,25 +70,20 @@ type Link interface {
 	Close() error
 }
 
-// Mapper is a link whose peer's shared regions can be mapped into this process for loads and stores.
+// Mapper is a link whose peer's regions can be mapped into this process for loads. Nobody stores into a peer's memory; where
+// the system can enforce that, it does.
 type Mapper interface {
-	// Map returns the peer's region d as memory of this process. Mappings are cached by (ID, Generation) and live as long as the link.
-	// The first call for a region may block for a round trip with the peer's process, until ctx ends.
-	Map(ctx context.Context, d RegionDesc) ([]byte, error)
+	// Map returns the peer's region id; the caller releases it. It does not block. Nil without an error says that the peer,
+	// which was asked by the first call, has not answered yet: Host.Wake is called when it has. Mappings are kept until the
+	// peer frees the region or the link is closed. An error wraps ErrNoRegion (the peer refuses; the next call asks again),
+	// ErrProtocol (what it gave is no region), or is the link's. Warm calls allocate nothing. From any goroutine.
+	Map(id uint64) (*Mapping, error)
 }
 
 // SeldomSleeper is a link that can send faster at the cost of its Arm.
 type SeldomSleeper interface {
 	// SleepSeldom says that this end expects to sleep seldom, because its rank has a core of its own. It cannot be undone. Calls follow the rules of Send.
 	SleepSeldom()
-}
-
-// Writer is a link that can write to and read from a peer's registered regions, one-sided (RDMA; the tcp endpoint). Completion is
-// polled: each call takes a token and Poll returns finished tokens in order.
-type Writer interface {
-	Write(token uint64, local []byte, remote RegionDesc, off int) (bool, error)
-	Read(token uint64, local []byte, remote RegionDesc, off int) (bool, error)
-	Poll(done []uint64) (int, error)
 }
 
 // Host is what a transport needs of the process that it serves.
@@ -123,7 +118,7 @@ type Transport interface {
 
 // Allocator is a transport that can make memory which peers can map.
 type Allocator interface {
-	// Alloc returns zeroed, page-aligned memory of n bytes (n >= 1) as a shared region with a fresh ID.
+	// Alloc returns zeroed, page-aligned memory of n bytes (n >= 1) as a region with a fresh ID, which peers can map for reading.
 	Alloc(n int) (*Region, error)
 }
 

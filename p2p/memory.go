@@ -15,7 +15,7 @@ type Registrar interface {
 // Control returns n bytes of zeroed memory for the engine's own use: slots, credits, pools, scratch, synchronisation, warm-up. It is the only way
 // to such memory, and it knows no location but Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
 func (p *Proxy) Control(n int) (*Region, error) {
-	r := NewRegion(newID(), Anywhere, make([]byte, n), -1, func() error { return nil })
+	r := NewRegion(newID(), Anywhere, make([]byte, n), false, func() error { return nil })
 	return r, p.register(r)
 }
 
@@ -24,7 +24,7 @@ func (p *Proxy) Register(mem []byte, loc Location) (*Region, error) {
 	if err := loc.Validate(); err != nil {
 		return nil, err
 	}
-	r := NewRegion(newID(), loc, mem, -1, func() error { return nil })
+	r := NewRegion(newID(), loc, mem, false, func() error { return nil })
 	return r, p.register(r)
 }
 
@@ -55,8 +55,24 @@ func (p *Proxy) Deregister(r *Region) error {
 	return errors.Join(errs...)
 }
 
-// Alloc returns a region of n bytes that peers can map where a transport can do that, else plain memory. Free it with FreeRegion. Takes the lock itself.
+// Alloc returns a region of n bytes that peers can map where a transport can do that, else plain memory. Free it with
+// FreeRegion. Takes the lock itself.
 func (p *Proxy) Alloc(n int) (*Region, error) {
+	r, err := p.alloc(n)
+	if err != nil {
+		return nil, err
+	}
+	p.Lock()
+	defer p.Unlock()
+	if p.closed {
+		return nil, errors.Join(ErrClosed, p.Deregister(r), r.Free())
+	}
+	p.regions[r.ID] = r
+	return r, nil
+}
+
+// alloc is Alloc without noting the region.
+func (p *Proxy) alloc(n int) (*Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("region of %d bytes: want at least 1", n)
 	}
@@ -71,20 +87,11 @@ func (p *Proxy) Alloc(n int) (*Region, error) {
 		}
 	}
 	if r == nil {
-		r = NewRegion(newID(), Anywhere, make([]byte, n), -1, func() error { return nil })
+		r = NewRegion(newID(), Anywhere, make([]byte, n), false, func() error { return nil })
 	}
 	if err := p.register(r); err != nil {
 		r.Free()
 		return nil, err
-	}
-	p.Lock()
-	closed := p.closed
-	if !closed {
-		p.regions[r.ID] = r
-	}
-	p.Unlock()
-	if closed {
-		return nil, errors.Join(ErrClosed, p.Deregister(r), r.Free())
 	}
 	return r, nil
 }

@@ -102,10 +102,10 @@ type Proxy struct {
 	discard  []byte
 	arrivals uint64
 	closed   bool
-	pins     int    // uses of mapped memory
-	doomed   []Link // down, but still mapping
 	regions  map[uint64]*Region
-	wanted   atomic.Int32 // goroutines that want mu while a spinning waiter has it
+	boards   []board       // words of exposures
+	tickets  atomic.Uint64 // the latest of any exposure
+	wanted   atomic.Int32  // goroutines that want mu while a spinning waiter has it
 
 	sleepMu  sync.Mutex
 	sleepers []*Wait
@@ -249,8 +249,6 @@ func (p *Proxy) Close() error {
 		pr.link, pr.err = nil, ErrClosed
 	}
 	p.links = nil
-	links = append(links, p.doomed...)
-	p.doomed = nil
 	for _, c := range p.chans {
 		if c.err == nil {
 			c.err = ErrClosed
@@ -272,6 +270,13 @@ func (p *Proxy) Close() error {
 	p.wg.Wait()
 	p.Lock()
 	p.pool.free()
+	for _, b := range p.boards {
+		delete(p.regions, b.region.ID)
+		if err := errors.Join(p.Deregister(b.region), b.region.Free()); err != nil && first == nil {
+			first = err
+		}
+	}
+	p.boards = nil
 	p.Unlock()
 	return first
 }
@@ -346,32 +351,11 @@ func (p *Proxy) down(pr *peer, err error) {
 			c.sever(st, err)
 		}
 	}
-	if p.pins > 0 {
-		p.doomed = append(p.doomed, l)
-	} else {
-		p.closeLink(l)
-	}
+	p.wg.Add(1)
+	go func() { defer p.wg.Done(); l.Close() }()
 	p.wakeAll()
 	if p.cfg.Notify != nil {
 		p.cfg.Notify(pr.id, err)
-	}
-}
-
-func (p *Proxy) closeLink(l Link) {
-	p.wg.Add(1)
-	go func() { defer p.wg.Done(); l.Close() }()
-}
-
-// Pin keeps everything that Map returned mapped until Unpin, also when links go down: memory of a dead peer keeps its contents. With the lock.
-func (p *Proxy) Pin() { p.pins++ }
-
-// Unpin is Pin's counterpart. With the lock.
-func (p *Proxy) Unpin() {
-	if p.pins--; p.pins == 0 {
-		for _, l := range p.doomed {
-			p.closeLink(l)
-		}
-		p.doomed = nil
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"sync/atomic"
 )
 
 // Location says where memory is: "*" (host memory of no particular place), "cpu:N" (NUMA node N) or "cuda:N" (GPU N).
@@ -29,23 +30,22 @@ func (l Location) Validate() error {
 	return fmt.Errorf("location %q: want \"*\", \"cpu:N\" or \"cuda:N\"", string(l))
 }
 
-// Region is memory that a transport knows: registered, and where the transport can, shared with peers.
+// Region is memory that a transport knows: registered, and where the transport can, open to peers for reading.
 type Region struct {
-	ID         uint64 // unique in this incarnation, never 0
-	Generation uint32 // grows when the memory behind the same addresses is exchanged; old descriptors are then refused
-	Location   Location
-	Mem        []byte // the local mapping; the allocator's until Free
-	File       int    // descriptor to hand to peers, -1 if there is none
-	free       func() error
-	renew      func() error
+	ID       uint64 // unique in this incarnation, never 0
+	Location Location
+	Mem      []byte // the local mapping; the allocator's until Free
+	Shared   bool   // peers can map it
+	free     func() error
 }
 
 // NewRegion describes mem; free (may be nil) gives it back. For transports.
-func NewRegion(id uint64, loc Location, mem []byte, file int, free func() error) *Region {
-	return &Region{ID: id, Location: loc, Mem: mem, File: file, free: free}
+func NewRegion(id uint64, loc Location, mem []byte, shared bool, free func() error) *Region {
+	return &Region{ID: id, Location: loc, Mem: mem, Shared: shared, free: free}
 }
 
-// Free unmaps the region and closes its descriptor. Mem must not be touched afterwards. Idempotent only through the proxy.
+// Free unmaps the region here and asks the peers that have mapped it to do so too. Mem must not be touched
+// afterwards. It does not wait for the peers. Idempotent only through the proxy.
 func (r *Region) Free() error {
 	if r.free == nil {
 		return nil
@@ -55,28 +55,36 @@ func (r *Region) Free() error {
 	return f()
 }
 
-// OnRenew sets how Renew exchanges the memory. For transports.
-func (r *Region) OnRenew(f func() error) { r.renew = f }
-
-// Renew puts new memory with the same contents behind Mem's addresses and raises Generation: peers that have the region mapped keep the old memory,
-// so that nothing they do reaches this process any more. It does nothing for memory that was never shared.
-func (r *Region) Renew() error {
-	if r.renew == nil {
-		return nil
-	}
-	if err := r.renew(); err != nil {
-		return fmt.Errorf("exchanging the memory of a region of %d bytes: %w", len(r.Mem), err)
-	}
-	r.Generation++
-	return nil
+// Mapping is a peer's region in this process, for loads only. It is shared by all who map the region, and counts
+// them: the memory is unmapped when its link has retired it and the last user has released it.
+type Mapping struct {
+	Mem   []byte
+	users atomic.Int64 // and one until Retire; below 1: unmapped
+	unmap func([]byte)
 }
 
-// RegionDesc names a region to a peer.
-type RegionDesc struct {
-	ID         uint64
-	Generation uint32
-	Size       uint64
+// NewMapping describes mem, which unmap (may be nil) gives back. For links, which keep it and hand it out by Acquire.
+func NewMapping(mem []byte, unmap func([]byte)) *Mapping {
+	m := &Mapping{Mem: mem, unmap: unmap}
+	m.users.Store(1)
+	return m
 }
 
-// ErrNoRegion says that no such region is shared, or no longer, or in another generation or size.
+// Acquire counts one more user. It must not be called after Retire.
+func (m *Mapping) Acquire() *Mapping {
+	m.users.Add(1)
+	return m
+}
+
+// Release ends a use that Map or Acquire began. The user must not touch Mem afterwards.
+func (m *Mapping) Release() {
+	if m.users.Add(-1) == 0 && m.unmap != nil {
+		m.unmap(m.Mem)
+	}
+}
+
+// Retire says that nobody will Acquire the mapping any more. For the link that keeps it, once.
+func (m *Mapping) Retire() { m.Release() }
+
+// ErrNoRegion says that the peer has no such region open to others, or no longer.
 var ErrNoRegion = errors.New("no such region")

@@ -126,6 +126,11 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	g.run.init(g)
 	j.proxy.Lock()
 	j.groups[g] = struct{}{}
+	if j.mapped {
+		if g.run.mapped.exposure, err = j.proxy.NewExposure(); err != nil {
+			j.log.Warn("peers cannot map this rank's memory; what Alloc returns is copied like any other", "err", err)
+		}
+	}
 	j.proxy.Unlock()
 	return g, j.watch(g)
 }
@@ -390,15 +395,14 @@ func (g *Group) fits() error {
 }
 
 // fail turns what went wrong in the collective that just ran into the error that the program sees, tells the other ranks, and makes sure that
-// nothing touches the call's buffers any more.
+// nothing writes to the call's buffers any more.
 func (g *Group) fail(err error) error {
 	tell, typed := g.explain(err)
 	if tell != nil {
 		g.coll.Abort(typed, tell.encode())
 	}
 	g.coll.Forget()
-	g.run.fence()
-	g.run.hot = hot{}
+	g.run.stop()
 	g.failed(typed)
 	return typed
 }

@@ -302,7 +302,8 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		defer close(ready)
 		endpoints, err := j.proxy.Listen(ectx)
 		if err == nil {
-			_, j.mapped = endpoints["shm"]
+			_, shared := endpoints["shm"]
+			j.mapped = shared && p2p.CanExpose
 		}
 		return err
 	})
@@ -843,7 +844,7 @@ func (j *job) region(ptr unsafe.Pointer, n int) (*p2p.Region, int) {
 	}
 	r := (*all)[at]
 	off := int(uintptr(ptr) - regionStart(r))
-	if r.File < 0 || off+n > len(r.Mem) {
+	if !r.Shared || off+n > len(r.Mem) {
 		return nil, 0
 	}
 	return r, off

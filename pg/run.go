@@ -1,7 +1,6 @@
 package pg
 
 import (
-	"encoding/binary"
 	"fmt"
 	"slices"
 	"unsafe"
@@ -15,6 +14,8 @@ const (
 	// vectorBlock and partBlock bound, in bytes, what one plan covers: longer vectors (or parts, over all ranks) are worked off in blocks, so that plans and
 	// scratch memory do not grow with the message.
 	vectorBlock = 8 << 20
+	// directBlock is the same for a rank's part of a vector in a direct plan.
+	directBlock = 8 << 20
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
@@ -41,19 +42,16 @@ type runner struct {
 	wide  *p2p.Region // float32 copies of small floats
 
 	// where the memories of the running plan are
-	in, out         base
-	scratch         unsafe.Pointer
-	peerIn, peerOut []unsafe.Pointer // by slot
-	sending         int              // slot that a Send waits for, -1: none
-	prog            *program         // running; nil between operations
+	in, out base
+	scratch unsafe.Pointer
+	sending int      // slot that a Send waits for, -1: none
+	prog    *program // running; nil between operations
+	mapped  mapped   // the peers' memories, in a direct plan
 
 	hot hot // the previous call, if the next one may be like it
 
-	desc, descs []byte // this rank's and all ranks' descriptors, see exchange
-	shared      []*p2p.Region
-	touched     bool       // peers may be loading and storing our memory
-	dirty       bool       // the operation works in place and has begun to write
-	sets        []*planSet // of the latest topologies, the present one last
+	dirty bool       // the operation works in place and has begun to write
+	sets  []*planSet // of the latest topologies, the present one last
 }
 
 // hot is a call whose arguments were found good and whose plan is at hand. Programs repeat themselves: a call like the one before needs neither checks nor choices.
@@ -137,6 +135,7 @@ type program struct {
 	*collectives.Plan
 	lent  [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
 	recvs []int32   // all Recv steps
+	sure  []bool    // by step, in a direct plan: a Send that tells others what was made of memory read since the last one
 }
 
 // onePass reports whether an algorithm combines every element once, from all ranks; in the others partial results travel.
@@ -158,16 +157,22 @@ type planKey struct {
 
 func (r *runner) init(g *Group) {
 	r.g, r.algo, r.sending = g, g.job.algo, -1
-	r.desc = make([]byte, descSize)
 	r.settle()
 	g.wait.OnLong(r.long)
 }
 
 func compile(p *collectives.Plan) *program {
-	prog := &program{Plan: p, lent: make([][]int32, len(p.Steps))}
+	prog := &program{Plan: p, lent: make([][]int32, len(p.Steps)), sure: make([]bool, len(p.Steps))}
+	loaded := false
 	for i := range p.Steps {
 		s := &p.Steps[i]
 		srcs := s.Srcs
+		for _, ref := range append([]collectives.Ref{s.Src}, srcs...) {
+			loaded = loaded || ref.Len > 0 && (ref.Buf == collectives.PeerIn || ref.Buf == collectives.PeerOut)
+		}
+		if s.Verb == collectives.Send {
+			prog.sure[i], loaded = loaded, false
+		}
 		switch s.Verb {
 		case collectives.Recv:
 			prog.recvs = append(prog.recvs, int32(i))
@@ -312,9 +317,8 @@ func (r *runner) collective() (err error) {
 	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin
 	algo := r.choose(direct)
 	if algo == collectives.Direct {
-		g.job.proxy.Pin()
-		defer g.job.proxy.Unpin()
-		ok, err := r.exchange(elem, total)
+		defer r.mapped.close()
+		ok, err := r.exchange(elem)
 		if err != nil {
 			return err
 		}
@@ -330,7 +334,6 @@ func (r *runner) collective() (err error) {
 	if direct || algo == collectives.Direct {
 		r.hot.prog = nil // whether memory is mapped is asked every time
 	}
-	r.touched = false // everybody is done with everybody's memory
 	return nil
 }
 
@@ -350,7 +353,9 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		r.out.ptr = c.in // the root's result is where it is; others have none
 	}
 	block := c.count
-	if algo != collectives.Direct {
+	r.mapped.shift = 0
+	switch {
+	case algo != collectives.Direct:
 		switch c.kind {
 		case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
 			block = max(1, vectorBlock/elem)
@@ -358,6 +363,8 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		default:
 			block = max(1, max(vectorBlock/g.size, 4<<10)/elem)
 		}
+	case c.kind == collectives.AllReduce, c.kind == collectives.Reduce: // in chunks; the others' plans are as long for any length
+		block = max(1, directBlock*len(g.active)/elem)
 	}
 	if c.count <= block {
 		prog, err := r.program(c.kind, algo, elem, c.count)
@@ -383,6 +390,7 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		if out != nil {
 			r.out.ptr = unsafe.Add(out, at*elem)
 		}
+		r.mapped.shift = at * elem
 		if err := r.block(prog, elem, n); err != nil {
 			return err
 		}
@@ -465,9 +473,9 @@ func (r *runner) at(ref *collectives.Ref) unsafe.Pointer {
 	case collectives.Tmp:
 		p = r.scratch
 	case collectives.PeerIn:
-		p = unsafe.Add(r.peerIn[ref.Peer], int(ref.Part)*r.in.stride)
+		p = unsafe.Add(r.mapped.peers[ref.Peer].in, int(ref.Part)*r.in.stride+r.mapped.shift)
 	case collectives.PeerOut:
-		p = unsafe.Add(r.peerOut[ref.Peer], int(ref.Part)*r.out.stride)
+		p = unsafe.Add(r.mapped.peers[ref.Peer].out, int(ref.Part)*r.out.stride+r.mapped.shift)
 	}
 	return unsafe.Add(p, ref.Off)
 }
@@ -519,6 +527,11 @@ func (r *runner) steps(prog *program, dtype DType) error {
 			g.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), s.Once)
 			continue
 		case collectives.Send:
+			if prog.sure[i] {
+				if err := r.verify(); err != nil {
+					return err
+				}
+			}
 			r.sending = int(s.Peer)
 			var src []byte
 			if s.Src.Len > 0 {
@@ -574,7 +587,7 @@ func (r *runner) copy(dst, src unsafe.Pointer, n int) {
 	kernels.Copy(dst, src, n)
 }
 
-// combine runs one Combine step. The result goes out in pieces that stay in the first-level cache where it has several destinations.
+// combine runs one Combine step.
 func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType) error {
 	if s.Dst.Len == 0 {
 		return nil
@@ -598,26 +611,9 @@ func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType)
 		p.Unlock()
 		defer p.Lock()
 	}
-	if len(s.More) == 0 {
-		fold(dst, r.ptrs, s.Dst.Len/size)
-		if scale {
-			kernels.Scale(dtype, dst, s.Dst.Len/size, len(r.g.active))
-		}
-		return nil
-	}
-	const piece = 16 << 10
-	for off := 0; off < s.Dst.Len; off += piece {
-		n := min(piece, s.Dst.Len-off)
-		fold(unsafe.Add(dst, off), r.ptrs, n/size)
-		if scale {
-			kernels.Scale(dtype, unsafe.Add(dst, off), n/size, len(r.g.active))
-		}
-		for k := range s.More {
-			kernels.Copy(unsafe.Add(r.at(&s.More[k]), off), unsafe.Add(dst, off), n)
-		}
-		for j := range r.ptrs {
-			r.ptrs[j] = unsafe.Add(r.ptrs[j], piece)
-		}
+	fold(dst, r.ptrs, s.Dst.Len/size)
+	if scale {
+		kernels.Scale(dtype, dst, s.Dst.Len/size, len(r.g.active))
 	}
 	return nil
 }
@@ -679,56 +675,6 @@ func (r *runner) missing() (all []lastSeen) {
 	return all
 }
 
-// descSize is what a rank tells about its buffers before a direct plan: for In and Out 32 bytes each, see describe.
-const descSize = 64
-
-// What describe says of a buffer.
-const (
-	descNone  = iota // peers cannot get at it
-	descMaps         // it is in a shared region
-	descEmpty        // there is nothing to get at
-)
-
-// exchange tells all ranks where this rank's buffers are and finds theirs. It returns false, at every rank alike, unless all of them can be got at.
-// It is also the entry into the operation: when it returns, every rank has begun it.
-func (r *runner) exchange(elem, total int) (bool, error) {
-	g, c := r.g, &r.g.cur
-	clear(r.desc)
-	r.shared = r.shared[:0]
-	inLen, outLen := c.lengths(g, elem)
-	r.describe(r.desc[:32], c.in, inLen)
-	r.describe(r.desc[32:64], c.out, outLen)
-	if r.descs == nil {
-		r.descs = make([]byte, descSize*g.size)
-		r.peerIn, r.peerOut = make([]unsafe.Pointer, g.size), make([]unsafe.Pointer, g.size)
-	}
-	if err := r.share(r.desc, r.descs); err != nil {
-		return false, err
-	}
-	for _, slot := range g.active {
-		d := r.descs[slot*descSize:]
-		if d[0] == descNone || d[32] == descNone {
-			return false, nil
-		}
-	}
-	r.touched = true
-	r.dirty = r.dirty || c.in == c.out && c.kind.Reduces() // peers may write it from here on
-	var err error
-	for _, slot := range g.active {
-		if slot == g.rank {
-			continue
-		}
-		d := r.descs[slot*descSize : (slot+1)*descSize]
-		if r.peerIn[slot], err = r.locate(slot, d[:32]); err != nil {
-			return false, fmt.Errorf("mapping the memory of rank %d: %w", slot, err)
-		}
-		if r.peerOut[slot], err = r.locate(slot, d[32:64]); err != nil {
-			return false, fmt.Errorf("mapping the memory of rank %d: %w", slot, err)
-		}
-	}
-	return true, nil
-}
-
 // share is a small allgather inside of another operation: mine of every rank, in all.
 func (r *runner) share(mine, all []byte) error {
 	g := r.g
@@ -739,84 +685,6 @@ func (r *runner) share(mine, all []byte) error {
 	}
 	r.in, r.out = base{ptr: unsafe.Pointer(&mine[0])}, base{ptr: unsafe.Pointer(&all[0]), stride: len(mine)}
 	return r.steps(prog, Uint8)
-}
-
-// lengths returns the bytes of In and Out as far as this rank has them.
-func (c *call) lengths(g *Group, elem int) (in, out int) {
-	n := c.count * elem
-	in, out = n, n
-	switch c.kind {
-	case collectives.ReduceScatter, collectives.AllToAll:
-		in = n * g.size
-	case collectives.Scatter:
-		if in = 0; g.rank == c.root {
-			in = n * g.size
-		}
-	}
-	switch c.kind {
-	case collectives.AllGather, collectives.AllToAll:
-		out = n * g.size
-	case collectives.Gather:
-		if out = 0; g.rank == c.root {
-			out = n * g.size
-		}
-	case collectives.AllGatherV:
-		in, out = c.counts[g.rank]*elem, 0
-		for _, k := range c.counts {
-			out += k * elem
-		}
-	}
-	return in, out
-}
-
-// describe writes where n bytes at ptr are: what (1 byte), generation of the region (4 bytes at 4), its ID (8), the offset in it (8), its size (8).
-func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) {
-	if n == 0 || ptr == nil {
-		d[0] = descEmpty
-		return
-	}
-	reg, off := r.g.job.region(ptr, n)
-	if reg == nil {
-		return
-	}
-	d[0] = descMaps
-	binary.LittleEndian.PutUint32(d[4:], reg.Generation)
-	binary.LittleEndian.PutUint64(d[8:], reg.ID)
-	binary.LittleEndian.PutUint64(d[16:], uint64(off))
-	binary.LittleEndian.PutUint64(d[24:], uint64(len(reg.Mem)))
-	r.shared = append(r.shared, reg)
-}
-
-// locate maps what a peer described.
-func (r *runner) locate(slot int, d []byte) (unsafe.Pointer, error) {
-	if d[0] != descMaps {
-		return nil, nil
-	}
-	rd := p2p.RegionDesc{ID: binary.LittleEndian.Uint64(d[8:]), Generation: binary.LittleEndian.Uint32(d[4:]), Size: binary.LittleEndian.Uint64(d[24:])}
-	off := binary.LittleEndian.Uint64(d[16:])
-	mem, err := r.g.coll.Map(r.g.ctx, slot, rd)
-	if err != nil {
-		return nil, err
-	}
-	if off >= uint64(len(mem)) {
-		return nil, fmt.Errorf("%w: offset %d in a region of %d bytes", p2p.ErrProtocol, off, len(mem))
-	}
-	return unsafe.Pointer(&mem[off]), nil
-}
-
-// fence makes sure, after a failure, that no peer loads or stores the caller's memory any more: regions that were open to them get new memory behind
-// the same addresses, with the same contents.
-func (r *runner) fence() {
-	r.prog, r.sending = nil, -1
-	if !r.touched {
-		return
-	}
-	r.touched = false
-	for _, reg := range r.shared {
-		if err := reg.Renew(); err != nil {
-			r.g.job.log.Error("memory could not be taken back from peers after a failure: they may still write to it", "err", err)
-		}
-	}
 }
 
 // topology is all that a plan depends on but for the call: which slots take part, on which hosts they are, and what their links can do.
@@ -839,8 +707,8 @@ type planSet struct {
 
 // reset ends what belongs to the view that the group leaves.
 func (r *runner) reset() {
-	r.hot, r.last, r.vary, r.descs, r.prog = hot{}, nil, nil, nil, nil
-	r.sending, r.touched = -1, false
+	r.hot, r.last, r.vary, r.prog = hot{}, nil, nil, nil
+	r.sending = -1
 }
 
 // settle goes over to the plans for the group's topology. Those of the latest are kept: a rank that is lost often comes back.
@@ -865,6 +733,9 @@ func (r *runner) settle() {
 	r.sets = append(r.sets, r.set)
 }
 
+// stop notes that the operation which ran has failed.
+func (r *runner) stop() { r.prog, r.sending, r.hot = nil, -1, hot{} }
+
 // confirm is a small exchange after an operation of a uniform group: when it returns nil, every rank has the result.
 func (r *runner) confirm() error {
 	all := make([]byte, r.g.size)
@@ -873,5 +744,5 @@ func (r *runner) confirm() error {
 
 // free gives back the runner's memory.
 func (r *runner) free() {
-	r.set, r.sets, r.last, r.recvs, r.descs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil, nil
+	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil
 }

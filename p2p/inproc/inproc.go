@@ -185,7 +185,7 @@ func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 		rand.Read(b[:])
 		id = binary.LittleEndian.Uint64(b[:])
 	}
-	return p2p.NewRegion(id, p2p.Anywhere, aligned(n, os.Getpagesize()), -1, func() error { return nil }), nil
+	return p2p.NewRegion(id, p2p.Anywhere, aligned(n, os.Getpagesize()), true, func() error { return nil }), nil
 }
 
 // aligned returns n zeroed bytes at a multiple of align.
@@ -207,20 +207,16 @@ func (l *link) wake() {
 	l.host.Wake()
 }
 
-// Map implements p2p.Mapper: the peer's own memory. It does not block.
-func (l *link) Map(ctx context.Context, d p2p.RegionDesc) ([]byte, error) {
+// Map implements p2p.Mapper: the peer's own memory, at once.
+func (l *link) Map(id uint64) (*p2p.Mapping, error) {
 	if err := l.Err(); err != nil {
 		return nil, err
 	}
-	r, err := l.peer.host.Region(d.ID)
+	r, err := l.peer.host.Region(id)
 	if err != nil {
-		return nil, fmt.Errorf("region %#x of %v: %w", d.ID, l.peer.host.Self(), err)
+		return nil, fmt.Errorf("region %#x of %v: %w", id, l.peer.host.Self(), err)
 	}
-	if r.Generation != d.Generation || uint64(len(r.Mem)) != d.Size || d.Size == 0 {
-		return nil, fmt.Errorf("region %#x of %v, generation %d, %d bytes: %w: it has generation %d and %d bytes",
-			d.ID, l.peer.host.Self(), d.Generation, d.Size, p2p.ErrNoRegion, r.Generation, len(r.Mem))
-	}
-	return r.Mem, nil
+	return p2p.NewMapping(r.Mem, nil), nil
 }
 
 // Close implements p2p.Link. The rings are on the heap: they go when both ends are forgotten.

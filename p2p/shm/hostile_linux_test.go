@@ -4,12 +4,17 @@ import (
 	"context"
 	"crypto/rand"
 	"errors"
+	"fmt"
 	"io"
+	"math"
 	"net"
 	"os"
+	"runtime"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -83,6 +88,9 @@ func encoded(m message) []byte { b := m.encode(); return b[:] }
 func memory(t testing.TB, n int) int {
 	t.Helper()
 	fd, err := newMemory(n)
+	if err == nil {
+		err = seal(fd, 0)
+	}
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -123,7 +131,7 @@ func impostors(t testing.TB, n int) map[string]int {
 func TestHostileSetup(t *testing.T) {
 	const data = ring.MinData
 	n := pages(ring.Bytes(data))
-	good := message{kind: msgSetup, size: data, gen: version}
+	good := message{kind: msgSetup, size: data, version: version}
 	type attack struct {
 		name string
 		do   func(t *testing.T, conn *net.UnixConn)
@@ -154,9 +162,9 @@ func TestHostileSetup(t *testing.T) {
 		}, io.EOF},
 	}
 	for name, m := range map[string]message{
-		"other version": {kind: msgSetup, size: data, gen: version + 1}, "odd ring": {kind: msgSetup, size: data + 64, gen: version},
-		"tiny ring": {kind: msgSetup, size: 64, gen: version}, "endless ring": {kind: msgSetup, size: 1 << 63, gen: version},
-		"other ring": {kind: msgSetup, size: 2 * data, gen: version}, "grant": {kind: msgGrant, size: data, gen: version},
+		"other version": {kind: msgSetup, size: data, version: version + 1}, "odd ring": {kind: msgSetup, size: data + 64, version: version},
+		"tiny ring": {kind: msgSetup, size: 64, version: version}, "endless ring": {kind: msgSetup, size: 1 << 63, version: version},
+		"other ring": {kind: msgSetup, size: 2 * data, version: version}, "grant": {kind: msgGrant, size: data, version: version},
 	} {
 		attacks = append(attacks, attack{name, func(t *testing.T, c *net.UnixConn) {
 			fd := memory(t, n)
@@ -198,13 +206,13 @@ func captive(t *testing.T) (l *linktest.End, conn *net.UnixConn, mem []byte) {
 	n := pages(ring.Bytes(data))
 	fd := memory(t, n)
 	defer unix.Close(fd)
-	mem, err := mapMemory(fd, n)
+	mem, err := mapMemory(fd, n, unix.PROT_READ|unix.PROT_WRITE)
 	if err != nil {
 		t.Fatal(err)
 	}
 	up, end := make(chan *net.UnixConn, 1), make(chan struct{})
 	r := listen(t, func(c *net.UnixConn) {
-		pass(t, c, encoded(message{kind: msgSetup, size: data, gen: version}), fd)
+		pass(t, c, encoded(message{kind: msgSetup, size: data, version: version}), fd)
 		up <- c
 		<-end
 	})
@@ -232,21 +240,21 @@ func TestHostilePeer(t *testing.T) {
 	for name, do := range map[string]func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte){
 		"grant unasked": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
 			fd := memory(t, pages(1))
-			pass(t, c, encoded(message{kind: msgGrant, req: 1}), fd)
+			pass(t, c, encoded(message{kind: msgGrant, id: 1, size: 1}), fd)
 			unix.Close(fd)
 			failed(t, l, p2p.ErrProtocol)
 		},
 		"deny unasked": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
-			pass(t, c, encoded(message{kind: msgDeny, req: 0}))
+			pass(t, c, encoded(message{kind: msgDeny, id: 3}))
 			failed(t, l, p2p.ErrProtocol)
 		},
 		"grant of nothing": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
-			pass(t, c, encoded(message{kind: msgGrant, req: 1}))
+			pass(t, c, encoded(message{kind: msgGrant, id: 1, size: 1}))
 			failed(t, l, p2p.ErrProtocol)
 		},
 		"setup again": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
 			fd := memory(t, pages(1))
-			pass(t, c, encoded(message{kind: msgSetup, size: ring.MinData, gen: version}), fd)
+			pass(t, c, encoded(message{kind: msgSetup, size: ring.MinData, version: version}), fd)
 			unix.Close(fd)
 			failed(t, l, p2p.ErrProtocol)
 		},
@@ -283,12 +291,12 @@ func TestHostilePeer(t *testing.T) {
 			for range 5000 {
 				pass(t, c, encoded(message{kind: msgBell}))
 			}
-			pass(t, c, encoded(message{kind: msgAsk, req: 9, id: 5, size: 1})) // answered when all were read
+			pass(t, c, encoded(message{kind: msgAsk, id: 5})) // answered when all were read
 			answer := make([]byte, messageSize)
 			if _, err := io.ReadFull(c, answer); err != nil {
 				t.Fatal(err)
 			}
-			if m, err := decodeMessage((*[messageSize]byte)(answer)); err != nil || m != (message{kind: msgDeny, req: 9}) {
+			if m, err := decodeMessage((*[messageSize]byte)(answer)); err != nil || m != (message{kind: msgDeny, id: 5}) {
 				t.Errorf("%+v, %v", m, err)
 			}
 			if l.Err() != nil {
@@ -297,7 +305,7 @@ func TestHostilePeer(t *testing.T) {
 		},
 		"requests without end": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) { // and never reads an answer
 			for range 1 << 20 {
-				if _, err := c.Write(encoded(message{kind: msgAsk, req: 1, id: 5, size: 1})); err != nil {
+				if _, err := c.Write(encoded(message{kind: msgAsk, id: 5})); err != nil {
 					failed(t, l, p2p.ErrProtocol)
 					return
 				}
@@ -328,64 +336,59 @@ func TestHostileRegions(t *testing.T) {
 		}
 		return m
 	}
-	grant := func(t *testing.T, c *net.UnixConn, n int) {
+	grant := func(t *testing.T, c *net.UnixConn, size, bytes int) {
 		m := ask(t, c)
-		fd := memory(t, n)
-		pass(t, c, encoded(message{kind: msgGrant, req: m.req}), fd)
+		fd := memory(t, bytes)
+		pass(t, c, encoded(message{kind: msgGrant, id: m.id, size: uint64(size)}), fd)
 		unix.Close(fd)
 	}
-	bg := context.Background()
 	linktest.NoLeaks(t, "Impostors", func(t *testing.T) {
 		l, c, _ := captive(t)
-		m := l.Link.(p2p.Mapper)
-		fds := impostors(t, 2*pages(1))
-		for name, fd := range fds {
+		for name, fd := range impostors(t, 2*pages(1)) {
 			done := make(chan struct{})
 			go func() {
 				defer close(done)
-				pass(t, c, encoded(message{kind: msgGrant, req: ask(t, c).req}), fd)
+				pass(t, c, encoded(message{kind: msgGrant, id: ask(t, c).id, size: uint64(pages(1)) + 1}), fd)
 			}()
-			if _, err := m.Map(bg, p2p.RegionDesc{ID: 1, Size: uint64(pages(1)) + 1}); !errors.Is(err, p2p.ErrProtocol) {
+			if _, err := linktest.Map(l, 1); !errors.Is(err, p2p.ErrProtocol) {
 				t.Errorf("%s: %v", name, err)
 			}
 			<-done
 			unix.Close(fd)
 		}
 	})
-	linktest.NoLeaks(t, "Late", func(t *testing.T) {
+	linktest.NoLeaks(t, "Sizes", func(t *testing.T) {
 		l, c, _ := captive(t)
-		m := l.Link.(p2p.Mapper)
-		ctx, cancel := context.WithCancel(bg)
-		first := make(chan error)
-		go func() {
-			_, err := m.Map(ctx, p2p.RegionDesc{ID: 1, Size: 1})
-			first <- err
-		}()
-		q := ask(t, c)
-		cancel()
-		if err := <-first; !errors.Is(err, context.Canceled) {
-			t.Fatal(err)
+		for i, size := range []int{0, pages(1) + 1, -1, math.MaxInt} {
+			go grant(t, c, size, pages(1))
+			if _, err := linktest.Map(l, uint64(i)); !errors.Is(err, p2p.ErrProtocol) {
+				t.Errorf("%d bytes: %v", size, err)
+			}
 		}
-		if _, err := m.Map(ctx, p2p.RegionDesc{ID: 2, Size: 1}); !errors.Is(err, context.Canceled) {
-			t.Fatal("a second request before the first was answered:", err)
+	})
+	linktest.NoLeaks(t, "NobodyWaits", func(t *testing.T) {
+		l, c, _ := captive(t)
+		if m, err := l.Link.(p2p.Mapper).Map(1); m != nil || err != nil {
+			t.Fatal(m, err)
 		}
-		fd := memory(t, pages(1))
-		pass(t, c, encoded(message{kind: msgGrant, req: q.req}), fd) // nobody waits any more
-		unix.Close(fd)
-		go grant(t, c, pages(1))
-		mem, err := m.Map(bg, p2p.RegionDesc{ID: 3, Size: 5})
-		if err != nil || len(mem) != 5 || cap(mem) != 5 {
-			t.Fatal(len(mem), err)
+		grant(t, c, 5, pages(1))
+		pass(t, c, encoded(message{kind: msgDrop, id: 1}))
+		go grant(t, c, 5, pages(1))
+		m, err := linktest.Map(l, 3)
+		if err != nil || len(m.Mem) != 5 || cap(m.Mem) != 5 {
+			t.Fatal(m, err)
 		}
-		mem[4] = 1
+		defer m.Release()
+		if n := mappings(t); n != 3 { // both ends' of the ring, and region 3
+			t.Errorf("%d mappings, want 3: what was dropped is still mapped", n)
+		}
 	})
 	linktest.NoLeaks(t, "Never", func(t *testing.T) {
 		l, c, _ := captive(t)
-		m := l.Link.(p2p.Mapper)
 		results := make(chan error, 4)
 		for i := range 4 {
 			go func() {
-				_, err := m.Map(bg, p2p.RegionDesc{ID: uint64(i), Size: 1})
+				_, err := linktest.Map(l, uint64(i))
 				results <- err
 			}()
 		}
@@ -401,7 +404,7 @@ func TestHostileRegions(t *testing.T) {
 		l, c, _ := captive(t)
 		result := make(chan error)
 		go func() {
-			_, err := l.Link.(p2p.Mapper).Map(bg, p2p.RegionDesc{ID: 1, Size: 1})
+			_, err := linktest.Map(l, 1)
 			result <- err
 		}()
 		ask(t, c)
@@ -410,6 +413,103 @@ func TestHostileRegions(t *testing.T) {
 			t.Error(err)
 		}
 	})
+	linktest.NoLeaks(t, "Full", func(t *testing.T) { // a peer that is stopped, and later reads all
+		l, c, _ := captive(t)
+		m := l.Link.(p2p.Mapper)
+		for i := range 10_000 {
+			if m, err := m.Map(uint64(i)); m != nil || err != nil {
+				t.Fatal(i, m, err)
+			}
+		}
+		for range maxAsking {
+			grant(t, c, 1, pages(1))
+		}
+		for i := range maxAsking {
+			m, err := linktest.Map(l, uint64(i))
+			if err != nil {
+				t.Fatal(err)
+			}
+			m.Release()
+		}
+	})
+}
+
+// mappings counts this process's mappings of shared memory of this package.
+func mappings(t *testing.T) int {
+	t.Helper()
+	text, err := os.ReadFile("/proc/self/maps")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.Count(string(text), "memfd:tutti")
+}
+
+// TestRegionCannotBeWritten: the kernel lets only the owner of a region write to it.
+func TestRegionCannotBeWritten(t *testing.T) {
+	a, b := node(t, 0), node(t, 1)
+	x, _ := linktest.Connect(t, a, b)
+	tr := b.T.(*Transport)
+	r, err := tr.Alloc(100)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Free()
+	b.Share(r.ID, r)
+	m, err := linktest.Map(x, r.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Release()
+	whole := unsafe.Slice(unsafe.SliceData(m.Mem), pages(100))
+	if err := unix.Mprotect(whole, unix.PROT_READ|unix.PROT_WRITE); err == nil {
+		t.Error("a mapping of a peer's region can be made writable")
+	}
+	fd := tr.exports.m[r.ID].fd
+	if _, err := mapMemory(fd, pages(100), unix.PROT_READ|unix.PROT_WRITE); err == nil {
+		t.Error("the descriptor of a region can be mapped for writing")
+	}
+	if _, err := unix.Pwrite(fd, []byte{1}, 0); err == nil {
+		t.Error("the descriptor of a region can be written to")
+	}
+	again, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err == nil {
+		defer unix.Close(again)
+		if _, err := mapMemory(again, pages(100), unix.PROT_READ|unix.PROT_WRITE); err == nil {
+			t.Error("the memory of a region can be opened again and mapped for writing")
+		}
+	}
+	if r.Mem[0] = 5; m.Mem[0] != 5 {
+		t.Error("the owner's stores are not seen")
+	}
+}
+
+// TestFreedRegionsAreUnmappedByPeers: allocating, mapping and freeing again and again does not add up at the peer, nor does it
+// while the peer reads no messages.
+func TestFreedRegionsAreUnmappedByPeers(t *testing.T) {
+	a, b := node(t, 0), node(t, 1)
+	x, _ := linktest.Connect(t, a, b)
+	before := mappings(t)
+	for range 200 {
+		r, err := b.T.(p2p.Allocator).Alloc(100)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b.Share(r.ID, r)
+		m, err := linktest.Map(x, r.ID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.Release()
+		b.Share(r.ID, nil)
+		if err := r.Free(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for deadline := time.Now().Add(linktest.Patience); mappings(t) != before; runtime.Gosched() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%d mappings, %d before", mappings(t), before)
+		}
+	}
 }
 
 // stuck is a host whose Region waits.
@@ -442,7 +542,7 @@ func TestCloseUnderLock(t *testing.T) {
 	y := (<-host.In).Link
 	result := make(chan error)
 	go func() {
-		_, err := x.(p2p.Mapper).Map(context.Background(), p2p.RegionDesc{ID: 1, Size: 1})
+		_, err := linktest.Map(&linktest.End{Link: x}, 1)
 		result <- err
 	}()
 	<-host.entered

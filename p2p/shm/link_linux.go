@@ -1,14 +1,13 @@
 package shm
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"net"
 	"runtime"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -23,40 +22,33 @@ type link struct {
 	peer    p2p.Identity
 	exports *exports
 	sock    *socket
-	down    chan struct{} // closed when the link failed or was closed
-	asking  chan struct{} // held (full) while a request is under way
+	down    chan struct{} // closed when the reader has ended
 
 	mu      sync.Mutex
 	changed sync.Cond
 	closed  bool // Close was called
 	ended   bool // the reader has
 	away    bool // the reader is in a call of the host that may wait for whoever calls Close
-	request *request
-	lastReq uint32
-	maps    map[mapKey][]byte
+	imports map[uint64]*imports
+	asking  int       // imports without an answer
+	unsent  []message // for which the socket had no room; a goroutine sends them
+	helpers sync.WaitGroup
 	once    sync.Once
 	err     error // of Close
 }
 
-type mapKey struct {
-	id  uint64
-	gen uint32
+// imports is what is known of a region of the peer: it was asked for, or it is mapped, or it cannot be mapped because of err.
+type imports struct {
+	mapping *p2p.Mapping
+	err     error
 }
 
-// request is the one that is under way.
-type request struct {
-	no     uint32
-	given  bool        // its asker has gone
-	answer chan answer // room for one
-}
-
-type answer struct {
-	fd int // negative: refused
-}
+// maxAsking bounds the requests that wait for an answer of the peer, so that they never fill its socket.
+const maxAsking = 32
 
 // newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It owns conn and mem from then on.
 func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
-	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}), asking: make(chan struct{}, 1), maps: map[mapKey][]byte{}}
+	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}), imports: map[uint64]*imports{}}
 	l.changed.L = &l.mu
 	if err := l.Init(mem[:ring.Bytes(data)], data, side, sock.wake); err != nil {
 		unmap(mem)
@@ -105,7 +97,9 @@ func (l *link) serve() error {
 		case msgAsk:
 			err = l.answer(m)
 		case msgGrant, msgDeny:
-			err = l.take(m.req, fd)
+			err = l.take(m, fd)
+		case msgDrop:
+			l.drop(m.id)
 		default:
 			if fd >= 0 {
 				unix.Close(fd)
@@ -132,144 +126,163 @@ func (l *link) answer(m message) error {
 	l.mu.Lock()
 	l.away = false
 	l.mu.Unlock()
-	if err == nil {
-		err = l.exports.pass(m.id, m.size, m.gen, func(fd int) error { return l.sock.send(message{kind: msgGrant, req: m.req}, fd) })
-		if !errors.Is(err, p2p.ErrNoRegion) {
+	if err != nil {
+		return l.queue(message{kind: msgDeny, id: m.id})
+	}
+	return l.queue(message{kind: msgGrant, id: m.id})
+}
+
+// queue sends a message, or keeps it until the socket of a peer that is stopped has room.
+func (l *link) queue(m message) error {
+	l.mu.Lock()
+	waiting := len(l.unsent)
+	l.mu.Unlock()
+	if waiting == 0 {
+		if err := l.send(m); !errors.Is(err, errFull) {
 			return err
 		}
 	}
-	return l.sock.send(message{kind: msgDeny, req: m.req}, -1)
-}
-
-// take hands the answer to request no to who asked.
-func (l *link) take(no uint32, fd int) error {
 	l.mu.Lock()
-	q := l.request
-	if q == nil || q.no != no {
-		l.mu.Unlock()
-		if fd >= 0 {
-			unix.Close(fd)
+	defer l.mu.Unlock()
+	answers := 0
+	for _, o := range l.unsent {
+		if o.kind != msgDrop {
+			answers++
 		}
-		return fmt.Errorf("%w: answer to request %d, which was not asked", p2p.ErrProtocol, no)
 	}
-	l.request = nil
-	if q.given && fd >= 0 {
-		unix.Close(fd)
-	} else if !q.given {
-		q.answer <- answer{fd}
+	switch {
+	case l.closed || l.ended:
+		return net.ErrClosed
+	case answers > maxAsking:
+		return fmt.Errorf("%w: the peer sends requests and does not read the answers", p2p.ErrProtocol)
 	}
-	l.mu.Unlock()
-	<-l.asking
+	if l.unsent = append(l.unsent, m); len(l.unsent) == 1 {
+		l.helpers.Go(l.drain)
+	}
 	return nil
 }
 
-// Map implements p2p.Mapper. One request at a time is under way on a link; others wait for it, each at most until its ctx ends.
-func (l *link) Map(ctx context.Context, d p2p.RegionDesc) ([]byte, error) {
-	if mem, err := l.mapped(d); mem != nil || err != nil {
-		return mem, err
-	}
-	if d.Size == 0 || d.Size > math.MaxInt-uint64(pages(1)) {
-		return nil, l.noRegion(d, "a size that no region has")
-	}
-	select {
-	case l.asking <- struct{}{}:
-	case <-ctx.Done():
-		return nil, fmt.Errorf("mapping region %#x of %v: %w", d.ID, l.peer, ctx.Err())
-	case <-l.down:
-		return nil, l.failure()
-	}
-	if mem, err := l.mapped(d); mem != nil || err != nil { // who asked before us may have wanted the same
-		<-l.asking
-		return mem, err
-	}
-	l.mu.Lock()
-	l.lastReq++
-	q := &request{no: l.lastReq, answer: make(chan answer, 1)}
-	l.request = q
-	l.mu.Unlock()
-	if err := l.sock.send(message{kind: msgAsk, req: q.no, id: d.ID, size: d.Size, gen: d.Generation}, -1); err != nil {
-		l.Fail(fmt.Errorf("asking %v for region %#x: %w: %w", l.peer, d.ID, p2p.ErrPeerGone, err), true)
-		l.sock.conn.Close() // and so ends the reader
-		return nil, l.failure()
-	}
-	select {
-	case a := <-q.answer:
-		return l.enter(d, a.fd)
-	case <-ctx.Done():
-		l.abandon(q)
-		return nil, fmt.Errorf("waiting for region %#x of %v: %w", d.ID, l.peer, ctx.Err())
-	case <-l.down:
-		l.abandon(q)
-		return nil, l.failure()
-	}
-}
-
-func (l *link) failure() error {
-	if err := l.Err(); err != nil {
-		return err
-	}
-	return fmt.Errorf("%v: %w", l.peer, p2p.ErrPeerGone)
-}
-
-func (l *link) noRegion(d p2p.RegionDesc, why string) error {
-	return fmt.Errorf("region %#x of %v, generation %d, %d bytes: %w: %s", d.ID, l.peer, d.Generation, d.Size, p2p.ErrNoRegion, why)
-}
-
-// mapped looks in the cache.
-func (l *link) mapped(d p2p.RegionDesc) ([]byte, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.closed {
-		return nil, l.Err()
-	}
-	mem := l.maps[mapKey{d.ID, d.Generation}]
-	if mem != nil && uint64(len(mem)) != d.Size {
-		return nil, l.noRegion(d, fmt.Sprintf("it has %d bytes", len(mem)))
-	}
-	return mem, nil
-}
-
-// enter maps what the peer granted and remembers it.
-func (l *link) enter(d p2p.RegionDesc, fd int) ([]byte, error) {
-	if fd < 0 {
-		return nil, l.noRegion(d, "refused by the peer")
-	}
-	defer unix.Close(fd)
-	n := pages(int(d.Size))
-	if err := checkMemory(fd, n); err != nil {
-		return nil, fmt.Errorf("region %#x of %v: %w", d.ID, l.peer, err)
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.closed {
-		return nil, l.Err()
-	}
-	mem, err := mapMemory(fd, n)
-	if err != nil {
-		return nil, fmt.Errorf("region %#x of %v: %w", d.ID, l.peer, err)
-	}
-	unix.Madvise(mem, unix.MADV_HUGEPAGE)
-	mem = mem[:d.Size:d.Size]
-	l.maps[mapKey{d.ID, d.Generation}] = mem
-	return mem, nil
-}
-
-// abandon gives up waiting for q's answer, which may have come meanwhile.
-func (l *link) abandon(q *request) {
-	l.mu.Lock()
-	q.given = true
-	l.mu.Unlock()
-	select {
-	case a := <-q.answer:
-		if a.fd >= 0 {
-			unix.Close(a.fd)
+// send sends a message. A grant whose region is freed meanwhile becomes a denial.
+func (l *link) send(m message) error {
+	if m.kind == msgGrant {
+		err := l.exports.pass(l, m.id, func(fd, size int) error {
+			m.size = uint64(size)
+			return l.sock.send(m, fd)
+		})
+		if !errors.Is(err, p2p.ErrNoRegion) {
+			return err
 		}
-	default:
+		m = message{kind: msgDeny, id: m.id}
 	}
+	return l.sock.send(m, -1)
+}
+
+// drain sends what queue has kept, in order.
+func (l *link) drain() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for pause := time.Millisecond; len(l.unsent) > 0; {
+		m := l.unsent[0]
+		l.mu.Unlock()
+		err := l.send(m)
+		if errors.Is(err, errFull) {
+			select {
+			case <-l.down:
+			case <-time.After(pause):
+			}
+			pause = min(2*pause, time.Second)
+		}
+		l.mu.Lock()
+		switch {
+		case err == nil:
+			l.unsent, pause = l.unsent[1:], time.Millisecond
+		case !errors.Is(err, errFull): // the link is down, and the peer drops all mappings
+			l.unsent = nil
+		}
+	}
+}
+
+// take takes the answer to a request.
+func (l *link) take(m message, fd int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if fd >= 0 {
+		defer unix.Close(fd)
+	}
+	r := l.imports[m.id]
+	if r == nil || r.mapping != nil || r.err != nil {
+		return fmt.Errorf("%w: an answer for region %#x, which was not asked for", p2p.ErrProtocol, m.id)
+	}
+	l.asking--
+	if fd < 0 {
+		r.err = fmt.Errorf("region %#x of %v: %w", m.id, l.peer, p2p.ErrNoRegion)
+	} else if r.mapping, r.err = imported(fd, m.size); r.err != nil {
+		r.err = fmt.Errorf("region %#x of %v: %w", m.id, l.peer, r.err)
+	}
+	l.host.Wake()
+	return nil
+}
+
+// drop unmaps a region that the peer has freed, or will when its last user has released it.
+func (l *link) drop(id uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if r := l.imports[id]; r != nil && (r.mapping != nil || r.err != nil) {
+		if r.mapping != nil {
+			r.mapping.Retire()
+		}
+		delete(l.imports, id)
+	}
+}
+
+// retract tells the peer that a region which it was granted is freed. It does not block.
+func (l *link) retract(id uint64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || l.ended {
+		return
+	}
+	if l.unsent = append(l.unsent, message{kind: msgDrop, id: id}); len(l.unsent) == 1 {
+		l.helpers.Go(l.drain)
+	}
+}
+
+// Map implements p2p.Mapper.
+func (l *link) Map(id uint64) (*p2p.Mapping, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || l.ended {
+		if err := l.Err(); err != nil {
+			return nil, err
+		}
+		return nil, fmt.Errorf("%v: %w", l.peer, p2p.ErrPeerGone)
+	}
+	switch r := l.imports[id]; {
+	case r == nil && l.asking == maxAsking:
+		return nil, nil // later
+	case r == nil:
+		switch err := l.sock.send(message{kind: msgAsk, id: id}, -1); {
+		case errors.Is(err, errFull):
+			return nil, nil // later
+		case err != nil:
+			l.Fail(fmt.Errorf("asking %v for region %#x: %w: %w", l.peer, id, p2p.ErrPeerGone, err), true)
+			l.sock.conn.Close() // and so ends the reader
+			return nil, l.Err()
+		}
+		l.imports[id] = &imports{}
+		l.asking++
+		return nil, nil
+	case r.err != nil:
+		delete(l.imports, id)
+		return nil, r.err
+	case r.mapping != nil:
+		return r.mapping.Acquire(), nil
+	}
+	return nil, nil
 }
 
 // Close implements p2p.Link. It may be called while other methods run: the rings' memory is given up, but its addresses stay readable until the link is forgotten.
-// Mapped regions go at once, and must not be in use.
+// Mapped regions stay until their last user has released them.
 func (l *link) Close() error {
 	l.once.Do(func() {
 		l.Fail(fmt.Errorf("link to %v: %w", l.peer, p2p.ErrClosed), false)
@@ -282,17 +295,19 @@ func (l *link) Close() error {
 		for !l.ended && !l.away {
 			l.changed.Wait()
 		}
-		maps := l.maps
-		l.maps = nil
+		all := l.imports
+		l.imports = nil
 		l.mu.Unlock()
-		var errs []error
-		for _, mem := range maps {
-			errs = append(errs, unmap(mem))
+		l.helpers.Wait() // sending fails, for the socket is closed
+		l.exports.forget(l)
+		for _, r := range all {
+			if r.mapping != nil {
+				r.mapping.Retire()
+			}
 		}
 		mem := l.Memory()
-		errs = append(errs, blank(mem))
+		l.err = blank(mem)
 		runtime.AddCleanup(l, func(mem []byte) { unmap(mem) }, mem)
-		l.err = errors.Join(errs...)
 	})
 	return l.err
 }

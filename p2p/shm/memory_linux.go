@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"sync"
 	"unsafe"
@@ -21,7 +22,7 @@ func pages(n int) int {
 	return (n + p - 1) &^ (p - 1)
 }
 
-// newMemory returns the descriptor of fresh, zeroed shared memory of n bytes (whole pages), sealed at that size.
+// newMemory returns the descriptor of fresh, zeroed shared memory of n bytes (whole pages), not sealed yet.
 func newMemory(n int) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("tutti", flags|unix.MFD_NOEXEC_SEAL)
@@ -31,14 +32,61 @@ func newMemory(n int) (int, error) {
 	if err != nil {
 		return -1, fmt.Errorf("memfd_create: %w", err)
 	}
-	if err = unix.Ftruncate(fd, int64(n)); err == nil {
-		_, err = unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals)
-	}
-	if err != nil {
+	if err = unix.Ftruncate(fd, int64(n)); err != nil {
 		unix.Close(fd)
 		return -1, fmt.Errorf("shared memory of %d bytes: %w", n, err)
 	}
 	return fd, nil
+}
+
+// seal fixes the size of shared memory.
+func seal(fd, more int) error {
+	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, seals|more); err != nil {
+		return fmt.Errorf("sealing shared memory: %w", err)
+	}
+	return nil
+}
+
+// newRing returns shared memory of n bytes that both ends of a link write.
+func newRing(n int) (fd int, mem []byte, err error) {
+	if fd, err = newMemory(n); err != nil {
+		return -1, nil, err
+	}
+	if err = seal(fd, 0); err == nil {
+		mem, err = mapMemory(fd, n, unix.PROT_READ|unix.PROT_WRITE)
+	}
+	if err != nil {
+		unix.Close(fd)
+		return -1, nil, err
+	}
+	return fd, mem, nil
+}
+
+// newRegion returns shared memory of n bytes that only this process can write, through mem: whoever gets the descriptor can
+// map it for reading alone.
+func newRegion(n int) (fd int, mem []byte, err error) {
+	if fd, err = newMemory(n); err != nil {
+		return -1, nil, err
+	}
+	if mem, err = mapMemory(fd, n, unix.PROT_READ|unix.PROT_WRITE); err != nil {
+		unix.Close(fd)
+		return -1, nil, err
+	}
+	if err = seal(fd, unix.F_SEAL_FUTURE_WRITE); errors.Is(err, unix.EINVAL) { // before Linux 5.1
+		if err = seal(fd, 0); err == nil {
+			var readOnly int
+			if readOnly, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC, 0); err == nil {
+				unix.Close(fd)
+				fd = readOnly
+			}
+		}
+	}
+	if err != nil {
+		unmap(mem)
+		unix.Close(fd)
+		return -1, nil, err
+	}
+	return fd, mem, nil
 }
 
 // checkMemory says whether a descriptor from a peer is memory of exactly n bytes that nobody can shrink: else touching a mapping of it could be a SIGBUS.
@@ -64,9 +112,9 @@ func checkMemory(fd, n int) error {
 	return nil
 }
 
-// mapMemory maps n bytes (whole pages) of fd for reading and writing.
-func mapMemory(fd, n int) ([]byte, error) {
-	p, err := unix.MmapPtr(fd, 0, nil, uintptr(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+// mapMemory maps n bytes (whole pages) of fd.
+func mapMemory(fd, n, prot int) ([]byte, error) {
+	p, err := unix.MmapPtr(fd, 0, nil, uintptr(n), prot, unix.MAP_SHARED)
 	if err != nil {
 		return nil, fmt.Errorf("mapping %d bytes of shared memory: %w", n, err)
 	}
@@ -85,18 +133,16 @@ func blank(mem []byte) error {
 	return err
 }
 
-// exports are the regions of one rank that its peers may map. Descriptors are passed and closed under the lock, so that a number is never
-// passed after it was closed and has come to mean something else.
+// exports are the regions of one rank that its peers may map. Descriptors are passed and closed under the lock, so that a
+// number is never passed after it was closed and has come to mean something else.
 type exports struct {
 	mu sync.Mutex
-	m  map[uint64]export
+	m  map[uint64]*export
 }
 
-// The generation is kept here too and changes with the descriptor, under the lock: Region.Generation follows a moment later.
 type export struct {
-	fd   int
-	size int
-	gen  uint32
+	fd, size int
+	granted  map[*link]struct{} // to whose peers it was passed
 }
 
 // alloc implements p2p.Allocator.
@@ -104,13 +150,8 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 	if n < 1 || pages(n) < n {
 		return nil, fmt.Errorf("shm: region of %d bytes, want at least 1", n)
 	}
-	fd, err := newMemory(pages(n))
+	fd, mem, err := newRegion(pages(n))
 	if err != nil {
-		return nil, fmt.Errorf("shm: %w", err)
-	}
-	mem, err := mapMemory(fd, pages(n))
-	if err != nil {
-		unix.Close(fd)
 		return nil, fmt.Errorf("shm: %w", err)
 	}
 	unix.Madvise(mem, unix.MADV_HUGEPAGE) // where the system allows it
@@ -122,62 +163,61 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 		id = binary.LittleEndian.Uint64(b[:])
 	}
 	if x.m == nil {
-		x.m = map[uint64]export{}
+		x.m = map[uint64]*export{}
 	}
-	x.m[id] = export{fd: fd, size: n}
+	x.m[id] = &export{fd, n, map[*link]struct{}{}}
 	x.mu.Unlock()
-	r := p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], fd, func() error {
-		x.mu.Lock()
-		fd := x.m[id].fd
-		delete(x.m, id)
-		err := unix.Close(fd)
-		x.mu.Unlock()
-		return errors.Join(err, unmap(mem))
-	})
-	r.OnRenew(func() error {
-		fd, err := x.renew(id, mem)
-		if fd >= 0 {
-			r.File = fd
-		}
-		return err
-	})
-	return r, nil
+	return p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], true, func() error { return errors.Join(x.free(id), unmap(mem)) }), nil
 }
 
-// renew puts fresh memory with the same contents behind the addresses of mem. Peers go on with the old memory, which is nobody else's from then on.
-// It returns the new descriptor, negative if the old one stays.
-func (x *exports) renew(id uint64, mem []byte) (int, error) {
-	fd, err := newMemory(len(mem))
-	if err != nil {
-		return -1, err
-	}
-	fresh, err := mapMemory(fd, len(mem))
-	if err != nil {
-		unix.Close(fd)
-		return -1, err
-	}
+// free withdraws a region and tells the peers that have it.
+func (x *exports) free(id uint64) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	old, ok := x.m[id]
-	if !ok {
-		return -1, errors.Join(p2p.ErrNoRegion, unmap(fresh), unix.Close(fd))
+	e := x.m[id]
+	delete(x.m, id)
+	for l := range e.granted {
+		l.retract(id)
 	}
-	copy(fresh, mem)
-	if _, err := unix.MmapPtr(fd, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_FIXED); err != nil {
-		return -1, errors.Join(err, unmap(fresh), unix.Close(fd))
-	}
-	unix.Madvise(mem, unix.MADV_HUGEPAGE)
-	x.m[id] = export{fd, old.size, old.gen + 1}
-	return fd, errors.Join(unmap(fresh), unix.Close(old.fd))
+	return unix.Close(e.fd)
 }
 
-// pass calls send with the descriptor of region id, if there is one of that size and generation.
-func (x *exports) pass(id, size uint64, gen uint32, send func(fd int) error) error {
+// pass calls send with the descriptor and the size of region id, if there is one, and notes that the peer of l has it.
+func (x *exports) pass(l *link, id uint64, send func(fd, size int) error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	e, ok := x.m[id]
-	if !ok || uint64(e.size) != size || e.gen != gen {
+	e := x.m[id]
+	if e == nil {
 		return p2p.ErrNoRegion
 	}
-	return send(e.fd)
+	if err := send(e.fd, e.size); err != nil {
+		return err
+	}
+	e.granted[l] = struct{}{}
+	return nil
+}
+
+// forget drops a link that is closed.
+func (x *exports) forget(l *link) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for _, e := range x.m {
+		delete(e.granted, l)
+	}
+}
+
+// imported maps a region of a peer, of n bytes, from the descriptor that the peer has passed.
+func imported(fd int, n uint64) (*p2p.Mapping, error) {
+	if n == 0 || n > math.MaxInt-uint64(pages(1)) {
+		return nil, fmt.Errorf("%w: the peer passed a region of %d bytes", p2p.ErrProtocol, n)
+	}
+	if err := checkMemory(fd, pages(int(n))); err != nil {
+		return nil, err
+	}
+	mem, err := mapMemory(fd, pages(int(n)), unix.PROT_READ)
+	if err != nil {
+		return nil, err
+	}
+	unix.Madvise(mem, unix.MADV_HUGEPAGE)
+	return p2p.NewMapping(mem[:n:n], func(mem []byte) { unmap(mem) }), nil
 }

@@ -10,41 +10,40 @@ import (
 // Kinds of message. Only setup and grant come with a descriptor, exactly one.
 const (
 	msgBell  = iota + 1 // wake up
-	msgSetup            // acceptor's first: size is the ring's, gen the layout's version
+	msgSetup            // acceptor's first: size is the ring's, version the layout's
 	msgFail             // instead of setup: size is the errno
-	msgAsk              // for region id, gen, size; req is the asker's number
-	msgGrant            // answer to req, with the region's descriptor
-	msgDeny             // answer to req: no such region
+	msgAsk              // for region id
+	msgGrant            // answer: region id, of size bytes, with its descriptor
+	msgDeny             // answer: there is no region id
+	msgDrop             // region id, which was granted, is freed: unmap it
 	msgEnd
 )
 
 const (
-	messageSize = 32
-	version     = 1 // of the memory's layout and the messages
+	messageSize = 24
+	version     = 2 // of the memory's layout and the messages
 )
 
 // message is what passes over a link's socket, always messageSize bytes:
 //
-//	0 kind | 1-3 zero | 4-7 req | 8-15 id | 16-23 size | 24-27 gen | 28-31 zero
+//	0 kind | 1-3 zero | 4-7 version | 8-15 id | 16-23 size
 type message struct {
-	kind uint8
-	req  uint32
-	id   uint64
-	size uint64
-	gen  uint32
+	kind    uint8
+	version uint32
+	id      uint64
+	size    uint64
 }
 
 func (m message) encode() (b [messageSize]byte) {
 	b[0] = m.kind
-	binary.LittleEndian.PutUint32(b[4:], m.req)
+	binary.LittleEndian.PutUint32(b[4:], m.version)
 	binary.LittleEndian.PutUint64(b[8:], m.id)
 	binary.LittleEndian.PutUint64(b[16:], m.size)
-	binary.LittleEndian.PutUint32(b[24:], m.gen)
 	return b
 }
 
 func decodeMessage(b *[messageSize]byte) (message, error) {
-	m := message{b[0], binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:]), binary.LittleEndian.Uint32(b[24:])}
+	m := message{b[0], binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:])}
 	if m.kind == 0 || m.kind >= msgEnd || m.encode() != *b {
 		return message{}, fmt.Errorf("%w: malformed message % x", p2p.ErrProtocol, b[:])
 	}

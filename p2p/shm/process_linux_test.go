@@ -67,13 +67,13 @@ func child(role string) error {
 				return nil
 			}
 		}
-	case "region": // shares memory, then adds one to every byte for each frame that comes
+	case "region": // shares memory, then adds its place and one to every byte for each frame that comes
 		r, err := t.Alloc(3<<20 + 1)
 		if err != nil {
 			return err
 		}
 		host.Share(r.ID, r)
-		h := p2p.Header{Seq: r.ID, Count: uint64(len(r.Mem))}
+		h := p2p.Header{Seq: r.ID}
 		if err := e.Put(&h, nil); err != nil {
 			return err
 		}
@@ -85,7 +85,7 @@ func child(role string) error {
 				return err
 			}
 			for i := range r.Mem {
-				r.Mem[i]++
+				r.Mem[i] += byte(i) + 1
 			}
 			if err := e.Put(&h, nil); err != nil {
 				return err
@@ -286,13 +286,12 @@ func TestRegionOfProcess(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		mem, err := p.Link.(p2p.Mapper).Map(context.Background(), p2p.RegionDesc{ID: h.Seq, Size: h.Count})
+		m, err := linktest.Map(p.End, h.Seq)
 		if err != nil {
 			t.Fatal(err)
 		}
-		for i := range mem {
-			mem[i] = byte(i)
-		}
+		defer m.Release()
+		mem := m.Mem
 		if err := p.Put(&p2p.Header{}, nil); err != nil {
 			t.Fatal(err)
 		}
@@ -338,7 +337,7 @@ func TestDescriptors(t *testing.T) {
 		}
 		defer r.Free()
 		b.Share(r.ID, r)
-		if _, err := x.Link.(p2p.Mapper).Map(context.Background(), p2p.RegionDesc{ID: r.ID, Size: 100}); err != nil {
+		if _, err := linktest.Map(x, r.ID); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -71,7 +71,10 @@ func newSocket(conn *net.UnixConn) (*socket, error) {
 // so a socket of the usual size never fills up unless the peer has stopped to read while it floods us with requests.
 func (s *socket) wake() { s.raw.Write(s.bell) }
 
-// send sends a message, with a descriptor unless fd is negative.
+// errFull says that a socket takes no more: the peer does not read what was sent to it.
+var errFull = errors.New("the peer does not read its messages")
+
+// send sends a message, with a descriptor unless fd is negative. It does not block.
 func (s *socket) send(m message, fd int) error {
 	b := m.encode()
 	var rights []byte
@@ -94,7 +97,7 @@ func (s *socket) send(m message, fd int) error {
 		err = io.ErrShortWrite
 	}
 	if errors.Is(err, unix.EAGAIN) || errors.Is(err, io.ErrShortWrite) {
-		return fmt.Errorf("%w: the peer sends requests and does not read the answers", p2p.ErrProtocol)
+		return errFull
 	}
 	return err
 }

@@ -150,14 +150,10 @@ func (t *Transport) found(conn *net.UnixConn, from p2p.Identity) (*link, error) 
 		conn.Close()
 		return nil, err
 	}
-	n := pages(ring.Bytes(t.cfg.RingBytes))
-	var mem []byte
-	fd, err := newMemory(n)
+	fd, mem, err := newRing(pages(ring.Bytes(t.cfg.RingBytes)))
 	if err == nil {
-		if mem, err = mapMemory(fd, n); err == nil {
-			if err = sock.send(message{kind: msgSetup, size: uint64(t.cfg.RingBytes), gen: version}, fd); err != nil {
-				unmap(mem)
-			}
+		if err = sock.send(message{kind: msgSetup, size: uint64(t.cfg.RingBytes), version: version}, fd); err != nil {
+			unmap(mem)
 		}
 		unix.Close(fd)
 	}
@@ -301,14 +297,14 @@ func receive(sock *socket) (mem []byte, data int, err error) {
 	if m.kind == msgFail {
 		return nil, 0, fmt.Errorf("the peer could not make the shared memory: %w", unix.Errno(m.size))
 	}
-	if m.kind != msgSetup || m.gen != version || m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
+	if m.kind != msgSetup || m.version != version || m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
 		return nil, 0, fmt.Errorf("%w: set-up message %+v", p2p.ErrProtocol, m)
 	}
 	n := pages(ring.Bytes(int(m.size)))
 	if err := checkMemory(fd, n); err != nil {
 		return nil, 0, err
 	}
-	mem, err = mapMemory(fd, n)
+	mem, err = mapMemory(fd, n, unix.PROT_READ|unix.PROT_WRITE)
 	return mem, int(m.size), err
 }
 
@@ -327,5 +323,5 @@ func (t *Transport) Close() error {
 	return err
 }
 
-// Alloc implements p2p.Allocator: shared memory, with a descriptor (Region.File) that only this package passes on.
+// Alloc implements p2p.Allocator: shared memory that peers can map for reading alone.
 func (t *Transport) Alloc(n int) (*p2p.Region, error) { return t.exports.alloc(n) }

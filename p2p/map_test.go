@@ -1,0 +1,107 @@
+package p2p_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"tutti/p2p"
+)
+
+// muted is a link whose peer never answers anything; fails says that the peer is gone.
+type muted struct {
+	scripted
+	fails *atomic.Bool
+	asked chan struct{}
+}
+
+func (m *muted) Recv() (*p2p.Header, []byte, error) {
+	if m.fails.Load() {
+		return nil, nil, fmt.Errorf("it is gone: %w", p2p.ErrPeerGone)
+	}
+	return nil, nil, nil
+}
+func (m *muted) Arm() bool { return false }
+func (m *muted) Map(uint64) (*p2p.Mapping, error) {
+	select {
+	case m.asked <- struct{}{}:
+	default:
+	}
+	if m.fails.Load() {
+		return nil, p2p.ErrPeerGone
+	}
+	return nil, nil
+}
+
+type mutedTransport struct {
+	hostile
+	link *muted
+}
+
+func (h *mutedTransport) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, error) {
+	return h.link, nil
+}
+
+// TestMapEnds: waiting for a peer to share memory ends with the operation's deadline, with the peer, with the channel, and with Close.
+func TestMapEnds(t *testing.T) {
+	abort := errors.New("aborted")
+	for name, c := range map[string]struct {
+		do   func(p *p2p.Proxy, c *p2p.Channel, m *muted, cancel func())
+		want error
+	}{
+		"cancelled": {func(_ *p2p.Proxy, _ *p2p.Channel, _ *muted, cancel func()) { cancel() }, context.Canceled},
+		"deadline":  {func(*p2p.Proxy, *p2p.Channel, *muted, func()) {}, p2p.ErrTimeout},
+		"gone":      {func(p *p2p.Proxy, _ *p2p.Channel, m *muted, _ func()) { m.fails.Store(true); p.Wake() }, p2p.ErrPeerGone},
+		"aborted": {func(p *p2p.Proxy, c *p2p.Channel, _ *muted, _ func()) {
+			p.Lock()
+			c.Abort(abort, nil)
+			p.Unlock()
+		}, abort},
+		"closed": {func(p *p2p.Proxy, _ *p2p.Channel, _ *muted, _ func()) { p.Close() }, p2p.ErrClosed},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := &muted{fails: &atomic.Bool{}, asked: make(chan struct{}, 1)}
+			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true,
+				Transports: []p2p.Transport{&mutedTransport{link: m}}, Resolve: func(context.Context, int) (p2p.Peer, error) {
+					return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2}, Endpoints: map[string][]byte{"hostile": {1}}}, nil
+				}})
+			defer p.Close()
+			if _, err := p.Listen(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			ch := open(t, p, 1, 2)
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			timeout := time.Minute
+			if name == "deadline" {
+				timeout = 50 * time.Millisecond
+			}
+			failed := make(chan error, 1)
+			go func() {
+				p.Lock()
+				defer p.Unlock()
+				var w p2p.Wait
+				w.Reset(ctx, timeout, false)
+				_, err := ch.Map(&w, 1, 5)
+				failed <- err
+			}()
+			<-m.asked
+			c.do(p, ch, m, cancel)
+			select {
+			case err := <-failed:
+				if !errors.Is(err, c.want) {
+					t.Errorf("%v, want %v", err, c.want)
+				}
+				var peer *p2p.PeerError
+				if name == "gone" && (!errors.As(err, &peer) || peer.Rank != 1) {
+					t.Errorf("%v does not name the peer", err)
+				}
+			case <-time.After(30 * time.Second):
+				t.Fatal("it does not return")
+			}
+		})
+	}
+}

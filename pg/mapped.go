@@ -1,0 +1,180 @@
+package pg
+
+import (
+	"encoding/binary"
+	"fmt"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/p2p"
+)
+
+// mapped is what a direct plan needs beside its steps: the peers' memory in this process, and the exposure of this rank's. It belongs to
+// the operation that runs, from exchange to close.
+type mapped struct {
+	exposure  *p2p.Exposure // nil: nobody can map this rank's memory
+	begun     bool          // the exposure, by the operation that runs
+	peers     []peerMemory  // by slot
+	shift     int           // bytes from the start of the peers' buffers, or parts, to the present block
+	mine, all []byte        // this rank's and all ranks' descriptors
+}
+
+// peerMemory is the buffers of a peer in this process. in or out is nil where the plan does not load it.
+type peerMemory struct {
+	in, out unsafe.Pointer
+	ticket  p2p.Ticket
+	held    []*p2p.Mapping
+}
+
+// A descriptor tells the peers where this rank's buffers are, in descSize bytes, little-endian:
+//
+//	0 ok (1 byte): they can be mapped | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
+//	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it | 56 zero
+//
+// A region is 0 where the peers need no such buffer of this rank.
+const descSize = 64
+
+// loaded returns how many bytes of In and Out of slot its peers load in a direct plan of c.
+func (c *call) loaded(size, slot, elem int) (in, out int) {
+	n := c.count * elem
+	switch c.kind {
+	case collectives.AllReduce:
+		return n, n
+	case collectives.Reduce, collectives.AllGather, collectives.Gather:
+		return n, 0
+	case collectives.ReduceScatter, collectives.AllToAll:
+		return n * size, 0
+	case collectives.AllGatherV:
+		return c.counts[slot] * elem, 0
+	case collectives.Broadcast:
+		if slot == c.root {
+			return n, 0
+		}
+	case collectives.Scatter:
+		if slot == c.root {
+			return n * size, 0
+		}
+	}
+	return 0, 0
+}
+
+// exchange tells all ranks where this rank's buffers are and maps theirs. It returns false, at every rank alike, unless all that the plan loads
+// can be mapped. It is also the entry into the operation: when it returns, every rank has begun it. From its begin to close, peers may load the
+// buffers of the call.
+func (r *runner) exchange(elem int) (bool, error) {
+	g, c, m := r.g, &r.g.cur, &r.mapped
+	if len(m.all) != descSize*g.size {
+		m.mine, m.all, m.peers = make([]byte, descSize), make([]byte, descSize*g.size), make([]peerMemory, g.size)
+	}
+	clear(m.mine)
+	if m.exposure != nil {
+		in, out := c.loaded(g.size, g.rank, elem)
+		if r.describe(m.mine[24:40], c.in, in) && r.describe(m.mine[40:56], c.out, out) {
+			board, off := m.exposure.Place()
+			m.mine[0] = 1
+			binary.LittleEndian.PutUint32(m.mine[4:], uint32(off))
+			binary.LittleEndian.PutUint64(m.mine[8:], board)
+			binary.LittleEndian.PutUint64(m.mine[16:], m.exposure.Begin())
+			m.begun = true
+		}
+	}
+	if err := r.share(m.mine, m.all); err != nil {
+		return false, err
+	}
+	for _, slot := range g.active {
+		if m.all[slot*descSize] == 0 {
+			return false, nil
+		}
+	}
+	for _, slot := range g.active {
+		if slot != g.rank {
+			if err := r.locate(slot, elem); err != nil {
+				return false, err
+			}
+		}
+	}
+	return true, nil
+}
+
+// describe writes the region that n bytes at ptr are in, and their offset in it. It returns false if peers cannot map them.
+func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
+	if n == 0 {
+		return true
+	}
+	reg, off := r.g.job.region(ptr, n)
+	if reg == nil {
+		return false
+	}
+	binary.LittleEndian.PutUint64(d, reg.ID)
+	binary.LittleEndian.PutUint64(d[8:], uint64(off))
+	return true
+}
+
+// locate maps what a peer has described, as far as the plan loads it.
+func (r *runner) locate(slot, elem int) (err error) {
+	g, d, at := r.g, r.mapped.all[slot*descSize:(slot+1)*descSize], &r.mapped.peers[slot]
+	in, out := g.cur.loaded(g.size, slot, elem)
+	if in == 0 && out == 0 {
+		return nil
+	}
+	if at.in, err = r.load(at, slot, d[24:40], in); err != nil {
+		return err
+	}
+	if at.out, err = r.load(at, slot, d[40:56], out); err != nil {
+		return err
+	}
+	board, err := g.coll.Map(&g.wait, slot, binary.LittleEndian.Uint64(d[8:]))
+	if err != nil {
+		return err
+	}
+	at.held = append(at.held, board)
+	if at.ticket, err = p2p.NewTicket(board, int(binary.LittleEndian.Uint32(d[4:])), binary.LittleEndian.Uint64(d[16:])); err != nil {
+		return &p2p.PeerError{Rank: g.ranks[slot], Err: err}
+	}
+	return nil
+}
+
+// load maps n bytes that the peer in slot has described in d.
+func (r *runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	m, err := r.g.coll.Map(&r.g.wait, slot, binary.LittleEndian.Uint64(d))
+	if err != nil {
+		return nil, err
+	}
+	at.held = append(at.held, m)
+	off := binary.LittleEndian.Uint64(d[8:])
+	if size := uint64(len(m.Mem)); off > size || uint64(n) > size-off {
+		return nil, &p2p.PeerError{Rank: r.g.ranks[slot],
+			Err: fmt.Errorf("%w: a buffer of %d bytes at offset %d of a region of %d", p2p.ErrProtocol, n, off, size)}
+	}
+	return unsafe.Pointer(&m.Mem[off]), nil
+}
+
+// verify makes sure that what has been loaded from peers was theirs to give: that they had not left the operation. Where one has, it waits
+// until it is known why, and returns that.
+func (r *runner) verify() error {
+	for _, slot := range r.g.active {
+		if at := &r.mapped.peers[slot]; len(at.held) > 0 && !at.ticket.Valid() {
+			return r.g.coll.WaitLeft(&r.g.wait, slot, r.tok.Seq)
+		}
+	}
+	return nil
+}
+
+// close ends the exposure of this rank's memory and gives up the peers'. When it returns, whatever peers load from the buffers of the call they do
+// not take for its data.
+func (m *mapped) close() {
+	if m.begun {
+		m.exposure.Withdraw()
+		m.begun = false
+	}
+	for i := range m.peers {
+		at := &m.peers[i]
+		for _, h := range at.held {
+			h.Release()
+		}
+		*at = peerMemory{held: at.held[:0]}
+	}
+}
