@@ -45,7 +45,7 @@ type Config struct {
 	// Uniform makes the outcome of every collective the same at all survivors: each has the result, or each gets the error. It costs a small exchange after each collective.
 	// Default TUTTI_UNIFORM. All ranks must have the same OnFailure and Uniform.
 	Uniform bool
-	// OnTimeout says what happens to ranks that an operation waited for in vain. Default: TimeoutReports.
+	// OnTimeout says what happens to ranks that an operation waited for in vain, and who decides it. Default: TimeoutReports. The same at all ranks.
 	OnTimeout OnTimeout
 	// Window is how long two live ranks may be unable to reach each other before one of them is removed; at least half a second longer than LeaseTTL. Default 3 s.
 	Window time.Duration
@@ -71,8 +71,11 @@ type OnTimeout uint8
 const (
 	// TimeoutReports: the operation returns a *TimeoutError that names them, and the group is unusable until Recover, which they are to call too.
 	TimeoutReports OnTimeout = iota
-	// TimeoutEvicts: they are removed as well, and the group goes on without them as OnFailure says.
+	// TimeoutEvicts: those are removed that more than half of the active ranks of the job have waited for in vain, in one operation, each for at least half of the time that ran out. The group
+	// goes on without them as OnFailure says. Where there is no such majority, one rank was early or two do not agree: nobody is removed, and the next operation begins when all are there.
 	TimeoutEvicts
+	// TimeoutEvictsAlone: any rank removes whomever it has waited for in vain. A rank that is early removes all others.
+	TimeoutEvictsAlone
 )
 
 // DefaultWindow is Config.Window's default.

@@ -212,7 +212,7 @@ func (ms *members) do(a membership.Action) {
 		ms.warm(a.Peer)
 	case membership.Report:
 		key := reportKey + strconv.Itoa(ms.self.Slot)
-		if len(a.Unreachable) == 0 && a.Seq == 1 {
+		if len(a.Unreachable)+len(a.Late) == 0 && a.Seq == 1 {
 			return
 		}
 		ms.publish(key, append(stamp(ms.self.Incarnation), a.Encode()...))

@@ -153,10 +153,16 @@ func (g *Group) survivable(err error) bool {
 		return false
 	case errors.As(err, &lost):
 		return true
-	case errors.As(err, &late) && g.job.settings.OnTimeout == TimeoutEvicts && errors.Is(late, context.DeadlineExceeded):
+	case errors.As(err, &late) && g.job.settings.OnTimeout != TimeoutReports && errors.Is(late, context.DeadlineExceeded):
 		for _, m := range late.Missing {
-			if r := g.ranks[m.Rank]; m.Rank != g.rank {
-				g.job.members.tell(membership.Missed{Peer: membership.Peer{Slot: r, Incarnation: g.job.view.Slots[r].Incarnation}})
+			r := g.ranks[m.Rank]
+			who := membership.Peer{Slot: r, Incarnation: g.job.view.Slots[r].Incarnation}
+			switch {
+			case m.Rank == g.rank:
+			case g.job.settings.OnTimeout == TimeoutEvictsAlone:
+				g.job.members.tell(membership.Missed{Peer: who})
+			case 2*g.wait.Waited() >= late.After: // a witness: it was in the operation for long itself, and does not just hear of it
+				g.job.members.tell(membership.Late{Peer: who})
 			}
 		}
 		return len(late.Missing) > 0
@@ -436,9 +442,6 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
-	within, end := g.within(ctx, "admit")
-	defer end()
-	ctx = within.ctx
 	if err := g.enter(ctx, "admit", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: admitFields}) }); err != nil {
 		return 0, err
 	}
@@ -554,7 +557,7 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	if ms == nil {
 		return &ArgumentError{Call: "evict", Arg: "the group", Got: "one without a store", Want: "a job of several processes"}
 	}
-	b, end := g.within(ctx, "evict")
+	b, end := g.within(ctx, "evict", time.Now())
 	defer end()
 	r := ranks[rank]
 	ms.tell(membership.Evict{Slot: r})
@@ -574,7 +577,7 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	}
 }
 
-// bound is the one deadline of a call that waits for the store: what its caller's ctx and Config.Timeout leave it, from its beginning to its end.
+// bound is the one deadline of a call that waits for the store: what its caller's ctx and Config.Timeout leave it.
 type bound struct {
 	g     *Group
 	ctx   context.Context
@@ -582,10 +585,17 @@ type bound struct {
 	began time.Time
 }
 
-// within bounds a call that begins now. end gives the bound's resources back.
-func (g *Group) within(ctx context.Context, call string) (b *bound, end context.CancelFunc) {
-	b = &bound{g: g, call: call, began: time.Now()}
-	b.ctx, end = g.job.settings.within(ctx)
+// within bounds what a call that began at began asks the store for: by the rest of its time, but so that two questions can be answered. end gives the bound's resources back.
+func (g *Group) within(ctx context.Context, call string, began time.Time) (b *bound, end context.CancelFunc) {
+	b = &bound{g: g, ctx: ctx, call: call, began: began}
+	if g.job.timeout == 0 {
+		return b, func() {}
+	}
+	left := g.job.timeout - time.Since(began)
+	if left < g.job.timeout/2 {
+		left = max(left, min(2*storeWait, g.job.timeout))
+	}
+	b.ctx, end = context.WithTimeout(ctx, left)
 	return b, end
 }
 
@@ -641,9 +651,7 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 // Agree is a fault-tolerant agreement: it returns true if all ranks that took part to its end gave true, and the same value at every rank that returns one,
 // whoever is lost meanwhile. It is a collective. It costs a small allreduce and a round trip to the store.
 func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
-	within, end := g.within(ctx, "agree")
-	defer end()
-	ctx = within.ctx
+	began := time.Now()
 	vote := []uint8{0}
 	if yes {
 		vote[0] = 1
@@ -670,6 +678,8 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	if err != nil && !errors.As(err, &lost) {
 		return false, err
 	}
+	within, end := g.within(ctx, "agree", began)
+	defer end()
 	return g.decide(within, k, vote[0] == 1, err)
 }
 

@@ -630,6 +630,75 @@ func TestTimeoutEvicts(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 2 * time.Second}))
 }
 
+// One rank that is early removes nobody, though three are late: they go on together.
+func TestTimeoutOfOneRankEvictsNobody(t *testing.T) {
+	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 0 {
+			short, end := context.WithTimeout(ctx, 300*time.Millisecond)
+			defer end()
+			x := []int{1}
+			if err := pg.AllReduce(short, g, x, pg.Sum); !errors.As(err, new(*pg.TimeoutError)) {
+				t.Fatalf("the early rank got %v, and %v", err, x)
+			}
+			for r := 1; r < 4; r++ {
+				if err := pg.Send(ctx, g, []byte{1}, r, 3); err != nil {
+					t.Fatal(err)
+				}
+			}
+		} else if _, err := pg.Recv(ctx, g, make([]byte, 1), 0, 3); err != nil {
+			t.Fatal(err)
+		} else if err := pg.AllReduce(ctx, g, []int{1}, pg.Sum); !errors.As(err, new(*pg.TimeoutError)) {
+			t.Fatalf("a late rank got %v", err)
+		}
+		for range 3 {
+			x := []int{1}
+			if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 4 {
+				t.Fatalf("afterwards: %v, %v", err, x)
+			}
+		}
+		if v := g.View(); len(v.Active) != 4 || v.Epoch != 1 {
+			t.Errorf("the view is %v", v)
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}))
+}
+
+// A program may have any rank decide.
+func TestTimeoutEvictsAlone(t *testing.T) {
+	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 1 {
+			var err error
+			for err == nil || lostRank(err) >= 0 || errors.As(err, new(*pg.TimeoutError)) {
+				if _, err = pg.Recv(ctx, g, make([]byte, 1), 0, 3); err == nil {
+					err = g.Barrier(ctx)
+				}
+			}
+			if !errors.Is(err, pg.ErrEvicted) {
+				t.Fatal(err)
+			}
+			return
+		}
+		short, end := context.WithTimeout(ctx, 300*time.Millisecond)
+		defer end()
+		if err := g.Barrier(short); !errors.As(err, new(*pg.TimeoutError)) {
+			t.Fatal(err)
+		}
+		if err := g.Barrier(ctx); err != nil && lostRank(err) != 1 {
+			t.Fatal(err)
+		}
+		if err := g.Barrier(ctx); err != nil || len(g.View().Active) != 1 {
+			t.Fatal(err, g.View())
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvictsAlone, Timeout: 10 * time.Second}))
+}
+
 // With Uniform every survivor has the same outcome of every operation, whenever a rank dies.
 func TestUniform(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {

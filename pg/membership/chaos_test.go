@@ -118,7 +118,11 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 					} else if pick(2) == 0 {
 						say("%v finds %v stuck", p.me, q.me)
 						q.condemned = true
-						w.step(p, Missed{q.me})
+						if pick(2) == 0 {
+							w.step(p, Missed{q.me})
+						} else {
+							w.step(p, Late{q.me})
+						}
 					} else if s := q.me.Slot; p.m.View().Has(s, q.me.Incarnation) {
 						say("%v evicts %v", p.me, q.me)
 						q.condemned = true

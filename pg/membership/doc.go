@@ -14,7 +14,7 @@
 //
 // # Evidence and verdict
 //
-// A verdict ([Dead], [Missed], [Evict]) is somebody's certainty. Whoever hears of one proposes the view without that life, at once; all that are known go in one change.
+// A verdict ([Dead], [Missed], [Evict]; and [Late], when there are enough) is somebody's certainty. Whoever hears of one proposes the view without that life, at once; all that are known go in one change.
 // Where nobody would be left, the machine stays itself, whatever is said of its life: it is here, and somebody has to decide who comes in.
 //
 // Evidence is less. A link that breaks ([LinkDown]) is a reason to ask what became of the process: [Probe]. If that is gone, this is a verdict, and the
@@ -27,6 +27,15 @@
 // What is said of a life counts for that life only. Evidence about one that has left the view is dropped, and so are reports of one that has. A report stays good
 // over a change of the view, because a link that was missing in one epoch is missing in the next; it is taken back by the next report of that life, and its number (Seq)
 // tells which is later. Old views are dropped by their epoch.
+//
+// # Who decides about whom
+//
+//   - A process that has ended, a lease that has run out, a life whose slot another has taken: whoever learns of it proposes the change. No quorum is asked, for the store decides: its key changes once,
+//     whoever cannot reach it changes nothing, and what is said is certain.
+//   - A link that is missing between two lives that are both registered: all machines compute from the same reports, with [Keep], which of the two goes. It is one of them and not both.
+//   - Being late ([Late]): a rank that waits in vain for another knows only that the two are not at the same place. It votes, in its report, for two windows; a life goes when more than half of the
+//     lives in the view vote so. A rank that is early and alone removes nobody. With [Missed] in its place, which a program has to ask for, any rank decides.
+//   - On demand ([Evict]): the program decides, at any rank.
 //
 // # Coming in
 //

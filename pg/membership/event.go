@@ -79,8 +79,11 @@ type JoinGone struct{ Peer }
 // Admit says that the program is at a step boundary: all that wait now, and can be let in now, are.
 type Admit struct{}
 
-// Missed says that this life is alive but stuck, and that the program's policy is to evict it. It is a verdict.
+// Missed says that this life is alive but stuck, and that the program's policy is that any rank evicts such a life by itself. It is a verdict.
 type Missed struct{ Peer }
+
+// Late says that an operation of this rank has waited in vain for this life, whose process may be well. It is this rank's vote, for some time; see Report.
+type Late struct{ Peer }
 
 // Evict puts the life out that is now active in Slot: somebody wants it so.
 type Evict struct{ Slot int }
@@ -111,6 +114,7 @@ func (JoinAsked) event() {}
 func (JoinGone) event()  {}
 func (Admit) event()     {}
 func (Missed) event()    {}
+func (Late) event()      {}
 func (Evict) event()     {}
 func (Rejoin) event()    {}
 func (StoreAway) event() {}
@@ -141,9 +145,12 @@ type Probe struct{ Peer }
 
 // Report is a rank's evidence: the active lives that it cannot reach, ascending by slot. As an action it asks to publish it where all ranks see it, in place of the one before; none
 // unreachable takes it back. Seq orders the reports of one life; Epoch is that of its view, for people.
+//
+// Late are its votes: the lives that its operations wait for in vain. A life goes when more than half of the lives in the view vote so.
 type Report struct {
 	Epoch, Seq  uint64
 	Unreachable []Peer
+	Late        []Peer
 }
 
 // Warm asks to make a link with this life. LinkUp or LinkDown answers it; after LinkDown it is asked for again, later and later.
@@ -195,14 +202,21 @@ func (a Isolated) String() string  { return "isolated: " + a.Why }
 func (a Reunited) String() string  { return "reunited" }
 
 func (r Report) String() string {
-	who := make([]string, len(r.Unreachable))
-	for i, p := range r.Unreachable {
-		who[i] = p.String()
+	list := func(peers []Peer) string {
+		who := make([]string, len(peers))
+		for i, p := range peers {
+			who[i] = p.String()
+		}
+		if len(who) == 0 {
+			who = []string{"nobody"}
+		}
+		return strings.Join(who, " ")
 	}
-	if len(who) == 0 {
-		who = []string{"nobody"}
+	s := fmt.Sprintf("report #%d in epoch %d: cannot reach %s", r.Seq, r.Epoch, list(r.Unreachable))
+	if len(r.Late) > 0 {
+		s += ", waits in vain for " + list(r.Late)
 	}
-	return fmt.Sprintf("report #%d in epoch %d: cannot reach %s", r.Seq, r.Epoch, strings.Join(who, " "))
+	return s
 }
 
 func changes(removed, added []int) string {

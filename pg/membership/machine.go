@@ -32,6 +32,7 @@ type Machine struct {
 
 	// Evidence. What follows from it is judged at a tick, and void as soon as the evidence changes.
 	reported []Peer            // what this life published last
+	votes    []Peer            // and of whom it said that they are late
 	seq      uint64            // number of reports published
 	broken   map[[2]int]uint64 // links known to be missing between two active lives that count, lower slot first, and the tick when that was known
 	changed  bool              // the evidence, since broken was computed
@@ -79,6 +80,7 @@ type life struct {
 	next        uint64 // tick of the next of them; while busy, of the last
 	suspect     bool   // the link is down, and the probe did not say that the process is gone
 	report      Report // the last of this life
+	late        uint64 // tick until which this life votes that it is late; 0: it does not
 	ask         uint64 // epoch with which it waits to be let in; 0: it does not
 	admit       bool   // the program said Admit while it waited
 }
@@ -156,6 +158,10 @@ func (m *Machine) Step(ev Event) []Action {
 		if e.Peer != m.me {
 			m.finish(m.find(e.Peer), "stuck", "")
 		}
+	case Late:
+		if l := m.find(e.Peer); l != nil && e.Peer != m.me && m.role == member {
+			l.late = m.now + voteWindows*uint64(max(m.cfg.Window, 1))
+		}
 	case Evict:
 		if s := m.view.at(e.Slot); s.Incarnation != 0 && len(m.view.Active()) > 1 {
 			m.finish(m.find(Peer{e.Slot, s.Incarnation}), "evicted on demand", "")
@@ -166,7 +172,7 @@ func (m *Machine) Step(ev Event) []Action {
 		if l := m.heard(e.Peer); l != nil && e.Peer != m.me && e.Report.Seq > l.report.Seq {
 			before := l.report.Unreachable
 			l.report = e.Report
-			l.report.Unreachable = slices.Clone(e.Report.Unreachable)
+			l.report.Unreachable, l.report.Late = slices.Clone(e.Report.Unreachable), slices.Clone(e.Report.Late)
 			for _, q := range before {
 				m.retract(e.Peer, q)
 			}
@@ -208,6 +214,7 @@ func (m *Machine) Step(ev Event) []Action {
 func (m *Machine) settle() []Action {
 	switch m.role {
 	case member:
+		m.count()
 		m.probe()
 		m.publish()
 		m.propose()
@@ -353,18 +360,50 @@ func (m *Machine) probe() {
 	}
 }
 
-// publish tells the others whom this life suspects, if that has changed.
+// voteWindows is for how many windows a vote holds: long enough that those who have waited together see each other's, and no longer, so that votes of different times do not add up.
+const voteWindows = 2
+
+// maxVotes keeps a report small enough for the store.
+const maxVotes = 1024
+
+// count puts out whom more than half of the lives in the view have waited for in vain.
+func (m *Machine) count() {
+	votes := map[Peer]int{}
+	for p, l := range m.peers {
+		if l.late > m.now {
+			votes[p]++
+		}
+		if p == m.me {
+			continue
+		}
+		for _, q := range l.report.Late {
+			if q != p && q != m.me {
+				votes[q]++
+			}
+		}
+	}
+	for q, n := range votes {
+		if 2*n > len(m.view.Active()) && m.view.Has(q.Slot, q.Incarnation) {
+			m.finish(m.find(q), "late", "most ranks waited for it in vain")
+		}
+	}
+}
+
+// publish tells the others whom this life suspects and whom it waits for in vain, if that has changed.
 func (m *Machine) publish() {
-	var now []Peer
+	var now, votes []Peer
 	for p, l := range m.peers {
 		if l.suspect && p != m.me {
 			now = append(now, p)
 		}
+		if l.late > m.now && len(votes) < maxVotes {
+			votes = append(votes, p)
+		}
 	}
-	if !slices.Equal(now, m.reported) {
-		m.reported = now
+	if !slices.Equal(now, m.reported) || !slices.Equal(votes, m.votes) {
+		m.reported, m.votes = now, votes
 		m.seq++
-		m.do(Report{Epoch: m.view.Epoch, Seq: m.seq, Unreachable: slices.Clone(now)})
+		m.do(Report{Epoch: m.view.Epoch, Seq: m.seq, Unreachable: slices.Clone(now), Late: slices.Clone(votes)})
 	}
 }
 
@@ -619,11 +658,11 @@ func (m *Machine) rejoin(incarnation uint64) {
 		return
 	}
 	m.role, m.me.Incarnation = joiner, incarnation
-	m.reported, m.seq = nil, 0
+	m.reported, m.votes, m.seq = nil, nil, 0
 	for i := range m.lives {
 		for j := range m.lives[i] {
 			l := &m.lives[i][j]
-			l.link, l.busy, l.tries, l.suspect = linkUnknown, false, 0, false
+			l.link, l.busy, l.tries, l.suspect, l.late = linkUnknown, false, 0, false, 0
 		}
 	}
 }

@@ -261,15 +261,20 @@ func (v View) check() error {
 	return nil
 }
 
-// Encode returns the canonical binary form of a report, its peers ascending by slot. One that names every slot of the largest view stays below 64 KiB. The bytes are the caller's.
+// Encode returns the canonical binary form of a report, its peers ascending by slot. One that names every slot of the largest view once stays below 64 KiB. The bytes are the caller's.
 func (r Report) Encode() []byte {
 	b := make([]byte, 0, 24+10*len(r.Unreachable))
 	b = append(b, magicReport)
 	b = binary.AppendUvarint(b, r.Epoch)
 	b = binary.AppendUvarint(b, r.Seq)
-	b = binary.AppendUvarint(b, uint64(len(r.Unreachable)))
+	b = appendPeers(b, r.Unreachable)
+	return appendPeers(b, r.Late)
+}
+
+func appendPeers(b []byte, peers []Peer) []byte {
+	b = binary.AppendUvarint(b, uint64(len(peers)))
 	next := 0
-	for _, p := range r.Unreachable {
+	for _, p := range peers {
 		b = binary.AppendUvarint(b, uint64(p.Slot-next))
 		b = binary.BigEndian.AppendUint64(b, p.Incarnation)
 		next = p.Slot + 1
@@ -282,23 +287,8 @@ func DecodeReport(b []byte) (Report, error) {
 	r := reader{b: b}
 	r.magic(magicReport)
 	rep := Report{Epoch: r.uvarint(), Seq: r.uvarint()}
-	n := r.count(MaxSlots, 9)
-	if r.err == nil && n > 0 {
-		rep.Unreachable = make([]Peer, n)
-	}
-	next := uint64(0)
-	for i := range rep.Unreachable {
-		skip := r.uvarint()
-		if skip >= MaxSlots || next+skip >= MaxSlots {
-			r.fail(fmt.Sprintf("a slot beyond %d", MaxSlots-1))
-			break
-		}
-		rep.Unreachable[i] = Peer{int(next + skip), r.uint64()}
-		if rep.Unreachable[i].Incarnation == 0 {
-			r.fail(fmt.Sprintf("slot %d without an incarnation", next+skip))
-		}
-		next += skip + 1
-	}
+	rep.Unreachable = r.peers()
+	rep.Late = r.peers()
 	if err := r.done(); err != nil {
 		return Report{}, fmt.Errorf("not an encoded report (%d bytes): %w", len(b), err)
 	}
@@ -306,6 +296,28 @@ func DecodeReport(b []byte) (Report, error) {
 		return Report{}, fmt.Errorf("not an encoded report (%d bytes): a number has more digits than it needs", len(b))
 	}
 	return rep, nil
+}
+
+// peers reads a list of lives, ascending by slot.
+func (r *reader) peers() (all []Peer) {
+	n := r.count(MaxSlots, 9)
+	if r.err == nil && n > 0 {
+		all = make([]Peer, n)
+	}
+	next := uint64(0)
+	for i := range all {
+		skip := r.uvarint()
+		if skip >= MaxSlots || next+skip >= MaxSlots {
+			r.fail(fmt.Sprintf("a slot beyond %d", MaxSlots-1))
+			break
+		}
+		all[i] = Peer{int(next + skip), r.uint64()}
+		if all[i].Incarnation == 0 {
+			r.fail(fmt.Sprintf("slot %d without an incarnation", next+skip))
+		}
+		next += skip + 1
+	}
+	return all
 }
 
 // reader takes fields off b; the first error stays, and everything read after it is 0.

@@ -171,6 +171,9 @@ func TestLargestFits(t *testing.T) {
 	for i := range v.Slots {
 		v.Slots[i] = Slot{Incarnation: math.MaxUint64, Since: 1_000_000, Left: 1}
 		r.Unreachable = append(r.Unreachable, Peer{i, math.MaxUint64})
+		if i < maxVotes {
+			r.Late = append(r.Late, Peer{i, math.MaxUint64})
+		}
 	}
 	if err := v.check(); err != nil {
 		t.Fatal(err)
@@ -209,16 +212,17 @@ func TestDecodeViewSaysWhy(t *testing.T) {
 func TestDecodeReportSaysWhy(t *testing.T) {
 	inc := "\x00\x00\x00\x00\x00\x00\x00\x07"
 	for in, want := range map[string]string{
-		"\xa1\x01\x00\x00":                                               "begin with",
-		"\xb1\x01\x01":                                                   "ends within a number",
-		"\xb1\x01\x01\x01":                                               "items announced",
-		"\xb1\x01\x01\x01\x00" + inc + "\x00":                            "too many",
-		"\xb1\x01\x01\x01\xff\x1f" + inc:                                 "", // slot 4095
+		"\xa1\x01\x00\x00": "begin with",
+		"\xb1\x01\x01":     "ends within a number",
+		"\xb1\x01\x01\x01": "items announced",
+		"\xb1\x01\x01\x01\x00" + inc + "\x01\x03" + inc + "\x00":         "too many",
+		"\xb1\x01\x01\x01\xff\x1f" + inc + "\x00":                        "", // slot 4095
+		"\xb1\x01\x01\x01\xff\x1f" + inc:                                 "ends within a number",
 		"\xb1\x01\x01\x01\x80\x20" + inc:                                 "beyond 4095",
 		"\xb1\x01\x01\x02\xff\x1f" + inc + "\x00" + inc:                  "beyond 4095",
 		"\xb1\x01\x01\x01\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01" + inc: "beyond 4095",
 		"\xb1\x01\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00":           "without an incarnation",
-		"\xb1\x81\x00\x01\x00":                                           "more digits",
+		"\xb1\x81\x00\x01\x00\x00":                                       "more digits",
 	} {
 		r, err := DecodeReport([]byte(in))
 		if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
@@ -233,11 +237,15 @@ func TestReportRoundTrip(t *testing.T) {
 		slices.Sort(slots)
 		r := Report{Epoch: rapid.Uint64().Draw(t, "epoch"), Seq: rapid.Uint64().Draw(t, "seq")}
 		for _, s := range slots {
-			r.Unreachable = append(r.Unreachable, Peer{s, rapid.Uint64Min(1).Draw(t, "incarnation")})
+			p := Peer{s, rapid.Uint64Min(1).Draw(t, "incarnation")}
+			r.Unreachable = append(r.Unreachable, p)
+			if rapid.Bool().Draw(t, "late") {
+				r.Late = append(r.Late, p)
+			}
 		}
 		b := r.Encode()
 		got, err := DecodeReport(b)
-		if err != nil || got.Epoch != r.Epoch || got.Seq != r.Seq || !slices.Equal(got.Unreachable, r.Unreachable) {
+		if err != nil || got.Epoch != r.Epoch || got.Seq != r.Seq || !slices.Equal(got.Unreachable, r.Unreachable) || !slices.Equal(got.Late, r.Late) {
 			t.Fatalf("%v came back as %v, %v", r, got, err)
 		}
 		for i := range b {
@@ -288,7 +296,7 @@ func FuzzDecodeView(f *testing.F) {
 }
 
 func FuzzDecodeReport(f *testing.F) {
-	for _, r := range []Report{{}, {Epoch: 3, Seq: 300, Unreachable: []Peer{{0, 1}, {1, 2}, {4095, 3}}}} {
+	for _, r := range []Report{{}, {Epoch: 3, Seq: 300, Unreachable: []Peer{{0, 1}, {1, 2}, {4095, 3}}}, {Epoch: 3, Seq: 3, Late: []Peer{{2, 7}}}} {
 		f.Add(r.Encode())
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {
