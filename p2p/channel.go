@@ -94,6 +94,7 @@ type early struct {
 	buf    []byte // len is the payload's
 	order  uint64 // of arrival, over all peers
 	filled bool
+	paid   bool // an announcement that was taken before, and put back: its credit has been returned
 }
 
 // Recv is a receive of the ordered lane. The zero value is ready for PostRecv; it may be used again when it is done.

@@ -1,11 +1,12 @@
 package p2p
 
-import "errors"
-
-var (
-	errLeft      = errors.New("it closed its group")
-	errCancelled = errors.New("the sender took its message back")
+import (
+	"cmp"
+	"errors"
+	"slices"
 )
+
+var errLeft = errors.New("it closed its group")
 
 // ErrWrongSize says that a message had another length or type than the receive that matched it.
 var ErrWrongSize = errors.New("message and receive differ in length or type")
@@ -18,6 +19,9 @@ const (
 
 // SendReq is a send of the tagged lane. Messages up to EagerMax travel at once, within the credit; larger ones are announced, wait in the
 // sender's memory, and go straight to the receiver's buffer when that asks for them.
+//
+// A message is received whole or not at all. A receive that is cancelled while its message comes leaves it to the next one that matches: announced, as the sender keeps it
+// until the receiver has said that it has all of it, or put aside. A sender that takes its message back leaves the receive to the next message.
 type SendReq struct {
 	st     *stream
 	buf    []byte
@@ -37,8 +41,8 @@ type RecvReq struct {
 	tag   int64
 	meta  uint64
 	st    *stream // of the sender, once matched
-	id    uint64
-	order uint64
+	id    uint64  // not 0: of an announced message
+	rts   *early  // which is this
 	total int
 	got   int
 	done  bool
@@ -91,9 +95,7 @@ func (p *Proxy) pump(pr *peer) bool {
 		}
 		any = true
 		s.st.told = s.st.taken
-		if s.off += n; s.off == len(s.buf) {
-			s.done = true
-			delete(s.st.c.sends, s.id)
+		if s.off += n; s.off == len(s.buf) { // done when the peer says that it has it
 			pr.bulk = pr.bulk[:copy(pr.bulk, pr.bulk[1:])]
 		}
 	}
@@ -154,43 +156,67 @@ func (c *Channel) CancelSend(s *SendReq) {
 			break
 		}
 	}
-	pr := s.st.pr
-	for i, q := range pr.bulk {
-		if q == s {
-			pr.bulk = append(pr.bulk[:i], pr.bulk[i+1:]...)
-			break
-		}
-	}
+	s.unasked()
 	if s.id != 0 && s.err == nil {
 		delete(c.sends, s.id)
-		c.control(pr, Header{Kind: frameCancel, Seq: s.id, Off: s.remote}, nil)
+		c.control(s.st.pr, Header{Kind: frameCancel, Seq: s.id, Off: s.remote}, nil)
 		c.p.drain()
 	}
 	s.done, s.buf = true, nil
 }
 
-// clearToSend is the receiver's answer to an announced message.
+// unasked ends the sending of an announced message's data.
+func (s *SendReq) unasked() {
+	pr := s.st.pr
+	for i, q := range pr.bulk {
+		if q == s {
+			pr.bulk = append(pr.bulk[:i], pr.bulk[i+1:]...)
+			return
+		}
+	}
+}
+
+// clearToSend is the receiver's word on an announced message: that it is done with it, that it wants it, or that it does not want it now.
 func (c *Channel) clearToSend(st *stream, h *Header) {
 	s := c.sends[h.Seq]
 	if s == nil || s.st != st { // taken back meanwhile: the cancellation is under way
 		return
 	}
 	switch {
-	case s.remote != 0: // asked for twice
 	case h.Flags&flagDrop != 0:
+		s.unasked()
 		s.done = true
 		delete(c.sends, h.Seq)
+	case h.Off == 0:
+		s.unasked()
+		s.remote, s.off = 0, 0
+	case s.remote != 0: // asked for twice
 	default:
 		s.remote = h.Off
 		st.pr.bulk = append(st.pr.bulk, s)
 	}
 }
 
-// cancelled handles a sender's withdrawal of an announced message.
+// received tells the sender of an announced message that all of it is here.
+func (c *Channel) received(r *RecvReq) {
+	delete(c.recvs, r.id)
+	c.control(r.st.pr, Header{Kind: frameCTS, Seq: r.rts.h.Seq, Flags: flagDrop}, nil)
+	c.p.drain()
+}
+
+// cancelled handles a sender's withdrawal of an announced message. A receive that was about to get it waits for another one.
 func (c *Channel) cancelled(st *stream, h *Header) {
 	for _, r := range c.recvs {
-		if r.st == st && r.id != 0 && (r.id == h.Off || r.order == h.Seq) {
-			c.failRecv(r, &PeerError{st.pr.rank, errCancelled})
+		if r.st == st && r.rts.h.Seq == h.Seq {
+			delete(c.recvs, r.id)
+			r.detach()
+			r.st, r.rts, r.id, r.got, r.total = nil, nil, 0, 0, 0
+			c.posted = slices.Insert(c.posted, 0, r)
+			for _, o := range c.fast {
+				if o != nil {
+					c.settle(o)
+				}
+			}
 			return
 		}
 	}
@@ -222,7 +248,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 	}
 	r.st, r.From, r.Tag, r.Meta, r.total = st, st.slot, h.Count, h.Call, int(h.Len)
 	if h.Kind == frameRTS {
-		r.total, r.order = int(h.Off), h.Seq
+		r.total = int(h.Off)
 	}
 	r.Bytes = r.total
 	if r.total != len(r.buf) || r.Meta != r.meta {
@@ -261,6 +287,7 @@ func (c *Channel) settle(st *stream) {
 // consume gives kept message i to r.
 func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 	e := st.early[i]
+	r.rts = e
 	c.bind(r, st, &e.h)
 	if e.h.Kind == frameEager {
 		if r.err == nil {
@@ -369,7 +396,7 @@ func (c *Channel) nobody() error {
 	return last
 }
 
-// CancelRecv withdraws r: its buffer is not touched afterwards. A message that was on its way to it is lost.
+// CancelRecv withdraws r: its buffer is not touched afterwards. A message that was on its way to it is left to the next receive that matches.
 func (c *Channel) CancelRecv(r *RecvReq) {
 	for i, q := range c.posted {
 		if q == r {
@@ -377,15 +404,52 @@ func (c *Channel) CancelRecv(r *RecvReq) {
 			return
 		}
 	}
-	if !r.done {
+	if r.done {
+		return
+	}
+	st, pr := r.st, r.st.pr
+	switch {
+	case r.err != nil || c.err != nil || st.lost != nil:
 		c.failRecv(r, ErrClosed)
+	case r.id != 0:
+		delete(c.recvs, r.id)
+		r.detach()
+		c.control(pr, Header{Kind: frameCTS, Seq: r.rts.h.Seq}, nil)
+		c.p.drain()
+		again := &early{h: r.rts.h, order: r.rts.order, filled: true, paid: true}
+		at, _ := slices.BinarySearchFunc(st.early, again, func(a, b *early) int { return cmp.Compare(a.order, b.order) })
+		st.early = slices.Insert(st.early, at, again)
+		r.err, r.buf = ErrClosed, nil
+		c.settle(st)
+	case pr.intoMsg == r: // it has begun to arrive
+		n := int(pr.cur.Len)
+		buf, err := c.p.pool.get(n)
+		if err != nil {
+			c.failRecv(r, err)
+			return
+		}
+		got := n - pr.left
+		copy(buf, r.buf[:got])
+		c.p.arrivals++
+		e := &early{h: pr.cur, buf: buf, order: c.p.arrivals}
+		st.held += int(cost(n))
+		st.early = append(st.early, e)
+		pr.intoMsg, pr.intoBuf, pr.dst = nil, e, buf[got:]
+		r.err, r.buf = ErrClosed, nil
 	}
 }
 
+// failRecv ends r with its message.
 func (c *Channel) failRecv(r *RecvReq, err error) {
 	delete(c.recvs, r.id)
-	r.err, r.buf = err, nil
-	if pr := r.st.pr; pr.intoMsg == r { // the rest of the frame is dropped
+	r.err = err
+	r.detach()
+	r.buf = nil
+}
+
+// detach has the rest of the frame that is arriving for r dropped.
+func (r *RecvReq) detach() {
+	if pr := r.st.pr; pr.intoMsg == r {
 		if h := &pr.cur; h.Kind == frameEager {
 			r.st.taken += cost(int(h.Len))
 		}

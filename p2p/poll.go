@@ -132,8 +132,8 @@ func (p *Proxy) finish(pr *peer) {
 		r := pr.intoMsg
 		pr.intoMsg = nil
 		r.got += int(h.Len)
-		if r.done = r.got == r.total; r.done {
-			delete(c.recvs, r.id)
+		if r.done = r.got == r.total; r.done && r.id != 0 {
+			c.received(r)
 		}
 		if h.Kind == frameEager {
 			st.taken += cost(int(h.Len))
@@ -331,6 +331,9 @@ func (p *Proxy) takeEarly(st *stream) {
 func (p *Proxy) dropEarly(st *stream, i int) {
 	e := st.early[i]
 	st.early = append(st.early[:i], st.early[i+1:]...)
+	if e.paid {
+		return
+	}
 	st.held -= int(cost(len(e.buf)))
 	st.taken += cost(len(e.buf))
 	p.pool.put(e.buf)

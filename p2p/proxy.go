@@ -18,7 +18,7 @@ const (
 	frameBye               // the sender closed the channel in good order
 	frameEager             // tagged message, whole. Count: tag
 	frameRTS               // tagged message, announced. Count: tag, Seq: sender's id, Off: bytes
-	frameCTS               // Seq: sender's id, Off: receiver's id; flagDrop: the receiver does not want it
+	frameCTS               // Seq: sender's id, Off: receiver's id, 0: the receiver does not want it now, all of it is to come again; flagDrop: it has it, or does not want it at all
 	frameBulk              // data of an announced message. Seq: receiver's id, Off: place
 	frameStatus            // the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom, see packSlots
 	frameLeave             // the sender goes on in another epoch. Seq: the last operation that it has run in this one

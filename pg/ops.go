@@ -153,7 +153,7 @@ type Status struct {
 }
 
 // Send sends x to rank to under tag (0..MaxTag). It returns when x may be reused: for small messages at once (up to a bound, then it waits for
-// the receiver), for large ones when the receiver has them.
+// the receiver), for large ones when the receiver has them. After an error a large message was not received, unless its receiver got it at the very moment; a small one may have been.
 func Send[T Element](ctx context.Context, g *Group, x []T, to, tag int) error {
 	_, err := g.pointToPoint(ctx, BufferOf(x), to, tag, false)
 	return err
@@ -161,6 +161,9 @@ func Send[T Element](ctx context.Context, g *Group, x []T, to, tag int) error {
 
 // Recv receives into x from rank from (or AnyRank) under tag (or AnyTag). The message must have exactly len(x) elements of the same type:
 // one that has not is consumed and reported as an *ArgumentError. Messages of one sender and tag arrive in the order of their sending.
+//
+// A Recv whose time is up, or that is cancelled, takes no message with it, at whatever moment: a message that was on its way into x is received, whole, by the next Recv that matches.
+// Then x may be partly overwritten.
 func Recv[T Element](ctx context.Context, g *Group, x []T, from, tag int) (Status, error) {
 	return g.pointToPoint(ctx, BufferOf(x), from, tag, true)
 }

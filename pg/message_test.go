@@ -1,0 +1,73 @@
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+// Receives that are cancelled at random moments lose no message, short or long: each is received once, whole and in order, and each Send succeeds.
+func TestCancelledReceivesLoseNothing(t *testing.T) {
+	program := func(ctx context.Context, g *pg.Group) error {
+		const messages = 120
+		rng := rand.New(rand.NewPCG(3, 4))
+		given, pause := 0, rand.New(rand.NewPCG(5, 6))
+		for i := range messages {
+			size := []int{1 + rng.IntN(1000), 1500, 4000 + rng.IntN(40_000)}[i%3]
+			x := make([]int64, size)
+			if g.Rank() == 0 {
+				for k := range x {
+					x[k] = int64(i*1_000_000 + k)
+				}
+				if err := pg.Send(ctx, g, x, 1, 5); err != nil {
+					return fmt.Errorf("message %d: %w", i, err)
+				}
+				continue
+			}
+			for try := 0; ; try++ {
+				c, cancel := ctx, context.CancelFunc(func() {})
+				if try < 10 {
+					c, cancel = context.WithTimeout(ctx, time.Duration(pause.IntN(200))*time.Microsecond)
+				}
+				s, err := pg.Recv(c, g, x, pg.AnyRank, pg.AnyTag)
+				cancel()
+				if err == nil {
+					if s.From != 0 || s.Tag != 5 || s.Count != size {
+						return fmt.Errorf("message %d: %+v", i, s)
+					}
+					break
+				}
+				var late *pg.TimeoutError
+				if !errors.As(err, &late) {
+					return fmt.Errorf("message %d: got %v, want a *TimeoutError", i, err)
+				}
+				given++
+			}
+			for k := range x {
+				if x[k] != int64(i*1_000_000+k) {
+					return fmt.Errorf("message %d: element %d is %d", i, k, x[k])
+				}
+			}
+		}
+		if g.Rank() == 1 && given == 0 {
+			return errors.New("no receive was cancelled")
+		}
+		return g.Barrier(ctx)
+	}
+	t.Run("local", func(t *testing.T) { local(t, 2, program) })
+	for _, tr := range transports {
+		t.Run(tr, func(t *testing.T) {
+			pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
+				if err := program(t.Context(), g); err != nil {
+					t.Error(err)
+				}
+			}, pgtest.Transport(tr))
+		})
+	}
+}
