@@ -151,6 +151,9 @@ func (e *SizeError) Error() string {
 	return fmt.Sprintf("this rank was told that the job has %d ranks, but others of it were told %d: launch all with the same size, or use another TUTTI_JOB", e.Own, e.Job)
 }
 
+// VacantKeys is the prefix of the keys by which a launcher says that a rank is gone for good before all ranks have met: a process on standby may take its place.
+const VacantKeys = "vacant/"
+
 // Register publishes r under the lease of s. If the slot is held by another incarnation Register waits for it to go, a lease's TTL and a second at most, since the
 // holder may be dead already; then it returns a *SlotError. It returns a *SizeError, and publishes nothing, if ranks of the job were told another size.
 func Register(ctx context.Context, s Store, r Record) error {

@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"hash/fnv"
 	"log/slog"
+	"maps"
 	"math"
 	"os"
 	"runtime"
+	"slices"
 	"sort"
 	"strconv"
 	"strings"
@@ -52,12 +54,13 @@ type job struct {
 	why      map[int]string // why ranks were removed, when they were last
 	groups   map[*Group]struct{}
 
-	store  bootstrap.Store // see directory
-	record bootstrap.Record
-	server *bootstrap.Server
-	client *bootstrap.Client
-	obs    atomic.Pointer[observer]
-	met    atomic.Bool // every rank has been registered: a record that is missing means that its rank is gone
+	store   bootstrap.Store // see directory
+	record  bootstrap.Record
+	server  *bootstrap.Server
+	client  *bootstrap.Client
+	obs     atomic.Pointer[observer]
+	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: there is none. Under the proxy's lock
+	met     atomic.Bool             // every rank has been registered: a record that is missing means that its rank is gone
 
 	mu      sync.Mutex
 	refs    int
@@ -236,7 +239,10 @@ func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10)
 
 // Join makes this process a rank of its job and returns the group of all ranks. It returns when every rank has joined, or with an error when ctx or Config.Timeout ends
 // before that. It listens for peers on the transports' own addresses; links to them come up when they are first needed.
-func Join(ctx context.Context, cfg Config) (*Group, error) {
+//
+// A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may be started again, or a process on standby may take its place.
+// With Report, Join fails at the ranks that had met it.
+func Join(ctx context.Context, cfg Config) (g *Group, err error) {
 	s, err := cfg.resolve(os.Getenv)
 	if err != nil {
 		return nil, err
@@ -246,21 +252,51 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 		if err != nil {
 			return nil, fmt.Errorf("standing by for job %q: %w", s.Job, err)
 		}
-		defer release()
+		defer func() { release(err == nil) }()
 	}
-	j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, refs: 1, records: map[int]bootstrap.Record{}, settings: s, groups: map[*Group]struct{}{}}
 	ctx, cancel := s.within(ctx)
 	defer cancel()
-	g, err := j.join(ctx, s)
-	if err != nil {
-		err = files.Explain(err)
+	var before error // why an earlier life of this rank did not meet the others
+	for {
+		j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, refs: 1, records: map[int]bootstrap.Record{}, settings: s, groups: map[*Group]struct{}{}}
+		if g, err = j.join(ctx, s); err == nil {
+			return g, nil
+		}
+		again := j.unmet(ctx, err)
+		if err = files.Explain(err); !again && before != nil {
+			err = fmt.Errorf("%w (before that: %w)", err, before)
+		}
 		if n := j.strangers(); n > 0 {
 			err = fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is TUTTI_SECRET the same at all ranks?)", err, n)
 		}
 		j.shut()
-		return nil, fmt.Errorf("joining job %q as rank %d of %d: %w", s.Job, s.Rank, s.Size, err)
+		if !again {
+			return nil, fmt.Errorf("joining job %q as rank %d of %d: %w", s.Job, s.Rank, s.Size, err)
+		}
+		s.Logger.Info("a rank was lost before all had met: joining anew", "err", err)
+		before = err
+		select { // those who were linked with a life that ends here end theirs: none of them is to meet the next
+		case <-ctx.Done():
+		case <-time.After(joinPause):
+		}
 	}
-	return g, nil
+}
+
+// joinPause is between two lives of a rank in Join.
+const joinPause = 100 * time.Millisecond
+
+// errStarted says that a job began without this life of a rank.
+var errStarted = errors.New("the job began without this life of the rank")
+
+// unmet says whether this rank should join anew because another was lost, or gave up, before all had met. Its links and its incarnation are known to those who had met
+// the lost one, so they end with this life.
+func (j *job) unmet(ctx context.Context, err error) bool {
+	if j.settings.OnFailure == Report || j.met.Load() || ctx.Err() != nil {
+		return false
+	}
+	var lost *RankError
+	var late *TimeoutError // another rank's
+	return errors.As(err, &lost) || errors.As(err, &late) || errors.Is(err, p2p.ErrPeerGone) || errors.Is(err, errStarted)
 }
 
 func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
@@ -363,7 +399,18 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := g.meet(ctx, here); err != nil {
+	mctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if s.OnFailure != Report {
+		defer j.watchStart(mctx, cancel)()
+	}
+	j.proxy.Lock()
+	j.meeting = cancel
+	j.proxy.Unlock()
+	if err := g.meet(mctx, here); err != nil {
+		if cause := context.Cause(mctx); mctx.Err() != nil && ctx.Err() == nil {
+			err = cause
+		}
 		return nil, err
 	}
 	for r, p := range j.places {
@@ -371,12 +418,43 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	}
 	g.at = membership.First(lives)
 	g.warn()
-	j.met.Store(true)
+	j.proxy.Lock()
+	j.meeting = nil
+	lost := mctx.Err() != nil && ctx.Err() == nil // by somebody with whom this rank had met, whose life the others may not have met
+	j.met.Store(!lost)
+	j.proxy.Unlock()
+	if lost {
+		return nil, context.Cause(mctx)
+	}
 	if s.MaxSize > membership.MaxSlots {
 		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize, "at most", membership.MaxSlots)
 		return g, nil
 	}
 	return g, j.startMembers(g.at, lives[0])
+}
+
+// watchStart ends a meeting by cancel when the job has begun without this rank: others had met before one was lost whom this rank had not met. The caller must call stop.
+func (j *job) watchStart(ctx context.Context, cancel context.CancelCauseFunc) (stop func()) {
+	ctx, end := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for e := range j.store.Watch(ctx, viewKey) {
+			if e.Err != nil || !e.Exists {
+				continue
+			}
+			if _, v, err := decodeView(e.Value); err != nil || v.Has(j.self.Rank, j.self.Incarnation) {
+				continue
+			}
+			if v, _, err := j.running(ctx); err == nil && v.Epoch > 0 && !v.Has(j.self.Rank, j.self.Incarnation) { // else it is left over from an earlier job
+				cancel(errStarted)
+			}
+		}
+	}()
+	return func() {
+		end()
+		<-done
+	}
 }
 
 // errOver says that a job ended while this rank waited to be let in.
@@ -504,7 +582,7 @@ func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
 
 // standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The claim holds until release. That takes as long as nobody is lost; what bounds it is ctx
 // alone, but no single question to the store waits for long.
-func (s *settings) standBy(ctx context.Context) (release func(), err error) {
+func (s *settings) standBy(ctx context.Context) (release func(joined bool), err error) {
 	dctx, dialed := s.within(ctx)
 	defer dialed()
 	store, err := s.dialStore(dctx)
@@ -521,6 +599,7 @@ func (s *settings) standBy(ctx context.Context) (release func(), err error) {
 	var view membership.View
 	changes, again := store.Watch(wctx, viewKey), time.NewTicker(200*time.Millisecond) // records and claims go without a change of the view
 	defer again.Stop()
+	vacancies, vacant := store.Watch(wctx, bootstrap.VacantKeys), map[int]bool{}
 	for {
 		select {
 		case e, open := <-changes:
@@ -534,16 +613,41 @@ func (s *settings) standBy(ctx context.Context) (release func(), err error) {
 					return nil, err
 				}
 			}
+		case e, open := <-vacancies:
+			switch {
+			case !open:
+				return nil, cmp.Or(context.Cause(ctx), bootstrap.ErrStoreAway)
+			case e.Err != nil:
+				return nil, e.Err
+			}
+			if slot, err := strconv.Atoi(strings.TrimPrefix(e.Key, bootstrap.VacantKeys)); err == nil && slot >= 0 && slot < s.MaxSize {
+				if vacant[slot] = true; !e.Exists {
+					delete(vacant, slot)
+				}
+			}
 		case <-again.C:
 		}
+		free := slices.Sorted(maps.Keys(vacant)) // before there is a view
 		for slot, at := range view.Slots {
-			if at.Incarnation != 0 || at.Left == 0 {
+			if at.Incarnation == 0 && at.Left != 0 && !vacant[slot] {
+				free = append(free, slot)
+			}
+		}
+		for _, slot := range free {
+			if s.claim(ctx, store, slot) != nil {
 				continue
 			}
-			if s.claim(ctx, store, slot) == nil {
-				s.Rank = slot
-				return func() { store.Close() }, nil
-			}
+			s.Rank = slot
+			return func(joined bool) {
+				if vacant[slot] && joined {
+					dctx, cancel := context.WithTimeout(context.Background(), storeWait)
+					defer cancel()
+					if err := store.Delete(dctx, bootstrap.VacantKeys+strconv.Itoa(slot)); err != nil {
+						s.Logger.Debug("the vacancy that this rank has taken is still told", "err", err)
+					}
+				}
+				store.Close()
+			}, nil
 		}
 	}
 }
@@ -603,6 +707,9 @@ func (j *job) reconnect(ctx context.Context, old bootstrap.Store) error {
 
 // notify is the proxy's word of a link, with its lock.
 func (j *job) notify(peer p2p.Identity, err error) {
+	if j.meeting != nil && j.settings.OnFailure != Report && errors.Is(err, p2p.ErrPeerGone) {
+		j.meeting(fmt.Errorf("rank %d was lost before all ranks had joined: %w", peer.Rank, err))
+	}
 	if j.members != nil {
 		j.members.link(peer, err)
 	}

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"encoding/json"
 	"fmt"
 	"net"
 	"os"
@@ -16,6 +18,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/internal/trust"
+	"tutti/pg/flight"
 )
 
 func TestRunAllWell(t *testing.T) {
@@ -775,4 +778,117 @@ func TestRunSweepsOrphans(t *testing.T) {
 	elsewhere.gone()
 	j.end(0)
 	s.empty()
+}
+
+// A rank that dies before all have met is replaced, by its restart or by a spare process, while the others go on waiting in Join.
+func TestRunDiesInJoin(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		flags  string
+		linked bool // it dies when another has met it; else before it joins
+	}{
+		{"restarted", "--max-restarts 1", true},
+		{"restarted, before it joins", "--max-restarts 1", false},
+		{"spare", "--standby 1", true},
+		{"spare, before it joins", "--standby 1", false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := newStage(t)
+			spares := strings.Count(c.flags, "standby")
+			j := s.run(append(append([]string{"run", "-n", "3", "--on-failure", "shrink"}, strings.Fields(c.flags)...), "--", self(t))...)
+			of := map[string]*puppet{}
+			for range 3 + spares {
+				p := s.next()
+				of[p.rank()] = p
+			}
+			for _, p := range of {
+				if r := p.rank(); r == "0" || r == "" || r == "2" && c.linked {
+					p.tell("join")
+				}
+			}
+			joining(t, of["0"], 0, -1)
+			if c.linked {
+				joining(t, of["0"], 0, 2)
+			}
+			syscall.Kill(of["2"].PID, syscall.SIGKILL)
+			of["2"].gone()
+			instead := of[""]
+			if spares == 0 {
+				instead = s.next()
+				instead.tell("join")
+			}
+			of["1"].tell("join")
+			for _, p := range []*puppet{of["0"], of["1"], instead} {
+				if got := p.hear(); got != "ok" {
+					t.Fatalf("rank %q: %s", p.rank(), got)
+				}
+				p.tell("barrier")
+			}
+			for _, p := range []*puppet{of["0"], of["1"], instead} {
+				if got := p.hear(); got != "ok" {
+					t.Fatalf("rank %q: %s", p.rank(), got)
+				}
+				p.tell("exit 0")
+			}
+			j.end(0)
+			s.empty()
+		})
+	}
+}
+
+// joining waits until a rank of p's job is registered and, unless to is negative, has a link with rank to.
+func joining(t *testing.T, p *puppet, rank, to int) {
+	t.Helper()
+	l, err := bootstrap.FromEnv(func(name string) string { return p.Env[name] })
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	h, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer h.Close()
+	b, err := h.Wait(ctx, bootstrap.RankKey(rank))
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec, err := bootstrap.DecodeRecord(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := bootstrap.NewClient(bootstrap.ClientConfig{Self: bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil), Secret: l.Secret})
+	for linked := to < 0; !linked; {
+		var s flight.Snapshot
+		if b, err := c.Status(ctx, rec, 0); err != nil {
+			t.Fatal(err)
+		} else if err := json.Unmarshal(b, &s); err != nil {
+			t.Fatal(err)
+		}
+		linked = slices.ContainsFunc(s.Links, func(l flight.Link) bool { return l.Rank == to && l.Up })
+	}
+}
+
+// Where nobody can take its place, Join ends with its own deadline and an error that names the rank that was lost.
+func TestRunDiesInJoinForGood(t *testing.T) {
+	s := newStage(t)
+	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "4s", "--", self(t))
+	all := s.arrive(3)
+	all[0].tell("join")
+	all[2].tell("join")
+	joining(t, all[0], 0, 2)
+	syscall.Kill(all[2].PID, syscall.SIGKILL)
+	all[2].gone()
+	all[1].tell("join")
+	for _, p := range all[:2] {
+		got := p.hear()
+		if !strings.Contains(got, "rank 2") || !strings.Contains(got, "joining job") {
+			t.Errorf("rank %s: %s", p.rank(), got)
+		}
+		t.Log(got)
+		p.tell("exit 5")
+	}
+	j.end(137)
+	j.says("rank 2 was killed by signal 9 (SIGKILL) first; no rank ended well")
 }

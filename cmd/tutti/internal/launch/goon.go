@@ -99,6 +99,9 @@ func (l *launcher) goOn(i, code int, how string) {
 			r.due = time.AfterFunc(pause, func() { l.again <- i }) // which has room for all
 			l.tell("%s; starting it again (%d of %d)", d.why, r.restarts, l.MaxRestarts)
 		case l.live+l.pending > 0:
+			if i < l.N {
+				l.views.vacate(l.name(i))
+			}
 			l.tell("%s; the others go on", d.why)
 		}
 	}

@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -37,14 +39,18 @@ type views struct {
 	asked atomic.Bool
 	gone  chan struct{} // gets the answer to ask
 	seen  atomic.Bool   // a view
+	kick  chan struct{} // holds a token when vacant has got more
 	ctx   context.Context
 	stop  context.CancelFunc
 	ended chan struct{}
+
+	mu     sync.Mutex
+	vacant []int // ranks whose places are free although there was no view yet
 }
 
 // followViews begins to watch. The caller must close.
 func followViews(cfg bootstrap.StoreConfig) *views {
-	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), ended: make(chan struct{})}
+	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1), ended: make(chan struct{})}
 	v.ctx, v.stop = context.WithCancel(context.Background())
 	go v.follow()
 	return v
@@ -67,6 +73,20 @@ func (v *views) entries() <-chan entry {
 
 // known reports whether the ranks are known to use views.
 func (v *views) known() bool { return v != nil && v.seen.Load() }
+
+// vacate says in the store that a rank is gone for good, for a process on standby, unless there has been a view, which says so itself.
+func (v *views) vacate(rank int) {
+	if v == nil || v.known() {
+		return
+	}
+	v.mu.Lock()
+	v.vacant = append(v.vacant, rank)
+	v.mu.Unlock()
+	select {
+	case v.kick <- struct{}{}:
+	default:
+	}
+}
 
 // ask has over answer when the group is over: no life of the present view is registered any more, or there is no view. It must have answered the last one.
 func (v *views) ask() { v.asked.Store(true) }
@@ -109,8 +129,19 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 	defer again.Stop()
 	var now bootstrap.Event
 	var view membership.View
+	told := 0 // of vacant: all again in a new store handle, for they are under its lease
 	for {
+		v.mu.Lock()
+		news := v.vacant[told:]
+		v.mu.Unlock()
+		for _, rank := range news {
+			if store.Put(ctx, bootstrap.VacantKeys+strconv.Itoa(rank), []byte("its process has ended"), true) != nil {
+				return
+			}
+			told++
+		}
 		select {
+		case <-v.kick:
 		case e, open := <-changes:
 			if !open || e.Err != nil {
 				return
