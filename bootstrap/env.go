@@ -1,15 +1,20 @@
 package bootstrap
 
 import (
+	"bytes"
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -24,7 +29,7 @@ import (
 type Launch struct {
 	Rank, Size           int           // slot and number of slots; 0 of 1 where nothing launched this process
 	LocalRank, LocalSize int           // place among the ranks of this machine; -1 and 0: unknown
-	Job                  string        // name of the job, fit for a key; "default" where the launcher names none
+	Job                  string        // name of the job, fit for a key; "" where nothing names it: see JobMissing
 	Secret               []byte        // the job's secret, nil if none is set
 	Store                string        // address of the store, see DialStore
 	MasterAddr           string        // host of rank 0 as the launcher names it, "" if it does not
@@ -58,7 +63,7 @@ func Variables() []Variable {
 		{"TUTTI_SIZE", "number of ranks; alone it completes a launcher that tells the rank but not the size (Kubernetes, PMIx)", "the launcher's"},
 		{"TUTTI_LOCAL_RANK", "place of this process among the ranks of its machine", "the launcher's"},
 		{"TUTTI_LOCAL_SIZE", "number of ranks on this machine", "the launcher's"},
-		{"TUTTI_JOB", "name of the job, under which its ranks meet in the store: letters, digits, '.', '_', '-', at most 128", "from the launcher's job id, else default"},
+		{"TUTTI_JOB", "name of the job, under which its ranks meet in the store: letters, digits, '.', '_', '-', at most 128", "from what the launcher says of the launch; if that is nothing, it must be set"},
 		{"TUTTI_STORE", "address of the store: tutti://HOST:PORT (embedded by tutti run), etcd://HOST:PORT,… or etcds://HOST:PORT,… (a site's own, plain or TLS)", "none"},
 		{"TUTTI_SECRET", "the job's secret, which every connection proves to know: at least 16 bytes of text, or at least 32 hex digits", "none"},
 		{"TUTTI_SECRET_FILE", "file that holds the secret, in the same form, instead of TUTTI_SECRET", "none"},
@@ -102,20 +107,21 @@ var launchers = []launcher{
 	{source: "openmpi", rank: []string{"OMPI_COMM_WORLD_RANK"}, size: []string{"OMPI_COMM_WORLD_SIZE"}, localRank: []string{"OMPI_COMM_WORLD_LOCAL_RANK"},
 		localSize: []string{"OMPI_COMM_WORLD_LOCAL_SIZE"}, job: []string{"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
 	{source: "pmi", rank: []string{"PMI_RANK"}, size: []string{"PMI_SIZE"}, localRank: []string{"PMI_LOCAL_RANK", "MPI_LOCALRANKID"},
-		localSize: []string{"PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"}, job: []string{"PMI_JOBID", "PMI_KVSNAME"}},
+		localSize: []string{"PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"}, job: []string{"PMI_JOBID", "PMI_KVSNAME", "PALS_APID", "FLUX_JOB_ID"}},
 	{source: "slurm", rank: []string{"SLURM_PROCID"}, size: []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"}, localRank: []string{"SLURM_LOCALID"},
 		job: []string{"SLURM_JOB_ID", "SLURM_JOBID"}},
 	{source: "pmix", rank: []string{"PMIX_RANK"}, size: []string{"PMIX_SIZE"}, sizeElsewhere: true, job: []string{"PMIX_NAMESPACE"}},
 	{source: "kubernetes", rank: []string{"JOB_COMPLETION_INDEX"}, size: []string{"JOB_COMPLETIONS"}, sizeElsewhere: true, job: []string{"JOB_NAME"}},
 }
 
-// FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other input is the file that TUTTI_SECRET_FILE names. Of several launchers
+// FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs are the file that TUTTI_SECRET_FILE names and, to name a job of
+// MPICH's mpiexec, the command lines of the processes that this one descends from. Of several launchers
 // the first complete one of this order counts: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open MPI; PMI (MPICH, Hydra, Intel
 // MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. Half a set is an error that names what is missing, a contradiction one that names both variables. Without any the process is rank 0 of 1.
 // No error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
 	e := env{get: getenv}
-	l := Launch{Size: 1, LocalRank: -1, Source: "none", Job: "default"}
+	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
 	if err := e.place(&l); err != nil {
 		return Launch{}, err
 	}
@@ -161,7 +167,7 @@ func (e env) place(l *Launch) error {
 	if _, l.MaxSize, err = e.number([]string{"TUTTI_MAX_SIZE"}, 1); err != nil {
 		return err
 	}
-	found := false
+	var by *launcher
 	if name, _, err := e.number([]string{"TUTTI_STANDBY"}, 0); err != nil {
 		return err
 	} else if name != "" {
@@ -171,7 +177,7 @@ func (e env) place(l *Launch) error {
 		l.Standby, l.Rank, l.Size, l.Source = true, -1, size, "tutti"
 		return e.master(l)
 	}
-	for _, k := range launchers {
+	for i, k := range launchers {
 		rankName, rank, err := e.number(k.rank, 0)
 		if err != nil {
 			return err
@@ -204,23 +210,106 @@ func (e env) place(l *Launch) error {
 		} else if rank >= most {
 			return fmt.Errorf("environment: %s=%d contradicts %s=%d: ranks are 0..%d", rankName, rank, sizeName, n, n-1)
 		}
-		l.Rank, l.Size, l.Source, found = rank, n, k.source, true
+		l.Rank, l.Size, l.Source, by = rank, n, k.source, &launchers[i]
 		if err := e.local(l, k, sizeName); err != nil {
 			return err
 		}
-		if name, v := e.first(k.job); name != "" && v != "none" {
-			l.Job = k.source + "-" + v
-			if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); k.source == "slurm" && step != "" {
-				l.Job += "." + step
-			}
-			l.Job = cleanJob(l.Job)
-		}
 		break
 	}
-	if !found && ownSize != "" && size > 1 {
+	if by == nil && ownSize != "" && size > 1 {
 		return fmt.Errorf("environment: TUTTI_SIZE=%d is set, but nothing says which rank this is: set TUTTI_RANK or use a launcher", size)
 	}
-	return e.master(l)
+	if err := e.master(l); err != nil || by == nil {
+		return err
+	}
+	if name := e.job(l, by); name != "" {
+		l.Job = cleanJob(by.source + "-" + name)
+	}
+	return nil
+}
+
+// job makes a name of what the launcher says of the launch; no other launch that uses the same store at
+// the same time has it. "": there is nothing to make one of.
+func (e env) job(l *Launch, by *launcher) string {
+	if name, v := e.first(by.job); name != "" && v != "none" { // torchrun's default is "none"
+		if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); by.source == "slurm" && step != "" {
+			v += "." + step
+		}
+		return v
+	}
+	switch by.source {
+	case "pmi":
+		if at := hydra(os.Getppid()); at != "" {
+			return at
+		}
+	case "kubernetes": // where the name of a pod of an indexed job is JOB-INDEX
+		if v, ok := strings.CutSuffix(strings.TrimSpace(e.get("HOSTNAME")), "-"+strconv.Itoa(l.Rank)); ok && v != "" {
+			return v
+		}
+	}
+	if l.MasterAddr != "" && l.MasterPort > 0 {
+		return meetingPoint(l.MasterAddr, strconv.Itoa(l.MasterPort))
+	}
+	return ""
+}
+
+// meetingPoint makes a name of where the ranks of a launch meet, which is held as long as it lasts.
+func meetingPoint(host, port string) string {
+	name := host + "-" + port
+	if ip, err := netip.ParseAddr(host); err == nil && ip.IsLoopback() || strings.EqualFold(host, "localhost") {
+		sum := sha256.Sum256([]byte(here()[2])) // of this network namespace of this machine
+		name += "-" + hex.EncodeToString(sum[:4])
+	}
+	return name
+}
+
+// hydra returns a name for the launch of MPICH's and Intel MPI's mpiexec that process pid belongs to, ""
+// if it does to none. They name it in no variable, but the proxies between mpiexec and the ranks are told,
+// on all hosts alike, where mpiexec listens.
+func hydra(pid int) string {
+	for range 16 { // shells and scripts may be in between
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+		if err != nil {
+			return ""
+		}
+		if at := hydraProxy(strings.Split(string(b), "\x00")); at != "" {
+			return at
+		}
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		if err != nil {
+			return ""
+		}
+		// pid (name) state ppid …, and the name may contain anything.
+		fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+		if len(fields) < 2 {
+			return ""
+		}
+		if pid, err = strconv.Atoi(fields[1]); err != nil || pid < 2 {
+			return ""
+		}
+	}
+	return ""
+}
+
+// hydraProxy takes mpiexec's address out of a proxy's command line; "": it is none.
+func hydraProxy(args []string) string {
+	if base := filepath.Base(args[0]); base != "hydra_pmi_proxy" && base != "hydra_bstrap_proxy" {
+		return ""
+	}
+	value := func(flag string) string {
+		if i := slices.Index(args, flag); i >= 0 && i+1 < len(args) {
+			return args[i+1]
+		}
+		return ""
+	}
+	host, port, err := net.SplitHostPort(value("--control-port"))
+	if err != nil {
+		host, port = value("--upstream-host"), value("--upstream-port")
+	}
+	if host == "" || port == "" {
+		return ""
+	}
+	return meetingPoint(host, port)
 }
 
 // local reads the place on this machine, which every launcher may leave open.
@@ -327,6 +416,16 @@ func CheckJob(name string) error {
 		return fmt.Errorf("job name %q: expected 1 to 128 letters, digits, '.', '_' or '-'", clip(name))
 	}
 	return nil
+}
+
+// JobMissing says that a job has no name. Ranks of other jobs that have none either would be taken for
+// its own in a store that they share.
+func (l Launch) JobMissing() error {
+	who := "nothing names the job"
+	if l.Source != "none" && l.Source != "tutti" && l.Source != "" {
+		who = fmt.Sprintf("the launcher (%s) does not name the job", l.Source)
+	}
+	return fmt.Errorf("%s: set TUTTI_JOB, the same for all its ranks and another for every job that uses the store", who)
 }
 
 // cleanJob makes a launcher's job id fit for a key.

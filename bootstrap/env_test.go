@@ -1,9 +1,13 @@
 package bootstrap
 
 import (
+	"bufio"
 	"bytes"
+	"context"
 	"fmt"
+	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"reflect"
 	"regexp"
@@ -12,6 +16,23 @@ import (
 	"testing"
 	"time"
 )
+
+// printJob has this binary print the name of the job that it is launched as, and wait for its input's end.
+const printJob = "BOOTSTRAP_TEST_PRINT_JOB"
+
+func init() {
+	if os.Getenv(printJob) == "" {
+		return
+	}
+	l, err := FromEnv(os.Getenv)
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	fmt.Println("job " + l.Job)
+	io.Copy(io.Discard, os.Stdin)
+	os.Exit(0)
+}
 
 func vars(s string) func(string) string {
 	m := map[string]string{}
@@ -27,31 +48,122 @@ func TestPlace(t *testing.T) {
 		env  string
 		want Launch
 	}{
-		"nothing":       {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Job: "default", Source: "none"}},
-		"size 1 alone":  {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Job: "default", Source: "none"}},
-		"master only":   {"MASTER_ADDR=h MASTER_PORT=7", Launch{Size: 1, LocalRank: -1, Job: "default", Source: "none", MasterAddr: "h", MasterPort: 7}},
-		"torchrun":      {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-a-b", Source: "torchrun"}},
-		"torchrun none": {"RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, Job: "default", Source: "torchrun"}},
-		"torchrun wins": {"RANK=1 WORLD_SIZE=2 SLURM_PROCID=5 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 JOB_COMPLETION_INDEX=9", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "default", Source: "torchrun"}},
-		"own wins":      {"TUTTI_RANK=2 TUTTI_SIZE=3 TUTTI_LOCAL_RANK=0 TUTTI_LOCAL_SIZE=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_JOB=j", Launch{Rank: 2, Size: 3, LocalRank: 0, LocalSize: 1, Job: "j", Source: "tutti"}},
-		"confirmed":     {"TUTTI_SIZE=2 RANK=1 WORLD_SIZE=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "default", Source: "torchrun"}},
+		"nothing":                      {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
+		"size 1 alone":                 {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
+		"master only":                  {"MASTER_ADDR=h MASTER_PORT=7", Launch{Size: 1, LocalRank: -1, Source: "none", MasterAddr: "h", MasterPort: 7}},
+		"torchrun":                     {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-a-b", Source: "torchrun"}},
+		"torchrun none with master":    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-n0-29500", Source: "torchrun"}},
+		"own with master":              {"TUTTI_RANK=0 TUTTI_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=7", Launch{Size: 2, LocalRank: -1, MasterAddr: "10.0.0.1", MasterPort: 7, Job: "tutti-10.0.0.1-7", Source: "tutti"}},
+		"kubernetes by its pod's name": {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-3", Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train-8", Source: "kubernetes"}},
+		"kubernetes elsewhere":         {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-13", Launch{Rank: 3, Size: 4, LocalRank: -1, Source: "kubernetes"}},
+		"pals":                         {"PMI_RANK=1 PMI_SIZE=2 PALS_APID=ab-1", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "pmi-ab-1", Source: "pmi"}},
+		"torchrun none":                {"RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, Source: "torchrun"}},
+		"torchrun wins":                {"RANK=1 WORLD_SIZE=2 SLURM_PROCID=5 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 JOB_COMPLETION_INDEX=9", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "torchrun"}},
+		"own wins":                     {"TUTTI_RANK=2 TUTTI_SIZE=3 TUTTI_LOCAL_RANK=0 TUTTI_LOCAL_SIZE=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_JOB=j", Launch{Rank: 2, Size: 3, LocalRank: 0, LocalSize: 1, Job: "j", Source: "tutti"}},
+		"confirmed":                    {"TUTTI_SIZE=2 RANK=1 WORLD_SIZE=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "torchrun"}},
 		"openmpi": {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-h-12@1 PMIX_RANK=2",
 			Launch{Rank: 2, Size: 4, LocalSize: 2, Job: "openmpi-prterun-h-12-1", Source: "openmpi"}},
-		"mpirun inside slurm": {"OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7", Launch{Rank: 6, Size: 8, LocalRank: -1, Job: "default", Source: "openmpi"}},
-		"hydra":               {"PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch{Rank: 1, Size: 2, LocalRank: 1, LocalSize: 2, Job: "default", Source: "pmi"}},
+		"mpirun inside slurm": {"OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7", Launch{Rank: 6, Size: 8, LocalRank: -1, Source: "openmpi"}},
+		"hydra":               {"PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch{Rank: 1, Size: 2, LocalRank: 1, LocalSize: 2, Source: "pmi"}},
 		"cray":                {"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=0 PMI_LOCAL_SIZE=1 PMI_JOBID=55", Launch{Rank: 1, Size: 2, LocalRank: 0, LocalSize: 1, Job: "pmi-55", Source: "pmi"}},
 		"slurm": {"SLURM_PROCID=5 SLURM_NTASKS=99 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_STEP_NODELIST=gpu[007-009,12] SLURM_JOB_ID=42 SLURM_STEP_ID=0",
 			Launch{Rank: 5, Size: 7, LocalRank: 1, LocalSize: 2, MasterAddr: "gpu007", Job: "slurm-42.0", Source: "slurm"}},
-		"slurm bare":                {"SLURM_PROCID=1 SLURM_NTASKS=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "default", Source: "slurm"}},
-		"salloc's shell":            {"SLURM_NTASKS=4 SLURM_JOB_ID=42", Launch{Size: 1, LocalRank: -1, Job: "default", Source: "none"}},
+		"slurm bare":                {"SLURM_PROCID=1 SLURM_NTASKS=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "slurm"}},
+		"salloc's shell":            {"SLURM_NTASKS=4 SLURM_JOB_ID=42", Launch{Size: 1, LocalRank: -1, Source: "none"}},
 		"pmix":                      {"PMIX_RANK=1 TUTTI_SIZE=4 PMIX_NAMESPACE=x", Launch{Rank: 1, Size: 4, LocalRank: -1, Job: "pmix-x", Source: "pmix"}},
 		"kubernetes":                {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 JOB_NAME=train", Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train", Source: "kubernetes"}},
-		"own local over launcher's": {"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_LOCAL_RANK=0", Launch{Rank: 1, Size: 2, LocalRank: 0, Job: "default", Source: "torchrun"}},
+		"own local over launcher's": {"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_LOCAL_RANK=0", Launch{Rank: 1, Size: 2, LocalRank: 0, Source: "torchrun"}},
 	} {
 		got, err := FromEnv(vars(c.env))
 		if err != nil || !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%s: %+v, %v\nwant %+v", name, got, err, c.want)
 		}
+	}
+}
+
+// A loopback address names a meeting point on one machine only.
+func TestMeetingPoint(t *testing.T) {
+	for _, host := range []string{"127.0.0.1", "localhost", "::1"} {
+		if name := meetingPoint(host, "7"); !strings.HasPrefix(name, host+"-7-") || len(name) != len(host)+len("-7-")+8 {
+			t.Errorf("%s: %s", host, name)
+		}
+	}
+	if name := meetingPoint("node", "7"); name != "node-7" {
+		t.Error(name)
+	}
+}
+
+func TestHydraProxy(t *testing.T) {
+	for args, want := range map[string]string{
+		"/usr/bin/hydra_pmi_proxy --control-port n0:40587 --rmk user --pgid 0 --proxy-id 1":       "n0-40587",
+		"/opt/intel/bin/hydra_bstrap_proxy --upstream-host n0 --upstream-port 40587 --proxy-id 1": "n0-40587",
+		"hydra_pmi_proxy --rmk user":           "",
+		"hydra_pmi_proxy --control-port":       "",
+		"/bin/sh -c x --control-port n0:40587": "",
+		"":                                     "",
+	} {
+		if got := hydraProxy(strings.Split(args, " ")); got != want {
+			t.Errorf("%s: %q, want %q", args, got, want)
+		}
+	}
+}
+
+// Ranks of one launch have one name, and those of two launches at the same time have two: with the
+// launchers that are installed here, also from a script.
+func TestJobsOfLaunchersDiffer(t *testing.T) {
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, mpiexec := range [][]string{
+		{"mpiexec.mpich", "-n", "2"},
+		{"mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"},
+	} {
+		t.Run(mpiexec[0], func(t *testing.T) {
+			path, err := exec.LookPath(mpiexec[0])
+			if err != nil {
+				t.Skip(err)
+			}
+			// Each rank prints its job and waits until its launch is told to end.
+			launch := func(through ...string) (jobs []string, end func()) {
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				c := exec.CommandContext(ctx, path, append(append(mpiexec[1:len(mpiexec):len(mpiexec)], through...), self)...)
+				c.Env = append(os.Environ(), printJob+"=1")
+				in, err := c.StdinPipe()
+				if err != nil {
+					t.Fatal(err)
+				}
+				out, err := c.StdoutPipe()
+				if err != nil {
+					t.Fatal(err)
+				}
+				c.Stderr = os.Stderr
+				if err := c.Start(); err != nil {
+					t.Fatal(err)
+				}
+				lines := bufio.NewScanner(out)
+				for len(jobs) < 2 && lines.Scan() {
+					if job, ok := strings.CutPrefix(lines.Text(), "job "); ok {
+						jobs = append(jobs, job)
+					}
+				}
+				if len(jobs) < 2 {
+					t.Fatalf("%s: %q, %v", mpiexec, jobs, lines.Err())
+				}
+				return jobs, func() {
+					in.Close()
+					cancel()
+					c.Wait()
+				}
+			}
+			a, end := launch()
+			defer end()
+			b, end := launch("sh", "-c", `"$0"; true`)
+			defer end()
+			if a[0] == "" || a[0] != a[1] || b[0] == "" || b[0] != b[1] || a[0] == b[0] {
+				t.Errorf("one launch is %q, another %q", a, b)
+			}
+		})
 	}
 }
 
@@ -120,7 +232,7 @@ func TestSettings(t *testing.T) {
 	}
 	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG " +
 		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
-	want := Launch{Size: 1, LocalRank: -1, Job: "default", Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16), Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
+	want := Launch{Size: 1, LocalRank: -1, Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16), Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
 		Interfaces: "eth0", Ports: "5-9", LogLevel: "debug", Timeout: 1500 * time.Millisecond, LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
 	if err != nil || !reflect.DeepEqual(l, want) {
 		t.Errorf("%+v, %v\nwant %+v", l, err, want)

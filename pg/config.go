@@ -12,7 +12,8 @@ type Config struct {
 	// Size is the number of ranks and Rank this one's number, 0..Size-1. Size 0 (the default): both come from the environment; a process
 	// without any launch environment is rank 0 of 1.
 	Size, Rank int
-	// Job names the job: ranks meet under it in the store. Default TUTTI_JOB, else "default".
+	// Job names the job: ranks meet under it in the store. Default TUTTI_JOB, else a name that is
+	// made of what the launcher says; where that is nothing, a job of several ranks must be given one.
 	Job string
 	// Store is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default TUTTI_STORE, else etcd://MASTER_ADDR:MASTER_PORT.
 	// A group of one rank needs none.

@@ -141,7 +141,10 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 			*v = last
 		}
 	}
-	def(&s.Job, l.Job, "default")
+	def(&s.Job, l.Job, "")
+	if s.Job == "" && s.MaxSize == 1 { // nobody to mix up
+		s.Job = "default"
+	}
 	def(&s.Store, l.Store, "")
 	if s.Store == "" && l.MasterAddr != "" && l.MasterPort > 0 {
 		s.Store = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
@@ -315,6 +318,8 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	switch {
 	case len(s.Secret) == 0:
 		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or start the ranks with tutti run")
+	case s.Job == "":
+		return nil, s.launch.JobMissing()
 	case s.Store == "":
 		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
 	}
@@ -583,6 +588,9 @@ func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
 // standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The claim holds until release. That takes as long as nobody is lost; what bounds it is ctx
 // alone, but no single question to the store waits for long.
 func (s *settings) standBy(ctx context.Context) (release func(joined bool), err error) {
+	if s.Job == "" {
+		return nil, s.launch.JobMissing()
+	}
 	dctx, dialed := s.within(ctx)
 	defer dialed()
 	store, err := s.dialStore(dctx)
@@ -823,6 +831,7 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
 	}
+	cfg.Job = cmp.Or(cfg.Job, "default")
 	s, err := cfg.resolve(func(string) string { return "" })
 	if err != nil {
 		return nil, err

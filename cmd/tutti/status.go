@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -160,7 +161,7 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string, getenv func(stri
 	if err != nil {
 		return bootstrap.StoreConfig{}, err
 	}
-	c := bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: raw, DialTimeout: 5 * time.Second}
+	c := bootstrap.StoreConfig{Address: l.Store, Job: cmp.Or(l.Job, "default"), Secret: raw, DialTimeout: 5 * time.Second}
 	if !strings.HasPrefix(l.Store, "tutti://") { // a site's
 		c.User, c.Password = getenv("TUTTI_STORE_USER"), getenv("TUTTI_STORE_PASSWORD")
 		c.CA, c.Cert, c.Key = getenv("TUTTI_STORE_CA"), getenv("TUTTI_STORE_CERT"), getenv("TUTTI_STORE_KEY")

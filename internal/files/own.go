@@ -52,8 +52,12 @@ func Create(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_NOFOLLOW, 0o600)
 }
 
-// Replace makes a file anew, in the place of what has the name; a link is replaced, not followed.
+// Replace makes a file anew, in the place of what has the name. A link is followed if this user or root
+// has made it, and else replaced.
 func Replace(path string, mode fs.FileMode) (*os.File, error) {
+	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 && trusted(info) {
+		return os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, mode)
+	}
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}

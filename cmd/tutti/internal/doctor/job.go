@@ -1,6 +1,7 @@
 package doctor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -68,7 +69,7 @@ func configured(ctx context.Context, h *Host) outcome {
 		return broken(address+": the environment is contradictory", "see environment below")
 	}
 	began := time.Now()
-	cfg := bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: l.Secret, User: l.StoreUser, Password: l.StorePassword, CA: l.StoreCA, Cert: l.StoreCert, Key: l.StoreKey}
+	cfg := bootstrap.StoreConfig{Address: address, Job: cmp.Or(l.Job, "default"), Secret: l.Secret, User: l.StoreUser, Password: l.StorePassword, CA: l.StoreCA, Cert: l.StoreCert, Key: l.StoreKey}
 	if err := useStore(ctx, cfg); err != nil {
 		return broken(err.Error(), "start it, correct TUTTI_STORE, or unset it: tutti run then serves one")
 	}
@@ -149,12 +150,14 @@ func environment(_ context.Context, h *Host) outcome {
 	if l.Source == "none" {
 		return found("no launcher: this process would be rank 0 of 1")
 	}
-	detail := fmt.Sprintf("rank %d of %d of job %s, by the variables of %s", l.Rank, l.Size, l.Job, l.Source)
+	detail := fmt.Sprintf("rank %d of %d of job %s, by the variables of %s", l.Rank, l.Size, cmp.Or(l.Job, "(without a name)"), l.Source)
 	switch {
 	case l.Size > 1 && l.Secret == nil:
 		return warn(detail+"; no secret", "a job of several processes needs TUTTI_SECRET or TUTTI_SECRET_FILE")
 	case l.Size > 1 && l.Store == "" && l.MasterAddr == "":
 		return warn(detail+"; no store", "set TUTTI_STORE, or MASTER_ADDR and MASTER_PORT")
+	case l.Size > 1 && l.Job == "":
+		return warn(detail, l.JobMissing().Error())
 	}
 	return found(detail)
 }
