@@ -49,6 +49,24 @@
 // that falls silent, after half a minute. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout decides about it. A job that goes on without lost ranks (Shrink,
 // Retry) is less patient: whom a collective waits for, and whose lease has ended, is lost.
 //
+// # What an error leaves in the buffers
+//
+// An *ArgumentError, ErrClosed, an error of a group that had failed before, and the *TimeoutError of a call that gave up before its turn leave all buffers as they were. After any other
+// error of an operation:
+//
+//	source, apart from the destination      as it was
+//	destination                             void: old contents, inputs, results, and parts of sums may stand side by side in it
+//	in place: AllReduce                     void at every rank; RankError.Overwritten says whether it had begun to be written
+//	in place: AllGather(V), Gather          this rank's part as it was, other parts void
+//	in place: Scatter                       at the root all parts as they were
+//	Broadcast                               as it was at the root, void elsewhere
+//	Reduce                                  void at the root, as it was elsewhere
+//	Gather, Scatter                         the buffer that is not used elsewhere than at the root: as it was
+//	Send                                    as it was
+//	Recv                                    void; as it was after the *ArgumentError for a message of another length or type
+//
+// Elements before and after a buffer are never touched.
+//
 // # When ranks are lost, and come back
 //
 // A rank number is a slot, for ever: who is lost leaves a hole, nobody is renumbered, and collectives skip the holes. [Group.View] says who plays. What the ranks that are
