@@ -56,7 +56,7 @@ func TestChaos(t *testing.T) {
 				enter = c.net.Hosts[chaosRanks].Enter()
 				c.env = append(c.env, hostVariable+"="+c.net.Address(chaosRanks))
 			}
-			c.env = append(c.env, "TUTTI_SECRET="+secret, "TUTTI_TRANSPORT="+transport, "WORLD_SIZE="+strconv.Itoa(chaosRanks), "TUTTI_ON_FAILURE=shrink", "TUTTI_LEASE=2s", "TUTTI_TIMEOUT=20s", "TUTTI_LOG="+*chaosLog)
+			c.env = append(c.env, "TUTTI_SECRET="+secret, "TUTTI_JOB=chaos", "TUTTI_TRANSPORT="+transport, "WORLD_SIZE="+strconv.Itoa(chaosRanks), "TUTTI_ON_FAILURE=shrink", "TUTTI_LEASE=2s", "TUTTI_TIMEOUT=20s", "TUTTI_LOG="+*chaosLog)
 			store := c.s.StartIn(enter, append(c.env, storeVariable+"=tutti"), rig.Self(t))
 			store.Out.Await(t, "\n")
 			c.env = append(c.env, "TUTTI_STORE="+strings.TrimPrefix(strings.TrimSpace(store.Out.String()), "at "))
