@@ -446,8 +446,11 @@ func (r *runner) widened(algo collectives.Algo, count int) error {
 	if parts > 1 {
 		r.out = base{ptr: unsafe.Add(wide, parts*4*count)}
 	}
+	dirty := r.dirty
 	err = r.steps(prog, Float32)
+	r.dirty = dirty // it has written to r.wide alone
 	if err == nil && (c.kind != collectives.Reduce || g.rank == c.root) {
+		r.dirty = r.dirty || in.ptr == out.ptr
 		kernels.Narrow(c.dtype, out.ptr, r.out.ptr, count)
 	}
 	r.in, r.out = in, out
