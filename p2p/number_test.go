@@ -4,8 +4,10 @@ import (
 	"context"
 	"math"
 	"testing"
+	"time"
 
 	"tutti/p2p"
+	"tutti/p2p/inproc"
 )
 
 func pair(t *testing.T) (a, b *member) {
@@ -83,5 +85,52 @@ func TestCreditWraps(t *testing.T) {
 	}
 	if l := ca.Ledger(1); l.Sent > math.MaxUint32/2 || l.Sent-l.Acked > uint32(l.Window) {
 		t.Errorf("%+v: the account has not wrapped, or wrongly", l)
+	}
+}
+
+// Whoever waits for a peer that says nothing sends it something now and then, so that a transport can tell a host that does not answer.
+func TestWaitersSendHeartbeats(t *testing.T) {
+	all := make([]*p2p.Proxy, 2)
+	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
+	for r := range all {
+		all[r] = p2p.New(p2p.Config{Self: id(r), Size: 2, Secret: []byte("0123456789abcdef"), Transports: []p2p.Transport{inproc.New(inproc.Config{})}, Threads: true,
+			Oversubscribed: true, Heartbeat: time.Millisecond, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].Endpoints()}, nil
+			}})
+		if _, err := all[r].Listen(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer closeAll(all)
+	c, far := open(t, all[0], 1, 2), open(t, all[1], 1, 2)
+	frames := func() uint64 {
+		for _, n := range all[0].Counts() {
+			return n.FramesSent
+		}
+		return 0
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	defer stop()
+	over := make(chan error)
+	go func() {
+		all[0].Lock()
+		defer all[0].Unlock()
+		var r p2p.Recv
+		c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+		over <- c.WaitRecv(patient(ctx), &r)
+	}()
+	for sent := uint64(0); sent < 20; time.Sleep(time.Millisecond) { // bounded by the test's own time
+		all[0].Lock()
+		sent = frames()
+		all[0].Unlock()
+	}
+	all[1].Lock()
+	w := patient(context.Background())
+	if err := far.Send(w, 0, p2p.Token{Seq: 1}, []byte{1}); err != nil { // and takes no notice of them
+		t.Error(err)
+	}
+	all[1].Unlock()
+	if err := <-over; err != nil {
+		t.Error(err)
 	}
 }

@@ -149,6 +149,13 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
 	pr.counts.received(int(h.Len))
+	if h.Kind == frameBeat {
+		if h.Len != 0 {
+			return fmt.Errorf("%w: rank %d sent a heartbeat with %d bytes", ErrProtocol, pr.rank, h.Len)
+		}
+		pr.link.Release()
+		return nil
+	}
 	if h.Kind == frameOpen {
 		if err := p.opened(pr, h); err != nil {
 			return err

@@ -23,6 +23,7 @@ const (
 	frameStatus            // the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom, see packSlots
 	frameLeave             // the sender goes on in another epoch. Seq: the last operation that it has run in this one
 	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
+	frameBeat              // nothing: somebody waits for the peer, and wants to know whether its host answers; of no channel
 	frameOpen              // from now on Chan stands for this channel. Seq, Call: its name, Count, Off: its epoch; no credit
 )
 
@@ -74,7 +75,9 @@ type Config struct {
 	Patient func() bool
 	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30 s.
 	ConnectTimeout time.Duration
-	Logger         *slog.Logger // default: none
+	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so that a transport notices when the peer's host does not answer. Default 0: never.
+	Heartbeat time.Duration
+	Logger    *slog.Logger // default: none
 }
 
 // DefaultWindow is Config.Window's default for a job of size ranks.
@@ -131,6 +134,7 @@ type peer struct {
 	since    time.Time // link first wanted
 	admitted time.Time // an incoming connection was admitted, and is expected
 	stop     context.CancelFunc
+	beaten   time.Time  // when a heartbeat was sent last
 	refused  bool       // the link had no room for the latest frame
 	unsent   bool       // the link keeps what it could not pass on
 	out      Header     // the frame that is being sent: on the heap once, not once a frame

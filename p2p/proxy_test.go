@@ -338,7 +338,7 @@ type scripted struct {
 
 const maxScripted = 4096
 
-const frameOpen = 12 // see proxy.go
+const frameOpen = 13 // see proxy.go
 
 func (s *scripted) Send(*p2p.Header, []byte) (bool, error) { return true, nil }
 func (s *scripted) Flush() (bool, error)                   { return true, nil }

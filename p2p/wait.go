@@ -229,12 +229,33 @@ func (w *Wait) over(now time.Time) error {
 	return nil
 }
 
+// beat sends a heartbeat to the peer that is waited for (nil: to all), if none was sent for long.
+func (p *Proxy) beat(on *peer, now time.Time) {
+	if p.cfg.Heartbeat <= 0 {
+		return
+	}
+	one := func(pr *peer) {
+		if pr.link != nil && len(pr.ctl) == 0 && !pr.unsent && pr.sendErr == nil && now.Sub(pr.beaten) >= p.cfg.Heartbeat {
+			pr.beaten = now
+			p.transmit(pr, &Header{Kind: frameBeat}, nil)
+		}
+	}
+	if on != nil {
+		one(on)
+		return
+	}
+	for _, pr := range p.links {
+		one(pr)
+	}
+}
+
 // sleep parks the goroutine until a link has something, another goroutine made progress, or time is up.
 func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	p.asleep.Add(1)
 	p.sleepMu.Lock()
 	p.sleepers = append(p.sleepers, w)
 	p.sleepMu.Unlock()
+	p.beat(w.blame.on, now)
 	ready := false
 	for _, pr := range p.links {
 		if pr.lent != nil {

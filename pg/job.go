@@ -223,11 +223,15 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 			if err != nil {
 				return nil, fmt.Errorf("config: %w", err)
 			}
-			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(), Logger: s.Logger}))
+			// A host that answers nothing for a window is noticed where somebody waits for it, and sends it heartbeats.
+			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(), Logger: s.Logger, PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout}))
 		}
 	}
 	return all, nil
 }
+
+// idleTimeout is after how long a silent host is noticed over links that nobody waits for.
+const idleTimeout = 30 * time.Second
 
 // localRanks is how many ranks are likely to be on this machine.
 func (s *settings) localRanks() int {
@@ -305,7 +309,7 @@ func (j *job) unmet(ctx context.Context, err error) bool {
 func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
 	j.self = self
-	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
+	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger, Heartbeat: s.Window / 4,
 		Patient:        func() bool { return !j.met.Load() },
 		Oversubscribed: true} // until it is known who is where
 	here := place{cpus: allowedCPUs(), cores: runtime.NumCPU(), algo: s.algo}

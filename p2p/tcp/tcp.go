@@ -60,6 +60,9 @@ type Config struct {
 	// that is for the deadlines of operations. Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the process had taken nothing
 	// for long when its host went. Default 30 s, at least 1 s.
 	PeerTimeout time.Duration
+	// IdleTimeout is the same for a link over which nothing is sent: the kernel asks for a sign of life only a few times in it, so that a network which loses packets needs a longer
+	// one. Default and minimum: PeerTimeout.
+	IdleTimeout time.Duration
 	// Logger gets what is worth knowing but is no error. Default: nothing is logged.
 	Logger *slog.Logger
 }
@@ -76,7 +79,7 @@ const (
 
 const purpose = "tcp"
 
-// dialTimeout bounds one attempt to connect while there are other addresses to try, and lastTimeout the last one if ctx does not.
+// dialTimeout bounds what is said over one path while there are others to try, and lastTimeout the last one, and opening any, if ctx does not.
 const (
 	dialTimeout = 2 * time.Second
 	lastTimeout = 30 * time.Second
@@ -137,6 +140,7 @@ func (c *Config) complete() (ifname.Filter, ports.Spec, error) {
 	if c.PeerTimeout == 0 {
 		c.PeerTimeout = 30 * time.Second
 	}
+	c.IdleTimeout = max(c.IdleTimeout, c.PeerTimeout)
 	var err error
 	switch {
 	case c.Conns < 1 || c.Conns > MaxConns:
@@ -319,7 +323,7 @@ func (t *Transport) probe(ctx context.Context, c candidate) error {
 	ctx, cancel := context.WithTimeout(ctx, p2p.HandshakeTimeout)
 	defer cancel()
 	self := t.host.Self()
-	fd, _, err := t.connect(ctx, c.String(), netip.Addr{}, hello(self, self, extra{}))
+	fd, _, err := t.connect(ctx, nil, c.String(), netip.Addr{}, hello(self, self, extra{}))
 	if err == nil {
 		unix.Close(fd)
 	}
@@ -495,8 +499,8 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
-	// An idle connection is asked for a sign of life often enough that the whole of PeerTimeout passes before it counts as dead.
-	seconds := int(t.cfg.PeerTimeout / time.Second)
+	// An idle connection is asked for a sign of life often enough that the whole of IdleTimeout passes before it counts as dead.
+	seconds := int(t.cfg.IdleTimeout / time.Second)
 	idle, every := max(1, seconds/3), max(1, seconds/6)
 	for _, o := range [...]struct{ level, opt, value int }{
 		{unix.IPPROTO_TCP, unix.TCP_NODELAY, 1},
@@ -520,16 +524,27 @@ func setBuffers(fd, size int) {
 	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
 }
 
-// connect dials address, from local if that is valid, and proves both ends. It returns the socket.
-func (t *Transport) connect(ctx context.Context, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
-	err = trust.Redial(ctx, func() error {
-		fd, at, err = t.connectOnce(ctx, address, local, h)
+// connect dials address, from local if that is valid, and proves both ends. It returns the socket. first is the connection to begin with; nil: there is none yet.
+func (t *Transport) connect(ctx context.Context, first net.Conn, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
+	fd = -1
+	err = trust.Redial(ctx, func() (err error) {
+		c := first
+		if first = nil; c == nil {
+			if c, err = t.open(ctx, address, local, h); err != nil {
+				return err
+			}
+		}
+		fd, at, err = t.prove(ctx, c, h)
 		return err
 	})
+	if first != nil {
+		first.Close()
+	}
 	return fd, at, err
 }
 
-func (t *Transport) connectOnce(ctx context.Context, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
+// open makes a connection that has said nothing yet.
+func (t *Transport) open(ctx context.Context, address string, local netip.Addr, h trust.Hello) (net.Conn, error) {
 	d := net.Dialer{KeepAlive: -1}
 	if local.IsValid() {
 		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(local, 0))
@@ -540,9 +555,11 @@ func (t *Transport) connectOnce(ctx context.Context, address string, local netip
 		}
 	}
 	c, err := detour.Dial(ctx, &d, int(h.ToRank), address)
-	if err != nil {
-		return -1, "", files.Explain(err)
-	}
+	return c, files.Explain(err)
+}
+
+// prove proves both ends of c to each other and returns its socket. c is closed.
+func (t *Transport) prove(ctx context.Context, c net.Conn, h trust.Hello) (fd int, at string, err error) {
 	// The acceptor may be busy with others first, hence twice its own limit.
 	c.SetDeadline(time.Now().Add(2 * p2p.HandshakeTimeout))
 	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
@@ -560,6 +577,88 @@ func (t *Transport) connectOnce(ctx context.Context, address string, local netip
 	at = c.RemoteAddr().String()
 	fd, err = t.adopt(c)
 	return fd, at, err
+}
+
+// race opens connections over several paths: over the first at once, over each further one when the one before has failed or has taken headStart. Only opening is raced: what is said over
+// connections is said over one at a time.
+type race struct {
+	t       *Transport
+	ctx     context.Context
+	cancel  context.CancelFunc
+	paths   []path
+	hello   trust.Hello
+	begun   int // paths that were tried
+	ended   int // and are through
+	results chan opened
+}
+
+// opened is what became of a path.
+type opened struct {
+	path int
+	conn net.Conn
+	err  error
+}
+
+// headStart is how long a path is tried alone. A connection over any network that works is open by then, or after one lost packet's retransmission.
+const headStart = 250 * time.Millisecond
+
+func (t *Transport) race(ctx context.Context, paths []path, h trust.Hello) *race {
+	r := &race{t: t, paths: paths, hello: h, results: make(chan opened, len(paths))}
+	r.ctx, r.cancel = context.WithCancel(ctx)
+	r.begin()
+	return r
+}
+
+// begin tries the next path, if there is one.
+func (r *race) begin() {
+	if r.begun == len(r.paths) {
+		return
+	}
+	i := r.begun
+	r.begun++
+	go func() {
+		ctx, cancel := context.WithTimeout(r.ctx, lastTimeout)
+		defer cancel()
+		c, err := r.t.open(ctx, r.paths[i].to.String(), r.t.local(r.paths[i]), r.hello)
+		r.results <- opened{i, c, err}
+	}()
+}
+
+// next returns the next path that is through, false when all are.
+func (r *race) next() (opened, bool) {
+	for r.ended < len(r.paths) {
+		if r.ended == r.begun {
+			r.begin()
+		}
+		timer := time.NewTimer(headStart)
+		select {
+		case o := <-r.results:
+			timer.Stop()
+			r.ended++
+			return o, true
+		case <-timer.C:
+			r.begin()
+		}
+	}
+	return opened{}, false
+}
+
+// end closes what is left over, and waits for it.
+func (r *race) end() {
+	r.cancel()
+	for ; r.ended < r.begun; r.ended++ {
+		if o := <-r.results; o.conn != nil {
+			o.conn.Close()
+		}
+	}
+}
+
+// local is the address that a path is dialled from; invalid: the kernel chooses.
+func (t *Transport) local(p path) netip.Addr {
+	if t.cfg.Select != nil {
+		return p.from
+	}
+	return netip.Addr{}
 }
 
 // Reaches implements p2p.Transport. It sends nothing and resolves nothing: an endpoint with a host name counts as reachable.
@@ -608,11 +707,21 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	rand.Read(random[:])
 	x.token = binary.LittleEndian.Uint32(random[:]) & 0xffffff
 	elsewhere := 0
-	for i, p := range paths {
+	race := t.race(ctx, paths, hello(self, to, x))
+	defer race.end()
+	for {
+		o, any := race.next()
+		if !any {
+			break
+		}
+		p, err := paths[o.path], o.err
 		if p.class == classForeign {
 			t.log.Warn("tcp: the route to a peer leaves through an interface that is not allowed", "peer", to, "address", p.String(), "source", p.from)
 		}
-		l, err := t.try(ctx, p, len(paths)-i-1, self, to, x)
+		var l p2p.Link
+		if err == nil {
+			l, err = t.try(ctx, p, o.conn, len(paths)-race.ended, self, to, x)
+		}
 		if err == nil {
 			t.log.Debug("tcp: link dialled", "peer", to, "at", p.String(), "from", p.from, "connections", x.count)
 			return l, nil
@@ -661,8 +770,8 @@ type final struct{ error }
 
 func (f final) Unwrap() error { return f.error }
 
-// try makes all connections of a link over one path; others is how many paths are left after it.
-func (t *Transport) try(ctx context.Context, p path, others int, self, to p2p.Identity, x extra) (p2p.Link, error) {
+// try makes a link over one path, of which the first connection is open; others is how many paths are left after it.
+func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int, self, to p2p.Identity, x extra) (p2p.Link, error) {
 	limit := lastTimeout
 	if others > 0 {
 		limit = dialTimeout
@@ -670,15 +779,12 @@ func (t *Transport) try(ctx context.Context, p path, others int, self, to p2p.Id
 			limit = min(limit, time.Until(dl)/time.Duration(others+1))
 		}
 	}
-	var local netip.Addr
-	if t.cfg.Select != nil {
-		local = p.from
-	}
 	var fds []int
 	var at string
 	for x.index = range x.count {
 		attempt, cancel := context.WithTimeout(ctx, limit)
-		fd, where, err := t.connect(attempt, p.to.String(), local, hello(self, to, x))
+		fd, where, err := t.connect(attempt, first, p.to.String(), t.local(p), hello(self, to, x))
+		first = nil
 		cancel()
 		if err != nil {
 			for _, fd := range fds {
