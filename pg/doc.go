@@ -42,7 +42,7 @@
 //	*ArgumentError  this call was wrong by itself: nothing was sent, and the group goes on
 //	ErrClosed       the group was closed here
 //	ErrEvicted      the others go on without this rank, though it lives
-//	ErrIsolated     ranks were lost, and this rank cannot reach the store, where it is decided who goes on
+//	ErrIsolated     ranks were lost, and this rank cannot have the store decide who goes on
 //	ErrAborted      somebody called Group.Abort
 //
 // After any but an *ArgumentError the results of that operation are void. A process that is killed is known to be gone at once, for its links break; a machine

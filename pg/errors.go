@@ -14,8 +14,9 @@ var (
 	ErrClosed = errors.New("process group is closed")
 	// ErrEvicted: the others go on without this rank, which was put out although it lives: they could not reach it, or somebody asked for it. See Group.Rejoin.
 	ErrEvicted = errors.New("this rank was evicted from the process group")
-	// ErrIsolated: ranks were lost, and this rank cannot reach the store, where it is decided who goes on: it may be on the minority side of a partition.
-	ErrIsolated = errors.New("this rank cannot reach the store, and may be on the minority side of a partition")
+	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding who goes on. The store, where that is decided, is away (this rank may be on the minority side of a
+	// partition) or does not take the decision; the text says which.
+	ErrIsolated = errors.New("this rank cannot take part in deciding who goes on")
 	// ErrAborted: Group.Abort was called, here or on another rank.
 	ErrAborted = errors.New("process group aborted")
 )

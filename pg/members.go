@@ -224,7 +224,7 @@ func (ms *members) do(a membership.Action) {
 		ms.j.log.Warn("this rank was evicted", "view", a.View.String())
 		ms.state(func() { ms.evicted = true; ms.j.interrupt(ErrEvicted) })
 	case membership.Isolated:
-		ms.j.log.Warn("this rank cannot decide who is a member: it may be on the minority side of a partition", "why", a.Why)
+		ms.j.log.Warn("this rank cannot decide who is a member", "why", a.Why)
 		ms.state(func() { ms.isolated, ms.since = a.Why, time.Now() })
 	case membership.Reunited:
 		ms.state(func() { ms.isolated = "" })
@@ -386,9 +386,19 @@ func (ms *members) propose(a membership.Propose) {
 			answer.Outcome, answer.Current = membership.OutcomeLost, v
 		}
 	default:
+		answer.Cause = storeCause(err)
 		ms.j.log.Debug("a view was proposed in vain", "err", err)
 	}
 	ms.tell(answer)
+}
+
+// storeCause says why the store did not do what this rank asked of it: that it cannot be reached is one
+// reason of several.
+func storeCause(err error) string {
+	if errors.Is(err, bootstrap.ErrStoreAway) {
+		return fmt.Sprintf("%v: this rank may be on the minority side of a partition", err)
+	}
+	return err.Error()
 }
 
 // probe finds out whether a process lives: its record is gone with its lease, or nobody listens where it did. A process that is just dying may still take connections, so
@@ -557,7 +567,7 @@ func (ms *members) watch() {
 		store := ms.j.directory()
 		for e := range store.Watch(ms.ctx, membersPrefix) {
 			if e.Err != nil {
-				ms.tell(membership.StoreAway{Cause: e.Err.Error()})
+				ms.tell(membership.StoreAway{Cause: storeCause(e.Err)})
 				break
 			}
 			ms.seen(e)

@@ -1,11 +1,14 @@
 package pg_test
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
 	"go.uber.org/zap"
@@ -73,6 +76,44 @@ func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
 			t.Errorf("the job left %q", names)
 		}
 	}
+}
+
+// A rank is lost while the store is full: the survivors are told that, and not of a partition.
+func TestFullStoreIsNamed(t *testing.T) {
+	const inRank = "PG_TEST_SITE_RANK"
+	var env []string
+	if os.Getenv(inRank) == "" {
+		env = append(sitetest.Start(t, sitetest.Config{Quota: 4 << 20}).Env(), "TUTTI_JOB=test", inRank+"=1")
+	}
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if g.Rank() == 0 {
+			s, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: os.Getenv("TUTTI_STORE"), Job: "default"})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer s.Close()
+			for i := 0; err == nil; i++ {
+				err = s.Put(ctx, fmt.Sprint("k", i), make([]byte, bootstrap.MaxValue), false)
+			}
+			if !strings.Contains(err.Error(), "it is full") {
+				t.Fatal(err)
+			}
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 2 {
+			syscall.Kill(os.Getpid(), syscall.SIGKILL)
+		}
+		if err := g.Barrier(ctx); err == nil {
+			t.Fatal("a barrier without rank 2")
+		}
+		err := g.Recover(ctx)
+		if !errors.Is(err, pg.ErrIsolated) || !strings.Contains(err.Error(), "it is full") || strings.Contains(err.Error(), "partition") {
+			t.Errorf("%v, want ErrIsolated, and that the store is full", err)
+		}
+	}, pgtest.Env(env...), pgtest.Expect(2, syscall.SIGKILL), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
 }
 
 // Ranks meet in a site's own etcd, with TLS, client certificates and a user, told by nothing but the environment.

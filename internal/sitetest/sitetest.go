@@ -40,11 +40,12 @@ func init() { wal.SegmentSizeBytes = 4 << 20 }
 
 // Config says what the site is like.
 type Config struct {
-	TLS         bool // clients connect by TLS
-	ClientCerts bool // and have to show a certificate of the site's authority; means TLS
-	Users       bool // clients have to be User, with Password
-	Expired     bool // the certificate that the site shows
-	TokenTTL    uint // seconds for which the proof of a password holds; default etcd's
+	TLS         bool  // clients connect by TLS
+	ClientCerts bool  // and have to show a certificate of the site's authority; means TLS
+	Users       bool  // clients have to be User, with Password
+	Expired     bool  // the certificate that the site shows
+	Quota       int64 // bytes that the store may hold; default etcd's
+	TokenTTL    uint  // seconds for which the proof of a password holds; default etcd's
 }
 
 // Site is a running etcd.
@@ -68,6 +69,9 @@ func Start(t testing.TB, cfg Config) *Site {
 	c.UnsafeNoFsync = true
 	c.EnableGRPCGateway = false
 	c.BcryptCost = 4 // the least, in time too
+	if cfg.Quota > 0 {
+		c.QuotaBackendBytes = cfg.Quota
+	}
 	if cfg.TokenTTL > 0 {
 		c.AuthTokenTTL = cfg.TokenTTL
 	}

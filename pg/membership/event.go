@@ -54,11 +54,13 @@ const (
 	OutcomeLost
 )
 
-// Proposed answers a Propose, once. Epoch is that of its New; Current, with OutcomeLost, is the view that is in the store.
+// Proposed answers a Propose, once. Epoch is that of its New; Current, with OutcomeLost, is the view that is in the store;
+// Cause, with OutcomeUnknown, is why nothing is known.
 type Proposed struct {
 	Epoch   uint64
 	Outcome Outcome
 	Current View
+	Cause   string
 }
 
 // Reported is what a peer published with its Report. They may come again, and late; what counts of each life is its last.
@@ -168,7 +170,7 @@ type UnaskJoin struct{ Peer }
 // Evicted says that this life was put out, or may have been, though it is alive. It is final, but for Rejoin.
 type Evicted struct{ View View }
 
-// Isolated says that this rank wants to remove others and cannot reach the store: it is possibly on the minority side of a partition. Reunited ends it.
+// Isolated says that this rank wants to remove others and cannot: the store is away, and this rank possibly on the minority side of a partition, or it does not take the change. Reunited ends it.
 type Isolated struct{ Why string }
 
 // Reunited says that Isolated does not hold any more: the store answers, or there is nothing to decide.

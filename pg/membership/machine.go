@@ -45,6 +45,7 @@ type Machine struct {
 	retryAt  uint64 // tick before which nothing is proposed
 	fails    int    // proposals since the last that taught anything
 	blind    bool   // the outcome of the last one is unknown
+	cause    string // why
 	away     string // why the store is away; "": it is not
 	isolated bool
 
@@ -531,6 +532,9 @@ func (m *Machine) propose() {
 	if isolated && !m.isolated {
 		why := m.away
 		if why == "" {
+			why = m.cause
+		}
+		if why == "" {
 			why = "the store does not answer"
 		}
 		m.do(Isolated{fmt.Sprintf("cannot remove ranks %s from the view: %s", ranges(out), why)})
@@ -561,7 +565,7 @@ func (m *Machine) proposed(e Proposed) {
 	}
 	p := *m.pending
 	m.pending = nil
-	m.blind = e.Outcome == OutcomeUnknown
+	m.blind, m.cause = e.Outcome == OutcomeUnknown, e.Cause
 	if e.Outcome == OutcomeWon {
 		m.adopt(p.New)
 	} else if e.Outcome == OutcomeLost {
