@@ -245,6 +245,9 @@ func (g *Group) move(mine membership.Standing, again bool) error {
 			err = g.stand(mine)
 		}
 		if err == nil {
+			err = g.coll.Err() // another view came with the last standing: nothing can run in this one
+		}
+		if err == nil {
 			g.moving, g.must = false, 0
 			g.viewChanged() // there may be a newer one already
 			return nil
@@ -253,7 +256,12 @@ func (g *Group) move(mine membership.Standing, again bool) error {
 		g.coll.Forget()
 		var peer *p2p.PeerError
 		var told *p2p.Aborted
-		if errors.As(err, &peer) || errors.As(err, &told) || errors.Is(err, errMoved) {
+		if errors.As(err, &told) {
+			if a, bad := decodeAbort(told.Payload, g.size); bad == nil && a.Kind == abortCall {
+				return g.told(a) // for good
+			}
+		}
+		if errors.As(err, &peer) || told != nil || errors.Is(err, errMoved) {
 			g.coll.Abort(err, (&wireAbort{Kind: abortAgain, A: g.rank, B: g.rank}).encode())
 			broken = true
 			continue

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/pg"
 	"tutti/tests/internal/rig"
 )
 
@@ -310,6 +311,33 @@ func TestPulled(t *testing.T) {
 		rig.Well(j.ranks, rig.Command{Verb: "ended"})
 		j.finish(t)
 	})
+}
+
+// TestCutBetweenHostsThatReachTheStore pulls the cable between two hosts which both reach the store over another one: that is decided within a few windows, long before TCP gives up.
+func TestCutBetweenHostsThatReachTheStore(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t)
+	rig.Connect(a, b, "store")
+	a.Address("store", "10.78.1.1/24")
+	b.Address("store", "10.78.1.2/24")
+	j := launch(t, a, b, "10.78.1.1:29400", []string{"TUTTI_IFNAME=data"}, "--timeout", "1m", "--on-failure", "shrink")
+	rig.Well(j.ranks, rig.Command{Verb: "join"})
+	rig.Well(j.ranks, rig.Command{Verb: "loop", Seed: 1, Counts: []int{100}})
+	rig.Well(j.ranks, rig.Command{Verb: "await", Steps: 2})
+	a.IP("link", "set", "data", "down")
+	b.IP("link", "set", "data", "down")
+	for r, reply := range rig.Each(j.ranks, rig.Command{Verb: "ended"}) {
+		t.Logf("rank %d: %v after %v", r, reply.Fault, reply.Took)
+		if reply.Fault == nil {
+			t.Errorf("rank %d noticed nothing", r)
+		}
+		if reply.Took > 20*time.Second {
+			t.Errorf("rank %d: it took %v where the window is %v", r, reply.Took, pg.DefaultWindow)
+		}
+	}
+	for _, p := range j.nodes {
+		p.Kill()
+	}
 }
 
 // TestLauncherKilled kills the launcher of one host: its ranks die with it, and the other host ends the job.
