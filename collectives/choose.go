@@ -11,8 +11,8 @@ type Caps struct {
 // defaults are the rules of DefaultTable: the first that holds decides. Their reasoning, by the costs a (one message), B (one byte moved) and g (one byte folded):
 //
 //   - flat has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among few ranks nothing beats it.
-//   - direct moves the fewest bytes of all, but takes a round to enter and one to leave: worth it as soon as copying a message costs more than
-//     a round, at some KiB.
+//   - direct moves the fewest bytes of all, but takes a round to enter, one to leave and in an allreduce one between: worth it as soon as copying a
+//     message costs more than that, at some ten KiB.
 //   - doubling takes log2(n) rounds of all bytes: for short vectors of many ranks.
 //   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring has the same bytes in 2(n-1) rounds, but only two
 //     neighbours: it is for so many ranks that n-1 peers at once choke a wire. halving is in between.
@@ -23,6 +23,7 @@ var defaults = [numKinds][]Rule{
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{IfMemory, 0, 4, 16 << 10, Flat},
 		{IfMemory, 0, 8, 4 << 10, Flat},
+		{IfMemory, 0, 2, 64 << 10, Flat},
 		{IfCrowded, 0, 0, 32 << 10, Doubling},
 		{Always, 0, 2, 16 << 10, Flat},
 		{Always, 0, 4, 8 << 10, Flat},

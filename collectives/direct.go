@@ -5,79 +5,20 @@ package collectives
 // Whoever has read a peer's memory sends something afterwards: before that Send the runner makes sure that the peer was still in the operation
 // when it was read. At the end signals tell when the memory is free again. The peers' parts are visited in rotated order.
 
-// directOnce is the length in bytes of a vector up to which every rank of a few folds the whole of it: it saves a round.
-const directOnce = 16 << 10
-
-// directChunks is how many times Shape.Chunk the grain is in which folded parts are handed on, while they are in a cache: nothing is
-// copied on the way, and a round costs more than a message.
-const directChunks = 4
-
 // directAllReduce: each rank folds part me of all vectors, in slot order, into part me of its own result, and loads the other parts from the
-// results of those who fold them, chunk by chunk. For two ranks that is S bytes read from the peer.
+// results of those who have folded them. For two ranks that is S bytes loaded from the peer. Handing the parts on in chunks, while they are in
+// a cache, gains nothing: it was measured.
 func directAllReduce(b *builder) {
-	size := b.Count * b.Elem
-	if size <= min(directOnce, b.chunk) && b.n <= fewRanks {
-		leave := b.meet(b.all)
-		sum := b.tmp(size)
-		whole := func(r Ref) Ref { return r }
-		b.combine(true, sum, b.everyIn(0, whole))
-		leave() // the result may lie where the peers read
-		b.copy(b.mine(Out, 0), sum)
-		return
-	}
+	folded := b.meet(b.all)
 	bounds := split(b.Count, b.n, b.Elem)
-	k, grain := b.grains(widest(bounds))
-	chunk := func(r Ref, p, c int) Ref {
-		off := bounds[p] + min(c*grain, bounds[p+1]-bounds[p])
-		return r.sub(off, min(grain, bounds[p+1]-off))
+	part := func(r Ref, p int) Ref { return r.sub(bounds[p], bounds[p+1]-bounds[p]) }
+	b.combine(true, part(b.mine(Out, 0), b.me), b.everyIn(0, func(r Ref) Ref { return part(r, b.me) }))
+	folded()
+	for d := 1; d < b.n; d++ {
+		p := b.all.at(d)
+		b.copy(part(b.mine(Out, 0), p), part(b.far(Out, b.Active[p], 0), p))
 	}
-	load := func(c int) {
-		for d := 1; d < b.n; d++ {
-			p := b.all.at(d)
-			b.copy(chunk(b.mine(Out, 0), p, c), chunk(b.far(Out, b.Active[p], 0), p, c))
-		}
-	}
-	fold := func(c int) {
-		b.combine(true, chunk(b.mine(Out, 0), b.me, c), b.everyIn(0, func(r Ref) Ref { return chunk(r, b.me, c) }))
-	}
-	if b.n > fewRanks {
-		for c := range k {
-			folded := b.meet(b.all)
-			fold(c)
-			folded()
-			load(c)
-		}
-		b.meet(b.all)()
-		return
-	}
-	var before []int32 // the signals that the peers have folded the chunk before, which is loaded while they fold the next
-	for c := range k {
-		var folded []int32
-		for d := 1; d < b.n; d++ {
-			folded = append(folded, b.await(b.Active[b.all.at(-d)]))
-		}
-		fold(c)
-		for d := 1; d < b.n; d++ {
-			b.signal(b.Active[b.all.at(d)])
-		}
-		if c > 0 {
-			b.after = append(b.after, before...)
-			load(c - 1)
-		}
-		before = folded
-	}
-	leave := b.meet(b.all)
-	b.after = append(b.after, before...)
-	load(k - 1)
-	leave()
-}
-
-// grains cuts size bytes into at most 64 chunks of at least directChunks chunks, multiples of Elem and of cache lines: how many, and how long.
-func (b *builder) grains(size int) (k, grain int) {
-	unit := lcm(b.Elem, 64)
-	grain = max(directChunks*b.chunk, (size+63)/64)
-	grain = (grain + unit - 1) / unit * unit
-	return max(1, (size+grain-1)/grain), grain
+	b.meet(b.all)()
 }
 
 // everyIn is cut(part of In) of all ranks, in slot order.
@@ -99,36 +40,9 @@ func directReduceScatter(b *builder) {
 	leave()
 }
 
-// directReduce: each rank folds its part of all vectors, and sends it to the root.
+// directReduce: the root folds all vectors. Only its core works, but nothing is copied on the way.
 func directReduce(b *builder) {
-	bounds := split(b.Count, b.n, b.Elem)
-	k := b.chunks(widest(bounds), 2*b.n)
-	chunk := func(r Ref, p, c int) Ref {
-		off, n := b.cut(bounds[p+1]-bounds[p], c)
-		return r.sub(bounds[p]+off, n)
-	}
-	tmp := b.slots(b.n, min(b.chunk, widest(bounds)))
-	for c := range k {
-		mine := b.everyIn(0, func(r Ref) Ref { return chunk(r, b.me, c) })
-		if b.Rank != b.Root {
-			sum := tmp[0].sub(0, mine[0].Len)
-			b.combine(true, sum, mine)
-			b.send(b.Root, sum)
-			continue
-		}
-		for p, slot := range b.Active { // not where it belongs at once: peers read there until they have sent it
-			if p != b.me {
-				b.borrow(slot, tmp[p].sub(0, chunk(mine[0], p, c).Len))
-			}
-		}
-		b.combine(true, chunk(b.mine(Out, 0), b.me, c), mine)
-		for p := range b.Active {
-			if dst := chunk(b.mine(Out, 0), p, c); p != b.me {
-				b.copy(dst, tmp[p].sub(0, dst.Len))
-			}
-		}
-	}
-	b.meet(b.all)()
+	b.collect(func() { b.combine(true, b.mine(Out, 0), b.everyIn(0, func(r Ref) Ref { return r })) })
 }
 
 func directAllGather(b *builder) {
@@ -185,18 +99,25 @@ func directScatter(b *builder) {
 	})
 }
 
-// directGather: the root loads all parts. Only its core works, but nothing is copied twice.
+// directGather: the root loads all parts.
 func directGather(b *builder) {
+	b.collect(func() {
+		b.copy(b.outPart(b.me), b.own())
+		for d := 1; d < b.n; d++ {
+			p := b.all.at(d)
+			b.copy(b.outPart(p), b.far(In, b.Active[p], 0))
+		}
+	})
+}
+
+// collect: the root does work and then tells the others that it is done with their memory.
+func (b *builder) collect(work func()) {
 	b.plan.Direct = true
 	if b.Rank != b.Root {
 		b.await(b.Root)
 		return
 	}
-	b.copy(b.outPart(b.me), b.own())
-	for d := 1; d < b.n; d++ {
-		p := b.all.at(d)
-		b.copy(b.outPart(p), b.far(In, b.Active[p], 0))
-	}
+	work()
 	for d := 1; d < b.n; d++ {
 		b.signal(b.Active[b.all.at(d)])
 	}

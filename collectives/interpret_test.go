@@ -79,7 +79,7 @@ func TestFindsBadPlans(t *testing.T) {
 		}, "a peer's"},
 		{"says nothing after a load", AllReduce, Direct, func(ps []*Plan) {
 			s := find(ps[0], Combine, 0)
-			ps[0].Steps = append(ps[0].Steps, Step{Verb: Copy, Dst: ps[0].Steps[len(ps[0].Steps)-1].Dst, Src: s.Srcs[1]})
+			ps[0].Steps = append(ps[0].Steps, Step{Verb: Copy, Dst: s.Dst, Src: s.Srcs[1]})
 		}, "sends nothing afterwards"},
 		{"no barrier", Barrier, Flat, func(ps []*Plan) { ps[0].Steps, ps[1].Steps = nil, nil }, "has entered"},
 		{"too many messages", Barrier, Flat, func(ps []*Plan) {

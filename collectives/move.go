@@ -301,13 +301,10 @@ func flatBarrier(b *builder) { b.meetFlat(b.all)() }
 // disseminationBarrier: in round k each rank signals the one 2^k places on.
 func disseminationBarrier(b *builder) { b.meetDissemination(b.all)() }
 
-// fewRanks is how many ranks tell each other something with n-1 signals rather than in rounds.
-const fewRanks = 4
-
 // meet posts the Recvs of a barrier among t and returns what does the rest of it: the step after that waits for the barrier's end. One
 // round of n-1 signals is quickest among few.
 func (b *builder) meet(t team) func() {
-	if t.n() <= fewRanks {
+	if t.n() <= 4 {
 		return b.meetFlat(t)
 	}
 	return b.meetDissemination(t)

@@ -177,7 +177,7 @@ func TestTooLong(t *testing.T) {
 		for _, a := range Algorithms(s.Kind) {
 			s.Counts = []int{1 << 50, 1 << 50, 1 << 50, 1 << 50}
 			s.RecvCounts = s.Counts
-			if p, err := Build(a, s); err == nil && len(p.Steps) > 64*(3*4+1) || err != nil && !errors.Is(err, ErrTooLong) {
+			if p, err := Build(a, s); err == nil && len(p.Steps) > 100 || err != nil && !errors.Is(err, ErrTooLong) {
 				t.Errorf("%v %v: %v", s.Kind, a, err)
 			}
 		}
@@ -242,7 +242,7 @@ func TestPlansStaySmall(t *testing.T) {
 	}
 	// The shortest possible plans where they matter most.
 	s := Shape{Kind: AllReduce, Size: 2, Active: upTo(2), Elem: 4, Count: 16}
-	for a, want := range map[Algo]int{Flat: 3, Direct: 4, Doubling: 3} {
+	for a, want := range map[Algo]int{Flat: 3, Direct: 6, Doubling: 3} {
 		if p, _ := Build(a, s); len(p.Steps) != want {
 			t.Errorf("%v allreduce of two ranks has %d steps, want %d", a, len(p.Steps), want)
 		}

@@ -15,7 +15,6 @@ type mapped struct {
 	exposure  *p2p.Exposure // nil: nobody can map this rank's memory
 	begun     bool          // the exposure, by the operation that runs
 	peers     []peerMemory  // by slot
-	shift     int           // bytes from the start of the peers' buffers, or parts, to the present block
 	mine, all []byte        // this rank's and all ranks' descriptors
 }
 

@@ -14,8 +14,6 @@ const (
 	// vectorBlock and partBlock bound, in bytes, what one plan covers: longer vectors (or parts, over all ranks) are worked off in blocks, so that plans and
 	// scratch memory do not grow with the message.
 	vectorBlock = 8 << 20
-	// directBlock is the same for a rank's part of a vector in a direct plan.
-	directBlock = 8 << 20
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
@@ -353,9 +351,7 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		r.out.ptr = c.in // the root's result is where it is; others have none
 	}
 	block := c.count
-	r.mapped.shift = 0
-	switch {
-	case algo != collectives.Direct:
+	if algo != collectives.Direct { // which has as many steps for any length
 		switch c.kind {
 		case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
 			block = max(1, vectorBlock/elem)
@@ -363,8 +359,6 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		default:
 			block = max(1, max(vectorBlock/g.size, 4<<10)/elem)
 		}
-	case c.kind == collectives.AllReduce, c.kind == collectives.Reduce: // in chunks; the others' plans are as long for any length
-		block = max(1, directBlock*len(g.active)/elem)
 	}
 	if c.count <= block {
 		prog, err := r.program(c.kind, algo, elem, c.count)
@@ -390,7 +384,6 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		if out != nil {
 			r.out.ptr = unsafe.Add(out, at*elem)
 		}
-		r.mapped.shift = at * elem
 		if err := r.block(prog, elem, n); err != nil {
 			return err
 		}
@@ -476,9 +469,9 @@ func (r *runner) at(ref *collectives.Ref) unsafe.Pointer {
 	case collectives.Tmp:
 		p = r.scratch
 	case collectives.PeerIn:
-		p = unsafe.Add(r.mapped.peers[ref.Peer].in, int(ref.Part)*r.in.stride+r.mapped.shift)
+		p = unsafe.Add(r.mapped.peers[ref.Peer].in, int(ref.Part)*r.in.stride)
 	case collectives.PeerOut:
-		p = unsafe.Add(r.mapped.peers[ref.Peer].out, int(ref.Part)*r.out.stride+r.mapped.shift)
+		p = unsafe.Add(r.mapped.peers[ref.Peer].out, int(ref.Part)*r.out.stride)
 	}
 	return unsafe.Add(p, ref.Off)
 }
