@@ -334,7 +334,7 @@ func (g *Group) conclude(err error) error {
 			lost, typed = &own, &own
 			g.verdict(lost)
 			lost.Also = g.besides(lost.Rank)
-			lost.Overwritten = g.run.dirty && !has
+			lost.Overwritten = g.overwritten(has)
 			g.lost = lost
 		}
 		if s.OnFailure == Report && !g.insist && !again {
@@ -356,7 +356,7 @@ func (g *Group) conclude(err error) error {
 		if g.seq < g.begins {
 			if lost != nil && !again {
 				own := *lost
-				own.Overwritten = g.cur.in == g.cur.out && (has || g.run.dirty)
+				own.Overwritten = g.overwritten(has)
 				return &own
 			}
 			return typed
@@ -371,6 +371,12 @@ func (g *Group) conclude(err error) error {
 			return nil
 		}
 	}
+}
+
+// overwritten reports whether the current call's input is lost here, at a rank that has its result or not.
+func (g *Group) overwritten(has bool) bool {
+	c := &g.cur
+	return g.run.dirty || has && c.in == c.out && c.kind.Reduces() && (c.kind != collectives.Reduce || c.root == g.rank)
 }
 
 // fits checks the current call against a view that has changed since it was checked.

@@ -15,6 +15,7 @@ type mapped struct {
 	exposure  *p2p.Exposure // nil: nobody can map this rank's memory
 	begun     bool          // the exposure, by the operation that runs
 	peers     []peerMemory  // by slot
+	loads     []load        // of the plan that runs
 	mine, all []byte        // this rank's and all ranks' descriptors
 }
 
@@ -57,7 +58,8 @@ func (c *call) loaded(size, slot, elem int) (in, out int) {
 	return 0, 0
 }
 
-// exchange tells all ranks where this rank's buffers are and maps theirs. It returns false, at every rank alike, unless all that the plan loads
+// exchange tells all ranks where this rank's buffers are and maps those that its plan loads: no others, for a rank that nobody has to wait for may
+// be through with the operation before, and free its memory. It returns false, at every rank alike, unless all that the plan loads
 // can be mapped. It is also the entry into the operation: when it returns, every rank has begun it. From its begin to close, peers may load the
 // buffers of the call.
 func (r *runner) exchange(elem int) (bool, error) {
@@ -85,11 +87,14 @@ func (r *runner) exchange(elem int) (bool, error) {
 			return false, nil
 		}
 	}
-	for _, slot := range g.active {
-		if slot != g.rank {
-			if err := r.locate(slot, elem); err != nil {
-				return false, err
-			}
+	prog, err := r.program(c.kind, collectives.Direct, elem, c.count)
+	if err != nil {
+		return false, err
+	}
+	m.loads = prog.loads
+	for _, l := range m.loads {
+		if err := r.locate(l, elem); err != nil {
+			return false, err
 		}
 	}
 	return true, nil
@@ -109,12 +114,16 @@ func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
 	return true
 }
 
-// locate maps what a peer has described, as far as the plan loads it.
-func (r *runner) locate(slot, elem int) (err error) {
-	g, d, at := r.g, r.mapped.all[slot*descSize:(slot+1)*descSize], &r.mapped.peers[slot]
+// locate maps what the plan loads of a peer.
+func (r *runner) locate(l load, elem int) (err error) {
+	g, slot := r.g, l.slot
+	d, at := r.mapped.all[slot*descSize:(slot+1)*descSize], &r.mapped.peers[slot]
 	in, out := g.cur.loaded(g.size, slot, elem)
-	if in == 0 && out == 0 {
-		return nil
+	if !l.in {
+		in = 0
+	}
+	if !l.out {
+		out = 0
 	}
 	if at.in, err = r.load(at, slot, d[24:40], in); err != nil {
 		return err
@@ -154,9 +163,9 @@ func (r *runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer
 // verify makes sure that what has been loaded from peers was theirs to give: that they had not left the operation. Where one has, it waits
 // until it is known why, and returns that.
 func (r *runner) verify() error {
-	for _, slot := range r.g.active {
-		if at := &r.mapped.peers[slot]; len(at.held) > 0 && !at.ticket.Valid() {
-			return r.g.coll.WaitLeft(&r.g.wait, slot, r.tok.Seq)
+	for _, l := range r.mapped.loads {
+		if !r.mapped.peers[l.slot].ticket.Valid() {
+			return r.g.coll.WaitLeft(&r.g.wait, l.slot, r.tok.Seq)
 		}
 	}
 	return nil
@@ -169,11 +178,12 @@ func (m *mapped) close() {
 		m.exposure.Withdraw()
 		m.begun = false
 	}
-	for i := range m.peers {
-		at := &m.peers[i]
+	for _, l := range m.loads {
+		at := &m.peers[l.slot]
 		for _, h := range at.held {
 			h.Release()
 		}
 		*at = peerMemory{held: at.held[:0]}
 	}
+	m.loads = nil
 }

@@ -134,6 +134,7 @@ type program struct {
 	lent  [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
 	recvs []int32   // all Recv steps
 	sure  []bool    // by step, in a direct plan: a Send that tells others what was made of memory read since the last one
+	loads []load    // the peers whose memory a direct plan loads, ascending
 }
 
 // onePass reports whether an algorithm combines every element once, from all ranks; in the others partial results travel.
@@ -166,7 +167,7 @@ func compile(p *collectives.Plan) *program {
 		s := &p.Steps[i]
 		srcs := s.Srcs
 		for _, ref := range append([]collectives.Ref{s.Src}, srcs...) {
-			loaded = loaded || ref.Len > 0 && (ref.Buf == collectives.PeerIn || ref.Buf == collectives.PeerOut)
+			loaded = prog.note(ref) || loaded
 		}
 		if s.Verb == collectives.Send {
 			prog.sure[i], loaded = loaded, false
@@ -191,6 +192,26 @@ func compile(p *collectives.Plan) *program {
 		prog.lent[i] = lent
 	}
 	return prog
+}
+
+// load is a peer and which of its buffers are loaded.
+type load struct {
+	slot    int
+	in, out bool
+}
+
+// note adds ref to the loads, and reports whether it is one.
+func (p *program) note(ref collectives.Ref) bool {
+	if ref.Len == 0 || ref.Buf != collectives.PeerIn && ref.Buf != collectives.PeerOut {
+		return false
+	}
+	at, found := slices.BinarySearchFunc(p.loads, int(ref.Peer), func(l load, slot int) int { return l.slot - slot })
+	if !found {
+		p.loads = slices.Insert(p.loads, at, load{slot: int(ref.Peer)})
+	}
+	l := &p.loads[at]
+	l.in, l.out = l.in || ref.Buf == collectives.PeerIn, l.out || ref.Buf == collectives.PeerOut
+	return true
 }
 
 // varying is the program of a call with counts, and the counts that it is for.
