@@ -32,8 +32,7 @@ type Exposure struct {
 	word  *atomic.Uint64
 	board *Region
 	off   int
-	p     *Proxy
-	owned *atomic.Uint64 // the proxy's last ticket
+	last  *atomic.Uint64 // the proxy's latest ticket
 }
 
 // CanExpose says whether this processor's memory order is one of those that Exposure knows.
@@ -84,7 +83,7 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 }
 
 func (p *Proxy) exposure(r *Region, off int) *Exposure {
-	return &Exposure{word: (*atomic.Uint64)(unsafe.Pointer(&r.Mem[off])), board: r, off: off, p: p, owned: &p.tickets}
+	return &Exposure{word: (*atomic.Uint64)(unsafe.Pointer(&r.Mem[off])), board: r, off: off, last: &p.tickets}
 }
 
 // FreeExposure withdraws e and gives its word back. A word may be used again at once, for tickets are not.
@@ -106,7 +105,7 @@ func (e *Exposure) Place() (region uint64, off int) { return e.board.ID, e.off }
 
 // Begin opens the operation's buffers to whoever is told the ticket. It must precede that message.
 func (e *Exposure) Begin() (ticket uint64) {
-	ticket = e.owned.Add(1)
+	ticket = e.last.Add(1)
 	e.word.Store(ticket)
 	return ticket
 }

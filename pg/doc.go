@@ -72,7 +72,7 @@
 // A rank number is a slot, for ever: who is lost leaves a hole, nobody is renumbered, and collectives skip the holes. [Group.View] says who plays. What the ranks that are
 // left do is [Config].OnFailure: wait for [Group.Recover], go on with the next operation (Shrink), or run the same one again where its inputs are intact (Retry). An operation
 // may have ended well at some ranks and with a *RankError at others; they keep to the same order all the same, for ranks that are behind skip, with an error, what the others
-// have finished. With Config.Uniform the outcome is the same at all of them, and [Group.Agree] agrees on anything else.
+// have finished. With Config.Uniform and Shrink or Retry the outcome is the same at all of them, and [Group.Agree] agrees on anything else.
 //
 // A process that is started with the number of a lost rank, or with a new one below Config.MaxSize, joins the running job: its Join returns when the others have let it in,
 // by [Group.Admit] or, with Config.AutoAdmit, between two operations. It begins with the operation that follows; the program brings it up to date:
