@@ -407,10 +407,10 @@ func (c *Channel) Announce(t Token, slots []int) {
 	}
 }
 
-// WaitsFor returns who keeps the rank in slot, as it has announced in operation t; false if it has announced nothing.
+// WaitsFor returns who keeps the rank in slot, as it has announced in operation t, or in an earlier one after which nothing has come from it; false if it has announced nothing.
 func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	st := c.fast[slot]
-	if st == nil || st.waits != t {
+	if st == nil || st.waits != t && (st.waits.Seq == 0 || st.waits.Seq >= t.Seq || st.seen.Seq > st.waits.Seq) {
 		return nil, false
 	}
 	for packed := st.waitFor; packed != 0; packed >>= slotBits {

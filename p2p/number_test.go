@@ -134,3 +134,28 @@ func TestWaitersSendHeartbeats(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// Who is kept in an operation keeps those who are past it: what it has said counts until it gets on.
+func TestWaitsForOfAnEarlierOperation(t *testing.T) {
+	a, b := pair(t)
+	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
+	send(t, b, cb, 0, 1, "x")
+	recv(t, a, ca, 1, 1, "x")
+	b.Lock()
+	cb.Announce(p2p.Token{Seq: 1}, []int{1})
+	b.Unlock()
+	send(t, b, cb, 0, 1, "y") // behind what was announced
+	recv(t, a, ca, 1, 1, "y")
+	a.Lock()
+	if slots, ok := ca.WaitsFor(1, p2p.Token{Seq: 3}); !ok || len(slots) != 1 || slots[0] != 1 {
+		t.Errorf("in a later operation: %v, %v", slots, ok)
+	}
+	a.Unlock()
+	send(t, b, cb, 0, 2, "z")
+	recv(t, a, ca, 1, 2, "z")
+	a.Lock()
+	if slots, ok := ca.WaitsFor(1, p2p.Token{Seq: 3}); ok {
+		t.Errorf("after it got on: %v", slots)
+	}
+	a.Unlock()
+}
