@@ -8,7 +8,7 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
 
-.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture bench bench-peers bench-against plots deps deps-peers clean
+.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture torture-brief bench bench-peers bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -32,6 +32,10 @@ test-purego: ## build and test without cgo and without assembly
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
 	@mkdir -p .build/torture
 	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 0 -torture.duration 4h -torture.out $(CURDIR)/.build/torture $(TORTURE_FLAGS)
+
+torture-brief: ## two minutes of it, with a seed that the commit gives
+	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 10m -torture.duration 2m -torture.shrink 30s \
+		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) $(TORTURE_FLAGS)
 
 lint: ## gofmt, vet, staticcheck, and that generated code is current
 	@test -z "$$(gofmt -l .)" || { echo "not formatted:"; gofmt -l .; exit 1; }

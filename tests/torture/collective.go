@@ -176,7 +176,8 @@ func (c *call) input(me int, src, dst []byte) {
 	}
 }
 
-// want writes the result that these slots, which are active, have together, into b, which has what dst had before.
+// want writes the result that these slots, which are active, have together, into b, which has what
+// dst had before.
 func (c *call) want(b []byte, active []int) {
 	me := c.h.slot()
 	size := c.d.size
@@ -232,8 +233,8 @@ func (c *call) want(b []byte, active []int) {
 	}
 }
 
-// result says what is wrong with a result, "" if nothing, and which slots gave something to it. The views before and after the call
-// bound these.
+// result says what is wrong with a result, "" if nothing, and which slots gave something to it. The
+// views before and after the call bound these; by is nil where the result does not tell.
 func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by []int) {
 	want := make([]byte, len(dst))
 	try := func(active []int) string {
@@ -253,6 +254,13 @@ func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by [
 			perhaps = append(perhaps, s)
 		}
 	}
+	if c.op == AllGather { // what a slot gave that was lost meanwhile may be there, in part
+		for _, s := range perhaps {
+			from, to := s*c.count*c.d.size, (s+1)*c.count*c.d.size
+			copy(was[from:to], dst[from:to])
+		}
+	}
+	found := false
 	for mask := range 1 << min(len(perhaps), 8) {
 		active := slices.Clone(sure)
 		for i, s := range perhaps {
@@ -262,19 +270,26 @@ func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by [
 		}
 		slices.Sort(active)
 		text := try(active)
-		if text == "" {
-			return "", active
-		}
-		if wrong == "" {
+		switch {
+		case text != "" && wrong == "":
 			wrong = text
+		case text == "" && found:
+			return "", nil // several could have given it
+		case text == "":
+			found, by = true, active
 		}
 	}
-	return fmt.Sprintf("%s; nor is it the result of any others between the views %v and %v", wrong, c.before, after), nil
+	if found {
+		return "", by
+	}
+	return fmt.Sprintf("%s; nor is it the result of any others between the views %v and %v", wrong, c.before,
+		after), nil
 }
 
-// exchanged says whether everybody's result depends on everybody's data.
+// exchanged says whether everybody's result depends on everybody's data, so that it says who gave
+// something.
 func (c *call) exchanged() bool {
-	return c.count > 0 && (c.op == AllReduce || c.op == AllGather || c.op == AllToAll)
+	return c.count > 0 && (c.op == AllReduce || c.op == AllGather)
 }
 
 func (c *call) buffer(b []byte) pg.Buffer {
@@ -389,9 +404,11 @@ func element[T pg.Element](ctx context.Context, c *call) error {
 	return c.h.g.Barrier(ctx)
 }
 
-// conduct makes a call as its part says. It is a variable of a rank so that tests of this package can do it wrong.
+// conduct makes a call as its part says. It is a variable of a rank so that tests of this package
+// can do it wrong.
 func conduct(ctx context.Context, c *call, how How) (err error) {
-	if how == Blocking && (c.op != AllReduce || c.inPlace) && (c.d.dtype != pg.Bool || !c.op.reduces()) { // else there is no such call
+	// else there is no such call
+	if how == Blocking && (c.op != AllReduce || c.inPlace) && (c.d.dtype != pg.Bool || !c.op.reduces()) {
 		return c.block(ctx)
 	}
 	c.work = c.h.g.Start(c.operation())

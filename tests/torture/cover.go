@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// A cover counts which combinations were tried: of an operation, the memory of its destination, whether it works in place, how it is called and what
-// disturbs it.
+// A cover counts which combinations were tried: of an operation, the memory of its destination,
+// whether it works in place, how it is called and what disturbs it.
 type cover struct {
 	pairs map[[2]string]int
 	ops   map[Op]int
@@ -139,7 +139,9 @@ func (c *cover) print(w io.Writer, transport string, least int) {
 			rare = append(rare, fmt.Sprintf("%s with %s: %d", k[0], k[1], n))
 		}
 	}
-	fmt.Fprintf(w, "coverage of operation x memory x place x call x fault: %d pairs, the rarest %d times; %d less than %d times\n", total, low, len(rare), least)
+	fmt.Fprintf(w,
+		"coverage of operation x memory x place x call x fault: %d pairs, the rarest %d times; %d less than %d times\n",
+		total, low, len(rare), least)
 	if len(rare) > 0 {
 		slices.Sort(rare)
 		fmt.Fprintf(w, "  rare: %s\n", strings.Join(rare[:min(len(rare), 40)], "; "))
@@ -147,7 +149,8 @@ func (c *cover) print(w io.Writer, transport string, least int) {
 	for _, op := range slices.Sorted(maps.Keys(c.ops)) {
 		fmt.Fprintf(w, "  %-14s %d\n", op, c.ops[op])
 	}
-	for d, values := range [][]string{nil, {string(MemAlloc), string(MemOffset), string(MemPlain), string(MemOdd), string(MemGuard)}} {
+	for d, values := range [][]string{nil, {string(MemAlloc), string(MemOffset), string(MemPlain), string(MemOdd),
+		string(MemGuard)}} {
 		if d == 0 {
 			continue
 		}

@@ -17,10 +17,13 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// patience bounds a program.
-const patience = 150 * time.Second
+const (
+	patience      = 150 * time.Second // bounds a program, …
+	foundPatience = 20 * time.Second  // … and the rest of one in which something was found
+)
 
-// A stage is where jobs run as processes: a store, hosts if there are several, and a process for each rank, which is used for one job after the other.
+// A stage is where jobs run as processes: a store, hosts if there are several, and a process for
+// each rank, which is used for one job after the other.
 type stage struct {
 	t         *testing.T
 	rig       *rig.Stage
@@ -60,7 +63,8 @@ const StoreVariable = "TORTURE_STORE"
 const storeHost = "TORTURE_STORE_HOST"
 
 func newStage(t *testing.T, transport, secret string) *stage {
-	s := &stage{t: t, rig: rig.New(t), transport: transport, secret: secret, members: map[int]*member{}, events: make(chan event, 64)}
+	s := &stage{t: t, rig: rig.New(t), transport: transport, secret: secret, members: map[int]*member{},
+		events: make(chan event, 64)}
 	var enter, env []string
 	switch transport {
 	case "tcp":
@@ -213,7 +217,8 @@ func (x *session) died(m *member, during string) *Finding {
 	if i := strings.Index(text, "\n\ngoroutine "); i > 0 && len(text) > i+8000 {
 		text = text[:i+8000]
 	}
-	f := &Finding{Kind: "death", Rank: m.number, Text: fmt.Sprintf("its process ended during %s with code %d: %s", during, code, tail(text, 16000))}
+	f := &Finding{Kind: "death", Rank: m.number,
+		Text: fmt.Sprintf("its process ended during %s with code %d: %s", during, code, tail(text, 16000))}
 	x.s.end(m)
 	return f
 }
@@ -226,9 +231,23 @@ func (x *session) stacks() string {
 		syscall.Kill(m.r.PID, syscall.SIGCONT)
 		syscall.Kill(m.r.PID, syscall.SIGQUIT)
 		m.p.Wait()
-		fmt.Fprintf(&text, "\n--- rank %d\n%s", number, tail(m.p.Err.String(), 30000))
+		fmt.Fprintf(&text, "\n--- rank %d\n%s", number, ours(m.p.Err.String()))
 	}
 	return text.String()
+}
+
+// ours are the stacks that have to do with us.
+func ours(text string) string {
+	var b strings.Builder
+	for _, whose := range []string{"tutti/tests/torture.(*rank)", "tutti/"} { // what the rank does comes first
+		for block := range strings.SplitSeq(text, "\n\n") {
+			if rank := strings.Contains(block, "tutti/tests/torture.(*rank)"); strings.Contains(block, whose) &&
+				(rank == (whose != "tutti/")) && b.Len() < 20000 {
+				b.WriteString(block + "\n\n")
+			}
+		}
+	}
+	return b.String()
 }
 
 func (x *session) numbers() (all []int) {
@@ -271,7 +290,9 @@ func (x *session) run(p *Program) *Result {
 		s.members[number].tell(order{Program: p})
 	}
 	began := map[int]bool{}
-	gone := map[int]bool{} // dead, and not replaced yet
+	found := map[int][]Finding{}
+	asked := map[*member]int{} // faults that a rank is to do
+	gone := map[int]bool{}     // dead, and not replaced yet
 	check := func() {
 		if running > 0 || len(gates)+len(gone) < x.job.Ranks || len(gates) == 0 {
 			return
@@ -327,7 +348,7 @@ func (x *session) run(p *Program) *Result {
 				delete(doomed, m.number)
 				delete(gates, m.number)
 				gone[m.number] = true
-				running--
+				running -= 1 + asked[m]
 				check()
 			case e.err != nil:
 				res.find(x.died(m, "a program"))
@@ -338,13 +359,17 @@ func (x *session) run(p *Program) *Result {
 					}
 					began[i*1000+f.Step] = true
 					v := s.members[f.Victim]
-					if v == nil || doomed[f.Victim] || gone[f.Victim] || len(gone)+len(doomed) >= x.job.Ranks-1 && (f.Kind == "kill" || f.Kind == "leave" || f.Kind == "evict") {
+					if v == nil || doomed[f.Victim] || gone[f.Victim] || len(gone)+len(doomed) >= x.job.Ranks-1 &&
+						(f.Kind == "kill" || f.Kind == "leave" || f.Kind == "evict") {
 						continue
 					}
 					res.Faults[f.Kind]++
 					running++
-					if f.Kind == "kill" {
+					switch f.Kind {
+					case "kill":
 						doomed[f.Victim] = true
+					case "evict":
+						asked[m]++
 					}
 					x.faults.Go(func() { x.inject(f, v, m, done) })
 				}
@@ -356,9 +381,15 @@ func (x *session) run(p *Program) *Result {
 					res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
 				}
 				running--
+				asked[m]--
 				check()
 			case n.Hang != nil:
 				res.find(n.Hang)
+			case n.Found != nil:
+				if len(found) == 0 {
+					late.Reset(foundPatience)
+				}
+				found[m.number] = append(found[m.number], *n.Found)
 			case n.Report != nil:
 				reports[m.number] = n.Report
 			case n.Error != "":
@@ -368,10 +399,20 @@ func (x *session) run(p *Program) *Result {
 			running--
 			check()
 		case <-late.C:
-			res.find(&Finding{Kind: "stuck", Text: fmt.Sprintf("the program does not end (gates %v, faults under way %d)%s", gates, running, x.stacks())})
+			if res.Lost = true; len(found) > 0 {
+				continue
+			}
+			res.find(&Finding{Kind: "stuck",
+				Text: fmt.Sprintf("the program does not end (gates %v in phase %d, dead %v, %d reports, %d faults)%s",
+					gates, phase, gone, len(reports), running, x.stacks())})
 		}
 	}
 	x.faults.Wait()
+	for number, all := range found {
+		if reports[number] == nil {
+			res.Findings = append(res.Findings, all...)
+		}
+	}
 	judge(res, reports, x)
 	if res.Lost {
 		s.mend()
@@ -413,7 +454,8 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 			} else if w := reports[first].Facts[k]; w != v {
 				step := 0
 				fmt.Sscanf(strings.TrimPrefix(k, "step "), "%d", &step)
-				res.Findings = append(res.Findings, Finding{"disagreement", number, step, fmt.Sprintf("%s: %s, and at rank %d: %s", k, v, first, w)})
+				res.Findings = append(res.Findings,
+					Finding{"disagreement", number, step, fmt.Sprintf("%s: %s, and at rank %d: %s", k, v, first, w)})
 			}
 		}
 		if x == nil || rep.Use == nil {
@@ -421,8 +463,11 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 		}
 		if was := x.first[number]; was == nil || x.progs < 4 {
 			x.first[number] = rep.Use
-		} else if u := rep.Use; u.Files > was.Files+16 || u.Maps > was.Maps+24 || u.Goroutines > was.Goroutines+32 || u.Heap > was.Heap+32<<20 {
-			res.Findings = append(res.Findings, Finding{Kind: "resources", Rank: number, Text: fmt.Sprintf("after %d programs it holds %+v, where it held %+v", x.progs, *u, *was)})
+		} else if u := rep.Use; u.Files > was.Files+16 || u.Maps > was.Maps+24 || u.Goroutines > was.Goroutines+32 ||
+			u.Heap > was.Heap+48<<20+3*uint64(x.job.Pool) {
+			res.Findings = append(res.Findings,
+				Finding{Kind: "resources", Rank: number,
+					Text: fmt.Sprintf("after %d programs it holds %+v, where it held %+v", x.progs, *u, *was)})
 			x.first[number] = u
 		}
 	}
@@ -445,10 +490,8 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 		time.Sleep(f.For)
 		syscall.Kill(pid, syscall.SIGCONT)
 	case "evict":
-		if at != v {
-			at.tell(order{Evict: &f.Victim})
-			return
-		}
+		at.tell(order{Evict: &f.Victim})
+		return // it says when it has done it
 	case "leave": // the rank does it itself
 	case "store":
 		s.store.Signal(syscall.SIGSTOP)
@@ -475,7 +518,8 @@ func (x *session) finish() *Finding {
 	for _, m := range x.s.members {
 		m.tell(order{End: true})
 	}
-	f := x.await(len(x.s.members), "the end of the job", recovery+slack, func(n news) (bool, string) { return n.Ended != nil, "" })
+	f := x.await(len(x.s.members), "the end of the job", recovery+slack,
+		func(n news) (bool, string) { return n.Ended != nil, "" })
 	if f != nil {
 		x.s.killAll()
 	}

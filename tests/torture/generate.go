@@ -10,7 +10,8 @@ import (
 	"tutti/pg"
 )
 
-// maxRanks is how many ranks a job has at most: for these the averages of whole numbers are whole numbers (see newDatum).
+// maxRanks is how many ranks a job has at most: for these the averages of whole numbers are whole
+// numbers (see newDatum).
 const maxRanks = 5
 
 // generator makes jobs and programs from a seed.
@@ -22,13 +23,15 @@ type generator struct {
 	avoid     string
 }
 
-// avoids says whether programs are not to have something, which is named; for as long as what it finds is known.
+// avoids says whether programs are not to have something, which is named; for as long as what it
+// finds is known.
 func (g *generator) avoids(what string) bool {
 	return slices.Contains(strings.Split(g.avoid, ","), what)
 }
 
 func newGenerator(seed uint64, transport string, faults float64) *generator {
-	return &generator{rnd: rand.New(rand.NewPCG(seed, 0x7075747469)), transport: transport, faults: faults, cov: newCover()}
+	return &generator{rnd: rand.New(rand.NewPCG(seed, 0x7075747469)), transport: transport, faults: faults,
+		cov: newCover()}
 }
 
 // chance is true with probability p.
@@ -38,13 +41,16 @@ func pick[T any](g *generator, of ...T) T { return of[g.rnd.IntN(len(of))] }
 
 // job makes a job.
 func (g *generator) job() Job {
-	j := Job{Transport: g.transport, Ranks: pick(g, 2, 2, 3, 3, 3, 4, 4, maxRanks), OnFailure: pick(g, pg.Report, pg.Shrink, pg.Retry), Timeout: 10 * time.Second, Pool: pick(g, 1<<20, 1<<20, 2<<20, 8<<20)}
+	j := Job{Transport: g.transport, Ranks: pick(g, 2, 2, 3, 3, 3, 4, 4, maxRanks),
+		OnFailure: pick(g, pg.Report, pg.Shrink, pg.Retry), Timeout: 10 * time.Second, Pool: pick(g, 1<<20, 1<<20,
+			2<<20, 8<<20)}
 	if g.transport == "hosts" {
 		j.Ranks = pick(g, 3, 4)
 	}
-	j.Uniform, j.AutoAdmit = g.chance(0.2), g.chance(0.2)
+	j.Uniform, j.AutoAdmit = g.chance(0.2) && !g.avoids("uniform"), g.chance(0.2)
 	if g.chance(0.5) {
-		j.Algorithm = pick(g, "direct", "direct", "flat", "twoshot", "pairwise", "doubling", "halving", "ring", "tree", "chain", "bruck", "dissemination", "hierarchical")
+		j.Algorithm = pick(g, "direct", "direct", "flat", "twoshot", "pairwise", "doubling", "halving", "ring",
+			"tree", "chain", "bruck", "dissemination", "hierarchical")
 	}
 	if g.chance(0.05) {
 		j.Pool = 40 << 20
@@ -59,6 +65,7 @@ type making struct {
 	p     *Program
 	order []int // numbers of the subgroups that there are
 	next  int
+	heavy bool   // they are long, on registered memory
 	cause Causes // what steps that are made now may feel
 }
 
@@ -76,10 +83,10 @@ func (g *generator) program(job Job) *Program {
 			m.clean()
 		}
 		switch {
-		case g.transport == "inproc" && len(m.p.Steps) < size, g.avoids("windows"):
 		case outside && len(m.p.Steps) >= at:
 			m.outside()
 			outside = false
+		case g.transport == "inproc" && len(m.p.Steps) < size, g.avoids("windows"):
 		default:
 			m.window()
 		}
@@ -101,9 +108,14 @@ func (m *making) group() int {
 
 // parts makes every rank's way alike in nothing.
 func (m *making) parts(s *Step, started bool) {
+	mems := mems
+	if m.avoids("alloc") {
+		mems = mems[2:]
+	}
 	mem := pick(m.generator, append([]Mem{""}, mems...)...) // "": each its own
 	for range m.job.Ranks {
-		p := Part{How: Blocking, Dst: pick(m.generator, mems...), Src: pick(m.generator, mems...), InPlace: m.chance(0.5)}
+		p := Part{How: Blocking, Dst: pick(m.generator, mems...), Src: pick(m.generator, mems...),
+			InPlace: m.chance(0.5)}
 		if mem != "" && m.chance(0.9) {
 			p.Dst, p.Src = mem, mem
 		}
@@ -114,7 +126,8 @@ func (m *making) parts(s *Step, started bool) {
 	}
 }
 
-var dtypes = []pg.DType{pg.Int8, pg.Int16, pg.Int32, pg.Int64, pg.Uint8, pg.Uint16, pg.Uint32, pg.Uint64, pg.Float32, pg.Float64, pg.Float16, pg.BFloat16, pg.Float8E4M3, pg.Float8E5M2, pg.Bool}
+var dtypes = []pg.DType{pg.Int8, pg.Int16, pg.Int32, pg.Int64, pg.Uint8, pg.Uint16, pg.Uint32, pg.Uint64,
+	pg.Float32, pg.Float64, pg.Float16, pg.BFloat16, pg.Float8E4M3, pg.Float8E5M2, pg.Bool}
 
 var reductions = []pg.Reduction{pg.Sum, pg.Sum, pg.Product, pg.Min, pg.Max, pg.Avg, pg.BitAnd, pg.BitOr, pg.BitXor}
 
@@ -150,12 +163,14 @@ func (m *making) collective(group int, started, together bool) Step {
 	var best Step
 	low := -1
 	for range 3 {
-		s := Step{Op: pick(m.generator, collectiveOps...), Group: group, DType: pick(m.generator, dtypes...), Root: m.rnd.IntN(8)}
+		s := Step{Op: pick(m.generator, collectiveOps...), Group: group, DType: pick(m.generator, dtypes...),
+			Root: m.rnd.IntN(8)}
 		if m.chance(0.2) {
 			s.Op = AllReduce
 		}
 		if s.Op.reduces() {
-			for s.Red = pick(m.generator, reductions...); !supported(s.Red, s.DType); s.Red = pick(m.generator, reductions...) {
+			for s.Red = pick(m.generator, reductions...); !supported(s.Red, s.DType); s.Red = pick(m.generator,
+				reductions...) {
 				s.DType = pick(m.generator, dtypes...)
 			}
 		} else {
@@ -172,6 +187,14 @@ func (m *making) collective(group int, started, together bool) Step {
 			s.Count = m.count(s.DType, parts)
 		}
 		m.parts(&s, started)
+		if m.heavy && s.Op != Barrier {
+			s.Count = min((64<<10+m.rnd.IntN(448<<10))/s.DType.Size(), m.job.Pool/8/s.DType.Size()) / parts
+			for i := range s.Ranks {
+				if !m.avoids("alloc") {
+					s.Ranks[i].Dst, s.Ranks[i].Src = MemAlloc, MemAlloc
+				}
+			}
+		}
 		s.May = m.cause
 		if n := m.cov.score(&s, together); low < 0 || n < low {
 			best, low = s, n
@@ -242,7 +265,9 @@ func (m *making) clean() {
 		}
 		m.add(Step{Op: Admit})
 	case n < 88:
-		m.add(Step{Op: pick(m.generator, Alloc, Alloc, Free), Root: m.rnd.IntN(3)})
+		if !m.avoids("free") {
+			m.add(Step{Op: pick(m.generator, Alloc, Alloc, Free), Root: m.rnd.IntN(3)})
+		}
 	case n < 92:
 		if n := m.rnd.IntN(13); !m.avoids(fmt.Sprintf("argument=%d", n)) {
 			m.add(Step{Op: Argument, Root: n})
@@ -259,18 +284,20 @@ func (m *making) lasts() (parts []Part) {
 	return parts
 }
 
-// together makes a step of several groups at the same time. If nothing disturbs it, it may be preceded by a Split.
+// together makes a step of several groups at the same time. If nothing disturbs it, it may be
+// preceded by a Split.
 func (m *making) together() Step {
 	if len(m.order) == 0 && m.cause == 0 {
 		s := m.split(0)
 		m.note(&s)
 		m.add(s)
 	}
+	splits := m.chance(0.2) && len(m.order) < 3
 	t := Step{Op: Together}
 	var made []Step
 	for _, g := range append([]int{0}, m.order...) {
 		switch {
-		case m.chance(0.2) && len(m.order) < 4 && m.cause == 0:
+		case (splits || m.chance(0.1)) && len(m.order)+len(made) < 6 && m.cause == 0:
 			s := m.split(g)
 			if made = append(made, s); len(made) > 1 && m.avoids("splits") {
 				made = made[:1]
@@ -336,8 +363,8 @@ func (m *making) cancel() {
 	for range m.rnd.IntN(4) {
 		m.add(m.collective(m.group(), true, false))
 	}
-	m.cause = Cancelled
-	defer func() { m.cause = 0 }()
+	m.cause, m.heavy = Cancelled, m.chance(0.2)
+	defer func() { m.cause, m.heavy = 0, false }()
 	for i := range 1 + m.rnd.IntN(3) {
 		var s Step
 		switch m.rnd.IntN(12) {
@@ -430,9 +457,9 @@ func (m *making) differ() {
 	}
 	m.add(Step{Op: Brace})
 	m.add(s)
-	b := Step{Op: Barrier, DType: pg.Uint8}
-	m.parts(&b, true)
-	m.add(b)
+	for range m.rnd.IntN(3) {
+		m.add(m.collective(m.group(), true, false))
+	}
 }
 
 // altSupported says whether the call of the rank that differs exists.
@@ -454,12 +481,18 @@ func (s *Step) altSupported() bool {
 // outside adds steps during which faults come from outside, and their end.
 func (m *making) outside() {
 	m.add(Step{Op: Brace})
-	m.cause = Lost
+	m.cause, m.heavy = Lost, m.chance(0.5)
 	if m.chance(0.5) {
 		m.cause |= Unheard
 	}
-	defer func() { m.cause = 0 }()
+	defer func() { m.cause, m.heavy = 0, false }()
 	from := len(m.p.Steps)
+	if m.avoids("groups") {
+		m.forgetAll()
+	}
+	if m.chance(0.3) && !m.avoids("free") { // memory that is not mapped yet
+		m.add(Step{Op: Alloc, Root: 1})
+	}
 	for range 3 + m.rnd.IntN(6) {
 		if m.chance(0.1) {
 			if m.avoids("started") {
@@ -478,7 +511,8 @@ func (m *making) outside() {
 	}
 	net := false
 	for range 1 + m.rnd.IntN(2) {
-		f := Fault{Step: from + m.rnd.IntN(len(m.p.Steps)-from), At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: pick(m.generator, kinds...), Victim: m.rnd.IntN(m.job.Ranks)}
+		f := Fault{Step: from + m.rnd.IntN(len(m.p.Steps)-from), At: m.rnd.IntN(m.job.Ranks), After: m.moment(),
+			Kind: pick(m.generator, kinds...), Victim: m.rnd.IntN(m.job.Ranks)}
 		f.For = time.Duration(1+m.rnd.IntN(60)) * time.Millisecond
 		if m.chance(0.1) {
 			f.For += time.Duration(m.rnd.IntN(3500)) * time.Millisecond
@@ -497,6 +531,14 @@ func (m *making) outside() {
 			}
 			net = true
 			f.Other = (f.Victim + 1 + m.rnd.IntN(m.job.Ranks-1)) % m.job.Ranks
+		}
+		if f.Kind == "stop" && m.chance(0.05) { // longer than deadlines and their slack
+			f.For = 7 * time.Second
+			for i := range m.p.Steps[from:] {
+				for r := range m.p.Steps[from+i].Ranks {
+					m.p.Steps[from+i].Ranks[r].Limit = time.Duration(1+m.rnd.IntN(200)) * time.Millisecond
+				}
+			}
 		}
 		m.p.Faults = append(m.p.Faults, f)
 	}

@@ -20,6 +20,8 @@ func (localGuide) At(int) {}
 
 func (localGuide) Gate(Gate) Go { return Go{} }
 
+func (localGuide) Found(Finding) {}
+
 func (l localGuide) Hang(f Finding) {
 	select {
 	case l.hang <- f:
@@ -27,11 +29,13 @@ func (l localGuide) Hang(f Finding) {
 	}
 }
 
-// runLocal runs programs on ranks of this process. Each has a job of its own: such groups do not recover.
+// runLocal runs programs on ranks of this process. Each has a job of its own: such groups do not
+// recover.
 func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
-	groups, err := pg.Local(job.Ranks, pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
-		Logger: slog.New(slog.DiscardHandler)})
+	groups, err := pg.Local(job.Ranks,
+		pg.Config{Timeout: job.Timeout, OnFailure: job.OnFailure, Algorithm: job.Algorithm, Tuning: "off",
+			Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		res.find(&Finding{Kind: "error", Text: err.Error()})
 		return res
@@ -39,7 +43,8 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 	guide := localGuide{make(chan Finding, 1)}
 	reports := map[int]*Report{}
 	var mu sync.Mutex
-	var wg sync.WaitGroup
+	var wg, ran sync.WaitGroup
+	ran.Add(len(groups))
 	for me, g := range groups {
 		r, err := newRank(job, me, guide, nil)
 		if err != nil {
@@ -56,6 +61,8 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 				own.Seed++
 			}
 			rep := r.run(&own, 0, nil)
+			ran.Done()
+			ran.Wait() // a rank that is done leaves none behind that is not
 			r.leave()
 			r.close()
 			r.unmap()

@@ -10,8 +10,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A pool is memory that buffers of operations are taken from. What no operation owns has a pattern, which is looked at before it is
-// used again and when a program ends: so a store after an operation has returned, or beside its buffer, is found.
+// A pool is memory that buffers of operations are taken from. What no operation owns has a pattern,
+// which is looked at before it is used again and when a program ends: so a store after an operation
+// has returned, or beside its buffer, is found.
 type pool struct {
 	name string
 	mem  []byte
@@ -65,7 +66,8 @@ func paint(b []byte, at int) {
 	}
 }
 
-// painted returns the first place at which [from, to) does not have the pattern, -1 if there is none.
+// painted returns the first place at which [from, to) does not have the pattern, -1 if there is
+// none.
 func (p *pool) painted(from, to int) int {
 	for from < to {
 		want := pattern[from%len(pattern):]
@@ -172,8 +174,8 @@ func (p *pool) stored(at int) error {
 			}
 		}
 	}
-	e := &StoreError{fmt.Sprintf("memory was written that no operation owns: %s at %d of %d (%s), about %d bytes: % x", p.name, at, len(p.mem), who, n, p.mem[at:min(at+8, len(p.mem))])}
-	return e
+	return &StoreError{fmt.Sprintf("memory was written that no operation owns: %s at %d of %d (%s), about %d bytes: % x",
+		p.name, at, len(p.mem), who, n, p.mem[at:min(at+8, len(p.mem))])}
 }
 
 // check looks at the whole pool.

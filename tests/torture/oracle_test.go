@@ -29,7 +29,8 @@ func someSteps(n int) *Program {
 		{Op: AllToAll, DType: pg.Uint8, Red: pg.Sum, Count: 65, Ranks: parts(n, Part{Dst: MemGuard, Src: MemGuard})},
 		{Op: Reduce, DType: pg.Int32, Red: pg.Max, Root: 1, Count: 10, Ranks: parts(n, Part{})},
 		{Op: Barrier, DType: pg.Uint8},
-		{Op: ReduceScatter, DType: pg.BFloat16, Red: pg.Sum, Count: 9, Ranks: parts(n, Part{Dst: MemAlloc, Src: MemOffset})},
+		{Op: ReduceScatter, DType: pg.BFloat16, Red: pg.Sum, Count: 9,
+			Ranks: parts(n, Part{Dst: MemAlloc, Src: MemOffset})},
 	}}
 	p.normalize(n)
 	return p
@@ -64,30 +65,32 @@ func TestOracleFinds(t *testing.T) {
 			}
 			return err
 		}},
-		{"a store after the return", "store", "the buffer of step 0: allreduce", func() func(ctx context.Context, c *call, how How) error {
-			var mu sync.Mutex
-			var old []byte
-			return func(ctx context.Context, c *call, how How) error {
-				mu.Lock()
-				defer mu.Unlock()
-				if first(c, Barrier, 1) {
-					old[3]++
-				} else if first(c, AllReduce, 1) {
-					old = c.dst
+		{"a store after the return", "store", "the buffer of step 0: allreduce",
+			func() func(ctx context.Context, c *call, how How) error {
+				var mu sync.Mutex
+				var old []byte
+				return func(ctx context.Context, c *call, how How) error {
+					mu.Lock()
+					defer mu.Unlock()
+					if first(c, Barrier, 1) {
+						old[3]++
+					} else if first(c, AllReduce, 1) {
+						old = c.dst
+					}
+					mu.Unlock()
+					err := conduct(ctx, c, how)
+					mu.Lock()
+					return err
 				}
-				mu.Unlock()
-				err := conduct(ctx, c, how)
-				mu.Lock()
-				return err
-			}
-		}()},
-		{"a store beside a buffer", "store", "beside the buffer of step 2: alltoall", func(ctx context.Context, c *call, how How) error {
-			if first(c, AllToAll, 0) {
-				b := c.bufs[0]
-				b.p.mem[b.at-1]++
-			}
-			return conduct(ctx, c, how)
-		}},
+			}()},
+		{"a store beside a buffer", "store", "beside the buffer of step 2: alltoall",
+			func(ctx context.Context, c *call, how How) error {
+				if first(c, AllToAll, 0) {
+					b := c.bufs[0]
+					b.p.mem[b.at-1]++
+				}
+				return conduct(ctx, c, how)
+			}},
 		{"an error without a cause", "spurious", "RankError", func(ctx context.Context, c *call, how How) error {
 			if err := conduct(ctx, c, how); err != nil || !first(c, Reduce, 1) {
 				return err
@@ -103,7 +106,8 @@ func TestOracleFinds(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			res := runLocal(smallJob, someSteps(2), test.conduct)
-			if len(res.Findings) == 0 || res.Findings[0].Kind != test.kind || !strings.Contains(res.Findings[0].Text, test.text) {
+			if len(res.Findings) == 0 || res.Findings[0].Kind != test.kind ||
+				!strings.Contains(res.Findings[0].Text, test.text) {
 				t.Errorf("findings %v, want one of kind %q with %q", res.Findings, test.kind, test.text)
 			}
 		})
@@ -138,7 +142,8 @@ func TestDisagreementIsFound(t *testing.T) {
 		0: {Rank: 0, Facts: map[string]string{"step 4: view": "a", "step 5: view": "x"}},
 		1: {Rank: 1, Facts: map[string]string{"step 4: view": "b"}},
 	}, nil)
-	if len(res.Findings) != 1 || res.Findings[0].Kind != "disagreement" || res.Findings[0].Step != 4 || res.Findings[0].Rank != 1 {
+	if len(res.Findings) != 1 || res.Findings[0].Kind != "disagreement" || res.Findings[0].Step != 4 ||
+		res.Findings[0].Rank != 1 {
 		t.Errorf("%v", res.Findings)
 	}
 }

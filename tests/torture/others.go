@@ -108,7 +108,8 @@ func (r *rank) split(ctx context.Context, s *Step, part *Part, h *handle) {
 	cctx, cancel := part.within(ctx)
 	defer cancel()
 	var sub *pg.Group
-	err := r.timed("split", r.limit(part), func() (err error) { sub, err = h.g.Split(cctx, part.Color, part.Key); return err })
+	err := r.timed("split", r.limit(part),
+		func() (err error) { sub, err = h.g.Split(cctx, part.Color, part.Key); return err })
 	r.judge("split", s.May, err)
 	if err != nil {
 		return
@@ -126,7 +127,8 @@ func (r *rank) split(ctx context.Context, s *Step, part *Part, h *handle) {
 			slots = append(slots, slot)
 		}
 	}
-	slices.SortStableFunc(slots, func(a, b int) int { return cmp.Compare(s.Ranks[h.ranks[a]].Key, s.Ranks[h.ranks[b]].Key) })
+	slices.SortStableFunc(slots,
+		func(a, b int) int { return cmp.Compare(s.Ranks[h.ranks[a]].Key, s.Ranks[h.ranks[b]].Key) })
 	n := &handle{g: sub, loose: s.May != 0}
 	for _, slot := range slots {
 		n.ranks = append(n.ranks, h.ranks[slot])
@@ -169,17 +171,21 @@ func (r *rank) argument(ctx context.Context, s *Step, h *handle) {
 		{"an overlapping alltoall", func() error { return pg.AllToAll(ctx, h.g, x, x) }},
 		{"an overlapping reducescatter", func() error { return pg.ReduceScatter(ctx, h.g, x[1:9], x, pg.Sum) }},
 		{"a destination too short", func() error { return pg.AllGather(ctx, h.g, x[:n*8-1], x[:8]) }},
-		{"a negative count", func() error { return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Count: -1, DType: pg.Int8}}).Wait(ctx) }},
-		{"elements nowhere", func() error { return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Count: 1, DType: pg.Int8}}).Wait(ctx) }},
+		{"a negative count",
+			func() error { return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Count: -1, DType: pg.Int8}}).Wait(ctx) }},
+		{"elements nowhere",
+			func() error { return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Count: 1, DType: pg.Int8}}).Wait(ctx) }},
 		{"no data type", func() error {
 			return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Ptr: unsafe.Pointer(&x[0]), Count: 1}}).Wait(ctx)
 		}},
 		{"a reduction that does not exist", func() error { return pg.AllReduce(ctx, h.g, x, pg.BitAnd) }},
 		{"a negative tag", func() error { return pg.Send(ctx, h.g, x, (h.slot()+1)%n, -1) }},
 		{"a message to itself", func() error { return pg.Send(ctx, h.g, x, h.slot(), 0) }},
-		{"a partly overlapping allreduce", func() error { return h.g.Start(pg.AllReduceOp{Dst: b(0, 7), Src: b(1, 8), Op: pg.Sum}).Wait(ctx) }},
+		{"a partly overlapping allreduce",
+			func() error { return h.g.Start(pg.AllReduceOp{Dst: b(0, 7), Src: b(1, 8), Op: pg.Sum}).Wait(ctx) }},
 		{"a count that overflows", func() error {
-			return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Ptr: unsafe.Pointer(&x[0]), Count: 1<<62 + 1, DType: pg.Float32}}).Wait(ctx)
+			return h.g.Start(pg.BroadcastOp{X: pg.Buffer{Ptr: unsafe.Pointer(&x[0]), Count: 1<<62 + 1,
+				DType: pg.Float32}}).Wait(ctx)
 		}},
 	}
 	k := calls[s.Root%len(calls)]
@@ -210,39 +216,30 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		r.find("error", "ranks called different things, and this rank was not told")
 	}
 	r.differs, r.told = false, false
-	if faulty {
-		r.guide.Gate(Gate{Step: r.now})
-	}
 	if r.job.Transport == "inproc" { // such groups do not recover
 		return
 	}
-	h := r.groups[0]
-	rctx, cancel := context.WithTimeout(ctx, recovery)
-	defer cancel()
+	if faulty && !r.outlast(ctx, s) {
+		r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
+		return
+	}
 	for _, id := range r.ids() {
 		if id != 0 && (faulty || r.groups[id].loose) {
 			r.drop(id)
 		}
 	}
-	if h == nil { // it has left
-		r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
-		return
-	}
-	for _, id := range r.ids() {
-		err := r.timed(fmt.Sprintf("recover of group %d", id), recovery, func() error { return r.groups[id].g.Recover(rctx) })
-		switch {
-		case err == nil:
-		case faulty && (errors.Is(err, pg.ErrEvicted) || errors.Is(err, pg.ErrIsolated) || errors.Is(err, pg.ErrClosed)):
-			r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
-			return
-		default:
-			r.find("error", "recover of group %d: %v", id, err)
-			if faulty {
-				r.comeBack(ctx, r.guide.Gate(Gate{Step: r.now, State: "out"}))
-				return
+	if !faulty {
+		rctx, cancel := context.WithTimeout(ctx, recovery)
+		defer cancel()
+		for _, id := range r.ids() {
+			err := r.timed(fmt.Sprintf("recover of group %d", id), recovery,
+				func() error { return r.groups[id].g.Recover(rctx) })
+			if err != nil {
+				r.find("error", "recover of group %d: %v", id, err)
 			}
 		}
 	}
+	h := r.groups[0]
 	for _, f := range later {
 		r.fact(f[0], "%s", f[1])
 	}
@@ -256,6 +253,55 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		r.find("disagreement", "after recovering the view is %s, and ranks %v have recovered", view(v), to.Stay)
 	}
 	r.gather(ctx, h.g, to, false)
+}
+
+// outlast goes on with operations of all ranks, as a program does, until all faults from outside
+// are over and all members know it. Whoever waited outside of any call would keep those who need it
+// for going on. It reports false where this rank is no member any more.
+func (r *rank) outlast(ctx context.Context, s *Step) bool {
+	over := make(chan struct{})
+	go func() {
+		r.guide.Gate(Gate{Step: r.now})
+		close(over)
+	}()
+	h := r.groups[0]
+	if h == nil { // it has left
+		<-over
+		return false
+	}
+	ctx, cancel := context.WithTimeout(ctx, patience/2)
+	defer cancel()
+	for {
+		x := []uint8{0}
+		select {
+		case <-over:
+			x[0] = 1
+		default:
+		}
+		err := r.timed("allreduce until all faults are over", r.job.Timeout,
+			func() error { return pg.AllReduce(ctx, h.g, x, pg.Min) })
+		if err == nil && x[0] == 1 {
+			return true
+		}
+		if r.judge("allreduce until all faults are over", s.May, err); err == nil {
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		var lost *pg.RankError
+		if r.job.OnFailure == pg.Report || !errors.As(err, &lost) {
+			err = r.timed("recover", r.job.Timeout, func() error { return h.g.Recover(ctx) })
+			r.judge("recover", s.May, err)
+		}
+		if errors.Is(err, pg.ErrEvicted) || errors.Is(err, pg.ErrIsolated) || errors.Is(err, pg.ErrClosed) {
+			<-over
+			return false
+		}
+		if ctx.Err() != nil {
+			r.find("stuck", "the group does not go on: %v", err)
+			<-over
+			return false
+		}
+	}
 }
 
 // comeBack has a rank that is no member any more come in again, where the others are by then.
@@ -303,7 +349,8 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 		if fresh {
 			x[0] = -1
 		}
-		err := r.timed("telling who came in", r.job.Timeout, func() error { return pg.Broadcast(ctx, g, x, slices.Min(to.Stay)) })
+		err := r.timed("telling who came in", r.job.Timeout,
+			func() error { return pg.Broadcast(ctx, g, x, slices.Min(to.Stay)) })
 		if err != nil {
 			r.find("spurious", "telling who came in: %v", err)
 			return false
@@ -314,11 +361,12 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 		fresh = false
 		return true
 	}
+	stayed := !fresh
 	until := time.Now().Add(recovery)
 	if fresh && !r.job.AutoAdmit && !tell() {
 		return
 	}
-	for {
+	for turn := 0; ; turn++ {
 		if !r.job.AutoAdmit {
 			if slices.Equal(g.View().Active, all) {
 				break
@@ -329,13 +377,17 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 				r.find("spurious", "admit: %v", err)
 				return
 			}
+			if stayed {
+				r.fact(fmt.Sprintf("%d admitted in turn %d", r.now, turn), "%d", in)
+			}
 			if in > 0 && !tell() {
 				return
 			}
 		} else {
 			x := make([]int64, len(all))
 			x[slices.Index(all, r.me)] = 1
-			err := r.timed("allreduce until all are in", r.job.Timeout, func() error { return pg.AllReduce(ctx, g, x, pg.Sum) })
+			err := r.timed("allreduce until all are in", r.job.Timeout,
+				func() error { return pg.AllReduce(ctx, g, x, pg.Sum) })
 			if err != nil {
 				r.find("spurious", "allreduce until all are in: %v", err)
 				return

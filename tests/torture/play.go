@@ -42,6 +42,7 @@ type news struct {
 	At     *int       `json:",omitempty"`
 	Gate   *Gate      `json:",omitempty"`
 	Did    bool       `json:",omitempty"` // what it was told to do at once
+	Found  *Finding   `json:",omitempty"` // at once: the program goes on, but need not come to its end
 	Hang   *Finding   `json:",omitempty"`
 	Report *Report    `json:",omitempty"`
 	Ended  *rig.Usage `json:",omitempty"`
@@ -52,8 +53,10 @@ const lease = 2 * time.Second
 
 func (s *setup) config(me int) pg.Config {
 	secret, _ := bootstrap.ParseSecret(s.Secret) // Join says what is wrong with none
-	return pg.Config{Size: s.Job.Ranks, Rank: me, Job: s.Name, Store: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
-		Timeout: s.Job.Timeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform, AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Tuning: "off"}
+	return pg.Config{Size: s.Job.Ranks, Rank: me, Job: s.Name, Store: s.Store, Secret: secret,
+		Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
+		Timeout: s.Job.Timeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
+		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Tuning: "off"}
 }
 
 func (j *Job) transport() string {
@@ -83,6 +86,8 @@ func (p *player) Gate(g Gate) Go {
 	p.say(news{Gate: &g})
 	return <-p.gates
 }
+
+func (p *player) Found(f Finding) { p.say(news{Found: &f}) }
 
 func (p *player) Hang(f Finding) { p.say(news{Hang: &f}) }
 
@@ -128,7 +133,8 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 			me := o.Setup.Number
 			cfg := o.Setup.config(me)
 			var err error
-			r, err = newRank(o.Setup.Job, me, p, func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
+			r, err = newRank(o.Setup.Job, me, p,
+				func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
 			if err == nil {
 				r.entered = func(g *pg.Group) { p.world.Store(g) }
 			}
@@ -165,6 +171,7 @@ func typed(err error) bool {
 	var late *pg.TimeoutError
 	var differ *pg.MismatchError
 	var bad *pg.ArgumentError
-	return errors.As(err, &lost) || errors.As(err, &late) || errors.As(err, &differ) || errors.As(err, &bad) || errors.Is(err, pg.ErrClosed) ||
+	return errors.As(err, &lost) || errors.As(err, &late) || errors.As(err, &differ) || errors.As(err, &bad) ||
+		errors.Is(err, pg.ErrClosed) ||
 		errors.Is(err, pg.ErrEvicted) || errors.Is(err, pg.ErrIsolated) || errors.Is(err, pg.ErrAborted)
 }

@@ -13,7 +13,9 @@ import (
 // source prints a job and its programs as a Go test for this package, which runs them again.
 func source(name string, job Job, programs []*Program, comment string) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "//go:build linux\n\npackage torture\n\nimport (\n\"testing\"\n\"time\"\n\n\"tutti/pg\"\n)\n\nvar (\n_ pg.DType\n_ time.Duration\n)\n\n")
+	fmt.Fprintf(&b,
+		"//go:build linux\n\npackage torture\n\nimport (\n\"testing\"\n\"time\"\n\n\"tutti/pg\"\n)\n\n"+
+			"var (\n_ pg.DType\n_ time.Duration\n)\n\n")
 	for line := range strings.Lines(strings.TrimRight(comment, "\n") + "\n") {
 		fmt.Fprintf(&b, "// %s", line)
 	}
@@ -30,7 +32,8 @@ func source(name string, job Job, programs []*Program, comment string) string {
 	return string(out)
 }
 
-// literal writes a value as Go does, without the fields that are zero and those that normalize fills in.
+// literal writes a value as Go does, without the fields that are zero and those that normalize
+// fills in.
 func literal(v reflect.Value) string {
 	switch x := v.Interface().(type) {
 	case time.Duration:
@@ -67,7 +70,8 @@ func literal(v reflect.Value) string {
 		var fields []string
 		for i := range v.NumField() {
 			f := t.Field(i)
-			if v.Field(i).IsZero() || t == reflect.TypeFor[Step]() && (f.Name == "May" || f.Name == "Quiet" || f.Name == "Ranks" && plain(v.Field(i))) {
+			if v.Field(i).IsZero() || t == reflect.TypeFor[Step]() &&
+				(f.Name == "May" || f.Name == "Ranks" && plain(v.Field(i))) {
 				continue
 			}
 			fields = append(fields, f.Name+": "+literal(v.Field(i)))
@@ -77,7 +81,8 @@ func literal(v reflect.Value) string {
 		return fmt.Sprintf("%q", v.String())
 	}
 	if v.CanInt() || v.CanUint() {
-		if name, ok := v.Interface().(fmt.Stringer); ok && strings.HasSuffix(t.PkgPath(), "kernels") || t.Name() == "OnFailure" {
+		if name, ok := v.Interface().(fmt.Stringer); ok && strings.HasSuffix(t.PkgPath(), "kernels") ||
+			t.Name() == "OnFailure" {
 			for _, n := range pgNames {
 				if n.value == v.Interface() {
 					return "pg." + n.name
@@ -107,7 +112,8 @@ var names = func() (all []struct {
 			name string
 		}{op, name})
 	}
-	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Agree, Split, Close, Abort, Admit, Alloc, Free, Argument, Wait, Together, Brace, Heal} {
+	for _, op := range []Op{Broadcast, Reduce, Gather, Scatter, Barrier, Message, Agree, Split, Close, Abort, Admit,
+		Alloc, Free, Argument, Wait, Together, Brace, Heal} {
 		all = append(all, struct {
 			op   Op
 			name string
@@ -121,9 +127,12 @@ var pgNames = []struct {
 	name  string
 	value any
 }{
-	{"Int8", pg.Int8}, {"Int16", pg.Int16}, {"Int32", pg.Int32}, {"Int64", pg.Int64}, {"Uint8", pg.Uint8}, {"Uint16", pg.Uint16}, {"Uint32", pg.Uint32}, {"Uint64", pg.Uint64},
-	{"Float32", pg.Float32}, {"Float64", pg.Float64}, {"Float16", pg.Float16}, {"BFloat16", pg.BFloat16}, {"Float8E4M3", pg.Float8E4M3}, {"Float8E5M2", pg.Float8E5M2}, {"Bool", pg.Bool},
-	{"Sum", pg.Sum}, {"Product", pg.Product}, {"Min", pg.Min}, {"Max", pg.Max}, {"Avg", pg.Avg}, {"BitAnd", pg.BitAnd}, {"BitOr", pg.BitOr}, {"BitXor", pg.BitXor},
+	{"Int8", pg.Int8}, {"Int16", pg.Int16}, {"Int32", pg.Int32}, {"Int64", pg.Int64}, {"Uint8",
+		pg.Uint8}, {"Uint16", pg.Uint16}, {"Uint32", pg.Uint32}, {"Uint64", pg.Uint64},
+	{"Float32", pg.Float32}, {"Float64", pg.Float64}, {"Float16", pg.Float16}, {"BFloat16",
+		pg.BFloat16}, {"Float8E4M3", pg.Float8E4M3}, {"Float8E5M2", pg.Float8E5M2}, {"Bool", pg.Bool},
+	{"Sum", pg.Sum}, {"Product", pg.Product}, {"Min", pg.Min}, {"Max", pg.Max}, {"Avg", pg.Avg}, {"BitAnd",
+		pg.BitAnd}, {"BitOr", pg.BitOr}, {"BitXor", pg.BitXor},
 	{"Report", pg.Report}, {"Shrink", pg.Shrink}, {"Retry", pg.Retry},
 }
 

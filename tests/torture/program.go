@@ -58,7 +58,8 @@ const (
 	Heal          Op = "heal"     // the end of a disturbance: all groups recover, who was lost comes back
 )
 
-var collectiveOps = []Op{AllReduce, ReduceScatter, AllGather, AllGatherV, AllToAll, AllToAllV, Broadcast, Reduce, Gather, Scatter, Barrier}
+var collectiveOps = []Op{AllReduce, ReduceScatter, AllGather, AllGatherV, AllToAll, AllToAllV, Broadcast, Reduce,
+	Gather, Scatter, Barrier}
 
 func (o Op) collective() bool { return slices.Contains(collectiveOps, o) }
 
@@ -104,8 +105,7 @@ type Step struct {
 	Ranks []Part       `json:",omitempty"` // what each rank of the job does in its own way
 
 	// What follows from the rest of the program: see normalize.
-	May   Causes `json:",omitempty"` // disturbances that this step may feel
-	Quiet bool   `json:",omitempty"` // nothing has ever been lost
+	May Causes `json:",omitempty"` // disturbances that this step may feel
 }
 
 // Alt is a rank that calls something else.
@@ -186,27 +186,30 @@ func (s *Step) label() string {
 	return faultNone
 }
 
-// normalize makes a whole of a program whose steps were put together or taken out: it says of each step what it may feel of disturbances, and ends these
-// by a Heal. A rank that is ahead may disturb one that is still in an earlier step, but none that has passed the Brace before.
+// normalize makes a whole of a program whose steps were put together or taken out: it says of each
+// step what it may feel of disturbances, and ends these by a Heal. A rank that is ahead may disturb
+// one that is still in an earlier step, but none that has passed the Brace before.
 func (p *Program) normalize(ranks int) {
 	p.Faults = slices.DeleteFunc(p.Faults, func(f Fault) bool {
 		return f.Step >= len(p.Steps) || f.At >= ranks || f.Victim >= ranks || f.Other >= ranks
 	})
-	from, may, ever := 0, Causes(0), false
+	from, may := 0, Causes(0)
 	mark := func(to int) {
 		for i := from; i < to; i++ {
-			p.Steps[i].mark(may, !ever)
+			p.Steps[i].mark(may)
 		}
 	}
 	for i := range p.Steps {
 		s := &p.Steps[i]
+		if s.Alt != nil && s.Alt.Rank >= ranks {
+			s.Alt = nil
+		}
 		if s.Op == Brace && may == 0 {
 			mark(i)
 			from = i
 		}
 		for _, f := range p.Faults {
 			if f.Step == i {
-				ever = true
 				if may |= Lost; f.Kind != "kill" && f.Kind != "evict" && f.Kind != "leave" {
 					may |= Unheard | Cancelled
 				}
@@ -224,13 +227,13 @@ func (p *Program) normalize(ranks int) {
 	mark(len(p.Steps))
 }
 
-func (s *Step) mark(may Causes, quiet bool) {
-	s.May, s.Quiet = may, quiet
+func (s *Step) mark(may Causes) {
+	s.May = may
 	if s.Alt != nil {
 		s.May |= Opaque
 	}
 	for i := range s.Par {
-		s.Par[i].mark(may, quiet)
+		s.Par[i].mark(may)
 	}
 }
 

@@ -40,7 +40,8 @@ type Report struct {
 	Use      *rig.Usage        `json:",omitempty"`
 }
 
-// A Gate is where ranks wait for the end of the faults of a disturbance; Go is what they are told there.
+// A Gate is where ranks wait for the end of the faults of a disturbance; Go is what they are told
+// there.
 type Gate struct {
 	Step  int
 	State string // "" (member), "out" (no member any more), "recovered"
@@ -56,6 +57,7 @@ type Go struct {
 type guide interface {
 	At(step int)    // this rank comes to the step, where faults wait for it
 	Gate(g Gate) Go // waits until all ranks are there and all faults over
+	Found(f Finding)
 	Hang(f Finding) // does not return where the process is to end
 }
 
@@ -99,7 +101,8 @@ type region struct {
 }
 
 func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
-	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{}, rep: &Report{Rank: me}}
+	r := &rank{job: job, me: me, guide: g, join: join, conduct: conduct, groups: map[int]*handle{},
+		rep: &Report{Rank: me}}
 	mem, err := guarded(job.Pool)
 	if err != nil {
 		return nil, err
@@ -163,7 +166,9 @@ func (r *rank) find(kind, format string, args ...any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if len(r.rep.Findings) < 20 {
-		r.rep.Findings = append(r.rep.Findings, Finding{kind, r.me, r.now, fmt.Sprintf(format, args...)})
+		f := Finding{kind, r.me, r.now, fmt.Sprintf(format, args...)}
+		r.rep.Findings = append(r.rep.Findings, f)
+		r.guide.Found(f)
 	}
 }
 
@@ -296,9 +301,6 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 		r.mu.Unlock()
 		r.announce(i)
 		r.do(ctx, &p.Steps[i], 0)
-		if len(r.rep.Findings) > 10 {
-			break
-		}
 	}
 	r.land(ctx, false)
 	for _, id := range r.ids() {
@@ -345,8 +347,8 @@ func (r *rank) announce(i int) {
 	}
 }
 
-// touch stores to the end of the first registered memory, where no operation has a buffer, until the program ends, and looks whether all of
-// its stores are there.
+// touch stores to the end of the first registered memory, where no operation has a buffer, until
+// the program ends, and looks whether all of its stores are there.
 func (r *rank) touch() (stop func()) {
 	r.untouch = func() {}
 	if r.p.Touch != r.me || r.alloc[0] == nil {
@@ -362,7 +364,8 @@ func (r *rank) touch() (stop func()) {
 		for n := uint64(1); ; n++ {
 			for i := range words {
 				if words[i] != n-1 {
-					r.find("wrong", "this rank's own stores to registered memory are lost: word %d is %d, want %d", i, words[i], n-1)
+					r.find("wrong", "this rank's own stores to registered memory are lost: word %d is %d, want %d",
+						i, words[i], n-1)
 					return
 				}
 				words[i] = n
@@ -392,7 +395,8 @@ func (r *rank) timed(what string, limit time.Duration, f func() error) error {
 	late, err := r.watch.call(what, limit, f)
 	if age := time.Since(began); age > time.Second {
 		r.mu.Lock()
-		r.rep.Slow = append(r.rep.Slow, fmt.Sprintf("at step %d: %s took %v: %v", r.now, what, age.Round(time.Millisecond), err))
+		r.rep.Slow = append(r.rep.Slow,
+			fmt.Sprintf("at step %d: %s took %v: %v", r.now, what, age.Round(time.Millisecond), err))
 		r.mu.Unlock()
 	}
 	if late != "" {
@@ -550,6 +554,18 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 		r.argument(ctx, s, h)
 	default:
 		r.collective(ctx, s, part, h, lane)
+		if s.Alt != nil {
+			// Who did not need the others to be done knows by an operation that needs them, or by
+			// the one after that: a barrier of all may have ended here when the first finds out.
+			r.land(ctx, false)
+			var err error
+			for i := 0; i < 2 && err == nil; i++ {
+				err = r.timed("barrier", r.job.Timeout, func() error { return h.g.Barrier(ctx) })
+			}
+			if r.judge("barrier after calls that differ", s.May, err); err == nil {
+				r.find("error", "ranks called different things, and two barriers succeed after it")
+			}
+		}
 	}
 }
 
@@ -627,6 +643,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		}
 		select {
 		case <-c.work.Done():
+			err = c.work.Err() // ctx may have ended the waiting at the same time
 		default: // ctx has ended the waiting only
 			if !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) {
 				r.find("error", "%s: Wait returned before the operation was done: %v", name, err)
@@ -679,15 +696,16 @@ func (r *rank) check(name string, c *call, err error) {
 	case c.opaque:
 	case err == nil:
 		after := c.h.g.View()
-		was := slices.Clone(c.dst) // of what others gave nothing, and what is not used, anything may be there
-		if c.op == AllGather && !c.inPlace && len(c.bufs) > 0 {
-			b := c.bufs[0]
-			paint(was, b.at)
+		// of what others gave nothing, and what is not used, anything may be there
+		was := slices.Clone(c.dst)
+		if c.op == AllGather && len(c.bufs) > 0 { // as it was
+			paint(was, c.bufs[0].at)
 		}
 		wrong, by := c.result(c.dst, was, after)
 		if wrong != "" {
-			r.find("wrong", "%s in place %v on %s: %s (views %v, %v)", name, c.inPlace, c.where(), wrong, c.before, after)
-		} else if c.exchanged() && c.step.May != 0 && c.h == r.groups[0] {
+			r.find("wrong", "%s in place %v on %s: %s (views %v, %v)", name, c.inPlace, c.where(), wrong, c.before,
+				after)
+		} else if by != nil && c.exchanged() && c.step.May != 0 && c.h == r.groups[0] {
 			r.ifStays(name+" by", fmt.Sprint(by))
 		}
 	case c.inPlace && c.op.reduces() && errors.As(err, &lost) && !lost.Overwritten:
@@ -704,7 +722,8 @@ func (r *rank) check(name string, c *call, err error) {
 			r.find("wrong", "%s has changed its input on %s: %s (%v)", name, c.where(), text, err)
 		}
 	}
-	if r.job.Uniform && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 && c.h == r.groups[0] {
+	if r.job.Uniform && r.job.OnFailure != pg.Report && c.step.May != 0 && !c.opaque && c.step.May&^(Lost) == 0 &&
+		c.h == r.groups[0] {
 		r.ifStays(name+" outcome", fmt.Sprint(err == nil))
 	}
 	r.giveBack(c)

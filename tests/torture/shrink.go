@@ -23,7 +23,8 @@ func (p *Program) clone() *Program {
 	return c
 }
 
-// without is the program without the steps [from, to). Faults of these go too; others keep their steps.
+// without is the program without the steps [from, to). Faults of these go too; others keep their
+// steps.
 func (p *Program) without(from, to, ranks int) *Program {
 	c := p.clone()
 	c.Steps = slices.Delete(c.Steps, from, to)
@@ -42,7 +43,8 @@ func (p *Program) without(from, to, ranks int) *Program {
 	return c
 }
 
-// shrink makes a program smaller as long as fails says, of one of several runs, that it fails in the same way, until a time. It reports how often it was run.
+// shrink makes a program smaller as long as fails says, of one of several runs, that it fails in
+// the same way, until a time. It reports how often it was run.
 func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until time.Time) (Job, *Program, int) {
 	tried := 0
 	try := func(j Job, c *Program) bool {
@@ -56,10 +58,16 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 		}
 		return false
 	}
+	if job.Timeout > 3*time.Second { // what waits for it is run again sooner
+		j := job
+		j.Timeout = 3 * time.Second
+		try(j, p)
+	}
 	// Steps: halves, then quarters, and so on.
 	for size := max(1, len(p.Steps)/2); ; size /= 2 {
 		for at := 0; at < len(p.Steps); {
-			if to := min(at+size, len(p.Steps)); !try(job, p.without(at, to, job.Ranks)) {
+			to := min(at+size, len(p.Steps))
+			if c := p.without(at, to, job.Ranks); len(c.Steps) >= len(p.Steps) || !try(job, c) {
 				at = to
 			}
 		}

@@ -39,6 +39,7 @@ type Summary struct {
 	Findings                   []*Found
 	Ignored                    int
 	cov                        *cover
+	began                      time.Time
 }
 
 // Found is a finding with the program that shows it.
@@ -55,6 +56,7 @@ func Run(t *testing.T, o Options) *Summary {
 	sum := &Summary{Errors: map[string]int{}, Faults: map[string]int{}, cov: g.cov}
 	s := open(t, o.Transport)
 	began := time.Now()
+	sum.began = began
 	over := func() bool {
 		return o.Duration > 0 && time.Since(began) > o.Duration || o.Ops > 0 && sum.Ops >= o.Ops
 	}
@@ -103,7 +105,8 @@ func Run(t *testing.T, o Options) *Summary {
 				}
 				fresh := !known[key(&f)] && (o.Ignore == nil || !o.Ignore.MatchString(strings.Join(all, "\n")))
 				if fresh {
-					found.Text = strings.Join(append(all, res.Slow...), "\n")
+					found.Text = strings.TrimPrefix(strings.Join(append(all, res.Slow...), "\n"),
+						fmt.Sprintf("%s: rank %d, step %d: ", f.Kind, f.Rank, f.Step))
 					found.Source = s.reduce(job, history, f, o, found)
 				}
 				if !o.report(t, sum, known, found) {
@@ -127,14 +130,20 @@ func Run(t *testing.T, o Options) *Summary {
 }
 
 func (o *Options) again() string {
-	return fmt.Sprintf("go test ./tests/torture -run TestTorture -torture.transport %s -torture.seed %#x -torture.faults %g -torture.avoid %q", o.Transport, o.Seed, o.Faults, o.Avoid)
+	return fmt.Sprintf("go test ./tests/torture -run TestTorture -torture.transport %s -torture.seed %#x "+
+		"-torture.faults %g -torture.avoid %q", o.Transport, o.Seed, o.Faults, o.Avoid)
 }
+
+// calls are what a finding says of the call and its memory, which differs each time.
+var calls = regexp.MustCompile(`(step \d+: )?[a-z]+ (#\d+ )?\([^)]*\)` +
+	`( on group \d+| in place \w+ on [a-z]+ memory \d*( and [a-z]+ memory \d*)?)*`)
 
 var numbers = regexp.MustCompile(`[0-9a-fx.µm]*[0-9][0-9a-fx.µms]*`)
 
 // key is what findings of the same kind have in common.
 func key(f *Finding) string {
 	line, _, _ := strings.Cut(f.Text, "\n")
+	line = calls.ReplaceAllString(line, "")
 	return f.Kind + " " + numbers.ReplaceAllString(line[:min(len(line), 160)], "#")
 }
 
@@ -152,11 +161,13 @@ func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *F
 		t.Errorf("%s", text)
 		return false
 	}
-	name := filepath.Join(o.Out, fmt.Sprintf("%s-%s-%d.txt", time.Now().Format("0102-150405"), f.Kind, len(sum.Findings)))
+	name := filepath.Join(o.Out,
+		fmt.Sprintf("%s-%s-%d.txt", time.Now().Format("0102-150405"), f.Kind, len(sum.Findings)))
 	if err := os.WriteFile(name, []byte(text), 0o644); err != nil {
 		t.Error(err)
 	}
-	t.Logf("finding: %s (%s)", tail(strings.SplitN(f.String(), "\n", 2)[0], 300), name)
+	line, _, _ := strings.Cut(f.String(), "\n")
+	t.Logf("after %v: %s (%s)", time.Since(sum.began).Round(time.Second), line[:min(len(line), 400)], name)
 	return true
 }
 
@@ -205,7 +216,8 @@ func sameKind(a Finding, res *Result) bool {
 	})
 }
 
-var errorNames = regexp.MustCompile(`\b(\w+Error|Err[A-Z]\w+|untyped|partly overlapping|input|stores to registered)\b`)
+var errorNames = regexp.MustCompile(`\b(\w+Error|Err[A-Z]\w+|untyped|partly overlapping|input|stores to registered|` +
+	`by|outcome|agreed|gathered|admitted|after recovering)\b`)
 
 func (p processes) reduce(job Job, history []*Program, f Finding, o Options, found *Found) string {
 	return reduce(p, job, history, f, o, found)
@@ -246,9 +258,12 @@ func reduce(p place, job Job, history []*Program, f Finding, o Options, found *F
 		return false
 	}
 	program := history[len(history)-1]
-	comment := fmt.Sprintf("It found %s.", strings.ReplaceAll(tail(strings.SplitN(f.String(), "\n", 2)[0], 600), "\n", " "))
+	comment := fmt.Sprintf("It found %s.",
+		strings.ReplaceAll(tail(strings.SplitN(f.String(), "\n", 2)[0], 600), "\n", " "))
 	if o.Shrink == 0 || !fails(job, program) {
-		return source("TestFound", job, []*Program{program}, comment+"\nIt was not reduced: alone it did not fail in twelve runs. It was program "+fmt.Sprint(len(history))+" of its job.")
+		return source("TestFound", job, []*Program{program},
+			comment+fmt.Sprintf("\nIt was not reduced: alone it did not fail in twelve runs. It was program %d of its job.",
+				len(history)))
 	}
 	job, program, tried := shrink(job, program, fails, until)
 	if len(last) > 0 {
@@ -284,7 +299,9 @@ func Replay(t *testing.T, job Job, programs ...*Program) {
 // Print writes what a run did.
 func (s *Summary) Print(w io.Writer, transport string) {
 	rate := float64(s.Ops) / max(s.Took.Seconds(), 0.001)
-	fmt.Fprintf(w, "%s: %d operations of ranks (%.0f a second), %d steps, %d programs, %d jobs in %v; %d findings, %d ignored or seen before\n", transport, s.Ops, rate, s.Steps, s.Programs, s.Jobs,
+	fmt.Fprintf(w,
+		"%s: %d operations of ranks (%.0f a second), %d steps, %d programs, %d jobs in %v; "+
+			"%d findings, %d ignored or seen before\n", transport, s.Ops, rate, s.Steps, s.Programs, s.Jobs,
 		s.Took.Round(time.Second), len(s.Findings), s.Ignored)
 	for what, m := range map[string]map[string]int{"faults": s.Faults, "errors": s.Errors} {
 		var all []string

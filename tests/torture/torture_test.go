@@ -21,17 +21,19 @@ import (
 )
 
 // unrepaired is what finds something that is known: programs do not have it until it is repaired.
-const unrepaired = "windows,splits,started,argument=11,argument=12"
+const unrepaired = "groups,uniform,free,evict,agree"
 
 var (
-	seed      = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
-	ops       = flag.Int("torture.ops", 0, "operations of TestTorture, for each transport; 0: as many as there is time for")
+	seed = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
+	ops  = flag.Int("torture.ops", 0,
+		"operations of TestTorture, for each transport; 0: as many as there is time for")
 	duration  = flag.Duration("torture.duration", 0, "of TestTorture, for all transports together; 0: some seconds")
 	transport = flag.String("torture.transport", "shm,tcp,hosts,inproc", "transports of TestTorture")
 	faults    = flag.Float64("torture.faults", 0.15, "part of the programs that have faults from outside")
 	out       = flag.String("torture.out", "", "directory for what TestTorture finds: it goes on then")
 	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
-	avoid     = flag.String("torture.avoid", unrepaired, "what programs do not have: splits (together), argument=N, differ=WHAT, started (before Agree and Admit), touch, cancel, kill, stop, …")
+	avoid     = flag.String("torture.avoid", unrepaired,
+		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, …")
 	verbose   = flag.Bool("torture.slow", false, "log calls that take longer than a second")
 	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
 )
@@ -81,7 +83,8 @@ func TestTorture(t *testing.T) {
 	}
 	for _, tr := range all {
 		t.Run(tr, func(t *testing.T) {
-			o := Options{Transport: tr, Seed: from, Ops: *ops, Duration: d / time.Duration(len(all)), Faults: *faults, Avoid: *avoid, Verbose: *verbose, Out: *out, Shrink: *shrinking}
+			o := Options{Transport: tr, Seed: from, Ops: *ops, Duration: d / time.Duration(len(all)),
+				Faults: *faults, Avoid: *avoid, Verbose: *verbose, Out: *out, Shrink: *shrinking}
 			if *ignore != "" {
 				o.Ignore = regexp.MustCompile(*ignore)
 			}

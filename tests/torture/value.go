@@ -10,8 +10,9 @@ import (
 	"tutti/pg"
 )
 
-// Data are small whole numbers, so that every order of a reduction gives the same bits in every type. What rank r gives at i
-// follows from (seed, r, i): every rank can compute what every other one gives.
+// Data are small whole numbers, so that every order of a reduction gives the same bits in every
+// type. What rank r gives at i follows from (seed, r, i): every rank can compute what every other
+// one gives.
 
 func hash(seed uint64, rank, i int) uint64 {
 	h := seed + uint64(rank)*0xbf58476d1ce4e5b9 + uint64(i)*0x94d049bb133111eb
@@ -143,7 +144,8 @@ func (d *datum) encode(v int64) uint64 {
 	return uint64(v)
 }
 
-// small encodes a whole number that a float with these widths of exponent and mantissa holds exactly.
+// small encodes a whole number that a float with these widths of exponent and mantissa holds
+// exactly.
 func small(v int64, exponent, mantissa int) uint64 {
 	if v == 0 {
 		return 0
@@ -199,5 +201,6 @@ func (d *datum) compare(got, want []byte) string {
 			count++
 		}
 	}
-	return fmt.Sprintf("%d of %d elements are wrong, the first at %d: %x, want %x", count, len(want)/d.size, first/d.size, got[first:first+d.size], want[first:first+d.size])
+	return fmt.Sprintf("%d of %d elements are wrong, the first at %d: %x, want %x", count, len(want)/d.size,
+		first/d.size, got[first:first+d.size], want[first:first+d.size])
 }

@@ -23,7 +23,8 @@ type watch struct {
 
 	mu     sync.Mutex
 	calls  map[*underWay]struct{}
-	frozen time.Duration // in which this process did not run
+	last   time.Time     // that it was looked
+	frozen time.Duration // until then, in which this process did not run
 	stop   chan struct{}
 }
 
@@ -34,27 +35,37 @@ type underWay struct {
 	limit  time.Duration
 }
 
+const lookEvery = 50 * time.Millisecond
+
+// look notices that the process has stood still. It has w's lock, as age.
+func (w *watch) look() {
+	now := time.Now()
+	if gap := now.Sub(w.last); gap > 3*lookEvery {
+		w.frozen += gap - lookEvery
+	}
+	w.last = now
+}
+
 // age is how long the call has had, without the time in which the process stood still.
-func (w *watch) age(c *underWay) time.Duration { return time.Since(c.began) - (w.frozen - c.frozen) }
+func (w *watch) age(c *underWay) time.Duration {
+	w.look()
+	return time.Since(c.began) - (w.frozen - c.frozen)
+}
 
 func newWatch(slack, hung time.Duration, hang func(text string)) *watch {
-	w := &watch{hang: hang, slack: slack, hung: hung, calls: map[*underWay]struct{}{}, stop: make(chan struct{})}
+	w := &watch{hang: hang, slack: slack, hung: hung, calls: map[*underWay]struct{}{}, last: time.Now(),
+		stop: make(chan struct{})}
 	go func() {
-		const period = 50 * time.Millisecond
-		t := time.NewTicker(period)
+		t := time.NewTicker(lookEvery)
 		defer t.Stop()
-		for last := time.Now(); ; {
+		for {
 			select {
 			case <-t.C:
 			case <-w.stop:
 				return
 			}
-			now := time.Now()
 			w.mu.Lock()
-			if gap := now.Sub(last); gap > 3*period {
-				w.frozen += gap - period
-			}
-			last = now
+			w.look()
 			var late *underWay
 			for c := range w.calls {
 				if w.age(c) > c.limit+w.hung {
@@ -64,7 +75,8 @@ func newWatch(slack, hung time.Duration, hang func(text string)) *watch {
 			w.mu.Unlock()
 			if late != nil {
 				buf := make([]byte, 1<<20)
-				w.hang(fmt.Sprintf("%s has not returned after %v, where %v were its limit\n%s", late.what, time.Since(late.began).Round(time.Millisecond), late.limit, buf[:runtime.Stack(buf, true)]))
+				w.hang(fmt.Sprintf("%s has not returned after %v, where %v were its limit\n%s", late.what,
+					time.Since(late.began).Round(time.Millisecond), late.limit, buf[:runtime.Stack(buf, true)]))
 				return
 			}
 		}
@@ -75,6 +87,7 @@ func newWatch(slack, hung time.Duration, hang func(text string)) *watch {
 // call runs f, which is to end within limit. The text says that it was late, "" if it was not.
 func (w *watch) call(what string, limit time.Duration, f func() error) (late string, err error) {
 	w.mu.Lock()
+	w.look()
 	c := &underWay{what: what, began: time.Now(), frozen: w.frozen, limit: limit}
 	w.calls[c] = struct{}{}
 	w.mu.Unlock()
@@ -83,7 +96,8 @@ func (w *watch) call(what string, limit time.Duration, f func() error) (late str
 	defer w.mu.Unlock()
 	delete(w.calls, c)
 	if age := w.age(c); age > limit+w.slack {
-		late = fmt.Sprintf("%s returned after %v, where %v were its limit (and %v): %v", what, age.Round(time.Millisecond), limit, w.slack, err)
+		late = fmt.Sprintf("%s returned after %v, where %v were its limit (and %v): %v", what,
+			age.Round(time.Millisecond), limit, w.slack, err)
 	}
 	return late, err
 }
