@@ -26,7 +26,7 @@ var secret = []byte("the secret of a test's job")
 type host struct {
 	self   p2p.Identity
 	secret []byte
-	admit  func(p2p.Identity) error
+	admit  atomic.Pointer[func(p2p.Identity) error] // set beside an acceptor that asks
 	links  chan accepted
 	wakes  atomic.Int64
 	woken  chan struct{}
@@ -44,11 +44,15 @@ func newHost(rank int) *host {
 func (h *host) Self() p2p.Identity { return h.self }
 func (h *host) Secret() []byte     { return h.secret }
 func (h *host) Admit(from p2p.Identity) error {
-	if h.admit != nil {
-		return h.admit(from)
+	if f := h.admit.Load(); f != nil {
+		return (*f)(from)
 	}
 	return nil
 }
+
+// allow has Admit answer what f does.
+func (h *host) allow(f func(p2p.Identity) error) { h.admit.Store(&f) }
+
 func (h *host) Accepted(from p2p.Identity, l p2p.Link) { h.links <- accepted{from, l} }
 
 // drop closes the links that no test asked for.

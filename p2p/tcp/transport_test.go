@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -283,11 +284,11 @@ func TestDialTriesAll(t *testing.T) {
 func TestRefusalIsFinal(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
 	for _, reason := range []error{p2p.ErrStale, p2p.ErrSuperseded, errors.New("not today")} {
-		asked := 0
-		b.host.admit = func(p2p.Identity) error { asked++; return fmt.Errorf("because: %w", reason) }
+		var asked atomic.Int32
+		b.host.allow(func(p2p.Identity) error { asked.Add(1); return fmt.Errorf("because: %w", reason) })
 		_, err := a.Dial(within(t), b.self, b.at(b.addr(), b.addr()))
-		if err == nil || !strings.Contains(err.Error(), "because: "+reason.Error()) || asked != 1 {
-			t.Errorf("%v: %v, asked %d times", reason, err, asked)
+		if err == nil || !strings.Contains(err.Error(), "because: "+reason.Error()) || asked.Load() != 1 {
+			t.Errorf("%v: %v, asked %d times", reason, err, asked.Load())
 		}
 		if named := errors.Is(reason, p2p.ErrStale) || errors.Is(reason, p2p.ErrSuperseded); named != errors.Is(err, reason) || errors.Is(err, p2p.ErrPeerGone) {
 			t.Errorf("%v became %v", reason, err)
@@ -406,12 +407,12 @@ func TestIncompleteLink(t *testing.T) {
 // Neither garbage nor slow senders nor floods of connections keep honest ranks out.
 func TestHostileConnections(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
-	b.host.admit = func(from p2p.Identity) error {
+	b.host.allow(func(from p2p.Identity) error {
 		if from != a.self {
 			t.Errorf("Admit was asked about %v", from)
 		}
 		return nil
-	}
+	})
 	for _, s := range []string{"", "GET / HTTP/1.1\r\nHost: x\r\n\r\n", strings.Repeat("\xff", 1<<20), "tutti/2\n" + strings.Repeat("x", 1<<20)} {
 		c := raw(t, b)
 		io.WriteString(c, s) // fails as soon as the other side has seen enough
