@@ -337,7 +337,7 @@ func FuzzFromEnv(f *testing.F) {
 			}
 			return
 		}
-		if l.Rank < 0 || l.Rank >= l.Size || l.LocalRank < -1 || l.LocalSize > 0 && l.LocalRank >= l.LocalSize || l.LocalSize > l.Size || CheckJob(l.Job) != nil ||
+		if l.Rank < 0 || l.Rank >= l.Size || l.LocalRank < -1 || l.LocalSize > 0 && l.LocalRank >= l.LocalSize || l.LocalSize > l.Size || l.Job != "" && CheckJob(l.Job) != nil ||
 			l.MasterPort < 0 || l.MasterPort > 65535 || l.LeaseTTL < 0 || l.Secret != nil && len(l.Secret) < 16 {
 			t.Fatalf("%q: %+v", env, l)
 		}

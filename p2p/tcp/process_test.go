@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -176,6 +177,7 @@ func childFewFiles() {
 		ok, _ = l.Send(header(1, 0), nil)
 	}
 	in.ReadString('\n')
+	runtime.KeepAlive(l) // the garbage collector closes connections that nobody holds
 }
 
 // A process that has run out of descriptors says so, with the limit, and its listener accepts again when there are some.
