@@ -48,15 +48,17 @@ type news struct {
 	Ended  *rig.Usage `json:",omitempty"`
 }
 
-// lease is how long a rank that says nothing counts as alive.
-const lease = 2 * time.Second
+const (
+	lease  = 4 * time.Second // how long a rank that says nothing counts as alive: the machine may be busy
+	window = lease + 500*time.Millisecond
+)
 
 func (s *setup) config(me int) pg.Config {
 	secret, _ := bootstrap.ParseSecret(s.Secret) // Join says what is wrong with none
 	return pg.Config{Size: s.Job.Ranks, Rank: me, Job: s.Name, Store: s.Store, Secret: secret,
 		Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
 		Timeout: s.Job.Timeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
-		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Tuning: "off"}
+		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Window: window, Tuning: "off"}
 }
 
 func (j *Job) transport() string {

@@ -21,7 +21,7 @@ import (
 )
 
 // unrepaired is what finds something that is known: programs do not have it until it is repaired.
-const unrepaired = "groups,uniform,free,evict,agree"
+const unrepaired = "groups,agree"
 
 var (
 	seed = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
