@@ -26,7 +26,8 @@ type ReduceScatterOp struct {
 	Op       Reduction
 }
 
-// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. Src may be this rank's part of Dst. The part of an inactive slot is left as it was.
+// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. Src may be this rank's part of Dst. The part of an inactive slot is left
+// as it was; that of a slot which was lost during the operation may hold what the lost rank gave, all or some of it.
 type AllGatherOp struct{ Dst, Src Buffer }
 
 // AllGatherVOp collects Src of every rank, Counts[r] elements of rank r, packed in Dst. Counts is the same on all ranks. Src may be this rank's part of Dst.
@@ -99,7 +100,8 @@ func ReduceScatter[T Number](ctx context.Context, g *Group, dst, src []T, op Red
 	return g.blocking(ctx, collectives.ReduceScatter, op, 0, BufferOf(dst), BufferOf(src), nil, nil)
 }
 
-// AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's part is left as it was.
+// AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's part is left
+// as it was, unless the slot was lost during the operation.
 func AllGather[T Element](ctx context.Context, g *Group, dst, src []T) error {
 	return g.blocking(ctx, collectives.AllGather, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
 }
