@@ -44,6 +44,23 @@ func all(x []float64, v float64) error {
 	return nil
 }
 
+// together returns when all ranks have called it. It uses messages, which a collective that fails elsewhere does not end.
+func together(t *testing.T, g *pg.Group) {
+	t.Helper()
+	through(t, g, 0)
+	if g.Rank() > 0 {
+		if _, err := pg.Recv(t.Context(), g, make([]byte, 1), 0, 1); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	for r := 1; r < g.Size(); r++ {
+		if err := pg.Send(t.Context(), g, []byte{1}, r, 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // A call on registered memory that was cancelled at any moment, at any rank, has the result or an error, and leaves the memory alone from its return on.
 func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
 	const n, rounds = 3, 150
@@ -57,9 +74,7 @@ func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
 			fill(x, float64(g.Rank()+round))
 			hasty, late := same.IntN(n), same.IntN(n)
 			cctx, cancel := ctx, context.CancelFunc(func() {})
-			if err := g.Barrier(ctx); err != nil {
-				t.Fatal(err)
-			}
+			together(t, g)
 			patience := time.Duration(50+same.IntN(400)) * time.Microsecond
 			began := time.Now()
 			if hasty == g.Rank() {
@@ -89,9 +104,7 @@ func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
 					t.Fatalf("round %d: %v", round, err)
 				}
 			}
-			if err := g.Barrier(ctx); err != nil {
-				t.Fatal(err)
-			}
+			together(t, g)
 			if bad := all(x, canary); bad != nil {
 				t.Fatalf("round %d: memory was written after the call had returned: %v", round, bad)
 			}
@@ -175,8 +188,9 @@ func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
 			done <- nil
 		}()
 		for round := range 30 {
+			together(t, g)
 			cctx, cancel := ctx, context.CancelFunc(func() {})
-			if round > n && round%n == g.Rank() { // when all are through with Split
+			if round%n == g.Rank() {
 				cctx, cancel = context.WithTimeout(ctx, time.Duration(round*10)*time.Microsecond)
 			}
 			err := pg.AllReduce(cctx, g, mine, pg.Sum)
@@ -193,9 +207,7 @@ func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
 		if err := <-done; err != nil {
 			t.Fatal(err)
 		}
-		if err := g.Barrier(ctx); err != nil {
-			t.Fatal(err)
-		}
+		together(t, g)
 	}, pgtest.Transport("shm"))
 }
 

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -49,7 +50,8 @@ type members struct {
 	kick   chan struct{}
 	dirty  chan struct{}
 
-	doubts time.Time // when to look next whom this rank waits for
+	doubts time.Time   // when to look next whom this rank waits for
+	begun  atomic.Bool // the job's view has been in the store
 
 	mu      sync.Mutex
 	queue   []membership.Event
@@ -352,12 +354,14 @@ func (ms *members) publishFirst(ctx context.Context, v membership.View) error {
 		var c *bootstrap.ConflictError
 		switch {
 		case err == nil:
+			ms.begun.Store(true)
 			return nil
 		case !errors.As(err, &c):
 			ms.j.log.Debug("the first view is not in the store", "err", err)
 			return err
 		}
 		if first, _, err := decodeView(c.Current); err == nil && first == ms.first {
+			ms.begun.Store(true)
 			return nil
 		}
 		old = c.Current
@@ -371,7 +375,7 @@ func (ms *members) propose(a membership.Propose) {
 	answer := membership.Proposed{Epoch: a.New.Epoch}
 	err := ms.j.directory().CompareAndSwap(ctx, viewKey, ms.encode(a.Old), ms.encode(a.New))
 	var c *bootstrap.ConflictError
-	if errors.As(err, &c) && a.Old.Epoch == 1 { // it may not have been written yet
+	if errors.As(err, &c) && a.Old.Epoch == 1 && !ms.begun.Load() { // it may not have been written yet
 		if first, _, bad := decodeView(c.Current); bad != nil || first != ms.first {
 			if err = ms.publishFirst(ctx, a.Old); err == nil {
 				err = ms.j.directory().CompareAndSwap(ctx, viewKey, ms.encode(a.Old), ms.encode(a.New))
@@ -384,12 +388,29 @@ func (ms *members) propose(a membership.Propose) {
 	case errors.As(err, &c):
 		if first, v, bad := decodeView(c.Current); bad == nil && first == ms.first {
 			answer.Outcome, answer.Current = membership.OutcomeLost, v
+		} else if ms.begun.Load() {
+			ms.over()
 		}
 	default:
 		answer.Cause = storeCause(err)
 		ms.j.log.Debug("a view was proposed in vain", "err", err)
 	}
 	ms.tell(answer)
+}
+
+// over says that the job has ended without this rank: what was the job's is gone from the store, or another job's. That happens
+// only when all others have left, and this rank has lost its lease: it was put out, or may have been.
+func (ms *members) over() {
+	ms.j.proxy.Lock()
+	v := ms.j.view
+	ms.j.proxy.Unlock()
+	if !v.Has(ms.self.Slot, ms.self.Incarnation) { // it waits to be let in
+		return
+	}
+	v.Epoch++
+	v.Slots = slices.Clone(v.Slots)
+	v.Slots[ms.self.Slot].Incarnation, v.Slots[ms.self.Slot].Left = 0, v.Epoch
+	ms.tell(membership.ViewSeen{View: v})
 }
 
 // storeCause says why the store did not do what this rank asked of it: that it cannot be reached is one
@@ -579,6 +600,13 @@ func (ms *members) watch() {
 				maps.Copy(ms.want, ms.kept) // it went with the lease
 				ms.mu.Unlock()
 				ms.nudge(ms.dirty)
+				// While this rank had no lease the job may have begun, gone on without it, and ended.
+				ms.begun.Store(true)
+				ctx, cancel := context.WithTimeout(ms.ctx, storeWait)
+				if _, err := ms.j.directory().Get(ctx, viewKey); errors.Is(err, bootstrap.ErrNoKey) {
+					ms.over()
+				}
+				cancel()
 				ms.tell(membership.StoreBack{})
 				break
 			}
@@ -594,13 +622,15 @@ func (ms *members) watch() {
 // seen takes in one key of the store. Anything may be in it.
 func (ms *members) seen(e bootstrap.Event) {
 	if e.Key == viewKey {
-		if !e.Exists {
-			return
-		}
-		if first, v, err := decodeView(e.Value); err != nil {
+		first, v, err := decodeView(e.Value)
+		switch {
+		case e.Exists && err != nil:
 			ms.j.log.Warn("the view in the store is not one", "err", err)
-		} else if first == ms.first {
+		case e.Exists && first == ms.first:
+			ms.begun.Store(true)
 			ms.tell(membership.ViewSeen{View: v})
+		case ms.begun.Load():
+			ms.over()
 		}
 		return
 	}
