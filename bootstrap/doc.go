@@ -1,5 +1,6 @@
-// Package bootstrap brings the ranks of a job together: what the launch environment says about this process, the store that is the job's small shared
-// truth, the registration of ranks in it, and the RPC by which two ranks exchange the descriptors of their transports.
+// Package bootstrap brings the ranks of a job together: what the launch environment says about this
+// process, the store that is the job's small shared truth, the registration of ranks in it, and the
+// RPC by which two ranks exchange the descriptors of their transports.
 //
 // The way into a job:
 //
@@ -10,7 +11,8 @@
 //	peer, err := bootstrap.Lookup(ctx, store, slot)          // wait for a peer's key
 //	endpoints, err := client.Describe(ctx, peer)             // and ask it, on demand, how its transports are reached
 //
-// The store carries O(1) keys a rank and nothing large: transport descriptors travel by RPC between those two ranks that need them.
+// The store carries O(1) keys a rank and nothing large: transport descriptors travel by RPC between
+// those two ranks that need them.
 //
 // # Keys
 //
@@ -21,6 +23,7 @@
 //
 // # Trust
 //
-// Every connection of the RPC, and every one to the store that the launcher embeds (tutti:// addresses), proves the job's secret by package trust before
-// a byte of gRPC is read. A site's own etcd (etcd://, etcds://) is authenticated by its means: user and password, TLS certificates.
+// Every connection of the RPC, and every one to the store that the launcher embeds (tutti://
+// addresses), proves the job's secret by package trust before a byte of gRPC is read. A site's own
+// etcd (etcd://, etcds://) is authenticated by its means: user and password, TLS certificates.
 package bootstrap

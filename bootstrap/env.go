@@ -24,8 +24,9 @@ import (
 	"tutti/internal/trust"
 )
 
-// Launch is what the environment says about this process's place in the job and about how the job is to run. A setting that the environment does not
-// make is its type's zero value, but for LocalRank, which is then -1.
+// Launch is what the environment says about this process's place in the job and about how the job
+// is to run. A setting that the environment does not make is its type's zero value, but for
+// LocalRank, which is then -1.
 type Launch struct {
 	Rank, Size           int           // slot and number of slots; 0 of 1 where nothing launched this process
 	LocalRank, LocalSize int           // place among the ranks of this machine; -1 and 0: unknown
@@ -56,7 +57,8 @@ type Launch struct {
 // Variable documents one environment variable.
 type Variable struct{ Name, Meaning, Default string }
 
-// Variables lists every TUTTI_* variable. It is the one place where they are written down; README and `tutti doctor` print it.
+// Variables lists every TUTTI_* variable. It is the one place where they are written down; README
+// and `tutti doctor` print it.
 func Variables() []Variable {
 	return []Variable{
 		{"TUTTI_RANK", "slot of this process, 0..TUTTI_SIZE-1; with TUTTI_SIZE it overrides every launcher", "the launcher's"},
@@ -90,7 +92,8 @@ func Variables() []Variable {
 	}
 }
 
-// launcher is one way in which launchers tell a process its place. Of each list the first variable that is set counts.
+// launcher is one way in which launchers tell a process its place. Of each list the first variable
+// that is set counts.
 type launcher struct {
 	source                           string
 	rank, size, localRank, localSize []string
@@ -98,8 +101,9 @@ type launcher struct {
 	job                              []string
 }
 
-// launchers in order of precedence. torchrun's set wins over everything else. mpirun inside a Slurm allocation leaves Slurm's variables of the
-// batch step in the environment, where they count nodes rather than ranks: hence the MPI launchers come before Slurm.
+// launchers in order of precedence. torchrun's set wins over everything else. mpirun inside a Slurm
+// allocation leaves Slurm's variables of the batch step in the environment, where they count nodes
+// rather than ranks: hence the MPI launchers come before Slurm.
 var launchers = []launcher{
 	{source: "tutti", rank: []string{"TUTTI_RANK"}, size: []string{"TUTTI_SIZE"}, localRank: []string{"TUTTI_LOCAL_RANK"}, localSize: []string{"TUTTI_LOCAL_SIZE"}},
 	{source: "torchrun", rank: []string{"RANK"}, size: []string{"WORLD_SIZE"}, localRank: []string{"LOCAL_RANK"}, localSize: []string{"LOCAL_WORLD_SIZE"},
@@ -114,11 +118,13 @@ var launchers = []launcher{
 	{source: "kubernetes", rank: []string{"JOB_COMPLETION_INDEX"}, size: []string{"JOB_COMPLETIONS"}, sizeElsewhere: true, job: []string{"JOB_NAME"}},
 }
 
-// FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs are the file that TUTTI_SECRET_FILE names and, to name a job of
-// MPICH's mpiexec, the command lines of the processes that this one descends from. Of several launchers
-// the first complete one of this order counts: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open MPI; PMI (MPICH, Hydra, Intel
-// MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. Half a set is an error that names what is missing, a contradiction one that names both variables. Without any the process is rank 0 of 1.
-// No error contains a secret or a password.
+// FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs
+// are the file that TUTTI_SECRET_FILE names and, to name a job of MPICH's mpiexec, the command
+// lines of the processes that this one descends from. Of several launchers the first complete one
+// of this order counts: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open
+// MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. Half a set is an
+// error that names what is missing, a contradiction one that names both variables. Without any the
+// process is rank 0 of 1. No error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
 	e := env{get: getenv}
 	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
@@ -228,8 +234,8 @@ func (e env) place(l *Launch) error {
 	return nil
 }
 
-// job makes a name of what the launcher says of the launch; no other launch that uses the same store at
-// the same time has it. "": there is nothing to make one of.
+// job makes a name of what the launcher says of the launch; no other launch that uses the same
+// store at the same time has it. "": there is nothing to make one of.
 func (e env) job(l *Launch, by *launcher) string {
 	if name, v := e.first(by.job); name != "" && v != "none" { // torchrun's default is "none"
 		if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); by.source == "slurm" && step != "" {
@@ -263,9 +269,9 @@ func meetingPoint(host, port string) string {
 	return name
 }
 
-// hydra returns a name for the launch of MPICH's and Intel MPI's mpiexec that process pid belongs to, ""
-// if it does to none. They name it in no variable, but the proxies between mpiexec and the ranks are told,
-// on all hosts alike, where mpiexec listens.
+// hydra returns a name for the launch of MPICH's and Intel MPI's mpiexec that process pid belongs
+// to, "" if it does to none. They name it in no variable, but the proxies between mpiexec and the
+// ranks are told, on all hosts alike, where mpiexec listens.
 func hydra(pid int) string {
 	for range 16 { // shells and scripts may be in between
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
@@ -343,7 +349,8 @@ func (e env) local(l *Launch, k launcher, sizeName string) error {
 	return nil
 }
 
-// slurmTasksHere reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which is written like "2(x3),1"; size 0 if Slurm does not say.
+// slurmTasksHere reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which is written like
+// "2(x3),1"; size 0 if Slurm does not say.
 func (e env) slurmTasksHere() (name string, size int, err error) {
 	name, v := e.first([]string{"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})
 	nodeName, node, err := e.number([]string{"SLURM_NODEID"}, 0)
@@ -387,7 +394,8 @@ func (e env) master(l *Launch) error {
 	return nil
 }
 
-// firstHost returns the first host of a Slurm host list such as "node[07-09,12],login"; "" if it is malformed.
+// firstHost returns the first host of a Slurm host list such as "node[07-09,12],login"; "" if it is
+// malformed.
 func firstHost(list string) string {
 	var host strings.Builder
 	for i := 0; i < len(list) && list[i] != ','; i++ {
@@ -418,8 +426,8 @@ func CheckJob(name string) error {
 	return nil
 }
 
-// JobMissing says that a job has no name. Ranks of other jobs that have none either would be taken for
-// its own in a store that they share.
+// JobMissing says that a job has no name. Ranks of other jobs that have none either would be taken
+// for its own in a store that they share.
 func (l Launch) JobMissing() error {
 	who := "nothing names the job"
 	if l.Source != "none" && l.Source != "tutti" && l.Source != "" {
@@ -556,7 +564,8 @@ func (e env) secret() ([]byte, error) {
 	return s, nil
 }
 
-// ParseSecret reads a job's secret from its textual form: hex digits of at least trust.MinSecret bytes, or any other text of that length, taken as it is. The error does not contain it.
+// ParseSecret reads a job's secret from its textual form: hex digits of at least trust.MinSecret
+// bytes, or any other text of that length, taken as it is. The error does not contain it.
 func ParseSecret(text string) ([]byte, error) {
 	if b, err := hex.DecodeString(text); err == nil && len(b) >= trust.MinSecret {
 		return b, nil
@@ -567,7 +576,8 @@ func ParseSecret(text string) ([]byte, error) {
 	return []byte(text), nil
 }
 
-// NewSecret returns a fresh secret in the textual form that ParseSecret and TUTTI_SECRET take: 64 hex digits, 256 random bits.
+// NewSecret returns a fresh secret in the textual form that ParseSecret and TUTTI_SECRET take: 64
+// hex digits, 256 random bits.
 func NewSecret() string {
 	var b [32]byte
 	rand.Read(b[:])
@@ -594,7 +604,8 @@ type StoreAddr struct {
 // String returns the address as it is written.
 func (a StoreAddr) String() string { return a.Scheme + "://" + strings.Join(a.Endpoints, ",") }
 
-// ParseStore reads tutti://HOST:PORT, etcd://HOST:PORT,HOST:PORT or etcds://…; the port may be left out of etcd's (2379).
+// ParseStore reads tutti://HOST:PORT, etcd://HOST:PORT,HOST:PORT or etcds://…; the port may be left
+// out of etcd's (2379).
 func ParseStore(s string) (StoreAddr, error) {
 	scheme, rest, ok := strings.Cut(s, "://")
 	if !ok || scheme != "tutti" && scheme != "etcd" && scheme != "etcds" {

@@ -17,7 +17,8 @@ import (
 	"time"
 )
 
-// printJob has this binary print the name of the job that it is launched as, and wait for its input's end.
+// printJob has this binary print the name of the job that it is launched as, and wait for its
+// input's end.
 const printJob = "BOOTSTRAP_TEST_PRINT_JOB"
 
 func init() {
@@ -344,7 +345,8 @@ func FuzzFromEnv(f *testing.F) {
 	})
 }
 
-// What this package says about variables is said once: nothing else in it spells a TUTTI_ name that is not in the table.
+// What this package says about variables is said once: nothing else in it spells a TUTTI_ name that
+// is not in the table.
 func TestNoUnknownVariable(t *testing.T) {
 	var known []string
 	for _, v := range Variables() {

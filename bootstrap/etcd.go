@@ -35,7 +35,8 @@ const (
 	DefaultOpTimeout   = 3 * time.Second
 )
 
-// StorePurpose separates the proof of connections to the embedded store from other uses of the job's secret: see trust.Client.
+// StorePurpose separates the proof of connections to the embedded store from other uses of the
+// job's secret: see trust.Client.
 const StorePurpose = "store"
 
 // StoreHello is what a connection to an embedded store says of itself: rank, the endpoint as it was
@@ -44,8 +45,8 @@ func StoreHello(rank int, endpoint string, remote net.Addr) trust.Hello {
 	return trust.Hello{FromRank: uint32(rank), ToIncarnation: nameStore(endpoint), Extra: nameStore(remote.String())}
 }
 
-// StoreMeant reports whether h comes from an end that meant the store which is known as endpoint and
-// has accepted the connection at local. Either will do: a store may have several names, and its
+// StoreMeant reports whether h comes from an end that meant the store which is known as endpoint
+// and has accepted the connection at local. Either will do: a store may have several names, and its
 // address may be translated on the way. A proof that was made for another store fits neither.
 func StoreMeant(h trust.Hello, endpoint string, local net.Addr) bool {
 	return h.ToIncarnation == nameStore(endpoint) || h.Extra == nameStore(local.String())
@@ -81,8 +82,8 @@ type StoreConfig struct {
 	CA       string      // PEM files; "": none
 	Cert     string
 	Key      string
-	// LeaseTTL is how long the store takes this process for alive when it is silent, in whole seconds, rounded up; default DefaultLeaseTTL. The store may
-	// grant more: see Store.TTL.
+	// LeaseTTL is how long the store takes this process for alive when it is silent, in whole
+	// seconds, rounded up; default DefaultLeaseTTL. The store may grant more: see Store.TTL.
 	LeaseTTL    time.Duration
 	DialTimeout time.Duration // bounds DialStore in addition to its ctx; default DefaultDialTimeout
 	OpTimeout   time.Duration // bounds every operation but Wait and Watch in addition to its ctx; default DefaultOpTimeout
@@ -112,9 +113,10 @@ type etcdStore struct {
 	shared  clientv3.LeaseID // the job's, while it is known; under sharing
 }
 
-// DialStore connects to an etcd store and takes a lease there, which it keeps alive until Close. It blocks until the store has granted the lease, at most until
-// ctx or DialTimeout ends; a store that is not there yet is tried again until then. The error names the endpoints; it wraps ErrStoreAway if the store could not be reached and
-// trust.ErrAuth if the secret is not the store's.
+// DialStore connects to an etcd store and takes a lease there, which it keeps alive until Close. It
+// blocks until the store has granted the lease, at most until ctx or DialTimeout ends; a store that
+// is not there yet is tried again until then. The error names the endpoints; it wraps ErrStoreAway
+// if the store could not be reached and trust.ErrAuth if the secret is not the store's.
 func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	addr, err := ParseStore(cfg.Address)
 	if err != nil {
@@ -179,7 +181,8 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	}
 	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}), ended: make(chan struct{})}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	// New checks the password before it returns and knows no ctx but one that ends the client: it is run under one that ends when the dialling is given up.
+	// New checks the password before it returns and knows no ctx but one that ends the client: it
+	// is run under one that ends when the dialling is given up.
 	conf.Context = s.ctx
 	stop := context.AfterFunc(dctx, s.cancel)
 	s.c, err = clientv3.New(conf)
@@ -224,8 +227,9 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	return s, nil
 }
 
-// grantWait bounds the first request for a lease, and is doubled for each that follows: what a cluster was asked while it had no leader it may never answer. A lease that is
-// granted too late ends by itself.
+// grantWait bounds the first request for a lease, and is doubled for each that follows: what a
+// cluster was asked while it had no leader it may never answer. A lease that is granted too late
+// ends by itself.
 const grantWait = 250 * time.Millisecond
 
 // grant takes the lease; it tries again until the store answers or ctx ends.
@@ -249,8 +253,8 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	}
 }
 
-// enlist makes this handle known, so that what is the job's stays. A user who may not write has nothing
-// there, and may still read.
+// enlist makes this handle known, so that what is the job's stays. A user who may not write has
+// nothing there, and may still read.
 func (s *etcdStore) enlist(ctx context.Context) error {
 	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "", clientv3.WithLease(s.lease))
 	if errors.Is(err, rpctypes.ErrPermissionDenied) {
@@ -259,7 +263,8 @@ func (s *etcdStore) enlist(ctx context.Context) error {
 	return err
 }
 
-// share runs f under the job's lease, which all handles keep alive. Where there is none f's is made.
+// share runs f under the job's lease, which all handles keep alive. Where there is none f's is
+// made.
 func (s *etcdStore) share(ctx context.Context, f func(clientv3.LeaseID) error) error {
 	for again := false; ; again = true {
 		id, err := s.sharedLease(ctx)
@@ -329,8 +334,8 @@ func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 	return id, nil
 }
 
-// dissolve removes what is the job's if no handle is open any more, in one step: a key that is not under
-// the job's lease says that one is.
+// dissolve removes what is the job's if no handle is open any more, in one step: a key that is not
+// under the job's lease says that one is.
 func (s *etcdStore) dissolve(ctx context.Context) error {
 	r, err := s.c.Get(ctx, s.prefix+leaseKey)
 	if err != nil || len(r.Kvs) == 0 {
@@ -377,8 +382,9 @@ func prove(ctx context.Context, conn net.Conn, secret []byte, purpose string, h 
 	return err
 }
 
-// keep drains the answers to keep-alives and finds out when the lease is lost: the store says so, or it is silent for a TTL and does not answer then either. A
-// process that was not run for a while, while its lease lived on, takes it up again.
+// keep drains the answers to keep-alives and finds out when the lease is lost: the store says so,
+// or it is silent for a TTL and does not answer then either. A process that was not run for a
+// while, while its lease lived on, takes it up again.
 func (s *etcdStore) keep(answers <-chan *clientv3.LeaseKeepAliveResponse) {
 	defer s.wg.Done()
 	silent := time.NewTimer(s.ttl)
@@ -453,7 +459,8 @@ func away(err error) bool {
 	return c == codes.Unavailable || c == codes.DeadlineExceeded || c == codes.Canceled
 }
 
-// reason is the text of err without gRPC's decoration, and says what to do about a store that knows its users.
+// reason is the text of err without gRPC's decoration, and says what to do about a store that knows
+// its users.
 func (s *etcdStore) reason(err error) string {
 	const variables = "TUTTI_STORE_USER and TUTTI_STORE_PASSWORD"
 	switch {
@@ -661,8 +668,9 @@ func (s *etcdStore) why() error {
 	return ErrStoreClosed
 }
 
-// follow feeds box with key's state and its changes until ctx ends or the store cannot be reached. A watch that the store breaks off (it compacted its history, or
-// lost its leader) is taken up again from the state at that time.
+// follow feeds box with key's state and its changes until ctx ends or the store cannot be reached.
+// A watch that the store breaks off (it compacted its history, or lost its leader) is taken up
+// again from the state at that time.
 func (s *etcdStore) follow(ctx context.Context, key string, box *mailbox) error {
 	var opts []clientv3.OpOption
 	if strings.HasSuffix(key, "/") {

@@ -35,7 +35,8 @@ const (
 	rpcPurpose = "rpc"
 	rpcMethod  = "/tutti.Handshake/Describe"
 
-	// MaxEndpoints and MaxEndpointSize limit what Describe carries: transports, and bytes of one descriptor.
+	// MaxEndpoints and MaxEndpointSize limit what Describe carries: transports, and bytes of one
+	// descriptor.
 	MaxEndpoints    = 16
 	MaxEndpointSize = 4096
 	maxTransport    = 32 // bytes of a transport's name
@@ -44,13 +45,15 @@ const (
 	codeStale = 3 // trust.Refusal: unknown incarnation
 )
 
-// ErrStale says that a connection was meant for, or comes from, an incarnation that is not the one known: look the peer up again.
+// ErrStale says that a connection was meant for, or comes from, an incarnation that is not the one
+// known: look the peer up again.
 var ErrStale = errors.New("unknown incarnation")
 
 // ErrAuth says that a peer, or the embedded store, does not know the job's secret.
 var ErrAuth = trust.ErrAuth
 
-// Endpoints are a rank's transport descriptors by the transport's name. Each is opaque to all but that transport.
+// Endpoints are a rank's transport descriptors by the transport's name. Each is opaque to all but
+// that transport.
 type Endpoints map[string][]byte
 
 // Request and reply, little-endian:
@@ -65,7 +68,8 @@ type (
 	}
 )
 
-// wire is the codec of the service: fixed layouts of two messages, checked before anything is taken from them.
+// wire is the codec of the service: fixed layouts of two messages, checked before anything is taken
+// from them.
 type wire struct{}
 
 func (wire) Name() string { return "tutti" }
@@ -164,9 +168,11 @@ type ServerConfig struct {
 	Secret      []byte
 	Interfaces  string // see ifname.Parse: addresses to listen on and to publish; default all
 	Ports       string // see ports.ParseSpec; default "0"
-	// Describe returns the descriptors for the rank that asks. It may be called concurrently and must end with ctx. Its error goes to the asker as text, who does not ask again.
+	// Describe returns the descriptors for the rank that asks. It may be called concurrently and
+	// must end with ctx. Its error goes to the asker as text, who does not ask again.
 	Describe func(ctx context.Context, from int, incarnation uint64) (Endpoints, error)
-	// Status returns what the rank does, with at most ops of its last operations, for whoever knows the secret. It is called once at a time and must end with ctx. nil: nobody is told.
+	// Status returns what the rank does, with at most ops of its last operations, for whoever knows
+	// the secret. It is called once at a time and must end with ctx. nil: nobody is told.
 	Status func(ctx context.Context, ops int) ([]byte, error)
 	Logger *slog.Logger // nil: nothing is logged
 }
@@ -184,7 +190,8 @@ type Server struct {
 	strangers atomic.Int64
 }
 
-// Serve opens the handshake endpoint. When it returns, the endpoint has answered this process itself with its incarnation. It blocks at most until ctx ends.
+// Serve opens the handshake endpoint. When it returns, the endpoint has answered this process
+// itself with its incarnation. It blocks at most until ctx ends.
 func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	spec, err := ports.ParseSpec(cfg.Ports)
 	if err != nil {
@@ -256,7 +263,8 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	return s, nil
 }
 
-// Strangers is how many connections were refused because they did not prove the job's secret: if ranks do not find each other, that is a likely reason.
+// Strangers is how many connections were refused because they did not prove the job's secret: if
+// ranks do not find each other, that is a likely reason.
 func (s *Server) Strangers() int { return int(s.strangers.Load()) }
 
 // pickyListener accepts only connections to some of this machine's addresses.
@@ -316,7 +324,8 @@ func serveDescribe(srv any, ctx context.Context, decode func(any) error, _ grpc.
 	return reply, nil
 }
 
-// check lets the endpoint answer itself. If it listens on all addresses any of them shows that; the last is the nearest.
+// check lets the endpoint answer itself. If it listens on all addresses any of them shows that; the
+// last is the nearest.
 func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
 	addr := netip.AddrPortFrom(ip, port).String()
 	self := trust.Hello{FromRank: uint32(s.cfg.Rank), ToRank: uint32(s.cfg.Rank), FromIncarnation: s.cfg.Incarnation, ToIncarnation: s.cfg.Incarnation}
@@ -350,13 +359,15 @@ type ClientConfig struct {
 	Secret []byte
 }
 
-// Client asks peers how their transports are reached. It keeps no connection between calls and may be used concurrently.
+// Client asks peers how their transports are reached. It keeps no connection between calls and may
+// be used concurrently.
 type Client struct{ cfg ClientConfig }
 
 // NewClient returns a client. It does no I/O.
 func NewClient(cfg ClientConfig) *Client { return &Client{cfg} }
 
-// attempts bounds the connections being made by this process: a mesh of many ranks comes up at once, and every one of them would dial all others.
+// attempts bounds the connections being made by this process: a mesh of many ranks comes up at
+// once, and every one of them would dial all others.
 var attempts = semaphore.NewWeighted(16)
 
 const (
@@ -367,8 +378,10 @@ const (
 	authRounds     = 3 // a peer that ends looks like one with another secret for a moment
 )
 
-// Describe asks the rank that published to for its descriptors. A peer that cannot be reached is tried again until ctx ends: it may be starting. An error that wraps ErrStale says that
-// another incarnation answers there, ErrAuth that the peer does not know the job's secret, *SizeError that it was told another size; other errors name the peer and its addresses.
+// Describe asks the rank that published to for its descriptors. A peer that cannot be reached is
+// tried again until ctx ends: it may be starting. An error that wraps ErrStale says that another
+// incarnation answers there, ErrAuth that the peer does not know the job's secret, *SizeError that
+// it was told another size; other errors name the peer and its addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	name := to.name()
 	if to.Size != c.cfg.Self.Size {
@@ -404,7 +417,8 @@ type finalError struct{ text string }
 
 func (e *finalError) Error() string { return "the peer says: " + e.text }
 
-// round tries all addresses, one after the other and beside those that are slow to answer, and takes the first that works.
+// round tries all addresses, one after the other and beside those that are slow to answer, and
+// takes the first that works.
 func (c *Client) round(ctx context.Context, addrs []string, hello trust.Hello) (Endpoints, error) {
 	if err := attempts.Acquire(ctx, 1); err != nil {
 		return nil, context.Cause(ctx)
@@ -524,7 +538,8 @@ func describe(ctx context.Context, conn net.Conn, incarnation uint64) (Endpoints
 	return reply.endpoints, nil
 }
 
-// call makes one call over a proved connection, which it owns and closes. The answer has at most limit bytes.
+// call makes one call over a proved connection, which it owns and closes. The answer has at most
+// limit bytes.
 func call(ctx context.Context, conn net.Conn, method string, req, reply any, limit int) error {
 	defer conn.Close()
 	var once sync.Once
@@ -556,8 +571,9 @@ func call(ctx context.Context, conn net.Conn, method string, req, reply any, lim
 	return nil
 }
 
-// order returns those of a record's addresses that a route leads to, nearest first: loopback if both share it, then networks of our own, then the rest, each
-// in the publisher's order. Another machine's loopback address would lead to ourselves.
+// order returns those of a record's addresses that a route leads to, nearest first: loopback if
+// both share it, then networks of our own, then the rest, each in the publisher's order. Another
+// machine's loopback address would lead to ourselves.
 func (c *Client) order(to Record) []string {
 	same := to.Network != "" && to.Network == c.cfg.Self.Network
 	own := ownNetworks()

@@ -224,7 +224,8 @@ func TestServePorts(t *testing.T) {
 	}
 }
 
-// With every interface allowed, all addresses are published and each of them works; an interface that is not allowed is turned away although the socket is open on it.
+// With every interface allowed, all addresses are published and each of them works; an interface
+// that is not allowed is turned away although the socket is open on it.
 func TestServeAddresses(t *testing.T) {
 	ctx := context30(t)
 	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret, Describe: fixed(bootstrap.Endpoints{"x": nil})})
@@ -256,7 +257,8 @@ func TestServeAddresses(t *testing.T) {
 	}
 }
 
-// Whoever knows the secret may still send nonsense over the proved connection, and gets an end or an error; others are served meanwhile.
+// Whoever knows the secret may still send nonsense over the proved connection, and gets an end or
+// an error; others are served meanwhile.
 func TestServerGarbage(t *testing.T) {
 	_, peer := rank(t, 1, 2, fixed(nil))
 	preface := "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -311,7 +313,8 @@ func TestServerCloseWhileDescribing(t *testing.T) {
 	}
 }
 
-// A mesh of 64 ranks comes up at once, none of them with more connections under way than the process allows itself.
+// A mesh of 64 ranks comes up at once, none of them with more connections under way than the
+// process allows itself.
 func TestMesh(t *testing.T) {
 	const n = 64
 	m := bootstrap.NewMemStore()

@@ -51,7 +51,8 @@ type proxy struct {
 
 func newProxy(t testing.TB, to string) *proxy { return newProxyAt(t, "127.0.0.1:0", to) }
 
-// startEtcdBehind starts a store whose published address is a proxy's; direct leads to the store itself.
+// startEtcdBehind starts a store whose published address is a proxy's; direct leads to the store
+// itself.
 func startEtcdBehind(t testing.TB) (p *proxy, direct string) {
 	t.Helper()
 	const public = "127.0.0.2"

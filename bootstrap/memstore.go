@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// MemStore is a store inside one process, for ranks that are goroutines of it and for tests. Open makes one handle a rank.
+// MemStore is a store inside one process, for ranks that are goroutines of it and for tests. Open
+// makes one handle a rank.
 type MemStore struct {
 	mu      sync.Mutex
 	values  map[string]memValue
@@ -43,7 +44,8 @@ func NewMemStore() *MemStore {
 	return &MemStore{values: map[string]memValue{}, watches: map[*memWatch]struct{}{}, handles: map[*memHandle]struct{}{}}
 }
 
-// Open returns a handle with a lease of its own. It does not expire by itself: all of its owners die with this process.
+// Open returns a handle with a lease of its own. It does not expire by itself: all of its owners
+// die with this process.
 func (m *MemStore) Open() Store {
 	h := &memHandle{m: m, lost: make(chan struct{}), ended: make(chan struct{})}
 	m.mu.Lock()

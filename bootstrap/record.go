@@ -34,7 +34,8 @@ const (
 	maxName   = 255
 )
 
-// recordJSON is a Record as it is stored. 64-bit numbers are hexadecimal strings: not every reader of JSON keeps them otherwise.
+// recordJSON is a Record as it is stored. 64-bit numbers are hexadecimal strings: not every reader
+// of JSON keeps them otherwise.
 type recordJSON struct {
 	Rank        int      `json:"rank"`
 	Size        int      `json:"size"`
@@ -59,7 +60,8 @@ func (r Record) Encode() ([]byte, error) {
 	return b, err
 }
 
-// DecodeRecord reads what Encode wrote and trusts none of it: fields that a later version may add are ignored, everything else is checked.
+// DecodeRecord reads what Encode wrote and trusts none of it: fields that a later version may add
+// are ignored, everything else is checked.
 func DecodeRecord(b []byte) (Record, error) {
 	if len(b) > maxRecord {
 		return Record{}, fmt.Errorf("record of %d bytes, at most %d", len(b), maxRecord)
@@ -108,13 +110,15 @@ func (r *Record) holder() string {
 // name is r to a person.
 func (r *Record) name() string { return fmt.Sprintf("rank %d (%s)", r.Rank, r.holder()) }
 
-// NewRecord fills in what a process knows of itself without being told: host, machine, network and pid.
+// NewRecord fills in what a process knows of itself without being told: host, machine, network and
+// pid.
 func NewRecord(rank, size int, incarnation uint64, addrs []string) Record {
 	p := here()
 	return Record{Rank: rank, Size: size, Incarnation: incarnation, Addrs: addrs, Host: p[0], Machine: p[1], Network: p[2], PID: os.Getpid()}
 }
 
-// here returns host name, machine and network of this process. The machine is its kernel's boot id, which containers share; a network is a namespace of it.
+// here returns host name, machine and network of this process. The machine is its kernel's boot id,
+// which containers share; a network is a namespace of it.
 var here = sync.OnceValue(func() [3]string {
 	host, err := os.Hostname()
 	if err != nil || len(host) > maxName {
@@ -151,11 +155,14 @@ func (e *SizeError) Error() string {
 	return fmt.Sprintf("this rank was told that the job has %d ranks, but others of it were told %d: launch all with the same size, or use another TUTTI_JOB", e.Own, e.Job)
 }
 
-// VacantKeys is the prefix of the keys by which a launcher says that a rank is gone for good before all ranks have met: a process on standby may take its place.
+// VacantKeys is the prefix of the keys by which a launcher says that a rank is gone for good before
+// all ranks have met: a process on standby may take its place.
 const VacantKeys = "vacant/"
 
-// Register publishes r under the lease of s. If the slot is held by another incarnation Register waits for it to go, a lease's TTL and a second at most, since the
-// holder may be dead already; then it returns a *SlotError. It returns a *SizeError, and publishes nothing, if ranks of the job were told another size.
+// Register publishes r under the lease of s. If the slot is held by another incarnation Register
+// waits for it to go, a lease's TTL and a second at most, since the holder may be dead already;
+// then it returns a *SlotError. It returns a *SizeError, and publishes nothing, if ranks of the job
+// were told another size.
 func Register(ctx context.Context, s Store, r Record) error {
 	value, err := r.Encode()
 	if err != nil {
@@ -164,7 +171,8 @@ func Register(ctx context.Context, s Store, r Record) error {
 	if err := takeSlot(ctx, s, r, value); err != nil {
 		return err
 	}
-	// The record comes first: whoever finds another size in the store is then sure to find the record of the rank that wrote it, if that is alive.
+	// The record comes first: whoever finds another size in the store is then sure to find the
+	// record of the rank that wrote it, if that is alive.
 	if err := agreeSize(ctx, s, r); err != nil {
 		dctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
 		defer cancel()
@@ -223,7 +231,8 @@ func waitGone(ctx context.Context, s Store, key string, old []byte) (bool, error
 	return false, nil
 }
 
-// agreeSize writes the job's size or compares. The key may outlive the ranks: a size that no live rank stands for is replaced.
+// agreeSize writes the job's size or compares. The key may outlive the ranks: a size that no live
+// rank stands for is replaced.
 func agreeSize(ctx context.Context, s Store, r Record) error {
 	own := []byte(strconv.Itoa(r.Size))
 	err := s.Create(ctx, SizeKey, own, false)
@@ -248,7 +257,8 @@ func agreeSize(ctx context.Context, s Store, r Record) error {
 	}
 }
 
-// Lookup returns the record of slot as soon as it is registered. If ctx ends before, the error names the rank and wraps ctx's error.
+// Lookup returns the record of slot as soon as it is registered. If ctx ends before, the error
+// names the rank and wraps ctx's error.
 func Lookup(ctx context.Context, s Store, slot int) (Record, error) {
 	t0 := time.Now()
 	b, err := s.Wait(ctx, RankKey(slot))

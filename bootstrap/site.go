@@ -51,8 +51,8 @@ func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
 	return c, nil
 }
 
-// dialer makes the connections to the store, proves the secret on them where the store is one of ours, and knows why they fail, which gRPC, trying again and
-// again, does not tell.
+// dialer makes the connections to the store, proves the secret on them where the store is one of
+// ours, and knows why they fail, which gRPC, trying again and again, does not tell.
 type dialer struct {
 	secret  []byte
 	prove   bool
@@ -85,7 +85,8 @@ func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 	return conn, nil
 }
 
-// watchedTLS are TLS credentials that tell the dialer what they find wrong, and what the store says about ours.
+// watchedTLS are TLS credentials that tell the dialer what they find wrong, and what the store says
+// about ours.
 type watchedTLS struct {
 	credentials.TransportCredentials
 	d *dialer
@@ -106,7 +107,8 @@ func (w *watchedTLS) Clone() credentials.TransportCredentials {
 	return &watchedTLS{w.TransportCredentials.Clone(), w.d}
 }
 
-// watchedConn is a connection after its handshake, when (by TLS 1.3) the store's opinion of our certificate is still to come.
+// watchedConn is a connection after its handshake, when (by TLS 1.3) the store's opinion of our
+// certificate is still to come.
 type watchedConn struct {
 	net.Conn
 	d *dialer
@@ -152,7 +154,8 @@ func (d *dialer) failed(err error) {
 	}
 }
 
-// speaksTLS finds out whether TLS is spoken at endpoint, to explain why nothing else was understood there. Nothing is sent over the connection.
+// speaksTLS finds out whether TLS is spoken at endpoint, to explain why nothing else was understood
+// there. Nothing is sent over the connection.
 func speaksTLS(ctx context.Context, endpoint string) bool {
 	ctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 	defer cancel()

@@ -26,7 +26,8 @@ func siteConfig(s *sitetest.Site) bootstrap.StoreConfig {
 	return c
 }
 
-// What is wrong between a rank and a site's store is said at once, in words that name the remedy: nobody waits for a timeout to learn of a wrong password.
+// What is wrong between a rank and a site's store is said at once, in words that name the remedy:
+// nobody waits for a timeout to learn of a wrong password.
 func TestSiteRefusals(t *testing.T) {
 	certs := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 	users := sitetest.Start(t, sitetest.Config{Users: true})
@@ -66,7 +67,8 @@ func TestSiteRefusals(t *testing.T) {
 			t.Errorf("%s: %v, want at once an error that says %q", c.name, err, c.text)
 		}
 	}
-	// Here the store may still be coming up, as far as can be seen: it is tried until the time is up, and then there is an explanation.
+	// Here the store may still be coming up, as far as can be seen: it is tried until the time is
+	// up, and then there is an explanation.
 	for _, c := range []struct{ name, address, text string }{
 		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address"},
 		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address},
@@ -124,7 +126,8 @@ func TestSitePermissions(t *testing.T) {
 	}
 }
 
-// The proof of a password is good for minutes, here for a second; a lease, and the handle, outlive it.
+// The proof of a password is good for minutes, here for a second; a lease, and the handle, outlive
+// it.
 func TestSiteTokenExpires(t *testing.T) {
 	const life = 1 // s
 	site := sitetest.Start(t, sitetest.Config{Users: true, TokenTTL: life})

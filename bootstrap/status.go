@@ -21,7 +21,8 @@ import (
 const (
 	statusMethod = "/tutti.Handshake/Status"
 
-	// MaxStatus limits what Status carries: bytes of an answer as it travels, compressed. A rank that has more to say leaves operations out.
+	// MaxStatus limits what Status carries: bytes of an answer as it travels, compressed. A rank
+	// that has more to say leaves operations out.
 	MaxStatus = 1 << 20
 	// MaxStatusText limits the same answer uncompressed.
 	MaxStatusText = 8 << 20
@@ -102,8 +103,11 @@ func serveStatus(srv any, ctx context.Context, decode func(any) error, _ grpc.Un
 	}
 }
 
-// Status asks the rank that published to what it does, with at most so many of its last operations. It asks once: a rank that cannot be reached, or that has not answered when ctx ends, is an error, as with Describe.
-// Whoever knows the job's secret may ask, a rank of the job or not; the asker's Self need have no more than an Incarnation and where it is. The answer is that of ServerConfig.Status, at most MaxStatusText bytes.
+// Status asks the rank that published to what it does, with at most so many of its last operations.
+// It asks once: a rank that cannot be reached, or that has not answered when ctx ends, is an error,
+// as with Describe. Whoever knows the job's secret may ask, a rank of the job or not; the asker's
+// Self need have no more than an Incarnation and where it is. The answer is that of
+// ServerConfig.Status, at most MaxStatusText bytes.
 func (c *Client) Status(ctx context.Context, to Record, ops int) ([]byte, error) {
 	addrs := c.order(to)
 	if len(addrs) == 0 {

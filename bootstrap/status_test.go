@@ -65,7 +65,8 @@ func TestStatus(t *testing.T) {
 	}
 }
 
-// TestStatusFits has a rank with more to say than fits: it leaves operations out, or says that it cannot.
+// TestStatusFits has a rank with more to say than fits: it leaves operations out, or says that it
+// cannot.
 func TestStatusFits(t *testing.T) {
 	noise := make([]byte, 1024)
 	rand.Read(noise)
@@ -103,7 +104,8 @@ func TestStatusErrors(t *testing.T) {
 	}
 }
 
-// TestStatusHangs asks a rank that does not answer: the asker's ctx ends that, also for whoever asks beside.
+// TestStatusHangs asks a rank that does not answer: the asker's ctx ends that, also for whoever
+// asks beside.
 func TestStatusHangs(t *testing.T) {
 	began := make(chan struct{}, 1)
 	rec := statusRank(t, func(ctx context.Context, _ int) ([]byte, error) {

@@ -457,7 +457,8 @@ func TestEtcdPartition(t *testing.T) {
 	}
 }
 
-// A lease that the store ends while everything works is lost too: the handle learns it, and what needs no lease goes on.
+// A lease that the store ends while everything works is lost too: the handle learns it, and what
+// needs no lease goes on.
 func TestEtcdLeaseRevoked(t *testing.T) {
 	p, direct := startEtcdBehind(t)
 	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
@@ -491,7 +492,8 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	}
 }
 
-// A handle that takes its lease for lost before the store does takes what the lease holds along when it is closed: who comes back at once must not find it, and lose it later.
+// A handle that takes its lease for lost before the store does takes what the lease holds along
+// when it is closed: who comes back at once must not find it, and lose it later.
 func TestEtcdLostLeaseEndsAtClose(t *testing.T) {
 	e := startEtcd(t)
 	s, far, ctx := dial(t, e, bootstrap.StoreConfig{LeaseTTL: time.Minute}), dial(t, e, bootstrap.StoreConfig{}), context30(t)
@@ -562,7 +564,8 @@ func TestDialStoreFailures(t *testing.T) {
 	}
 }
 
-// A proof that was made for one store convinces no other that has the same secret, whoever passes it on.
+// A proof that was made for one store convinces no other that has the same secret, whoever passes
+// it on.
 func TestProofForAnotherStore(t *testing.T) {
 	e := startEtcd(t)
 	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
@@ -713,7 +716,8 @@ func TestRegisterTaken(t *testing.T) {
 	}
 }
 
-// A life that registers through another handle is registered under that one's lease: its record outlives the first.
+// A life that registers through another handle is registered under that one's lease: its record
+// outlives the first.
 func TestRegisterAgain(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, first, second := context30(t), b.open(t), b.open(t)

@@ -6,7 +6,8 @@ import (
 	"sync"
 )
 
-// mailbox carries the events of one watch from the store to the receiver, at most one a key: the newest, in the order in which the keys first changed.
+// mailbox carries the events of one watch from the store to the receiver, at most one a key: the
+// newest, in the order in which the keys first changed.
 type mailbox struct {
 	mu    sync.Mutex
 	order []string
@@ -61,8 +62,8 @@ func (m *mailbox) newer(e Event) Event {
 	return n
 }
 
-// run delivers to out, which must have room for one event, until ctx ends, end is closed or an event with Err was delivered, and closes it. If end is closed the
-// last event carries why.
+// run delivers to out, which must have room for one event, until ctx ends, end is closed or an
+// event with Err was delivered, and closes it. If end is closed the last event carries why.
 func (m *mailbox) run(ctx context.Context, end <-chan struct{}, why func() error, out chan Event) {
 	defer close(out)
 	final := func() {

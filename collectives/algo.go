@@ -80,7 +80,8 @@ var makers = [numKinds][numAlgos]func(*builder){
 	AllToAllV: {Flat: flatAllToAll, Pairwise: pairwiseAllToAll},
 }
 
-// Algorithms returns the algorithms that have a plan for k, in the order of their numbers. Each works for any number of ranks.
+// Algorithms returns the algorithms that have a plan for k, in the order of their numbers. Each
+// works for any number of ranks.
 func Algorithms(k Kind) []Algo {
 	var all []Algo
 	if k.Valid() {
@@ -94,14 +95,16 @@ func Algorithms(k Kind) []Algo {
 }
 
 const (
-	// DefaultChunk is the pipelining grain in bytes of a Shape that names none: large enough that a message's fixed cost is small
-	// beside moving it, small enough that the chunks in flight stay in a core's private cache.
+	// DefaultChunk is the pipelining grain in bytes of a Shape that names none: large enough that a
+	// message's fixed cost is small beside moving it, small enough that the chunks in flight stay
+	// in a core's private cache.
 	DefaultChunk = 64 << 10
 	// MaxChunk bounds Shape.Chunk, and with it the scratch memory of a plan.
 	MaxChunk = 1 << 30
 	// MaxSize bounds the slots of a group.
 	MaxSize = 1 << 20
-	// MaxSteps bounds the steps of one plan; a vector that would need more is to be cut into blocks.
+	// MaxSteps bounds the steps of one plan; a vector that would need more is to be cut into
+	// blocks.
 	MaxSteps = 1 << 18
 
 	maxBytes = math.MaxInt >> 7 // of one buffer, so that offsets can be added without overflow
@@ -139,7 +142,8 @@ func (k Kind) rooted() bool { return k == Broadcast || k == Reduce || k == Gathe
 // Reduces reports whether the kind combines elements, and so needs an operator.
 func (k Kind) Reduces() bool { return k == AllReduce || k == ReduceScatter || k == Reduce }
 
-// Validate reports what is wrong with s, whoever made it: the error wraps ErrShape and names the field.
+// Validate reports what is wrong with s, whoever made it: the error wraps ErrShape and names the
+// field.
 func (s Shape) Validate() error {
 	if !s.Kind.Valid() {
 		return s.bad("Kind %d is none", uint8(s.Kind))
@@ -210,7 +214,8 @@ func (s Shape) Validate() error {
 // varies reports whether the parts of a kind may differ in length.
 func (k Kind) varies() bool { return k == AllGatherV || k == AllToAllV }
 
-// Empty reports whether, as all ranks know, no rank has anything to move or reduce: such a call is a barrier. Of an AllToAllV no rank knows that.
+// Empty reports whether, as all ranks know, no rank has anything to move or reduce: such a call is
+// a barrier. Of an AllToAllV no rank knows that.
 func (s Shape) Empty() bool {
 	switch s.Kind {
 	case Barrier:
@@ -228,7 +233,8 @@ func (s Shape) Empty() bool {
 	return s.Count == 0
 }
 
-// Parts returns how many parts buffer In or Out has on the rank slot; 0 where it has no such buffer.
+// Parts returns how many parts buffer In or Out has on the rank slot; 0 where it has no such
+// buffer.
 func (s Shape) Parts(buf Buf, slot int) int {
 	all, one := s.Size, 1
 	if s.Kind.rooted() && slot != s.Root { // the far side of a rooted kind
@@ -261,8 +267,8 @@ func (s Shape) Parts(buf Buf, slot int) int {
 	return 0
 }
 
-// PartBytes returns the bytes of one part of buffer In or Out of the rank slot. What another rank's buffers hold in an AllToAllV
-// is not known here: 0.
+// PartBytes returns the bytes of one part of buffer In or Out of the rank slot. What another rank's
+// buffers hold in an AllToAllV is not known here: 0.
 func (s Shape) PartBytes(buf Buf, slot, part int) int {
 	if part < 0 || part >= s.Parts(buf, slot) {
 		return 0
@@ -282,9 +288,10 @@ func (s Shape) PartBytes(buf Buf, slot, part int) int {
 	return s.Count * s.Elem
 }
 
-// Build makes the plan of s.Rank by algorithm a. It is a pure function: all ranks that call it with the same a and shapes that
-// agree get plans that fit together. Auto stands for Choose(s, Caps{}). The plan shares the slices of s, which must not change
-// any more. Errors: ErrShape; ErrTooLong; or a has no plan for the kind (the text lists those that have).
+// Build makes the plan of s.Rank by algorithm a. It is a pure function: all ranks that call it with
+// the same a and shapes that agree get plans that fit together. Auto stands for Choose(s, Caps{}).
+// The plan shares the slices of s, which must not change any more. Errors: ErrShape; ErrTooLong; or
+// a has no plan for the kind (the text lists those that have).
 func Build(a Algo, s Shape) (*Plan, error) {
 	if err := s.Validate(); err != nil {
 		return nil, err

@@ -17,7 +17,8 @@ func (t team) n() int { return len(t.slots) }
 // peer returns the slot d places after me, round the team; d may be negative.
 func (t team) at(d int) int { return ((t.me+d)%len(t.slots) + len(t.slots)) % len(t.slots) }
 
-// memKey names one part of one memory of this rank. Buffers that may be the same memory share a key.
+// memKey names one part of one memory of this rank. Buffers that may be the same memory share a
+// key.
 type memKey struct {
 	buf  Buf
 	part int32
@@ -56,8 +57,9 @@ func (a arrivals) add(k memKey, s span) {
 	a[k] = ps
 }
 
-// A builder makes one plan. It keeps track of which ranges wait for a message, and so fills in Needs; it drops steps without
-// bytes, which their other side drops too, but for whole parts of lengths that ranks may not agree on (sendPart); the first error sticks in err.
+// A builder makes one plan. It keeps track of which ranges wait for a message, and so fills in
+// Needs; it drops steps without bytes, which their other side drops too, but for whole parts of
+// lengths that ranks may not agree on (sendPart); the first error sticks in err.
 type builder struct {
 	Shape
 	plan    *Plan
@@ -153,8 +155,9 @@ func (b *builder) post(peer int, dst Ref, once bool) int32 {
 	return step
 }
 
-// sendPart and recvPart are send and recv for one part, or for its first chunk, where parts differ in length: without bytes it is a signal, so that ranks which do
-// not agree on the lengths find out.
+// sendPart and recvPart are send and recv for one part, or for its first chunk, where parts differ
+// in length: without bytes it is a signal, so that ranks which do not agree on the lengths find
+// out.
 func (b *builder) sendPart(peer int, src Ref) {
 	if src.Len == 0 && b.Kind.varies() {
 		b.signal(peer)
@@ -170,7 +173,8 @@ func (b *builder) recvPart(peer int, dst Ref) int32 {
 	return b.recv(peer, dst)
 }
 
-// copy moves src to dst. A rank's own part that may be in place already costs the runner nothing then.
+// copy moves src to dst. A rank's own part that may be in place already costs the runner nothing
+// then.
 func (b *builder) copy(dst, src Ref) {
 	if src.Len > 0 {
 		b.add(Step{Verb: Copy, Dst: dst, Src: src, Needs: b.touch(b.touch(nil, src), dst)})
@@ -190,11 +194,13 @@ func (b *builder) combine(final bool, dst Ref, srcs []Ref) {
 	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs, Needs: needs})
 }
 
-// signal sends nothing but the fact to peer; await posts the Recv of one. The next step waits for what is in b.after.
+// signal sends nothing but the fact to peer; await posts the Recv of one. The next step waits for
+// what is in b.after.
 func (b *builder) signal(peer int)      { b.add(Step{Verb: Send, Peer: int32(peer)}) }
 func (b *builder) await(peer int) int32 { return b.add(Step{Verb: Recv, Peer: int32(peer)}) }
 
-// tmp takes n bytes of scratch memory on a cache line of their own. Setting b.top back releases what was taken since.
+// tmp takes n bytes of scratch memory on a cache line of their own. Setting b.top back releases
+// what was taken since.
 func (b *builder) tmp(n int) Ref {
 	if n > math.MaxInt-64-b.top {
 		b.fail(b.bad("scratch memory would pass the address space; lower Chunk"))
@@ -219,8 +225,8 @@ func (b *builder) slots(n, size int) []Ref {
 	return rs
 }
 
-// chunks returns into how many chunks of b.chunk bytes a range of size bytes falls, when one chunk costs about steps steps; none when the
-// plan would be too long.
+// chunks returns into how many chunks of b.chunk bytes a range of size bytes falls, when one chunk
+// costs about steps steps; none when the plan would be too long.
 func (b *builder) chunks(size, steps int) int {
 	k := (size-1)/b.chunk + 1
 	if size == 0 {
@@ -260,8 +266,9 @@ func (b *builder) far(buf Buf, peer, part int) Ref {
 	return r
 }
 
-// split divides count elements into n parts and returns their n+1 bounds in bytes: in whole cache lines where each part gets at least one,
-// else by elements. Parts differ by at most one unit; the last takes what is less than a unit.
+// split divides count elements into n parts and returns their n+1 bounds in bytes: in whole cache
+// lines where each part gets at least one, else by elements. Parts differ by at most one unit; the
+// last takes what is less than a unit.
 func split(count, n, elem int) []int {
 	unit := 64 / gcd(64, elem)
 	if count/unit < n {

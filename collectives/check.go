@@ -47,10 +47,12 @@ func (rs *ranges) remove(off, end int) {
 	*rs = left
 }
 
-// Check reports the first breach, by this one plan, of the contract that Shape, Step and Ref describe: ranges within their buffers; In never
-// written; no range read or written while a Recv that the step does not wait for may fill it; scratch memory written before
-// it is read; Once true; peers' memory never written, and something sent after it was read; In not read where Out has been written and both may be the same memory; Combine's sources in ranges equal to
-// Dst or apart from it. What only all ranks' plans together show, Interpret finds.
+// Check reports the first breach, by this one plan, of the contract that Shape, Step and Ref
+// describe: ranges within their buffers; In never written; no range read or written while a Recv
+// that the step does not wait for may fill it; scratch memory written before it is read; Once true;
+// peers' memory never written, and something sent after it was read; In not read where Out has been
+// written and both may be the same memory; Combine's sources in ranges equal to Dst or apart from
+// it. What only all ranks' plans together show, Interpret finds.
 func (p *Plan) Check() error {
 	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, open: arrivals{}, lent: map[int]int{}}
 	if err := p.Shape.Validate(); err != nil {

@@ -1,14 +1,15 @@
 package collectives
 
-// Caps is what the links between the ranks of a call can do. Every rank must pass Choose the same Caps, so they hold only what all
-// ranks know to be true of all.
+// Caps is what the links between the ranks of a call can do. Every rank must pass Choose the same
+// Caps, so they hold only what all ranks know to be true of all.
 type Caps struct {
 	Mapped       bool // every active rank's In and Out can be loaded and stored by all the others
 	SharedMemory bool // all links are memory, none a wire
 	Cores        int  // processors that the ranks of one host share; 0: as many as ranks
 }
 
-// defaults are the rules of DefaultTable: the first that holds decides. Their reasoning, by the costs a (one message), B (one byte moved) and g (one byte folded):
+// defaults are the rules of DefaultTable: the first that holds decides. Their reasoning, by the
+// costs a (one message), B (one byte moved) and g (one byte folded):
 //
 //   - flat has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among few ranks nothing beats it.
 //   - direct moves the fewest bytes of all, but takes a round to enter, one to leave and in an allreduce one between: worth it as soon as copying a

@@ -2,8 +2,9 @@ package collectives
 
 import "fmt"
 
-// Net is a simple model of the links and ranks, after LogGP (A. Alexandrov et al., SPAA 1995), in seconds. Each rank is one processor that
-// does its steps one after the other; sending and receiving a byte takes its time too.
+// Net is a simple model of the links and ranks, after LogGP (A. Alexandrov et al., SPAA 1995), in
+// seconds. Each rank is one processor that does its steps one after the other; sending and
+// receiving a byte takes its time too.
 type Net struct {
 	Overhead float64 // of the processor per message, at each end
 	Latency  float64 // from the end of a Send to the earliest moment at which the receiver can take the message in
@@ -11,9 +12,10 @@ type Net struct {
 	Memory   float64 // to read or write a byte in a Copy or Combine
 }
 
-// Cost returns how long the plans of all ranks of one call take in the model when all start at once: when the last rank is done. A
-// message is taken in when a step first needs it, or at the end. Cost runs no data and is quick; it knows nothing of shared wires, caches, or
-// of Sends that wait for their Recv. Plans that would deadlock are an error.
+// Cost returns how long the plans of all ranks of one call take in the model when all start at
+// once: when the last rank is done. A message is taken in when a step first needs it, or at the
+// end. Cost runs no data and is quick; it knows nothing of shared wires, caches, or of Sends that
+// wait for their Recv. Plans that would deadlock are an error.
 func Cost(plans []*Plan, net Net) (float64, error) {
 	type state struct {
 		now   float64

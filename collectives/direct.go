@@ -1,13 +1,16 @@
 package collectives
 
-// The direct plans: every rank has entered, and every rank's In and Out can be loaded. Ranks only pull: each loads what it needs from its
-// peers' memory and stores into its own, so that a rank which leaves the operation early, or is stopped within it, spoils nobody's memory.
-// Whoever has read a peer's memory sends something afterwards: before that Send the runner makes sure that the peer was still in the operation
-// when it was read. At the end signals tell when the memory is free again. The peers' parts are visited in rotated order.
+// The direct plans: every rank has entered, and every rank's In and Out can be loaded. Ranks only
+// pull: each loads what it needs from its peers' memory and stores into its own, so that a rank
+// which leaves the operation early, or is stopped within it, spoils nobody's memory. Whoever has
+// read a peer's memory sends something afterwards: before that Send the runner makes sure that the
+// peer was still in the operation when it was read. At the end signals tell when the memory is free
+// again. The peers' parts are visited in rotated order.
 
-// directAllReduce: each rank folds part me of all vectors, in slot order, into part me of its own result, and loads the other parts from the
-// results of those who have folded them. For two ranks that is S bytes loaded from the peer. Handing the parts on in chunks, while they are in
-// a cache, gains nothing: it was measured.
+// directAllReduce: each rank folds part me of all vectors, in slot order, into part me of its own
+// result, and loads the other parts from the results of those who have folded them. For two ranks
+// that is S bytes loaded from the peer. Handing the parts on in chunks, while they are in a cache,
+// gains nothing: it was measured.
 func directAllReduce(b *builder) {
 	folded := b.meet(b.all)
 	bounds := split(b.Count, b.n, b.Elem)

@@ -1,29 +1,37 @@
-// Package collectives turns a collective operation into a plan: the list of steps (send, recv, copy, combine over byte ranges) that one rank
-// carries out. It is pure: no I/O, no clock, no goroutine, no memory but its own. Build is a function of an algorithm and a Shape, which is all
-// that the ranks of a call agree on plus which of them this one is; ranks that agree get plans that fit together, without ever talking about it.
-// A plan is data, so one and the same plan is run by a process group over any link, run in memory by Interpret for every size up to 64 ranks,
-// costed by Cost, and printed by String.
+// Package collectives turns a collective operation into a plan: the list of steps (send, recv,
+// copy, combine over byte ranges) that one rank carries out. It is pure: no I/O, no clock, no
+// goroutine, no memory but its own. Build is a function of an algorithm and a Shape, which is all
+// that the ranks of a call agree on plus which of them this one is; ranks that agree get plans that
+// fit together, without ever talking about it. A plan is data, so one and the same plan is run by a
+// process group over any link, run in memory by Interpret for every size up to 64 ranks, costed by
+// Cost, and printed by String.
 //
 // # The contract of a plan
 //
-// Steps run in order; see Step and Verb. A Send may block until its Recv is posted, and plans are free of deadlock even then: they post
-// a Recv before the Send on which a peer's matching progress could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data
-// for the caller's Out arrives there, and bounces through scratch memory only to be combined or passed on in bulk. In is never written, and
-// where Kind lets In and Out be one memory, a range of Out is overwritten only after the last use of the same range of In. Scratch memory
-// (Plan.Tmp) is bounded by the ranks times a few Shape.Chunk (bruck: times log2(n)), whatever the vector's length; a plan's number of steps depends on the vector's length only by
-// the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, one plan run per block. Offsets are relative to a part, so that a
-// block of parts needs no plan of its own. What moves nothing has no step, and ranks that have nothing to do for each other do not talk, with two
-// exceptions, by which ranks that have called different things find out: a call of nothing at all (Shape.Empty) is a barrier, whatever its algorithm; and an empty part
-// of an AllGatherV or AllToAllV is sent as a signal.
+// Steps run in order; see Step and Verb. A Send may block until its Recv is posted, and plans are
+// free of deadlock even then: they post a Recv before the Send on which a peer's matching progress
+// could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data for
+// the caller's Out arrives there, and bounces through scratch memory only to be combined or passed
+// on in bulk. In is never written, and where Kind lets In and Out be one memory, a range of Out is
+// overwritten only after the last use of the same range of In. Scratch memory (Plan.Tmp) is bounded
+// by the ranks times a few Shape.Chunk (bruck: times log2(n)), whatever the vector's length; a
+// plan's number of steps depends on the vector's length only by the number of chunks, and MaxSteps
+// bounds it: longer vectors are cut into blocks, one plan run per block. Offsets are relative to a
+// part, so that a block of parts needs no plan of its own. What moves nothing has no step, and
+// ranks that have nothing to do for each other do not talk, with two exceptions, by which ranks
+// that have called different things find out: a call of nothing at all (Shape.Empty) is a barrier,
+// whatever its algorithm; and an empty part of an AllGatherV or AllToAllV is sent as a signal.
 //
-// Direct plans load and store the peers' In and Out (PeerIn, PeerOut). They rely on every rank having entered the operation before the first step,
-// and end with signals, so that no rank leaves while a peer still uses its memory.
+// Direct plans load and store the peers' In and Out (PeerIn, PeerOut). They rely on every rank
+// having entered the operation before the first step, and end with signals, so that no rank leaves
+// while a peer still uses its memory.
 //
 // # Order of reduction
 //
-// The result is a function of the contributions alone: it does not depend on timing, and in an AllReduce every element is either computed by one rank and
-// copied, or computed by several in the same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the active ranks in
-// slot order, a Combine folds its sources from left to right, and
+// The result is a function of the contributions alone: it does not depend on timing, and in an
+// AllReduce every element is either computed by one rank and copied, or computed by several in the
+// same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the
+// active ranks in slot order, a Combine folds its sources from left to right, and
 //
 //   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block first, whatever the root;
@@ -33,12 +41,14 @@
 //   - hierarchical: on each host in slot order (in a Reduce: as tree), then between hosts, ordered by their lowest slot, from left to right if a lane of the
 //     vector is longer than a chunk, else as doubling (in a Reduce: as tree).
 //
-// Types that a Combine accumulates in a wider format are rounded between Combines, at points that the algorithm and the shape fix. Final marks the last
-// Combine over a range: an average divides there.
+// Types that a Combine accumulates in a wider format are rounded between Combines, at points that
+// the algorithm and the shape fix. Final marks the last Combine over a range: an average divides
+// there.
 //
 // # The algorithms
 //
-// Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes, and n ranks.
+// Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes,
+// and n ranks.
 //
 //   - flat: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so short that only the number of rounds counts, and for
 //     two ranks, where no algorithm sends less.
@@ -61,5 +71,6 @@
 //   - hierarchical: what crosses between hosts crosses once per pair of hosts, and all ranks of a host share the load: an AllReduce
 //     runs in as many lanes as the smallest host has ranks, an AllGather spreads the incoming parts over the host's ranks.
 //
-// Choose picks among them by a table of rules, DefaultTable or one that was measured (Table): conditions, number of ranks, bytes.
+// Choose picks among them by a table of rules, DefaultTable or one that was measured (Table):
+// conditions, number of ranks, bytes.
 package collectives

@@ -6,7 +6,8 @@ import (
 	"testing"
 )
 
-// TestNothingIsABarrier runs every algorithm of every kind over nothing: no rank leaves before all have entered (Interpret checks it).
+// TestNothingIsABarrier runs every algorithm of every kind over nothing: no rank leaves before all
+// have entered (Interpret checks it).
 func TestNothingIsABarrier(t *testing.T) {
 	for _, k := range Kinds() {
 		for _, a := range Algorithms(k) {
@@ -35,7 +36,8 @@ func TestNothingIsABarrier(t *testing.T) {
 	}
 }
 
-// TestEmptyPartsAreHeard: where the lengths of parts are each rank's own word, every rank hears from whoever owes it a part, empty or not.
+// TestEmptyPartsAreHeard: where the lengths of parts are each rank's own word, every rank hears
+// from whoever owes it a part, empty or not.
 func TestEmptyPartsAreHeard(t *testing.T) {
 	count := func(p *Plan, v Verb, peer int) (n int) {
 		for i := range p.Steps {

@@ -1,7 +1,7 @@
 package collectives
 
-// The hierarchical plans: as little as possible crosses between hosts, and no rank of a host carries more of it than its fellows. Hosts are
-// ordered by their lowest active slot.
+// The hierarchical plans: as little as possible crosses between hosts, and no rank of a host
+// carries more of it than its fellows. Hosts are ordered by their lowest active slot.
 
 // hosts returns the active slots by host, the number of this rank's host, and its place there.
 func (b *builder) hosts() (groups [][]int, host, place int) {
@@ -25,9 +25,10 @@ func (b *builder) hosts() (groups [][]int, host, place int) {
 	return groups, host, place
 }
 
-// hierAllReduce: with L ranks on the smallest host, L lanes. Lane l of the vector is folded on each host by the host's l-th rank, in slot
-// order; the l-th ranks of all hosts then allreduce it between them, by doubling if it is short, else as a two-shot, hosts in order; and
-// share it with their host.
+// hierAllReduce: with L ranks on the smallest host, L lanes. Lane l of the vector is folded on each
+// host by the host's l-th rank, in slot order; the l-th ranks of all hosts then allreduce it
+// between them, by doubling if it is short, else as a two-shot, hosts in order; and share it with
+// their host.
 func hierAllReduce(b *builder) {
 	groups, host, place := b.hosts()
 	lanes := b.n
@@ -75,7 +76,8 @@ func (b *builder) leader(group []int) int {
 	return 0
 }
 
-// hierTree is the tree of trees: binomial within each host towards its leader, and binomial between the leaders.
+// hierTree is the tree of trees: binomial within each host towards its leader, and binomial between
+// the leaders.
 func (b *builder) hierTree() (nd node, leaders team) {
 	groups, host, place := b.hosts()
 	leaders.me = -1
@@ -120,8 +122,8 @@ func hierBarrier(b *builder) {
 	b.signalTree(nd, b.meet(leaders))
 }
 
-// hierAllGather: a part crosses to each other host once, to the rank there whose place is the sender's modulo the host's size, which passes it
-// to its fellows.
+// hierAllGather: a part crosses to each other host once, to the rank there whose place is the
+// sender's modulo the host's size, which passes it to its fellows.
 func hierAllGather(b *builder) {
 	groups, host, place := b.hosts()
 	local := team{groups[host], place}

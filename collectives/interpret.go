@@ -8,7 +8,8 @@ import (
 	"unsafe"
 )
 
-// Memory is one rank's In and Out, laid out as Kind says, parts of inactive slots included; Out may be, or contain, In.
+// Memory is one rank's In and Out, laid out as Kind says, parts of inactive slots included; Out may
+// be, or contain, In.
 type Memory struct{ In, Out []byte }
 
 // Schedule says how Interpret runs the ranks against each other.
@@ -20,11 +21,14 @@ type Schedule struct {
 	Combine func(dst []byte, srcs [][]byte, final bool)
 }
 
-// Interpret runs the plans of all ranks of one call, plans[i] and mem[i] for the i-th active slot, in plain memory, with their steps in a
-// random order among those that the contract allows, and leaves the results in mem. It reports what is wrong with the plans: what Check
-// finds, a deadlock, messages that nobody receives, lengths that differ, and conflicting accesses to directly mapped memory that no signal orders,
-// leaving the operation while a peer still uses the memory included; a barrier, or another call of nothing, that somebody leaves before all have entered. A posted Recv fills its range with rubbish at once, and messages into Once
-// ranges are now and then lent instead of copied, so that a plan that relies on luck ends with wrong bytes.
+// Interpret runs the plans of all ranks of one call, plans[i] and mem[i] for the i-th active slot,
+// in plain memory, with their steps in a random order among those that the contract allows, and
+// leaves the results in mem. It reports what is wrong with the plans: what Check finds, a deadlock,
+// messages that nobody receives, lengths that differ, and conflicting accesses to directly mapped
+// memory that no signal orders, leaving the operation while a peer still uses the memory included;
+// a barrier, or another call of nothing, that somebody leaves before all have entered. A posted
+// Recv fills its range with rubbish at once, and messages into Once ranges are now and then lent
+// instead of copied, so that a plan that relies on luck ends with wrong bytes.
 func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 	m := &machine{how: how, rng: rand.New(rand.NewPCG(how.Seed, 0x7474)), links: map[[2]int]*link{}}
 	if len(plans) == 0 || len(plans) != len(plans[0].Shape.Active) || len(mem) != len(plans) {
@@ -350,7 +354,8 @@ func (m *machine) accesses(r *rank, s *Step) error {
 	return note(s.Dst, true)
 }
 
-// touch checks an access of r to memory of owner against what other ranks did to it without a signal in between.
+// touch checks an access of r to memory of owner against what other ranks did to it without a
+// signal in between.
 func (m *machine) touch(r, owner *rank, b []byte, write bool) error {
 	if len(b) == 0 || !m.direct {
 		return nil

@@ -20,11 +20,12 @@ func flatAllToAll(b *builder) { b.rotate(b.inPart, b.outPart, b.n) }
 // pairwiseAllToAll is flatAllToAll with few messages under way.
 func pairwiseAllToAll(b *builder) { b.rotate(b.inPart, b.outPart, window) }
 
-// window is how many rounds of a pairwise exchange a rank may be ahead of what it has received: enough to cover a round's latency, few
-// enough that a slow rank is not flooded.
+// window is how many rounds of a pairwise exchange a rank may be ahead of what it has received:
+// enough to cover a round's latency, few enough that a slow rank is not flooded.
 const window = 2
 
-// rotate sends src(me+d) to rank me+d and receives dst(me-d) from rank me-d, for d = 1, 2, ..., w rounds ahead.
+// rotate sends src(me+d) to rank me+d and receives dst(me-d) from rank me-d, for d = 1, 2, ..., w
+// rounds ahead.
 func (b *builder) rotate(src, dst func(p int) Ref, w int) {
 	b.copy(dst(b.me), src(b.me))
 	got := make([]int32, b.n)
@@ -59,7 +60,8 @@ func ringAllGather(b *builder) {
 	b.ringShare(b.chunks(size, 2*b.n), b.outPart)
 }
 
-// bruckAllGather: in round k each rank sends the first 2^k parts that it has to the rank 2^k below, as one message.
+// bruckAllGather: in round k each rank sends the first 2^k parts that it has to the rank 2^k below,
+// as one message.
 func bruckAllGather(b *builder) {
 	part := b.Count * b.Elem
 	have := b.tmp(b.n * min(b.chunk, part))
@@ -78,8 +80,8 @@ func bruckAllGather(b *builder) {
 	}
 }
 
-// bruckAllToAll: the part for the rank d places on travels 2^k places in every round k whose bit d has; all parts that travel in a round are
-// one message.
+// bruckAllToAll: the part for the rank d places on travels 2^k places in every round k whose bit d
+// has; all parts that travel in a round are one message.
 func bruckAllToAll(b *builder) {
 	part := b.Count * b.Elem
 	grain := min(b.chunk, part)
@@ -143,7 +145,8 @@ func chainBroadcast(b *builder) {
 	b.spread(nd, b.chunk)
 }
 
-// twoShotBroadcast: the root sends each other rank one part, and these send their parts to each other (van de Geijn), chunk by chunk.
+// twoShotBroadcast: the root sends each other rank one part, and these send their parts to each
+// other (van de Geijn), chunk by chunk.
 func twoShotBroadcast(b *builder) {
 	root := b.index(b.Root)
 	bounds := split(b.Count, b.n-1, b.Elem)
@@ -301,8 +304,8 @@ func flatBarrier(b *builder) { b.meetFlat(b.all)() }
 // disseminationBarrier: in round k each rank signals the one 2^k places on.
 func disseminationBarrier(b *builder) { b.meetDissemination(b.all)() }
 
-// meet posts the Recvs of a barrier among t and returns what does the rest of it: the step after that waits for the barrier's end. One
-// round of n-1 signals is quickest among few.
+// meet posts the Recvs of a barrier among t and returns what does the rest of it: the step after
+// that waits for the barrier's end. One round of n-1 signals is quickest among few.
 func (b *builder) meet(t team) func() {
 	if t.n() <= 4 {
 		return b.meetFlat(t)

@@ -58,8 +58,8 @@ func Kinds() []Kind {
 	return all
 }
 
-// Shape is everything that one rank's plan depends on. All ranks of a call have the same Shape but for
-// Rank (and, in AllToAllV, Counts and RecvCounts).
+// Shape is everything that one rank's plan depends on. All ranks of a call have the same Shape but
+// for Rank (and, in AllToAllV, Counts and RecvCounts).
 type Shape struct {
 	Kind       Kind
 	Size       int   // slots of the group, active or not
@@ -77,9 +77,10 @@ type Shape struct {
 // Buf names one of the memories that a plan works on.
 type Buf uint8
 
-// The memories of a plan. PeerIn and PeerOut are the In and Out of Ref.Peer, loaded where they are and never stored to: only
-// plans of direct algorithms use them, and only after every rank has entered the operation. A rank that has read them sends
-// something afterwards: before that Send the runner makes sure that their owner was still in the operation.
+// The memories of a plan. PeerIn and PeerOut are the In and Out of Ref.Peer, loaded where they are
+// and never stored to: only plans of direct algorithms use them, and only after every rank has
+// entered the operation. A rank that has read them sends something afterwards: before that Send the
+// runner makes sure that their owner was still in the operation.
 const (
 	In Buf = iota
 	Out
@@ -88,7 +89,8 @@ const (
 	PeerOut
 )
 
-// Ref is a byte range. Its address is the start of part Part of Buf, plus Off. Buffers without parts, and Tmp, have the one part 0.
+// Ref is a byte range. Its address is the start of part Part of Buf, plus Off. Buffers without
+// parts, and Tmp, have the one part 0.
 type Ref struct {
 	Buf  Buf
 	Peer int32 // slot of the owner, for PeerIn and PeerOut; else 0
@@ -102,12 +104,11 @@ type Verb uint8
 
 // The verbs.
 //
-// Send hands Src to Peer; it may block until Peer has posted the matching Recv (plans must be free of deadlock under that
-// reading), and when it is done Src may be overwritten.
-// Recv posts Dst for the next message of Peer and does not block; the n-th Recv from a peer gets its n-th Send.
-// Send and Recv with Len 0 are pure signals.
-// Copy copies Src to Dst; where both are the same memory it does nothing.
-// Combine folds Srcs, in their order, into Dst.
+// Send hands Src to Peer; it may block until Peer has posted the matching Recv (plans must be free
+// of deadlock under that reading), and when it is done Src may be overwritten. Recv posts Dst for
+// the next message of Peer and does not block; the n-th Recv from a peer gets its n-th Send. Send
+// and Recv with Len 0 are pure signals. Copy copies Src to Dst; where both are the same memory it
+// does nothing. Combine folds Srcs, in their order, into Dst.
 const (
 	Send Verb = iota + 1
 	Recv
@@ -115,8 +116,8 @@ const (
 	Combine
 )
 
-// Step is one instruction. A rank runs its steps in order; before a step, everything in Needs has completed; at the plan's end
-// every Recv has completed.
+// Step is one instruction. A rank runs its steps in order; before a step, everything in Needs has
+// completed; at the plan's end every Recv has completed.
 type Step struct {
 	Verb  Verb
 	Peer  int32   // Send, Recv: slot of the other side

@@ -35,7 +35,8 @@ func buildAll(t testing.TB, a Algo, s Shape) []*Plan {
 	return plans
 }
 
-// TestGolden prints plans. Commands: "plan KIND ALGO key=value...", and "choose KIND ..." with caps, which prints the algorithm by total bytes.
+// TestGolden prints plans. Commands: "plan KIND ALGO key=value...", and "choose KIND ..." with
+// caps, which prints the algorithm by total bytes.
 func TestGolden(t *testing.T) {
 	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
 		datadriven.RunTest(t, path, func(t *testing.T, d *datadriven.TestData) string {
@@ -184,7 +185,8 @@ func TestTooLong(t *testing.T) {
 	}
 }
 
-// TestChooseAgrees: the choice is buildable, the same on all ranks, and direct only where memory is mapped.
+// TestChooseAgrees: the choice is buildable, the same on all ranks, and direct only where memory is
+// mapped.
 func TestChooseAgrees(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	seen := map[Algo]bool{}
@@ -247,7 +249,8 @@ func TestPlansStaySmall(t *testing.T) {
 			t.Errorf("%v allreduce of two ranks has %d steps, want %d", a, len(p.Steps), want)
 		}
 	}
-	// Direct moves the least: of two ranks each loads the peer's half to fold it, and the other half's result.
+	// Direct moves the least: of two ranks each loads the peer's half to fold it, and the other
+	// half's result.
 	s.Count = 1 << 20
 	for _, p := range buildAll(t, Direct, s) {
 		loads, stores := 0, 0

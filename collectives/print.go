@@ -85,7 +85,8 @@ func (s Step) String() string {
 	return w.String()
 }
 
-// String returns the plan for a person to read: a line about it, then a numbered line for each step.
+// String returns the plan for a person to read: a line about it, then a numbered line for each
+// step.
 func (p *Plan) String() string {
 	var w strings.Builder
 	s := &p.Shape

@@ -1,15 +1,18 @@
 package collectives
 
-// The plans that combine: AllReduce, ReduceScatter, Reduce. Wherever In and Out may be the same memory, a range of Out is written (or its
-// Recv posted) only after the last step that reads that range of In.
+// The plans that combine: AllReduce, ReduceScatter, Reduce. Wherever In and Out may be the same
+// memory, a range of Out is written (or its Recv posted) only after the last step that reads that
+// range of In.
 
-// flatAllReduce sends the whole vector to everyone, and everyone folds all n in slot order: an exchange in which each rank's part is the whole.
+// flatAllReduce sends the whole vector to everyone, and everyone folds all n in slot order: an
+// exchange in which each rank's part is the whole.
 func flatAllReduce(b *builder) {
 	whole := func(int) Ref { return b.mine(In, 0) }
 	pairwise(b, exchange{team: b.all, size: b.partSize, src: whole, dst: b.outWhole, reduce: true, final: true})
 }
 
-// pairwiseReduceScatter is one message from each rank to each, and one fold in slot order. That is what flat would be, too.
+// pairwiseReduceScatter is one message from each rank to each, and one fold in slot order. That is
+// what flat would be, too.
 func pairwiseReduceScatter(b *builder) {
 	pairwise(b, exchange{team: b.all, size: b.partSize, src: b.inPart, dst: b.outWhole, reduce: true, final: true})
 }
@@ -21,20 +24,22 @@ func (b *builder) outWhole(int) Ref { return b.mine(Out, 0) }
 // flatReduce sends all vectors to the root, which folds them in slot order.
 func flatReduce(b *builder) { b.reduceTree(b.linear(b.all, b.index(b.Root)), b.chunk) }
 
-// twoShotAllReduce: each rank folds one part from all n sources, in slot order, and sends the result to all.
+// twoShotAllReduce: each rank folds one part from all n sources, in slot order, and sends the
+// result to all.
 func twoShotAllReduce(b *builder) {
 	bounds := split(b.Count, b.n, b.Elem)
 	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0), exchange{reduce: true, final: true, share: true}))
 }
 
-// twoShotReduce: each rank folds one part from all n sources, in slot order, and sends the result to the root.
+// twoShotReduce: each rank folds one part from all n sources, in slot order, and sends the result
+// to the root.
 func twoShotReduce(b *builder) {
 	bounds := split(b.Count, b.n, b.Elem)
 	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0), exchange{reduce: true, final: true, share: true, toRoot: true, root: b.index(b.Root)}))
 }
 
-// An exchange is a team's reduce-scatter, allgather, or both, by messages straight between the member that has something and the one
-// that needs it.
+// An exchange is a team's reduce-scatter, allgather, or both, by messages straight between the
+// member that has something and the one that needs it.
 type exchange struct {
 	team
 	size   func(p int) int // bytes of part p, which member p finishes
@@ -56,10 +61,11 @@ func over(t team, bounds []int, src, dst Ref, x exchange) exchange {
 	return x
 }
 
-// pairwise plans an exchange as a software pipeline. In round c the contributions to chunk c leave, chunk c-1 is folded, and its result
-// leaves. Between any two ranks the order is the same on both sides: contribution c, result c-1, contribution c+1, ... . Every Recv of a round
-// is posted before the round's first Send that a peer's could wait for, so a Send waits only for ranks in earlier rounds. Peers are
-// visited in rotated order, so that not all send to the same one at once.
+// pairwise plans an exchange as a software pipeline. In round c the contributions to chunk c leave,
+// chunk c-1 is folded, and its result leaves. Between any two ranks the order is the same on both
+// sides: contribution c, result c-1, contribution c+1, ... . Every Recv of a round is posted before
+// the round's first Send that a peer's could wait for, so a Send waits only for ranks in earlier
+// rounds. Peers are visited in rotated order, so that not all send to the same one at once.
 func pairwise(b *builder, x exchange) {
 	n, me := x.n(), x.me
 	longest := 0
@@ -128,8 +134,9 @@ func pairwise(b *builder, x exchange) {
 	}
 }
 
-// The ring. Part p starts at rank p+1 and goes round to rank p, everyone folding its own contribution onto what comes: the fold of part p is
-// (x[p+1] + x[p+2]) + ... + x[p], indices modulo n.
+// The ring. Part p starts at rank p+1 and goes round to rank p, everyone folding its own
+// contribution onto what comes: the fold of part p is (x[p+1] + x[p+2]) + ... + x[p], indices
+// modulo n.
 
 func ringAllReduce(b *builder) {
 	in, out := b.mine(In, 0), b.mine(Out, 0)
@@ -142,8 +149,9 @@ func ringAllReduce(b *builder) {
 
 func ringReduceScatter(b *builder) { b.ring(b.Count*b.Elem, b.inPart, b.outWhole, false) }
 
-// ring reduces part me into dst(me); with gather the finished parts then go round once more. The chunks of a part go round in groups, within
-// a group round by round; with several chunks in the group, the next one is sent before this one is folded.
+// ring reduces part me into dst(me); with gather the finished parts then go round once more. The
+// chunks of a part go round in groups, within a group round by round; with several chunks in the
+// group, the next one is sent before this one is folded.
 func (b *builder) ring(size int, src, dst func(p int) Ref, gather bool) {
 	left, right := b.Active[b.all.at(-1)], b.Active[b.all.at(1)]
 	k, last := b.chunks(size, 6*b.n), b.n-2
@@ -203,7 +211,8 @@ func (b *builder) ring(size int, src, dst func(p int) Ref, gather bool) {
 	}
 }
 
-// ringShare passes the parts round: in round s each rank sends part me-s and receives part me-1-s, k chunks each.
+// ringShare passes the parts round: in round s each rank sends part me-s and receives part me-1-s,
+// k chunks each.
 func (b *builder) ringShare(k int, dst func(p int) Ref) {
 	left, right := b.Active[b.all.at(-1)], b.Active[b.all.at(1)]
 	for s := range b.n - 1 {
@@ -221,11 +230,13 @@ func (b *builder) ringShare(k int, dst func(p int) Ref) {
 	}
 }
 
-// Recursive doubling and halving. With n not a power of two, the first n-2^k pairs of neighbours act as one: the upper rank hands its vector to
-// the lower and gets the result back. Round k folds two blocks of 2^k actors, the lower block's partial first, so the association is the balanced
+// Recursive doubling and halving. With n not a power of two, the first n-2^k pairs of neighbours
+// act as one: the upper rank hands its vector to the lower and gets the result back. Round k folds
+// two blocks of 2^k actors, the lower block's partial first, so the association is the balanced
 // tree over aligned blocks, in slot order.
 
-// actors returns the number of actors, this rank's number among them (-1: it sits out), and the team index of actor a.
+// actors returns the number of actors, this rank's number among them (-1: it sits out), and the
+// team index of actor a.
 func (t team) actors() (count, id int, index func(a int) int) {
 	count = 1
 	for count*2 <= t.n() {
@@ -293,8 +304,9 @@ func (b *builder) doubling(t team, src, dst Ref) {
 	}
 }
 
-// halvingAllReduce: in round k neighbours 2^k apart split what they hold, each folding one half; then the halves go back the same way.
-// Nearest neighbours exchange most, and the blocks stay in slot order.
+// halvingAllReduce: in round k neighbours 2^k apart split what they hold, each folding one half;
+// then the halves go back the same way. Nearest neighbours exchange most, and the blocks stay in
+// slot order.
 func halvingAllReduce(b *builder) {
 	count, id, index := b.all.actors()
 	rem := b.n - count
@@ -313,7 +325,8 @@ func halvingAllReduce(b *builder) {
 	}
 	got := b.slots(2, grain)
 	cur := in
-	// fold takes the peer's contribution to a range of cur, in chunks, while sending the peer the range that it keeps.
+	// fold takes the peer's contribution to a range of cur, in chunks, while sending the peer the
+	// range that it keeps.
 	fold := func(peer int, keep, give Ref, peerFirst, final bool) {
 		rounds := b.chunks(max(keep.Len, give.Len), 8)
 		for c := 0; c <= rounds && rounds > 0; c++ {
@@ -371,8 +384,9 @@ func halvingAllReduce(b *builder) {
 
 // Trees.
 
-// A node is this rank's place in a tree that folds towards its root or spreads from it. Stages are the folds on the way up: each
-// lists slots in the order of the fold, this rank's own slot standing for what it has so far.
+// A node is this rank's place in a tree that folds towards its root or spreads from it. Stages are
+// the folds on the way up: each lists slots in the order of the fold, this rank's own slot standing
+// for what it has so far.
 type node struct {
 	parent   int // slot; -1 at the root
 	stages   [][]int
@@ -396,8 +410,9 @@ func (b *builder) linear(t team, root int) node {
 	return nd
 }
 
-// binomial is the tree over aligned blocks of 2^k members: the holders of a block's two halves meet, and the root's half, or else the lower,
-// holds the whole. The association of a fold is the same whatever the root.
+// binomial is the tree over aligned blocks of 2^k members: the holders of a block's two halves
+// meet, and the root's half, or else the lower, holds the whole. The association of a fold is the
+// same whatever the root.
 func (b *builder) binomial(t team, root int) node {
 	holder := func(lo, size int) int {
 		if lo <= root && root < lo+size {
@@ -434,8 +449,8 @@ func (b *builder) binomial(t team, root int) node {
 	return nd
 }
 
-// chains is two chains that end at the root, from the lowest member up and from the highest down: the fold is
-// ((x0+x1)+...) + x[root] + (...+(x[n-2]+x[n-1])).
+// chains is two chains that end at the root, from the lowest member up and from the highest down:
+// the fold is ((x0+x1)+...) + x[root] + (...+(x[n-2]+x[n-1])).
 func (b *builder) chains(t team, root int) node {
 	nd := node{parent: -1}
 	stage := []int{t.slots[t.me]}
@@ -456,8 +471,8 @@ func (b *builder) chains(t team, root int) node {
 	return nd
 }
 
-// up folds vectors towards the root of a tree, chunk by chunk; a chunk's messages are posted before the previous chunk is folded. Where out is
-// empty, partial folds wait in scratch memory.
+// up folds vectors towards the root of a tree, chunk by chunk; a chunk's messages are posted before
+// the previous chunk is folded. Where out is empty, partial folds wait in scratch memory.
 func (b *builder) up(nd node, in, out Ref, chunk int) {
 	from := 0
 	for _, st := range nd.stages {
@@ -516,7 +531,8 @@ func (b *builder) up(nd node, in, out Ref, chunk int) {
 	}
 }
 
-// down spreads src from the root of a tree; elsewhere it arrives in dst and goes on from there, chunk by chunk.
+// down spreads src from the root of a tree; elsewhere it arrives in dst and goes on from there,
+// chunk by chunk.
 func (b *builder) down(nd node, src, dst Ref, chunk int) {
 	keep := b.chunk
 	defer func() { b.chunk = keep }()

@@ -9,8 +9,9 @@ import (
 	"testing"
 )
 
-// The tests' elements are hashes. folded(a, b) is neither commutative nor associative, so a result is right only if exactly the documented
-// fold, in the documented order and association, was made; finished must have been applied once, at the end.
+// The tests' elements are hashes. folded(a, b) is neither commutative nor associative, so a result
+// is right only if exactly the documented fold, in the documented order and association, was made;
+// finished must have been applied once, at the end.
 
 func mix(x uint64) uint64 {
 	x ^= x >> 32
@@ -400,7 +401,8 @@ func draw(r *rand.Rand, k Kind, a Algo, n int) call {
 	return c
 }
 
-// TestSweep runs every algorithm of every kind for 1 to 64 ranks, over random shapes, memories and schedules.
+// TestSweep runs every algorithm of every kind for 1 to 64 ranks, over random shapes, memories and
+// schedules.
 func TestSweep(t *testing.T) {
 	for _, k := range Kinds() {
 		for _, a := range Algorithms(k) {

@@ -7,8 +7,9 @@ import (
 	"slices"
 )
 
-// A Rule of a Table: it holds for MinRanks to MaxRanks active ranks and up to MaxBytes bytes (of the vector, or of all parts together where the kind has
-// parts; an AllToAllV and a Barrier count as 0), where When is true. A limit of 0 is none.
+// A Rule of a Table: it holds for MinRanks to MaxRanks active ranks and up to MaxBytes bytes (of
+// the vector, or of all parts together where the kind has parts; an AllToAllV and a Barrier count
+// as 0), where When is true. A limit of 0 is none.
 type Rule struct {
 	When     Condition `json:"when"`
 	MinRanks int       `json:"min_ranks,omitempty"`
@@ -89,9 +90,10 @@ func (a *Algo) UnmarshalText(b []byte) (err error) {
 
 func clip(b []byte) string { return string(b[:min(len(b), 64)]) }
 
-// Table says which algorithm is for which call: by kind a list of rules, the first of which that holds decides; where none does it is Flat, which every
-// kind has. A Table is immutable and valid: every algorithm in it has a plan for its kind, and Direct stands only behind IfMapped. A nil *Table is the
-// default one.
+// Table says which algorithm is for which call: by kind a list of rules, the first of which that
+// holds decides; where none does it is Flat, which every kind has. A Table is immutable and valid:
+// every algorithm in it has a plan for its kind, and Direct stands only behind IfMapped. A nil
+// *Table is the default one.
 type Table struct {
 	rules [numKinds][]Rule
 	hash  uint64
@@ -100,7 +102,8 @@ type Table struct {
 // MaxRules bounds the rules of one kind.
 const MaxRules = 1024
 
-// NewTable makes a table of rules, which it copies. A kind that is not in them has the rules of DefaultTable; one that is there without any rule is always Flat.
+// NewTable makes a table of rules, which it copies. A kind that is not in them has the rules of
+// DefaultTable; one that is there without any rule is always Flat.
 func NewTable(rules map[Kind][]Rule) (*Table, error) {
 	t := &Table{rules: defaults}
 	for k, list := range rules {
@@ -117,7 +120,8 @@ func NewTable(rules map[Kind][]Rule) (*Table, error) {
 		}
 		t.rules[k] = slices.Clone(list)
 	}
-	// FNV-1a over the canonical JSON: names, not numbers, so that the same rules have the same hash in every version that knows them.
+	// FNV-1a over the canonical JSON: names, not numbers, so that the same rules have the same hash
+	// in every version that knows them.
 	b, err := json.Marshal(t)
 	if err != nil {
 		return nil, err
@@ -179,10 +183,12 @@ func (t *Table) Rules(k Kind) []Rule {
 	return slices.Clone(t.orDefault().rules[k])
 }
 
-// Hash identifies the rules: equal tables have equal hashes, also in other processes, on other machines and in other versions.
+// Hash identifies the rules: equal tables have equal hashes, also in other processes, on other
+// machines and in other versions.
 func (t *Table) Hash() uint64 { return t.orDefault().hash }
 
-// MarshalJSON writes the rules by kind: {"allreduce": [{"when": "mapped", "max_ranks": 8, "max_bytes": 2048, "algo": "flat"}, …], …}. The same table gives the same bytes.
+// MarshalJSON writes the rules by kind: {"allreduce": [{"when": "mapped", "max_ranks": 8,
+// "max_bytes": 2048, "algo": "flat"}, …], …}. The same table gives the same bytes.
 func (t *Table) MarshalJSON() ([]byte, error) {
 	all := map[Kind][]Rule{}
 	for _, k := range Kinds() {
@@ -191,7 +197,8 @@ func (t *Table) MarshalJSON() ([]byte, error) {
 	return json.Marshal(all)
 }
 
-// UnmarshalJSON reads what MarshalJSON wrote and trusts none of it, see NewTable. t is one that nobody else uses yet.
+// UnmarshalJSON reads what MarshalJSON wrote and trusts none of it, see NewTable. t is one that
+// nobody else uses yet.
 func (t *Table) UnmarshalJSON(b []byte) error {
 	var all map[Kind][]Rule
 	if err := json.Unmarshal(b, &all); err != nil {
@@ -205,8 +212,9 @@ func (t *Table) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// Choose returns the algorithm for a call. It looks only at what all ranks share: never at s.Rank, nor at the counts of an AllToAllV. It never
-// returns Direct without c.Mapped, nor an algorithm without a plan for s.Kind. For a shape that Build refuses the answer means nothing.
+// Choose returns the algorithm for a call. It looks only at what all ranks share: never at s.Rank,
+// nor at the counts of an AllToAllV. It never returns Direct without c.Mapped, nor an algorithm
+// without a plan for s.Kind. For a shape that Build refuses the answer means nothing.
 func (t *Table) Choose(s Shape, c Caps) Algo {
 	if !s.Kind.Valid() {
 		return Auto

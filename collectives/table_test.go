@@ -34,7 +34,8 @@ func drawRules(t *rapid.T) map[Kind][]Rule {
 	return rules
 }
 
-// TestTableChooses: whatever the rules, a choice can be built, is the same on all ranks, and is direct only where memory is mapped.
+// TestTableChooses: whatever the rules, a choice can be built, is the same on all ranks, and is
+// direct only where memory is mapped.
 func TestTableChooses(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		table, err := NewTable(drawRules(t))

@@ -25,8 +25,9 @@ func sources(k, bytes int, dt DType) (dst unsafe.Pointer, src []unsafe.Pointer) 
 	return ptr(aligned(bytes)), src
 }
 
-// BenchmarkSumVersusCopy alternates a sum with a plain copy and reports the medians: GB/s counts every byte read and
-// written, ratio is the sum's GB/s over the copy's. The copy moves as many bytes: (k+1)/2 buffers of the same size.
+// BenchmarkSumVersusCopy alternates a sum with a plain copy and reports the medians: GB/s counts
+// every byte read and written, ratio is the sum's GB/s over the copy's. The copy moves as many
+// bytes: (k+1)/2 buffers of the same size.
 func BenchmarkSumVersusCopy(b *testing.B) {
 	for _, size := range []int{16 << 10, 256 << 10, 64 << 20} {
 		for _, dt := range []DType{Float32, BFloat16, Float16, Int8} {
@@ -51,8 +52,9 @@ func BenchmarkSumVersusCopy(b *testing.B) {
 						half := (k + 1) * size / 2 // the copy reads and writes as much together
 						from, to := ptr(aligned(half)), ptr(aligned(half))
 						Copy(to, from, half)
-						// A sample is long enough for the clock and short enough to escape most of what else runs here:
-						// small buffers are gone through several times, large ones piece by piece.
+						// A sample is long enough for the clock and short enough to escape most of
+						// what else runs here: small buffers are gone through several times, large
+						// ones piece by piece.
 						batch, piece := max(1, (1<<20)/size), min(size, 1<<20)
 						pieces := size / piece
 						shifted := make([]unsafe.Pointer, k)

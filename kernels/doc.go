@@ -1,13 +1,15 @@
-// Package kernels does the arithmetic of collectives on host memory: it reduces n buffers into one, for every data type and
-// operation that the process group knows, at the speed of memory.
+// Package kernels does the arithmetic of collectives on host memory: it reduces n buffers into one,
+// for every data type and operation that the process group knows, at the speed of memory.
 //
 // # What a reduction is
 //
-// A [Reducer] computes dst[i] = srcs[0][i] op srcs[1][i] op …, from left to right. The order is part of the contract: the
-// same inputs in the same order give the same bits on every machine, whatever instructions it has, also for NaNs.
-// [Reference] returns the definition in portable Go; [Lookup] returns the fastest version for this machine, chosen once when
-// the program starts (AVX-512 with BW, DQ and VL; AVX2 with F16C and BMI2; else, on other architectures, and with the build
-// tag purego, the portable one); [Level] names it. [Reduce] is the checked form for byte slices.
+// A [Reducer] computes dst[i] = srcs[0][i] op srcs[1][i] op …, from left to right. The order is
+// part of the contract: the same inputs in the same order give the same bits on every machine,
+// whatever instructions it has, also for NaNs. [Reference] returns the definition in portable Go;
+// [Lookup] returns the fastest version for this machine, chosen once when the program starts
+// (AVX-512 with BW, DQ and VL; AVX2 with F16C and BMI2; else, on other architectures, and with the
+// build tag purego, the portable one); [Level] names it. [Reduce] is the checked form for byte
+// slices.
 //
 //	add, err := kernels.Lookup(kernels.Sum, kernels.BFloat16)
 //	if err != nil {
@@ -34,24 +36,28 @@
 //     to nearest and flushing nothing. C code that sets another mode on a thread it calls Go from changes results.
 //   - One source is copied as it is (bools become 0 or 1).
 //
-// [Supported] says which pairs exist. An Avg in stages combines partial results with [Stage](Avg), which is Sum, and ends in
-// [Scale]. An algorithm whose stages are to round 16-bit floats only once carries its partial sums as float32, between [Widen]
-// and [Narrow].
+// [Supported] says which pairs exist. An Avg in stages combines partial results with [Stage](Avg),
+// which is Sum, and ends in [Scale]. An algorithm whose stages are to round 16-bit floats only once
+// carries its partial sums as float32, between [Widen] and [Narrow].
 //
 // # How they work
 //
-// The assembly is written by internal/gen (go generate). All kernels have one shape: a block of accumulators lies in vector
-// registers, every source is added to it in turn, and the block is stored, so that memory is read once and written once
-// whatever the number of sources, and 16-bit floats stay float32 in registers from the first source to the last. The sources
-// of a block have code of their own each, up to eight (AVX2: four), since processors prefetch by the address of the load
-// instruction; prefetches of ours made it slower. Tails are masked (AVX-512) or left to the portable kernel (AVX2).
+// The assembly is written by internal/gen (go generate). All kernels have one shape: a block of
+// accumulators lies in vector registers, every source is added to it in turn, and the block is
+// stored, so that memory is read once and written once whatever the number of sources, and 16-bit
+// floats stay float32 in registers from the first source to the last. The sources of a block have
+// code of their own each, up to eight (AVX2: four), since processors prefetch by the address of the
+// load instruction; prefetches of ours made it slower. Tails are masked (AVX-512) or left to the
+// portable kernel (AVX2).
 //
-// BFloat16 is rounded by the instruction of AVX512_BF16 where the machine has it. That instruction takes subnormals for zeros;
-// a block that it leaves a zero in is rounded again from the accumulators, with integer arithmetic. Where all blocks hold
-// zeros, a sum of two sources takes four fifths longer in the nearest cache, and hardly longer in memory.
+// BFloat16 is rounded by the instruction of AVX512_BF16 where the machine has it. That instruction
+// takes subnormals for zeros; a block that it leaves a zero in is rounded again from the
+// accumulators, with integer arithmetic. Where all blocks hold zeros, a sum of two sources takes
+// four fifths longer in the nearest cache, and hardly longer in memory.
 //
-// [LookupStream] stores around the caches, which pays where the result is larger than they are and dst is no source: an
-// ordinary store first reads what it overwrites. [CopyNT] does so for copies.
+// [LookupStream] stores around the caches, which pays where the result is larger than they are and
+// dst is no source: an ordinary store first reads what it overwrites. [CopyNT] does so for copies.
 //
-// Assembly cannot be preempted; therefore a Reducer comes back to Go after every 256 KiB of the result.
+// Assembly cannot be preempted; therefore a Reducer comes back to Go after every 256 KiB of the
+// result.
 package kernels

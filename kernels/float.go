@@ -2,18 +2,21 @@ package kernels
 
 import "math"
 
-// The element types of the small floats: bit patterns with a name. Arithmetic on them goes through float32; every value of
-// each of them is a float32, and the constructors round to nearest, ties to even, exactly once.
+// The element types of the small floats: bit patterns with a name. Arithmetic on them goes through
+// float32; every value of each of them is a float32, and the constructors round to nearest, ties to
+// even, exactly once.
 type (
-	// F16 is one element of DType Float16: IEEE 754 binary16 (1 sign, 5 exponent, 10 fraction bits).
+	// F16 is one element of DType Float16: IEEE 754 binary16 (1 sign, 5 exponent, 10 fraction
+	// bits).
 	F16 uint16
-	// BF16 is one element of DType BFloat16: the upper half of a float32 (1 sign, 8 exponent, 7 fraction bits).
+	// BF16 is one element of DType BFloat16: the upper half of a float32 (1 sign, 8 exponent, 7
+	// fraction bits).
 	BF16 uint16
-	// F8E4M3 is one element of DType Float8E4M3 (OCP 8-bit floating point, "E4M3"; elsewhere float8_e4m3fn): bias 7, largest
-	// finite value 448, no infinity, one NaN per sign (0x7f, 0xff).
+	// F8E4M3 is one element of DType Float8E4M3 (OCP 8-bit floating point, "E4M3"; elsewhere
+	// float8_e4m3fn): bias 7, largest finite value 448, no infinity, one NaN per sign (0x7f, 0xff).
 	F8E4M3 uint8
-	// F8E5M2 is one element of DType Float8E5M2 (OCP "E5M2"): bias 15, largest finite value 57344, infinities and NaNs as in
-	// IEEE 754. It is the upper half of an F16.
+	// F8E5M2 is one element of DType Float8E5M2 (OCP "E5M2"): bias 15, largest finite value 57344,
+	// infinities and NaNs as in IEEE 754. It is the upper half of an F16.
 	F8E5M2 uint8
 )
 
@@ -36,13 +39,14 @@ func (h F16) Float32() float32 {
 	case mag == 0x7c00<<13:
 		return math.Float32frombits(sign | 0x7f800000)
 	}
-	// With the exponent field read as float32's, the value is 2^-112 times too small; the product is exact, also for subnormals.
+	// With the exponent field read as float32's, the value is 2^-112 times too small; the product
+	// is exact, also for subnormals.
 	v := math.Float32frombits(mag) * 0x1p112
 	return math.Float32frombits(sign | math.Float32bits(v))
 }
 
-// F16From rounds f to the nearest F16, ties to even. Magnitudes of 65520 and above become infinite; a NaN keeps its sign
-// and the upper 10 bits of its payload and becomes quiet.
+// F16From rounds f to the nearest F16, ties to even. Magnitudes of 65520 and above become infinite;
+// a NaN keeps its sign and the upper 10 bits of its payload and becomes quiet.
 func F16From(f float32) F16 {
 	b := math.Float32bits(f)
 	sign, mag := F16(b>>16&0x8000), b&0x7fffffff
@@ -61,8 +65,8 @@ func F16From(f float32) F16 {
 // Float32 returns the value of h. NaNs keep all their bits; signalling ones stay signalling.
 func (h BF16) Float32() float32 { return math.Float32frombits(uint32(h) << 16) }
 
-// BF16From rounds f to the nearest BF16, ties to even, subnormals included. A NaN keeps its sign and the upper 7 bits of its
-// payload and becomes quiet.
+// BF16From rounds f to the nearest BF16, ties to even, subnormals included. A NaN keeps its sign
+// and the upper 7 bits of its payload and becomes quiet.
 func BF16From(f float32) BF16 {
 	b := math.Float32bits(f)
 	if b&0x7fffffff > 0x7f800000 {
@@ -71,7 +75,8 @@ func BF16From(f float32) BF16 {
 	return BF16((b + 0x7fff + b>>16&1) >> 16)
 }
 
-// Float32 returns the value of e. NaN becomes the quiet NaN of the same sign and fraction, 0x7ff00000.
+// Float32 returns the value of e. NaN becomes the quiet NaN of the same sign and fraction,
+// 0x7ff00000.
 func (e F8E4M3) Float32() float32 {
 	sign, mag := uint32(e&0x80)<<24, uint32(e&0x7f)<<20
 	if mag == 0x7f<<20 {
@@ -80,9 +85,10 @@ func (e F8E4M3) Float32() float32 {
 	return math.Float32frombits(sign | math.Float32bits(math.Float32frombits(mag)*0x1p120))
 }
 
-// F8E4M3From rounds f to the nearest F8E4M3, ties to even. It does not saturate: what rounds to more than 448 in magnitude
-// (above 464), infinities included, becomes NaN with the sign of f, since the format has no infinity and a clipped sum would
-// pass for a correct one. NaN becomes NaN with the same sign.
+// F8E4M3From rounds f to the nearest F8E4M3, ties to even. It does not saturate: what rounds to
+// more than 448 in magnitude (above 464), infinities included, becomes NaN with the sign of f,
+// since the format has no infinity and a clipped sum would pass for a correct one. NaN becomes NaN
+// with the same sign.
 func F8E4M3From(f float32) F8E4M3 {
 	b := math.Float32bits(f)
 	sign, mag := F8E4M3(b>>24&0x80), b&0x7fffffff
@@ -99,8 +105,8 @@ func F8E4M3From(f float32) F8E4M3 {
 // Float32 returns the value of e. A NaN keeps its sign and payload and becomes quiet.
 func (e F8E5M2) Float32() float32 { return (F16(e) << 8).Float32() }
 
-// F8E5M2From rounds f to the nearest F8E5M2, ties to even. Magnitudes of 61440 and above become infinite; every NaN becomes
-// the quiet NaN 0x7e with the sign of f.
+// F8E5M2From rounds f to the nearest F8E5M2, ties to even. Magnitudes of 61440 and above become
+// infinite; every NaN becomes the quiet NaN 0x7e with the sign of f.
 func F8E5M2From(f float32) F8E5M2 {
 	b := math.Float32bits(f)
 	sign, mag := F8E5M2(b>>24&0x80), b&0x7fffffff

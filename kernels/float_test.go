@@ -32,7 +32,8 @@ func formats() []format {
 	}
 }
 
-// value is the number that pattern b of a format with e exponent bits denotes, from the definition of the format.
+// value is the number that pattern b of a format with e exponent bits denotes, from the definition
+// of the format.
 func value(b uint32, width, e int) *big.Float {
 	m := width - 1 - e
 	exp, frac := int(b>>m&(1<<e-1)), int64(b&(1<<m-1))

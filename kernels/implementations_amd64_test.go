@@ -18,7 +18,8 @@ func init() {
 	}
 }
 
-// TestModes runs the stores around the caches, which reducers use for large buffers only, on small ones.
+// TestModes runs the stores around the caches, which reducers use for large buffers only, on small
+// ones.
 func TestModes(t *testing.T) {
 	for _, l := range levels() {
 		var kernels [numOps][numDTypes]kernel
@@ -60,7 +61,8 @@ func TestModes(t *testing.T) {
 	}
 }
 
-// TestAVX2UsesNoAVX512 reads the assembly: a register above 15 would silently select an encoding that an AVX2 machine lacks.
+// TestAVX2UsesNoAVX512 reads the assembly: a register above 15 would silently select an encoding
+// that an AVX2 machine lacks.
 func TestAVX2UsesNoAVX512(t *testing.T) {
 	src, err := os.ReadFile("kernels_amd64.s")
 	if err != nil {

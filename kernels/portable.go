@@ -6,11 +6,12 @@ import (
 	"unsafe"
 )
 
-// A kernel reduces elements lo..hi-1 of k >= 1 sources, whose addresses stand at srcs, into the same elements of dst. div is
-// what Avg divides by; other operations ignore it.
+// A kernel reduces elements lo..hi-1 of k >= 1 sources, whose addresses stand at srcs, into the
+// same elements of dst. div is what Avg divides by; other operations ignore it.
 type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
-// The modes say how a kernel stores. Results do not depend on them, and the portable kernels ignore them.
+// The modes say how a kernel stores. Results do not depend on them, and the portable kernels ignore
+// them.
 const (
 	cached = 0
 	around = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
@@ -22,7 +23,8 @@ type integer interface {
 
 type float interface{ float32 | float64 }
 
-// block is the elements that the portable kernels accumulate on the stack at a time, where dst cannot hold the partial result.
+// block is the elements that the portable kernels accumulate on the stack at a time, where dst
+// cannot hold the partial result.
 const block = 128
 
 // view is the elements lo..lo+n-1 of the array at p, which may be unaligned.
@@ -81,8 +83,8 @@ func portableKernel(op Op, dt DType) kernel {
 	return nil
 }
 
-// late reports whether dst is one of the sources from the third on: the first two may be combined into it at once, those
-// may not, since it holds the partial result before they are read.
+// late reports whether dst is one of the sources from the third on: the first two may be combined
+// into it at once, those may not, since it holds the partial result before they are read.
 func late(dst unsafe.Pointer, srcs []unsafe.Pointer) bool {
 	for _, s := range srcs[min(2, len(srcs)):] {
 		if s == dst {
@@ -133,7 +135,8 @@ func integerBlock[T integer](op Op, acc []T, s []unsafe.Pointer, lo, div int) {
 	}
 }
 
-// combineIntegers sets d[i] = a[i] op b[i]; Avg is Sum here. The three have one length; d may be a or b.
+// combineIntegers sets d[i] = a[i] op b[i]; Avg is Sum here. The three have one length; d may be a
+// or b.
 func combineIntegers[T integer](op Op, d, a, b []T) {
 	a, b = a[:len(d)], b[:len(d)]
 	switch op {
@@ -167,8 +170,9 @@ func combineIntegers[T integer](op Op, d, a, b []T) {
 	}
 }
 
-// addWords adds 8-bit or 16-bit elements, n words of them, a word at a time: everything but the top bits, which then cannot
-// carry into the next element, and the top bits by exclusive or. It returns the bytes added.
+// addWords adds 8-bit or 16-bit elements, n words of them, a word at a time: everything but the top
+// bits, which then cannot carry into the next element, and the top bits by exclusive or. It returns
+// the bytes added.
 func addWords(dst, x, y unsafe.Pointer, n int, size uintptr) int {
 	low := uint64(0x7f7f7f7f7f7f7f7f)
 	if size == 2 {
@@ -207,7 +211,8 @@ func bitwise[T integer](op Op, d, a, b []T) {
 	}
 }
 
-// divideIntegers divides by div >= 1, towards zero, in 64 bits, so that a divisor too large for T is still exact.
+// divideIntegers divides by div >= 1, towards zero, in 64 bits, so that a divisor too large for T
+// is still exact.
 func divideIntegers[T integer](d []T, div int) {
 	if div == 1 {
 		return
@@ -225,8 +230,9 @@ func divideIntegers[T integer](d []T, div int) {
 		}
 		return
 	}
-	// x/div is the upper half of x*ceil(2^64/div) for all x and div up to 2^32 (Granlund and Montgomery, "Division by
-	// Invariant Integers using Multiplication", 1994). A larger divisor leaves 0, as 2^32 does.
+	// x/div is the upper half of x*ceil(2^64/div) for all x and div up to 2^32 (Granlund and
+	// Montgomery, "Division by Invariant Integers using Multiplication", 1994). A larger divisor
+	// leaves 0, as 2^32 does.
 	m := math.MaxUint64/uint64(min(int64(div), 1<<32)) + 1
 	for i, x := range d {
 		v := int64(x)
@@ -279,7 +285,8 @@ func floatBlock[T float](op Op, acc []T, s []unsafe.Pointer, lo, div int) {
 	}
 }
 
-// combineFloats sets d[i] = a[i] op b[i]; Avg is Sum here. The three have one length; d may be a or b.
+// combineFloats sets d[i] = a[i] op b[i]; Avg is Sum here. The three have one length; d may be a or
+// b.
 func combineFloats[T float](op Op, d, a, b []T) {
 	a, b = a[:len(d)], b[:len(d)]
 	switch op {
@@ -363,9 +370,9 @@ func scaleSmall(dt DType, p unsafe.Pointer, n, divisor int) {
 	}
 }
 
-// nanOf is the NaN that an operation on a and b yields: the first of them that is a NaN, made quiet; else, where neither
-// is, that of an invalid operation. x86 does so in hardware; the other architectures differ, and so does Go's compiler,
-// which may exchange operands.
+// nanOf is the NaN that an operation on a and b yields: the first of them that is a NaN, made
+// quiet; else, where neither is, that of an invalid operation. x86 does so in hardware; the other
+// architectures differ, and so does Go's compiler, which may exchange operands.
 func nanOf[T float](a, b T) T {
 	if unsafe.Sizeof(a) == 4 {
 		x, y := *(*uint32)(unsafe.Pointer(&a)), *(*uint32)(unsafe.Pointer(&b))

@@ -7,13 +7,15 @@ import (
 	"unsafe"
 )
 
-// Reducer combines n elements: dst[i] = srcs[0][i] op srcs[1][i] op …, from left to right, in one pass over memory.
+// Reducer combines n elements: dst[i] = srcs[0][i] op srcs[1][i] op …, from left to right, in one
+// pass over memory.
 //
-// len(srcs) >= 1; one source is copied. n counts elements, not bytes; n <= 0 does nothing. dst may be exactly one of the
-// sources (then the reduction is in place); else it must not overlap any. Pointers need no alignment, not even that of the
-// element, on architectures that load and store unaligned words. The memory stays the caller's. A Reducer allocates nothing,
-// keeps nothing, blocks on nothing and may be called by any number of goroutines; a caller who wants no allocation either
-// keeps the slice srcs, which escapes.
+// len(srcs) >= 1; one source is copied. n counts elements, not bytes; n <= 0 does nothing. dst may
+// be exactly one of the sources (then the reduction is in place); else it must not overlap any.
+// Pointers need no alignment, not even that of the element, on architectures that load and store
+// unaligned words. The memory stays the caller's. A Reducer allocates nothing, keeps nothing,
+// blocks on nothing and may be called by any number of goroutines; a caller who wants no allocation
+// either keeps the slice srcs, which escapes.
 type Reducer func(dst unsafe.Pointer, srcs []unsafe.Pointer, n int)
 
 // reducers is one implementation of everything; a nil Reducer marks what is not defined.
@@ -31,17 +33,19 @@ var (
 	active   = newActive() // the best that this machine can run
 )
 
-// Lookup returns the fastest Reducer that this machine has for op on elements of type dt, or an error that says what is
-// supported. It reads an array and allocates nothing unless it fails.
+// Lookup returns the fastest Reducer that this machine has for op on elements of type dt, or an
+// error that says what is supported. It reads an array and allocates nothing unless it fails.
 func Lookup(op Op, dt DType) (Reducer, error) { return lookup(&active.reduce, op, dt) }
 
-// LookupStream is Lookup for results that will not be read soon and are larger than the caches: where the processor can, and
-// dst is none of the sources, the result is stored around the caches, which spares reading dst first (a quarter of the
-// traffic of a reduction of two sources). The results are the same, and are visible to other processors as after any store.
-// For results that fit into the caches Lookup's Reducer is faster.
+// LookupStream is Lookup for results that will not be read soon and are larger than the caches:
+// where the processor can, and dst is none of the sources, the result is stored around the caches,
+// which spares reading dst first (a quarter of the traffic of a reduction of two sources). The
+// results are the same, and are visible to other processors as after any store. For results that
+// fit into the caches Lookup's Reducer is faster.
 func LookupStream(op Op, dt DType) (Reducer, error) { return lookup(&active.stream, op, dt) }
 
-// Reference returns the portable Go version, which defines what op means on dt: Lookup's Reducer yields the same bits.
+// Reference returns the portable Go version, which defines what op means on dt: Lookup's Reducer
+// yields the same bits.
 func Reference(op Op, dt DType) (Reducer, error) { return lookup(&portable.reduce, op, dt) }
 
 func lookup(table *[numOps][numDTypes]Reducer, op Op, dt DType) (Reducer, error) {
@@ -79,8 +83,8 @@ func unsupported(op Op, dt DType) error {
 	}
 }
 
-// Stage returns the operation that combines partial results of op: Sum for Avg, whose last stage divides by the number of
-// contributions with Scale; op itself for all others.
+// Stage returns the operation that combines partial results of op: Sum for Avg, whose last stage
+// divides by the number of contributions with Scale; op itself for all others.
 func Stage(op Op) Op {
 	if op == Avg {
 		return Sum
@@ -88,8 +92,9 @@ func Stage(op Op) Op {
 	return op
 }
 
-// Reduce is the checked form of Lookup and its Reducer, for callers who hold byte slices: dst and every source must have one
-// length, a multiple of the element's size, and dst must be one of the sources or overlap none. Nothing is written on error.
+// Reduce is the checked form of Lookup and its Reducer, for callers who hold byte slices: dst and
+// every source must have one length, a multiple of the element's size, and dst must be one of the
+// sources or overlap none. Nothing is written on error.
 func Reduce(op Op, dt DType, dst []byte, srcs ...[]byte) error {
 	r, err := Lookup(op, dt)
 	if err != nil {
@@ -115,9 +120,10 @@ func Reduce(op Op, dt DType, dst []byte, srcs ...[]byte) error {
 	return nil
 }
 
-// Scale divides n elements at dst by divisor >= 1 in place: the last stage of an Avg whose sums were made in several.
-// Integers are divided towards zero, floats with one rounding (16-bit floats from their stored, already rounded sums; carry
-// those as float32 to round but once). It panics if Avg is not defined on dt or divisor < 1, both errors of the program.
+// Scale divides n elements at dst by divisor >= 1 in place: the last stage of an Avg whose sums
+// were made in several. Integers are divided towards zero, floats with one rounding (16-bit floats
+// from their stored, already rounded sums; carry those as float32 to round but once). It panics if
+// Avg is not defined on dt or divisor < 1, both errors of the program.
 func Scale(dt DType, dst unsafe.Pointer, n int, divisor int) {
 	if !Supported(Avg, dt) {
 		panic(fmt.Sprintf("kernels: Scale of %v: %v", dt, unsupported(Avg, dt)))
@@ -130,14 +136,16 @@ func Scale(dt DType, dst unsafe.Pointer, n int, divisor int) {
 	}
 }
 
-// Widen converts n elements of type dt (Float16, BFloat16, Float8E4M3, Float8E5M2, or Float32, which is copied) at src to
-// float32 at dst, exactly, as the methods Float32 do. dst and src must not overlap. It panics on other types.
+// Widen converts n elements of type dt (Float16, BFloat16, Float8E4M3, Float8E5M2, or Float32,
+// which is copied) at src to float32 at dst, exactly, as the methods Float32 do. dst and src must
+// not overlap. It panics on other types.
 func Widen(dt DType, dst, src unsafe.Pointer, n int) {
 	convert("Widen", &active.widen, dt, dst, src, n)
 }
 
-// Narrow rounds n float32 at src to elements of type dt at dst, to nearest even, as F16From, BF16From, F8E4M3From and
-// F8E5M2From do. dst and src must not overlap, unless they are equal. It panics on the types that Widen panics on.
+// Narrow rounds n float32 at src to elements of type dt at dst, to nearest even, as F16From,
+// BF16From, F8E4M3From and F8E5M2From do. dst and src must not overlap, unless they are equal. It
+// panics on the types that Widen panics on.
 func Narrow(dt DType, dst, src unsafe.Pointer, n int) {
 	convert("Narrow", &active.narrow, dt, dst, src, n)
 }
@@ -160,8 +168,9 @@ func Copy(dst, src unsafe.Pointer, n int) {
 	}
 }
 
-// CopyNT copies n bytes, which must not overlap, with stores that bypass the caches where the processor has them: for
-// destinations larger than the caches that will not be read soon. The copy is visible to other processors as after any store.
+// CopyNT copies n bytes, which must not overlap, with stores that bypass the caches where the
+// processor has them: for destinations larger than the caches that will not be read soon. The copy
+// is visible to other processors as after any store.
 func CopyNT(dst, src unsafe.Pointer, n int) {
 	if n > 0 {
 		active.copyNT(dst, src, n)

@@ -190,8 +190,8 @@ func want(op Op, dt DType, v []uint64) uint64 {
 	return acc & maskW
 }
 
-// wantFloat does one operation at a time and takes care of NaNs by their bits. float32 goes through float64, which holds
-// the exact product and a sum whose second rounding is harmless.
+// wantFloat does one operation at a time and takes care of NaNs by their bits. float32 goes through
+// float64, which holds the exact product and a sum whose second rounding is harmless.
 func wantFloat(op Op, dt DType, v []uint64) uint64 {
 	double := dt == Float64
 	type num struct {
@@ -332,8 +332,8 @@ func TestReferenceAgainstDefinition(t *testing.T) {
 	})
 }
 
-// compare runs one reduction by im and by the reference, on sources at the given byte offsets; alias is the source that dst
-// is, or -1. It reports the first difference, also one outside dst.
+// compare runs one reduction by im and by the reference, on sources at the given byte offsets;
+// alias is the source that dst is, or -1. It reports the first difference, also one outside dst.
 func compare(im implementation, stream bool, op Op, dt DType, n, alias int, offsets []int, data func([]byte)) error {
 	const guard = 80
 	size := dt.Size()
@@ -461,7 +461,8 @@ func FuzzReduce(f *testing.F) {
 	})
 }
 
-// TestSixteenBitPairs combines every value of the 16-bit floats with the special ones, and all pairs of 8-bit floats.
+// TestSixteenBitPairs combines every value of the 16-bit floats with the special ones, and all
+// pairs of 8-bit floats.
 func TestSixteenBitPairs(t *testing.T) {
 	supported(func(op Op, dt DType) {
 		if dt < Float16 || dt > Float8E5M2 {
@@ -510,8 +511,9 @@ func TestSixteenBitPairs(t *testing.T) {
 	})
 }
 
-// TestRareSubnormals puts one special result among many ordinary ones, everywhere in turn: a kernel may round blocks with
-// subnormal or zero results in another way than the others, and other tests have such results in nearly all blocks.
+// TestRareSubnormals puts one special result among many ordinary ones, everywhere in turn: a kernel
+// may round blocks with subnormal or zero results in another way than the others, and other tests
+// have such results in nearly all blocks.
 func TestRareSubnormals(t *testing.T) {
 	const n = 3*256 + 37
 	r := rand.New(rand.NewPCG(12, 13))

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// The AVX-512 level asks for what every processor since Skylake-SP has. AVX512_BF16, of Cooper Lake, Sapphire Rapids and Zen 4
-// on, replaces three kernels of bfloat16.
+// The AVX-512 level asks for what every processor since Skylake-SP has. AVX512_BF16, of Cooper
+// Lake, Sapphire Rapids and Zen 4 on, replaces three kernels of bfloat16.
 var (
 	hasAVX2   = cpu.X86.HasAVX2 && cpu.X86.HasBMI2 && cpuidF16C()
 	hasAVX512 = hasAVX2 && cpu.X86.HasAVX512F && cpu.X86.HasAVX512BW && cpu.X86.HasAVX512DQ && cpu.X86.HasAVX512VL
@@ -134,13 +134,14 @@ func (r *reduction) step() int {
 }
 
 const (
-	// piece is the bytes of dst after which a kernel comes back, so that the garbage collector need not wait for it long:
-	// assembly cannot be interrupted.
+	// piece is the bytes of dst after which a kernel comes back, so that the garbage collector need
+	// not wait for it long: assembly cannot be interrupted.
 	piece = 256 << 10
-	// farBytes is the bytes of all operands from which on a result is streamed where that was asked for: half of a usual
-	// second-level cache.
+	// farBytes is the bytes of all operands from which on a result is streamed where that was asked
+	// for: half of a usual second-level cache.
 	farBytes = 512 << 10
-	// straighten is the bytes from which on it pays to begin with the few elements that align dst to a cache line.
+	// straighten is the bytes from which on it pays to begin with the few elements that align dst
+	// to a cache line.
 	straighten = 4 << 10
 )
 
@@ -196,7 +197,8 @@ func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 	}
 }
 
-// piece reduces units lo..hi-1. It is a call of its own so that a goroutine can be preempted at its entry.
+// piece reduces units lo..hi-1. It is a call of its own so that a goroutine can be preempted at its
+// entry.
 //
 //go:noinline
 func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mode int) {
@@ -218,7 +220,8 @@ func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mod
 	}
 }
 
-// scaler returns a scale for the floats. It names the kernels, so that the address of dst stays on the stack.
+// scaler returns a scale for the floats. It names the kernels, so that the address of dst stays on
+// the stack.
 func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
 	most, size := piece/dt.Size(), dt.Size()
 	return func(dst unsafe.Pointer, n, divisor int) {

@@ -1,15 +1,19 @@
 // Package nvlink knows the machine's NVIDIA GPUs and the NVLinks between them.
 //
-// The driver's management library (NVML) is found at run time: a program that links this package starts on a machine without it, and is told so. Without cgo, or on another
-// system than Linux, there is none.
+// The driver's management library (NVML) is found at run time: a program that links this package
+// starts on a machine without it, and is told so. Without cgo, or on another system than Linux,
+// there is none.
 //
-// `tutti doctor` shows what it finds. The transport between GPUs will be here as well: a p2p.Transport whose links map the memory of a peer's device, chosen by the locations of both
-// buffers and by which devices NVLink connects (docs/architecture.md has the plan). Until then a buffer in a GPU's memory is refused by package pg.
+// `tutti doctor` shows what it finds. The transport between GPUs will be here as well: a
+// p2p.Transport whose links map the memory of a peer's device, chosen by the locations of both
+// buffers and by which devices NVLink connects (docs/architecture.md has the plan). Until then a
+// buffer in a GPU's memory is refused by package pg.
 package nvlink
 
 import "errors"
 
-// ErrUnavailable says why GPUs cannot be listed: the driver's library is absent, or this program was built without cgo. It is wrapped.
+// ErrUnavailable says why GPUs cannot be listed: the driver's library is absent, or this program
+// was built without cgo. It is wrapped.
 var ErrUnavailable = errors.New("NVIDIA management library cannot be used")
 
 // System is the machine's GPUs and the driver that runs them.

@@ -9,8 +9,9 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// Devices lists the machine's GPUs. It asks the driver, which may take a second if no other process uses it. An error that wraps ErrUnavailable
-// means that there is no driver; a machine with a driver and without GPUs is no error.
+// Devices lists the machine's GPUs. It asks the driver, which may take a second if no other process
+// uses it. An error that wraps ErrUnavailable means that there is no driver; a machine with a
+// driver and without GPUs is no error.
 func Devices() (System, error) { return devices(nvml.New()) }
 
 func devices(lib nvml.Interface) (s System, err error) {
@@ -33,7 +34,8 @@ func devices(lib nvml.Interface) (s System, err error) {
 		if ret != nvml.SUCCESS {
 			return s, fmt.Errorf("GPU %d: %v", i, ret)
 		}
-		// What a device does not tell is left empty: virtual GPUs and old drivers do not know everything.
+		// What a device does not tell is left empty: virtual GPUs and old drivers do not know
+		// everything.
 		o := Device{Index: i}
 		o.Name, _ = d.GetName()
 		o.UUID, _ = d.GetUUID()

@@ -7,15 +7,16 @@ import (
 	"slices"
 )
 
-// Token identifies the operation that a message of the ordered lane belongs to. It travels in every header; where the two ends differ, ranks have
-// called different things.
+// Token identifies the operation that a message of the ordered lane belongs to. It travels in every
+// header; where the two ends differ, ranks have called different things.
 type Token struct {
 	Seq   uint64 // number of the operation on its channel
 	Call  uint64 // what was called, packed by the caller
 	Count uint64 // elements, or a hash of counts
 }
 
-// Disagreement says that a peer's message belongs to another operation than the one it was awaited for.
+// Disagreement says that a peer's message belongs to another operation than the one it was awaited
+// for.
 type Disagreement struct {
 	Rank         int // the peer, by slot of the channel
 	Theirs, Ours Token
@@ -34,9 +35,11 @@ type Aborted struct {
 
 func (e *Aborted) Error() string { return fmt.Sprintf("rank %d aborted", e.Rank) }
 
-// Channel is one conversation among some ranks, with its own order, credits and failure. It has two uses, on separate channels: the ordered lane
-// (PostRecv, WaitRecv, Send), where the n-th message from a peer goes to the n-th receive posted for it, and the tagged lane (SendReq, RecvReq).
-// All methods need the proxy's lock but where they say otherwise; slots are positions in the channel's list of ranks.
+// Channel is one conversation among some ranks, with its own order, credits and failure. It has two
+// uses, on separate channels: the ordered lane (PostRecv, WaitRecv, Send), where the n-th message
+// from a peer goes to the n-th receive posted for it, and the tagged lane (SendReq, RecvReq). All
+// methods need the proxy's lock but where they say otherwise; slots are positions in the channel's
+// list of ranks.
 type Channel struct {
 	chanKey
 	tagged    bool // the tagged lane's; it outlives links
@@ -97,7 +100,8 @@ type early struct {
 	paid   bool // an announcement that was taken before, and put back: its credit has been returned
 }
 
-// Recv is a receive of the ordered lane. The zero value is ready for PostRecv; it may be used again when it is done.
+// Recv is a receive of the ordered lane. The zero value is ready for PostRecv; it may be used again
+// when it is done.
 type Recv struct {
 	st   *stream
 	buf  []byte
@@ -145,11 +149,13 @@ func (q *recvRing) pop() {
 	q.size--
 }
 
-// cost is what a frame with n bytes of payload takes of the credit: its bytes and its header's line.
+// cost is what a frame with n bytes of payload takes of the credit: its bytes and its header's
+// line.
 func cost(n int) uint32 { return uint32(64 + n) }
 
-// Name names a channel, in the whole job and for ever: no two channels have the same one. Whoever makes a channel takes a name from Proxy.Reserve and tells the
-// other members; with Maker 0 it is one that all ranks know from the beginning.
+// Name names a channel, in the whole job and for ever: no two channels have the same one. Whoever
+// makes a channel takes a name from Proxy.Reserve and tells the other members; with Maker 0 it is
+// one that all ranks know from the beginning.
 type Name struct {
 	Maker  uint64 // incarnation of the rank that reserved it
 	Number uint64 // among those that this life has reserved
@@ -157,7 +163,8 @@ type Name struct {
 
 func (n Name) String() string { return fmt.Sprintf("%x/%d", n.Maker, n.Number) }
 
-// Epoch is one life of a channel: the view that its members are in, and how many attempts of theirs to enter that view failed before.
+// Epoch is one life of a channel: the view that its members are in, and how many attempts of theirs
+// to enter that view failed before.
 type Epoch struct{ View, Attempt uint64 }
 
 // Before reports whether e is over when o has begun.
@@ -180,7 +187,8 @@ type floor struct {
 // above reports whether epoch is over.
 func (f floor) above(epoch Epoch) bool { return f.closed || epoch.Before(f.epoch) }
 
-// Reserve returns n names that no channel has had, with consecutive numbers: the first of them. Takes the lock itself.
+// Reserve returns n names that no channel has had, with consecutive numbers: the first of them.
+// Takes the lock itself.
 func (p *Proxy) Reserve(n int) Name {
 	p.Lock()
 	defer p.Unlock()
@@ -195,10 +203,12 @@ type inbound struct {
 	st  *stream // nil: to be looked up
 }
 
-// maxInbound bounds the channels, and epochs of them, that a peer has numbers for at a time: those that are open there.
+// maxInbound bounds the channels, and epochs of them, that a peer has numbers for at a time: those
+// that are open there.
 const maxInbound = 1 << 18
 
-// number returns what st is called in frames to its peer. A link's first frame of a channel is preceded by one that says in full which channel it is.
+// number returns what st is called in frames to its peer. A link's first frame of a channel is
+// preceded by one that says in full which channel it is.
 func (p *Proxy) number(st *stream) uint32 {
 	pr := st.pr
 	if st.on != pr.linkNo {
@@ -228,8 +238,10 @@ func (p *Proxy) opened(pr *peer, h *Header) error {
 	return nil
 }
 
-// Open opens the channel of this name among ranks (this one included), for the ordered lane or, if tagged, for the tagged one; every member opens it with the same list.
-// What peers sent on it before is kept. epoch counts the lives of the channel: only what was sent in the same one arrives; see Next. Takes the lock itself.
+// Open opens the channel of this name among ranks (this one included), for the ordered lane or, if
+// tagged, for the tagged one; every member opens it with the same list. What peers sent on it
+// before is kept. epoch counts the lives of the channel: only what was sent in the same one
+// arrives; see Next. Takes the lock itself.
 func (p *Proxy) Open(name Name, epoch Epoch, ranks []int, tagged bool) (*Channel, error) {
 	p.Lock()
 	defer p.Unlock()
@@ -275,15 +287,17 @@ func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 // ErrLeft says that a peer goes on in another epoch of the channel, and does not run the operation.
 var ErrLeft = errors.New("it goes on in another view")
 
-// Leave tells the members that this rank runs no operation after number last in this epoch: who waits for it in a later one gets an error that wraps ErrLeft. What
-// it has sent is still delivered. With the lock.
+// Leave tells the members that this rank runs no operation after number last in this epoch: who
+// waits for it in a later one gets an error that wraps ErrLeft. What it has sent is still
+// delivered. With the lock.
 func (c *Channel) Leave(last uint64) {
 	for pr := range c.linked() {
 		c.control(pr, Header{Kind: frameLeave, Seq: last}, nil)
 	}
 }
 
-// leaves says why nothing of operation seq will come from the peer, or be taken by it, nil while it may.
+// leaves says why nothing of operation seq will come from the peer, or be taken by it, nil while it
+// may.
 func (st *stream) leaves(seq uint64) error {
 	if st.until != 0 && seq >= st.until {
 		return &PeerError{st.pr.rank, ErrLeft}
@@ -291,8 +305,9 @@ func (st *stream) leaves(seq uint64) error {
 	return nil
 }
 
-// Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is: what is still under way in the old one is dropped, receives
-// that are posted in it are withdrawn. With the lock. c is not to be used afterwards.
+// Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is:
+// what is still under way in the old one is dropped, receives that are posted in it are withdrawn.
+// With the lock. c is not to be used afterwards.
 func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 	p := c.p
 	if p.closed {
@@ -339,11 +354,13 @@ func (c *Channel) streamOf(pr *peer) *stream {
 	return st
 }
 
-// Err returns why the channel failed: *Aborted, *Disagreement, *PeerError, ErrClosed or what Fail was given.
+// Err returns why the channel failed: *Aborted, *Disagreement, *PeerError, ErrClosed or what Fail
+// was given.
 func (c *Channel) Err() error { return c.err }
 
-// Begin says which operation runs from now on; messages that arrive early are compared with it. With hint set, every rank whose result depends on this
-// one's data finds Hinted set when the operation is over: the hint travels in the headers, along with the data and what is made of it.
+// Begin says which operation runs from now on; messages that arrive early are compared with it.
+// With hint set, every rank whose result depends on this one's data finds Hinted set when the
+// operation is over: the hint travels in the headers, along with the data and what is made of it.
 func (c *Channel) Begin(t Token, hint bool) error {
 	c.now, c.hint = t, hint
 	if c.err == nil {
@@ -359,10 +376,12 @@ func (c *Channel) Begin(t Token, hint bool) error {
 	return c.err
 }
 
-// Hinted reports whether this rank or one on whose data its result depends began the operation with a hint.
+// Hinted reports whether this rank or one on whose data its result depends began the operation with
+// a hint.
 func (c *Channel) Hinted() bool { return c.hint }
 
-// Probe makes progress once, sleeping if there is none for long, and returns why the channel failed, if it did.
+// Probe makes progress once, sleeping if there is none for long, and returns why the channel
+// failed, if it did.
 func (c *Channel) Probe(w *Wait) error {
 	if c.err != nil {
 		return c.err
@@ -381,7 +400,8 @@ func (c *Channel) Seen(slot int) (Token, bool) {
 	return Token{}, false
 }
 
-// maxWaits is how many slots a status names at most, slotBits the room for each: its number and one.
+// maxWaits is how many slots a status names at most, slotBits the room for each: its number and
+// one.
 const (
 	maxWaits = 3
 	slotBits = 21
@@ -394,8 +414,8 @@ func packSlots(slots []int) (packed uint64) {
 	return packed
 }
 
-// Announce tells every linked member that this rank is in operation t and that slots (of which the first three are told) keep it for long. It does
-// nothing if that has been told already.
+// Announce tells every linked member that this rank is in operation t and that slots (of which the
+// first three are told) keep it for long. It does nothing if that has been told already.
 func (c *Channel) Announce(t Token, slots []int) {
 	packed := packSlots(slots)
 	if c.told == t && c.toldWaits == packed {
@@ -407,7 +427,8 @@ func (c *Channel) Announce(t Token, slots []int) {
 	}
 }
 
-// WaitsFor returns who keeps the rank in slot, as it has announced in operation t, or in an earlier one after which nothing has come from it; false if it has announced nothing.
+// WaitsFor returns who keeps the rank in slot, as it has announced in operation t, or in an earlier
+// one after which nothing has come from it; false if it has announced nothing.
 func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	st := c.fast[slot]
 	if st == nil || st.waits != t && (st.waits.Seq == 0 || st.waits.Seq >= t.Seq || st.seen.Seq > st.waits.Seq) {
@@ -421,7 +442,8 @@ func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	return slots, true
 }
 
-// Abort fails the channel here and tells every linked member; those who link up later are told then. payload (at most MaxAbort bytes) is kept.
+// Abort fails the channel here and tells every linked member; those who link up later are told
+// then. payload (at most MaxAbort bytes) is kept.
 func (c *Channel) Abort(cause error, payload []byte) {
 	if c.aborted == nil {
 		c.aborted = payload
@@ -446,7 +468,8 @@ func (c *Channel) fail(err error) {
 	}
 }
 
-// Close ends the channel: peers are told, pending operations fail with ErrClosed, what still arrives is dropped. Takes the lock itself.
+// Close ends the channel: peers are told, pending operations fail with ErrClosed, what still
+// arrives is dropped. Takes the lock itself.
 func (c *Channel) Close() {
 	c.p.Lock()
 	defer c.p.Unlock()
@@ -514,7 +537,8 @@ func (st *stream) clear() {
 	st.early, st.held = nil, 0
 }
 
-// sever ends the traffic with a peer whose link went down: what was under way is lost. What has arrived whole may still be received.
+// sever ends the traffic with a peer whose link went down: what was under way is lost. What has
+// arrived whole may still be received.
 func (c *Channel) sever(st *stream, err error) {
 	st.lost = err
 	if n := len(st.early); n > 0 && !st.early[n-1].filled {
@@ -538,7 +562,8 @@ func (c *Channel) sever(st *stream, err error) {
 	st.sendq = nil
 }
 
-// renew begins the traffic with a peer over a new link, with new accounts. What was lost of an ordered channel stays lost.
+// renew begins the traffic with a peer over a new link, with new accounts. What was lost of an
+// ordered channel stays lost.
 func (c *Channel) renew(st *stream) {
 	st.clear()
 	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq}
@@ -548,7 +573,8 @@ func (c *Channel) renew(st *stream) {
 	*st = fresh
 }
 
-// Forget withdraws every receive that is posted on the ordered lane: afterwards the proxy touches none of their buffers. It is how a failed operation ends.
+// Forget withdraws every receive that is posted on the ordered lane: afterwards the proxy touches
+// none of their buffers. It is how a failed operation ends.
 func (c *Channel) Forget() {
 	for _, st := range c.streams {
 		for st.posted.size > 0 {
@@ -574,8 +600,9 @@ func (c *Channel) drop(r *Recv) {
 	r.buf, r.view, r.done = nil, nil, false
 }
 
-// PostRecv posts buf for the next message from slot. It does not block. lend allows the message to stay where the link has it (see View); buf must be
-// valid all the same. r and buf belong to the proxy until r is done and released, or Forget.
+// PostRecv posts buf for the next message from slot. It does not block. lend allows the message to
+// stay where the link has it (see View); buf must be valid all the same. r and buf belong to the
+// proxy until r is done and released, or Forget.
 func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) {
 	st := c.fast[slot]
 	if st == nil {
@@ -626,8 +653,9 @@ func (c *Channel) compare(st *stream, h *Header) {
 	}
 }
 
-// compareWait looks at the operation in which a peer has said that it waits. Calls that send each other nothing, as where each of two ranks takes the other for the root
-// of a gather, differ nowhere else. A peer that waits in a later operation has sent all that it ever will of this one.
+// compareWait looks at the operation in which a peer has said that it waits. Calls that send each
+// other nothing, as where each of two ranks takes the other for the root of a gather, differ
+// nowhere else. A peer that waits in a later operation has sent all that it ever will of this one.
 func (c *Channel) compareWait(st *stream) {
 	if c.now.Seq == 0 || c.err != nil {
 		return
@@ -638,7 +666,8 @@ func (c *Channel) compareWait(st *stream) {
 	}
 }
 
-// View returns r's message once it is done: in its own buffer, or lent by the link until ReleaseRecv.
+// View returns r's message once it is done: in its own buffer, or lent by the link until
+// ReleaseRecv.
 func (r *Recv) View() []byte { return r.view }
 
 // ReleaseRecv gives a lent message back. It does nothing for one that is in its own buffer.
@@ -677,7 +706,8 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 	return nil
 }
 
-// Send sends buf to slot as one message. It blocks until the link has taken all of it: buf may then be reused.
+// Send sends buf to slot as one message. It blocks until the link has taken all of it: buf may then
+// be reused.
 func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 	st := c.fast[slot]
 	if st == nil {
@@ -756,9 +786,11 @@ func (p *Proxy) repay(st *stream) {
 	}
 }
 
-// Ledger is the account of a channel with one peer, in cost units (bytes and 64 a frame), since the beginning and wrapping. Of what was sent,
-// Sent-Acked is in flight (never more than Window); of what came, Held waits unasked for (never more than Window) and Taken is done with; Told is what the peer knows of Taken.
-// When the links are empty, what one end has Sent is what the other has Taken and Held.
+// Ledger is the account of a channel with one peer, in cost units (bytes and 64 a frame), since the
+// beginning and wrapping. Of what was sent, Sent-Acked is in flight (never more than Window); of
+// what came, Held waits unasked for (never more than Window) and Taken is done with; Told is what
+// the peer knows of Taken. When the links are empty, what one end has Sent is what the other has
+// Taken and Held.
 type Ledger struct {
 	Window            int
 	Sent, Acked       uint32
@@ -773,8 +805,9 @@ func (c *Channel) Ledger(slot int) Ledger {
 	return Ledger{c.window, st.sent, st.acked, st.taken, st.told, uint32(st.held)}
 }
 
-// Map returns region id of slot, mapped for loads, when the peer has answered; the caller releases it. An error is a *PeerError,
-// or why the channel failed or w must not wait any longer. With the lock, which it gives up while it waits.
+// Map returns region id of slot, mapped for loads, when the peer has answered; the caller releases
+// it. An error is a *PeerError, or why the channel failed or w must not wait any longer. With the
+// lock, which it gives up while it waits.
 func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 	st := c.stream(slot)
 	pr := st.pr
@@ -808,9 +841,10 @@ func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 	}
 }
 
-// WaitLeft waits until it is known why the rank in slot left the operation of number seq before its end, as it has been seen
-// to: it has aborted, or closed, or gone over to another epoch, or its link is down. It returns that, or why w must not wait
-// any longer. With the lock, which it gives up while it waits.
+// WaitLeft waits until it is known why the rank in slot left the operation of number seq before its
+// end, as it has been seen to: it has aborted, or closed, or gone over to another epoch, or its
+// link is down. It returns that, or why w must not wait any longer. With the lock, which it gives
+// up while it waits.
 func (c *Channel) WaitLeft(w *Wait, slot int, seq uint64) error {
 	st := c.stream(slot)
 	for {

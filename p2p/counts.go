@@ -13,14 +13,16 @@ type counts struct {
 func (c *counts) sent(n int)     { c.framesSent++; c.bytesSent += uint64(n) }
 func (c *counts) received(n int) { c.framesTaken++; c.bytesTaken += uint64(n) }
 
-// blame charges the time that a Wait waits to the peers that it waits for. Waits that end before anybody looks at the clock count nothing.
+// blame charges the time that a Wait waits to the peers that it waits for. Waits that end before
+// anybody looks at the clock count nothing.
 type blame struct {
 	on     *peer // nil: nobody in particular
 	looked time.Time
 	told   func(rank int)
 }
 
-// look is called at every look at the clock; first says that it is the first one since there was progress.
+// look is called at every look at the clock; first says that it is the first one since there was
+// progress.
 func (b *blame) look(now time.Time, first bool) {
 	if !first && b.on != nil {
 		b.on.counts.waited += now.Sub(b.looked)
@@ -34,7 +36,8 @@ func (b *blame) sleep() {
 	}
 }
 
-// OnSleep sets what is called, with the proxy's lock, when w is about to sleep because of a rank. It stays set.
+// OnSleep sets what is called, with the proxy's lock, when w is about to sleep because of a rank.
+// It stays set.
 func (w *Wait) OnSleep(f func(rank int)) { w.blame.told = f }
 
 // PeerCounts is what a proxy knows of its traffic with a peer, over all links that there were.
@@ -49,7 +52,8 @@ type PeerCounts struct {
 	Incarnation                uint64        // 0: not known
 }
 
-// Counts lists the peers that there is or was a link to, or that were waited for. Memory that peers map is read and written without being counted. With the lock.
+// Counts lists the peers that there is or was a link to, or that were waited for. Memory that peers
+// map is read and written without being counted. With the lock.
 func (p *Proxy) Counts() []PeerCounts {
 	var all []PeerCounts
 	for i := range p.peers {
@@ -61,7 +65,8 @@ func (p *Proxy) Counts() []PeerCounts {
 	return all
 }
 
-// Waiting returns the operation in which the rank in slot has said that it waits for long, and for which slots; false if it never has. With the lock.
+// Waiting returns the operation in which the rank in slot has said that it waits for long, and for
+// which slots; false if it never has. With the lock.
 func (c *Channel) Waiting(slot int) (t Token, slots []int, ok bool) {
 	if st := c.fast[slot]; st != nil && st.waits != (Token{}) {
 		slots, _ = c.WaitsFor(slot, st.waits)

@@ -20,7 +20,8 @@ func newID() uint64 {
 	return binary.LittleEndian.Uint64(b[:]) | 1
 }
 
-// How long the higher rank of a pair waits for the lower one's connection before it dials itself: both usually want the link at the same time.
+// How long the higher rank of a pair waits for the lower one's connection before it dials itself:
+// both usually want the link at the same time.
 const politeness = 15 * time.Millisecond
 
 // host is the proxy as one of its transports sees it.
@@ -80,7 +81,8 @@ func (h *host) Accepted(from Identity, l Link) {
 	p.attach(&p.peers[from.Rank], from, l, h.transport)
 }
 
-// connect sees to it that a link to the peer comes up or the peer fails. Called with the lock, whenever somebody waits for a peer without a link; never blocks.
+// connect sees to it that a link to the peer comes up or the peer fails. Called with the lock,
+// whenever somebody waits for a peer without a link; never blocks.
 func (p *Proxy) connect(pr *peer) {
 	if pr.link != nil || pr.err != nil || pr.dialing || p.closed || pr.rank == p.cfg.Self.Rank {
 		return

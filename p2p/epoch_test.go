@@ -137,7 +137,8 @@ func next(t *testing.T, m *member, c *p2p.Channel, view, attempt uint64, ranks [
 	return c
 }
 
-// Only what was sent in the epoch that a rank has come to arrives there: nothing of earlier ones, and everything that came too soon.
+// Only what was sent in the epoch that a rank has come to arrives there: nothing of earlier ones,
+// and everything that came too soon.
 func TestEpochs(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
@@ -171,7 +172,8 @@ func TestEpochs(t *testing.T) {
 	}
 }
 
-// A dead rank's place is taken by another life: what was under way fails, what comes after works, over the links that stay.
+// A dead rank's place is taken by another life: what was under way fails, what comes after works,
+// over the links that stay.
 func TestReplacement(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b, c := w.settle(t, 0, 3, 1), w.settle(t, 1, 3, 2), w.settle(t, 2, 3, 3)
@@ -250,7 +252,8 @@ func TestReplacement(t *testing.T) {
 	}
 }
 
-// Two ranks that have lost their link and keep their lives link again, and what was lost stays lost.
+// Two ranks that have lost their link and keep their lives link again, and what was lost stays
+// lost.
 func TestRelink(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)

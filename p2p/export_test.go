@@ -1,6 +1,7 @@
 package p2p
 
-// SetCredit has both directions of the accounts with slot stand at n, as if that much had been sent and taken.
+// SetCredit has both directions of the accounts with slot stand at n, as if that much had been sent
+// and taken.
 func (c *Channel) SetCredit(slot int, n uint32) {
 	c.p.Lock()
 	defer c.p.Unlock()
@@ -8,7 +9,8 @@ func (c *Channel) SetCredit(slot int, n uint32) {
 	st.sent, st.acked, st.taken, st.told = n, n, n, n
 }
 
-// Numbers returns how many numbers for channels this proxy has given out and has been told over its link with rank.
+// Numbers returns how many numbers for channels this proxy has given out and has been told over its
+// link with rank.
 func (p *Proxy) Numbers(rank int) (out, in int) {
 	p.Lock()
 	defer p.Unlock()

@@ -7,15 +7,16 @@ import (
 	"unsafe"
 )
 
-// An Exposure is how a rank lets its peers read buffers of an operation, and ends that at any moment without
-// asking them. It is a 64-bit word in memory that the peers map. Begin stores a ticket there, a number that this
-// rank never uses again, and the rank tells the ticket to the peers along with where the buffers are. Withdraw
-// stores another value.
+// An Exposure is how a rank lets its peers read buffers of an operation, and ends that at any
+// moment without asking them. It is a 64-bit word in memory that the peers map. Begin stores a
+// ticket there, a number that this rank never uses again, and the rank tells the ticket to the
+// peers along with where the buffers are. Withdraw stores another value.
 //
-// A peer reads the buffers and then looks at the word. If the ticket still stands there, the owner had not left
-// the operation when the data was read, so that the data is the operation's. Otherwise the peer drops what it
-// has read. Nobody stores into the owner's memory, so that a peer that is slow, stopped or dead harms nobody.
-// The scheme is that of a sequence lock (Linux seqlock_t) whose readers give up instead of trying again.
+// A peer reads the buffers and then looks at the word. If the ticket still stands there, the owner
+// had not left the operation when the data was read, so that the data is the operation's. Otherwise
+// the peer drops what it has read. Nobody stores into the owner's memory, so that a peer that is
+// slow, stopped or dead harms nobody. The scheme is that of a sequence lock (Linux seqlock_t) whose
+// readers give up instead of trying again.
 //
 // What must be ordered, and by what:
 //
@@ -50,8 +51,8 @@ type board struct {
 	free   []int // offsets
 }
 
-// NewExposure returns an exposure for one operation at a time, which FreeExposure gives back. It fails with
-// errors.ErrUnsupported where peers cannot map this rank's memory. With the lock.
+// NewExposure returns an exposure for one operation at a time, which FreeExposure gives back. It
+// fails with errors.ErrUnsupported where peers cannot map this rank's memory. With the lock.
 func (p *Proxy) NewExposure() (*Exposure, error) {
 	if !CanExpose {
 		return nil, fmt.Errorf("exposing memory on this processor: %w", errors.ErrUnsupported)
@@ -86,8 +87,8 @@ func (p *Proxy) exposure(r *Region, off int) *Exposure {
 	return &Exposure{word: (*atomic.Uint64)(unsafe.Pointer(&r.Mem[off])), board: r, off: off, last: &p.tickets}
 }
 
-// FreeExposure withdraws e and gives its word back. A word may be used again at once, for tickets are not.
-// With the lock.
+// FreeExposure withdraws e and gives its word back. A word may be used again at once, for tickets
+// are not. With the lock.
 func (p *Proxy) FreeExposure(e *Exposure) {
 	if p.closed { // the boards are gone
 		return
@@ -100,7 +101,8 @@ func (p *Proxy) FreeExposure(e *Exposure) {
 	}
 }
 
-// Place returns where the peers find the word: the ID of a region of this rank, and the offset in it.
+// Place returns where the peers find the word: the ID of a region of this rank, and the offset in
+// it.
 func (e *Exposure) Place() (region uint64, off int) { return e.board.ID, e.off }
 
 // Begin opens the operation's buffers to whoever is told the ticket. It must precede that message.
@@ -110,8 +112,9 @@ func (e *Exposure) Begin() (ticket uint64) {
 	return ticket
 }
 
-// Withdraw ends what Begin began: whatever a peer reads from now on it will not take for the operation's data.
-// The buffers may be written as soon as Withdraw has returned. It does not wait for anybody.
+// Withdraw ends what Begin began: whatever a peer reads from now on it will not take for the
+// operation's data. The buffers may be written as soon as Withdraw has returned. It does not wait
+// for anybody.
 func (e *Exposure) Withdraw() {
 	e.word.Swap(0)
 	storeBarrier()
@@ -131,8 +134,8 @@ func NewTicket(board *Mapping, off int, value uint64) (Ticket, error) {
 	return Ticket{(*atomic.Uint64)(unsafe.Pointer(&board.Mem[off])), value}, nil
 }
 
-// Valid reports whether everything that this goroutine has read from the owner's buffers so far was the
-// operation's: the owner had not left it.
+// Valid reports whether everything that this goroutine has read from the owner's buffers so far was
+// the operation's: the owner had not left it.
 func (t Ticket) Valid() bool {
 	loadBarrier()
 	return t.word.Load() == t.value

@@ -6,9 +6,11 @@ import (
 	"testing"
 )
 
-// The model of an Exposure: an owner that begins an operation, tells its peer, and leaves it early or stays, and a reader. Each thread is a
-// list of accesses and of pairs that the processor keeps in order; all other accesses of a thread may happen in any order. The owner's
-// buffer has two cells, which hold 0 before the operation, 1 during it, and 2 when the caller has written them after the return.
+// The model of an Exposure: an owner that begins an operation, tells its peer, and leaves it early
+// or stays, and a reader. Each thread is a list of accesses and of pairs that the processor keeps
+// in order; all other accesses of a thread may happen in any order. The owner's buffer has two
+// cells, which hold 0 before the operation, 1 during it, and 2 when the caller has written them
+// after the return.
 type access struct {
 	name  string
 	store bool
@@ -29,9 +31,11 @@ var (
 	readerOrder = []order{{"hear", "load0"}, {"hear", "load1"}, {"load0", "look"}, {"load1", "look"}}
 )
 
-// explore runs the threads in every way that the orders allow and returns what is wrong with one of them: data is accepted that is not the
-// operation's, or data of an owner that stays is refused. With buffers the stores of the owner lie in a queue, from which they reach the memory
-// in order but later, unless drain names them: these wait until the queue is empty, as a locked instruction does.
+// explore runs the threads in every way that the orders allow and returns what is wrong with one of
+// them: data is accepted that is not the operation's, or data of an owner that stays is refused.
+// With buffers the stores of the owner lie in a queue, from which they reach the memory in order
+// but later, unless drain names them: these wait until the queue is empty, as a locked instruction
+// does.
 func explore(owner []access, orders []order, stays, buffers bool, drain string) string {
 	threads := [2][]access{owner, modelRead}
 	type state struct {
@@ -115,8 +119,9 @@ func explore(owner []access, orders []order, stays, buffers bool, drain string) 
 	return run(state{map[string]int{}, nil, [2]map[string]bool{{}, {}}, map[string]int{}})
 }
 
-// TestExposureOrder: with the orders that Exposure documents nothing wrong is accepted and nothing right refused, on a processor that keeps no
-// others, with and without store buffers; without any one of them something is.
+// TestExposureOrder: with the orders that Exposure documents nothing wrong is accepted and nothing
+// right refused, on a processor that keeps no others, with and without store buffers; without any
+// one of them something is.
 func TestExposureOrder(t *testing.T) {
 	leaves := slices.Concat(modelOwner, modelLeave)
 	all := slices.Concat(ownerOrder, coherence, readerOrder)

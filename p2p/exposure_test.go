@@ -38,7 +38,8 @@ func mapBoard(t *testing.T, p *p2p.Proxy, c *p2p.Channel, slot int, e *p2p.Expos
 	return m
 }
 
-// TestExposureTickets: no ticket comes back, whichever exposure and word it was of, and a ticket is valid from Begin to Withdraw alone.
+// TestExposureTickets: no ticket comes back, whichever exposure and word it was of, and a ticket is
+// valid from Begin to Withdraw alone.
 func TestExposureTickets(t *testing.T) {
 	all := cluster(t, 2, 0, nil)
 	defer closeAll(all)
@@ -98,7 +99,8 @@ func TestExposureTickets(t *testing.T) {
 	}
 }
 
-// TestExposureRaces: a reader that races an owner who leaves at any moment never accepts what the owner has written afterwards.
+// TestExposureRaces: a reader that races an owner who leaves at any moment never accepts what the
+// owner has written afterwards.
 func TestExposureRaces(t *testing.T) {
 	all := cluster(t, 2, 0, nil)
 	defer closeAll(all)

@@ -45,7 +45,8 @@ func (h *mutedTransport) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, 
 	return h.link, nil
 }
 
-// TestMapEnds: waiting for a peer to share memory ends with the operation's deadline, with the peer, with the channel, and with Close.
+// TestMapEnds: waiting for a peer to share memory ends with the operation's deadline, with the
+// peer, with the channel, and with Close.
 func TestMapEnds(t *testing.T) {
 	abort := errors.New("aborted")
 	for name, c := range map[string]struct {

@@ -12,14 +12,16 @@ type Registrar interface {
 	Deregister(r *Region) error
 }
 
-// Control returns n bytes of zeroed memory for the engine's own use: slots, credits, pools, scratch, synchronisation, warm-up. It is the only way
-// to such memory, and it knows no location but Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
+// Control returns n bytes of zeroed memory for the engine's own use: slots, credits, pools,
+// scratch, synchronisation, warm-up. It is the only way to such memory, and it knows no location
+// but Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
 func (p *Proxy) Control(n int) (*Region, error) {
 	r := NewRegion(newID(), Anywhere, make([]byte, n), false, func() error { return nil })
 	return r, p.register(r)
 }
 
-// Register makes the caller's memory at loc known to the transports. The caller keeps the memory alive until Deregister.
+// Register makes the caller's memory at loc known to the transports. The caller keeps the memory
+// alive until Deregister.
 func (p *Proxy) Register(mem []byte, loc Location) (*Region, error) {
 	if err := loc.Validate(); err != nil {
 		return nil, err
@@ -55,8 +57,8 @@ func (p *Proxy) Deregister(r *Region) error {
 	return errors.Join(errs...)
 }
 
-// Alloc returns a region of n bytes that peers can map where a transport can do that, else plain memory. Free it with
-// FreeRegion. Takes the lock itself.
+// Alloc returns a region of n bytes that peers can map where a transport can do that, else plain
+// memory. Free it with FreeRegion. Takes the lock itself.
 func (p *Proxy) Alloc(n int) (*Region, error) {
 	r, err := p.alloc(n)
 	if err != nil {

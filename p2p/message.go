@@ -17,11 +17,14 @@ const (
 	AnyTag  = -1
 )
 
-// SendReq is a send of the tagged lane. Messages up to EagerMax travel at once, within the credit; larger ones are announced, wait in the
-// sender's memory, and go straight to the receiver's buffer when that asks for them.
+// SendReq is a send of the tagged lane. Messages up to EagerMax travel at once, within the credit;
+// larger ones are announced, wait in the sender's memory, and go straight to the receiver's buffer
+// when that asks for them.
 //
-// A message is received whole or not at all. A receive that is cancelled while its message comes leaves it to the next one that matches: announced, as the sender keeps it
-// until the receiver has said that it has all of it, or put aside. A sender that takes its message back leaves the receive to the next message.
+// A message is received whole or not at all. A receive that is cancelled while its message comes
+// leaves it to the next one that matches: announced, as the sender keeps it until the receiver has
+// said that it has all of it, or put aside. A sender that takes its message back leaves the receive
+// to the next message.
 type SendReq struct {
 	st     *stream
 	buf    []byte
@@ -58,7 +61,8 @@ type RecvReq struct {
 // EagerMax is the longest message of the tagged lane that is sent before it was asked for.
 func (c *Channel) EagerMax() int { return min(c.window/8, 16<<10) }
 
-// PostSend queues buf for slot, behind what was queued for it before. meta must equal the receive's. It does not block; buf belongs to the channel until WaitSend or CancelSend returns.
+// PostSend queues buf for slot, behind what was queued for it before. meta must equal the
+// receive's. It does not block; buf belongs to the channel until WaitSend or CancelSend returns.
 func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
 	st := c.stream(slot)
 	*s = SendReq{st: st, buf: buf, tag: tag, meta: meta}
@@ -70,8 +74,9 @@ func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []
 	}
 }
 
-// pump passes on what waits to be sent to a peer, in order, as far as credit and room go, and reports whether anything went: announcements and short
-// messages of each channel, then data of the messages that the peer has asked for.
+// pump passes on what waits to be sent to a peer, in order, as far as credit and room go, and
+// reports whether anything went: announcements and short messages of each channel, then data of the
+// messages that the peer has asked for.
 func (p *Proxy) pump(pr *peer) bool {
 	any := false
 	for i := 0; i < len(pr.queued); {
@@ -122,7 +127,8 @@ func (c *Channel) begin(st *stream, s *SendReq) bool {
 	return true
 }
 
-// WaitSend blocks until s was taken by the link (short messages) or by the receiver. On error s is cancelled.
+// WaitSend blocks until s was taken by the link (short messages) or by the receiver. On error s is
+// cancelled.
 func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
 	for !s.done {
 		err := c.err
@@ -176,7 +182,8 @@ func (s *SendReq) unasked() {
 	}
 }
 
-// clearToSend is the receiver's word on an announced message: that it is done with it, that it wants it, or that it does not want it now.
+// clearToSend is the receiver's word on an announced message: that it is done with it, that it
+// wants it, or that it does not want it now.
 func (c *Channel) clearToSend(st *stream, h *Header) {
 	s := c.sends[h.Seq]
 	if s == nil || s.st != st { // taken back meanwhile: the cancellation is under way
@@ -204,7 +211,8 @@ func (c *Channel) received(r *RecvReq) {
 	c.p.drain()
 }
 
-// cancelled handles a sender's withdrawal of an announced message. A receive that was about to get it waits for another one.
+// cancelled handles a sender's withdrawal of an announced message. A receive that was about to get
+// it waits for another one.
 func (c *Channel) cancelled(st *stream, h *Header) {
 	for _, r := range c.recvs {
 		if r.st == st && r.rts.h.Seq == h.Seq {
@@ -299,7 +307,8 @@ func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 	c.p.wakeAll()
 }
 
-// PostMsg posts buf for a message from slot (or AnySlot) with tag (or AnyTag) and meta. It does not block; buf belongs to the channel until WaitMsg or CancelRecv returns.
+// PostMsg posts buf for a message from slot (or AnySlot) with tag (or AnyTag) and meta. It does not
+// block; buf belongs to the channel until WaitMsg or CancelRecv returns.
 func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []byte) {
 	*r = RecvReq{buf: buf, from: slot, tag: tag, meta: meta}
 	var best *stream
@@ -323,7 +332,8 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 	}
 }
 
-// WaitMsg blocks until r is done. On error r is cancelled. ErrWrongSize: the message was consumed, r says what it was.
+// WaitMsg blocks until r is done. On error r is cancelled. ErrWrongSize: the message was consumed,
+// r says what it was.
 func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 	for !r.done {
 		err := r.err
@@ -396,7 +406,8 @@ func (c *Channel) nobody() error {
 	return last
 }
 
-// CancelRecv withdraws r: its buffer is not touched afterwards. A message that was on its way to it is left to the next receive that matches.
+// CancelRecv withdraws r: its buffer is not touched afterwards. A message that was on its way to it
+// is left to the next receive that matches.
 func (c *Channel) CancelRecv(r *RecvReq) {
 	for i, q := range c.posted {
 		if q == r {

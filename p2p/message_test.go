@@ -26,7 +26,8 @@ func tagged(t interface{ Fatal(...any) }, all []*p2p.Proxy) []*p2p.Channel {
 	return cs
 }
 
-// A receive that is cancelled, at whatever moment, loses nothing: the next one gets the whole message, and the sender's is done only when somebody has it. So it is with sends that are
+// A receive that is cancelled, at whatever moment, loses nothing: the next one gets the whole
+// message, and the sender's is done only when somebody has it. So it is with sends that are
 // cancelled, of which nothing remains. What was behind keeps its order.
 func TestCancelledMessagesAreWholeOrNot(t *testing.T) {
 	const window = 64 << 10

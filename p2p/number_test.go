@@ -15,7 +15,8 @@ func pair(t *testing.T) (a, b *member) {
 	return w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
 }
 
-// Channels that come and go over one link take each other's numbers: what a link keeps for them is bounded by how many are open at once.
+// Channels that come and go over one link take each other's numbers: what a link keeps for them is
+// bounded by how many are open at once.
 func TestNumbersOfChannelsAreUsedAgain(t *testing.T) {
 	a, b := pair(t)
 	for i := range 500 {
@@ -88,7 +89,8 @@ func TestCreditWraps(t *testing.T) {
 	}
 }
 
-// Whoever waits for a peer that says nothing sends it something now and then, so that a transport can tell a host that does not answer.
+// Whoever waits for a peer that says nothing sends it something now and then, so that a transport
+// can tell a host that does not answer.
 func TestWaitersSendHeartbeats(t *testing.T) {
 	all := make([]*p2p.Proxy, 2)
 	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
@@ -135,7 +137,8 @@ func TestWaitersSendHeartbeats(t *testing.T) {
 	}
 }
 
-// Who is kept in an operation keeps those who are past it: what it has said counts until it gets on.
+// Who is kept in an operation keeps those who are past it: what it has said counts until it gets
+// on.
 func TestWaitsForOfAnEarlierOperation(t *testing.T) {
 	a, b := pair(t)
 	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)

@@ -91,7 +91,8 @@ func (p *Proxy) fill(pr *peer) bool {
 	return true
 }
 
-// take moves the current frame's payload to dst (nil: drops it), now or as it arrives; finish follows.
+// take moves the current frame's payload to dst (nil: drops it), now or as it arrives; finish
+// follows.
 func (p *Proxy) take(pr *peer, payload, dst []byte) {
 	if payload == nil && pr.cur.Len > 0 {
 		pr.dst, pr.left = dst, int(pr.cur.Len)
@@ -269,7 +270,8 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	return nil
 }
 
-// streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel was closed, or this epoch of it.
+// streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel
+// was closed, or this epoch of it.
 func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 	c := p.chans[key]
 	if c == nil {
@@ -287,7 +289,8 @@ func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 	return c.streamOf(pr), nil
 }
 
-// keep puts the current frame aside until somebody asks for it; the peer's credit bounds how much that can be.
+// keep puts the current frame aside until somebody asks for it; the peer's credit bounds how much
+// that can be.
 func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 	n := int(pr.cur.Len)
 	if pr.cur.Kind != frameAbort {
@@ -347,7 +350,8 @@ func (p *Proxy) dropEarly(st *stream, i int) {
 	p.repay(st)
 }
 
-// abortedBy records a peer's abort and passes it on to the members that we are linked with, once: who waits for a rank that has aborted is linked with it.
+// abortedBy records a peer's abort and passes it on to the members that we are linked with, once:
+// who waits for a rank that has aborted is linked with it.
 func (c *Channel) abortedBy(st *stream, payload []byte) {
 	c.Abort(&Aborted{Rank: st.slot, Payload: payload}, payload)
 }

@@ -5,7 +5,8 @@ import (
 	"math/bits"
 )
 
-// pool holds what arrives early, in control memory. Blocks come in powers of two; what is out is bounded by the credits, what is kept by what was out.
+// pool holds what arrives early, in control memory. Blocks come in powers of two; what is out is
+// bounded by the credits, what is kept by what was out.
 type pool struct {
 	control func(n int) (*Region, error)
 	regions []*Region

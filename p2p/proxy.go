@@ -10,7 +10,8 @@ import (
 	"time"
 )
 
-// The frames of the proxy. Header fields that are not named are 0; Ack is always the credit of (Chan, this direction's reverse).
+// The frames of the proxy. Header fields that are not named are 0; Ack is always the credit of
+// (Chan, this direction's reverse).
 const (
 	frameData   = iota + 1 // ordered lane. Seq, Call, Count: the operation; Off: place in the message; flagLast on its last frame
 	frameCredit            // carries only Ack
@@ -59,23 +60,30 @@ type Config struct {
 	Self   Identity
 	Size   int // ranks of the job
 	Secret []byte
-	// Resolve asks the directory for a rank; it may block until ctx ends, and returns an error that wraps ErrPeerGone when the rank is known to be gone.
+	// Resolve asks the directory for a rank; it may block until ctx ends, and returns an error that
+	// wraps ErrPeerGone when the rank is known to be gone.
 	Resolve func(ctx context.Context, rank int) (Peer, error)
 	// Transports in order of preference. The proxy owns them.
 	Transports []Transport
-	// Window is the credit per channel, peer and direction, in bytes; the same at all ranks. Default: 64 MiB over Size, within 32 KiB and 512 KiB.
+	// Window is the credit per channel, peer and direction, in bytes; the same at all ranks.
+	// Default: 64 MiB over Size, within 32 KiB and 512 KiB.
 	Window int
 	// Oversubscribed says that there are more local ranks than cores: waiters then yield at once.
 	Oversubscribed bool
-	// Threads says that all ranks are goroutines of this process, so that yielding is the Go scheduler's business alone.
+	// Threads says that all ranks are goroutines of this process, so that yielding is the Go
+	// scheduler's business alone.
 	Threads bool
-	// Notify hears of every link that comes up (err nil) or goes down, with the peer's incarnation. It is called with the proxy's lock and must not block.
+	// Notify hears of every link that comes up (err nil) or goes down, with the peer's incarnation.
+	// It is called with the proxy's lock and must not block.
 	Notify func(peer Identity, err error)
-	// Patient, if it returns true, has a peer that refuses this rank as unknown dialled again: it may still believe in an earlier life of this rank. Called by any goroutine.
+	// Patient, if it returns true, has a peer that refuses this rank as unknown dialled again: it
+	// may still believe in an earlier life of this rank. Called by any goroutine.
 	Patient func() bool
-	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30 s.
+	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30
+	// s.
 	ConnectTimeout time.Duration
-	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so that a transport notices when the peer's host does not answer. Default 0: never.
+	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so
+	// that a transport notices when the peer's host does not answer. Default 0: never.
 	Heartbeat time.Duration
 	Logger    *slog.Logger // default: none
 }
@@ -83,8 +91,10 @@ type Config struct {
 // DefaultWindow is Config.Window's default for a job of size ranks.
 func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 512<<10) }
 
-// Proxy is a rank's engine for all traffic with its peers. It owns the links, matches what is sent with what is awaited, keeps the credits and makes
-// progress: there is no thread of its own, whoever waits polls. All state is under one lock, held while polling and matching but never while sleeping.
+// Proxy is a rank's engine for all traffic with its peers. It owns the links, matches what is sent
+// with what is awaited, keeps the credits and makes progress: there is no thread of its own,
+// whoever waits polls. All state is under one lock, held while polling and matching but never while
+// sleeping.
 type Proxy struct {
 	cfg       Config
 	log       *slog.Logger
@@ -178,7 +188,8 @@ func New(cfg Config) *Proxy {
 	return p
 }
 
-// Listen starts every transport and returns their endpoints, by name, for the directory. It may block until ctx ends. On error the proxy must be closed.
+// Listen starts every transport and returns their endpoints, by name, for the directory. It may
+// block until ctx ends. On error the proxy must be closed.
 func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 	p.endpoints = map[string][]byte{}
 	for _, t := range p.cfg.Transports {
@@ -194,7 +205,8 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 	return p.endpoints, nil
 }
 
-// SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the machine. With the lock.
+// SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the
+// machine. With the lock.
 func (p *Proxy) SetOversubscribed(yes bool) {
 	p.cfg.Oversubscribed = yes
 	for _, pr := range p.links {
@@ -231,8 +243,9 @@ func (p *Proxy) Lock() {
 // Unlock is Lock's counterpart.
 func (p *Proxy) Unlock() { p.mu.Unlock() }
 
-// Close tells the peers goodbye, closes links, transports and regions made for control, and ends every goroutine before it returns.
-// Pending waits fail with ErrClosed. What was sent is still delivered by the links, within their own bounds.
+// Close tells the peers goodbye, closes links, transports and regions made for control, and ends
+// every goroutine before it returns. Pending waits fail with ErrClosed. What was sent is still
+// delivered by the links, within their own bounds.
 func (p *Proxy) Close() error {
 	p.Lock()
 	if p.closed {
@@ -382,8 +395,9 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
-// Vacate says that no incarnation of rank is a member any more: its link, if there is one, goes down because of why, after what has arrived over it was
-// taken, waits for it fail, and another incarnation may link itself. Takes the lock itself.
+// Vacate says that no incarnation of rank is a member any more: its link, if there is one, goes
+// down because of why, after what has arrived over it was taken, waits for it fail, and another
+// incarnation may link itself. Takes the lock itself.
 func (p *Proxy) Vacate(rank int, why error) {
 	p.Lock()
 	defer p.Unlock()
@@ -402,7 +416,8 @@ func (p *Proxy) Vacate(rank int, why error) {
 	p.wakeAll()
 }
 
-// Relink forgets why the link to rank failed, if it did, and makes one unless there is one. It does not block; Config.Notify tells the outcome. Takes the lock itself.
+// Relink forgets why the link to rank failed, if it did, and makes one unless there is one. It does
+// not block; Config.Notify tells the outcome. Takes the lock itself.
 func (p *Proxy) Relink(rank int) {
 	p.Lock()
 	defer p.Unlock()
@@ -415,7 +430,8 @@ func (p *Proxy) Relink(rank int) {
 	p.connect(pr)
 }
 
-// Expect says which incarnation of rank is a member: no other is linked until Vacate. It does nothing while there is a link. Takes the lock itself.
+// Expect says which incarnation of rank is a member: no other is linked until Vacate. It does
+// nothing while there is a link. Takes the lock itself.
 func (p *Proxy) Expect(rank int, incarnation uint64) {
 	p.Lock()
 	defer p.Unlock()
@@ -427,7 +443,8 @@ func (p *Proxy) Expect(rank int, incarnation uint64) {
 	}
 }
 
-// Down returns why rank cannot be reached, nil while it can, or may be and never failed to. With the lock.
+// Down returns why rank cannot be reached, nil while it can, or may be and never failed to. With
+// the lock.
 func (p *Proxy) Down(rank int) error {
 	if pr := &p.peers[rank]; pr.err == nil {
 		return pr.was
@@ -435,11 +452,13 @@ func (p *Proxy) Down(rank int) error {
 	return p.peers[rank].err
 }
 
-// Progress polls once, or gives way and sleeps as long waits do, and returns nil when the caller should look again at what it waits for, or why w must not
-// wait any longer. With the lock, which it may give up meanwhile.
+// Progress polls once, or gives way and sleeps as long waits do, and returns nil when the caller
+// should look again at what it waits for, or why w must not wait any longer. With the lock, which
+// it may give up meanwhile.
 func (p *Proxy) Progress(w *Wait) error { return p.progress(w, nil) }
 
-// Wake ends the sleep of everybody who waits, so that they look again at what they wait for. From any goroutine.
+// Wake ends the sleep of everybody who waits, so that they look again at what they wait for. From
+// any goroutine.
 func (p *Proxy) Wake() { p.wakeAll() }
 
 // Linked returns the incarnation that rank is linked as, 0 if it is not. Takes the lock itself.
@@ -452,7 +471,8 @@ func (p *Proxy) Linked(rank int) uint64 {
 	return 0
 }
 
-// Idle looks once at every link, unless somebody else uses the proxy: for a rank that computes and would not notice what happens to its peers.
+// Idle looks once at every link, unless somebody else uses the proxy: for a rank that computes and
+// would not notice what happens to its peers.
 func (p *Proxy) Idle() {
 	if p.mu.TryLock() {
 		if !p.closed && p.asleep.Load() == 0 {
@@ -462,7 +482,8 @@ func (p *Proxy) Idle() {
 	}
 }
 
-// drain sees to it that what this rank has told its peers, as that an operation failed, goes out although nobody may wait here any more. With the lock.
+// drain sees to it that what this rank has told its peers, as that an operation failed, goes out
+// although nobody may wait here any more. With the lock.
 func (p *Proxy) drain() {
 	if p.draining || p.closed || !p.pending() {
 		return
@@ -479,7 +500,8 @@ func (p *Proxy) drain() {
 	})
 }
 
-// control sends a control frame of a channel in use, or keeps it until the link has room. It carries the channel's credit, as every frame does.
+// control sends a control frame of a channel in use, or keeps it until the link has room. It
+// carries the channel's credit, as every frame does.
 func (c *Channel) control(pr *peer, h Header, payload []byte) {
 	if pr.link == nil || pr.sendErr != nil || c.retired {
 		return

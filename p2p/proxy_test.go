@@ -72,7 +72,8 @@ func patient(ctx context.Context) *p2p.Wait {
 	return w
 }
 
-// Random traffic on both lanes: everything arrives whole and in order, and the accounts of both ends agree at every quiet moment.
+// Random traffic on both lanes: everything arrives whole and in order, and the accounts of both
+// ends agree at every quiet moment.
 func TestLedger(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		const window = 32 << 10
@@ -377,7 +378,8 @@ func (s *scripted) Disarm()       {}
 func (s *scripted) Err() error    { return nil }
 func (s *scripted) Close() error  { s.closed = true; return nil }
 
-// Whatever frames a peer sends, the proxy neither panics nor hangs, and receives either what was asked for or an error.
+// Whatever frames a peer sends, the proxy neither panics nor hangs, and receives either what was
+// asked for or an error.
 func FuzzHostilePeer(f *testing.F) {
 	f.Add([]byte{1, 1, 1, 0, 8, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0})
 	f.Add(bytes.Repeat([]byte{6, 0, 2, 0, 0, 0, 1, 0, 1, 0, 9, 1, 0, 0, 0, 0}, 4))
@@ -429,7 +431,8 @@ type seldom struct {
 
 func (s *seldom) SleepSeldom() { s.told++ }
 
-// Links sleep seldom where the rank has a core of its own, whether that is known before they are made or later.
+// Links sleep seldom where the rank has a core of its own, whether that is known before they are
+// made or later.
 func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
 	for _, c := range []struct {
 		name          string
@@ -466,7 +469,8 @@ func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
 	}
 }
 
-// A rank that ends an operation while the link to a peer is full, and then does not wait for anything, has told the peer all the same.
+// A rank that ends an operation while the link to a peer is full, and then does not wait for
+// anything, has told the peer all the same.
 func TestAbortGoesOutOfAFullLink(t *testing.T) {
 	all := cluster(t, 2, 512<<10, nil)
 	defer closeAll(all)

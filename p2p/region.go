@@ -8,7 +8,8 @@ import (
 	"sync/atomic"
 )
 
-// Location says where memory is: "*" (host memory of no particular place), "cpu:N" (NUMA node N) or "cuda:N" (GPU N).
+// Location says where memory is: "*" (host memory of no particular place), "cpu:N" (NUMA node N) or
+// "cuda:N" (GPU N).
 type Location string
 
 // Anywhere is the wildcard location. Control, sync and warm-up memory always has it.
@@ -30,7 +31,8 @@ func (l Location) Validate() error {
 	return fmt.Errorf("location %q: want \"*\", \"cpu:N\" or \"cuda:N\"", string(l))
 }
 
-// Region is memory that a transport knows: registered, and where the transport can, open to peers for reading.
+// Region is memory that a transport knows: registered, and where the transport can, open to peers
+// for reading.
 type Region struct {
 	ID       uint64 // unique in this incarnation, never 0
 	Location Location
@@ -44,8 +46,8 @@ func NewRegion(id uint64, loc Location, mem []byte, shared bool, free func() err
 	return &Region{ID: id, Location: loc, Mem: mem, Shared: shared, free: free}
 }
 
-// Free unmaps the region here and asks the peers that have mapped it to do so too. Mem must not be touched
-// afterwards. It does not wait for the peers. Idempotent only through the proxy.
+// Free unmaps the region here and asks the peers that have mapped it to do so too. Mem must not be
+// touched afterwards. It does not wait for the peers. Idempotent only through the proxy.
 func (r *Region) Free() error {
 	if r.free == nil {
 		return nil
@@ -55,15 +57,17 @@ func (r *Region) Free() error {
 	return f()
 }
 
-// Mapping is a peer's region in this process, for loads only. It is shared by all who map the region, and counts
-// them: the memory is unmapped when its link has retired it and the last user has released it.
+// Mapping is a peer's region in this process, for loads only. It is shared by all who map the
+// region, and counts them: the memory is unmapped when its link has retired it and the last user
+// has released it.
 type Mapping struct {
 	Mem   []byte
 	users atomic.Int64 // and one until Retire; below 1: unmapped
 	unmap func([]byte)
 }
 
-// NewMapping describes mem, which unmap (may be nil) gives back. For links, which keep it and hand it out by Acquire.
+// NewMapping describes mem, which unmap (may be nil) gives back. For links, which keep it and hand
+// it out by Acquire.
 func NewMapping(mem []byte, unmap func([]byte)) *Mapping {
 	m := &Mapping{Mem: mem, unmap: unmap}
 	m.users.Store(1)

@@ -22,7 +22,8 @@ const (
 	hotPolls  = 16  // polls of the awaited link between rounds over all
 )
 
-// Wait is how patient one goroutine is: what ends its waiting, and how it has waited so far. It is used by one goroutine and reusable.
+// Wait is how patient one goroutine is: what ends its waiting, and how it has waited so far. It is
+// used by one goroutine and reusable.
 type Wait struct {
 	ctx     context.Context
 	timeout time.Duration // 0: none
@@ -40,8 +41,8 @@ type Wait struct {
 	blame   blame
 }
 
-// Reset prepares w for an operation bounded by ctx and timeout (0: none), which counts from when it first has to wait. lazy says that nobody's latency
-// depends on it: it yields at once.
+// Reset prepares w for an operation bounded by ctx and timeout (0: none), which counts from when it
+// first has to wait. lazy says that nobody's latency depends on it: it yields at once.
 func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 	if w.wake == nil {
 		w.wake = make(chan struct{}, 1)
@@ -86,8 +87,10 @@ func (w *Wait) Err() error {
 // Restart gives w's operation its whole time again.
 func (w *Wait) Restart() { w.began, w.from = time.Time{}, time.Time{} }
 
-// OnLong sets what is called, with the proxy's lock, once when an operation has waited for a quarter of a second (or for half of the time that it has, if that is less), and every few
-// milliseconds at most while it has waited for more than half of the time that it has. It stays set.
+// OnLong sets what is called, with the proxy's lock, once when an operation has waited for a
+// quarter of a second (or for half of the time that it has, if that is less), and every few
+// milliseconds at most while it has waited for more than half of the time that it has. It stays
+// set.
 func (w *Wait) OnLong(f func()) { w.long = f }
 
 // Waited returns how long w's operation has been waiting.
@@ -116,8 +119,9 @@ func (p *Proxy) wakeAll() {
 	p.sleepMu.Unlock()
 }
 
-// progress polls once, first of all prefer's link (nil: nobody's in particular), and gives way according to how long w has waited in vain. Called with the lock, which it may give up for a while.
-// It returns nil whenever the caller should look again, or why w must not wait any longer.
+// progress polls once, first of all prefer's link (nil: nobody's in particular), and gives way
+// according to how long w has waited in vain. Called with the lock, which it may give up for a
+// while. It returns nil whenever the caller should look again, or why w must not wait any longer.
 func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	w.blame.on = prefer
 	if prefer != nil {
@@ -249,7 +253,8 @@ func (p *Proxy) beat(on *peer, now time.Time) {
 	}
 }
 
-// sleep parks the goroutine until a link has something, another goroutine made progress, or time is up.
+// sleep parks the goroutine until a link has something, another goroutine made progress, or time is
+// up.
 func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	p.asleep.Add(1)
 	p.sleepMu.Lock()

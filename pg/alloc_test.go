@@ -11,7 +11,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// Warm, a blocking collective allocates nothing: within one process, and between processes over every transport.
+// Warm, a blocking collective allocates nothing: within one process, and between processes over
+// every transport.
 func TestCollectivesAllocateNothing(t *testing.T) {
 	t.Run("inproc", func(t *testing.T) { pgtest.RunLocal(t, 2, allocateNothing) })
 	for _, tr := range transports {
@@ -50,7 +51,8 @@ func allocateNothing(t *testing.T, g *pg.Group) {
 		{"allgatherv", func() error { return pg.AllGatherV(ctx, g, v, big[:counts[g.Rank()]], counts) }},
 		{"alltoallv", func() error { return pg.AllToAllV(ctx, g, v[:20], big[40:60], tens, tens) }},
 	} {
-		// What else the process does (it keeps its lease, a waiter falls asleep) allocates now and then: the least of some tries counts. All ranks make all of them.
+		// What else the process does (it keeps its lease, a waiter falls asleep) allocates now and
+		// then: the least of some tries counts. All ranks make all of them.
 		least := uint64(1 << 62)
 		for range 4 { // the first warms up
 			if err := g.Barrier(ctx); err != nil {

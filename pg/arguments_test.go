@@ -43,7 +43,8 @@ func local(t *testing.T, n int, f func(ctx context.Context, g *pg.Group) error) 
 // buffers of one piece of memory, in elements.
 func piece(mem []int64, at, n int) pg.Buffer { return pg.BufferOf(mem[at : at+n]) }
 
-// Each operation takes buffers that are apart or, where it may work in place, exactly so; anything between is an *ArgumentError, and leaves the memory alone.
+// Each operation takes buffers that are apart or, where it may work in place, exactly so; anything
+// between is an *ArgumentError, and leaves the memory alone.
 func TestOverlap(t *testing.T) {
 	const n, k = 3, 10
 	local(t, n, func(ctx context.Context, g *pg.Group) error {
@@ -98,7 +99,8 @@ func TestOverlap(t *testing.T) {
 	})
 }
 
-// At the root of a gather or scatter this rank's part may be where it belongs; elsewhere the other buffer is not looked at.
+// At the root of a gather or scatter this rank's part may be where it belongs; elsewhere the other
+// buffer is not looked at.
 func TestOverlapAtTheRoot(t *testing.T) {
 	const n, k = 3, 10
 	local(t, n, func(ctx context.Context, g *pg.Group) error {
@@ -142,7 +144,8 @@ func TestOverlapAtTheRoot(t *testing.T) {
 	})
 }
 
-// Lengths that no memory has are *ArgumentErrors, whatever their product with an element's size or the number of ranks happens to be.
+// Lengths that no memory has are *ArgumentErrors, whatever their product with an element's size or
+// the number of ranks happens to be.
 func TestLengthsThatOverflow(t *testing.T) {
 	local(t, 2, func(ctx context.Context, g *pg.Group) error {
 		x := make([]int64, 8)
@@ -185,7 +188,8 @@ func TestLengthsThatOverflow(t *testing.T) {
 	})
 }
 
-// Close leaves memory of Alloc to the program: it keeps its contents, can be read and written, and is freed by Free. There is no new one.
+// Close leaves memory of Alloc to the program: it keeps its contents, can be read and written, and
+// is freed by Free. There is no new one.
 func TestMemoryOutlivesClose(t *testing.T) {
 	check := func(ctx context.Context, g *pg.Group) error {
 		x, err := pg.Alloc[int64](g, 100_000)

@@ -15,7 +15,8 @@ import (
 	"tutti/pg/flight"
 )
 
-// call is one collective on one rank, checked and ready to run. It belongs to the group, one at a time.
+// call is one collective on one rank, checked and ready to run. It belongs to the group, one at a
+// time.
 type call struct {
 	kind       collectives.Kind
 	dtype      DType
@@ -77,7 +78,9 @@ func spell(t p2p.Token) string {
 	return flight.Spell(t.Seq, flight.Call(t.Call), t.Count)
 }
 
-// check validates the arguments of a collective and fills c. It looks at nothing that only this rank knows but the lengths of its own buffers. With the proxy's lock, as the number of slots may grow.
+// check validates the arguments of a collective and fills c. It looks at nothing that only this
+// rank knows but the lengths of its own buffers. With the proxy's lock, as the number of slots may
+// grow.
 func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
 	n := g.size
 	bad := func(arg, got, want string) error {
@@ -200,7 +203,8 @@ func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, ds
 // maxBytes is the longest buffer, and the most that the parts of one may have together.
 const maxBytes = math.MaxInt >> 7
 
-// clash looks at buffers whose lengths fit. It returns "" if they have no memory in common or what the operation may work in place on, else what would be right.
+// clash looks at buffers whose lengths fit. It returns "" if they have no memory in common or what
+// the operation may work in place on, else what would be right.
 func (g *Group) clash(kind collectives.Kind, root int, dst, src *Buffer, counts []int) (want string) {
 	big, part, own := dst, src, 0 // part may be the one that begins own elements into big
 	want = "memory of its own, or with the source as this rank's part of it"

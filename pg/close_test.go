@@ -11,7 +11,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// finish is the end of many programs: a few collectives in which no rank needs all others to have ended theirs, and then the group is closed.
+// finish is the end of many programs: a few collectives in which no rank needs all others to have
+// ended theirs, and then the group is closed.
 func finish(ctx context.Context, g *pg.Group) error {
 	n := g.Size()
 	for round := range 2 {
@@ -52,7 +53,8 @@ func finish(ctx context.Context, g *pg.Group) error {
 	return nil
 }
 
-// A rank that closes its group right after its last collective takes nothing from peers that are still finishing theirs.
+// A rank that closes its group right after its last collective takes nothing from peers that are
+// still finishing theirs.
 func TestCloseAfterLastCollective(t *testing.T) {
 	rounds := 400
 	if testing.Short() {
@@ -80,7 +82,8 @@ func TestCloseAfterLastCollective(t *testing.T) {
 	}
 }
 
-// The same between processes, where a rank's end takes its links, its listeners and its record in the store along.
+// The same between processes, where a rank's end takes its links, its listeners and its record in
+// the store along.
 func TestCloseAfterLastCollectiveOfProcesses(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {
@@ -90,7 +93,8 @@ func TestCloseAfterLastCollectiveOfProcesses(t *testing.T) {
 					rounds = 8
 				}
 				for i := range rounds {
-					// A job of its own, so that closing its one group closes everything. Ranks may be a round apart.
+					// A job of its own, so that closing its one group closes everything. Ranks may
+					// be a round apart.
 					g, err := pg.Join(t.Context(), pg.Config{Job: fmt.Sprintf("close-%s-%d", tr, i)})
 					if err != nil {
 						t.Fatalf("round %d: %v", i, err)

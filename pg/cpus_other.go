@@ -2,5 +2,6 @@
 
 package pg
 
-// allowedCPUs returns a hash of the numbers of the processors that this process may run on: all, as far as is known.
+// allowedCPUs returns a hash of the numbers of the processors that this process may run on: all, as
+// far as is known.
 func allowedCPUs() uint64 { return 0 }

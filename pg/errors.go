@@ -12,22 +12,26 @@ import (
 // Errors of a group that need no details, to be tested with errors.Is.
 var (
 	ErrClosed = errors.New("process group is closed")
-	// ErrEvicted: the others go on without this rank, which was put out although it lives: they could not reach it, or somebody asked for it. See Group.Rejoin.
+	// ErrEvicted: the others go on without this rank, which was put out although it lives: they
+	// could not reach it, or somebody asked for it. See Group.Rejoin.
 	ErrEvicted = errors.New("this rank was evicted from the process group")
-	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding who goes on. The store, where that is decided, is away (this rank may be on the minority side of a
-	// partition) or does not take the decision; the text says which.
+	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding who goes on. The
+	// store, where that is decided, is away (this rank may be on the minority side of a partition)
+	// or does not take the decision; the text says which.
 	ErrIsolated = errors.New("this rank cannot take part in deciding who goes on")
 	// ErrAborted: Group.Abort was called, here or on another rank.
 	ErrAborted = errors.New("process group aborted")
 )
 
-// RankError says that a rank failed: it died, left, or cannot be reached. The operation that returns it has no result. Config.OnFailure says how the group goes
-// on; by default every later collective returns an error until Recover.
+// RankError says that a rank failed: it died, left, or cannot be reached. The operation that
+// returns it has no result. Config.OnFailure says how the group goes on; by default every later
+// collective returns an error until Recover.
 type RankError struct {
 	Rank int   // who failed
 	Also []int // who else had, as far as was decided by then; ascending
-	// Overwritten says that the operation worked in place and had begun to: its input is lost. Otherwise inputs are as they were; the destination of an operation that does
-	// not work in place may be partly written.
+	// Overwritten says that the operation worked in place and had begun to: its input is lost.
+	// Otherwise inputs are as they were; the destination of an operation that does not work in
+	// place may be partly written.
 	Overwritten bool
 	Epoch       uint64 // in which view
 	Call        string // the operation during which it was noticed here, "" if none
@@ -58,8 +62,8 @@ type Seen struct {
 	What string // "nothing yet", "allreduce #12 (float32 sum, 1024 elements)"
 }
 
-// TimeoutError says that an operation did not end in time, and because of whom. It wraps context.DeadlineExceeded or context.Canceled.
-// The group is unusable afterwards, until Recover.
+// TimeoutError says that an operation did not end in time, and because of whom. It wraps
+// context.DeadlineExceeded or context.Canceled. The group is unusable afterwards, until Recover.
 type TimeoutError struct {
 	Call     string        // the operation
 	After    time.Duration // how long it had been running
@@ -87,7 +91,8 @@ func (e *TimeoutError) Error() string {
 
 func (e *TimeoutError) Unwrap() error { return e.Err }
 
-// MismatchError says that two ranks called different things where all must call the same. The group is unusable afterwards, until Recover.
+// MismatchError says that two ranks called different things where all must call the same. The group
+// is unusable afterwards, until Recover.
 type MismatchError struct {
 	RankA int
 	CallA string
@@ -99,8 +104,8 @@ func (e *MismatchError) Error() string {
 	return fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", e.RankA, e.CallA, e.RankB, e.CallB)
 }
 
-// An ArgumentError says what was wrong with a call that was not started: nothing was sent and the group goes on. Note that peers which made the
-// same call correctly will wait for this rank.
+// An ArgumentError says what was wrong with a call that was not started: nothing was sent and the
+// group goes on. Note that peers which made the same call correctly will wait for this rank.
 type ArgumentError struct {
 	Call string // "allgather"
 	Arg  string // the offending argument

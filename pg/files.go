@@ -6,13 +6,15 @@ import (
 	"tutti/internal/files"
 )
 
-// What a rank opens: a store connection, listeners, a few while it joins, and one for each peer that it links with; of large jobs, links with some only.
+// What a rank opens: a store connection, listeners, a few while it joins, and one for each peer
+// that it links with; of large jobs, links with some only.
 const (
 	joinFiles = 12
 	linkFiles = 32
 )
 
-// roomForFiles returns an error if this process may not open the files that a rank of size ranks needs: better than operations that fail later, at ranks that cannot say why.
+// roomForFiles returns an error if this process may not open the files that a rank of size ranks
+// needs: better than operations that fail later, at ranks that cannot say why.
 func roomForFiles(size int) error {
 	limit, known := files.Limit()
 	open, counted := files.Open()

@@ -21,12 +21,17 @@ import (
 
 // A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
 //
-// Collectives on a group are started in the same order, with the same arguments, by all its ranks. They run one at a time, in that order; a blocking
-// call runs on the caller's goroutine, as soon as all that was started before it has ended, and its ctx bounds it from when it was called. Methods and package functions may be called from several
-// goroutines, but then the order is theirs to arrange. Send and Recv stand outside of that order.
+// Collectives on a group are started in the same order, with the same arguments, by all its ranks.
+// They run one at a time, in that order; a blocking call runs on the caller's goroutine, as soon as
+// all that was started before it has ended, and its ctx bounds it from when it was called. Methods
+// and package functions may be called from several goroutines, but then the order is theirs to
+// arrange. Send and Recv stand outside of that order.
 //
-// After an error other than *ArgumentError, a collective has no result (an in-place buffer may be partly overwritten), and the group is failed: every
-// later collective returns an error at once, at every rank, until Recover; or, as Config.OnFailure says, the group goes on by itself among those that are left. When a call has returned, nothing touches its buffers any more, whatever the outcome.
+// After an error other than *ArgumentError, a collective has no result (an in-place buffer may be
+// partly overwritten), and the group is failed: every later collective returns an error at once, at
+// every rank, until Recover; or, as Config.OnFailure says, the group goes on by itself among those
+// that are left. When a call has returned, nothing touches its buffers any more, whatever the
+// outcome.
 type Group struct {
 	job    *job // shared with subgroups
 	rank   int
@@ -102,8 +107,9 @@ func (g *Group) View() View {
 	return View{Epoch: g.epoch, Active: append([]int(nil), g.active...)}
 }
 
-// newGroup makes the handle of a group among ranks of the job; its two channels have this name and the one with the next number.
-// lives are the incarnations of the members, nil for the group of all ranks, which enters its first view by move unless epoch is that view's.
+// newGroup makes the handle of a group among ranks of the job; its two channels have this name and
+// the one with the next number. lives are the incarnations of the members, nil for the group of all
+// ranks, which enters its first view by move unless epoch is that view's.
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
 	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1), done: make(chan struct{})}
 	g.active = make([]int, len(ranks))
@@ -171,7 +177,8 @@ func (g *Group) locate(places []place) {
 	g.run.settle()
 }
 
-// differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the same: then they use it.
+// differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the
+// same: then they use it.
 func (g *Group) differ(places []place) int {
 	for _, slot := range g.active {
 		if places[g.ranks[slot]].table != g.job.here.table {
@@ -203,7 +210,8 @@ func (g *Group) Topology() string {
 	return fmt.Sprintf("%d ranks on %d host(s), %s", len(g.active), hosts, how)
 }
 
-// LocalRank returns how many lower ranks of the group share this rank's machine, and LocalSize how many ranks in all.
+// LocalRank returns how many lower ranks of the group share this rank's machine, and LocalSize how
+// many ranks in all.
 func (g *Group) LocalRank() int { r, _ := g.local(); return r }
 
 // LocalSize returns how many ranks of the group are on this rank's machine.
@@ -306,7 +314,8 @@ func (g *Group) collective() error {
 	return err
 }
 
-// conclude finds out what the outcome of the operation is that has just run here with err, and may run it again.
+// conclude finds out what the outcome of the operation is that has just run here with err, and may
+// run it again.
 func (g *Group) conclude(err error) error {
 	s := g.job.settings
 	uniform := g.uniform || g.insist
@@ -373,7 +382,8 @@ func (g *Group) conclude(err error) error {
 	}
 }
 
-// overwritten reports whether the current call's input is lost here, at a rank that has its result or not.
+// overwritten reports whether the current call's input is lost here, at a rank that has its result
+// or not.
 func (g *Group) overwritten(has bool) bool {
 	c := &g.cur
 	return g.run.dirty || has && c.in == c.out && c.kind.Reduces() && (c.kind != collectives.Reduce || c.root == g.rank)
@@ -400,8 +410,8 @@ func (g *Group) fits() error {
 	return nil
 }
 
-// fail turns what went wrong in the collective that just ran into the error that the program sees, tells the other ranks, and makes sure that
-// nothing writes to the call's buffers any more.
+// fail turns what went wrong in the collective that just ran into the error that the program sees,
+// tells the other ranks, and makes sure that nothing writes to the call's buffers any more.
 func (g *Group) fail(err error) error {
 	tell, typed := g.explain(err)
 	if tell != nil {
@@ -413,7 +423,8 @@ func (g *Group) fail(err error) error {
 	return typed
 }
 
-// explain makes a typed error of err, and the message that tells it to the others, nil where they have been told or cannot be.
+// explain makes a typed error of err, and the message that tells it to the others, nil where they
+// have been told or cannot be.
 func (g *Group) explain(err error) (*wireAbort, error) {
 	now := g.run.tok
 	if now.Seq != g.seq { // failed before it began
@@ -504,7 +515,8 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
-// gone returns the slot that the job's view has lost first since the group's, and why: what followed may follow from that. It returns this rank's own if none is lost.
+// gone returns the slot that the job's view has lost first since the group's, and why: what
+// followed may follow from that. It returns this rank's own if none is lost.
 func (g *Group) gone() (int, error) {
 	active, _ := g.members(g.job.view)
 	first, epoch := g.rank, uint64(math.MaxUint64)
@@ -522,7 +534,8 @@ func (g *Group) gone() (int, error) {
 	return first, errors.New("it was removed from the view")
 }
 
-// trimGone removes the text of ErrPeerGone from the end of what a peer wrote, where it is added again as an error.
+// trimGone removes the text of ErrPeerGone from the end of what a peer wrote, where it is added
+// again as an error.
 func trimGone(s string) string {
 	gone := p2p.ErrPeerGone.Error()
 	if n := len(s) - len(gone); n >= 0 && s[n:] == gone {
@@ -540,8 +553,10 @@ func (g *Group) slotOf(rank int) int {
 	return rank
 }
 
-// Close leaves the group: operations under way fail with ErrClosed, peers learn of it, and when the last group of the job is closed on this rank, its links,
-// listeners and lease go too. What this rank had sent is still delivered. It returns in bounded time. Idempotent. Closing a group does not close its subgroups.
+// Close leaves the group: operations under way fail with ErrClosed, peers learn of it, and when the
+// last group of the job is closed on this rank, its links, listeners and lease go too. What this
+// rank had sent is still delivered. It returns in bounded time. Idempotent. Closing a group does
+// not close its subgroups.
 func (g *Group) Close() error {
 	if g.closed.Swap(true) {
 		return nil
@@ -565,7 +580,8 @@ func (g *Group) Close() error {
 // worldName is the name of the group of all ranks.
 var worldName = p2p.Name{Number: 1}
 
-// id is a number of the group for people: 1 for the group of all ranks, and the same at all members.
+// id is a number of the group for people: 1 for the group of all ranks, and the same at all
+// members.
 func (g *Group) id() uint32 {
 	if g.name == worldName {
 		return 1
@@ -573,13 +589,16 @@ func (g *Group) id() uint32 {
 	return uint32(g.name.Number) + 2
 }
 
-// Split divides the group: ranks that give the same color (>= 0) form a subgroup, ordered by key and among equal keys by rank. A negative color
-// joins none and gets (nil, nil). It is a collective: every rank calls it. The subgroup is closed on its own.
+// Split divides the group: ranks that give the same color (>= 0) form a subgroup, ordered by key
+// and among equal keys by rank. A negative color joins none and gets (nil, nil). It is a
+// collective: every rank calls it. The subgroup is closed on its own.
 //
-// Its outcome is uniform, as with Config.Uniform: if ranks are lost meanwhile, all survivors get their subgroups, or all get an error and none has been made.
-// Groups may be divided at the same time. Whoever is a member and was lost since is no member of the subgroup's first view.
+// Its outcome is uniform, as with Config.Uniform: if ranks are lost meanwhile, all survivors get
+// their subgroups, or all get an error and none has been made. Groups may be divided at the same
+// time. Whoever is a member and was lost since is no member of the subgroup's first view.
 func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
-	// What a rank says of itself. Of those with one color the lowest rank has the say, which name their subgroup has.
+	// What a rank says of itself. Of those with one color the lowest rank has the say, which name
+	// their subgroup has.
 	type part struct{ color, key, incarnation, number int64 }
 	const fields = 4
 	name := g.job.proxy.Reserve(2)
@@ -627,7 +646,8 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	return sub, nil
 }
 
-// exchange returns what all members say, by slot; zeros for slots that are not active. Its outcome is uniform.
+// exchange returns what all members say, by slot; zeros for slots that are not active. Its outcome
+// is uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 	if err := g.enter(ctx, "split", func() { g.expired(call{kind: collectives.AllGather, dtype: Int64, count: len(mine), ranks: g.size}) }); err != nil {
 		return nil, err
@@ -668,11 +688,13 @@ func (w *Work) Done() <-chan struct{} { return w.done }
 // Err returns the outcome; it may be called once Done is closed.
 func (w *Work) Err() error { return w.err }
 
-// LocalSuccess reports whether the operation's result is here: that it ended well, or that only its confirmation failed (Config.Uniform), so that the result does not count
-// although this rank has it. It may be called once Done is closed.
+// LocalSuccess reports whether the operation's result is here: that it ended well, or that only its
+// confirmation failed (Config.Uniform), so that the result does not count although this rank has
+// it. It may be called once Done is closed.
 func (w *Work) LocalSuccess() bool { return w.err == nil || w.local }
 
-// FailedRanks returns the ranks because of which the operation failed: those that were lost, or those that were waited for in vain. It may be called once Done is closed.
+// FailedRanks returns the ranks because of which the operation failed: those that were lost, or
+// those that were waited for in vain. It may be called once Done is closed.
 func (w *Work) FailedRanks() (ranks []int) {
 	var lost *RankError
 	var late *TimeoutError
@@ -695,7 +717,8 @@ func (w *Work) Status() Status {
 	return w.msg.status()
 }
 
-// Wait waits for the operation to end and returns its outcome. When ctx ends first the operation goes on; Wait then returns ctx's error and the buffers are still in use.
+// Wait waits for the operation to end and returns its outcome. When ctx ends first the operation
+// goes on; Wait then returns ctx's error and the buffers are still in use.
 func (w *Work) Wait(ctx context.Context) error {
 	select {
 	case <-w.done:
@@ -715,9 +738,11 @@ func (w *Work) finish(err error) {
 	close(w.done)
 }
 
-// Start begins an operation and returns at once. Collectives run in the order in which they were started; Send and Recv are independent of them
-// and of each other, but for the order of messages with the same peer and tag. The buffers belong to the operation until it is done. An error in the arguments ends the Work at once.
-// Config.Timeout bounds a collective from when it begins to run, a message from now on.
+// Start begins an operation and returns at once. Collectives run in the order in which they were
+// started; Send and Recv are independent of them and of each other, but for the order of messages
+// with the same peer and tag. The buffers belong to the operation until it is done. An error in the
+// arguments ends the Work at once. Config.Timeout bounds a collective from when it begins to run, a
+// message from now on.
 func (g *Group) Start(op Operation) *Work {
 	switch o := op.(type) {
 	case SendOp:
@@ -844,8 +869,9 @@ func (BarrierOp) lower(g *Group, c *call) error {
 func (o SendOp) lower(*Group, *call) error { return nil }
 func (o RecvOp) lower(*Group, *call) error { return nil }
 
-// Alloc returns zeroed memory for n elements that is registered with the group's transports: where the links allow it, collectives on it copy
-// nothing. It belongs to the caller until Free, which works after Close too; closing the group, even the last one, leaves it usable as plain memory.
+// Alloc returns zeroed memory for n elements that is registered with the group's transports: where
+// the links allow it, collectives on it copy nothing. It belongs to the caller until Free, which
+// works after Close too; closing the group, even the last one, leaves it usable as plain memory.
 func Alloc[T Element](g *Group, n int) ([]T, error) {
 	var zero T
 	size := int(unsafe.Sizeof(zero))
@@ -868,7 +894,8 @@ func Alloc[T Element](g *Group, n int) ([]T, error) {
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n), nil
 }
 
-// Free gives back memory of Alloc: x as Alloc returned it. No operation may be using it, and it must not be touched afterwards.
+// Free gives back memory of Alloc: x as Alloc returned it. No operation may be using it, and it
+// must not be touched afterwards.
 func Free[T Element](g *Group, x []T) error {
 	if cap(x) == 0 {
 		return nil

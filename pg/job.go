@@ -98,8 +98,8 @@ func decodePlace(b []byte) place {
 		maps: b[20] == 1, algo: collectives.Algo(b[21]), table: binary.LittleEndian.Uint64(b[24:]), incarnation: binary.LittleEndian.Uint64(b[32:])}
 }
 
-// crowd is ranks of one machine that may run on the same processors. Launchers bind ranks one to a core or not at all, so that sets of processors
-// which differ are taken for disjoint.
+// crowd is ranks of one machine that may run on the same processors. Launchers bind ranks one to a
+// core or not at all, so that sets of processors which differ are taken for disjoint.
 type crowd struct {
 	machine, cpus uint64
 }
@@ -223,7 +223,8 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 			if err != nil {
 				return nil, fmt.Errorf("config: %w", err)
 			}
-			// A host that answers nothing for a window is noticed where somebody waits for it, and sends it heartbeats.
+			// A host that answers nothing for a window is noticed where somebody waits for it, and
+			// sends it heartbeats.
 			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(), Logger: s.Logger, PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout}))
 		}
 	}
@@ -244,11 +245,13 @@ func (s *settings) localRanks() int {
 // ringBytes divides 64 MiB a rank among the links to n local ranks, both directions.
 func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10) }
 
-// Join makes this process a rank of its job and returns the group of all ranks. It returns when every rank has joined, or with an error when ctx or Config.Timeout ends
-// before that. It listens for peers on the transports' own addresses; links to them come up when they are first needed.
+// Join makes this process a rank of its job and returns the group of all ranks. It returns when
+// every rank has joined, or with an error when ctx or Config.Timeout ends before that. It listens
+// for peers on the transports' own addresses; links to them come up when they are first needed.
 //
-// A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may be started again, or a process on standby may take its place.
-// With Report, Join fails at the ranks that had met it.
+// A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may
+// be started again, or a process on standby may take its place. With Report, Join fails at the
+// ranks that had met it.
 func Join(ctx context.Context, cfg Config) (g *Group, err error) {
 	s, err := cfg.resolve(os.Getenv)
 	if err != nil {
@@ -295,8 +298,9 @@ const joinPause = 100 * time.Millisecond
 // errStarted says that a job began without this life of a rank.
 var errStarted = errors.New("the job began without this life of the rank")
 
-// unmet says whether this rank should join anew because another was lost, or gave up, before all had met. Its links and its incarnation are known to those who had met
-// the lost one, so they end with this life.
+// unmet says whether this rank should join anew because another was lost, or gave up, before all
+// had met. Its links and its incarnation are known to those who had met the lost one, so they end
+// with this life.
 func (j *job) unmet(ctx context.Context, err error) bool {
 	if j.settings.OnFailure == Report || j.met.Load() || ctx.Err() != nil {
 		return false
@@ -442,7 +446,8 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	return g, j.startMembers(g.at, lives[0])
 }
 
-// watchStart ends a meeting by cancel when the job has begun without this rank: others had met before one was lost whom this rank had not met. The caller must call stop.
+// watchStart ends a meeting by cancel when the job has begun without this rank: others had met
+// before one was lost whom this rank had not met. The caller must call stop.
 func (j *job) watchStart(ctx context.Context, cancel context.CancelCauseFunc) (stop func()) {
 	ctx, end := context.WithCancel(ctx)
 	done := make(chan struct{})
@@ -469,7 +474,8 @@ func (j *job) watchStart(ctx context.Context, cancel context.CancelCauseFunc) (s
 // errOver says that a job ended while this rank waited to be let in.
 var errOver = errors.New("all ranks of the job are gone")
 
-// enter joins a running job: when it returns, the others have let this rank in, at one of their step boundaries.
+// enter joins a running job: when it returns, the others have let this rank in, at one of their
+// step boundaries.
 func (j *job) enter(ctx context.Context, s *settings, view membership.View, first uint64) (*Group, error) {
 	j.met.Store(true)
 	if err := j.startMembers(view, first); err != nil {
@@ -531,7 +537,8 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 	return g, nil
 }
 
-// anew takes back what enter did, so that this rank can be one of a job that begins. With those that have begun it may be linked already.
+// anew takes back what enter did, so that this rank can be one of a job that begins. With those
+// that have begun it may be linked already.
 func (j *job) anew(ctx context.Context, over membership.View) error {
 	j.members.stop()
 	j.proxy.Lock()
@@ -563,8 +570,9 @@ func upTo(n int) []int {
 	return all
 }
 
-// running returns the view of the job if it is running: one of the lives that it has is registered. The zero View: it is about to begin, or what is in the store
-// is left over from a job of the same name.
+// running returns the view of the job if it is running: one of the lives that it has is registered.
+// The zero View: it is about to begin, or what is in the store is left over from a job of the same
+// name.
 func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
 	b, err := j.store.Get(ctx, viewKey)
 	if errors.Is(err, bootstrap.ErrNoKey) {
@@ -589,8 +597,9 @@ func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
 	return membership.View{}, 0, nil
 }
 
-// standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The claim holds until release. That takes as long as nobody is lost; what bounds it is ctx
-// alone, but no single question to the store waits for long.
+// standBy waits until a slot of the running job is free and claims it for this process: s.Rank. The
+// claim holds until release. That takes as long as nobody is lost; what bounds it is ctx alone, but
+// no single question to the store waits for long.
 func (s *settings) standBy(ctx context.Context) (release func(joined bool), err error) {
 	if s.Job == "" {
 		return nil, s.launch.JobMissing()
@@ -694,7 +703,8 @@ func (j *job) directory() bootstrap.Store {
 	return j.store
 }
 
-// reconnect replaces a handle on the store whose lease was lost, and registers this rank again. If another life has taken the slot meanwhile, the view will tell.
+// reconnect replaces a handle on the store whose lease was lost, and registers this rank again. If
+// another life has taken the slot meanwhile, the view will tell.
 func (j *job) reconnect(ctx context.Context, old bootstrap.Store) error {
 	ctx, cancel := context.WithTimeout(ctx, storeWait)
 	defer cancel()
@@ -702,7 +712,8 @@ func (j *job) reconnect(ctx context.Context, old bootstrap.Store) error {
 	if err != nil {
 		return err
 	}
-	// Before this rank registers: the store may take the old lease's end, and the record with it, a little later than this process did.
+	// Before this rank registers: the store may take the old lease's end, and the record with it, a
+	// little later than this process did.
 	if err := old.Close(); err != nil {
 		j.log.Debug("the lost lease could not be given back", "err", err)
 	}
@@ -744,7 +755,8 @@ func (j *job) world(s *settings, self p2p.Identity) (*Group, error) {
 	return g, err
 }
 
-// meet is the first collective of a job: all ranks tell each other where they are. When it returns, all have joined.
+// meet is the first collective of a job: all ranks tell each other where they are. When it returns,
+// all have joined.
 func (g *Group) meet(ctx context.Context, here place) error {
 	mine := make([]byte, placeSize)
 	here.encode(mine)
@@ -815,7 +827,8 @@ func (j *job) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 	return p2p.Peer{Identity: p2p.Identity{Rank: rank, Incarnation: rec.Incarnation}, Endpoints: endpoints}, nil
 }
 
-// lookup asks the store for a rank. Before all ranks have met it waits for the rank to register; afterwards a rank without a record is gone.
+// lookup asks the store for a rank. Before all ranks have met it waits for the rank to register;
+// afterwards a rank without a record is gone.
 func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 	if !j.met.Load() {
 		return bootstrap.Lookup(ctx, j.directory(), rank)
@@ -830,7 +843,9 @@ func (j *job) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 	return bootstrap.DecodeRecord(b)
 }
 
-// Local makes n ranks inside this process, for tests and for programs that are parallel in threads. Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm, Timeout and Logger; it chooses by the default table.
+// Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
+// Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm,
+// Timeout and Logger; it chooses by the default table.
 func Local(n int, cfg Config) ([]*Group, error) {
 	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
@@ -952,7 +967,8 @@ func (j *job) alloc(n int) ([]byte, error) {
 
 func regionStart(r *p2p.Region) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(r.Mem))) }
 
-// region returns the mappable region that holds n bytes at ptr, and ptr's offset in it; nil if there is none.
+// region returns the mappable region that holds n bytes at ptr, and ptr's offset in it; nil if
+// there is none.
 func (j *job) region(ptr unsafe.Pointer, n int) (*p2p.Region, int) {
 	all := j.regions.Load()
 	if all == nil {

@@ -10,12 +10,14 @@ import (
 	"tutti/pg"
 )
 
-// What an operation leaves in its buffers when it fails, as the package's documentation says: here because a rank does not come, in time or at all, or the caller cancels.
+// What an operation leaves in its buffers when it fails, as the package's documentation says: here
+// because a rank does not come, in time or at all, or the caller cancels.
 func TestWhatAnErrorLeaves(t *testing.T) {
 	const n, guard = 3, 64
 	ones := func(k int) []int { return []int{k, k, k} }
 	for _, k := range []int{8, 60_000} {
-		// Each operation works on mem, of n parts of k elements and some more; kept says which of the elements it must leave alone.
+		// Each operation works on mem, of n parts of k elements and some more; kept says which of
+		// the elements it must leave alone.
 		ops := map[string]func(g *pg.Group, mem []int64) (op pg.Operation, kept func(i int) bool){
 			"allreduce": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
 				return pg.AllReduceOp{Dst: piece(mem, k, k), Src: piece(mem, 0, k), Op: pg.Sum}, func(i int) bool { return i < k || i >= 2*k }

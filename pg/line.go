@@ -7,7 +7,8 @@ import (
 	"time"
 )
 
-// A line is the order in which a group's calls run: one at a time, in the order in which they came. Whoever is first has the turn.
+// A line is the order in which a group's calls run: one at a time, in the order in which they came.
+// Whoever is first has the turn.
 type line struct {
 	n     atomic.Int32 // the call that has the turn, and those behind it
 	mu    sync.Mutex   // taken after the proxy's lock, if with it
@@ -17,7 +18,8 @@ type line struct {
 // enter takes the turn if no call has it.
 func (l *line) enter() bool { return l.n.CompareAndSwap(0, 1) }
 
-// joinLocked takes a place in the line; what it returns is closed when that is the first one. With l.mu.
+// joinLocked takes a place in the line; what it returns is closed when that is the first one. With
+// l.mu.
 func (l *line) joinLocked() <-chan struct{} {
 	turn := make(chan struct{})
 	if l.n.Add(1) == 1 {
@@ -42,11 +44,14 @@ func (l *line) leave() {
 	close(next)
 }
 
-// enter is how a call begins: it waits for its turn, takes the proxy's lock, and starts the call's clock, which began when it took its place. Whoever waits for peers gives the lock up
-// meanwhile, but not the turn.
+// enter is how a call begins: it waits for its turn, takes the proxy's lock, and starts the call's
+// clock, which began when it took its place. Whoever waits for peers gives the lock up meanwhile,
+// but not the turn.
 //
-// ctx and Config.Timeout bound the wait for the turn too. A call that gives up there has touched nothing; enter returns a *TimeoutError. Its place in the line stays where it is, for
-// the other ranks count with an operation there: when the place is first, stead runs with a clock that has run out (see expired). A nil stead: the call has no number that others count.
+// ctx and Config.Timeout bound the wait for the turn too. A call that gives up there has touched
+// nothing; enter returns a *TimeoutError. Its place in the line stays where it is, for the other
+// ranks count with an operation there: when the place is first, stead runs with a clock that has
+// run out (see expired). A nil stead: the call has no number that others count.
 func (g *Group) enter(ctx context.Context, what string, stead func()) error {
 	if g.line.enter() {
 		g.begun(ctx, time.Time{}, false)
@@ -104,7 +109,8 @@ func (g *Group) queued(ctx context.Context, turn <-chan struct{}, what string, s
 	return e
 }
 
-// begun takes the proxy's lock for the call that has the turn and starts its clock: at began, or if that is zero when the call first waits.
+// begun takes the proxy's lock for the call that has the turn and starts its clock: at began, or if
+// that is zero when the call first waits.
 func (g *Group) begun(ctx context.Context, began time.Time, lazy bool) {
 	g.job.proxy.Lock()
 	g.busy = true
@@ -121,7 +127,8 @@ func (g *Group) leave() {
 	g.line.leave()
 }
 
-// expired stands in for a collective whose caller gave up before its turn: the operation fails here as one whose time is up when it begins, and so at all ranks. c has the call without its memory.
+// expired stands in for a collective whose caller gave up before its turn: the operation fails here
+// as one whose time is up when it begins, and so at all ranks. c has the call without its memory.
 func (g *Group) expired(c call) {
 	err := g.ready()
 	if err == nil {
@@ -132,7 +139,8 @@ func (g *Group) expired(c call) {
 	g.job.log.Debug("an operation was given up before its turn", "call", c.describe(), "err", err)
 }
 
-// impatient is the error of a call that gave up before its turn: it waited for those whom the running operation waits for.
+// impatient is the error of a call that gave up before its turn: it waited for those whom the
+// running operation waits for.
 func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutError {
 	e := &TimeoutError{Call: what, After: after, Reporter: g.rank, Err: why}
 	p := g.job.proxy

@@ -11,7 +11,8 @@ import (
 	"time"
 )
 
-// calls are all blocking calls that take the group's turn, over memory of their own: each is given the group's size.
+// calls are all blocking calls that take the group's turn, over memory of their own: each is given
+// the group's size.
 func turnTakers(n int) map[string]func(ctx context.Context, g *Group) error {
 	x := func(k int) []int64 { return make([]int64, k) }
 	ones := slices.Repeat([]int{1}, n)
@@ -38,8 +39,9 @@ func turnTakers(n int) map[string]func(ctx context.Context, g *Group) error {
 	}
 }
 
-// A call whose ctx ends while an operation that was started before it is still under way never begins: it returns a *TimeoutError at once, its memory is left alone, and the operation
-// fails at the other ranks as one that timed out, when it is its turn.
+// A call whose ctx ends while an operation that was started before it is still under way never
+// begins: it returns a *TimeoutError at once, its memory is left alone, and the operation fails at
+// the other ranks as one that timed out, when it is its turn.
 func TestCallThatGivesUpBeforeItsTurn(t *testing.T) {
 	const n = 3
 	for name, call := range turnTakers(n) {
@@ -114,7 +116,8 @@ func TestTimeoutCountsFromTheCall(t *testing.T) {
 	}
 }
 
-// A call that comes to its turn in time is cancelled as any other, by its own ctx: when it returns, nothing touches its memory.
+// A call that comes to its turn in time is cancelled as any other, by its own ctx: when it returns,
+// nothing touches its memory.
 func TestQueuedCallIsCancelledWhileItRuns(t *testing.T) {
 	const n = 2
 	var queued, started sync.WaitGroup
@@ -162,7 +165,8 @@ func TestQueuedCallIsCancelledWhileItRuns(t *testing.T) {
 	})
 }
 
-// Calls of several goroutines, some of which give up, and what was started: one at a time, all end, and Close does too.
+// Calls of several goroutines, some of which give up, and what was started: one at a time, all end,
+// and Close does too.
 func TestLineUnderLoad(t *testing.T) {
 	gs, err := Local(1, Config{})
 	if err != nil {

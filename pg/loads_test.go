@@ -7,8 +7,9 @@ import (
 	"tutti/collectives"
 )
 
-// A rank maps the memory that its plan loads, and no other: of a gather or a reduce the root alone maps anything, of a broadcast or a scatter all others map
-// the root's. Whose memory is mapped waits for whoever maps it.
+// A rank maps the memory that its plan loads, and no other: of a gather or a reduce the root alone
+// maps anything, of a broadcast or a scatter all others map the root's. Whose memory is mapped
+// waits for whoever maps it.
 func TestDirectPlansLoadWhatTheyNeed(t *testing.T) {
 	const n, root = 3, 1
 	others := func(rank int) (all []int) {

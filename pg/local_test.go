@@ -219,7 +219,8 @@ func TestSendRecv(t *testing.T) {
 				}
 			}
 		}
-		// Tags are matched, not the order of sending; of one tag the order holds, for long and short messages alike.
+		// Tags are matched, not the order of sending; of one tag the order holds, for long and
+		// short messages alike.
 		if me == 0 {
 			for i := range 4 {
 				for tag := range 3 {

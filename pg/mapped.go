@@ -9,8 +9,8 @@ import (
 	"tutti/p2p"
 )
 
-// mapped is what a direct plan needs beside its steps: the peers' memory in this process, and the exposure of this rank's. It belongs to
-// the operation that runs, from exchange to close.
+// mapped is what a direct plan needs beside its steps: the peers' memory in this process, and the
+// exposure of this rank's. It belongs to the operation that runs, from exchange to close.
 type mapped struct {
 	exposure  *p2p.Exposure // nil: nobody can map this rank's memory
 	begun     bool          // the exposure, by the operation that runs
@@ -19,7 +19,8 @@ type mapped struct {
 	mine, all []byte        // this rank's and all ranks' descriptors
 }
 
-// peerMemory is the buffers of a peer in this process. in or out is nil where the plan does not load it.
+// peerMemory is the buffers of a peer in this process. in or out is nil where the plan does not
+// load it.
 type peerMemory struct {
 	in, out unsafe.Pointer
 	ticket  p2p.Ticket
@@ -58,10 +59,11 @@ func (c *call) loaded(size, slot, elem int) (in, out int) {
 	return 0, 0
 }
 
-// exchange tells all ranks where this rank's buffers are and maps those that its plan loads: no others, for a rank that nobody has to wait for may
-// be through with the operation before, and free its memory. It returns false, at every rank alike, unless all that the plan loads
-// can be mapped. It is also the entry into the operation: when it returns, every rank has begun it. From its begin to close, peers may load the
-// buffers of the call.
+// exchange tells all ranks where this rank's buffers are and maps those that its plan loads: no
+// others, for a rank that nobody has to wait for may be through with the operation before, and free
+// its memory. It returns false, at every rank alike, unless all that the plan loads can be mapped.
+// It is also the entry into the operation: when it returns, every rank has begun it. From its begin
+// to close, peers may load the buffers of the call.
 func (r *runner) exchange(elem int) (bool, error) {
 	g, c, m := r.g, &r.g.cur, &r.mapped
 	if len(m.all) != descSize*g.size {
@@ -100,7 +102,8 @@ func (r *runner) exchange(elem int) (bool, error) {
 	return true, nil
 }
 
-// describe writes the region that n bytes at ptr are in, and their offset in it. It returns false if peers cannot map them.
+// describe writes the region that n bytes at ptr are in, and their offset in it. It returns false
+// if peers cannot map them.
 func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
 	if n == 0 {
 		return true
@@ -160,8 +163,8 @@ func (r *runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer
 	return unsafe.Pointer(&m.Mem[off]), nil
 }
 
-// verify makes sure that what has been loaded from peers was theirs to give: that they had not left the operation. Where one has, it waits
-// until it is known why, and returns that.
+// verify makes sure that what has been loaded from peers was theirs to give: that they had not left
+// the operation. Where one has, it waits until it is known why, and returns that.
 func (r *runner) verify() error {
 	for _, l := range r.mapped.loads {
 		if !r.mapped.peers[l.slot].ticket.Valid() {
@@ -171,8 +174,8 @@ func (r *runner) verify() error {
 	return nil
 }
 
-// close ends the exposure of this rank's memory and gives up the peers'. When it returns, whatever peers load from the buffers of the call they do
-// not take for its data.
+// close ends the exposure of this rank's memory and gives up the peers'. When it returns, whatever
+// peers load from the buffers of the call they do not take for its data.
 func (m *mapped) close() {
 	if m.begun {
 		m.exposure.Withdraw()

@@ -44,7 +44,8 @@ func all(x []float64, v float64) error {
 	return nil
 }
 
-// together returns when all ranks have called it. It uses messages, which a collective that fails elsewhere does not end.
+// together returns when all ranks have called it. It uses messages, which a collective that fails
+// elsewhere does not end.
 func together(t *testing.T, g *pg.Group) {
 	t.Helper()
 	through(t, g, 0)
@@ -61,7 +62,8 @@ func together(t *testing.T, g *pg.Group) {
 	}
 }
 
-// A call on registered memory that was cancelled at any moment, at any rank, has the result or an error, and leaves the memory alone from its return on.
+// A call on registered memory that was cancelled at any moment, at any rank, has the result or an
+// error, and leaves the memory alone from its return on.
 func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
 	const n, rounds = 3, 150
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
@@ -113,8 +115,9 @@ func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
 	}, pgtest.Transport("shm"))
 }
 
-// A rank that dies at any moment, while the others map each other's memory for the first time, costs the survivors at most one operation, and none where
-// its inputs are intact; no result is wrong.
+// A rank that dies at any moment, while the others map each other's memory for the first time,
+// costs the survivors at most one operation, and none where its inputs are intact; no result is
+// wrong.
 func TestDeathBesideRegisteredMemory(t *testing.T) {
 	for _, how := range []pg.OnFailure{pg.Shrink, pg.Retry} {
 		for moment := range 8 {
@@ -158,8 +161,8 @@ func TestDeathBesideRegisteredMemory(t *testing.T) {
 	}
 }
 
-// An operation that fails on one half of an allocation touches neither what the program stores to the other half nor another group's
-// operation there.
+// An operation that fails on one half of an allocation touches neither what the program stores to
+// the other half nor another group's operation there.
 func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
 	const n, half = 3, 1 << 16
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {

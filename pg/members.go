@@ -22,8 +22,9 @@ import (
 	"tutti/pg/membership"
 )
 
-// Keys of the membership in the job's store. All but the view live as long as the lease of the rank that wrote them. Each value begins with eight bytes that
-// say whose it is: of the view the job's (a store may outlive jobs of the same name), of the others an incarnation.
+// Keys of the membership in the job's store. All but the view live as long as the lease of the rank
+// that wrote them. Each value begins with eight bytes that say whose it is: of the view the job's
+// (a store may outlive jobs of the same name), of the others an incarnation.
 const (
 	membersPrefix = "membership/"
 	viewKey       = membersPrefix + "view"
@@ -38,7 +39,8 @@ const (
 	probeWait = 500 * time.Millisecond
 )
 
-// members runs one rank's membership machine: it carries events to it and does what it says. One goroutine steps the machine; others wait for the store.
+// members runs one rank's membership machine: it carries events to it and does what it says. One
+// goroutine steps the machine; others wait for the store.
 type members struct {
 	j      *job
 	self   membership.Peer
@@ -70,7 +72,8 @@ type members struct {
 func (j *job) startMembers(view membership.View, first uint64) error {
 	s := j.settings
 	self := membership.Peer{Slot: j.self.Rank, Incarnation: j.self.Incarnation}
-	// Longer than a lease: else a host that fell silent, whose lease is not over yet, might win against ranks that live.
+	// Longer than a lease: else a host that fell silent, whose lease is not over yet, might win
+	// against ranks that live.
 	window := max(s.Window, j.store.TTL()+500*time.Millisecond)
 	m, acts, err := membership.New(membership.Config{Slot: self.Slot, Incarnation: self.Incarnation, View: view, Window: int((window + tick - 1) / tick),
 		Retry: 2, MaxSize: s.MaxSize, AutoAdmit: s.AutoAdmit, Proposers: 4})
@@ -278,7 +281,8 @@ func (ms *members) enter(a membership.Enter) {
 			j.proxy.Vacate(r, fmt.Errorf("%s: %w", strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error()), p2p.ErrPeerGone))
 		}
 	}
-	// The dead one's record need not wait for the end of its lease: whoever replaces it may have the slot.
+	// The dead one's record need not wait for the end of its lease: whoever replaces it may have
+	// the slot.
 	if active := a.View.Active(); slices.Index(active, ms.self.Slot) < 2 {
 		for _, r := range a.Removed {
 			if r < len(old.Slots) && old.Slots[r].Incarnation != 0 {
@@ -344,7 +348,8 @@ func decodeView(b []byte) (first uint64, v membership.View, err error) {
 	return binary.BigEndian.Uint64(b), v, err
 }
 
-// publishFirst writes the job's first view. A view of another job, which had the same name and is over, makes room for it.
+// publishFirst writes the job's first view. A view of another job, which had the same name and is
+// over, makes room for it.
 func (ms *members) publishFirst(ctx context.Context, v membership.View) error {
 	var old []byte
 	for {
@@ -398,8 +403,9 @@ func (ms *members) propose(a membership.Propose) {
 	ms.tell(answer)
 }
 
-// over says that the job has ended without this rank: what was the job's is gone from the store, or another job's. That happens
-// only when all others have left, and this rank has lost its lease: it was put out, or may have been.
+// over says that the job has ended without this rank: what was the job's is gone from the store, or
+// another job's. That happens only when all others have left, and this rank has lost its lease: it
+// was put out, or may have been.
 func (ms *members) over() {
 	ms.j.proxy.Lock()
 	v := ms.j.view
@@ -413,8 +419,8 @@ func (ms *members) over() {
 	ms.tell(membership.ViewSeen{View: v})
 }
 
-// storeCause says why the store did not do what this rank asked of it: that it cannot be reached is one
-// reason of several.
+// storeCause says why the store did not do what this rank asked of it: that it cannot be reached is
+// one reason of several.
 func storeCause(err error) string {
 	if errors.Is(err, bootstrap.ErrStoreAway) {
 		return fmt.Sprintf("%v: this rank may be on the minority side of a partition", err)
@@ -422,8 +428,9 @@ func storeCause(err error) string {
 	return err.Error()
 }
 
-// probe finds out whether a process lives: its record is gone with its lease, or nobody listens where it did. A process that is just dying may still take connections, so
-// one that neither refuses nor answers is asked again for a while.
+// probe finds out whether a process lives: its record is gone with its lease, or nobody listens
+// where it did. A process that is just dying may still take connections, so one that neither
+// refuses nor answers is asked again for a while.
 func (ms *members) probe(p membership.Peer) membership.Verdict {
 	ctx, cancel := context.WithTimeout(ms.ctx, probeWait)
 	defer cancel()
@@ -476,8 +483,10 @@ func (ms *members) probe(p membership.Peer) membership.Verdict {
 	}
 }
 
-// doubt asks the store for those whom this rank has been waiting for, in a collective, for longer than a lease: a host that fell silent breaks no link for a while. It asks for few and not
-// often, since all may be waiting. A program that goes on without lost ranks goes on without those that stand still for that long, too; for others the timeout decides.
+// doubt asks the store for those whom this rank has been waiting for, in a collective, for longer
+// than a lease: a host that fell silent breaks no link for a while. It asks for few and not often,
+// since all may be waiting. A program that goes on without lost ranks goes on without those that
+// stand still for that long, too; for others the timeout decides.
 func (ms *members) doubt() {
 	j, ttl := ms.j, ms.j.directory().TTL()
 	now := time.Now()
@@ -581,7 +590,8 @@ func (ms *members) write() {
 	}
 }
 
-// watch follows the store. When the lease is lost it comes back with another, as the same incarnation.
+// watch follows the store. When the lease is lost it comes back with another, as the same
+// incarnation.
 func (ms *members) watch() {
 	defer ms.wg.Done()
 	for ms.ctx.Err() == nil {
@@ -600,7 +610,8 @@ func (ms *members) watch() {
 				maps.Copy(ms.want, ms.kept) // it went with the lease
 				ms.mu.Unlock()
 				ms.nudge(ms.dirty)
-				// While this rank had no lease the job may have begun, gone on without it, and ended.
+				// While this rank had no lease the job may have begun, gone on without it, and
+				// ended.
 				ms.begun.Store(true)
 				ctx, cancel := context.WithTimeout(ms.ctx, storeWait)
 				if _, err := ms.j.directory().Get(ctx, viewKey); errors.Is(err, bootstrap.ErrNoKey) {

@@ -12,7 +12,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// Receives that are cancelled at random moments lose no message, short or long: each is received once, whole and in order, and each Send succeeds.
+// Receives that are cancelled at random moments lose no message, short or long: each is received
+// once, whole and in order, and each Send succeeds.
 func TestCancelledReceivesLoseNothing(t *testing.T) {
 	program := func(ctx context.Context, g *pg.Group) error {
 		const messages = 120

@@ -18,14 +18,16 @@ import (
 	"tutti/internal/ports"
 )
 
-// exporter serves a rank's metrics over HTTP. They are taken from a snapshot when somebody asks; nothing is counted for them.
+// exporter serves a rank's metrics over HTTP. They are taken from a snapshot when somebody asks;
+// nothing is counted for them.
 type exporter struct {
 	addr string
 	srv  *http.Server
 	done chan struct{}
 }
 
-// export serves at addr, HOST:PORTS. In a range of ports it begins with the one of this rank's place on its machine, so that a rank is found where it was.
+// export serves at addr, HOST:PORTS. In a range of ports it begins with the one of this rank's
+// place on its machine, so that a rank is found where it was.
 func (o *observer) export(addr string, local int) (*exporter, error) {
 	host, spec, err := ports.ParseAddr(addr)
 	if err != nil {
@@ -59,8 +61,8 @@ func (o *observer) export(addr string, local int) (*exporter, error) {
 const metricsConns = 32
 
 // fewConns is a listener that holds few connections. Where there are too many, one has to go: the
-// oldest of those that have sent nothing, else of those that are idle, else of those whose request is
-// not complete. One that is being answered stays.
+// oldest of those that have sent nothing, else of those that are idle, else of those whose request
+// is not complete. One that is being answered stays.
 type fewConns struct {
 	net.Listener
 	room int

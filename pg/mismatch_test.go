@@ -112,8 +112,10 @@ func silent() []differing {
 	}
 }
 
-// mustDiffer makes the call and, if that ends well here because this rank needed nothing of those that disagree, a barrier, and one more if those found
-// out in the first when they had told this rank already that they were there: it must end with a *MismatchError that names two different calls.
+// mustDiffer makes the call and, if that ends well here because this rank needed nothing of those
+// that disagree, a barrier, and one more if those found out in the first when they had told this
+// rank already that they were there: it must end with a *MismatchError that names two different
+// calls.
 func mustDiffer(ctx context.Context, g *pg.Group, d differing) error {
 	err := d.call(ctx, g, g.Rank() == g.Size()-1)
 	for barriers := 0; err == nil && barriers < 2; barriers++ {
@@ -129,7 +131,8 @@ func mustDiffer(ctx context.Context, g *pg.Group, d differing) error {
 	return nil
 }
 
-// Whatever the ranks' calls differ in, nothing at one and something at others included, all get a *MismatchError, and soon.
+// Whatever the ranks' calls differ in, nothing at one and something at others included, all get a
+// *MismatchError, and soon.
 func TestEveryDifferenceIsAMismatch(t *testing.T) {
 	for _, n := range []int{2, 3, 5} {
 		for _, d := range append(nothings(5, 100_000), silent()...) {

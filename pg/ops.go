@@ -12,34 +12,41 @@ type Operation interface {
 	lower(g *Group, c *call) error
 }
 
-// Of buffers that share memory an operation takes those that its type names, exactly as it says; with any others it is an *ArgumentError.
+// Of buffers that share memory an operation takes those that its type names, exactly as it says;
+// with any others it is an *ArgumentError.
 
-// AllReduceOp combines Src of all ranks into Dst of every rank. Src may be Dst; a zero Src means that.
+// AllReduceOp combines Src of all ranks into Dst of every rank. Src may be Dst; a zero Src means
+// that.
 type AllReduceOp struct {
 	Dst, Src Buffer
 	Op       Reduction
 }
 
-// ReduceScatterOp combines the parts of Src and leaves part r at rank r: Src.Count = Size*Dst.Count. They must not overlap.
+// ReduceScatterOp combines the parts of Src and leaves part r at rank r: Src.Count =
+// Size*Dst.Count. They must not overlap.
 type ReduceScatterOp struct {
 	Dst, Src Buffer
 	Op       Reduction
 }
 
-// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. Src may be this rank's part of Dst. The part of an inactive slot is left
-// as it was; that of a slot which was lost during the operation may hold what the lost rank gave, all or some of it.
+// AllGatherOp collects Src of every rank: Dst.Count = Size*Src.Count. Src may be this rank's part
+// of Dst. The part of an inactive slot is left as it was; that of a slot which was lost during the
+// operation may hold what the lost rank gave, all or some of it.
 type AllGatherOp struct{ Dst, Src Buffer }
 
-// AllGatherVOp collects Src of every rank, Counts[r] elements of rank r, packed in Dst. Counts is the same on all ranks. Src may be this rank's part of Dst.
+// AllGatherVOp collects Src of every rank, Counts[r] elements of rank r, packed in Dst. Counts is
+// the same on all ranks. Src may be this rank's part of Dst.
 type AllGatherVOp struct {
 	Dst, Src Buffer
 	Counts   []int
 }
 
-// AllToAllOp sends part r of Src to rank r and puts what rank r sent into part r of Dst. Src and Dst must not overlap.
+// AllToAllOp sends part r of Src to rank r and puts what rank r sent into part r of Dst. Src and
+// Dst must not overlap.
 type AllToAllOp struct{ Dst, Src Buffer }
 
-// AllToAllVOp is AllToAllOp with SendCounts[r] elements for rank r and RecvCounts[r] from it, packed. Rank a's SendCounts[b] must be rank b's RecvCounts[a].
+// AllToAllVOp is AllToAllOp with SendCounts[r] elements for rank r and RecvCounts[r] from it,
+// packed. Rank a's SendCounts[b] must be rank b's RecvCounts[a].
 type AllToAllVOp struct {
 	Dst, Src               Buffer
 	SendCounts, RecvCounts []int
@@ -58,13 +65,15 @@ type ReduceOp struct {
 	Op   Reduction
 }
 
-// GatherOp collects Src of every rank in Dst of Root: there Dst.Count = Size*Src.Count, and Src may be its part of Dst; elsewhere Dst is not used.
+// GatherOp collects Src of every rank in Dst of Root: there Dst.Count = Size*Src.Count, and Src may
+// be its part of Dst; elsewhere Dst is not used.
 type GatherOp struct {
 	Dst, Src Buffer
 	Root     int
 }
 
-// ScatterOp gives part r of the Root's Src to rank r's Dst: at the root Src.Count = Size*Dst.Count, and Dst may be its part of Src; elsewhere Src is not used.
+// ScatterOp gives part r of the Root's Src to rank r's Dst: at the root Src.Count = Size*Dst.Count,
+// and Dst may be its part of Src; elsewhere Src is not used.
 type ScatterOp struct {
 	Dst, Src Buffer
 	Root     int
@@ -73,15 +82,16 @@ type ScatterOp struct {
 // BarrierOp ends when every rank has begun it.
 type BarrierOp struct{}
 
-// SendOp sends X to rank To under Tag (0..MaxTag). It ends when X may be reused, which for a small message is before the receiver has asked for it.
+// SendOp sends X to rank To under Tag (0..MaxTag). It ends when X may be reused, which for a small
+// message is before the receiver has asked for it.
 type SendOp struct {
 	X   Buffer
 	To  int
 	Tag int
 }
 
-// RecvOp receives a message of exactly X's length and type from From (or AnyRank) under Tag (or AnyTag).
-// Messages of one sender and tag are received in the order of their sending.
+// RecvOp receives a message of exactly X's length and type from From (or AnyRank) under Tag (or
+// AnyTag). Messages of one sender and tag are received in the order of their sending.
 type RecvOp struct {
 	X    Buffer
 	From int
@@ -89,34 +99,39 @@ type RecvOp struct {
 }
 
 // AllReduce combines x of all ranks, element by element, and leaves the result in x at every rank.
-// All ranks give the same length, type and op. It blocks until done or ctx ends; for every blocking call holds what Group says of errors.
+// All ranks give the same length, type and op. It blocks until done or ctx ends; for every blocking
+// call holds what Group says of errors.
 func AllReduce[T Number](ctx context.Context, g *Group, x []T, op Reduction) error {
 	b := BufferOf(x)
 	return g.blocking(ctx, collectives.AllReduce, op, 0, b, b, nil, nil)
 }
 
-// ReduceScatter combines src of all ranks and leaves part r of the result in dst of rank r: len(src) = Size*len(dst).
+// ReduceScatter combines src of all ranks and leaves part r of the result in dst of rank r:
+// len(src) = Size*len(dst).
 func ReduceScatter[T Number](ctx context.Context, g *Group, dst, src []T, op Reduction) error {
 	return g.blocking(ctx, collectives.ReduceScatter, op, 0, BufferOf(dst), BufferOf(src), nil, nil)
 }
 
-// AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's part is left
-// as it was, unless the slot was lost during the operation.
+// AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's
+// part is left as it was, unless the slot was lost during the operation.
 func AllGather[T Element](ctx context.Context, g *Group, dst, src []T) error {
 	return g.blocking(ctx, collectives.AllGather, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
 }
 
-// AllGatherV collects src of all ranks, counts[r] elements from rank r, packed in dst by rank. counts is the same on all ranks.
+// AllGatherV collects src of all ranks, counts[r] elements from rank r, packed in dst by rank.
+// counts is the same on all ranks.
 func AllGatherV[T Element](ctx context.Context, g *Group, dst, src []T, counts []int) error {
 	return g.blocking(ctx, collectives.AllGatherV, 0, 0, BufferOf(dst), BufferOf(src), counts, nil)
 }
 
-// AllToAll sends part r of src to rank r and receives into part r of dst from rank r: len(dst) = len(src) = Size*part. They must not overlap.
+// AllToAll sends part r of src to rank r and receives into part r of dst from rank r: len(dst) =
+// len(src) = Size*part. They must not overlap.
 func AllToAll[T Element](ctx context.Context, g *Group, dst, src []T) error {
 	return g.blocking(ctx, collectives.AllToAll, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
 }
 
-// AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by rank. Rank a's sendCounts[b] must be rank b's recvCounts[a], zero included.
+// AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by
+// rank. Rank a's sendCounts[b] must be rank b's recvCounts[a], zero included.
 func AllToAllV[T Element](ctx context.Context, g *Group, dst, src []T, sendCounts, recvCounts []int) error {
 	return g.blocking(ctx, collectives.AllToAllV, 0, 0, BufferOf(dst), BufferOf(src), sendCounts, recvCounts)
 }
@@ -133,12 +148,14 @@ func Reduce[T Number](ctx context.Context, g *Group, x []T, root int, op Reducti
 	return g.blocking(ctx, collectives.Reduce, op, root, b, b, nil, nil)
 }
 
-// Gather collects src of every rank in dst of root, by rank: there len(dst) = Size*len(src); elsewhere dst is not used and may be nil.
+// Gather collects src of every rank in dst of root, by rank: there len(dst) = Size*len(src);
+// elsewhere dst is not used and may be nil.
 func Gather[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
 	return g.blocking(ctx, collectives.Gather, 0, root, BufferOf(dst), BufferOf(src), nil, nil)
 }
 
-// Scatter gives part r of root's src to rank r in dst: at root len(src) = Size*len(dst); elsewhere src is not used and may be nil.
+// Scatter gives part r of root's src to rank r in dst: at root len(src) = Size*len(dst); elsewhere
+// src is not used and may be nil.
 func Scatter[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
 	return g.blocking(ctx, collectives.Scatter, 0, root, BufferOf(dst), BufferOf(src), nil, nil)
 }
@@ -154,18 +171,22 @@ type Status struct {
 	Count     int // elements
 }
 
-// Send sends x to rank to under tag (0..MaxTag). It returns when x may be reused: for small messages at once (up to a bound, then it waits for
-// the receiver), for large ones when the receiver has them. After an error a large message was not received, unless its receiver got it at the very moment; a small one may have been.
+// Send sends x to rank to under tag (0..MaxTag). It returns when x may be reused: for small
+// messages at once (up to a bound, then it waits for the receiver), for large ones when the
+// receiver has them. After an error a large message was not received, unless its receiver got it at
+// the very moment; a small one may have been.
 func Send[T Element](ctx context.Context, g *Group, x []T, to, tag int) error {
 	_, err := g.pointToPoint(ctx, BufferOf(x), to, tag, false)
 	return err
 }
 
-// Recv receives into x from rank from (or AnyRank) under tag (or AnyTag). The message must have exactly len(x) elements of the same type:
-// one that has not is consumed and reported as an *ArgumentError. Messages of one sender and tag arrive in the order of their sending.
+// Recv receives into x from rank from (or AnyRank) under tag (or AnyTag). The message must have
+// exactly len(x) elements of the same type: one that has not is consumed and reported as an
+// *ArgumentError. Messages of one sender and tag arrive in the order of their sending.
 //
-// A Recv whose time is up, or that is cancelled, takes no message with it, at whatever moment: a message that was on its way into x is received, whole, by the next Recv that matches.
-// Then x may be partly overwritten.
+// A Recv whose time is up, or that is cancelled, takes no message with it, at whatever moment: a
+// message that was on its way into x is received, whole, by the next Recv that matches. Then x may
+// be partly overwritten.
 func Recv[T Element](ctx context.Context, g *Group, x []T, from, tag int) (Status, error) {
 	return g.pointToPoint(ctx, BufferOf(x), from, tag, true)
 }

@@ -12,12 +12,14 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// swap is a collective in which everybody sends to everybody, and which ranks may call again and again without knowing who has an error in which: all count alike.
+// swap is a collective in which everybody sends to everybody, and which ranks may call again and
+// again without knowing who has an error in which: all count alike.
 func swap(t *testing.T, g *pg.Group) error {
 	return pg.AllToAll(t.Context(), g, make([]int64, g.Size()), make([]int64, g.Size()))
 }
 
-// until calls swap, whatever is lost on the way, until all ranks of the group agree that it has at most this many members. It returns the error that ends this rank's part in it.
+// until calls swap, whatever is lost on the way, until all ranks of the group agree that it has at
+// most this many members. It returns the error that ends this rank's part in it.
 func until(t *testing.T, g *pg.Group, members int) error {
 	for {
 		for _, op := range []func() (bool, error){
@@ -33,7 +35,8 @@ func until(t *testing.T, g *pg.Group, members int) error {
 	}
 }
 
-// through returns at rank when all ranks have called it, and with it finished all operations before; elsewhere at once.
+// through returns at rank when all ranks have called it, and with it finished all operations
+// before; elsewhere at once.
 func through(t *testing.T, g *pg.Group, rank int) {
 	t.Helper()
 	if g.Rank() != rank {
@@ -61,7 +64,8 @@ func back(t *testing.T, g *pg.Group, members int) {
 	}
 }
 
-// A rank that is cut off together from the others and from the store decides nothing and says so; the others go on, and take it back.
+// A rank that is cut off together from the others and from the store decides nothing and says so;
+// the others go on, and take it back.
 func TestMinority(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -94,7 +98,8 @@ func TestMinority(t *testing.T) {
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
-// A host that falls silent breaks no link: who waits for its ranks notices that their leases have ended.
+// A host that falls silent breaks no link: who waits for its ranks notices that their leases have
+// ended.
 func TestSilent(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := swap(t, g); err != nil {
@@ -117,7 +122,8 @@ func TestSilent(t *testing.T) {
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
-// Of two ranks one of which does not hear the other, one is evicted when patience with them ends (or both: each keeps others), learns it, and comes back.
+// Of two ranks one of which does not hear the other, one is evicted when patience with them ends
+// (or both: each keeps others), learns it, and comes back.
 func TestOneWay(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -152,7 +158,8 @@ func TestOneWay(t *testing.T) {
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 4 * time.Second, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
-// A rank that stands still for longer than its lease is still a member if nobody waited for it in a collective, and new ones find it.
+// A rank that stands still for longer than its lease is still a member if nobody waited for it in a
+// collective, and new ones find it.
 func TestLeaseLostAndBack(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()

@@ -201,7 +201,8 @@ func TestSecretsMustAgree(t *testing.T) {
 	})
 }
 
-// Ranks that have the same measured table choose by it. If one of them differs, whatever the reason, none does, and one line says so.
+// Ranks that have the same measured table choose by it. If one of them differs, whatever the
+// reason, none does, and one line says so.
 func TestTunedJobs(t *testing.T) {
 	const n = 3
 	ring, err := collectives.NewTable(map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfOneHost, MinRanks: n, Algo: collectives.Ring}}})

@@ -18,12 +18,16 @@ import (
 type OnFailure uint8
 
 const (
-	// Report: the operation in flight returns a *RankError, and so does every later collective, until all survivors have called Recover.
+	// Report: the operation in flight returns a *RankError, and so does every later collective,
+	// until all survivors have called Recover.
 	Report OnFailure = iota
-	// Shrink: the operation in flight returns a *RankError at every survivor that had not finished it, the next one runs among the survivors.
+	// Shrink: the operation in flight returns a *RankError at every survivor that had not finished
+	// it, the next one runs among the survivors.
 	Shrink
-	// Retry: an operation whose inputs are intact at all survivors, and that none of them has finished, runs again among them by itself; else as Shrink. With
-	// Config.Uniform no survivor finishes an operation before all have its result, so that only lost inputs stand against a retry.
+	// Retry: an operation whose inputs are intact at all survivors, and that none of them has
+	// finished, runs again among them by itself; else as Shrink. With Config.Uniform no survivor
+	// finishes an operation before all have its result, so that only lost inputs stand against a
+	// retry.
 	Retry
 )
 
@@ -45,10 +49,12 @@ func ParseOnFailure(s string) (OnFailure, error) {
 // errMoved fails a channel whose members have changed.
 var errMoved = errors.New("the group goes on without it")
 
-// errAgain says that a rank could not enter the view in which an operation was about to run, because there was another one already.
+// errAgain says that a rank could not enter the view in which an operation was about to run,
+// because there was another one already.
 var errAgain = errors.New("it could not enter the view")
 
-// members of the group in the job's view: their slots, and the epoch of that for this group. With the proxy's lock, as most of this file.
+// members of the group in the job's view: their slots, and the epoch of that for this group. With
+// the proxy's lock, as most of this file.
 func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 	if g.lives == nil {
 		return v.Active(), v.Epoch
@@ -60,8 +66,10 @@ func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 	return active, epoch
 }
 
-// viewChanged looks at the job's new view. If the group has lost a rank, the next operation begins with that; the one in flight ends by itself, for its links with the lost one
-// do, and may still end well: a rank that closes its group has sent all that it owed. If the group has only grown, that waits for a boundary.
+// viewChanged looks at the job's new view. If the group has lost a rank, the next operation begins
+// with that; the one in flight ends by itself, for its links with the lost one do, and may still
+// end well: a rank that closes its group has sent all that it owed. If the group has only grown,
+// that waits for a boundary.
 func (g *Group) viewChanged() {
 	active, epoch := g.members(g.job.view)
 	if epoch <= g.epoch {
@@ -116,7 +124,8 @@ func (g *Group) await(patience time.Duration) bool {
 	}
 }
 
-// verdict waits until it is decided who is lost: that somebody could not reach a rank is evidence, and perhaps against the one who says so.
+// verdict waits until it is decided who is lost: that somebody could not reach a rank is evidence,
+// and perhaps against the one who says so.
 func (g *Group) verdict(e *RankError) {
 	patience := g.job.settings.Window + 2*time.Second
 	if g.lives != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // it may have left this group alone
@@ -207,8 +216,10 @@ func (g *Group) skipped() error {
 	return &RankError{Rank: g.rank, Epoch: g.epoch, Reporter: g.rank, Call: fmt.Sprintf("operation #%d", g.seq), Err: errors.New("other ranks are past it")}
 }
 
-// move takes the group into the job's present view, or anew into the one that it is in if that failed, together with all members of that view: when it
-// returns nil they all have told each other where they stand, and know with which operation to begin. again asks for it though nothing seems to be wrong.
+// move takes the group into the job's present view, or anew into the one that it is in if that
+// failed, together with all members of that view: when it returns nil they all have told each other
+// where they stand, and know with which operation to begin. again asks for it though nothing seems
+// to be wrong.
 func (g *Group) move(mine membership.Standing, again bool) error {
 	broken := again || g.coll.Err() != nil
 	g.moving = true
@@ -417,9 +428,11 @@ func (g *Group) unheard() (all []lastSeen) {
 	return all
 }
 
-// Recover takes the group into a view that it can work in, after an operation failed because ranks were lost, timed out or disagreed. It is a collective of all
-// survivors, whatever Config.OnFailure says: it waits until those that failed have been removed (or can be reached again) and all others have called it.
-// Afterwards Active tells who is left. It returns ErrEvicted if this rank is not, and an error that wraps ErrIsolated if this rank cannot take part in the decision.
+// Recover takes the group into a view that it can work in, after an operation failed because ranks
+// were lost, timed out or disagreed. It is a collective of all survivors, whatever Config.OnFailure
+// says: it waits until those that failed have been removed (or can be reached again) and all others
+// have called it. Afterwards Active tells who is left. It returns ErrEvicted if this rank is not,
+// and an error that wraps ErrIsolated if this rank cannot take part in the decision.
 func (g *Group) Recover(ctx context.Context) error {
 	if err := g.enter(ctx, "recover", nil); err != nil {
 		return err
@@ -440,9 +453,11 @@ func (g *Group) Recover(ctx context.Context) error {
 	return nil
 }
 
-// Admit lets ranks in that wait to join: replacements of lost ones, and new ones up to Config.MaxSize. It is a collective, for a step boundary: all ranks call it, and when it
-// returns all are in the view in which all that were waiting are active, if there were any. It returns how many came in, the same number at every rank. A rank that comes in returns from
-// Join meanwhile; the program then brings it up to date, by a Broadcast of the model's state for example.
+// Admit lets ranks in that wait to join: replacements of lost ones, and new ones up to
+// Config.MaxSize. It is a collective, for a step boundary: all ranks call it, and when it returns
+// all are in the view in which all that were waiting are active, if there were any. It returns how
+// many came in, the same number at every rank. A rank that comes in returns from Join meanwhile;
+// the program then brings it up to date, by a Broadcast of the model's state for example.
 func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.lives != nil {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup", Want: "the group of all ranks: subgroups are made anew by Split"}
@@ -467,8 +482,10 @@ const (
 	admitFields
 )
 
-// admit agrees with all other ranks, those that come in meanwhile included, that everybody is in who is to be. since is the view up to which this rank's program knows who is there. All
-// that decides what becomes of it, and the outcome, is in the result of a uniform allreduce: none of it is what this rank happens to know.
+// admit agrees with all other ranks, those that come in meanwhile included, that everybody is in
+// who is to be. since is the view up to which this rank's program knows who is there. All that
+// decides what becomes of it, and the outcome, is in the result of a uniform allreduce: none of it
+// is what this rank happens to know.
 func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	news := func(v membership.View, since uint64) (n uint64) {
 		for _, s := range v.Slots {
@@ -552,8 +569,10 @@ func (ms *members) admit(ctx context.Context) (v membership.View, err error) {
 	}
 }
 
-// Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call it, alone; it returns when the view is changed, and the others go on as
-// after a failure. The rank may come back by Rejoin. A *TimeoutError says that the view was not changed in time; it may be later.
+// Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call
+// it, alone; it returns when the view is changed, and the others go on as after a failure. The rank
+// may come back by Rejoin. A *TimeoutError says that the view was not changed in time; it may be
+// later.
 func (g *Group) Evict(ctx context.Context, rank int) error {
 	g.job.proxy.Lock()
 	ranks := g.ranks
@@ -585,7 +604,8 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	}
 }
 
-// bound is the one deadline of a call that waits for the store: what its caller's ctx and Config.Timeout leave it.
+// bound is the one deadline of a call that waits for the store: what its caller's ctx and
+// Config.Timeout leave it.
 type bound struct {
 	g     *Group
 	ctx   context.Context
@@ -593,7 +613,8 @@ type bound struct {
 	began time.Time
 }
 
-// within bounds what a call that began at began asks the store for: by the rest of its time, but so that two questions can be answered. end gives the bound's resources back.
+// within bounds what a call that began at began asks the store for: by the rest of its time, but so
+// that two questions can be answered. end gives the bound's resources back.
 func (g *Group) within(ctx context.Context, call string, began time.Time) (b *bound, end context.CancelFunc) {
 	b = &bound{g: g, ctx: ctx, call: call, began: began}
 	if g.job.timeout == 0 {
@@ -633,8 +654,9 @@ func (b *bound) why(err error) error {
 	return late
 }
 
-// Rejoin closes this rank's groups, all of them, and joins its job again in the same slot, as a new incarnation: for a rank that was evicted, and lives. It returns the new group of all
-// ranks when the others have admitted it.
+// Rejoin closes this rank's groups, all of them, and joins its job again in the same slot, as a new
+// incarnation: for a rank that was evicted, and lives. It returns the new group of all ranks when
+// the others have admitted it.
 func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	j := g.job
 	ctx, end := j.settings.within(ctx)
@@ -656,8 +678,9 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	return Join(ctx, cfg)
 }
 
-// Agree is a fault-tolerant agreement: it returns true if all ranks that took part to its end gave true, and the same value at every rank that returns one,
-// whoever is lost meanwhile. It is a collective. It costs a small allreduce and a round trip to the store.
+// Agree is a fault-tolerant agreement: it returns true if all ranks that took part to its end gave
+// true, and the same value at every rank that returns one, whoever is lost meanwhile. It is a
+// collective. It costs a small allreduce and a round trip to the store.
 func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	began := time.Now()
 	vote := []uint8{0}
@@ -691,10 +714,12 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	return g.decide(within, k, vote[0] == 1, err)
 }
 
-// decide makes the first proposal that reaches the store the outcome of agreement k. A rank with failed set has none to make: others finished without it, and they
-// have decided before they went on.
+// decide makes the first proposal that reaches the store the outcome of agreement k. A rank with
+// failed set has none to make: others finished without it, and they have decided before they went
+// on.
 func (g *Group) decide(within *bound, k uint64, yes bool, failed error) (bool, error) {
-	// The world's name is the same in every life of a job; what an earlier life left may be there still.
+	// The world's name is the same in every life of a job; what an earlier life left may be there
+	// still.
 	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.members.first, g.name.Maker, g.name.Number)
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
@@ -734,8 +759,9 @@ func (g *Group) decide(within *bound, k uint64, yes bool, failed error) (bool, e
 	}
 }
 
-// Abort ends the group, at once and on all ranks: what is under way on this rank returns an error that wraps ErrAborted and cause, and so does every later
-// operation; peers learn of it from their next look at their links. It does not wait for anybody. The group is still to be closed.
+// Abort ends the group, at once and on all ranks: what is under way on this rank returns an error
+// that wraps ErrAborted and cause, and so does every later operation; peers learn of it from their
+// next look at their links. It does not wait for anybody. The group is still to be closed.
 func (g *Group) Abort(cause error) {
 	if cause == nil {
 		cause = errors.New("no cause was given")

@@ -17,7 +17,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// holes runs every collective among the active ranks of g and checks the results, and that inactive ranks' parts are left as they were.
+// holes runs every collective among the active ranks of g and checks the results, and that inactive
+// ranks' parts are left as they were.
 func holes(t *testing.T, g *pg.Group, count int) error {
 	ctx := t.Context()
 	me := g.Rank()
@@ -176,7 +177,8 @@ func TestRecoverManyTimesInOneView(t *testing.T) {
 	}, pgtest.Config(pg.Config{Timeout: 20 * time.Second}))
 }
 
-// An operation whose inputs are intact runs again by itself: with Uniform, whoever dies when, the survivors see no error but where their inputs were lost.
+// An operation whose inputs are intact runs again by itself: with Uniform, whoever dies when, the
+// survivors see no error but where their inputs were lost.
 func TestRetry(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -301,7 +303,8 @@ func TestSeveralLost(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Expect(2, syscall.SIGKILL))
 }
 
-// Abort ends what is under way here at once, and the others learn of it, which until then wait for a message that does not come.
+// Abort ends what is under way here at once, and the others learn of it, which until then wait for
+// a message that does not come.
 func TestAbort(t *testing.T) {
 	cause := errors.New("enough")
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -365,8 +368,9 @@ func TestEvictAndRejoin(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
 
-// Admit returns the same number at every rank, so that a program may do something when somebody has come in: here while one rank after another is put out and comes back,
-// and the processors are busy.
+// Admit returns the same number at every rank, so that a program may do something when somebody has
+// come in: here while one rank after another is put out and comes back, and the processors are
+// busy.
 func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
 	const rounds = 4
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
@@ -411,7 +415,8 @@ func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
 }
 
-// The rank that lets others in dies while it does: those that came in and those that were there go on with the same operation.
+// The rank that lets others in dies while it does: those that came in and those that were there go
+// on with the same operation.
 func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
 	for round := range 3 {
 		t.Run(fmt.Sprint(round), func(t *testing.T) {
@@ -458,7 +463,8 @@ func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
 	}
 }
 
-// If all ranks are lost while one waits to be let in, nobody will: those who come then begin the job anew.
+// If all ranks are lost while one waits to be let in, nobody will: those who come then begin the
+// job anew.
 func TestAllLost(t *testing.T) {
 	kill := syscall.SIGKILL
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
@@ -491,7 +497,8 @@ func TestAllLost(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{LeaseTTL: time.Second}), pgtest.Expect(0, kill), pgtest.Expect(1, kill), pgtest.Replace(0), pgtest.Replace(1))
 }
 
-// Subgroups follow the job's views: they lose who is lost, take nobody in, and are made anew by Split when somebody came back.
+// Subgroups follow the job's views: they lose who is lost, take nobody in, and are made anew by
+// Split when somebody came back.
 func TestSubgroups(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -546,7 +553,8 @@ func TestSubgroups(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(3, syscall.SIGKILL), pgtest.Replace(3))
 }
 
-// Two groups are divided at the same time while a rank of both dies: each Split has one outcome at all survivors, and those that come after make groups that work.
+// Two groups are divided at the same time while a rank of both dies: each Split has one outcome at
+// all survivors, and those that come after make groups that work.
 func TestSplitsWhileARankDies(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -727,7 +735,8 @@ func TestUniform(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Uniform: true}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Expect(3, syscall.SIGKILL))
 }
 
-// A rank that closes its group in good order is lost to the others like one that died, after all that it owed them.
+// A rank that closes its group in good order is lost to the others like one that died, after all
+// that it owed them.
 func TestGracefulExit(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {

@@ -11,19 +11,22 @@ import (
 )
 
 const (
-	// vectorBlock and partBlock bound, in bytes, what one plan covers: longer vectors (or parts, over all ranks) are worked off in blocks, so that plans and
-	// scratch memory do not grow with the message.
+	// vectorBlock and partBlock bound, in bytes, what one plan covers: longer vectors (or parts,
+	// over all ranks) are worked off in blocks, so that plans and scratch memory do not grow with
+	// the message.
 	vectorBlock = 8 << 20
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
 	// cachedCopy is the longest copy that is likely to stay in a shared cache.
 	cachedCopy = 4 << 20
-	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole one.
+	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole
+	// one.
 	wireChunk = 128 << 10
 )
 
-// runner executes plans for a group. It belongs to the collective that runs, and keeps everything it needs for the next: a warm run allocates nothing.
+// runner executes plans for a group. It belongs to the collective that runs, and keeps everything
+// it needs for the next: a warm run allocates nothing.
 type runner struct {
 	g   *Group
 	tok p2p.Token
@@ -52,7 +55,8 @@ type runner struct {
 	sets  []*planSet // of the latest topologies, the present one last
 }
 
-// hot is a call whose arguments were found good and whose plan is at hand. Programs repeat themselves: a call like the one before needs neither checks nor choices.
+// hot is a call whose arguments were found good and whose plan is at hand. Programs repeat
+// themselves: a call like the one before needs neither checks nor choices.
 type hot struct {
 	prog     *program // nil: there is none
 	armed    bool     // the call that is about to run is like it
@@ -92,7 +96,8 @@ func (r *runner) repeat() error {
 	return r.steps(h.prog, h.dtype)
 }
 
-// remember keeps the call that has just run, for repeat: calls of one block that need no agreement on memory, whose buffers are used as they are given.
+// remember keeps the call that has just run, for repeat: calls of one block that need no agreement
+// on memory, whose buffers are used as they are given.
 func (r *runner) remember(prog *program) {
 	c := &r.g.cur
 	r.hot = hot{}
@@ -137,7 +142,8 @@ type program struct {
 	loads []load    // the peers whose memory a direct plan loads, ascending
 }
 
-// onePass reports whether an algorithm combines every element once, from all ranks; in the others partial results travel.
+// onePass reports whether an algorithm combines every element once, from all ranks; in the others
+// partial results travel.
 func onePass(a collectives.Algo) bool {
 	switch a {
 	case collectives.Flat, collectives.Direct, collectives.TwoShot, collectives.Pairwise:
@@ -224,7 +230,8 @@ type varying struct {
 	prog               *program
 }
 
-// varying returns the program of the current call, which has counts. Programs with the same counts again and again are common; a few are kept.
+// varying returns the program of the current call, which has counts. Programs with the same counts
+// again and again are common; a few are kept.
 func (r *runner) varying(algo collectives.Algo, elem int) (*program, error) {
 	c := &r.g.cur
 	at := -1
@@ -436,7 +443,8 @@ func (r *runner) widens(prog *program) bool {
 	return small && c.kind.Reduces() && !onePass(prog.Algo) && len(r.g.active) > 1
 }
 
-// widened runs a reduction of 16-bit or 8-bit floats that takes several steps: partial sums travel and are combined as float32, and are rounded once.
+// widened runs a reduction of 16-bit or 8-bit floats that takes several steps: partial sums travel
+// and are combined as float32, and are rounded once.
 func (r *runner) widened(algo collectives.Algo, count int) error {
 	g, c := r.g, &r.g.cur
 	prog, err := r.program(c.kind, algo, 4, count)
@@ -512,7 +520,8 @@ func (r *runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Po
 	return r.at(ref)
 }
 
-// steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits or moves much memory.
+// steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits
+// or moves much memory.
 func (r *runner) steps(prog *program, dtype DType) error {
 	g := r.g
 	if len(prog.Steps) > len(r.recvs) {
@@ -582,7 +591,8 @@ func (r *runner) steps(prog *program, dtype DType) error {
 	return nil
 }
 
-// unlockedFrom is the number of bytes from which memory is moved without the proxy's lock, so that other operations of this rank get on meanwhile.
+// unlockedFrom is the number of bytes from which memory is moved without the proxy's lock, so that
+// other operations of this rank get on meanwhile.
 const unlockedFrom = 128 << 10
 
 func (r *runner) copy(dst, src unsafe.Pointer, n int) {
@@ -635,7 +645,8 @@ func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType)
 	return nil
 }
 
-// awaits returns the slots that the running operation waits for. With the proxy's lock, as what follows.
+// awaits returns the slots that the running operation waits for. With the proxy's lock, as what
+// follows.
 func (r *runner) awaits() (slots []int) {
 	if r.prog == nil {
 		return nil
@@ -651,8 +662,9 @@ func (r *runner) awaits() (slots []int) {
 	return slots
 }
 
-// long is called when half of an operation's time is over, and again: the others learn who keeps this rank, as far as it knows, and tell on what they
-// learn. So in the end everybody knows who keeps them all.
+// long is called when half of an operation's time is over, and again: the others learn who keeps
+// this rank, as far as it knows, and tell on what they learn. So in the end everybody knows who
+// keeps them all.
 func (r *runner) long() {
 	var slots []int
 	for _, m := range r.missing() {
@@ -661,8 +673,8 @@ func (r *runner) long() {
 	r.g.coll.Announce(r.tok, slots)
 }
 
-// missing lists the ranks that keep the operation, with what was last seen of them: those that it waits for, but where one of these has said that it is
-// waiting itself, those that it waits for.
+// missing lists the ranks that keep the operation, with what was last seen of them: those that it
+// waits for, but where one of these has said that it is waiting itself, those that it waits for.
 func (r *runner) missing() (all []lastSeen) {
 	c := r.g.coll
 	queue := r.awaits()
@@ -704,7 +716,8 @@ func (r *runner) share(mine, all []byte) error {
 	return r.steps(prog, Uint8)
 }
 
-// topology is all that a plan depends on but for the call: which slots take part, on which hosts they are, and what their links can do.
+// topology is all that a plan depends on but for the call: which slots take part, on which hosts
+// they are, and what their links can do.
 type topology struct {
 	size   int
 	active []int
@@ -716,7 +729,8 @@ func (t *topology) equal(o *topology) bool {
 	return t.size == o.size && t.caps == o.caps && slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
 }
 
-// planSet is the plans that were made for a topology. Shapes are made of the topology in it, so that a plan cannot depend on more than its set's key.
+// planSet is the plans that were made for a topology. Shapes are made of the topology in it, so
+// that a plan cannot depend on more than its set's key.
 type planSet struct {
 	topology
 	plans map[planKey]*program
@@ -728,7 +742,8 @@ func (r *runner) reset() {
 	r.sending = -1
 }
 
-// settle goes over to the plans for the group's topology. Those of the latest are kept: a rank that is lost often comes back.
+// settle goes over to the plans for the group's topology. Those of the latest are kept: a rank that
+// is lost often comes back.
 func (r *runner) settle() {
 	const most = 4
 	g := r.g
@@ -753,7 +768,8 @@ func (r *runner) settle() {
 // stop notes that the operation which ran has failed.
 func (r *runner) stop() { r.prog, r.sending, r.hot = nil, -1, hot{} }
 
-// confirm is a small exchange after an operation of a uniform group: when it returns nil, every rank has the result.
+// confirm is a small exchange after an operation of a uniform group: when it returns nil, every
+// rank has the result.
 func (r *runner) confirm() error {
 	all := make([]byte, r.g.size)
 	return r.share([]byte{1}, all)

@@ -13,7 +13,8 @@ import (
 	"tutti/pg/membership"
 )
 
-// mute is a transport that never answers: dialling it lasts as long as it may, or gives a link that takes nothing (full) or everything (hollow), and from which nothing comes.
+// mute is a transport that never answers: dialling it lasts as long as it may, or gives a link that
+// takes nothing (full) or everything (hollow), and from which nothing comes.
 type mute struct{ way string }
 
 func (m *mute) Name() string                                     { return "mute" }
@@ -41,7 +42,8 @@ func (l *muteLink) Disarm()                                {}
 func (l *muteLink) Err() error                             { return nil }
 func (l *muteLink) Close() error                           { return nil }
 
-// unanswered is rank 0 of n in this process; the others are behind a mute transport, or behind a directory that never answers.
+// unanswered is rank 0 of n in this process; the others are behind a mute transport, or behind a
+// directory that never answers.
 func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	t.Helper()
 	s, err := Config{Size: n, MaxSize: n, Timeout: timeout}.resolve(func(string) string { return "" })
@@ -75,7 +77,8 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	return g
 }
 
-// Every public call that waits for peers ends near its ctx's end, or that of Config.Timeout, with a *TimeoutError, whichever method of the transport or directory it is that never answers.
+// Every public call that waits for peers ends near its ctx's end, or that of Config.Timeout, with a
+// *TimeoutError, whichever method of the transport or directory it is that never answers.
 func TestEveryCallEndsInTime(t *testing.T) {
 	const n = 3
 	calls := turnTakers(n)
@@ -122,7 +125,8 @@ func TestEveryCallEndsInTime(t *testing.T) {
 	}
 }
 
-// Join ends near its ctx's end, whoever it is that accepts connections for the store and never answers.
+// Join ends near its ctx's end, whoever it is that accepts connections for the store and never
+// answers.
 func TestJoinEndsInTime(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

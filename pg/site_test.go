@@ -19,8 +19,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// A job agrees by itself, whatever an earlier job of the same name in the same store has agreed on. What a
-// job wrote there goes with its last rank, and before that hangs on leases.
+// A job agrees by itself, whatever an earlier job of the same name in the same store has agreed on.
+// What a job wrote there goes with its last rank, and before that hangs on leases.
 func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
 	const inRank = "PG_TEST_SITE_RANK"
 	var env []string
@@ -116,7 +116,8 @@ func TestFullStoreIsNamed(t *testing.T) {
 	}, pgtest.Env(env...), pgtest.Expect(2, syscall.SIGKILL), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
 }
 
-// Ranks meet in a site's own etcd, with TLS, client certificates and a user, told by nothing but the environment.
+// Ranks meet in a site's own etcd, with TLS, client certificates and a user, told by nothing but
+// the environment.
 func TestSiteStore(t *testing.T) {
 	const inRank = "PG_TEST_SITE_RANK"
 	var env []string

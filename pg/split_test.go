@@ -27,7 +27,8 @@ func sums(ctx context.Context, g *Group, members ...int) error {
 	return nil
 }
 
-// TestSplitOfTwoGroupsAtOnce divides groups that share some of their ranks at the same time: no two subgroups share a channel.
+// TestSplitOfTwoGroupsAtOnce divides groups that share some of their ranks at the same time: no two
+// subgroups share a channel.
 func TestSplitOfTwoGroupsAtOnce(t *testing.T) {
 	lots := [][]int{{0, 1, 2}, {1, 2, 3}, {0, 3}, {0, 1, 2, 3}}
 	each(t, 4, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
@@ -77,7 +78,8 @@ func TestSplitOfTwoGroupsAtOnce(t *testing.T) {
 	})
 }
 
-// TestSubgroupsOutliveManyViews has a subgroup lose a member in a view that is far from the one in which it was made.
+// TestSubgroupsOutliveManyViews has a subgroup lose a member in a view that is far from the one in
+// which it was made.
 func TestSubgroupsOutliveManyViews(t *testing.T) {
 	for _, epoch := range []uint64{513, 1 << 20, 1<<63 + 1} {
 		t.Run(fmt.Sprint(epoch), func(t *testing.T) {

@@ -27,7 +27,8 @@ type telemetry struct {
 	err   error          // of the operation that failed last
 }
 
-// begin records that g.cur starts, or starts again, as operation g.seq. See runner.hot for when it is like the one before.
+// begin records that g.cur starts, or starts again, as operation g.seq. See runner.hot for when it
+// is like the one before.
 func (g *Group) begin() {
 	if !g.run.hot.armed {
 		g.template()
@@ -74,8 +75,8 @@ func (t *telemetry) chosen(a collectives.Algo) {
 	t.cur.Chosen(a)
 }
 
-// failed records how an operation failed, and keeps a snapshot where there is a directory for that. Called with the proxy's lock, which it gives up for
-// a moment.
+// failed records how an operation failed, and keeps a snapshot where there is a directory for that.
+// Called with the proxy's lock, which it gives up for a moment.
 func (g *Group) failed(err error) {
 	t, o := &g.tel, outcome(err)
 	t.err = err
@@ -269,8 +270,10 @@ func (j *job) watch(g *Group) error {
 	return nil
 }
 
-// failure keeps a snapshot of how an operation failed, unless somebody wanted it to end. It is written on its own. If wait is set, as where a program is likely to exit now, the caller
-// waits for that, but not long, whatever the disk does. Called with the proxy's lock, which it gives up meanwhile.
+// failure keeps a snapshot of how an operation failed, unless somebody wanted it to end. It is
+// written on its own. If wait is set, as where a program is likely to exit now, the caller waits
+// for that, but not long, whatever the disk does. Called with the proxy's lock, which it gives up
+// meanwhile.
 func (o *observer) failure(why flight.Outcome, wait bool) {
 	if o.dir == "" || why == flight.Cancelled || why == flight.Closed {
 		return
@@ -327,7 +330,8 @@ func (j *job) blank(now time.Time, id flight.Identity) *flight.Snapshot {
 		Time: now, Since: now, Groups: []flight.Group{}}
 }
 
-// status answers whoever asks over the handshake RPC. It ends with ctx, also if the proxy's lock cannot be had.
+// status answers whoever asks over the handshake RPC. It ends with ctx, also if the proxy's lock
+// cannot be had.
 func (j *job) status(ctx context.Context, ops int) ([]byte, error) {
 	o := j.obs.Load()
 	if o == nil { // it is joining
@@ -425,7 +429,8 @@ func (g *Group) glance() glance {
 	return v
 }
 
-// snapshot describes the rank, with at most ops of the operations that have ended. It takes the proxy's lock for a moment.
+// snapshot describes the rank, with at most ops of the operations that have ended. It takes the
+// proxy's lock for a moment.
 func (o *observer) snapshot(ops int, reason string) *flight.Snapshot {
 	j := o.j
 	j.proxy.Lock()

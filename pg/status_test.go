@@ -24,7 +24,8 @@ import (
 	"tutti/pg/flight"
 )
 
-// look returns a rank's snapshot as whoever asks for it gets it, aged: as if everything had happened some seconds earlier.
+// look returns a rank's snapshot as whoever asks for it gets it, aged: as if everything had
+// happened some seconds earlier.
 func look(t *testing.T, g *Group, ops int) *flight.Snapshot {
 	t.Helper()
 	text, err := g.job.status(t.Context(), ops)
@@ -287,7 +288,8 @@ func names(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// TestLogDir: the last operations lie in a file while the rank lives, and a signal or a failure has everything written.
+// TestLogDir: the last operations lie in a file while the rank lives, and a signal or a failure has
+// everything written.
 func TestLogDir(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "logs", "deep")
 	own := make(chan os.Signal, 1) // the program's
@@ -404,8 +406,8 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// Whatever strangers connect and send, the metrics take few of the rank's descriptors, and who asks for
-// them is answered.
+// Whatever strangers connect and send, the metrics take few of the rank's descriptors, and who asks
+// for them is answered.
 func TestMetricsAnswerAmongStrangers(t *testing.T) {
 	g, err := alone(t, Config{Metrics: "127.0.0.1:0"})
 	if err != nil {

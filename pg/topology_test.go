@@ -9,7 +9,8 @@ import (
 	"tutti/p2p"
 )
 
-// relocate takes the group of a rank to where places says that its ranks are, as a change of the view does.
+// relocate takes the group of a rank to where places says that its ranks are, as a change of the
+// view does.
 func (g *Group) relocate(places []place, epoch uint64) error {
 	if err := g.enter(context.Background(), "relocate", nil); err != nil {
 		return err
@@ -25,7 +26,8 @@ func (g *Group) relocate(places []place, epoch uint64) error {
 	return nil
 }
 
-// TestPlansFollowTheHosts has a rank replaced by one on another host: the ranks that stayed, which have plans of before, and the new one, which has none, plan alike.
+// TestPlansFollowTheHosts has a rank replaced by one on another host: the ranks that stayed, which
+// have plans of before, and the new one, which has none, plan alike.
 func TestPlansFollowTheHosts(t *testing.T) {
 	const n = 4
 	each(t, n, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {

@@ -9,8 +9,8 @@ import (
 	"tutti/internal/tuning"
 )
 
-// tuned returns the measured table of algorithms that this rank would use, nil if it has none that fits. Of a machine's ranks, which mostly read the same
-// file, one says why not.
+// tuned returns the measured table of algorithms that this rank would use, nil if it has none that
+// fits. Of a machine's ranks, which mostly read the same file, one says why not.
 func (s *settings) tuned() *collectives.Table {
 	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), s.kinds))
 	if err != nil {
@@ -27,7 +27,8 @@ func (s *settings) tuned() *collectives.Table {
 	return t
 }
 
-// warn says, once a job, that ranks have different tables, so that groups which they share use the default one.
+// warn says, once a job, that ranks have different tables, so that groups which they share use the
+// default one.
 func (g *Group) warn() {
 	j := g.job
 	slot := g.differ(j.places)
@@ -43,9 +44,11 @@ func (g *Group) warn() {
 	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same TUTTI_TUNE", "rank 0", name(j.here.table), fmt.Sprintf("rank %d", slot), name(j.places[slot].table))
 }
 
-// SetAlgorithm forces an algorithm for the group's collectives from now on, where it exists for the collective, as Config.Algorithm does for a whole job;
-// "auto" ends that. Direct is for registered memory, all else goes by size as before. Every rank calls it at the same point of the order of collectives, with
-// nothing that Start began under way; ranks that differ get a *MismatchError. It is for measurements: the library chooses well by itself.
+// SetAlgorithm forces an algorithm for the group's collectives from now on, where it exists for the
+// collective, as Config.Algorithm does for a whole job; "auto" ends that. Direct is for registered
+// memory, all else goes by size as before. Every rank calls it at the same point of the order of
+// collectives, with nothing that Start began under way; ranks that differ get a *MismatchError. It
+// is for measurements: the library chooses well by itself.
 func (g *Group) SetAlgorithm(name string) error {
 	a, err := collectives.ParseAlgo(name)
 	if err != nil {

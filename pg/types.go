@@ -17,7 +17,8 @@ type (
 	F8E5M2 = kernels.F8E5M2 // OCP 8-bit float, 5 exponent bits
 )
 
-// Number constrains what can be reduced. F16 and BF16 are accumulated in float32; the 8-bit floats know Sum only.
+// Number constrains what can be reduced. F16 and BF16 are accumulated in float32; the 8-bit floats
+// know Sum only.
 type Number interface {
 	~int8 | ~int16 | ~int32 | ~int64 | ~int | ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~uint | ~float32 | ~float64
 }
@@ -61,7 +62,8 @@ const (
 // Reduction says how elements are combined.
 type Reduction = kernels.Op
 
-// The reductions. Reductions run in rank order, so that the same inputs give the same bits on every run and every rank.
+// The reductions. Reductions run in rank order, so that the same inputs give the same bits on every
+// run and every rank.
 const (
 	Sum     = kernels.Sum
 	Product = kernels.Product
@@ -76,8 +78,8 @@ const (
 // Location says where a buffer's memory is.
 type Location = p2p.Location
 
-// Buffer is typed memory of the caller: Count elements of DType at Ptr. Collectives use it until they are done and keep nothing of it afterwards.
-// The zero Buffer is an empty one.
+// Buffer is typed memory of the caller: Count elements of DType at Ptr. Collectives use it until
+// they are done and keep nothing of it afterwards. The zero Buffer is an empty one.
 type Buffer struct {
 	Ptr      unsafe.Pointer
 	Count    int
@@ -90,7 +92,8 @@ func BufferOf[T Element](x []T) Buffer {
 	return Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: DTypeOf[T]()}
 }
 
-// DTypeOf returns the data type of T: by its name for the small floats, else by its kind (int and uint are 64 bits).
+// DTypeOf returns the data type of T: by its name for the small floats, else by its kind (int and
+// uint are 64 bits).
 func DTypeOf[T Element]() DType {
 	var zero T
 	switch any(zero).(type) {

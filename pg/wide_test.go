@@ -10,7 +10,8 @@ import (
 	"tutti/kernels"
 )
 
-// A reduction of small floats in place whose partial sums travel as float32 has not written to its buffer when it fails: it can be run again (Retry), and says so.
+// A reduction of small floats in place whose partial sums travel as float32 has not written to its
+// buffer when it fails: it can be run again (Retry), and says so.
 func TestWideReductionsKeepTheirInput(t *testing.T) {
 	for _, algo := range []string{"ring", "doubling", "halving", "tree"} {
 		each(t, 3, Config{Timeout: 300 * time.Millisecond, Algorithm: algo}, func(ctx context.Context, g *Group) error {

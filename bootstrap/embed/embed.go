@@ -1,10 +1,12 @@
 // Package embed runs a job's store, an etcd server, inside the launcher's process.
 //
-// It is made for jobs: one member, on a temporary directory, nothing synced to disk, gone with the launcher. Its one TCP port speaks gRPC only after the job's
-// secret was proved on the connection (addresses begin with tutti://, see bootstrap.DialStore); etcd's own listener, which it insists on, is a Unix socket in a directory that
-// only this user can enter, and refuses everybody.
+// It is made for jobs: one member, on a temporary directory, nothing synced to disk, gone with the
+// launcher. Its one TCP port speaks gRPC only after the job's secret was proved on the connection
+// (addresses begin with tutti://, see bootstrap.DialStore); etcd's own listener, which it insists
+// on, is a Unix socket in a directory that only this user can enter, and refuses everybody.
 //
-// Nothing is left behind by Close. A launcher that is killed leaves its directory, but not the lock on it: the next Start in the same place removes directories whose lock is free.
+// Nothing is left behind by Close. A launcher that is killed leaves its directory, but not the lock
+// on it: the next Start in the same place removes directories whose lock is free.
 package embed
 
 import (
@@ -37,9 +39,11 @@ import (
 // Config says where the store listens.
 type Config struct {
 	Secret []byte // the job's; at least trust.MinSecret bytes
-	// Host is the address to listen on; default 127.0.0.1, which serves ranks on this machine only. For several machines: one of its addresses, or "0.0.0.0".
+	// Host is the address to listen on; default 127.0.0.1, which serves ranks on this machine only.
+	// For several machines: one of its addresses, or "0.0.0.0".
 	Host string
-	// Advertise is the host that Address names; default Host. Needed where Host is an unspecified address.
+	// Advertise is the host that Address names; default Host. Needed where Host is an unspecified
+	// address.
 	Advertise string
 	Ports     string // see ports.ParseSpec; default "0"
 	Dir       string // where the data directory is made; default os.TempDir()
@@ -65,7 +69,8 @@ const (
 	socketPath = 100 // what a Unix socket's path may have, with some room
 )
 
-// etcd takes the size of its log's segments from a global; the default would preallocate 128 MB a store.
+// etcd takes the size of its log's segments from a global; the default would preallocate 128 MB a
+// store.
 func init() { wal.SegmentSizeBytes = segment }
 
 // Start starts a store and returns when it serves, at most until ctx ends.
@@ -151,7 +156,8 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 	return nil
 }
 
-// lastWords prints why etcd ends the process, which it does where its files cannot be written, and nothing else.
+// lastWords prints why etcd ends the process, which it does where its files cannot be written, and
+// nothing else.
 var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{NameKey: "service", MessageKey: "msg", EncodeName: func(_ string, e zapcore.PrimitiveArrayEncoder) {
 	e.AppendString("tutti: the embedded store ends this process:")
 }}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
@@ -202,7 +208,8 @@ func (s *Server) Close() error {
 	return s.err
 }
 
-// makeDir makes a locked data directory below dir and removes those that killed launchers left there.
+// makeDir makes a locked data directory below dir and removes those that killed launchers left
+// there.
 func makeDir(dir string) (string, *os.File, error) {
 	if dir == "" {
 		dir = os.TempDir()

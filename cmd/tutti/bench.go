@@ -266,7 +266,8 @@ func show(r io.Reader, p *bench.Printer) error {
 	return in.Err()
 }
 
-// rank takes part as the rank that the environment says. Rank 0 prints, or emits events for the process that started it.
+// rank takes part as the rank that the environment says. Rank 0 prints, or emits events for the
+// process that started it.
 func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
 	report := func(bench.Event) {}
 	var p *bench.Printer

@@ -20,7 +20,8 @@ import (
 	"tutti/pg"
 )
 
-// faultsVariable tells a rank of bench --faults the directory where the job's moments are noted; monotonic time is common to the processes of a machine.
+// faultsVariable tells a rank of bench --faults the directory where the job's moments are noted;
+// monotonic time is common to the processes of a machine.
 const faultsVariable = "TUTTI_BENCH_FAULTS"
 
 // What is noted there: each a file with one number, nanoseconds of the monotonic clock.
@@ -53,7 +54,8 @@ type faultRow struct {
 	Admitted [2]float64 `json:"admitted_ms"` // start of the replacement to its admission
 }
 
-// faults measures how long ranks take to go on without one that is killed, and to take its replacement in.
+// faults measures how long ranks take to go on without one that is killed, and to take its
+// replacement in.
 func (f *benchFlags) faults(cmd *cobra.Command) error {
 	sizes, rounds := []int{2, 4, 8}, 20
 	if cmd.Flags().Changed("ranks") {
@@ -121,7 +123,8 @@ func medianWorst(x []float64) [2]float64 {
 	return [2]float64{(x[(len(x)-1)/2] + x[len(x)/2]) / 2, x[len(x)-1]}
 }
 
-// faultRound runs one job and returns its three times in milliseconds. If etcd is not nil, that is its store, and loses its leader.
+// faultRound runs one job and returns its three times in milliseconds. If etcd is not nil, that is
+// its store, and loses its leader.
 func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *cluster.Cluster) (detected, next, admitted float64, err error) {
 	dir, err := os.MkdirTemp("", "tutti-faults-")
 	if err != nil {
@@ -169,7 +172,8 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *c
 	return ms(kill, first), ms(kill, last), ms(start, in), err
 }
 
-// faultRank is a rank of faultRound's job: the one with the highest number kills itself, the others go on and let the next one in.
+// faultRank is a rank of faultRound's job: the one with the highest number kills itself, the others
+// go on and let the next one in.
 func faultRank(ctx context.Context) error {
 	began := monotonic()
 	ctx, cancel := context.WithTimeout(ctx, time.Minute) // nobody waits longer for a replacement that does not come

@@ -1,4 +1,5 @@
-// Command tutti starts the ranks of a job, measures collectives between them, and says what a machine can do.
+// Command tutti starts the ranks of a job, measures collectives between them, and says what a
+// machine can do.
 package main
 
 import (

@@ -27,7 +27,8 @@ import (
 	"tutti/pg"
 )
 
-// The test binary plays all parts: the test, tutti itself, the guard, and the ranks, which are puppets: they connect to a socket of the test and do what it says.
+// The test binary plays all parts: the test, tutti itself, the guard, and the ranks, which are
+// puppets: they connect to a socket of the test and do what it says.
 const (
 	asTutti  = "CLI_TEST_TUTTI"
 	asRanks  = "CLI_TEST_RANKS"  // the ranks that tutti starts are tutti too
@@ -317,7 +318,8 @@ func (b *buffer) await(t *testing.T, text string) {
 	}
 }
 
-// command prepares tutti with these arguments; its programs are puppets of this stage if they are this binary.
+// command prepares tutti with these arguments; its programs are puppets of this stage if they are
+// this binary.
 func (s *stage) command(args ...string) *tutti {
 	t := &tutti{t: s.t, finished: make(chan struct{})}
 	t.cmd = exec.Command("/proc/self/exe", args...)

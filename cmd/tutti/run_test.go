@@ -660,7 +660,8 @@ func TestHelp(t *testing.T) {
 	}
 }
 
-// With shrink or retry the others are left running when a rank dies; the exit code is that of those who are there when the first ends well, or of the first death if none does.
+// With shrink or retry the others are left running when a rank dies; the exit code is that of those
+// who are there when the first ends well, or of the first death if none does.
 func TestRunGoesOn(t *testing.T) {
 	for _, c := range []struct {
 		how  string // rank 1's end
@@ -695,7 +696,8 @@ func TestRunGoesOn(t *testing.T) {
 	}
 }
 
-// A rank that died is started again, alone, as often as was said, and no more once a rank has ended well.
+// A rank that died is started again, alone, as often as was said, and no more once a rank has ended
+// well.
 func TestRunRestarts(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "2", "--on-failure", "retry", "--max-restarts", "2", "--", self(t))
@@ -731,7 +733,8 @@ func TestRunStandby(t *testing.T) {
 	j.end(0)
 }
 
-// A spare process takes the place of a rank that died before that is back. What was started again belongs to nothing then, and is ended when the group is over.
+// A spare process takes the place of a rank that died before that is back. What was started again
+// belongs to nothing then, and is ended when the group is over.
 func TestRunReplaced(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--max-restarts", "1", "--standby", "1", "--", self(t))
@@ -770,7 +773,8 @@ func TestRunReplaced(t *testing.T) {
 	s.empty()
 }
 
-// A rank that dies takes its process group with it while the others go on; what has left that ends with the job.
+// A rank that dies takes its process group with it while the others go on; what has left that ends
+// with the job.
 func TestRunSweepsOrphans(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--", self(t))
@@ -790,7 +794,8 @@ func TestRunSweepsOrphans(t *testing.T) {
 	s.empty()
 }
 
-// A rank that dies before all have met is replaced, by its restart or by a spare process, while the others go on waiting in Join.
+// A rank that dies before all have met is replaced, by its restart or by a spare process, while the
+// others go on waiting in Join.
 func TestRunDiesInJoin(t *testing.T) {
 	for _, c := range []struct {
 		name   string
@@ -846,7 +851,8 @@ func TestRunDiesInJoin(t *testing.T) {
 	}
 }
 
-// joining waits until a rank of p's job is registered and, unless to is negative, has a link with rank to.
+// joining waits until a rank of p's job is registered and, unless to is negative, has a link with
+// rank to.
 func joining(t *testing.T, p *puppet, rank, to int) {
 	t.Helper()
 	l, err := bootstrap.FromEnv(func(name string) string { return p.Env[name] })
@@ -880,7 +886,8 @@ func joining(t *testing.T, p *puppet, rank, to int) {
 	}
 }
 
-// Where nobody can take its place, Join ends with its own deadline and an error that names the rank that was lost.
+// Where nobody can take its place, Join ends with its own deadline and an error that names the rank
+// that was lost.
 func TestRunDiesInJoinForGood(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "4s", "--", self(t))

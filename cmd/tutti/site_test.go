@@ -10,7 +10,8 @@ import (
 	"tutti/internal/sitetest"
 )
 
-// Where the site has a store, a job uses it: by the flag, or because the environment says so. It needs no other variables than any rank does.
+// Where the site has a store, a job uses it: by the flag, or because the environment says so. It
+// needs no other variables than any rank does.
 func TestRunSiteStore(t *testing.T) {
 	site := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 	for _, by := range []string{"flag", "environment"} {
@@ -46,7 +47,8 @@ func TestRunSiteStore(t *testing.T) {
 	}
 }
 
-// A job that brings its own store does not trip over how a site's would be entered, nor over the store of a job that it runs in.
+// A job that brings its own store does not trip over how a site's would be entered, nor over the
+// store of a job that it runs in.
 func TestRunOwnStore(t *testing.T) {
 	s := newStage(t)
 	j := s.command("run", "-n", "1", self(t))

@@ -169,7 +169,8 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string, getenv func(stri
 	return c, nil
 }
 
-// pick finds a running job by its name or the beginning of it; any if there is just one and name is empty.
+// pick finds a running job by its name or the beginning of it; any if there is just one and name is
+// empty.
 func pick(name string, running []launch.Running) (launch.Running, error) {
 	var fit []launch.Running
 	for _, r := range running {

@@ -168,7 +168,8 @@ func TestStatusNamesWhoIsMissing(t *testing.T) {
 	j.empty()
 }
 
-// TestStatusFindsJobs: by name, by the beginning of one, by the environment of a rank; and says what there is.
+// TestStatusFindsJobs: by name, by the beginning of one, by the environment of a rank; and says
+// what there is.
 func TestStatusFindsJobs(t *testing.T) {
 	j := startJob(t, 2, "--job", "status-test-one")
 	k := &statusJob{stage: j.stage, run: j.stage.run("run", "-n", "2", "--job", "status-test-two", self(t))}
@@ -223,7 +224,8 @@ func TestStatusFindsJobs(t *testing.T) {
 	}
 }
 
-// TestStatusOfRanksThatDied: those that are left say so, and the launcher keeps what the dead did last.
+// TestStatusOfRanksThatDied: those that are left say so, and the launcher keeps what the dead did
+// last.
 func TestStatusOfRanksThatDied(t *testing.T) {
 	logs := filepath.Join(t.TempDir(), "logs")
 	j := startJob(t, 3, "--log-dir", logs)
@@ -288,7 +290,8 @@ func TestStatusOfSurvivors(t *testing.T) {
 	}
 }
 
-// TestStatusWatch: not on a terminal, blocks one after the other; on one, one over the other; until Ctrl-C or the end of the job.
+// TestStatusWatch: not on a terminal, blocks one after the other; on one, one over the other; until
+// Ctrl-C or the end of the job.
 func TestStatusWatch(t *testing.T) {
 	j := startJob(t, 2)
 	c := j.command("status", "--watch", "100ms", j.name).start()
@@ -364,7 +367,8 @@ func terminal(t *testing.T) (master, slave *os.File) {
 	return master, slave
 }
 
-// TestFlightRecords: a signal to the launcher has all ranks write down what they know, and so does a timeout.
+// TestFlightRecords: a signal to the launcher has all ranks write down what they know, and so does
+// a timeout.
 func TestFlightRecords(t *testing.T) {
 	logs := t.TempDir()
 	if err := os.WriteFile(filepath.Join(logs, "flight-rank0-timeout.json"), nil, 0o600); err != nil { // an earlier job's

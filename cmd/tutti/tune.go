@@ -248,7 +248,8 @@ func (v *tuneView) show(r io.Reader) error {
 	return in.Err()
 }
 
-// summary prints a line for each collective and memory: what is best up to which size, and how much is gained over the built-in choices.
+// summary prints a line for each collective and memory: what is best up to which size, and how much
+// is gained over the built-in choices.
 func (v *tuneView) summary(s *bench.TuneSpec) {
 	fmt.Fprintf(v.out, "%-14s %-11s %6s  %s\n", "# collective", "memory", "gain", "algorithms, each up to the size after it")
 	for _, k := range s.Kinds {

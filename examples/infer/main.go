@@ -1,11 +1,12 @@
-// Infer runs a transformer that is cut among the ranks, tensor-parallel: every rank holds a part of each matrix, and each half of a block ends in a sum over
-// the ranks. Try
+// Infer runs a transformer that is cut among the ranks, tensor-parallel: every rank holds a part of
+// each matrix, and each half of a block ends in a sum over the ranks. Try
 //
 //	tutti run -n 4 ./examples/infer
 //
-// The weights come from a seed, each rank makes its own; what the model writes is noise, but the same noise for any number of ranks: rank 0 computes everything once
-// more alone, and the program fails unless both give the same up to rounding. Reading the prompt sums large matrices, and writing, one token at a time,
-// sums many short vectors: what a collective costs shows there.
+// The weights come from a seed, each rank makes its own; what the model writes is noise, but the
+// same noise for any number of ranks: rank 0 computes everything once more alone, and the program
+// fails unless both give the same up to rounding. Reading the prompt sums large matrices, and
+// writing, one token at a time, sums many short vectors: what a collective costs shows there.
 package main
 
 import (
@@ -101,8 +102,8 @@ func infer(ctx context.Context, g *pg.Group, o options, out io.Writer) error {
 	return nil
 }
 
-// write reads the prompt and writes tokens, each the likeliest, unless they are given: then it writes those. It returns all tokens and the logits after
-// each of the prompt's and the written.
+// write reads the prompt and writes tokens, each the likeliest, unless they are given: then it
+// writes those. It returns all tokens and the logits after each of the prompt's and the written.
 func write(ctx context.Context, m *model, o options, given []byte, out io.Writer, who string) (text []byte, logits []float32, err error) {
 	text = []byte(o.prompt)
 	began := time.Now()
@@ -131,7 +132,8 @@ func write(ctx context.Context, m *model, o options, given []byte, out io.Writer
 	return text, logits, nil
 }
 
-// compare computes on this rank alone the logits of the same text, and returns the largest difference.
+// compare computes on this rank alone the logits of the same text, and returns the largest
+// difference.
 func compare(ctx context.Context, o options, text []byte, logits []float32, out io.Writer) (float64, error) {
 	m, err := newModel(o.shape, o.seed, 0, 1, alone{})
 	if err != nil {

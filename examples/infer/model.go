@@ -8,7 +8,8 @@ import (
 	"tutti/examples/internal/nn"
 )
 
-// shape says how large a model is. heads divides dim; the number of parts divides heads (and so all that is cut: dim, 4 dim) and the vocabulary.
+// shape says how large a model is. heads divides dim; the number of parts divides heads (and so all
+// that is cut: dim, 4 dim) and the vocabulary.
 type shape struct{ dim, heads, layers, context int }
 
 const vocabulary = 256 // bytes
@@ -25,7 +26,8 @@ func (s shape) check(parts int) error {
 	return nil
 }
 
-// peers combines what the parts of a model computed. With one part both do nothing but, for gather, copy.
+// peers combines what the parts of a model computed. With one part both do nothing but, for gather,
+// copy.
 type peers interface {
 	// reduce sums x over all parts, in place.
 	reduce(ctx context.Context, x []float32) error
@@ -35,9 +37,11 @@ type peers interface {
 	alloc(n int) ([]float32, error)
 }
 
-// model is one part of a transformer that is cut as in Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-// Parallelism", 2019: the matrices into a half of a block by columns (of attention: by heads), those out of it by rows, so that a half of a block needs
-// one sum over the parts; the head by columns (by characters). Embeddings and norms are whole in every part.
+// model is one part of a transformer that is cut as in Shoeybi et al., "Megatron-LM: Training
+// Multi-Billion Parameter Language Models Using Model Parallelism", 2019: the matrices into a half
+// of a block by columns (of attention: by heads), those out of it by rows, so that a half of a
+// block needs one sum over the parts; the head by columns (by characters). Embeddings and norms are
+// whole in every part.
 type model struct {
 	shape
 	part, parts int
@@ -64,7 +68,8 @@ type block struct {
 	keys, values     []float32 // the cache, [context,width]
 }
 
-// newModel makes part number part of parts. Every part makes its own weights alone: element (i,j) of a matrix depends on the seed and its place only.
+// newModel makes part number part of parts. Every part makes its own weights alone: element (i,j)
+// of a matrix depends on the seed and its place only.
 func newModel(s shape, seed uint64, part, parts int, p peers) (*model, error) {
 	m := &model{shape: s, part: part, parts: parts, peers: p}
 	d, w, stream := s.dim, s.dim/parts, uint64(0)
@@ -131,8 +136,9 @@ func newModel(s shape, seed uint64, part, parts int, p peers) (*model, error) {
 	return m, nil
 }
 
-// forward reads the next tokens and returns the logits [len(tokens), vocabulary] that follow each, valid until the next call. What came before is in the cache.
-// All parts call it with the same tokens and get the same logits.
+// forward reads the next tokens and returns the logits [len(tokens), vocabulary] that follow each,
+// valid until the next call. What came before is in the cache. All parts call it with the same
+// tokens and get the same logits.
 func (m *model) forward(ctx context.Context, tokens []byte) ([]float32, error) {
 	n, d, w, heads := len(tokens), m.dim, m.dim/m.parts, m.heads/m.parts
 	if m.past+n > m.context {

@@ -12,7 +12,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// hall is where the parts of a model in one process meet: each reduce and gather takes two rounds of a barrier.
+// hall is where the parts of a model in one process meet: each reduce and gather takes two rounds
+// of a barrier.
 type hall struct {
 	n       int
 	mu      sync.Mutex

@@ -1,11 +1,13 @@
-// Train trains a small character-level language model, data-parallel: every rank holds all weights, takes its share of each batch, and the
-// gradients are summed over the ranks while the backward pass still runs. Try
+// Train trains a small character-level language model, data-parallel: every rank holds all weights,
+// takes its share of each batch, and the gradients are summed over the ranks while the backward
+// pass still runs. Try
 //
 //	tutti run -n 4 ./examples/train
 //
-// The text is the Go standard library's source, which is wherever Go is; --text names another file or directory. A batch is the same whatever the
-// number of ranks, so that 1, 2 and 4 ranks show the same losses up to rounding, and two runs alike have the same bits. The program ends by
-// proving that all ranks hold the same weights to the bit, and by a sample of what it learned.
+// The text is the Go standard library's source, which is wherever Go is; --text names another file
+// or directory. A batch is the same whatever the number of ranks, so that 1, 2 and 4 ranks show the
+// same losses up to rounding, and two runs alike have the same bits. The program ends by proving
+// that all ranks hold the same weights to the bit, and by a sample of what it learned.
 package main
 
 import (

@@ -25,9 +25,10 @@ func (s shape) check() error {
 	return nil
 }
 
-// model is a language model: a transformer with RMS normalisation before each half of a block, learned positions and no biases.
-// All weights are one slice and all gradients another, in the order in which backward finishes them: the head, the blocks from last to first, the
-// embeddings. Each of these is a bucket, which can be reduced as soon as it is ready.
+// model is a language model: a transformer with RMS normalisation before each half of a block,
+// learned positions and no biases. All weights are one slice and all gradients another, in the
+// order in which backward finishes them: the head, the blocks from last to first, the embeddings.
+// Each of these is a bucket, which can be reduced as soon as it is ready.
 type model[T nn.Float] struct {
 	shape
 	weights []T
@@ -95,7 +96,8 @@ func newModel[T nn.Float](s shape, grads []T) *model[T] {
 	return m
 }
 
-// init draws the weights: normal, with a deviation that keeps the size of what passes through a layer.
+// init draws the weights: normal, with a deviation that keeps the size of what passes through a
+// layer.
 func (m *model[T]) init(seed uint64) {
 	stream := uint64(0)
 	fill := func(x []T, deviation float64) {
@@ -212,8 +214,9 @@ func (m *model[T]) heatmap(x []T, b int) []T {
 	return x[b*n:][:n]
 }
 
-// gradients sets grads to the loss of predicting targets from tokens, summed over all positions and times scale, and to its gradients. It calls
-// ready(i) as soon as bucket i is complete and will not be written again: what ready starts runs while the other buckets are computed.
+// gradients sets grads to the loss of predicting targets from tokens, summed over all positions and
+// times scale, and to its gradients. It calls ready(i) as soon as bucket i is complete and will not
+// be written again: what ready starts runs while the other buckets are computed.
 func (m *model[T]) gradients(a *activations[T], tokens, targets []byte, scale T, ready func(bucket int)) {
 	logits := m.forward(a, tokens)
 	clear(m.grads)
@@ -228,7 +231,8 @@ func (m *model[T]) gradients(a *activations[T], tokens, targets []byte, scale T,
 	nn.RMSNormGrad(a.dx, m.g.norm, a.dh, a.out, m.w.norm, rows, d)
 	ready(0)
 
-	// a.dx is the gradient of the residual; what a half of a block adds to it passes by that half's own way as well.
+	// a.dx is the gradient of the residual; what a half of a block adds to it passes by that half's
+	// own way as well.
 	for l := m.layers - 1; l >= 0; l-- {
 		s, w, g := &a.layers[l], m.w.blocks[l], m.g.blocks[l]
 		nn.MatMulAT(g.down, s.act, a.dx, rows, 4*d, d)

@@ -129,7 +129,8 @@ func TestBatchIsTheSameForAnyRanks(t *testing.T) {
 	}
 }
 
-// On one rank, without a group: the loss starts at that of a guess and falls, in the same bits each time.
+// On one rank, without a group: the loss starts at that of a guess and falls, in the same bits each
+// time.
 func TestLearns(t *testing.T) {
 	s := shape{vocab: vocabulary, dim: 16, heads: 2, layers: 1, seq: 8}
 	o := options{shape: s, batch: 8, steps: 150, seed: 1, rate: 1e-2}

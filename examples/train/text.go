@@ -48,9 +48,9 @@ func decode(tokens []byte) string {
 	return string(out)
 }
 
-// readText returns up to limit bytes of the file at path, or of the .go files in and below the directory at path, in the order of their names, less
-// what is in directories named cmd, vendor and testdata.
-// An empty path is the Go standard library's source.
+// readText returns up to limit bytes of the file at path, or of the .go files in and below the
+// directory at path, in the order of their names, less what is in directories named cmd, vendor and
+// testdata. An empty path is the Go standard library's source.
 func readText(path string, limit int) ([]byte, error) {
 	if path == "" {
 		var err error

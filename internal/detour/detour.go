@@ -1,5 +1,6 @@
-// Package detour lets a test stand between a rank and everything that the rank connects to: package pgtest, whose relay cuts, delays and loses what passes. Where the variable is not
-// set, which is everywhere else, connections are what they always are.
+// Package detour lets a test stand between a rank and everything that the rank connects to: package
+// pgtest, whose relay cuts, delays and loses what passes. Where the variable is not set, which is
+// everywhere else, connections are what they always are.
 package detour
 
 import (
@@ -16,13 +17,15 @@ import (
 	"time"
 )
 
-// Variable is the environment variable that names the relay, the rank and the test's token: HOST:PORT/RANK/TOKEN.
+// Variable is the environment variable that names the relay, the rank and the test's token:
+// HOST:PORT/RANK/TOKEN.
 const Variable = "TUTTI_DETOUR"
 
 // Store stands for the job's store where a rank is meant.
 const Store = -1
 
-// Request is the first line that a relay reads from a connection, as JSON. It answers with a line too: "ok", "refused" or what else went wrong; afterwards the connection is that with Addr.
+// Request is the first line that a relay reads from a connection, as JSON. It answers with a line
+// too: "ok", "refused" or what else went wrong; afterwards the connection is that with Addr.
 type Request struct {
 	Token string
 	From  int
@@ -33,7 +36,8 @@ type Request struct {
 
 var relay = sync.OnceValue(func() string { return os.Getenv(Variable) })
 
-// Dial connects to address, where rank to listens or, with Store, the store: by d, or through the relay.
+// Dial connects to address, where rank to listens or, with Store, the store: by d, or through the
+// relay.
 func Dial(ctx context.Context, d *net.Dialer, to int, address string) (net.Conn, error) {
 	if relay() == "" {
 		return d.DialContext(ctx, "tcp", address)
@@ -45,7 +49,8 @@ func Dial(ctx context.Context, d *net.Dialer, to int, address string) (net.Conn,
 	return c, nil
 }
 
-// Ask sends a request to the relay that variable, a value of Variable, names, and returns the connection after an answer of "ok".
+// Ask sends a request to the relay that variable, a value of Variable, names, and returns the
+// connection after an answer of "ok".
 func Ask(ctx context.Context, variable string, r Request) (net.Conn, error) {
 	part := strings.Split(variable, "/")
 	if len(part) != 3 {

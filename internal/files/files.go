@@ -9,7 +9,8 @@ import (
 	"syscall"
 )
 
-// Explain adds to an error that a limit on open files has caused which limit that was and how to raise it. Other errors, and those that it has explained before, it returns as they are.
+// Explain adds to an error that a limit on open files has caused which limit that was and how to
+// raise it. Other errors, and those that it has explained before, it returns as they are.
 func Explain(err error) error {
 	switch {
 	case errors.Is(err, syscall.EMFILE) && !strings.Contains(err.Error(), "RLIMIT_NOFILE"):

@@ -9,8 +9,8 @@ import (
 )
 
 // Directory makes dir where it is not there, and checks that files can be kept in it: if others may
-// write to it, it is one such as /tmp, where they cannot replace what is not theirs, and it is no link
-// that another user has put there.
+// write to it, it is one such as /tmp, where they cannot replace what is not theirs, and it is no
+// link that another user has put there.
 func Directory(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -47,13 +47,14 @@ func Own(info fs.FileInfo) bool {
 	return ok && info.Mode().IsRegular() && int(st.Uid) == os.Geteuid()
 }
 
-// Create makes a file that nobody else may read. That it is there already, also as a link, is an error.
+// Create makes a file that nobody else may read. That it is there already, also as a link, is an
+// error.
 func Create(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_NOFOLLOW, 0o600)
 }
 
-// Replace makes a file anew, in the place of what has the name. A link is followed if this user or root
-// has made it, and else replaced.
+// Replace makes a file anew, in the place of what has the name. A link is followed if this user or
+// root has made it, and else replaced.
 func Replace(path string, mode fs.FileMode) (*os.File, error) {
 	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 && trusted(info) {
 		return os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, mode)

@@ -1,8 +1,10 @@
 // Package ifname chooses which of the machine's network addresses a job uses.
 //
-// Nobody has to choose: all interfaces that are up count, in an order in which the likely ones come first, and which of them leads to a peer is the routing table's
-// business. A Filter takes away: interfaces that lead nowhere (docker0), that are for something else (a management network), or that are slow. It is the same text wherever a
-// listener or a dialler asks (TUTTI_IFNAME): an address that is not allowed is neither listened on nor published.
+// Nobody has to choose: all interfaces that are up count, in an order in which the likely ones come
+// first, and which of them leads to a peer is the routing table's business. A Filter takes away:
+// interfaces that lead nowhere (docker0), that are for something else (a management network), or
+// that are slow. It is the same text wherever a listener or a dialler asks (TUTTI_IFNAME): an
+// address that is not allowed is neither listened on nor published.
 package ifname
 
 import (
@@ -34,9 +36,10 @@ type Interface struct {
 	Addrs    []netip.Addr
 }
 
-// Parse reads a comma-separated list of interface names ("eth0"), beginnings of names ("eth*"), addresses ("10.0.0.7") and networks ("10.0.0.0/8").
-// An item after "^" is excluded; a "^" at the very front excludes the whole list, as other collective libraries read it ("^docker0,lo" excludes both).
-// If nothing is listed but exclusions, or nothing at all, everything else is allowed.
+// Parse reads a comma-separated list of interface names ("eth0"), beginnings of names ("eth*"),
+// addresses ("10.0.0.7") and networks ("10.0.0.0/8"). An item after "^" is excluded; a "^" at the
+// very front excludes the whole list, as other collective libraries read it ("^docker0,lo" excludes
+// both). If nothing is listed but exclusions, or nothing at all, everything else is allowed.
 func Parse(spec string) (Filter, error) {
 	f := Filter{spec: strings.TrimSpace(spec)}
 	if f.spec == "" {
@@ -96,8 +99,9 @@ func (f Filter) Allows(name string, a netip.Addr) bool {
 	return !slices.ContainsFunc(f.ban, hit) && (len(f.allow) == 0 || slices.ContainsFunc(f.allow, hit))
 }
 
-// Addrs returns the allowed addresses of this machine's interfaces that are up, best first: no link-local ones, container and VM bridges
-// (which have the same address on every machine) behind the others, loopback last. It is an error if none is left; the error lists what there is.
+// Addrs returns the allowed addresses of this machine's interfaces that are up, best first: no
+// link-local ones, container and VM bridges (which have the same address on every machine) behind
+// the others, loopback last. It is an error if none is left; the error lists what there is.
 func (f Filter) Addrs() ([]netip.Addr, error) {
 	ifs, err := Interfaces()
 	if err != nil {

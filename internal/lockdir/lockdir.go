@@ -1,5 +1,6 @@
-// Package lockdir keeps temporary directories that live as long as their process: each holds a file that is locked as long as its owner has it open, however
-// the owner ends. So a later process can tell what a killed one left behind, and remove it.
+// Package lockdir keeps temporary directories that live as long as their process: each holds a file
+// that is locked as long as its owner has it open, however the owner ends. So a later process can
+// tell what a killed one left behind, and remove it.
 package lockdir
 
 import (
@@ -28,8 +29,9 @@ func Lock(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// RemoveStale removes this user's directories below parent, of those whose names ours accepts, whose lock nobody holds. Between the making of a directory and that
-// of its lock there is a moment: directories without a lock file, or with an empty one, are left alone.
+// RemoveStale removes this user's directories below parent, of those whose names ours accepts,
+// whose lock nobody holds. Between the making of a directory and that of its lock there is a
+// moment: directories without a lock file, or with an empty one, are left alone.
 func RemoveStale(parent string, ours func(name string) bool) {
 	entries, err := os.ReadDir(parent)
 	if err != nil {

@@ -1,7 +1,9 @@
-// Package ports holds the one rule by which every listener of a job chooses its port: an explicit port that is taken is an error which names it,
-// a range moves on to the next port, and 0 asks the kernel.
+// Package ports holds the one rule by which every listener of a job chooses its port: an explicit
+// port that is taken is an error which names it, a range moves on to the next port, and 0 asks the
+// kernel.
 //
-// Somebody who names a port has a reason (a firewall, a peer that was told), and a listener that quietly went elsewhere would be looked for in vain.
+// Somebody who names a port has a reason (a firewall, a peer that was told), and a listener that
+// quietly went elsewhere would be looked for in vain.
 package ports
 
 import (
@@ -14,7 +16,8 @@ import (
 	"syscall"
 )
 
-// Spec is a port ("29500"), a range of ports, both ends included ("29500-29600"), or the kernel's choice ("0", "" and the zero Spec).
+// Spec is a port ("29500"), a range of ports, both ends included ("29500-29600"), or the kernel's
+// choice ("0", "" and the zero Spec).
 type Spec struct{ Lo, Hi uint16 }
 
 // ParseSpec reads the textual form of a Spec.
@@ -46,7 +49,8 @@ func parsePort(s, whole string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// ParseAddr reads HOST:PORT with a Spec for the port; the host may be empty, or an IPv6 address in brackets.
+// ParseAddr reads HOST:PORT with a Spec for the port; the host may be empty, or an IPv6 address in
+// brackets.
 func ParseAddr(s string) (host string, spec Spec, err error) {
 	host, port, err := net.SplitHostPort(strings.TrimSpace(s))
 	if err != nil || strings.ContainsAny(host, " /") || port == "" {
@@ -64,7 +68,8 @@ func (s Spec) String() string {
 	return fmt.Sprintf("%d-%d", s.Lo, s.Hi)
 }
 
-// Next is the spec for a second listener beside one of s: the port after an explicit one, else s itself.
+// Next is the spec for a second listener beside one of s: the port after an explicit one, else s
+// itself.
 func (s Spec) Next() Spec {
 	if s.Lo == s.Hi && s.Lo != 0 && s.Hi < 65535 {
 		return Spec{s.Lo + 1, s.Hi + 1}
@@ -72,8 +77,9 @@ func (s Spec) Next() Spec {
 	return s
 }
 
-// Listen opens a TCP listener at host (an address; "" means every address of this machine) on the first free port of spec. Only "address in use" moves
-// a range on; any other failure ends the search. It does not block but to resolve a host that is a name.
+// Listen opens a TCP listener at host (an address; "" means every address of this machine) on the
+// first free port of spec. Only "address in use" moves a range on; any other failure ends the
+// search. It does not block but to resolve a host that is a name.
 func Listen(ctx context.Context, host string, spec Spec) (net.Listener, error) {
 	var lc net.ListenConfig
 	var last error

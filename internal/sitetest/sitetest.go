@@ -1,5 +1,6 @@
-// Package sitetest starts an etcd of the kind that a site keeps for everybody: with TLS, client certificates, users and passwords. It is for tests of what
-// etcd:// and etcds:// addresses meet; the store that a launcher brings along is package embed.
+// Package sitetest starts an etcd of the kind that a site keeps for everybody: with TLS, client
+// certificates, users and passwords. It is for tests of what etcd:// and etcds:// addresses meet;
+// the store that a launcher brings along is package embed.
 //
 // The certificates are those of an authority that is made for the test and forgotten with it.
 package sitetest
@@ -26,7 +27,8 @@ import (
 	"go.uber.org/zap"
 )
 
-// The user that Config.Users makes beside root. It may read and write what is below /tutti/test/ and /tutti/default/, and nothing else.
+// The user that Config.Users makes beside root. It may read and write what is below /tutti/test/
+// and /tutti/default/, and nothing else.
 const (
 	User     = "rank"
 	Password = "the password of the ranks"
@@ -35,7 +37,8 @@ const (
 // patience is longer than any step takes.
 const patience = 30 * time.Second
 
-// etcd takes the size of its log's segments from a global; the default would preallocate 64 MB a server.
+// etcd takes the size of its log's segments from a global; the default would preallocate 64 MB a
+// server.
 func init() { wal.SegmentSizeBytes = 4 << 20 }
 
 // Config says what the site is like.

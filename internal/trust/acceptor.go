@@ -16,8 +16,8 @@ import (
 	"tutti/internal/files"
 )
 
-// MaxUnproved is how many connections that have not proved themselves a process holds at one listener,
-// and at most a sixteenth of the descriptors that it may have.
+// MaxUnproved is how many connections that have not proved themselves a process holds at one
+// listener, and at most a sixteenth of the descriptors that it may have.
 const MaxUnproved = 1024
 
 // DefaultMax is MaxUnproved within the limit of this process's descriptors.
@@ -29,11 +29,12 @@ func DefaultMax() int {
 }
 
 // Acceptor runs the accepting half for a listener. A connection that has not proved itself costs a
-// descriptor and less than a kilobyte, and no goroutine: one goroutine accepts, and one reads from all
-// those that have something to say. One that sends what no member of the job would is closed at once,
-// one that has not sent its first message within Timeout, or its second within Timeout after that, then.
-// When there are more than Max, some are closed for the others' sake: see crowd. An end that means well
-// has sent its first message by then, which strangers cannot make, and if it was slow it dials again.
+// descriptor and less than a kilobyte, and no goroutine: one goroutine accepts, and one reads from
+// all those that have something to say. One that sends what no member of the job would is closed at
+// once, one that has not sent its first message within Timeout, or its second within Timeout after
+// that, then. When there are more than Max, some are closed for the others' sake: see crowd. An end
+// that means well has sent its first message by then, which strangers cannot make, and if it was
+// slow it dials again.
 type Acceptor struct {
 	Listener net.Listener // its connections implement syscall.Conn
 	Secret   []byte
@@ -84,7 +85,8 @@ type dropped struct {
 	err error
 }
 
-// Serve accepts until the listener is closed by Close, and then returns after the last handshake ended.
+// Serve accepts until the listener is closed by Close, and then returns after the last handshake
+// ended.
 func (a *Acceptor) Serve() {
 	defer a.wg.Wait()
 	pause := shortPause

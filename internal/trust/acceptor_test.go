@@ -62,9 +62,9 @@ func dial(t *testing.T, addr string) net.Conn {
 	return c
 }
 
-// attack holds n connections to addr that have sent what first says and nothing else, and makes about
-// a thousand more a second for as long as the test runs; the oldest make room for them. It returns
-// when the n are there. made counts all of them.
+// attack holds n connections to addr that have sent what first says and nothing else, and makes
+// about a thousand more a second for as long as the test runs; the oldest make room for them. It
+// returns when the n are there. made counts all of them.
 func attack(t *testing.T, addr string, n int, local net.Addr, first []byte) (made *atomic.Int64) {
 	t.Helper()
 	ctx, stop := context.WithCancel(t.Context())
@@ -317,7 +317,8 @@ func held(a *Acceptor) bool {
 	return a.crowd != nil && a.crowd.size() > 0
 }
 
-// A listener that fails for a while is not given up, and one that is waiting to try again can be closed.
+// A listener that fails for a while is not given up, and one that is waiting to try again can be
+// closed.
 func TestAcceptFailsForAWhile(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

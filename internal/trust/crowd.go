@@ -7,10 +7,11 @@ import (
 
 // crowd decides which unproved connections are held. It is pure: no I/O, no clock.
 //
-// A connection is silent until its first message has arrived, and opened from then on. Each class has
-// room of its own: connections that strangers can make crowd out each other, and never one that has
-// sent what only a member of the job can make. Where a class is full, the source that holds most of
-// it loses its oldest connection; of sources that hold alike many, the one whose oldest is oldest.
+// A connection is silent until its first message has arrived, and opened from then on. Each class
+// has room of its own: connections that strangers can make crowd out each other, and never one that
+// has sent what only a member of the job can make. Where a class is full, the source that holds
+// most of it loses its oldest connection; of sources that hold alike many, the one whose oldest is
+// oldest.
 type crowd struct {
 	silent, opened class
 }

@@ -87,8 +87,8 @@ func TestCrowdKeepsOpenedFromSilent(t *testing.T) {
 	}
 }
 
-// Whatever happens: a class keeps within its room, a newcomer is never the one who goes, nor one of a
-// source that holds less than another, and the books agree with each other.
+// Whatever happens: a class keeps within its room, a newcomer is never the one who goes, nor one of
+// a source that holds less than another, and the books agree with each other.
 func TestCrowd(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		size := rapid.IntRange(2, 12).Draw(t, "size")

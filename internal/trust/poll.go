@@ -12,8 +12,8 @@ import (
 	"tutti/internal/files"
 )
 
-// poll tells which of many sockets have something to read. A goroutine that waits for it sleeps in the
-// Go runtime's poller, on the descriptor of an epoll instance of its own.
+// poll tells which of many sockets have something to read. A goroutine that waits for it sleeps in
+// the Go runtime's poller, on the descriptor of an epoll instance of its own.
 type poll struct {
 	file   *os.File
 	raw    syscall.RawConn

@@ -8,15 +8,15 @@
 //	dialler  -> acceptor   HMAC-SHA256(secret, "dial" purpose nonces hello), hello
 //	acceptor -> dialler    HMAC-SHA256(secret, "accept" purpose nonces hello verdict), verdict
 //
-// Every message has a fixed size but for the verdict's text, which is read only after its length was
-// checked. Both nonces and a label for the direction are under each MAC of the last two messages, so
-// that neither replaying nor reflecting a message proves anything. The first message can be replayed;
-// it proves nothing. It costs the acceptor one MAC, no answer and no state, and tells it which of
-// many connections to keep: see Acceptor. An acceptor that finds a MAC wrong answers with zeros in
-// the place of its nonce or MAC, which tells the dialler why and an attacker nothing; a connection
-// that just ends is therefore no sign of a wrong secret. A service must compare Hello.To… with
-// itself in admit: else whoever stands between two ends could pass a dialler's proof on to another
-// acceptor of the job. The data that follows is not encrypted.
+// Every message has a fixed size but for the verdict's text, which is read only after its length
+// was checked. Both nonces and a label for the direction are under each MAC of the last two
+// messages, so that neither replaying nor reflecting a message proves anything. The first message
+// can be replayed; it proves nothing. It costs the acceptor one MAC, no answer and no state, and
+// tells it which of many connections to keep: see Acceptor. An acceptor that finds a MAC wrong
+// answers with zeros in the place of its nonce or MAC, which tells the dialler why and an attacker
+// nothing; a connection that just ends is therefore no sign of a wrong secret. A service must
+// compare Hello.To… with itself in admit: else whoever stands between two ends could pass a
+// dialler's proof on to another acceptor of the job. The data that follows is not encrypted.
 package trust
 
 import (
@@ -201,8 +201,8 @@ const (
 )
 
 // Redial runs dial, which connects and calls Client, and runs it again a few times within about 100
-// ms while it is turned away: an acceptor with too many connections may close one that has not spoken
-// yet. An acceptor that has gone refuses the next connection.
+// ms while it is turned away: an acceptor with too many connections may close one that has not
+// spoken yet. An acceptor that has gone refuses the next connection.
 func Redial(ctx context.Context, dial func() error) error {
 	pause := redialPause
 	for n := 1; ; n++ {
@@ -284,10 +284,10 @@ func (h *half) verdict(secret []byte, purpose string, who Hello, refused error) 
 	return append(mac(secret, "accept", purpose, h.theirs[:], h.mine[:], hello[:], verdict), verdict...)
 }
 
-// Server checks the dialling end of one connection, asks admit (nil: yes; a *Refusal keeps its code,
-// any other error is sent as code 1) and proves the accepting end. admit must compare the Hello's
-// To… with itself. It blocks as long as conn's deadline lets it. When it returns an error the caller
-// closes conn. A listener that strangers can reach uses an Acceptor.
+// Server checks the dialling end of one connection, asks admit (nil: yes; a *Refusal keeps its
+// code, any other error is sent as code 1) and proves the accepting end. admit must compare the
+// Hello's To… with itself. It blocks as long as conn's deadline lets it. When it returns an error
+// the caller closes conn. A listener that strangers can reach uses an Acceptor.
 func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
 	if err := checkSecret(secret); err != nil {
 		return Hello{}, err
@@ -330,8 +330,9 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 // warnings is how many refused connections a minute are worth a line each to a person.
 const warnings = 5
 
-// LogRefused returns an Acceptor's Refused that logs: as a warning who does not know the secret or crowds the listener, the first few of them in a minute, and
-// everything else for debugging. A peer that leaves in the middle of a handshake, or is refused by Admit, is part of every job's life.
+// LogRefused returns an Acceptor's Refused that logs: as a warning who does not know the secret or
+// crowds the listener, the first few of them in a minute, and everything else for debugging. A peer
+// that leaves in the middle of a handshake, or is refused by Admit, is part of every job's life.
 func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 	var mu sync.Mutex
 	var since time.Time

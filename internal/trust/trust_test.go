@@ -130,7 +130,8 @@ func TestRefusal(t *testing.T) {
 	}
 }
 
-// An end that goes away in the middle is no wrong secret: a rank that leaves must not look like a foreign job.
+// An end that goes away in the middle is no wrong secret: a rank that leaves must not look like a
+// foreign job.
 func TestEndInTheMiddle(t *testing.T) {
 	a, b := ends(t)
 	go io.Copy(io.Discard, b)
@@ -245,7 +246,8 @@ func TestReflection(t *testing.T) {
 	if err := <-done; err == nil {
 		t.Error("client facing a client: no error")
 	}
-	// The proof of a dialler for one acceptor of the job, passed on to another by somebody in between: it is valid, and says whom it was for.
+	// The proof of a dialler for one acceptor of the job, passed on to another by somebody in
+	// between: it is valid, and says whom it was for.
 	a, b = ends(t)
 	c, d := ends(t)
 	go io.Copy(c, b)
@@ -371,7 +373,8 @@ func TestLogRefused(t *testing.T) {
 	}
 }
 
-// No input without knowledge of the secret gets past the proof, or makes either half hang, panic or read without limit.
+// No input without knowledge of the secret gets past the proof, or makes either half hang, panic or
+// read without limit.
 func FuzzHandshake(f *testing.F) {
 	f.Add([]byte(nil))
 	f.Add([]byte(dialMagic))

@@ -1,5 +1,6 @@
-// Package tuning keeps measured tables of algorithms in files: what `tutti tune` writes and Join reads. A file says on what it was measured, and Load
-// refuses it anywhere else: a table that fits badly is worse than the default one.
+// Package tuning keeps measured tables of algorithms in files: what `tutti tune` writes and Join
+// reads. A file says on what it was measured, and Load refuses it anywhere else: a table that fits
+// badly is worse than the default one.
 package tuning
 
 import (
@@ -21,8 +22,8 @@ import (
 )
 
 const (
-	// Format is the version of the file's format, and of what the measurements mean: it is raised when plans or their runner change so much that old
-	// measurements say nothing any more.
+	// Format is the version of the file's format, and of what the measurements mean: it is raised
+	// when plans or their runner change so much that old measurements say nothing any more.
 	Format  = 1
 	maxFile = 1 << 20
 	// Off, in the place of a path, is no file at all.
@@ -55,7 +56,8 @@ func New(m Machine, t *collectives.Table) *File {
 
 func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
 
-// Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by the best of transports.
+// Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by
+// the best of transports.
 func Here(localRanks int, transports []string) Machine {
 	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks, Transport: "tcp"}
 	if runtime.GOOS == "linux" && slices.Contains(transports, "shm") {
@@ -64,7 +66,8 @@ func Here(localRanks int, transports []string) Machine {
 	return m
 }
 
-// Cores returns the processors of this machine, also those that this process, perhaps bound to one, may not run on.
+// Cores returns the processors of this machine, also those that this process, perhaps bound to one,
+// may not run on.
 func Cores() int {
 	n := 0
 	if b, err := os.ReadFile("/proc/cpuinfo"); err == nil {
@@ -77,7 +80,8 @@ func Cores() int {
 	return max(n, runtime.NumCPU())
 }
 
-// cpuModel reads the first processor's name: x86 has one; of ARM it is made of the numbers of its maker and part.
+// cpuModel reads the first processor's name: x86 has one; of ARM it is made of the numbers of its
+// maker and part.
 func cpuModel(path string) string {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -122,8 +126,8 @@ func libraryIn(info *debug.BuildInfo) string {
 	return "devel"
 }
 
-// DefaultPath returns where the table is if nobody says otherwise, tutti/tune.json in the user's configuration directory ($XDG_CONFIG_HOME, else ~/.config);
-// "" if the user has none.
+// DefaultPath returns where the table is if nobody says otherwise, tutti/tune.json in the user's
+// configuration directory ($XDG_CONFIG_HOME, else ~/.config); "" if the user has none.
 func DefaultPath() string {
 	dir, err := os.UserConfigDir()
 	if err != nil {
@@ -132,8 +136,10 @@ func DefaultPath() string {
 	return filepath.Join(dir, "tutti", "tune.json")
 }
 
-// Find returns the table for ranks on machine here: that of the file at path, or where path is "" that at DefaultPath, if there is one. No table at all (nil
-// without an error) stands for the default one. An error names the file, what is wrong with it, and what to do; the default table is to be used then too.
+// Find returns the table for ranks on machine here: that of the file at path, or where path is ""
+// that at DefaultPath, if there is one. No table at all (nil without an error) stands for the
+// default one. An error names the file, what is wrong with it, and what to do; the default table is
+// to be used then too.
 func Find(path string, here Machine) (*collectives.Table, error) {
 	if path == Off {
 		return nil, nil
@@ -153,7 +159,8 @@ func Find(path string, here Machine) (*collectives.Table, error) {
 	return t, nil
 }
 
-// Load reads the file at path and returns its table if it was measured by this library on a machine like here.
+// Load reads the file at path and returns its table if it was measured by this library on a machine
+// like here.
 func Load(path string, here Machine) (*collectives.Table, error) {
 	b, err := read(path)
 	if err != nil {
@@ -238,7 +245,8 @@ func (f *File) fits(here Machine) error {
 	return nil
 }
 
-// CheckWritable says why Save could not write to path, before there is anything to save. It makes the file's directory.
+// CheckWritable says why Save could not write to path, before there is anything to save. It makes
+// the file's directory.
 func CheckWritable(path string) error {
 	if i, err := os.Stat(path); err == nil && !i.Mode().IsRegular() {
 		return fmt.Errorf("%s is no regular file", path)
@@ -254,7 +262,8 @@ func CheckWritable(path string) error {
 	return errors.Join(t.Close(), os.Remove(t.Name()))
 }
 
-// Save writes the file to path, making its directory; whoever reads meanwhile sees the old file or the new one, whole.
+// Save writes the file to path, making its directory; whoever reads meanwhile sees the old file or
+// the new one, whole.
 func (f *File) Save(path string) (err error) {
 	b, err := json.Marshal(f)
 	if err != nil {

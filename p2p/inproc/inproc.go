@@ -1,5 +1,5 @@
-// Package inproc is the transport between ranks that are goroutines of one process: rings on the Go heap, the peer's Wake called directly,
-// the peer's regions used where they lie.
+// Package inproc is the transport between ranks that are goroutines of one process: rings on the Go
+// heap, the peer's Wake called directly, the peer's regions used where they lie.
 package inproc
 
 import (
@@ -20,9 +20,11 @@ import (
 
 // Config of a transport.
 type Config struct {
-	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the accepting side's counts. The
-	// largest frame is a quarter of it. A link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 768 KiB for 4 ranks with the default,
-	// 255 MiB for 256 ranks with 4 KiB. The memory is taken when a link is made and touched as frames pass. Default 64 KiB.
+	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two
+	// from 4 KiB to 1 GiB; the accepting side's counts. The largest frame is a quarter of it. A
+	// link takes two, so that n ranks that are all linked take n*(n-1)*RingBytes: 768 KiB for 4
+	// ranks with the default, 255 MiB for 256 ranks with 4 KiB. The memory is taken when a link is
+	// made and touched as frames pass. Default 64 KiB.
 	RingBytes int
 }
 
@@ -38,7 +40,8 @@ type token [tokenSize]byte
 
 func newToken() (t token) { rand.Read(t[:]); return t }
 
-// process tells this process from all others, its own forks' children excepted, which share no memory and find no transport registered.
+// process tells this process from all others, its own forks' children excepted, which share no
+// memory and find no transport registered.
 var process = newToken()
 
 var (
@@ -113,7 +116,8 @@ func (t *Transport) Reaches(endpoint []byte) error {
 	return err
 }
 
-// Dial implements p2p.Transport. It calls the peer's Host.Admit and Host.Accepted, and blocks as long as they do.
+// Dial implements p2p.Transport. It calls the peer's Host.Admit and Host.Accepted, and blocks as
+// long as they do.
 func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) (p2p.Link, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("inproc: dialling %v: %w", to, err)
@@ -163,7 +167,8 @@ func (t *Transport) accept(from p2p.Host, to p2p.Identity) (*link, error) {
 	return a, nil
 }
 
-// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under way; the caller must not hold a lock that they need.
+// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under
+// way; the caller must not hold a lock that they need.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -174,7 +179,8 @@ func (t *Transport) Close() error {
 	return nil
 }
 
-// Alloc implements p2p.Allocator: memory of the Go heap. Free forgets it; the collector takes it when no peer's mapping is left.
+// Alloc implements p2p.Allocator: memory of the Go heap. Free forgets it; the collector takes it
+// when no peer's mapping is left.
 func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)

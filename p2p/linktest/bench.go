@@ -11,7 +11,8 @@ import (
 
 func address(b []byte) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(b))) }
 
-// Bench measures links between two goroutines of this process: the round trip of small frames, awake and asleep, and a stream of large ones.
+// Bench measures links between two goroutines of this process: the round trip of small frames,
+// awake and asleep, and a stream of large ones.
 func Bench(b *testing.B, open func(testing.TB) p2p.Transport) {
 	for _, n := range []int{0, 8, 64, 1024} {
 		b.Run("PingPong/"+strconv.Itoa(n), func(b *testing.B) {

@@ -1,4 +1,5 @@
-// Package linktest is the conformance suite of transports: what every p2p.Transport and p2p.Link must do, whatever carries the frames.
+// Package linktest is the conformance suite of transports: what every p2p.Transport and p2p.Link
+// must do, whatever carries the frames.
 package linktest
 
 import (
@@ -19,7 +20,8 @@ import (
 	"tutti/p2p"
 )
 
-// Patience bounds every wait of the suite: long enough for a loaded machine, and only ever used up by a failure.
+// Patience bounds every wait of the suite: long enough for a loaded machine, and only ever used up
+// by a failure.
 const Patience = 30 * time.Second
 
 // Secret is the job secret of hosts made by NewHost.
@@ -31,7 +33,8 @@ type Incoming struct {
 	Link p2p.Link
 }
 
-// Host is a p2p.Host for tests. Its fields may be set before the transport listens, and Allow also under Change.
+// Host is a p2p.Host for tests. Its fields may be set before the transport listens, and Allow also
+// under Change.
 type Host struct {
 	ID    p2p.Identity
 	Key   []byte
@@ -284,7 +287,8 @@ func (e *End) FlushAll() error {
 	}
 }
 
-// Frame makes frame number i of a reproducible sequence with n bytes of payload, in buf's memory if it is large enough.
+// Frame makes frame number i of a reproducible sequence with n bytes of payload, in buf's memory if
+// it is large enough.
 func Frame(i, n int, buf []byte) (p2p.Header, []byte) {
 	r := rand.NewPCG(uint64(i), uint64(n))
 	h := p2p.Header{Kind: uint8(r.Uint64()), Flags: uint8(r.Uint64()), Len: uint32(n), Chan: uint32(r.Uint64()), Ack: uint32(r.Uint64()),
@@ -366,7 +370,8 @@ func spin(i int) {
 	}
 }
 
-// SleepSeldom returns t with links that sleep seldom at both ends. The links of t must be p2p.SeldomSleepers, and t a p2p.Allocator.
+// SleepSeldom returns t with links that sleep seldom at both ends. The links of t must be
+// p2p.SeldomSleepers, and t a p2p.Allocator.
 func SleepSeldom(t p2p.Transport) p2p.Transport { return seldom{t, t.(p2p.Allocator)} }
 
 type seldom struct {

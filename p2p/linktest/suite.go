@@ -16,8 +16,8 @@ import (
 	"tutti/p2p"
 )
 
-// Run tests transports made by open: each call returns a fresh one that has not listened yet; all can reach each other. The subtests leave
-// no goroutine and no descriptor behind.
+// Run tests transports made by open: each call returns a fresh one that has not listened yet; all
+// can reach each other. The subtests leave no goroutine and no descriptor behind.
 func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 	s := suite{open}
 	t.Run("Connect", func(t *testing.T) { Pair(t, open) }) // what the runtime opens once (its poller) is not a leak
@@ -151,7 +151,8 @@ func (s suite) bothWays(t *testing.T) {
 	both(t, side(a, 0), side(b, 1))
 }
 
-// sizes: every edge of the payload's size, the largest many times over (it wraps whatever buffer there is).
+// sizes: every edge of the payload's size, the largest many times over (it wraps whatever buffer
+// there is).
 func (s suite) sizes(t *testing.T) {
 	a, b := s.pair(t)
 	top := a.MaxFrame()
@@ -226,7 +227,8 @@ func (s suite) held(t *testing.T) {
 	}
 }
 
-// backPressure: a sender whose peer does not read is refused in bounded memory, sleeps, and is woken.
+// backPressure: a sender whose peer does not read is refused in bounded memory, sleeps, and is
+// woken.
 func (s suite) backPressure(t *testing.T) {
 	a, b := s.pair(t)
 	n := a.MaxFrame()
@@ -505,7 +507,8 @@ func (s suite) mesh(t *testing.T) {
 	}
 }
 
-// crossing: two ranks that dial each other at once end with one link when Admit decides for one direction.
+// crossing: two ranks that dial each other at once end with one link when Admit decides for one
+// direction.
 func (s suite) crossing(t *testing.T) {
 	for range 20 {
 		a, b := s.node(t, 0), s.node(t, 1)

@@ -9,13 +9,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Commands of membarrier(2): a barrier on every core that runs a thread of a process that has registered.
+// Commands of membarrier(2): a barrier on every core that runs a thread of a process that has
+// registered.
 const (
 	cmdGlobalExpedited         = 1 << 1
 	cmdRegisterGlobalExpedited = 1 << 2
 )
 
-// registerBarrier makes this process take part in the barriers of others and of its own, and reports whether the system can do that.
+// registerBarrier makes this process take part in the barriers of others and of its own, and
+// reports whether the system can do that.
 var registerBarrier = sync.OnceValue(func() bool {
 	_, _, e := unix.Syscall(unix.SYS_MEMBARRIER, cmdRegisterGlobalExpedited, 0, 0)
 	return e == 0

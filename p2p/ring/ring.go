@@ -1,28 +1,38 @@
-// Package ring passes frames between two ends over plain shared memory: Go heap within a process, a mapping between processes.
+// Package ring passes frames between two ends over plain shared memory: Go heap within a process, a
+// mapping between processes.
 //
-// A channel is a pair of rings, one for each direction. Each ring has one producer and one consumer and no lock. A frame is contiguous:
+// A channel is a pair of rings, one for each direction. Each ring has one producer and one consumer
+// and no lock. A frame is contiguous:
 //
 //	line 0       commit word (8 bytes) | p2p.Header as the machine lays it out (48) | payload of at most 8 bytes
 //	line 1, ...  payload of more than 8 bytes, padded to lines of 64 bytes
 //
-// The consumer polls the commit word of the next frame where it lies; there is no tail index to fetch from another cache line, so that a small frame
-// costs one line transfer. The commit word is written last and holds the frame's sequence number. Before a producer commits a frame it clears the commit word
-// of the line behind it; what an earlier lap left there is thus never taken for a commit. A frame that does not fit before the ring's end is preceded
-// by a skip mark, which is committed after it. (The structure is that of Lamport's single-producer single-consumer queue with the index moved into the slots, as in FastForward, PPoPP 2008.)
+// The consumer polls the commit word of the next frame where it lies; there is no tail index to
+// fetch from another cache line, so that a small frame costs one line transfer. The commit word is
+// written last and holds the frame's sequence number. Before a producer commits a frame it clears
+// the commit word of the line behind it; what an earlier lap left there is thus never taken for a
+// commit. A frame that does not fit before the ring's end is preceded by a skip mark, which is
+// committed after it. (The structure is that of Lamport's single-producer single-consumer queue
+// with the index moved into the slots, as in FastForward, PPoPP 2008.)
 //
-// The consumer tells how far it has read in a line of its own each time it has freed a quarter of the ring. As no frame is larger than a quarter, a producer
-// that finds no room while the consumer has read everything it sent cannot exist, and nobody waits for the last, untold part.
+// The consumer tells how far it has read in a line of its own each time it has freed a quarter of
+// the ring. As no frame is larger than a quarter, a producer that finds no room while the consumer
+// has read everything it sent cannot exist, and nobody waits for the last, untold part.
 //
-// An end that wants to sleep sets its arm word and then looks once more; an end that has committed a frame (or told its head) looks at the arm word of
-// the other and rings the bell if it is set. Both use sequentially consistent stores and loads (sync/atomic), so that one of them sees the other
-// (Dekker); on the fast path that costs the producer one load of a line that nobody writes.
+// An end that wants to sleep sets its arm word and then looks once more; an end that has committed
+// a frame (or told its head) looks at the arm word of the other and rings the bell if it is set.
+// Both use sequentially consistent stores and loads (sync/atomic), so that one of them sees the
+// other (Dekker); on the fast path that costs the producer one load of a line that nobody writes.
 //
-// A sequentially consistent store waits until its line, and all lines written before, have come from the other core: as long as a small frame's whole way.
-// So an end that expects to sleep seldom takes the cost on itself (Asymmetric): its Arm makes every core that runs one of the two processes pass a
-// barrier (membarrier(2)), and the producer then commits with a plain store, which x86 orders after those before it.
+// A sequentially consistent store waits until its line, and all lines written before, have come
+// from the other core: as long as a small frame's whole way. So an end that expects to sleep seldom
+// takes the cost on itself (Asymmetric): its Arm makes every core that runs one of the two
+// processes pass a barrier (membarrier(2)), and the producer then commits with a plain store, which
+// x86 orders after those before it.
 //
-// The other end may be hostile, or may die at any instruction. Everything read from shared memory is copied first and checked then; whatever the memory holds,
-// a consumer touches only its ring and a producer writes only its own.
+// The other end may be hostile, or may die at any instruction. Everything read from shared memory
+// is copied first and checked then; whatever the memory holds, a consumer touches only its ring and
+// a producer writes only its own.
 package ring
 
 import (
@@ -65,7 +75,8 @@ const (
 var _ [p2p.HeaderSize - unsafe.Sizeof(p2p.Header{})]struct{}
 var _ [unsafe.Sizeof(p2p.Header{}) - p2p.HeaderSize]struct{}
 
-// Round returns the ring size used for a wish of n bytes: the next power of two within MinData and MaxData.
+// Round returns the ring size used for a wish of n bytes: the next power of two within MinData and
+// MaxData.
 func Round(n int) int {
 	n = min(max(n, MinData), MaxData)
 	return 1 << bits.Len(uint(n-1))
@@ -85,8 +96,9 @@ func place(n uint64) (at, size uint64) {
 	return line, line + (n+line-1)&^(line-1)
 }
 
-// End is one end of a channel. It has the methods of p2p.Link but Close, with the same rules about who may call them.
-// Send takes a frame whole or not at all, so Flush has nothing to do and Recv always offers the payload whole.
+// End is one end of a channel. It has the methods of p2p.Link but Close, with the same rules about
+// who may call them. Send takes a frame whole or not at all, so Flush has nothing to do and Recv
+// always offers the payload whole.
 type End struct {
 	state   atomic.Uint32
 	bell    func()
@@ -130,8 +142,10 @@ type consumer struct {
 	hdr     p2p.Header
 }
 
-// Init makes e one end of the channel in mem: Bytes(data) bytes, aligned to 64, all zero before either end is initialised. side is 0 at one end and 1 at the other.
-// bell wakes the other end; it is called by Send and Release, must not block, and is not called again until the other end called Answer.
+// Init makes e one end of the channel in mem: Bytes(data) bytes, aligned to 64, all zero before
+// either end is initialised. side is 0 at one end and 1 at the other. bell wakes the other end; it
+// is called by Send and Release, must not block, and is not called again until the other end called
+// Answer.
 func (e *End) Init(mem []byte, data, side int, bell func()) error {
 	if data != Round(data) || len(mem) != Bytes(data) || uintptr(unsafe.Pointer(unsafe.SliceData(mem)))%line != 0 || side&^1 != 0 {
 		return fmt.Errorf("ring: %d bytes of memory for side %d with rings of %d bytes: want %d bytes aligned to %d for a power of two within %d..%d",
@@ -150,9 +164,10 @@ func (e *End) Init(mem []byte, data, side int, bell func()) error {
 	return nil
 }
 
-// Asymmetric moves the cost of sleeping from the other end's every Send to this end's Arm, which then takes some microseconds, where the system can
-// do that (Linux on amd64). It cannot be undone. Who may call Send and Arm may call it, at any time: the other end sends without a fence
-// only after it has seen fences, and then it sees the arm word that was set before.
+// Asymmetric moves the cost of sleeping from the other end's every Send to this end's Arm, which
+// then takes some microseconds, where the system can do that (Linux on amd64). It cannot be undone.
+// Who may call Send and Arm may call it, at any time: the other end sends without a fence only
+// after it has seen fences, and then it sees the arm word that was set before.
 func (e *End) Asymmetric() {
 	if e.fence {
 		return
@@ -168,8 +183,8 @@ func (e *End) Memory() []byte { return e.mem }
 // MaxFrame is the largest payload in bytes.
 func (e *End) MaxFrame() int { return int(e.max) }
 
-// Fail ends e: Send fails from now on with err, and so does Recv, after it has delivered the frames that arrived if drain is set, else at once.
-// The first err stays. From any goroutine.
+// Fail ends e: Send fails from now on with err, and so does Recv, after it has delivered the frames
+// that arrived if drain is set, else at once. The first err stays. From any goroutine.
 func (e *End) Fail(err error, drain bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -200,7 +215,8 @@ func (e *End) violated(format string, args ...any) error {
 	return e.Err()
 }
 
-// Send implements p2p.Link. A payload that is longer than MaxFrame or not h.Len long is the caller's mistake: an error, and the link lives on.
+// Send implements p2p.Link. A payload that is longer than MaxFrame or not h.Len long is the
+// caller's mistake: an error, and the link lives on.
 func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if e.state.Load() != live {
 		return false, e.Err()
@@ -243,7 +259,8 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	}
 	p.tail += size
 	p.seq++
-	// Plain stores, here and below: the consumer looks at these words only after it has seen the commit that comes last.
+	// Plain stores, here and below: the consumer looks at these words only after it has seen the
+	// commit that comes last.
 	*(*uint64)(unsafe.Add(p.data, p.tail&(e.size-1))) = 0
 	commit, word := (*uint64)(frame), p.seq<<1
 	if skip != nil {
@@ -357,7 +374,8 @@ func (e *End) ring() {
 	}
 }
 
-// Answer says that the other end's bell was heard; call it before waking the sleeper. From any goroutine.
+// Answer says that the other end's bell was heard; call it before waking the sleeper. From any
+// goroutine.
 func (e *End) Answer() { atomic.StoreUint32(e.rung[0], 0) }
 
 // Arm implements p2p.Link. A frame between Recv and Release does not count as one that may arrive.

@@ -371,7 +371,8 @@ func TestFail(t *testing.T) {
 	}
 }
 
-// TestRoom: wherever the ring stands, a consumer that has read everything leaves room for the largest frame; a producer that was refused learns it from Arm.
+// TestRoom: wherever the ring stands, a consumer that has read everything leaves room for the
+// largest frame; a producer that was refused learns it from Arm.
 func TestRoom(t *testing.T) {
 	a, b, bells := pair(t, MinData)
 	read := func() {
@@ -414,7 +415,8 @@ func TestRoom(t *testing.T) {
 	}
 }
 
-// FuzzConsumer lets a hostile peer write anything anywhere in the channel. Nothing outside of the ring is offered or touched, and nothing panics.
+// FuzzConsumer lets a hostile peer write anything anywhere in the channel. Nothing outside of the
+// ring is offered or touched, and nothing panics.
 func FuzzConsumer(f *testing.F) {
 	frame := make([]byte, 2*line)
 	frame[0], frame[12] = 2, 5

@@ -97,7 +97,8 @@ func memory(t testing.TB, n int) int {
 	return fd
 }
 
-// impostors returns descriptors that must not be taken for n bytes of memory; the caller closes them.
+// impostors returns descriptors that must not be taken for n bytes of memory; the caller closes
+// them.
 func impostors(t testing.TB, n int) map[string]int {
 	t.Helper()
 	fds := map[string]int{"short": memory(t, n-pages(1)), "long": memory(t, n+pages(1)), "empty": memory(t, 0)}
@@ -199,7 +200,8 @@ func TestHostileSetup(t *testing.T) {
 	}
 }
 
-// captive returns a link whose peer is a rogue, with the rogue's connection and its view of the shared memory.
+// captive returns a link whose peer is a rogue, with the rogue's connection and its view of the
+// shared memory.
 func captive(t *testing.T) (l *linktest.End, conn *net.UnixConn, mem []byte) {
 	t.Helper()
 	const data = ring.MinData
@@ -323,7 +325,8 @@ func TestHostilePeer(t *testing.T) {
 	}
 }
 
-// TestHostileRegions: what a peer grants is checked before it is mapped; answers that come late or never hurt nobody but who asked.
+// TestHostileRegions: what a peer grants is checked before it is mapped; answers that come late or
+// never hurt nobody but who asked.
 func TestHostileRegions(t *testing.T) {
 	ask := func(t *testing.T, c *net.UnixConn) message {
 		b := make([]byte, messageSize)
@@ -483,8 +486,8 @@ func TestRegionCannotBeWritten(t *testing.T) {
 	}
 }
 
-// TestFreedRegionsAreUnmappedByPeers: allocating, mapping and freeing again and again does not add up at the peer, nor does it
-// while the peer reads no messages.
+// TestFreedRegionsAreUnmappedByPeers: allocating, mapping and freeing again and again does not add
+// up at the peer, nor does it while the peer reads no messages.
 func TestFreedRegionsAreUnmappedByPeers(t *testing.T) {
 	a, b := node(t, 0), node(t, 1)
 	x, _ := linktest.Connect(t, a, b)
@@ -524,7 +527,8 @@ func (s stuck) Region(uint64) (*p2p.Region, error) {
 	return nil, p2p.ErrNoRegion
 }
 
-// TestCloseUnderLock: Close returns although the reader waits in Host.Region for a lock that Close's caller holds.
+// TestCloseUnderLock: Close returns although the reader waits in Host.Region for a lock that
+// Close's caller holds.
 func TestCloseUnderLock(t *testing.T) {
 	a := node(t, 0)
 	host := stuck{linktest.NewHost(1), make(chan struct{}), make(chan struct{})}
@@ -598,7 +602,8 @@ func TestStrangers(t *testing.T) {
 	})
 }
 
-// TestHugePages: memory of hugetlbfs, sealed and of the right size, may still be a SIGBUS when the pool is empty.
+// TestHugePages: memory of hugetlbfs, sealed and of the right size, may still be a SIGBUS when the
+// pool is empty.
 func TestHugePages(t *testing.T) {
 	fd, err := unix.MemfdCreate("x", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_HUGETLB|unix.MFD_HUGE_2MB)
 	if err != nil {
@@ -616,7 +621,8 @@ func TestHugePages(t *testing.T) {
 	}
 }
 
-// TestFullBacklog: a listener that does not get round to accepting is waited for, until the context ends.
+// TestFullBacklog: a listener that does not get round to accepting is waited for, until the context
+// ends.
 func TestFullBacklog(t *testing.T) {
 	r := rogue{id: p2p.Identity{Rank: 1, Incarnation: 77}, where: endpoint{uid: uint32(os.Geteuid())}}
 	var err error

@@ -37,16 +37,19 @@ type link struct {
 	err     error // of Close
 }
 
-// imports is what is known of a region of the peer: it was asked for, or it is mapped, or it cannot be mapped because of err.
+// imports is what is known of a region of the peer: it was asked for, or it is mapped, or it cannot
+// be mapped because of err.
 type imports struct {
 	mapping *p2p.Mapping
 	err     error
 }
 
-// maxAsking bounds the requests that wait for an answer of the peer, so that they never fill its socket.
+// maxAsking bounds the requests that wait for an answer of the peer, so that they never fill its
+// socket.
 const maxAsking = 32
 
-// newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It owns conn and mem from then on.
+// newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It
+// owns conn and mem from then on.
 func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
 	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}), imports: map[uint64]*imports{}}
 	l.changed.L = &l.mu
@@ -59,7 +62,8 @@ func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []b
 	return l, nil
 }
 
-// SleepSeldom implements p2p.SeldomSleeper: small frames become faster, and going to sleep slower by some microseconds a link, where both ends ask for it.
+// SleepSeldom implements p2p.SeldomSleeper: small frames become faster, and going to sleep slower
+// by some microseconds a link, where both ends ask for it.
 func (l *link) SleepSeldom() { l.Asymmetric() }
 
 // read handles the peer's messages until the connection ends.
@@ -112,7 +116,8 @@ func (l *link) serve() error {
 	}
 }
 
-// answer serves a peer's request. It needs no memory that outlives it: a flood of requests is answered one by one.
+// answer serves a peer's request. It needs no memory that outlives it: a flood of requests is
+// answered one by one.
 func (l *link) answer(m message) error {
 	l.mu.Lock()
 	if l.closed {
@@ -281,8 +286,9 @@ func (l *link) Map(id uint64) (*p2p.Mapping, error) {
 	return nil, nil
 }
 
-// Close implements p2p.Link. It may be called while other methods run: the rings' memory is given up, but its addresses stay readable until the link is forgotten.
-// Mapped regions stay until their last user has released them.
+// Close implements p2p.Link. It may be called while other methods run: the rings' memory is given
+// up, but its addresses stay readable until the link is forgotten. Mapped regions stay until their
+// last user has released them.
 func (l *link) Close() error {
 	l.once.Do(func() {
 		l.Fail(fmt.Errorf("link to %v: %w", l.peer, p2p.ErrClosed), false)
@@ -291,7 +297,8 @@ func (l *link) Close() error {
 		l.mu.Unlock()
 		l.sock.conn.Close()
 		l.mu.Lock()
-		// The reader may be in Host.Region and wait there for a lock of our caller; it touches nothing of ours when it comes back.
+		// The reader may be in Host.Region and wait there for a lock of our caller; it touches
+		// nothing of ours when it comes back.
 		for !l.ended && !l.away {
 			l.changed.Wait()
 		}

@@ -22,7 +22,8 @@ func pages(n int) int {
 	return (n + p - 1) &^ (p - 1)
 }
 
-// newMemory returns the descriptor of fresh, zeroed shared memory of n bytes (whole pages), not sealed yet.
+// newMemory returns the descriptor of fresh, zeroed shared memory of n bytes (whole pages), not
+// sealed yet.
 func newMemory(n int) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("tutti", flags|unix.MFD_NOEXEC_SEAL)
@@ -62,8 +63,8 @@ func newRing(n int) (fd int, mem []byte, err error) {
 	return fd, mem, nil
 }
 
-// newRegion returns shared memory of n bytes that only this process can write, through mem: whoever gets the descriptor can
-// map it for reading alone.
+// newRegion returns shared memory of n bytes that only this process can write, through mem: whoever
+// gets the descriptor can map it for reading alone.
 func newRegion(n int) (fd int, mem []byte, err error) {
 	if fd, err = newMemory(n); err != nil {
 		return -1, nil, err
@@ -89,8 +90,9 @@ func newRegion(n int) (fd int, mem []byte, err error) {
 	return fd, mem, nil
 }
 
-// checkMemory says whether a descriptor from a peer is memory of exactly n bytes that nobody can shrink: else touching a mapping of it could be a SIGBUS.
-// (Memory from hugetlbfs could be one too, when the pool is empty.)
+// checkMemory says whether a descriptor from a peer is memory of exactly n bytes that nobody can
+// shrink: else touching a mapping of it could be a SIGBUS. (Memory from hugetlbfs could be one too,
+// when the pool is empty.)
 func checkMemory(fd, n int) error {
 	var st unix.Stat_t
 	var fs unix.Statfs_t
@@ -126,15 +128,17 @@ func unmap(mem []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(pages(len(mem))))
 }
 
-// blank replaces a mapping by untouched private pages: the shared memory is given up, and yet who still looks at the address finds zeros instead of a fault.
+// blank replaces a mapping by untouched private pages: the shared memory is given up, and yet who
+// still looks at the address finds zeros instead of a fault.
 func blank(mem []byte) error {
 	_, err := unix.MmapPtr(-1, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)), unix.PROT_READ|unix.PROT_WRITE,
 		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_FIXED|unix.MAP_NORESERVE)
 	return err
 }
 
-// exports are the regions of one rank that its peers may map. Descriptors are passed and closed under the lock, so that a
-// number is never passed after it was closed and has come to mean something else.
+// exports are the regions of one rank that its peers may map. Descriptors are passed and closed
+// under the lock, so that a number is never passed after it was closed and has come to mean
+// something else.
 type exports struct {
 	mu sync.Mutex
 	m  map[uint64]*export
@@ -182,7 +186,8 @@ func (x *exports) free(id uint64) error {
 	return unix.Close(e.fd)
 }
 
-// pass calls send with the descriptor and the size of region id, if there is one, and notes that the peer of l has it.
+// pass calls send with the descriptor and the size of region id, if there is one, and notes that
+// the peer of l has it.
 func (x *exports) pass(l *link, id uint64, send func(fd, size int) error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()

@@ -30,7 +30,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// child is rank 1. It says on standard output who and where it is, takes one link, and plays its role.
+// child is rank 1. It says on standard output who and where it is, takes one link, and plays its
+// role.
 func child(role string) error {
 	host, t := linktest.NewHost(1), New(Config{})
 	defer t.Close()
@@ -184,7 +185,8 @@ func traces(t *testing.T, name string) string {
 	return strings.Join(found, "\n")
 }
 
-// TestKilled: after kill -9 what the peer had committed is delivered, then it is gone, and nothing of it is left.
+// TestKilled: after kill -9 what the peer had committed is delivered, then it is gone, and nothing
+// of it is left.
 func TestKilled(t *testing.T) {
 	var names []string
 	run := func(t *testing.T, role string) process {

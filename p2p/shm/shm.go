@@ -1,16 +1,21 @@
-// Package shm is the transport between processes of one machine: frames in rings of shared memory, and memory regions that a peer maps.
+// Package shm is the transport between processes of one machine: frames in rings of shared memory,
+// and memory regions that a peer maps.
 //
-// A rank listens on a Unix socket with a random abstract name, so that nothing lies in a file system. A connection proves the job's secret (package
-// trust) and comes from the same user (or one side is root). Then the accepting side makes one memfd with both rings (package ring) and passes it over.
-// The memory is sealed against truncation, and whoever receives a descriptor checks seals, size and kind before mapping it: a peer
-// cannot make this process fault.
+// A rank listens on a Unix socket with a random abstract name, so that nothing lies in a file
+// system. A connection proves the job's secret (package trust) and comes from the same user (or one
+// side is root). Then the accepting side makes one memfd with both rings (package ring) and passes
+// it over. The memory is sealed against truncation, and whoever receives a descriptor checks seals,
+// size and kind before mapping it: a peer cannot make this process fault.
 //
-// The socket stays open for the life of the link. It carries messages of a fixed size: bells for a peer that sleeps, and requests for regions with their answers.
-// Its end is how a peer's death is seen, at once, whatever killed it. A goroutine in Go's network poller reads it; no thread is blocked.
+// The socket stays open for the life of the link. It carries messages of a fixed size: bells for a
+// peer that sleeps, and requests for regions with their answers. Its end is how a peer's death is
+// seen, at once, whatever killed it. A goroutine in Go's network poller reads it; no thread is
+// blocked.
 //
-// Descriptors: one listener a rank, one socket a link, one memfd an allocated region. Memory: two rings a link, on both sides the same pages, taken
-// as frames touch them. Memory of links and regions is accounted to the processes that touch it, not to /dev/shm, and the kernel takes everything
-// back when the last process that maps it ends, however it ends.
+// Descriptors: one listener a rank, one socket a link, one memfd an allocated region. Memory: two
+// rings a link, on both sides the same pages, taken as frames touch them. Memory of links and
+// regions is accounted to the processes that touch it, not to /dev/shm, and the kernel takes
+// everything back when the last process that maps it ends, however it ends.
 package shm
 
 import (
@@ -27,10 +32,13 @@ import (
 
 // Config of a transport.
 type Config struct {
-	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two from 4 KiB to 1 GiB; the accepting side's
-	// counts. The largest frame is a quarter of it. A link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most. Default 512 KiB.
+	// RingBytes is the size of the ring in each direction of a link, rounded up to a power of two
+	// from 4 KiB to 1 GiB; the accepting side's counts. The largest frame is a quarter of it. A
+	// link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most.
+	// Default 512 KiB.
 	RingBytes int
-	// HandshakeTimeout is how long a connection may take to prove itself. Default p2p.HandshakeTimeout.
+	// HandshakeTimeout is how long a connection may take to prove itself. Default
+	// p2p.HandshakeTimeout.
 	HandshakeTimeout time.Duration
 	Logger           *slog.Logger // default: nothing is logged
 }
@@ -85,7 +93,8 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 	return e, nil
 }
 
-// address is the abstract socket's name. An endpoint cannot lead to any other name than one of this form.
+// address is the abstract socket's name. An endpoint cannot lead to any other name than one of this
+// form.
 func (e endpoint) address() string { return "@tutti-" + hex.EncodeToString(e.name[:]) }
 
 // reaches says why a process on machine here, of user uid, cannot reach e; nil if it can.

@@ -14,7 +14,8 @@ import (
 	"tutti/p2p"
 )
 
-// socket passes messages over a connected Unix stream socket. next is for one goroutine; the rest from any. Sending never blocks.
+// socket passes messages over a connected Unix stream socket. next is for one goroutine; the rest
+// from any. Sending never blocks.
 type socket struct {
 	conn *net.UnixConn
 	raw  syscall.RawConn
@@ -67,8 +68,9 @@ func newSocket(conn *net.UnixConn) (*socket, error) {
 	return s, nil
 }
 
-// wake sends a bell. It cannot be lost for lack of room: a bell is sent only when the one before was answered (see ring.End), requests wait for each other, and
-// so a socket of the usual size never fills up unless the peer has stopped to read while it floods us with requests.
+// wake sends a bell. It cannot be lost for lack of room: a bell is sent only when the one before
+// was answered (see ring.End), requests wait for each other, and so a socket of the usual size
+// never fills up unless the peer has stopped to read while it floods us with requests.
 func (s *socket) wake() { s.raw.Write(s.bell) }
 
 // errFull says that a socket takes no more: the peer does not read what was sent to it.
@@ -102,7 +104,8 @@ func (s *socket) send(m message, fd int) error {
 	return err
 }
 
-// next waits for a message. If it comes with a descriptor, fd is that and the caller's, else -1. io.EOF: the peer closed or ended.
+// next waits for a message. If it comes with a descriptor, fd is that and the caller's, else -1.
+// io.EOF: the peer closed or ended.
 func (s *socket) next() (m message, fd int, err error) {
 	for s.have < messageSize {
 		if s.file >= 0 && s.have == 0 {

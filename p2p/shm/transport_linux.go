@@ -39,8 +39,8 @@ func New(cfg Config) *Transport {
 	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: &exports{}}
 }
 
-// Identify returns what two processes must have in common to share memory through this package: the machine since its last boot, and the network namespace, to
-// which abstract socket names belong.
+// Identify returns what two processes must have in common to share memory through this package: the
+// machine since its last boot, and the network namespace, to which abstract socket names belong.
 func Identify() (string, error) {
 	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -234,7 +234,8 @@ func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*lin
 	return newLink(t.host, to, t.exports, sock, mem, data, 0)
 }
 
-// connect returns a connection to e on which both sides have proved themselves, with a deadline set.
+// connect returns a connection to e on which both sides have proved themselves, with a deadline
+// set.
 func (t *Transport) connect(ctx context.Context, e endpoint, to p2p.Identity) (conn *net.UnixConn, err error) {
 	err = trust.Redial(ctx, func() error {
 		conn, err = t.connectOnce(ctx, e, to)
@@ -308,8 +309,8 @@ func receive(sock *socket) (mem []byte, data int, err error) {
 	return mem, int(m.size), err
 }
 
-// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under way; the caller must not hold a lock that they need.
-// Regions stay until they are freed.
+// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under
+// way; the caller must not hold a lock that they need. Regions stay until they are freed.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true

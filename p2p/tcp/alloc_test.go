@@ -8,7 +8,8 @@ import (
 	"tutti/p2p"
 )
 
-// Warm links allocate nothing, with small frames as with ones that are written in parts and filled in place.
+// Warm links allocate nothing, with small frames as with ones that are written in parts and filled
+// in place.
 func TestNoAllocations(t *testing.T) {
 	for _, conns := range []int{1, 3} {
 		a, b, _, _ := pair(t, Config{Conns: conns, SocketBuffer: 64 << 10})

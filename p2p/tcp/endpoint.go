@@ -17,7 +17,8 @@ import (
 //
 //	version u8 (1), connections it takes per link u8, its largest frame u32, its host's id u64, number of candidates u8, candidates
 //
-// where a candidate is port u16, kind u8 and then 4 bytes (kind 4), 16 bytes (kind 6) or a length u8 and a name (kind 'n').
+// where a candidate is port u16, kind u8 and then 4 bytes (kind 4), 16 bytes (kind 6) or a length
+// u8 and a name (kind 'n').
 type endpoint struct {
 	conns    int
 	maxFrame int
@@ -154,8 +155,8 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 	return e, nil
 }
 
-// hostID tells whether two processes share their loopback interface: a hash of this boot of the kernel and the network namespace; 0 if one of them
-// cannot be learnt.
+// hostID tells whether two processes share their loopback interface: a hash of this boot of the
+// kernel and the network namespace; 0 if one of them cannot be learnt.
 var hostID = sync.OnceValue(func() uint64 {
 	boot, err1 := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	ns, err2 := os.Readlink("/proc/self/ns/net")

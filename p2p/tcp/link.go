@@ -13,8 +13,9 @@ import (
 	"tutti/p2p"
 )
 
-// link implements p2p.Link over one or more connections. Headers and small payloads go over streams[0], in order. With several streams the payloads of
-// big frames take turns on all of them; both ends count the turns. Each direction is a state machine of its own.
+// link implements p2p.Link over one or more connections. Headers and small payloads go over
+// streams[0], in order. With several streams the payloads of big frames take turns on all of them;
+// both ends count the turns. Each direction is a state machine of its own.
 //
 // The caller's goroutine owns all fields but mu, closed, failure and armed.
 type link struct {
@@ -69,7 +70,8 @@ func newLink(name string, fds []int, maxFrame, buffer int, p *poller) (*link, er
 	return l, nil
 }
 
-// fail records why the link does not work any more; the first reason stays. It returns the one that counts.
+// fail records why the link does not work any more; the first reason stays. It returns the one that
+// counts.
 func (l *link) fail(why error) error {
 	l.failure.CompareAndSwap(nil, &failure{fmt.Errorf("%s: %w", l.name, why)})
 	return l.failure.Load().err
@@ -185,7 +187,8 @@ func (l *link) flush() (bool, error) {
 	return all, nil
 }
 
-// took judges what a receiving call returned: how many bytes came, and in ended and failure whether the stream is over.
+// took judges what a receiving call returned: how many bytes came, and in ended and failure whether
+// the stream is over.
 func (l *link) took(n int, e syscall.Errno) int {
 	switch {
 	case e == unix.EAGAIN:
@@ -203,7 +206,8 @@ func (l *link) took(n int, e syscall.Errno) int {
 	return n
 }
 
-// read tries once to get more into the receive buffer, which must not hold a payload that the caller sees.
+// read tries once to get more into the receive buffer, which must not hold a payload that the
+// caller sees.
 func (l *link) read() {
 	if l.ended {
 		return
@@ -291,7 +295,8 @@ func (l *link) Fill(dst []byte) (int, error) {
 	return n, nil
 }
 
-// direct reads payload to where it belongs, and with its end, in the same call, the beginning of what follows it into the empty receive buffer.
+// direct reads payload to where it belongs, and with its end, in the same call, the beginning of
+// what follows it into the empty receive buffer.
 func (l *link) direct(dst []byte) int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -63,7 +63,8 @@ func testPoller(t testing.TB) *poller {
 	return p
 }
 
-// Any bytes in any pieces: what Recv and Fill return is what a simple reading of the whole says, and then the right error.
+// Any bytes in any pieces: what Recv and Fill return is what a simple reading of the whole says,
+// and then the right error.
 func FuzzStream(f *testing.F) {
 	frame := func(n int) []byte {
 		var b [p2p.HeaderSize]byte
@@ -166,7 +167,8 @@ func FuzzStream(f *testing.F) {
 	})
 }
 
-// Frames of all sizes over several connections stay in order and whole, under back-pressure, both ends asleep now and then.
+// Frames of all sizes over several connections stay in order and whole, under back-pressure, both
+// ends asleep now and then.
 func TestSeveralConnections(t *testing.T) {
 	for _, conns := range []int{1, 2, 5} {
 		t.Run(fmt.Sprint(conns), func(t *testing.T) {
@@ -222,7 +224,8 @@ func TestSeveralConnections(t *testing.T) {
 	}
 }
 
-// fill sends until the peer's and the kernel's buffers are full, and returns how many frames were taken.
+// fill sends until the peer's and the kernel's buffers are full, and returns how many frames were
+// taken.
 func fill(t testing.TB, l p2p.Link, n int) int {
 	t.Helper()
 	p := pattern(n, 0)
@@ -371,7 +374,8 @@ func TestArmForRoom(t *testing.T) {
 	})
 }
 
-// A host that answers is not taken for gone because its process takes nothing: its window is closed, and the kernel's questions are answered.
+// A host that answers is not taken for gone because its process takes nothing: its window is
+// closed, and the kernel's questions are answered.
 func TestStoppedPeerIsNotGone(t *testing.T) {
 	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
 	fill(t, a, 10000)
@@ -423,7 +427,8 @@ func raw(t testing.TB, n *node) net.Conn {
 	return c
 }
 
-// A Send that was refused only because of what had to be flushed first may get further after Flush, with no event to wait for.
+// A Send that was refused only because of what had to be flushed first may get further after Flush,
+// with no event to wait for.
 func TestArmAfterFlush(t *testing.T) {
 	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
 	sent := fill(t, a, 5000)

@@ -14,9 +14,11 @@ import (
 	"tutti/internal/files"
 )
 
-// poller tells a sleeping proxy that one of its sockets moved. The sockets are deliberately not in the Go runtime's own epoll set: that wakes an idle
-// thread for every packet that arrives, also while the proxy polls the socket itself. Here a socket is watched only once after each arm (EPOLLONESHOT);
-// the poller's one goroutine sleeps in the runtime's poller on this epoll descriptor. It also looks, a few times per peer timeout, for hosts that vanished.
+// poller tells a sleeping proxy that one of its sockets moved. The sockets are deliberately not in
+// the Go runtime's own epoll set: that wakes an idle thread for every packet that arrives, also
+// while the proxy polls the socket itself. Here a socket is watched only once after each arm
+// (EPOLLONESHOT); the poller's one goroutine sleeps in the runtime's poller on this epoll
+// descriptor. It also looks, a few times per peer timeout, for hosts that vanished.
 //
 // It lives as long as the transport or one of its links does.
 type poller struct {
@@ -138,7 +140,8 @@ func (p *poller) add(l *link) error {
 	return nil
 }
 
-// watch asks for one event of mask. The kernel looks at the socket's state when it is asked, so that nothing which came before is lost.
+// watch asks for one event of mask. The kernel looks at the socket's state when it is asked, so
+// that nothing which came before is lost.
 func (p *poller) watch(s *stream, mask uint32) error {
 	if s.mask&mask == mask && !s.fired.Load() {
 		return nil // still watched since an earlier arm
@@ -157,7 +160,8 @@ func (p *poller) remove(l *link) {
 	p.mu.Unlock()
 }
 
-// release gives back the hold of add or of newPoller; the last one ends the goroutine and waits for it.
+// release gives back the hold of add or of newPoller; the last one ends the goroutine and waits for
+// it.
 func (p *poller) release() {
 	p.mu.Lock()
 	p.refs--

@@ -22,7 +22,8 @@ import (
 	"tutti/p2p"
 )
 
-// children are what a test starts this binary again for; they read their orders from standard input and end with it.
+// children are what a test starts this binary again for; they read their orders from standard input
+// and end with it.
 var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain, "rawdrain": childRawDrain, "last words": childLastWords, "few files": childFewFiles, "vanish": childVanish}
 
 func childKind() string { return os.Getenv("TUTTI_TEST_CHILD") }
@@ -180,7 +181,8 @@ func childFewFiles() {
 	runtime.KeepAlive(l) // the garbage collector closes connections that nobody holds
 }
 
-// A process that has run out of descriptors says so, with the limit, and its listener accepts again when there are some.
+// A process that has run out of descriptors says so, with the limit, and its listener accepts again
+// when there are some.
 func TestFewFiles(t *testing.T) {
 	p := child(t, "few files")
 	n := listen(t, 0, local(Config{}))
@@ -213,8 +215,9 @@ func TestFewFiles(t *testing.T) {
 	}
 }
 
-// childVanish has a network of its own, whose only interface it switches off under three links: one idle, one with data under way, and one with a closed
-// window. To TCP that is a host which vanished: nothing says so, only nothing answers.
+// childVanish has a network of its own, whose only interface it switches off under three links: one
+// idle, one with data under way, and one with a closed window. To TCP that is a host which
+// vanished: nothing says so, only nothing answers.
 func childVanish() {
 	up := func(on bool) {
 		s := must(unix.Socket(unix.AF_INET, unix.SOCK_DGRAM, 0))

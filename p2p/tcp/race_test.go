@@ -10,7 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// swallowing returns an address at which the kernel drops what would open a connection: a listener whose queue is full.
+// swallowing returns an address at which the kernel drops what would open a connection: a listener
+// whose queue is full.
 func swallowing(t *testing.T) string {
 	t.Helper()
 	fd := must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0))

@@ -14,7 +14,8 @@ import (
 	"tutti/internal/ifname"
 )
 
-// path is a candidate that can be dialled: from which local address, and how good that is (0 is best).
+// path is a candidate that can be dialled: from which local address, and how good that is (0 is
+// best).
 type path struct {
 	to    netip.AddrPort
 	name  string // what was resolved to it, if anything
@@ -76,7 +77,8 @@ func (t *Transport) machine() machine {
 	return m
 }
 
-// kernelSource asks the kernel's routing which local address would be used towards a peer: connecting a datagram socket sends nothing.
+// kernelSource asks the kernel's routing which local address would be used towards a peer:
+// connecting a datagram socket sends nothing.
 func kernelSource(to netip.AddrPort) (netip.Addr, error) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
 	if err != nil {
@@ -111,7 +113,8 @@ func (m machine) judge(to netip.AddrPort, host uint64) (path, error) {
 	return p, nil
 }
 
-// paths returns how e can be dialled, best first, and why the other candidates cannot. Names are resolved with lookup; without it they are left out.
+// paths returns how e can be dialled, best first, and why the other candidates cannot. Names are
+// resolved with lookup; without it they are left out.
 func (m machine) paths(e endpoint, lookup func(string) ([]netip.Addr, error)) (found []path, why []error) {
 	for _, c := range e.at {
 		addrs := []netip.Addr{c.addr}

@@ -9,7 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stream is one connection of a link. All its methods need link.mu, which keeps the descriptor open.
+// stream is one connection of a link. All its methods need link.mu, which keeps the descriptor
+// open.
 type stream struct {
 	link   *link
 	fd     int
@@ -21,7 +22,8 @@ type stream struct {
 	epollKey
 }
 
-// vector is the argument of sendmsg and recvmsg for two pieces of memory. It is part of the stream so that a call allocates nothing.
+// vector is the argument of sendmsg and recvmsg for two pieces of memory. It is part of the stream
+// so that a call allocates nothing.
 type vector struct {
 	iov [2]unix.Iovec
 	msg unix.Msghdr
@@ -39,8 +41,9 @@ func (v *vector) set(a, b []byte) unsafe.Pointer {
 // clear lets go of the caller's memory.
 func (v *vector) clear() { v.iov[0].Base, v.iov[1].Base = nil, nil }
 
-// rawLimit is up to how many bytes a socket call skips the scheduler's bookkeeping (syscall.RawSyscall): it cannot block, and below this size it is
-// over sooner than anybody could miss the processor; in a polling loop the bookkeeping would be a third of the cost.
+// rawLimit is up to how many bytes a socket call skips the scheduler's bookkeeping
+// (syscall.RawSyscall): it cannot block, and below this size it is over sooner than anybody could
+// miss the processor; in a polling loop the bookkeeping would be a third of the cost.
 const rawLimit = 16 << 10
 
 func socketCall(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size int) (int, syscall.Errno) {
@@ -89,10 +92,12 @@ func (s *stream) recv2(a, b []byte) (int, syscall.Errno) {
 	return socketCall(unix.SYS_RECVMSG, s.fd, s.rx.set(a, b), recvFlags, 0, len(a)+len(b))
 }
 
-// copyLimit is up to how many bytes of payload are copied behind their header, for one plain send: cheaper than a vector.
+// copyLimit is up to how many bytes of payload are copied behind their header, for one plain send:
+// cheaper than a vector.
 const copyLimit = 2 << 10
 
-// put writes head and payload as far as there is room and keeps the rest. If there is none at all it takes nothing and returns false, unless must.
+// put writes head and payload as far as there is room and keeps the rest. If there is none at all
+// it takes nothing and returns false, unless must.
 func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
 	var n int
 	var e syscall.Errno
@@ -144,8 +149,9 @@ func (s *stream) flush() (bool, syscall.Errno) {
 	return true, 0
 }
 
-// room says whether a new frame may be tried. After a write that found none it waits for the kernel to report a good part of the socket's buffer free:
-// else every frame would go out in crumbs, and what does not go out at once has to be copied.
+// room says whether a new frame may be tried. After a write that found none it waits for the kernel
+// to report a good part of the socket's buffer free: else every frame would go out in crumbs, and
+// what does not go out at once has to be copied.
 func (s *stream) room() bool {
 	if !s.full {
 		return true
@@ -156,9 +162,11 @@ func (s *stream) room() bool {
 	return !s.full
 }
 
-// checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel asked it several times. TCP_USER_TIMEOUT is no
-// substitute: it also ends a connection whose peer is alive and merely takes nothing for a while (a stopped or busy process: its window is closed).
-// One or two unanswered questions prove nothing: packets get lost, and a host answers probes of a closed window only twice a second.
+// checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel
+// asked it several times. TCP_USER_TIMEOUT is no substitute: it also ends a connection whose peer
+// is alive and merely takes nothing for a while (a stopped or busy process: its window is closed).
+// One or two unanswered questions prove nothing: packets get lost, and a host answers probes of a
+// closed window only twice a second.
 func (s *stream) checkHost(timeout time.Duration) {
 	l := s.link
 	l.mu.Lock()
@@ -176,8 +184,9 @@ func (s *stream) checkHost(timeout time.Duration) {
 	}
 }
 
-// finish ends the sending direction after what was sent, and waits until the peer's kernel has it, at most until deadline: closing a socket at once
-// would, if unread or further bytes come in, send a reset that discards what is under way.
+// finish ends the sending direction after what was sent, and waits until the peer's kernel has it,
+// at most until deadline: closing a socket at once would, if unread or further bytes come in, send
+// a reset that discards what is under way.
 func (s *stream) finish(deadline time.Time) {
 	shut := false
 	for pause := 20 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
@@ -199,7 +208,8 @@ func (s *stream) finish(deadline time.Time) {
 	}
 }
 
-// discard throws away what has come in, without copying it, as far as is there now but at most a few megabytes.
+// discard throws away what has come in, without copying it, as far as is there now but at most a
+// few megabytes.
 func (s *stream) discard() {
 	for range 64 {
 		n, e := socketCall(unix.SYS_RECVFROM, s.fd, nil, 1<<20, unix.MSG_DONTWAIT|unix.MSG_TRUNC, 1<<20)

@@ -1,11 +1,14 @@
 // Package tcp makes p2p links over TCP connections.
 //
-// A listener publishes the addresses of the allowed network interfaces, each only after it has answered itself there with this incarnation's identity.
-// A dialler tries them in the order in which routing recommends them. Every connection proves the job's secret (internal/trust) and names both
-// incarnations before anything else is read, so that a port that another rank, life or job has taken over since is recognised.
+// A listener publishes the addresses of the allowed network interfaces, each only after it has
+// answered itself there with this incarnation's identity. A dialler tries them in the order in
+// which routing recommends them. Every connection proves the job's secret (internal/trust) and
+// names both incarnations before anything else is read, so that a port that another rank, life or
+// job has taken over since is recognised.
 //
-// A link moves frames with non-blocking system calls made by whoever polls it, straight between the caller's memory and the socket: small frames are
-// received many at a time into one buffer, big payloads where they belong. Sockets are outside the Go runtime's poller; see poller. Linux only.
+// A link moves frames with non-blocking system calls made by whoever polls it, straight between the
+// caller's memory and the socket: small frames are received many at a time into one buffer, big
+// payloads where they belong. Sockets are outside the Go runtime's poller; see poller. Linux only.
 package tcp
 
 import (
@@ -32,36 +35,47 @@ import (
 	"tutti/p2p"
 )
 
-// Config says how a Transport listens and dials. The zero Config listens on all interfaces, on ports that the kernel chooses.
+// Config says how a Transport listens and dials. The zero Config listens on all interfaces, on
+// ports that the kernel chooses.
 type Config struct {
-	// Interfaces restricts the addresses that are listened on, published and dialled from: names, beginnings of names ("eth*"), addresses and networks,
-	// separated by commas, excluded after "^" (the syntax of TUTTI_IFNAME; see internal/ifname). Default: all that are up, loopback last. Link-local
-	// addresses are never used.
+	// Interfaces restricts the addresses that are listened on, published and dialled from: names,
+	// beginnings of names ("eth*"), addresses and networks, separated by commas, excluded after "^"
+	// (the syntax of TUTTI_IFNAME; see internal/ifname). Default: all that are up, loopback last.
+	// Link-local addresses are never used.
 	Interfaces string
-	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600" (the first free one). Each address has a port of its own.
+	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600"
+	// (the first free one). Each address has a port of its own.
 	Ports string
-	// Advertise is what peers dial instead of the addresses listened on: "host" or "host:port", names or addresses, at most 16. For hosts behind
-	// address translation or with names that outlive their addresses. They too must answer before Listen returns.
+	// Advertise is what peers dial instead of the addresses listened on: "host" or "host:port",
+	// names or addresses, at most 16. For hosts behind address translation or with names that
+	// outlive their addresses. They too must answer before Listen returns.
 	Advertise []string
-	// Select returns the local address to dial a peer's address from, or an error if there is no way. Default: the kernel's routing decides. It must not block.
+	// Select returns the local address to dial a peer's address from, or an error if there is no
+	// way. Default: the kernel's routing decides. It must not block.
 	Select func(peer netip.Addr) (local netip.Addr, err error)
-	// Conns is how many connections carry the big frames of one link, 1 (default) to MaxConns; the smaller number of both ends counts. More than one
-	// pays where a network gives a single connection only a part of its bandwidth.
+	// Conns is how many connections carry the big frames of one link, 1 (default) to MaxConns; the
+	// smaller number of both ends counts. More than one pays where a network gives a single
+	// connection only a part of its bandwidth.
 	Conns int
-	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up to a multiple of 4096; the smaller of both ends
-	// counts. A link keeps at most one frame of its own, in memory that each of its connections takes when the peer is first slower than itself. Default
-	// 256 KiB.
+	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up
+	// to a multiple of 4096; the smaller of both ends counts. A link keeps at most one frame of its
+	// own, in memory that each of its connections takes when the peer is first slower than itself.
+	// Default 256 KiB.
 	MaxFrame int
-	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at least 32 KiB. Default 64 KiB.
+	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at
+	// least 32 KiB. Default 64 KiB.
 	BufferSize int
-	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the kernel sizes them by the traffic, which is nearly always better.
+	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the
+	// kernel sizes them by the traffic, which is nearly always better.
 	SocketBuffer int
-	// PeerTimeout is after how long a peer's host that answers nothing is taken for gone. A host that answers while its process takes nothing is not;
-	// that is for the deadlines of operations. Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the process had taken nothing
-	// for long when its host went. Default 30 s, at least 1 s.
+	// PeerTimeout is after how long a peer's host that answers nothing is taken for gone. A host
+	// that answers while its process takes nothing is not; that is for the deadlines of operations.
+	// Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the process
+	// had taken nothing for long when its host went. Default 30 s, at least 1 s.
 	PeerTimeout time.Duration
-	// IdleTimeout is the same for a link over which nothing is sent: the kernel asks for a sign of life only a few times in it, so that a network which loses packets needs a longer
-	// one. Default and minimum: PeerTimeout.
+	// IdleTimeout is the same for a link over which nothing is sent: the kernel asks for a sign of
+	// life only a few times in it, so that a network which loses packets needs a longer one.
+	// Default and minimum: PeerTimeout.
 	IdleTimeout time.Duration
 	// Logger gets what is worth knowing but is no error. Default: nothing is logged.
 	Logger *slog.Logger
@@ -79,7 +93,8 @@ const (
 
 const purpose = "tcp"
 
-// dialTimeout bounds what is said over one path while there are others to try, and lastTimeout the last one, and opening any, if ctx does not.
+// dialTimeout bounds what is said over one path while there are others to try, and lastTimeout the
+// last one, and opening any, if ctx does not.
 const (
 	dialTimeout = 2 * time.Second
 	lastTimeout = 30 * time.Second
@@ -350,7 +365,8 @@ func hello(from, to p2p.Identity, e extra) trust.Hello {
 	return trust.Hello{FromRank: uint32(from.Rank), FromIncarnation: from.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation, Extra: e.pack()}
 }
 
-// Verdict codes beside those of p2p.RefusalOf: the connection reached somebody else of the same job, or does not fit.
+// Verdict codes beside those of p2p.RefusalOf: the connection reached somebody else of the same
+// job, or does not fit.
 const (
 	codeElsewhere = 65
 	codeMisfit    = 66
@@ -485,7 +501,8 @@ func (t *Transport) link(name string, fds []int, frame int) (*link, error) {
 	return l, nil
 }
 
-// adopt takes the socket out of c, which is closed: a descriptor of its own that the Go runtime's poller does not watch.
+// adopt takes the socket out of c, which is closed: a descriptor of its own that the Go runtime's
+// poller does not watch.
 func (t *Transport) adopt(c net.Conn) (int, error) {
 	defer c.Close()
 	raw, err := c.(*net.TCPConn).SyscallConn()
@@ -499,7 +516,8 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
-	// An idle connection is asked for a sign of life often enough that the whole of IdleTimeout passes before it counts as dead.
+	// An idle connection is asked for a sign of life often enough that the whole of IdleTimeout
+	// passes before it counts as dead.
 	seconds := int(t.cfg.IdleTimeout / time.Second)
 	idle, every := max(1, seconds/3), max(1, seconds/6)
 	for _, o := range [...]struct{ level, opt, value int }{
@@ -514,7 +532,8 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 			return -1, fmt.Errorf("set a socket's options: %w", err)
 		}
 	}
-	// A kernel that can (Linux 6.15) does not let the pauses between its questions grow beyond that either.
+	// A kernel that can (Linux 6.15) does not let the pauses between its questions grow beyond that
+	// either.
 	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, max(1000, int(t.cfg.PeerTimeout.Milliseconds()/4)))
 	return fd, nil
 }
@@ -524,7 +543,8 @@ func setBuffers(fd, size int) {
 	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
 }
 
-// connect dials address, from local if that is valid, and proves both ends. It returns the socket. first is the connection to begin with; nil: there is none yet.
+// connect dials address, from local if that is valid, and proves both ends. It returns the socket.
+// first is the connection to begin with; nil: there is none yet.
 func (t *Transport) connect(ctx context.Context, first net.Conn, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
 	fd = -1
 	err = trust.Redial(ctx, func() (err error) {
@@ -579,7 +599,8 @@ func (t *Transport) prove(ctx context.Context, c net.Conn, h trust.Hello) (fd in
 	return fd, at, err
 }
 
-// race opens connections over several paths: over the first at once, over each further one when the one before has failed or has taken headStart. Only opening is raced: what is said over
+// race opens connections over several paths: over the first at once, over each further one when the
+// one before has failed or has taken headStart. Only opening is raced: what is said over
 // connections is said over one at a time.
 type race struct {
 	t       *Transport
@@ -599,7 +620,8 @@ type opened struct {
 	err  error
 }
 
-// headStart is how long a path is tried alone. A connection over any network that works is open by then, or after one lost packet's retransmission.
+// headStart is how long a path is tried alone. A connection over any network that works is open by
+// then, or after one lost packet's retransmission.
 const headStart = 250 * time.Millisecond
 
 func (t *Transport) race(ctx context.Context, paths []path, h trust.Hello) *race {
@@ -661,7 +683,8 @@ func (t *Transport) local(p path) netip.Addr {
 	return netip.Addr{}
 }
 
-// Reaches implements p2p.Transport. It sends nothing and resolves nothing: an endpoint with a host name counts as reachable.
+// Reaches implements p2p.Transport. It sends nothing and resolves nothing: an endpoint with a host
+// name counts as reachable.
 func (t *Transport) Reaches(endpoint []byte) error {
 	e, err := decodeEndpoint(endpoint)
 	if err != nil {
@@ -754,7 +777,8 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	return fail(fmt.Errorf("%w: %w", p2p.ErrPeerGone, err))
 }
 
-// over is ctx.Err, and at the deadline already: what obeys the deadline by itself may be back before the context knows.
+// over is ctx.Err, and at the deadline already: what obeys the deadline by itself may be back
+// before the context knows.
 func over(ctx context.Context) error {
 	if dl, ok := ctx.Deadline(); ok && !time.Now().Before(dl) {
 		return context.DeadlineExceeded
@@ -762,7 +786,8 @@ func over(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// errElsewhere is the answer of another member of the job than the one dialled: one that took over its port, or that has the same private address.
+// errElsewhere is the answer of another member of the job than the one dialled: one that took over
+// its port, or that has the same private address.
 var errElsewhere = errors.New("somebody else answers")
 
 // final is the addressed peer's own "no": other addresses of it would say the same.
@@ -770,7 +795,8 @@ type final struct{ error }
 
 func (f final) Unwrap() error { return f.error }
 
-// try makes a link over one path, of which the first connection is open; others is how many paths are left after it.
+// try makes a link over one path, of which the first connection is open; others is how many paths
+// are left after it.
 func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int, self, to p2p.Identity, x extra) (p2p.Link, error) {
 	limit := lastTimeout
 	if others > 0 {

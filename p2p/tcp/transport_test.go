@@ -227,7 +227,8 @@ func (n *node) at(addrs ...string) []byte {
 
 func (n *node) addr() string { return must(decodeEndpoint(n.endpoint)).at[0].String() }
 
-// Dial gets past addresses where nobody, somebody else, a foreign job or nonsense answers; if there is no other it says which.
+// Dial gets past addresses where nobody, somebody else, a foreign job or nonsense answers; if there
+// is no other it says which.
 func TestDialTriesAll(t *testing.T) {
 	a, b, other := listen(t, 0, local(Config{})), listen(t, 1, local(Config{})), listen(t, 2, local(Config{}))
 	foreign := &node{New(local(Config{})), newHost(1), nil}

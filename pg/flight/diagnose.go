@@ -55,15 +55,17 @@ type Finding struct {
 	Text    string  `json:"text"`
 }
 
-// stuckAfter is how long an operation runs before somebody is taken for stuck in it, and before another rank's having passed it is strange: snapshots of
-// different ranks are not of the same moment.
+// stuckAfter is how long an operation runs before somebody is taken for stuck in it, and before
+// another rank's having passed it is strange: snapshots of different ranks are not of the same
+// moment.
 const stuckAfter = time.Second
 
 // maxText bounds how many ranks are listed in a sentence.
 const maxText = 8
 
-// Diagnose says what is wrong with a job: first who keeps the others, then who is gone, then the rest. Nothing: there is nothing wrong that the snapshots show. Of
-// several ranks that wait for each other in a row it names the one at the end.
+// Diagnose says what is wrong with a job: first who keeps the others, then who is gone, then the
+// rest. Nothing: there is nothing wrong that the snapshots show. Of several ranks that wait for
+// each other in a row it names the one at the end.
 func Diagnose(ranks []Rank) []Finding {
 	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{}, blamed: map[int]bool{}, sights: map[sight]string{}}
 	for i := range ranks {
@@ -340,7 +342,8 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 	return explained
 }
 
-// inside reports whether a rank is in the operation o of another one, or before it in an earlier one.
+// inside reports whether a rank is in the operation o of another one, or before it in an earlier
+// one.
 func (w *walk) inside(rank int, o *Operation, to int) bool {
 	t := w.d.ranks[to]
 	if t == nil || t.Snapshot == nil {
@@ -602,8 +605,10 @@ type Straggler struct {
 	Waited float64 `json:"waited_seconds"` // how long it has waited for others
 }
 
-// Stragglers lists the ranks that others have waited for longer than they have waited themselves since the snapshots in before (nil: since they joined), the worst
-// first. A rank that passes on what it waited for itself is no straggler: in a ring everybody waits for a neighbour, and only the one who is late for nobody.
+// Stragglers lists the ranks that others have waited for longer than they have waited themselves
+// since the snapshots in before (nil: since they joined), the worst first. A rank that passes on
+// what it waited for itself is no straggler: in a ring everybody waits for a neighbour, and only
+// the one who is late for nobody.
 func Stragglers(ranks, before []Rank) []Straggler {
 	type life struct {
 		rank        int

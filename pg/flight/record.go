@@ -7,9 +7,11 @@ import (
 	"tutti/kernels"
 )
 
-// Call is what was called, packed into one word: kind, data type, reduction and algorithm a byte each from the lowest, and the root (of a message, the
-// peer) in the upper half. In the headers of messages it is what ranks compare: there the algorithm is the one that was forced, and the root a slot of the
-// group; in records the algorithm is the one that was taken, and the root a rank of the job.
+// Call is what was called, packed into one word: kind, data type, reduction and algorithm a byte
+// each from the lowest, and the root (of a message, the peer) in the upper half. In the headers of
+// messages it is what ranks compare: there the algorithm is the one that was forced, and the root a
+// slot of the group; in records the algorithm is the one that was taken, and the root a rank of the
+// job.
 type Call uint64
 
 // Messages are no collectives and are recorded as these kinds; their number is the tag.
@@ -54,8 +56,9 @@ func (c Call) Name() string {
 	return c.Kind().String()
 }
 
-// Spell describes an operation by its number, what was called, and its count, which is what ranks compare: elements, or of an allgatherv a hash of the counts.
-// As in "allreduce #12 (float32 sum, 1024 elements, ring)".
+// Spell describes an operation by its number, what was called, and its count, which is what ranks
+// compare: elements, or of an allgatherv a hash of the counts. As in "allreduce #12 (float32 sum,
+// 1024 elements, ring)".
 func Spell(number uint64, c Call, count uint64) string {
 	kind := c.Kind()
 	if kind == Send || kind == Recv {
@@ -132,7 +135,8 @@ func (o Outcome) String() string {
 	return outcomeNames[o]
 }
 
-// Record is one operation in the ring: 64 bytes, one line of cache, without pointers. Times are nanoseconds since 1970 by the coarse clock.
+// Record is one operation in the ring: 64 bytes, one line of cache, without pointers. Times are
+// nanoseconds since 1970 by the coarse clock.
 type Record struct {
 	Number  uint64 // in its group, from 1; of a message its tag
 	Call    Call

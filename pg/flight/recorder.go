@@ -58,7 +58,8 @@ type header struct {
 	Host        [256]byte
 }
 
-// groupHead describes a group in the groups' area; Listed ranks follow, 4 bytes each. None are listed where the slots are the job's ranks, nor where there is no room.
+// groupHead describes a group in the groups' area; Listed ranks follow, 4 bytes each. None are
+// listed where the slots are the job's ranks, nor where there is no room.
 type groupHead struct{ ID, Slot, Size, Listed uint32 }
 
 // Identity says whose recorder it is.
@@ -69,7 +70,8 @@ type Identity struct {
 	Host        string
 }
 
-// Recorder is the flight recorder of one rank. But for Close, its methods need the lock of the rank's proxy, or any that serves the same end.
+// Recorder is the flight recorder of one rank. But for Close, its methods need the lock of the
+// rank's proxy, or any that serves the same end.
 type Recorder struct {
 	head *liveHeader
 	ring *[Records]Record
@@ -83,7 +85,8 @@ func FileName(rank int, incarnation uint64) string {
 	return fmt.Sprintf("flight-rank%d-%016x.bin", rank, incarnation)
 }
 
-// Open makes a recorder. If dir is not empty the ring lies in dir/FileName, else in this process's memory. Close ends it.
+// Open makes a recorder. If dir is not empty the ring lies in dir/FileName, else in this process's
+// memory. Close ends it.
 func Open(dir string, id Identity) (*Recorder, error) {
 	r := &Recorder{}
 	if dir != "" {
@@ -93,7 +96,8 @@ func Open(dir string, id Identity) (*Recorder, error) {
 			return nil, fmt.Errorf("flight recorder: %w", err)
 		}
 		r.mem = mem
-		// Whoever still has an operation under way when the job ends writes its outcome later: the mapping goes when nothing can reach the recorder any more.
+		// Whoever still has an operation under way when the job ends writes its outcome later: the
+		// mapping goes when nothing can reach the recorder any more.
 		runtime.AddCleanup(r, unmap, mem)
 	} else {
 		words := make([]uint64, FileSize/8) // aligned
@@ -114,7 +118,8 @@ func Open(dir string, id Identity) (*Recorder, error) {
 // Path returns the file's path, "" if there is none.
 func (r *Recorder) Path() string { return r.path }
 
-// Close gives the recorder up. keep says that its file is to stay, for whoever wants to know how it ended. Records may still be written afterwards. Idempotent, and needs no lock.
+// Close gives the recorder up. keep says that its file is to stay, for whoever wants to know how it
+// ended. Records may still be written afterwards. Idempotent, and needs no lock.
 func (r *Recorder) Close(keep bool) error {
 	var err error
 	r.once.Do(func() {
@@ -128,7 +133,8 @@ func (r *Recorder) Close(keep bool) error {
 	return err
 }
 
-// Begin records that an operation starts: t is all of it but number and time, with State Running. The record returned is for End and may be changed until then.
+// Begin records that an operation starts: t is all of it but number and time, with State Running.
+// The record returned is for End and may be changed until then.
 func (r *Recorder) Begin(t *Record, number uint64) *Record {
 	s := &r.ring[r.head.Next%Records]
 	if s.State == Running {
@@ -140,7 +146,8 @@ func (r *Recorder) Begin(t *Record, number uint64) *Record {
 	return s
 }
 
-// vacant passes over operations that still run, so that none is overwritten. There are at most as many as groups and messages under way; if these fill the ring, the oldest is lost.
+// vacant passes over operations that still run, so that none is overwritten. There are at most as
+// many as groups and messages under way; if these fill the ring, the oldest is lost.
 func (r *Recorder) vacant() *Record {
 	for range Records {
 		if s := &r.ring[r.head.Next%Records]; s.State != Running {
@@ -192,7 +199,8 @@ func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) {
 	r.head.GroupBytes += fixed + 4*head.Listed // last, when all of it is there
 }
 
-// Copy returns what is recorded, for decoding without the lock. n bounds the finished operations: the last ones; negative: all. Those that run are all there.
+// Copy returns what is recorded, for decoding without the lock. n bounds the finished operations:
+// the last ones; negative: all. Those that run are all there.
 func (r *Recorder) Copy(n int) *Image {
 	im := &Image{header: r.head.header}
 	if n < 0 {
@@ -215,7 +223,8 @@ func (r *Recorder) Copy(n int) *Image {
 	return im
 }
 
-// Now returns the time by the coarse clock, which stands still while there is no recorder in the process.
+// Now returns the time by the coarse clock, which stands still while there is no recorder in the
+// process.
 func Now() int64 { return coarse.now.Load() }
 
 // coarse is the process's coarse clock. It runs while there are recorders.
@@ -292,5 +301,6 @@ func Template(group uint32, epoch uint64, call Call, count, bytes uint64) Record
 // Chosen notes which algorithm it has come to be.
 func (s *Record) Chosen(a collectives.Algo) { s.Call = s.Call.With(a) }
 
-// QueuedSince is how long something that was queued at a time by the coarse clock has waited, as Record.Queued has it.
+// QueuedSince is how long something that was queued at a time by the coarse clock has waited, as
+// Record.Queued has it.
 func QueuedSince(t int64) uint16 { return uint16(min(max(0, Now()-t)/int64(tick), 1<<16-1)) }

@@ -117,7 +117,8 @@ func TestRing(t *testing.T) {
 		if s.Recorded < uint64(n) || s.Totals["allreduce"] != (Total{good, 64 * good}) || s.Failures["timed out"] != bad {
 			t.Fatalf("%d recorded, totals %v, failures %v; want %d, %d and %d", s.Recorded, s.Totals, s.Failures, n, good, bad)
 		}
-		// Of those that ended the last ones are there, but for what those that run take up, each perhaps several times.
+		// Of those that ended the last ones are there, but for what those that run take up, each
+		// perhaps several times.
 		if n := len(got["ended"]); n > len(ended) || n < min(len(ended), Records/2) {
 			t.Fatalf("%d of %d are there", n, len(ended))
 		}

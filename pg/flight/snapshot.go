@@ -100,7 +100,8 @@ type Operation struct {
 	WaitsFor   []int      `json:"waits_for,omitempty"` // ranks, while it runs
 }
 
-// Entering is the kind of what ranks do when they enter another view: they tell each other where they stand. Its number is the epoch.
+// Entering is the kind of what ranks do when they enter another view: they tell each other where
+// they stand. Its number is the epoch.
 const Entering = "entering"
 
 // Link is what a rank knows of its link to another one.
@@ -207,7 +208,8 @@ func (im *Image) Fill(s *Snapshot) {
 	}
 }
 
-// Decode reads an image from the bytes of a recorder's file. It trusts none of them: what makes no sense is left out, and an error says that the file as a whole makes none.
+// Decode reads an image from the bytes of a recorder's file. It trusts none of them: what makes no
+// sense is left out, and an error says that the file as a whole makes none.
 func Decode(b []byte) (*Image, error) {
 	if len(b) != FileSize {
 		return nil, fmt.Errorf("%d bytes are no flight recorder, which has %d", len(b), FileSize)
@@ -260,7 +262,8 @@ func Decode(b []byte) (*Image, error) {
 	return im, nil
 }
 
-// Snapshot makes of the image of a file what can be made of it: there are no links, and of the groups only what the operations tell.
+// Snapshot makes of the image of a file what can be made of it: there are no links, and of the
+// groups only what the operations tell.
 func (im *Image) Snapshot() *Snapshot {
 	clean := func(b []byte) string {
 		return strings.Map(func(r rune) rune {
@@ -301,7 +304,8 @@ func (im *Image) Snapshot() *Snapshot {
 // maxDump bounds what ReadFile reads of a snapshot as JSON.
 const maxDump = 16 << 20
 
-// ReadFile reads a snapshot from a regular file, no link: a recorder's own, or JSON as Write writes it.
+// ReadFile reads a snapshot from a regular file, no link: a recorder's own, or JSON as Write writes
+// it.
 func ReadFile(path string) (*Snapshot, error) {
 	f, err := files.Read(path)
 	if err != nil {
@@ -329,7 +333,8 @@ func ReadFile(path string) (*Snapshot, error) {
 	return im.Snapshot(), nil
 }
 
-// Parse reads a snapshot from JSON, which may come from anybody: it checks what Diagnose relies on. Unknown fields are ignored.
+// Parse reads a snapshot from JSON, which may come from anybody: it checks what Diagnose relies on.
+// Unknown fields are ignored.
 func Parse(b []byte) (*Snapshot, error) {
 	var s Snapshot
 	if err := json.Unmarshal(b, &s); err != nil {

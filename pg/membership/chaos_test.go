@@ -10,7 +10,8 @@ import (
 	"pgregory.net/rapid"
 )
 
-// chaos lets everything happen that can, as pick (a number below n) says, and after each round of faults has the world converge.
+// chaos lets everything happen that can, as pick (a number below n) says, and after each round of
+// faults has the world converge.
 func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any)) error {
 	n := 2 + pick(4)
 	cfg := Config{Window: []int{0, 1, 2, 4}[pick(4)], Retry: 1 + pick(2), AutoAdmit: pick(2) == 0, Proposers: pick(3), MaxSize: n + pick(2)}

@@ -5,11 +5,12 @@ import (
 	"strings"
 )
 
-// Event is something that happened, told to Machine.Step: one of the types of this file that say so. A machine keeps no memory of the caller's but the Slots of
-// views, which nobody changes.
+// Event is something that happened, told to Machine.Step: one of the types of this file that say
+// so. A machine keeps no memory of the caller's but the Slots of views, which nobody changes.
 type Event interface{ event() }
 
-// LinkUp says that the link to this life works (again). Events of links come from this process's own transports, in the order in which things happened.
+// LinkUp says that the link to this life works (again). Events of links come from this process's
+// own transports, in the order in which things happened.
 type LinkUp struct{ Peer }
 
 // LinkDown says that the link to this life broke, or could not be made. It is evidence.
@@ -18,8 +19,9 @@ type LinkDown struct {
 	Cause string
 }
 
-// Dead says that this life is over: its lease expired, its record was removed, its process is known to have ended, it left in good order. It is a
-// verdict: whoever says so is sure, and the life goes at once.
+// Dead says that this life is over: its lease expired, its record was removed, its process is known
+// to have ended, it left in good order. It is a verdict: whoever says so is sure, and the life goes
+// at once.
 type Dead struct {
 	Peer
 	Cause string
@@ -28,7 +30,8 @@ type Dead struct {
 // Verdict is the answer to a Probe.
 type Verdict uint8
 
-// Verdicts. VerdictDead is for certainty only (the machine answers, the process is not there); silence is VerdictUnknown.
+// Verdicts. VerdictDead is for certainty only (the machine answers, the process is not there);
+// silence is VerdictUnknown.
 const (
 	VerdictUnknown Verdict = iota
 	VerdictAlive
@@ -47,15 +50,16 @@ type ViewSeen struct{ View View }
 // Outcome is what became of a proposal.
 type Outcome uint8
 
-// Outcomes. OutcomeUnknown: the store did not answer, so that the write may or may not have happened, or may yet happen.
+// Outcomes. OutcomeUnknown: the store did not answer, so that the write may or may not have
+// happened, or may yet happen.
 const (
 	OutcomeUnknown Outcome = iota
 	OutcomeWon
 	OutcomeLost
 )
 
-// Proposed answers a Propose, once. Epoch is that of its New; Current, with OutcomeLost, is the view that is in the store;
-// Cause, with OutcomeUnknown, is why nothing is known.
+// Proposed answers a Propose, once. Epoch is that of its New; Current, with OutcomeLost, is the
+// view that is in the store; Cause, with OutcomeUnknown, is why nothing is known.
 type Proposed struct {
 	Epoch   uint64
 	Outcome Outcome
@@ -63,34 +67,40 @@ type Proposed struct {
 	Cause   string
 }
 
-// Reported is what a peer published with its Report. They may come again, and late; what counts of each life is its last.
+// Reported is what a peer published with its Report. They may come again, and late; what counts of
+// each life is its last.
 type Reported struct {
 	Peer
 	Report Report
 }
 
-// JoinAsked says that a new life published AskJoin: it is linked with all that are active in Epoch, and waits to be let in.
+// JoinAsked says that a new life published AskJoin: it is linked with all that are active in Epoch,
+// and waits to be let in.
 type JoinAsked struct {
 	Peer
 	Epoch uint64
 }
 
-// JoinGone says that what JoinAsked said holds no more: the life gave up waiting, or published UnaskJoin.
+// JoinGone says that what JoinAsked said holds no more: the life gave up waiting, or published
+// UnaskJoin.
 type JoinGone struct{ Peer }
 
 // Admit says that the program is at a step boundary: all that wait now, and can be let in now, are.
 type Admit struct{}
 
-// Missed says that this life is alive but stuck, and that the program's policy is that any rank evicts such a life by itself. It is a verdict.
+// Missed says that this life is alive but stuck, and that the program's policy is that any rank
+// evicts such a life by itself. It is a verdict.
 type Missed struct{ Peer }
 
-// Late says that an operation of this rank has waited in vain for this life, whose process may be well. It is this rank's vote, for some time; see Report.
+// Late says that an operation of this rank has waited in vain for this life, whose process may be
+// well. It is this rank's vote, for some time; see Report.
 type Late struct{ Peer }
 
 // Evict puts the life out that is now active in Slot: somebody wants it so.
 type Evict struct{ Slot int }
 
-// Rejoin makes an evicted machine a joiner, for the same slot with a new incarnation. All links count as not made: they belonged to the old life.
+// Rejoin makes an evicted machine a joiner, for the same slot with a new incarnation. All links
+// count as not made: they belonged to the old life.
 type Rejoin struct{ Incarnation uint64 }
 
 // StoreAway says that the store cannot be reached; nothing is proposed until StoreBack.
@@ -124,19 +134,23 @@ func (StoreBack) event() {}
 func (Tick) event()      {}
 func (Close) event()     {}
 
-// Action is something that the driver is to do: one of the types below. Actions of one Step are independent, and done in their order. What they hold belongs to the driver, except the
-// Slots of views, which nobody changes.
+// Action is something that the driver is to do: one of the types below. Actions of one Step are
+// independent, and done in their order. What they hold belongs to the driver, except the Slots of
+// views, which nobody changes.
 type Action interface {
 	action()
 	String() string
 }
 
-// Propose asks for a compare-and-swap of the view in the store, from Old.Encode() to New.Encode(). Proposed answers it. There is never more than one unanswered.
+// Propose asks for a compare-and-swap of the view in the store, from Old.Encode() to New.Encode().
+// Proposed answers it. There is never more than one unanswered.
 type Propose struct{ Old, New View }
 
-// Enter says that this view is the present one. Removed are the slots that a life has left since the view before, Added those that a life has entered; a slot
-// may be in both, and a life that came and went unseen is in Removed. If Removed is not empty, the running epoch is aborted; else the program goes over at
-// a boundary of operations. For a joiner it is the beginning: Removed is empty, and Added has its own slot.
+// Enter says that this view is the present one. Removed are the slots that a life has left since
+// the view before, Added those that a life has entered; a slot may be in both, and a life that came
+// and went unseen is in Removed. If Removed is not empty, the running epoch is aborted; else the
+// program goes over at a boundary of operations. For a joiner it is the beginning: Removed is
+// empty, and Added has its own slot.
 type Enter struct {
 	View           View
 	Removed, Added []int
@@ -145,20 +159,24 @@ type Enter struct {
 // Probe asks whether the process of this life lives. Probed answers it, after bounded time.
 type Probe struct{ Peer }
 
-// Report is a rank's evidence: the active lives that it cannot reach, ascending by slot. As an action it asks to publish it where all ranks see it, in place of the one before; none
-// unreachable takes it back. Seq orders the reports of one life; Epoch is that of its view, for people.
+// Report is a rank's evidence: the active lives that it cannot reach, ascending by slot. As an
+// action it asks to publish it where all ranks see it, in place of the one before; none unreachable
+// takes it back. Seq orders the reports of one life; Epoch is that of its view, for people.
 //
-// Late are its votes: the lives that its operations wait for in vain. A life goes when more than half of the lives in the view vote so.
+// Late are its votes: the lives that its operations wait for in vain. A life goes when more than
+// half of the lives in the view vote so.
 type Report struct {
 	Epoch, Seq  uint64
 	Unreachable []Peer
 	Late        []Peer
 }
 
-// Warm asks to make a link with this life. LinkUp or LinkDown answers it; after LinkDown it is asked for again, later and later.
+// Warm asks to make a link with this life. LinkUp or LinkDown answers it; after LinkDown it is
+// asked for again, later and later.
 type Warm struct{ Peer }
 
-// AskJoin asks to publish that this life is linked with all active lives of Epoch and wants to be let in, in place of what it asked before.
+// AskJoin asks to publish that this life is linked with all active lives of Epoch and wants to be
+// let in, in place of what it asked before.
 type AskJoin struct {
 	Peer
 	Epoch uint64
@@ -167,13 +185,16 @@ type AskJoin struct {
 // UnaskJoin asks to take AskJoin back: a link broke, or another life has the slot.
 type UnaskJoin struct{ Peer }
 
-// Evicted says that this life was put out, or may have been, though it is alive. It is final, but for Rejoin.
+// Evicted says that this life was put out, or may have been, though it is alive. It is final, but
+// for Rejoin.
 type Evicted struct{ View View }
 
-// Isolated says that this rank wants to remove others and cannot: the store is away, and this rank possibly on the minority side of a partition, or it does not take the change. Reunited ends it.
+// Isolated says that this rank wants to remove others and cannot: the store is away, and this rank
+// possibly on the minority side of a partition, or it does not take the change. Reunited ends it.
 type Isolated struct{ Why string }
 
-// Reunited says that Isolated does not hold any more: the store answers, or there is nothing to decide.
+// Reunited says that Isolated does not hold any more: the store answers, or there is nothing to
+// decide.
 type Reunited struct{}
 
 func (Propose) action()   {}

@@ -5,11 +5,14 @@ import (
 	"slices"
 )
 
-// Keep decides who stays when some pairs of members cannot reach each other: a large set whose members all reach each other. While two that
-// cannot are left, the one that reaches the fewest of those left goes; of several, the one with the highest rank. (The largest such set is a maximum
-// clique, which nobody can compute for many ranks; this greedy choice finds it for what networks do: a dead card, a host cut off, a partition.)
-// The result depends neither on the order of members, nor of pairs, nor on the order within a pair; pairs with others than members, or of a member with
-// itself, count for nothing. Nobody who reaches all other members goes. It is ascending, the caller's, and has one member at least if members has.
+// Keep decides who stays when some pairs of members cannot reach each other: a large set whose
+// members all reach each other. While two that cannot are left, the one that reaches the fewest of
+// those left goes; of several, the one with the highest rank. (The largest such set is a maximum
+// clique, which nobody can compute for many ranks; this greedy choice finds it for what networks
+// do: a dead card, a host cut off, a partition.) The result depends neither on the order of
+// members, nor of pairs, nor on the order within a pair; pairs with others than members, or of a
+// member with itself, count for nothing. Nobody who reaches all other members goes. It is
+// ascending, the caller's, and has one member at least if members has.
 func Keep(members []int, missing [][2]int) []int {
 	kept := slices.Clone(members)
 	slices.Sort(kept)

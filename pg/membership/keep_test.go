@@ -90,7 +90,8 @@ func TestKeepProperties(t *testing.T) {
 				t.Fatalf("%d reaches all, and is not in %v", m, kept)
 			}
 		}
-		// Greedy removal of the worst keeps at least sum(1/(d+1)), which is at least n*n/(n+2e); and never more than the best.
+		// Greedy removal of the worst keeps at least sum(1/(d+1)), which is at least n*n/(n+2e);
+		// and never more than the best.
 		if best := bestSize(members, missing); len(kept) > best {
 			t.Fatalf("%v are %d, and %d is all that is possible", kept, len(kept), best)
 		}

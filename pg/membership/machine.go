@@ -14,12 +14,14 @@ type Config struct {
 	Retry       int    // ticks until a proposal whose outcome is unknown is made again, doubled for every further one up to 64 times; default 1
 	MaxSize     int    // slots to which the view may grow; default its size now
 	AutoAdmit   bool   // joiners are let in as soon as they ask; else only with Admit
-	// Proposers is how many members propose a change in the tick in which they learn of the need; the others, in the order of ranks, so many more in each tick
-	// that it is not made. Any of them can make it; this only saves the store the crowd. Default: all at once.
+	// Proposers is how many members propose a change in the tick in which they learn of the need;
+	// the others, in the order of ranks, so many more in each tick that it is not made. Any of them
+	// can make it; this only saves the store the crowd. Default: all at once.
 	Proposers int
 }
 
-// Machine is one rank's part in the membership of a job. It is not safe for concurrent use, and does nothing but in Step.
+// Machine is one rank's part in the membership of a job. It is not safe for concurrent use, and
+// does nothing but in Step.
 type Machine struct {
 	cfg  Config
 	me   Peer
@@ -116,10 +118,12 @@ func (m *Machine) Self() Peer { return m.me }
 // Member reports whether this life is active in View.
 func (m *Machine) Member() bool { return m.role == member }
 
-// Pending reports whether the machine wants to change the view or awaits the outcome of a proposal. After Admit, false says that all that could be let in are.
+// Pending reports whether the machine wants to change the view or awaits the outcome of a proposal.
+// After Admit, false says that all that could be let in are.
 func (m *Machine) Pending() bool { return m.wanted || m.pending != nil }
 
-// Why says in words why a life is, or is about to be, out of the view, as far as this machine knows: "lease expired". It returns "" if it knows nothing.
+// Why says in words why a life is, or is about to be, out of the view, as far as this machine
+// knows: "lease expired". It returns "" if it knows nothing.
 func (m *Machine) Why(p Peer) string {
 	if l := m.find(p); l != nil {
 		return l.why
@@ -127,8 +131,8 @@ func (m *Machine) Why(p Peer) string {
 	return ""
 }
 
-// Step tells the machine what happened and returns what to do about it. Events that say nothing new, or something about a life or an epoch that
-// is past, or that cannot be, change nothing.
+// Step tells the machine what happened and returns what to do about it. Events that say nothing
+// new, or something about a life or an epoch that is past, or that cannot be, change nothing.
 func (m *Machine) Step(ev Event) []Action {
 	if m.role == closed {
 		return nil
@@ -229,7 +233,8 @@ func (m *Machine) settle() []Action {
 
 func (m *Machine) do(a Action) { m.acts = append(m.acts, a) }
 
-// find returns what is known of a life, nil if nothing is. The pointer is good until the next call of heard.
+// find returns what is known of a life, nil if nothing is. The pointer is good until the next call
+// of heard.
 func (m *Machine) find(p Peer) *life {
 	if p.Slot < 0 || p.Slot >= len(m.lives) || p.Incarnation == 0 {
 		return nil
@@ -242,7 +247,8 @@ func (m *Machine) find(p Peer) *life {
 	return nil
 }
 
-// heard is find for a life that something is said about: it is remembered from now on. nil if there can be no such life.
+// heard is find for a life that something is said about: it is remembered from now on. nil if there
+// can be no such life.
 func (m *Machine) heard(p Peer) *life {
 	if l := m.find(p); l != nil || p.Slot < 0 || p.Slot >= len(m.lives) || p.Incarnation == 0 {
 		return l
@@ -298,7 +304,8 @@ func (m *Machine) accuses(p, q Peer) bool {
 	return l != nil && slices.Contains(l.report.Unreachable, q)
 }
 
-// retract starts the window of the link between p and q anew, should it be missing again, unless one of them still says that it is.
+// retract starts the window of the link between p and q anew, should it be missing again, unless
+// one of them still says that it is.
 func (m *Machine) retract(p, q Peer) {
 	if m.view.Has(p.Slot, p.Incarnation) && m.view.Has(q.Slot, q.Incarnation) && !m.accuses(p, q) && !m.accuses(q, p) {
 		delete(m.broken, [2]int{min(p.Slot, q.Slot), max(p.Slot, q.Slot)})
@@ -322,7 +329,8 @@ func (m *Machine) linkDown(l *life, cause string) {
 	}
 }
 
-// later puts the next probe or warm-up of l off, twice as long each time, so that what stays broken is not asked about forever.
+// later puts the next probe or warm-up of l off, twice as long each time, so that what stays broken
+// is not asked about forever.
 func (m *Machine) later(l *life) {
 	l.busy, l.next = false, m.now+1<<min(max(l.tries-1, 0), 30)
 }
@@ -345,7 +353,8 @@ func (m *Machine) probed(e Probed) {
 	}
 }
 
-// probe asks after those whom we lost. A process that is dying may answer that it lives and be gone a moment later, so it is asked again, later and later.
+// probe asks after those whom we lost. A process that is dying may answer that it lives and be gone
+// a moment later, so it is asked again, later and later.
 func (m *Machine) probe() {
 	for p, l := range m.peers {
 		switch {
@@ -361,7 +370,8 @@ func (m *Machine) probe() {
 	}
 }
 
-// voteWindows is for how many windows a vote holds: long enough that those who have waited together see each other's, and no longer, so that votes of different times do not add up.
+// voteWindows is for how many windows a vote holds: long enough that those who have waited together
+// see each other's, and no longer, so that votes of different times do not add up.
 const voteWindows = 2
 
 // maxVotes keeps a report small enough for the store.
@@ -390,7 +400,8 @@ func (m *Machine) count() {
 	}
 }
 
-// publish tells the others whom this life suspects and whom it waits for in vain, if that has changed.
+// publish tells the others whom this life suspects and whom it waits for in vain, if that has
+// changed.
 func (m *Machine) publish() {
 	var now, votes []Peer
 	for p, l := range m.peers {
@@ -408,9 +419,10 @@ func (m *Machine) publish() {
 	}
 }
 
-// judge decides who goes because of missing links: when one has been missing for a window, those that Keep does not keep, of them that have such a link.
-// If others are missing too, but not yet for that long, judgement waits for them for a quarter of a window more: not everybody notices a partition at the
-// same time, and it should be one change.
+// judge decides who goes because of missing links: when one has been missing for a window, those
+// that Keep does not keep, of them that have such a link. If others are missing too, but not yet
+// for that long, judgement waits for them for a quarter of a window more: not everybody notices a
+// partition at the same time, and it should be one change.
 func (m *Machine) judge() {
 	if m.changed {
 		m.changed = false
@@ -448,7 +460,8 @@ func (m *Machine) judge() {
 	}
 }
 
-// tally lists the missing links, from what this life suspects and from the last reports of the others.
+// tally lists the missing links, from what this life suspects and from the last reports of the
+// others.
 func (m *Machine) tally() {
 	known := m.broken
 	m.broken = make(map[[2]int]uint64, len(known))
@@ -475,10 +488,12 @@ func (m *Machine) tally() {
 	}
 }
 
-// waiting lists the joiners that could be let in now and for which ok: for each inactive slot the one with the lowest incarnation.
+// waiting lists the joiners that could be let in now and for which ok: for each inactive slot the
+// one with the lowest incarnation.
 //
-// Its ask must be from an epoch in which all that are active now were (it is linked with them), and in which the slot was as it is: an older ask may be of
-// a life that was let in and is gone again. Therefore, too, a slot is left in one change and entered in another.
+// Its ask must be from an epoch in which all that are active now were (it is linked with them), and
+// in which the slot was as it is: an older ask may be of a life that was let in and is gone again.
+// Therefore, too, a slot is left in one change and entered in another.
 func (m *Machine) waiting(ok func(*life) bool) []Peer {
 	newest := uint64(0)
 	for p := range m.peers {

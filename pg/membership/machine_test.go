@@ -77,7 +77,8 @@ func TestCloseEndsIt(t *testing.T) {
 	}
 }
 
-// Someone makes up lives by the thousand: what is remembered of a slot is bounded, and the life that is in the view is not forgotten.
+// Someone makes up lives by the thousand: what is remembered of a slot is bounded, and the life
+// that is in the view is not forgotten.
 func TestLivesAreBounded(t *testing.T) {
 	v := First([]uint64{1, 2})
 	for _, active := range []View{v, v.Remove(1).Add(Peer{1, 5000})} {
@@ -125,7 +126,8 @@ func TestOwnership(t *testing.T) {
 	}
 }
 
-// Tries to reach what stays away become rarer, so that a job at rest is at rest: 2**k ticks bring k of them.
+// Tries to reach what stays away become rarer, so that a job at rest is at rest: 2**k ticks bring k
+// of them.
 func TestRetriesBecomeRare(t *testing.T) {
 	v := First([]uint64{1, 2})
 	joiner := newMachine(t, Config{Slot: 2, MaxSize: 3, Incarnation: 3, View: v})

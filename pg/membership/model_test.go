@@ -38,7 +38,8 @@ func (s *storyLine) String() string {
 	return s.before.String() + "\n    " + s.what
 }
 
-// explore visits every state that n ranks can come to by faults of the given kinds while ticks steps of time pass (at some of them), and from each of them has the world converge.
+// explore visits every state that n ranks can come to by faults of the given kinds while ticks
+// steps of time pass (at some of them), and from each of them has the world converge.
 func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 	begin := newSim(n, cfg, nil)
 	begin.settle(1)

@@ -2,19 +2,23 @@ package membership
 
 import "math"
 
-// Standing is where one rank stands in the sequence of operations, which are numbered from 1 and run one at a time, in order. The ranks of a new view
-// tell each other theirs before anything else runs in it, and Resume makes of all of them the operation that the view begins with.
+// Standing is where one rank stands in the sequence of operations, which are numbered from 1 and
+// run one at a time, in order. The ranks of a new view tell each other theirs before anything else
+// runs in it, and Resume makes of all of them the operation that the view begins with.
 //
-// An operation is over at a rank when its outcome, result or error, is certain and has been given to the program (or will be, whatever happens). Of
-// a *uniform* operation the result alone is not the end: the rank has it, and waits until it knows that all others have it too.
+// An operation is over at a rank when its outcome, result or error, is certain and has been given
+// to the program (or will be, whatever happens). Of a *uniform* operation the result alone is not
+// the end: the rank has it, and waits until it knows that all others have it too.
 type Standing struct {
 	Over   uint64 // the last operation that is over here, and with it all before; 0: none. Operation Over+1 is the one at hand, begun or not
 	Has    bool   // the operation at hand is uniform, and its result is here, unconfirmed
 	Intact bool   // the operation at hand can run from its beginning: it has not begun, or it may be retried and its inputs are as they were
 	Joins  bool   // this rank has run no operation of this group yet: it begins where the others go on, and has no say
 
-	// The outcome of the last exchange that this rank completed: the epoch of its view, how many exchanges in that view had failed before, and what Resume
-	// returned; zero if there was none. It binds ranks that took part in it and failed to complete it, because some that did may have gone on since.
+	// The outcome of the last exchange that this rank completed: the epoch of its view, how many
+	// exchanges in that view had failed before, and what Resume returned; zero if there was none.
+	// It binds ranks that took part in it and failed to complete it, because some that did may have
+	// gone on since.
 	Epoch, Attempt, Start, Confirmed uint64
 }
 
@@ -31,19 +35,21 @@ func (s Standing) Next() uint64 {
 	return s.Over + 2
 }
 
-// Resume says with which operation a new view begins, from the standings of all its members, in any order; all get the same. Every rank applies it to
-// its operation at hand, k = Over+1, so:
+// Resume says with which operation a new view begins, from the standings of all its members, in any
+// order; all get the same. Every rank applies it to its operation at hand, k = Over+1, so:
 //
 //   - k <= confirmed and the rank has the result: it counts, k is over;
 //   - else k < start: k ends with an error, and is over; so are those between k and start that the program starts later, without being run;
 //   - else k == start: k runs from its beginning in the new view. k > start cannot be.
 //
-// start is the largest of what each can still run, so that nobody has to run what it cannot, and an operation that ended well anywhere is not run again. A
-// result counts if every member has it, for then somebody may have confirmed it and died, or if one is past it, who knows that all had it; else surely nobody
-// has given it to the program.
+// start is the largest of what each can still run, so that nobody has to run what it cannot, and an
+// operation that ended well anywhere is not run again. A result counts if every member has it, for
+// then somebody may have confirmed it and died, or if one is past it, who knows that all had it;
+// else surely nobody has given it to the program.
 //
-// This holds if a uniform operation is over only when it is confirmed, or by a Resume. A rank that gives up earlier (a deadline) may tell its program so, but
-// then it throws the result away, and the operation stays at hand, neither Has nor Intact, until the next exchange.
+// This holds if a uniform operation is over only when it is confirmed, or by a Resume. A rank that
+// gives up earlier (a deadline) may tell its program so, but then it throws the result away, and
+// the operation stays at hand, neither Has nor Intact, until the next exchange.
 func Resume(standings []Standing) (start, confirmed uint64) {
 	start = 1
 	var last Standing

@@ -6,8 +6,10 @@ import (
 	"testing"
 )
 
-// The model: a few ranks run operations 1..ops in order, each of which ends at a rank only after all members of the view have begun it. Any may be killed at any step, or give up an
-// operation; a new view follows, in which ranks exchange standings, and any of them may be too late to hear all of it before the next view comes. All states are visited.
+// The model: a few ranks run operations 1..ops in order, each of which ends at a rank only after
+// all members of the view have begun it. Any may be killed at any step, or give up an operation; a
+// new view follows, in which ranks exchange standings, and any of them may be too late to hear all
+// of it before the next view comes. All states are visited.
 const (
 	resumeRanks  = 4
 	resumeOps    = 3

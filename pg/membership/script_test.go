@@ -14,7 +14,8 @@ import (
 //
 //	job n=3 [window=2] [auto] [max=4] [proposers=1]
 //
-// and goes on with "do", whose input has one command in a line; lives are written 1/21 (slot 1, first life; 1/22 is the second), or as the slot of its last one:
+// and goes on with "do", whose input has one command in a line; lives are written 1/21 (slot 1,
+// first life; 1/22 is the second), or as the slot of its last one:
 //
 //	kill P            the process ends, and everything says so: broken links, the lease, later
 //	sever P Q [P]     the link breaks; only the one named notices          heal P Q

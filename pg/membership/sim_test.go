@@ -8,8 +8,10 @@ import (
 	"sort"
 )
 
-// sim is a small world: processes with machines, links between them, and a store whose notifications and answers arrive when somebody delivers them. It is the
-// driver of all machines, and checks after everything that happens what must never be otherwise. The first violation is in err.
+// sim is a small world: processes with machines, links between them, and a store whose
+// notifications and answers arrive when somebody delivers them. It is the driver of all machines,
+// and checks after everything that happens what must never be otherwise. The first violation is in
+// err.
 type sim struct {
 	cfg     Config // without Slot, Incarnation and View
 	history []View // all that were in the store; epoch e is history[e-1]
@@ -447,7 +449,8 @@ func (w *sim) deliver(p *proc, i int, again bool) {
 	w.step(p, m.ev)
 }
 
-// tick lets time pass at p, unless a lease would have run out that p does not know of; then it hears of that first.
+// tick lets time pass at p, unless a lease would have run out that p does not know of; then it
+// hears of that first.
 func (w *sim) tick(p *proc) {
 	for !p.away {
 		i := slices.IndexFunc(p.mail, func(m mail) bool { return m.due != 0 && m.due <= p.now+1 })
@@ -490,7 +493,8 @@ func (w *sim) storeBack(p *proc) {
 	w.step(p, StoreBack{})
 }
 
-// settle delivers everything, in the order in which it was sent, and lets time pass until nobody has anything to do for quiet ticks.
+// settle delivers everything, in the order in which it was sent, and lets time pass until nobody
+// has anything to do for quiet ticks.
 func (w *sim) settle(quiet int) {
 	for _, p := range w.procs {
 		w.storeBack(p)
@@ -554,7 +558,8 @@ func (w *sim) flush() {
 	}
 }
 
-// converge ends all faults but cut links, and checks that everybody ends in the view that should be.
+// converge ends all faults but cut links, and checks that everybody ends in the view that should
+// be.
 func (w *sim) converge() {
 	for _, c := range w.limbo {
 		w.write(c) // late, and harmless
@@ -652,7 +657,8 @@ func (m *Machine) clone() *Machine {
 	return &c
 }
 
-// fingerprint tells events apart that make a difference to who gets them. Views of an epoch are all the same.
+// fingerprint tells events apart that make a difference to who gets them. Views of an epoch are all
+// the same.
 func fingerprint(ev Event) string {
 	var b []byte
 	num := func(kind byte, p Peer, xs ...uint64) {

@@ -10,7 +10,8 @@ import (
 	"strings"
 )
 
-// MaxSlots is the largest number of slots of a view: as many as surely fit into one value of the store (64 KiB), see View.Encode.
+// MaxSlots is the largest number of slots of a view: as many as surely fit into one value of the
+// store (64 KiB), see View.Encode.
 const MaxSlots = 4096
 
 // Peer is one life of one rank.
@@ -29,14 +30,16 @@ type Slot struct {
 	Left        uint64 // epoch in which a life last left this slot; 0: none ever did. Never above Since while active
 }
 
-// View says who plays: which slots are active in an epoch, and by which of their lives. It is a value: its methods leave it as it is and return new
-// ones, and nobody changes Slots after the view was handed on. Two views of the same epoch of a job are equal.
+// View says who plays: which slots are active in an epoch, and by which of their lives. It is a
+// value: its methods leave it as it is and return new ones, and nobody changes Slots after the view
+// was handed on. Two views of the same epoch of a job are equal.
 type View struct {
 	Epoch uint64
 	Slots []Slot
 }
 
-// First is the view with which a job begins: epoch 1, slot i active by incarnations[i], or inactive if that is 0.
+// First is the view with which a job begins: epoch 1, slot i active by incarnations[i], or inactive
+// if that is 0.
 func First(incarnations []uint64) View {
 	v := View{Epoch: 1, Slots: make([]Slot, len(incarnations))}
 	for i, inc := range incarnations {
@@ -76,10 +79,12 @@ func (v View) at(slot int) Slot {
 // Remove returns the view of the next epoch without the lives in slots.
 func (v View) Remove(slots ...int) View { return v.change(slots, nil) }
 
-// Add returns the view of the next epoch with these lives, at most one of each slot. One in an active slot replaces the life there; slots beyond Size grow the view.
+// Add returns the view of the next epoch with these lives, at most one of each slot. One in an
+// active slot replaces the life there; slots beyond Size grow the view.
 func (v View) Add(lives ...Peer) View { return v.change(nil, lives) }
 
-// Grow returns the view of the next epoch with size slots, the new ones inactive. A view never shrinks; size is at most MaxSlots.
+// Grow returns the view of the next epoch with size slots, the new ones inactive. A view never
+// shrinks; size is at most MaxSlots.
 func (v View) Grow(size int) View {
 	next := v.change(nil, nil)
 	next.grow(min(size, MaxSlots))
@@ -117,8 +122,9 @@ func (v View) change(out []int, in []Peer) View {
 	return next
 }
 
-// Diff compares v with an older view: the slots that a life has left since, and the slots that a life has entered since and is in; both ascending. A slot
-// may be in both. It needs no view in between, and a slot that a life entered and left in between is among the left.
+// Diff compares v with an older view: the slots that a life has left since, and the slots that a
+// life has entered since and is in; both ascending. A slot may be in both. It needs no view in
+// between, and a slot that a life entered and left in between is among the left.
 func (v View) Diff(epoch uint64) (left, entered []int) {
 	for i, s := range v.Slots {
 		if s.Left > epoch {
@@ -131,9 +137,11 @@ func (v View) Diff(epoch uint64) (left, entered []int) {
 	return left, entered
 }
 
-// Subset is the view of a subgroup that was made of the lives incarnations[i] of the slots ranks[i]: those that are the same life in v, in the order of
-// ranks, and the subgroup's own epoch, the last in which a life left the slot of a member that is gone; 0 while all are there. Every process with the view v
-// computes the same, whatever views it skipped, and later views never yield a lower epoch. active is the caller's.
+// Subset is the view of a subgroup that was made of the lives incarnations[i] of the slots
+// ranks[i]: those that are the same life in v, in the order of ranks, and the subgroup's own epoch,
+// the last in which a life left the slot of a member that is gone; 0 while all are there. Every
+// process with the view v computes the same, whatever views it skipped, and later views never yield
+// a lower epoch. active is the caller's.
 func (v View) Subset(ranks []int, incarnations []uint64) (active []int, epoch uint64) {
 	for i, r := range ranks {
 		if i < len(incarnations) && v.Has(r, incarnations[i]) {
@@ -183,9 +191,11 @@ const (
 	magicReport = 0xB1
 )
 
-// Encode returns the canonical binary form: equal views have equal bytes, so that a compare-and-swap of bytes is one of views. An active slot takes 8 bytes
-// and two numbers, how many epochs ago it became active and how many before that a life left it, of one byte up to 126, two up to 16 Ki, three up to 2 Mi:
-// MaxSlots slots stay below 64 KiB as long as the changes that they record lie less than two million epochs apart. The bytes are the caller's.
+// Encode returns the canonical binary form: equal views have equal bytes, so that a
+// compare-and-swap of bytes is one of views. An active slot takes 8 bytes and two numbers, how many
+// epochs ago it became active and how many before that a life left it, of one byte up to 126, two
+// up to 16 Ki, three up to 2 Mi: MaxSlots slots stay below 64 KiB as long as the changes that they
+// record lie less than two million epochs apart. The bytes are the caller's.
 func (v View) Encode() []byte {
 	b := make([]byte, 0, 16+12*len(v.Slots))
 	b = append(b, magicView)
@@ -209,7 +219,8 @@ func (v View) Encode() []byte {
 	return b
 }
 
-// DecodeView is the inverse of Encode. It takes nothing but what Encode returns for a view that can be: any other input is an error that says why.
+// DecodeView is the inverse of Encode. It takes nothing but what Encode returns for a view that can
+// be: any other input is an error that says why.
 func DecodeView(b []byte) (View, error) {
 	r := reader{b: b}
 	r.magic(magicView)
@@ -261,7 +272,8 @@ func (v View) check() error {
 	return nil
 }
 
-// Encode returns the canonical binary form of a report, its peers ascending by slot. One that names every slot of the largest view once stays below 64 KiB. The bytes are the caller's.
+// Encode returns the canonical binary form of a report, its peers ascending by slot. One that names
+// every slot of the largest view once stays below 64 KiB. The bytes are the caller's.
 func (r Report) Encode() []byte {
 	b := make([]byte, 0, 24+10*len(r.Unreachable))
 	b = append(b, magicReport)
@@ -361,7 +373,8 @@ func (r *reader) uint64() uint64 {
 	return x
 }
 
-// count reads how many items of at least size bytes follow, and believes it only if they can be there.
+// count reads how many items of at least size bytes follow, and believes it only if they can be
+// there.
 func (r *reader) count(most, size int) int {
 	n := r.uvarint()
 	if n > uint64(most) || n > uint64(len(r.b)/size) {

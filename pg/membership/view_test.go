@@ -133,7 +133,8 @@ func TestViewChanges(t *testing.T) {
 	})
 }
 
-// Of all members that are gone the last to go gives a subgroup its epoch, wherever it is in the list.
+// Of all members that are gone the last to go gives a subgroup its epoch, wherever it is in the
+// list.
 func TestSubsetEpoch(t *testing.T) {
 	v := First([]uint64{1, 2, 3, 4}).Remove(2).Remove(0).Add(Peer{2, 30})
 	active, epoch := v.Subset([]int{3, 0, 2, 1}, []uint64{4, 1, 3, 2})

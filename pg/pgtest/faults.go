@@ -17,21 +17,28 @@ import (
 // Store stands for the job's store in a Rule.
 const Store = detour.Store
 
-// Rule is what the network does to bytes on their way from some ranks to others, between which it applies in this direction alone.
+// Rule is what the network does to bytes on their way from some ranks to others, between which it
+// applies in this direction alone.
 type Rule struct {
 	From, To []int // ranks, or Store; nil: all, and the store
-	// Cut: nothing arrives, until the rule is lifted, and no connection is made. Nobody is told: connections stay open, but for Break.
+	// Cut: nothing arrives, until the rule is lifted, and no connection is made. Nobody is told:
+	// connections stay open, but for Break.
 	Cut bool
-	// Break is how long a connection is cut before it breaks, as it does when the kernel has asked the other host in vain; 0: never.
+	// Break is how long a connection is cut before it breaks, as it does when the kernel has asked
+	// the other host in vain; 0: never.
 	Break time.Duration
-	// Delay is how much later everything arrives. Of a store it is what a slow disk makes of it: rule {From: []int{Store}, Delay: d}.
+	// Delay is how much later everything arrives. Of a store it is what a slow disk makes of it:
+	// rule {From: []int{Store}, Delay: d}.
 	Delay time.Duration
-	// Loss is the part of packets, of some 1,400 bytes, that get lost, 0 to 1: those arrive when they are sent again, a fifth of a second later, and what comes after them waits for them.
+	// Loss is the part of packets, of some 1,400 bytes, that get lost, 0 to 1: those arrive when
+	// they are sent again, a fifth of a second later, and what comes after them waits for them.
 	Loss float64
 }
 
-// Control injects faults into the ranks of a Run or an Exec that has the option Faults. In the function of Run's ranks, InjectFaults returns it; in the test's own process, Faults gives it
-// to a function. So a fault comes at the operation that the test chooses. Its methods fail the test if they cannot do what they are told.
+// Control injects faults into the ranks of a Run or an Exec that has the option Faults. In the
+// function of Run's ranks, InjectFaults returns it; in the test's own process, Faults gives it to a
+// function. So a fault comes at the operation that the test chooses. Its methods fail the test if
+// they cannot do what they are told.
 type Control struct {
 	t  *testing.T
 	do func(order) error
@@ -46,8 +53,9 @@ type order struct {
 	Count uint64
 }
 
-// Faults allows faults to be injected. Links then go through the test's process, and are slower. If inject is not nil, it is called in the test's process beside the ranks, which may be
-// programs that know nothing of it (Exec); the test waits for its end. RunLocal does not take it.
+// Faults allows faults to be injected. Links then go through the test's process, and are slower. If
+// inject is not nil, it is called in the test's process beside the ranks, which may be programs
+// that know nothing of it (Exec); the test waits for its end. RunLocal does not take it.
 func Faults(inject func(c *Control)) Option {
 	return func(o *options) { o.faults, o.inject = true, inject }
 }
@@ -82,20 +90,23 @@ func (c *Control) order(o order) {
 // Kill ends a rank as `kill -9` does. The test wants to know of it by Expect.
 func (c *Control) Kill(rank int) { c.t.Helper(); c.order(order{Kind: "kill", Rank: rank}) }
 
-// Stop has a rank stand still (SIGSTOP) and go on (SIGCONT) when d is over. It does not wait for that, unless the rank is the caller's.
+// Stop has a rank stand still (SIGSTOP) and go on (SIGCONT) when d is over. It does not wait for
+// that, unless the rank is the caller's.
 func (c *Control) Stop(rank int, d time.Duration) {
 	c.t.Helper()
 	c.order(order{Kind: "stop", Rank: rank, For: d})
 }
 
-// Network replaces the rules, of which there are none at first, and holds when it returns. Without any, everything that was cut off arrives. Links over shared memory do not obey: give Run
-// the option Transport("tcp").
+// Network replaces the rules, of which there are none at first, and holds when it returns. Without
+// any, everything that was cut off arrives. Links over shared memory do not obey: give Run the
+// option Transport("tcp").
 func (c *Control) Network(rules ...Rule) {
 	c.t.Helper()
 	c.order(order{Kind: "network", Rules: rules})
 }
 
-// Partition cuts the network between the sides, one of which may have the Store; ranks that are on no side, and the store if it is on none, reach all. It replaces the rules; Network() mends it.
+// Partition cuts the network between the sides, one of which may have the Store; ranks that are on
+// no side, and the store if it is on none, reach all. It replaces the rules; Network() mends it.
 func (c *Control) Partition(sides ...[]int) {
 	c.t.Helper()
 	var rules []Rule

@@ -88,7 +88,8 @@ type process struct {
 	ended string // why it was ended by this process, "" if it was not
 }
 
-// run starts the ranks and returns when all are gone. It fails the test, at once, unless all ended as they should.
+// run starts the ranks and returns when all are gone. It fails the test, at once, unless all ended
+// as they should.
 func (l *launch) run() []*process {
 	l.t.Helper()
 	l.now = map[int]*process{}
@@ -108,7 +109,8 @@ func (l *launch) run() []*process {
 		l.now[p.rank] = p
 		l.mu.Unlock()
 		go func() {
-			// A process that dies with its parent dies with the thread that started it: that thread must not end before.
+			// A process that dies with its parent dies with the thread that started it: that thread
+			// must not end before.
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			p.err = p.live()
@@ -245,8 +247,9 @@ func (p *process) mark(why string) {
 	}
 }
 
-// end ends a process, if it has not ended by itself, and returns when it is gone: it is asked for its stacks and, when patience ends, killed. One is ended
-// after the other, so that their stacks do not mix.
+// end ends a process, if it has not ended by itself, and returns when it is gone: it is asked for
+// its stacks and, when patience ends, killed. One is ended after the other, so that their stacks do
+// not mix.
 func (p *process) end(patience <-chan struct{}) {
 	p.mu.Lock()
 	if p.alive {
@@ -305,7 +308,8 @@ func (l *launch) fault(p *process) string {
 // newJob names a job that shares the store with others.
 func newJob() string { return "pgtest-" + rand.Text() }
 
-// framing is what the testing package prints around a rank's one test, which means nothing to who reads the test's own output.
+// framing is what the testing package prints around a rank's one test, which means nothing to who
+// reads the test's own output.
 var framing = regexp.MustCompile(`^\s*(=== (RUN|PAUSE|CONT|NAME|ATTR) .*|--- (PASS|SKIP): .*|PASS|FAIL|coverage: .*)\n$`)
 
 // lineWriter marks each line, and leaves out the framing.

@@ -1,4 +1,5 @@
-// Package pgtest runs the ranks of a process group inside `go test`: real processes, each with its own memory, that can really die.
+// Package pgtest runs the ranks of a process group inside `go test`: real processes, each with its
+// own memory, that can really die.
 //
 //	func TestSum(t *testing.T) {
 //		pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
@@ -9,17 +10,22 @@
 //		})
 //	}
 //
-// Run starts the test binary n times more, with -test.run set to exactly the test that called it, and each of these processes, when it comes to the
-// same call, joins the group and calls the function. So the code of the test before Run runs in every rank too (t.Chdir, t.Setenv, tables of
-// subtests and TestMain have their effect there); the code after it runs in the test's own process alone, which takes no rank. The function must not
-// depend on what earlier calls of Run in the same test left in memory: they do nothing in a rank of a later one.
+// Run starts the test binary n times more, with -test.run set to exactly the test that called it,
+// and each of these processes, when it comes to the same call, joins the group and calls the
+// function. So the code of the test before Run runs in every rank too (t.Chdir, t.Setenv, tables of
+// subtests and TestMain have their effect there); the code after it runs in the test's own process
+// alone, which takes no rank. The function must not depend on what earlier calls of Run in the same
+// test left in memory: they do nothing in a rank of a later one.
 //
-// What a rank prints and logs is the test's output, each line marked with the rank. A rank that fails, panics, dies of a signal or outlives the time limit
-// fails the test, and the other ranks, which notice by themselves or not, are ended in bounded time: first asked for their stacks (SIGQUIT), then
-// killed. Nothing survives the test: every rank has a process group of its own, which is killed with it, and dies with the test's process.
+// What a rank prints and logs is the test's output, each line marked with the rank. A rank that
+// fails, panics, dies of a signal or outlives the time limit fails the test, and the other ranks,
+// which notice by themselves or not, are ended in bounded time: first asked for their stacks
+// (SIGQUIT), then killed. Nothing survives the test: every rank has a process group of its own,
+// which is killed with it, and dies with the test's process.
 //
-// The ranks meet in a store, which is one more process of the test binary: started by the first Run, shared by all others, gone with the test binary.
-// Programs that link only package pg do not link that store.
+// The ranks meet in a store, which is one more process of the test binary: started by the first
+// Run, shared by all others, gone with the test binary. Programs that link only package pg do not
+// link that store.
 package pgtest
 
 import (
@@ -38,11 +44,12 @@ import (
 	"tutti/pg"
 )
 
-// DefaultTimeout bounds a Run, RunLocal or Exec without the option Timeout. The test's own deadline (go test -timeout) bounds it as well, some
-// seconds earlier than it would end the test binary.
+// DefaultTimeout bounds a Run, RunLocal or Exec without the option Timeout. The test's own deadline
+// (go test -timeout) bounds it as well, some seconds earlier than it would end the test binary.
 const DefaultTimeout = 2 * time.Minute
 
-// grace is how long the ranks may go on after the first has failed: enough to notice it through the store, and to say so.
+// grace is how long the ranks may go on after the first has failed: enough to notice it through the
+// store, and to say so.
 const grace = 10 * time.Second
 
 // Option changes how ranks are run.
@@ -60,7 +67,8 @@ type options struct {
 	inject    func(c *Control)
 }
 
-// Config gives what Join, or Local, is called with. Its Size, Rank, Job, Store and Secret are pgtest's to set and ignored. Exec does not take it.
+// Config gives what Join, or Local, is called with. Its Size, Rank, Job, Store and Secret are
+// pgtest's to set and ignored. Exec does not take it.
 func Config(c pg.Config) Option {
 	return func(o *options) { o.config = c }
 }
@@ -70,7 +78,8 @@ func Transport(name string) Option {
 	return func(o *options) { o.transport = name }
 }
 
-// Env adds variables, "NAME=value", to the environment of every rank's process. RunLocal does not take it.
+// Env adds variables, "NAME=value", to the environment of every rank's process. RunLocal does not
+// take it.
 func Env(variables ...string) Option {
 	return func(o *options) { o.env = append(o.env, variables...) }
 }
@@ -80,18 +89,21 @@ func Timeout(d time.Duration) Option {
 	return func(o *options) { o.timeout = d }
 }
 
-// Expect says that a rank is to die of a signal: the test fails if it does not, and the other ranks are to pass. RunLocal does not take it.
+// Expect says that a rank is to die of a signal: the test fails if it does not, and the other ranks
+// are to pass. RunLocal does not take it.
 func Expect(rank int, s syscall.Signal) Option {
 	return func(o *options) { o.expect[rank] = s }
 }
 
-// Replace says that a rank which dies as Expect says is started again, once: its function runs from the beginning, with the group that the new life has joined (see
-// Second). That one is to pass. RunLocal does not take it.
+// Replace says that a rank which dies as Expect says is started again, once: its function runs from
+// the beginning, with the group that the new life has joined (see Second). That one is to pass.
+// RunLocal does not take it.
 func Replace(rank int) Option {
 	return func(o *options) { o.replace[rank] = true }
 }
 
-// Extend starts k ranks more, of numbers n and above, which join the running group when its ranks let them in. RunLocal does not take it.
+// Extend starts k ranks more, of numbers n and above, which join the running group when its ranks
+// let them in. RunLocal does not take it.
 func Extend(k int) Option {
 	return func(o *options) { o.extend = k }
 }
@@ -133,7 +145,8 @@ func collect(t *testing.T, n int, opts []Option) *options {
 	return o
 }
 
-// limit is how long the ranks have: the timeout, and time enough before the test's deadline to report.
+// limit is how long the ranks have: the timeout, and time enough before the test's deadline to
+// report.
 func (o *options) limit(t *testing.T) time.Duration {
 	limit := o.timeout
 	if d, ok := t.Deadline(); ok {
@@ -143,8 +156,9 @@ func (o *options) limit(t *testing.T) time.Duration {
 	return max(limit, 0)
 }
 
-// Run calls fn in n processes, each a rank of one group, and returns when all have ended. It fails the test, at once, unless every rank passed: see the
-// package's comment. If some ranks skipped and none failed, the test is skipped. fn's t is the rank's own copy of t: all its methods work, and
+// Run calls fn in n processes, each a rank of one group, and returns when all have ended. It fails
+// the test, at once, unless every rank passed: see the package's comment. If some ranks skipped and
+// none failed, the test is skipped. fn's t is the rank's own copy of t: all its methods work, and
 // subtests, but for parallel ones, which would run after fn. The group is closed when fn returns.
 func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
 	t.Helper()
@@ -187,8 +201,9 @@ func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option
 	}
 }
 
-// Exec runs a program, argv[0] with its arguments, as the n ranks of one group and returns what each wrote to its standard output, when all have ended.
-// It fails the test, at once, unless every rank ended with status 0. In a rank of Run it does nothing and returns n empty strings.
+// Exec runs a program, argv[0] with its arguments, as the n ranks of one group and returns what
+// each wrote to its standard output, when all have ended. It fails the test, at once, unless every
+// rank ended with status 0. In a rank of Run it does nothing and returns n empty strings.
 func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
 	t.Helper()
 	o := collect(t, n, opts)
@@ -206,8 +221,9 @@ func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
 	return out
 }
 
-// RunLocal calls fn for n ranks of one group inside this process, each in a goroutine and a subtest ("rank 2") of its own. Unlike a process, a rank
-// that hangs outside of the group's operations cannot be ended: when the time is over all groups are closed, which ends every operation.
+// RunLocal calls fn for n ranks of one group inside this process, each in a goroutine and a subtest
+// ("rank 2") of its own. Unlike a process, a rank that hangs outside of the group's operations
+// cannot be ended: when the time is over all groups are closed, which ends every operation.
 func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
 	t.Helper()
 	o := collect(t, n, opts)
@@ -248,8 +264,8 @@ func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...O
 	}
 }
 
-// Kill ends this rank, a process of Run, as `kill -9` does: no deferred call, no cleanup, no farewell to the peers. Give Run the option
-// Expect(rank, syscall.SIGKILL). It does not return.
+// Kill ends this rank, a process of Run, as `kill -9` does: no deferred call, no cleanup, no
+// farewell to the peers. Give Run the option Expect(rank, syscall.SIGKILL). It does not return.
 func Kill(t *testing.T) {
 	t.Helper()
 	if self == nil || !self.running.Load() {
@@ -284,7 +300,8 @@ func nextCall(t *testing.T) int {
 	return calls.of[t]
 }
 
-// environment is what all ranks share: this process's, less what would make them ranks of something else, plus this job's.
+// environment is what all ranks share: this process's, less what would make them ranks of something
+// else, plus this job's.
 func environment(n int, address, secret string, o *options) []string {
 	drop := map[string]bool{}
 	for _, name := range strings.Fields(`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TUTTI_RANK TUTTI_SIZE TUTTI_LOCAL_RANK

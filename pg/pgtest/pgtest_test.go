@@ -302,7 +302,8 @@ func TestScenarios(t *testing.T) {
 	}
 }
 
-// gone waits until a process has ended. One that is nobody's child any more is reaped by init at some time: a zombie counts as gone.
+// gone waits until a process has ended. One that is nobody's child any more is reaped by init at
+// some time: a zombie counts as gone.
 func gone(t *testing.T, pid string) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {

@@ -6,15 +6,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ownGroup starts a process as the head of its own group, to be killed with all that it started, and to die with the thread that started it.
+// ownGroup starts a process as the head of its own group, to be killed with all that it started,
+// and to die with the thread that started it.
 func ownGroup() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 }
 
-// detached starts a process as the head of its own group: signals from the terminal do not reach it.
+// detached starts a process as the head of its own group: signals from the terminal do not reach
+// it.
 func detached() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setpgid: true} }
 
-// awaitExit returns true when a child has ended, and does not reap it: until then its number, and its group's, are not another's.
+// awaitExit returns true when a child has ended, and does not reap it: until then its number, and
+// its group's, are not another's.
 func awaitExit(pid int) bool {
 	for {
 		err := unix.Waitid(unix.P_PID, pid, nil, unix.WEXITED|unix.WNOWAIT, nil)

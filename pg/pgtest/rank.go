@@ -17,7 +17,8 @@ import (
 	"tutti/pg"
 )
 
-// markVariable tells a process that it is a rank of Run: "call/TestName", the call's number in that test first.
+// markVariable tells a process that it is a rank of Run: "call/TestName", the call's number in that
+// test first.
 const markVariable = "TUTTI_PGTEST_CALL"
 
 // self is not nil in a process that is a rank of Run.
@@ -30,7 +31,8 @@ type rankProcess struct {
 	running atomic.Bool
 }
 
-// What a rank writes to its verdict file: the first when it calls its function, one of the others after it when that is done.
+// What a rank writes to its verdict file: the first when it calls its function, one of the others
+// after it when that is done.
 const (
 	verdictRunning = "running"
 	verdictPassed  = verdictRunning + " passed"
@@ -113,10 +115,12 @@ func testPattern(name string) string {
 	return strings.Join(levels, "/")
 }
 
-// testFlags are the testing package's flags for a rank: this test alone, once, for as long as it may take, and what changes the tests themselves;
-// what names files that each rank would write, or other tests, is left out.
+// testFlags are the testing package's flags for a rank: this test alone, once, for as long as it
+// may take, and what changes the tests themselves; what names files that each rank would write, or
+// other tests, is left out.
 func testFlags(t *testing.T, limit time.Duration, coverDirectory string) []string {
-	// A rank's deadline is what the test may ask for (t.Deadline). It starts later than this process's and so ends the rank only if this process cannot.
+	// A rank's deadline is what the test may ask for (t.Deadline). It starts later than this
+	// process's and so ends the rank only if this process cannot.
 	flags := []string{"-test.run=" + testPattern(t.Name()), "-test.count=1", "-test.v=true", "-test.timeout=" + max(limit, time.Second).String(),
 		"-test.cpu=" + numCPU()}
 	for _, name := range []string{"test.short", "test.paniconexit0", "test.fullpath", "test.parallel"} {
@@ -153,8 +157,9 @@ func otherArguments(args []string) (kept []string) {
 	return kept
 }
 
-// coverage gathers what the ranks cover. Each has a directory of its own, below the one where the test binary will look when it writes its profile:
-// two processes in one directory could read each other's half-written files.
+// coverage gathers what the ranks cover. Each has a directory of its own, below the one where the
+// test binary will look when it writes its profile: two processes in one directory could read each
+// other's half-written files.
 type coverage struct{ into, below string }
 
 func newCoverage(t *testing.T) *coverage {
@@ -189,7 +194,8 @@ func (c *coverage) directory(t *testing.T, rank int) string {
 	return d
 }
 
-// collect moves the counters to where the test binary looks. Their names have the process's number and the time.
+// collect moves the counters to where the test binary looks. Their names have the process's number
+// and the time.
 func (c *coverage) collect(t *testing.T) {
 	if c.below == "" {
 		return

@@ -23,15 +23,17 @@ const storeVariable = "TUTTI_PGTEST_STORE"
 
 const storeTimeout = 30 * time.Second // to start; a build with -race on a busy machine is slow
 
-// store is the one of this test binary. It is a process and not a server in this one, so that a test sees no goroutines, no log and no load but its own, and
-// that it ends when this process ends, however that may be: its standard input, which nobody writes to, ends then.
+// store is the one of this test binary. It is a process and not a server in this one, so that a
+// test sees no goroutines, no log and no load but its own, and that it ends when this process ends,
+// however that may be: its standard input, which nobody writes to, ends then.
 var store struct {
 	sync.Mutex
 	address, secret string
 	life            io.Closer // the other end of its standard input
 }
 
-// sharedStore returns the store's address and secret; it starts it if there is none or the one there was does not answer.
+// sharedStore returns the store's address and secret; it starts it if there is none or the one
+// there was does not answer.
 func sharedStore(t *testing.T) (address, secret string) {
 	t.Helper()
 	store.Lock()

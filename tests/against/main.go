@@ -5,9 +5,11 @@
 //	go run ./tests/against BASE                       everything: some half an hour on two cores
 //	go run ./tests/against --rows shm --ops allreduce --sizes 64,32K,2M --faults="" BASE
 //
-// It builds ./cmd/tutti of BASE, in a worktree in a temporary directory, and of the working tree as it is. For each kind of row (links, memory, operation; or number of
-// ranks of `tutti bench --faults`) both binaries take turns, in each round in another order, and the ratio new/old of a round is one sample: what disturbs the
-// machine for longer than a turn disturbs both. A row's figure is the median ratio; its interval holds the true median with a probability of at least
+// It builds ./cmd/tutti of BASE, in a worktree in a temporary directory, and of the working tree as
+// it is. For each kind of row (links, memory, operation; or number of ranks of `tutti bench
+// --faults`) both binaries take turns, in each round in another order, and the ratio new/old of a
+// round is one sample: what disturbs the machine for longer than a turn disturbs both. A row's
+// figure is the median ratio; its interval holds the true median with a probability of at least
 // --confidence, whatever the distribution (order statistics, as in the sign test). A row whose interval lies above 1 is measured again, and has become slower if
 // it does so both times: of many rows, some lie above 1 once by chance.
 //

@@ -31,7 +31,8 @@ func TestBounds(t *testing.T) {
 	}
 }
 
-// The interval holds the median of a skewed distribution as often as it says, and not much more often.
+// The interval holds the median of a skewed distribution as often as it says, and not much more
+// often.
 func TestIntervalHoldsTheMedian(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	const trials, n = 20_000, 12
@@ -66,7 +67,8 @@ func TestParseOptions(t *testing.T) {
 	}
 }
 
-// fake writes a tutti whose rows take 100 us for each size, times what the shell expression factor says; in it, n counts its runs from 0, size is the size in bytes.
+// fake writes a tutti whose rows take 100 us for each size, times what the shell expression factor
+// says; in it, n counts its runs from 0, size is the size in bytes.
 func fake(t *testing.T, factor string) string {
 	t.Helper()
 	dir := t.TempDir()

@@ -22,8 +22,10 @@ func geomean(xs []float64) float64 {
 	return math.Exp(sum / float64(len(xs)))
 }
 
-// bounds returns k such that the interval from the k-th smallest (from 0) of n samples to the k-th largest holds the median of their distribution with at least the
-// probability confidence, and is the narrowest of these. The number of samples below the median is binomial, whatever the distribution.
+// bounds returns k such that the interval from the k-th smallest (from 0) of n samples to the k-th
+// largest holds the median of their distribution with at least the probability confidence, and is
+// the narrowest of these. The number of samples below the median is binomial, whatever the
+// distribution.
 func bounds(n int, confidence float64) (k int, err error) {
 	if !(confidence > 0 && confidence < 1) {
 		return 0, fmt.Errorf("a confidence of %v: expected more than 0 and less than 1", confidence)

@@ -37,8 +37,10 @@ type chaos struct {
 	did   map[string]int
 }
 
-// TestChaos has eight ranks do verified collectives while they are killed, stopped, sent away and started again at random, and cut off from each other and from the store where
-// each has a host of its own. No result may be wrong, nobody may hang, and in the end a rank that has seen it all may not hold more than one that has just begun.
+// TestChaos has eight ranks do verified collectives while they are killed, stopped, sent away and
+// started again at random, and cut off from each other and from the store where each has a host of
+// its own. No result may be wrong, nobody may hang, and in the end a rank that has seen it all may
+// not hold more than one that has just begun.
 //
 //	go test ./tests/faults -run TestChaos -v -timeout 30m -chaos.events 200
 func TestChaos(t *testing.T) {
@@ -209,7 +211,8 @@ func (c *chaos) leave(rank int) {
 	c.ranks[rank] = nil
 }
 
-// settle waits until every rank that is up has done another round, and with all those that are; all has those come back first that are down.
+// settle waits until every rank that is up has done another round, and with all those that are; all
+// has those come back first that are down.
 func (c *chaos) settle(after string, all bool) {
 	c.t.Helper()
 	if all {

@@ -22,7 +22,8 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// TestHostileConnections throws garbage, drips and silence at every listening socket of a live job, TCP and Unix, while it computes, and while it forms.
+// TestHostileConnections throws garbage, drips and silence at every listening socket of a live job,
+// TCP and Unix, while it computes, and while it forms.
 func TestHostileConnections(t *testing.T) {
 	const n = 4
 	for _, transport := range []string{"tcp", "shm"} {
@@ -117,8 +118,8 @@ func listeners(t *testing.T, s *rig.Stage, ranks int) map[int][]func() net.Conn 
 	return dials
 }
 
-// attack begins to attack everything that the stage's processes listen at, once the launcher's store and at least this many ranks do. When it returns every
-// listener has its idle connections.
+// attack begins to attack everything that the stage's processes listen at, once the launcher's
+// store and at least this many ranks do. When it returns every listener has its idle connections.
 func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
 	t.Helper()
 	dials := slices.Concat(slices.Collect(maps.Values(listeners(t, s, ranks)))...)
@@ -140,8 +141,9 @@ func attack(t *testing.T, s *rig.Stage, ranks int) *attackers {
 	return a
 }
 
-// flood holds about 5,000 connections to what listens, as far as this process may, and makes a thousand
-// a second more; every other one sends junk, and the oldest make room. It returns when they are there.
+// flood holds about 5,000 connections to what listens, as far as this process may, and makes a
+// thousand a second more; every other one sends junk, and the oldest make room. It returns when
+// they are there.
 func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
 	t.Helper()
 	n := 5000
@@ -194,8 +196,8 @@ func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
 	return made
 }
 
-// TestFlood: a rank joins while everything that another rank listens at is flooded with connections,
-// and then the job works on.
+// TestFlood: a rank joins while everything that another rank listens at is flooded with
+// connections, and then the job works on.
 func TestFlood(t *testing.T) {
 	const n = 3
 	for _, transport := range []string{"tcp", "shm"} {
@@ -292,7 +294,8 @@ func (a *attackers) drip(dial func() net.Conn) {
 	}
 }
 
-// end ends the attack and checks that the job has closed the silent connections, or does so in time.
+// end ends the attack and checks that the job has closed the silent connections, or does so in
+// time.
 func (a *attackers) end() {
 	if a.over() {
 		return

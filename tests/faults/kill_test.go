@@ -49,7 +49,8 @@ func kill(t *testing.T, transport string, n int, who, when string, victim, round
 	ranks := s.Arrive(n)
 	switch when {
 	case "in the join":
-		// One rank does not join, so that the others stay in theirs. The last may be through with it if it is the only one.
+		// One rank does not join, so that the others stay in theirs. The last may be through with
+		// it if it is the only one.
 		for i, r := range ranks {
 			if i != victim || n == 1 {
 				r.Tell(rig.Command{Verb: "join"})
@@ -82,7 +83,8 @@ func kill(t *testing.T, transport string, n int, who, when string, victim, round
 	s.Clean()
 }
 
-// TestKillAnyTime kills at moments that nobody has chosen, from the first instant of the launcher on.
+// TestKillAnyTime kills at moments that nobody has chosen, from the first instant of the launcher
+// on.
 func TestKillAnyTime(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
@@ -121,7 +123,8 @@ func TestKillAnyTime(t *testing.T) {
 	}
 }
 
-// TestKillAll kills all processes of a job at once, as batch systems do: what that leaves in the temporary directory the next job there removes.
+// TestKillAll kills all processes of a job at once, as batch systems do: what that leaves in the
+// temporary directory the next job there removes.
 func TestKillAll(t *testing.T) {
 	s := rig.New(t)
 	job := s.Run(nil, "-n", "3")

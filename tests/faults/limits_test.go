@@ -14,7 +14,8 @@ import (
 
 func contains(s, part string) bool { return strings.Contains(s, part) }
 
-// works runs a job whose launcher, or with ranksOnly whose ranks, are started through a shell that does setup first.
+// works runs a job whose launcher, or with ranksOnly whose ranks, are started through a shell that
+// does setup first.
 func works(t *testing.T, setup string, flags ...string) {
 	t.Helper()
 	s := rig.New(t)
@@ -51,7 +52,8 @@ func TestLockedMemory(t *testing.T) {
 	works(t, "ulimit -l 0 || exit 90\nset -- setpriv --reuid 65534 --regid 65534 --clear-groups \"$@\"\n", "-n", "4")
 }
 
-// TestFewFiles runs jobs with few file descriptors: they work, or say which limit it was and what to do.
+// TestFewFiles runs jobs with few file descriptors: they work, or say which limit it was and what
+// to do.
 func TestFewFiles(t *testing.T) {
 	const n = 8
 	for _, limit := range []int{48, 120} { // too few for the launcher, and for the store

@@ -1,7 +1,9 @@
 //go:build linux
 
-// Package faults tests whole jobs, as a user starts them, under faults: dead, stopped and hostile processes, a store that goes away, wrong settings and scarce resources. After
-// each of them, every rank has an error that says what happened or goes on, in bounded time, and nothing is left behind.
+// Package faults tests whole jobs, as a user starts them, under faults: dead, stopped and hostile
+// processes, a store that goes away, wrong settings and scarce resources. After each of them, every
+// rank has an error that says what happened or goes on, in bounded time, and nothing is left
+// behind.
 package faults
 
 import (
@@ -26,7 +28,8 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// storeVariable makes the test binary a store that runs until it gets a SIGTERM: "tutti", the embedded one with the job's secret, or "etcd", a site's own, where everybody is let in.
+// storeVariable makes the test binary a store that runs until it gets a SIGTERM: "tutti", the
+// embedded one with the job's secret, or "etcd", a site's own, where everybody is let in.
 // hostVariable is the address where the first listens.
 const storeVariable, hostVariable = "FAULTS_STORE", "FAULTS_STORE_HOST"
 

@@ -1,6 +1,7 @@
 //go:build linux
 
-// Package matrix checks every operation, type, reduction, transport and a spread of rank counts through the command that people would use for it.
+// Package matrix checks every operation, type, reduction, transport and a spread of rank counts
+// through the command that people would use for it.
 package matrix
 
 import (

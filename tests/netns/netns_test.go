@@ -1,7 +1,8 @@
 //go:build linux
 
-// Package netns tests jobs on two hosts, which are network namespaces of this machine: each with addresses and ports of its own, without a common loopback and without
-// shared memory between them. The links are plain, slow and lossy, several, cut, and pulled and put back.
+// Package netns tests jobs on two hosts, which are network namespaces of this machine: each with
+// addresses and ports of its own, without a common loopback and without shared memory between them.
+// The links are plain, slow and lossy, several, cut, and pulled and put back.
 package netns
 
 import (
@@ -29,7 +30,8 @@ type job struct {
 	ranks []*rig.Rank
 }
 
-// launch starts launchers on both hosts that meet at rdzv, with more flags and variables, and waits for the ranks.
+// launch starts launchers on both hosts that meet at rdzv, with more flags and variables, and waits
+// for the ranks.
 func launch(t *testing.T, a, b *rig.Host, rdzv string, env []string, flags ...string) *job {
 	t.Helper()
 	j := &job{Stage: rig.New(t)}
@@ -198,7 +200,8 @@ func TestSlow(t *testing.T) {
 	})
 }
 
-// TestInterfaces runs on hosts with several interfaces, some of which lead nowhere, or have the same address on both hosts as those of container engines do.
+// TestInterfaces runs on hosts with several interfaces, some of which lead nowhere, or have the
+// same address on both hosts as those of container engines do.
 func TestInterfaces(t *testing.T) {
 	for _, c := range []struct {
 		name, filter string
@@ -313,7 +316,8 @@ func TestPulled(t *testing.T) {
 	})
 }
 
-// TestCutBetweenHostsThatReachTheStore pulls the cable between two hosts which both reach the store over another one: that is decided within a few windows, long before TCP gives up.
+// TestCutBetweenHostsThatReachTheStore pulls the cable between two hosts which both reach the store
+// over another one: that is decided within a few windows, long before TCP gives up.
 func TestCutBetweenHostsThatReachTheStore(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t)
@@ -340,7 +344,8 @@ func TestCutBetweenHostsThatReachTheStore(t *testing.T) {
 	}
 }
 
-// TestLauncherKilled kills the launcher of one host: its ranks die with it, and the other host ends the job.
+// TestLauncherKilled kills the launcher of one host: its ranks die with it, and the other host ends
+// the job.
 func TestLauncherKilled(t *testing.T) {
 	for node := range 2 {
 		t.Run(fmt.Sprintf("node %d", node), func(t *testing.T) {

@@ -1,33 +1,41 @@
 //go:build linux
 
-// Command peers measures Tutti side by side with Open MPI, MPICH and Gloo on this machine, and prints by how much it is faster or slower.
+// Command peers measures Tutti side by side with Open MPI, MPICH and Gloo on this machine, and
+// prints by how much it is faster or slower.
 //
 //	apt-get install libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev gcc g++
 //	go run ./tests/peers                                        everything: some twelve minutes on two cores
 //	go run ./tests/peers --quick                                few rounds, short repetitions: does it all work?
 //	go run ./tests/peers --ops allreduce --ranks 2 --transports shm --sizes 64,4K,256K,2M,16M --json out.json
 //
-// It needs no cgo: the peers are small programs in src/ that it compiles into .build/peers (mpicc.openmpi, mpicc.mpich, g++ -lgloo); Tutti is
-// ./cmd/tutti, built once and run as `tutti bench … --json`. Whatever cannot be built or crashes is named, with the Debian package that is missing, and
-// the rest goes on.
+// It needs no cgo: the peers are small programs in src/ that it compiles into .build/peers
+// (mpicc.openmpi, mpicc.mpich, g++ -lgloo); Tutti is ./cmd/tutti, built once and run as `tutti
+// bench … --json`. Whatever cannot be built or crashes is named, with the Debian package that is
+// missing, and the rest goes on.
 //
 // # Method
 //
-// Machines are noisy, so nothing is compared across time: for each (transport, ranks, operation) the contestants take turns, A B C D, A B C D, …, for
+// Machines are noisy, so nothing is compared across time: for each (transport, ranks, operation)
+// the contestants take turns, A B C D, A B C D, …, for
 // --rounds rounds, and medians over rounds are compared. Within a turn every program does the same at every size: check the result of one call, warm
-// up, find how many calls fill the time budget, then repeat that --reps times. Each call is measured as programs use it: every rank writes its input, other
-// numbers than for the call before; all meet in a barrier; each takes the time, calls, takes the time; and reads and checks its result. A call takes as long as
-// its slowest rank, a repetition's time is its median call, and the best repetition is the turn's figure.
+// up, find how many calls fill the time budget, then repeat that --reps times. Each call is
+// measured as programs use it: every rank writes its input, other numbers than for the call before;
+// all meet in a barrier; each takes the time, calls, takes the time; and reads and checks its
+// result. A call takes as long as its slowest rank, a repetition's time is its median call, and the
+// best repetition is the turn's figure.
 //
-// With --tight calls follow each other at once, as in the benchmarks of the libraries: a repetition's time is that of its slowest rank, divided by the
-// calls. Part of the data then never leaves the core that wrote it last, and one-way operations of several calls overlap.
+// With --tight calls follow each other at once, as in the benchmarks of the libraries: a
+// repetition's time is that of its slowest rank, divided by the calls. Part of the data then never
+// leaves the core that wrote it last, and one-way operations of several calls overlap.
 //
 // # What bytes means
 //
-// As in nccl-tests, the largest buffer of one rank, equal for all contestants: allreduce, reduce, broadcast: the vector. reduce_scatter: the whole
-// input, of which each rank keeps 1/N. allgather: the whole output, to which each rank adds 1/N. alltoall: the whole input, as long as the output.
-// Sizes are rounded down to a multiple of N elements where the operation divides them. allreduce and reduce are in place (--out-of-place: not); the
-// others have an input and an output; broadcast has one buffer.
+// As in nccl-tests, the largest buffer of one rank, equal for all contestants: allreduce, reduce,
+// broadcast: the vector. reduce_scatter: the whole input, of which each rank keeps 1/N. allgather:
+// the whole output, to which each rank adds 1/N. alltoall: the whole input, as long as the output.
+// Sizes are rounded down to a multiple of N elements where the operation divides them. allreduce
+// and reduce are in place (--out-of-place: not); the others have an input and an output; broadcast
+// has one buffer.
 //
 // # Contestants
 //
@@ -41,15 +49,18 @@
 //
 // # Reading the table
 //
-// ratio = the best peer's median / tutti's, so above 1 Tutti is faster; reg = the same for tutti-reg. Rows are sorted by ratio, worst first; geometric
-// means follow. "of limit" = tutti-reg's (else tutti's) time / limit's, 1 being perfect; shown from 64 KiB, since below it latency rules. The peers have
-// no 16-bit floats: for --dtypes bfloat16,float16 the other side is Tutti's own float32 at the same bytes. A cell says "-" where nothing ran and "fail"
-// where the contestant crashed, was killed at its deadline or gave a wrong result; the notes say which. Shared memory with more ranks than cores makes
-// MPICH spin through whole time slices and sometimes crash. broadcast and reduce are one-way: with --tight a library may overlap calls, and small ones
+// ratio = the best peer's median / tutti's, so above 1 Tutti is faster; reg = the same for
+// tutti-reg. Rows are sorted by ratio, worst first; geometric means follow. "of limit" =
+// tutti-reg's (else tutti's) time / limit's, 1 being perfect; shown from 64 KiB, since below it
+// latency rules. The peers have no 16-bit floats: for --dtypes bfloat16,float16 the other side is
+// Tutti's own float32 at the same bytes. A cell says "-" where nothing ran and "fail" where the
+// contestant crashed, was killed at its deadline or gave a wrong result; the notes say which.
+// Shared memory with more ranks than cores makes MPICH spin through whole time slices and sometimes
+// crash. broadcast and reduce are one-way: with --tight a library may overlap calls, and small ones
 // then cost less than a trip from one rank to another.
 //
-// Every subprocess has a deadline (--deadline), a process group that is killed with it, and a mark in its environment by which what escaped the group is
-// found; nothing is left behind.
+// Every subprocess has a deadline (--deadline), a process group that is killed with it, and a mark
+// in its environment by which what escaped the group is found; nothing is left behind.
 package main
 
 import (
@@ -190,7 +201,8 @@ func main() {
 	}
 }
 
-// compare builds the contestants, lets them take turns and prints the tables. On cancellation what was measured so far is printed.
+// compare builds the contestants, lets them take turns and prints the tables. On cancellation what
+// was measured so far is printed.
 func compare(ctx context.Context, o options) error {
 	work, err := newWorkshop(o)
 	if err != nil {

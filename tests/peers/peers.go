@@ -64,8 +64,8 @@ func (c contestant) enters(h heat) bool {
 	return true
 }
 
-// How each contestant is built: its source, its compiler with leading arguments, what follows the source, the packages that bring these, and what prints
-// its version.
+// How each contestant is built: its source, its compiler with leading arguments, what follows the
+// source, the packages that bring these, and what prints its version.
 var recipes = map[contestant]struct {
 	source         string
 	compiler, libs []string
@@ -108,7 +108,8 @@ func newWorkshop(o options) (*workshop, error) {
 	if w.tmp, err = os.MkdirTemp("", "peers-"); err != nil {
 		return nil, err
 	}
-	// Open MPI keeps its shared segments in named files. In a folder of ours they go away even when it is killed.
+	// Open MPI keeps its shared segments in named files. In a folder of ours they go away even when
+	// it is killed.
 	if w.shm, err = os.MkdirTemp("/dev/shm", "peers-"); err != nil {
 		w.shm = w.tmp
 	}
@@ -163,7 +164,8 @@ func (w *workshop) build(ctx context.Context, name string) error {
 			return fmt.Errorf("%s is missing; on Debian: apt-get install %s", tool, r.packages)
 		}
 	}
-	// Sources come from the binary itself, so that what is compiled is what was reviewed with it, wherever it is run.
+	// Sources come from the binary itself, so that what is compiled is what was reviewed with it,
+	// wherever it is run.
 	src := filepath.Join(w.tmp, "src")
 	if err := os.MkdirAll(src, 0o755); err != nil {
 		return err
@@ -200,7 +202,8 @@ type launch struct {
 	env  []string
 }
 
-// launches says how h is run: usually one launch; one for each size where Tutti's --min, --max and --factor cannot name them all.
+// launches says how h is run: usually one launch; one for each size where Tutti's --min, --max and
+// --factor cannot name them all.
 func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	sizes := w.o.Sizes
 	if h.who == limit {
@@ -317,8 +320,9 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 	return rows, nil
 }
 
-// run starts all commands of l and waits for them. At the deadline, on cancellation, or when one fails, it kills them all with their process groups. It
-// returns what they printed, in the order of the commands.
+// run starts all commands of l and waits for them. At the deadline, on cancellation, or when one
+// fails, it kills them all with their process groups. It returns what they printed, in the order of
+// the commands.
 func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
 	defer w.sweep()
 	ctx, cancel := context.WithTimeout(ctx, w.o.Deadline)
@@ -383,8 +387,9 @@ func command(ctx context.Context, argv []string) *exec.Cmd {
 	return cmd
 }
 
-// sweep kills every process that still carries this run's mark in its environment: launchers put their ranks into process groups and sessions of their
-// own, where killing the launcher's group does not reach them. It returns how many there were.
+// sweep kills every process that still carries this run's mark in its environment: launchers put
+// their ranks into process groups and sessions of their own, where killing the launcher's group
+// does not reach them. It returns how many there were.
 func (w *workshop) sweep() (killed int) {
 	for range 10 { // a process that forks while we look is found the next time
 		n := 0

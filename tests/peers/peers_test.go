@@ -375,7 +375,8 @@ func TestRunLeavesNothing(t *testing.T) {
 		t.Skip(err)
 	}
 	w := testWorkshop(t)
-	// A rank in a session of its own, beyond the reach of its launcher's process group, and one that would go on for long; then the launcher fails.
+	// A rank in a session of its own, beyond the reach of its launcher's process group, and one
+	// that would go on for long; then the launcher fails.
 	const escape = `setsid sh -c 'echo $$ >PID.tmp; mv PID.tmp PID; exec sleep 1000' & until [ -s PID ]; do :; done; cat PID; `
 	pid := filepath.Join(w.tmp, "PID")
 	out, err := w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "echo broken >&2; exit 3"}, {"sleep", "1000"}}})
@@ -408,7 +409,8 @@ func TestRunLeavesNothing(t *testing.T) {
 	}
 }
 
-// A tutti that answers as the contract says: 2 us plus a microsecond for each KiB; half that for registered memory; alltoall is not for it.
+// A tutti that answers as the contract says: 2 us plus a microsecond for each KiB; half that for
+// registered memory; alltoall is not for it.
 const fakeTutti = `#!/bin/sh
 [ "$1" = bench ] || exit 9
 shift
@@ -540,7 +542,8 @@ int main(int argc, char **argv) {
 }
 `
 
-// Each call of a peer's follows a write of another input and a barrier, and its result is read and checked.
+// Each call of a peer's follows a write of another input and a barrier, and its result is read and
+// checked.
 func TestPeersTouchTheirBuffers(t *testing.T) {
 	dir := t.TempDir()
 	header, err := sources.ReadFile("src/measure.h")

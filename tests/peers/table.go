@@ -31,8 +31,9 @@ type row struct {
 	Transport string `json:"transport"`
 }
 
-// parseRows takes the rows of heat h from a program's output. Lines that are not JSON objects, that have no time, or that are about something else than
-// h, or measured in the other loop than touch says, are skipped.
+// parseRows takes the rows of heat h from a program's output. Lines that are not JSON objects, that
+// have no time, or that are about something else than h, or measured in the other loop than touch
+// says, are skipped.
 func parseRows(out []byte, h heat, touch bool) (rows []row) {
 	sc := bufio.NewScanner(bytes.NewReader(out))
 	sc.Buffer(nil, 1<<20)
@@ -73,8 +74,8 @@ func progressions(sizes []int64) (ps []progression) {
 	return ps
 }
 
-// A cell is where rounds of one contestant meet: a line of the table and a column. The memory limit has three columns: warm, which is
-// just "limit", "limit-cold" and "limit-cross".
+// A cell is where rounds of one contestant meet: a line of the table and a column. The memory limit
+// has three columns: warm, which is just "limit", "limit-cold" and "limit-cross".
 type cell struct {
 	line
 	column string
@@ -97,8 +98,9 @@ type results struct {
 
 func newResults() *results { return &results{map[cell][]float64{}, map[cell]bool{}} }
 
-// add takes the rows of one turn. Of several rows for one cell, the fastest is the round's sample. Rows in the other place (in or out of it) than was
-// asked for count only where no row is as asked: not every contestant has, or says, both.
+// add takes the rows of one turn. Of several rows for one cell, the fastest is the round's sample.
+// Rows in the other place (in or out of it) than was asked for count only where no row is as asked:
+// not every contestant has, or says, both.
 func (s *results) add(h heat, rows []row, o options) {
 	type found struct {
 		us    float64
@@ -132,7 +134,8 @@ func (s *results) fail(h heat, o options) {
 	}
 }
 
-// nearest finds the size that was asked for when b was measured: b itself, or the next above it, since operations round down.
+// nearest finds the size that was asked for when b was measured: b itself, or the next above it,
+// since operations round down.
 func nearest(b int64, sizes []int64) (int64, bool) {
 	best, ok := int64(0), false
 	for _, s := range sizes {
@@ -157,7 +160,8 @@ func complete(rows []row, sizes []int64) bool {
 
 func abs(x int64) int64 { return max(x, -x) }
 
-// median of xs, which it leaves alone; the mean of the middle two if they are even in number. NaN if there are none.
+// median of xs, which it leaves alone; the mean of the middle two if they are even in number. NaN
+// if there are none.
 func median(xs []float64) float64 {
 	if len(xs) == 0 {
 		return math.NaN()

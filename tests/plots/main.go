@@ -1,10 +1,12 @@
-// Command plots draws what tests/peers measured: time against size, one picture for each transport, operation and number of ranks.
+// Command plots draws what tests/peers measured: time against size, one picture for each transport,
+// operation and number of ranks.
 //
 //	make bench-peers plots                                   measure, then draw
 //	go run ./tests/plots [-o docs/plots] [.build/peers.json]
 //
-// A picture is docs/plots/TRANSPORT-OPERATION-RANKS.svg, such as shm-allreduce-2.svg. Its colours are chosen to be legible on white and on dark pages, lines differ in
-// their marks too, and the same figures give the same bytes.
+// A picture is docs/plots/TRANSPORT-OPERATION-RANKS.svg, such as shm-allreduce-2.svg. Its colours
+// are chosen to be legible on white and on dark pages, lines differ in their marks too, and the
+// same figures give the same bytes.
 package main
 
 import (
@@ -70,10 +72,12 @@ type contestant struct {
 	width        vg.Length
 }
 
-// smallestLimit is the size from which the memory limit is worth showing: below it latency rules. tests/peers has the same.
+// smallestLimit is the size from which the memory limit is worth showing: below it latency rules.
+// tests/peers has the same.
 const smallestLimit = 64 << 10
 
-// ink is for all that is not a line of figures. It and the lines' colours have some 4 times the luminance contrast with white and with dark pages alike; a test checks it.
+// ink is for all that is not a line of figures. It and the lines' colours have some 4 times the
+// luminance contrast with white and with dark pages alike; a test checks it.
 var ink = color.RGBA{0x77, 0x7c, 0x84, 0xff}
 
 var contestants = []contestant{
@@ -219,7 +223,8 @@ func picture(k key, rows []row, machine string) ([]byte, error) {
 		return nil, nil
 	}
 	x := slices.Sorted(maps.Keys(sizes))
-	// The axes are linear in logarithms: plot's own logarithmic scale leaves room for labels in the wrong places.
+	// The axes are linear in logarithms: plot's own logarithmic scale leaves room for labels in the
+	// wrong places.
 	p.X.Min, p.X.Max = math.Log2(float64(x[0]))-0.4, math.Log2(float64(x[len(x)-1]))+0.4
 	p.X.Tick.Marker = bytesTicks(x)
 	p.Y.Min, p.Y.Max = math.Floor(math.Log10(low)), math.Floor(math.Log10(high))+1 // whole decades
@@ -272,7 +277,8 @@ func sizeLabel(b int64) string {
 	return fmt.Sprint(b)
 }
 
-// decadeTicks marks powers of ten on an axis of decimal logarithms, and without labels what lies between.
+// decadeTicks marks powers of ten on an axis of decimal logarithms, and without labels what lies
+// between.
 type decadeTicks struct{}
 
 func (decadeTicks) Ticks(low, high float64) []plot.Tick {

@@ -1,9 +1,11 @@
-// Command report runs `go test` with -json and shows what a person wants to see of it: a line for each package, the output of tests that failed, the names of
-// tests that were skipped with their reasons, and totals.
+// Command report runs `go test` with -json and shows what a person wants to see of it: a line for
+// each package, the output of tests that failed, the names of tests that were skipped with their
+// reasons, and totals.
 //
 //	go run ./tests/report -- go test -count=1 ./...
 //
-// With CI=true in the environment a skipped test fails the run, unless needsGPU names it: on the machine that decides, nothing else is skipped.
+// With CI=true in the environment a skipped test fails the run, unless needsGPU names it: on the
+// machine that decides, nothing else is skipped.
 package main
 
 import (
@@ -16,7 +18,8 @@ import (
 	"strings"
 )
 
-// needsGPU names the tests that may be skipped where there is no GPU, each by the path of its package, a space, and its whole name. There are none yet.
+// needsGPU names the tests that may be skipped where there is no GPU, each by the path of its
+// package, a space, and its whole name. There are none yet.
 var needsGPU = map[string]bool{}
 
 type event struct {

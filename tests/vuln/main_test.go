@@ -7,7 +7,8 @@ import (
 	"testing"
 )
 
-// What govulncheck says decides nothing: a finding may mention whatever an unreachable database would.
+// What govulncheck says decides nothing: a finding may mention whatever an unreachable database
+// would.
 func TestTheExitCodeDecides(t *testing.T) {
 	there := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/index/db.json" {

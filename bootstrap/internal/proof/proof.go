@@ -1,8 +1,11 @@
-// Package proof puts package trust in front of a gRPC server: every connection proves the job's secret before a byte of HTTP/2 is read.
+// Package proof puts package trust in front of a gRPC server: every connection proves the job's
+// secret before a byte of HTTP/2 is read.
 //
-// A Listener runs the accepting half of trust on every connection and hands only the proved ones to grpc.Server.Serve; Credentials make sure that a server cannot be
-// given any other. Handlers learn from Info who called, which is what was proved and not what the call says. It serves the handshake between ranks and the embedded store, which
-// speak gRPC; the transports put trust in front of their own protocols themselves.
+// A Listener runs the accepting half of trust on every connection and hands only the proved ones to
+// grpc.Server.Serve; Credentials make sure that a server cannot be given any other. Handlers learn
+// from Info who called, which is what was proved and not what the call says. It serves the
+// handshake between ranks and the embedded store, which speak gRPC; the transports put trust in
+// front of their own protocols themselves.
 package proof
 
 import (
@@ -95,7 +98,8 @@ func (p *Listener) Accept() (net.Conn, error) {
 // Addr is the address that is listened on.
 func (p *Listener) Addr() net.Addr { return p.a.Listener.Addr() }
 
-// Close stops accepting. It returns when no handshake runs any more; connections that were accepted live on.
+// Close stops accepting. It returns when no handshake runs any more; connections that were accepted
+// live on.
 func (p *Listener) Close() error {
 	var err error
 	p.once.Do(func() {
@@ -129,7 +133,8 @@ type Info struct {
 // AuthType is "tutti".
 func (Info) AuthType() string { return "tutti" }
 
-// Credentials are the transport credentials of a server that serves a Listener: they refuse every connection that is no proved Conn, whatever listener it came by.
+// Credentials are the transport credentials of a server that serves a Listener: they refuse every
+// connection that is no proved Conn, whatever listener it came by.
 type Credentials struct{}
 
 var errServerOnly = errors.New("proof: credentials of a server")

@@ -1,8 +1,10 @@
-// Package nn has the few numeric kernels of a transformer that the examples need, in plain Go: matrix products, RMS normalisation, SiLU,
-// causal attention and cross entropy, each with its gradient. Matrices are dense and row-major; "a [m,k]" is m rows of k elements in one slice.
+// Package nn has the few numeric kernels of a transformer that the examples need, in plain Go:
+// matrix products, RMS normalisation, SiLU, causal attention and cross entropy, each with its
+// gradient. Matrices are dense and row-major; "a [m,k]" is m rows of k elements in one slice.
 //
-// A row of a result depends on that row of the inputs alone and is summed in one fixed order: results do not change with the number
-// of rows, and so not with the number of ranks that a batch is split among. Sums over rows (the gradients of weights) are in row order.
+// A row of a result depends on that row of the inputs alone and is summed in one fixed order:
+// results do not change with the number of rows, and so not with the number of ranks that a batch
+// is split among. Sums over rows (the gradients of weights) are in row order.
 package nn
 
 import "math"
@@ -17,16 +19,16 @@ func MatMul[T Float](c, a, b []T, m, k, n int) {
 	}
 }
 
-// MatMulAT adds the product of the transposed a [m,k] and b [m,n] to c [k,n]: the gradient of a weight, from a layer's input and the gradient of
-// its output.
+// MatMulAT adds the product of the transposed a [m,k] and b [m,n] to c [k,n]: the gradient of a
+// weight, from a layer's input and the gradient of its output.
 func MatMulAT[T Float](c, a, b []T, m, k, n int) {
 	for j := range k {
 		axpyRows(c[j*n:j*n+n], a[j:], k, b, m)
 	}
 }
 
-// axpyRows adds to y the first rows rows of b, each of len(y) elements, times x[0], x[stride], …: four rows a pass, so that y is loaded and stored
-// a quarter as often.
+// axpyRows adds to y the first rows rows of b, each of len(y) elements, times x[0], x[stride], …:
+// four rows a pass, so that y is loaded and stored a quarter as often.
 func axpyRows[T Float](y, x []T, stride int, b []T, rows int) {
 	n, r := len(y), 0
 	for ; r+4 <= rows; r += 4 {
@@ -51,8 +53,8 @@ func axpy[T Float](y []T, a T, x []T) {
 	}
 }
 
-// MatMulBT adds the product of a [m,k] and the transposed b [n,k] to c [m,n]: the gradient of a layer's input, from the gradient of its output and
-// its weight.
+// MatMulBT adds the product of a [m,k] and the transposed b [n,k] to c [m,n]: the gradient of a
+// layer's input, from the gradient of its output and its weight.
 func MatMulBT[T Float](c, a, b []T, m, k, n int) {
 	for i := range m {
 		x, y := a[i*k:][:k], c[i*n:][:n]
@@ -90,8 +92,8 @@ func dot[T Float](x, y []T) (s T) {
 
 const epsilon = 1e-5 // keeps RMSNorm finite on a row of zeros
 
-// RMSNorm writes to y [m,d] the rows of x, each divided by the root of its mean square and multiplied by gain [d].
-// (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
+// RMSNorm writes to y [m,d] the rows of x, each divided by the root of its mean square and
+// multiplied by gain [d]. (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.)
 func RMSNorm[T Float](y, x, gain []T, m, d int) {
 	for i := range m {
 		row, out := x[i*d:][:d], y[i*d:][:d]
@@ -130,7 +132,8 @@ func SiLU[T Float](y, x []T) {
 	}
 }
 
-// SiLUGrad multiplies dy, the gradient of SiLU's output, by SiLU's derivative at x: what remains is the gradient of its input.
+// SiLUGrad multiplies dy, the gradient of SiLU's output, by SiLU's derivative at x: what remains is
+// the gradient of its input.
 func SiLUGrad[T Float](dy, x []T) {
 	for i, v := range x {
 		s := sigmoid(v)
@@ -148,8 +151,9 @@ type Rows[T Float] struct {
 
 func (r Rows[T]) row(i, col, n int) []T { return r.Data[i*r.Stride+col:][:n] }
 
-// Attention is causal self-attention of several heads, each of headDim columns. The n queries stand at positions past..past+n-1 and see the keys
-// and values of positions 0..their own (rows of k and v). It overwrites out [n, heads*headDim] and probs [heads, n, past+n].
+// Attention is causal self-attention of several heads, each of headDim columns. The n queries stand
+// at positions past..past+n-1 and see the keys and values of positions 0..their own (rows of k and
+// v). It overwrites out [n, heads*headDim] and probs [heads, n, past+n].
 func Attention[T Float](out, q, k, v Rows[T], probs []T, n, past, heads, headDim int) {
 	scale, width := T(1/math.Sqrt(float64(headDim))), past+n
 	for h := range heads {
@@ -172,8 +176,8 @@ func Attention[T Float](out, q, k, v Rows[T], probs []T, n, past, heads, headDim
 	}
 }
 
-// AttentionGrad adds to dq, dk and dv the gradients of Attention with past 0, for the output gradient dout and the probs that Attention left.
-// scratch has at least n elements.
+// AttentionGrad adds to dq, dk and dv the gradients of Attention with past 0, for the output
+// gradient dout and the probs that Attention left. scratch has at least n elements.
 func AttentionGrad[T Float](dq, dk, dv, dout, q, k, v Rows[T], probs, scratch []T, n, heads, headDim int) {
 	scale := T(1 / math.Sqrt(float64(headDim)))
 	for h := range heads {
@@ -216,7 +220,8 @@ func softmax[T Float](x []T) {
 // Softmax turns x into probabilities, in place. x is not empty.
 func Softmax[T Float](x []T) { softmax(x) }
 
-// CrossEntropyGrad returns the sum over the m rows of -log softmax(logits)[target], and replaces the logits [m,v] by the sum's gradient times scale.
+// CrossEntropyGrad returns the sum over the m rows of -log softmax(logits)[target], and replaces
+// the logits [m,v] by the sum's gradient times scale.
 func CrossEntropyGrad[T Float](logits []T, targets []byte, m, v int, scale T) (loss float64) {
 	for i := range m {
 		p := logits[i*v:][:v]
@@ -231,9 +236,10 @@ func CrossEntropyGrad[T Float](logits []T, targets []byte, m, v int, scale T) (l
 	return loss
 }
 
-// Random is a stream of random numbers that is addressed, not advanced: number i of stream s under a seed is the same whoever asks, in whatever
-// order, so that a rank can make its part of a matrix, or of a batch, alone. (The mixing function is SplitMix64's: Steele, Lea and
-// Flood, "Fast Splittable Pseudorandom Number Generators", 2014.)
+// Random is a stream of random numbers that is addressed, not advanced: number i of stream s under
+// a seed is the same whoever asks, in whatever order, so that a rank can make its part of a matrix,
+// or of a batch, alone. (The mixing function is SplitMix64's: Steele, Lea and Flood, "Fast
+// Splittable Pseudorandom Number Generators", 2014.)
 type Random struct{ key uint64 }
 
 // NewRandom returns stream number stream of a seed.

@@ -141,7 +141,8 @@ func TestAttentionGrad(t *testing.T) {
 	near(t, "dqkv", got, want, 1e-7)
 }
 
-// Queries that come later, with what went before them in the cache, see what they would have seen in one call.
+// Queries that come later, with what went before them in the cache, see what they would have seen
+// in one call.
 func TestAttentionWithPast(t *testing.T) {
 	const n, heads, dim, w = 6, 2, 3, 6
 	q, k, v := Rows[float64]{normals(1, n*w), w}, Rows[float64]{normals(2, n*w), w}, Rows[float64]{normals(3, n*w), w}

@@ -1,14 +1,16 @@
-// Command gen writes the amd64 kernels: kernels_amd64.s and its declarations, and the table that finds them. Run it through
-// go generate in package kernels.
+// Command gen writes the amd64 kernels: kernels_amd64.s and its declarations, and the table that
+// finds them. Run it through go generate in package kernels.
 //
-// Every kernel has one shape. A step is what one group of registers holds of one source; a block is several steps. The kernel
-// walks the elements block by block and, inside a block, source by source: each source is read once, each result is stored
-// once, whatever the number of sources, and nothing but registers holds what lies between. What remains is done step by step,
-// the last step under a mask (AVX-512) or by the portable kernel (AVX2).
+// Every kernel has one shape. A step is what one group of registers holds of one source; a block is
+// several steps. The kernel walks the elements block by block and, inside a block, source by
+// source: each source is read once, each result is stored once, whatever the number of sources, and
+// nothing but registers holds what lies between. What remains is done step by step, the last step
+// under a mask (AVX-512) or by the portable kernel (AVX2).
 //
-// The code of the sources inside a block is not a loop but is written out for several of them, and a branch that
-// is always predicted leaves after the last: processors prefetch by the address of the load instruction, and one load that goes from
-// buffer to buffer looks to them like no stream at all. Written so, the kernels need no prefetches of their own.
+// The code of the sources inside a block is not a loop but is written out for several of them, and
+// a branch that is always predicted leaves after the last: processors prefetch by the address of
+// the load instruction, and one load that goes from buffer to buffer looks to them like no stream
+// at all. Written so, the kernels need no prefetches of their own.
 package main
 
 import (
@@ -30,7 +32,8 @@ import (
 	"github.com/mmcloughlin/avo/reg"
 )
 
-// The signatures. avo evaluates them without imports, so unsafe.Pointer is written uintptr here and put right afterwards.
+// The signatures. avo evaluates them without imports, so unsafe.Pointer is written uintptr here and
+// put right afterwards.
 const (
 	kernelSig  = "func(dst, srcs uintptr, k, lo, hi, div, mode int)"
 	convertSig = "func(dst, src uintptr, n int)"
@@ -46,7 +49,8 @@ func text(name, sig string) {
 	declarations = append(declarations, "//go:noescape\nfunc "+name+strings.TrimPrefix(sig, "func")+"\n")
 }
 
-// isa is a level of the instruction set. Code for both differs where AVX-512 has an instruction or a mask to offer.
+// isa is a level of the instruction set. Code for both differs where AVX-512 has an instruction or
+// a mask to offer.
 type isa struct {
 	name  string
 	width int // bytes of a vector
@@ -162,7 +166,8 @@ func load(m, d Op) {
 	}
 }
 
-// A storage says how elements lie in memory and how they come into and out of the registers of one step.
+// A storage says how elements lie in memory and how they come into and out of the registers of one
+// step.
 type storage struct {
 	size  int // bytes of an element
 	lanes int // elements of a step
@@ -175,8 +180,8 @@ type storage struct {
 	load func(m Mem, k Op, d []reg.VecVirtual)
 	// store writes a step and may destroy a
 	store func(a []reg.VecVirtual, m Mem, k Op, nt bool)
-	// pack, if there is one, makes a block of results ready to be stored and leaves acc alone, or jumps to the label inexact
-	// where only store is right
+	// pack, if there is one, makes a block of results ready to be stored and leaves acc alone, or
+	// jumps to the label inexact where only store is right
 	pack func(acc [][]reg.VecVirtual, inexact string) []reg.VecVirtual
 }
 
@@ -241,10 +246,11 @@ func (i isa) f16() storage {
 	return s
 }
 
-// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in the lower ones. It adds a
-// little less than half a unit and the last bit that stays. That carries nothing into a NaN whose lower half is 0, as it is in
-// all that operations on bfloat16 yield: one of their operands, widened, or the NaN of x86. anyNaN says that there are others:
-// they are cut off, not rounded, and made quiet.
+// rounder returns code that rounds float32 to bfloat16 in the upper halves, and leaves anything in
+// the lower ones. It adds a little less than half a unit and the last bit that stays. That carries
+// nothing into a NaN whose lower half is 0, as it is in all that operations on bfloat16 yield: one
+// of their operands, widened, or the NaN of x86. anyNaN says that there are others: they are cut
+// off, not rounded, and made quiet.
 func (i isa) rounder(anyNaN bool) func(x reg.VecVirtual) {
 	one, half := i.bcast(1), i.bcast(0x7fff)
 	var quiet, last reg.VecVirtual
@@ -286,8 +292,9 @@ func (i isa) rounder(anyNaN bool) func(x reg.VecVirtual) {
 	}
 }
 
-// bf16 widens the even elements of a vector into one register and the odd ones into another, so that nothing crosses lanes.
-// exact says that the results are bfloat16 already, as those of Min and Max are.
+// bf16 widens the even elements of a vector into one register and the odd ones into another, so
+// that nothing crosses lanes. exact says that the results are bfloat16 already, as those of Min and
+// Max are.
 func (i isa) bf16(exact bool) storage {
 	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 4, nt: true}
 	if !i.wide {
@@ -325,9 +332,10 @@ func (i isa) bf16(exact bool) storage {
 	return s
 }
 
-// bf16Native is bfloat16 with the instruction of AVX512_BF16. It rounds and treats NaNs as we do, but takes subnormals for
-// zeros; a block with a zero among its results is therefore rounded again, the long way. Widening is by interleaving with
-// zeros, the cheapest there is on Zen 5: inside each 16 bytes one register holds the lower elements, another the upper ones.
+// bf16Native is bfloat16 with the instruction of AVX512_BF16. It rounds and treats NaNs as we do,
+// but takes subnormals for zeros; a block with a zero among its results is therefore rounded again,
+// the long way. Widening is by interleaving with zeros, the cheapest there is on Zen 5: inside each
+// 16 bytes one register holds the lower elements, another the upper ones.
 func (i isa) bf16Native() storage {
 	s := i.bf16(false)
 	round, zero, mag, order := i.rounder(false), i.bcast(0), i.bcast(0x7fff7fff), i.vec()
@@ -383,8 +391,9 @@ func interleave() {
 	}
 }
 
-// vcvtne2ps2bf16 rounds lo into the lower half of d and hi into the upper one. Neither avo nor Go's assembler knows the
-// instruction: it goes through the registers' allocation under its name and is encoded afterwards, by encode.
+// vcvtne2ps2bf16 rounds lo into the lower half of d and hi into the upper one. Neither avo nor Go's
+// assembler knows the instruction: it goes through the registers' allocation under its name and is
+// encoded afterwards, by encode.
 func vcvtne2ps2bf16(lo, hi, d reg.VecVirtual) {
 	Instruction(&ir.Instruction{Opcode: "VCVTNE2PS2BF16", Operands: []Op{lo, hi, d}, Inputs: []Op{lo, hi}, Outputs: []Op{d}})
 }
@@ -414,9 +423,10 @@ func encode(asm []byte) []byte {
 	})
 }
 
-// f8 goes through float16, whose upper half E5M2 is and into which E4M3 fits but for a factor of 2^8. Rounding twice would
-// be wrong; therefore float16 is rounded to odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
-// algorithms using rounding to odd", 2008): truncated, and its last bit set if anything was lost.
+// f8 goes through float16, whose upper half E5M2 is and into which E4M3 fits but for a factor of
+// 2^8. Rounding twice would be wrong; therefore float16 is rounded to odd (Boldo and Melquiond,
+// "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008):
+// truncated, and its last bit set if anything was lost.
 func (i isa) f8(e4m3 bool) storage {
 	s := storage{size: 1, lanes: i.width / 4, regs: 1, block: 4, nt: i.wide}
 	words := func() reg.VecVirtual { // a vector of lanes 16-bit words
@@ -570,7 +580,8 @@ func (i isa) operator(op string, l lane) operator {
 	case op == "prod" && l.size == 1:
 		odd := i.bcast(0xff00ff00)
 		return operator{apply: func(x Op, acc reg.VecVirtual) {
-			// The odd bytes are multiplied in the upper half of their word, the even ones in the lower.
+			// The odd bytes are multiplied in the upper half of their word, the even ones in the
+			// lower.
 			a, b := i.vec(), i.vec()
 			i.and(odd, acc, a)
 			VPSRLW(Imm(8), x, b)
@@ -662,7 +673,8 @@ func (i isa) floatMinMax(max, double bool) operator {
 		}}
 	}
 	return operator{apply: func(x Op, acc reg.VecVirtual) {
-		// Both orders agree unless a NaN is there or both are zeros; of zeros each order yields the other one.
+		// Both orders agree unless a NaN is there or both are zeros; of zeros each order yields the
+		// other one.
 		a, b := i.vec(), i.vec()
 		if max {
 			f := pick(VMAXPS, VMAXPD)
@@ -755,7 +767,8 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 			}
 		}
 	}
-	// body reduces steps of all sources into acc. slots is the number of sources that have code of their own.
+	// body reduces steps of all sources into acc. slots is the number of sources that have code of
+	// their own.
 	body := func(label string, steps, slots int, k Op) {
 		cur, left, p := GP64(), GP64(), GP64()
 		MOVQ(srcs, cur)
@@ -778,7 +791,8 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 		Label(label + "Finish")
 		finish(steps)
 	}
-	// end stores the block in acc, around the caches if mode says so, and goes on at the label loop.
+	// end stores the block in acc, around the caches if mode says so, and goes on at the label
+	// loop.
 	end := func(loop string) {
 		each := func(nt bool, f func(j int, m Mem, nt bool)) {
 			for j := range s.block {
@@ -858,13 +872,14 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 	return name
 }
 
-// align fills up with no-ops to a multiple of n bytes: processors tell loads apart by some bits of their addresses, and where
-// chance lets those of several sources collide it costs a tenth.
+// align fills up with no-ops to a multiple of n bytes: processors tell loads apart by some bits of
+// their addresses, and where chance lets those of several sources collide it costs a tenth.
 func align(n uint64) {
 	Instruction(&ir.Instruction{Opcode: "PCALIGN", Operands: []Op{Imm(n)}})
 }
 
-// converters writes the conversions between a small float and float32. They take any n; AVX2 ones leave n mod 8.
+// converters writes the conversions between a small float and float32. They take any n; AVX2 ones
+// leave n mod 8.
 func (i isa) converters(name string, make func() storage) (widen, narrow string) {
 	for _, dir := range []string{"widen", "narrow"} {
 		text(dir+name+i.name, convertSig)
@@ -988,7 +1003,8 @@ func copyNT() {
 	RET()
 }
 
-// cpuid reports whether the processor has F16C and BMI2, of which golang.org/x/sys/cpu knows only the latter.
+// cpuid reports whether the processor has F16C and BMI2, of which golang.org/x/sys/cpu knows only
+// the latter.
 func cpuid() {
 	text("cpuidF16C", "func() bool")
 	MOVL(U32(1), reg.EAX)
@@ -1104,8 +1120,8 @@ func fail(err error) {
 	os.Exit(1)
 }
 
-// replace writes the files beside their places and then moves them there, so that a build at the same time reads old files or
-// new ones, but never half of one.
+// replace writes the files beside their places and then moves them there, so that a build at the
+// same time reads old files or new ones, but never half of one.
 func replace(paths [2]string, contents [2][]byte) error {
 	for i, p := range paths {
 		if err := os.WriteFile(hidden(p), contents[i], 0o644); err != nil {

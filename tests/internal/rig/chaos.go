@@ -42,8 +42,10 @@ func Use() *Usage {
 	return u
 }
 
-// chaos is the rounds of a rank that goes on whatever becomes of others and of itself. Ranks come and go, so that nobody can say beforehand what a result must be: every rank
-// stamps what it gives with a number that it never gave before, results carry the stamps of all who gave something, and have to be what these say.
+// chaos is the rounds of a rank that goes on whatever becomes of others and of itself. Ranks come
+// and go, so that nobody can say beforehand what a result must be: every rank stamps what it gives
+// with a number that it never gave before, results carry the stamps of all who gave something, and
+// have to be what these say.
 type chaos struct {
 	g      *pg.Group
 	counts []int
@@ -59,7 +61,8 @@ var errLost = errors.New("no member any more")
 const slots = 8
 
 func (l *loop) chaos(c Command) {
-	// Stamps of a later life are higher: Seed is its number. A sum of eight stays exact in an int64.
+	// Stamps of a later life are higher: Seed is its number. A sum of eight stays exact in an
+	// int64.
 	k := &chaos{counts: c.Counts, stamp: int64(c.Seed) << 32, last: make([]int64, slots), l: l}
 	err := k.run(context.Background())
 	if k.g != nil {
@@ -115,7 +118,8 @@ func (k *chaos) run(ctx context.Context) error {
 	return nil
 }
 
-// outcome says what an operation's error means: nil for those that are to be expected, after which the next operation runs.
+// outcome says what an operation's error means: nil for those that are to be expected, after which
+// the next operation runs.
 func (k *chaos) outcome(err error) error {
 	var lost *pg.RankError
 	switch {
@@ -151,7 +155,8 @@ func (k *chaos) next() int64 {
 // datum is what the rank in slot gives at i under a stamp.
 func datum(stamp int64, slot, i int) int64 { return int64(value(uint64(stamp), slot, i)) }
 
-// seen checks the stamps that a result carries, 0 from who gave nothing: this rank's own is in it, and nobody gives one twice.
+// seen checks the stamps that a result carries, 0 from who gave nothing: this rank's own is in it,
+// and nobody gives one twice.
 func (k *chaos) seen(what string, stamps []int64, mine int64) error {
 	for slot, s := range stamps {
 		switch {
@@ -211,7 +216,8 @@ func (k *chaos) allGather(ctx context.Context, n int) error {
 	return k.parts("allgather", dst, n, mine, 0)
 }
 
-// parts checks what each rank gave, from place at on, one after the other. Of those who gave nothing, the part is as it was.
+// parts checks what each rank gave, from place at on, one after the other. Of those who gave
+// nothing, the part is as it was.
 func (k *chaos) parts(what string, dst []int64, n int, mine int64, at int) error {
 	stamps := make([]int64, k.g.Size())
 	for slot := range stamps {

@@ -15,7 +15,8 @@ import (
 	"testing"
 )
 
-// processes lists the processes of the stage by the mark in their environments, which everything that they start inherits.
+// processes lists the processes of the stage by the mark in their environments, which everything
+// that they start inherits.
 func (s *Stage) processes() (pids []int) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -68,7 +69,8 @@ type Socket struct {
 
 type sockets map[string]Socket // by inode
 
-// Sockets lists the TCP and Unix sockets of the stage's processes: those that listen, and the TCP connections. What listens is remembered for Clean.
+// Sockets lists the TCP and Unix sockets of the stage's processes: those that listen, and the TCP
+// connections. What listens is remembered for Clean.
 func (s *Stage) Sockets() (all []Socket) {
 	for _, pid := range s.processes() {
 		own := map[string]bool{}
@@ -91,7 +93,8 @@ func (s *Stage) Sockets() (all []Socket) {
 	return all
 }
 
-// table reads all sockets of the network namespace of pid, of which it keeps TCP's and the listening Unix ones.
+// table reads all sockets of the network namespace of pid, of which it keeps TCP's and the
+// listening Unix ones.
 func table(pid int) sockets {
 	all := sockets{}
 	for _, file := range []string{"tcp", "tcp6"} {
@@ -115,7 +118,8 @@ func table(pid int) sockets {
 	return all
 }
 
-// address reads an address of /proc/net/tcp: words of four bytes in the machine's order, a colon, the port.
+// address reads an address of /proc/net/tcp: words of four bytes in the machine's order, a colon,
+// the port.
 func address(s string) netip.AddrPort {
 	words, port, _ := strings.Cut(s, ":")
 	var b []byte
@@ -142,7 +146,8 @@ func names(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// Clean checks that the jobs of the stage, which are over, have left nothing: no process, no file in the temporary directory or /dev/shm, no listening socket that Sockets has seen.
+// Clean checks that the jobs of the stage, which are over, have left nothing: no process, no file
+// in the temporary directory or /dev/shm, no listening socket that Sockets has seen.
 func (s *Stage) Clean() {
 	s.t.Helper()
 	describe := func() string {

@@ -29,7 +29,8 @@ type Host struct {
 // Enter is the prefix of a command that runs on the host: see Stage.StartIn.
 func (h *Host) Enter() []string { return []string{"ip", "netns", "exec", h.Name} }
 
-// Names of namespaces are this, the number of the process that made them, and a count: those of processes that have died are removed.
+// Names of namespaces are this, the number of the process that made them, and a count: those of
+// processes that have died are removed.
 const namespaces = "tutti-test-"
 
 var made atomic.Int32
@@ -104,7 +105,8 @@ func Connect(a, b *Host, device string) {
 	a.IP("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.Name)
 }
 
-// Switch connects hosts by an interface "data" each. Cables can be put into another switch, and a host be made to miss what another sends.
+// Switch connects hosts by an interface "data" each. Cables can be put into another switch, and a
+// host be made to miss what another sends.
 type Switch struct {
 	Hosts []*Host
 	host  *Host // where the bridges are
@@ -145,7 +147,8 @@ func (s *Switch) Part(far ...int) {
 	}
 }
 
-// Deafen has what one host sends to another get lost from now on, and Mend get there again. What that one sends to the first arrives.
+// Deafen has what one host sends to another get lost from now on, and Mend get there again. What
+// that one sends to the first arrives.
 func (s *Switch) Deafen(from, to int) {
 	s.Hosts[from].IP("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "data")
 }
@@ -168,8 +171,8 @@ func (h *Host) Netem(device string, quality ...string) bool {
 	return true
 }
 
-// SlowCable connects the hosts by a cable of our own, which delays every frame and loses some: for kernels without netem, and the same losses in every run.
-// It counts the frames that it loses.
+// SlowCable connects the hosts by a cable of our own, which delays every frame and loses some: for
+// kernels without netem, and the same losses in every run. It counts the frames that it loses.
 func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lost *atomic.Int64) {
 	a.t.Helper()
 	lost = new(atomic.Int64)

@@ -23,11 +23,12 @@ const (
 	controlVariable = "RIG_CONTROL" // makes a test binary a rank; the path of the stage's socket
 )
 
-// A Part is what a rank does for a test that has words of its own: the rank's end of its connection is handed over to it
-// by the verb "play", and the test's end is what Rank.Play returns.
+// A Part is what a rank does for a test that has words of its own: the rank's end of its connection
+// is handed over to it by the verb "play", and the test's end is what Rank.Play returns.
 type Part func(out *json.Encoder, in *json.Decoder) (code int)
 
-// Main is the end of a TestMain. It makes the test binary a rank where a Stage has started it. part may be nil.
+// Main is the end of a TestMain. It makes the test binary a rank where a Stage has started it. part
+// may be nil.
 func Main(m *testing.M, part Part) {
 	if path := os.Getenv(controlVariable); path != "" {
 		os.Exit(rankMain(path, part))

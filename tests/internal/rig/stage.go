@@ -28,7 +28,8 @@ import (
 // Patience bounds every wait. No test depends on its value; it is what a hang costs.
 const Patience = 30 * time.Second
 
-// A Stage is where the processes of a test's jobs live: their temporary directory, their /dev/shm (as root), and the socket at which the ranks call.
+// A Stage is where the processes of a test's jobs live: their temporary directory, their /dev/shm
+// (as root), and the socket at which the ranks call.
 type Stage struct {
 	t    *testing.T
 	mark string
@@ -239,7 +240,8 @@ func (o *Output) Await(t *testing.T, text string) {
 	}
 }
 
-// environment is the tests' own without what would change a job, and with what makes a process part of the stage.
+// environment is the tests' own without what would change a job, and with what makes a process part
+// of the stage.
 func (s *Stage) environment(extra []string) []string {
 	var env []string
 	for _, kv := range os.Environ() {
@@ -259,7 +261,8 @@ func (s *Stage) Start(env []string, argv ...string) *Process {
 	return s.StartIn(nil, env, argv...)
 }
 
-// StartIn is Start with a prefix to the arguments that ends in executing the rest, such as "ip netns exec NAME".
+// StartIn is Start with a prefix to the arguments that ends in executing the rest, such as "ip
+// netns exec NAME".
 func (s *Stage) StartIn(prefix, env []string, argv ...string) *Process {
 	s.t.Helper()
 	argv = slices.Concat(prefix, s.private(), argv)
@@ -280,7 +283,8 @@ func (s *Stage) StartIn(prefix, env []string, argv ...string) *Process {
 	return p
 }
 
-// private is a prefix that gives a process, where that is possible, a /dev/shm of the stage alone: what other programs of this machine do with theirs does not matter then.
+// private is a prefix that gives a process, where that is possible, a /dev/shm of the stage alone:
+// what other programs of this machine do with theirs does not matter then.
 func (s *Stage) private() []string {
 	if !Root() {
 		return nil
@@ -322,7 +326,8 @@ func (p *Process) Kill() {
 	p.Wait()
 }
 
-// Wait waits for the process's end, and that of its output, and returns its exit code; -1: it was killed.
+// Wait waits for the process's end, and that of its output, and returns its exit code; -1: it was
+// killed.
 func (p *Process) Wait() int {
 	p.t.Helper()
 	select {
@@ -455,7 +460,8 @@ func (r *Rank) Signal(sig syscall.Signal) {
 	}
 }
 
-// Play hands the connection with the rank over: to the caller here, and to the Part of its Main there.
+// Play hands the connection with the rank over: to the caller here, and to the Part of its Main
+// there.
 func (r *Rank) Play() (conn net.Conn, in *json.Decoder) {
 	r.t.Helper()
 	r.Tell(Command{Verb: "play"})

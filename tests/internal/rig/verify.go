@@ -29,7 +29,8 @@ type subgroupError struct {
 
 func (e *subgroupError) Unwrap() error { return e.error }
 
-// value is element i of what a rank brings: 0..15, so that sums of 64 ranks are exact in every type of 16 bits and more.
+// value is element i of what a rank brings: 0..15, so that sums of 64 ranks are exact in every type
+// of 16 bits and more.
 func value(seed uint64, rank, i int) int {
 	h := seed*0x9e3779b97f4a7c15 + uint64(rank)*0xbf58476d1ce4e5b9 + uint64(i)*0x94d049bb133111eb
 	h ^= h >> 31
@@ -51,8 +52,9 @@ func same[T pg.Number](what string, x []T, want func(i int) T) error {
 	return nil
 }
 
-// Verify does every collective, and messages around the ring of ranks, with each of these numbers of elements, on registered and on plain memory, and compares every
-// element of the results. All ranks call it alike.
+// Verify does every collective, and messages around the ring of ranks, with each of these numbers
+// of elements, on registered and on plain memory, and compares every element of the results. All
+// ranks call it alike.
 func Verify(ctx context.Context, g *pg.Group, seed uint64, counts []int) (err error) {
 	most := slices.Max(counts) * (2*g.Size() + 1)
 	shared, err := pg.Alloc[float32](g, most)

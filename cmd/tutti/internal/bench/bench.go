@@ -130,7 +130,8 @@ func (s *Spec) sizes() (sizes []int) {
 	return sizes
 }
 
-// Run measures. Every rank of g calls it; report is called at rank 0, from this goroutine. It returns the number of wrong elements on all ranks, the same at every rank.
+// Run measures. Every rank of g calls it; report is called at rank 0, from this goroutine. It
+// returns the number of wrong elements on all ranks, the same at every rank.
 func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong int64, err error) {
 	if g.Rank() != 0 {
 		report = func(Event) {}
@@ -175,7 +176,8 @@ type run struct {
 	times   []float64 // of touched calls
 }
 
-// allocate makes the two buffers: uneven counts may take twice the size, and a size of less than an element a rank is rounded up.
+// allocate makes the two buffers: uneven counts may take twice the size, and a size of less than an
+// element a rank is rounded up.
 func (r *run) allocate() error {
 	n := 2*r.Max + 8*r.g.Size() + 2*margin + 64
 	for i := range r.raw {
@@ -329,7 +331,8 @@ func (r *run) tally(ctx context.Context, row *Row, w int64) error {
 	if !r.Check {
 		return nil
 	}
-	// The counts travel by what is under test. So they go two ways, and no way can hide what this rank saw.
+	// The counts travel by what is under test. So they go two ways, and no way can hide what this
+	// rank saw.
 	counts := make([]int64, r.g.Size())
 	if err := pg.AllGather(ctx, r.g, counts, []int64{w}); err != nil {
 		return err
@@ -348,7 +351,8 @@ func (r *run) tally(ctx context.Context, row *Row, w int64) error {
 	return nil
 }
 
-// calibrate finds how many calls make a round. All ranks find the same, since they see the same times.
+// calibrate finds how many calls make a round. All ranks find the same, since they see the same
+// times.
 func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
 	if r.Iters > 0 {
 		return r.Iters, nil
@@ -396,8 +400,10 @@ func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 	return t[0], err
 }
 
-// touch is round as programs use collectives: before each call every rank writes its inputs, other ones than for the last, and after it reads its result; when the
-// call begins, all have written. Only the calls are on the clock. It returns the median call, of which the slowest rank's time counts.
+// touch is round as programs use collectives: before each call every rank writes its inputs, other
+// ones than for the last, and after it reads its result; when the call begins, all have written.
+// Only the calls are on the clock. It returns the median call, of which the slowest rank's time
+// counts.
 func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 	r.times = r.times[:0]
 	for range n {

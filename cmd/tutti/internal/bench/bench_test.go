@@ -16,7 +16,8 @@ import (
 	"tutti/pg"
 )
 
-// runLocal measures with n ranks in this process and returns rank 0's rows and what every rank says is wrong.
+// runLocal measures with n ranks in this process and returns rank 0's rows and what every rank says
+// is wrong.
 func runLocal(t *testing.T, n int, s Spec) (rows []Row, skip []string, wrong []int64) {
 	t.Helper()
 	gs, err := pg.Local(n, pg.Config{})
@@ -86,7 +87,8 @@ func TestEverythingIsRight(t *testing.T) {
 	}
 }
 
-// TestWrongResultsAreSeen spoils one byte of one rank's result, of every operation: every rank must learn of it.
+// TestWrongResultsAreSeen spoils one byte of one rank's result, of every operation: every rank must
+// learn of it.
 func TestWrongResultsAreSeen(t *testing.T) {
 	for _, o := range operations {
 		testWrongResults(t, o, false)
@@ -94,7 +96,8 @@ func TestWrongResultsAreSeen(t *testing.T) {
 	}
 }
 
-// testWrongResults: without touch every row's two checked calls are seen to be wrong; with it, also the timed ones, if anything in the result itself is.
+// testWrongResults: without touch every row's two checked calls are seen to be wrong; with it, also
+// the timed ones, if anything in the result itself is.
 func testWrongResults(t *testing.T, o *operation, touch bool) {
 	if o.name == "barrier" {
 		return
@@ -143,7 +146,8 @@ func testWrongResults(t *testing.T, o *operation, touch bool) {
 	}
 }
 
-// With Touch each call follows a write of inputs that no call had before, and is followed by a read of its result.
+// With Touch each call follows a write of inputs that no call had before, and is followed by a read
+// of its result.
 func TestTouchWritesAndReadsAroundEveryCall(t *testing.T) {
 	const n, calls = 2, 5
 	gs, err := pg.Local(n, pg.Config{})
@@ -207,7 +211,8 @@ func TestTouchSeesAResultOfTheCallBefore(t *testing.T) {
 	}
 }
 
-// TestMixedUpContributions: the results of wrong reductions differ from the right one, whichever rank is left out, doubled or taken for another.
+// TestMixedUpContributions: the results of wrong reductions differ from the right one, whichever
+// rank is left out, doubled or taken for another.
 func TestMixedUpContributions(t *testing.T) {
 	for _, n := range []int{2, 3, 4, 8} {
 		for _, op := range kernels.Ops() {
@@ -234,7 +239,8 @@ func TestMixedUpContributions(t *testing.T) {
 	}
 }
 
-// TestReductionAgainstKernels compares the expected results with the library's kernels, written by others from the same definition.
+// TestReductionAgainstKernels compares the expected results with the library's kernels, written by
+// others from the same definition.
 func TestReductionAgainstKernels(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := rapid.IntRange(1, 40).Draw(t, "ranks")

@@ -16,7 +16,8 @@ type operation struct {
 	parts    bool // its size is that of all ranks' parts together
 	out, in  bool // can be done out of place, in place
 	minRanks int
-	// factor is bus bandwidth over algorithm bandwidth, for n ranks: what the links must carry at least, over the size.
+	// factor is bus bandwidth over algorithm bandwidth, for n ranks: what the links must carry at
+	// least, over the size.
 	factor func(n float64) float64
 }
 
@@ -104,7 +105,8 @@ func (in *instance) fill() {
 	in.write()
 }
 
-// wrong counts all elements that are not as they must be after fill and one call, and the bytes that it wrote outside of its outputs.
+// wrong counts all elements that are not as they must be after fill and one call, and the bytes
+// that it wrote outside of its outputs.
 func (in *instance) wrong() int64 {
 	w := in.result()
 	if in.kept != nil {
@@ -116,7 +118,8 @@ func (in *instance) wrong() int64 {
 	return w
 }
 
-// margin is how many bytes around an output are watched, and poison what they and outputs hold before a call.
+// margin is how many bytes around an output are watched, and poison what they and outputs hold
+// before a call.
 const (
 	margin = 64
 	poison = 0xa5
@@ -163,7 +166,8 @@ func sum(c []int) (s int) {
 	return s
 }
 
-// newInstance makes operation o of about size bytes. The arena must hold 2*size bytes and the margins in each buffer.
+// newInstance makes operation o of about size bytes. The arena must hold 2*size bytes and the
+// margins in each buffer.
 func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, rx *reduction, fns reducers[T], mem arena, size, root int, inPlace bool) *instance {
 	n, me, es := g.Size(), g.Rank(), dt.Size()
 	count := max(1, size/es)

@@ -9,7 +9,8 @@ import (
 	"tutti/kernels"
 )
 
-// period is how often inputs repeat, in elements: a prime, so that data which lands a power of two away from its place is seen.
+// period is how often inputs repeat, in elements: a prime, so that data which lands a power of two
+// away from its place is seen.
 const period = 4093
 
 // hash mixes its arguments (the finaliser of SplitMix64, Steele, Lea and Flood 2014).
@@ -141,13 +142,15 @@ func newReduction(op kernels.Op, dt kernels.DType, n int) reduction {
 	return r
 }
 
-// floatInput is rank's element i: small integers, or powers of two for products, such that every partial result is exact.
+// floatInput is rank's element i: small integers, or powers of two for products, such that every
+// partial result is exact.
 func floatInput(op kernels.Op, f format, n, rank, i int) float64 {
 	h := hash(rank, int(op), i)
 	exact := 1 << (f.man + 1) // all integers up to here are exact
 	switch op {
 	case kernels.Sum:
-		// Some ranks contribute a small number other than 0, the others 0, if there are too many for all.
+		// Some ranks contribute a small number other than 0, the others 0, if there are too many
+		// for all.
 		limit := min(8, max(1, exact/2/n))
 		if n > exact/2 && (rank+i)%n >= exact/2 {
 			return 0
@@ -158,7 +161,8 @@ func floatInput(op kernels.Op, f format, n, rank, i int) float64 {
 		}
 		return -v
 	case kernels.Avg:
-		// The mean c plus deviations that cancel between ranks 2k and 2k+1; of an odd number, among the last three.
+		// The mean c plus deviations that cancel between ranks 2k and 2k+1; of an odd number, among
+		// the last three.
 		c := float64(1 + hash(-1, 0, i)%8)
 		if last := rank - (n - 3); n%2 == 1 && n > 1 && last >= 0 {
 			d, e := float64(1+hash(-1, 1, i)%4), float64(1+hash(-1, 2, i)%4)
@@ -170,7 +174,8 @@ func floatInput(op kernels.Op, f format, n, rank, i int) float64 {
 		}
 		return c + []float64{d, -d}[rank%2]
 	case kernels.Product:
-		// 1 or 2 at even ranks, 1 or 1/2 at odd ones, and signs; beyond the exponents' range only signs.
+		// 1 or 2 at even ranks, 1 or 1/2 at odd ones, and signs; beyond the exponents' range only
+		// signs.
 		v := 1.0
 		if h&2 != 0 && rank < 1<<(f.exp-1)-4 {
 			v = []float64{2, 0.5}[rank%2]
@@ -207,7 +212,8 @@ func reduceFloats(op kernels.Op, v []float64) float64 {
 	return x
 }
 
-// integerInput is rank's element i, sign-extended: any bits, since integers wrap; but for averages, whose sum must not, small.
+// integerInput is rank's element i, sign-extended: any bits, since integers wrap; but for averages,
+// whose sum must not, small.
 func integerInput(op kernels.Op, size int, signed bool, n, rank, i int) uint64 {
 	h := hash(rank, int(op), i)
 	if op != kernels.Avg {

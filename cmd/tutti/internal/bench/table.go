@@ -7,7 +7,8 @@ import (
 	"strings"
 )
 
-// Printer shows events: as the table of nccl-tests, or as one JSON object a row. The zero value of every field but Out is a default.
+// Printer shows events: as the table of nccl-tests, or as one JSON object a row. The zero value of
+// every field but Out is a default.
 type Printer struct {
 	Out      io.Writer
 	Progress io.Writer // a terminal's, for a line that is overwritten; nil: none

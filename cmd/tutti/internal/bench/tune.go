@@ -25,7 +25,8 @@ type TuneSpec struct {
 	corrupt func(op string, rank int, output []byte) // tests spoil results here
 }
 
-// TunePoint is one size of one collective: what was best, and how that compares with the default table's choice.
+// TunePoint is one size of one collective: what was best, and how that compares with the default
+// table's choice.
 type TunePoint struct {
 	Kind        collectives.Kind             `json:"kind"`
 	Bytes       int                          `json:"bytes"`
@@ -45,13 +46,15 @@ type TuneEvent struct {
 }
 
 const (
-	// keep is how much faster than the default table's choice another algorithm must be to take its place: less may be noise.
+	// keep is how much faster than the default table's choice another algorithm must be to take its
+	// place: less may be noise.
 	keep = 0.95
 	// hopeless is how many times the fastest's time rules an algorithm out after its first round.
 	hopeless = 3
 	// directFrom is the size in bytes from which the library considers mapped memory.
 	directFrom = 16 << 10
-	// refinements is how often the gap between two sizes with different winners is halved (on a logarithmic scale).
+	// refinements is how often the gap between two sizes with different winners is halved (on a
+	// logarithmic scale).
 	refinements = 2
 )
 
@@ -66,9 +69,12 @@ type tuner struct {
 	aliases        map[collectives.Kind]map[collectives.Algo]collectives.Algo
 }
 
-// Tune measures every algorithm of spec's collectives at every size and returns, by collective, rules that begin a table: they hold for just g's number of ranks, on
-// one host. Hierarchical algorithms, which are for several, are left out. Every rank of g calls it, with all ranks on one host; all get the same rules. Contenders take turns round by round and medians
-// count. Every algorithm's result is checked; a wrong one is an error. report is called at rank 0. When time has run out by half as much again, collectives that are left have no rules.
+// Tune measures every algorithm of spec's collectives at every size and returns, by collective,
+// rules that begin a table: they hold for just g's number of ranks, on one host. Hierarchical
+// algorithms, which are for several, are left out. Every rank of g calls it, with all ranks on one
+// host; all get the same rules. Contenders take turns round by round and medians count. Every
+// algorithm's result is checked; a wrong one is an error. report is called at rank 0. When time has
+// run out by half as much again, collectives that are left have no rules.
 func Tune(ctx context.Context, g *pg.Group, spec TuneSpec, report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
 	if g.Rank() != 0 {
 		report = func(TuneEvent) {}
@@ -121,14 +127,16 @@ func (t *tuner) sizes(k collectives.Kind) []int {
 	return s.sizes()
 }
 
-// contenders are the algorithms for plain memory, without those that do the same as another one among so many ranks.
+// contenders are the algorithms for plain memory, without those that do the same as another one
+// among so many ranks.
 func (t *tuner) contenders(k collectives.Kind) []collectives.Algo {
 	return slices.DeleteFunc(collectives.Algorithms(k), func(a collectives.Algo) bool {
 		return a == collectives.Direct || a == collectives.Hierarchical || t.same(k, a) != a
 	})
 }
 
-// same returns the algorithm that stands for all those of k with the same plans as a. It is one that the default table uses, if any is.
+// same returns the algorithm that stands for all those of k with the same plans as a. It is one
+// that the default table uses, if any is.
 func (t *tuner) same(k collectives.Kind, a collectives.Algo) collectives.Algo {
 	if stands, ok := t.aliases[k]; ok {
 		return stands[a]
@@ -242,7 +250,8 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 	return t.rules(k, plain, mapped), nil
 }
 
-// crossovers replaces the size at the end of each run of equal winners by the one at which the next gets better.
+// crossovers replaces the size at the end of each run of equal winners by the one at which the next
+// gets better.
 func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span, mapped bool) ([]span, error) {
 	var out []span
 	for i, s := range spans {
@@ -274,7 +283,8 @@ func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span
 	return out, nil
 }
 
-// rules makes the rules of k: the default table's for several hosts, then what was measured, for as many ranks as there were; the others of the default table for all else.
+// rules makes the rules of k: the default table's for several hosts, then what was measured, for as
+// many ranks as there were; the others of the default table for all else.
 func (t *tuner) rules(k collectives.Kind, plain, mapped []span) []collectives.Rule {
 	var levels, others, own []collectives.Rule
 	for _, r := range collectives.DefaultTable().Rules(k) {
@@ -366,8 +376,8 @@ func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registe
 	return p, nil
 }
 
-// decide finds the best: the default table's choice, else what was best at the size before, unless another is clearly faster. Ties go to the
-// algorithm with the lower number.
+// decide finds the best: the default table's choice, else what was best at the size before, unless
+// another is clearly faster. Ties go to the algorithm with the lower number.
 func (p *TunePoint) decide(before collectives.Algo) {
 	p.Best = collectives.Auto
 	for _, a := range collectives.Algorithms(p.Kind) {
@@ -411,7 +421,8 @@ func (t *tuner) usual(k collectives.Kind, bytes int, registered bool) collective
 	return t.same(k, collectives.Choose(t.Call(k, t.g.Size(), bytes, registered)))
 }
 
-// Call returns what a table of algorithms is asked for a call on bytes in all, among n ranks like those that were measured.
+// Call returns what a table of algorithms is asked for a call on bytes in all, among n ranks like
+// those that were measured.
 func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, registered bool) (collectives.Shape, collectives.Caps) {
 	s := collectives.Shape{Kind: k, Size: n, Elem: 1, Count: bytes, Counts: make([]int, n)}
 	for i := range n {

@@ -1,4 +1,5 @@
-// Package cluster runs an etcd of several members on this machine, each a process that can be killed: to measure what the loss of one costs a job.
+// Package cluster runs an etcd of several members on this machine, each a process that can be
+// killed: to measure what the loss of one costs a job.
 package cluster
 
 import (
@@ -32,7 +33,8 @@ type member struct {
 	Cluster                 string // all members
 }
 
-// MemberMain is the life of a member's process, if this is one: until its standard input ends. It returns the exit code.
+// MemberMain is the life of a member's process, if this is one: until its standard input ends. It
+// returns the exit code.
 func MemberMain() (code int, is bool) {
 	text, is := os.LookupEnv(variable)
 	if !is {
@@ -90,7 +92,8 @@ type process struct {
 	done chan struct{}
 }
 
-// Start starts an etcd of n members, which are processes of the program self, whose main calls MemberMain first, and returns when all answer. The caller must Close it.
+// Start starts an etcd of n members, which are processes of the program self, whose main calls
+// MemberMain first, and returns when all answer. The caller must Close it.
 func Start(ctx context.Context, self string, n int) (*Cluster, error) {
 	dir, err := os.MkdirTemp("", "tutti-etcd-")
 	if err != nil {

@@ -1,4 +1,5 @@
-// Package doctor finds out what a machine can do for a job, and says what to do about what it cannot. What can be tried is tried, rather than looked up.
+// Package doctor finds out what a machine can do for a job, and says what to do about what it
+// cannot. What can be tried is tried, rather than looked up.
 package doctor
 
 import (
@@ -102,7 +103,8 @@ var checks = []check{
 	{"job", "variables", variables},
 }
 
-// Run makes every check, in a fixed order, and hands each finding to report as soon as it is known. It says whether nothing is broken.
+// Run makes every check, in a fixed order, and hands each finding to report as soon as it is known.
+// It says whether nothing is broken.
 func (h *Host) Run(ctx context.Context, report func(Finding)) bool {
 	fit := true
 	for _, c := range checks {

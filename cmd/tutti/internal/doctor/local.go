@@ -21,7 +21,8 @@ import (
 	"tutti/internal/ports"
 )
 
-// sharedMemory does what two ranks do to share memory: a sealed memory file goes over an abstract Unix socket and is mapped on the other side.
+// sharedMemory does what two ranks do to share memory: a sealed memory file goes over an abstract
+// Unix socket and is mapped on the other side.
 func sharedMemory(ctx context.Context, _ *Host) outcome {
 	const advice = "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use --transport tcp)"
 	if err := tryMemory(ctx); err != nil {
@@ -200,7 +201,8 @@ func routes(_ context.Context, h *Host) outcome {
 	return found("default " + strings.Join(got, ", "))
 }
 
-// defaultRoutes reads the kernel's tables: hexadecimal, those of IPv4 in the byte order of the machine.
+// defaultRoutes reads the kernel's tables: hexadecimal, those of IPv4 in the byte order of the
+// machine.
 func defaultRoutes(v4, v6 string) (out []string) {
 	add := func(s string) {
 		if !slices.Contains(out, s) {

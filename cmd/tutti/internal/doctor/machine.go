@@ -24,7 +24,8 @@ func system(_ context.Context, h *Host) outcome {
 	return found(fmt.Sprintf("%s, %s %s, %s", name, unix.ByteSliceToString(u.Sysname[:]), unix.ByteSliceToString(u.Release[:]), unix.ByteSliceToString(u.Machine[:])))
 }
 
-// cgroupFiles reads a file of this process's cgroup and of each above it, of version 2 (v2) or of a controller of version 1 (v1).
+// cgroupFiles reads a file of this process's cgroup and of each above it, of version 2 (v2) or of a
+// controller of version 1 (v1).
 func (h *Host) cgroupFiles(v2, controller, v1 string) []string {
 	var values []string
 	for line := range strings.Lines(h.read("/proc/self/cgroup")) {
@@ -180,7 +181,8 @@ func openFiles(context.Context, *Host) outcome {
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
 		return warn(err.Error(), "")
 	}
-	// Go raises the soft limit of its programs to the hard one, and the ranks' too if they are Go programs.
+	// Go raises the soft limit of its programs to the hard one, and the ranks' too if they are Go
+	// programs.
 	detail := fmt.Sprintf("up to %s", limit(r.Max))
 	if r.Max < 4096 {
 		return warn(detail, "a rank needs a few for each peer: raise it (ulimit -Hn 65536)")

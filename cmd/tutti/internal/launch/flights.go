@@ -20,7 +20,8 @@ func (l *launcher) flightDir() string {
 	return os.Getenv("TUTTI_LOG_DIR")
 }
 
-// flightFiles lists what rank has left in the directory of flight records: regular files of this user.
+// flightFiles lists what rank has left in the directory of flight records: regular files of this
+// user.
 func flightFiles(dir string, rank int, suffix string) []string {
 	entries, err := os.ReadDir(dir) // no pattern: the directory's name may contain anything
 	if err != nil {
@@ -37,7 +38,8 @@ func flightFiles(dir string, rank int, suffix string) []string {
 	return paths
 }
 
-// clearFlights removes the flight records of an earlier job from the log directory, as its logs are.
+// clearFlights removes the flight records of an earlier job from the log directory, as its logs
+// are.
 func (l *launcher) clearFlights() {
 	if l.LogDir == "" {
 		return
@@ -51,8 +53,9 @@ func (l *launcher) clearFlights() {
 	}
 }
 
-// landed turns the flight records of a rank that has ended into JSON, for people, unless it ended well. how describes its end. Of which life it was tells incarnation, 0 if that is
-// not known: its place may have been taken already.
+// landed turns the flight records of a rank that has ended into JSON, for people, unless it ended
+// well. how describes its end. Of which life it was tells incarnation, 0 if that is not known: its
+// place may have been taken already.
 func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
 	dir := l.flightDir()
 	if dir == "" {
@@ -73,7 +76,8 @@ func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
 	}
 }
 
-// translate reads a flight record and writes it as base.json, or base-INCARNATION.json if there is such a file of an earlier life.
+// translate reads a flight record and writes it as base.json, or base-INCARNATION.json if there is
+// such a file of an earlier life.
 func translate(path, base, how string) error {
 	s, err := flight.ReadFile(path)
 	if err != nil {

@@ -6,9 +6,11 @@ import (
 	"time"
 )
 
-// What the launcher does if Options.GoOn: ranks that die leave the others running, are started again, and may find that a process on standby has taken their place.
+// What the launcher does if Options.GoOn: ranks that die leave the others running, are started
+// again, and may find that a process on standby has taken their place.
 
-// restartPause is how long a rank that died soon after its start waits for the next, doubled each time.
+// restartPause is how long a rank that died soon after its start waits for the next, doubled each
+// time.
 const restartPause = 100 * time.Millisecond
 
 // death is how a rank ended badly; Code 0: none did.
@@ -17,17 +19,21 @@ type death struct {
 	why  string
 }
 
-// ending says whether the job has begun to end: a rank has ended well, here or elsewhere. Nobody is started again any more.
+// ending says whether the job has begun to end: a rank has ended well, here or elsewhere. Nobody is
+// started again any more.
 func (l *launcher) ending() bool { return l.well > 0 || l.hold.wellElsewhere() }
 
-// part says whether local process i is a rank of the job, rather than one that waits to be let in: of processes on standby and of ranks that were started again only those are
-// that have been in a view. Where views are not used, or their lives cannot be told, a rank that was started again is one.
+// part says whether local process i is a rank of the job, rather than one that waits to be let in:
+// of processes on standby and of ranks that were started again only those are that have been in a
+// view. Where views are not used, or their lives cannot be told, a rank that was started again is
+// one.
 func (l *launcher) part(i int) bool {
 	_, in := l.in[l.ranks[i].pid]
 	return in || i < l.N && (l.ranks[i].restarts == 0 || !l.views.known())
 }
 
-// idle says whether all that run here wait to be let in. Ranks that were started again may be about to begin anew, all together, until the job has begun to end.
+// idle says whether all that run here wait to be let in. Ranks that were started again may be about
+// to begin anew, all together, until the job has begun to end.
 func (l *launcher) idle() bool {
 	for i, r := range l.ranks {
 		if !r.ended && (l.part(i) || i < l.N && !l.ending()) {
@@ -37,7 +43,8 @@ func (l *launcher) idle() bool {
 	return l.live > 0 && l.pending == 0
 }
 
-// settle plans no more lives once the job ends, and ends those that wait to be let in once nobody is left to do it.
+// settle plans no more lives once the job ends, and ends those that wait to be let in once nobody
+// is left to do it.
 func (l *launcher) settle() {
 	if l.stopping || l.ending() {
 		for i := range l.ranks {
@@ -148,8 +155,9 @@ func (l *launcher) verdict() (int, string) {
 	return 0, ""
 }
 
-// endsAll says whether a failure of this node is to end the others although they go on without ranks that die: somebody at the keyboard wants it, or the store goes with this node.
-// A node that is told to end by its batch system, or whose ranks all died, leaves the others alone.
+// endsAll says whether a failure of this node is to end the others although they go on without
+// ranks that die: somebody at the keyboard wants it, or the store goes with this node. A node that
+// is told to end by its batch system, or whose ranks all died, leaves the others alone.
 func (l *launcher) endsAll() bool {
 	served := l.hold != nil && l.hold.server != nil
 	switch l.user {

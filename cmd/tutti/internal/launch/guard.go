@@ -23,10 +23,12 @@ import (
 // guardName is argv[0] of the guard, by which it knows itself and a person sees it in ps.
 const guardName = "tutti-guard"
 
-// maxMessage bounds one message between launcher and guard: arguments and environment of a process, which the kernel bounds to less.
+// maxMessage bounds one message between launcher and guard: arguments and environment of a process,
+// which the kernel bounds to less.
 const maxMessage = 8 << 20
 
-// Command is a program to run: Path as exec takes it, Args without the program's name, the whole environment, and the directory ("" for the launcher's).
+// Command is a program to run: Path as exec takes it, Args without the program's name, the whole
+// environment, and the directory ("" for the launcher's).
 type Command struct {
 	Path string
 	Args []string
@@ -34,11 +36,13 @@ type Command struct {
 	Dir  string
 	CPU  int // 0: any; else the CPU-th processor that the guard itself may run on, from 1
 
-	// Sweep: if it ends badly, what is left of its process group is killed at once: others go on, and may start it again, which would find its former life's children in the way.
+	// Sweep: if it ends badly, what is left of its process group is killed at once: others go on,
+	// and may start it again, which would find its former life's children in the way.
 	Sweep bool
 }
 
-// order is what the launcher tells the guard: a directory to remove in the end, a process to start, or a signal for one (or all, ID < 0).
+// order is what the launcher tells the guard: a directory to remove in the end, a process to start,
+// or a signal for one (or all, ID < 0).
 type order struct {
 	Temp   string
 	Start  *Command
@@ -46,8 +50,9 @@ type order struct {
 	Signal syscall.Signal
 }
 
-// Event is what the guard tells the launcher about the process that was started as ID: it runs (PID), it could not be started (Error), or it has
-// ended (Exited and Status). Lost means that the guard itself is gone, and with it the ranks.
+// Event is what the guard tells the launcher about the process that was started as ID: it runs
+// (PID), it could not be started (Error), or it has ended (Exited and Status). Lost means that the
+// guard itself is gone, and with it the ranks.
 type Event struct {
 	ID     int
 	PID    int
@@ -66,7 +71,8 @@ type Guard struct {
 	lock   *os.File   // on the temporary directory, until this process ends
 }
 
-// IsGuard says whether this process was started as a guard; main must then call GuardMain before anything else.
+// IsGuard says whether this process was started as a guard; main must then call GuardMain before
+// anything else.
 func IsGuard() bool { return len(os.Args) > 0 && os.Args[0] == guardName }
 
 // NewGuard starts a guard. The caller must Close it.
@@ -90,7 +96,8 @@ func NewGuard() (*Guard, error) {
 		return nil, err
 	}
 	defer null.Close()
-	// Its own process group: a terminal's Ctrl-C and a kill of the launcher's group are not for the guard.
+	// Its own process group: a terminal's Ctrl-C and a kill of the launcher's group are not for the
+	// guard.
 	p, err := os.StartProcess("/proc/self/exe", []string{guardName}, &os.ProcAttr{
 		Files: []*os.File{null, null, os.Stderr, theirs}, Sys: &syscall.SysProcAttr{Setpgid: true}})
 	if err != nil {
@@ -102,7 +109,8 @@ func NewGuard() (*Guard, error) {
 	return g, nil
 }
 
-// Events yields what happens to the processes, and is closed when the guard has ended. The caller must drain it.
+// Events yields what happens to the processes, and is closed when the guard has ended. The caller
+// must drain it.
 func (g *Guard) Events() <-chan Event { return g.events }
 
 func (g *Guard) listen() {
@@ -117,7 +125,8 @@ func (g *Guard) listen() {
 	}
 }
 
-// Temp makes a directory, empty but for a lock, which the guard removes in the end. It removes those of launchers whose guards were killed too.
+// Temp makes a directory, empty but for a lock, which the guard removes in the end. It removes
+// those of launchers whose guards were killed too.
 func (g *Guard) Temp() (string, error) {
 	removeStale(os.TempDir())
 	for {
@@ -137,13 +146,14 @@ func (g *Guard) Temp() (string, error) {
 	}
 }
 
-// Start has the guard start a process with these files as its standard input, output and error; they remain the caller's.
-// What becomes of it arrives as Events with this id.
+// Start has the guard start a process with these files as its standard input, output and error;
+// they remain the caller's. What becomes of it arrives as Events with this id.
 func (g *Guard) Start(id int, c Command, stdin, stdout, stderr *os.File) error {
 	return g.tell(order{Start: &c, ID: id}, int(stdin.Fd()), int(stdout.Fd()), int(stderr.Fd()))
 }
 
-// Signal sends sig to the process group of process id, or of every process if id < 0. Those that have ended are left out.
+// Signal sends sig to the process group of process id, or of every process if id < 0. Those that
+// have ended are left out.
 func (g *Guard) Signal(id int, sig syscall.Signal) error { return g.tell(order{ID: id, Signal: sig}) }
 
 func (g *Guard) tell(o order, files ...int) error {
@@ -155,8 +165,9 @@ func (g *Guard) tell(o order, files ...int) error {
 	return nil
 }
 
-// Close has the guard kill every process that is left, and everything these have started, and waits for its end. It waits as long as a
-// process takes to die, which only the kernel can delay. Events must be drained meanwhile.
+// Close has the guard kill every process that is left, and everything these have started, and waits
+// for its end. It waits as long as a process takes to die, which only the kernel can delay. Events
+// must be drained meanwhile.
 func (g *Guard) Close() error {
 	g.conn.CloseWrite()
 	state, err := g.proc.Wait()
@@ -248,7 +259,8 @@ func closeAll(fds []int) {
 
 // GuardMain is the whole life of a guard. It returns the process's exit code.
 func GuardMain() int {
-	// The ranks' parent-death signal is bound to the thread that starts them: this one, kept alive by this function, which ends with the process.
+	// The ranks' parent-death signal is bound to the thread that starts them: this one, kept alive
+	// by this function, which ends with the process.
 	runtime.LockOSThread()
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		fmt.Fprintln(os.Stderr, "tutti: guard: become a subreaper:", err)
@@ -382,8 +394,9 @@ func reap(exited func(pid int, s syscall.WaitStatus)) (more bool) {
 	}
 }
 
-// killGroup kills the process group of a leader that has just been waited for. While a child of ours is in the group, its number is nobody else's; without one there is
-// nobody whom we inherited from the leader, and the number may be a stranger's.
+// killGroup kills the process group of a leader that has just been waited for. While a child of
+// ours is in the group, its number is nobody else's; without one there is nobody whom we inherited
+// from the leader, and the number may be a stranger's.
 func killGroup(leader int) {
 	for _, pid := range children() {
 		if group, err := unix.Getpgid(pid); err == nil && group == leader {
@@ -393,8 +406,8 @@ func killGroup(leader int) {
 	}
 }
 
-// killChildren kills children, and the children that it inherits from them, until there are none. It looks again after each death, which is when
-// children are inherited.
+// killChildren kills children, and the children that it inherits from them, until there are none.
+// It looks again after each death, which is when children are inherited.
 func killChildren(chld <-chan os.Signal, exited func(pid int, s syscall.WaitStatus)) {
 	for reap(exited) {
 		for _, pid := range children() {

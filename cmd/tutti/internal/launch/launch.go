@@ -25,10 +25,12 @@ const (
 	CodeNotFound = 127 // there is no such program
 )
 
-// dieBy is how long a process may take to disappear after SIGKILL before the launcher says so and leaves the rest to the guard.
+// dieBy is how long a process may take to disappear after SIGKILL before the launcher says so and
+// leaves the rest to the guard.
 const dieBy = 10 * time.Second
 
-// Options says what to run. Program, N and the files must be set; the zero value of everything else is a default.
+// Options says what to run. Program, N and the files must be set; the zero value of everything else
+// is a default.
 type Options struct {
 	Program string   // a program; a .go file or a directory of Go files, which is built first
 	Args    []string // its arguments
@@ -48,8 +50,9 @@ type Options struct {
 	Bind           bool          // each rank to a processor of its own; N must not exceed the processors that this process may run on
 	Grace          time.Duration // between SIGTERM, or the user's signal, and SIGKILL
 
-	// GoOn leaves the other ranks running when one dies, killed or by itself: Env tells them to "shrink" or "retry". The job begins to end with the first rank that ends well: it has
-	// ended well if all did that were alive then. If none ended well, the first death counts.
+	// GoOn leaves the other ranks running when one dies, killed or by itself: Env tells them to
+	// "shrink" or "retry". The job begins to end with the first rank that ends well: it has ended
+	// well if all did that were alive then. If none ended well, the first death counts.
 	GoOn        bool
 	MaxRestarts int // how often each rank that died is started again until then, if GoOn; its environment has TUTTI_RESTART then
 	Standby     int // processes more that wait for a rank to die and take its place, if GoOn; those that never did are ended with the job
@@ -114,9 +117,10 @@ type launcher struct {
 	dismissed bool          // only processes that wait to be let in are left, and they have been asked to end
 }
 
-// Run starts the ranks, shows their output, waits for their end and returns the exit code that the job means: 0, or that of the rank that failed first.
-// When it returns, none of the processes that the ranks were or have started exists any more. It may be called once at a time, in a process without other children.
-// If ctx ends, the job does.
+// Run starts the ranks, shows their output, waits for their end and returns the exit code that the
+// job means: 0, or that of the rank that failed first. When it returns, none of the processes that
+// the ranks were or have started exists any more. It may be called once at a time, in a process
+// without other children. If ctx ends, the job does.
 func Run(ctx context.Context, o Options) (int, error) {
 	o.Nodes = max(o.Nodes, 1)
 	l := &launcher{Options: o, base: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby), signals: make(chan os.Signal, 8), again: make(chan int, o.N), in: map[int]entry{}}
@@ -193,7 +197,8 @@ func (l *launcher) close() error {
 }
 
 func (l *launcher) run(ctx context.Context) error {
-	// Two pipes and a connection to the store for each rank, and another connection while it starts.
+	// Two pipes and a connection to the store for each rank, and another connection while it
+	// starts.
 	var files unix.Rlimit
 	if need := uint64(40 + 4*len(l.ranks)); unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil && files.Cur < need {
 		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: raise the limit (ulimit -n)", files.Cur, count(len(l.ranks), "rank"), need)
@@ -220,7 +225,8 @@ func (l *launcher) run(ctx context.Context) error {
 	return l.supervise(ctx)
 }
 
-// name is the number under which a process is spoken of: its rank, and for those on standby numbers above all ranks.
+// name is the number under which a process is spoken of: its rank, and for those on standby numbers
+// above all ranks.
 func (l *launcher) name(i int) int {
 	if i >= l.N {
 		return l.world + l.Node*l.Standby + i - l.N
@@ -279,7 +285,8 @@ func (l *launcher) start(i int) error {
 	return nil
 }
 
-// stdin opens the standard input of local rank i. A terminal is read by the launcher, since the ranks are not in its foreground; feed is then where to.
+// stdin opens the standard input of local rank i. A terminal is read by the launcher, since the
+// ranks are not in its foreground; feed is then where to.
 func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 	switch {
 	case i > 0 || l.ranks[i].restarts > 0 || l.Stdin == nil:
@@ -295,7 +302,8 @@ func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 	return in, feed, err
 }
 
-// supervise waits until all ranks have ended, and ends them when one fails, another node does, or the user wants it.
+// supervise waits until all ranks have ended, and ends them when one fails, another node does, or
+// the user wants it.
 func (l *launcher) supervise(ctx context.Context) error {
 	cancelled, broken := ctx.Done(), l.out.Broken()
 	for {
@@ -406,7 +414,8 @@ func (l *launcher) fail(code int, why string) {
 	l.end(syscall.SIGTERM)
 }
 
-// end sends s to all ranks and kills after the grace those that have not ended by then, unless they are being ended already. A rank that is stopped goes on, so that it hears of it.
+// end sends s to all ranks and kills after the grace those that have not ended by then, unless they
+// are being ended already. A rank that is stopped goes on, so that it hears of it.
 func (l *launcher) end(s syscall.Signal) {
 	if l.stopping {
 		return
@@ -512,7 +521,8 @@ func (l *launcher) program(ctx context.Context) (Command, error) {
 	return c, nil
 }
 
-// build builds the Go program c.Path into the temporary directory. The compiler's messages are shown as they are.
+// build builds the Go program c.Path into the temporary directory. The compiler's messages are
+// shown as they are.
 func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
 	tool, err := exec.LookPath("go")
 	if err != nil {
@@ -589,7 +599,8 @@ func isArchive(path string) bool {
 	return err == nil && string(head[:]) == "!<arch>\n"
 }
 
-// buildFrom says what to tell go build, and where: here, so that its messages name files as the user would, unless the source is part of another module.
+// buildFrom says what to tell go build, and where: here, so that its messages name files as the
+// user would, unless the source is part of another module.
 func buildFrom(path string) (what, dir string, err error) {
 	abs, err := filepath.Abs(path)
 	if err != nil {
@@ -626,7 +637,9 @@ func module(dir string) string {
 	}
 }
 
-// inherit is the launcher's environment without what a rank must not take from it, and without what it is given instead: of variables that are there twice, programs take either. Where the store is the launcher's own, how to enter a site's has no meaning.
+// inherit is the launcher's environment without what a rank must not take from it, and without what
+// it is given instead: of variables that are there twice, programs take either. Where the store is
+// the launcher's own, how to enter a site's has no meaning.
 func inherit(own []string, siteStore bool, instead []string) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
 		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_RESTART", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}

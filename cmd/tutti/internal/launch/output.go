@@ -16,7 +16,8 @@ import (
 	"tutti/internal/files"
 )
 
-// maxLine is the longest line that is shown in one piece; what is longer is cut into lines of this length.
+// maxLine is the longest line that is shown in one piece; what is longer is cut into lines of this
+// length.
 const maxLine = 64 << 10
 
 // Terminal says whether f is a terminal.
@@ -25,7 +26,8 @@ func Terminal(f *os.File) bool {
 	return err == nil
 }
 
-// Colour says whether to write colour to f: it is a terminal that can show it, and NO_COLOR is not set.
+// Colour says whether to write colour to f: it is a terminal that can show it, and NO_COLOR is not
+// set.
 func Colour(f *os.File) bool {
 	return os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && Terminal(f)
 }
@@ -38,10 +40,12 @@ func Tag(f *os.File) string {
 	return "tutti: "
 }
 
-// rankColours tells neighbours apart: cyan, yellow, green, magenta, blue, and their bright versions; red is for errors.
+// rankColours tells neighbours apart: cyan, yellow, green, magenta, blue, and their bright
+// versions; red is for errors.
 var rankColours = []int{36, 33, 32, 35, 34, 96, 93, 92, 95, 94}
 
-// Output shows what the ranks print: whole lines, each behind its rank's number, never mixed within a line; and keeps it in files if asked.
+// Output shows what the ranks print: whole lines, each behind its rank's number, never mixed within
+// a line; and keeps it in files if asked.
 type Output struct {
 	out, err *stream
 	log      *ranksLog
@@ -59,8 +63,9 @@ type stream struct {
 	failed bool
 }
 
-// NewOutput writes ranks' standard output to out and standard error to errw, with prefixes wide enough for world ranks if prefix is set, and
-// everything to logDir/rank-N.log if logDir is not empty. report is told, once each, what cannot be written.
+// NewOutput writes ranks' standard output to out and standard error to errw, with prefixes wide
+// enough for world ranks if prefix is set, and everything to logDir/rank-N.log if logDir is not
+// empty. report is told, once each, what cannot be written.
 func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int, report func(string)) (*Output, error) {
 	width := len(strconv.Itoa(max(world-1, 0)))
 	o := &Output{report: report, broken: make(chan struct{}),
@@ -86,7 +91,8 @@ func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks 
 // Broken is closed when the reader of the standard output has gone away, as head does.
 func (o *Output) Broken() <-chan struct{} { return o.broken }
 
-// Copy shows what rank writes to r, its standard error if isErr, until r ends. It returns at once; Wait waits. Output owns r.
+// Copy shows what rank writes to r, its standard error if isErr, until r ends. It returns at once;
+// Wait waits. Output owns r.
 func (o *Output) Copy(rank int, isErr bool, r io.ReadCloser) {
 	s := o.out
 	if isErr {

@@ -16,7 +16,8 @@ import (
 	"tutti/internal/lockdir"
 )
 
-// Running is a job that a launcher of this user runs on this machine, and what it takes to ask its ranks.
+// Running is a job that a launcher of this user runs on this machine, and what it takes to ask its
+// ranks.
 type Running struct {
 	Job     string    `json:"job"`
 	Store   string    `json:"store"`
@@ -27,7 +28,8 @@ type Running struct {
 	Started time.Time `json:"started"`
 }
 
-// runningName is the file in a launcher's temporary directory that says what it runs. It is readable for its owner alone, and goes with the directory.
+// runningName is the file in a launcher's temporary directory that says what it runs. It is
+// readable for its owner alone, and goes with the directory.
 const runningName = "job.json"
 
 const maxRunning = 64 << 10
@@ -49,7 +51,8 @@ func (l *launcher) announce(store string) error {
 	return nil
 }
 
-// Jobs lists the jobs of this user's launchers on this machine, the oldest first; of a job with several launchers here, the first.
+// Jobs lists the jobs of this user's launchers on this machine, the oldest first; of a job with
+// several launchers here, the first.
 func Jobs() []Running {
 	var all []Running
 	dirs := []string{filepath.Clean(os.TempDir())}
@@ -81,8 +84,10 @@ func Jobs() []Running {
 	return out
 }
 
-// readRunning reads what announce wrote, and checks it. Anybody may make directories of such names where temporary ones are, and this user may have opened one to others:
-// a note counts only as announce leaves it, a file of this user's in a directory of this user's, both closed to everybody else.
+// readRunning reads what announce wrote, and checks it. Anybody may make directories of such names
+// where temporary ones are, and this user may have opened one to others: a note counts only as
+// announce leaves it, a file of this user's in a directory of this user's, both closed to everybody
+// else.
 func readRunning(dir string) (r Running, err error) {
 	d, err := unix.Open(dir, unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {

@@ -24,7 +24,8 @@ import (
 	"tutti/internal/ports"
 )
 
-// What launchers of several nodes write in the store, below the job's prefix: who is there, under a lease, and how it ended there.
+// What launchers of several nodes write in the store, below the job's prefix: who is there, under a
+// lease, and how it ended there.
 const (
 	nodeKeys = "launcher/nodes/"
 	doneKeys = "launcher/done/"
@@ -53,7 +54,8 @@ func (r nodeRecord) differs(n int, other nodeRecord) error {
 	return nil
 }
 
-// failure is how a node ended: Code 0 is well. End: the others are to end too, whatever Options.GoOn says.
+// failure is how a node ended: Code 0 is well. End: the others are to end too, whatever
+// Options.GoOn says.
 type failure struct {
 	Code int
 	Why  string
@@ -65,7 +67,8 @@ type broken struct {
 	why  string
 }
 
-// store is the job's store as this launcher has it: served, shared with other launchers, both, or neither (nil fields; a nil *store works).
+// store is the job's store as this launcher has it: served, shared with other launchers, both, or
+// neither (nil fields; a nil *store works).
 type store struct {
 	server *embed.Server
 	handle bootstrap.Store // not nil: there are other nodes
@@ -130,8 +133,8 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	}
 	master := ""
 	if l.Node == 0 {
-		// Nothing of Tutti's listens there: it is for programs that bring a rendezvous of their own. Nobody holds the port in between, as with
-		// every launcher that does this.
+		// Nothing of Tutti's listens there: it is for programs that bring a rendezvous of their
+		// own. Nobody holds the port in between, as with every launcher that does this.
 		p, err := ports.Listen(ctx, "", ports.Spec{})
 		if err != nil {
 			return nil, err
@@ -177,7 +180,8 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	}, nil
 }
 
-// listenHost is where node 0 listens if the others reach it as host. A name often means a loopback address to the very machine it names, hence all.
+// listenHost is where node 0 listens if the others reach it as host. A name often means a loopback
+// address to the very machine it names, hence all.
 func listenHost(ctx context.Context, host string) string {
 	if net.ParseIP(host) != nil {
 		return host
@@ -240,7 +244,8 @@ func (l *launcher) storeConfig(address string, secret []byte) (bootstrap.StoreCo
 	return cfg, err
 }
 
-// meet announces this node and waits for the others. It returns what node 0 says the master's address is.
+// meet announces this node and waits for the others. It returns what node 0 says the master's
+// address is.
 func (s *store) meet(ctx context.Context, l *launcher, address string, secret []byte, master string) (string, error) {
 	patience := 5 * time.Minute
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
@@ -277,11 +282,13 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	if there, err := s.handle.List(ctx, nodeKeys); err == nil && len(there) < s.nodes && !l.Quiet {
 		l.say(fmt.Sprintf("waiting for %s at %s", count(s.nodes-len(there), "other node"), address))
 	}
-	// The same watch serves until the end: a node that dies as soon as it has been met is not missed.
+	// The same watch serves until the end: a node that dies as soon as it has been met is not
+	// missed.
 	wctx, stop := context.WithCancel(context.Background())
 	s.cancel = stop
 	nodes, met := s.handle.Watch(wctx, nodeKeys), map[int]bool{s.node: true}
-	// A launcher that is refused by this one learns of it from this one's record, which stays until the other has given up too.
+	// A launcher that is refused by this one learns of it from this one's record, which stays until
+	// the other has given up too.
 	var refusal error
 	var refused int
 	var late <-chan time.Time
@@ -351,8 +358,8 @@ func (l *launcher) onFailure() string {
 	return "end"
 }
 
-// impatient says what a long wait for the store is about, unless the function that it returns is called before: a name that does not resolve, at once, for it may be wrong and
-// may be yet to come.
+// impatient says what a long wait for the store is about, unless the function that it returns is
+// called before: a name that does not resolve, at once, for it may be wrong and may be yet to come.
 func (l *launcher) impatient(ctx context.Context, address string, patience time.Duration) (reached func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var done sync.WaitGroup
@@ -470,7 +477,8 @@ func (s *store) elsewhere() <-chan struct{} {
 	return s.wake
 }
 
-// report tells the other nodes how this one ended; only the first report counts. With end it ends them too.
+// report tells the other nodes how this one ended; only the first report counts. With end it ends
+// them too.
 func (s *store) report(code int, why string, end bool) {
 	if s == nil || s.handle == nil || s.watched == nil {
 		return
@@ -488,7 +496,8 @@ func (s *store) report(code int, why string, end bool) {
 	})
 }
 
-// others waits, where this launcher serves the store, until the other nodes have ended; the user's signal ends the wait.
+// others waits, where this launcher serves the store, until the other nodes have ended; the user's
+// signal ends the wait.
 func (s *store) others(ctx context.Context, l *launcher) error {
 	if s == nil || s.server == nil || s.watched == nil {
 		return nil

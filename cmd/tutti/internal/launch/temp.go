@@ -18,5 +18,6 @@ func makeTemp(dir string) (lock *os.File, err error) {
 	return lockdir.Lock(dir)
 }
 
-// removeStale removes this user's directories of launchers that were killed together with their guards, as batch systems do it.
+// removeStale removes this user's directories of launchers that were killed together with their
+// guards, as batch systems do it.
 func removeStale(parent string) { lockdir.RemoveStale(parent, tempName.MatchString) }

@@ -16,7 +16,8 @@ import (
 	"tutti/pg/membership"
 )
 
-// viewKey is where the ranks keep the job's view, see package pg: eight bytes that name the job's life, and the view.
+// viewKey is where the ranks keep the job's view, see package pg: eight bytes that name the job's
+// life, and the view.
 const viewKey = "membership/view"
 
 const (
@@ -32,7 +33,8 @@ type entry struct {
 	late        bool // when the job was ending already
 }
 
-// views watches who is in the job's group, as far as its ranks use one. All methods but ask work on nil, which nobody is in.
+// views watches who is in the job's group, as far as its ranks use one. All methods but ask work on
+// nil, which nobody is in.
 type views struct {
 	cfg   bootstrap.StoreConfig
 	in    chan entry
@@ -74,7 +76,8 @@ func (v *views) entries() <-chan entry {
 // known reports whether the ranks are known to use views.
 func (v *views) known() bool { return v != nil && v.seen.Load() }
 
-// vacate says in the store that a rank is gone for good, for a process on standby, unless there has been a view, which says so itself.
+// vacate says in the store that a rank is gone for good, for a process on standby, unless there has
+// been a view, which says so itself.
 func (v *views) vacate(rank int) {
 	if v == nil || v.known() {
 		return
@@ -88,7 +91,8 @@ func (v *views) vacate(rank int) {
 	}
 }
 
-// ask has over answer when the group is over: no life of the present view is registered any more, or there is no view. It must have answered the last one.
+// ask has over answer when the group is over: no life of the present view is registered any more,
+// or there is no view. It must have answered the last one.
 func (v *views) ask() { v.asked.Store(true) }
 
 // over yields a token for each ask.
@@ -171,7 +175,8 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 	}
 }
 
-// isOver says whether no life of the view that the store had is registered, and it still is the view: only one who was in it can have made another.
+// isOver says whether no life of the view that the store had is registered, and it still is the
+// view: only one who was in it can have made another.
 func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, view membership.View) (bool, error) {
 	for slot, s := range view.Slots {
 		if s.Incarnation == 0 {

@@ -29,13 +29,15 @@ type Rank struct {
 	Bytes      float64 `json:"bytes_per_second"`
 }
 
-// stragglerShare is how much of the time others must have waited for a rank to call it a straggler, and stragglerMin how long.
+// stragglerShare is how much of the time others must have waited for a rank to call it a straggler,
+// and stragglerMin how long.
 const (
 	stragglerShare = 0.02
 	stragglerMin   = 0.2
 )
 
-// Make makes a report of a sample, with rates since the one before if that is not nil. Stragglers are those since the sample before where watching is set, else since the ranks have joined.
+// Make makes a report of a sample, with rates since the one before if that is not nil. Stragglers
+// are those since the sample before where watching is set, else since the ranks have joined.
 func Make(now, before *Sample, watching bool) *Report {
 	r := &Report{Job: now.Job, Time: now.Time, Findings: append([]flight.Finding{}, flight.Diagnose(now.Ranks)...), Stragglers: []flight.Straggler{}}
 	old := map[int]*flight.Snapshot{}
@@ -161,7 +163,8 @@ func state(r *flight.Rank) (text string, plain bool) {
 	return text, false
 }
 
-// FromFiles makes a report of flight records: of several of one rank, of the latest. Ranks without one are unknown.
+// FromFiles makes a report of flight records: of several of one rank, of the latest. Ranks without
+// one are unknown.
 func FromFiles(snaps []*flight.Snapshot) *Report {
 	now := &Sample{}
 	latest := map[int]*flight.Snapshot{}

@@ -64,8 +64,9 @@ type Sample struct {
 	Ranks []flight.Rank // by rank
 }
 
-// Sample asks all ranks, each for at most ops operations. It takes as long as the store and then the slowest rank, AnswerWithin at most for each 64 of them. An error means that the store
-// could not be asked, or (ErrNoRanks) has nothing to say; a rank that does not answer is none.
+// Sample asks all ranks, each for at most ops operations. It takes as long as the store and then
+// the slowest rank, AnswerWithin at most for each 64 of them. An error means that the store could
+// not be asked, or (ErrNoRanks) has nothing to say; a rank that does not answer is none.
 func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	records, err := s.store.List(ctx, "ranks/")
 	if err != nil {

@@ -13,7 +13,8 @@ import (
 	"tutti/pg/flight"
 )
 
-// Style says how text is written: with colour, in lines of at most Width columns (0: any), and at most Rows ranks (0: all), the remarkable ones first.
+// Style says how text is written: with colour, in lines of at most Width columns (0: any), and at
+// most Rows ranks (0: all), the remarkable ones first.
 type Style struct {
 	Colour bool
 	Width  int

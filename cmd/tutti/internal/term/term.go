@@ -23,7 +23,8 @@ func Width(f *os.File) int {
 	return w
 }
 
-// Wrap breaks s between words so that it fits behind indent columns in width (0: any); continuation lines are indented too. Where there is no room it leaves s alone.
+// Wrap breaks s between words so that it fits behind indent columns in width (0: any); continuation
+// lines are indented too. Where there is no room it leaves s alone.
 func Wrap(s string, indent, width int) string {
 	room := width - indent
 	if width == 0 || room < 20 {
