@@ -3,7 +3,7 @@ package collectives
 // Caps is what the links between the ranks of a call can do. Every rank must pass Choose the same
 // Caps, so they hold only what all ranks know to be true of all.
 type Caps struct {
-	Mapped       bool // every active rank's In and Out can be loaded and stored by all the others
+	Mapped       bool // every active rank's In and Out can be loaded by all the others
 	SharedMemory bool // all links are memory, none a wire
 	Cores        int  // processors that the ranks of one host share; 0: as many as ranks
 }

@@ -22,9 +22,10 @@
 // that have called different things find out: a call of nothing at all (Shape.Empty) is a barrier,
 // whatever its algorithm; and an empty part of an AllGatherV or AllToAllV is sent as a signal.
 //
-// Direct plans load and store the peers' In and Out (PeerIn, PeerOut). They rely on every rank
-// having entered the operation before the first step, and end with signals, so that no rank leaves
-// while a peer still uses its memory.
+// Direct plans load the peers' In and Out (PeerIn, PeerOut) and never store to them. They rely on
+// every rank having entered the operation before the first step. Whoever has loaded sends something
+// afterwards, and signals at the end see to it that no rank leaves while a peer still uses its
+// memory.
 //
 // # Order of reduction
 //
@@ -52,8 +53,9 @@
 //
 //   - flat: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so short that only the number of rounds counts, and for
 //     two ranks, where no algorithm sends less.
-//   - direct: each rank folds its n-th of all vectors where they are and stores it where it belongs. 2·S/n loads and stores per rank for
-//     each of the n; nothing is copied on the way.
+//   - direct: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
+//     all vectors and then loads the other parts of the result from those who folded them: S/n loads
+//     for each of the n, and S(n-1)/n more; nothing is copied on the way.
 //   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned; 2(n-1) a per chunk, 2S(n-1)/n B, each element folded
 //     once. Round c of the software pipeline sends contribution c, folds c-1, and sends result c-1. For a broadcast it is van de Geijn's scatter and
 //     allgather; for a reduce, reduce-scatter and gather.
