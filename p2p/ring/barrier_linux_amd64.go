@@ -17,7 +17,8 @@ const (
 )
 
 // registerBarrier makes this process take part in the barriers of others and of its own, and
-// reports whether the system can do that.
+// reports whether the system can do that. In a process of several threads the first call takes the
+// kernel a grace period of RCU, which is 10 ms and more: see Prepare.
 var registerBarrier = sync.OnceValue(func() bool {
 	_, _, e := unix.Syscall(unix.SYS_MEMBARRIER, cmdRegisterGlobalExpedited, 0, 0)
 	return e == 0

@@ -164,6 +164,10 @@ func (e *End) Init(mem []byte, data, side int, bell func()) error {
 	return nil
 }
 
+// Prepare does once for this process what the first call of Asymmetric would take some 10 ms for.
+// Call it beside other work.
+func Prepare() { registerBarrier() }
+
 // Asymmetric moves the cost of sleeping from the other end's every Send to this end's Arm, which
 // then takes some microseconds, where the system can do that (Linux on amd64). It cannot be undone.
 // Who may call Send and Arm may call it, at any time: the other end sends without a fence only

@@ -91,6 +91,7 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 		Admit: t.admit, Accepted: t.accepted, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
+	t.served.Go(ring.Prepare) // links may be told to sleep seldom while others wait for this rank
 	t.mu.Unlock()
 	conn, err := t.connect(ctx, e, h.Self())
 	if err != nil {

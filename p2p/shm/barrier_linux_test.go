@@ -1,0 +1,58 @@
+//go:build amd64 && !race
+
+package shm
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/p2p/linktest"
+)
+
+const listenOnly = "listen only"
+
+func init() { roles[listenOnly] = listens }
+
+// Registering for barriers takes the kernel some 10 ms, which nobody should wait for when the ranks
+// of a view have met.
+func TestListenRegistersForBarriers(t *testing.T) {
+	if _, err := registrations(); err != nil {
+		t.Skipf("the kernel does not tell for which barriers a process has registered: %v", err)
+	}
+	cmd := exec.Command(os.Args[0])
+	cmd.Env = append(os.Environ(), roleVariable+"="+listenOnly)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("a fresh process that listens: %v\n%s", err, out)
+	}
+}
+
+// listens is a process that listens once and has no link.
+func listens() error {
+	tr := New(Config{})
+	if _, err := tr.Listen(context.Background(), linktest.NewHost(1)); err != nil {
+		return err
+	}
+	if err := tr.Close(); err != nil { // which waits for what Listen began
+		return err
+	}
+	got, err := registrations()
+	if err == nil && got == 0 {
+		err = errors.New("Listen has not registered for any barrier")
+	}
+	return err
+}
+
+// registrations tells for which barriers this process has registered.
+func registrations() (uintptr, error) {
+	const cmdGetRegistrations = 1 << 9
+	got, _, e := unix.Syscall(unix.SYS_MEMBARRIER, cmdGetRegistrations, 0, 0)
+	if e != 0 {
+		return 0, e
+	}
+	return got, nil
+}
