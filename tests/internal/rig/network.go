@@ -5,6 +5,7 @@ package rig
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"os"
 	"os/exec"
@@ -28,6 +29,11 @@ type Host struct {
 
 // Enter is the prefix of a command that runs on the host: see Stage.StartIn.
 func (h *Host) Enter() []string { return []string{"ip", "netns", "exec", h.Name} }
+
+// command is a command that runs on the host.
+func (h *Host) command(name string, args ...string) *exec.Cmd {
+	return exec.Command("ip", slices.Concat([]string{"netns", "exec", h.Name, name}, args)...)
+}
 
 // Names of namespaces are this, the number of the process that made them, and a count: those of
 // processes that have died are removed.
@@ -105,11 +111,12 @@ func Connect(a, b *Host, device string) {
 	a.IP("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.Name)
 }
 
-// Switch connects hosts by an interface "data" each. Cables can be put into another switch, and a
-// host be made to miss what another sends.
+// Switch connects hosts by an interface "data" each. Cables can be put into another switch, also one
+// that is reached by a slow cable, and a host be made to miss what another sends.
 type Switch struct {
 	Hosts []*Host
-	host  *Host // where the bridges are
+	host  *Host  // where the bridges are
+	slow  *cable // to the bridge of slow hosts; nil until LaySlow
 }
 
 // NewSwitch makes n hosts, the i-th with the address Address(i).
@@ -129,7 +136,25 @@ func NewSwitch(t *testing.T, n int) *Switch {
 	return s
 }
 
-var bridges = [2]string{"near", "far"}
+var bridges = [3]string{"near", "far", "slow"}
+
+// LaySlow lays the cable that Slow needs. Tests without the right to make TAP devices are skipped.
+func (s *Switch) LaySlow() {
+	s.host.t.Helper()
+	s.slow = newCable(s.host, s.host, "slow0", "slow1")
+	s.host.IP("link", "set", "slow0", "up", "master", "near")
+	s.host.IP("link", "set", "slow1", "up", "master", "slow")
+}
+
+// Slow has what a host sends and gets come late from now on, and loses a part of it. Part ends it.
+// As by Part, some frames are lost while the host's cable is plugged in.
+func (s *Switch) Slow(host int, delay time.Duration, loss float64) {
+	s.slow.set(delay, loss)
+	s.host.IP("link", "set", port(host), "master", "slow")
+}
+
+// Lost is how many frames Slow has lost.
+func (s *Switch) Lost() int64 { return s.slow.lost.Load() }
 
 func port(i int) string { return fmt.Sprintf("port%d", i) }
 
@@ -175,10 +200,31 @@ func (h *Host) Netem(device string, quality ...string) bool {
 // kernels without netem, and the same losses in every run. It counts the frames that it loses.
 func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lost *atomic.Int64) {
 	a.t.Helper()
-	lost = new(atomic.Int64)
+	c := newCable(a, b, device, device)
+	c.set(delay, loss)
+	return &c.lost
+}
+
+// cable carries frames between two TAP devices.
+type cable struct {
+	delay atomic.Int64  // in nanoseconds
+	loss  atomic.Uint64 // of frames: the bits of a float64
+	lost  atomic.Int64  // frames
+}
+
+func (c *cable) set(delay time.Duration, loss float64) {
+	c.delay.Store(int64(delay))
+	c.loss.Store(math.Float64bits(loss))
+}
+
+// newCable makes the devices and connects them.
+func newCable(a, b *Host, deviceA, deviceB string) *cable {
+	a.t.Helper()
+	c := new(cable)
 	ends := [2]*os.File{}
+	devices := []string{deviceA, deviceB}
 	for i, h := range []*Host{a, b} {
-		f, err := h.tap(device)
+		f, err := h.tap(devices[i])
 		if err != nil {
 			h.t.Skipf("needs TAP devices: %v", err)
 		}
@@ -205,12 +251,12 @@ func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lo
 					runtime.Gosched()
 					continue
 				}
-				if rnd.Float64() < loss {
-					lost.Add(1)
+				if rnd.Float64() < math.Float64frombits(c.loss.Load()) {
+					c.lost.Add(1)
 					continue
 				}
 				select {
-				case wire <- frame{time.Now().Add(delay), append([]byte(nil), buf[:n]...)}:
+				case wire <- frame{time.Now().Add(time.Duration(c.delay.Load())), append([]byte(nil), buf[:n]...)}:
 				default: // a full buffer drops, as a switch does
 				}
 			}
@@ -222,7 +268,7 @@ func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lo
 			}
 		}()
 	}
-	return lost
+	return c
 }
 
 // tap makes an interface whose other end is a file.
@@ -232,8 +278,7 @@ func (h *Host) tap(device string) (*os.File, error) {
 		err error
 	}
 	done := make(chan result)
-	go func() {
-		runtime.LockOSThread() // and never unlocked: the thread, which is in another namespace by then, ends with the goroutine
+	lostThread(func() { // it is in another namespace by then
 		f, err := func() (*os.File, error) {
 			ns, err := os.Open("/run/netns/" + h.Name)
 			if err != nil {
@@ -259,7 +304,23 @@ func (h *Host) tap(device string) (*os.File, error) {
 			return os.NewFile(uintptr(fd), device), nil
 		}()
 		done <- result{f, err}
-	}()
+	})
 	r := <-done
 	return r.f, r.err
+}
+
+// lostThread runs f on a thread that ends with it. It is not the main thread, which would not end
+// and whose namespaces are those that /proc shows for the process.
+func lostThread(f func()) {
+	go func() {
+		runtime.LockOSThread() // and not unlocked after f
+		if unix.Gettid() != unix.Getpid() {
+			f()
+			return
+		}
+		done := make(chan struct{}) // while this goroutine has the main thread no other gets it
+		lostThread(func() { defer close(done); f() })
+		<-done
+		runtime.UnlockOSThread()
+	}()
 }

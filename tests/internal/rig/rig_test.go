@@ -10,8 +10,10 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"tutti/pg"
 )
@@ -51,6 +53,46 @@ func TestSame(t *testing.T) {
 	}
 	if f := faultOf(err); f.Kind != "wrong" {
 		t.Errorf("got %v", f)
+	}
+}
+
+// TestSlowHostIsFarAway looks at what a slow cable does, and that it is over.
+func TestSlowHostIsFarAway(t *testing.T) {
+	Need(t, "ping")
+	s := NewSwitch(t, 2)
+	s.LaySlow()
+	ping := func() time.Duration { // some frames are lost when a cable is plugged in
+		t.Helper()
+		var out []byte
+		for until := time.Now().Add(Patience); time.Now().Before(until); {
+			var err error
+			if out, err = s.Hosts[0].command("ping", "-c", "1", "-W", "1", s.Address(1)).CombinedOutput(); err != nil {
+				continue
+			}
+			_, rest, _ := strings.Cut(string(out), "rtt min/avg/max/mdev = ")
+			least, _, _ := strings.Cut(rest, "/")
+			if d, err := time.ParseDuration(least + "ms"); err == nil {
+				return d
+			}
+		}
+		t.Fatalf("no answer: %s", out)
+		return 0
+	}
+	ping()
+	s.Slow(1, 30*time.Millisecond, 0)
+	if d := ping(); d < 60*time.Millisecond {
+		t.Errorf("a host behind a cable of 30ms answers after %v", d)
+	}
+	s.Part()
+	if d := ping(); d >= 60*time.Millisecond {
+		t.Errorf("a host that is not slow any more answers after %v", d)
+	}
+	s.Slow(1, 0, 1)
+	if s.Hosts[0].command("ping", "-c", "3", "-i", "0.1", "-W", "1", s.Address(1)).Run() == nil {
+		t.Error("a cable that loses all frames carries some")
+	}
+	if s.Lost() == 0 {
+		t.Error("the cable counts no lost frame")
 	}
 }
 
