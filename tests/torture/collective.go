@@ -23,6 +23,16 @@ type handle struct {
 
 func (h *handle) slot() int { return h.g.Rank() }
 
+// grow takes the slots in that the group of all ranks has by now.
+func (h *handle) grow() {
+	for slot := len(h.ranks); slot < h.g.Size(); slot++ {
+		h.ranks = append(h.ranks, slot)
+	}
+}
+
+// differs says whether a rank of the group calls something else in a step.
+func (s *Step) differs(h *handle) bool { return s.Alt != nil && slices.Contains(h.ranks, s.Alt.Rank) }
+
 // call is one collective of this rank: what it is called with, and what it has to give.
 type call struct {
 	name     string

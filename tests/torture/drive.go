@@ -5,6 +5,7 @@ package torture
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net"
 	"slices"
 	"strconv"
@@ -34,6 +35,8 @@ type stage struct {
 	secret    string
 	jobs      int
 	members   map[int]*member
+	spares    []*member // that wait for a rank to be lost
+	lives     map[int]int
 	events    chan event
 	hosts     int
 }
@@ -64,7 +67,7 @@ const storeHost = "TORTURE_STORE_HOST"
 
 func newStage(t *testing.T, transport, secret string) *stage {
 	s := &stage{t: t, rig: rig.New(t), transport: transport, secret: secret, members: map[int]*member{},
-		events: make(chan event, 64)}
+		lives: map[int]int{}, events: make(chan event, 64)}
 	var enter, env []string
 	switch transport {
 	case "tcp":
@@ -74,6 +77,7 @@ func newStage(t *testing.T, transport, secret string) *stage {
 	}
 	if s.hosts > 0 {
 		s.net = rig.NewSwitch(t, s.hosts+1) // the last is the store's
+		s.net.LaySlow()
 		enter = s.net.Hosts[s.hosts].Enter()
 		env = append(env, storeHost+"="+s.net.Address(s.hosts))
 	}
@@ -83,16 +87,27 @@ func newStage(t *testing.T, transport, secret string) *stage {
 	return s
 }
 
+// spare is the number of a member that has none yet.
+const spare = -1
+
 // launch starts a rank's process.
 func (s *stage) launch(number int) *member {
+	m := s.process(number)
+	s.members[number] = m
+	return m
+}
+
+// process starts a process.
+func (s *stage) process(number int) *member {
 	s.t.Helper()
 	m := &member{number: number}
 	var enter []string
 	switch s.transport {
 	case "tcp":
-		m.host = number
+		m.host = (number + s.hosts) % s.hosts
 	case "hosts":
-		m.host = (number/2 + s.jobs) % s.hosts // a replacement may be elsewhere
+		m.host = (max(number, 0)/2 + s.jobs + s.lives[number]) % s.hosts // a replacement may be elsewhere
+		s.lives[number]++
 	}
 	if s.net != nil {
 		enter = s.net.Hosts[m.host].Enter()
@@ -112,8 +127,17 @@ func (s *stage) launch(number int) *member {
 			s.events <- event{m: m, news: n}
 		}
 	}()
-	s.members[number] = m
 	return m
+}
+
+// known says whether the process still counts.
+func (s *stage) known(m *member) bool {
+	return s.members[m.number] == m || slices.Contains(s.spares, m)
+}
+
+// all are the processes that count.
+func (s *stage) all() []*member {
+	return slices.AppendSeq(slices.Clone(s.spares), maps.Values(s.members))
 }
 
 func (m *member) tell(o order) {
@@ -131,11 +155,12 @@ func (s *stage) end(m *member) {
 	if s.members[m.number] == m {
 		delete(s.members, m.number)
 	}
+	s.spares = slices.DeleteFunc(s.spares, func(o *member) bool { return o == m })
 }
 
 // killAll ends all ranks.
 func (s *stage) killAll() {
-	for _, m := range s.members {
+	for _, m := range s.all() {
 		s.end(m)
 	}
 }
@@ -146,6 +171,8 @@ type session struct {
 	job   Job
 	setup setup
 	first map[int]*rig.Usage // of each rank's process at the end of an early program
+	gone  map[int]bool       // ranks without a process: dead and not replaced, or to come later
+	later map[int]bool       // ranks that have not come yet
 	progs int
 
 	faults sync.WaitGroup // that are under way
@@ -154,15 +181,18 @@ type session struct {
 // start starts a job.
 func (s *stage) start(job Job) (*session, *Finding) {
 	s.jobs++
-	x := &session{s: s, job: job, first: map[int]*rig.Usage{}}
+	x := &session{s: s, job: job, first: map[int]*rig.Usage{}, gone: map[int]bool{}, later: map[int]bool{}}
 	x.setup = setup{Job: job, Name: fmt.Sprintf("torture-%d", s.jobs), Store: s.address, Secret: s.secret}
 	for number, m := range s.members { // a process that has seen much makes room for a new one
-		if number >= job.Ranks || m.jobs >= 40 {
+		if number >= job.Ranks-job.Later || m.jobs >= 40 {
 			s.end(m)
 		}
 	}
 	var all []*member
-	for number := range job.Ranks {
+	for i := range job.Later {
+		x.gone[job.Ranks-1-i], x.later[job.Ranks-1-i] = true, true
+	}
+	for number := range job.Ranks - job.Later {
 		m := s.members[number]
 		if m == nil {
 			m = s.launch(number)
@@ -171,11 +201,29 @@ func (s *stage) start(job Job) (*session, *Finding) {
 		all = append(all, m)
 	}
 	for _, m := range all {
-		own := x.setup
-		own.Number = m.number
-		m.tell(order{Setup: &own})
+		x.tell(m, false)
 	}
-	return x, x.await(len(all), "join", recovery+slack, func(n news) (bool, string) { return n.Ready, n.Error })
+	f := x.await(len(all), "join", recovery+slack, func(n news) (bool, string) { return n.Ready, n.Error })
+	if f == nil {
+		x.stock()
+	}
+	return x, f
+}
+
+// tell has a process join the job, at once or by the program.
+func (x *session) tell(m *member, late bool) {
+	own := x.setup
+	own.Number, own.Late = m.number, late
+	m.tell(order{Setup: &own})
+}
+
+// stock has as many processes stand by as the job is to have.
+func (x *session) stock() {
+	for len(x.s.spares) < x.job.Standby {
+		m := x.s.process(spare)
+		x.s.spares = append(x.s.spares, m)
+		x.tell(m, true)
+	}
 }
 
 // await waits for an answer of all ranks.
@@ -184,7 +232,7 @@ func (x *session) await(n int, what string, limit time.Duration, is func(news) (
 	for n > 0 {
 		select {
 		case e := <-x.s.events:
-			if x.s.members[e.m.number] != e.m {
+			if !x.s.known(e.m) {
 				continue
 			}
 			if e.err != nil {
@@ -226,12 +274,11 @@ func (x *session) died(m *member, during string) *Finding {
 // stacks has all ranks print what they do.
 func (x *session) stacks() string {
 	var text strings.Builder
-	for _, number := range x.numbers() {
-		m := x.s.members[number]
+	for _, m := range x.s.all() {
 		syscall.Kill(m.r.PID, syscall.SIGCONT)
 		syscall.Kill(m.r.PID, syscall.SIGQUIT)
 		m.p.Wait()
-		fmt.Fprintf(&text, "\n--- rank %d\n%s", number, ours(m.p.Err.String()))
+		fmt.Fprintf(&text, "\n--- rank %d\n%s", m.number, ours(m.p.Err.String()))
 	}
 	return text.String()
 }
@@ -250,14 +297,6 @@ func ours(text string) string {
 	return b.String()
 }
 
-func (x *session) numbers() (all []int) {
-	for number := range x.s.members {
-		all = append(all, number)
-	}
-	slices.Sort(all)
-	return all
-}
-
 // Result is what became of a program.
 type Result struct {
 	Findings []Finding
@@ -273,152 +312,237 @@ func (res *Result) find(f *Finding) {
 	res.Lost = true
 }
 
+// A course is how far a program is that runs on a job.
+type course struct {
+	*session
+	p       *Program
+	res     *Result
+	reports map[int]*Report
+	gates   map[int]Gate
+	phase   phase
+	running int             // faults
+	done    chan string     // faults that are over
+	began   map[int]bool    // faults, by their place in the program
+	doomed  map[int]bool    // ranks whose end is on purpose
+	asked   map[*member]int // faults that a rank is to do
+	found   map[int][]Finding
+	back    *order // for those who come in again
+}
+
+// phase is what the ranks that have come to their gates wait for.
+type phase int
+
+const (
+	faultsOver phase = iota // the end of all faults
+	recovered               // that all know who goes on
+	joined                  // the end of the faults while others join
+)
+
 // run runs a program on the job.
 func (x *session) run(p *Program) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
+	c := &course{session: x, p: p, res: res, reports: map[int]*Report{}, gates: map[int]Gate{},
+		done: make(chan string, len(p.Faults)+1), began: map[int]bool{}, doomed: map[int]bool{},
+		asked: map[*member]int{}, found: map[int][]Finding{}}
 	s := x.s
 	x.progs++
-	reports := map[int]*Report{}
-	gates := map[int]Gate{}
-	phase := 0
-	running := 0
-	done := make(chan string, len(p.Faults)+1)
-	doomed := map[int]bool{} // their end is on purpose
 	late := time.NewTimer(patience)
 	defer late.Stop()
-	for number := range x.job.Ranks {
-		s.members[number].tell(order{Program: p})
+	for _, m := range s.members {
+		m.tell(order{Program: p})
 	}
-	began := map[int]bool{}
-	found := map[int][]Finding{}
-	asked := map[*member]int{} // faults that a rank is to do
-	gone := map[int]bool{}     // dead, and not replaced yet
-	check := func() {
-		if running > 0 || len(gates)+len(gone) < x.job.Ranks || len(gates) == 0 {
-			return
-		}
-		to := Go{}
-		step := 0
-		for number, g := range gates {
-			step = g.Step
-			if phase == 1 && g.State == "recovered" {
-				to.Stay = append(to.Stay, number)
-			} else if phase == 1 {
-				to.Back = append(to.Back, number)
-			}
-		}
-		if phase == 1 {
-			for number := range gone {
-				to.Back = append(to.Back, number)
-			}
-			slices.Sort(to.Stay)
-			slices.Sort(to.Back)
-			if len(to.Stay) == 0 {
-				res.Lost = true
-				res.Faults["job lost"]++
-				return
-			}
-			for number := range gone {
-				m := s.launch(number)
-				own := x.setup
-				own.Number, own.Late = number, true
-				m.tell(order{Setup: &own})
-				m.tell(order{Program: p, From: step, Back: &to})
-			}
-			clear(gone)
-		}
-		for number := range gates {
-			s.members[number].tell(order{Go: &to})
-		}
-		clear(gates)
-		phase = 1 - phase
-	}
-	for len(reports) < x.job.Ranks && !res.Lost {
+	for len(c.reports)+len(x.gone) < x.job.Ranks && !res.Lost {
 		select {
 		case e := <-s.events:
-			m, n := e.m, e.news
-			if s.members[m.number] != m {
+			if !s.known(e.m) {
 				continue
 			}
-			switch {
-			case e.err != nil && doomed[m.number]:
-				m.p.Wait()
-				m.conn.Close()
-				delete(s.members, m.number)
-				delete(doomed, m.number)
-				delete(gates, m.number)
-				gone[m.number] = true
-				running -= 1 + asked[m]
-				check()
-			case e.err != nil:
-				res.find(x.died(m, "a program"))
-			case n.At != nil:
-				for i, f := range p.Faults {
-					if f.Step != *n.At || f.At != m.number || began[i*1000+f.Step] {
-						continue
-					}
-					began[i*1000+f.Step] = true
-					v := s.members[f.Victim]
-					if v == nil || doomed[f.Victim] || gone[f.Victim] || len(gone)+len(doomed) >= x.job.Ranks-1 &&
-						(f.Kind == "kill" || f.Kind == "leave" || f.Kind == "evict") {
-						continue
-					}
-					res.Faults[f.Kind]++
-					running++
-					switch f.Kind {
-					case "kill":
-						doomed[f.Victim] = true
-					case "evict":
-						asked[m]++
-					}
-					x.faults.Go(func() { x.inject(f, v, m, done) })
-				}
-			case n.Gate != nil:
-				gates[m.number] = *n.Gate
-				check()
-			case n.Did:
-				if n.Error != "" {
-					res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
-				}
-				running--
-				asked[m]--
-				check()
-			case n.Hang != nil:
-				res.find(n.Hang)
-			case n.Found != nil:
-				if len(found) == 0 {
-					late.Reset(foundPatience)
-				}
-				found[m.number] = append(found[m.number], *n.Found)
-			case n.Report != nil:
-				reports[m.number] = n.Report
-			case n.Error != "":
-				res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
+			if e.news.Found != nil && len(c.found) == 0 {
+				late.Reset(foundPatience)
 			}
-		case <-done:
-			running--
-			check()
+			c.hear(e.m, e.news, e.err)
+		case <-c.done:
+			c.running--
+			c.check()
 		case <-late.C:
-			if res.Lost = true; len(found) > 0 {
+			if res.Lost = true; len(c.found) > 0 {
 				continue
 			}
 			res.find(&Finding{Kind: "stuck",
 				Text: fmt.Sprintf("the program does not end (gates %v in phase %d, dead %v, %d reports, %d faults)%s",
-					gates, phase, gone, len(reports), running, x.stacks())})
+					c.gates, c.phase, x.gone, len(c.reports), c.running, x.stacks())})
 		}
 	}
 	x.faults.Wait()
-	for number, all := range found {
-		if reports[number] == nil {
+	for number, all := range c.found {
+		if c.reports[number] == nil {
 			res.Findings = append(res.Findings, all...)
 		}
 	}
-	judge(res, reports, x)
+	judge(res, c.reports, x)
 	if res.Lost {
 		s.mend()
 		s.killAll()
 	}
 	return res
+}
+
+// hear takes what a process says, or its end.
+func (c *course) hear(m *member, n news, err error) {
+	switch {
+	case err != nil && c.doomed[m.number]:
+		c.lost(m)
+	case err != nil:
+		c.res.find(c.died(m, "a program"))
+	case n.At != nil:
+		for i, f := range c.p.Faults {
+			if f.Step == *n.At && f.At == m.number && !f.Joining {
+				c.begin(i, f, m)
+			}
+		}
+	case n.Gate != nil:
+		c.gates[m.number] = *n.Gate
+		c.check()
+	case n.Did:
+		if n.Error != "" {
+			c.res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
+		}
+		c.running--
+		c.asked[m]--
+		c.check()
+	case n.Hang != nil:
+		c.res.find(n.Hang)
+	case n.Found != nil:
+		c.found[m.number] = append(c.found[m.number], *n.Found)
+	case n.Report != nil:
+		c.reports[m.number] = n.Report
+	case n.Error != "":
+		c.res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
+	case n.Slot != nil: // one that stood by has come in
+		if c.back == nil || c.s.members[*n.Slot] != nil {
+			c.res.find(&Finding{Kind: "error", Rank: *n.Slot, Text: "a process on standby came in where nobody was lost"})
+			return
+		}
+		c.s.spares = slices.DeleteFunc(c.s.spares, func(o *member) bool { return o == m })
+		m.number = *n.Slot
+		c.s.members[m.number] = m
+		c.res.Faults["stood by"]++
+		m.tell(*c.back)
+		c.stock()
+	}
+}
+
+// lost is the end of a process that was to end.
+func (c *course) lost(m *member) {
+	m.p.Wait()
+	m.conn.Close()
+	delete(c.s.members, m.number)
+	delete(c.doomed, m.number)
+	delete(c.gates, m.number)
+	c.gone[m.number] = true
+	c.running -= 1 + c.asked[m]
+	if c.phase == joined { // the next one is to come in
+		c.replace()
+	}
+	c.check()
+}
+
+// begin begins a fault, unless that has begun or cannot be.
+func (c *course) begin(i int, f Fault, at *member) {
+	if c.began[i] {
+		return
+	}
+	c.began[i] = true
+	v := c.s.members[f.Victim]
+	if v == nil || c.doomed[f.Victim] {
+		return
+	}
+	if left := c.job.Ranks - len(c.gone) - len(c.doomed); left <= 1 && f.causes() == Lost {
+		return
+	}
+	name := f.Kind
+	if f.Joining {
+		name += " while joining"
+	}
+	c.res.Faults[name]++
+	c.running++
+	switch f.Kind {
+	case "kill":
+		c.doomed[f.Victim] = true
+	case "evict":
+		c.asked[at]++
+	}
+	c.faults.Go(func() { c.inject(f, v, at, c.done) })
+}
+
+// check opens the gates when all ranks that live have come to theirs.
+func (c *course) check() {
+	if c.running > 0 || len(c.gates)+len(c.gone) < c.job.Ranks || len(c.gates) == 0 {
+		return
+	}
+	to := Go{}
+	step, next := 0, faultsOver
+	for _, g := range c.gates {
+		step = g.Step
+	}
+	switch c.phase {
+	case faultsOver:
+		next = recovered
+	case recovered:
+		for number, g := range c.gates {
+			if g.State == "recovered" {
+				to.Stay = append(to.Stay, number)
+			} else {
+				to.Back = append(to.Back, number)
+			}
+		}
+		to.Back = slices.AppendSeq(to.Back, maps.Keys(c.gone))
+		slices.Sort(to.Stay)
+		slices.Sort(to.Back)
+		if len(to.Stay) == 0 {
+			c.res.Lost = true
+			c.res.Faults["job lost"]++
+			return
+		}
+		to.Rough = len(to.Back) > 0 && slices.ContainsFunc(c.p.Faults,
+			func(f Fault) bool { return f.Joining && f.Step == step && f.Kind == "kill" })
+		if c.back = (&order{Program: c.p, From: step, Back: &to}); to.Rough {
+			next = joined
+		}
+		c.replace()
+		for i, f := range c.p.Faults {
+			if f.Joining && f.Step == step && len(to.Back) > 0 {
+				if f.Kind == "kill" { // one that comes in
+					f.Victim = to.Back[f.Victim%len(to.Back)]
+				}
+				c.begin(i, f, nil)
+			}
+		}
+	}
+	c.phase = next
+	for number := range c.gates {
+		c.s.members[number].tell(order{Go: &to})
+	}
+	clear(c.gates)
+}
+
+// replace starts new processes for ranks that are gone, or lets those on standby come in.
+func (c *course) replace() {
+	waiting := len(c.s.spares)
+	for _, number := range slices.Sorted(maps.Keys(c.gone)) {
+		if waiting > 0 {
+			waiting--
+			continue
+		}
+		if c.later[number] {
+			delete(c.later, number)
+			c.res.Faults["came later"]++
+		}
+		m := c.s.launch(number)
+		c.tell(m, true)
+		m.tell(*c.back)
+	}
+	clear(c.gone)
 }
 
 // mend ends what faults may still do to the network and the store.
@@ -503,6 +627,12 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 			time.Sleep(f.For)
 			s.net.Part()
 		}
+	case "slow":
+		if s.net != nil {
+			s.net.Slow(v.host, f.Delay, f.Loss)
+			time.Sleep(f.For)
+			s.net.Part()
+		}
 	case "deafen":
 		if o := s.members[f.Other]; s.net != nil && o != nil && o.host != v.host {
 			s.net.Deafen(v.host, o.host)
@@ -515,13 +645,17 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 
 // finish ends the job. Processes go on to the next.
 func (x *session) finish() *Finding {
-	for _, m := range x.s.members {
+	all := x.s.all()
+	for _, m := range all {
 		m.tell(order{End: true})
 	}
-	f := x.await(len(x.s.members), "the end of the job", recovery+slack,
+	f := x.await(len(all), "the end of the job", recovery+slack,
 		func(n news) (bool, string) { return n.Ended != nil, "" })
 	if f != nil {
 		x.s.killAll()
+	}
+	for _, m := range slices.Clone(x.s.spares) {
+		x.s.end(m)
 	}
 	return f
 }

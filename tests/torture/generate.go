@@ -55,6 +55,17 @@ func (g *generator) job() Job {
 	if g.chance(0.05) {
 		j.Pool = 40 << 20
 	}
+	if g.transport == "inproc" || g.faults == 0 {
+		return j
+	}
+	switch n := g.rnd.IntN(100); { // things that go with some kinds of faults only
+	case n < 12 && !g.avoids("evicts"):
+		j.OnTimeout = pick(g, pg.TimeoutEvicts, pg.TimeoutEvictsAlone)
+	case n < 24 && j.Ranks > 2 && !g.avoids("grow"):
+		j.Later = 1 + g.rnd.IntN(j.Ranks-2)
+	case n < 36 && !g.avoids("standby"):
+		j.Standby, j.AutoAdmit = 2, false
+	}
 	return j
 }
 
@@ -78,6 +89,9 @@ func (g *generator) program(job Job) *Program {
 	size := 34 + g.rnd.IntN(40)
 	outside := g.transport != "inproc" && g.chance(g.faults)
 	at := g.rnd.IntN(size)
+	if g.slows() && !outside && g.chance(g.faults) {
+		m.p.Faults = append(m.p.Faults, m.slow(at))
+	}
 	for len(m.p.Steps) < size {
 		for range 3 + g.rnd.IntN(14) {
 			m.clean()
@@ -91,7 +105,7 @@ func (g *generator) program(job Job) *Program {
 			m.window()
 		}
 	}
-	m.p.normalize(job.Ranks)
+	m.p.normalize(job)
 	g.cov.add(m.p)
 	return m.p
 }
@@ -204,6 +218,45 @@ func (m *making) collective(group int, started, together bool) Step {
 	return best
 }
 
+// again adds the latest collective once more, or twice, as programs repeat themselves, but for one
+// thing perhaps: what was kept of the first must not be taken for what is like it in the rest.
+func (m *making) again() {
+	for range 1 + m.rnd.IntN(2) {
+		i := len(m.p.Steps) - 1
+		for i >= 0 && !m.p.Steps[i].Op.collective() {
+			i--
+		}
+		if i < 0 || m.p.Steps[i].Alt != nil || !m.has(m.p.Steps[i].Group) {
+			return
+		}
+		s := m.p.Steps[i]
+		s.Ranks = nil
+		switch m.rnd.IntN(6) {
+		case 0, 1:
+			s.Root = m.rnd.IntN(8)
+		case 2:
+			if dt := pick(m.generator, dtypes...); dt.Size() <= s.DType.Size() && supported(s.Red, dt) {
+				s.DType = dt
+			}
+		case 3:
+			if red := pick(m.generator, reductions...); s.Op.reduces() && supported(red, s.DType) {
+				s.Red = red
+			}
+		case 4:
+			s.Count = m.rnd.IntN(s.Count + 1)
+		}
+		if m.parts(&s, true); m.chance(0.5) {
+			for r := range s.Ranks {
+				s.Ranks[r].How = Blocking
+			}
+		}
+		m.add(s)
+	}
+}
+
+// has says whether there is a group.
+func (m *making) has(group int) bool { return group == 0 || slices.Contains(m.order, group) }
+
 // split makes a Split of a group. It is noted unless it is disturbed.
 func (m *making) split(of int) Step {
 	s := Step{Op: Split, Group: of, New: m.next}
@@ -236,8 +289,10 @@ func (m *making) forgetAll() { m.order = nil }
 // clean adds a step that nothing disturbs.
 func (m *making) clean() {
 	switch n := m.rnd.IntN(100); {
-	case n < 62:
+	case n < 56:
 		m.add(m.collective(m.group(), true, false))
+	case n < 62:
+		m.again()
 	case n < 68:
 		m.add(m.message(m.group(), 64<<10))
 	case n < 73:
@@ -365,6 +420,12 @@ func (m *making) cancel() {
 	}
 	m.cause, m.heavy = Cancelled, m.chance(0.2)
 	defer func() { m.cause, m.heavy = 0, false }()
+	if m.job.OnTimeout != pg.TimeoutReports { // ranks may be lost
+		if m.avoids("groups") {
+			m.forgetAll()
+		}
+		defer m.forgetAll()
+	}
 	for i := range 1 + m.rnd.IntN(3) {
 		var s Step
 		switch m.rnd.IntN(12) {
@@ -494,7 +555,7 @@ func (m *making) outside() {
 		m.add(Step{Op: Alloc, Root: 1})
 	}
 	for range 3 + m.rnd.IntN(6) {
-		if m.chance(0.1) {
+		if m.chance(0.1) && !m.avoids("agree") {
 			if m.avoids("started") {
 				m.add(Step{Op: Wait})
 			}
@@ -508,6 +569,9 @@ func (m *making) outside() {
 	kinds := []string{"kill", "kill", "kill", "stop", "stop", "evict", "leave", "store"}
 	if m.transport != "shm" {
 		kinds = append(kinds, "part", "part", "deafen")
+	}
+	if m.job.Standby > 0 { // any other rank that is lost would come back for its place
+		kinds = []string{"kill"}
 	}
 	net := false
 	for range 1 + m.rnd.IntN(2) {
@@ -543,5 +607,34 @@ func (m *making) outside() {
 		m.p.Faults = append(m.p.Faults, f)
 	}
 	m.forgetAll()
+	if m.chance(0.3) && !m.avoids("joining") {
+		m.p.Faults = append(m.p.Faults, m.joining(len(m.p.Steps)))
+	}
 	m.add(Step{Op: Heal})
+}
+
+// joining is a fault while those come in who were lost before the Heal at a step: so short that no
+// operation may fail by it, or the end of one that comes in.
+func (m *making) joining(step int) Fault {
+	kinds := []string{"kill", "kill", "stop", "store"}
+	if m.slows() {
+		kinds = append(kinds, "slow")
+	}
+	f := m.slow(step)
+	f.Joining, f.Kind = true, pick(m.generator, kinds...)
+	f.After = time.Duration(m.rnd.IntN(pick(m.generator, 10, 100, 1000))) * time.Millisecond
+	f.For = min(f.For, time.Second)
+	return f
+}
+
+// slows says whether hosts can have a slow link.
+func (g *generator) slows() bool {
+	return (g.transport == "tcp" || g.transport == "hosts") && !g.avoids("slow")
+}
+
+// slow is a link that is slow and loses frames for a while, at a step.
+func (m *making) slow(step int) Fault {
+	return Fault{Step: step, At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: "slow",
+		Victim: m.rnd.IntN(m.job.Ranks), For: time.Duration(20+m.rnd.IntN(2000)) * time.Millisecond,
+		Delay: time.Duration(m.rnd.IntN(20000)) * time.Microsecond, Loss: 0.02 * m.rnd.Float64()}
 }

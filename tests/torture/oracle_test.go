@@ -32,7 +32,7 @@ func someSteps(n int) *Program {
 		{Op: ReduceScatter, DType: pg.BFloat16, Red: pg.Sum, Count: 9,
 			Ranks: parts(n, Part{Dst: MemAlloc, Src: MemOffset})},
 	}}
-	p.normalize(n)
+	p.normalize(Job{Ranks: n})
 	return p
 }
 
@@ -170,7 +170,7 @@ func TestSeedGivesTheSamePrograms(t *testing.T) {
 				t.Errorf("a program of %d steps", len(p.Steps))
 			}
 			c := p.clone()
-			c.normalize(j.Ranks)
+			c.normalize(j)
 			if !reflect.DeepEqual(p.Steps, c.Steps) {
 				t.Error("normalizing a program again changes it")
 			}
@@ -221,6 +221,52 @@ func TestPrintedProgramIsGo(t *testing.T) {
 	text := source("TestFound", job, []*Program{p}, "It found something.")
 	if _, err := parser.ParseFile(token.NewFileSet(), "found_test.go", text, parser.AllErrors); err != nil {
 		t.Errorf("%v\n%s", err, text)
+	}
+}
+
+// TestMembershipFaultsHappen runs a program with each fault that needs more than a signal.
+func TestMembershipFaultsHappen(t *testing.T) {
+	kill := Fault{Step: 1, At: 0, Kind: "kill", Victim: 1}
+	for _, test := range []struct {
+		want   string
+		job    Job
+		faults []Fault
+	}{
+		{"came later", Job{Ranks: 3, Later: 1}, []Fault{{Step: 1, Kind: "stop", Victim: 1, For: time.Millisecond}}},
+		{"stood by", Job{Ranks: 2, Standby: 1, OnFailure: pg.Shrink}, []Fault{kill}},
+		{"kill while joining", Job{Ranks: 3, OnFailure: pg.Retry}, []Fault{kill, {Step: 2, Kind: "kill", Joining: true}}},
+		{"kill while joining", Job{Ranks: 3, AutoAdmit: true},
+			[]Fault{kill, {Step: 2, Kind: "kill", Joining: true, After: 100 * time.Millisecond}}},
+		{"store while joining", Job{Ranks: 2}, []Fault{kill, {Step: 2, Kind: "store", Joining: true, For: time.Second}}},
+	} {
+		t.Run(test.want, func(t *testing.T) {
+			job := test.job
+			job.Transport, job.Timeout, job.Pool = "shm", 10*time.Second, 1<<20
+			p := &Program{Seed: 1, Touch: -1, Steps: []Step{
+				{Op: AllReduce, DType: pg.Float32, Red: pg.Sum, Count: 5000},
+				{Op: Barrier, DType: pg.Uint8},
+				{Op: Heal},
+				{Op: AllGather, DType: pg.Int64, Red: pg.Sum, Count: 10},
+			}, Faults: test.faults}
+			p.normalize(job)
+			w, f := open(t, job.Transport).start(job)
+			if f != nil {
+				t.Fatal(f)
+			}
+			res := w.run(p)
+			for _, f := range res.Findings {
+				t.Error(f.String())
+			}
+			if res.Faults[test.want] == 0 {
+				t.Errorf("faults %v, want one %q", res.Faults, test.want)
+			}
+			if res.Lost {
+				return
+			}
+			if f := w.finish(); f != nil {
+				t.Error(f)
+			}
+		})
 	}
 }
 

@@ -240,6 +240,9 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		}
 	}
 	h := r.groups[0]
+	if h == nil { // it could not come in again, and has said so
+		return
+	}
 	for _, f := range later {
 		r.fact(f[0], "%s", f[1])
 	}
@@ -341,8 +344,13 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 	if len(to.Back) == 0 {
 		return
 	}
+	defer func() { r.groups[0].grow() }()
 	all := slices.Concat(to.Stay, to.Back)
 	slices.Sort(all)
+	if to.Rough {
+		r.gatherRough(ctx, g, all, fresh)
+		return
+	}
 	where := int64(r.now)
 	tell := func() bool {
 		x := []int64{where}
@@ -401,6 +409,54 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 			return
 		}
 		time.Sleep(2 * time.Millisecond)
+	}
+	r.fact(fmt.Sprintf("%d gathered", r.now), "%s", view(g.View()))
+}
+
+// gatherRough is gather while some of those are lost who come in, and come again. After an error
+// all go on with the same operation, whether they have recovered or were taken on.
+func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bool) {
+	over := make(chan struct{})
+	go func() {
+		r.guide.Gate(Gate{Step: r.now, State: "joining"})
+		close(over)
+	}()
+	defer func() { <-over }()
+	ctx, cancel := context.WithTimeout(ctx, patience/2)
+	defer cancel()
+	admit := !fresh
+	for {
+		x := make([]uint8, len(all)+1) // who is here, and how many know that all faults are over
+		x[slices.Index(all, r.me)] = 1
+		select {
+		case <-over:
+			x[len(all)] = 1
+		default:
+		}
+		what, call := "allreduce while ranks come in", func() error { return pg.AllReduce(ctx, g, x, pg.Sum) }
+		if admit = admit && !r.job.AutoAdmit; admit {
+			what, call = "admit while ranks come in", func() error { _, err := g.Admit(ctx); return err }
+		}
+		err := r.timed(what, r.job.Timeout, call)
+		if r.judge(what, Lost, err); err == nil {
+			if !admit && int(x[len(all)]) == len(all) && !slices.Contains(x, 0) {
+				break
+			}
+			admit = !admit
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		admit = false
+		var lost *pg.RankError
+		if r.job.OnFailure == pg.Report || !errors.As(err, &lost) {
+			err = r.timed("recover", r.job.Timeout, func() error { return g.Recover(ctx) })
+			r.judge("recover", Lost, err)
+		}
+		if errors.Is(err, pg.ErrEvicted) || errors.Is(err, pg.ErrIsolated) || errors.Is(err, pg.ErrClosed) ||
+			ctx.Err() != nil {
+			r.find("stuck", "ranks do not come in: %v", err)
+			return
+		}
 	}
 	r.fact(fmt.Sprintf("%d gathered", r.now), "%s", view(g.View()))
 }

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"os"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -31,7 +32,7 @@ type setup struct {
 	Job           Job
 	Name          string
 	Store, Secret string
-	Number        int  // of the rank
+	Number        int  // of the rank, or spare
 	Late          bool // the job is running: join by the program
 }
 
@@ -41,6 +42,7 @@ type news struct {
 	Error  string     `json:",omitempty"` // it has not; or, with Did, what Evict said
 	At     *int       `json:",omitempty"`
 	Gate   *Gate      `json:",omitempty"`
+	Slot   *int       `json:",omitempty"` // it stood by, and is this rank now
 	Did    bool       `json:",omitempty"` // what it was told to do at once
 	Found  *Finding   `json:",omitempty"` // at once: the program goes on, but need not come to its end
 	Hang   *Finding   `json:",omitempty"`
@@ -55,9 +57,9 @@ const (
 
 func (s *setup) config(me int) pg.Config {
 	secret, _ := bootstrap.ParseSecret(s.Secret) // Join says what is wrong with none
-	return pg.Config{Size: s.Job.Ranks, Rank: me, Job: s.Name, Store: s.Store, Secret: secret,
-		Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
-		Timeout: s.Job.Timeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
+	return pg.Config{Size: s.Job.Ranks - s.Job.Later, MaxSize: s.Job.Ranks, Rank: me,
+		Job: s.Name, Store: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
+		Timeout: s.Job.Timeout, OnTimeout: s.Job.OnTimeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
 		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Window: window, Tuning: "off"}
 }
 
@@ -129,6 +131,7 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 		}
 	}()
 	var r *rank
+	var by *standby
 	for o := range orders {
 		switch {
 		case o.Setup != nil:
@@ -139,6 +142,9 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 				func(ctx context.Context) (*pg.Group, error) { return pg.Join(ctx, cfg) })
 			if err == nil {
 				r.entered = func(g *pg.Group) { p.world.Store(g) }
+			}
+			if err == nil && me == spare {
+				by = standBy(cfg, p)
 			}
 			if err == nil && !o.Setup.Late {
 				ctx, cancel := context.WithTimeout(context.Background(), recovery)
@@ -154,9 +160,17 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 			}
 			p.say(n)
 		case o.Program != nil:
+			if r.me == spare {
+				g := <-by.came
+				r.me, r.join = g.Rank(), func(context.Context) (*pg.Group, error) { return g, nil }
+			}
 			p.say(news{Report: r.run(o.Program, o.From, o.Back)})
 		case o.End:
 			p.world.Store(nil)
+			if by != nil {
+				by.end()
+				by = nil
+			}
 			r.leave()
 			r.close()
 			r.unmap()
@@ -165,6 +179,40 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 		}
 	}
 	return 0
+}
+
+// A standby is a process that waits for a rank to be lost, in Join.
+type standby struct {
+	came   chan *pg.Group // into which it has come
+	cancel context.CancelFunc
+	over   chan struct{}
+}
+
+func standBy(cfg pg.Config, p *player) *standby {
+	ctx, cancel := context.WithCancel(context.Background())
+	s := &standby{make(chan *pg.Group, 1), cancel, make(chan struct{})}
+	os.Setenv("TUTTI_STANDBY", "0")
+	os.Setenv("TUTTI_SIZE", strconv.Itoa(cfg.Size))
+	go func() {
+		defer close(s.over)
+		g, err := pg.Join(ctx, cfg)
+		os.Unsetenv("TUTTI_STANDBY")
+		os.Unsetenv("TUTTI_SIZE")
+		switch {
+		case err == nil:
+			s.came <- g
+			slot := g.Rank()
+			p.say(news{Slot: &slot})
+		case ctx.Err() == nil:
+			p.say(news{Error: "standing by: " + err.Error()})
+		}
+	}()
+	return s
+}
+
+func (s *standby) end() {
+	s.cancel()
+	<-s.over
 }
 
 // typed says whether an error is one of those that package pg promises.

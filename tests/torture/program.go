@@ -16,7 +16,10 @@ type Job struct {
 	AutoAdmit bool
 	Algorithm string        // "": chosen
 	Timeout   time.Duration // Config.Timeout
-	Pool      int           // bytes of each of a rank's memories
+	OnTimeout pg.OnTimeout
+	Pool      int // bytes of each of a rank's memories
+	Later     int // so many of the ranks, the last, come when the job runs: it grows
+	Standby   int // processes that wait in Join for a rank to be lost; there is no AutoAdmit then
 }
 
 // A Program is what all ranks of a job do, step by step.
@@ -136,10 +139,28 @@ type Fault struct {
 	Step   int
 	At     int // the rank
 	After  time.Duration
-	Kind   string // kill, stop, part, deafen, store, evict, leave
+	Kind   string // kill, stop, part, deafen, store, evict, leave, slow
 	Victim int
 	Other  int           `json:",omitempty"` // deafen: the rank that does not hear the victim
 	For    time.Duration `json:",omitempty"`
+	Delay  time.Duration `json:",omitempty"` // slow: of every frame
+	Loss   float64       `json:",omitempty"` // slow: of frames, 0 to 1
+
+	// Joining has the fault come while those are coming in who were lost at the step, or come later:
+	// After they were started.
+	Joining bool `json:",omitempty"`
+}
+
+// causes are what a fault explains. A slow link, and what happens while ranks come in, is over so
+// soon that nobody may notice.
+func (f *Fault) causes() Causes {
+	switch {
+	case f.Joining, f.Kind == "slow":
+		return 0
+	case f.Kind == "kill", f.Kind == "evict", f.Kind == "leave":
+		return Lost
+	}
+	return Lost | Unheard | Cancelled
 }
 
 // Causes are the kinds of disturbance that an error may come from.
@@ -189,7 +210,8 @@ func (s *Step) label() string {
 // normalize makes a whole of a program whose steps were put together or taken out: it says of each
 // step what it may feel of disturbances, and ends these by a Heal. A rank that is ahead may disturb
 // one that is still in an earlier step, but none that has passed the Brace before.
-func (p *Program) normalize(ranks int) {
+func (p *Program) normalize(job Job) {
+	ranks := job.Ranks
 	p.Faults = slices.DeleteFunc(p.Faults, func(f Fault) bool {
 		return f.Step >= len(p.Steps) || f.At >= ranks || f.Victim >= ranks || f.Other >= ranks
 	})
@@ -210,12 +232,10 @@ func (p *Program) normalize(ranks int) {
 		}
 		for _, f := range p.Faults {
 			if f.Step == i {
-				if may |= Lost; f.Kind != "kill" && f.Kind != "evict" && f.Kind != "leave" {
-					may |= Unheard | Cancelled
-				}
+				may |= f.causes()
 			}
 		}
-		may |= s.disturbs()
+		may |= s.disturbs(job.OnTimeout != pg.TimeoutReports)
 		if s.Op == Heal {
 			mark(i + 1)
 			from, may = i+1, 0
@@ -237,11 +257,15 @@ func (s *Step) mark(may Causes) {
 	}
 }
 
-// disturbs says what this step itself makes others feel.
-func (s *Step) disturbs() (c Causes) {
+// disturbs says what this step itself makes others feel, where a deadline may end memberships or
+// not.
+func (s *Step) disturbs(evicts bool) (c Causes) {
 	for _, p := range s.Ranks {
 		if p.Cancel != 0 || p.Limit != 0 {
 			c |= Cancelled
+		}
+		if p.Limit != 0 && evicts {
+			c |= Lost
 		}
 	}
 	if s.Alt != nil {
@@ -251,7 +275,7 @@ func (s *Step) disturbs() (c Causes) {
 		c |= Aborted
 	}
 	for i := range s.Par {
-		c |= s.Par[i].disturbs()
+		c |= s.Par[i].disturbs(evicts)
 	}
 	return c
 }

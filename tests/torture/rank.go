@@ -44,13 +44,14 @@ type Report struct {
 // there.
 type Gate struct {
 	Step  int
-	State string // "" (member), "out" (no member any more), "recovered"
+	State string // "" (member), "out" (no member any more), "recovered", "joining"
 }
 
 // Go is the answer.
 type Go struct {
-	Stay []int // who went on
-	Back []int // who comes in again
+	Stay  []int // who went on
+	Back  []int // who comes in again
+	Rough bool  // some of these are lost while they come in, and come again
 }
 
 // guide is what a rank knows of who runs it.
@@ -116,7 +117,7 @@ func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group
 		r.guards = append(r.guards, newPool(fmt.Sprintf("guarded memory %d", i), mem))
 	}
 	r.watch = newWatch(slack, hung, func(text string) {
-		r.guide.Hang(Finding{Kind: "hang", Rank: me, Step: r.step(), Text: text})
+		r.guide.Hang(Finding{Kind: "hang", Rank: r.me, Step: r.step(), Text: text})
 	})
 	return r, nil
 }
@@ -130,9 +131,7 @@ func (r *rank) step() int {
 // enter makes g the group of all ranks.
 func (r *rank) enter(g *pg.Group) {
 	h := &handle{g: g}
-	for slot := range g.Size() {
-		h.ranks = append(h.ranks, slot)
-	}
+	h.grow()
 	r.groups = map[int]*handle{0: h}
 	if r.entered != nil {
 		r.entered(g)
@@ -554,7 +553,7 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 		r.argument(ctx, s, h)
 	default:
 		r.collective(ctx, s, part, h, lane)
-		if s.Alt != nil {
+		if s.differs(h) {
 			// Who did not need the others to be done knows by an operation that needs them, or by
 			// the one after that: a barrier of all may have ended here when the first finds out.
 			r.land(ctx, false)
@@ -592,7 +591,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 	dst, src := c.lengths()
 	size := c.d.size
 	r.mu.Lock()
-	r.differs = r.differs || s.Alt != nil
+	r.differs = r.differs || s.differs(h)
 	r.mu.Unlock()
 	me := h.slot()
 	grab := func(m Mem, n int) []byte {

@@ -25,7 +25,7 @@ func (p *Program) clone() *Program {
 
 // without is the program without the steps [from, to). Faults of these go too; others keep their
 // steps.
-func (p *Program) without(from, to, ranks int) *Program {
+func (p *Program) without(from, to int, job Job) *Program {
 	c := p.clone()
 	c.Steps = slices.Delete(c.Steps, from, to)
 	var faults []Fault
@@ -39,7 +39,7 @@ func (p *Program) without(from, to, ranks int) *Program {
 		faults = append(faults, f)
 	}
 	c.Faults = faults
-	c.normalize(ranks)
+	c.normalize(job)
 	return c
 }
 
@@ -67,7 +67,7 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 	for size := max(1, len(p.Steps)/2); ; size /= 2 {
 		for at := 0; at < len(p.Steps); {
 			to := min(at+size, len(p.Steps))
-			if c := p.without(at, to, job.Ranks); len(c.Steps) >= len(p.Steps) || !try(job, c) {
+			if c := p.without(at, to, job); len(c.Steps) >= len(p.Steps) || !try(job, c) {
 				at = to
 			}
 		}
@@ -78,7 +78,7 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 	for i := len(p.Faults) - 1; i >= 0; i-- {
 		c := p.clone()
 		c.Faults = slices.Delete(c.Faults, i, i+1)
-		c.normalize(job.Ranks)
+		c.normalize(job)
 		try(job, c)
 	}
 	if p.Touch >= 0 {
@@ -90,13 +90,14 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 	for job.Ranks > 2 {
 		j := job
 		j.Ranks--
+		j.Later = min(j.Later, j.Ranks-2)
 		c := p.clone()
 		for i := range c.Steps {
 			if s := &c.Steps[i]; len(s.Ranks) > j.Ranks {
 				s.Ranks = s.Ranks[:j.Ranks]
 			}
 		}
-		c.normalize(j.Ranks)
+		c.normalize(j)
 		if !try(j, c) {
 			break
 		}
@@ -106,6 +107,8 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 		func(j *Job) { j.Uniform = false },
 		func(j *Job) { j.AutoAdmit = false },
 		func(j *Job) { j.Algorithm = "" },
+		func(j *Job) { j.Later = 0 },
+		func(j *Job) { j.Standby = 0 },
 	} {
 		j := job
 		if simpler(&j); j != job {
@@ -160,7 +163,7 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 			if c.Steps[i].Op == "" || equal(&c.Steps[i], &p.Steps[i]) {
 				continue
 			}
-			c.normalize(job.Ranks)
+			c.normalize(job)
 			try(job, c)
 		}
 	}

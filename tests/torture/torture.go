@@ -78,7 +78,7 @@ func Run(t *testing.T, o Options) *Summary {
 		}
 		failed = 0
 		var history []*Program
-		for n := 0; n < 60 && !over(); n++ {
+		for n, most := 0, pick(g, 5, 15, 60); n < most && !over(); n++ {
 			p := g.program(job)
 			history = append(history, p)
 			res := j.run(p)
@@ -276,7 +276,7 @@ func reduce(p place, job Job, history []*Program, f Finding, o Options, found *F
 func Replay(t *testing.T, job Job, programs ...*Program) {
 	t.Helper()
 	for _, p := range programs {
-		p.normalize(job.Ranks)
+		p.normalize(job)
 	}
 	w, f := open(t, job.Transport).start(job)
 	if f != nil {

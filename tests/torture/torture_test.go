@@ -21,7 +21,7 @@ import (
 )
 
 // unrepaired is what finds something that is known: programs do not have it until it is repaired.
-const unrepaired = "groups,agree"
+const unrepaired = "groups,agree,evicts"
 
 var (
 	seed = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
@@ -33,7 +33,7 @@ var (
 	out       = flag.String("torture.out", "", "directory for what TestTorture finds: it goes on then")
 	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
 	avoid     = flag.String("torture.avoid", unrepaired,
-		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, …")
+		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, evicts, standby, grow, …")
 	verbose   = flag.Bool("torture.slow", false, "log calls that take longer than a second")
 	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
 )
