@@ -8,7 +8,7 @@ GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
 
-.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture torture-brief bench bench-peers bench-against plots deps deps-peers clean
+.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-tort
 torture-brief: ## two minutes of it, with a seed that the commit gives
 	$(GO) test ./tests/torture -run '^TestTorture$$' -count=1 -v -timeout 10m -torture.duration 2m -torture.shrink 30s \
 		-torture.seed 0x$$(git rev-parse --short=15 HEAD 2>/dev/null || echo 1) $(TORTURE_FLAGS)
+
+mutants: ## plant mistakes in the library and have the torture find each within 3 minutes (MUTANTS_FLAGS="-run 'key-.*'")
+	$(GO) run ./tests/torture/mutants $(MUTANTS_FLAGS)
 
 lint: ## gofmt, vet, staticcheck, and that generated code is current
 	@test -z "$$(gofmt -l .)" || { echo "not formatted:"; gofmt -l .; exit 1; }

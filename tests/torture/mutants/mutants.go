@@ -1,0 +1,217 @@
+package main
+
+import (
+	"fmt"
+	"go/ast"
+	"go/format"
+	"go/parser"
+	"go/token"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// A mutant is a mistake that is planted in the library: one that the torture has to find.
+type mutant struct {
+	name      string
+	what      string // is wrong
+	transport string // of the run that has to find it
+	flags     []string
+	edits     []edit
+}
+
+// An edit replaces a text that a function has once. It says where by the function's name, so that
+// it outlives whatever changes around it.
+type edit struct {
+	dir string // of the package, from the module's root
+	fn  string // "name" or "Type.name"
+	old string // white space in it stands for any
+	new string
+}
+
+// mutants are the mistakes. A name is for the flag -run.
+var mutants = []mutant{
+	{
+		name:      "word",
+		what:      "readers do not look at the word of the exposure (Ticket.Valid)",
+		transport: "shm",
+		edits:     []edit{{"p2p", "Ticket.Valid", "return t.word.Load() == t.value", "return true"}},
+	},
+	{
+		name:      "verify",
+		what:      "readers do not look at the words before they tell others that they are done",
+		transport: "shm",
+		edits:     []edit{{"pg", "runner.steps", "if prog.sure[i] {", "if false {"}},
+	},
+	{
+		name:      "last-wait",
+		what:      "owners return from direct collectives without a root before their peers have read",
+		transport: "shm",
+		edits: []edit{
+			{"collectives", "directAllReduce", "b.meet(b.all)() }", "}"},
+			{"collectives", "directReduceScatter", "leave := b.meet(b.all)", "leave := func() {}"},
+			{"collectives", "directAllGather", "leave := b.meet(b.all)", "leave := func() {}"},
+			{"collectives", "directAllToAll", "leave := b.meet(b.all)", "leave := func() {}"},
+		},
+	},
+	{
+		name:      "last-wait-of-root",
+		what:      "the root of a direct broadcast or scatter returns before the others have read",
+		transport: "shm",
+		edits: []edit{
+			{"collectives", "builder.release", "b.await(b.Active[b.all.at(d)])", ""},
+			{"collectives", "builder.release", "b.signal(b.Root)", ""},
+		},
+	},
+	{
+		name:      "middle-wait",
+		what:      "ranks read the results of others in a direct allreduce before these are folded",
+		transport: "shm",
+		edits: []edit{
+			{"collectives", "directAllReduce", "folded := b.meet(b.all)", "folded := func() {}"},
+		},
+	},
+	{
+		name:      "begin-late",
+		what:      "the owner stores the ticket after it has told it (Exposure.Begin)",
+		transport: "shm",
+		edits:     []edit{{"p2p", "Exposure.Begin", "e.word.Store(ticket)", "go e.word.Store(ticket)"}},
+	},
+	{
+		name:      "withdraw-late",
+		what:      "the owner returns before it has withdrawn its buffers (Exposure.Withdraw)",
+		transport: "shm",
+		edits:     []edit{{"pg", "mapped.close", "m.exposure.Withdraw()", "go m.exposure.Withdraw()"}},
+	},
+	{
+		name:      "withdraw-never",
+		what:      "the owner leaves its buffers exposed until the next operation",
+		transport: "shm",
+		edits:     []edit{{"pg", "mapped.close", "m.exposure.Withdraw()", ""}},
+	},
+	{
+		name:      "key-hosts",
+		what:      "plans of another topology: topology.equal without the hosts",
+		transport: "hosts",
+		flags:     []string{"-torture.faults", "0.6"},
+		edits:     []edit{{"pg", "topology.equal", "&& slices.Equal(t.hosts, o.hosts)", ""}},
+	},
+	{
+		name:      "key-element",
+		what:      "plans of another element size: planKey without it",
+		transport: "shm",
+		edits:     []edit{{"pg", "runner.program", "r.g.cur.root, elem, count}", "r.g.cur.root, 0, count}"}},
+	},
+	{
+		name:      "key-root",
+		what:      "plans of another root: planKey without it",
+		transport: "shm",
+		edits:     []edit{{"pg", "runner.program", "r.g.cur.root, elem, count}", "0, elem, count}"}},
+	},
+	{
+		name:      "key-counts",
+		what:      "plans of an allgatherv or alltoallv with other counts",
+		transport: "shm",
+		edits:     []edit{{"pg", "runner.varying", "slices.Equal(v.counts, c.counts) &&", ""}},
+	},
+	{
+		name:      "key-again",
+		what:      "a call counts as one like the one before although its root is another",
+		transport: "shm",
+		edits:     []edit{{"pg", "runner.again", "&& root == h.root", ""}},
+	},
+	{
+		name:      "number",
+		what:      "a call that fails does not take its operation's number, which is used again",
+		transport: "shm",
+		edits: []edit{
+			{"pg", "Group.collective", "g.cur.forget() g.end(err)", "g.cur.forget(); g.end(err); if err != nil { g.seq-- }"},
+			{"pg", "Group.Recover", "g.seq = max(g.seq, g.begins-1)", ""},
+		},
+	},
+	{
+		name:      "dirty",
+		what:      "an input in place that is partly overwritten counts as intact for a retry",
+		transport: "shm",
+		flags:     []string{"-torture.faults", "0.6"},
+		edits:     []edit{{"pg", "runner.steps", "r.dirty, inPlace = true, false", "inPlace = false"}},
+	},
+}
+
+// apply returns the files that the mutant changes: where they are, and what is in them then.
+func (m *mutant) apply(root string) (map[string][]byte, error) {
+	files := map[string][]byte{}
+	for _, e := range m.edits {
+		path, text, err := e.apply(root, files)
+		if err != nil {
+			return nil, fmt.Errorf("mutant %s: %w", m.name, err)
+		}
+		files[path] = text
+	}
+	return files, nil
+}
+
+// apply returns the file that the edit changes. Files that are changed already are in done.
+func (e *edit) apply(root string, done map[string][]byte) (path string, text []byte, err error) {
+	paths, err := filepath.Glob(filepath.Join(root, e.dir, "*.go"))
+	if err != nil {
+		return "", nil, err
+	}
+	for _, path := range paths {
+		if strings.HasSuffix(path, "_test.go") {
+			continue
+		}
+		text, ok := done[path]
+		if !ok {
+			if text, err = os.ReadFile(path); err != nil {
+				return "", nil, err
+			}
+		}
+		fset := token.NewFileSet()
+		file, err := parser.ParseFile(fset, path, text, parser.SkipObjectResolution)
+		if err != nil {
+			return "", nil, err
+		}
+		for _, d := range file.Decls {
+			if f, ok := d.(*ast.FuncDecl); ok && name(f) == e.fn {
+				text, err = e.replace(text, fset.Position(f.Pos()).Offset, fset.Position(f.End()).Offset)
+				return path, text, err
+			}
+		}
+	}
+	return "", nil, fmt.Errorf("package %s has no function %s", e.dir, e.fn)
+}
+
+// name is that of a function, after its receiver's type if it has one.
+func name(f *ast.FuncDecl) string {
+	if f.Recv == nil {
+		return f.Name.Name
+	}
+	t := f.Recv.List[0].Type
+	if p, ok := t.(*ast.StarExpr); ok {
+		t = p.X
+	}
+	if id, ok := t.(*ast.Ident); ok {
+		return id.Name + "." + f.Name.Name
+	}
+	return f.Name.Name
+}
+
+// replace replaces the text within the function, which is at [from, to).
+func (e *edit) replace(text []byte, from, to int) ([]byte, error) {
+	var words []string
+	for _, w := range strings.Fields(e.old) {
+		words = append(words, regexp.QuoteMeta(w))
+	}
+	all := regexp.MustCompile(strings.Join(words, `\s+`)).FindAllIndex(text[from:to], -1)
+	if len(all) != 1 {
+		return nil, fmt.Errorf("function %s of package %s has %q %d times, want once", e.fn, e.dir, e.old, len(all))
+	}
+	out := slices.Concat(text[:from+all[0][0]], []byte(e.new), text[from+all[0][1]:])
+	if _, err := format.Source(out); err != nil {
+		return nil, fmt.Errorf("after the edit of function %s of package %s: %w", e.fn, e.dir, err)
+	}
+	return out, nil
+}
