@@ -53,10 +53,12 @@ func (h *host) Admit(from Identity) error {
 	}
 	p.Lock()
 	defer p.Unlock()
-	pr := &p.peers[from.Rank]
-	switch {
-	case p.closed:
+	if p.closed {
 		return ErrClosed
+	}
+	pr := &p.peers[from.Rank]
+	p.succeed(pr, from.Incarnation)
+	switch {
 	case pr.err != nil && !pr.vacant:
 		return fmt.Errorf("%w: %v has failed for rank %d: %v", ErrStale, from, p.cfg.Self.Rank, pr.err)
 	case pr.id.Incarnation != 0 && pr.id.Incarnation != from.Incarnation:

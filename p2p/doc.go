@@ -83,6 +83,8 @@
 // ahead is kept. Names and epochs are never used again, and never cut short: the first frame of a
 // channel's epoch over a link is preceded by one with both in full, and a number that stands for
 // them in the headers of those that follow. Proxy.Vacate gives a rank's place free, and the next
-// incarnation that proves the job's secret may link itself. A channel of the tagged lane has no
-// epochs: its traffic with a peer fails with the link and begins anew with the next one.
+// incarnation that proves the job's secret may link itself. What the rank has sent before it left
+// may still be under way: its link stays until it has ended it, for Config.Linger at most. A channel
+// of the tagged lane has no epochs: its traffic with a peer fails with the link and begins anew with
+// the next one.
 package p2p

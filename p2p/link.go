@@ -96,6 +96,9 @@ type SeldomSleeper interface {
 	SleepSeldom()
 }
 
+// Distant is a link whose frames take a while to arrive. The peer may have ended meanwhile.
+type Distant interface{ Distant() }
+
 // Host is what a transport needs of the process that it serves.
 type Host interface {
 	Self() Identity

@@ -85,7 +85,10 @@ type Config struct {
 	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so
 	// that a transport notices when the peer's host does not answer. Default 0: never.
 	Heartbeat time.Duration
-	Logger    *slog.Logger // default: none
+	// Linger bounds how long Vacate leaves a Distant link in service for what the peer may have sent
+	// before it left. Default 0: not at all.
+	Linger time.Duration
+	Logger *slog.Logger // default: none
 }
 
 // DefaultWindow is Config.Window's default for a job of size ranks.
@@ -137,6 +140,7 @@ type peer struct {
 	in       []inbound
 	err      error // the peer is gone, until Relink or Vacate says otherwise
 	vacant   bool  // any incarnation may link itself
+	leaving  *leaving
 	was      error // err before Relink, until there is a link
 	bye      bool  // it said goodbye first
 	sendErr  error // sending failed; what has arrived is still read, then the link goes down
@@ -160,6 +164,12 @@ type peer struct {
 	cur      Header
 	st       *stream // of the current or last frame; nil: of a channel that was closed
 	counts   counts
+}
+
+// leaving is a peer that was vacated while its last frames may be under way.
+type leaving struct {
+	why  error
+	over chan struct{} // closed when the link has gone down
 }
 
 type ctl struct {
@@ -349,6 +359,10 @@ func (p *Proxy) down(pr *peer, err error) {
 	if pr.bye && errors.Is(err, ErrPeerGone) {
 		err = fmt.Errorf("it closed its group: %w", ErrPeerGone)
 	}
+	left := pr.leaving
+	if left != nil {
+		err = left.why
+	}
 	l := pr.link
 	p.unlend(pr)
 	p.log.Debug("link down", "peer", pr.rank, "err", err)
@@ -371,6 +385,12 @@ func (p *Proxy) down(pr *peer, err error) {
 	p.wg.Add(1)
 	go func() { defer p.wg.Done(); l.Close() }()
 	p.wakeAll()
+	if left != nil { // which was told when the peer was vacated
+		pr.leaving = nil
+		close(left.over)
+		pr.vacate(left.why)
+		return
+	}
 	if p.cfg.Notify != nil {
 		p.cfg.Notify(pr.id, err)
 	}
@@ -395,25 +415,69 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
-// Vacate says that no incarnation of rank is a member any more: its link, if there is one, goes
-// down because of why, after what has arrived over it was taken, waits for it fail, and another
-// incarnation may link itself. Takes the lock itself.
+// Vacate says that no incarnation of rank is a member any more. Its link, if there is one, goes down
+// because of why, waits for it fail then, and another incarnation may link itself. What the rank had
+// sent is taken first: a Distant link stays in service until the rank has ended it, Config.Linger is
+// over or another incarnation comes. Takes the lock itself.
 func (p *Proxy) Vacate(rank int, why error) {
 	p.Lock()
 	defer p.Unlock()
-	if p.closed || rank == p.cfg.Self.Rank {
+	pr := &p.peers[rank]
+	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil {
 		return
 	}
-	pr := &p.peers[rank]
 	p.unlend(pr)
-	for until := time.Now().Add(50 * time.Millisecond); p.poll(pr) && time.Now().Before(until); { // it may live, and go on sending
+	for until := time.Now().Add(readFor); p.poll(pr) && time.Now().Before(until); { // it may live, and go on sending
 	}
+	if _, distant := pr.link.(Distant); !distant || p.cfg.Linger <= 0 {
+		p.remove(pr, why)
+		return
+	}
+	l := &leaving{why, make(chan struct{})}
+	pr.leaving = l
+	p.wg.Go(func() {
+		t := time.NewTimer(p.cfg.Linger)
+		defer t.Stop()
+		select {
+		case <-l.over:
+		case <-p.ctx.Done():
+		case <-t.C:
+			p.Lock()
+			defer p.Unlock()
+			if pr.leaving == l {
+				p.remove(pr, why)
+			}
+		}
+	})
+	if p.cfg.Notify != nil {
+		p.cfg.Notify(pr.id, why)
+	}
+	p.wakeAll()
+}
+
+// readFor is how long Vacate reads at once from a peer that goes on sending.
+const readFor = 50 * time.Millisecond
+
+// remove ends what is left of a peer's life.
+func (p *Proxy) remove(pr *peer, why error) {
 	p.down(pr, why)
 	if pr.stop != nil {
 		pr.stop()
 	}
-	pr.err, pr.was, pr.vacant, pr.id, pr.since, pr.admitted = why, nil, true, Identity{}, time.Time{}, time.Time{}
+	pr.vacate(why)
 	p.wakeAll()
+}
+
+// vacate makes room for any incarnation.
+func (pr *peer) vacate(why error) {
+	pr.err, pr.was, pr.vacant, pr.id, pr.since, pr.admitted = why, nil, true, Identity{}, time.Time{}, time.Time{}
+}
+
+// succeed ends the link of a peer that was vacated when another incarnation of it comes.
+func (p *Proxy) succeed(pr *peer, incarnation uint64) {
+	if pr.leaving != nil && pr.id.Incarnation != incarnation {
+		p.remove(pr, pr.leaving.why)
+	}
 }
 
 // Relink forgets why the link to rank failed, if it did, and makes one unless there is one. It does
@@ -431,11 +495,14 @@ func (p *Proxy) Relink(rank int) {
 }
 
 // Expect says which incarnation of rank is a member: no other is linked until Vacate. It does
-// nothing while there is a link. Takes the lock itself.
+// nothing while there is a link, unless that is of another incarnation, which was vacated: it ends.
+// Takes the lock itself.
 func (p *Proxy) Expect(rank int, incarnation uint64) {
 	p.Lock()
 	defer p.Unlock()
-	if pr := &p.peers[rank]; pr.link == nil && rank != p.cfg.Self.Rank {
+	pr := &p.peers[rank]
+	p.succeed(pr, incarnation)
+	if pr.link == nil && rank != p.cfg.Self.Rank {
 		pr.id = Identity{Rank: rank, Incarnation: incarnation}
 		if pr.vacant {
 			pr.err, pr.was, pr.vacant = nil, nil, false

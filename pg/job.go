@@ -313,7 +313,8 @@ func (j *job) unmet(ctx context.Context, err error) bool {
 func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
 	j.self = self
-	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger, Heartbeat: s.Window / 4,
+	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
+		Heartbeat: s.Window / 4, Linger: s.Window,
 		Patient:        func() bool { return !j.met.Load() },
 		Oversubscribed: true} // until it is known who is where
 	here := place{cpus: allowedCPUs(), cores: runtime.NumCPU(), algo: s.algo}

@@ -94,6 +94,9 @@ func (l *link) Err() error {
 
 func (l *link) errClosed() error { return fmt.Errorf("%s: %w on this side", l.name, p2p.ErrClosed) }
 
+// Distant implements p2p.Distant.
+func (l *link) Distant() {}
+
 // MaxFrame implements p2p.Link.
 func (l *link) MaxFrame() int { return l.maxFrame }
 
