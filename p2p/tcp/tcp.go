@@ -339,10 +339,16 @@ func (t *Transport) probe(ctx context.Context, c candidate) error {
 	defer cancel()
 	self := t.host.Self()
 	fd, _, err := t.connect(ctx, nil, c.String(), netip.Addr{}, hello(self, self, extra{}))
-	if err == nil {
-		unix.Close(fd)
+	if err != nil {
+		return err
 	}
-	return err
+	defer unix.Close(fd)
+	for ctx.Err() == nil { // until the other end is closed too, and its descriptor free
+		if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100); n != 0 && err != unix.EINTR {
+			break
+		}
+	}
+	return nil
 }
 
 // extra is what a connection says of itself in Hello.Extra.
