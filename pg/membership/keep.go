@@ -7,12 +7,14 @@ import (
 
 // Keep decides who stays when some pairs of members cannot reach each other: a large set whose
 // members all reach each other. While two that cannot are left, the one that reaches the fewest of
-// those left goes; of several, the one with the highest rank. (The largest such set is a maximum
-// clique, which nobody can compute for many ranks; this greedy choice finds it for what networks
-// do: a dead card, a host cut off, a partition.) The result depends neither on the order of
-// members, nor of pairs, nor on the order within a pair; pairs with others than members, or of a
-// member with itself, count for nothing. Nobody who reaches all other members goes. It is
-// ascending, the caller's, and has one member at least if members has.
+// those left goes; of several, the one with the highest rank. Then who reaches all that are left
+// comes back, the lowest rank first: it went for the sake of others that went, too. (The largest
+// such set is a maximum clique, which nobody can compute for many ranks; this greedy choice finds
+// it for what networks do: a dead card, a host cut off, a partition.) So each that goes cannot
+// reach one that stays, and of two that miss only each other exactly one goes. The result depends
+// neither on the order of members, nor of pairs, nor on the order within a pair; pairs with others
+// than members, or of a member with itself, count for nothing. It is ascending, the caller's, and
+// has one member at least if members has.
 func Keep(members []int, missing [][2]int) []int {
 	kept := slices.Clone(members)
 	slices.Sort(kept)
@@ -50,6 +52,11 @@ func Keep(members []int, missing [][2]int) []int {
 			}
 		}
 		broken[worst] = -1
+	}
+	for i := range broken {
+		if !slices.ContainsFunc(lost[i], func(o int) bool { return broken[o] >= 0 }) {
+			broken[i] = 0
+		}
 	}
 	n := 0
 	for i, r := range kept {

@@ -182,6 +182,7 @@ func TestModel(t *testing.T) {
 		{"two, one dies and comes back", 2, Config{AutoAdmit: true}, mayKill | mayStart, 2, 0},
 		{"three, one dies", 3, Config{}, mayKill, 1, 0},
 		{"three, cut", 3, Config{}, mayCut, 1, 1},
+		{"three, cut twice", 3, Config{}, mayCut, 2, 0},
 	} {
 		if few() && c.n == 3 {
 			continue

@@ -231,7 +231,7 @@ func (s *script) do(verb string, args []string) error {
 		}
 		w.step(p, Evict{slot})
 	case "down":
-		q.accused = true
+		w.missed[w.pair(p, q)] = true
 		w.step(p, LinkDown{q.me, "connection lost"})
 	case "report":
 		seq, err := strconv.ParseUint(at(2), 10, 64)
@@ -245,8 +245,8 @@ func (s *script) do(verb string, args []string) error {
 				return err
 			}
 			r.Unreachable = append(r.Unreachable, x)
-			if l := w.life(x); l != nil {
-				l.accused, q.accused = true, true
+			if l := w.life(x); l != nil && l != q {
+				w.missed[w.pair(l, q)] = true
 			}
 		}
 		w.step(p, Reported{q.me, r})

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"hash/maphash"
+	"maps"
 	"slices"
 	"sort"
 )
@@ -17,6 +18,7 @@ type sim struct {
 	history []View // all that were in the store; epoch e is history[e-1]
 	procs   []*proc
 	cut     map[[2]int]bool // links that are broken, by indices of procs, lower first
+	missed  map[[2]int]bool // links that are, or were, missing between two that lived
 	limbo   []Propose       // writes that nobody waits for any more, and that may yet happen
 	err     error
 	pick    func(n int) int // which mail comes next when all is delivered; nil: the oldest
@@ -44,7 +46,6 @@ type proc struct {
 	out       bool // Evicted
 	isolated  bool
 	condemned bool // somebody wanted it out
-	accused   bool // a link to another that lived has been missing
 }
 
 // mail is an event on its way. Of one lane it arrives in order; lane "" has none.
@@ -67,7 +68,7 @@ func (w *sim) current() View { return w.history[len(w.history)-1] }
 func incarnation(slot, n int) uint64 { return uint64(16*(slot+1) + n) }
 
 func newSim(n int, cfg Config, log func(Peer, string)) *sim {
-	w := &sim{cfg: cfg, cut: map[[2]int]bool{}, log: log}
+	w := &sim{cfg: cfg, cut: map[[2]int]bool{}, missed: map[[2]int]bool{}, log: log}
 	incs := make([]uint64, n)
 	for i := range incs {
 		incs[i] = incarnation(i, 1)
@@ -274,10 +275,10 @@ func (w *sim) warm(p, q *proc) {
 	q.post(mail{ev: LinkUp{p.me}, lane: "link" + p.me.String()})
 }
 
-// sever breaks a link; only those who see it are told. Both are accused, if both live.
+// sever breaks a link; only those who see it are told.
 func (w *sim) sever(p, q *proc, pSees, qSees bool) {
 	w.cut[w.pair(p, q)] = true
-	p.accused, q.accused = true, true
+	w.missed[w.pair(p, q)] = true
 	if pSees {
 		p.post(mail{ev: LinkDown{q.me, "connection lost"}, lane: "link" + q.me.String()})
 	}
@@ -333,7 +334,7 @@ func (w *sim) rejoin(p *proc, n int) *proc {
 	w.procs = append(w.procs, q)
 	for i, r := range w.procs {
 		if r.alive && w.cut[w.pair(p, r)] && i != len(w.procs)-1 {
-			w.cut[w.pair(q, r)], q.accused = true, true // the same cable
+			w.cut[w.pair(q, r)], w.missed[w.pair(q, r)] = true, true // the same cable
 		}
 	}
 	w.present(q)
@@ -360,8 +361,10 @@ func (w *sim) write(c Propose) bool {
 		if o.Incarnation != 0 {
 			p := w.life(Peer{i, o.Incarnation})
 			p.removed = true
-			if p.alive && !p.condemned && !p.accused {
-				w.fail("%v lives, is connected and unaccused, and was removed by %v", p.me, v)
+			if p.alive && !p.condemned && !slices.ContainsFunc(w.procs, func(q *proc) bool {
+				return v.Has(q.me.Slot, q.me.Incarnation) && w.missed[w.pair(p, q)]
+			}) { // so of two that miss only each other exactly one goes
+				w.fail("%v lives, has never missed one of those that stay, and was removed by %v", p.me, v)
 			}
 			if s.Incarnation != 0 {
 				w.fail("slot %d went from one life to another in one change", i)
@@ -634,6 +637,7 @@ func (w *sim) clone() *sim {
 	for k := range w.cut {
 		c.cut[k] = true
 	}
+	c.missed = maps.Clone(w.missed)
 	c.procs = make([]*proc, len(w.procs))
 	for i, p := range w.procs {
 		q := *p
@@ -724,7 +728,7 @@ func (w *sim) key() uint64 {
 	}
 	for i := range w.procs {
 		for j := range i {
-			flag(w.cut[[2]int{j, i}])
+			flag(w.cut[[2]int{j, i}], w.missed[[2]int{j, i}])
 		}
 	}
 	for _, c := range w.limbo {
@@ -732,7 +736,7 @@ func (w *sim) key() uint64 {
 	}
 	for _, p := range w.procs {
 		peer(p.me)
-		flag(p.alive, p.away, p.isolated, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.accused, p.cas != nil)
+		flag(p.alive, p.away, p.isolated, p.answered, p.wasIn, p.removed, p.out, p.condemned, p.cas != nil)
 		if p.cas != nil {
 			b = append(append(b, p.cas.Old.Encode()...), p.cas.New.Encode()...)
 		}
