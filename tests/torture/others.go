@@ -290,8 +290,7 @@ func (r *rank) outlast(ctx context.Context, s *Step) bool {
 			time.Sleep(time.Millisecond)
 			continue
 		}
-		var lost *pg.RankError
-		if r.job.OnFailure == pg.Report || !errors.As(err, &lost) {
+		if !r.goesOn(err) {
 			err = r.timed("recover", r.job.Timeout, func() error { return h.g.Recover(ctx) })
 			r.judge("recover", s.May, err)
 		}
@@ -305,6 +304,20 @@ func (r *rank) outlast(ctx context.Context, s *Step) bool {
 			return false
 		}
 	}
+}
+
+// goesOn says whether the group goes on by itself after an error, so that nobody is to call Recover.
+func (r *rank) goesOn(err error) bool {
+	var lost *pg.RankError
+	var late *pg.TimeoutError
+	switch {
+	case r.job.OnFailure == pg.Report:
+		return false
+	case errors.As(err, &lost):
+		return true
+	}
+	return r.job.OnTimeout != pg.TimeoutReports && errors.As(err, &late) && len(late.Missing) > 0 &&
+		errors.Is(late, context.DeadlineExceeded)
 }
 
 // comeBack has a rank that is no member any more come in again, where the others are by then.
@@ -447,8 +460,7 @@ func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bo
 			continue
 		}
 		admit = false
-		var lost *pg.RankError
-		if r.job.OnFailure == pg.Report || !errors.As(err, &lost) {
+		if !r.goesOn(err) {
 			err = r.timed("recover", r.job.Timeout, func() error { return g.Recover(ctx) })
 			r.judge("recover", Lost, err)
 		}
