@@ -344,6 +344,56 @@ func TestCutBetweenHostsThatReachTheStore(t *testing.T) {
 	}
 }
 
+// TestReplacedOnTheOtherHost kills two ranks whose places processes on standby on the other host
+// take: the ranks that stayed and the new ones choose algorithms for the hosts that there are now.
+func TestReplacedOnTheOtherHost(t *testing.T) {
+	for _, onFailure := range []string{"shrink", "retry"} {
+		t.Run(onFailure, func(t *testing.T) {
+			t.Parallel()
+			a, b := pair(t)
+			j := &job{Stage: rig.New(t)}
+			env := []string{"TUTTI_SECRET=" + bootstrap.NewSecret()}
+			for node, h := range []*rig.Host{a, b} {
+				j.nodes[node] = j.node(t, h, node, rendezvous, env, "--on-failure", onFailure, "--standby", "1", "--timeout", "1m")
+			}
+			came := map[int]*rig.Rank{}
+			for range 2 * (local + 1) {
+				r := j.Next()
+				came[r.Number] = r
+			}
+			for r := range 2 * local {
+				j.ranks = append(j.ranks, came[r])
+			}
+			rig.Well(j.ranks, rig.Command{Verb: "join"})
+			counts := []int{0, 1, 1000, 100_000}
+			rig.Well(j.ranks, rig.Command{Verb: "verify", Seed: 1, Counts: counts})
+			for step, c := range []struct {
+				victim, spare int
+				local         []int // ranks on the host of each
+			}{
+				{1, -2, []int{1, 3, 3, 3}},
+				{2, -1, []int{2, 2, 2, 2}}, // as at first, but others
+			} {
+				j.ranks[c.victim].Signal(syscall.SIGKILL)
+				came[c.spare].Tell(rig.Command{Verb: "join"})
+				for r, one := range j.ranks {
+					if r != c.victim {
+						one.Tell(rig.Command{Verb: "replace"})
+					}
+				}
+				j.ranks[c.victim] = came[c.spare]
+				for r, one := range j.ranks {
+					if reply := one.Hear(); reply.Fault != nil || reply.LocalSize != c.local[r] {
+						t.Fatalf("rank %d after the loss of rank %d: %v, with %d ranks on its host, want %d", r, c.victim, reply.Fault, reply.LocalSize, c.local[r])
+					}
+				}
+				rig.Well(j.ranks, rig.Command{Verb: "verify", Seed: uint64(2 + step), Counts: counts})
+			}
+			j.finish(t)
+		})
+	}
+}
+
 // TestLauncherKilled kills the launcher of one host: its ranks die with it, and the other host ends
 // the job.
 func TestLauncherKilled(t *testing.T) {

@@ -56,6 +56,7 @@ type Command struct {
 	//	send     pg.Send of Steps elements to Peer
 	//	recv     pg.Recv of as many from Peer
 	//	barrier  Group.Barrier
+	//	replace  pg.AllReduce until a rank is lost, and then Group.Admit until all ranks are there again
 	//	exhaust  opens files until the process may not open more
 	//	close    Group.Close, after giving those back
 	//	exit     no answer; ends with Code
@@ -140,8 +141,9 @@ func faultOf(err error) *Fault {
 
 // hello is what a rank says first.
 type hello struct {
-	PID  int
-	Rank string // as the launcher told it
+	PID     int
+	Rank    string // as the launcher told it; "": it is on standby
+	Standby string
 }
 
 // loop is the rounds of collectives that a rank does by itself.
@@ -207,6 +209,25 @@ func (l *loop) round(g *pg.Group, seed uint64, counts []int) error {
 	return Verify(ctx, g, seed, counts)
 }
 
+// replace notices that a rank is lost, by an error or, with retry, by the view, and lets another in
+// in its place.
+func replace(ctx context.Context, g *pg.Group) error {
+	var lost *pg.RankError
+	complete := func() bool { return len(g.View().Active) == g.Size() }
+	for lost == nil && complete() {
+		if err := pg.AllReduce(ctx, g, []int32{1}, pg.Sum); err != nil && !errors.As(err, &lost) {
+			return err
+		}
+	}
+	for {
+		if _, err := g.Admit(ctx); err != nil && !errors.As(err, &lost) {
+			return err
+		} else if err == nil && complete() {
+			return nil
+		}
+	}
+}
+
 // alone are the verbs that need no join before.
 var alone = []string{"join", "exit", "chaos", "look", "usage", "stop", "await", "ended"}
 
@@ -217,7 +238,7 @@ func rankMain(path string, part Part) int {
 		return 99
 	}
 	out := json.NewEncoder(conn)
-	out.Encode(hello{os.Getpid(), os.Getenv("RANK")})
+	out.Encode(hello{os.Getpid(), os.Getenv("RANK"), os.Getenv("TUTTI_STANDBY")})
 	in := json.NewDecoder(bufio.NewReader(conn))
 	var g *pg.Group
 	var hoard []*os.File
@@ -280,6 +301,8 @@ func rankMain(path string, part Part) int {
 				r.Fault = faultOf(allReduce(ctx, g, c.Seed, c.Counts))
 			case "barrier":
 				r.Fault = faultOf(g.Barrier(ctx))
+			case "replace":
+				r.Fault = faultOf(replace(ctx, g))
 			case "exhaust":
 				for err = nil; err == nil; {
 					var f *os.File

@@ -348,7 +348,7 @@ func (p *Process) End(code int) {
 
 // Rank is the test's end of a rank's process.
 type Rank struct {
-	Number int
+	Number int // of a process on standby: -1 for the first, -2 for the second, …
 	PID    int
 	stage  *Stage
 	t      *testing.T
@@ -387,8 +387,13 @@ func (s *Stage) Next() *Rank {
 		s.t.Fatalf("a rank's first words: %v", err)
 	}
 	r.PID = h.PID
-	if r.Number, err = strconv.Atoi(h.Rank); err != nil {
-		s.t.Fatalf("a rank says RANK=%q", h.Rank)
+	if h.Rank != "" {
+		r.Number, err = strconv.Atoi(h.Rank)
+	} else if r.Number, err = strconv.Atoi(h.Standby); err == nil {
+		r.Number = -1 - r.Number
+	}
+	if err != nil {
+		s.t.Fatalf("a rank says RANK=%q and TUTTI_STANDBY=%q", h.Rank, h.Standby)
 	}
 	s.ranks = append(s.ranks, r)
 	return r
