@@ -96,13 +96,17 @@ func (p *Proxy) connect(pr *peer) {
 	if pr.expected() || p.cfg.Self.Rank > pr.rank && now.Sub(pr.since) < politeness {
 		return
 	}
-	ctx, stop := context.WithTimeout(p.ctx, p.cfg.ConnectTimeout)
+	bound := p.cfg.ConnectTimeout
+	if p.cfg.Patient != nil && p.cfg.Patient() {
+		bound = max(bound, patience)
+	}
+	ctx, stop := context.WithTimeout(p.ctx, bound)
 	pr.dialing, pr.stop = true, stop
 	p.wg.Add(1)
 	go func() {
 		defer p.wg.Done()
 		defer stop()
-		err := p.dial(ctx, pr)
+		err := p.dial(ctx, pr, bound)
 		p.Lock()
 		defer p.Unlock()
 		pr.dialing, pr.stop = false, nil
@@ -118,7 +122,7 @@ func (p *Proxy) connect(pr *peer) {
 }
 
 // dial tries until there is a link, the peer is known to be gone or to refuse us, or ctx ends.
-func (p *Proxy) dial(ctx context.Context, pr *peer) error {
+func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 	pause := 2 * time.Millisecond
 	var last error
 	for {
@@ -146,7 +150,7 @@ func (p *Proxy) dial(ctx context.Context, pr *peer) error {
 			if p.linked(pr) || p.ctx.Err() != nil {
 				return nil
 			}
-			return fmt.Errorf("no link within %v: %w", p.cfg.ConnectTimeout, last)
+			return fmt.Errorf("no link within %v: %w", bound, last)
 		case <-t.C:
 		}
 		if p.linked(pr) {

@@ -77,7 +77,8 @@ type Config struct {
 	// It is called with the proxy's lock and must not block.
 	Notify func(peer Identity, err error)
 	// Patient, if it returns true, has a peer that refuses this rank as unknown dialled again: it
-	// may still believe in an earlier life of this rank. Called by any goroutine.
+	// may still believe in an earlier life of this rank. Who has not come yet is dialled for 30 s,
+	// too. Called by any goroutine, with or without the lock.
 	Patient func() bool
 	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30
 	// s.
@@ -177,13 +178,16 @@ type ctl struct {
 	payload []byte
 }
 
+// patience is how long a peer is dialled that may not have come yet.
+const patience = 30 * time.Second
+
 // New makes a proxy. It does nothing until Listen.
 func New(cfg Config) *Proxy {
 	if cfg.Window == 0 {
 		cfg.Window = DefaultWindow(cfg.Size)
 	}
 	if cfg.ConnectTimeout == 0 {
-		cfg.ConnectTimeout = 30 * time.Second
+		cfg.ConnectTimeout = patience
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)

@@ -317,6 +317,9 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		Heartbeat: s.Window / 4, Linger: s.Window,
 		Patient:        func() bool { return !j.met.Load() },
 		Oversubscribed: true} // until it is known who is where
+	if s.OnFailure != Report { // a rank that cannot be reached is lost as soon as one whose link breaks
+		pc.ConnectTimeout = max(s.Window, time.Second)
+	}
 	here := place{cpus: allowedCPUs(), cores: runtime.NumCPU(), algo: s.algo}
 	if s.MaxSize == 1 {
 		j.proxy = p2p.New(pc)

@@ -1,0 +1,52 @@
+package p2p_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"tutti/p2p"
+)
+
+// nowhere is a transport whose peers never answer.
+type nowhere struct{}
+
+func (nowhere) Name() string                                     { return "nowhere" }
+func (nowhere) Listen(context.Context, p2p.Host) ([]byte, error) { return []byte("x"), nil }
+func (nowhere) Reaches([]byte) error                             { return nil }
+func (nowhere) Close() error                                     { return nil }
+func (nowhere) Dial(ctx context.Context, _ p2p.Identity, _ []byte) (p2p.Link, error) {
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// A peer that cannot be reached has failed after ConnectTimeout, unless it may not have come yet.
+func TestWhoCannotBeReachedFails(t *testing.T) {
+	for _, patience := range []bool{false, true} {
+		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+			Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: 20 * time.Millisecond, Patient: func() bool { return patience },
+			Resolve: func(context.Context, int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2}, Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+			}})
+		if _, err := p.Listen(context.Background()); err != nil {
+			t.Fatal(err)
+		}
+		c := open(t, p, 1, 2)
+		timeout := 20 * time.Second
+		if patience {
+			timeout = 300 * time.Millisecond
+		}
+		var w p2p.Wait
+		w.Reset(context.Background(), timeout, true)
+		var r p2p.Recv
+		p.Lock()
+		c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+		err := c.WaitRecv(&w, &r)
+		p.Unlock()
+		if failed := errors.As(err, new(*p2p.PeerError)); failed == patience || err == nil {
+			t.Errorf("with patience %v: %v", patience, err)
+		}
+		p.Close()
+	}
+}
