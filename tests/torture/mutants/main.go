@@ -1,5 +1,5 @@
 // Command mutants plants mistakes in the library, one at a time, and says how long tests/torture
-// takes to find each. It fails if one is not found.
+// takes to find each. It fails if one is not found, or if something is found where none is planted.
 //
 //	go run ./tests/torture/mutants -limit 3m
 //	go run ./tests/torture/mutants -run 'key-.*' -seed 7 -keep /tmp/mutants
@@ -72,7 +72,12 @@ func run() error {
 		if err != nil {
 			return err
 		}
-		if text == "" {
+		switch {
+		case m.edits == nil && text != "":
+			return fmt.Errorf("without a mistake the torture finds %s", text)
+		case m.edits == nil:
+			text = "nothing"
+		case text == "":
 			missed = append(missed, m.name)
 			text = "not found"
 		}

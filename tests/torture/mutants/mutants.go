@@ -34,6 +34,11 @@ type edit struct {
 // mutants are the mistakes. A name is for the flag -run.
 var mutants = []mutant{
 	{
+		name:      "none",
+		what:      "nothing: for comparison",
+		transport: "shm",
+	},
+	{
 		name:      "word",
 		what:      "readers do not look at the word of the exposure (Ticket.Valid)",
 		transport: "shm",
@@ -135,7 +140,7 @@ var mutants = []mutant{
 		name:      "dirty",
 		what:      "an input in place that is partly overwritten counts as intact for a retry",
 		transport: "shm",
-		flags:     []string{"-torture.faults", "0.6"},
+		flags:     []string{"-torture.faults", "1"},
 		edits:     []edit{{"pg", "runner.steps", "r.dirty, inPlace = true, false", "inPlace = false"}},
 	},
 }
