@@ -436,15 +436,23 @@ func (l Launch) JobMissing() error {
 	return fmt.Errorf("%s: set TUTTI_JOB, the same for all its ranks and another for every job that uses the store", who)
 }
 
-// cleanJob makes a launcher's job id fit for a key.
+// shortened is how a name ends that cleanJob has made of another.
+var shortened = regexp.MustCompile(`\.[0-9a-f]{16}$`)
+
+// cleanJob makes a launcher's job id fit for a key. Different ids stay different: one that does not
+// fit as it is ends in a hash of the whole.
 func cleanJob(s string) string {
-	b := []byte(s[:min(len(s), 128)])
+	if jobName.MatchString(s) && !shortened.MatchString(s) {
+		return s
+	}
+	sum := sha256.Sum256([]byte(s))
+	b := []byte(s[:min(len(s), 128-1-16)])
 	for i, c := range b {
 		if !jobName.Match([]byte{c}) {
 			b[i] = '-'
 		}
 	}
-	return string(b)
+	return string(b) + "." + hex.EncodeToString(sum[:8])
 }
 
 func (e env) settings(l *Launch) error {

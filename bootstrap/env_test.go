@@ -52,7 +52,7 @@ func TestPlace(t *testing.T) {
 		"nothing":                      {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
 		"size 1 alone":                 {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
 		"master only":                  {"MASTER_ADDR=h MASTER_PORT=7", Launch{Size: 1, LocalRank: -1, Source: "none", MasterAddr: "h", MasterPort: 7}},
-		"torchrun":                     {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-a-b", Source: "torchrun"}},
+		"torchrun":                     {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-a-b.bb3edc3f7c4d48d7", Source: "torchrun"}},
 		"torchrun none with master":    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-n0-29500", Source: "torchrun"}},
 		"own with master":              {"TUTTI_RANK=0 TUTTI_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=7", Launch{Size: 2, LocalRank: -1, MasterAddr: "10.0.0.1", MasterPort: 7, Job: "tutti-10.0.0.1-7", Source: "tutti"}},
 		"kubernetes by its pod's name": {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-3", Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train-8", Source: "kubernetes"}},
@@ -376,5 +376,24 @@ func TestObservationSettings(t *testing.T) {
 	}
 	if _, err := FromEnv(vars("TUTTI_METRICS=9400")); err == nil || !strings.Contains(err.Error(), `TUTTI_METRICS: address "9400": expected HOST:PORT`) {
 		t.Error(err)
+	}
+}
+
+// Ids of launchers that differ name different jobs, whatever they are made of.
+func TestJobsOfDifferentIdsDiffer(t *testing.T) {
+	long := strings.Repeat("x", 200)
+	seen := map[string]string{}
+	for _, id := range []string{"a-b", "a/b", "a b", "a.b", "a:b", long, long + "y", long[:128], long[:127], cleanJob("a/b"), cleanJob(cleanJob("a/b"))} {
+		name := cleanJob(id)
+		if err := CheckJob(name); err != nil {
+			t.Errorf("%q: %v", id, err)
+		}
+		if other, ok := seen[name]; ok {
+			t.Errorf("%q and %q are both job %q", other, id, name)
+		}
+		seen[name] = id
+	}
+	if name := cleanJob("slurm-42"); name != "slurm-42" {
+		t.Errorf("an id that fits became %q", name)
 	}
 }
