@@ -63,7 +63,7 @@ func TestPlace(t *testing.T) {
 		"own wins":                     {"TUTTI_RANK=2 TUTTI_SIZE=3 TUTTI_LOCAL_RANK=0 TUTTI_LOCAL_SIZE=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_JOB=j", Launch{Rank: 2, Size: 3, LocalRank: 0, LocalSize: 1, Job: "j", Source: "tutti"}},
 		"confirmed":                    {"TUTTI_SIZE=2 RANK=1 WORLD_SIZE=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "torchrun"}},
 		"openmpi": {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-h-12@1 PMIX_RANK=2",
-			Launch{Rank: 2, Size: 4, LocalSize: 2, Job: "openmpi-prterun-h-12-1", Source: "openmpi"}},
+			Launch{Rank: 2, Size: 4, LocalSize: 2, Job: "openmpi-prterun-h-12-1.66f77764b30a585c", Source: "openmpi"}},
 		"mpirun inside slurm": {"OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7", Launch{Rank: 6, Size: 8, LocalRank: -1, Source: "openmpi"}},
 		"hydra":               {"PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch{Rank: 1, Size: 2, LocalRank: 1, LocalSize: 2, Source: "pmi"}},
 		"cray":                {"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=0 PMI_LOCAL_SIZE=1 PMI_JOBID=55", Launch{Rank: 1, Size: 2, LocalRank: 0, LocalSize: 1, Job: "pmi-55", Source: "pmi"}},

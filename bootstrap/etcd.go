@@ -471,8 +471,10 @@ func (s *etcdStore) reason(err error) string {
 	case errors.Is(err, rpctypes.ErrPermissionDenied):
 		return fmt.Sprintf("user %q may not: it has to be granted to read and write the keys that begin with %s", s.user, s.prefix)
 	}
-	if errors.Is(err, rpctypes.ErrNoSpace) || status.Convert(err).Message() == rpctypes.ErrorDesc(rpctypes.ErrGRPCNoSpace) {
-		return "it is full (its alarm NOSPACE is on): compact and defragment it or raise its quota, then disarm the alarm (etcdctl alarm disarm)"
+	full := rpctypes.ErrorDesc(rpctypes.ErrGRPCNoSpace)
+	if errors.Is(err, rpctypes.ErrNoSpace) || status.Convert(err).Message() == full {
+		return "it is full (its alarm NOSPACE is on): compact and defragment it or raise its quota, " +
+			"then disarm the alarm (etcdctl alarm disarm)"
 	}
 	if st, ok := status.FromError(err); ok {
 		return st.Message()

@@ -72,7 +72,8 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 		return nil, err
 	}
 	if !r.Shared {
-		return nil, errors.Join(fmt.Errorf("exposing memory: no transport shares it: %w", errors.ErrUnsupported), p.Deregister(r), r.Free())
+		err := fmt.Errorf("exposing memory: no transport shares it: %w", errors.ErrUnsupported)
+		return nil, errors.Join(err, p.Deregister(r), r.Free())
 	}
 	p.regions[r.ID] = r
 	b := board{region: r}

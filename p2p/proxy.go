@@ -192,7 +192,8 @@ func New(cfg Config) *Proxy {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size), chans: map[chanKey]*Channel{}, floors: map[Name]floor{},
+	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size),
+		chans: map[chanKey]*Channel{}, floors: map[Name]floor{},
 		regions: map[uint64]*Region{}, dials: make(chan struct{}, 16)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	for i := range p.peers {

@@ -112,7 +112,8 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if s.dir, s.lock, err = makeDir(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
 	}
-	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Admit: s.admit, Refused: trust.LogRefused(cfg.Logger, "store")})
+	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: bootstrap.StorePurpose, Admit: s.admit,
+		Refused: trust.LogRefused(cfg.Logger, "store")})
 	c := s.config()
 	serving := make(chan struct{})
 	c.ServiceRegister = func(g *grpc.Server) {
@@ -137,7 +138,8 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 // admit refuses a proof that was made for another store with the same secret, and passed on.
 func (s *Server) admit(conn net.Conn, h trust.Hello) error {
 	if !bootstrap.StoreMeant(h, strings.TrimPrefix(s.address, "tutti://"), conn.LocalAddr()) {
-		return &trust.Refusal{Code: 1, Text: fmt.Sprintf("the connection was meant for another store than %s: use that address", s.address)}
+		text := fmt.Sprintf("the connection was meant for another store than %s: use that address", s.address)
+		return &trust.Refusal{Code: 1, Text: text}
 	}
 	return nil
 }
@@ -150,7 +152,8 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 	}
 	defer conn.Close()
 	conn.SetDeadline(time.Now().Add(proof.Timeout))
-	if err := trust.Client(conn, secret, bootstrap.StorePurpose, bootstrap.StoreHello(0, "", conn.RemoteAddr())); err != nil {
+	hello := bootstrap.StoreHello(0, "", conn.RemoteAddr())
+	if err := trust.Client(conn, secret, bootstrap.StorePurpose, hello); err != nil {
 		return fmt.Errorf("embedded store: it does not answer itself: %w", err)
 	}
 	return nil

@@ -123,7 +123,8 @@ func ended(err error) error {
 
 // unanswered is ended for the dialler, who may try again.
 func unanswered(err error) error {
-	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
+	is := func(target error) bool { return errors.Is(err, target) }
+	if is(io.EOF) || is(io.ErrUnexpectedEOF) || is(syscall.ECONNRESET) || is(syscall.EPIPE) {
 		return fmt.Errorf("%w: %w", ErrTurnedAway, ended(err))
 	}
 	return err

@@ -171,7 +171,8 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 	}
 	x.m[id] = &export{fd, n, map[*link]struct{}{}}
 	x.mu.Unlock()
-	return p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], true, func() error { return errors.Join(x.free(id), unmap(mem)) }), nil
+	free := func() error { return errors.Join(x.free(id), unmap(mem)) }
+	return p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], true, free), nil
 }
 
 // free withdraws a region and tells the peers that have it.

@@ -43,7 +43,8 @@ func (m message) encode() (b [messageSize]byte) {
 }
 
 func decodeMessage(b *[messageSize]byte) (message, error) {
-	m := message{b[0], binary.LittleEndian.Uint32(b[4:]), binary.LittleEndian.Uint64(b[8:]), binary.LittleEndian.Uint64(b[16:])}
+	le := binary.LittleEndian
+	m := message{b[0], le.Uint32(b[4:]), le.Uint64(b[8:]), le.Uint64(b[16:])}
 	if m.kind == 0 || m.kind >= msgEnd || m.encode() != *b {
 		return message{}, fmt.Errorf("%w: malformed message % x", p2p.ErrProtocol, b[:])
 	}

@@ -87,7 +87,8 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	}
 	t.host, t.machine = h, machine
 	t.acceptor = &trust.Acceptor{
-		Listener: &sameUser{l.(*net.UnixListener), t.uid}, Secret: h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout,
+		Listener: &sameUser{l.(*net.UnixListener), t.uid},
+		Secret:   h.Secret(), Purpose: purpose, Timeout: t.cfg.HandshakeTimeout,
 		Admit: t.admit, Accepted: t.accepted, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
@@ -299,7 +300,8 @@ func receive(sock *socket) (mem []byte, data int, err error) {
 	if m.kind == msgFail {
 		return nil, 0, fmt.Errorf("the peer could not make the shared memory: %w", unix.Errno(m.size))
 	}
-	if m.kind != msgSetup || m.version != version || m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
+	if m.kind != msgSetup || m.version != version ||
+		m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
 		return nil, 0, fmt.Errorf("%w: set-up message %+v", p2p.ErrProtocol, m)
 	}
 	n := pages(ring.Bytes(int(m.size)))

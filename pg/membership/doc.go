@@ -44,12 +44,18 @@
 //
 // # Who decides about whom
 //
-//   - A process that has ended, a lease that has run out, a life whose slot another has taken: whoever learns of it proposes the change. No quorum is asked, for the store decides: its key changes once,
-//     whoever cannot reach it changes nothing, and what is said is certain.
-//   - A link that is missing between two lives that are both registered: all machines compute from the same reports, with [Keep], which of the two goes.
-//     Whoever goes misses a link to one who stays. So of two that miss only each other exactly one goes, and of two that miss others too, both may.
-//   - Being late ([Late]): a rank that waits in vain for another knows only that the two are not at the same place. It votes, in its report, for two windows; a life goes when more than half of the
-//     lives in the view vote so. A rank that is early and alone removes nobody. Two that do not hear each other may both be late for most ranks, and both go. With [Missed] in its place, which a program has to ask for, any rank decides.
+//   - A process that has ended, a lease that has run out, a life whose slot another has taken:
+//     whoever learns of it proposes the change. No quorum is asked, for the store decides: its key
+//     changes once, whoever cannot reach it changes nothing, and what is said is certain.
+//   - A link that is missing between two lives that are both registered: all machines compute from
+//     the same reports, with [Keep], which of the two goes. Whoever goes misses a link to one who
+//     stays. So of two that miss only each other exactly one goes, and of two that miss others too,
+//     both may.
+//   - Being late ([Late]): a rank that waits in vain for another knows only that the two are not at
+//     the same place. It votes, in its report, for two windows; a life goes when more than half of
+//     the lives in the view vote so. A rank that is early and alone removes nobody. Two that do not
+//     hear each other may both be late for most ranks, and both go. With [Missed] in its place,
+//     which a program has to ask for, any rank decides.
 //   - On demand ([Evict]): the program decides, at any rank.
 //
 // # Coming in
