@@ -306,7 +306,7 @@ func (r *rank) outlast(ctx context.Context, s *Step) bool {
 	}
 }
 
-// goesOn says whether the group goes on by itself after an error, so that nobody is to call Recover.
+// goesOn says whether the group goes on by itself after an error, without Recover.
 func (r *rank) goesOn(err error) bool {
 	var lost *pg.RankError
 	var late *pg.TimeoutError
