@@ -55,6 +55,7 @@ type Channel struct {
 	now       Token  // the operation in progress or the last one
 	told      Token  // the operation that was announced last
 	toldWaits uint64
+	hears     func(slot, key int, value []byte) // see OnNotice
 	window    int
 
 	// tagged lane
@@ -89,6 +90,7 @@ type stream struct {
 	hasSeen bool
 	waits   Token  // the operation in which the peer said that it waits
 	waitFor uint64 // for whom, packed
+	notices notices
 }
 
 // early is a frame that arrived before anybody asked for it.
@@ -566,7 +568,7 @@ func (c *Channel) sever(st *stream, err error) {
 // ordered channel stays lost.
 func (c *Channel) renew(st *stream) {
 	st.clear()
-	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq}
+	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq, notices: st.notices}
 	if !c.tagged {
 		fresh.lost = st.lost
 	}

@@ -250,6 +250,16 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		st.until = h.Seq + 1
 	case frameBye:
 		pr.bye, st.left = true, true
+	case frameNotice:
+		if err := checkNotice(pr, h); err != nil {
+			return err
+		}
+		if payload == nil {
+			return p.keep(pr, st, nil) // it arrives in pieces
+		}
+		c.noticed(st, int(h.Seq), payload)
+		p.take(pr, payload, nil)
+		return nil
 	case frameAbort:
 		if h.Len > MaxAbort || payload == nil && h.Len > 0 {
 			if h.Len > MaxAbort {
@@ -293,7 +303,9 @@ func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 // that can be.
 func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 	n := int(pr.cur.Len)
-	if pr.cur.Kind != frameAbort {
+	// Nobody asks for these: they are taken in when they are here.
+	unasked := pr.cur.Kind == frameAbort || pr.cur.Kind == frameNotice
+	if !unasked {
 		if st.held += int(cost(n)); st.held > st.c.window {
 			return fmt.Errorf("%w: rank %d sent more than its credit of %d bytes", ErrProtocol, pr.rank, st.c.window)
 		}
@@ -304,7 +316,7 @@ func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 	}
 	p.arrivals++
 	e := &early{h: pr.cur, buf: buf, order: p.arrivals}
-	if pr.cur.Kind != frameAbort {
+	if !unasked {
 		st.early = append(st.early, e)
 	}
 	pr.intoBuf = e
@@ -317,6 +329,9 @@ func (c *Channel) arrived(st *stream, e *early) {
 	switch e.h.Kind {
 	case frameAbort:
 		c.abortedBy(st, append([]byte{}, e.buf...))
+		c.p.pool.put(e.buf)
+	case frameNotice:
+		c.noticed(st, int(e.h.Seq), e.buf)
 		c.p.pool.put(e.buf)
 	case frameData:
 		for len(st.early) > 0 && st.early[0].filled && st.posted.size > 0 && c.err == nil {

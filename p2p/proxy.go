@@ -26,6 +26,7 @@ const (
 	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
 	frameBeat              // nothing: somebody waits for the peer, and wants to know whether its host answers; of no channel
 	frameOpen              // from now on Chan stands for this channel. Seq, Call: its name, Count, Off: its epoch; no credit
+	frameNotice            // payload: what key Seq of the sender is from now on; no credit
 )
 
 const (
@@ -345,6 +346,11 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 		if st := c.streams[pr.rank]; st != nil && st.lost != nil {
 			c.renew(st)
 		}
+		if st := c.streams[pr.rank]; st != nil {
+			for key := range NoticeKeys {
+				c.tell(st, key)
+			}
+		}
 		if c.aborted != nil && c.has(pr.rank) {
 			c.control(pr, Header{Kind: frameAbort, Len: uint32(len(c.aborted))}, c.aborted)
 		}
@@ -466,6 +472,11 @@ const readFor = 50 * time.Millisecond
 // remove ends what is left of a peer's life.
 func (p *Proxy) remove(pr *peer, why error) {
 	p.down(pr, why)
+	for _, c := range p.chans {
+		if st := c.streams[pr.rank]; st != nil {
+			st.notices.heard = [NoticeKeys][]byte{} // of a life that is over
+		}
+	}
 	if pr.stop != nil {
 		pr.stop()
 	}
