@@ -26,7 +26,8 @@ type call struct {
 	in, out    unsafe.Pointer // out == in where the operation is in place
 	counts     []int          // Shape.Counts
 	recvCounts []int
-	ranks      int // slots of the group when it was checked
+	ranks      int  // slots of the group when it was checked
+	uniform    bool // its outcome is, whatever Config.Uniform says
 }
 
 // forget drops the caller's memory. What was called stays.
@@ -72,7 +73,7 @@ func (c *call) describe() string {
 
 // spell turns a token back into words: "allreduce #12 (float32 sum, 1024 elements)".
 func spell(t p2p.Token) string {
-	if t == standToken {
+	if t == enterToken {
 		return "entering a view"
 	}
 	return flight.Spell(t.Seq, flight.Call(t.Call), t.Count)
@@ -266,7 +267,6 @@ const (
 	abortMismatch = 3 // rank a, rank b, their tokens
 	abortOther    = 4 // reporter, text
 	abortCall     = 5 // reporter, text: Group.Abort
-	abortAgain    = 6 // reporter: it could not enter this view, and tries again
 	maxMissing    = 16
 )
 
@@ -329,7 +329,7 @@ var errBadAbort = errors.New("malformed abort message")
 
 // decodeAbort reads what a peer sent; size bounds the rank numbers.
 func decodeAbort(b []byte, size int) (*wireAbort, error) {
-	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortAgain {
+	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortCall {
 		return nil, errBadAbort
 	}
 	u32 := func(at int) int { return int(int32(binary.LittleEndian.Uint32(b[at:]))) }

@@ -57,9 +57,8 @@ type Config struct {
 	// Report.
 	OnFailure OnFailure
 	// Uniform makes the outcome of every collective the same at all survivors: each has the result,
-	// or each gets the error. It costs a small exchange after each collective. With Report the
-	// survivors of a rank that dies within that exchange do not compare what they have: there one
-	// may return nil and another an error, after which Work.LocalSuccess tells of the result.
+	// or each gets the error. It costs a small exchange after each collective. An operation that a
+	// rank gives up (a deadline, a cancelled context) fails there, and may have ended well elsewhere.
 	// Default TUTTI_UNIFORM. All ranks must have the same OnFailure and Uniform.
 	Uniform bool
 	// OnTimeout says what happens to ranks that an operation waited for in vain, and who decides

@@ -86,8 +86,13 @@
 // [Config].OnFailure: wait for [Group.Recover], go on with the next operation (Shrink), or run the
 // same one again where its inputs are intact (Retry). An operation may have ended well at some
 // ranks and with a *RankError at others; they keep to the same order all the same, for ranks that
-// are behind skip, with an error, what the others have finished. With Config.Uniform and Shrink or
-// Retry the outcome is the same at all of them, and [Group.Agree] agrees on anything else.
+// are behind skip, with an error, what the others have finished. With Config.Uniform the outcome is the
+// same at all of them, and [Group.Agree] agrees on anything else, on a failed group too:
+//
+//	err := pg.AllReduce(ctx, g, x, pg.Sum)
+//	if ok, aerr := g.Agree(ctx, err == nil); aerr == nil && !ok {
+//		err = g.Recover(ctx) // all ranks are here
+//	}
 //
 // A process that is started with the number of a lost rank, or with a new one below Config.MaxSize,
 // joins the running job: its Join returns when the others have let it in, by [Group.Admit] or, with

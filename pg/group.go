@@ -17,6 +17,7 @@ import (
 	"tutti/p2p"
 	"tutti/pg/flight"
 	"tutti/pg/membership"
+	"tutti/pg/resync"
 )
 
 // A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
@@ -49,26 +50,30 @@ type Group struct {
 
 	line    line
 	busy    bool // a call has the turn. Under the proxy's lock, as what follows
+	between bool // it is between two operations
 	cur     call
 	seq     uint64
 	history [64]p2p.Token // of the latest collectives, by seq
 	err     error         // why the group failed, until Recover
 	aborted error         // by Abort, for good
 	epoch   uint64        // of the group's view
-	attempt uint64        // in it
 	at      membership.View
-	moving  bool       // the next operation begins in another view, or anew in this one
-	must    uint64     // which is that epoch at least
-	hint    bool       // the job has grown, and the others are to know
-	insist  bool       // the operation is retried, and its outcome uniform, whatever the configuration says
-	uniform bool       // Config.Uniform
-	here    bool       // the result of the latest operation was here
-	lost    *RankError // the latest
-	begins  uint64     // operations below it that have not begun are skipped
-	// What the exchange on entering the view said, and what is under way of it.
-	confirmed uint64
-	agreed    membership.Standing
-	standing  []p2p.Recv
+	shown   shown
+	sync    *resync.Machine
+	joins   bool           // the rank is about to enter the group's view, and its program has no group yet
+	rough   bool           // something has happened that the next operation has to look at first: see ready
+	must    uint64         // the epoch that the next operation runs in at least
+	hint    bool           // the job has grown, and the others are to know
+	uniform bool           // Config.Uniform
+	here    bool           // the result of the latest operation was here
+	lost    *RankError     // the latest
+	cause   []byte         // of err: what the others are told
+	gave    uint64         // the uniform operation that was given up last
+	ballot  ballot         // this rank's votes in agreements
+	ballots map[int]ballot // and the others', by slot
+	// What the exchange on entering the view said: operations below begins that have not begun are
+	// skipped, results of operations up to confirmed count.
+	begins, confirmed uint64
 
 	wait p2p.Wait
 	run  runner
@@ -97,14 +102,23 @@ func (g *Group) Rank() int { return g.rank }
 func (g *Group) Size() int {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
-	return g.size
+	return g.shown.size
 }
 
-// View returns the current view.
+// View returns the view that the latest call on the group has ended in: it does not change between
+// two of them.
 func (g *Group) View() View {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
-	return View{Epoch: g.epoch, Active: append([]int(nil), g.active...)}
+	return View{Epoch: g.shown.epoch, Active: slices.Clone(g.shown.active)}
+}
+
+// shown is what the program knows of the view. It changes with a call's end; the group may have
+// gone to another view meanwhile.
+type shown struct {
+	epoch  uint64
+	size   int
+	active []int
 }
 
 // newGroup makes the handle of a group among ranks of the job; its two channels have this name and
@@ -116,7 +130,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	for i := range g.active {
 		g.active[i] = i
 	}
-	g.uniform = j.settings.Uniform
+	g.uniform, g.ballots = j.settings.Uniform, map[int]ballot{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {
@@ -131,6 +145,10 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	}
 	g.run.init(g)
 	j.proxy.Lock()
+	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.active})
+	g.joins = lives == nil && epoch < at.Epoch
+	g.shown = shown{g.epoch, g.size, g.active}
+	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
 	if j.mapped {
 		if g.run.mapped.exposure, err = j.proxy.NewExposure(); err != nil {
@@ -256,7 +274,7 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 		}
 	}
 	var err error
-	if g.moving || g.seq+1 < g.begins {
+	if g.rough {
 		err = g.ready()
 	}
 	if err == nil && !g.run.again(kind, op, root, &dst, &src) {
@@ -282,8 +300,11 @@ func (g *Group) collective() error {
 	}
 	if err := g.wait.Err(); err != nil { // nothing was sent; but the others will wait for us
 		g.seq++
-		g.err = g.fail(err)
-		return g.err
+		typed := g.fail(err)
+		if g.rough = true; !g.survivable(typed) {
+			g.err = typed
+		}
+		return typed
 	}
 	if !g.run.hot.armed {
 		if bad := g.fits(); bad != nil {
@@ -303,11 +324,11 @@ func (g *Group) collective() error {
 	} else {
 		err = g.run.collective()
 	}
-	if err != nil || g.uniform || g.insist {
+	if err != nil || g.uniform || g.cur.uniform {
 		err = g.conclude(err)
 	}
 	if g.coll.Hinted() && err == nil && g.cur.synchronizes() { // everybody knows that the job has grown
-		g.moving, g.must = true, g.epoch+1
+		g.rough, g.must = true, g.epoch+1
 	}
 	g.cur.forget()
 	g.end(err)
@@ -318,7 +339,7 @@ func (g *Group) collective() error {
 // run it again.
 func (g *Group) conclude(err error) error {
 	s := g.job.settings
-	uniform := g.uniform || g.insist
+	uniform := g.uniform || g.cur.uniform
 	for {
 		has := err == nil
 		if has {
@@ -332,13 +353,14 @@ func (g *Group) conclude(err error) error {
 		}
 		typed := g.fail(err)
 		if !g.survivable(typed) {
-			g.err = typed
+			if g.err = typed; uniform {
+				g.gave = g.seq
+			}
 			return typed
 		}
-		g.moving = true
-		again := errors.Is(typed, errAgain) // nobody was lost
+		g.rough = true
 		var lost *RankError
-		if errors.As(typed, &lost) && !again {
+		if errors.As(typed, &lost) {
 			own := *lost // others look at what they were given
 			lost, typed = &own, &own
 			g.verdict(lost)
@@ -346,24 +368,28 @@ func (g *Group) conclude(err error) error {
 			lost.Overwritten = g.overwritten(has)
 			g.lost = lost
 		}
-		if s.OnFailure == Report && !g.insist && !again {
+		if s.OnFailure == Report {
 			g.err = typed
+		}
+		if s.OnFailure != Retry && !uniform {
 			return typed
 		}
-		if s.OnFailure != Retry && !uniform && !again {
-			return typed
-		}
-		intact := (s.OnFailure == Retry || g.insist || again) && !g.run.dirty && !has
 		g.wait.Restart() // what the failed attempt took does not count
-		if err := g.move(membership.Standing{Over: g.seq - 1, Has: has, Intact: intact}, false); err != nil {
-			g.err = err
+		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: s.OnFailure == Retry && !g.run.dirty && !has, Failed: g.err != nil}
+		if err := g.move(mine, g.coll.Err() != nil); err != nil {
+			if uniform {
+				g.gave = g.seq
+			}
+			if !g.survivable(err) {
+				g.err = err
+			}
 			return err
 		}
 		if has && g.seq <= g.confirmed {
 			return nil
 		}
-		if g.seq < g.begins {
-			if lost != nil && !again {
+		if g.seq < g.begins || g.err != nil {
+			if lost != nil {
 				own := *lost
 				own.Overwritten = g.overwritten(has)
 				return &own
@@ -414,8 +440,12 @@ func (g *Group) fits() error {
 // tells the other ranks, and makes sure that nothing writes to the call's buffers any more.
 func (g *Group) fail(err error) error {
 	tell, typed := g.explain(err)
+	var told *p2p.Aborted
 	if tell != nil {
-		g.coll.Abort(typed, tell.encode())
+		g.cause = tell.encode()
+		g.coll.Abort(typed, g.cause)
+	} else if errors.As(err, &told) {
+		g.cause = told.Payload
 	}
 	g.coll.Forget()
 	g.run.stop()
@@ -434,6 +464,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var differ *p2p.Disagreement
 	var aborted *p2p.Aborted
 	switch {
+	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
+		return nil, err // explained and told before
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.size)
 		if bad != nil {
@@ -497,15 +529,12 @@ func (g *Group) told(a *wireAbort) error {
 		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
 		return g.aborted
 	}
-	if a.Kind == abortAgain {
-		return &RankError{Rank: a.A, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: a.A, Err: errAgain}
-	}
 	return &RankError{Rank: a.A, Epoch: g.epoch, Call: spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
 }
 
 // left explains that a peer went over to another view, which this rank will know soon.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
-	g.await(time.Second)
+	g.await(time.Second, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
@@ -653,9 +682,6 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 		return nil, err
 	}
 	defer g.leave()
-	before := g.uniform
-	g.uniform = true
-	defer func() { g.uniform = before }()
 	if err := g.ready(); err != nil {
 		return nil, err
 	}
@@ -664,6 +690,7 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 		return nil, err
 	}
 	g.run.hot = hot{}
+	g.cur.uniform = true
 	if err := g.collective(); err != nil {
 		return nil, err
 	}
@@ -811,7 +838,7 @@ func (g *Group) work() {
 		g.begun(g.ctx, time.Time{}, true)
 		g.run.hot = hot{}
 		var err error
-		if g.moving || g.seq+1 < g.begins {
+		if g.rough {
 			err = g.ready()
 		}
 		if err == nil {
@@ -823,8 +850,7 @@ func (g *Group) work() {
 			err = ErrClosed
 		}
 		w.call.forget()
-		g.busy = false
-		g.job.proxy.Unlock()
+		g.rest()
 		w.finish(err) // before a later one can end
 		g.line.leave()
 	}

@@ -33,6 +33,7 @@ import (
 	"tutti/p2p/shm"
 	"tutti/p2p/tcp"
 	"tutti/pg/membership"
+	"tutti/pg/resync"
 )
 
 // job is what the groups of one rank share: its links, its listeners, its place in the store.
@@ -314,7 +315,7 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
 	j.self = self
 	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
-		Heartbeat: s.Window / 4, Linger: s.Window,
+		Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second),
 		Patient:        func() bool { return !j.met.Load() },
 		Oversubscribed: true} // until it is known who is where
 	if s.OnFailure != Report { // a rank that cannot be reached is lost as soon as one whose link breaks
@@ -433,7 +434,10 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	for r, p := range j.places {
 		lives[r] = p.incarnation
 	}
+	g.job.proxy.Lock()
 	g.at = membership.First(lives)
+	g.sync = resync.New(g.rank, g.view(g.at))
+	g.job.proxy.Unlock()
 	g.warn()
 	j.proxy.Lock()
 	j.meeting = nil
@@ -529,9 +533,12 @@ func (j *job) enter(ctx context.Context, s *settings, view membership.View, firs
 		return nil, err
 	}
 	defer g.leave()
-	if err := g.move(membership.Standing{Joins: true, Intact: true}, false); err != nil {
+	g.must = view.Epoch
+	g.viewChanged()
+	if err := g.move(resync.Standing{Joins: true, Intact: true}, false); err != nil {
 		return nil, err
 	}
+	g.joins = false
 	g.seq = g.begins - 1
 	if !s.AutoAdmit { // the others are in Admit, or will be when they see that somebody is lost
 		if _, err := g.admit(ctx, math.MaxUint64); err != nil {

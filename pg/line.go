@@ -122,9 +122,19 @@ func (g *Group) begun(ctx context.Context, began time.Time, lazy bool) {
 
 // leave is enter's counterpart.
 func (g *Group) leave() {
-	g.busy = false
-	g.job.proxy.Unlock()
+	g.rest()
 	g.line.leave()
+}
+
+// rest ends what begun began.
+func (g *Group) rest() {
+	if g.shown.epoch != g.epoch {
+		g.shown = shown{g.epoch, g.size, g.active}
+	}
+	if g.busy = false; g.rough {
+		g.answer()
+	}
+	g.job.proxy.Unlock()
 }
 
 // expired stands in for a collective whose caller gave up before its turn: the operation fails here

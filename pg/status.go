@@ -385,17 +385,10 @@ type peerGlance struct {
 
 // awaits lists the slots that the operation under way waits for.
 func (g *Group) awaits() (slots []int) {
-	if !g.moving {
-		return g.run.awaits()
+	if g.sync.Pending() {
+		return g.sync.Missing()
 	}
-	active, _ := g.members(g.job.view)
-	if down := g.down(active); g.standing == nil && down >= 0 {
-		slots = append(slots, down)
-	}
-	for _, m := range g.unheard() {
-		slots = append(slots, m.Rank)
-	}
-	return slots
+	return g.run.awaits()
 }
 
 func (g *Group) glance() glance {
@@ -411,9 +404,8 @@ func (g *Group) glance() glance {
 			v.awaits = g.awaits()
 		}
 	}
-	if g.busy && g.moving {
-		_, epoch := g.members(g.job.view)
-		v.entering, v.waited, v.awaits = max(epoch, g.must), g.wait.Waited(), g.awaits()
+	if g.busy && (g.sync.Pending() || g.sync.Behind(g.must)) {
+		v.entering, v.waited, v.awaits = max(g.sync.Now().Epoch, g.must), g.wait.Waited(), g.awaits()
 	}
 	for slot := range g.size {
 		if slot == g.rank {
@@ -485,7 +477,7 @@ func (v *glance) toRanks(slots []int) (all []int) {
 // spell is spell with the root as a rank of the job.
 func (v *glance) spell(t p2p.Token) string {
 	c := flight.Call(t.Call)
-	if r := c.Root(); t != standToken && r >= 0 && r < len(v.ranks) {
+	if r := c.Root(); t != enterToken && r >= 0 && r < len(v.ranks) {
 		c = flight.Pack(c.Kind(), c.DType(), c.Reduction(), c.Algorithm(), v.ranks[r])
 	}
 	return spell(p2p.Token{Seq: t.Seq, Call: uint64(c), Count: t.Count})

@@ -71,8 +71,8 @@
 //
 // # After a change
 //
-// [Resume] computes from the standings of all members where the sequence of operations goes on in a
-// new view; [View.Subset] what the view means for a subgroup.
+// [View.Subset] says what a view means for a subgroup. Package resync decides where the sequence of
+// operations goes on in a new view.
 //
 // # The contract of the driver
 //
@@ -84,8 +84,8 @@
 //   - Probe: answered by exactly one [Probed] in bounded time. Dead must be certain: the peer's machine answers and no such process is there. A refused connection is that, silence is not.
 //   - Warm: answered by LinkUp or LinkDown; both ends of a link are told of it. While a link is down between members the driver may try to make it anew, and says LinkUp if it can.
 //   - Report, AskJoin, UnaskJoin: put under the rank's lease, in place of what was there; again until the store has it, unless there is something newer to put.
-//   - Enter: if Removed is not empty, end the running operation and whatever else belongs to the old epoch. Then exchange standings with all of the view, and go on with Resume. A
-//     view whose exchange did not complete everywhere is followed by another: standings carry what was settled. If only Added, do so at a boundary that all members agree on.
+//   - Enter: if Removed is not empty, end the running operation and whatever else belongs to the old epoch. Then go to the view,
+//     as package resync says. If only Added, do so at a boundary that all members agree on.
 //   - Evicted: close the links, take the report, the wish to join and the record away. Isolated, Reunited: tell the program.
 //
 // And it watches the store: the view's key, the records of ranks (a record that is gone, or has

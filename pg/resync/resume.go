@@ -1,4 +1,4 @@
-package membership
+package resync
 
 import "math"
 
@@ -15,17 +15,25 @@ type Standing struct {
 	Intact bool   // the operation at hand can run from its beginning: it has not begun, or it may be retried and its inputs are as they were
 	Joins  bool   // this rank has run no operation of this group yet: it begins where the others go on, and has no say
 
-	// The outcome of the last exchange that this rank completed: the epoch of its view, how many
-	// exchanges in that view had failed before, and what Resume returned; zero if there was none.
-	// It binds ranks that took part in it and failed to complete it, because some that did may have
-	// gone on since.
-	Epoch, Attempt, Start, Confirmed uint64
+	Failed bool // the group has failed here, and its program is to call Recover
+	Calls  bool // it has called it
+
+	// The outcome of the last exchange that this rank completed, zero if there was none. It binds
+	// ranks that took part in it and failed to complete it, because some that did may have gone on
+	// since.
+	Last Outcome
+
+	More any // what the driver tells besides: not looked at
+}
+
+// Outcome is what Resume made of the standings of an exchange.
+type Outcome struct {
+	At               Point
+	Start, Confirmed uint64
 }
 
 // after compares the exchanges whose outcomes s and o know.
-func (s Standing) after(o Standing) bool {
-	return s.Epoch > o.Epoch || s.Epoch == o.Epoch && s.Attempt > o.Attempt
-}
+func (s Standing) after(o Standing) bool { return o.Last.At.Before(s.Last.At) }
 
 // Next is the earliest operation that the rank can still run.
 func (s Standing) Next() uint64 {
@@ -55,7 +63,7 @@ func Resume(standings []Standing) (start, confirmed uint64) {
 	var last Standing
 	for _, s := range standings {
 		if s.after(last) {
-			last, start, confirmed = s, s.Start, s.Confirmed
+			last, start, confirmed = s, s.Last.Start, s.Last.Confirmed
 		}
 	}
 	behind, past, reached := false, uint64(0), uint64(math.MaxUint64)

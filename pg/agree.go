@@ -1,0 +1,194 @@
+package pg
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"tutti/bootstrap"
+)
+
+// ballot is what a rank says of the agreements that it has taken part in.
+type ballot struct {
+	n   uint64  // how many; 0: none
+	yes [2]bool // its votes in the latest and in the one before
+}
+
+// abstains is the ballot of a rank that is coming in: it has no say in what is agreed on before its
+// program has the group.
+var abstains = ballot{n: math.MaxUint64}
+
+// count is in how many agreements this rank has taken part, as far as it knows.
+func (b ballot) count() uint64 {
+	if b == abstains {
+		return 0
+	}
+	return b.n
+}
+
+// join has the ranks that were coming in, this one perhaps, take part from agreement n+1 on. All
+// ranks know that they do before anybody begins that.
+func (g *Group) join(n uint64) {
+	if g.ballot == abstains {
+		g.ballot = ballot{n: n}
+	}
+	for slot, b := range g.ballots {
+		if b == abstains {
+			g.ballots[slot] = ballot{n: n}
+		}
+	}
+}
+
+// A notice of key noticeBallot is a ballot: 0 n | 8 the latest vote | 9 the one before.
+const ballotSize = 10
+
+func (b ballot) encode() []byte {
+	out := binary.LittleEndian.AppendUint64(make([]byte, 0, ballotSize), b.n)
+	for _, yes := range b.yes {
+		v := byte(0)
+		if yes {
+			v = 1
+		}
+		out = append(out, v)
+	}
+	return out
+}
+
+func decodeBallot(b []byte) (ballot, error) {
+	if len(b) != ballotSize {
+		return ballot{}, fmt.Errorf("a ballot of %d bytes, want %d", len(b), ballotSize)
+	}
+	return ballot{binary.LittleEndian.Uint64(b), [2]bool{b[8] == 1, b[9] == 1}}, nil
+}
+
+// vote returns the vote in agreement n, and whether it is known. Who came in later than that has no
+// say in it.
+func (b ballot) vote(n uint64) (yes, known bool) {
+	switch {
+	case b.n < n:
+		return false, false
+	case b.n-n < uint64(len(b.yes)):
+		return b.yes[b.n-n], true
+	}
+	return true, true
+}
+
+// Agree is a fault-tolerant agreement: it returns true if all ranks that took part to its end gave
+// true, and the same value at every rank that returns one, whoever is lost meanwhile. It is a
+// collective with an order of its own: the n-th call of a rank meets the n-th call of all others,
+// whatever became of the operations between them, so that a program can agree on whether one
+// succeeded everywhere. It works on a group that has failed, and leaves it so. It waits for the
+// votes of all that are in the job's view, and for a round trip to the store.
+func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
+	began := time.Now()
+	if err := g.enter(ctx, "agree", func() { g.cast(false) }); err != nil {
+		return false, err
+	}
+	all, err := g.poll(yes)
+	n := g.ballot.n
+	g.leave()
+	if err != nil || g.job.members == nil {
+		return all && err == nil, err
+	}
+	within, end := g.within(ctx, "agree", began)
+	defer end()
+	return g.decide(within, n, all)
+}
+
+// cast gives this rank's vote in the next agreement.
+func (g *Group) cast(yes bool) {
+	g.ballot = ballot{g.ballot.n + 1, [2]bool{yes, g.ballot.yes[0]}}
+	g.msgs.Notice(g.active, noticeBallot, g.ballot.encode())
+}
+
+// poll votes, and returns whether all that are left have given true.
+func (g *Group) poll(yes bool) (all bool, err error) {
+	if err := g.halted(); err != nil {
+		return false, err
+	}
+	g.cast(yes)
+	g.between = true
+	defer func() { g.between = false }()
+	g.answer()
+	for {
+		all, missing := yes, []int(nil)
+		now, _ := g.members(g.job.view)
+		for _, slot := range g.active {
+			if slot == g.rank || !slices.Contains(now, slot) {
+				continue
+			}
+			v, known := g.ballots[slot].vote(g.ballot.n)
+			if all = all && v; !known {
+				missing = append(missing, slot)
+			}
+		}
+		if len(missing) == 0 {
+			return all, nil
+		}
+		if err := g.halted(); err != nil {
+			return false, err
+		}
+		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.members == nil {
+			return false, &RankError{Rank: missing[0], Epoch: g.epoch, Call: "agree", Reporter: g.rank, Err: err}
+		}
+		if err := g.pause(missing[0]); err != nil {
+			err = g.overdue(err, "agree", missing)
+			if !g.survivable(err) { // tells that they are late
+				return false, err
+			}
+			g.wait.Restart()
+			gone := func() bool {
+				now, _ := g.members(g.job.view)
+				return slices.ContainsFunc(missing, func(slot int) bool { return !slices.Contains(now, slot) })
+			}
+			if !g.await(g.job.settings.Window+2*time.Second, gone) {
+				return false, err
+			}
+		}
+	}
+}
+
+// decide makes the first proposal that reaches the store the outcome of agreement k: ranks that
+// took votes of different ranks, because one was lost meanwhile, may propose different ones.
+func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
+	// The world's name is the same in every life of a job; what an earlier life left may be there
+	// still.
+	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.members.first, g.name.Maker, g.name.Number)
+	mine := binary.BigEndian.AppendUint64(nil, k)
+	mine = append(mine, map[bool]byte{true: 1}[yes])
+	var old []byte
+	for {
+		sctx, cancel := context.WithTimeout(within.ctx, storeWait)
+		b, err := g.job.directory().Get(sctx, key)
+		if err != nil && !errors.Is(err, bootstrap.ErrNoKey) { // the store may come back
+			cancel()
+			if !within.pause(20 * time.Millisecond) {
+				return false, within.why(err)
+			}
+			continue
+		}
+		if len(b) == 9 && binary.BigEndian.Uint64(b) == k {
+			cancel()
+			return b[8] == 1, nil
+		}
+		if len(b) == 9 && binary.BigEndian.Uint64(b) > k { // they went on when this rank was removed
+			cancel()
+			return false, ErrEvicted
+		}
+		old = b
+		err = g.job.directory().CompareAndSwap(sctx, key, old, mine)
+		cancel()
+		var c *bootstrap.ConflictError
+		switch {
+		case err == nil:
+			return yes, nil
+		case errors.As(err, &c):
+		case !within.pause(20 * time.Millisecond): // it may have been written: the next look tells
+			return false, within.why(err)
+		}
+	}
+}

@@ -1,0 +1,136 @@
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+// After a loss, a rank that has to run an operation of one group again gets on although another,
+// which has ended that operation, is in another group by then and waits for it there.
+func TestGroupsDoNotWaitForEachOther(t *testing.T) {
+	for _, c := range []pg.Config{{OnFailure: pg.Shrink}, {OnFailure: pg.Retry}, {OnFailure: pg.Shrink, Uniform: true}} {
+		t.Run(fmt.Sprintf("%v,uniform=%v", c.OnFailure, c.Uniform), func(t *testing.T) {
+			c.Timeout = 20 * time.Second
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				sub, err := g.Split(ctx, 0, g.Rank())
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer sub.Close()
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+				if g.Rank() == 2 {
+					pgtest.Kill(t)
+				}
+				check := func(err error) {
+					t.Helper()
+					if err != nil && lostRank(err) != 2 {
+						t.Errorf("%v, want nil or a *RankError that names rank 2", err)
+					}
+				}
+				part, all := []int32{int32(g.Rank())}, make([]int32, 3)
+				check(pg.Gather(ctx, sub, all, part, 1)) // rank 0 has sent its part and is through
+				for range 3 {
+					check(g.Barrier(ctx))
+				}
+				for range 3 {
+					check(sub.Barrier(ctx))
+				}
+				if err := sub.Barrier(ctx); err != nil || fmt.Sprint(sub.View().Active) != "[0 1]" {
+					t.Errorf("%v, active %v", err, sub.View().Active)
+				}
+			}, pgtest.Transport("shm"), pgtest.Config(c), pgtest.Expect(2, syscall.SIGKILL))
+		})
+	}
+}
+
+// A program may agree on whether an operation succeeded everywhere, at ranks where the group has
+// failed and at others, and then recover: all together.
+func TestAgreeOnAGroupThatHasFailed(t *testing.T) {
+	for _, how := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
+		t.Run(how.String(), func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+				if g.Rank() == 2 {
+					pgtest.Kill(t)
+				}
+				for round, bad := 0, 0; bad == 0 || round < 5; round++ {
+					x := []int64{1}
+					err := pg.Reduce(ctx, g, x, 0, pg.Sum) // the root alone needs all others
+					if err != nil && lostRank(err) != 2 {
+						t.Fatal(err)
+					}
+					ok, aerr := g.Agree(ctx, err == nil)
+					if aerr != nil || ok && err != nil {
+						t.Fatalf("agreed on %v, %v; here: %v", ok, aerr, err)
+					}
+					if !ok {
+						bad++
+						if err := g.Recover(ctx); err != nil {
+							t.Fatal(err)
+						}
+					}
+					want := int64(3 - min(bad, 1))
+					if y := []int64{1}; ok {
+						continue
+					} else if err := pg.AllReduce(ctx, g, y, pg.Sum); err != nil || y[0] != want {
+						t.Fatalf("after recovering: %v, %v, want %d", y, err, want)
+					}
+				}
+			}, pgtest.Config(pg.Config{OnFailure: how, Timeout: 20 * time.Second}), pgtest.Expect(2, syscall.SIGKILL))
+		})
+	}
+}
+
+// Who calls Recover after a deadline is not joined by a rank that has not heard of it: that one's
+// next call fails, and they recover together.
+func TestRecoverTakesNobodyAlong(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		for round := range 20 {
+			failed := false
+			for range 5 {
+				err := error(nil)
+				if g.Rank() == round%3 && !failed {
+					short, cancel := ctx, context.CancelFunc(func() {})
+					if round%2 == 0 {
+						short, cancel = context.WithTimeout(ctx, time.Duration(round)*10*time.Microsecond)
+					}
+					err = pg.Broadcast(short, g, []int32{1}, g.Rank())
+					cancel()
+				} else {
+					err = pg.Broadcast(ctx, g, []int32{1}, round%3)
+				}
+				var late *pg.TimeoutError
+				if err != nil && !errors.As(err, &late) {
+					t.Fatalf("round %d: %v, want a *TimeoutError", round, err)
+				}
+				failed = failed || err != nil
+			}
+			ok, err := g.Agree(ctx, !failed)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !ok {
+				if err := g.Recover(ctx); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if x := []int32{1}; pg.AllReduce(ctx, g, x, pg.Sum) != nil || x[0] != 3 {
+				t.Fatalf("round %d: after recovering: %v", round, x)
+			}
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
+}

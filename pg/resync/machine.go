@@ -1,0 +1,225 @@
+package resync
+
+import (
+	"maps"
+	"slices"
+)
+
+// Point names an exchange of a group: the epoch of the view whose members take part, and how many
+// exchanges in that view came before.
+type Point struct{ View, Attempt uint64 }
+
+// Before reports whether p is over when o has begun.
+func (p Point) Before(o Point) bool {
+	return p.View < o.View || p.View == o.View && p.Attempt < o.Attempt
+}
+
+// View is who belongs to the group in an epoch of the job's view: slots, ascending, and their
+// lives.
+type View struct {
+	Epoch   uint64
+	Members []int
+	Lives   []uint64
+}
+
+// Has reports whether slot is a member.
+func (v View) Has(slot int) bool { return slices.Contains(v.Members, slot) }
+
+// lost reports whether a life of v is not in next.
+func (v View) lost(next View) bool {
+	for i, slot := range v.Members {
+		at := slices.Index(next.Members, slot)
+		if at < 0 || i < len(v.Lives) && at < len(next.Lives) && v.Lives[i] != next.Lives[at] {
+			return true
+		}
+	}
+	return false
+}
+
+// Machine is one rank's part in the exchanges of a group. It is not safe for concurrent use.
+type Machine struct {
+	self int
+	now  View // the job's latest
+
+	at      Point // the exchange that this rank entered last
+	in      View  // who takes part in it
+	mine    Standing
+	pending bool             // it is not complete here
+	got     map[int]Standing // what has been told in it
+	heard   map[int]Told     // the latest of each slot
+
+	last   Outcome
+	failed bool
+}
+
+// Told is a standing and the exchange in which it was told.
+type Told struct {
+	At Point
+	Standing
+}
+
+// New makes the machine of the rank in slot self of a group that is in view, with operation 1 to
+// come, without an exchange.
+func New(self int, view View) *Machine {
+	return &Machine{self: self, now: view, in: view, at: Point{View: view.Epoch}, heard: map[int]Told{}}
+}
+
+// See takes in a view of the job. Earlier ones than the latest are ignored.
+func (m *Machine) See(v View) {
+	if v.Epoch >= m.now.Epoch {
+		m.now = v
+	}
+}
+
+// Now returns the latest view.
+func (m *Machine) Now() View { return m.now }
+
+// In returns the view of the exchange that was entered last.
+func (m *Machine) In() View { return m.in }
+
+// At returns the exchange that was entered last.
+func (m *Machine) At() Point { return m.at }
+
+// Hear takes in what another rank tells. It reports whether that completes the exchange.
+func (m *Machine) Hear(slot int, t Told) bool {
+	if slot == m.self {
+		return false
+	}
+	if old, ok := m.heard[slot]; !ok || old.At.Before(t.At) {
+		m.heard[slot] = t
+	}
+	if m.pending && t.At == m.at && m.in.Has(slot) {
+		if _, told := m.got[slot]; !told {
+			m.got[slot] = t.Standing
+			return m.complete()
+		}
+	}
+	return false
+}
+
+// Lost reports whether the latest view is without a life that takes part in this rank's exchange.
+func (m *Machine) Lost() bool { return m.in.lost(m.now) }
+
+// Member reports whether this rank is in the latest view.
+func (m *Machine) Member() bool { return m.now.Has(m.self) }
+
+// target is the exchange to which this rank should go at the next boundary between operations: the
+// one that it is in, if there is no reason for another. Reasons are a loss; a view that has grown,
+// once the epoch of the group's view has to be must at least; that the channel is broken, or the
+// program calls Recover (renew); that others have gone to another exchange. Those who call Recover,
+// and who comes in, wait for programs and are no reason by themselves. passive: this rank's program
+// is in no call; it only follows others.
+func (m *Machine) target(must uint64, renew, passive bool) Point {
+	moves := !passive && (renew || m.stuck() || m.Lost() || must > m.at.View)
+	next := m.at
+	if moves && next.View < m.now.Epoch && (m.Lost() || must > m.at.View) {
+		next = Point{View: m.now.Epoch}
+	}
+	for slot, t := range m.heard {
+		if m.now.Has(slot) && t.At.View == m.now.Epoch && next.Before(t.At) && !t.Joins && (moves || !t.Calls) {
+			next = t.At
+		}
+	}
+	if next == m.at && renew && !passive {
+		next.Attempt++
+	}
+	return next
+}
+
+// stuck reports whether the exchange that this rank is in will not be completed here: a member has
+// gone to another without having told anything in it. One that has told, and gone on, may have
+// completed it.
+func (m *Machine) stuck() bool {
+	for _, slot := range m.Missing() {
+		if t, ok := m.heard[slot]; ok && m.at.Before(t.At) {
+			return true
+		}
+	}
+	return false
+}
+
+// Behind reports whether others are in a view that this rank does not know yet, or the group's
+// epoch is below must: it has to wait for the view.
+func (m *Machine) Behind(must uint64) bool {
+	if must > m.now.Epoch {
+		return true
+	}
+	for slot, t := range m.heard {
+		if t.At.View > m.now.Epoch && !t.Joins && m.now.Has(slot) {
+			return true
+		}
+	}
+	return false
+}
+
+// Due reports whether this rank should go to another exchange before its next operation.
+func (m *Machine) Due(must uint64, renew bool) bool {
+	return m.Member() && m.target(must, renew, false) != m.at
+}
+
+// Asked reports whether others wait for this rank in an exchange, whose program is not waiting. A
+// rank whose group has failed tells that once in an epoch; then the others know, and wait for its
+// program to call Recover.
+func (m *Machine) Asked(failed bool) bool {
+	if !m.Member() || failed && m.mine.Failed && m.at.View == m.now.Epoch {
+		return false
+	}
+	return m.target(0, false, true) != m.at
+}
+
+// Enter goes to the exchange that Due or Asked speak of, with standing mine, and returns what is to
+// be told to the other members; complete reports whether all have told already.
+func (m *Machine) Enter(must uint64, renew, passive bool, mine Standing) (tell Told, complete bool) {
+	m.at, m.in = m.target(must, renew, passive), m.now
+	mine.Last = m.last
+	m.mine, m.pending = mine, true
+	m.got = map[int]Standing{m.self: mine}
+	for _, slot := range m.in.Members {
+		if t, ok := m.heard[slot]; ok && t.At == m.at && slot != m.self {
+			m.got[slot] = t.Standing
+		}
+	}
+	return Told{m.at, mine}, m.complete()
+}
+
+// complete ends the exchange if all members have told.
+func (m *Machine) complete() bool {
+	if !m.pending || len(m.got) < len(m.in.Members) {
+		return false
+	}
+	m.pending = false
+	m.last = Outcome{At: m.at}
+	m.last.Start, m.last.Confirmed = Resume(slices.Collect(maps.Values(m.got)))
+	failed, all := false, true
+	for _, s := range m.got {
+		failed, all = failed || s.Failed, all && (s.Calls || s.Joins)
+	}
+	m.failed = failed && !all
+	return true
+}
+
+// Pending reports whether the exchange that was entered last is not complete.
+func (m *Machine) Pending() bool { return m.pending }
+
+// Told returns what the member in slot has told in the exchange that was entered last.
+func (m *Machine) Told(slot int) (Standing, bool) {
+	s, ok := m.got[slot]
+	return s, ok
+}
+
+// Outcome returns the outcome of the exchange that was completed last, and whether the group has
+// failed in it: at all members, until all have called Recover.
+func (m *Machine) Outcome() (o Outcome, failed bool) { return m.last, m.failed }
+
+// Missing lists the members that have not told in the exchange that was entered last.
+func (m *Machine) Missing() (slots []int) {
+	if !m.pending {
+		return nil
+	}
+	for _, slot := range m.in.Members {
+		if _, told := m.got[slot]; !told {
+			slots = append(slots, slot)
+		}
+	}
+	return slots
+}

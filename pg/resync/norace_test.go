@@ -1,0 +1,5 @@
+//go:build !race
+
+package resync
+
+const raceEnabled = false

@@ -1,0 +1,44 @@
+package pg
+
+import (
+	"bytes"
+	"testing"
+
+	"tutti/pg/resync"
+)
+
+// What is told of a standing can be anything; what is understood is told in the same way.
+func FuzzTold(f *testing.F) {
+	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1}, Standing: resync.Standing{Over: 5, Has: true, Calls: true,
+		Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
+		More: told{place: place{machine: 1, cores: 2, maps: true, incarnation: 9}, ballot: 2, cause: []byte("why")}}}))
+	f.Add([]byte{})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		x, err := decodeTold(b)
+		if err != nil {
+			return
+		}
+		again := encodeTold(x)
+		if y, err := decodeTold(again); err != nil || !bytes.Equal(encodeTold(y), again) || x.At != y.At || x.Over != y.Over || x.Last != y.Last {
+			t.Errorf("%x was understood as %+v, told as %x and understood as %+v (%v)", b, x, again, y, err)
+		}
+	})
+}
+
+func FuzzBallot(f *testing.F) {
+	f.Add(ballot{3, [2]bool{true, false}}.encode())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		x, err := decodeBallot(b)
+		if err != nil {
+			return
+		}
+		if y, err := decodeBallot(x.encode()); err != nil || x != y {
+			t.Errorf("%x: %v, then %v (%v)", b, x, y, err)
+		}
+		for n := range uint64(5) {
+			if yes, known := x.vote(x.n - n); n <= x.n && (!known || n < 2 && yes != x.yes[n]) {
+				t.Errorf("%v: vote %d: %v, %v", x, x.n-n, yes, known)
+			}
+		}
+	})
+}
