@@ -316,8 +316,7 @@ func (r *rank) goesOn(err error) bool {
 	case errors.As(err, &lost):
 		return true
 	}
-	return r.job.OnTimeout != pg.TimeoutReports && errors.As(err, &late) && len(late.Missing) > 0 &&
-		errors.Is(late, context.DeadlineExceeded)
+	return r.job.OnTimeout != pg.TimeoutReports && errors.As(err, &late) && errors.Is(late, context.DeadlineExceeded)
 }
 
 // comeBack has a rank that is no member any more come in again, where the others are by then.

@@ -21,7 +21,7 @@ import (
 )
 
 // unrepaired is what finds something that is known: programs do not have it until it is repaired.
-const unrepaired = "groups,agree,evicts"
+const unrepaired = "evicts"
 
 var (
 	seed = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
