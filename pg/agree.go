@@ -126,7 +126,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 				missing = append(missing, slot)
 			}
 		}
-		if len(missing) == 0 {
+		if g.unvoted = missing; len(missing) == 0 {
 			return all, nil
 		}
 		if err := g.halted(); err != nil {

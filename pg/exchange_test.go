@@ -134,3 +134,31 @@ func TestRecoverTakesNobodyAlong(t *testing.T) {
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
+
+// A rank that stands still for longer than its lease does not keep an agreement of those that go on
+// without lost ranks.
+func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if through(t, g, 0); g.Rank() == 0 {
+			pgtest.InjectFaults(t).Stop(2, time.Minute)
+		}
+		if g.Rank() == 2 {
+			through(t, g, 2)
+			return
+		}
+		if ok, err := g.Agree(ctx, true); !ok || err != nil {
+			t.Errorf("%v, %v, want true", ok, err)
+		}
+		if ok, err := g.Agree(ctx, g.Rank() == 0); ok || err != nil {
+			t.Errorf("%v, %v, want false", ok, err)
+		}
+		if g.Rank() == 0 {
+			pgtest.InjectFaults(t).Kill(2)
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second, Timeout: 30 * time.Second}),
+		pgtest.Expect(2, syscall.SIGKILL))
+}

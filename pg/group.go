@@ -49,8 +49,9 @@ type Group struct {
 	msgs *p2p.Channel // Send and Recv
 
 	line    line
-	busy    bool // a call has the turn. Under the proxy's lock, as what follows
-	between bool // it is between two operations
+	busy    bool  // a call has the turn. Under the proxy's lock, as what follows
+	between bool  // it is between two operations, in Agree
+	unvoted []int // whose votes it waits for there
 	cur     call
 	seq     uint64
 	history [64]p2p.Token // of the latest collectives, by seq

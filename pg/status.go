@@ -388,6 +388,9 @@ func (g *Group) awaits() (slots []int) {
 	if g.sync.Pending() {
 		return g.sync.Missing()
 	}
+	if g.between {
+		return g.unvoted
+	}
 	return g.run.awaits()
 }
 
