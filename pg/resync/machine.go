@@ -110,13 +110,17 @@ func (m *Machine) Member() bool { return m.now.Has(m.self) }
 // and who comes in, wait for programs and are no reason by themselves. passive: this rank's program
 // is in no call; it only follows others.
 func (m *Machine) target(must uint64, renew, passive bool) Point {
-	moves := !passive && (renew || m.stuck() || m.Lost() || must > m.at.View)
+	stuck := !passive && m.stuck()
+	leaves := !passive && (stuck || m.Lost() || must > m.at.View)
 	next := m.at
-	if moves && next.View < m.now.Epoch && (m.Lost() || must > m.at.View) {
+	if leaves && next.View < m.now.Epoch {
 		next = Point{View: m.now.Epoch}
 	}
 	for slot, t := range m.heard {
-		if m.now.Has(slot) && t.At.View == m.now.Epoch && next.Before(t.At) && !t.Joins && (moves || !t.Calls) {
+		if !m.now.Has(slot) || t.At.View != m.now.Epoch || !next.Before(t.At) {
+			continue
+		}
+		if t.Joins && stuck || !t.Joins && (leaves || renew && !passive || !t.Calls) {
 			next = t.At
 		}
 	}

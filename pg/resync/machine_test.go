@@ -542,3 +542,31 @@ func TestExchangesWithOneFailureAtEveryStep(t *testing.T) {
 	}
 	t.Logf("%d states", states)
 }
+
+// A rank that comes in may know of a later view than the one in which it was let in, and then tells
+// nothing in that: whoever waits for it there follows.
+func TestJoinerSkipsAView(t *testing.T) {
+	all := func(epoch uint64, slots ...int) View { return View{Epoch: epoch, Members: slots} }
+	a := New(1, all(11, 1))
+	a.See(all(12, 0, 1))
+	if !a.Due(12, false) {
+		t.Fatal("the view has to be 12, and there is nothing to do")
+	}
+	if _, complete := a.Enter(12, false, false, Standing{Over: 5, Intact: true}); complete {
+		t.Fatal("complete without rank 0")
+	}
+	j := New(0, View{Epoch: 13, Members: []int{0, 1, 2}})
+	j.See(all(14, 0, 1, 2))
+	told, _ := j.Enter(14, false, false, Standing{Joins: true, Intact: true})
+	a.Hear(0, told)
+	if a.Due(0, false) {
+		t.Fatal("there is no view 14 yet, and it is to go there")
+	}
+	a.See(all(14, 0, 1, 2))
+	if !a.Due(0, false) {
+		t.Fatal("it waits for rank 0 in view 12, which is in view 14")
+	}
+	if told, _ := a.Enter(0, false, false, Standing{Over: 5, Intact: true}); told.At != (Point{View: 14}) {
+		t.Fatalf("went to %v, want view 14", told.At)
+	}
+}
