@@ -116,9 +116,8 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 	g.answer()
 	for {
 		all, missing := yes, []int(nil)
-		now, _ := g.members(g.job.view)
 		for _, slot := range g.active {
-			if slot == g.rank || !slices.Contains(now, slot) {
+			if slot == g.rank || g.out(slot) {
 				continue
 			}
 			v, known := g.ballots[slot].vote(g.ballot.n)
@@ -141,15 +140,22 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 				return false, err
 			}
 			g.wait.Restart()
-			gone := func() bool {
-				now, _ := g.members(g.job.view)
-				return slices.ContainsFunc(missing, func(slot int) bool { return !slices.Contains(now, slot) })
-			}
-			if !g.await(g.job.settings.Window+2*time.Second, gone) {
+			if !g.await(g.job.settings.Window+2*time.Second, func() bool { return slices.ContainsFunc(missing, g.out) }) {
 				return false, err
 			}
 		}
 	}
+}
+
+// out reports whether the life that the group has in slot is not in the job's view.
+func (g *Group) out(slot int) bool {
+	switch {
+	case g.job.members == nil:
+		return false
+	case g.lives == nil:
+		return !g.job.view.Has(slot, g.at.Slots[slot].Incarnation)
+	}
+	return !g.job.view.Has(g.ranks[slot], g.lives[slot])
 }
 
 // decide makes the first proposal that reaches the store the outcome of agreement k: ranks that
