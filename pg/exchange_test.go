@@ -128,8 +128,12 @@ func TestRecoverTakesNobodyAlong(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if x := []int32{1}; pg.AllReduce(ctx, g, x, pg.Sum) != nil || x[0] != 3 {
-				t.Fatalf("round %d: after recovering: %v", round, x)
+			x := []int32{1}
+			if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
+				t.Fatalf("round %d: after recovering: %v, %v", round, x, err)
+			}
+			if ok, err := g.Agree(ctx, true); !ok || err != nil { // whoever fails next would have this one fail where it has not ended
+				t.Fatal(ok, err)
 			}
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
