@@ -79,7 +79,7 @@ func Variables() []Variable {
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
 		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same at all ranks, as the three below", "report"},
 		{"TUTTI_UNIFORM",
-			"1: every collective has the same outcome at all survivors (with shrink and retry), for a small exchange after each", "0"},
+			"1: every collective has the same outcome at all survivors, for a small exchange after each", "0"},
 		{"TUTTI_MAX_SIZE", "number of ranks that the job may grow to", "TUTTI_SIZE"},
 		{"TUTTI_AUTO_ADMIT", "1: ranks that wait to join come in between two operations, without Admit", "0"},
 		{"TUTTI_STANDBY", "number of this spare process, which has no rank: it waits for a slot that becomes free", "none"},
