@@ -22,7 +22,8 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
-	if err := g.enter(ctx, "admit", func() { g.expired(call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: admitFields}) }); err != nil {
+	late := call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: admitFields}
+	if err := g.enter(ctx, "admit", func() { g.expired(late) }); err != nil {
 		return 0, err
 	}
 	defer g.leave()
@@ -84,7 +85,8 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		g.job.log.Debug("admit", "seq", g.seq, "epoch", g.at.Epoch, "attempt", g.sync.At().Attempt, "since", since, "said", said)
+		g.job.log.Debug("admit", "seq", g.seq, "epoch", g.at.Epoch, "attempt", g.sync.At().Attempt,
+			"since", since, "said", said)
 		there := said[goal] <= said[latest] && said[latest] == ^said[early]
 		if there {
 			g.join(said[agreed])

@@ -134,7 +134,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.members == nil {
 			return false, &RankError{Rank: missing[0], Epoch: g.epoch, Call: "agree", Reporter: g.rank, Err: err}
 		}
-		if err := g.pause(missing[0]); err != nil {
+		if err := g.pause(missing); err != nil {
 			err = g.overdue(err, "agree", missing)
 			if !g.survivable(err) { // tells that they are late
 				return false, err

@@ -57,7 +57,8 @@ func encodeTold(t resync.Told) []byte {
 		}
 	}
 	b := make([]byte, 0, standingSize+len(more.cause))
-	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, t.Last.At.View, t.Last.At.Attempt, t.Last.Start, t.Last.Confirmed,
+	last := t.Last
+	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, last.At.View, last.At.Attempt, last.Start, last.Confirmed,
 		more.ballot, flags} {
 		b = binary.LittleEndian.AppendUint64(b, n)
 	}
@@ -76,7 +77,8 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	if t.At.Attempt > maxAttempt {
 		return t, fmt.Errorf("a standing in attempt %d, the last possible is %d", t.At.Attempt, uint64(maxAttempt))
 	}
-	t.Standing = resync.Standing{Over: u(16), Last: resync.Outcome{At: resync.Point{View: u(24), Attempt: u(32)}, Start: u(40), Confirmed: u(48)},
+	last := resync.Outcome{At: resync.Point{View: u(24), Attempt: u(32)}, Start: u(40), Confirmed: u(48)}
+	t.Standing = resync.Standing{Over: u(16), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
 		More: told{decodePlace(b[72:]), u(56), b[standingSize:]}}
@@ -233,7 +235,8 @@ func (g *Group) skipped() error {
 		e.Call = fmt.Sprintf("operation #%d", g.seq)
 		return &e
 	}
-	return &RankError{Rank: g.rank, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: g.rank, Err: errors.New("other ranks are past it")}
+	return &RankError{Rank: g.rank, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: g.rank,
+		Err: errors.New("other ranks are past it")}
 }
 
 // move takes the group into an exchange, in the job's present view or anew in the one that it is
@@ -267,13 +270,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			}
 		}
 		missing := g.sync.Missing()
-		err := error(nil)
-		if len(missing) > 0 {
-			err = g.pause(missing[0])
-		} else {
-			err = g.pause(g.rank)
-		}
-		if err != nil {
+		if err := g.pause(missing); err != nil {
 			return g.overdue(err, "", missing)
 		}
 	}
@@ -298,8 +295,8 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 		return err
 	}
 	g.msgs.Notice(g.active, noticeStanding, encodeTold(tell))
-	g.job.log.Debug("entering a view", "group", g.id(), "epoch", tell.At.View, "attempt", tell.At.Attempt, "over", mine.Over, "has", mine.Has,
-		"intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls, "passive", passive, "missing", g.sync.Missing())
+	g.job.log.Debug("entering a view", "group", g.id(), "epoch", tell.At.View, "attempt", tell.At.Attempt,
+		"over", mine.Over, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls, "passive", passive, "missing", g.sync.Missing())
 	if g.rough = true; complete {
 		g.settled()
 	}
@@ -326,7 +323,8 @@ func (g *Group) open(at resync.Point) error {
 		return err
 	}
 	for slot, b := range g.ballots { // of another life than the one that is there now
-		if b.n > 0 && (g.lives == nil && slot < g.at.Size() && slot < g.job.view.Size() && g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation) {
+		if b.n > 0 && g.lives == nil && slot < g.at.Size() && slot < g.job.view.Size() &&
+			g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation {
 			delete(g.ballots, slot)
 		}
 	}
@@ -343,7 +341,8 @@ func (g *Group) open(at resync.Point) error {
 func (g *Group) settled() {
 	o, failed := g.sync.Outcome()
 	g.begins, g.confirmed = o.Start, o.Confirmed
-	g.job.log.Debug("entered a view", "group", g.id(), "epoch", o.At.View, "attempt", o.At.Attempt, "start", o.Start, "confirmed", o.Confirmed, "failed", failed)
+	g.job.log.Debug("entered a view", "group", g.id(), "epoch", o.At.View, "attempt", o.At.Attempt,
+		"start", o.Start, "confirmed", o.Confirmed, "failed", failed)
 	places := slices.Clone(g.job.places)
 	for len(places) < g.job.settings.MaxSize {
 		places = append(places, place{cores: 1})
@@ -365,7 +364,8 @@ func (g *Group) settled() {
 			if a, bad := decodeAbort(more.cause, g.size); bad == nil {
 				g.err, g.cause = g.told(a), more.cause
 			} else {
-				g.err = &RankError{Rank: slot, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1), Reporter: slot, Err: errors.New("its group has failed")}
+				g.err = &RankError{Rank: slot, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1), Reporter: slot,
+					Err: errors.New("its group has failed")}
 			}
 		}
 	}
@@ -376,18 +376,17 @@ func (g *Group) settled() {
 		g.job.settle(g, places)
 	}
 	g.locate(places)
-	g.rough = true
 }
 
-// pause waits a little for the rank in slot, or this rank for anything.
-func (g *Group) pause(slot int) error {
+// pause waits a little for what missing ranks have to tell, or if there are none for anything.
+func (g *Group) pause(missing []int) error {
 	if m := g.job.members; m != nil && m.isolated != "" && time.Since(m.since) > g.job.settings.Window {
 		return fmt.Errorf("%w: %s", ErrIsolated, m.isolated)
 	}
-	if slot == g.rank {
+	if len(missing) == 0 {
 		return g.job.proxy.Progress(&g.wait)
 	}
-	return g.msgs.Reach(&g.wait, slot)
+	return g.msgs.Reach(&g.wait, missing[0])
 }
 
 // overdue is the error of a call that must not wait any longer for what missing ranks have not
@@ -399,7 +398,8 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	case !errors.Is(err, p2p.ErrTimeout) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled):
 		return err
 	}
-	a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: enterToken, After: int64(g.wait.Waited()), Canceled: errors.Is(err, context.Canceled)}
+	a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: enterToken, After: int64(g.wait.Waited()),
+		Canceled: errors.Is(err, context.Canceled)}
 	for _, slot := range missing {
 		a.Missing = append(a.Missing, lastSeen{Rank: slot})
 	}

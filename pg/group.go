@@ -376,7 +376,8 @@ func (g *Group) conclude(err error) error {
 			return typed
 		}
 		g.wait.Restart() // what the failed attempt took does not count
-		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: s.OnFailure == Retry && !g.run.dirty && !has, Failed: g.err != nil}
+		intact := s.OnFailure == Retry && !g.run.dirty && !has
+		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
 		if err := g.move(mine, g.coll.Err() != nil); err != nil {
 			if uniform {
 				g.gave = g.seq

@@ -60,8 +60,7 @@ func (g *Group) halted() error {
 
 // moved reports whether there is another view of the group than the one that it is in.
 func (g *Group) moved() bool {
-	_, epoch := g.members(g.job.view)
-	return epoch > g.epoch
+	return g.sync.Now().Epoch > g.epoch
 }
 
 // await waits until the membership has changed in some way, for a while, and reports whether it
