@@ -6,10 +6,11 @@ import (
 	"tutti/internal/files"
 )
 
-// What a rank opens: a store connection, listeners, a few while it joins, and one for each peer
-// that it links with; of large jobs, links with some only.
+// What a rank opens: a store connection, a listener and an epoll instance for each address, a few
+// more for the moments in which links are made, and one for each peer that it links with; of large
+// jobs, links with some only.
 const (
-	joinFiles = 12
+	joinFiles = 16
 	linkFiles = 32
 )
 

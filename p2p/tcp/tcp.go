@@ -116,6 +116,8 @@ type Transport struct {
 	acceptors []*trust.Acceptor
 	serving   sync.WaitGroup
 	joining   map[joinKey]*join
+
+	adopting sync.Mutex // a socket that is being adopted has two descriptors: one at a time
 }
 
 // joinKey names an incoming link of several connections until the last one is there.
@@ -510,15 +512,7 @@ func (t *Transport) link(name string, fds []int, frame int) (*link, error) {
 // adopt takes the socket out of c, which is closed: a descriptor of its own that the Go runtime's
 // poller does not watch.
 func (t *Transport) adopt(c net.Conn) (int, error) {
-	defer c.Close()
-	raw, err := c.(*net.TCPConn).SyscallConn()
-	if err != nil {
-		return -1, err
-	}
-	fd := -1
-	if err2 := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err2 != nil {
-		return -1, err2
-	}
+	fd, err := t.duplicate(c)
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
@@ -542,6 +536,21 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 	// either.
 	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, max(1000, int(t.cfg.PeerTimeout.Milliseconds()/4)))
 	return fd, nil
+}
+
+// duplicate returns a new descriptor of c's socket, and closes c.
+func (t *Transport) duplicate(c net.Conn) (fd int, err error) {
+	t.adopting.Lock()
+	defer t.adopting.Unlock()
+	defer c.Close()
+	raw, err := c.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	if e := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); e != nil {
+		return -1, e
+	}
+	return fd, err
 }
 
 func setBuffers(fd, size int) {

@@ -206,7 +206,7 @@ func (c *chaos) leave(rank int) {
 	r := c.ranks[rank]
 	rig.Well([]*rig.Rank{r}, rig.Command{Verb: "stop"})
 	rig.Well([]*rig.Rank{r}, rig.Command{Verb: "ended"})
-	exit([]*rig.Rank{r}, 0)
+	rig.Exit([]*rig.Rank{r}, 0)
 	r.Gone()
 	c.ranks[rank] = nil
 }
@@ -285,7 +285,7 @@ func (c *chaos) end() {
 	ranks := c.ranks[:]
 	rig.Well(ranks, rig.Command{Verb: "stop"})
 	rig.Well(ranks, rig.Command{Verb: "ended"})
-	exit(ranks, 0)
+	rig.Exit(ranks, 0)
 	for _, r := range ranks {
 		r.Gone()
 	}

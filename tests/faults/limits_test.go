@@ -71,7 +71,7 @@ func TestFewFiles(t *testing.T) {
 		t.Run(transport+"/64 for ranks", func(t *testing.T) {
 			works(t, "", "-n", strconv.Itoa(n), "--transport", transport, "--", "sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"")
 		})
-		for _, limit := range []int{12, 16, 20, 24, 28, 32} {
+		for limit := 12; limit <= 40; limit += 2 { // what a process has before it joins differs
 			if testing.Short() && limit%8 > 0 {
 				continue
 			}
@@ -87,12 +87,12 @@ func TestFewFiles(t *testing.T) {
 					all = rig.Each(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed})
 				}
 				if !slices.ContainsFunc(all, func(a rig.Reply) bool { return ok(a) || contains(a.Fault.Text, "ulimit -n") }) {
-					t.Error("no rank names the limit")
+					t.Errorf("no rank names the limit: %v", all)
 				}
 				if !slices.ContainsFunc(all, func(a rig.Reply) bool { return !ok(a) }) {
 					t.Log("it works")
 				}
-				exit(ranks, 0)
+				rig.Exit(ranks, 0)
 				job.Wait()
 				s.Clean()
 			})
@@ -129,7 +129,7 @@ func TestNoFilesLeft(t *testing.T) {
 				t.Error("no message needed a new link: the test tests nothing")
 			}
 			rig.Each(ranks, rig.Command{Verb: "close"})
-			exit(ranks, 0)
+			rig.Exit(ranks, 0)
 			job.Wait()
 			s.Clean()
 		})

@@ -143,10 +143,3 @@ func without(ranks []*rig.Rank, but int) (others []*rig.Rank) {
 	}
 	return others
 }
-
-// exit ends ranks whose groups are failed or were never joined.
-func exit(ranks []*rig.Rank, code int) {
-	for _, r := range ranks {
-		r.Tell(rig.Command{Verb: "exit", Code: code})
-	}
-}

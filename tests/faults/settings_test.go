@@ -37,7 +37,7 @@ func TestWrongSecret(t *testing.T) {
 						blames(t, all[i:i+1], []*rig.Rank{r}, "", fmt.Sprintf("rank %d", odd))
 					}
 				}
-				exit(ranks, 1)
+				rig.Exit(ranks, 1)
 			})
 		}
 	}
@@ -66,7 +66,7 @@ func TestDisagreement(t *testing.T) {
 		if told == 0 {
 			t.Errorf("nobody is told of the other size: %v, %v", all[0].Fault, all[1].Fault)
 		}
-		exit(ranks, 1)
+		rig.Exit(ranks, 1)
 	})
 	t.Run("algorithm", func(t *testing.T) {
 		t.Parallel()
@@ -81,7 +81,7 @@ func TestDisagreement(t *testing.T) {
 		}
 		ranks := s.Arrive(3)
 		blames(t, rig.Each(ranks, rig.Command{Verb: "join"}), ranks, "", "TUTTI_ALGO", "rank 1")
-		exit(ranks, 1)
+		rig.Exit(ranks, 1)
 	})
 	t.Run("number used twice", func(t *testing.T) {
 		t.Parallel()
@@ -94,7 +94,7 @@ func TestDisagreement(t *testing.T) {
 		startRank(t, s, address, 1, 2)
 		second := []*rig.Rank{s.Next()}
 		blames(t, rig.Each(second, rig.Command{Verb: "join"}), second, "", "rank 1 is taken", "pid "+strconv.Itoa(ranks[1].PID))
-		exit(second, 1)
+		rig.Exit(second, 1)
 		rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed}) // the job goes on
 		rig.Leave(ranks)
 	})
@@ -119,7 +119,7 @@ func TestPorts(t *testing.T) {
 		all := rig.Each(ranks, rig.Command{Verb: "join"})
 		blames(t, all[1:], ranks[1:], "", fmt.Sprintf("port %d of ", port), "taken")
 		blames(t, all[:1], ranks[:1], "", "rank 1")
-		exit(ranks, 1)
+		rig.Exit(ranks, 1)
 	})
 	t.Run("range", func(t *testing.T) {
 		t.Parallel()

@@ -37,7 +37,7 @@ func TestStopped(t *testing.T) {
 					t.Errorf("the stopped rank, when it goes on: %v", a.Fault)
 				}
 				rig.Each(ranks, rig.Command{Verb: "close"})
-				exit(ranks, 3)
+				rig.Exit(ranks, 3)
 				job.End(3)
 				s.Clean()
 			})

@@ -151,9 +151,7 @@ func (j *job) other(r int) []int {
 // fail ends the ranks, of which some have failed.
 func (j *job) fail(t *testing.T, code int) {
 	t.Helper()
-	for _, r := range j.ranks {
-		r.Tell(rig.Command{Verb: "exit", Code: code})
-	}
+	rig.Exit(j.ranks, code)
 	for _, p := range j.nodes {
 		if p.Wait() == 0 {
 			t.Error("exit code 0")

@@ -402,10 +402,14 @@ func (s *Stage) Next() *Rank {
 // Tell tells the rank what to do.
 func (r *Rank) Tell(c Command) {
 	r.t.Helper()
-	r.conn.SetDeadline(time.Now().Add(Patience))
-	if err := json.NewEncoder(r.conn).Encode(c); err != nil {
+	if err := r.tell(c); err != nil {
 		r.t.Fatalf("rank %d (pid %d): %s: %v", r.Number, r.PID, c.Verb, err)
 	}
+}
+
+func (r *Rank) tell(c Command) error {
+	r.conn.SetDeadline(time.Now().Add(Patience))
+	return json.NewEncoder(r.conn).Encode(c)
 }
 
 // Hear waits for the rank's answer.
@@ -510,9 +514,17 @@ func Well(ranks []*Rank, c Command) []Reply {
 // Leave closes the groups and ends the ranks, which must go well.
 func Leave(ranks []*Rank) {
 	Well(ranks, Command{Verb: "close"})
+	Exit(ranks, 0)
+}
+
+// Exit ends the ranks with an exit code. Not all need to be told: when one fails, the launcher ends
+// the others.
+func Exit(ranks []*Rank, code int) {
 	for _, r := range ranks {
 		r.t.Helper()
-		r.Tell(Command{Verb: "exit"})
+		if err := r.tell(Command{Verb: "exit", Code: code}); err != nil && code == 0 {
+			r.t.Fatalf("rank %d (pid %d): exit: %v", r.Number, r.PID, err)
+		}
 	}
 }
 
