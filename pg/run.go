@@ -97,7 +97,8 @@ func (r *runner) repeat() error {
 }
 
 // remember keeps the call that has just run, for repeat: calls of one block that need no agreement
-// on memory, whose buffers are used as they are given.
+// on memory, whose buffers are used as they are given; and none of those that are uniform by
+// themselves, which a program's call of the same shape is not.
 func (r *runner) remember(prog *program) {
 	c := &r.g.cur
 	r.hot = hot{}
@@ -114,7 +115,7 @@ func (r *runner) remember(prog *program) {
 	default:
 		return
 	}
-	if c.in != nil && c.out != nil && c.count > 0 && !r.widens(prog) {
+	if c.in != nil && c.out != nil && c.count > 0 && !c.uniform && !r.widens(prog) {
 		r.hot = hot{prog: prog, kind: c.kind, op: c.op, dtype: c.dtype, root: c.root, dst: dst, src: src, tok: r.tok, in: r.in.stride, out: r.out.stride}
 	}
 }

@@ -106,3 +106,35 @@ func TestSubgroupsOutliveManyViews(t *testing.T) {
 		})
 	}
 }
+
+// TestCallsLikeInternalOnes makes calls of the shapes that Split and Admit agree with, which are
+// uniform by themselves: those of a program are not, however each rank makes them.
+func TestCallsLikeInternalOnes(t *testing.T) {
+	each(t, 2, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
+		mine, all := make([]int64, 4), make([]int64, 8)
+		field := make([]uint64, admitFields)
+		for range 3 {
+			if _, err := g.Split(ctx, -1, 0); err != nil {
+				return err
+			}
+			if g.Rank() == 0 {
+				if err := AllGather(ctx, g, all, mine); err != nil {
+					return err
+				}
+			} else if err := g.Start(AllGatherOp{Dst: BufferOf(all), Src: BufferOf(mine)}).Wait(ctx); err != nil {
+				return err
+			}
+			if _, err := g.Admit(ctx); err != nil {
+				return err
+			}
+			if g.Rank() == 0 {
+				if err := AllReduce(ctx, g, field, Max); err != nil {
+					return err
+				}
+			} else if err := g.Start(AllReduceOp{Dst: BufferOf(field), Op: Max}).Wait(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
