@@ -750,7 +750,10 @@ func (s *etcdStore) Close() error {
 	// A lease that was lost may live a little longer in the store, and with it what it holds.
 	if st := s.c.ActiveConnection().GetState(); st == connectivity.Ready || st == connectivity.Idle && !lost {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-		if _, err = s.c.Revoke(ctx, s.lease); err == nil {
+		if _, err = s.c.Revoke(ctx, s.lease); errors.Is(err, rpctypes.ErrLeaseNotFound) { // it has ended by itself
+			err = nil
+		}
+		if err == nil {
 			if e := s.dissolve(ctx); e != nil { // it goes with the job's lease
 				s.log.Debug("what the job left in the store stays for a while", "err", e)
 			}

@@ -94,7 +94,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		if g.must = max(said[goal], said[latest]); g.must > g.epoch {
 			if err := g.move(g.standing(), false); err != nil {
-				g.err = err
+				g.fails(err)
 				return 0, err
 			}
 			if g.err != nil {

@@ -136,7 +136,8 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		}
 		if err := g.pause(missing); err != nil {
 			err = g.overdue(err, "agree", missing)
-			if !g.survivable(err) { // tells that they are late
+			g.accuse(err)
+			if !g.survivable(err) {
 				return false, err
 			}
 			g.wait.Restart()

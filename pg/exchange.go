@@ -20,6 +20,7 @@ import (
 const (
 	noticeStanding = iota
 	noticeBallot
+	noticePresent
 )
 
 // A notice of key noticeStanding says where a rank stands in an exchange, little-endian, in
@@ -37,6 +38,10 @@ const (
 	standFailed
 	standCalls
 )
+
+// A notice of key noticePresent says that a rank is at the boundary before an exchange, and would
+// take part in it but for a verdict that it waits for: view and attempt, little-endian.
+const presentSize = 16
 
 // maxAttempt leaves room to count on from what a peer says.
 const maxAttempt = 1 << 62
@@ -144,12 +149,32 @@ func (g *Group) hear(slot, key int, value []byte) {
 			return
 		}
 		g.ballots[slot] = b
+	case noticePresent:
+		if len(value) < presentSize {
+			g.job.log.Warn("a notice is not one", "from", slot, "err", fmt.Errorf("%d bytes, want %d", len(value), presentSize))
+			return
+		}
+		g.present[slot] = resync.Point{View: binary.LittleEndian.Uint64(value), Attempt: binary.LittleEndian.Uint64(value[8:])}
+		g.answer()
+	}
+}
+
+// show tells the others that this rank has come to the boundary before the next exchange: it is
+// late no longer.
+func (g *Group) show() {
+	if at := g.sync.Next(); g.shows.Before(at) {
+		g.shows = at
+		b := binary.LittleEndian.AppendUint64(nil, at.View)
+		g.msgs.Notice(g.active, noticePresent, binary.LittleEndian.AppendUint64(b, at.Attempt))
 	}
 }
 
 // answer has the group, if no call of it runs, take part in an exchange that others wait for.
 func (g *Group) answer() {
 	if g.busy && !g.between || g.joins || g.halted() != nil || !g.sync.Asked(g.err != nil) {
+		return
+	}
+	if judging, _ := g.judging(); judging { // it answers after the verdict
 		return
 	}
 	g.look()
@@ -211,9 +236,7 @@ func (g *Group) ready() error {
 	case g.sync.Pending() || g.sync.Behind(g.must) || g.sync.Due(g.must, broken):
 		if err := g.move(g.standing(), broken); err != nil {
 			g.seq++ // it is over here, and not elsewhere
-			if !g.survivable(err) {
-				g.err = err
-			}
+			g.fails(err)
 			return err
 		}
 		if g.err != nil {
@@ -257,19 +280,22 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 				return g.told(a) // for good
 			}
 		}
-		if !g.sync.Behind(g.must) {
-			if g.sync.Due(g.must, renew) {
-				if err := g.change(mine, renew, false); err != nil {
-					return err
-				}
-				renew = false
-				continue
-			}
-			if !g.sync.Pending() {
-				return nil
-			}
-		}
 		missing := g.sync.Missing()
+		judging, accused := g.judging()
+		switch due := g.sync.Due(g.must, renew); {
+		case g.sync.Behind(g.must):
+		case due && judging:
+			g.show()
+			missing = accused
+		case due:
+			if err := g.change(mine, renew, false); err != nil {
+				return err
+			}
+			renew = false
+			continue
+		case !g.sync.Pending():
+			return nil
+		}
 		if err := g.pause(missing); err != nil {
 			return g.overdue(err, "", missing)
 		}

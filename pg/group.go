@@ -72,6 +72,9 @@ type Group struct {
 	gave    uint64         // the uniform operation that was given up last
 	ballot  ballot         // this rank's votes in agreements
 	ballots map[int]ballot // and the others', by slot
+
+	present map[int]resync.Point // to which boundaries others have come, by slot
+	shows   resync.Point         // to which this rank has said that it has come
 	// What the exchange on entering the view said: operations below begins that have not begun are
 	// skipped, results of operations up to confirmed count.
 	begins, confirmed uint64
@@ -131,7 +134,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	for i := range g.active {
 		g.active[i] = i
 	}
-	g.uniform, g.ballots = j.settings.Uniform, map[int]ballot{}
+	g.uniform, g.ballots, g.present = j.settings.Uniform, map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {
@@ -302,9 +305,8 @@ func (g *Group) collective() error {
 	if err := g.wait.Err(); err != nil { // nothing was sent; but the others will wait for us
 		g.seq++
 		typed := g.fail(err)
-		if g.rough = true; !g.survivable(typed) {
-			g.err = typed
-		}
+		g.rough = true
+		g.fails(typed)
 		return typed
 	}
 	if !g.run.hot.armed {
@@ -353,8 +355,8 @@ func (g *Group) conclude(err error) error {
 			}
 		}
 		typed := g.fail(err)
-		if !g.survivable(typed) {
-			if g.err = typed; uniform {
+		if g.fails(typed) {
+			if uniform {
 				g.gave = g.seq
 			}
 			return typed
@@ -382,9 +384,7 @@ func (g *Group) conclude(err error) error {
 			if uniform {
 				g.gave = g.seq
 			}
-			if !g.survivable(err) {
-				g.err = err
-			}
+			g.fails(err)
 			return err
 		}
 		if has && g.seq <= g.confirmed {

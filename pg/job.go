@@ -253,18 +253,44 @@ func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10)
 // A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may
 // be started again, or a process on standby may take its place. With Report, Join fails at the
 // ranks that had met it.
-func Join(ctx context.Context, cfg Config) (g *Group, err error) {
+//
+// A process on standby (TUTTI_STANDBY) waits until a slot is free, and for that ctx alone is the
+// bound. If another process takes the slot first, or the ranks do not let it in within
+// Config.Timeout, it waits on.
+func Join(ctx context.Context, cfg Config) (*Group, error) {
 	s, err := cfg.resolve(os.Getenv)
 	if err != nil {
 		return nil, err
 	}
-	if s.launch.Standby {
+	if !s.launch.Standby {
+		return s.join(ctx)
+	}
+	for {
 		release, err := s.standBy(ctx)
 		if err != nil {
 			return nil, fmt.Errorf("standing by for job %q: %w", s.Job, err)
 		}
-		defer func() { release(err == nil) }()
+		g, err := s.join(ctx)
+		if release(err == nil); err == nil || ctx.Err() != nil || !displaced(err) {
+			return g, err
+		}
+		s.Logger.Info("this process could not take a free place: it stands by again", "rank", s.Rank, "err", err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(joinPause):
+		}
 	}
+}
+
+// displaced reports whether err, of a process on standby that tried to take a free place, is one that
+// another attempt may not have.
+func displaced(err error) bool {
+	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, ErrEvicted) ||
+		errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) || errors.As(err, new(*RankError))
+}
+
+// join makes this process the rank s.Rank of its job.
+func (s *settings) join(ctx context.Context) (g *Group, err error) {
 	ctx, cancel := s.within(ctx)
 	defer cancel()
 	var before error // why an earlier life of this rank did not meet the others

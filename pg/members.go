@@ -66,6 +66,13 @@ type members struct {
 	isolated string // why this rank cannot decide anything; "": it can
 	since    time.Time
 	evicted  bool
+	accused  map[membership.Peer]*accusation // on whom a verdict is outstanding
+}
+
+// accusation is what this rank has said of another that its operation waited for in vain.
+type accusation struct {
+	until    time.Time // others agree by then, or it is taken back
+	withdraw bool      // it is being taken back
 }
 
 // startMembers begins to run the machine of this rank with view, which may not have it yet.
@@ -80,7 +87,8 @@ func (j *job) startMembers(view membership.View, first uint64) error {
 	if err != nil {
 		return err
 	}
-	ms := &members{j: j, self: self, first: first, m: m, kick: make(chan struct{}, 1), dirty: make(chan struct{}, 1), want: map[string][]byte{}, kept: map[string][]byte{}, joiners: map[int]uint64{}}
+	ms := &members{j: j, self: self, first: first, m: m, kick: make(chan struct{}, 1), dirty: make(chan struct{}, 1), want: map[string][]byte{}, kept: map[string][]byte{}, joiners: map[int]uint64{},
+		accused: map[membership.Peer]*accusation{}}
 	ms.ctx, ms.cancel = context.WithCancel(context.Background())
 	for r := range s.MaxSize {
 		switch {
@@ -130,13 +138,19 @@ func (ms *members) nudge(c chan struct{}) {
 	}
 }
 
+// inspect has f look at the machine, after the events that were told before, from the goroutine that
+// steps it. It never blocks.
+func (ms *members) inspect(f func(*membership.Machine)) {
+	ms.mu.Lock()
+	ms.asks = append(ms.asks, f)
+	ms.mu.Unlock()
+	ms.nudge(ms.kick)
+}
+
 // ask has f look at the machine, after the events that were told before, and returns when it has.
 func (ms *members) ask(ctx context.Context, f func(*membership.Machine)) error {
 	done := make(chan struct{})
-	ms.mu.Lock()
-	ms.asks = append(ms.asks, func(m *membership.Machine) { f(m); close(done) })
-	ms.mu.Unlock()
-	ms.nudge(ms.kick)
+	ms.inspect(func(m *membership.Machine) { f(m); close(done) })
 	select {
 	case <-done:
 		return nil
@@ -144,6 +158,55 @@ func (ms *members) ask(ctx context.Context, f func(*membership.Machine)) error {
 		return ctx.Err()
 	case <-ms.ctx.Done():
 		return ErrClosed
+	}
+}
+
+// accuse says that this rank waits in vain for p, which goes if most ranks say so, or at once if
+// alone. With the proxy's lock.
+func (ms *members) accuse(p membership.Peer, alone bool) {
+	ms.accused[p] = &accusation{until: time.Now().Add(ms.j.settings.Window)}
+	if alone {
+		ms.tell(membership.Missed{Peer: p})
+	} else {
+		ms.tell(membership.Late{Peer: p})
+	}
+}
+
+// acquit takes back what this rank said of p. It is forgotten when the machine has heard that, but
+// if p's removal is under way only with that. With the proxy's lock.
+func (ms *members) acquit(p membership.Peer) {
+	a := ms.accused[p]
+	if a == nil || a.withdraw {
+		return
+	}
+	a.withdraw = true
+	ms.tell(membership.OnTime{Peer: p})
+	ms.inspect(func(m *membership.Machine) {
+		if m.Condemned(p) {
+			return
+		}
+		ms.state(func() {
+			if ms.accused[p] == a {
+				delete(ms.accused, p)
+			}
+			for g := range ms.j.groups {
+				g.answer()
+			}
+		})
+	})
+}
+
+// expire takes back accusations that others have not shared in time.
+func (ms *members) expire() {
+	if ms.j.settings.OnTimeout == TimeoutReports {
+		return
+	}
+	ms.j.proxy.Lock()
+	defer ms.j.proxy.Unlock()
+	for p, a := range ms.accused {
+		if time.Now().After(a.until) {
+			ms.acquit(p)
+		}
 	}
 }
 
@@ -191,6 +254,7 @@ func (ms *members) run(acts []membership.Action) {
 		case <-ticker.C:
 			ms.j.proxy.Idle()
 			ms.doubt()
+			ms.expire()
 			acts = ms.m.Step(membership.Tick{})
 		case <-ms.ctx.Done():
 			return
@@ -264,6 +328,11 @@ func (ms *members) enter(a membership.Enter) {
 			j.why = map[int]string{}
 		}
 		maps.Copy(j.why, why)
+		for p := range ms.accused {
+			if !j.view.Has(p.Slot, p.Incarnation) {
+				delete(ms.accused, p)
+			}
+		}
 		for g := range j.groups {
 			g.viewChanged()
 		}

@@ -111,18 +111,30 @@ func (g *Group) besides(slot int) (all []int) {
 
 // survivable reports whether the group can go on after err without the ranks that it names.
 func (g *Group) survivable(err error) bool {
-	var lost *RankError
-	var late *TimeoutError
-	switch {
-	case g.job.members == nil || errors.Is(err, ErrEvicted) || errors.Is(err, ErrAborted):
+	if g.job.members == nil || errors.Is(err, ErrEvicted) || errors.Is(err, ErrAborted) {
 		return false
-	case errors.As(err, &lost):
-		return true
-	case errors.As(err, &late) && g.job.settings.OnTimeout != TimeoutReports && errors.Is(late, context.DeadlineExceeded):
-		g.accuse(late)
-		return true
 	}
-	return false
+	return errors.As(err, new(*RankError)) || g.evicts(err) != nil
+}
+
+// evicts returns the timeout that err tells of, if ranks may be removed for it; else nil.
+func (g *Group) evicts(err error) *TimeoutError {
+	var late *TimeoutError
+	if g.job.settings.OnTimeout != TimeoutReports && errors.As(err, &late) && errors.Is(late, context.DeadlineExceeded) {
+		return late
+	}
+	return nil
+}
+
+// fails has the group fail because of err, unless it can go on without the ranks that err names. It
+// accuses them. It reports whether the group has failed.
+func (g *Group) fails(err error) bool {
+	g.accuse(err)
+	if g.survivable(err) {
+		return false
+	}
+	g.err = err
+	return true
 }
 
 // Recover takes the group into a view that it can work in, after an operation failed because ranks
@@ -147,6 +159,7 @@ func (g *Group) Recover(ctx context.Context) error {
 		mine := g.standing()
 		mine.Calls = true
 		if err := g.move(mine, true); err != nil {
+			g.accuse(err)
 			g.err = err
 			return err
 		}
@@ -159,25 +172,44 @@ func (g *Group) Recover(ctx context.Context) error {
 	return nil
 }
 
-// accuse tells the membership whom this rank waited for in vain. Of those who merely hear of it only
-// a witness has a voice: who was in the operation for long itself.
-func (g *Group) accuse(late *TimeoutError) {
+// accuse tells the membership whom this rank waited for in vain, if err says so and ranks may be
+// removed for that. Of those who merely hear of it only a witness has a voice: who was in the
+// operation for long itself.
+func (g *Group) accuse(err error) {
+	late := g.evicts(err)
+	if late == nil || g.job.members == nil {
+		return
+	}
+	alone := g.job.settings.OnTimeout == TimeoutEvictsAlone
+	if alone && late.Reporter != g.rank || !alone && 2*g.wait.Waited() < late.After {
+		return
+	}
 	for _, m := range late.Missing {
-		if m.Rank == g.rank {
+		if r := g.ranks[m.Rank]; m.Rank != g.rank {
+			g.job.members.accuse(membership.Peer{Slot: r, Incarnation: g.job.view.Slots[r].Incarnation}, alone)
+		}
+	}
+}
+
+// judging reports whether a verdict on ranks that this rank has accused is outstanding, and in which
+// slots of the group they are. Until it is there, this rank takes part in no exchange: a removal that
+// comes after one would hit a rank which all have gone on with. A rank that shows itself at the
+// boundary before the exchange is acquitted.
+func (g *Group) judging() (outstanding bool, slots []int) {
+	ms := g.job.members
+	if ms == nil || len(ms.accused) == 0 {
+		return false, nil
+	}
+	for p := range ms.accused {
+		slot := slices.Index(g.ranks, p.Slot)
+		if slot < 0 {
 			continue
 		}
-		r := g.ranks[m.Rank]
-		who := membership.Peer{Slot: r, Incarnation: g.job.view.Slots[r].Incarnation}
-		switch alone := g.job.settings.OnTimeout == TimeoutEvictsAlone; {
-		case alone && late.Reporter == g.rank:
-			g.job.members.tell(membership.Missed{Peer: who})
-		case !alone && 2*g.wait.Waited() >= late.After:
-			g.job.members.tell(membership.Late{Peer: who})
+		if slots = append(slots, slot); g.sync.Arrived(slot) || !g.present[slot].Before(g.sync.Next()) {
+			ms.acquit(p)
 		}
 	}
-	if g.wait.Restart(); len(late.Missing) > 0 && g.wait.Err() == nil {
-		g.await(g.job.settings.Window, g.moved)
-	}
+	return true, slots
 }
 
 // Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call

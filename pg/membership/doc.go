@@ -52,8 +52,10 @@
 //     stays. So of two that miss only each other exactly one goes, and of two that miss others too,
 //     both may.
 //   - Being late ([Late]): a rank that waits in vain for another knows only that the two are not at
-//     the same place. It votes, in its report, for two windows; a life goes when more than half of
-//     the lives in the view vote so. A rank that is early and alone removes nobody. Two that do not
+//     the same place. It votes, in its report, for two windows or until it takes that back
+//     ([OnTime]); a life goes when more than half of the lives in the view vote so. Only who votes
+//     itself proposes that: once all have taken their votes back and have nothing proposed, none of
+//     those votes removes anybody. A rank that is early and alone removes nobody. Two that do not
 //     hear each other may both be late for most ranks, and both go. With [Missed] in its place,
 //     which a program has to ask for, any rank decides.
 //   - On demand ([Evict]): the program decides, at any rank.

@@ -93,8 +93,12 @@ type Admit struct{}
 type Missed struct{ Peer }
 
 // Late says that an operation of this rank has waited in vain for this life, whose process may be
-// well. It is this rank's vote, for some time; see Report.
+// well. It is this rank's vote, for some time or until OnTime; see Report.
 type Late struct{ Peer }
+
+// OnTime takes Late back: this rank has heard of the life, or will not wait for others' votes any
+// longer.
+type OnTime struct{ Peer }
 
 // Evict puts the life out that is now active in Slot: somebody wants it so.
 type Evict struct{ Slot int }
@@ -127,6 +131,7 @@ func (JoinGone) event()  {}
 func (Admit) event()     {}
 func (Missed) event()    {}
 func (Late) event()      {}
+func (OnTime) event()    {}
 func (Evict) event()     {}
 func (Rejoin) event()    {}
 func (StoreAway) event() {}

@@ -131,6 +131,13 @@ func (m *Machine) Why(p Peer) string {
 	return ""
 }
 
+// Condemned reports whether this machine brings about, or tries to, that a life which is in the view
+// is removed from it. It cannot be talked out of that.
+func (m *Machine) Condemned(p Peer) bool {
+	l := m.find(p)
+	return l != nil && l.over && m.view.Has(p.Slot, p.Incarnation)
+}
+
 // Step tells the machine what happened and returns what to do about it. Events that say nothing
 // new, or something about a life or an epoch that is past, or that cannot be, change nothing.
 func (m *Machine) Step(ev Event) []Action {
@@ -166,6 +173,10 @@ func (m *Machine) Step(ev Event) []Action {
 	case Late:
 		if l := m.find(e.Peer); l != nil && e.Peer != m.me && m.role == member {
 			l.late = m.now + voteWindows*uint64(max(m.cfg.Window, 1))
+		}
+	case OnTime:
+		if l := m.find(e.Peer); l != nil {
+			l.late = 0
 		}
 	case Evict:
 		if s := m.view.at(e.Slot); s.Incarnation != 0 && len(m.view.Active()) > 1 {
@@ -377,7 +388,9 @@ const voteWindows = 2
 // maxVotes keeps a report small enough for the store.
 const maxVotes = 1024
 
-// count puts out whom more than half of the lives in the view have waited for in vain.
+// count puts out whom more than half of the lives in the view have waited for in vain, if this life
+// is one of them: who has taken its vote back does not act on others' any more, which may have been
+// taken back too.
 func (m *Machine) count() {
 	votes := map[Peer]int{}
 	for p, l := range m.peers {
@@ -394,8 +407,8 @@ func (m *Machine) count() {
 		}
 	}
 	for q, n := range votes {
-		if 2*n > len(m.view.Active()) && m.view.Has(q.Slot, q.Incarnation) {
-			m.finish(m.find(q), "late", "most ranks waited for it in vain")
+		if l := m.find(q); 2*n > len(m.view.Active()) && m.view.Has(q.Slot, q.Incarnation) && l.late > m.now {
+			m.finish(l, "late", "most ranks waited for it in vain")
 		}
 	}
 }

@@ -80,6 +80,22 @@ func (m *Machine) In() View { return m.in }
 // At returns the exchange that was entered last.
 func (m *Machine) At() Point { return m.at }
 
+// Next returns the exchange that this rank waits for: the one that it is in, or if that is complete
+// the one after it.
+func (m *Machine) Next() Point {
+	if m.pending {
+		return m.at
+	}
+	return Point{View: m.at.View, Attempt: m.at.Attempt + 1}
+}
+
+// Arrived reports whether the rank in slot has told where it stands in the exchange that this rank
+// waits for, or a later one.
+func (m *Machine) Arrived(slot int) bool {
+	t, ok := m.heard[slot]
+	return ok && !t.At.Before(m.Next())
+}
+
 // Hear takes in what another rank tells. It reports whether that completes the exchange.
 func (m *Machine) Hear(slot int, t Told) bool {
 	if slot == m.self {

@@ -426,7 +426,7 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 }
 
 // gatherRough is gather while some of those are lost who come in, and come again. After an error
-// all go on with the same operation, whether they have recovered or were taken on.
+// ranks go on with the same operation, whether they have recovered or were taken on.
 func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bool) {
 	over := make(chan struct{})
 	go func() {
@@ -437,6 +437,10 @@ func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bo
 	ctx, cancel := context.WithTimeout(ctx, patience/2)
 	defer cancel()
 	admit := !fresh
+	may := Lost
+	if !r.job.Uniform { // who has the result of an operation that failed elsewhere goes on with another
+		may |= Differing
+	}
 	for {
 		x := make([]uint8, len(all)+1) // who is here, and how many know that all faults are over
 		x[slices.Index(all, r.me)] = 1
@@ -450,7 +454,7 @@ func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bo
 			what, call = "admit while ranks come in", func() error { _, err := g.Admit(ctx); return err }
 		}
 		err := r.timed(what, r.job.Timeout, call)
-		if r.judge(what, Lost, err); err == nil {
+		if r.judge(what, may, err); err == nil {
 			if !admit && int(x[len(all)]) == len(all) && !slices.Contains(x, 0) {
 				break
 			}

@@ -1,0 +1,73 @@
+package pg
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/internal/sitetest"
+)
+
+// heard is a handler that passes the messages of a log on.
+type heard chan string
+
+func (heard) Enabled(context.Context, slog.Level) bool { return true }
+func (h heard) Handle(_ context.Context, r slog.Record) error {
+	select {
+	case h <- r.Message:
+	default:
+	}
+	return nil
+}
+func (h heard) WithAttrs([]slog.Attr) slog.Handler { return h }
+func (h heard) WithGroup(string) slog.Handler      { return h }
+
+// TestStandbyOutlastsTimeout has a process on standby find a free place in a job whose other rank
+// comes only after the process's Timeout.
+func TestStandbyOutlastsTimeout(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	site := sitetest.Start(t, sitetest.Config{})
+	store, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: site.Address, Job: "spared"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer store.Close()
+	if err := store.Put(ctx, bootstrap.VacantKeys+"1", []byte("its process has ended"), true); err != nil {
+		t.Fatal(err)
+	}
+	log := make(heard, 1000)
+	cfg := Config{Size: 2, Job: "spared", Store: site.Address, Secret: []byte("a secret of this test alone"), OnFailure: Shrink,
+		Timeout: 2 * time.Second, Logger: slog.New(log)}
+	use := func(g *Group, err error) error {
+		if err != nil {
+			return err
+		}
+		defer g.Close()
+		return sums(ctx, g, 0, 1)
+	}
+	done := make(chan error, 1)
+	t.Setenv("TUTTI_SIZE", "2")
+	t.Setenv("TUTTI_STANDBY", "0")
+	go func() { done <- use(Join(ctx, cfg)) }()
+	for waits := ""; waits != "this process could not take a free place: it stands by again"; {
+		select {
+		case waits = <-log:
+		case err := <-done:
+			t.Fatalf("the process on standby ended: %v", err)
+		case <-ctx.Done():
+			t.Fatal("the process on standby does not say that it waits on")
+		}
+	}
+	os.Unsetenv("TUTTI_STANDBY")
+	cfg.Timeout = 30 * time.Second
+	if err := use(Join(ctx, cfg)); err != nil {
+		t.Error(err)
+	}
+	if err := <-done; err != nil {
+		t.Error("on standby:", err)
+	}
+}
