@@ -178,7 +178,9 @@ func TestStatusOfWhoWaits(t *testing.T) {
 	late := gs[0].Start(AllReduceOp{Dst: BufferOf(make([]float32, 4)), Op: Sum})
 	second := gs[0].Start(BarrierOp{})
 	until(t, gs[0], "has one queued", func(s *flight.Snapshot) bool { return s.Groups[0].Queued == 2 && s.Groups[0].Running != nil })
-	time.Sleep(50 * time.Millisecond) // to be seen in what was queued; only its order of magnitude is looked at
+	for began := flight.Now(); time.Duration(flight.Now()-began) < 50*time.Millisecond; { // to be seen in what was queued
+		time.Sleep(time.Millisecond)
+	}
 	for r := 1; r < 3; r++ {
 		run(r, func(g *Group) error {
 			return errors.Join(AllReduce(ctx, g, make([]float32, 4), Sum), g.Barrier(ctx))
