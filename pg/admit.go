@@ -107,16 +107,21 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	}
 }
 
-// admit has the machine let in who waits, and returns the view in which they are.
+// admit has the machine let in who waits, and returns the view in which they are. Who waits it knows
+// from its watch of the store. It asks the store as well, but once a tick at most: programs call
+// Admit in each of their steps.
 func (ms *members) admit(ctx context.Context) (v membership.View, err error) {
 	sctx, cancel := context.WithTimeout(ctx, storeWait)
 	defer cancel()
-	all, err := ms.j.directory().List(sctx, joinKey)
-	if err != nil {
-		return v, err
-	}
-	for key, value := range all {
-		ms.seen(bootstrap.Event{Key: key, Value: value, Exists: true})
+	if now := time.Now(); now.Sub(ms.listed) >= tick {
+		all, err := ms.j.directory().List(sctx, joinKey)
+		if err != nil {
+			return v, err
+		}
+		ms.listed = now
+		for key, value := range all {
+			ms.seen(bootstrap.Event{Key: key, Value: value, Exists: true})
+		}
 	}
 	ms.tell(membership.Admit{})
 	for {

@@ -174,7 +174,7 @@ func (g *Group) answer() {
 	if g.busy && !g.between || g.joins || g.halted() != nil || !g.sync.Asked(g.err != nil) {
 		return
 	}
-	if judging, _ := g.judging(); judging { // it answers after the verdict
+	if g.job.judging() { // it answers after the verdict
 		return
 	}
 	g.look()
@@ -224,6 +224,11 @@ func (g *Group) ready() error {
 	}
 	if g.err != nil {
 		return g.err
+	}
+	if err := g.verdicts(); err != nil {
+		g.seq++
+		g.fails(err)
+		return err
 	}
 	broken := g.coll.Err() != nil
 	switch {
@@ -280,13 +285,13 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 				return g.told(a) // for good
 			}
 		}
-		missing := g.sync.Missing()
-		judging, accused := g.judging()
 		switch due := g.sync.Due(g.must, renew); {
 		case g.sync.Behind(g.must):
-		case due && judging:
-			g.show()
-			missing = accused
+		case due && g.job.judging():
+			if err := g.verdicts(); err != nil {
+				return err
+			}
+			continue
 		case due:
 			if err := g.change(mine, renew, false); err != nil {
 				return err
@@ -296,6 +301,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		case !g.sync.Pending():
 			return nil
 		}
+		missing := g.sync.Missing()
 		if err := g.pause(missing); err != nil {
 			return g.overdue(err, "", missing)
 		}

@@ -53,6 +53,7 @@ type members struct {
 	dirty  chan struct{}
 
 	doubts time.Time   // when to look next whom this rank waits for
+	listed time.Time   // when Admit asked the store last who waits
 	begun  atomic.Bool // the job's view has been in the store
 
 	mu      sync.Mutex
@@ -165,6 +166,9 @@ func (ms *members) ask(ctx context.Context, f func(*membership.Machine)) error {
 // alone. With the proxy's lock.
 func (ms *members) accuse(p membership.Peer, alone bool) {
 	ms.accused[p] = &accusation{until: time.Now().Add(ms.j.settings.Window)}
+	for g := range ms.j.groups {
+		g.rough = true
+	}
 	if alone {
 		ms.tell(membership.Missed{Peer: p})
 	} else {
@@ -238,7 +242,7 @@ func (ms *members) run(acts []membership.Action) {
 			ms.queue = ms.queue[1:]
 			ms.mu.Unlock()
 			if d, ok := e.(membership.LinkDown); ok && !ms.m.View().Has(d.Slot, d.Incarnation) {
-				ms.j.proxy.Vacate(d.Slot, fmt.Errorf("nobody is rank %d: %w", d.Slot, p2p.ErrPeerGone)) // the next one who wants the slot may come
+				ms.vacate(d.Peer, fmt.Errorf("nobody is rank %d", d.Slot)) // the next one who wants the slot may come
 			}
 			acts = ms.m.Step(e)
 			continue
@@ -346,9 +350,8 @@ func (ms *members) enter(a membership.Enter) {
 		if r >= len(old.Slots) || r == ms.self.Slot {
 			continue
 		}
-		if linked := j.proxy.Linked(r); linked == 0 || linked == old.Slots[r].Incarnation {
-			j.proxy.Vacate(r, fmt.Errorf("%s: %w", strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error()), p2p.ErrPeerGone))
-		}
+		ms.vacate(membership.Peer{Slot: r, Incarnation: old.Slots[r].Incarnation},
+			errors.New(strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error())))
 	}
 	// The dead one's record need not wait for the end of its lease: whoever replaces it may have
 	// the slot.
@@ -370,6 +373,14 @@ func (ms *members) enter(a membership.Enter) {
 		if r != ms.self.Slot {
 			j.proxy.Expect(r, a.View.Slots[r].Incarnation)
 		}
+	}
+}
+
+// vacate has a slot wait for another life than p, which is over. If the next one is linked already,
+// it stays.
+func (ms *members) vacate(p membership.Peer, why error) {
+	if linked := ms.j.proxy.Linked(p.Slot); linked == 0 || linked == p.Incarnation {
+		ms.j.proxy.Vacate(p.Slot, fmt.Errorf("%w: %w", why, p2p.ErrPeerGone))
 	}
 }
 

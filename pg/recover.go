@@ -191,25 +191,48 @@ func (g *Group) accuse(err error) {
 	}
 }
 
-// judging reports whether a verdict on ranks that this rank has accused is outstanding, and in which
-// slots of the group they are. Until it is there, this rank takes part in no exchange: a removal that
-// comes after one would hit a rank which all have gone on with. A rank that shows itself at the
-// boundary before the exchange is acquitted.
-func (g *Group) judging() (outstanding bool, slots []int) {
-	ms := g.job.members
-	if ms == nil || len(ms.accused) == 0 {
-		return false, nil
-	}
-	for p := range ms.accused {
-		slot := slices.Index(g.ranks, p.Slot)
-		if slot < 0 {
-			continue
+// verdicts waits until there is a verdict on all ranks that this rank has accused, in any group. It
+// neither begins an operation nor takes part in an exchange before that: a removal that came later
+// would hit a rank which all have gone on with.
+func (g *Group) verdicts() error {
+	for g.job.judging() {
+		if err := g.halted(); err != nil {
+			return err
 		}
-		if slots = append(slots, slot); g.sync.Arrived(slot) || !g.present[slot].Before(g.sync.Next()) {
-			ms.acquit(p)
+		g.show()
+		accused := g.accused()
+		if err := g.pause(accused); err != nil {
+			return g.overdue(err, "", accused)
 		}
 	}
-	return true, slots
+	return nil
+}
+
+// accused lists the slots of those on whom a verdict is outstanding.
+func (g *Group) accused() (slots []int) {
+	for p := range g.job.members.accused {
+		if slot := slices.Index(g.ranks, p.Slot); slot >= 0 {
+			slots = append(slots, slot)
+		}
+	}
+	return slots
+}
+
+// judging reports whether a verdict on ranks that this rank has accused is outstanding. It acquits
+// those that have shown themselves, at the boundary before an exchange of some group.
+func (j *job) judging() bool {
+	if j.members == nil || len(j.members.accused) == 0 {
+		return false
+	}
+	for p := range j.members.accused {
+		for g := range j.groups {
+			slot := slices.Index(g.ranks, p.Slot)
+			if slot >= 0 && (g.sync.Arrived(slot) || !g.present[slot].Before(g.sync.Next())) {
+				j.members.acquit(p)
+			}
+		}
+	}
+	return true
 }
 
 // Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call
