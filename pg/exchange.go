@@ -200,12 +200,10 @@ func (g *Group) look() {
 }
 
 // passing reports whether why the channel failed, between two operations, is nothing that the
-// program has to know: a loss, where the group goes on without the lost ones.
+// program has to know: the group goes on without those that it is about.
 func (g *Group) passing(err error) bool {
 	_, typed := g.explain(err)
-	var lost *RankError
-	var late *TimeoutError
-	return errors.As(typed, &lost) || errors.As(typed, &late) && g.job.settings.OnTimeout != TimeoutReports
+	return g.survivable(typed)
 }
 
 // standing says where this rank stands between two operations.

@@ -680,6 +680,44 @@ func TestTimeoutOfOneRankEvictsNobody(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}))
 }
 
+// An operation that a program gives up removes nobody, where lateness does: it fails at every rank,
+// those included that come to it after they have heard of that.
+func TestCancelledWhereTimeoutEvicts(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		for round := range 3 {
+			if err := g.Barrier(ctx); err != nil {
+				t.Fatalf("round %d: %v", round, err)
+			}
+			mine := ctx
+			switch g.Rank() {
+			case 1:
+				var end context.CancelFunc
+				mine, end = context.WithCancel(ctx)
+				end()
+			case 2:
+				if _, err := pg.Recv(ctx, g, make([]byte, 1), 1, 3); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := g.Barrier(mine); !errors.As(err, new(*pg.TimeoutError)) || !errors.Is(err, context.Canceled) {
+				t.Errorf("round %d: the operation that was given up: %v", round, err)
+			}
+			if g.Rank() == 1 {
+				if err := pg.Send(ctx, g, []byte{1}, 2, 3); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if err := g.Recover(ctx); err != nil {
+				t.Fatalf("round %d: recover: %v", round, err)
+			}
+		}
+		if v := g.View(); v.Epoch != 1 {
+			t.Errorf("the view is %v", v)
+		}
+	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 10 * time.Second}))
+}
+
 // A program may have any rank decide.
 func TestTimeoutEvictsAlone(t *testing.T) {
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {

@@ -122,8 +122,8 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 						q.condemned = true
 						if pick(2) == 0 {
 							w.step(p, Missed{q.me})
-						} else {
-							w.step(p, Late{q.me})
+						} else if w.step(p, Late{q.me}); pick(2) == 0 {
+							w.step(p, OnTime{q.me})
 						}
 					} else if s := q.me.Slot; p.m.View().Has(s, q.me.Incarnation) {
 						say("%v evicts %v", p.me, q.me)

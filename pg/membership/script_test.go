@@ -218,6 +218,8 @@ func (s *script) do(verb string, args []string) error {
 	case "waits":
 		q.condemned = true
 		w.step(p, Late{q.me})
+	case "ontime":
+		w.step(p, OnTime{q.me})
 	case "dead":
 		q.condemned = true
 		w.step(p, Dead{q.me, "somebody said so"})

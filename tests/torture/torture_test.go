@@ -20,9 +20,6 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// unrepaired is what finds something that is known: programs do not have it until it is repaired.
-const unrepaired = "evicts"
-
 var (
 	seed = flag.Uint64("torture.seed", 1, "of TestTorture, to have the same programs again; 0: by chance")
 	ops  = flag.Int("torture.ops", 0,
@@ -32,7 +29,7 @@ var (
 	faults    = flag.Float64("torture.faults", 0.15, "part of the programs that have faults from outside")
 	out       = flag.String("torture.out", "", "directory for what TestTorture finds: it goes on then")
 	ignore    = flag.String("torture.ignore", "", "findings that match this expression are not reported")
-	avoid     = flag.String("torture.avoid", unrepaired,
+	avoid     = flag.String("torture.avoid", "",
 		"what programs do not have: windows (of disturbance), groups, free, cancel, kill, stop, evicts, standby, grow, …")
 	verbose   = flag.Bool("torture.slow", false, "log calls that take longer than a second")
 	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
