@@ -102,7 +102,8 @@ const (
 	// waited for in vain, in one operation, each for at least half of the time that ran out. The
 	// group goes on without them as OnFailure says. Where there is no such majority, one rank was
 	// early or two do not agree: nobody is removed, and the next operation begins when all are
-	// there.
+	// there. A rank that has waited in vain begins nothing else until it is decided: until the others
+	// agree, or the late rank comes to its next operation, or for Window.
 	TimeoutEvicts
 	// TimeoutEvictsAlone: any rank removes whomever it has waited for in vain. A rank that is early
 	// removes all others.

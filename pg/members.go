@@ -139,7 +139,7 @@ func (ms *members) nudge(c chan struct{}) {
 	}
 }
 
-// inspect has f look at the machine, after the events that were told before, from the goroutine that
+// inspect has f look at the machine, after the events that were told before, in the goroutine that
 // steps it. It never blocks.
 func (ms *members) inspect(f func(*membership.Machine)) {
 	ms.mu.Lock()

@@ -131,8 +131,8 @@ func (m *Machine) Why(p Peer) string {
 	return ""
 }
 
-// Condemned reports whether this machine brings about, or tries to, that a life which is in the view
-// is removed from it. It cannot be talked out of that.
+// Condemned reports whether this machine is about to have a life removed that is in the view. It
+// cannot be talked out of that.
 func (m *Machine) Condemned(p Peer) bool {
 	l := m.find(p)
 	return l != nil && l.over && m.view.Has(p.Slot, p.Incarnation)

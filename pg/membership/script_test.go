@@ -26,7 +26,7 @@ import (
 //	tick P... [xN]    time passes at P ("all": everywhere)
 //	away P, back P    the store cannot be reached, and can
 //	expire P          its lease runs out, though it lives
-//	admit P, missed P Q, waits P Q, evict P SLOT, dead P Q, down P Q, report P Q [SEQ UNREACHABLE...]   P is told so
+//	admit P, missed P Q, waits P Q, ontime P Q, evict P SLOT, dead P Q, down P Q, report P Q [SEQ UNREACHABLE...]   P is told so
 //	flush             all letters arrive, all questions are answered, no time passes
 //	settle            and time passes, until nobody has anything to do
 //	mail P, why P Q, state
@@ -143,7 +143,7 @@ func (s *script) do(verb string, args []string) error {
 		}
 	}
 	switch verb {
-	case "sever", "heal", "missed", "waits", "dead", "down", "report", "why":
+	case "sever", "heal", "missed", "waits", "ontime", "dead", "down", "report", "why":
 		if q, err = s.proc(at(1)); err != nil {
 			return err
 		}
