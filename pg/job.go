@@ -252,7 +252,7 @@ func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10)
 //
 // A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may
 // be started again, or a process on standby may take its place. With Report, Join fails at the
-// ranks that had met it.
+// ranks that had met it, and in a running job if a rank is lost while it lets this one in.
 //
 // A process on standby (TUTTI_STANDBY) waits until a slot is free, and for that ctx alone is the
 // bound. If another process takes the slot first, or the ranks do not let it in within

@@ -340,6 +340,9 @@ func (r *rank) comeBack(ctx context.Context, to Go) {
 		} else {
 			g, err = r.join(jctx)
 		}
+		for to.Rough && r.job.OnFailure == pg.Report && errors.As(err, new(*pg.RankError)) && jctx.Err() == nil {
+			g, err = r.join(jctx) // another was lost meanwhile: Report says so to those who come in, too
+		}
 		return err
 	})
 	r.groups = map[int]*handle{}
