@@ -358,7 +358,7 @@ func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 		if err == nil {
 			err = c.p.progress(w, pr)
 		}
-		if err != nil {
+		if err != nil && !r.done { // a message that is here at the last moment is not lost
 			c.CancelRecv(r)
 			return err
 		}

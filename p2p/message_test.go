@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -92,6 +93,51 @@ func TestCancelledMessagesAreWholeOrNot(t *testing.T) {
 	a, b := cs[0].Ledger(1), cs[1].Ledger(0)
 	if a.Sent != b.Taken+b.Held || b.Held != 0 {
 		t.Errorf("sent %d, taken %d, held %d", a.Sent, b.Taken, b.Held)
+	}
+}
+
+// A message that arrives in the very look in which its receive gives up is received.
+func TestMessageAtTheLastMoment(t *testing.T) {
+	all := cluster(t, 2, 64<<10, nil)
+	defer closeAll(all)
+	cs := tagged(t, all)
+	const messages = 100
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	wg.Go(func() {
+		all[0].Lock()
+		defer all[0].Unlock()
+		for i := range messages {
+			var s p2p.SendReq
+			cs[0].PostSend(&s, 1, 7, 1, []byte{byte(i)})
+			if err := cs[0].WaitSend(patient(context.Background()), &s); err != nil {
+				t.Errorf("sending message %d: %v", i, err)
+				return
+			}
+		}
+	})
+	over, cancel := context.WithCancel(context.Background())
+	cancel()
+	all[1].Lock()
+	defer all[1].Unlock()
+	for i, end := 0, time.Now().Add(20*time.Second); i < messages; {
+		var r p2p.RecvReq
+		buf := []byte{0}
+		cs[1].PostMsg(&r, p2p.AnySlot, 7, 1, buf)
+		switch err := cs[1].WaitMsg(patient(over), &r); {
+		case err == nil && int(buf[0]) != i:
+			t.Errorf("message %d after %d", buf[0], i-1)
+			return
+		case err == nil:
+			i++
+		case !errors.Is(err, context.Canceled) || time.Now().After(end):
+			t.Errorf("message %d: %v", i, err)
+			return
+		default: // the link may have to come up
+			all[1].Unlock()
+			runtime.Gosched()
+			all[1].Lock()
+		}
 	}
 }
 
