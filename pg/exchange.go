@@ -43,6 +43,18 @@ const (
 // take part in it but for a verdict that it waits for: view and attempt, little-endian.
 const presentSize = 16
 
+func encodePresent(at resync.Point) []byte {
+	b := binary.LittleEndian.AppendUint64(make([]byte, 0, presentSize), at.View)
+	return binary.LittleEndian.AppendUint64(b, at.Attempt)
+}
+
+func decodePresent(b []byte) (at resync.Point, err error) {
+	if len(b) < presentSize {
+		return at, fmt.Errorf("a boundary of %d bytes, want at least %d", len(b), presentSize)
+	}
+	return resync.Point{View: binary.LittleEndian.Uint64(b), Attempt: binary.LittleEndian.Uint64(b[8:])}, nil
+}
+
 // maxAttempt leaves room to count on from what a peer says.
 const maxAttempt = 1 << 62
 
@@ -130,32 +142,31 @@ func (g *Group) viewChanged() {
 
 // hear takes in a notice.
 func (g *Group) hear(slot, key int, value []byte) {
+	var err error
 	switch key {
 	case noticeStanding:
-		t, err := decodeTold(value)
-		if err != nil {
-			g.job.log.Warn("a notice is not one", "from", slot, "err", err)
-			return
+		var t resync.Told
+		if t, err = decodeTold(value); err == nil {
+			if g.sync.Hear(slot, t) {
+				g.settled()
+			}
+			g.rough = true
+			g.answer()
 		}
-		if g.sync.Hear(slot, t) {
-			g.settled()
-		}
-		g.rough = true
-		g.answer()
 	case noticeBallot:
-		b, err := decodeBallot(value)
-		if err != nil {
-			g.job.log.Warn("a notice is not one", "from", slot, "err", err)
-			return
+		var b ballot
+		if b, err = decodeBallot(value); err == nil {
+			g.ballots[slot] = b
 		}
-		g.ballots[slot] = b
 	case noticePresent:
-		if len(value) < presentSize {
-			g.job.log.Warn("a notice is not one", "from", slot, "err", fmt.Errorf("%d bytes, want %d", len(value), presentSize))
-			return
+		var at resync.Point
+		if at, err = decodePresent(value); err == nil {
+			g.present[slot] = at
+			g.answer()
 		}
-		g.present[slot] = resync.Point{View: binary.LittleEndian.Uint64(value), Attempt: binary.LittleEndian.Uint64(value[8:])}
-		g.answer()
+	}
+	if err != nil {
+		g.job.log.Warn("a notice is not one", "from", slot, "err", err)
 	}
 }
 
@@ -164,8 +175,7 @@ func (g *Group) hear(slot, key int, value []byte) {
 func (g *Group) show() {
 	if at := g.sync.Next(); g.shows.Before(at) {
 		g.shows = at
-		b := binary.LittleEndian.AppendUint64(nil, at.View)
-		g.msgs.Notice(g.active, noticePresent, binary.LittleEndian.AppendUint64(b, at.Attempt))
+		g.msgs.Notice(g.active, noticePresent, encodePresent(at))
 	}
 }
 
@@ -326,7 +336,8 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	}
 	g.msgs.Notice(g.active, noticeStanding, encodeTold(tell))
 	g.job.log.Debug("entering a view", "group", g.id(), "epoch", tell.At.View, "attempt", tell.At.Attempt,
-		"over", mine.Over, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls, "passive", passive, "missing", g.sync.Missing())
+		"over", mine.Over, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls,
+		"passive", passive, "missing", g.sync.Missing())
 	if g.rough = true; complete {
 		g.settled()
 	}

@@ -132,7 +132,8 @@ func TestRecoverTakesNobodyAlong(t *testing.T) {
 			if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
 				t.Fatalf("round %d: after recovering: %v, %v", round, x, err)
 			}
-			if ok, err := g.Agree(ctx, true); !ok || err != nil { // whoever fails next would have this one fail where it has not ended
+			// Whoever fails next would have this one fail where it has not ended.
+			if ok, err := g.Agree(ctx, true); !ok || err != nil {
 				t.Fatal(ok, err)
 			}
 		}

@@ -285,8 +285,8 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 // displaced reports whether err, of a process on standby that tried to take a free place, is one that
 // another attempt may not have.
 func displaced(err error) bool {
-	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, ErrEvicted) ||
-		errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) || errors.As(err, new(*RankError))
+	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, ErrEvicted) || errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) || errors.As(err, new(*RankError))
 }
 
 // join makes this process the rank s.Rank of its job.

@@ -88,7 +88,8 @@ func (j *job) startMembers(view membership.View, first uint64) error {
 	if err != nil {
 		return err
 	}
-	ms := &members{j: j, self: self, first: first, m: m, kick: make(chan struct{}, 1), dirty: make(chan struct{}, 1), want: map[string][]byte{}, kept: map[string][]byte{}, joiners: map[int]uint64{},
+	ms := &members{j: j, self: self, first: first, m: m, kick: make(chan struct{}, 1), dirty: make(chan struct{}, 1),
+		want: map[string][]byte{}, kept: map[string][]byte{}, joiners: map[int]uint64{},
 		accused: map[membership.Peer]*accusation{}}
 	ms.ctx, ms.cancel = context.WithCancel(context.Background())
 	for r := range s.MaxSize {

@@ -26,7 +26,8 @@ import (
 //	tick P... [xN]    time passes at P ("all": everywhere)
 //	away P, back P    the store cannot be reached, and can
 //	expire P          its lease runs out, though it lives
-//	admit P, missed P Q, waits P Q, ontime P Q, evict P SLOT, dead P Q, down P Q, report P Q [SEQ UNREACHABLE...]   P is told so
+//	admit P, missed P Q, waits P Q, ontime P Q, evict P SLOT, dead P Q, down P Q,
+//	report P Q [SEQ UNREACHABLE...]   P is told so
 //	flush             all letters arrive, all questions are answered, no time passes
 //	settle            and time passes, until nobody has anything to do
 //	mail P, why P Q, state
