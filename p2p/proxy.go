@@ -211,7 +211,7 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 	for _, t := range p.cfg.Transports {
 		ep, err := t.Listen(ctx, &host{p, t.Name()})
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", t.Name(), err)
+			return nil, err // it names the transport
 		}
 		if len(ep) > MaxEndpoint {
 			return nil, fmt.Errorf("%s: endpoint of %d bytes, at most %d are allowed", t.Name(), len(ep), MaxEndpoint)

@@ -117,7 +117,12 @@ func TestPorts(t *testing.T) {
 		startRank(t, s, address, 1, 2, "TUTTI_TIMEOUT=3s", "TUTTI_PORT="+strconv.Itoa(port))
 		ranks := s.Arrive(2)
 		all := rig.Each(ranks, rig.Command{Verb: "join"})
-		blames(t, all[1:], ranks[1:], "", fmt.Sprintf("port %d of ", port), "taken")
+		// A rank listens on two ports in a row, at once. Another test may have taken the second.
+		first, second := fmt.Sprintf("port %d of ", port), fmt.Sprintf("port %d of ", port+1)
+		blames(t, all[1:], ranks[1:], "", "taken")
+		if f := all[1].Fault; f != nil && !contains(f.Text, first) && !contains(f.Text, second) {
+			t.Errorf("rank 1: %v, want %q or %q in it", f, first, second)
+		}
 		blames(t, all[:1], ranks[:1], "", "rank 1")
 		rig.Exit(ranks, 1)
 	})
