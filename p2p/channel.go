@@ -82,6 +82,7 @@ type stream struct {
 	posted recvRing // ordered lane, in posting order
 	early  []*early // arrived, not asked for yet
 	sendq  []*SendReq
+	part   int // bytes sent of the message whose Send was suspended
 
 	left    bool   // the peer closed the channel
 	until   uint64 // the peer does not run this operation, nor any later one, in this epoch; 0: not known
@@ -305,6 +306,12 @@ func (st *stream) leaves(seq uint64) error {
 		return &PeerError{st.pr.rank, ErrLeft}
 	}
 	return nil
+}
+
+// Closed reports whether the rank in slot has closed the channel. With the lock.
+func (c *Channel) Closed(slot int) bool {
+	st := c.fast[slot]
+	return st != nil && st.left
 }
 
 // Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is:
@@ -709,7 +716,8 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 }
 
 // Send sends buf to slot as one message. It blocks until the link has taken all of it: buf may then
-// be reused.
+// be reused. After ErrSuspended the message may be sent in part; the next Send to slot is to be the
+// same one, and sends the rest.
 func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 	st := c.fast[slot]
 	if st == nil {
@@ -717,7 +725,9 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 	}
 	pr := st.pr
 	h := Header{Kind: frameData, Seq: tok.Seq, Call: tok.Call, Count: tok.Count}
-	for off := 0; ; {
+	off := st.part
+	st.part = 0
+	for {
 		if c.err != nil {
 			return c.err
 		}
@@ -748,6 +758,9 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 			}
 		}
 		if err := c.p.progress(w, pr); err != nil {
+			if err == ErrSuspended {
+				st.part = off
+			}
 			return err
 		}
 	}

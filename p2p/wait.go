@@ -10,6 +10,9 @@ import (
 // ErrTimeout says that a Wait's deadline has passed.
 var ErrTimeout = errors.New("deadline passed")
 
+// ErrSuspended says that who attends a Wait has gone: see Attend.
+var ErrSuspended = errors.New("nobody attends the operation any more")
+
 // How long a waiter looks before it gives way, and then sleeps.
 const (
 	hotFor    = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
@@ -26,7 +29,8 @@ const (
 // used by one goroutine and reusable.
 type Wait struct {
 	ctx     context.Context
-	timeout time.Duration // 0: none
+	timeout time.Duration   // 0: none
+	guest   context.Context // see Attend
 	lazy    bool
 	linking bool      // the awaited peer has no link yet
 	spins   int       // looks in vain since there was progress
@@ -49,9 +53,14 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 		w.timer = time.NewTimer(time.Hour)
 		w.timer.Stop()
 	}
-	w.ctx, w.timeout, w.lazy = ctx, timeout, lazy
+	w.ctx, w.guest, w.timeout, w.lazy = ctx, nil, timeout, lazy
 	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
+
+// Attend is for who runs w's operation on behalf of somebody else. When guest ends, WaitRecv and
+// Send of a Channel return ErrSuspended; the operation has not failed, and whoever calls them again
+// with the same arguments goes on with it. A nil guest stays to the end, and so does lazy.
+func (w *Wait) Attend(guest context.Context, lazy bool) { w.guest, w.lazy = guest, lazy }
 
 // Since has the time that w's operation has count from t, before its first wait.
 func (w *Wait) Since(t time.Time) { w.begin(t) }
@@ -230,6 +239,9 @@ func (w *Wait) over(now time.Time) error {
 	if w.timeout > 0 && now.Sub(w.began) > w.timeout {
 		return ErrTimeout
 	}
+	if w.guest != nil && w.guest.Err() != nil {
+		return ErrSuspended
+	}
 	return nil
 }
 
@@ -292,9 +304,14 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		w.timer.Reset(wait)
 		w.blame.sleep()
 		p.mu.Unlock()
+		var gone <-chan struct{}
+		if w.guest != nil {
+			gone = w.guest.Done()
+		}
 		select {
 		case <-w.wake:
 		case <-w.ctx.Done():
+		case <-gone:
 		case <-w.timer.C:
 		}
 		w.timer.Stop()

@@ -73,10 +73,10 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			}
 		}
 		b := BufferOf(said)
-		err := g.check(&g.cur, collectives.AllReduce, Max, 0, b, b, nil, nil)
+		c, err := g.check(&request{kind: collectives.AllReduce, op: Max, dst: b, src: b})
 		if err == nil {
-			g.run.hot = hot{}
-			g.cur.uniform = true
+			c.uniform = true
+			g.adopt(c)
 			err = g.collective()
 		}
 		if errors.As(err, &lost) && g.err == nil { // all survivors see it alike

@@ -111,6 +111,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		return false, err
 	}
 	g.cast(yes)
+	began := time.Now()
 	g.between = true
 	defer func() { g.between = false }()
 	g.answer()
@@ -133,6 +134,9 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		}
 		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.members == nil {
 			return false, &RankError{Rank: missing[0], Epoch: g.epoch, Call: "agree", Reporter: g.rank, Err: err}
+		}
+		if err := g.deserted(missing, began, "agree"); err != nil {
+			return false, err
 		}
 		if err := g.pause(missing); err != nil {
 			err = g.overdue(err, "agree", missing)

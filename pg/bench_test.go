@@ -21,3 +21,33 @@ func BenchmarkAlone(b *testing.B) {
 		}
 	}
 }
+
+// BenchmarkAsynchronous compares the ways to run one small operation.
+func BenchmarkAsynchronous(b *testing.B) {
+	gs, err := Local(1, Config{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	g := gs[0]
+	defer g.Close()
+	bg := context.Background()
+	ctx, cancel := context.WithCancel(bg)
+	defer cancel()
+	x := make([]float32, 16)
+	op := AllReduceOp{Dst: BufferOf(x), Op: Sum}
+	for name, f := range map[string]func() error{
+		"blocking":   func() error { return AllReduce(ctx, g, x, Sum) },
+		"do":         func() error { return g.Do(ctx, op) },
+		"start":      func() error { return g.Start(op).Wait(ctx) },
+		"background": func() error { return g.Start(op).Wait(bg) },
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if err := f(); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

@@ -33,6 +33,25 @@ type call struct {
 // forget drops the caller's memory. What was called stays.
 func (c *call) forget() { c.in, c.out, c.counts, c.recvCounts = nil, nil, nil, nil }
 
+// size returns how many bytes the operation is about in a group of n ranks: those of the longest
+// buffer of a rank.
+func (c *call) size(n int) int {
+	elem := c.dtype.Size()
+	switch c.kind {
+	case collectives.Barrier:
+		return 0
+	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+		return c.count * elem
+	case collectives.AllGatherV, collectives.AllToAllV:
+		total := 0
+		for _, k := range c.counts {
+			total += k * elem
+		}
+		return total
+	}
+	return c.count * elem * n
+}
+
 // detached is c without the caller's memory.
 func (c *call) detached() call {
 	d := *c
@@ -79,15 +98,19 @@ func spell(t p2p.Token) string {
 	return flight.Spell(t.Seq, flight.Call(t.Call), t.Count)
 }
 
-// check validates the arguments of a collective and fills c. It looks at nothing that only this
-// rank knows but the lengths of its own buffers. With the proxy's lock, as the number of slots may
-// grow.
-func (g *Group) check(c *call, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
+// check validates a request and makes a call of it. It looks at nothing that only this rank knows
+// but the lengths of its own buffers. With the proxy's lock, as the number of slots may grow.
+func (g *Group) check(q *request) (call, error) {
+	c := call{kind: q.kind, op: q.op, root: q.root, in: q.src.Ptr, out: q.dst.Ptr, dtype: q.src.DType, counts: q.counts, recvCounts: q.recvCounts, ranks: g.size}
+	return c, g.checkInto(&c, q)
+}
+
+func (g *Group) checkInto(c *call, q *request) error {
+	kind, op, root, dst, src, counts, recvCounts := q.kind, q.op, q.root, q.dst, q.src, q.counts, q.recvCounts
 	n := g.size
 	bad := func(arg, got, want string) error {
 		return &ArgumentError{Call: kind.String(), Arg: arg, Got: got, Want: want}
 	}
-	*c = call{kind: kind, op: op, root: root, in: src.Ptr, out: dst.Ptr, dtype: src.DType, counts: counts, recvCounts: recvCounts, ranks: n}
 	if kind == collectives.Barrier {
 		c.dtype = Uint8
 		return nil

@@ -15,13 +15,14 @@
 // # Order
 //
 // All ranks of a group call the same collectives, with the same arguments, in the same order; they
-// run one at a time, in that order. [Group.Start] queues one and returns a [Work]; a blocking call
-// that follows goes behind it, and so do calls of other goroutines, [Group.Recover], [Group.Admit]
-// and [Group.Agree]. [Send] and [Recv] stand outside of the order. Every message says which call it
-// belongs to, so that ranks which differ get a [*MismatchError] that spells both calls, instead of
-// a wrong result or silence: all of them, in the operation that they differ in or, where a rank was
-// through with that and needed nothing of the others, in the next. Where ranks wait for each other
-// in calls that differ, so that no message passes between them, that takes a quarter of a second.
+// run one at a time, in that order. [Group.Do] runs any operation on any buffers, and returns when
+// it has ended. [Group.Start] queues one and returns a [Work]; a blocking call that follows goes
+// behind it, and so do calls of other goroutines, [Group.Recover], [Group.Admit] and [Group.Agree].
+// [Send] and [Recv] stand outside of the order. Every message says which call it belongs to, so that
+// ranks which differ get a [*MismatchError] that spells both calls, instead of a wrong result or
+// silence: all of them, in the operation that they differ in or, where a rank was through with that
+// and needed nothing of the others, in the next. Where ranks wait for each other in calls that
+// differ, so that no message passes between them, that takes a quarter of a second.
 //
 // A collective of nothing (no elements, or counts that are all zero) is a [Group.Barrier]: it
 // returns when every rank has called it. In [AllGatherV] and [AllToAllV] a part of no elements is

@@ -280,6 +280,7 @@ func (g *Group) skipped() error {
 // which operation to begin, or that the group has failed (g.err). renew asks for another exchange
 // though nothing else does.
 func (g *Group) move(mine resync.Standing, renew bool) error {
+	began := time.Now()
 	for {
 		if err := g.halted(); err != nil {
 			return err
@@ -310,10 +311,29 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 			return nil
 		}
 		missing := g.sync.Missing()
+		if err := g.deserted(missing, began, "entering a view"); err != nil {
+			return err
+		}
 		if err := g.pause(missing); err != nil {
 			return g.overdue(err, "", missing)
 		}
 	}
+}
+
+// departure is how long a rank that leaves the job may take from closing a group until it is out of
+// the view.
+const departure = time.Second
+
+// deserted returns an error if one of missing, for which a call has been waiting since began, has
+// closed the group and stays in the job: it says nothing more in this group, and the view keeps it.
+func (g *Group) deserted(missing []int, began time.Time, call string) error {
+	for _, slot := range missing {
+		if g.msgs.Closed(slot) && time.Since(began) > departure {
+			return &RankError{Rank: slot, Epoch: g.epoch, Call: call, Reporter: g.rank,
+				Err: errors.New("it closed its group and is still in the job, so that the group cannot go on without it")}
+		}
+	}
+	return nil
 }
 
 // change leaves the channel for that of another exchange, and tells its members where this rank

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -166,4 +167,64 @@ func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
 		}
 	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second, Timeout: 30 * time.Second}),
 		pgtest.Expect(2, syscall.SIGKILL))
+}
+
+// A rank closes a subgroup and stays in the job: the others are told so, in bounded time, whatever
+// they call on it. When the rank has left the job, they go on without it.
+func TestMemberThatClosesOnlyASubgroup(t *testing.T) {
+	for _, f := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
+		t.Run(f.String(), func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				sub, err := g.Split(ctx, 0, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer sub.Close()
+				if g.Rank() == 2 {
+					sub.Close()
+					for range 2 { // until the others have seen enough
+						if _, err := pg.Recv(ctx, g, []int64{0}, pg.AnyRank, 1); err != nil {
+							t.Error(err)
+						}
+					}
+					g.Close()
+					return
+				}
+				x := []int64{1}
+				calls := []func() error{
+					func() error { return pg.AllReduce(ctx, sub, x, pg.Sum) },
+					func() error { return pg.AllReduce(ctx, sub, x, pg.Sum) },
+					func() error { return sub.Recover(ctx) },
+					func() error { _, err := sub.Agree(ctx, true); return err },
+				}
+				for i, call := range calls {
+					began := time.Now()
+					var lost *pg.RankError
+					if err := call(); !errors.As(err, &lost) || lost.Rank != 2 || !strings.Contains(err.Error(), "closed its group") {
+						t.Errorf("call %d: %v, want a *RankError: rank 2 has closed its group", i, err)
+					}
+					if took := time.Since(began); took > 20*time.Second {
+						t.Errorf("call %d took %v", i, took)
+					}
+				}
+				if err := pg.Send(ctx, g, x, 2, 1); err != nil {
+					t.Error(err)
+				}
+				for {
+					err := sub.Recover(ctx)
+					if err == nil {
+						break
+					}
+					var lost *pg.RankError
+					if !errors.As(err, &lost) {
+						t.Fatal(err)
+					}
+				}
+				if x[0] = 1; pg.AllReduce(ctx, sub, x, pg.Sum) != nil || x[0] != 2 {
+					t.Errorf("afterwards: %v", x)
+				}
+			}, pgtest.Config(pg.Config{OnFailure: f, Timeout: time.Minute}))
+		})
+	}
 }

@@ -119,9 +119,12 @@ func TestAllToAllVCountsThatDisagree(t *testing.T) {
 func TestTimeoutNamesTheMissingRank(t *testing.T) {
 	for _, algo := range []string{"auto", "flat", "doubling", "halving", "ring", "tree", "twoshot"} {
 		for _, n := range []int{2, 5} {
+			if n == 2 && algo != "auto" {
+				continue // whoever waits, waits for the other one
+			}
 			t.Run(fmt.Sprintf("%s/%d", algo, n), func(t *testing.T) {
 				t.Parallel() // they mostly wait
-				each(t, n, Config{Timeout: 1500 * time.Millisecond, Algorithm: algo}, func(ctx context.Context, g *Group) error {
+				each(t, n, Config{Timeout: 3 * time.Second, Algorithm: algo}, func(ctx context.Context, g *Group) error {
 					if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
 						return err
 					}

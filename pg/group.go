@@ -15,7 +15,6 @@ import (
 
 	"tutti/collectives"
 	"tutti/p2p"
-	"tutti/pg/flight"
 	"tutti/pg/membership"
 	"tutti/pg/resync"
 )
@@ -52,7 +51,8 @@ type Group struct {
 	busy    bool  // a call has the turn. Under the proxy's lock, as what follows
 	between bool  // it is between two operations, in Agree
 	unvoted []int // whose votes it waits for there
-	cur     call
+	cur     *call // the one that runs, or ran last: a bound one, or unbound
+	unbound call
 	seq     uint64
 	history [64]p2p.Token // of the latest collectives, by seq
 	err     error         // why the group failed, until Recover
@@ -83,14 +83,15 @@ type Group struct {
 	run  runner
 	tel  telemetry
 
-	works  []*Work       // started and not run yet, in order. With line.mu, as worker
-	worker bool          // there is one
-	kick   chan struct{} // tells it
-	closed atomic.Bool   // set before the last use of line.mu that may add to wg
-	done   chan struct{} // closed by Close
-	wg     sync.WaitGroup
-	ctx    context.Context // ends at Close
-	cancel context.CancelFunc
+	halfway suspended     // waits for the worker, with the turn
+	worker  bool          // there is one
+	watched bool          // it looks now and then whether what was started has been left lying
+	started uint64        // how many works were
+	kick    chan struct{} // wakes the worker
+	closed  atomic.Bool   // set before the last hold of the proxy's lock that may add to wg
+	wg      sync.WaitGroup
+	ctx     context.Context // ends at Close
+	cancel  context.CancelFunc
 }
 
 // View says who plays.
@@ -129,7 +130,8 @@ type shown struct {
 // the one with the next number. lives are the incarnations of the members, nil for the group of all
 // ranks, which enters its first view by move unless epoch is that view's.
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
-	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1), done: make(chan struct{})}
+	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1)}
+	g.cur = &g.unbound
 	g.active = make([]int, len(ranks))
 	for i := range g.active {
 		g.active[i] = i
@@ -261,19 +263,18 @@ func (g *Group) local() (rank, size int) {
 }
 
 // blocking runs a collective for its caller.
-func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reduction, root int, dst, src Buffer, counts, recvCounts []int) error {
-	if g.line.enter() {
-		g.begun(ctx, time.Time{}, false)
+func (g *Group) blocking(ctx context.Context, q *request) error {
+	g.job.proxy.Lock()
+	if g.line.take() {
+		g.begun(ctx, false)
 	} else {
-		c := new(call)
-		g.job.proxy.Lock()
-		err := g.check(c, kind, op, root, dst, src, counts, recvCounts)
-		g.job.proxy.Unlock()
+		c, err := g.check(q)
 		if err != nil {
+			g.job.proxy.Unlock()
 			return err
 		}
-		*c = c.detached()
-		if err := g.enter(ctx, c.describe(), func() { g.expired(*c) }); err != nil {
+		c = c.detached()
+		if err := g.queued(ctx, c.describe(), func() { g.expired(c) }); err != nil {
 			return err
 		}
 	}
@@ -281,8 +282,8 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 	if g.rough {
 		err = g.ready()
 	}
-	if err == nil && !g.run.again(kind, op, root, &dst, &src) {
-		err = g.check(&g.cur, kind, op, root, dst, src, counts, recvCounts)
+	if err == nil {
+		err = g.bind(q)
 	}
 	if err == nil {
 		err = g.collective()
@@ -293,6 +294,17 @@ func (g *Group) blocking(ctx context.Context, kind collectives.Kind, op Reductio
 
 // collective runs g.cur, between enter and leave.
 func (g *Group) collective() error {
+	if err := g.launch(); err != nil {
+		return err
+	}
+	if b := g.run.bound; b != nil {
+		return g.concluded(g.run.repeat(b))
+	}
+	return g.concluded(g.run.collective())
+}
+
+// launch begins the operation, or returns why it cannot begin.
+func (g *Group) launch() error {
 	if g.closed.Load() {
 		return ErrClosed
 	}
@@ -309,7 +321,7 @@ func (g *Group) collective() error {
 		g.fails(typed)
 		return typed
 	}
-	if !g.run.hot.armed {
+	if g.run.bound == nil {
 		if bad := g.fits(); bad != nil {
 			var root *RankError
 			if errors.As(bad, &root) { // all ranks see it alike
@@ -321,12 +333,11 @@ func (g *Group) collective() error {
 	g.seq++
 	g.begin()
 	g.run.dirty, g.here = false, false
-	var err error
-	if g.run.hot.armed {
-		err = g.run.repeat()
-	} else {
-		err = g.run.collective()
-	}
+	return nil
+}
+
+// concluded ends the operation, whose steps have ended with err.
+func (g *Group) concluded(err error) error {
 	if err != nil || g.uniform || g.cur.uniform {
 		err = g.conclude(err)
 	}
@@ -401,7 +412,7 @@ func (g *Group) conclude(err error) error {
 		if bad := g.fits(); bad != nil {
 			return bad
 		}
-		g.run.dirty = false
+		g.run.dirty, g.run.bound = false, nil
 		g.begin()
 		err = g.run.collective()
 		if err == nil && !uniform {
@@ -413,13 +424,13 @@ func (g *Group) conclude(err error) error {
 // overwritten reports whether the current call's input is lost here, at a rank that has its result
 // or not.
 func (g *Group) overwritten(has bool) bool {
-	c := &g.cur
+	c := g.cur
 	return g.run.dirty || has && c.in == c.out && c.kind.Reduces() && (c.kind != collectives.Reduce || c.root == g.rank)
 }
 
 // fits checks the current call against a view that has changed since it was checked.
 func (g *Group) fits() error {
-	c := &g.cur
+	c := g.cur
 	switch c.kind {
 	case collectives.AllReduce, collectives.Barrier:
 		return nil
@@ -536,7 +547,7 @@ func (g *Group) told(a *wireAbort) error {
 
 // left explains that a peer went over to another view, which this rank will know soon.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
-	g.await(time.Second, g.moved)
+	g.await(departure, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
@@ -587,7 +598,8 @@ func (g *Group) slotOf(rank int) int {
 // Close leaves the group: operations under way fail with ErrClosed, peers learn of it, and when the
 // last group of the job is closed on this rank, its links, listeners and lease go too. What this
 // rank had sent is still delivered. It returns in bounded time. Idempotent. Closing a group does
-// not close its subgroups.
+// not close its subgroups. While this rank is in the job, the others cannot go on without it in a
+// group that it has closed: their calls fail with a *RankError.
 func (g *Group) Close() error {
 	if g.closed.Swap(true) {
 		return nil
@@ -595,13 +607,16 @@ func (g *Group) Close() error {
 	g.coll.Close()
 	g.msgs.Close()
 	g.cancel()
-	close(g.done)
-	g.line.mu.Lock()
-	turn := g.line.joinLocked()
-	g.line.mu.Unlock()
+	p := g.job.proxy
+	p.Lock()
+	mine := &waiter{turn: make(chan struct{})}
+	g.line.join(mine)
+	g.rouse()
+	p.Unlock()
 	g.wg.Wait()
-	<-turn // the callers before have seen ErrClosed
-	g.begun(g.ctx, time.Time{}, true)
+	<-mine.turn // the callers before have seen ErrClosed
+	p.Lock()
+	g.begun(g.ctx, true)
 	g.run.free()
 	delete(g.job.groups, g)
 	g.leave()
@@ -688,214 +703,17 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 		return nil, err
 	}
 	all := make([]int64, len(mine)*g.size)
-	if err := g.check(&g.cur, collectives.AllGather, 0, 0, BufferOf(all), BufferOf(mine), nil, nil); err != nil {
+	c, err := g.check(&request{kind: collectives.AllGather, dst: BufferOf(all), src: BufferOf(mine)})
+	if err != nil {
 		return nil, err
 	}
-	g.run.hot = hot{}
-	g.cur.uniform = true
+	c.uniform = true
+	g.adopt(c)
 	if err := g.collective(); err != nil {
 		return nil, err
 	}
 	return all, nil
 }
-
-// A Work is an operation that Start started.
-type Work struct {
-	g     *Group
-	call  call
-	msg   *message // Send or Recv
-	err   error
-	local bool // the result is here, whatever err says
-	done  chan struct{}
-	turn  <-chan struct{} // closed when it is this one's
-	at    int64           // when it was started, by the recorder's clock
-}
-
-// Done is closed when the operation has ended, one way or the other.
-func (w *Work) Done() <-chan struct{} { return w.done }
-
-// Err returns the outcome; it may be called once Done is closed.
-func (w *Work) Err() error { return w.err }
-
-// LocalSuccess reports whether the operation's result is here: that it ended well, or that only its
-// confirmation failed (Config.Uniform), so that the result does not count although this rank has
-// it. It may be called once Done is closed.
-func (w *Work) LocalSuccess() bool { return w.err == nil || w.local }
-
-// FailedRanks returns the ranks because of which the operation failed: those that were lost, or
-// those that were waited for in vain. It may be called once Done is closed.
-func (w *Work) FailedRanks() (ranks []int) {
-	var lost *RankError
-	var late *TimeoutError
-	switch {
-	case errors.As(w.err, &lost):
-		ranks = append([]int{lost.Rank}, lost.Also...)
-	case errors.As(w.err, &late):
-		for _, m := range late.Missing {
-			ranks = append(ranks, m.Rank)
-		}
-	}
-	return ranks
-}
-
-// Status returns what a RecvOp received; it may be called once Done is closed and Err is nil.
-func (w *Work) Status() Status {
-	if w.msg == nil {
-		return Status{}
-	}
-	return w.msg.status()
-}
-
-// Wait waits for the operation to end and returns its outcome. When ctx ends first the operation
-// goes on; Wait then returns ctx's error and the buffers are still in use.
-func (w *Work) Wait(ctx context.Context) error {
-	select {
-	case <-w.done:
-		return w.err
-	default:
-	}
-	select {
-	case <-w.done:
-		return w.err
-	case <-ctx.Done():
-		return ctx.Err()
-	}
-}
-
-func (w *Work) finish(err error) {
-	w.err = err
-	close(w.done)
-}
-
-// Start begins an operation and returns at once. Collectives run in the order in which they were
-// started; Send and Recv are independent of them and of each other, but for the order of messages
-// with the same peer and tag. The buffers belong to the operation until it is done. An error in the
-// arguments ends the Work at once. Config.Timeout bounds a collective from when it begins to run, a
-// message from now on.
-func (g *Group) Start(op Operation) *Work {
-	switch o := op.(type) {
-	case SendOp:
-		return g.startMessage(o.X, o.To, o.Tag, false)
-	case RecvOp:
-		return g.startMessage(o.X, o.From, o.Tag, true)
-	}
-	return g.start(func(c *call) error { return op.lower(g, c) })
-}
-
-func (g *Group) start(lower func(*call) error) *Work {
-	w := &Work{g: g, done: make(chan struct{}), at: flight.Now()}
-	g.job.proxy.Lock()
-	err := lower(&w.call)
-	g.job.proxy.Unlock()
-	if err != nil {
-		w.finish(err)
-		return w
-	}
-	l := &g.line
-	l.mu.Lock()
-	if g.closed.Load() {
-		l.mu.Unlock()
-		w.finish(ErrClosed)
-		return w
-	}
-	w.turn = l.joinLocked()
-	g.works = append(g.works, w)
-	if !g.worker {
-		g.worker = true
-		g.wg.Add(1)
-		go g.work()
-	}
-	l.mu.Unlock()
-	select {
-	case g.kick <- struct{}{}:
-	default:
-	}
-	return w
-}
-
-// work runs what was started, in order, until Close.
-func (g *Group) work() {
-	defer g.wg.Done()
-	for {
-		g.line.mu.Lock()
-		if len(g.works) == 0 {
-			closed := g.closed.Load()
-			g.worker = !closed
-			g.line.mu.Unlock()
-			if closed {
-				return
-			}
-			select {
-			case <-g.kick:
-			case <-g.done:
-			}
-			continue
-		}
-		w := g.works[0]
-		g.works[0] = nil
-		g.works = g.works[1:]
-		g.line.mu.Unlock()
-
-		<-w.turn
-		g.begun(g.ctx, time.Time{}, true)
-		g.run.hot = hot{}
-		var err error
-		if g.rough {
-			err = g.ready()
-		}
-		if err == nil {
-			g.cur, g.tel.since = w.call, w.at
-			err = g.collective()
-			w.local = g.here
-		}
-		if err != nil && g.closed.Load() {
-			err = ErrClosed
-		}
-		w.call.forget()
-		g.rest()
-		w.finish(err) // before a later one can end
-		g.line.leave()
-	}
-}
-
-func (o AllReduceOp) lower(g *Group, c *call) error {
-	if o.Src == (Buffer{}) {
-		o.Src = o.Dst
-	}
-	return g.check(c, collectives.AllReduce, o.Op, 0, o.Dst, o.Src, nil, nil)
-}
-func (o ReduceScatterOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.ReduceScatter, o.Op, 0, o.Dst, o.Src, nil, nil)
-}
-func (o AllGatherOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.AllGather, 0, 0, o.Dst, o.Src, nil, nil)
-}
-func (o AllGatherVOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.AllGatherV, 0, 0, o.Dst, o.Src, o.Counts, nil)
-}
-func (o AllToAllOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.AllToAll, 0, 0, o.Dst, o.Src, nil, nil)
-}
-func (o AllToAllVOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.AllToAllV, 0, 0, o.Dst, o.Src, o.SendCounts, o.RecvCounts)
-}
-func (o BroadcastOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.Broadcast, 0, o.Root, o.X, o.X, nil, nil)
-}
-func (o ReduceOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.Reduce, o.Op, o.Root, o.X, o.X, nil, nil)
-}
-func (o GatherOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.Gather, 0, o.Root, o.Dst, o.Src, nil, nil)
-}
-func (o ScatterOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.Scatter, 0, o.Root, o.Dst, o.Src, nil, nil)
-}
-func (BarrierOp) lower(g *Group, c *call) error {
-	return g.check(c, collectives.Barrier, 0, 0, Buffer{}, Buffer{}, nil, nil)
-}
-func (o SendOp) lower(*Group, *call) error { return nil }
-func (o RecvOp) lower(*Group, *call) error { return nil }
 
 // Alloc returns zeroed memory for n elements that is registered with the group's transports: where
 // the links allow it, collectives on it copy nothing. It belongs to the caller until Free, which

@@ -2,46 +2,96 @@ package pg
 
 import (
 	"context"
-	"sync"
-	"sync/atomic"
 	"time"
 )
 
 // A line is the order in which a group's calls run: one at a time, in the order in which they came.
-// Whoever is first has the turn.
+// A blocking call runs in its caller's goroutine. What Start started runs in a goroutine that waits
+// for it, or for its own turn behind it, or in the group's worker: see work.go. All of it is under
+// the proxy's lock.
 type line struct {
-	n     atomic.Int32 // the call that has the turn, and those behind it
-	mu    sync.Mutex   // taken after the proxy's lock, if with it
-	queue []chan struct{}
+	taken       bool    // a goroutine has the turn
+	calls       int     // the one that has the turn, and those that wait
+	works       int     // of those that wait, what was started
+	eager       int     // of those, what is not to wait for anybody
+	asleep      int     // goroutines that sleep until works in the line have run
+	first, last *waiter // of those that wait; the first is a Work unless the turn is taken
 }
 
-// enter takes the turn if no call has it.
-func (l *line) enter() bool { return l.n.CompareAndSwap(0, 1) }
+// A waiter is a call that waits for its turn.
+type waiter struct {
+	work *Work         // what was started; nil: a blocking call
+	turn chan struct{} // of a blocking call: closed when it has the turn
+	next *waiter
+}
 
-// joinLocked takes a place in the line; what it returns is closed when that is the first one. With
-// l.mu.
-func (l *line) joinLocked() <-chan struct{} {
-	turn := make(chan struct{})
-	if l.n.Add(1) == 1 {
-		close(turn)
+// take takes the turn if nobody is before the caller.
+func (l *line) take() bool {
+	if l.taken || l.first != nil {
+		return false
+	}
+	l.taken = true
+	l.calls++
+	return true
+}
+
+// join puts p at the end of the line.
+func (l *line) join(p *waiter) {
+	l.calls++
+	if l.last == nil {
+		l.first = p
 	} else {
-		l.queue = append(l.queue, turn)
+		l.last.next = p
 	}
-	return turn
+	if l.last = p; p.work != nil {
+		l.works++
+		if p.work.eager {
+			l.eager++
+		}
+	}
+	l.serve()
 }
 
-// leave passes the turn on.
-func (l *line) leave() {
-	if l.n.CompareAndSwap(1, 0) {
-		return
+// next returns the Work whose turn it is, if nobody has taken it.
+func (l *line) next() *Work {
+	if l.taken || l.first == nil {
+		return nil
 	}
-	l.mu.Lock()
-	next := l.queue[0]
-	l.queue[0] = nil
-	l.queue = l.queue[1:]
-	l.n.Add(-1)
-	l.mu.Unlock()
-	close(next)
+	return l.first.work
+}
+
+// takeNext takes the turn of what next has returned.
+func (l *line) takeNext() {
+	w := l.first.work
+	l.pop()
+	l.taken = true
+	if w.eager {
+		l.eager--
+	}
+}
+
+func (l *line) pop() {
+	p := l.first
+	if l.first = p.next; l.first == nil {
+		l.last = nil
+	}
+	p.next = nil
+}
+
+// pass gives the turn up.
+func (l *line) pass() {
+	l.calls--
+	l.taken = false
+	l.serve()
+}
+
+// serve gives the turn to a blocking call that is first.
+func (l *line) serve() {
+	if p := l.first; p != nil && p.work == nil && !l.taken {
+		l.pop()
+		l.taken = true
+		close(p.turn)
+	}
 }
 
 // enter is how a call begins: it waits for its turn, takes the proxy's lock, and starts the call's
@@ -53,77 +103,86 @@ func (l *line) leave() {
 // ranks count with an operation there: when the place is first, stead runs with a clock that has
 // run out (see expired). A nil stead: the call has no number that others count.
 func (g *Group) enter(ctx context.Context, what string, stead func()) error {
-	if g.line.enter() {
-		g.begun(ctx, time.Time{}, false)
+	g.job.proxy.Lock()
+	if g.line.take() {
+		g.begun(ctx, false)
 		return nil
 	}
-	l := &g.line
-	l.mu.Lock()
-	turn := l.joinLocked()
-	l.mu.Unlock()
-	return g.queued(ctx, turn, what, stead)
+	return g.queued(ctx, what, stead)
 }
 
-// queued is enter for a call that has a place in the line already.
-func (g *Group) queued(ctx context.Context, turn <-chan struct{}, what string, stead func()) error {
-	began := time.Now()
-	var late <-chan time.Time
+// queued is enter for a call that is not first. It has the proxy's lock, and gives it up if it
+// fails. Meanwhile it runs what was started before it.
+func (g *Group) queued(ctx context.Context, what string, stead func()) error {
+	p, began := g.job.proxy, time.Now()
+	mine := &waiter{turn: make(chan struct{})}
+	g.line.join(mine)
+	within, cancel := ctx, context.CancelFunc(func() {})
 	if g.job.timeout > 0 {
-		t := time.NewTimer(g.job.timeout)
-		defer t.Stop()
-		late = t.C
+		within, cancel = context.WithTimeout(ctx, g.job.timeout)
 	}
-	err := context.DeadlineExceeded
-	select {
-	case <-turn:
-		g.begun(ctx, began, false)
-		return nil
-	case <-ctx.Done():
-		err = ctx.Err()
-	case <-late:
+	defer cancel()
+	for {
+		select {
+		case <-mine.turn:
+			g.begun(ctx, false)
+			g.wait.Since(began)
+			return nil
+		default:
+		}
+		if within.Err() != nil {
+			break
+		}
+		if !g.drive(within) {
+			g.sleep(mine.turn, within)
+		}
 	}
-	l := &g.line
-	l.mu.Lock()
 	if g.closed.Load() { // whoever is before this call is about to fail
-		l.mu.Unlock()
-		<-turn
-		l.leave()
+		p.Unlock()
+		<-mine.turn
+		p.Lock()
+		g.pass()
+		p.Unlock()
 		return ErrClosed
 	}
-	g.wg.Add(1)
-	l.mu.Unlock()
+	err := ctx.Err()
+	if err == nil {
+		err = context.DeadlineExceeded
+	}
 	e := g.impatient(what, time.Since(began), err)
+	g.wg.Add(1)
+	p.Unlock()
 	go func() {
 		defer g.wg.Done()
-		<-turn
+		<-mine.turn
+		p.Lock()
 		if stead == nil {
-			l.leave()
+			g.pass()
+			p.Unlock()
 			return
 		}
 		ended, cancel := context.WithDeadline(ctx, began)
 		defer cancel()
-		g.begun(ended, began, true)
+		g.begun(ended, true)
+		g.wait.Since(began)
 		stead()
 		g.leave()
 	}()
 	return e
 }
 
-// begun takes the proxy's lock for the call that has the turn and starts its clock: at began, or if
-// that is zero when the call first waits.
-func (g *Group) begun(ctx context.Context, began time.Time, lazy bool) {
-	g.job.proxy.Lock()
+// begun starts the clock of the call that has the turn, which goes when it first waits. With the
+// proxy's lock.
+func (g *Group) begun(ctx context.Context, lazy bool) {
 	g.busy = true
 	g.wait.Reset(ctx, g.job.timeout, lazy)
-	if !began.IsZero() {
-		g.wait.Since(began)
-	}
 }
 
 // leave is enter's counterpart.
 func (g *Group) leave() {
 	g.rest()
-	g.line.leave()
+	g.pass()
+	g.job.proxy.Unlock()
 }
 
 // rest ends what begun began.
@@ -134,7 +193,13 @@ func (g *Group) rest() {
 	if g.busy = false; g.rough {
 		g.answer()
 	}
-	g.job.proxy.Unlock()
+}
+
+// pass gives the turn to whoever is next.
+func (g *Group) pass() {
+	if g.line.pass(); g.line.first != nil || g.closed.Load() {
+		g.rouse()
+	}
 }
 
 // expired stands in for a collective whose caller gave up before its turn: the operation fails here
@@ -142,20 +207,16 @@ func (g *Group) rest() {
 func (g *Group) expired(c call) {
 	err := g.ready()
 	if err == nil {
-		g.run.hot = hot{}
-		g.cur = c
+		g.adopt(c)
 		err = g.collective()
 	}
 	g.job.log.Debug("an operation was given up before its turn", "call", c.describe(), "err", err)
 }
 
 // impatient is the error of a call that gave up before its turn: it waited for those whom the
-// running operation waits for.
+// running operation waits for. With the proxy's lock.
 func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutError {
 	e := &TimeoutError{Call: what, After: after, Reporter: g.rank, Err: why}
-	p := g.job.proxy
-	p.Lock()
-	defer p.Unlock()
 	if !g.busy {
 		return e
 	}

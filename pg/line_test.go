@@ -200,7 +200,7 @@ func TestLineUnderLoad(t *testing.T) {
 	if err := g.Close(); err != nil {
 		t.Error(err)
 	}
-	if n := g.line.n.Load(); n != 0 {
+	if n := g.line.calls; n != 0 {
 		t.Errorf("%d calls are left in the line", n)
 	}
 }

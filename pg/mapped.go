@@ -65,7 +65,7 @@ func (c *call) loaded(size, slot, elem int) (in, out int) {
 // It is also the entry into the operation: when it returns, every rank has begun it. From its begin
 // to close, peers may load the buffers of the call.
 func (r *runner) exchange(elem int) (bool, error) {
-	g, c, m := r.g, &r.g.cur, &r.mapped
+	g, c, m := r.g, r.g.cur, &r.mapped
 	if len(m.all) != descSize*g.size {
 		m.mine, m.all, m.peers = make([]byte, descSize), make([]byte, descSize*g.size), make([]peerMemory, g.size)
 	}

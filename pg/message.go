@@ -141,34 +141,28 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 
 func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
-	w := &Work{g: g, done: make(chan struct{}), msg: m}
+	w := &Work{g: g, msg: m}
 	m.wait.Reset(g.ctx, g.job.timeout, true)
 	p := g.job.proxy
 	p.Lock()
 	err := g.checkMessage(m)
-	if err == nil {
-		g.line.mu.Lock()
-		if g.closed.Load() {
-			err = ErrClosed
-		} else {
-			g.wg.Add(1)
-		}
-		g.line.mu.Unlock()
+	if err == nil && g.closed.Load() {
+		err = ErrClosed
 	}
 	if err != nil {
+		w.end(err)
 		p.Unlock()
-		w.finish(err)
 		return w
 	}
+	g.wg.Add(1)
 	g.post(m) // here, so that messages keep the order of their starts
 	g.beginMessage(m, true)
 	p.Unlock()
 	go func() {
 		defer g.wg.Done()
 		p.Lock()
-		err := g.endMessage(m, g.finishMessage(m))
+		w.end(g.endMessage(m, g.finishMessage(m)))
 		p.Unlock()
-		w.finish(err)
 	}()
 	return w
 }

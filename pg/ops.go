@@ -8,9 +8,22 @@ import (
 
 // Operation is anything that Start takes: one of the …Op types.
 type Operation interface {
-	// lower checks the arguments and describes the operation to the engine.
-	lower(g *Group, c *call) error
+	operation()
 }
+
+func (AllReduceOp) operation()     {}
+func (ReduceScatterOp) operation() {}
+func (AllGatherOp) operation()     {}
+func (AllGatherVOp) operation()    {}
+func (AllToAllOp) operation()      {}
+func (AllToAllVOp) operation()     {}
+func (BroadcastOp) operation()     {}
+func (ReduceOp) operation()        {}
+func (GatherOp) operation()        {}
+func (ScatterOp) operation()       {}
+func (BarrierOp) operation()       {}
+func (SendOp) operation()          {}
+func (RecvOp) operation()          {}
 
 // Of buffers that share memory an operation takes those that its type names, exactly as it says;
 // with any others it is an *ArgumentError.
@@ -103,66 +116,66 @@ type RecvOp struct {
 // call holds what Group says of errors.
 func AllReduce[T Number](ctx context.Context, g *Group, x []T, op Reduction) error {
 	b := BufferOf(x)
-	return g.blocking(ctx, collectives.AllReduce, op, 0, b, b, nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.AllReduce, op: op, dst: b, src: b})
 }
 
 // ReduceScatter combines src of all ranks and leaves part r of the result in dst of rank r:
 // len(src) = Size*len(dst).
 func ReduceScatter[T Number](ctx context.Context, g *Group, dst, src []T, op Reduction) error {
-	return g.blocking(ctx, collectives.ReduceScatter, op, 0, BufferOf(dst), BufferOf(src), nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.ReduceScatter, op: op, dst: BufferOf(dst), src: BufferOf(src)})
 }
 
 // AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's
 // part is left as it was, unless the slot was lost during the operation.
 func AllGather[T Element](ctx context.Context, g *Group, dst, src []T) error {
-	return g.blocking(ctx, collectives.AllGather, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.AllGather, dst: BufferOf(dst), src: BufferOf(src)})
 }
 
 // AllGatherV collects src of all ranks, counts[r] elements from rank r, packed in dst by rank.
 // counts is the same on all ranks.
 func AllGatherV[T Element](ctx context.Context, g *Group, dst, src []T, counts []int) error {
-	return g.blocking(ctx, collectives.AllGatherV, 0, 0, BufferOf(dst), BufferOf(src), counts, nil)
+	return g.blocking(ctx, &request{kind: collectives.AllGatherV, dst: BufferOf(dst), src: BufferOf(src), counts: counts})
 }
 
 // AllToAll sends part r of src to rank r and receives into part r of dst from rank r: len(dst) =
 // len(src) = Size*part. They must not overlap.
 func AllToAll[T Element](ctx context.Context, g *Group, dst, src []T) error {
-	return g.blocking(ctx, collectives.AllToAll, 0, 0, BufferOf(dst), BufferOf(src), nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.AllToAll, dst: BufferOf(dst), src: BufferOf(src)})
 }
 
 // AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by
 // rank. Rank a's sendCounts[b] must be rank b's recvCounts[a], zero included.
 func AllToAllV[T Element](ctx context.Context, g *Group, dst, src []T, sendCounts, recvCounts []int) error {
-	return g.blocking(ctx, collectives.AllToAllV, 0, 0, BufferOf(dst), BufferOf(src), sendCounts, recvCounts)
+	return g.blocking(ctx, &request{kind: collectives.AllToAllV, dst: BufferOf(dst), src: BufferOf(src), counts: sendCounts, recvCounts: recvCounts})
 }
 
 // Broadcast copies x of root to x of every rank.
 func Broadcast[T Element](ctx context.Context, g *Group, x []T, root int) error {
 	b := BufferOf(x)
-	return g.blocking(ctx, collectives.Broadcast, 0, root, b, b, nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.Broadcast, root: root, dst: b, src: b})
 }
 
 // Reduce combines x of all ranks into x of root; elsewhere x is left as it was.
 func Reduce[T Number](ctx context.Context, g *Group, x []T, root int, op Reduction) error {
 	b := BufferOf(x)
-	return g.blocking(ctx, collectives.Reduce, op, root, b, b, nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.Reduce, op: op, root: root, dst: b, src: b})
 }
 
 // Gather collects src of every rank in dst of root, by rank: there len(dst) = Size*len(src);
 // elsewhere dst is not used and may be nil.
 func Gather[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
-	return g.blocking(ctx, collectives.Gather, 0, root, BufferOf(dst), BufferOf(src), nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.Gather, root: root, dst: BufferOf(dst), src: BufferOf(src)})
 }
 
 // Scatter gives part r of root's src to rank r in dst: at root len(src) = Size*len(dst); elsewhere
 // src is not used and may be nil.
 func Scatter[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
-	return g.blocking(ctx, collectives.Scatter, 0, root, BufferOf(dst), BufferOf(src), nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.Scatter, root: root, dst: BufferOf(dst), src: BufferOf(src)})
 }
 
 // Barrier returns when every rank has called it.
 func (g *Group) Barrier(ctx context.Context) error {
-	return g.blocking(ctx, collectives.Barrier, 0, 0, Buffer{}, Buffer{}, nil, nil)
+	return g.blocking(ctx, &request{kind: collectives.Barrier})
 }
 
 // Status says what Recv received.

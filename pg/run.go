@@ -49,76 +49,28 @@ type runner struct {
 	prog    *program // running; nil between operations
 	mapped  mapped   // the peers' memories, in a direct plan
 
-	hot hot // the previous call, if the next one may be like it
+	bound *boundCall // what the current call is bound to, if it is
+	next  int        // the step that is under way, or comes next
 
 	dirty bool       // the operation works in place and has begun to write
 	sets  []*planSet // of the latest topologies, the present one last
 }
 
-// hot is a call whose arguments were found good and whose plan is at hand. Programs repeat
-// themselves: a call like the one before needs neither checks nor choices.
-type hot struct {
-	prog     *program // nil: there is none
-	armed    bool     // the call that is about to run is like it
-	kind     collectives.Kind
-	op       Reduction
-	dtype    DType
-	root     int
-	dst, src int // counts
-	tok      p2p.Token
-	in, out  int // strides
-}
-
-// again prepares g.cur for a call like the one before, and reports whether it is one.
-func (r *runner) again(kind collectives.Kind, op Reduction, root int, dst, src *Buffer) bool {
-	h := &r.hot
-	h.armed = h.prog != nil && kind == h.kind && op == h.op && root == h.root && src.DType == h.dtype && dst.DType == h.dtype && dst.Count == h.dst &&
-		src.Count == h.src && dst.Ptr != nil && src.Ptr != nil && src.Location == "" && dst.Location == ""
-	if !h.armed || r.g.clash(kind, root, dst, src, nil) != "" {
-		h.armed = false
-		h.prog = nil
-		return false
-	}
-	r.g.cur.in, r.g.cur.out = src.Ptr, dst.Ptr
-	return true
-}
-
-// repeat is collective for a call like the one before.
-func (r *runner) repeat() error {
-	g, h := r.g, &r.hot
-	r.tok = h.tok
+// repeat is collective for a bound call.
+func (r *runner) repeat(b *boundCall) error {
+	g := r.g
+	r.tok = b.tok
 	r.tok.Seq = g.seq
 	g.history[g.seq%uint64(len(g.history))] = r.tok
-	r.in, r.out = base{ptr: g.cur.in, stride: h.in}, base{ptr: g.cur.out, stride: h.out}
+	r.in, r.out = base{ptr: b.in, stride: b.from}, base{ptr: b.out, stride: b.to}
 	if err := g.coll.Begin(r.tok, g.hint); err != nil {
 		return err
 	}
-	return r.steps(h.prog, h.dtype)
+	return r.steps(b.prog, b.dtype)
 }
 
-// remember keeps the call that has just run, for repeat: calls of one block that need no agreement
-// on memory, whose buffers are used as they are given; and none of those that are uniform by
-// themselves, which a program's call of the same shape is not.
-func (r *runner) remember(prog *program) {
-	c := &r.g.cur
-	r.hot = hot{}
-	n := r.g.size
-	dst, src := c.count, c.count
-	switch c.kind {
-	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
-	case collectives.AllGather:
-		dst *= n
-	case collectives.ReduceScatter:
-		src *= n
-	case collectives.AllToAll:
-		dst, src = dst*n, src*n
-	default:
-		return
-	}
-	if c.in != nil && c.out != nil && c.count > 0 && !c.uniform && !r.widens(prog) {
-		r.hot = hot{prog: prog, kind: c.kind, op: c.op, dtype: c.dtype, root: c.root, dst: dst, src: src, tok: r.tok, in: r.in.stride, out: r.out.stride}
-	}
-}
+// resume goes on with a bound call that was suspended.
+func (r *runner) resume() error { return r.stepsFrom(r.next, r.bound.prog, r.bound.dtype) }
 
 // base says where the parts of In or Out are: part i at ptr + i*stride, or at ptr + offs[i].
 type base struct {
@@ -234,7 +186,7 @@ type varying struct {
 // varying returns the program of the current call, which has counts. Programs with the same counts
 // again and again are common; a few are kept.
 func (r *runner) varying(algo collectives.Algo, elem int) (*program, error) {
-	c := &r.g.cur
+	c := r.g.cur
 	at := -1
 	for i := range r.vary {
 		if v := &r.vary[i]; v.kind == c.kind && v.algo == algo && v.elem == elem && slices.Equal(v.counts, c.counts) && slices.Equal(v.recvCounts, c.recvCounts) {
@@ -305,7 +257,7 @@ func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, cou
 
 // choose returns the algorithm for the current call.
 func (r *runner) choose(mapped bool) collectives.Algo {
-	c := &r.g.cur
+	c := r.g.cur
 	s := r.shape(c.kind, c.dtype.Size(), c.count)
 	caps := r.g.caps
 	caps.Mapped = mapped
@@ -321,7 +273,7 @@ func (r *runner) choose(mapped bool) collectives.Algo {
 
 // collective runs the group's current call.
 func (r *runner) collective() (err error) {
-	g, c := r.g, &r.g.cur
+	g, c := r.g, r.g.cur
 	elem := c.dtype.Size()
 	r.tok = c.token(g.seq, r.algo)
 	g.history[g.seq%uint64(len(g.history))] = r.tok
@@ -354,19 +306,13 @@ func (r *runner) collective() (err error) {
 		}
 	}
 	g.tel.chosen(algo)
-	r.hot = hot{}
-	if err := r.blocks(algo, elem); err != nil {
-		return err
-	}
-	if direct || algo == collectives.Direct {
-		r.hot.prog = nil // whether memory is mapped is asked every time
-	}
-	return nil
+	return r.blocks(algo, elem, direct)
 }
 
-// blocks works the call off, one plan per block.
-func (r *runner) blocks(algo collectives.Algo, elem int) error {
-	g, c := r.g, &r.g.cur
+// blocks works the call off, one plan per block. asks says that a call like it is to ask again
+// whether memory is mapped.
+func (r *runner) blocks(algo collectives.Algo, elem int, asks bool) error {
+	g, c := r.g, r.g.cur
 	r.in, r.out = base{ptr: c.in}, base{ptr: c.out}
 	switch c.kind {
 	case collectives.ReduceScatter, collectives.AllToAll, collectives.Scatter:
@@ -397,7 +343,9 @@ func (r *runner) blocks(algo collectives.Algo, elem int) error {
 		if err := r.block(prog, elem, c.count); err != nil {
 			return err
 		}
-		r.remember(prog)
+		if !asks {
+			r.remember(prog)
+		}
 		return nil
 	}
 	in, out := r.in.ptr, r.out.ptr
@@ -439,7 +387,7 @@ func (r *runner) block(prog *program, elem, count int) error {
 
 // widens reports whether the current call's partial results travel as float32.
 func (r *runner) widens(prog *program) bool {
-	c := &r.g.cur
+	c := r.g.cur
 	small := c.dtype == Float16 || c.dtype == BFloat16 || c.dtype == Float8E4M3 || c.dtype == Float8E5M2
 	return small && c.kind.Reduces() && !onePass(prog.Algo) && len(r.g.active) > 1
 }
@@ -447,7 +395,7 @@ func (r *runner) widens(prog *program) bool {
 // widened runs a reduction of 16-bit or 8-bit floats that takes several steps: partial sums travel
 // and are combined as float32, and are rounded once.
 func (r *runner) widened(algo collectives.Algo, count int) error {
-	g, c := r.g, &r.g.cur
+	g, c := r.g, r.g.cur
 	prog, err := r.program(c.kind, algo, 4, count)
 	if err != nil {
 		return err
@@ -523,7 +471,10 @@ func (r *runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Po
 
 // steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits
 // or moves much memory.
-func (r *runner) steps(prog *program, dtype DType) error {
+func (r *runner) steps(prog *program, dtype DType) error { return r.stepsFrom(0, prog, dtype) }
+
+// stepsFrom is steps that begins with step first: those before have run.
+func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
 	g := r.g
 	if len(prog.Steps) > len(r.recvs) {
 		r.recvs = make([]p2p.Recv, len(prog.Steps))
@@ -537,7 +488,8 @@ func (r *runner) steps(prog *program, dtype DType) error {
 	}
 	r.prog = prog
 	inPlace := r.in.ptr == r.out.ptr && !r.dirty && g.cur.kind.Reduces()
-	for i := range prog.Steps {
+	for i := first; i < len(prog.Steps); i++ {
+		r.next = i
 		s := &prog.Steps[i]
 		for _, n := range s.Needs {
 			if !r.recvs[n].Done() {
@@ -581,6 +533,7 @@ func (r *runner) steps(prog *program, dtype DType) error {
 			}
 		}
 	}
+	r.next = len(prog.Steps)
 	for _, n := range prog.recvs {
 		if !r.recvs[n].Done() {
 			if err := g.coll.WaitRecv(&g.wait, &r.recvs[n]); err != nil {
@@ -718,28 +671,32 @@ func (r *runner) share(mine, all []byte) error {
 }
 
 // topology is all that a plan depends on but for the call: which slots take part, on which hosts
-// they are, and what their links can do.
+// they are, what their links can do, and what chooses the algorithm.
 type topology struct {
 	size   int
 	active []int
 	hosts  []int
 	caps   collectives.Caps
+	algo   collectives.Algo
+	table  *collectives.Table
 }
 
 func (t *topology) equal(o *topology) bool {
-	return t.size == o.size && t.caps == o.caps && slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
+	return t.size == o.size && t.caps == o.caps && t.algo == o.algo && t.table == o.table && slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
 }
 
-// planSet is the plans that were made for a topology. Shapes are made of the topology in it, so
-// that a plan cannot depend on more than its set's key.
+// planSet is the plans that were made for a topology, and the calls that are bound in it. Shapes
+// are made of the topology in it, so that a plan cannot depend on more than its set's key.
 type planSet struct {
 	topology
-	plans map[planKey]*program
+	plans  map[planKey]*program
+	bound  map[boundKey]*boundCall
+	latest [16]*boundCall // of bound, by slot
 }
 
 // reset ends what belongs to the view that the group leaves.
 func (r *runner) reset() {
-	r.hot, r.last, r.vary, r.prog = hot{}, nil, nil, nil
+	r.last, r.vary, r.prog = nil, nil, nil
 	r.sending = -1
 }
 
@@ -748,17 +705,17 @@ func (r *runner) reset() {
 func (r *runner) settle() {
 	const most = 4
 	g := r.g
-	now := topology{g.size, slices.Clone(g.active), slices.Clone(g.hosts), g.caps}
+	now := topology{g.size, slices.Clone(g.active), slices.Clone(g.hosts), g.caps, r.algo, g.table}
 	if r.set != nil && r.set.equal(&now) {
 		return
 	}
-	r.hot, r.last, r.vary = hot{}, nil, nil
+	r.last, r.vary = nil, nil
 	at := slices.IndexFunc(r.sets, func(s *planSet) bool { return s.equal(&now) })
 	if at >= 0 {
 		r.set = r.sets[at]
 		r.sets = slices.Delete(r.sets, at, at+1)
 	} else {
-		r.set = &planSet{now, map[planKey]*program{}}
+		r.set = &planSet{topology: now, plans: map[planKey]*program{}, bound: map[boundKey]*boundCall{}}
 	}
 	if len(r.sets) == most {
 		r.sets = slices.Delete(r.sets, 0, 1)
@@ -767,7 +724,7 @@ func (r *runner) settle() {
 }
 
 // stop notes that the operation which ran has failed.
-func (r *runner) stop() { r.prog, r.sending, r.hot = nil, -1, hot{} }
+func (r *runner) stop() { r.prog, r.sending = nil, -1 }
 
 // confirm is a small exchange after an operation of a uniform group: when it returns nil, every
 // rank has the result.

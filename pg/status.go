@@ -21,19 +21,30 @@ import (
 // telemetry is a group's part in the flight recorder. Under the proxy's lock.
 type telemetry struct {
 	rec   *flight.Recorder
-	tpl   flight.Record  // of the latest operation, and of the next one if that is like it
+	tpl   flight.Record  // of the latest operation that was not bound
 	cur   *flight.Record // of the operation that runs, or ran last
 	since int64          // when the operation that is about to start was queued; 0: it was not
 	err   error          // of the operation that failed last
 }
 
-// begin records that g.cur starts, or starts again, as operation g.seq. See runner.hot for when it
-// is like the one before.
+// begin records that g.cur starts, or starts again, as operation g.seq.
 func (g *Group) begin() {
-	if !g.run.hot.armed {
+	t := &g.tel
+	tpl := &t.tpl
+	if b := g.run.bound; b == nil || b.epoch != g.epoch {
 		g.template()
+	} else if tpl = &b.record; tpl.Queued != 0 || t.since != 0 {
+		tpl.Queued = t.queued()
 	}
-	g.tel.cur = g.tel.rec.Begin(&g.tel.tpl, g.seq)
+	t.cur = t.rec.Begin(tpl, g.seq)
+}
+
+// queued is how long the operation that is about to start was queued, for its record.
+func (t *telemetry) queued() (n uint16) {
+	if t.since != 0 {
+		n, t.since = flight.QueuedSince(t.since), 0
+	}
+	return n
 }
 
 // end records how the operation ended, unless its failure has been recorded.
@@ -49,7 +60,7 @@ func (g *Group) end(err error) {
 
 // template describes g.cur for the recorder.
 func (g *Group) template() {
-	c, t := &g.cur, &g.tel
+	c, t := g.cur, &g.tel
 	tok := c.token(g.seq, collectives.Auto)
 	call := flight.Pack(c.kind, c.dtype, c.op, collectives.Auto, g.jobRank(c.root))
 	elem, parts := c.dtype.Size(), 1
@@ -64,8 +75,10 @@ func (g *Group) template() {
 		parts = g.size
 	}
 	t.tpl = flight.Template(g.id(), g.epoch, call, tok.Count, uint64(bytes+c.count*elem*parts))
-	if t.since != 0 {
-		t.tpl.Queued, t.since = flight.QueuedSince(t.since), 0
+	t.tpl.Queued = t.queued()
+	if b := g.run.bound; b != nil { // it was bound in an earlier view
+		t.tpl.Call = t.tpl.Call.With(b.prog.Algo)
+		b.record, b.epoch = t.tpl, g.epoch
 	}
 }
 
@@ -395,7 +408,7 @@ func (g *Group) awaits() (slots []int) {
 }
 
 func (g *Group) glance() glance {
-	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: int(g.line.n.Load()), err: g.err, last: g.tel.err}
+	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: g.line.calls, err: g.err, last: g.tel.err}
 	if g.aborted != nil {
 		v.err = g.aborted
 	}

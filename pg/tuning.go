@@ -58,6 +58,7 @@ func (g *Group) SetAlgorithm(name string) error {
 		return err
 	}
 	defer g.leave()
-	g.run.algo, g.run.hot = a, hot{}
+	g.run.algo = a
+	g.run.settle()
 	return nil
 }

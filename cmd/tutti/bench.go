@@ -39,6 +39,7 @@ type benchFlags struct {
 	transport                  string
 	registered, check, noCheck bool
 	touch                      bool
+	queue                      int
 	asJSON, emit, faulty       bool
 	roundTime, timeout         time.Duration
 }
@@ -92,6 +93,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and reads its result after it, off the clock; the median call counts")
+	fl.IntVar(&f.queue, "queue", 0, "start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
@@ -175,6 +177,10 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 		return s, usagef(cmd, "--factor %d: expected 2 or more", f.factor)
 	case f.iters < 0 || f.warmup < 0 || f.rounds < 1:
 		return s, usagef(cmd, "--iters and --warmup are 0 or more, --rounds 1 or more")
+	case f.queue < 0 || f.queue > 1024:
+		return s, usagef(cmd, "--queue %d: expected 0 to 1024 operations", f.queue)
+	case f.queue*s.Max > 1<<30:
+		return s, usagef(cmd, "--queue %d operations of --max %s: expected no more than 1G in all", f.queue, f.max)
 	case f.roundTime <= 0:
 		return s, usagef(cmd, "--round-time %v: expected more than 0", f.roundTime)
 	case f.transport != "inproc" && !transports(f.transport, "auto", "shm", "tcp"):
@@ -183,7 +189,7 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)
 	}
 	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds, f.roundTime
-	s.Registered, s.Check, s.Touch, s.Transport = f.registered, f.check && !f.noCheck, f.touch, f.transport
+	s.Registered, s.Check, s.Touch, s.Queue, s.Transport = f.registered, f.check && !f.noCheck, f.touch, f.queue, f.transport
 	return s, nil
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"slices"
 	"strings"
 	"testing"
 
@@ -33,18 +34,25 @@ func TestBench(t *testing.T) {
 	}
 	s.empty()
 
-	j := s.command("bench", "-n", "2", "--touch", "--registered", "--op", "allreduce", "--max", "4K", "--iters", "2", "--rounds", "1", "--json")
-	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
-	j.start().end(0)
-	for line := range strings.Lines(j.stdout.String()) {
-		var r bench.Row
-		if err := json.Unmarshal([]byte(line), &r); err != nil || !r.Touch || r.Wrong != 0 || r.Time <= 0 {
-			t.Errorf("--touch: %s, %v", line, err)
+	for _, flags := range [][]string{{"--touch", "--registered", "--op", "allreduce"}, {"--queue", "1"}, {"--queue", "7", "--op", "all"}, {"--queue", "3", "--touch"}} {
+		j := s.command(append([]string{"bench", "-n", "2", "--max", "4K", "--iters", "2", "--rounds", "1", "--json"}, flags...)...)
+		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+		j.start().end(0)
+		n := 0
+		for line := range strings.Lines(j.stdout.String()) {
+			var r bench.Row
+			err := json.Unmarshal([]byte(line), &r)
+			if n++; err != nil || r.Touch != slices.Contains(flags, "--touch") || (r.Queue > 0) != slices.Contains(flags, "--queue") || r.Wrong != 0 || r.Time <= 0 {
+				t.Errorf("%v: %s, %v", flags, line, err)
+			}
+		}
+		if n == 0 {
+			t.Errorf("%v: no rows: %s", flags, j.stderr.String())
 		}
 	}
 
 	// As a rank of somebody's job: rank 0 prints, the others are silent.
-	j = s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
+	j := s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 	j.start().end(0)
 	if out := j.stdout.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") || !strings.Contains(out, "# wrong elements         0") {

@@ -417,9 +417,11 @@ func element[T pg.Element](ctx context.Context, c *call) error {
 // conduct makes a call as its part says. It is a variable of a rank so that tests of this package
 // can do it wrong.
 func conduct(ctx context.Context, c *call, how How) (err error) {
-	// else there is no such call
 	if how == Blocking && (c.op != AllReduce || c.inPlace) && (c.d.dtype != pg.Bool || !c.op.reduces()) {
 		return c.block(ctx)
+	}
+	if how == Blocking { // there is no such function
+		return c.h.g.Do(ctx, c.operation())
 	}
 	c.work = c.h.g.Start(c.operation())
 	if how == Started {

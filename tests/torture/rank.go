@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"runtime"
 	"slices"
 	"strings"
@@ -654,9 +655,14 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 	r.check(name, c, err)
 }
 
-// await waits for one that was started.
+// await waits for one that was started: at first not for long, wherever it is when that is over.
 func (r *rank) await(ctx context.Context, c *call) {
-	err := r.timed("waiting for "+c.name, r.limit(&Part{}), func() error { return c.work.Wait(ctx) })
+	err := r.timed("waiting for "+c.name, r.limit(&Part{}), func() error {
+		short, cancel := context.WithTimeout(ctx, time.Duration(rand.IntN(300))*time.Microsecond)
+		defer cancel()
+		c.work.Wait(short)
+		return c.work.Wait(ctx)
+	})
 	r.check(c.name, c, err)
 }
 

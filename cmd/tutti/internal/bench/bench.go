@@ -29,6 +29,7 @@ type Spec struct {
 	Registered bool // buffers from pg.Alloc
 	Check      bool
 	Touch      bool   // each rank writes its inputs before every call and reads its result after it
+	Queue      int    // 0: blocking calls; else operations that are started before the first is waited for
 	Transport  string // as it was asked for; only shown
 
 	corrupt func(op string, rank int, output []byte) // tests spoil results here
@@ -43,6 +44,7 @@ type Header struct {
 	Topology   string `json:"topology"`
 	Registered bool   `json:"registered"`
 	Touch      bool   `json:"touch"`
+	Queue      int    `json:"queue"`
 	Rounds     int    `json:"rounds"`
 	Rows       int    `json:"rows"`
 }
@@ -59,6 +61,7 @@ type Row struct {
 	Transport  string  `json:"transport"`
 	Registered bool    `json:"registered"`
 	Touch      bool    `json:"touch"`
+	Queue      int     `json:"queue"` // operations started at a time, 0: blocking calls
 	InPlace    bool    `json:"in_place"`
 	Time       float64 `json:"time_us"` // of the slowest rank, a call: the best round's mean, or median if Touch
 	AlgBW      float64 `json:"algbw_gbs"`
@@ -97,6 +100,10 @@ func (s *Spec) plan(ranks int) (all []series, skip []string, err error) {
 		}
 		if ranks < o.minRanks {
 			skip = append(skip, fmt.Sprintf("%s: needs %d ranks", name, o.minRanks))
+			continue
+		}
+		if s.Queue > 0 && o.name == "sendrecv" {
+			skip = append(skip, name+": two operations, which are not queued")
 			continue
 		}
 		if o.name == "barrier" {
@@ -141,7 +148,7 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		return 0, err
 	}
 	host, _ := os.Hostname()
-	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Touch: s.Touch, Rounds: s.Rounds}
+	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Touch: s.Touch, Queue: s.Queue, Rounds: s.Rounds}
 	for _, p := range all {
 		if h.Rows++; p.op.name != "barrier" {
 			h.Rows += len(s.sizes()) - 1
@@ -169,6 +176,7 @@ type run struct {
 	g       *pg.Group
 	report  func(Event)
 	mem     arena
+	room    int // bytes of a buffer for one operation
 	raw     [2][]byte
 	op      string // what is being measured
 	wrong   int64
@@ -179,7 +187,8 @@ type run struct {
 // allocate makes the two buffers: uneven counts may take twice the size, and a size of less than an
 // element a rank is rounded up.
 func (r *run) allocate() error {
-	n := 2*r.Max + 8*r.g.Size() + 2*margin + 64
+	r.room = (2*r.Max + 8*r.g.Size() + 2*margin + 63) &^ 63
+	n := r.room*max(1, r.Queue) + 64
 	for i := range r.raw {
 		if !r.Registered {
 			r.raw[i] = make([]byte, n)
@@ -197,6 +206,9 @@ func (r *run) allocate() error {
 	return nil
 }
 
+// arena returns the memory of the i-th operation of those that are started together.
+func (r *run) arena(i int) arena { return arena{r.mem.a[i*r.room:], r.mem.b[i*r.room:]} }
+
 func (r *run) free() {
 	if r.Registered {
 		for _, b := range r.raw {
@@ -206,42 +218,6 @@ func (r *run) free() {
 }
 
 func (r *run) measure(ctx context.Context, p series) error {
-	switch p.dt {
-	case kernels.Int8:
-		return measure(ctx, r, p, numbers[int8]())
-	case kernels.Int16:
-		return measure(ctx, r, p, numbers[int16]())
-	case kernels.Int32:
-		return measure(ctx, r, p, numbers[int32]())
-	case kernels.Int64:
-		return measure(ctx, r, p, numbers[int64]())
-	case kernels.Uint8:
-		return measure(ctx, r, p, numbers[uint8]())
-	case kernels.Uint16:
-		return measure(ctx, r, p, numbers[uint16]())
-	case kernels.Uint32:
-		return measure(ctx, r, p, numbers[uint32]())
-	case kernels.Uint64:
-		return measure(ctx, r, p, numbers[uint64]())
-	case kernels.Float32:
-		return measure(ctx, r, p, numbers[float32]())
-	case kernels.Float64:
-		return measure(ctx, r, p, numbers[float64]())
-	case kernels.Float16:
-		return measure(ctx, r, p, numbers[kernels.F16]())
-	case kernels.BFloat16:
-		return measure(ctx, r, p, numbers[kernels.BF16]())
-	case kernels.Float8E4M3:
-		return measure(ctx, r, p, numbers[kernels.F8E4M3]())
-	case kernels.Float8E5M2:
-		return measure(ctx, r, p, numbers[kernels.F8E5M2]())
-	case kernels.Bool:
-		return measure(ctx, r, p, started[bool]())
-	}
-	return fmt.Errorf("unknown data type %v", p.dt)
-}
-
-func measure[T pg.Element](ctx context.Context, r *run, p series, fns reducers[T]) error {
 	var rx reduction
 	if p.op.reduces {
 		rx = newReduction(p.red, p.dt, r.g.Size())
@@ -255,9 +231,16 @@ func measure[T pg.Element](ctx context.Context, r *run, p series, fns reducers[T
 			if inPlace && !p.op.in || !inPlace && !p.op.out {
 				continue
 			}
-			in := newInstance(r.g, p.op, p.dt, p.red, &rx, fns, r.mem, size, r.Root, inPlace)
+			in := newInstance(r.g, p.op, p.dt, p.red, &rx, r.arena(0), size, r.Root, inPlace)
+			if r.Queue > 0 {
+				each := []*instance{in}
+				for i := 1; i < r.Queue; i++ {
+					each = append(each, newInstance(r.g, p.op, p.dt, p.red, &rx, r.arena(i), size, r.Root, inPlace))
+				}
+				in = queue(r.g, each)
+			}
 			row := Row{Op: p.op.name, DType: p.dt.String(), RedOp: "none", Root: -1, Ranks: r.g.Size(), Count: in.count, Bytes: in.bytes,
-				Transport: r.Transport, Registered: r.Registered, Touch: r.Touch, InPlace: inPlace, Wrong: -1}
+				Transport: r.Transport, Registered: r.Registered, Touch: r.Touch, Queue: r.Queue, InPlace: inPlace, Wrong: -1}
 			if p.op.reduces {
 				row.RedOp = p.red.String()
 			}
@@ -306,6 +289,7 @@ func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) err
 	if err := r.verify(ctx, in, row); err != nil {
 		return err
 	}
+	best /= float64(in.calls)
 	row.Time = best * 1e6
 	if best > 0 {
 		row.AlgBW = float64(in.bytes) / best / 1e9

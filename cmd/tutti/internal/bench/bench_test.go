@@ -159,7 +159,7 @@ func TestTouchWritesAndReadsAroundEveryCall(t *testing.T) {
 		wg.Go(func() {
 			defer g.Close()
 			var did []string
-			in := &instance{}
+			in := &instance{calls: 1}
 			in.write = func() { did = append(did, fmt.Sprintf("write %d", in.first)) }
 			in.call = func(context.Context) error { did = append(did, "call"); return nil }
 			in.result = func() int64 { did = append(did, "read"); return 1 }
@@ -198,7 +198,7 @@ func TestTouchSeesAResultOfTheCallBefore(t *testing.T) {
 			continue
 		}
 		rx := newReduction(kernels.Sum, kernels.Float32, 1)
-		in := newInstance(gs[0], o, kernels.Float32, kernels.Sum, &rx, numbers[float32](), r.mem, 4096, 0, false)
+		in := newInstance(gs[0], o, kernels.Float32, kernels.Sum, &rx, r.mem, 4096, 0, false)
 		in.fill()
 		if err := in.call(t.Context()); err != nil || in.wrong() != 0 {
 			t.Fatalf("%s: %v, or a wrong result", o.name, err)

@@ -59,38 +59,14 @@ func find(name string) *operation {
 	return nil
 }
 
-// reducers are the reductions of element type T.
-type reducers[T pg.Element] struct {
-	allReduce     func(ctx context.Context, g *pg.Group, x []T, op pg.Reduction) error
-	reduceScatter func(ctx context.Context, g *pg.Group, dst, src []T, op pg.Reduction) error
-	reduce        func(ctx context.Context, g *pg.Group, x []T, root int, op pg.Reduction) error
-}
-
-func numbers[T pg.Number]() reducers[T] {
-	return reducers[T]{pg.AllReduce[T], pg.ReduceScatter[T], pg.Reduce[T]}
-}
-
-// started reduces what is no Number (bool) by way of Buffers.
-func started[T pg.Element]() reducers[T] {
-	return reducers[T]{
-		func(ctx context.Context, g *pg.Group, x []T, op pg.Reduction) error {
-			return g.Start(pg.AllReduceOp{Dst: pg.BufferOf(x), Op: op}).Wait(ctx)
-		},
-		func(ctx context.Context, g *pg.Group, dst, src []T, op pg.Reduction) error {
-			return g.Start(pg.ReduceScatterOp{Dst: pg.BufferOf(dst), Src: pg.BufferOf(src), Op: op}).Wait(ctx)
-		},
-		func(ctx context.Context, g *pg.Group, x []T, root int, op pg.Reduction) error {
-			return g.Start(pg.ReduceOp{X: pg.BufferOf(x), Root: root, Op: op}).Wait(ctx)
-		},
-	}
-}
-
 // instance is one operation on one size: its buffers, how to fill them, the call, and the check.
 type instance struct {
 	count, bytes int
-	first        int    // the element of the endless tables with which all data begin: another one gives other inputs and another result
-	write        func() // the inputs
+	first        int          // the element of the endless tables with which all data begin: another one gives other inputs and another result
+	write        func()       // the inputs
+	op           pg.Operation // nil: sendrecv, which is two
 	call         func(context.Context) error
+	calls        int          // operations that a call is
 	result       func() int64 // reads the result, and counts the elements that are wrong
 	kept         func() int64 // the same for inputs that the call must leave alone; nil: there are none
 	outs         [][]byte     // what the call writes, with margins
@@ -143,10 +119,6 @@ func spoilt(b []byte) (n int64) {
 // arena is the memory of a rank's two buffers, aligned, each with a margin before and behind.
 type arena struct{ a, b []byte }
 
-func slice[T pg.Element](mem []byte, n int) []T {
-	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n)
-}
-
 // vcounts are the uneven counts of allgatherv, count on average.
 func vcounts(n, count int) []int {
 	c := make([]int, n)
@@ -168,21 +140,25 @@ func sum(c []int) (s int) {
 
 // newInstance makes operation o of about size bytes. The arena must hold 2*size bytes and the
 // margins in each buffer.
-func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, rx *reduction, fns reducers[T], mem arena, size, root int, inPlace bool) *instance {
+func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, rx *reduction, mem arena, size, root int, inPlace bool) *instance {
 	n, me, es := g.Size(), g.Rank(), dt.Size()
 	count := max(1, size/es)
 	if o.parts {
 		count = max(1, size/es/n)
 	}
-	in := &instance{count: count, bytes: count * es}
+	in := &instance{count: count, bytes: count * es, calls: 1}
+	in.call = func(ctx context.Context) error { return g.Do(ctx, in.op) }
 	if o.parts {
 		in.bytes *= n
 	}
 	a, b := mem.a[margin:], mem.b[margin:]
-	output := func(buf []byte, elems int) []T {
+	buffer := func(mem []byte, elems int) pg.Buffer {
+		return pg.Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(mem)), Count: elems, DType: dt}
+	}
+	output := func(buf []byte, elems int) pg.Buffer {
 		in.outs = append(in.outs, buf[:2*margin+elems*es])
 		in.outputs = buf[margin : margin+elems*es]
-		return slice[T](in.outputs, elems)
+		return buffer(in.outputs, elems)
 	}
 	tables := map[[2]int]table{}
 	bits := func(from, part int) table {
@@ -200,29 +176,27 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 			x := output(mem.b, count)
 			xb := bytesOf(b, 0, count)
 			in.write = func() { rx.inputs[me].fill(xb, in.first, es) }
-			in.call = func(ctx context.Context) error { return fns.allReduce(ctx, g, x, red) }
+			in.op = pg.AllReduceOp{Dst: x, Op: red}
 			in.result = func() int64 { return rx.result.wrong(xb, in.first, es) }
 			if o.name == "reduce" {
-				in.call = func(ctx context.Context) error { return fns.reduce(ctx, g, x, root, red) }
+				in.op = pg.ReduceOp{X: x, Root: root, Op: red}
 				if me != root {
 					in.result, in.kept = func() int64 { return 0 }, func() int64 { return rx.inputs[me].wrong(xb, in.first, es) }
 				}
 			}
 			break
 		}
-		src, dst := slice[T](a, count), output(mem.b, count)
+		src, dst := buffer(a, count), output(mem.b, count)
 		sb, db := bytesOf(a, 0, count), bytesOf(b, 0, count)
 		in.write = func() { rx.inputs[me].fill(sb, in.first, es) }
-		in.call = func(ctx context.Context) error {
-			return g.Start(pg.AllReduceOp{Dst: pg.BufferOf(dst), Src: pg.BufferOf(src), Op: red}).Wait(ctx)
-		}
+		in.op = pg.AllReduceOp{Dst: dst, Src: src, Op: red}
 		in.result = func() int64 { return rx.result.wrong(db, in.first, es) }
 		in.kept = func() int64 { return rx.inputs[me].wrong(sb, in.first, es) }
 	case "reducescatter":
-		src, dst := slice[T](a, n*count), output(mem.b, count)
+		src, dst := buffer(a, n*count), output(mem.b, count)
 		sb, db := bytesOf(a, 0, n*count), bytesOf(b, 0, count)
 		in.write = func() { rx.inputs[me].fill(sb, in.first, es) }
-		in.call = func(ctx context.Context) error { return fns.reduceScatter(ctx, g, dst, src, red) }
+		in.op = pg.ReduceScatterOp{Dst: dst, Src: src, Op: red}
 		in.result = func() int64 { return rx.result.wrong(db, me*count+in.first, es) }
 		in.kept = func() int64 { return rx.inputs[me].wrong(sb, in.first, es) }
 	case "allgather", "allgatherv":
@@ -236,14 +210,15 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		in.bytes = total * es
 		dst := output(mem.b, total)
 		db, sb := bytesOf(b, 0, total), bytesOf(a, 0, counts[me])
-		src := slice[T](a, counts[me])
+		src := buffer(a, counts[me])
 		if inPlace {
-			src, sb = dst[mine:mine+counts[me]], bytesOf(b, mine, counts[me])
+			sb = bytesOf(b, mine, counts[me])
+			src = buffer(sb, counts[me])
 		}
 		in.write = func() { bits(me, 0).fill(sb, in.first, es) }
-		in.call = func(ctx context.Context) error { return pg.AllGather(ctx, g, dst, src) }
+		in.op = pg.AllGatherOp{Dst: dst, Src: src}
 		if o.name == "allgatherv" {
-			in.call = func(ctx context.Context) error { return pg.AllGatherV(ctx, g, dst, src, counts) }
+			in.op = pg.AllGatherVOp{Dst: dst, Src: src, Counts: counts}
 		}
 		in.result = func() (w int64) {
 			for r, at := 0, 0; r < n; at, r = at+counts[r], r+1 {
@@ -262,16 +237,16 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 				sends[r], recvs[r] = pcounts(n, count, me, r), pcounts(n, count, r, me)
 			}
 		}
-		src, dst := slice[T](a, sum(sends)), output(mem.b, sum(recvs))
+		src, dst := buffer(a, sum(sends)), output(mem.b, sum(recvs))
 		sb, db := bytesOf(a, 0, sum(sends)), bytesOf(b, 0, sum(recvs))
 		in.write = func() {
 			for r, at := 0, 0; r < n; at, r = at+sends[r], r+1 {
 				bits(me, r).fill(bytesOf(sb, at, sends[r]), in.first, es)
 			}
 		}
-		in.call = func(ctx context.Context) error { return pg.AllToAll(ctx, g, dst, src) }
+		in.op = pg.AllToAllOp{Dst: dst, Src: src}
 		if o.name == "alltoallv" {
-			in.call = func(ctx context.Context) error { return pg.AllToAllV(ctx, g, dst, src, sends, recvs) }
+			in.op = pg.AllToAllVOp{Dst: dst, Src: src, SendCounts: sends, RecvCounts: recvs}
 		}
 		in.result = func() (w int64) {
 			for r, at := 0, 0; r < n; at, r = at+recvs[r], r+1 {
@@ -293,19 +268,19 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 				bits(me, 0).fill(xb, in.first, es)
 			}
 		}
-		in.call = func(ctx context.Context) error { return pg.Broadcast(ctx, g, x, root) }
+		in.op = pg.BroadcastOp{X: x, Root: root}
 		in.result = func() int64 { return bits(root, 0).wrong(xb, in.first, es) }
 	case "gather":
-		src := slice[T](a, count)
+		src := buffer(a, count)
 		sb := bytesOf(a, 0, count)
-		var dst []T
+		var dst pg.Buffer
 		if me == root {
 			dst = output(mem.b, n*count)
 		} else {
 			output(mem.b, 0)
 		}
 		in.write = func() { bits(me, 0).fill(sb, in.first, es) }
-		in.call = func(ctx context.Context) error { return pg.Gather(ctx, g, dst, src, root) }
+		in.op = pg.GatherOp{Dst: dst, Src: src, Root: root}
 		in.result = func() (w int64) {
 			for r := 0; me == root && r < n; r++ {
 				w += bits(r, 0).wrong(bytesOf(b, r*count, count), in.first, es)
@@ -314,9 +289,9 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 		}
 		in.kept = func() int64 { return bits(me, 0).wrong(sb, in.first, es) }
 	case "scatter":
-		var src []T
+		var src pg.Buffer
 		if me == root {
-			src = slice[T](a, n*count)
+			src = buffer(a, n*count)
 		}
 		dst := output(mem.b, count)
 		in.write = func() {
@@ -324,7 +299,7 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 				bits(root, r).fill(bytesOf(a, r*count, count), in.first, es)
 			}
 		}
-		in.call = func(ctx context.Context) error { return pg.Scatter(ctx, g, dst, src, root) }
+		in.op = pg.ScatterOp{Dst: dst, Src: src, Root: root}
 		in.result = func() int64 { return bits(root, me).wrong(bytesOf(b, 0, count), in.first, es) }
 		in.kept = func() (w int64) {
 			for r := 0; me == root && r < n; r++ {
@@ -335,12 +310,12 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 	case "sendrecv":
 		const tag = 7
 		to, from := (me+1)%n, (me+n-1)%n
-		src, dst := slice[T](a, count), output(mem.b, count)
+		src, dst := buffer(a, count), output(mem.b, count)
 		sb, db := bytesOf(a, 0, count), bytesOf(b, 0, count)
 		in.write = func() { bits(me, to).fill(sb, in.first, es) }
 		in.call = func(ctx context.Context) error {
-			w := g.Start(pg.RecvOp{X: pg.BufferOf(dst), From: from, Tag: tag})
-			if err := pg.Send(ctx, g, src, to, tag); err != nil {
+			w := g.Start(pg.RecvOp{X: dst, From: from, Tag: tag})
+			if err := g.Do(ctx, pg.SendOp{X: src, To: to, Tag: tag}); err != nil {
 				return err
 			}
 			return w.Wait(ctx)
@@ -350,8 +325,49 @@ func newInstance[T pg.Element](g *pg.Group, o *operation, dt kernels.DType, red 
 	case "barrier":
 		in.count, in.bytes = 0, 0
 		in.write = func() {}
-		in.call = g.Barrier
+		in.op = pg.BarrierOp{}
 		in.result = func() int64 { return 0 }
 	}
 	return in
+}
+
+// queue is all of these, of one operation on one size, as one call: each is started, then each is
+// waited for.
+func queue(g *pg.Group, each []*instance) *instance {
+	q := *each[0]
+	q.calls, q.outs = len(each), nil
+	for _, in := range each {
+		q.outs = append(q.outs, in.outs...)
+	}
+	q.write = func() {
+		for _, in := range each {
+			in.first = q.first
+			in.write()
+		}
+	}
+	count := func(what func(in *instance) func() int64) func() int64 {
+		return func() (w int64) {
+			for _, in := range each {
+				w += what(in)()
+			}
+			return w
+		}
+	}
+	q.result = count(func(in *instance) func() int64 { return in.result })
+	if q.kept != nil {
+		q.kept = count(func(in *instance) func() int64 { return in.kept })
+	}
+	works := make([]*pg.Work, len(each))
+	q.call = func(ctx context.Context) error {
+		for i, in := range each {
+			works[i] = g.Start(in.op)
+		}
+		for _, w := range works {
+			if err := w.Wait(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	return &q
 }

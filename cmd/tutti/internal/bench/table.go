@@ -146,6 +146,9 @@ func (p *Printer) head() {
 	if h.Touch {
 		loop = "inputs written before and results read after each call"
 	}
+	if h.Queue > 0 {
+		loop += fmt.Sprintf("; %d started at a time, time of one", h.Queue)
+	}
 	p.print(p.dim(fmt.Sprintf("# %d ranks on %s (%d cores), transport %s: %s; %s memory; %s; best of %d rounds, slowest rank", h.Ranks, h.Host, h.Cores, h.Transport, h.Topology, memory, loop, h.Rounds)))
 }
 

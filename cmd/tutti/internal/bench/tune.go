@@ -333,7 +333,7 @@ func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registe
 		r, memory = &t.mapped, "registered"
 	}
 	o := find(k.String())
-	in := newInstance(t.g, o, kernels.Float32, kernels.Sum, &t.rx, numbers[float32](), r.mem, size, 0, o.in && !o.parts)
+	in := newInstance(t.g, o, kernels.Float32, kernels.Sum, &t.rx, r.mem, size, 0, o.in && !o.parts)
 	p := &TunePoint{Kind: k, Bytes: in.bytes, Registered: registered, Default: t.usual(k, in.bytes, registered), All: map[collectives.Algo]float64{}}
 	elapsed, err := t.elapsed(ctx)
 	if err != nil {

@@ -1,0 +1,379 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"time"
+	"unsafe"
+
+	"tutti/collectives"
+	"tutti/p2p"
+	"tutti/pg/flight"
+)
+
+// A Work is an operation that Start started.
+type Work struct {
+	g *Group
+	waiter
+	eager bool       // it runs in the group's worker when nobody else runs it at once
+	bound *boundCall // the call, if it was bound when it was started; else call
+	call  *call
+	in    unsafe.Pointer // of a bound call
+	out   unsafe.Pointer
+	msg   *message // Send or Recv
+	at    int64    // when it was started, by the recorder's clock
+
+	// With the proxy's lock, but for what is read once the operation is over.
+	over  bool
+	err   error
+	local bool // the result is here, whatever err says
+	done  chan struct{}
+}
+
+// Done is closed when the operation has ended, one way or the other.
+func (w *Work) Done() <-chan struct{} {
+	p := w.g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	return w.doneLocked()
+}
+
+func (w *Work) doneLocked() <-chan struct{} {
+	if w.done == nil {
+		if w.done = make(chan struct{}); w.over {
+			close(w.done)
+		}
+	}
+	return w.done
+}
+
+// Err returns the outcome; it may be called once Done is closed.
+func (w *Work) Err() error { return w.err }
+
+// LocalSuccess reports whether the operation's result is here: that it ended well, or that only its
+// confirmation failed (Config.Uniform), so that the result does not count although this rank has
+// it. It may be called once Done is closed.
+func (w *Work) LocalSuccess() bool { return w.err == nil || w.local }
+
+// FailedRanks returns the ranks because of which the operation failed: those that were lost, or
+// those that were waited for in vain. It may be called once Done is closed.
+func (w *Work) FailedRanks() (ranks []int) {
+	var lost *RankError
+	var late *TimeoutError
+	switch {
+	case errors.As(w.err, &lost):
+		ranks = append([]int{lost.Rank}, lost.Also...)
+	case errors.As(w.err, &late):
+		for _, m := range late.Missing {
+			ranks = append(ranks, m.Rank)
+		}
+	}
+	return ranks
+}
+
+// Status returns what a RecvOp received; it may be called once Done is closed and Err is nil.
+func (w *Work) Status() Status {
+	if w.msg == nil {
+		return Status{}
+	}
+	return w.msg.status()
+}
+
+// Wait waits for the operation to end and returns its outcome. When ctx ends first the operation
+// goes on; Wait then returns ctx's error and the buffers are still in use.
+func (w *Work) Wait(ctx context.Context) error {
+	g := w.g
+	p := g.job.proxy
+	p.Lock()
+	defer p.Unlock()
+	for !w.over {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		if w.msg != nil { // it has a goroutine of its own
+			done := w.doneLocked()
+			p.Unlock()
+			select {
+			case <-done:
+			case <-ctx.Done():
+			}
+			p.Lock()
+		} else if !g.drive(ctx) {
+			g.sleep(w.doneLocked(), ctx)
+		}
+	}
+	return w.err
+}
+
+// end says how the operation ended. With the proxy's lock.
+func (w *Work) end(err error) {
+	if w.err, w.over = err, true; w.done != nil {
+		close(w.done)
+	}
+}
+
+// Operations of eagerFrom bytes and more begin by themselves, at once; smaller ones leave it to who
+// waits for them, for as long as patience, for a handover takes longer than they do.
+const (
+	eagerFrom = 64 << 10
+	patience  = 500 * time.Microsecond
+	watches   = 16 // times that the worker looks in vain before it sleeps for good
+)
+
+// Start begins an operation and returns at once. Collectives run in the order in which they were
+// started; Send and Recv are independent of them and of each other, but for the order of messages
+// with the same peer and tag. The buffers belong to the operation until it is done. An error in the
+// arguments ends the Work at once. Config.Timeout bounds a collective from when it begins to run, a
+// message from now on.
+//
+// Started operations need nobody who waits for them. One of less than 64 KiB may begin as late as a
+// millisecond after its turn has come if nobody does.
+func (g *Group) Start(op Operation) *Work {
+	switch o := op.(type) {
+	case SendOp:
+		return g.startMessage(o.X, o.To, o.Tag, false)
+	case RecvOp:
+		return g.startMessage(o.X, o.From, o.Tag, true)
+	}
+	q := requestOf(op)
+	w := &Work{g: g, in: q.src.Ptr, out: q.dst.Ptr, at: flight.Now()}
+	w.waiter.work = w
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	size := 0
+	if w.bound = g.run.recall(&q); w.bound != nil {
+		size = w.bound.size
+	} else {
+		c, err := g.check(&q)
+		if err != nil {
+			w.end(err)
+			return w
+		}
+		w.call, size = &c, c.size(g.size)
+	}
+	if g.closed.Load() {
+		w.end(ErrClosed)
+		return w
+	}
+	w.eager = size >= eagerFrom
+	g.started++
+	g.line.join(&w.waiter)
+	if !g.worker {
+		g.worker = true
+		g.wg.Add(1)
+		go g.work()
+	} else if w.eager || !g.watched {
+		g.kickWorker()
+	}
+	return w
+}
+
+// drive runs the Work whose turn it is on behalf of a goroutine that waits, until ctx ends at most,
+// and reports whether there was one. With the proxy's lock.
+func (g *Group) drive(ctx context.Context) bool {
+	w := g.line.next()
+	if w == nil {
+		return false
+	}
+	if ctx.Done() == nil {
+		g.line.takeNext()
+		g.perform(w, false)
+		return true
+	}
+	// When ctx ends the worker goes on. It can where there are only the steps of a plan to do.
+	if w.bound == nil || w.bound.set != g.run.set || g.rough || g.uniform {
+		return false
+	}
+	g.line.takeNext()
+	g.begun(g.ctx, false)
+	g.load(w)
+	if err := g.launch(); err != nil {
+		g.finish(w, err)
+		return true
+	}
+	g.wait.Attend(ctx, false)
+	if err := g.run.repeat(w.bound); err != nil {
+		g.wait.Attend(nil, true)
+		g.halfway = suspended{w, err}
+		g.kickWorker()
+		return true
+	}
+	g.finish(w, g.concluded(nil))
+	return true
+}
+
+// suspended is a Work whose driver has gone: it was interrupted, or has failed, with err.
+type suspended struct {
+	work *Work
+	err  error
+}
+
+// perform runs a Work. With the proxy's lock, and the turn.
+func (g *Group) perform(w *Work, lazy bool) {
+	g.begun(g.ctx, lazy)
+	var err error
+	if g.rough {
+		err = g.ready()
+	}
+	if err == nil {
+		g.load(w)
+		err = g.collective()
+		w.local = g.here
+	}
+	g.finish(w, err)
+}
+
+// load makes w the current call.
+func (g *Group) load(w *Work) {
+	g.tel.since = w.at
+	switch b := w.bound; {
+	case b == nil:
+		g.adopt(*w.call)
+	case b.set == g.run.set:
+		g.use(b, w.out, w.in)
+	default:
+		c := b.call
+		c.in, c.out = w.in, w.out
+		g.adopt(c)
+	}
+}
+
+// finish ends a Work that has run, and passes the turn on.
+func (g *Group) finish(w *Work, err error) {
+	if err != nil && g.closed.Load() {
+		err = ErrClosed
+	}
+	w.call, w.bound, w.in, w.out = nil, nil, nil, nil
+	g.rest()
+	w.end(err) // before a later one can end
+	g.line.works--
+	g.pass()
+}
+
+// sleep gives up the proxy's lock until until is closed or ctx ends.
+func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
+	p := g.job.proxy
+	g.line.asleep++
+	g.rouse()
+	p.Unlock()
+	select {
+	case <-until:
+	case <-ctx.Done():
+	}
+	p.Lock()
+	g.line.asleep--
+}
+
+// rouse wakes the worker if it has something to do at once.
+func (g *Group) rouse() {
+	l := &g.line
+	if next := l.next(); next != nil && (l.eager > 0 || l.asleep > 0) || g.closed.Load() {
+		g.kickWorker()
+	}
+}
+
+func (g *Group) kickWorker() {
+	select {
+	case g.kick <- struct{}{}:
+	default:
+	}
+}
+
+// work is the group's worker: it runs what was started, where nobody else does, until Close.
+func (g *Group) work() {
+	defer g.wg.Done()
+	p, l := g.job.proxy, &g.line
+	timer := time.NewTimer(time.Hour)
+	timer.Stop()
+	p.Lock()
+	defer p.Unlock()
+	var seen *Work // it was next when the worker looked last
+	var started uint64
+	for idle := 0; ; {
+		closed := g.closed.Load()
+		next := l.next()
+		switch {
+		case g.halfway.work != nil:
+			left := g.halfway
+			g.halfway = suspended{}
+			if left.err == p2p.ErrSuspended {
+				left.err = g.run.resume()
+			}
+			err := g.concluded(left.err)
+			left.work.local = g.here
+			g.finish(left.work, err)
+			continue
+		case next != nil && (next == seen || l.eager > 0 || l.asleep > 0 || closed):
+			l.takeNext()
+			g.perform(next, true)
+			continue
+		case closed && l.works == 0:
+			return
+		}
+		if seen = next; next != nil || started != g.started {
+			idle, started = 0, g.started
+		} else if idle < watches {
+			idle++
+		}
+		g.watched = idle < watches
+		p.Unlock()
+		if idle < watches {
+			timer.Reset(patience)
+			select {
+			case <-g.kick:
+			case <-timer.C:
+			}
+			timer.Stop()
+		} else {
+			<-g.kick
+		}
+		p.Lock()
+	}
+}
+
+// Do runs an operation and returns when it has ended, or when ctx has: a blocking call of any
+// operation on any buffers. What it returns of a RecvOp's message is Recv's business.
+func (g *Group) Do(ctx context.Context, op Operation) error {
+	switch o := op.(type) {
+	case SendOp:
+		_, err := g.pointToPoint(ctx, o.X, o.To, o.Tag, false)
+		return err
+	case RecvOp:
+		_, err := g.pointToPoint(ctx, o.X, o.From, o.Tag, true)
+		return err
+	}
+	q := requestOf(op)
+	return g.blocking(ctx, &q)
+}
+
+// requestOf is what the program asks for with op, which is no message.
+func requestOf(op Operation) request {
+	switch o := op.(type) {
+	case AllReduceOp:
+		if o.Src == (Buffer{}) {
+			o.Src = o.Dst
+		}
+		return request{kind: collectives.AllReduce, op: o.Op, dst: o.Dst, src: o.Src}
+	case ReduceScatterOp:
+		return request{kind: collectives.ReduceScatter, op: o.Op, dst: o.Dst, src: o.Src}
+	case AllGatherOp:
+		return request{kind: collectives.AllGather, dst: o.Dst, src: o.Src}
+	case AllGatherVOp:
+		return request{kind: collectives.AllGatherV, dst: o.Dst, src: o.Src, counts: o.Counts}
+	case AllToAllOp:
+		return request{kind: collectives.AllToAll, dst: o.Dst, src: o.Src}
+	case AllToAllVOp:
+		return request{kind: collectives.AllToAllV, dst: o.Dst, src: o.Src, counts: o.SendCounts, recvCounts: o.RecvCounts}
+	case BroadcastOp:
+		return request{kind: collectives.Broadcast, root: o.Root, dst: o.X, src: o.X}
+	case ReduceOp:
+		return request{kind: collectives.Reduce, op: o.Op, root: o.Root, dst: o.X, src: o.X}
+	case GatherOp:
+		return request{kind: collectives.Gather, root: o.Root, dst: o.Dst, src: o.Src}
+	case ScatterOp:
+		return request{kind: collectives.Scatter, root: o.Root, dst: o.Dst, src: o.Src}
+	case BarrierOp:
+		return request{kind: collectives.Barrier}
+	}
+	return request{} // nil: check refuses it
+}

@@ -1,0 +1,197 @@
+package pg
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"testing"
+	"time"
+)
+
+// Who waits for an operation runs it. When its context ends the operation goes on, wherever it was:
+// before its first step, waiting for a peer, or within a message that is longer than what may be
+// under way.
+func TestOperationOutlivesWhoWaitsForIt(t *testing.T) {
+	for _, count := range []int{16, 4 << 10, 2 << 20} {
+		t.Run(fmt.Sprint(count), func(t *testing.T) {
+			const n = 3
+			each(t, n, Config{}, func(ctx context.Context, g *Group) error {
+				x := make([]float32, count)
+				ops := map[string]func() Operation{
+					"allreduce": func() Operation {
+						for i := range x {
+							x[i] = float32(i%7 + g.Rank())
+						}
+						return AllReduceOp{Dst: BufferOf(x), Op: Sum}
+					},
+					"broadcast": func() Operation {
+						for i := range x {
+							x[i] = float32(g.Rank() * (i%7*n + n))
+						}
+						return BroadcastOp{X: BufferOf(x), Root: 1}
+					},
+				}
+				for _, name := range []string{"allreduce", "broadcast"} {
+					for round := range 6 {
+						// The first is checked and planned; later ones are bound, and are run by who waits.
+						late := round % n
+						op := ops[name]()
+						if g.Rank() == late { // the others have given up once when it comes
+							for peer := range n {
+								if peer != late {
+									if _, err := Recv(ctx, g, []int32{0}, peer, round); err != nil {
+										return err
+									}
+								}
+							}
+						}
+						w := g.Start(op)
+						if g.Rank() != late {
+							short, cancel := context.WithTimeout(ctx, time.Duration(rand.IntN(2000))*time.Microsecond)
+							err := w.Wait(short)
+							cancel()
+							if err != nil && !errors.Is(err, context.DeadlineExceeded) {
+								return fmt.Errorf("%s: the first wait: %v", name, err)
+							}
+							if err := Send(ctx, g, []int32{0}, late, round); err != nil {
+								return err
+							}
+						}
+						if err := w.Wait(ctx); err != nil {
+							return fmt.Errorf("%s: %v", name, err)
+						}
+						for i, v := range x {
+							if want := float32(n*(i%7) + n); name == "allreduce" && v != want || name == "broadcast" && v != float32(i%7*n+n) {
+								return fmt.Errorf("%s: element %d is %v, want %v", name, i, v, want)
+							}
+						}
+					}
+				}
+				return nil
+			})
+		})
+	}
+}
+
+// What was started ends though nobody waits for it.
+func TestStartedOperationNeedsNobodyWhoWaits(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		for _, count := range []int{8, 8, 8, 100_000, 8, 100_000} {
+			x := slices.Repeat([]int64{1}, count)
+			var last *Work
+			for range 3 {
+				last = g.Start(AllReduceOp{Dst: BufferOf(x), Op: Max})
+			}
+			select {
+			case <-last.Done():
+			case <-ctx.Done():
+				return fmt.Errorf("%d elements: %w", count, ctx.Err())
+			}
+			if err := last.Err(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// A group is closed while a goroutine runs one of its operations on behalf of who waits for it.
+func TestCloseWhileSomebodyWaits(t *testing.T) {
+	gs, err := Local(2, Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[1].Close()
+	g, x := gs[0], []int64{1}
+	warm := make(chan error, 1)
+	go func() { warm <- AllReduce(context.Background(), gs[1], []int64{1}, Sum) }()
+	if err := errors.Join(AllReduce(t.Context(), g, x, Sum), <-warm); err != nil {
+		t.Fatal(err)
+	}
+	works := []*Work{g.Start(AllReduceOp{Dst: BufferOf(x), Op: Sum}), g.Start(BarrierOp{})}
+	ended := make(chan error, len(works))
+	for _, w := range works {
+		go func() { ended <- w.Wait(t.Context()) }()
+	}
+	for waits := false; !waits; runtime.Gosched() {
+		g.job.proxy.Lock()
+		waits = g.busy && g.run.prog != nil
+		g.job.proxy.Unlock()
+	}
+	if err := g.Close(); err != nil {
+		t.Error(err)
+	}
+	for range works {
+		if err := <-ended; !errors.Is(err, ErrClosed) {
+			t.Errorf("got %v, want ErrClosed", err)
+		}
+	}
+}
+
+// Blocking calls, and calls that are started and waited for, by several goroutines, in one order:
+// all of them end, and those who give up early leave nothing undone.
+func TestMixedCallsRunInOrder(t *testing.T) {
+	const n, calls = 3, 400
+	seed := rand.Uint64()
+	each(t, n, Config{}, func(ctx context.Context, g *Group) error {
+		shared := rand.New(rand.NewPCG(seed, 1)) // the same at all ranks
+		own := rand.New(rand.NewPCG(seed, uint64(g.Rank())+2))
+		type pending struct {
+			w *Work
+			x []int64
+		}
+		var works []pending
+		check := func(x []int64) error {
+			for _, v := range x {
+				if v != n*(n-1)/2 {
+					return fmt.Errorf("got %d, want %d (seed %#x)", v, n*(n-1)/2, seed)
+				}
+			}
+			return nil
+		}
+		for range calls {
+			x := slices.Repeat([]int64{int64(g.Rank())}, []int{1, 16, 1000, 20_000}[shared.IntN(4)])
+			op := AllReduceOp{Dst: BufferOf(x), Op: Sum}
+			switch own.IntN(4) { // each rank goes its own way
+			case 0:
+				if err := AllReduce(ctx, g, x, Sum); err != nil {
+					return err
+				}
+			case 1:
+				if err := g.Do(ctx, op); err != nil {
+					return err
+				}
+			default:
+				works = append(works, pending{g.Start(op), x})
+				continue
+			}
+			if err := check(x); err != nil {
+				return err
+			}
+			for len(works) > 0 && own.IntN(3) > 0 {
+				i := own.IntN(len(works))
+				short, cancel := context.WithTimeout(ctx, time.Duration(own.IntN(100))*time.Microsecond)
+				err := works[i].w.Wait(short)
+				cancel()
+				if err == nil {
+					err = check(works[i].x)
+					works = slices.Delete(works, i, i+1)
+				} else if errors.Is(err, context.DeadlineExceeded) {
+					err = nil
+				}
+				if err != nil {
+					return err
+				}
+			}
+		}
+		for _, p := range works {
+			if err := errors.Join(p.w.Wait(ctx), check(p.x)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
