@@ -31,14 +31,16 @@ func (b ballot) count() uint64 {
 }
 
 // join has the ranks that were coming in, this one perhaps, take part from agreement n+1 on. All
-// ranks know that they do before anybody begins that.
+// ranks know that they do before anybody begins that. In those under way they do not stand in
+// anybody's way.
 func (g *Group) join(n uint64) {
+	first := ballot{n, [2]bool{true, true}}
 	if g.ballot == abstains {
-		g.ballot = ballot{n: n}
+		g.ballot = first
 	}
 	for slot, b := range g.ballots {
 		if b == abstains {
-			g.ballots[slot] = ballot{n: n}
+			g.ballots[slot] = first
 		}
 	}
 }

@@ -42,3 +42,22 @@ func FuzzBallot(f *testing.F) {
 		}
 	})
 }
+
+// A rank that comes in while others are in an agreement has no say in that one, and has one in the
+// next.
+func TestNewcomerHasNoSayInAgreementsUnderWay(t *testing.T) {
+	g := &Group{ballots: map[int]ballot{0: {7, [2]bool{true, false}}, 1: abstains}}
+	if yes, known := g.ballots[1].vote(7); !yes || !known {
+		t.Errorf("before it is in: %v, %v, want true, true", yes, known)
+	}
+	g.join(7)
+	if yes, known := g.ballots[1].vote(7); !yes || !known {
+		t.Errorf("in the agreement under way: %v, %v, want true, true", yes, known)
+	}
+	if _, known := g.ballots[1].vote(8); known {
+		t.Error("in the next: its vote is not waited for")
+	}
+	if g.ballots[0] != (ballot{7, [2]bool{true, false}}) {
+		t.Errorf("another rank's ballot is %v", g.ballots[0])
+	}
+}
