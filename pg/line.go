@@ -20,9 +20,10 @@ type line struct {
 
 // A waiter is a call that waits for its turn.
 type waiter struct {
-	work *Work         // what was started; nil: a blocking call
-	turn chan struct{} // of a blocking call: closed when it has the turn
-	next *waiter
+	work   *Work         // what was started; nil: a blocking call
+	turn   chan struct{} // of a blocking call: closed when it has the turn
+	queued bool          // it is in the line
+	next   *waiter
 }
 
 // take takes the turn if nobody is before the caller.
@@ -43,13 +44,24 @@ func (l *line) join(p *waiter) {
 	} else {
 		l.last.next = p
 	}
-	if l.last = p; p.work != nil {
+	l.last, p.queued = p, true
+	if p.work != nil {
 		l.works++
 		if p.work.eager {
 			l.eager++
 		}
 	}
 	l.serve()
+}
+
+// hurry makes a Work eager that may wait in the line.
+func (l *line) hurry(w *Work) {
+	if !w.eager {
+		w.eager = true
+		if w.queued {
+			l.eager++
+		}
+	}
 }
 
 // next returns the Work whose turn it is, if nobody has taken it.
@@ -75,7 +87,7 @@ func (l *line) pop() {
 	if l.first = p.next; l.first == nil {
 		l.last = nil
 	}
-	p.next = nil
+	p.next, p.queued = nil, false
 }
 
 // pass gives the turn up.

@@ -30,11 +30,16 @@ type Work struct {
 	done  chan struct{}
 }
 
-// Done is closed when the operation has ended, one way or the other.
+// Done is closed when the operation has ended, one way or the other. Who asks for it has the
+// operation begin as soon as its turn comes, as Wait does.
 func (w *Work) Done() <-chan struct{} {
 	p := w.g.job.proxy
 	p.Lock()
 	defer p.Unlock()
+	if !w.over && w.msg == nil {
+		w.g.line.hurry(w)
+		w.g.rouse()
+	}
 	return w.doneLocked()
 }
 
@@ -244,6 +249,7 @@ func (g *Group) finish(w *Work, err error) {
 		err = ErrClosed
 	}
 	w.call, w.bound, w.in, w.out = nil, nil, nil, nil
+	g.tel.since = 0
 	g.rest()
 	w.end(err) // before a later one can end
 	g.line.works--
