@@ -31,6 +31,7 @@ type Wait struct {
 	ctx     context.Context
 	timeout time.Duration   // 0: none
 	guest   context.Context // see Attend
+	try     bool
 	lazy    bool
 	linking bool      // the awaited peer has no link yet
 	spins   int       // looks in vain since there was progress
@@ -53,14 +54,18 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 		w.timer = time.NewTimer(time.Hour)
 		w.timer.Stop()
 	}
-	w.ctx, w.guest, w.timeout, w.lazy = ctx, nil, timeout, lazy
+	w.ctx, w.guest, w.try, w.timeout, w.lazy = ctx, nil, false, timeout, lazy
 	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
 
 // Attend is for who runs w's operation on behalf of somebody else. When guest ends, WaitRecv and
 // Send of a Channel return ErrSuspended; the operation has not failed, and whoever calls them again
-// with the same arguments goes on with it. A nil guest stays to the end, and so does lazy.
-func (w *Wait) Attend(guest context.Context, lazy bool) { w.guest, w.lazy = guest, lazy }
+// with the same arguments goes on with it. Whoever gives a nil guest stays to the end.
+func (w *Wait) Attend(guest context.Context, lazy bool) { w.guest, w.lazy, w.try = guest, lazy, false }
+
+// Try has WaitRecv and Send return ErrSuspended, in the sense of Attend, as soon as they would have
+// to wait.
+func (w *Wait) Try() { w.try = true }
 
 // Since has the time that w's operation has count from t, before its first wait.
 func (w *Wait) Since(t time.Time) { w.begin(t) }
@@ -132,6 +137,9 @@ func (p *Proxy) wakeAll() {
 // according to how long w has waited in vain. Called with the lock, which it may give up for a
 // while. It returns nil whenever the caller should look again, or why w must not wait any longer.
 func (p *Proxy) progress(w *Wait, prefer *peer) error {
+	if w.try {
+		return ErrSuspended
+	}
 	w.blame.on = prefer
 	if prefer != nil {
 		if w.linking = prefer.link == nil; w.linking {
@@ -167,7 +175,7 @@ func (p *Proxy) advanced(w *Wait) error {
 
 // rush polls one link a few times, as fast as it can, and reports whether anything came.
 func (p *Proxy) rush(w *Wait, pr *peer) bool {
-	if w.spins != 0 || pr.link == nil || !p.hot(w) || p.wanted.Load() > 0 {
+	if w.try || w.spins != 0 || pr.link == nil || !p.hot(w) || p.wanted.Load() > 0 {
 		return false
 	}
 	for range rushPolls {

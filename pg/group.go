@@ -83,10 +83,11 @@ type Group struct {
 	run  runner
 	tel  telemetry
 
-	halfway suspended     // waits for the worker, with the turn
+	parked  parked
 	worker  bool          // there is one
 	watched bool          // it looks now and then whether what was started has been left lying
 	started uint64        // how many works were
+	spare   []*started    // for the next ones
 	kick    chan struct{} // wakes the worker
 	closed  atomic.Bool   // set before the last hold of the proxy's lock that may add to wg
 	wg      sync.WaitGroup

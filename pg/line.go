@@ -15,12 +15,12 @@ type line struct {
 	works       int     // of those that wait, what was started
 	eager       int     // of those, what is not to wait for anybody
 	asleep      int     // goroutines that sleep until works in the line have run
-	first, last *waiter // of those that wait; the first is a Work unless the turn is taken
+	first, last *waiter // of those that wait; the first was started unless the turn is taken
 }
 
 // A waiter is a call that waits for its turn.
 type waiter struct {
-	work   *Work         // what was started; nil: a blocking call
+	work   *started      // what was started; nil: a blocking call
 	turn   chan struct{} // of a blocking call: closed when it has the turn
 	queued bool          // it is in the line
 	next   *waiter
@@ -54,8 +54,8 @@ func (l *line) join(p *waiter) {
 	l.serve()
 }
 
-// hurry makes a Work eager that may wait in the line.
-func (l *line) hurry(w *Work) {
+// hurry makes w eager, which may wait in the line.
+func (l *line) hurry(w *started) {
 	if !w.eager {
 		w.eager = true
 		if w.queued {
@@ -64,8 +64,8 @@ func (l *line) hurry(w *Work) {
 	}
 }
 
-// next returns the Work whose turn it is, if nobody has taken it.
-func (l *line) next() *Work {
+// next returns what was started whose turn it is, if nobody has taken it.
+func (l *line) next() *started {
 	if l.taken || l.first == nil {
 		return nil
 	}
@@ -194,6 +194,9 @@ func (g *Group) begun(ctx context.Context, lazy bool) {
 func (g *Group) leave() {
 	g.rest()
 	g.pass()
+	if g.line.first != nil {
+		g.advance()
+	}
 	g.job.proxy.Unlock()
 }
 

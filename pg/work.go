@@ -13,21 +13,27 @@ import (
 
 // A Work is an operation that Start started.
 type Work struct {
-	g *Group
-	waiter
-	eager bool       // it runs in the group's worker when nobody else runs it at once
-	bound *boundCall // the call, if it was bound when it was started; else call
-	call  *call
-	in    unsafe.Pointer // of a bound call
-	out   unsafe.Pointer
-	msg   *message // Send or Recv
-	at    int64    // when it was started, by the recorder's clock
+	g   *Group
+	msg *message // Send or Recv
 
 	// With the proxy's lock, but for what is read once the operation is over.
+	s     *started // nil: it is over, or a message
 	over  bool
-	err   error
 	local bool // the result is here, whatever err says
+	err   error
 	done  chan struct{}
+}
+
+// started is a collective that Start started, until it is over. It is used again.
+type started struct {
+	waiter
+	w     *Work
+	bound *boundCall     // the call, if it was bound when it was started; else call
+	in    unsafe.Pointer // of bound
+	out   unsafe.Pointer
+	call  call
+	eager bool  // it is not to wait for who waits for it
+	at    int64 // when it was started, by the recorder's clock
 }
 
 // Done is closed when the operation has ended, one way or the other. Who asks for it has the
@@ -36,8 +42,8 @@ func (w *Work) Done() <-chan struct{} {
 	p := w.g.job.proxy
 	p.Lock()
 	defer p.Unlock()
-	if !w.over && w.msg == nil {
-		w.g.line.hurry(w)
+	if w.s != nil {
+		w.g.line.hurry(w.s)
 		w.g.rouse()
 	}
 	return w.doneLocked()
@@ -117,11 +123,15 @@ func (w *Work) end(err error) {
 	}
 }
 
-// Operations of eagerFrom bytes and more begin by themselves, at once; smaller ones leave it to who
-// waits for them, for as long as patience, for a handover takes longer than they do.
+// Operations of up to shortTo bytes begin with the goroutine that starts them or runs the one
+// before, those of eagerFrom and more in the worker, at once. The worker is also who goes on with
+// the others, and begins those between, if nobody waits for them within patience: a handover takes
+// longer than they do.
 const (
+	shortTo   = 4 << 10
 	eagerFrom = 64 << 10
 	patience  = 500 * time.Microsecond
+	maxSpare  = 256
 	watches   = 16 // times that the worker looks in vain before it sleeps for good
 )
 
@@ -141,99 +151,179 @@ func (g *Group) Start(op Operation) *Work {
 		return g.startMessage(o.X, o.From, o.Tag, true)
 	}
 	q := requestOf(op)
-	w := &Work{g: g, in: q.src.Ptr, out: q.dst.Ptr, at: flight.Now()}
-	w.waiter.work = w
+	w := &Work{g: g}
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
-	size := 0
-	if w.bound = g.run.recall(&q); w.bound != nil {
-		size = w.bound.size
-	} else {
-		c, err := g.check(&q)
-		if err != nil {
-			w.end(err)
-			return w
-		}
-		w.call, size = &c, c.size(g.size)
-	}
 	if g.closed.Load() {
 		w.end(ErrClosed)
 		return w
 	}
-	w.eager = size >= eagerFrom
-	g.started++
-	g.line.join(&w.waiter)
+	b := g.run.recall(&q)
+	var c call
+	if b == nil {
+		var err error
+		if c, err = g.check(&q); err != nil {
+			w.end(err)
+			return w
+		}
+	}
+	g.lineUp(w, &q, b, &c)
 	if !g.worker {
 		g.worker = true
 		g.wg.Add(1)
 		go g.work()
-	} else if w.eager || !g.watched {
+	} else if w.s.eager || !g.watched {
 		g.kickWorker()
 	}
+	g.advance()
 	return w
 }
 
-// drive runs the Work whose turn it is on behalf of a goroutine that waits, until ctx ends at most,
-// and reports whether there was one. With the proxy's lock.
-func (g *Group) drive(ctx context.Context) bool {
-	w := g.line.next()
-	if w == nil {
-		return false
+// lineUp puts a Work into the line: for a bound call, or for c.
+func (g *Group) lineUp(w *Work, q *request, b *boundCall, c *call) {
+	var s *started
+	if n := len(g.spare); n > 0 {
+		s, g.spare = g.spare[n-1], g.spare[:n-1]
+	} else {
+		s = &started{}
+		s.work = s
 	}
-	if ctx.Done() == nil {
-		g.line.takeNext()
-		g.perform(w, false)
-		return true
+	w.s, s.w, s.at = s, w, flight.Now()
+	if s.bound = b; b != nil {
+		s.in, s.out = q.src.Ptr, q.dst.Ptr
+		s.eager = b.size >= eagerFrom
+	} else {
+		s.call = *c
+		s.eager = c.size(g.size) >= eagerFrom
 	}
-	// When ctx ends the worker goes on. It can where there are only the steps of a plan to do.
-	if w.bound == nil || w.bound.set != g.run.set || g.rough || g.uniform {
-		return false
-	}
-	g.line.takeNext()
-	g.begun(g.ctx, false)
-	g.load(w)
-	if err := g.launch(); err != nil {
-		g.finish(w, err)
-		return true
-	}
-	g.wait.Attend(ctx, false)
-	if err := g.run.repeat(w.bound); err != nil {
-		g.wait.Attend(nil, true)
-		g.halfway = suspended{w, err}
-		g.kickWorker()
-		return true
-	}
-	g.finish(w, g.concluded(nil))
-	return true
+	g.started++
+	g.line.join(&s.waiter)
 }
 
-// suspended is a Work whose driver has gone: it was interrupted, or has failed, with err.
-type suspended struct {
-	work *Work
+// A Work that is short, its call being bound, begins as soon as it has the turn, in whichever
+// goroutine passed it on: that sends what can be sent, so that no peer waits for this rank's data.
+// When it comes to where it has to wait it is parked. A goroutine that waits for it, or for its own
+// turn behind it, goes on with it; when that goroutine's ctx ends, it is parked again. All others
+// run in such a goroutine only if that need not give up, and else in the worker, which also takes
+// what is left lying.
+
+// parked is a Work that has the turn and that no goroutine runs: its plan was interrupted, or has
+// failed, with err.
+type parked struct {
+	work *started
 	err  error
 }
 
-// perform runs a Work. With the proxy's lock, and the turn.
-func (g *Group) perform(w *Work, lazy bool) {
-	g.begun(g.ctx, lazy)
+// idle returns the Work whose turn it is, if no goroutine runs it.
+func (g *Group) idle() *started {
+	if g.parked.work != nil {
+		return g.parked.work
+	}
+	return g.line.next()
+}
+
+// steady reports whether only the steps of its plan are to be done for w.
+func (g *Group) steady(w *started) bool {
+	return w.bound != nil && w.bound.set == g.run.set && !g.rough && !g.uniform
+}
+
+// advance begins what is short, one after the other until one is parked. With the proxy's lock, as
+// what follows.
+func (g *Group) advance() {
+	for g.parked.work == nil {
+		w := g.line.next()
+		if w == nil || !g.steady(w) || w.bound.size > shortTo {
+			return
+		}
+		g.attempt(w, nil)
+	}
+	if g.parked.err != p2p.ErrSuspended {
+		g.kickWorker()
+	}
+}
+
+// drive runs the Work whose turn it is on behalf of a goroutine that waits, until ctx ends at most,
+// and reports whether there was one that it could run.
+func (g *Group) drive(ctx context.Context) bool {
+	w := g.idle()
+	switch {
+	case w == nil:
+		return false
+	case ctx.Done() == nil:
+		g.perform(w, false)
+	case w != g.parked.work && g.steady(w) || w == g.parked.work && g.parked.err == p2p.ErrSuspended:
+		if g.attempt(w, ctx); g.parked.work != nil {
+			g.kickWorker()
+			return true
+		}
+	default:
+		return false
+	}
+	g.advance()
+	return true
+}
+
+// attempt runs a Work until ctx ends, or if that is nil until it would have to wait.
+func (g *Group) attempt(w *started, ctx context.Context) {
+	begun := g.parked.work == w
+	if g.parked = (parked{}); !begun {
+		g.line.takeNext()
+		g.begun(g.ctx, false)
+		g.load(w)
+		if err := g.launch(); err != nil {
+			g.finish(w, err)
+			return
+		}
+	}
+	if g.wait.Attend(ctx, false); ctx == nil {
+		g.wait.Try()
+	}
 	var err error
+	if begun {
+		err = g.run.resume()
+	} else {
+		err = g.run.repeat(w.bound)
+	}
+	if err != nil {
+		g.parked = parked{w, err}
+		return
+	}
+	g.finish(w, g.concluded(nil))
+}
+
+// perform runs a Work to its end.
+func (g *Group) perform(w *started, lazy bool) {
+	var err error
+	if at := g.parked; at.work == w {
+		g.parked = parked{}
+		g.wait.Attend(nil, lazy)
+		if err = at.err; err == p2p.ErrSuspended {
+			err = g.run.resume()
+		}
+		err = g.concluded(err)
+		w.w.local = g.here
+		g.finish(w, err)
+		return
+	}
+	g.line.takeNext()
+	g.begun(g.ctx, lazy)
 	if g.rough {
 		err = g.ready()
 	}
 	if err == nil {
 		g.load(w)
 		err = g.collective()
-		w.local = g.here
+		w.w.local = g.here
 	}
 	g.finish(w, err)
 }
 
 // load makes w the current call.
-func (g *Group) load(w *Work) {
+func (g *Group) load(w *started) {
 	g.tel.since = w.at
 	switch b := w.bound; {
 	case b == nil:
-		g.adopt(*w.call)
+		g.adopt(w.call)
 	case b.set == g.run.set:
 		g.use(b, w.out, w.in)
 	default:
@@ -244,14 +334,19 @@ func (g *Group) load(w *Work) {
 }
 
 // finish ends a Work that has run, and passes the turn on.
-func (g *Group) finish(w *Work, err error) {
+func (g *Group) finish(w *started, err error) {
 	if err != nil && g.closed.Load() {
 		err = ErrClosed
 	}
-	w.call, w.bound, w.in, w.out = nil, nil, nil, nil
 	g.tel.since = 0
 	g.rest()
-	w.end(err) // before a later one can end
+	w.w.end(err) // before a later one can end
+	w.w.s = nil
+	w.call.forget()
+	w.w, w.bound, w.in, w.out = nil, nil, nil, nil
+	if len(g.spare) < maxSpare {
+		g.spare = append(g.spare, w)
+	}
 	g.line.works--
 	g.pass()
 }
@@ -273,7 +368,7 @@ func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
 // rouse wakes the worker if it has something to do at once.
 func (g *Group) rouse() {
 	l := &g.line
-	if next := l.next(); next != nil && (l.eager > 0 || l.asleep > 0) || g.closed.Load() {
+	if next := g.idle(); next != nil && (l.eager > 0 || l.asleep > 0) || g.closed.Load() {
 		g.kickWorker()
 	}
 }
@@ -293,25 +388,16 @@ func (g *Group) work() {
 	timer.Stop()
 	p.Lock()
 	defer p.Unlock()
-	var seen *Work // it was next when the worker looked last
+	var seen *started // it was next when the worker looked last
 	var started uint64
 	for idle := 0; ; {
 		closed := g.closed.Load()
-		next := l.next()
+		next := g.idle()
 		switch {
-		case g.halfway.work != nil:
-			left := g.halfway
-			g.halfway = suspended{}
-			if left.err == p2p.ErrSuspended {
-				left.err = g.run.resume()
-			}
-			err := g.concluded(left.err)
-			left.work.local = g.here
-			g.finish(left.work, err)
-			continue
-		case next != nil && (next == seen || l.eager > 0 || l.asleep > 0 || closed):
-			l.takeNext()
+		case next != nil && (next == seen || l.eager > 0 || l.asleep > 0 || closed || g.parked.work != nil && g.parked.err != p2p.ErrSuspended):
 			g.perform(next, true)
+			g.advance()
+			seen = g.idle() // it has been left lying as long
 			continue
 		case closed && l.works == 0:
 			return
