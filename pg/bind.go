@@ -28,6 +28,7 @@ type boundCall struct {
 	tok      p2p.Token // but for its number
 	from, to int       // strides of in and out
 	size     int       // bytes, see call.size
+	inPlace  bool      // its buffers may be the same
 	record   flight.Record
 	epoch    uint64 // of record
 }
@@ -42,9 +43,8 @@ type boundKey struct {
 }
 
 // slot is where the latest of several bound calls is looked for first.
-func (k *boundKey) slot() uint {
-	h := uint64(k.dst)<<20 ^ uint64(k.src)<<8 ^ uint64(k.root)<<4 ^ uint64(k.kind) ^ uint64(k.op)<<2 ^ uint64(k.dtype)<<5
-	return uint(h * 0x9e3779b97f4a7c15 >> 60)
+func slot(kind collectives.Kind, op Reduction, dtype DType, root, count int) uint {
+	return uint(uint64(count<<8^root<<6^int(dtype)<<4^int(op)<<2^int(kind)) * 0x9e3779b97f4a7c15 >> 60)
 }
 
 // recall returns what a request is bound to, nil if it has to be checked and run as the first of
@@ -53,17 +53,17 @@ func (r *runner) recall(q *request) *boundCall {
 	if r.set == nil { // closed
 		return nil
 	}
-	k := boundKey{q.kind, q.op, q.src.DType, q.root, q.dst.Count, q.src.Count}
-	at := &r.set.latest[k.slot()]
+	dst, src := &q.dst, &q.src
+	at := &r.set.latest[slot(q.kind, q.op, src.DType, q.root, dst.Count)]
 	b := *at
-	if b == nil || b.key != k {
-		if b = r.set.bound[k]; b == nil {
+	if b == nil || b.key.kind != q.kind || b.key.op != q.op || b.key.dtype != src.DType || b.key.root != q.root || b.key.dst != dst.Count || b.key.src != src.Count {
+		if b = r.set.bound[boundKey{q.kind, q.op, src.DType, q.root, dst.Count, src.Count}]; b == nil {
 			return nil
 		}
 		*at = b
 	}
-	if q.dst.DType != q.src.DType || q.dst.Ptr == nil || q.src.Ptr == nil || q.dst.Location != "" || q.src.Location != "" ||
-		r.g.clash(q.kind, q.root, &q.dst, &q.src, nil) != "" {
+	if dst.DType != src.DType || dst.Ptr == nil || src.Ptr == nil || dst.Location != "" || src.Location != "" ||
+		!(b.inPlace && dst.Ptr == src.Ptr) && r.g.clash(q.kind, q.root, dst, src, nil) != "" {
 		return nil
 	}
 	return b
@@ -74,9 +74,10 @@ func (r *runner) recall(q *request) *boundCall {
 func (r *runner) remember(prog *program) {
 	c := r.g.cur
 	n := r.g.size
-	dst, src := c.count, c.count
+	dst, src, alike := c.count, c.count, false
 	switch c.kind {
 	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
+		alike = true
 	case collectives.AllGather:
 		dst *= n
 	case collectives.ReduceScatter:
@@ -90,14 +91,14 @@ func (r *runner) remember(prog *program) {
 		return
 	}
 	b := &boundCall{call: *c, key: boundKey{c.kind, c.op, c.dtype, c.root, dst, src}, set: r.set, prog: prog, tok: r.tok,
-		from: r.in.stride, to: r.out.stride, size: c.size(n), record: r.g.tel.tpl, epoch: r.g.epoch}
+		from: r.in.stride, to: r.out.stride, size: c.size(n), inPlace: alike, record: r.g.tel.tpl, epoch: r.g.epoch}
 	b.forget()
 	b.uniform = false // as Split's and Admit's own is, and a program's is not
 	if len(r.set.bound) >= maxPlans {
 		clear(r.set.bound)
 	}
 	r.set.bound[b.key] = b
-	r.set.latest[b.key.slot()] = b
+	r.set.latest[slot(c.kind, c.op, c.dtype, c.root, dst)] = b
 }
 
 // bind makes what the program asks for the current call.

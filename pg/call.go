@@ -111,7 +111,10 @@ func (g *Group) checkInto(c *call, q *request) error {
 	bad := func(arg, got, want string) error {
 		return &ArgumentError{Call: kind.String(), Arg: arg, Got: got, Want: want}
 	}
-	if kind == collectives.Barrier {
+	switch kind {
+	case 0:
+		return &ArgumentError{Call: "an operation", Arg: "its type", Got: "none that is known", Want: "one of the …Op types of package pg, not a pointer to one"}
+	case collectives.Barrier:
 		c.dtype = Uint8
 		return nil
 	}

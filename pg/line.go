@@ -193,8 +193,11 @@ func (g *Group) begun(ctx context.Context, lazy bool) {
 // leave is enter's counterpart.
 func (g *Group) leave() {
 	g.rest()
-	g.pass()
-	if g.line.first != nil {
+	if l := &g.line; l.first == nil {
+		l.taken = false
+		l.calls--
+	} else {
+		g.pass()
 		g.advance()
 	}
 	g.job.proxy.Unlock()
@@ -212,9 +215,8 @@ func (g *Group) rest() {
 
 // pass gives the turn to whoever is next.
 func (g *Group) pass() {
-	if g.line.pass(); g.line.first != nil || g.closed.Load() {
-		g.rouse()
-	}
+	g.line.pass()
+	g.rouse()
 }
 
 // expired stands in for a collective whose caller gave up before its turn: the operation fails here

@@ -150,7 +150,8 @@ func (g *Group) Start(op Operation) *Work {
 	case RecvOp:
 		return g.startMessage(o.X, o.From, o.Tag, true)
 	}
-	q := requestOf(op)
+	var q request
+	q.of(op)
 	w := &Work{g: g}
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
@@ -434,38 +435,38 @@ func (g *Group) Do(ctx context.Context, op Operation) error {
 		_, err := g.pointToPoint(ctx, o.X, o.From, o.Tag, true)
 		return err
 	}
-	q := requestOf(op)
+	var q request
+	q.of(op)
 	return g.blocking(ctx, &q)
 }
 
-// requestOf is what the program asks for with op, which is no message.
-func requestOf(op Operation) request {
+// of makes q what the program asks for with op, which is no message.
+func (q *request) of(op Operation) {
 	switch o := op.(type) {
 	case AllReduceOp:
 		if o.Src == (Buffer{}) {
 			o.Src = o.Dst
 		}
-		return request{kind: collectives.AllReduce, op: o.Op, dst: o.Dst, src: o.Src}
+		q.kind, q.op, q.dst, q.src = collectives.AllReduce, o.Op, o.Dst, o.Src
 	case ReduceScatterOp:
-		return request{kind: collectives.ReduceScatter, op: o.Op, dst: o.Dst, src: o.Src}
+		q.kind, q.op, q.dst, q.src = collectives.ReduceScatter, o.Op, o.Dst, o.Src
 	case AllGatherOp:
-		return request{kind: collectives.AllGather, dst: o.Dst, src: o.Src}
+		q.kind, q.dst, q.src = collectives.AllGather, o.Dst, o.Src
 	case AllGatherVOp:
-		return request{kind: collectives.AllGatherV, dst: o.Dst, src: o.Src, counts: o.Counts}
+		q.kind, q.dst, q.src, q.counts = collectives.AllGatherV, o.Dst, o.Src, o.Counts
 	case AllToAllOp:
-		return request{kind: collectives.AllToAll, dst: o.Dst, src: o.Src}
+		q.kind, q.dst, q.src = collectives.AllToAll, o.Dst, o.Src
 	case AllToAllVOp:
-		return request{kind: collectives.AllToAllV, dst: o.Dst, src: o.Src, counts: o.SendCounts, recvCounts: o.RecvCounts}
+		q.kind, q.dst, q.src, q.counts, q.recvCounts = collectives.AllToAllV, o.Dst, o.Src, o.SendCounts, o.RecvCounts
 	case BroadcastOp:
-		return request{kind: collectives.Broadcast, root: o.Root, dst: o.X, src: o.X}
+		q.kind, q.root, q.dst, q.src = collectives.Broadcast, o.Root, o.X, o.X
 	case ReduceOp:
-		return request{kind: collectives.Reduce, op: o.Op, root: o.Root, dst: o.X, src: o.X}
+		q.kind, q.op, q.root, q.dst, q.src = collectives.Reduce, o.Op, o.Root, o.X, o.X
 	case GatherOp:
-		return request{kind: collectives.Gather, root: o.Root, dst: o.Dst, src: o.Src}
+		q.kind, q.root, q.dst, q.src = collectives.Gather, o.Root, o.Dst, o.Src
 	case ScatterOp:
-		return request{kind: collectives.Scatter, root: o.Root, dst: o.Dst, src: o.Src}
+		q.kind, q.root, q.dst, q.src = collectives.Scatter, o.Root, o.Dst, o.Src
 	case BarrierOp:
-		return request{kind: collectives.Barrier}
+		q.kind = collectives.Barrier
 	}
-	return request{} // nil: check refuses it
 }

@@ -202,3 +202,26 @@ func TestMixedCallsRunInOrder(t *testing.T) {
 		return nil
 	})
 }
+
+// What is no operation is refused, and the group goes on.
+func TestUnknownOperationIsRefused(t *testing.T) {
+	gs, err := Local(1, Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := gs[0]
+	defer g.Close()
+	x := []int64{1}
+	for _, op := range []Operation{nil, &AllReduceOp{Dst: BufferOf(x), Op: Sum}} {
+		var bad *ArgumentError
+		if err := g.Do(t.Context(), op); !errors.As(err, &bad) {
+			t.Errorf("%T: got %v, want an *ArgumentError", op, err)
+		}
+		if err := g.Start(op).Wait(t.Context()); !errors.As(err, &bad) {
+			t.Errorf("%T, started: got %v, want an *ArgumentError", op, err)
+		}
+	}
+	if err := AllReduce(t.Context(), g, x, Sum); err != nil {
+		t.Error(err)
+	}
+}
