@@ -32,8 +32,9 @@ type started struct {
 	in    unsafe.Pointer // of bound
 	out   unsafe.Pointer
 	call  call
-	eager bool  // it is not to wait for who waits for it
-	at    int64 // when it was started, by the recorder's clock
+	eager bool   // it is not to wait for who waits for it
+	at    int64  // when it was started, by the recorder's clock
+	n     uint64 // of all that the group has started
 }
 
 // Done is closed when the operation has ended, one way or the other. Who asks for it has the
@@ -141,8 +142,8 @@ const (
 // arguments ends the Work at once. Config.Timeout bounds a collective from when it begins to run, a
 // message from now on.
 //
-// Started operations need nobody who waits for them. One of less than 64 KiB may begin as late as a
-// millisecond after its turn has come if nobody does.
+// Started operations need nobody who waits for them. If nobody does, one of less than 64 KiB may go
+// on as late as a millisecond after it could.
 func (g *Group) Start(op Operation) *Work {
 	switch o := op.(type) {
 	case SendOp:
@@ -198,6 +199,7 @@ func (g *Group) lineUp(w *Work, q *request, b *boundCall, c *call) {
 		s.eager = c.size(g.size) >= eagerFrom
 	}
 	g.started++
+	s.n = g.started
 	g.line.join(&s.waiter)
 }
 
@@ -389,21 +391,25 @@ func (g *Group) work() {
 	timer.Stop()
 	p.Lock()
 	defer p.Unlock()
-	var seen *started // it was next when the worker looked last
-	var started uint64
+	var seen, started uint64 // what was idle when the worker looked last, and how many were started by then
 	for idle := 0; ; {
 		closed := g.closed.Load()
 		next := g.idle()
 		switch {
-		case next != nil && (next == seen || l.eager > 0 || l.asleep > 0 || closed || g.parked.work != nil && g.parked.err != p2p.ErrSuspended):
+		case next != nil && (next.n == seen || l.eager > 0 || l.asleep > 0 || closed || g.parked.work != nil && g.parked.err != p2p.ErrSuspended):
 			g.perform(next, true)
 			g.advance()
-			seen = g.idle() // it has been left lying as long
+			if next = g.idle(); next != nil { // it has been left lying as long
+				seen = next.n
+			}
 			continue
 		case closed && l.works == 0:
 			return
 		}
-		if seen = next; next != nil || started != g.started {
+		if next != nil {
+			seen = next.n
+		}
+		if next != nil || started != g.started {
 			idle, started = 0, g.started
 		} else if idle < watches {
 			idle++
