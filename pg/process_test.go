@@ -82,9 +82,23 @@ func TestKill(t *testing.T) {
 		for _, when := range []string{"before", "during", "during registered", "after", "before the links"} {
 			t.Run(tr+"/"+when, func(t *testing.T) {
 				const n, dead = 4, 2
+				here := filepath.Join(t.TempDir(), "here")
 				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 					ctx := context.Background()
 					x := make([]float32, 1<<20)
+					if when == "before the links" { // whoever is in Join still would be told there
+						here := os.Getenv("TEST_HERE")
+						if err := os.WriteFile(fmt.Sprint(here, g.Rank()), nil, 0o600); err != nil {
+							t.Fatal(err)
+						}
+						for r := 0; r < n; {
+							if _, err := os.Stat(fmt.Sprint(here, r)); err == nil {
+								r++
+							} else {
+								time.Sleep(time.Millisecond)
+							}
+						}
+					}
 					if when == "during registered" {
 						var err error
 						if x, err = pg.Alloc[float32](g, len(x)); err != nil {
@@ -121,7 +135,7 @@ func TestKill(t *testing.T) {
 					if again := g.Barrier(ctx); !errors.As(again, &re) {
 						t.Errorf("afterwards: %v", again)
 					}
-				}, pgtest.Transport(tr), pgtest.Expect(dead, syscall.SIGKILL), pgtest.Config(pg.Config{Timeout: 30 * time.Second}))
+				}, pgtest.Transport(tr), pgtest.Expect(dead, syscall.SIGKILL), pgtest.Config(pg.Config{Timeout: 30 * time.Second}), pgtest.Env("TEST_HERE="+here))
 			})
 		}
 	}
