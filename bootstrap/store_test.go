@@ -509,6 +509,21 @@ func TestEtcdLostLeaseEndsAtClose(t *testing.T) {
 	}
 }
 
+// The store may have ended the lease when the handle is closed, before the handle knows it: then
+// there is nothing left to give back, which is no failure.
+func TestEtcdCloseAfterTheLeaseEnded(t *testing.T) {
+	s, ctx := dial(t, startEtcd(t), bootstrap.StoreConfig{LeaseTTL: time.Minute}), context30(t)
+	if err := s.Put(ctx, "k", nil, true); err != nil {
+		t.Fatal(err)
+	}
+	if err := bootstrap.EndLease(ctx, s); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestDialStoreFailures(t *testing.T) {
 	e := startEtcd(t)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
