@@ -206,7 +206,7 @@ func TestReplacement(t *testing.T) {
 	}
 	a.Unlock()
 	for _, m := range []*member{a, c} {
-		m.Vacate(1, p2p.ErrPeerGone)
+		m.Vacate(1, 0, p2p.ErrPeerGone)
 	}
 	if err := a.lastEvent(); err == nil {
 		t.Error("nobody was told that the link is down")

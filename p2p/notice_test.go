@@ -88,7 +88,7 @@ func TestNoticesOutliveALink(t *testing.T) {
 		t.Fatalf("heard %v", heard)
 	}
 	for r, p := range all { // both take the link for lost, and begin anew
-		p.Vacate(1-r, p2p.ErrPeerGone)
+		p.Vacate(1-r, 0, p2p.ErrPeerGone)
 	}
 	all[0].Lock()
 	cs[0].Notice([]int{1}, 0, []byte{2})

@@ -426,15 +426,16 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
-// Vacate says that no incarnation of rank is a member any more. Its link, if there is one, goes down
-// because of why, waits for it fail then, and another incarnation may link itself. What the rank had
-// sent is taken first: a Distant link stays in service until the rank has ended it, Config.Linger is
-// over or another incarnation comes. Takes the lock itself.
-func (p *Proxy) Vacate(rank int, why error) {
+// Vacate says that this incarnation of rank is a member no more, or with 0 that none is. Its link, if
+// there is one, goes down because of why, waits for it fail then, and another incarnation may link
+// itself; one that is linked already stays. What the rank had sent is taken first: a Distant link
+// stays in service until the rank has ended it, Config.Linger is over or another incarnation comes.
+// Takes the lock itself.
+func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
-	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil {
+	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || incarnation != 0 && pr.link != nil && pr.id.Incarnation != incarnation {
 		return
 	}
 	p.unlend(pr)

@@ -104,7 +104,7 @@ func leaver(t *testing.T, linger time.Duration) (x *leavers, c *p2p.Channel) {
 	x.held.Store(true)
 	put(b, far, 0, 2)
 	b.Close()
-	a.Vacate(1, errVacated)
+	a.Vacate(1, 2, errVacated)
 	return x, c
 }
 
@@ -169,6 +169,22 @@ func TestAnotherLifeEndsTheLeaversLink(t *testing.T) {
 			linked(t, x.all[0], 3)
 		})
 	}
+}
+
+// Word that an incarnation is gone may come when the next one is linked: that one stays.
+func TestNextIncarnationStays(t *testing.T) {
+	x, _ := leaver(t, 0)
+	b := x.settle(1, 3)
+	b.Relink(0)
+	linked(t, x.all[0], 3)
+	x.all[0].Vacate(1, 2, errVacated)
+	if life := x.all[0].Linked(1); life != 3 {
+		t.Errorf("linked with incarnation %d, want 3", life)
+	}
+	x.held.Store(false)
+	b.Close()
+	x.all[0].Vacate(1, 3, errVacated)
+	linked(t, x.all[0], 0)
 }
 
 // linked waits until a is linked with a life of rank 1.

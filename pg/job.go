@@ -592,7 +592,7 @@ func (j *job) anew(ctx context.Context, over membership.View) error {
 	j.met.Store(false)
 	for r := range j.settings.MaxSize {
 		if l := j.proxy.Linked(r); l == 0 || over.Has(r, l) {
-			j.proxy.Vacate(r, p2p.ErrPeerGone)
+			j.proxy.Vacate(r, 0, nobody(r))
 			j.proxy.Expect(r, 0)
 		}
 	}

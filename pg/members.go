@@ -98,7 +98,7 @@ func (j *job) startMembers(view membership.View, first uint64) error {
 		case r < view.Size() && view.Slots[r].Incarnation != 0:
 			j.proxy.Expect(r, view.Slots[r].Incarnation)
 		default:
-			j.proxy.Vacate(r, fmt.Errorf("nobody is rank %d: %w", r, p2p.ErrPeerGone))
+			j.proxy.Vacate(r, 0, nobody(r))
 		}
 	}
 	j.proxy.Lock()
@@ -242,8 +242,9 @@ func (ms *members) run(acts []membership.Action) {
 			e := ms.queue[0]
 			ms.queue = ms.queue[1:]
 			ms.mu.Unlock()
-			if d, ok := e.(membership.LinkDown); ok && !ms.m.View().Has(d.Slot, d.Incarnation) {
-				ms.vacate(d.Peer, fmt.Errorf("nobody is rank %d", d.Slot)) // the next one who wants the slot may come
+			if d, ok := e.(membership.LinkDown); ok && !ms.m.View().Has(d.Slot, d.Incarnation) &&
+				(d.Incarnation != 0 || ms.j.proxy.Linked(d.Slot) == 0) {
+				ms.j.proxy.Vacate(d.Slot, d.Incarnation, nobody(d.Slot)) // the next one who wants the slot may come
 			}
 			acts = ms.m.Step(e)
 			continue
@@ -351,8 +352,7 @@ func (ms *members) enter(a membership.Enter) {
 		if r >= len(old.Slots) || r == ms.self.Slot {
 			continue
 		}
-		ms.vacate(membership.Peer{Slot: r, Incarnation: old.Slots[r].Incarnation},
-			errors.New(strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error())))
+		ms.j.proxy.Vacate(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error()), p2p.ErrPeerGone))
 	}
 	// The dead one's record need not wait for the end of its lease: whoever replaces it may have
 	// the slot.
@@ -366,7 +366,7 @@ func (ms *members) enter(a membership.Enter) {
 	if !old.Has(ms.self.Slot, ms.self.Incarnation) { // while it waited to be let in, it tried in vain to link with ranks that have been lost since: who replaces them is welcome
 		for r := range j.settings.MaxSize {
 			if r != ms.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) && j.proxy.Linked(r) == 0 {
-				j.proxy.Vacate(r, fmt.Errorf("nobody is rank %d: %w", r, p2p.ErrPeerGone))
+				j.proxy.Vacate(r, 0, nobody(r))
 			}
 		}
 	}
@@ -377,13 +377,8 @@ func (ms *members) enter(a membership.Enter) {
 	}
 }
 
-// vacate has a slot wait for another life than p, which is over. If the next one is linked already,
-// it stays.
-func (ms *members) vacate(p membership.Peer, why error) {
-	if linked := ms.j.proxy.Linked(p.Slot); linked == 0 || linked == p.Incarnation {
-		ms.j.proxy.Vacate(p.Slot, fmt.Errorf("%w: %w", why, p2p.ErrPeerGone))
-	}
-}
+// nobody is why a slot's rank is not linked that no process has.
+func nobody(rank int) error { return fmt.Errorf("nobody is rank %d: %w", rank, p2p.ErrPeerGone) }
 
 // clear removes the record of a life that is over.
 func (ms *members) clear(slot int, incarnation uint64) {
