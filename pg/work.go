@@ -240,9 +240,7 @@ func (g *Group) advance() {
 		}
 		g.attempt(w, nil)
 	}
-	if g.parked.err != p2p.ErrSuspended {
-		g.kickWorker()
-	}
+	g.rouse()
 }
 
 // drive runs the Work whose turn it is on behalf of a goroutine that waits, until ctx ends at most,
@@ -368,10 +366,17 @@ func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
 	g.line.asleep--
 }
 
-// rouse wakes the worker if it has something to do at once.
+// urgent reports whether what is idle is not to be left lying: somebody sleeps, or will, until it,
+// or what is behind it, is over; or it has failed.
+func (g *Group) urgent() bool {
+	w, l := g.idle(), &g.line
+	return w != nil && (w.eager || l.eager > 0 || l.asleep > 0 || w == g.parked.work && g.parked.err != p2p.ErrSuspended)
+}
+
+// rouse wakes the worker if it has something to do at once, or has to look after what may be left
+// lying.
 func (g *Group) rouse() {
-	l := &g.line
-	if next := g.idle(); next != nil && (l.eager > 0 || l.asleep > 0) || g.closed.Load() {
+	if g.urgent() || g.idle() != nil && !g.watched || g.closed.Load() {
 		g.kickWorker()
 	}
 }
@@ -396,7 +401,7 @@ func (g *Group) work() {
 		closed := g.closed.Load()
 		next := g.idle()
 		switch {
-		case next != nil && (next.n == seen || l.eager > 0 || l.asleep > 0 || closed || g.parked.work != nil && g.parked.err != p2p.ErrSuspended):
+		case next != nil && (next.n == seen || closed) || g.urgent():
 			g.perform(next, true)
 			g.advance()
 			if next = g.idle(); next != nil { // it has been left lying as long

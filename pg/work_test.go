@@ -225,3 +225,56 @@ func TestUnknownOperationIsRefused(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A Work that comes to its turn when the worker has stopped looking, because nothing was started
+// and everything in the line was behind a long operation, ends all the same.
+func TestWorkBehindLongOperationIsNotLeftLying(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		for range 3 { // bound from here on
+			if err := AllReduce(ctx, g, []int64{1}, Sum); err != nil {
+				return err
+			}
+		}
+		x, y := []int64{1}, []int64{1}
+		if g.Rank() == 1 { // late for both
+			for i := range 2 {
+				if _, err := Recv(ctx, g, []int32{0}, 0, i); err != nil {
+					return err
+				}
+				if err := AllReduce(ctx, g, [][]int64{x, y}[i], Sum); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+		a := g.Start(AllReduceOp{Dst: BufferOf(x), Op: Sum})
+		b := g.Start(AllReduceOp{Dst: BufferOf(y), Op: Sum})
+		go func() {
+			for n := 0; n < 300; time.Sleep(time.Millisecond) { // the worker sleeps for good
+				g.job.proxy.Lock()
+				if g.worker && !g.watched && g.busy {
+					n++
+				}
+				g.job.proxy.Unlock()
+				if n == 0 && g.closed.Load() {
+					return
+				}
+			}
+			Send(ctx, g, []int32{0}, 1, 0)
+		}()
+		bounded, cancel := context.WithTimeout(ctx, 15*time.Second)
+		defer cancel()
+		if err := a.Wait(bounded); err != nil {
+			return err
+		}
+		if err := Send(ctx, g, []int32{0}, 1, 1); err != nil {
+			return err
+		}
+		select {
+		case <-b.Done():
+			return b.Err()
+		case <-time.After(15 * time.Second):
+			return errors.New("the second operation never ends, though its Done is waited for")
+		}
+	})
+}

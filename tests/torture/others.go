@@ -93,7 +93,7 @@ func (r *rank) agree(ctx context.Context, s *Step, part *Part, h *handle, lane i
 	if s.May == 0 {
 		want := true
 		for _, slot := range h.g.View().Active {
-			want = want && !s.Ranks[h.ranks[slot]].No
+			want = want && (len(s.Ranks) == 0 || !s.Ranks[h.ranks[slot]].No)
 		}
 		if got != want {
 			r.find("wrong", "agree: %v, want %v", got, want)
