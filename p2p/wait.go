@@ -60,12 +60,15 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 
 // Attend is for who runs w's operation on behalf of somebody else. When guest ends, WaitRecv and
 // Send of a Channel return ErrSuspended; the operation has not failed, and whoever calls them again
-// with the same arguments goes on with it. Whoever gives a nil guest stays to the end.
-func (w *Wait) Attend(guest context.Context, lazy bool) { w.guest, w.lazy, w.try = guest, lazy, false }
+// with the same arguments goes on with it.
+func (w *Wait) Attend(guest context.Context) { w.guest, w.try, w.lazy = guest, false, false }
+
+// Stay is for who runs w's operation to its end: see Reset for lazy.
+func (w *Wait) Stay(lazy bool) { w.guest, w.try, w.lazy = nil, false, lazy }
 
 // Try has WaitRecv and Send return ErrSuspended, in the sense of Attend, as soon as they would have
 // to wait.
-func (w *Wait) Try() { w.try = true }
+func (w *Wait) Try() { w.guest, w.try, w.lazy = nil, true, false }
 
 // Since has the time that w's operation has count from t, before its first wait.
 func (w *Wait) Since(t time.Time) { w.begin(t) }

@@ -238,7 +238,7 @@ func (g *Group) advance() {
 		if w == nil || !g.steady(w) || w.bound.size > shortTo {
 			return
 		}
-		g.attempt(w, nil)
+		g.attempt(w, g.wait.Try)
 	}
 	g.rouse()
 }
@@ -253,7 +253,7 @@ func (g *Group) drive(ctx context.Context) bool {
 	case ctx.Done() == nil:
 		g.perform(w, false)
 	case w != g.parked.work && g.steady(w) || w == g.parked.work && g.parked.err == p2p.ErrSuspended:
-		if g.attempt(w, ctx); g.parked.work != nil {
+		if g.attempt(w, func() { g.wait.Attend(ctx) }); g.parked.work != nil {
 			g.kickWorker()
 			return true
 		}
@@ -264,8 +264,8 @@ func (g *Group) drive(ctx context.Context) bool {
 	return true
 }
 
-// attempt runs a Work until ctx ends, or if that is nil until it would have to wait.
-func (g *Group) attempt(w *started, ctx context.Context) {
+// attempt runs a Work, or goes on with it, as far as patient has its waits go.
+func (g *Group) attempt(w *started, patient func()) {
 	begun := g.parked.work == w
 	if g.parked = (parked{}); !begun {
 		g.line.takeNext()
@@ -276,9 +276,7 @@ func (g *Group) attempt(w *started, ctx context.Context) {
 			return
 		}
 	}
-	if g.wait.Attend(ctx, false); ctx == nil {
-		g.wait.Try()
-	}
+	patient()
 	var err error
 	if begun {
 		err = g.run.resume()
@@ -297,7 +295,7 @@ func (g *Group) perform(w *started, lazy bool) {
 	var err error
 	if at := g.parked; at.work == w {
 		g.parked = parked{}
-		g.wait.Attend(nil, lazy)
+		g.wait.Stay(lazy)
 		if err = at.err; err == p2p.ErrSuspended {
 			err = g.run.resume()
 		}
