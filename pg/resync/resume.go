@@ -55,6 +55,9 @@ func (s Standing) Next() uint64 {
 // then somebody may have confirmed it and died, or if one is past it, who knows that all had it;
 // else surely nobody has given it to the program.
 //
+// A rank that gave up while the others' exchange was completed does not know its outcome: the next
+// one holds it to that, or to what it gave up, whichever is later.
+//
 // This holds if a uniform operation is over only when it is confirmed, or by a Resume. A rank that
 // gives up earlier (a deadline) may tell its program so, but then it throws the result away, and
 // the operation stays at hand, neither Has nor Intact, until the next exchange.
@@ -70,8 +73,9 @@ func Resume(standings []Standing) (start, confirmed uint64) {
 	for _, s := range standings {
 		switch {
 		case s.Joins:
-		case last.after(s): // it did not hear what was settled, and has run nothing since: it stands where that exchange put it, at start
+		case last.after(s): // it did not hear what was settled, and has run nothing since: it stands where that exchange put it, at start, or after what it gave up since
 			behind = true
+			start = max(start, s.Next())
 		default:
 			start, past = max(start, s.Next()), max(past, s.Over)
 			if s.Has {
