@@ -435,7 +435,8 @@ func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
-	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || incarnation != 0 && pr.link != nil && pr.id.Incarnation != incarnation {
+	another := incarnation != 0 && pr.link != nil && pr.id.Incarnation != incarnation
+	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || another {
 		return
 	}
 	p.unlend(pr)

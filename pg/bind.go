@@ -56,7 +56,8 @@ func (r *runner) recall(q *request) *boundCall {
 	dst, src := &q.dst, &q.src
 	at := &r.set.latest[slot(q.kind, q.op, src.DType, q.root, dst.Count)]
 	b := *at
-	if b == nil || b.key.kind != q.kind || b.key.op != q.op || b.key.dtype != src.DType || b.key.root != q.root || b.key.dst != dst.Count || b.key.src != src.Count {
+	if b == nil || b.key.kind != q.kind || b.key.op != q.op || b.key.dtype != src.DType || b.key.root != q.root ||
+		b.key.dst != dst.Count || b.key.src != src.Count {
 		if b = r.set.bound[boundKey{q.kind, q.op, src.DType, q.root, dst.Count, src.Count}]; b == nil {
 			return nil
 		}
@@ -90,7 +91,8 @@ func (r *runner) remember(prog *program) {
 	if c.in == nil || c.out == nil || c.count == 0 || r.bound != nil || r.widens(prog) {
 		return
 	}
-	b := &boundCall{call: *c, key: boundKey{c.kind, c.op, c.dtype, c.root, dst, src}, set: r.set, prog: prog, tok: r.tok,
+	b := &boundCall{call: *c, key: boundKey{c.kind, c.op, c.dtype, c.root, dst, src}, set: r.set, prog: prog,
+		tok:  r.tok,
 		from: r.in.stride, to: r.out.stride, size: c.size(n), inPlace: alike, record: r.g.tel.tpl, epoch: r.g.epoch}
 	b.forget()
 	b.uniform = false // as Split's and Admit's own is, and a program's is not

@@ -101,7 +101,8 @@ func spell(t p2p.Token) string {
 // check validates a request and makes a call of it. It looks at nothing that only this rank knows
 // but the lengths of its own buffers. With the proxy's lock, as the number of slots may grow.
 func (g *Group) check(q *request) (call, error) {
-	c := call{kind: q.kind, op: q.op, root: q.root, in: q.src.Ptr, out: q.dst.Ptr, dtype: q.src.DType, counts: q.counts, recvCounts: q.recvCounts, ranks: g.size}
+	c := call{kind: q.kind, op: q.op, root: q.root, in: q.src.Ptr, out: q.dst.Ptr, dtype: q.src.DType,
+		counts: q.counts, recvCounts: q.recvCounts, ranks: g.size}
 	return c, g.checkInto(&c, q)
 }
 
@@ -113,7 +114,8 @@ func (g *Group) checkInto(c *call, q *request) error {
 	}
 	switch kind {
 	case 0:
-		return &ArgumentError{Call: "an operation", Arg: "its type", Got: "none that is known", Want: "one of the …Op types of package pg, not a pointer to one"}
+		return &ArgumentError{Call: "an operation", Arg: "its type", Got: "none that is known",
+			Want: "one of the …Op types of package pg, not a pointer to one"}
 	case collectives.Barrier:
 		c.dtype = Uint8
 		return nil

@@ -131,7 +131,8 @@ type shown struct {
 // the one with the next number. lives are the incarnations of the members, nil for the group of all
 // ranks, which enters its first view by move unless epoch is that view's.
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
-	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch, kick: make(chan struct{}, 1)}
+	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch,
+		kick: make(chan struct{}, 1)}
 	g.cur = &g.unbound
 	g.active = make([]int, len(ranks))
 	for i := range g.active {

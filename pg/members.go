@@ -352,7 +352,8 @@ func (ms *members) enter(a membership.Enter) {
 		if r >= len(old.Slots) || r == ms.self.Slot {
 			continue
 		}
-		ms.j.proxy.Vacate(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error()), p2p.ErrPeerGone))
+		because := strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error())
+		ms.j.proxy.Vacate(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", because, p2p.ErrPeerGone))
 	}
 	// The dead one's record need not wait for the end of its lease: whoever replaces it may have
 	// the slot.

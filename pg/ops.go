@@ -134,7 +134,8 @@ func AllGather[T Element](ctx context.Context, g *Group, dst, src []T) error {
 // AllGatherV collects src of all ranks, counts[r] elements from rank r, packed in dst by rank.
 // counts is the same on all ranks.
 func AllGatherV[T Element](ctx context.Context, g *Group, dst, src []T, counts []int) error {
-	return g.blocking(ctx, &request{kind: collectives.AllGatherV, dst: BufferOf(dst), src: BufferOf(src), counts: counts})
+	return g.blocking(ctx, &request{kind: collectives.AllGatherV, dst: BufferOf(dst), src: BufferOf(src),
+		counts: counts})
 }
 
 // AllToAll sends part r of src to rank r and receives into part r of dst from rank r: len(dst) =
@@ -146,7 +147,8 @@ func AllToAll[T Element](ctx context.Context, g *Group, dst, src []T) error {
 // AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by
 // rank. Rank a's sendCounts[b] must be rank b's recvCounts[a], zero included.
 func AllToAllV[T Element](ctx context.Context, g *Group, dst, src []T, sendCounts, recvCounts []int) error {
-	return g.blocking(ctx, &request{kind: collectives.AllToAllV, dst: BufferOf(dst), src: BufferOf(src), counts: sendCounts, recvCounts: recvCounts})
+	return g.blocking(ctx, &request{kind: collectives.AllToAllV, dst: BufferOf(dst), src: BufferOf(src),
+		counts: sendCounts, recvCounts: recvCounts})
 }
 
 // Broadcast copies x of root to x of every rank.

@@ -135,7 +135,8 @@ func TestKill(t *testing.T) {
 					if again := g.Barrier(ctx); !errors.As(again, &re) {
 						t.Errorf("afterwards: %v", again)
 					}
-				}, pgtest.Transport(tr), pgtest.Expect(dead, syscall.SIGKILL), pgtest.Config(pg.Config{Timeout: 30 * time.Second}), pgtest.Env("TEST_HERE="+here))
+				}, pgtest.Transport(tr), pgtest.Expect(dead, syscall.SIGKILL), pgtest.Env("TEST_HERE="+here),
+					pgtest.Config(pg.Config{Timeout: 30 * time.Second}))
 			})
 		}
 	}

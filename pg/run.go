@@ -682,7 +682,8 @@ type topology struct {
 }
 
 func (t *topology) equal(o *topology) bool {
-	return t.size == o.size && t.caps == o.caps && t.algo == o.algo && t.table == o.table && slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
+	return t.size == o.size && t.caps == o.caps && t.algo == o.algo && t.table == o.table &&
+		slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
 }
 
 // planSet is the plans that were made for a topology, and the calls that are bound in it. Shapes

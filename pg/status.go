@@ -408,7 +408,8 @@ func (g *Group) awaits() (slots []int) {
 }
 
 func (g *Group) glance() glance {
-	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq, queued: g.line.calls, err: g.err, last: g.tel.err}
+	v := glance{id: g.id(), slot: g.rank, active: slices.Clone(g.active), epoch: g.epoch, seq: g.seq,
+		queued: g.line.calls, err: g.err, last: g.tel.err}
 	if g.aborted != nil {
 		v.err = g.aborted
 	}

@@ -368,7 +368,8 @@ func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
 // or what is behind it, is over; or it has failed.
 func (g *Group) urgent() bool {
 	w, l := g.idle(), &g.line
-	return w != nil && (w.eager || l.eager > 0 || l.asleep > 0 || w == g.parked.work && g.parked.err != p2p.ErrSuspended)
+	failed := g.parked.work != nil && g.parked.err != p2p.ErrSuspended
+	return w != nil && (w.eager || l.eager > 0 || l.asleep > 0 || failed)
 }
 
 // rouse wakes the worker if it has something to do at once, or has to look after what may be left

@@ -93,7 +93,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and reads its result after it, off the clock; the median call counts")
-	fl.IntVar(&f.queue, "queue", 0, "start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs")
+	fl.IntVar(&f.queue, "queue", 0,
+		"start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
@@ -189,7 +190,8 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)
 	}
 	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds, f.roundTime
-	s.Registered, s.Check, s.Touch, s.Queue, s.Transport = f.registered, f.check && !f.noCheck, f.touch, f.queue, f.transport
+	s.Registered, s.Check, s.Touch, s.Queue = f.registered, f.check && !f.noCheck, f.touch, f.queue
+	s.Transport = f.transport
 	return s, nil
 }
 

@@ -73,7 +73,9 @@ func Resume(standings []Standing) (start, confirmed uint64) {
 	for _, s := range standings {
 		switch {
 		case s.Joins:
-		case last.after(s): // it did not hear what was settled, and has run nothing since: it stands where that exchange put it, at start, or after what it gave up since
+		case last.after(s):
+			// It did not hear what was settled, and has run nothing since: it stands where that
+			// exchange put it, at start, or after what it gave up since.
 			behind = true
 			start = max(start, s.Next())
 		default:

@@ -318,7 +318,8 @@ func TestResumeExamples(t *testing.T) {
 		{"only joiners", []Standing{{Joins: true}, {Joins: true, Intact: true}}, 1, 0},
 		{"the later of two exchanges in one view counts", []Standing{{Over: 3, Intact: true, Last: Outcome{At: Point{7, 1 << 40}, Start: 4}}, {Over: 9, Intact: true, Last: Outcome{At: Point{7, 1<<40 + 1}, Start: 10}}}, 10, 0},
 		{"one did not hear what was settled", []Standing{{Over: 3, Has: true, Last: Outcome{At: Point{View: 1}, Start: 1}}, {Over: 5, Last: Outcome{At: Point{View: 2}, Start: 5, Confirmed: 4}}}, 7, 4},
-		{"one did not hear what was settled, and gave up what it began with", []Standing{{Over: 6, Intact: true}, {Over: 5, Intact: true, Last: Outcome{At: Point{View: 1, Attempt: 1}, Start: 6, Confirmed: 5}}}, 7, 5},
+		{"one did not hear what was settled, and gave up what it began with", []Standing{{Over: 6, Intact: true},
+			{Over: 5, Intact: true, Last: Outcome{At: Point{View: 1, Attempt: 1}, Start: 6, Confirmed: 5}}}, 7, 5},
 	} {
 		if start, confirmed := Resume(c.standings); start != c.start || confirmed != c.confirmed {
 			t.Errorf("%s: got %d, %d; want %d, %d", c.name, start, confirmed, c.start, c.confirmed)

@@ -148,7 +148,8 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		return 0, err
 	}
 	host, _ := os.Hostname()
-	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(), Registered: s.Registered, Touch: s.Touch, Queue: s.Queue, Rounds: s.Rounds}
+	h := Header{Ranks: g.Size(), Host: host, Cores: tuning.Cores(), Transport: s.Transport, Topology: g.Topology(),
+		Registered: s.Registered, Touch: s.Touch, Queue: s.Queue, Rounds: s.Rounds}
 	for _, p := range all {
 		if h.Rows++; p.op.name != "barrier" {
 			h.Rows += len(s.sizes()) - 1
@@ -240,7 +241,8 @@ func (r *run) measure(ctx context.Context, p series) error {
 				in = queue(r.g, each)
 			}
 			row := Row{Op: p.op.name, DType: p.dt.String(), RedOp: "none", Root: -1, Ranks: r.g.Size(), Count: in.count, Bytes: in.bytes,
-				Transport: r.Transport, Registered: r.Registered, Touch: r.Touch, Queue: r.Queue, InPlace: inPlace, Wrong: -1}
+				Transport: r.Transport, Registered: r.Registered, Touch: r.Touch, Queue: r.Queue, InPlace: inPlace,
+				Wrong: -1}
 			if p.op.reduces {
 				row.RedOp = p.red.String()
 			}

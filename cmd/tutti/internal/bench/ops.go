@@ -62,15 +62,17 @@ func find(name string) *operation {
 // instance is one operation on one size: its buffers, how to fill them, the call, and the check.
 type instance struct {
 	count, bytes int
-	first        int          // the element of the endless tables with which all data begin: another one gives other inputs and another result
-	write        func()       // the inputs
-	op           pg.Operation // nil: sendrecv, which is two
-	call         func(context.Context) error
-	calls        int          // operations that a call is
-	result       func() int64 // reads the result, and counts the elements that are wrong
-	kept         func() int64 // the same for inputs that the call must leave alone; nil: there are none
-	outs         [][]byte     // what the call writes, with margins
-	outputs      []byte       // the last of them, without
+	// first is the element of the endless tables with which all data begin: another one gives other
+	// inputs and another result.
+	first   int
+	write   func()       // the inputs
+	op      pg.Operation // nil: sendrecv, which is two
+	call    func(context.Context) error
+	calls   int          // operations that a call is
+	result  func() int64 // reads the result, and counts the elements that are wrong
+	kept    func() int64 // the same for inputs that the call must leave alone; nil: there are none
+	outs    [][]byte     // what the call writes, with margins
+	outputs []byte       // the last of them, without
 }
 
 // fill poisons what the call writes and writes the inputs.
@@ -140,7 +142,8 @@ func sum(c []int) (s int) {
 
 // newInstance makes operation o of about size bytes. The arena must hold 2*size bytes and the
 // margins in each buffer.
-func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, rx *reduction, mem arena, size, root int, inPlace bool) *instance {
+func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, rx *reduction, mem arena,
+	size, root int, inPlace bool) *instance {
 	n, me, es := g.Size(), g.Rank(), dt.Size()
 	count := max(1, size/es)
 	if o.parts {
