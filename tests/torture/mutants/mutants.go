@@ -48,7 +48,7 @@ var mutants = []mutant{
 		name:      "verify",
 		what:      "readers do not look at the words before they tell others that they are done",
 		transport: "shm",
-		edits:     []edit{{"pg", "runner.steps", "if prog.sure[i] {", "if false {"}},
+		edits:     []edit{{"pg", "runner.stepsFrom", "if prog.sure[i] {", "if false {"}},
 	},
 	{
 		name:      "last-wait",
@@ -123,25 +123,35 @@ var mutants = []mutant{
 	},
 	{
 		name:      "key-again",
-		what:      "a call counts as one like the one before although its root is another",
+		what:      "a call is taken for one that is bound although its root is another",
 		transport: "shm",
-		edits:     []edit{{"pg", "runner.again", "&& root == h.root", ""}},
+		edits: []edit{
+			{"pg", "runner.recall", "src.DType, q.root, dst.Count)]", "src.DType, 0, dst.Count)]"},
+			{"pg", "runner.recall", "|| b.key.root != q.root", ""},
+			{"pg", "runner.remember", "c.dtype, c.root, dst)] = b", "c.dtype, 0, dst)] = b"},
+		},
 	},
 	{
 		name:      "number",
 		what:      "a call that fails does not take its operation's number, which is used again",
 		transport: "shm",
 		edits: []edit{
-			{"pg", "Group.collective", "g.cur.forget() g.end(err)", "g.cur.forget(); g.end(err); if err != nil { g.seq-- }"},
+			{"pg", "Group.concluded", "g.cur.forget() g.end(err)", "g.cur.forget(); g.end(err); if err != nil { g.seq-- }"},
 			{"pg", "Group.Recover", "g.seq = max(g.seq, g.begins-1)", ""},
 		},
+	},
+	{
+		name:      "part",
+		what:      "a message whose sending was interrupted is sent from its beginning again",
+		transport: "tcp",
+		edits:     []edit{{"p2p", "Channel.Send", "st.part = off", "st.part = 0"}},
 	},
 	{
 		name:      "dirty",
 		what:      "an input in place that is partly overwritten counts as intact for a retry",
 		transport: "shm",
 		flags:     []string{"-torture.faults", "1"},
-		edits:     []edit{{"pg", "runner.steps", "r.dirty, inPlace = true, false", "inPlace = false"}},
+		edits:     []edit{{"pg", "runner.stepsFrom", "r.dirty, inPlace = true, false", "inPlace = false"}},
 	},
 }
 
