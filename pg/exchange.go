@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -21,15 +22,16 @@ const (
 	noticeStanding = iota
 	noticeBallot
 	noticePresent
+	noticeStart
 )
 
 // A notice of key noticeStanding says where a rank stands in an exchange, little-endian, in
 // standingSize bytes and more:
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 the last that was completed: view | 32 attempt
-//	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 place | 112 why the group has failed:
-//	what Abort told
-const standingSize = 72 + placeSize
+//	40 Start | 48 Confirmed | 56 agreements | 64 counted from | 72 flags | 80 place
+//	120 why the group has failed: what Abort told
+const standingSize = 80 + placeSize
 
 const (
 	standHas = 1 << iota
@@ -61,7 +63,8 @@ const maxAttempt = 1 << 62
 // told is what a standing has besides: resync.Standing.More.
 type told struct {
 	place  place
-	ballot uint64 // agreements that the rank has taken part in
+	agreed uint64 // how many agreements there have been, as far as the rank knows
+	from   uint64 // see agreements.from
 	cause  []byte
 }
 
@@ -76,11 +79,11 @@ func encodeTold(t resync.Told) []byte {
 	b := make([]byte, 0, standingSize+len(more.cause))
 	last := t.Last
 	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, last.At.View, last.At.Attempt, last.Start, last.Confirmed,
-		more.ballot, flags} {
+		more.agreed, more.from, flags} {
 		b = binary.LittleEndian.AppendUint64(b, n)
 	}
 	b = b[:standingSize]
-	more.place.encode(b[72:])
+	more.place.encode(b[80:])
 	return append(b, more.cause...)
 }
 
@@ -89,7 +92,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 		return t, fmt.Errorf("a standing of %d bytes, want at least %d", len(b), standingSize)
 	}
 	u := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
-	flags := u(64)
+	flags := u(72)
 	t.At = resync.Point{View: u(0), Attempt: u(8)}
 	if t.At.Attempt > maxAttempt {
 		return t, fmt.Errorf("a standing in attempt %d, the last possible is %d", t.At.Attempt, uint64(maxAttempt))
@@ -98,7 +101,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	t.Standing = resync.Standing{Over: u(16), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
-		More: told{decodePlace(b[72:]), u(56), b[standingSize:]}}
+		More: told{decodePlace(b[80:]), u(56), u(64), b[standingSize:]}}
 	return t, nil
 }
 
@@ -156,7 +159,12 @@ func (g *Group) hear(slot, key int, value []byte) {
 	case noticeBallot:
 		var b ballot
 		if b, err = decodeBallot(value); err == nil {
-			g.ballots[slot] = b
+			g.agreed.heard[slot] = b
+		}
+	case noticeStart:
+		var s start
+		if s, err = decodeStart(value); err == nil && g.agreed.start(s) {
+			g.tell()
 		}
 	case noticePresent:
 		var at resync.Point
@@ -345,7 +353,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if !mine.Joins { // a rank that comes in has been in no epoch before
 		g.coll.Leave(mine.Over)
 	}
-	more := told{place: g.job.here, ballot: g.ballot.count()}
+	more := told{place: g.job.here, agreed: g.agreed.count(), from: g.agreed.from()}
 	if mine.Failed {
 		more.cause = g.cause
 	}
@@ -383,10 +391,11 @@ func (g *Group) open(at resync.Point) error {
 	if err != nil {
 		return err
 	}
-	for slot, b := range g.ballots { // of another life than the one that is there now
-		if b.n > 0 && g.lives == nil && slot < g.at.Size() && slot < g.job.view.Size() &&
-			g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation {
-			delete(g.ballots, slot)
+	if g.lives == nil {
+		for slot := range min(g.at.Size(), g.job.view.Size()) {
+			if g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation {
+				g.agreed.forget(slot)
+			}
 		}
 	}
 	g.coll, g.epoch, g.at = c, at.View, g.job.view
@@ -408,18 +417,15 @@ func (g *Group) settled() {
 	for len(places) < g.job.settings.MaxSize {
 		places = append(places, place{cores: 1})
 	}
-	ballots := uint64(0) // agreements so far
+	agreed, from, joiners := uint64(0), uint64(math.MaxUint64), []int(nil)
 	for _, slot := range g.active {
 		s, _ := g.sync.Told(slot)
 		more := s.More.(told)
 		places[g.ranks[slot]] = more.place
-		switch _, told := g.ballots[slot]; {
-		case !s.Joins:
-			ballots = max(ballots, more.ballot)
-		case slot == g.rank:
-			g.ballot = abstains
-		case !told:
-			g.ballots[slot] = abstains
+		if agreed = max(agreed, more.agreed); s.Joins {
+			joiners = append(joiners, slot)
+		} else {
+			from = min(from, more.from)
 		}
 		if failed && s.Failed && g.err == nil {
 			if a, bad := decodeAbort(more.cause, g.size); bad == nil {
@@ -430,9 +436,11 @@ func (g *Group) settled() {
 			}
 		}
 	}
-	if g.job.settings.AutoAdmit { // else Admit does
-		g.join(ballots)
+	first := uint64(byAdmit)
+	if g.job.settings.AutoAdmit {
+		first = g.begins
 	}
+	g.agreed.meet(g.rank, joiners, first, agreed, min(from, first))
 	if g.lives == nil {
 		g.job.settle(g, places)
 	}
