@@ -7,6 +7,8 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
+# The packages whose tests take longest go first, so that none of them runs alone at the end.
+LONGEST     := ./tests/matrix ./tests/faults ./pg
 
 .PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
 
@@ -20,14 +22,14 @@ build: ## bin/tutti and all packages
 test: lint test-unit test-race test-purego ## everything that CI runs; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
-	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m ./...
+	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(LONGEST) ./...
 
 test-race: ## the packages with the race detector
-	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(RACE_PKGS)
+	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
-	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./p2p/... ./bootstrap/... ./pg
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./pg ./kernels ./collectives ./p2p/... ./bootstrap/...
 
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
 	@mkdir -p .build/torture

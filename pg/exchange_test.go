@@ -144,6 +144,7 @@ func TestRecoverTakesNobodyAlong(t *testing.T) {
 // A rank that stands still for longer than its lease does not keep an agreement of those that go on
 // without lost ranks.
 func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		if err := g.Barrier(ctx); err != nil {
@@ -172,6 +173,7 @@ func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
 // A rank closes a subgroup and stays in the job: the others are told so, in bounded time, whatever
 // they call on it. When the rank has left the job, they go on without it.
 func TestMemberThatClosesOnlyASubgroup(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	for _, f := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
 		t.Run(f.String(), func(t *testing.T) {
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {

@@ -216,6 +216,7 @@ func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
 
 // A rank that is stopped at any moment keeps nobody past a deadline.
 func TestStoppedOwnerKeepsNobody(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	const n, victim = 3, 1
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()

@@ -67,6 +67,7 @@ func back(t *testing.T, g *pg.Group, members int) {
 // A rank that is cut off together from the others and from the store decides nothing and says so;
 // the others go on, and take it back.
 func TestMinority(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		if err := holes(t, g, 100); err != nil {
@@ -101,6 +102,7 @@ func TestMinority(t *testing.T) {
 // A host that falls silent breaks no link: who waits for its ranks notices that their leases have
 // ended.
 func TestSilent(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		if err := swap(t, g); err != nil {
 			t.Fatal(err)
@@ -161,6 +163,7 @@ func TestOneWay(t *testing.T) {
 // A rank that stands still for longer than its lease is still a member if nobody waited for it in a
 // collective, and new ones find it.
 func TestLeaseLostAndBack(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		if !pgtest.Second() {
@@ -201,6 +204,7 @@ func TestLeaseLostAndBack(t *testing.T) {
 
 // A store whose disk is slow makes changes of the view slow, and nothing else.
 func TestSlowStore(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		if !pgtest.Second() {
@@ -225,6 +229,7 @@ func TestSlowStore(t *testing.T) {
 
 // Whoever waits for a store that does not answer stops at the deadline of its call.
 func TestCallsEndWithoutTheStore(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	const timeout = 3 * time.Second
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()

@@ -204,6 +204,7 @@ func TestCancelFencesRegisteredMemory(t *testing.T) {
 }
 
 func TestSecretsMustAgree(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 1, func(t *testing.T, g *pg.Group) {
 		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1", Timeout: 10 * time.Second}); err == nil {
 			t.Error("joined without a secret")

@@ -462,6 +462,10 @@ func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
 			for busy.Err() == nil {
 			}
 		}()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		through(t, g, 0)  // a rank that is evicted before its Join has returned would join anew by itself
 		state := []int{0} // how many have come in so far
 		for state[0] < rounds {
 			out := 3 - state[0]%3 // never rank 0, which puts them out
@@ -553,6 +557,7 @@ func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
 // If all ranks are lost while one waits to be let in, nobody will: those who come then begin the
 // job anew.
 func TestAllLost(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	kill := syscall.SIGKILL
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()

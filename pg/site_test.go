@@ -80,6 +80,7 @@ func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
 
 // A rank is lost while the store is full: the survivors are told that, and not of a partition.
 func TestFullStoreIsNamed(t *testing.T) {
+	t.Parallel() // it waits, mostly
 	const inRank = "PG_TEST_SITE_RANK"
 	var env []string
 	if os.Getenv(inRank) == "" {

@@ -1,6 +1,7 @@
 package resync
 
 import (
+	"encoding/binary"
 	"flag"
 	"fmt"
 	"maps"
@@ -92,13 +93,78 @@ func (w *modelWorld) clone() *modelWorld {
 	return &c
 }
 
+// fingerprint is bytes that differ where states do.
+type fingerprint []byte
+
+func (f *fingerprint) put(numbers ...uint64) {
+	for _, n := range numbers {
+		*f = binary.AppendUvarint(*f, n)
+	}
+}
+
+func (f *fingerprint) flags(flags ...bool) {
+	n := uint64(1)
+	for _, set := range flags {
+		if n <<= 1; set {
+			n |= 1
+		}
+	}
+	f.put(n)
+}
+
+func (f *fingerprint) view(v View) {
+	f.put(v.Epoch, uint64(len(v.Members)))
+	for _, slot := range v.Members {
+		f.put(uint64(slot))
+	}
+}
+
+func (f *fingerprint) outcome(o Outcome) { f.put(o.At.View, o.At.Attempt, o.Start, o.Confirmed) }
+
+func (f *fingerprint) standing(s Standing) {
+	f.put(s.Over)
+	f.flags(s.Has, s.Intact, s.Joins, s.Failed, s.Calls)
+	f.outcome(s.Last)
+}
+
+func (f *fingerprint) machine(m *Machine) {
+	f.view(m.now)
+	f.put(m.at.View, m.at.Attempt)
+	f.view(m.in)
+	f.standing(m.mine)
+	f.flags(m.pending, m.failed)
+	for slot := range modelRanks {
+		s, told := m.got[slot]
+		if f.flags(told); told {
+			f.standing(s)
+		}
+		h, heard := m.heard[slot]
+		if f.flags(heard); heard {
+			f.put(h.At.View, h.At.Attempt)
+			f.standing(h.Standing)
+		}
+	}
+	f.outcome(m.last)
+}
+
 func (w *modelWorld) key() string {
-	var b strings.Builder
+	f := make(fingerprint, 0, 1024)
 	for r := range w.ranks {
-		p := w.ranks[r]
-		fmt.Fprint(&b, *p.m)
-		p.m = nil
-		fmt.Fprint(&b, p, w.wires[r])
+		p := &w.ranks[r]
+		f.machine(p.m)
+		f.flags(p.alive, p.aborts, p.broken, p.has, p.rough, p.failed, p.told, p.called)
+		f.put(uint64(p.doing), p.seq, p.gave)
+		for _, o := range p.outcome {
+			f.put(uint64(uint8(o)))
+		}
+		for _, wire := range w.wires[r] {
+			f.put(uint64(len(wire)))
+			for _, m := range wire {
+				f.put(m.At.View, m.At.Attempt)
+				f.standing(m.Standing)
+				f.flags(m.abort)
+			}
+		}
 	}
 	points := slices.SortedFunc(maps.Keys(w.chans), func(a, b Point) int {
 		if a.Before(b) {
@@ -106,11 +172,17 @@ func (w *modelWorld) key() string {
 		}
 		return 1
 	})
+	f.put(uint64(len(points)))
 	for _, p := range points {
-		fmt.Fprint(&b, p, *w.chans[p])
+		f.put(p.View, p.Attempt)
+		c := w.chans[p]
+		for r := range modelRanks {
+			f.put(c.begun[r], c.left[r], c.had[r])
+		}
 	}
-	fmt.Fprint(&b, w.view, w.rules)
-	return b.String()
+	f.view(w.view)
+	f.put(uint64(w.rules.deaths), uint64(w.rules.gives))
+	return string(f)
 }
 
 func (w *modelWorld) channel(p Point) *channel {
