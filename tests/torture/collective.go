@@ -5,6 +5,7 @@ package torture
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"time"
@@ -427,7 +428,20 @@ func conduct(ctx context.Context, c *call, how How) (err error) {
 	if how == Started {
 		return nil
 	}
-	return c.work.Wait(ctx)
+	return waitFor(ctx, c.work)
+}
+
+// waitFor waits for a Work twice: for a moment, which may interrupt it where it stands, and until it
+// is over or ctx ends.
+func waitFor(ctx context.Context, w *pg.Work) error {
+	brief := time.Duration(rand.IntN(300)) * time.Microsecond
+	if rand.IntN(2) == 0 {
+		brief *= 10
+	}
+	short, cancel := context.WithTimeout(ctx, brief)
+	defer cancel()
+	w.Wait(short)
+	return w.Wait(ctx)
 }
 
 // supported says whether a reduction exists.

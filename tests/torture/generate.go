@@ -42,7 +42,7 @@ func pick[T any](g *generator, of ...T) T { return of[g.rnd.IntN(len(of))] }
 // job makes a job.
 func (g *generator) job() Job {
 	j := Job{Transport: g.transport, Ranks: pick(g, 2, 2, 3, 3, 3, 4, 4, maxRanks),
-		OnFailure: pick(g, pg.Report, pg.Shrink, pg.Retry), Timeout: 10 * time.Second, Pool: pick(g, 1<<20, 1<<20,
+		OnFailure: pick(g, pg.Report, pg.Shrink, pg.Retry), Timeout: 10 * time.Second, Pool: pick(g, 1<<20, 2<<20,
 			2<<20, 8<<20)}
 	if g.transport == "hosts" {
 		j.Ranks = pick(g, 3, 4)
@@ -254,6 +254,30 @@ func (m *making) again() {
 	}
 }
 
+// flood adds a long collective three times, with ranks that come late to it. The links to these are full, so
+// that who does not wait for long is interrupted within a message.
+func (m *making) flood() {
+	s := Step{Op: pick(m.generator, AllToAll, AllToAll, AllToAll, AllGather, Broadcast, AllReduce), Group: m.group(),
+		DType: pick(m.generator, pg.Uint8, pg.Int32, pg.Float32), Red: pg.Sum, Root: m.rnd.IntN(8)}
+	parts := 1
+	if s.Op == AllGather || s.Op == AllToAll {
+		parts = m.job.Ranks
+	}
+	s.Count = m.job.Pool / 4 / s.DType.Size() / parts
+	for range 3 {
+		s.Ranks = nil
+		m.parts(&s, false)
+		for r := range s.Ranks {
+			if p := &s.Ranks[r]; m.chance(0.6) {
+				p.How = AtOnce
+			} else {
+				p.Late = time.Duration(2+m.rnd.IntN(4)) * time.Millisecond
+			}
+		}
+		m.add(s)
+	}
+}
+
 // has says whether there is a group.
 func (m *making) has(group int) bool { return group == 0 || slices.Contains(m.order, group) }
 
@@ -289,8 +313,12 @@ func (m *making) forgetAll() { m.order = nil }
 // clean adds a step that nothing disturbs.
 func (m *making) clean() {
 	switch n := m.rnd.IntN(100); {
-	case n < 56:
+	case n < 52:
 		m.add(m.collective(m.group(), true, false))
+	case n < 56:
+		if !m.avoids("started") {
+			m.flood()
+		}
 	case n < 62:
 		m.again()
 	case n < 68:

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"runtime"
 	"slices"
 	"strings"
@@ -658,10 +657,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 // await waits for one that was started: at first not for long, wherever it is when that is over.
 func (r *rank) await(ctx context.Context, c *call) {
 	err := r.timed("waiting for "+c.name, r.limit(&Part{}), func() error {
-		short, cancel := context.WithTimeout(ctx, time.Duration(rand.IntN(300))*time.Microsecond)
-		defer cancel()
-		c.work.Wait(short)
-		return c.work.Wait(ctx)
+		return waitFor(ctx, c.work)
 	})
 	r.check(c.name, c, err)
 }
