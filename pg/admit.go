@@ -7,6 +7,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/collectives"
+	"tutti/pg/internal/exec"
 	"tutti/pg/membership"
 )
 
@@ -22,7 +23,7 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.job.members == nil {
 		return 0, nil
 	}
-	late := call{kind: collectives.AllReduce, dtype: Uint64, op: Max, count: admitFields}
+	late := exec.Call{Kind: collectives.AllReduce, DType: Uint64, Op: Max, Count: admitFields}
 	if err := g.enter(ctx, "admit", func() { g.expired(late) }); err != nil {
 		return 0, err
 	}
@@ -72,11 +73,11 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 				said[goal], said[coming] = v.Epoch, news(v, since)
 			}
 		}
-		b := BufferOf(said)
-		c, err := g.check(&request{kind: collectives.AllReduce, op: Max, dst: b, src: b})
+		b := bufferOf(said)
+		c, err := g.check(&exec.Request{Kind: collectives.AllReduce, Op: Max, Dst: b, Src: b})
 		if err == nil {
-			c.uniform = true
-			g.adopt(c)
+			c.Uniform = true
+			g.run.Adopt(c)
 			err = g.collective()
 		}
 		if errors.As(err, &lost) && g.err == nil { // all survivors see it alike

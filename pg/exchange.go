@@ -10,8 +10,9 @@ import (
 	"time"
 
 	"tutti/p2p"
+	"tutti/pg/internal/exec"
+	"tutti/pg/internal/resync"
 	"tutti/pg/membership"
-	"tutti/pg/resync"
 )
 
 // How a group goes from one view to the next. Package resync decides; this file carries what the
@@ -403,7 +404,7 @@ func (g *Group) open(at resync.Point) error {
 	if g.epoch >= g.must {
 		g.must = 0
 	}
-	g.run.reset()
+	g.run.Open(c, g.ranks)
 	return nil
 }
 
@@ -470,7 +471,7 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: enterToken, After: int64(g.wait.Waited()),
 		Canceled: errors.Is(err, context.Canceled)}
 	for _, slot := range missing {
-		a.Missing = append(a.Missing, lastSeen{Rank: slot})
+		a.Missing = append(a.Missing, exec.Seen{Rank: slot})
 	}
 	late := g.told(a).(*TimeoutError)
 	for i := range late.Missing {
@@ -491,10 +492,10 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 var enterToken = p2p.Token{Call: 1 << 63}
 
 // unheard lists the ranks whose standing is missing.
-func (g *Group) unheard() (all []lastSeen) {
+func (g *Group) unheard() (all []exec.Seen) {
 	for _, slot := range g.sync.Missing() {
 		t, ok := g.coll.Seen(slot)
-		all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
+		all = append(all, exec.Seen{Rank: slot, Has: ok, Last: t})
 	}
 	return all
 }

@@ -10,6 +10,7 @@ import (
 
 	"tutti/collectives"
 	"tutti/p2p"
+	"tutti/pg/internal/exec"
 )
 
 func TestMismatchNamesBothCalls(t *testing.T) {
@@ -317,7 +318,7 @@ func TestLocalRefusesBadSizes(t *testing.T) {
 }
 
 func FuzzDecodeAbort(f *testing.F) {
-	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5, Missing: []lastSeen{{Rank: 1, Has: true}}, Text: "x"}
+	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5, Missing: []exec.Seen{{Rank: 1, Has: true}}, Text: "x"}
 	f.Add(a.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -338,7 +339,7 @@ func FuzzDecodeAbort(f *testing.F) {
 func TestAbortRoundTrip(t *testing.T) {
 	a := wireAbort{Kind: abortTimeout, A: 3, B: 1, Call: p2p.Token{Seq: 1, Call: uint64(collectives.AllReduce), Count: 3}, Other: p2p.Token{Seq: 9}, After: 5, Text: strings.Repeat("y", 5000), Canceled: true}
 	for i := range 40 {
-		a.Missing = append(a.Missing, lastSeen{Rank: i % 4, Has: i%2 == 0, Last: p2p.Token{Seq: uint64(i)}})
+		a.Missing = append(a.Missing, exec.Seen{Rank: i % 4, Has: i%2 == 0, Last: p2p.Token{Seq: uint64(i)}})
 	}
 	b, err := decodeAbort(a.encode(), 4)
 	if err != nil {
@@ -346,33 +347,5 @@ func TestAbortRoundTrip(t *testing.T) {
 	}
 	if b.Kind != a.Kind || b.A != a.A || b.B != a.B || b.Call != a.Call || b.Other != a.Other || b.After != a.After || !b.Canceled || len(b.Missing) != maxMissing || b.Missing[4] != a.Missing[4] {
 		t.Errorf("got %+v", b)
-	}
-}
-
-// What onePass says must hold for every rank's plan.
-func TestOnePass(t *testing.T) {
-	for _, k := range []collectives.Kind{collectives.AllReduce, collectives.Reduce, collectives.ReduceScatter} {
-		for _, a := range collectives.Algorithms(k) {
-			if !onePass(a) {
-				continue
-			}
-			for n := 2; n < 9; n++ {
-				active := make([]int, n)
-				for i := range active {
-					active[i] = i
-				}
-				for rank := range n {
-					p, err := collectives.Build(a, collectives.Shape{Kind: k, Size: n, Active: active, Rank: rank, Root: n / 2, Elem: 4, Count: 1001, Chunk: 512})
-					if err != nil {
-						t.Fatal(err)
-					}
-					for i, s := range p.Steps {
-						if s.Verb == collectives.Combine && (!s.Final || len(s.Srcs) != n) {
-							t.Fatalf("%v %v: step %d of rank %d of %d combines %d sources", k, a, i, rank, n, len(s.Srcs))
-						}
-					}
-				}
-			}
-		}
 	}
 }

@@ -15,8 +15,9 @@ import (
 
 	"tutti/collectives"
 	"tutti/p2p"
+	"tutti/pg/internal/exec"
+	"tutti/pg/internal/resync"
 	"tutti/pg/membership"
-	"tutti/pg/resync"
 )
 
 // A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
@@ -40,9 +41,7 @@ type Group struct {
 	name   p2p.Name // of coll; the next number is msgs'
 	lives  []uint64 // of each slot, when the group was made: a subgroup never takes others in. nil: the group of all ranks
 	active []int    // slots
-	hosts  []int    // of active; nil: one host
-	caps   collectives.Caps
-	table  *collectives.Table // that all active have; nil: the default
+	topo   exec.Topology
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
@@ -51,13 +50,10 @@ type Group struct {
 	busy    bool  // a call has the turn. Under the proxy's lock, as what follows
 	between bool  // it is between two operations, in Agree
 	unvoted []int // whose votes it waits for there
-	cur     *call // the one that runs, or ran last: a bound one, or unbound
-	unbound call
 	seq     uint64
-	history [64]p2p.Token // of the latest collectives, by seq
-	err     error         // why the group failed, until Recover
-	aborted error         // by Abort, for good
-	epoch   uint64        // of the group's view
+	err     error  // why the group failed, until Recover
+	aborted error  // by Abort, for good
+	epoch   uint64 // of the group's view
 	at      membership.View
 	shown   shown
 	sync    *resync.Machine
@@ -79,7 +75,7 @@ type Group struct {
 	begins, confirmed uint64
 
 	wait p2p.Wait
-	run  runner
+	run  *exec.Runner
 	tel  telemetry
 
 	parked  parked
@@ -132,7 +128,6 @@ type shown struct {
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
 	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch,
 		kick: make(chan struct{}, 1)}
-	g.cur = &g.unbound
 	g.active = make([]int, len(ranks))
 	for i := range g.active {
 		g.active[i] = i
@@ -150,7 +145,9 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all, true); err != nil {
 		return nil, err
 	}
-	g.run.init(g)
+	g.topo.Algo = j.algo
+	g.plan()
+	g.wait.OnLong(g.long)
 	j.proxy.Lock()
 	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.active})
 	g.joins = lives == nil && epoch < at.Epoch
@@ -158,12 +155,20 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
 	if j.mapped {
-		if g.run.mapped.exposure, err = j.proxy.NewExposure(); err != nil {
+		if err = g.run.Expose(); err != nil {
 			j.log.Warn("peers cannot map this rank's memory; what Alloc returns is copied like any other", "err", err)
 		}
 	}
 	j.proxy.Unlock()
 	return g, j.watch(g)
+}
+
+// plan gives the group a Runner that has planned nothing yet.
+func (g *Group) plan() {
+	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.region,
+		Chosen: g.tel.chosen, Keep: g.keep})
+	g.run.Open(g.coll, g.ranks)
+	g.settle()
 }
 
 // locate fills in what is known of the machines under the ranks: the same at all of them.
@@ -190,16 +195,22 @@ func (g *Group) locate(places []place) {
 			cores = p.cores
 		}
 	}
-	g.hosts = nil
+	g.topo.Hosts = nil
 	if len(index) > 1 {
-		g.hosts = hosts
+		g.topo.Hosts = hosts
 	}
-	g.caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1, Mapped: mapped && len(index) == 1}
-	g.table = nil
+	g.topo.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1, Mapped: mapped && len(index) == 1}
+	g.topo.Table = nil
 	if differ := g.differ(places); differ < 0 {
-		g.table = g.job.tuned
+		g.topo.Table = g.job.tuned
 	}
-	g.run.settle()
+	g.settle()
+}
+
+// settle has the following calls run in the group's topology.
+func (g *Group) settle() {
+	g.topo.Size, g.topo.Active = g.size, g.active
+	g.run.Settle(g.topo)
 }
 
 // differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the
@@ -218,7 +229,7 @@ func (g *Group) Topology() string {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
 	hosts := 1
-	for _, h := range g.hosts {
+	for _, h := range g.topo.Hosts {
 		hosts = max(hosts, h+1)
 	}
 	how := "network links"
@@ -227,7 +238,7 @@ func (g *Group) Topology() string {
 		return "1 rank"
 	case g.job.local:
 		how = "one process"
-	case g.caps.SharedMemory:
+	case g.topo.Caps.SharedMemory:
 		how = "shared memory"
 	case hosts < len(g.active) && g.job.mapped:
 		how = "shared memory and network links"
@@ -246,10 +257,10 @@ func (g *Group) local() (rank, size int) {
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
 	host := func(i int) int {
-		if g.hosts == nil {
+		if g.topo.Hosts == nil {
 			return 0
 		}
-		return g.hosts[i]
+		return g.topo.Hosts[i]
 	}
 	me := max(slices.Index(g.active, g.rank), 0)
 	for i, slot := range g.active {
@@ -264,7 +275,7 @@ func (g *Group) local() (rank, size int) {
 }
 
 // blocking runs a collective for its caller.
-func (g *Group) blocking(ctx context.Context, q *request) error {
+func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
 	g.job.proxy.Lock()
 	if g.line.take() {
 		g.begun(ctx, false)
@@ -274,8 +285,8 @@ func (g *Group) blocking(ctx context.Context, q *request) error {
 			g.job.proxy.Unlock()
 			return err
 		}
-		c = c.detached()
-		if err := g.queued(ctx, c.describe(), func() { g.expired(c) }); err != nil {
+		c = c.Detached()
+		if err := g.queued(ctx, c.Describe(), func() { g.expired(c) }); err != nil {
 			return err
 		}
 	}
@@ -293,15 +304,50 @@ func (g *Group) blocking(ctx context.Context, q *request) error {
 	return err
 }
 
-// collective runs g.cur, between enter and leave.
+// check makes a call of what the program asks for. With the proxy's lock, as the number of slots may
+// grow.
+func (g *Group) check(q *exec.Request) (exec.Call, error) {
+	c, bad := exec.Check(q, g.rank, g.size)
+	if bad == nil {
+		return c, nil
+	}
+	name := "an operation"
+	if q.Kind.Valid() {
+		name = q.Kind.String()
+	}
+	return c, &ArgumentError{Call: name, Arg: bad.Arg, Got: bad.Got, Want: bad.Want}
+}
+
+// bind makes what the program asks for the current call.
+func (g *Group) bind(q *exec.Request) error {
+	if b := g.run.Recall(q); b != nil {
+		g.run.Use(b, q.Dst.Ptr, q.Src.Ptr)
+		return nil
+	}
+	c, err := g.check(q)
+	if err == nil {
+		g.run.Adopt(c)
+	}
+	return err
+}
+
+// long is called when half of an operation's time is over, and again: the others learn who keeps
+// this rank, as far as it knows, and tell on what they learn. So in the end everybody knows who
+// keeps them all.
+func (g *Group) long() {
+	var slots []int
+	for _, m := range g.run.Missing(g.unheard()) {
+		slots = append(slots, m.Rank)
+	}
+	g.coll.Announce(g.run.Token(), slots)
+}
+
+// collective runs the current call, between enter and leave.
 func (g *Group) collective() error {
 	if err := g.launch(); err != nil {
 		return err
 	}
-	if b := g.run.bound; b != nil {
-		return g.concluded(g.run.repeat(b))
-	}
-	return g.concluded(g.run.collective())
+	return g.concluded(g.run.Run(g.seq, g.hint))
 }
 
 // launch begins the operation, or returns why it cannot begin.
@@ -322,7 +368,7 @@ func (g *Group) launch() error {
 		g.fails(typed)
 		return typed
 	}
-	if g.run.bound == nil {
+	if g.run.Bound() == nil {
 		if bad := g.fits(); bad != nil {
 			var root *RankError
 			if errors.As(bad, &root) { // all ranks see it alike
@@ -333,19 +379,19 @@ func (g *Group) launch() error {
 	}
 	g.seq++
 	g.begin()
-	g.run.dirty, g.here = false, false
+	g.here = false
 	return nil
 }
 
 // concluded ends the operation, whose steps have ended with err.
 func (g *Group) concluded(err error) error {
-	if err != nil || g.uniform || g.cur.uniform {
+	if err != nil || g.uniform || g.run.Call().Uniform {
 		err = g.conclude(err)
 	}
-	if g.coll.Hinted() && err == nil && g.cur.synchronizes() { // everybody knows that the job has grown
+	if g.coll.Hinted() && err == nil && g.run.Call().Synchronizes() { // everybody knows that the job has grown
 		g.rough, g.must = true, g.epoch+1
 	}
-	g.cur.forget()
+	g.run.Call().Forget()
 	g.end(err)
 	return err
 }
@@ -354,7 +400,7 @@ func (g *Group) concluded(err error) error {
 // run it again.
 func (g *Group) conclude(err error) error {
 	s := g.job.settings
-	uniform := g.uniform || g.cur.uniform
+	uniform := g.uniform || g.run.Call().Uniform
 	for {
 		has := err == nil
 		if has {
@@ -362,7 +408,7 @@ func (g *Group) conclude(err error) error {
 			if len(g.active) == 1 {
 				return nil
 			}
-			if err = g.run.confirm(); err == nil {
+			if err = g.run.Confirm(); err == nil {
 				return nil
 			}
 		}
@@ -390,7 +436,7 @@ func (g *Group) conclude(err error) error {
 			return typed
 		}
 		g.wait.Restart() // what the failed attempt took does not count
-		intact := s.OnFailure == Retry && !g.run.dirty && !has
+		intact := s.OnFailure == Retry && !g.run.Dirty() && !has
 		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
 		if err := g.move(mine, g.coll.Err() != nil); err != nil {
 			if uniform {
@@ -413,9 +459,9 @@ func (g *Group) conclude(err error) error {
 		if bad := g.fits(); bad != nil {
 			return bad
 		}
-		g.run.dirty, g.run.bound = false, nil
+		g.run.Unbind()
 		g.begin()
-		err = g.run.collective()
+		err = g.run.Run(g.seq, g.hint)
 		if err == nil && !uniform {
 			return nil
 		}
@@ -425,27 +471,19 @@ func (g *Group) conclude(err error) error {
 // overwritten reports whether the current call's input is lost here, at a rank that has its result
 // or not.
 func (g *Group) overwritten(has bool) bool {
-	c := g.cur
-	return g.run.dirty || has && c.in == c.out && c.kind.Reduces() && (c.kind != collectives.Reduce || c.root == g.rank)
+	c := g.run.Call()
+	return g.run.Dirty() || has && c.In == c.Out && c.Kind.Reduces() && (c.Kind != collectives.Reduce || c.Root == g.rank)
 }
 
 // fits checks the current call against a view that has changed since it was checked.
 func (g *Group) fits() error {
-	c := g.cur
-	switch c.kind {
-	case collectives.AllReduce, collectives.Barrier:
-		return nil
-	case collectives.Broadcast, collectives.Reduce, collectives.Gather, collectives.Scatter:
-		if !slices.Contains(g.active, c.root) {
-			e := &RankError{Rank: c.root, Epoch: g.epoch, Call: c.kind.String(), Reporter: g.rank, Err: errors.New("the root is not active")}
-			return e
-		}
-		if c.kind == collectives.Broadcast || c.kind == collectives.Reduce {
-			return nil
-		}
+	c := g.run.Call()
+	l := c.Kind.Layout()
+	if (l.InAtRoot || l.OutAtRoot) && !slices.Contains(g.active, c.Root) {
+		return &RankError{Rank: c.Root, Epoch: g.epoch, Call: c.Kind.String(), Reporter: g.rank, Err: errors.New("the root is not active")}
 	}
-	if c.ranks != g.size {
-		return &ArgumentError{Call: c.kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.ranks), Want: fmt.Sprintf("%d: the group has grown", g.size)}
+	if (l.In.Parted() || l.Out.Parted()) && c.Slots != g.size {
+		return &ArgumentError{Call: c.Kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.Slots), Want: fmt.Sprintf("%d: the group has grown", g.size)}
 	}
 	return nil
 }
@@ -462,7 +500,7 @@ func (g *Group) fail(err error) error {
 		g.cause = told.Payload
 	}
 	g.coll.Forget()
-	g.run.stop()
+	g.run.Stop()
 	g.failed(typed)
 	return typed
 }
@@ -470,9 +508,9 @@ func (g *Group) fail(err error) error {
 // explain makes a typed error of err, and the message that tells it to the others, nil where they
 // have been told or cannot be.
 func (g *Group) explain(err error) (*wireAbort, error) {
-	now := g.run.tok
+	now := g.run.Token()
 	if now.Seq != g.seq { // failed before it began
-		now = g.cur.token(g.seq, collectives.Auto)
+		now = g.run.Call().Token(g.seq, collectives.Auto)
 	}
 	var peer *p2p.PeerError
 	var differ *p2p.Disagreement
@@ -489,8 +527,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, &differ):
 		ours := differ.Ours
 		if differ.Theirs.Seq < ours.Seq { // of an earlier operation, which left it over
-			if h := g.history[differ.Theirs.Seq%uint64(len(g.history))]; h.Seq == differ.Theirs.Seq {
-				ours = h
+			if t, ok := g.run.Said(differ.Theirs.Seq); ok {
+				ours = t
 			}
 			if differ.Detail == "" && ours == differ.Theirs {
 				differ.Detail = ": it sent a message that the other did not expect of it"
@@ -505,7 +543,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		e := &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()), Missing: g.run.missing(), Canceled: errors.Is(err, context.Canceled)}
+		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()), Missing: g.run.Missing(g.unheard()), Canceled: errors.Is(err, context.Canceled)}
 		return a, g.told(a)
 	case errors.Is(err, p2p.ErrClosed):
 		return nil, ErrClosed
@@ -535,7 +573,7 @@ func (g *Group) told(a *wireAbort) error {
 			e.Err = context.Canceled
 		}
 		for _, m := range a.Missing {
-			e.Missing = append(e.Missing, m.seen())
+			e.Missing = append(e.Missing, seen(m))
 		}
 		return e
 	}
@@ -618,7 +656,7 @@ func (g *Group) Close() error {
 	<-mine.turn // the callers before have seen ErrClosed
 	p.Lock()
 	g.begun(g.ctx, true)
-	g.run.free()
+	g.run.Free()
 	delete(g.job.groups, g)
 	g.leave()
 	return g.job.release()
@@ -696,7 +734,9 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 // exchange returns what all members say, by slot; zeros for slots that are not active. Its outcome
 // is uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
-	if err := g.enter(ctx, "split", func() { g.expired(call{kind: collectives.AllGather, dtype: Int64, count: len(mine), ranks: g.size}) }); err != nil {
+	if err := g.enter(ctx, "split", func() {
+		g.expired(exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.size})
+	}); err != nil {
 		return nil, err
 	}
 	defer g.leave()
@@ -704,12 +744,12 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 		return nil, err
 	}
 	all := make([]int64, len(mine)*g.size)
-	c, err := g.check(&request{kind: collectives.AllGather, dst: BufferOf(all), src: BufferOf(mine)})
+	c, err := g.check(&exec.Request{Kind: collectives.AllGather, Dst: bufferOf(all), Src: bufferOf(mine)})
 	if err != nil {
 		return nil, err
 	}
-	c.uniform = true
-	g.adopt(c)
+	c.Uniform = true
+	g.run.Adopt(c)
 	if err := g.collective(); err != nil {
 		return nil, err
 	}
@@ -722,7 +762,7 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 func Alloc[T Element](g *Group, n int) ([]T, error) {
 	var zero T
 	size := int(unsafe.Sizeof(zero))
-	if n < 0 || n > maxBytes/size {
+	if n < 0 || n > exec.MaxBytes/size {
 		return nil, &ArgumentError{Call: "alloc", Arg: "the length", Got: fmt.Sprint(n), Want: "zero or more elements that fit in memory"}
 	}
 	if n == 0 {

@@ -32,8 +32,8 @@ import (
 	"tutti/p2p/inproc"
 	"tutti/p2p/shm"
 	"tutti/p2p/tcp"
+	"tutti/pg/internal/resync"
 	"tutti/pg/membership"
-	"tutti/pg/resync"
 )
 
 // job is what the groups of one rank share: its links, its listeners, its place in the store.
@@ -798,14 +798,14 @@ func (g *Group) meet(ctx context.Context, here place) error {
 	mine := make([]byte, placeSize)
 	here.encode(mine)
 	all := make([]byte, placeSize*g.size)
-	forced := g.run.algo
-	g.run.algo = collectives.Auto // not agreed on yet
-	g.caps = collectives.Caps{Cores: 1}
-	g.run.settle()
+	forced := g.topo.Algo
+	g.topo.Algo = collectives.Auto // not agreed on yet
+	g.topo.Caps = collectives.Caps{Cores: 1}
+	g.settle()
 	if err := AllGather(ctx, g, all, mine); err != nil {
 		return err
 	}
-	g.run.algo = forced
+	g.topo.Algo = forced
 	g.job.places = make([]place, g.size)
 	for r := range g.size {
 		p := decodePlace(all[r*placeSize:])

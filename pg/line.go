@@ -3,6 +3,8 @@ package pg
 import (
 	"context"
 	"time"
+
+	"tutti/pg/internal/exec"
 )
 
 // A line is the order in which a group's calls run: one at a time, in the order in which they came.
@@ -221,13 +223,13 @@ func (g *Group) pass() {
 
 // expired stands in for a collective whose caller gave up before its turn: the operation fails here
 // as one whose time is up when it begins, and so at all ranks. c has the call without its memory.
-func (g *Group) expired(c call) {
+func (g *Group) expired(c exec.Call) {
 	err := g.ready()
 	if err == nil {
-		g.adopt(c)
+		g.run.Adopt(c)
 		err = g.collective()
 	}
-	g.job.log.Debug("an operation was given up before its turn", "call", c.describe(), "err", err)
+	g.job.log.Debug("an operation was given up before its turn", "call", c.Describe(), "err", err)
 }
 
 // impatient is the error of a call that gave up before its turn: it waited for those whom the
@@ -237,9 +239,9 @@ func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutE
 	if !g.busy {
 		return e
 	}
-	e.Call += ", which waited for its turn behind " + spell(g.run.tok)
-	for _, m := range g.run.missing() {
-		e.Missing = append(e.Missing, m.seen())
+	e.Call += ", which waited for its turn behind " + spell(g.run.Token())
+	for _, m := range g.run.Missing(g.unheard()) {
+		e.Missing = append(e.Missing, seen(m))
 	}
 	return e
 }

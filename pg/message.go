@@ -9,6 +9,7 @@ import (
 
 	"tutti/p2p"
 	"tutti/pg/flight"
+	"tutti/pg/internal/exec"
 )
 
 // message is one Send or Recv.
@@ -57,7 +58,7 @@ func (g *Group) checkMessage(m *message) error {
 		return bad("the data type", b.DType.String(), "one of the data types of package pg")
 	case b.Count < 0 || b.Count > 0 && b.Ptr == nil:
 		return bad("the buffer", fmt.Sprintf("%d elements at %v", b.Count, b.Ptr), "a buffer of its length")
-	case b.Count > maxBytes/b.DType.Size():
+	case b.Count > exec.MaxBytes/b.DType.Size():
 		return bad("the buffer", fmt.Sprintf("%d elements of %v", b.Count, b.DType), "a buffer that fits in memory")
 	case b.Location != "" && !b.Location.Host():
 		return bad("the buffer's location", string(b.Location), "host memory: no transport of this group reaches any other")

@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"tutti/collectives"
+	"tutti/pg/internal/exec"
 )
 
 // Operation is anything that Start takes: one of the …Op types.
@@ -115,69 +116,69 @@ type RecvOp struct {
 // All ranks give the same length, type and op. It blocks until done or ctx ends; for every blocking
 // call holds what Group says of errors.
 func AllReduce[T Number](ctx context.Context, g *Group, x []T, op Reduction) error {
-	b := BufferOf(x)
-	return g.blocking(ctx, &request{kind: collectives.AllReduce, op: op, dst: b, src: b})
+	b := bufferOf(x)
+	return g.blocking(ctx, &exec.Request{Kind: collectives.AllReduce, Op: op, Dst: b, Src: b})
 }
 
 // ReduceScatter combines src of all ranks and leaves part r of the result in dst of rank r:
 // len(src) = Size*len(dst).
 func ReduceScatter[T Number](ctx context.Context, g *Group, dst, src []T, op Reduction) error {
-	return g.blocking(ctx, &request{kind: collectives.ReduceScatter, op: op, dst: BufferOf(dst), src: BufferOf(src)})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.ReduceScatter, Op: op, Dst: bufferOf(dst), Src: bufferOf(src)})
 }
 
 // AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's
 // part is left as it was, unless the slot was lost during the operation.
 func AllGather[T Element](ctx context.Context, g *Group, dst, src []T) error {
-	return g.blocking(ctx, &request{kind: collectives.AllGather, dst: BufferOf(dst), src: BufferOf(src)})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.AllGather, Dst: bufferOf(dst), Src: bufferOf(src)})
 }
 
 // AllGatherV collects src of all ranks, counts[r] elements from rank r, packed in dst by rank.
 // counts is the same on all ranks.
 func AllGatherV[T Element](ctx context.Context, g *Group, dst, src []T, counts []int) error {
-	return g.blocking(ctx, &request{kind: collectives.AllGatherV, dst: BufferOf(dst), src: BufferOf(src),
-		counts: counts})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.AllGatherV, Dst: bufferOf(dst), Src: bufferOf(src),
+		Counts: counts})
 }
 
 // AllToAll sends part r of src to rank r and receives into part r of dst from rank r: len(dst) =
 // len(src) = Size*part. They must not overlap.
 func AllToAll[T Element](ctx context.Context, g *Group, dst, src []T) error {
-	return g.blocking(ctx, &request{kind: collectives.AllToAll, dst: BufferOf(dst), src: BufferOf(src)})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.AllToAll, Dst: bufferOf(dst), Src: bufferOf(src)})
 }
 
 // AllToAllV is AllToAll with sendCounts[r] elements for rank r and recvCounts[r] from it, packed by
 // rank. Rank a's sendCounts[b] must be rank b's recvCounts[a], zero included.
 func AllToAllV[T Element](ctx context.Context, g *Group, dst, src []T, sendCounts, recvCounts []int) error {
-	return g.blocking(ctx, &request{kind: collectives.AllToAllV, dst: BufferOf(dst), src: BufferOf(src),
-		counts: sendCounts, recvCounts: recvCounts})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.AllToAllV, Dst: bufferOf(dst), Src: bufferOf(src),
+		Counts: sendCounts, RecvCounts: recvCounts})
 }
 
 // Broadcast copies x of root to x of every rank.
 func Broadcast[T Element](ctx context.Context, g *Group, x []T, root int) error {
-	b := BufferOf(x)
-	return g.blocking(ctx, &request{kind: collectives.Broadcast, root: root, dst: b, src: b})
+	b := bufferOf(x)
+	return g.blocking(ctx, &exec.Request{Kind: collectives.Broadcast, Root: root, Dst: b, Src: b})
 }
 
 // Reduce combines x of all ranks into x of root; elsewhere x is left as it was.
 func Reduce[T Number](ctx context.Context, g *Group, x []T, root int, op Reduction) error {
-	b := BufferOf(x)
-	return g.blocking(ctx, &request{kind: collectives.Reduce, op: op, root: root, dst: b, src: b})
+	b := bufferOf(x)
+	return g.blocking(ctx, &exec.Request{Kind: collectives.Reduce, Op: op, Root: root, Dst: b, Src: b})
 }
 
 // Gather collects src of every rank in dst of root, by rank: there len(dst) = Size*len(src);
 // elsewhere dst is not used and may be nil.
 func Gather[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
-	return g.blocking(ctx, &request{kind: collectives.Gather, root: root, dst: BufferOf(dst), src: BufferOf(src)})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.Gather, Root: root, Dst: bufferOf(dst), Src: bufferOf(src)})
 }
 
 // Scatter gives part r of root's src to rank r in dst: at root len(src) = Size*len(dst); elsewhere
 // src is not used and may be nil.
 func Scatter[T Element](ctx context.Context, g *Group, dst, src []T, root int) error {
-	return g.blocking(ctx, &request{kind: collectives.Scatter, root: root, dst: BufferOf(dst), src: BufferOf(src)})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.Scatter, Root: root, Dst: bufferOf(dst), Src: bufferOf(src)})
 }
 
 // Barrier returns when every rank has called it.
 func (g *Group) Barrier(ctx context.Context) error {
-	return g.blocking(ctx, &request{kind: collectives.Barrier})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.Barrier})
 }
 
 // Status says what Recv received.

@@ -16,6 +16,7 @@ import (
 	"tutti/internal/files"
 	"tutti/p2p"
 	"tutti/pg/flight"
+	"tutti/pg/internal/exec"
 )
 
 // telemetry is a group's part in the flight recorder. Under the proxy's lock.
@@ -27,13 +28,13 @@ type telemetry struct {
 	err   error          // of the operation that failed last
 }
 
-// begin records that g.cur starts, or starts again, as operation g.seq.
+// begin records that the current call starts, or starts again, as operation g.seq.
 func (g *Group) begin() {
 	t := &g.tel
 	tpl := &t.tpl
-	if b := g.run.bound; b == nil || b.epoch != g.epoch {
+	if b := g.run.Bound(); b == nil || b.Epoch != g.epoch {
 		g.template()
-	} else if tpl = &b.record; tpl.Queued != 0 || t.since != 0 {
+	} else if tpl = &b.Record; tpl.Queued != 0 || t.since != 0 {
 		tpl.Queued = t.queued()
 	}
 	t.cur = t.rec.Begin(tpl, g.seq)
@@ -58,29 +59,21 @@ func (g *Group) end(err error) {
 	}
 }
 
-// template describes g.cur for the recorder.
+// template describes the current call for the recorder.
 func (g *Group) template() {
-	c, t := g.cur, &g.tel
-	tok := c.token(g.seq, collectives.Auto)
-	call := flight.Pack(c.kind, c.dtype, c.op, collectives.Auto, g.jobRank(c.root))
-	elem, parts := c.dtype.Size(), 1
-	bytes := 0
-	switch c.kind {
-	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce, collectives.Barrier:
-	case collectives.AllGatherV, collectives.AllToAllV:
-		for _, n := range c.counts {
-			bytes += n * elem
-		}
-	default:
-		parts = g.size
-	}
-	t.tpl = flight.Template(g.id(), g.epoch, call, tok.Count, uint64(bytes+c.count*elem*parts))
+	c, t := g.run.Call(), &g.tel
+	tok := c.Token(g.seq, collectives.Auto)
+	call := flight.Pack(c.Kind, c.DType, c.Op, collectives.Auto, g.jobRank(c.Root))
+	t.tpl = flight.Template(g.id(), g.epoch, call, tok.Count, uint64(c.Bytes(g.size)))
 	t.tpl.Queued = t.queued()
-	if b := g.run.bound; b != nil { // it was bound in an earlier view
-		t.tpl.Call = t.tpl.Call.With(b.prog.Algo)
-		b.record, b.epoch = t.tpl, g.epoch
+	if b := g.run.Bound(); b != nil { // it was bound in an earlier view
+		t.tpl.Call = t.tpl.Call.With(b.Algo())
+		b.Record, b.Epoch = t.tpl, g.epoch
 	}
 }
+
+// keep gives a call that has been bound its record.
+func (g *Group) keep(b *exec.Bound) { b.Record, b.Epoch = g.tel.tpl, g.epoch }
 
 // chosen notes how the operation is done, once that is known.
 func (t *telemetry) chosen(a collectives.Algo) {
@@ -404,7 +397,7 @@ func (g *Group) awaits() (slots []int) {
 	if g.between {
 		return g.unvoted
 	}
-	return g.run.awaits()
+	return g.run.Awaits()
 }
 
 func (g *Group) glance() glance {

@@ -4,7 +4,7 @@ import (
 	"bytes"
 	"testing"
 
-	"tutti/pg/resync"
+	"tutti/pg/internal/resync"
 )
 
 // What is told of a standing can be anything; what is understood is told in the same way.

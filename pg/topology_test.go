@@ -21,7 +21,7 @@ func (g *Group) relocate(places []place, epoch uint64) error {
 		return err
 	}
 	g.coll = c
-	g.run.reset()
+	g.run.Open(c, g.ranks)
 	g.locate(places)
 	return nil
 }
@@ -44,8 +44,7 @@ func TestPlansFollowTheHosts(t *testing.T) {
 				return err
 			}
 			if g.Rank() == i%n { // its successor in the slot has never planned anything
-				g.run.set, g.run.sets, g.run.last = nil, nil, nil
-				g.run.settle()
+				g.plan()
 			}
 			for _, count := range []int{3, 3000, 100_000} {
 				if err := everything(ctx, g, count); err != nil {

@@ -58,7 +58,7 @@ func (g *Group) SetAlgorithm(name string) error {
 		return err
 	}
 	defer g.leave()
-	g.run.algo = a
-	g.run.settle()
+	g.topo.Algo = a
+	g.settle()
 	return nil
 }

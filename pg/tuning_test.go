@@ -14,10 +14,11 @@ import (
 	"tutti/collectives"
 	"tutti/internal/tuning"
 	"tutti/p2p"
+	"tutti/pg/internal/exec"
 )
 
 // TableHash lets tests of package pg_test see by which table a group chooses.
-func TableHash(g *Group) uint64 { return g.table.Hash() }
+func TableHash(g *Group) uint64 { return g.topo.Table.Hash() }
 
 // ringTable is one that chooses Ring for every allreduce of n ranks on one host.
 func ringTable(t *testing.T, n int) *collectives.Table {
@@ -112,11 +113,11 @@ func TestAgree(t *testing.T) {
 				j.tuned = table
 			}
 			g := &Group{job: j, rank: r, size: len(c.hashes), ranks: upTo(len(c.hashes)), active: upTo(len(c.hashes))}
-			g.run.g = g
+			g.run = exec.New(exec.Config{})
 			g.locate(j.places)
 			g.warn()
-			if want := map[bool]uint64{true: own, false: def}[c.used]; g.table.Hash() != want {
-				t.Errorf("%x: rank %d has %x", c.hashes, r, g.table.Hash())
+			if want := map[bool]uint64{true: own, false: def}[c.used]; g.topo.Table.Hash() != want {
+				t.Errorf("%x: rank %d has %x", c.hashes, r, g.topo.Table.Hash())
 			}
 			lines += strings.Count(log.String(), "\n")
 		}
@@ -149,8 +150,8 @@ func TestSetAlgorithm(t *testing.T) {
 				}
 			}
 			a, _ := collectives.ParseAlgo(name)
-			if used := g.run.last.Algo; used != a && name != "auto" && name != "direct" {
-				return fmt.Errorf("%s: ran %v", name, used)
+			if b := g.run.Bound(); (b == nil || b.Algo() != a) && name != "auto" && name != "direct" {
+				return fmt.Errorf("%s: ran %+v", name, b)
 			}
 		}
 		if err := g.SetAlgorithm("fast"); err == nil {

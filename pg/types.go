@@ -7,6 +7,7 @@ import (
 
 	"tutti/kernels"
 	"tutti/p2p"
+	"tutti/pg/internal/exec"
 )
 
 // Element types that Go lacks, stored as bit patterns.
@@ -91,6 +92,9 @@ type Buffer struct {
 func BufferOf[T Element](x []T) Buffer {
 	return Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: DTypeOf[T]()}
 }
+
+// bufferOf is BufferOf for a call.
+func bufferOf[T Element](x []T) exec.Buffer { return exec.Buffer(BufferOf(x)) }
 
 // DTypeOf returns the data type of T: by its name for the small floats, else by its kind (int and
 // uint are 64 bits).

@@ -26,7 +26,7 @@ func TestWideReductionsKeepTheirInput(t *testing.T) {
 			if err := AllReduce(ctx, g, x, Sum); !errors.As(err, &late) {
 				return fmt.Errorf("%s: got %v, want a *TimeoutError", algo, err)
 			}
-			if g.run.dirty {
+			if g.run.Dirty() {
 				return fmt.Errorf("%s: the input is taken for overwritten", algo)
 			}
 			for i, v := range x {

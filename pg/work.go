@@ -9,6 +9,7 @@ import (
 	"tutti/collectives"
 	"tutti/p2p"
 	"tutti/pg/flight"
+	"tutti/pg/internal/exec"
 )
 
 // A Work is an operation that Start started.
@@ -28,10 +29,10 @@ type Work struct {
 type started struct {
 	waiter
 	w     *Work
-	bound *boundCall     // the call, if it was bound when it was started; else call
+	bound *exec.Bound    // the call, if it was bound when it was started; else call
 	in    unsafe.Pointer // of bound
 	out   unsafe.Pointer
-	call  call
+	call  exec.Call
 	eager bool   // it is not to wait for who waits for it
 	at    int64  // when it was started, by the recorder's clock
 	n     uint64 // of all that the group has started
@@ -151,8 +152,8 @@ func (g *Group) Start(op Operation) *Work {
 	case RecvOp:
 		return g.startMessage(o.X, o.From, o.Tag, true)
 	}
-	var q request
-	q.of(op)
+	var q exec.Request
+	ask(op, &q)
 	w := &Work{g: g}
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
@@ -160,8 +161,8 @@ func (g *Group) Start(op Operation) *Work {
 		w.end(ErrClosed)
 		return w
 	}
-	b := g.run.recall(&q)
-	var c call
+	b := g.run.Recall(&q)
+	var c exec.Call
 	if b == nil {
 		var err error
 		if c, err = g.check(&q); err != nil {
@@ -182,7 +183,7 @@ func (g *Group) Start(op Operation) *Work {
 }
 
 // lineUp puts a Work into the line: for a bound call, or for c.
-func (g *Group) lineUp(w *Work, q *request, b *boundCall, c *call) {
+func (g *Group) lineUp(w *Work, q *exec.Request, b *exec.Bound, c *exec.Call) {
 	var s *started
 	if n := len(g.spare); n > 0 {
 		s, g.spare = g.spare[n-1], g.spare[:n-1]
@@ -192,11 +193,11 @@ func (g *Group) lineUp(w *Work, q *request, b *boundCall, c *call) {
 	}
 	w.s, s.w, s.at = s, w, flight.Now()
 	if s.bound = b; b != nil {
-		s.in, s.out = q.src.Ptr, q.dst.Ptr
-		s.eager = b.size >= eagerFrom
+		s.in, s.out = q.Src.Ptr, q.Dst.Ptr
+		s.eager = b.Bytes() >= eagerFrom
 	} else {
 		s.call = *c
-		s.eager = c.size(g.size) >= eagerFrom
+		s.eager = c.Bytes(g.size) >= eagerFrom
 	}
 	g.started++
 	s.n = g.started
@@ -227,7 +228,7 @@ func (g *Group) idle() *started {
 
 // steady reports whether only the steps of its plan are to be done for w.
 func (g *Group) steady(w *started) bool {
-	return w.bound != nil && w.bound.set == g.run.set && !g.rough && !g.uniform
+	return w.bound != nil && g.run.Current(w.bound) && !g.rough && !g.uniform
 }
 
 // advance begins what is short, one after the other until one is parked. With the proxy's lock, as
@@ -235,7 +236,7 @@ func (g *Group) steady(w *started) bool {
 func (g *Group) advance() {
 	for g.parked.work == nil {
 		w := g.line.next()
-		if w == nil || !g.steady(w) || w.bound.size > shortTo {
+		if w == nil || !g.steady(w) || w.bound.Bytes() > shortTo {
 			return
 		}
 		g.attempt(w, g.wait.Try)
@@ -279,9 +280,9 @@ func (g *Group) attempt(w *started, patient func()) {
 	patient()
 	var err error
 	if begun {
-		err = g.run.resume()
+		err = g.run.Resume()
 	} else {
-		err = g.run.repeat(w.bound)
+		err = g.run.Run(g.seq, g.hint)
 	}
 	if err != nil {
 		g.parked = parked{w, err}
@@ -297,7 +298,7 @@ func (g *Group) perform(w *started, lazy bool) {
 		g.parked = parked{}
 		g.wait.Stay(lazy)
 		if err = at.err; err == p2p.ErrSuspended {
-			err = g.run.resume()
+			err = g.run.Resume()
 		}
 		err = g.concluded(err)
 		w.w.local = g.here
@@ -322,13 +323,13 @@ func (g *Group) load(w *started) {
 	g.tel.since = w.at
 	switch b := w.bound; {
 	case b == nil:
-		g.adopt(w.call)
-	case b.set == g.run.set:
-		g.use(b, w.out, w.in)
+		g.run.Adopt(w.call)
+	case g.run.Current(b):
+		g.run.Use(b, w.out, w.in)
 	default:
-		c := b.call
-		c.in, c.out = w.in, w.out
-		g.adopt(c)
+		c := b.Call
+		c.In, c.Out = w.in, w.out
+		g.run.Adopt(c)
 	}
 }
 
@@ -341,7 +342,7 @@ func (g *Group) finish(w *started, err error) {
 	g.rest()
 	w.w.end(err) // before a later one can end
 	w.w.s = nil
-	w.call.forget()
+	w.call.Forget()
 	w.w, w.bound, w.in, w.out = nil, nil, nil, nil
 	if len(g.spare) < maxSpare {
 		g.spare = append(g.spare, w)
@@ -445,38 +446,38 @@ func (g *Group) Do(ctx context.Context, op Operation) error {
 		_, err := g.pointToPoint(ctx, o.X, o.From, o.Tag, true)
 		return err
 	}
-	var q request
-	q.of(op)
+	var q exec.Request
+	ask(op, &q)
 	return g.blocking(ctx, &q)
 }
 
-// of makes q what the program asks for with op, which is no message.
-func (q *request) of(op Operation) {
+// ask is what the program asks for with op, which is no message.
+func ask(op Operation, q *exec.Request) {
 	switch o := op.(type) {
 	case AllReduceOp:
 		if o.Src == (Buffer{}) {
 			o.Src = o.Dst
 		}
-		q.kind, q.op, q.dst, q.src = collectives.AllReduce, o.Op, o.Dst, o.Src
+		q.Kind, q.Op, q.Dst, q.Src = collectives.AllReduce, o.Op, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case ReduceScatterOp:
-		q.kind, q.op, q.dst, q.src = collectives.ReduceScatter, o.Op, o.Dst, o.Src
+		q.Kind, q.Op, q.Dst, q.Src = collectives.ReduceScatter, o.Op, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case AllGatherOp:
-		q.kind, q.dst, q.src = collectives.AllGather, o.Dst, o.Src
+		q.Kind, q.Dst, q.Src = collectives.AllGather, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case AllGatherVOp:
-		q.kind, q.dst, q.src, q.counts = collectives.AllGatherV, o.Dst, o.Src, o.Counts
+		q.Kind, q.Dst, q.Src, q.Counts = collectives.AllGatherV, exec.Buffer(o.Dst), exec.Buffer(o.Src), o.Counts
 	case AllToAllOp:
-		q.kind, q.dst, q.src = collectives.AllToAll, o.Dst, o.Src
+		q.Kind, q.Dst, q.Src = collectives.AllToAll, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case AllToAllVOp:
-		q.kind, q.dst, q.src, q.counts, q.recvCounts = collectives.AllToAllV, o.Dst, o.Src, o.SendCounts, o.RecvCounts
+		q.Kind, q.Dst, q.Src, q.Counts, q.RecvCounts = collectives.AllToAllV, exec.Buffer(o.Dst), exec.Buffer(o.Src), o.SendCounts, o.RecvCounts
 	case BroadcastOp:
-		q.kind, q.root, q.dst, q.src = collectives.Broadcast, o.Root, o.X, o.X
+		q.Kind, q.Root, q.Dst, q.Src = collectives.Broadcast, o.Root, exec.Buffer(o.X), exec.Buffer(o.X)
 	case ReduceOp:
-		q.kind, q.op, q.root, q.dst, q.src = collectives.Reduce, o.Op, o.Root, o.X, o.X
+		q.Kind, q.Op, q.Root, q.Dst, q.Src = collectives.Reduce, o.Op, o.Root, exec.Buffer(o.X), exec.Buffer(o.X)
 	case GatherOp:
-		q.kind, q.root, q.dst, q.src = collectives.Gather, o.Root, o.Dst, o.Src
+		q.Kind, q.Root, q.Dst, q.Src = collectives.Gather, o.Root, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case ScatterOp:
-		q.kind, q.root, q.dst, q.src = collectives.Scatter, o.Root, o.Dst, o.Src
+		q.Kind, q.Root, q.Dst, q.Src = collectives.Scatter, o.Root, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case BarrierOp:
-		q.kind = collectives.Barrier
+		q.Kind = collectives.Barrier
 	}
 }

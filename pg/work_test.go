@@ -125,7 +125,7 @@ func TestCloseWhileSomebodyWaits(t *testing.T) {
 	}
 	for waits := false; !waits; runtime.Gosched() {
 		g.job.proxy.Lock()
-		waits = g.busy && g.run.prog != nil
+		waits = g.busy && g.run.Running()
 		g.job.proxy.Unlock()
 	}
 	if err := g.Close(); err != nil {

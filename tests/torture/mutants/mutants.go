@@ -48,7 +48,7 @@ var mutants = []mutant{
 		name:      "verify",
 		what:      "readers do not look at the words before they tell others that they are done",
 		transport: "shm",
-		edits:     []edit{{"pg", "runner.stepsFrom", "if prog.sure[i] {", "if false {"}},
+		edits:     []edit{{"pg/internal/exec", "Runner.stepsFrom", "if prog.sure[i] {", "if false {"}},
 	},
 	{
 		name:      "last-wait",
@@ -88,47 +88,47 @@ var mutants = []mutant{
 		name:      "withdraw-late",
 		what:      "the owner returns before it has withdrawn its buffers (Exposure.Withdraw)",
 		transport: "shm",
-		edits:     []edit{{"pg", "mapped.close", "m.exposure.Withdraw()", "go m.exposure.Withdraw()"}},
+		edits:     []edit{{"pg/internal/exec", "mapped.close", "m.exposure.Withdraw()", "go m.exposure.Withdraw()"}},
 	},
 	{
 		name:      "withdraw-never",
 		what:      "the owner leaves its buffers exposed until the next operation",
 		transport: "shm",
-		edits:     []edit{{"pg", "mapped.close", "m.exposure.Withdraw()", ""}},
+		edits:     []edit{{"pg/internal/exec", "mapped.close", "m.exposure.Withdraw()", ""}},
 	},
 	{
 		name:      "key-hosts",
 		what:      "plans of another topology: topology.equal without the hosts",
 		transport: "hosts",
 		flags:     []string{"-torture.faults", "0.6"},
-		edits:     []edit{{"pg", "topology.equal", "&& slices.Equal(t.hosts, o.hosts)", ""}},
+		edits:     []edit{{"pg/internal/exec", "Topology.equal", "&& slices.Equal(t.Hosts, o.Hosts)", ""}},
 	},
 	{
 		name:      "key-element",
 		what:      "plans of another element size: planKey without it",
 		transport: "shm",
-		edits:     []edit{{"pg", "runner.program", "r.g.cur.root, elem, count}", "r.g.cur.root, 0, count}"}},
+		edits:     []edit{{"pg/internal/exec", "Runner.program", "r.cur.Root, elem, count}", "r.cur.Root, 0, count}"}},
 	},
 	{
 		name:      "key-root",
 		what:      "plans of another root: planKey without it",
 		transport: "shm",
-		edits:     []edit{{"pg", "runner.program", "r.g.cur.root, elem, count}", "0, elem, count}"}},
+		edits:     []edit{{"pg/internal/exec", "Runner.program", "r.cur.Root, elem, count}", "0, elem, count}"}},
 	},
 	{
 		name:      "key-counts",
 		what:      "plans of an allgatherv or alltoallv with other counts",
 		transport: "shm",
-		edits:     []edit{{"pg", "runner.varying", "slices.Equal(v.counts, c.counts) &&", ""}},
+		edits:     []edit{{"pg/internal/exec", "Runner.varying", "slices.Equal(v.counts, c.Counts) &&", ""}},
 	},
 	{
 		name:      "key-again",
 		what:      "a call is taken for one that is bound although its root is another",
 		transport: "shm",
 		edits: []edit{
-			{"pg", "runner.recall", "src.DType, q.root, dst.Count)]", "src.DType, 0, dst.Count)]"},
-			{"pg", "runner.recall", "|| b.key.root != q.root", ""},
-			{"pg", "runner.remember", "c.dtype, c.root, dst)] = b", "c.dtype, 0, dst)] = b"},
+			{"pg/internal/exec", "Runner.Recall", "src.DType, q.Root, dst.Count)]", "src.DType, 0, dst.Count)]"},
+			{"pg/internal/exec", "Runner.Recall", "|| b.key.root != q.Root", ""},
+			{"pg/internal/exec", "Runner.remember", "c.DType, c.Root, dst)] = b", "c.DType, 0, dst)] = b"},
 		},
 	},
 	{
@@ -136,7 +136,7 @@ var mutants = []mutant{
 		what:      "a call that fails does not take its operation's number, which is used again",
 		transport: "shm",
 		edits: []edit{
-			{"pg", "Group.concluded", "g.cur.forget() g.end(err)", "g.cur.forget(); g.end(err); if err != nil { g.seq-- }"},
+			{"pg", "Group.concluded", "g.run.Call().Forget() g.end(err)", "g.run.Call().Forget(); g.end(err); if err != nil { g.seq-- }"},
 			{"pg", "Group.Recover", "g.seq = max(g.seq, g.begins-1)", ""},
 		},
 	},
@@ -151,7 +151,7 @@ var mutants = []mutant{
 		what:      "an input in place that is partly overwritten counts as intact for a retry",
 		transport: "shm",
 		flags:     []string{"-torture.faults", "1"},
-		edits:     []edit{{"pg", "runner.stepsFrom", "r.dirty, inPlace = true, false", "inPlace = false"}},
+		edits:     []edit{{"pg/internal/exec", "Runner.stepsFrom", "r.dirty, inPlace = true, false", "inPlace = false"}},
 	},
 }
 

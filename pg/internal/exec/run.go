@@ -1,4 +1,4 @@
-package pg
+package exec
 
 import (
 	"fmt"
@@ -25,16 +25,43 @@ const (
 	wireChunk = 128 << 10
 )
 
-// runner executes plans for a group. It belongs to the collective that runs, and keeps everything
-// it needs for the next: a warm run allocates nothing.
-type runner struct {
-	g   *Group
-	tok p2p.Token
+// Config is what a Runner needs of its rank and group.
+type Config struct {
+	Proxy *p2p.Proxy
+	Wait  *p2p.Wait // of the operation that runs
+	Rank  int       // this rank's slot
 
-	algo  collectives.Algo // forced, or Auto
-	set   *planSet         // of the group's topology
-	vary  []varying        // programs of the latest allgatherv and alltoallv
-	last  *program         // most recent: usually the next
+	// Region returns the region, mapped by peers on request, that holds n bytes at ptr, and the
+	// offset of ptr in it; nil if there is none.
+	Region func(ptr unsafe.Pointer, n int) (*p2p.Region, int)
+	// Chosen is told which algorithm a call runs that was not bound.
+	Chosen func(collectives.Algo)
+	// Keep is told of a call that was bound.
+	Keep func(*Bound)
+}
+
+// Runner executes the calls of one rank in a group, one at a time, over the group's channel. It keeps
+// plans, bound calls and memory for the next: a warm run allocates nothing. All methods are called
+// with the proxy's lock, which Run, Resume and Confirm give up while they wait or move much memory.
+type Runner struct {
+	cfg   Config
+	proxy *p2p.Proxy
+	wait  *p2p.Wait
+	rank  int
+	coll  *p2p.Channel
+	ranks []int // of the job, by slot
+
+	cur     *Call // the one that runs, or ran last: a bound one, or unbound
+	bound   *Bound
+	unbound Call
+	seq     uint64
+	tok     p2p.Token
+	history [64]p2p.Token // of the latest calls, by number
+
+	set   *planSet   // of the group's topology
+	sets  []*planSet // of the latest topologies, the present one last
+	vary  []varying  // programs of the latest allgatherv and alltoallv
+	last  *program   // most recent: usually the next
 	lastK planKey
 
 	recvs []p2p.Recv
@@ -47,30 +74,88 @@ type runner struct {
 	scratch unsafe.Pointer
 	sending int      // slot that a Send waits for, -1: none
 	prog    *program // running; nil between operations
+	next    int      // the step that is under way, or comes next
+	dirty   bool     // the operation works in place and has begun to write
 	mapped  mapped   // the peers' memories, in a direct plan
-
-	bound *boundCall // what the current call is bound to, if it is
-	next  int        // the step that is under way, or comes next
-
-	dirty bool       // the operation works in place and has begun to write
-	sets  []*planSet // of the latest topologies, the present one last
 }
 
-// repeat is collective for a bound call.
-func (r *runner) repeat(b *boundCall) error {
-	g := r.g
-	r.tok = b.tok
-	r.tok.Seq = g.seq
-	g.history[g.seq%uint64(len(g.history))] = r.tok
-	r.in, r.out = base{ptr: b.in, stride: b.from}, base{ptr: b.out, stride: b.to}
-	if err := g.coll.Begin(r.tok, g.hint); err != nil {
-		return err
+// New makes a Runner. Open and Settle come before its first call.
+func New(cfg Config) *Runner {
+	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1}
+	r.cur = &r.unbound
+	return r
+}
+
+// Expose has peers map this rank's memory from now on.
+func (r *Runner) Expose() (err error) {
+	r.mapped.exposure, err = r.proxy.NewExposure()
+	return err
+}
+
+// Open has the following calls run over channel c; ranks are the job's rank of each slot. It ends
+// what belongs to the view that the group leaves.
+func (r *Runner) Open(c *p2p.Channel, ranks []int) {
+	r.coll, r.ranks = c, ranks
+	r.last, r.vary, r.prog = nil, nil, nil
+	r.sending = -1
+}
+
+// Call returns the current call: the one that Adopt or Use was given last.
+func (r *Runner) Call() *Call { return r.cur }
+
+// Bound returns what the current call is bound to, nil if it has been given to Adopt.
+func (r *Runner) Bound() *Bound { return r.bound }
+
+// Adopt makes a call the current one.
+func (r *Runner) Adopt(c Call) {
+	r.unbound = c
+	r.cur, r.bound = &r.unbound, nil
+}
+
+// Use makes a bound call on these buffers the current one.
+func (r *Runner) Use(b *Bound, dst, src unsafe.Pointer) {
+	b.In, b.Out = src, dst
+	r.cur, r.bound = &b.Call, b
+}
+
+// Unbind has the current call run again as one that is not bound.
+func (r *Runner) Unbind() { r.Adopt(*r.cur) }
+
+// Run runs the current call as operation seq of the group. hint tells the peers that the job has
+// grown. An error says why it could not end, typed as the proxy's; after p2p.ErrSuspended, which
+// bound calls alone return, Resume goes on.
+func (r *Runner) Run(seq uint64, hint bool) error {
+	r.seq, r.dirty = seq, false
+	if b := r.bound; b != nil {
+		r.tok = b.tok
+		r.tok.Seq = seq
+		r.history[seq%uint64(len(r.history))] = r.tok
+		r.in, r.out = base{ptr: b.In, stride: b.from}, base{ptr: b.Out, stride: b.to}
+		if err := r.coll.Begin(r.tok, hint); err != nil {
+			return err
+		}
+		return r.stepsFrom(0, b.prog, b.DType)
 	}
-	return r.steps(b.prog, b.dtype)
+	return r.first(hint)
 }
 
-// resume goes on with a bound call that was suspended.
-func (r *runner) resume() error { return r.stepsFrom(r.next, r.bound.prog, r.bound.dtype) }
+// Resume goes on with a bound call that was suspended.
+func (r *Runner) Resume() error { return r.stepsFrom(r.next, r.bound.prog, r.bound.DType) }
+
+// Dirty reports whether the operation that ran last worked in place, and had begun to write.
+func (r *Runner) Dirty() bool { return r.dirty }
+
+// Token returns what the operation that ran last told its peers.
+func (r *Runner) Token() p2p.Token { return r.tok }
+
+// Said returns what operation seq told its peers, if it is one of the latest.
+func (r *Runner) Said(seq uint64) (p2p.Token, bool) {
+	t := r.history[seq%uint64(len(r.history))]
+	return t, t.Seq == seq
+}
+
+// Running reports whether a plan is under way, suspended ones included.
+func (r *Runner) Running() bool { return r.prog != nil }
 
 // base says where the parts of In or Out are: part i at ptr + i*stride, or at ptr + offs[i].
 type base struct {
@@ -111,12 +196,6 @@ type planKey struct {
 	root  int
 	elem  int
 	count int
-}
-
-func (r *runner) init(g *Group) {
-	r.g, r.algo, r.sending = g, g.job.algo, -1
-	r.settle()
-	g.wait.OnLong(r.long)
 }
 
 func compile(p *collectives.Plan) *program {
@@ -185,56 +264,56 @@ type varying struct {
 
 // varying returns the program of the current call, which has counts. Programs with the same counts
 // again and again are common; a few are kept.
-func (r *runner) varying(algo collectives.Algo, elem int) (*program, error) {
-	c := r.g.cur
+func (r *Runner) varying(algo collectives.Algo, elem int) (*program, error) {
+	c := r.cur
 	at := -1
 	for i := range r.vary {
-		if v := &r.vary[i]; v.kind == c.kind && v.algo == algo && v.elem == elem && slices.Equal(v.counts, c.counts) && slices.Equal(v.recvCounts, c.recvCounts) {
+		if v := &r.vary[i]; v.kind == c.Kind && v.algo == algo && v.elem == elem && slices.Equal(v.counts, c.Counts) && slices.Equal(v.recvCounts, c.RecvCounts) {
 			at = i
 			break
 		}
 	}
 	if at < 0 {
-		plan, err := collectives.Build(algo, r.shape(c.kind, elem, 0))
+		plan, err := collectives.Build(algo, r.shape(c.Kind, elem, 0))
 		if err != nil {
-			return nil, fmt.Errorf("planning %v: %w", c.kind, err)
+			return nil, fmt.Errorf("planning %v: %w", c.Kind, err)
 		}
-		v := varying{kind: c.kind, algo: algo, elem: elem, counts: slices.Clone(c.counts), recvCounts: slices.Clone(c.recvCounts),
-			offs: offsets(c.counts, elem), recvOffs: offsets(c.recvCounts, elem)}
+		v := varying{kind: c.Kind, algo: algo, elem: elem, counts: slices.Clone(c.Counts), recvCounts: slices.Clone(c.RecvCounts),
+			offs: offsets(c.Counts, elem), recvOffs: offsets(c.RecvCounts, elem)}
 		plan.Shape.Counts, plan.Shape.RecvCounts = v.counts, v.recvCounts // the caller's may change
 		v.prog = compile(plan)
 		if len(r.vary) < 16 {
 			r.vary = append(r.vary, v)
 			at = len(r.vary) - 1
 		} else {
-			at = int(r.g.seq % 16)
+			at = int(r.seq % 16)
 			r.vary[at] = v
 		}
 	}
 	v := &r.vary[at]
 	r.out.offs = v.offs
-	if c.kind == collectives.AllToAllV {
+	if c.Kind == collectives.AllToAllV {
 		r.in.offs, r.out.offs = v.offs, v.recvOffs
 	}
 	return v.prog, nil
 }
 
-func (r *runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
-	g, t := r.g, &r.set.topology
+func (r *Runner) shape(kind collectives.Kind, elem, count int) collectives.Shape {
+	t := &r.set.Topology
 	chunk := wireChunk
-	if t.caps.SharedMemory {
+	if t.Caps.SharedMemory {
 		chunk = collectives.DefaultChunk
 	}
-	return collectives.Shape{Kind: kind, Size: t.size, Active: t.active, Rank: g.rank, Root: g.cur.root, Elem: elem, Count: count, Chunk: chunk,
-		Counts: g.cur.counts, RecvCounts: g.cur.recvCounts, Hosts: t.hosts}
+	return collectives.Shape{Kind: kind, Size: t.Size, Active: t.Active, Rank: r.rank, Root: r.cur.Root, Elem: elem,
+		Count: count, Chunk: chunk, Counts: r.cur.Counts, RecvCounts: r.cur.RecvCounts, Hosts: t.Hosts}
 }
 
 // program returns the plan for count elements of the current call.
-func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, count int) (*program, error) {
+func (r *Runner) program(kind collectives.Kind, algo collectives.Algo, elem, count int) (*program, error) {
 	if kind == collectives.AllGatherV || kind == collectives.AllToAllV {
 		return r.varying(algo, elem)
 	}
-	k := planKey{kind, algo, r.g.cur.root, elem, count}
+	k := planKey{kind, algo, r.cur.Root, elem, count}
 	if r.last != nil && k == r.lastK {
 		return r.last, nil
 	}
@@ -256,44 +335,35 @@ func (r *runner) program(kind collectives.Kind, algo collectives.Algo, elem, cou
 }
 
 // choose returns the algorithm for the current call.
-func (r *runner) choose(mapped bool) collectives.Algo {
-	c := r.g.cur
-	s := r.shape(c.kind, c.dtype.Size(), c.count)
-	caps := r.g.caps
+func (r *Runner) choose(mapped bool) collectives.Algo {
+	c := r.cur
+	s := r.shape(c.Kind, c.DType.Size(), c.Count)
+	caps := r.set.Caps
 	caps.Mapped = mapped
-	if r.algo != collectives.Auto && (r.algo != collectives.Direct || mapped) {
-		for _, a := range collectives.Algorithms(c.kind) {
-			if a == r.algo {
+	if forced := r.set.Algo; forced != collectives.Auto && (forced != collectives.Direct || mapped) {
+		for _, a := range collectives.Algorithms(c.Kind) {
+			if a == forced {
 				return a
 			}
 		}
 	}
-	return r.g.table.Choose(s, caps)
+	return r.set.Table.Choose(s, caps)
 }
 
-// collective runs the group's current call.
-func (r *runner) collective() (err error) {
-	g, c := r.g, r.g.cur
-	elem := c.dtype.Size()
-	r.tok = c.token(g.seq, r.algo)
-	g.history[g.seq%uint64(len(g.history))] = r.tok
-	total := elem * c.count
-	switch c.kind {
-	case collectives.AllReduce, collectives.Broadcast, collectives.Reduce, collectives.Barrier:
-	case collectives.AllToAllV:
-		total = 0 // not known to all alike
-	case collectives.AllGatherV:
-		total = 0
-		for _, n := range c.counts {
-			total += n * elem
-		}
-	default:
-		total *= g.size
+// first runs a call that is not bound.
+func (r *Runner) first(hint bool) (err error) {
+	c := r.cur
+	elem := c.DType.Size()
+	r.tok = c.Token(r.seq, r.set.Algo)
+	r.history[r.seq%uint64(len(r.history))] = r.tok
+	total := 0
+	if c.Kind != collectives.AllToAllV { // not known to all alike
+		total = c.Bytes(r.set.Size)
 	}
-	if err := g.coll.Begin(r.tok, g.hint); err != nil {
+	if err := r.coll.Begin(r.tok, hint); err != nil {
 		return err
 	}
-	direct := g.caps.Mapped && len(g.active) > 1 && total >= directMin
+	direct := r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= directMin
 	algo := r.choose(direct)
 	if algo == collectives.Direct {
 		defer r.mapped.close()
@@ -305,42 +375,38 @@ func (r *runner) collective() (err error) {
 			algo = r.choose(false)
 		}
 	}
-	g.tel.chosen(algo)
+	r.cfg.Chosen(algo)
 	return r.blocks(algo, elem, direct)
 }
 
 // blocks works the call off, one plan per block. asks says that a call like it is to ask again
 // whether memory is mapped.
-func (r *runner) blocks(algo collectives.Algo, elem int, asks bool) error {
-	g, c := r.g, r.g.cur
-	r.in, r.out = base{ptr: c.in}, base{ptr: c.out}
-	switch c.kind {
-	case collectives.ReduceScatter, collectives.AllToAll, collectives.Scatter:
-		r.in.stride = c.count * elem
+func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
+	c, l := r.cur, r.cur.Kind.Layout()
+	r.in, r.out = base{ptr: c.In}, base{ptr: c.Out}
+	if l.In == collectives.All {
+		r.in.stride = c.Count * elem
 	}
-	switch c.kind {
-	case collectives.AllGather, collectives.AllToAll, collectives.Gather:
-		r.out.stride = c.count * elem
+	if l.Out == collectives.All {
+		r.out.stride = c.Count * elem
 	}
-	if c.kind == collectives.Broadcast || c.kind == collectives.Reduce && g.rank != c.root {
-		r.out.ptr = c.in // the root's result is where it is; others have none
+	if c.Kind == collectives.Broadcast || c.Kind == collectives.Reduce && r.rank != c.Root {
+		r.out.ptr = c.In // the root's result is where it is; others have none
 	}
-	block := c.count
-	if algo != collectives.Direct { // which has as many steps for any length
-		switch c.kind {
-		case collectives.AllReduce, collectives.Broadcast, collectives.Reduce:
-			block = max(1, vectorBlock/elem)
-		case collectives.AllGatherV, collectives.AllToAllV, collectives.Barrier:
-		default:
-			block = max(1, max(vectorBlock/g.size, 4<<10)/elem)
-		}
+	block := c.Count
+	switch { // Direct has as many steps for any length
+	case algo == collectives.Direct, l.Out == collectives.Packed, l.Out == collectives.None:
+	case l.In == collectives.One && l.Out == collectives.One:
+		block = max(1, vectorBlock/elem)
+	default:
+		block = max(1, max(vectorBlock/r.set.Size, 4<<10)/elem)
 	}
-	if c.count <= block {
-		prog, err := r.program(c.kind, algo, elem, c.count)
+	if c.Count <= block {
+		prog, err := r.program(c.Kind, algo, elem, c.Count)
 		if err != nil {
 			return err
 		}
-		if err := r.block(prog, elem, c.count); err != nil {
+		if err := r.block(prog, elem, c.Count); err != nil {
 			return err
 		}
 		if !asks {
@@ -349,9 +415,9 @@ func (r *runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		return nil
 	}
 	in, out := r.in.ptr, r.out.ptr
-	for at := 0; at < c.count; at += block {
-		n := min(block, c.count-at)
-		prog, err := r.program(c.kind, algo, elem, n)
+	for at := 0; at < c.Count; at += block {
+		n := min(block, c.Count-at)
+		prog, err := r.program(c.Kind, algo, elem, n)
 		if err != nil {
 			return err
 		}
@@ -378,31 +444,31 @@ func offsets(counts []int, elem int) []int {
 }
 
 // block runs one plan over count elements (of the vector, or of each part).
-func (r *runner) block(prog *program, elem, count int) error {
+func (r *Runner) block(prog *program, elem, count int) error {
 	if r.widens(prog) {
 		return r.widened(prog.Algo, count)
 	}
-	return r.steps(prog, r.g.cur.dtype)
+	return r.steps(prog, r.cur.DType)
 }
 
 // widens reports whether the current call's partial results travel as float32.
-func (r *runner) widens(prog *program) bool {
-	c := r.g.cur
-	small := c.dtype == Float16 || c.dtype == BFloat16 || c.dtype == Float8E4M3 || c.dtype == Float8E5M2
-	return small && c.kind.Reduces() && !onePass(prog.Algo) && len(r.g.active) > 1
+func (r *Runner) widens(prog *program) bool {
+	c := r.cur
+	small := c.DType == kernels.Float16 || c.DType == kernels.BFloat16 || c.DType == kernels.Float8E4M3 || c.DType == kernels.Float8E5M2
+	return small && c.Kind.Reduces() && !onePass(prog.Algo) && len(r.set.Active) > 1
 }
 
 // widened runs a reduction of 16-bit or 8-bit floats that takes several steps: partial sums travel
 // and are combined as float32, and are rounded once.
-func (r *runner) widened(algo collectives.Algo, count int) error {
-	g, c := r.g, r.g.cur
-	prog, err := r.program(c.kind, algo, 4, count)
+func (r *Runner) widened(algo collectives.Algo, count int) error {
+	c := r.cur
+	prog, err := r.program(c.Kind, algo, 4, count)
 	if err != nil {
 		return err
 	}
 	parts := 1
-	if c.kind == collectives.ReduceScatter {
-		parts = g.size
+	if c.Kind.Layout().In == collectives.All {
+		parts = r.set.Size
 	}
 	if r.wide, err = r.control(r.wide, 4*count*(parts+1)); err != nil {
 		return err
@@ -410,7 +476,7 @@ func (r *runner) widened(algo collectives.Algo, count int) error {
 	in, out := r.in, r.out
 	wide := unsafe.Pointer(unsafe.SliceData(r.wide.Mem))
 	for i := range parts {
-		kernels.Widen(c.dtype, unsafe.Add(wide, i*4*count), in.part(int32(i)), count)
+		kernels.Widen(c.DType, unsafe.Add(wide, i*4*count), in.part(int32(i)), count)
 	}
 	r.in = base{ptr: wide, stride: 4 * count}
 	r.out = r.in
@@ -418,26 +484,26 @@ func (r *runner) widened(algo collectives.Algo, count int) error {
 		r.out = base{ptr: unsafe.Add(wide, parts*4*count)}
 	}
 	dirty := r.dirty
-	err = r.steps(prog, Float32)
+	err = r.steps(prog, kernels.Float32)
 	r.dirty = dirty // it has written to r.wide alone
-	if err == nil && (c.kind != collectives.Reduce || g.rank == c.root) {
+	if err == nil && (c.Kind != collectives.Reduce || r.rank == c.Root) {
 		r.dirty = r.dirty || in.ptr == out.ptr
-		kernels.Narrow(c.dtype, out.ptr, r.out.ptr, count)
+		kernels.Narrow(c.DType, out.ptr, r.out.ptr, count)
 	}
 	r.in, r.out = in, out
 	return err
 }
 
 // control returns a control region of at least n bytes, keeping old if it is large enough.
-func (r *runner) control(old *p2p.Region, n int) (*p2p.Region, error) {
+func (r *Runner) control(old *p2p.Region, n int) (*p2p.Region, error) {
 	if old != nil && len(old.Mem) >= n {
 		return old, nil
 	}
-	return r.g.job.proxy.Control(max(n, 4096))
+	return r.proxy.Control(max(n, 4096))
 }
 
 // at returns the address of ref.
-func (r *runner) at(ref *collectives.Ref) unsafe.Pointer {
+func (r *Runner) at(ref *collectives.Ref) unsafe.Pointer {
 	var p unsafe.Pointer
 	switch ref.Buf {
 	case collectives.In:
@@ -454,7 +520,7 @@ func (r *runner) at(ref *collectives.Ref) unsafe.Pointer {
 	return unsafe.Add(p, ref.Off)
 }
 
-func (r *runner) bytes(ref *collectives.Ref) []byte {
+func (r *Runner) bytes(ref *collectives.Ref) []byte {
 	if ref.Len == 0 {
 		return nil
 	}
@@ -462,7 +528,7 @@ func (r *runner) bytes(ref *collectives.Ref) []byte {
 }
 
 // source returns source j of step i: where the link has it, or where it belongs.
-func (r *runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Pointer {
+func (r *Runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Pointer {
 	if n := prog.lent[i][j]; n >= 0 {
 		return unsafe.Pointer(unsafe.SliceData(r.recvs[n].View()))
 	}
@@ -471,11 +537,10 @@ func (r *runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Po
 
 // steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits
 // or moves much memory.
-func (r *runner) steps(prog *program, dtype DType) error { return r.stepsFrom(0, prog, dtype) }
+func (r *Runner) steps(prog *program, dtype kernels.DType) error { return r.stepsFrom(0, prog, dtype) }
 
 // stepsFrom is steps that begins with step first: those before have run.
-func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
-	g := r.g
+func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error {
 	if len(prog.Steps) > len(r.recvs) {
 		r.recvs = make([]p2p.Recv, len(prog.Steps))
 	}
@@ -487,13 +552,13 @@ func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
 		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Mem))
 	}
 	r.prog = prog
-	inPlace := r.in.ptr == r.out.ptr && !r.dirty && g.cur.kind.Reduces()
+	inPlace := r.in.ptr == r.out.ptr && !r.dirty && r.cur.Kind.Reduces()
 	for i := first; i < len(prog.Steps); i++ {
 		r.next = i
 		s := &prog.Steps[i]
 		for _, n := range s.Needs {
 			if !r.recvs[n].Done() {
-				if err := g.coll.WaitRecv(&g.wait, &r.recvs[n]); err != nil {
+				if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
 					return err
 				}
 			}
@@ -503,7 +568,7 @@ func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
 		}
 		switch s.Verb {
 		case collectives.Recv:
-			g.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), s.Once)
+			r.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), s.Once)
 			continue
 		case collectives.Send:
 			if prog.sure[i] {
@@ -516,7 +581,7 @@ func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
 			if s.Src.Len > 0 {
 				src = unsafe.Slice((*byte)(r.source(prog, i, 0, &s.Src)), s.Src.Len)
 			}
-			if err := g.coll.Send(&g.wait, int(s.Peer), r.tok, src); err != nil {
+			if err := r.coll.Send(r.wait, int(s.Peer), r.tok, src); err != nil {
 				return err
 			}
 			r.sending = -1
@@ -529,14 +594,14 @@ func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
 		}
 		for _, n := range prog.lent[i] {
 			if n >= 0 {
-				g.coll.ReleaseRecv(&r.recvs[n])
+				r.coll.ReleaseRecv(&r.recvs[n])
 			}
 		}
 	}
 	r.next = len(prog.Steps)
 	for _, n := range prog.recvs {
 		if !r.recvs[n].Done() {
-			if err := g.coll.WaitRecv(&g.wait, &r.recvs[n]); err != nil {
+			if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
 				return err
 			}
 		}
@@ -549,12 +614,12 @@ func (r *runner) stepsFrom(first int, prog *program, dtype DType) error {
 // other operations of this rank get on meanwhile.
 const unlockedFrom = 128 << 10
 
-func (r *runner) copy(dst, src unsafe.Pointer, n int) {
+func (r *Runner) copy(dst, src unsafe.Pointer, n int) {
 	if dst == src || n == 0 {
 		return
 	}
 	if n >= unlockedFrom && r.prog.Direct {
-		p := r.g.job.proxy
+		p := r.proxy
 		p.Unlock()
 		defer p.Lock()
 	}
@@ -569,14 +634,14 @@ func (r *runner) copy(dst, src unsafe.Pointer, n int) {
 }
 
 // combine runs one Combine step.
-func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType) error {
+func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernels.DType) error {
 	if s.Dst.Len == 0 {
 		return nil
 	}
-	op := r.g.cur.op
+	op := r.cur.Op
 	scale := false
-	if op == Avg && len(s.Srcs) != len(r.g.active) {
-		op, scale = Sum, s.Final
+	if op == kernels.Avg && len(s.Srcs) != len(r.set.Active) {
+		op, scale = kernels.Sum, s.Final
 	}
 	fold, err := kernels.Lookup(op, dtype)
 	if err != nil {
@@ -588,20 +653,19 @@ func (r *runner) combine(prog *program, i int, s *collectives.Step, dtype DType)
 	}
 	dst, size := r.at(&s.Dst), dtype.Size()
 	if s.Dst.Len >= unlockedFrom && prog.Direct {
-		p := r.g.job.proxy
+		p := r.proxy
 		p.Unlock()
 		defer p.Lock()
 	}
 	fold(dst, r.ptrs, s.Dst.Len/size)
 	if scale {
-		kernels.Scale(dtype, dst, s.Dst.Len/size, len(r.g.active))
+		kernels.Scale(dtype, dst, s.Dst.Len/size, len(r.set.Active))
 	}
 	return nil
 }
 
-// awaits returns the slots that the running operation waits for. With the proxy's lock, as what
-// follows.
-func (r *runner) awaits() (slots []int) {
+// Awaits returns the slots that the running operation waits for.
+func (r *Runner) Awaits() (slots []int) {
 	if r.prog == nil {
 		return nil
 	}
@@ -616,24 +680,24 @@ func (r *runner) awaits() (slots []int) {
 	return slots
 }
 
-// long is called when half of an operation's time is over, and again: the others learn who keeps
-// this rank, as far as it knows, and tell on what they learn. So in the end everybody knows who
-// keeps them all.
-func (r *runner) long() {
-	var slots []int
-	for _, m := range r.missing() {
-		slots = append(slots, m.Rank)
-	}
-	r.g.coll.Announce(r.tok, slots)
+// Seen is a rank that is waited for, with the token last seen of it.
+type Seen struct {
+	Rank int
+	Has  bool // there is one
+	Last p2p.Token
 }
 
-// missing lists the ranks that keep the operation, with what was last seen of them: those that it
-// waits for, but where one of these has said that it is waiting itself, those that it waits for.
-func (r *runner) missing() (all []lastSeen) {
-	c := r.g.coll
-	queue := r.awaits()
+// Missing lists the ranks that keep the operation, with what was last seen of them, and more: those
+// that it waits for, but where one of these has said that it is waiting itself, those that it waits
+// for.
+func (r *Runner) Missing(more []Seen) (all []Seen) {
+	look := func(slot int) Seen {
+		t, ok := r.coll.Seen(slot)
+		return Seen{slot, ok, t}
+	}
+	queue := r.Awaits()
 	first := slices.Clone(queue)
-	done := map[int]bool{r.g.rank: true}
+	done := map[int]bool{r.rank: true}
 	for len(queue) > 0 {
 		slot := queue[0]
 		queue = queue[1:]
@@ -641,82 +705,72 @@ func (r *runner) missing() (all []lastSeen) {
 			continue
 		}
 		done[slot] = true
-		if next, waits := c.WaitsFor(slot, r.tok); waits {
+		if next, waits := r.coll.WaitsFor(slot, r.tok); waits {
 			queue = append(queue, next...)
 			continue
 		}
-		t, ok := c.Seen(slot)
-		all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
+		all = append(all, look(slot))
 	}
-	all = append(all, r.g.unheard()...)
-	if len(all) == 0 { // they wait for each other, or for us
+	if all = append(all, more...); len(all) == 0 { // they wait for each other, or for us
 		for _, slot := range first {
-			t, ok := c.Seen(slot)
-			all = append(all, lastSeen{Rank: slot, Has: ok, Last: t})
+			all = append(all, look(slot))
 		}
 	}
 	return all
 }
 
 // share is a small allgather inside of another operation: mine of every rank, in all.
-func (r *runner) share(mine, all []byte) error {
-	g := r.g
-	algo := collectives.Choose(r.shape(collectives.AllGather, 1, len(mine)), collectives.Caps{SharedMemory: g.caps.SharedMemory, Cores: g.caps.Cores})
+func (r *Runner) share(mine, all []byte) error {
+	algo := collectives.Choose(r.shape(collectives.AllGather, 1, len(mine)),
+		collectives.Caps{SharedMemory: r.set.Caps.SharedMemory, Cores: r.set.Caps.Cores})
 	prog, err := r.program(collectives.AllGather, algo, 1, len(mine))
 	if err != nil {
 		return err
 	}
 	r.in, r.out = base{ptr: unsafe.Pointer(&mine[0])}, base{ptr: unsafe.Pointer(&all[0]), stride: len(mine)}
-	return r.steps(prog, Uint8)
+	return r.steps(prog, kernels.Uint8)
 }
 
-// topology is all that a plan depends on but for the call: which slots take part, on which hosts
+// Topology is all that a plan depends on but for the call: which slots take part, on which hosts
 // they are, what their links can do, and what chooses the algorithm.
-type topology struct {
-	size   int
-	active []int
-	hosts  []int
-	caps   collectives.Caps
-	algo   collectives.Algo
-	table  *collectives.Table
+type Topology struct {
+	Size   int   // slots
+	Active []int // slots, ascending
+	Hosts  []int // of Active; nil: one host
+	Caps   collectives.Caps
+	Algo   collectives.Algo   // forced, or Auto
+	Table  *collectives.Table // nil: the default
 }
 
-func (t *topology) equal(o *topology) bool {
-	return t.size == o.size && t.caps == o.caps && t.algo == o.algo && t.table == o.table &&
-		slices.Equal(t.active, o.active) && slices.Equal(t.hosts, o.hosts)
+func (t *Topology) equal(o *Topology) bool {
+	return t.Size == o.Size && t.Caps == o.Caps && t.Algo == o.Algo && t.Table == o.Table &&
+		slices.Equal(t.Active, o.Active) && slices.Equal(t.Hosts, o.Hosts)
 }
 
 // planSet is the plans that were made for a topology, and the calls that are bound in it. Shapes
 // are made of the topology in it, so that a plan cannot depend on more than its set's key.
 type planSet struct {
-	topology
+	Topology
 	plans  map[planKey]*program
-	bound  map[boundKey]*boundCall
-	latest [16]*boundCall // of bound, by slot
+	bound  map[boundKey]*Bound
+	latest [16]*Bound // of bound, by slot
 }
 
-// reset ends what belongs to the view that the group leaves.
-func (r *runner) reset() {
-	r.last, r.vary, r.prog = nil, nil, nil
-	r.sending = -1
-}
-
-// settle goes over to the plans for the group's topology. Those of the latest are kept: a rank that
-// is lost often comes back.
-func (r *runner) settle() {
+// Settle goes over to the plans for a topology. Those of the latest are kept: a rank that is lost
+// often comes back.
+func (r *Runner) Settle(now Topology) {
 	const most = 4
-	g := r.g
-	now := topology{g.size, slices.Clone(g.active), slices.Clone(g.hosts), g.caps, r.algo, g.table}
 	if r.set != nil && r.set.equal(&now) {
 		return
 	}
+	now.Active, now.Hosts = slices.Clone(now.Active), slices.Clone(now.Hosts)
 	r.last, r.vary = nil, nil
 	at := slices.IndexFunc(r.sets, func(s *planSet) bool { return s.equal(&now) })
 	if at >= 0 {
 		r.set = r.sets[at]
 		r.sets = slices.Delete(r.sets, at, at+1)
 	} else {
-		r.set = &planSet{topology: now, plans: map[planKey]*program{}, bound: map[boundKey]*boundCall{}}
+		r.set = &planSet{Topology: now, plans: map[planKey]*program{}, bound: map[boundKey]*Bound{}}
 	}
 	if len(r.sets) == most {
 		r.sets = slices.Delete(r.sets, 0, 1)
@@ -724,17 +778,17 @@ func (r *runner) settle() {
 	r.sets = append(r.sets, r.set)
 }
 
-// stop notes that the operation which ran has failed.
-func (r *runner) stop() { r.prog, r.sending = nil, -1 }
+// Stop notes that the operation which ran has failed.
+func (r *Runner) Stop() { r.prog, r.sending = nil, -1 }
 
-// confirm is a small exchange after an operation of a uniform group: when it returns nil, every
+// Confirm is a small exchange after an operation of a uniform group: when it returns nil, every
 // rank has the result.
-func (r *runner) confirm() error {
-	all := make([]byte, r.g.size)
+func (r *Runner) Confirm() error {
+	all := make([]byte, r.set.Size)
 	return r.share([]byte{1}, all)
 }
 
-// free gives back the runner's memory.
-func (r *runner) free() {
+// Free gives back the runner's memory and plans. No call may follow.
+func (r *Runner) Free() {
 	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil
 }

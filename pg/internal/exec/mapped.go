@@ -1,4 +1,4 @@
-package pg
+package exec
 
 import (
 	"encoding/binary"
@@ -36,27 +36,17 @@ type peerMemory struct {
 const descSize = 64
 
 // loaded returns how many bytes of In and Out of slot its peers load in a direct plan of c.
-func (c *call) loaded(size, slot, elem int) (in, out int) {
-	n := c.count * elem
-	switch c.kind {
-	case collectives.AllReduce:
-		return n, n
-	case collectives.Reduce, collectives.AllGather, collectives.Gather:
-		return n, 0
-	case collectives.ReduceScatter, collectives.AllToAll:
-		return n * size, 0
-	case collectives.AllGatherV:
-		return c.counts[slot] * elem, 0
-	case collectives.Broadcast:
-		if slot == c.root {
-			return n, 0
-		}
-	case collectives.Scatter:
-		if slot == c.root {
-			return n * size, 0
-		}
+func (c *Call) loaded(slot, elem int) (in, out int) {
+	l := c.Kind.Layout()
+	switch {
+	case l.In == collectives.Own:
+		return c.Counts[slot] * elem, 0
+	case l.InAtRoot && slot != c.Root:
+		return 0, 0
+	case c.Kind == collectives.AllReduce: // who has folded a part has its result
+		out = c.Count * elem
 	}
-	return 0, 0
+	return c.elements(l.In, c.Slots) * elem, out
 }
 
 // exchange tells all ranks where this rank's buffers are and maps those that its plan loads: no
@@ -64,15 +54,15 @@ func (c *call) loaded(size, slot, elem int) (in, out int) {
 // its memory. It returns false, at every rank alike, unless all that the plan loads can be mapped.
 // It is also the entry into the operation: when it returns, every rank has begun it. From its begin
 // to close, peers may load the buffers of the call.
-func (r *runner) exchange(elem int) (bool, error) {
-	g, c, m := r.g, r.g.cur, &r.mapped
-	if len(m.all) != descSize*g.size {
-		m.mine, m.all, m.peers = make([]byte, descSize), make([]byte, descSize*g.size), make([]peerMemory, g.size)
+func (r *Runner) exchange(elem int) (bool, error) {
+	c, m, size := r.cur, &r.mapped, r.set.Size
+	if len(m.all) != descSize*size {
+		m.mine, m.all, m.peers = make([]byte, descSize), make([]byte, descSize*size), make([]peerMemory, size)
 	}
 	clear(m.mine)
 	if m.exposure != nil {
-		in, out := c.loaded(g.size, g.rank, elem)
-		if r.describe(m.mine[24:40], c.in, in) && r.describe(m.mine[40:56], c.out, out) {
+		in, out := c.loaded(r.rank, elem)
+		if r.describe(m.mine[24:40], c.In, in) && r.describe(m.mine[40:56], c.Out, out) {
 			board, off := m.exposure.Place()
 			m.mine[0] = 1
 			binary.LittleEndian.PutUint32(m.mine[4:], uint32(off))
@@ -84,12 +74,12 @@ func (r *runner) exchange(elem int) (bool, error) {
 	if err := r.share(m.mine, m.all); err != nil {
 		return false, err
 	}
-	for _, slot := range g.active {
+	for _, slot := range r.set.Active {
 		if m.all[slot*descSize] == 0 {
 			return false, nil
 		}
 	}
-	prog, err := r.program(c.kind, collectives.Direct, elem, c.count)
+	prog, err := r.program(c.Kind, collectives.Direct, elem, c.Count)
 	if err != nil {
 		return false, err
 	}
@@ -104,11 +94,11 @@ func (r *runner) exchange(elem int) (bool, error) {
 
 // describe writes the region that n bytes at ptr are in, and their offset in it. It returns false
 // if peers cannot map them.
-func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
+func (r *Runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
 	if n == 0 {
 		return true
 	}
-	reg, off := r.g.job.region(ptr, n)
+	reg, off := r.cfg.Region(ptr, n)
 	if reg == nil {
 		return false
 	}
@@ -118,10 +108,10 @@ func (r *runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
 }
 
 // locate maps what the plan loads of a peer.
-func (r *runner) locate(l load, elem int) (err error) {
-	g, slot := r.g, l.slot
+func (r *Runner) locate(l load, elem int) (err error) {
+	slot := l.slot
 	d, at := r.mapped.all[slot*descSize:(slot+1)*descSize], &r.mapped.peers[slot]
-	in, out := g.cur.loaded(g.size, slot, elem)
+	in, out := r.cur.loaded(slot, elem)
 	if !l.in {
 		in = 0
 	}
@@ -134,30 +124,30 @@ func (r *runner) locate(l load, elem int) (err error) {
 	if at.out, err = r.load(at, slot, d[40:56], out); err != nil {
 		return err
 	}
-	board, err := g.coll.Map(&g.wait, slot, binary.LittleEndian.Uint64(d[8:]))
+	board, err := r.coll.Map(r.wait, slot, binary.LittleEndian.Uint64(d[8:]))
 	if err != nil {
 		return err
 	}
 	at.held = append(at.held, board)
 	if at.ticket, err = p2p.NewTicket(board, int(binary.LittleEndian.Uint32(d[4:])), binary.LittleEndian.Uint64(d[16:])); err != nil {
-		return &p2p.PeerError{Rank: g.ranks[slot], Err: err}
+		return &p2p.PeerError{Rank: r.ranks[slot], Err: err}
 	}
 	return nil
 }
 
 // load maps n bytes that the peer in slot has described in d.
-func (r *runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer, error) {
+func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer, error) {
 	if n == 0 {
 		return nil, nil
 	}
-	m, err := r.g.coll.Map(&r.g.wait, slot, binary.LittleEndian.Uint64(d))
+	m, err := r.coll.Map(r.wait, slot, binary.LittleEndian.Uint64(d))
 	if err != nil {
 		return nil, err
 	}
 	at.held = append(at.held, m)
 	off := binary.LittleEndian.Uint64(d[8:])
 	if size := uint64(len(m.Mem)); off > size || uint64(n) > size-off {
-		return nil, &p2p.PeerError{Rank: r.g.ranks[slot],
+		return nil, &p2p.PeerError{Rank: r.ranks[slot],
 			Err: fmt.Errorf("%w: a buffer of %d bytes at offset %d of a region of %d", p2p.ErrProtocol, n, off, size)}
 	}
 	return unsafe.Pointer(&m.Mem[off]), nil
@@ -165,10 +155,10 @@ func (r *runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer
 
 // verify makes sure that what has been loaded from peers was theirs to give: that they had not left
 // the operation. Where one has, it waits until it is known why, and returns that.
-func (r *runner) verify() error {
+func (r *Runner) verify() error {
 	for _, l := range r.mapped.loads {
 		if !r.mapped.peers[l.slot].ticket.Valid() {
-			return r.g.coll.WaitLeft(&r.g.wait, l.slot, r.tok.Seq)
+			return r.coll.WaitLeft(r.wait, l.slot, r.tok.Seq)
 		}
 	}
 	return nil

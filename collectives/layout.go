@@ -1,0 +1,45 @@
+package collectives
+
+// Extent is how long a buffer of a collective is.
+type Extent uint8
+
+// The extents.
+const (
+	None   Extent = iota // the operation has no such buffer
+	One                  // Count elements: a vector, or one rank's part
+	All                  // Count elements for each slot
+	Own                  // Counts[Rank] elements
+	Packed               // Counts[r] elements for each slot r, without holes; RecvCounts[r] of what AllToAllV receives
+)
+
+// Layout is what the buffers of a collective look like. Where a buffer is at the root alone, other
+// ranks have none.
+type Layout struct {
+	In, Out             Extent
+	InAtRoot, OutAtRoot bool
+}
+
+var layouts = [...]Layout{
+	AllReduce:     {In: One, Out: One},
+	ReduceScatter: {In: All, Out: One},
+	AllGather:     {In: One, Out: All},
+	AllGatherV:    {In: Own, Out: Packed},
+	AllToAll:      {In: All, Out: All},
+	AllToAllV:     {In: Packed, Out: Packed},
+	Broadcast:     {In: One, Out: One, InAtRoot: true},
+	Reduce:        {In: One, Out: One, OutAtRoot: true},
+	Gather:        {In: One, Out: All, OutAtRoot: true},
+	Scatter:       {In: All, Out: One, InAtRoot: true},
+	Barrier:       {},
+}
+
+// Layout returns what the buffers of the collective look like.
+func (k Kind) Layout() Layout {
+	if int(k) < len(layouts) {
+		return layouts[k]
+	}
+	return Layout{}
+}
+
+// Parted reports whether the length of a buffer of this extent depends on the number of slots.
+func (e Extent) Parted() bool { return e == All || e == Packed }
