@@ -12,7 +12,7 @@ import (
 // How a failure travels to the other ranks: Abort's payload. The first byte is the kind.
 const (
 	abortRank     = 1 // reporter, failed rank, text
-	abortTimeout  = 2 // reporter, after (ns), token of the call, missing ranks (at most maxMissing) with their last tokens, text
+	abortTimeout  = 2 // reporter, after (ns), token of the call, missing ranks with their last tokens, text
 	abortMismatch = 3 // rank a, rank b, their tokens
 	abortOther    = 4 // reporter, text
 	abortCall     = 5 // reporter, text: Group.Abort
@@ -77,9 +77,11 @@ func decodeAbort(b []byte, size int) (*wireAbort, error) {
 	}
 	u32 := func(at int) int { return int(int32(binary.LittleEndian.Uint32(b[at:]))) }
 	tok := func(at int) p2p.Token {
-		return p2p.Token{Seq: binary.LittleEndian.Uint64(b[at:]), Call: binary.LittleEndian.Uint64(b[at+8:]), Count: binary.LittleEndian.Uint64(b[at+16:])}
+		return p2p.Token{Seq: binary.LittleEndian.Uint64(b[at:]),
+			Call: binary.LittleEndian.Uint64(b[at+8:]), Count: binary.LittleEndian.Uint64(b[at+16:])}
 	}
-	a := &wireAbort{Kind: b[0], Canceled: b[1] == 1, A: u32(2), B: u32(6), Call: tok(10), Other: tok(34), After: int64(binary.LittleEndian.Uint64(b[58:]))}
+	a := &wireAbort{Kind: b[0], Canceled: b[1] == 1, A: u32(2), B: u32(6), Call: tok(10), Other: tok(34),
+		After: int64(binary.LittleEndian.Uint64(b[58:]))}
 	if a.A < 0 || a.A >= size || a.B < 0 || a.B >= size || a.After < 0 {
 		return nil, errBadAbort
 	}

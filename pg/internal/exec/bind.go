@@ -67,16 +67,16 @@ func (r *Runner) Recall(q *Request) *Bound {
 // agreement on memory, whose buffers are used as they are given.
 func (r *Runner) remember(prog *program) {
 	c, n, l := r.cur, r.set.Size, r.cur.Kind.Layout()
-	if l.InAtRoot != l.OutAtRoot && (l.In == collectives.All || l.Out == collectives.All) || l.Out == collectives.Packed {
+	if (l.InAtRoot || l.OutAtRoot) && (l.In.Parted() || l.Out.Parted()) || l.Out == collectives.Packed {
 		return // its buffers differ from rank to rank
 	}
 	dst, src := c.elements(l.Out, n), c.elements(l.In, n)
 	if c.In == nil || c.Out == nil || c.Count == 0 || r.bound != nil || r.widens(prog) {
 		return
 	}
-	b := &Bound{Call: *c, key: boundKey{c.Kind, c.Op, c.DType, c.Root, dst, src}, set: r.set, prog: prog,
-		tok:  r.tok,
-		from: r.in.stride, to: r.out.stride, size: c.Bytes(n), inPlace: l.In == collectives.One && l.Out == collectives.One}
+	b := &Bound{Call: *c, key: boundKey{c.Kind, c.Op, c.DType, c.Root, dst, src}, set: r.set, prog: prog, tok: r.tok,
+		from: r.in.stride, to: r.out.stride, size: c.Bytes(n),
+		inPlace: l.In == collectives.One && l.Out == collectives.One}
 	b.Forget()
 	b.Uniform = false // as Split's and Admit's own is, and a program's is not
 	if len(r.set.bound) >= maxPlans {

@@ -88,7 +88,8 @@ func (c *Call) elements(e collectives.Extent, n int) (total int) {
 // Synchronizes reports whether every rank's result depends on every other's data.
 func (c *Call) Synchronizes() bool {
 	switch c.Kind {
-	case collectives.Barrier, collectives.AllReduce, collectives.AllGather, collectives.ReduceScatter, collectives.AllToAll:
+	case collectives.Barrier, collectives.AllReduce, collectives.AllGather, collectives.ReduceScatter,
+		collectives.AllToAll:
 		return true
 	case collectives.AllGatherV, collectives.AllToAllV:
 		return false
@@ -126,7 +127,8 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 	dst, src := q.Dst, q.Src
 	switch q.Kind {
 	case 0:
-		return c, &Refusal{"its type", "none that is known", "one of the …Op types of package pg, not a pointer to one"}
+		return c, &Refusal{"its type", "none that is known",
+			"one of the …Op types of package pg, not a pointer to one"}
 	case collectives.Barrier:
 		c.DType = kernels.Uint8
 		return c, nil
@@ -136,7 +138,9 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 	}
 	l := q.Kind.Layout()
 	atRoot := rank == q.Root
-	usesIn, usesOut := !l.InAtRoot || atRoot || l.In == collectives.One, !l.OutAtRoot || atRoot || l.Out == collectives.One
+	// A vector is given at all ranks, whoever reads or writes it.
+	usesIn := !l.InAtRoot || atRoot || l.In == collectives.One
+	usesOut := !l.OutAtRoot || atRoot || l.Out == collectives.One
 	if src == (Buffer{}) && (q.Kind == collectives.AllReduce || !usesIn) {
 		c.DType = dst.DType // in place, or not used here
 		if q.Kind == collectives.AllReduce {
@@ -158,14 +162,17 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 		case b.Count < 0 || b.Count > 0 && b.Ptr == nil:
 			return c, &Refusal{b.name, fmt.Sprintf("%d elements at %v", b.Count, b.Ptr), "a buffer of its length"}
 		case b.DType.Valid() && b.Count > MaxBytes/b.DType.Size():
-			return c, &Refusal{b.name, fmt.Sprintf("%d elements of %v", b.Count, b.DType), "a buffer that fits in memory"}
+			return c, &Refusal{b.name, fmt.Sprintf("%d elements of %v", b.Count, b.DType),
+				"a buffer that fits in memory"}
 		case b.Location != "" && !b.Location.Host():
-			return c, &Refusal{b.name + "'s location", string(b.Location), "host memory: no transport of this group reaches any other"}
+			return c, &Refusal{b.name + "'s location", string(b.Location),
+				"host memory: no transport of this group reaches any other"}
 		}
 	}
 	if q.Kind.Reduces() && !kernels.Supported(q.Op, c.DType) {
 		_, err := kernels.Lookup(q.Op, c.DType)
-		return c, &Refusal{"the reduction", fmt.Sprintf("%v of %v", q.Op, c.DType), fmt.Sprintf("a combination that exists (%v)", err)}
+		return c, &Refusal{"the reduction", fmt.Sprintf("%v of %v", q.Op, c.DType),
+			fmt.Sprintf("a combination that exists (%v)", err)}
 	}
 	if bad := c.lengths(q, l, rank, &dst, &src, usesIn, usesOut); bad != nil {
 		return c, bad
@@ -180,7 +187,8 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 func (c *Call) lengths(q *Request, l collectives.Layout, rank int, dst, src *Buffer, usesIn, usesOut bool) *Refusal {
 	parts := func(name string, atRoot bool, big, small int) *Refusal {
 		if small > MaxBytes/c.DType.Size()/c.Slots {
-			return &Refusal{"the length of a part", strconv.Itoa(small), fmt.Sprintf("what fits in memory %d times", c.Slots)}
+			return &Refusal{"the length of a part", strconv.Itoa(small),
+				fmt.Sprintf("what fits in memory %d times", c.Slots)}
 		}
 		if big == c.Slots*small {
 			return nil
@@ -203,7 +211,8 @@ func (c *Call) lengths(q *Request, l collectives.Layout, rank int, dst, src *Buf
 		case dst.Count != total:
 			return destination(fmt.Sprintf("%d, the sum of the counts", total))
 		case src.Count != q.Counts[rank]:
-			return &Refusal{"the length of the source", strconv.Itoa(src.Count), fmt.Sprintf("counts[%d] = %d", rank, q.Counts[rank])}
+			return &Refusal{"the length of the source", strconv.Itoa(src.Count),
+				fmt.Sprintf("counts[%d] = %d", rank, q.Counts[rank])}
 		}
 	case l.Out == collectives.Packed:
 		out, bad := c.total("sendCounts", q.Counts)
@@ -215,7 +224,8 @@ func (c *Call) lengths(q *Request, l collectives.Layout, rank int, dst, src *Buf
 		case bad != nil:
 			return bad
 		case src.Count != out:
-			return &Refusal{"the length of the source", strconv.Itoa(src.Count), fmt.Sprintf("%d, the sum of sendCounts", out)}
+			return &Refusal{"the length of the source", strconv.Itoa(src.Count),
+				fmt.Sprintf("%d, the sum of sendCounts", out)}
 		case dst.Count != in:
 			return destination(fmt.Sprintf("%d, the sum of recvCounts", in))
 		case q.Counts[rank] != q.RecvCounts[rank]:
@@ -248,7 +258,8 @@ func (c *Call) lengths(q *Request, l collectives.Layout, rank int, dst, src *Buf
 // total adds up counts, one for each slot.
 func (c *Call) total(arg string, counts []int) (total int, bad *Refusal) {
 	if len(counts) != c.Slots {
-		return 0, &Refusal{arg, fmt.Sprintf("of length %d", len(counts)), fmt.Sprintf("one count for each of the %d ranks", c.Slots)}
+		return 0, &Refusal{arg, fmt.Sprintf("of length %d", len(counts)),
+			fmt.Sprintf("one count for each of the %d ranks", c.Slots)}
 	}
 	for r, n := range counts {
 		if n < 0 || n > MaxBytes/c.DType.Size()-total {

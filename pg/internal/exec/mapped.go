@@ -129,7 +129,8 @@ func (r *Runner) locate(l load, elem int) (err error) {
 		return err
 	}
 	at.held = append(at.held, board)
-	if at.ticket, err = p2p.NewTicket(board, int(binary.LittleEndian.Uint32(d[4:])), binary.LittleEndian.Uint64(d[16:])); err != nil {
+	off, ticket := int(binary.LittleEndian.Uint32(d[4:])), binary.LittleEndian.Uint64(d[16:])
+	if at.ticket, err = p2p.NewTicket(board, off, ticket); err != nil {
 		return &p2p.PeerError{Rank: r.ranks[slot], Err: err}
 	}
 	return nil

@@ -52,7 +52,8 @@ func TestDirectPlansLoadWhatTheyNeed(t *testing.T) {
 		},
 	} {
 		for rank := range n {
-			plan, err := collectives.Build(collectives.Direct, collectives.Shape{Kind: kind, Size: n, Active: []int{0, 1, 2}, Rank: rank, Root: root, Elem: 4, Count: 1000,
+			plan, err := collectives.Build(collectives.Direct, collectives.Shape{Kind: kind, Size: n,
+				Active: []int{0, 1, 2}, Rank: rank, Root: root, Elem: 4, Count: 1000,
 				Counts: []int{1000, 2000, 3000}})
 			if err != nil {
 				t.Fatal(err)
@@ -67,7 +68,8 @@ func TestDirectPlansLoadWhatTheyNeed(t *testing.T) {
 				}
 			}
 			if wantIn, wantOut := want(rank); fmt.Sprint(in, out) != fmt.Sprint(wantIn, wantOut) {
-				t.Errorf("%v at rank %d loads In of %v and Out of %v, want %v and %v", kind, rank, in, out, wantIn, wantOut)
+				t.Errorf("%v at rank %d loads In of %v and Out of %v, want %v and %v", kind, rank, in, out,
+					wantIn, wantOut)
 			}
 		}
 	}
@@ -86,13 +88,15 @@ func TestOnePass(t *testing.T) {
 					active[i] = i
 				}
 				for rank := range n {
-					p, err := collectives.Build(a, collectives.Shape{Kind: k, Size: n, Active: active, Rank: rank, Root: n / 2, Elem: 4, Count: 1001, Chunk: 512})
+					p, err := collectives.Build(a, collectives.Shape{Kind: k, Size: n, Active: active,
+						Rank: rank, Root: n / 2, Elem: 4, Count: 1001, Chunk: 512})
 					if err != nil {
 						t.Fatal(err)
 					}
 					for i, s := range p.Steps {
 						if s.Verb == collectives.Combine && (!s.Final || len(s.Srcs) != n) {
-							t.Fatalf("%v %v: step %d of rank %d of %d combines %d sources", k, a, i, rank, n, len(s.Srcs))
+							t.Fatalf("%v %v: step %d of rank %d of %d combines %d sources",
+								k, a, i, rank, n, len(s.Srcs))
 						}
 					}
 				}

@@ -119,7 +119,11 @@ func (r *Runner) Use(b *Bound, dst, src unsafe.Pointer) {
 }
 
 // Unbind has the current call run again as one that is not bound.
-func (r *Runner) Unbind() { r.Adopt(*r.cur) }
+func (r *Runner) Unbind() {
+	c := *r.cur
+	r.cur.Forget()
+	r.Adopt(c)
+}
 
 // Run runs the current call as operation seq of the group. hint tells the peers that the job has
 // grown. An error says why it could not end, typed as the proxy's; after p2p.ErrSuspended, which
@@ -176,7 +180,7 @@ type program struct {
 	*collectives.Plan
 	lent  [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
 	recvs []int32   // all Recv steps
-	sure  []bool    // by step, in a direct plan: a Send that tells others what was made of memory read since the last one
+	sure  []bool    // by step, in a direct plan: a Send that tells what was made of memory read since the last
 	loads []load    // the peers whose memory a direct plan loads, ascending
 }
 
@@ -268,7 +272,8 @@ func (r *Runner) varying(algo collectives.Algo, elem int) (*program, error) {
 	c := r.cur
 	at := -1
 	for i := range r.vary {
-		if v := &r.vary[i]; v.kind == c.Kind && v.algo == algo && v.elem == elem && slices.Equal(v.counts, c.Counts) && slices.Equal(v.recvCounts, c.RecvCounts) {
+		if v := &r.vary[i]; v.kind == c.Kind && v.algo == algo && v.elem == elem &&
+			slices.Equal(v.counts, c.Counts) && slices.Equal(v.recvCounts, c.RecvCounts) {
 			at = i
 			break
 		}
@@ -278,7 +283,8 @@ func (r *Runner) varying(algo collectives.Algo, elem int) (*program, error) {
 		if err != nil {
 			return nil, fmt.Errorf("planning %v: %w", c.Kind, err)
 		}
-		v := varying{kind: c.Kind, algo: algo, elem: elem, counts: slices.Clone(c.Counts), recvCounts: slices.Clone(c.RecvCounts),
+		v := varying{kind: c.Kind, algo: algo, elem: elem,
+			counts: slices.Clone(c.Counts), recvCounts: slices.Clone(c.RecvCounts),
 			offs: offsets(c.Counts, elem), recvOffs: offsets(c.RecvCounts, elem)}
 		plan.Shape.Counts, plan.Shape.RecvCounts = v.counts, v.recvCounts // the caller's may change
 		v.prog = compile(plan)
@@ -454,7 +460,8 @@ func (r *Runner) block(prog *program, elem, count int) error {
 // widens reports whether the current call's partial results travel as float32.
 func (r *Runner) widens(prog *program) bool {
 	c := r.cur
-	small := c.DType == kernels.Float16 || c.DType == kernels.BFloat16 || c.DType == kernels.Float8E4M3 || c.DType == kernels.Float8E5M2
+	small := c.DType == kernels.Float16 || c.DType == kernels.BFloat16 ||
+		c.DType == kernels.Float8E4M3 || c.DType == kernels.Float8E5M2
 	return small && c.Kind.Reduces() && !onePass(prog.Algo) && len(r.set.Active) > 1
 }
 
