@@ -59,7 +59,8 @@ type agreements struct {
 	mine   ballot
 	counts bool           // mine.n counts from the group's first agreement, not from this rank's
 	floor  uint64         // if not: how many there have been at least
-	begins uint64         // if not: the operation that this rank has begun with
+	begins uint64         // if not, or if it was not: the operation that this rank has begun with
+	base   uint64         // how many were counted before mine
 	told   start          // what others have told of that
 	heard  map[int]ballot // the others' votes, by slot
 	fresh  map[int]uint64 // ranks that came in, and the operation that each begins with: not begun here
@@ -74,7 +75,8 @@ type start struct{ begins, agreed uint64 }
 const startSize = 16
 
 func (s start) encode() []byte {
-	return binary.LittleEndian.AppendUint64(binary.LittleEndian.AppendUint64(make([]byte, 0, startSize), s.begins), s.agreed)
+	b := binary.LittleEndian.AppendUint64(make([]byte, 0, startSize), s.begins)
+	return binary.LittleEndian.AppendUint64(b, s.agreed)
 }
 
 func decodeStart(b []byte) (start, error) {
@@ -127,7 +129,7 @@ func (a *agreements) from() uint64 {
 func (a *agreements) meet(self int, joiners []int, begins, floor, from uint64) {
 	for _, slot := range joiners {
 		if slot == self {
-			a.mine, a.counts, a.begins = ballot{}, false, begins
+			a.mine, a.counts, a.begins, a.base = ballot{}, false, begins, 0
 			continue
 		}
 		a.forget(slot)
@@ -136,7 +138,7 @@ func (a *agreements) meet(self int, joiners []int, begins, floor, from uint64) {
 	if a.floor = floor; from != 0 {
 		a.floor += afresh
 		if a.counts { // it has been told since it said that it does not
-			a.shift(-a.told.agreed)
+			a.shift(-a.base)
 			a.counts = false
 		}
 		if a.begins == from {
@@ -149,7 +151,7 @@ func (a *agreements) meet(self int, joiners []int, begins, floor, from uint64) {
 // join has the ranks that came in, this one perhaps, take part from agreement n+1 on.
 func (a *agreements) join(n uint64) {
 	if !a.counts {
-		a.start(start{a.begins, n})
+		a.start(start{a.begins, n - a.mine.n})
 	}
 	for slot, begins := range a.fresh {
 		a.first[slot] = start{begins, n}
@@ -170,6 +172,7 @@ func (a *agreements) start(s start) bool {
 
 // shift adds n to all numbers that this rank has counted itself.
 func (a *agreements) shift(n uint64) {
+	a.base += n
 	a.mine.n += n
 	for slot, f := range a.first {
 		f.agreed += n
@@ -187,6 +190,17 @@ func (a *agreements) cast(yes bool, seq uint64) {
 		}
 	}
 	a.mine = ballot{a.mine.n + 1, [2]bool{yes, a.mine.yes[0]}}
+}
+
+// untold returns what ranks that came in may not know of their beginning: those that have not voted
+// since.
+func (a *agreements) untold() map[int]start {
+	for slot, s := range a.first {
+		if s.agreed < min(a.heard[slot].n, a.mine.n) {
+			delete(a.first, slot)
+		}
+	}
+	return a.first
 }
 
 // vote returns the vote of the rank in slot in this rank's latest agreement, and whether it is
@@ -240,7 +254,7 @@ func (g *Group) tell() {
 	if g.agreed.mine.n > 0 {
 		g.msgs.Notice(g.active, noticeBallot, g.agreed.mine.encode())
 	}
-	for slot, s := range g.agreed.first {
+	for slot, s := range g.agreed.untold() {
 		if s.begins != byAdmit && slices.Contains(g.active, slot) {
 			g.msgs.Notice([]int{slot}, noticeStart, s.encode())
 		}
@@ -287,7 +301,8 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 				return false, err
 			}
 			g.wait.Restart()
-			if !g.await(g.job.settings.Window+2*time.Second, func() bool { return slices.ContainsFunc(missing, g.out) }) {
+			gone := func() bool { return slices.ContainsFunc(missing, g.out) }
+			if !g.await(g.job.settings.Window+2*time.Second, gone) {
 				return false, err
 			}
 		}

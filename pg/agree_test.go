@@ -1,7 +1,6 @@
 package pg
 
 import (
-	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
@@ -52,7 +51,7 @@ func (w *agreeWorld) tell(from int) {
 			to.inbox = append(to.inbox, func() { to.heard[from] = mine })
 		}
 	}
-	for slot, s := range r.first {
+	for slot, s := range r.untold() {
 		to := w.ranks[slot]
 		to.inbox = append(to.inbox, func() {
 			if to.start(s) {
@@ -101,7 +100,8 @@ func (w *agreeWorld) step(slot int) bool {
 	default:
 		if w.program[r.pc] == 'a' {
 			if n, known := w.numbers[r.pc]; known && n != r.mine.n && !w.jumped {
-				w.t.Fatalf("%s: the agreement at %d has number %d at rank %d, and had %d", w.program, r.pc, r.mine.n, slot, n)
+				w.t.Fatalf("%s: the agreement at %d has number %d at rank %d, and had %d",
+					w.program, r.pc, r.mine.n, slot, n)
 			}
 			w.numbers[r.pc] = r.mine.n
 		}
@@ -182,7 +182,7 @@ func TestNewcomersCountAgreementsAsOthersDo(t *testing.T) {
 		}
 		for slot, r := range w.ranks {
 			if r.pc < len(w.program) {
-				t.Fatalf("seed %d, %s: rank %d stands at %d of %s: %s", seed, w.program, slot, r.pc, w.program, fmt.Sprintf("%+v", r.agreements))
+				t.Fatalf("seed %d, %s: rank %d stands at %d: %+v", seed, w.program, slot, r.pc, r.agreements)
 			}
 		}
 	}
