@@ -28,14 +28,15 @@ import (
 // is to run. A setting that the environment does not make is its type's zero value, but for
 // LocalRank, which is then -1.
 type Launch struct {
-	Rank, Size           int           // slot and number of slots; 0 of 1 where nothing launched this process
-	LocalRank, LocalSize int           // place among the ranks of this machine; -1 and 0: unknown
-	Job                  string        // name of the job, fit for a key; "" where nothing names it: see JobMissing
-	Secret               []byte        // the job's secret, nil if none is set
-	Store                string        // address of the store, see DialStore
-	MasterAddr           string        // host of rank 0 as the launcher names it, "" if it does not
-	MasterPort           int           // the launcher's rendezvous port there, 0 if unknown
-	Source               string        // who said so: "tutti", "torchrun", "openmpi", "pmi", "pmix", "slurm", "kubernetes" or "none"
+	Rank, Size           int    // slot and number of slots; 0 of 1 where nothing launched this process
+	LocalRank, LocalSize int    // place among the ranks of this machine; -1 and 0: unknown
+	Job                  string // name of the job, fit for a key; "" where nothing names it: see JobMissing
+	Secret               []byte // the job's secret, nil if none is set
+	Store                string // address of the store, see DialStore
+	MasterAddr           string // host of rank 0 as the launcher names it, "" if it does not
+	MasterPort           int    // the launcher's rendezvous port there, 0 if unknown
+	// who said so: "tutti", "torchrun", "openmpi", "pmi", "pmix", "slurm", "kubernetes" or "none"
+	Source               string
 	Transport, Algorithm string        // restrictions, as written
 	Tuning               string        // path of a measured table of algorithms, as written
 	Interfaces, Ports    string        // as written, checked: see ifname.Parse and ports.ParseSpec
@@ -61,31 +62,42 @@ type Variable struct{ Name, Meaning, Default string }
 // and `tutti doctor` print it.
 func Variables() []Variable {
 	return []Variable{
-		{"TUTTI_RANK", "slot of this process, 0..TUTTI_SIZE-1; with TUTTI_SIZE it overrides every launcher", "the launcher's"},
-		{"TUTTI_SIZE", "number of ranks; alone it completes a launcher that tells the rank but not the size (Kubernetes, PMIx)", "the launcher's"},
+		{"TUTTI_RANK", "slot of this process, 0..TUTTI_SIZE-1; with TUTTI_SIZE it overrides every launcher",
+			"the launcher's"},
+		{"TUTTI_SIZE", "number of ranks; alone it completes a launcher that tells the rank but not the size " +
+			"(Kubernetes, PMIx)", "the launcher's"},
 		{"TUTTI_LOCAL_RANK", "place of this process among the ranks of its machine", "the launcher's"},
 		{"TUTTI_LOCAL_SIZE", "number of ranks on this machine", "the launcher's"},
-		{"TUTTI_JOB", "name of the job, under which its ranks meet in the store: letters, digits, '.', '_', '-', at most 128",
+		{"TUTTI_JOB", "name of the job, under which its ranks meet in the store: letters, digits, '.', '_', '-', " +
+			"at most 128",
 			"from what the launcher says of the launch; if that is nothing, it must be set"},
-		{"TUTTI_STORE", "address of the store: tutti://HOST:PORT (embedded by tutti run), etcd://HOST:PORT,… or etcds://HOST:PORT,… (a site's own, plain or TLS)", "none"},
-		{"TUTTI_SECRET", "the job's secret, which every connection proves to know: at least 16 bytes of text, or at least 32 hex digits", "none"},
+		{"TUTTI_STORE", "address of the store: tutti://HOST:PORT (embedded by tutti run), etcd://HOST:PORT,… or " +
+			"etcds://HOST:PORT,… (a site's own, plain or TLS)", "none"},
+		{"TUTTI_SECRET", "the job's secret, which every connection proves to know: at least 16 bytes of text, or " +
+			"at least 32 hex digits", "none"},
 		{"TUTTI_SECRET_FILE", "file that holds the secret, in the same form, instead of TUTTI_SECRET", "none"},
 		{"TUTTI_TRANSPORT", "transports to use: auto, or a list such as shm,tcp", "auto"},
 		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},
-		{"TUTTI_TUNE", "file with measured choices of algorithms, written by tutti tune; off: none", "tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it is there"},
-		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)", "all that are up"},
+		{"TUTTI_TUNE", "file with measured choices of algorithms, written by tutti tune; off: none",
+			"tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it is there"},
+		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
+			"all that are up"},
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
 		{"TUTTI_TIMEOUT", "bound of every operation: a duration (90s, 5m) or seconds; negative: none", "5m"},
 		{"TUTTI_LEASE", "how long the store takes a silent rank for alive, whole seconds: a duration or seconds", "3s"},
-		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same at all ranks, as the three below", "report"},
+		{"TUTTI_ON_FAILURE", "when a rank is lost: report (the program calls Recover), shrink or retry; the same " +
+			"at all ranks, as the three below", "report"},
 		{"TUTTI_UNIFORM",
 			"1: every collective has the same outcome at all survivors, for a small exchange after each", "0"},
 		{"TUTTI_MAX_SIZE", "number of ranks that the job may grow to", "TUTTI_SIZE"},
 		{"TUTTI_AUTO_ADMIT", "1: ranks that wait to join come in between two operations, without Admit", "0"},
-		{"TUTTI_STANDBY", "number of this spare process, which has no rank: it waits for a slot that becomes free", "none"},
+		{"TUTTI_STANDBY", "number of this spare process, which has no rank: it waits for a slot that becomes free",
+			"none"},
 		{"TUTTI_LOG", "log level on standard error: debug, info, warn, error or off", "warn"},
-		{"TUTTI_LOG_DIR", "directory for flight records: what a rank did last, as files that outlive it; also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
-		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range 127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
+		{"TUTTI_LOG_DIR", "directory for flight records: what a rank did last, as files that outlive it; also " +
+			"written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
+		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range " +
+			"127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
 		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
 		{"TUTTI_STORE_PASSWORD", "that user's password", "none"},
 		{"TUTTI_STORE_CA", "PEM file of the certificate authorities of an etcds:// store", "the system's"},
@@ -107,18 +119,25 @@ type launcher struct {
 // allocation leaves Slurm's variables of the batch step in the environment, where they count nodes
 // rather than ranks: hence the MPI launchers come before Slurm.
 var launchers = []launcher{
-	{source: "tutti", rank: []string{"TUTTI_RANK"}, size: []string{"TUTTI_SIZE"}, localRank: []string{"TUTTI_LOCAL_RANK"}, localSize: []string{"TUTTI_LOCAL_SIZE"}},
-	{source: "torchrun", rank: []string{"RANK"}, size: []string{"WORLD_SIZE"}, localRank: []string{"LOCAL_RANK"}, localSize: []string{"LOCAL_WORLD_SIZE"},
-		job: []string{"TORCHELASTIC_RUN_ID"}},
-	{source: "openmpi", rank: []string{"OMPI_COMM_WORLD_RANK"}, size: []string{"OMPI_COMM_WORLD_SIZE"}, localRank: []string{"OMPI_COMM_WORLD_LOCAL_RANK"},
+	{source: "tutti", rank: []string{"TUTTI_RANK"}, size: []string{"TUTTI_SIZE"},
+		localRank: []string{"TUTTI_LOCAL_RANK"}, localSize: []string{"TUTTI_LOCAL_SIZE"}},
+	{source: "torchrun", rank: []string{"RANK"}, size: []string{"WORLD_SIZE"}, localRank: []string{"LOCAL_RANK"},
+		localSize: []string{"LOCAL_WORLD_SIZE"},
+		job:       []string{"TORCHELASTIC_RUN_ID"}},
+	{source: "openmpi", rank: []string{"OMPI_COMM_WORLD_RANK"}, size: []string{"OMPI_COMM_WORLD_SIZE"},
+		localRank: []string{"OMPI_COMM_WORLD_LOCAL_RANK"},
 		localSize: []string{"OMPI_COMM_WORLD_LOCAL_SIZE"}, job: []string{"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"}},
-	{source: "pmi", rank: []string{"PMI_RANK"}, size: []string{"PMI_SIZE"}, localRank: []string{"PMI_LOCAL_RANK", "MPI_LOCALRANKID"},
+	{source: "pmi", rank: []string{"PMI_RANK"}, size: []string{"PMI_SIZE"},
+		localRank: []string{"PMI_LOCAL_RANK", "MPI_LOCALRANKID"},
 		localSize: []string{"PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"},
 		job:       []string{"PMI_JOBID", "PMI_KVSNAME", "PALS_APID", "FLUX_JOB_ID"}},
-	{source: "slurm", rank: []string{"SLURM_PROCID"}, size: []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"}, localRank: []string{"SLURM_LOCALID"},
+	{source: "slurm", rank: []string{"SLURM_PROCID"}, size: []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS",
+		"SLURM_NPROCS"}, localRank: []string{"SLURM_LOCALID"},
 		job: []string{"SLURM_JOB_ID", "SLURM_JOBID"}},
-	{source: "pmix", rank: []string{"PMIX_RANK"}, size: []string{"PMIX_SIZE"}, sizeElsewhere: true, job: []string{"PMIX_NAMESPACE"}},
-	{source: "kubernetes", rank: []string{"JOB_COMPLETION_INDEX"}, size: []string{"JOB_COMPLETIONS"}, sizeElsewhere: true, job: []string{"JOB_NAME"}},
+	{source: "pmix", rank: []string{"PMIX_RANK"}, size: []string{"PMIX_SIZE"}, sizeElsewhere: true,
+		job: []string{"PMIX_NAMESPACE"}},
+	{source: "kubernetes", rank: []string{"JOB_COMPLETION_INDEX"}, size: []string{"JOB_COMPLETIONS"},
+		sizeElsewhere: true, job: []string{"JOB_NAME"}},
 }
 
 // FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs
@@ -203,19 +222,23 @@ func (e env) place(l *Launch) error {
 		case rankName == "" && (k.source == "slurm" || k.sizeElsewhere):
 			continue // salloc's shell has SLURM_NTASKS and no rank: not launched by srun
 		case rankName == "":
-			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither", sizeName, n, k.rank[0])
+			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither",
+				sizeName, n, k.rank[0])
 		case sizeName == "" && k.sizeElsewhere && ownSize == "":
-			return fmt.Errorf("environment: %s=%d says which rank this is, but nothing says how many there are: set TUTTI_SIZE", rankName, rank)
+			return fmt.Errorf("environment: %s=%d says which rank this is, but nothing says how many there are: "+
+				"set TUTTI_SIZE", rankName, rank)
 		case sizeName == "" && k.sizeElsewhere:
 			sizeName, n = ownSize, size
 		case sizeName == "":
-			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither", rankName, rank, k.size[0])
+			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither",
+				rankName, rank, k.size[0])
 		}
 		if ownSize != "" && n != size {
 			return fmt.Errorf("environment: TUTTI_SIZE=%d contradicts %s=%d", size, sizeName, n)
 		}
 		if most := max(n, l.MaxSize); rank >= most && n < l.MaxSize {
-			return fmt.Errorf("environment: %s=%d contradicts TUTTI_MAX_SIZE=%d: ranks are 0..%d", rankName, rank, most, most-1)
+			return fmt.Errorf("environment: %s=%d contradicts TUTTI_MAX_SIZE=%d: ranks are 0..%d", rankName, rank, most,
+				most-1)
 		} else if rank >= most {
 			return fmt.Errorf("environment: %s=%d contradicts %s=%d: ranks are 0..%d", rankName, rank, sizeName, n, n-1)
 		}
@@ -226,7 +249,8 @@ func (e env) place(l *Launch) error {
 		break
 	}
 	if by == nil && ownSize != "" && size > 1 {
-		return fmt.Errorf("environment: TUTTI_SIZE=%d is set, but nothing says which rank this is: set TUTTI_RANK or use a launcher", size)
+		return fmt.Errorf("environment: TUTTI_SIZE=%d is set, but nothing says which rank this is: set "+
+			"TUTTI_RANK or use a launcher", size)
 	}
 	if err := e.master(l); err != nil || by == nil {
 		return err
@@ -339,11 +363,14 @@ func (e env) local(l *Launch, k launcher, sizeName string) error {
 	}
 	switch {
 	case localName != "" && size > max(l.Size, l.MaxSize):
-		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", localName, size, sizeName, l.Size)
+		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job",
+			localName, size, sizeName, l.Size)
 	case rankName != "" && localName != "" && rank >= size:
-		return fmt.Errorf("environment: %s=%d contradicts %s=%d: local ranks are 0..%d", rankName, rank, localName, size, size-1)
+		return fmt.Errorf("environment: %s=%d contradicts %s=%d: local ranks are 0..%d", rankName, rank, localName,
+			size, size-1)
 	case rankName != "" && rank >= max(l.Size, l.MaxSize):
-		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job", rankName, rank, sizeName, l.Size)
+		return fmt.Errorf("environment: %s=%d contradicts %s=%d: a machine cannot have more ranks than the job",
+			rankName, rank, sizeName, l.Size)
 	}
 	if rankName != "" {
 		l.LocalRank = rank
@@ -374,7 +401,8 @@ func (e env) slurmTasksHere() (name string, size int, err error) {
 			return name, n, nil
 		}
 	}
-	return "", 0, fmt.Errorf("environment: %s=%q has no entry for SLURM_NODEID=%s", name, clip(v), strings.TrimSpace(e.get("SLURM_NODEID")))
+	return "", 0, fmt.Errorf("environment: %s=%q has no entry for SLURM_NODEID=%s", name, clip(v),
+		strings.TrimSpace(e.get("SLURM_NODEID")))
 }
 
 func (e env) master(l *Launch) error {
@@ -436,7 +464,8 @@ func (l Launch) JobMissing() error {
 	if l.Source != "none" && l.Source != "tutti" && l.Source != "" {
 		who = fmt.Sprintf("the launcher (%s) does not name the job", l.Source)
 	}
-	return fmt.Errorf("%s: set TUTTI_JOB, the same for all its ranks and another for every job that uses the store", who)
+	return fmt.Errorf("%s: set TUTTI_JOB, the same for all its ranks and another for every job that uses the store",
+		who)
 }
 
 // shortened is how a name ends that cleanJob has made of another.
@@ -476,7 +505,8 @@ func (e env) settings(l *Launch) error {
 			return fmt.Errorf("environment: TUTTI_STORE: %w", err)
 		}
 	}
-	for _, pair := range [][2]string{{"TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD"}, {"TUTTI_STORE_CERT", "TUTTI_STORE_KEY"}} {
+	for _, pair := range [][2]string{{"TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD"},
+		{"TUTTI_STORE_CERT", "TUTTI_STORE_KEY"}} {
 		if a, b := str(pair[0]) != "", e.get(pair[1]) != ""; a != b {
 			if b {
 				pair[0], pair[1] = pair[1], pair[0]
@@ -534,11 +564,13 @@ func duration(name, s string) (time.Duration, error) {
 		return 0, nil
 	}
 	d, err := time.ParseDuration(s)
-	if n, nerr := strconv.ParseFloat(s, 64); nerr == nil && n > -1e9 && n < 1e9 { // also what ParseDuration takes without a unit: "0"
+	// also what ParseDuration takes without a unit: "0"
+	if n, nerr := strconv.ParseFloat(s, 64); nerr == nil && n > -1e9 && n < 1e9 {
 		d, err = time.Duration(n*float64(time.Second)), nil
 	}
 	if err != nil || d == 0 {
-		return 0, fmt.Errorf("environment: %s=%q: expected a duration other than 0, such as 90s, 5m, or a number of seconds", name, clip(s))
+		return 0, fmt.Errorf("environment: %s=%q: expected a duration other than 0, such as 90s, 5m, or a "+
+			"number of seconds", name, clip(s))
 	}
 	return d, nil
 }
@@ -564,7 +596,8 @@ func (e env) secret() ([]byte, error) {
 			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE: %w", err)
 		}
 		if len(b) > maxSecretFile {
-			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE=%s is longer than %d bytes", clip(path), maxSecretFile)
+			return nil, fmt.Errorf("environment: TUTTI_SECRET_FILE=%s is longer than %d bytes", clip(path),
+				maxSecretFile)
 		}
 		name, text = "TUTTI_SECRET_FILE", strings.TrimRight(string(b), "\r\n")
 	}
@@ -582,7 +615,8 @@ func ParseSecret(text string) ([]byte, error) {
 		return b, nil
 	}
 	if len(text) < trust.MinSecret {
-		return nil, fmt.Errorf("a secret of %d bytes is too short: expected at least %d bytes of text or %d hex digits", len(text), trust.MinSecret, 2*trust.MinSecret)
+		return nil, fmt.Errorf("a secret of %d bytes is too short: expected at least %d bytes of text or %d hex digits",
+			len(text), trust.MinSecret, 2*trust.MinSecret)
 	}
 	return []byte(text), nil
 }

@@ -49,31 +49,57 @@ func TestPlace(t *testing.T) {
 		env  string
 		want Launch
 	}{
-		"nothing":                      {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
-		"size 1 alone":                 {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
-		"master only":                  {"MASTER_ADDR=h MASTER_PORT=7", Launch{Size: 1, LocalRank: -1, Source: "none", MasterAddr: "h", MasterPort: 7}},
-		"torchrun":                     {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-a-b.bb3edc3f7c4d48d7", Source: "torchrun"}},
-		"torchrun none with master":    {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-n0-29500", Source: "torchrun"}},
-		"own with master":              {"TUTTI_RANK=0 TUTTI_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=7", Launch{Size: 2, LocalRank: -1, MasterAddr: "10.0.0.1", MasterPort: 7, Job: "tutti-10.0.0.1-7", Source: "tutti"}},
-		"kubernetes by its pod's name": {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-3", Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train-8", Source: "kubernetes"}},
-		"kubernetes elsewhere":         {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-13", Launch{Rank: 3, Size: 4, LocalRank: -1, Source: "kubernetes"}},
-		"pals":                         {"PMI_RANK=1 PMI_SIZE=2 PALS_APID=ab-1", Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "pmi-ab-1", Source: "pmi"}},
-		"torchrun none":                {"RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none", Launch{Size: 2, LocalRank: -1, Source: "torchrun"}},
-		"torchrun wins":                {"RANK=1 WORLD_SIZE=2 SLURM_PROCID=5 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3 JOB_COMPLETION_INDEX=9", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "torchrun"}},
-		"own wins":                     {"TUTTI_RANK=2 TUTTI_SIZE=3 TUTTI_LOCAL_RANK=0 TUTTI_LOCAL_SIZE=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_JOB=j", Launch{Rank: 2, Size: 3, LocalRank: 0, LocalSize: 1, Job: "j", Source: "tutti"}},
-		"confirmed":                    {"TUTTI_SIZE=2 RANK=1 WORLD_SIZE=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "torchrun"}},
-		"openmpi": {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-h-12@1 PMIX_RANK=2",
+		"nothing":      {"", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
+		"size 1 alone": {"TUTTI_SIZE=1", Launch{Rank: 0, Size: 1, LocalRank: -1, Source: "none"}},
+		"master only": {"MASTER_ADDR=h MASTER_PORT=7",
+			Launch{Size: 1, LocalRank: -1, Source: "none", MasterAddr: "h", MasterPort: 7}},
+		"torchrun": {"RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 " +
+			"TORCHELASTIC_RUN_ID=a/b", Launch{Rank: 3, Size: 4, LocalRank: 1, LocalSize: 2, MasterAddr: "n0",
+			MasterPort: 29500, Job: "torchrun-a-b.bb3edc3f7c4d48d7", Source: "torchrun"}},
+		"torchrun none with master": {"RANK=0 WORLD_SIZE=2 MASTER_ADDR=n0 MASTER_PORT=29500 TORCHELASTIC_RUN_ID=none",
+			Launch{Size: 2, LocalRank: -1, MasterAddr: "n0", MasterPort: 29500, Job: "torchrun-n0-29500",
+				Source: "torchrun"}},
+		"own with master": {"TUTTI_RANK=0 TUTTI_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=7",
+			Launch{Size: 2, LocalRank: -1, MasterAddr: "10.0.0.1", MasterPort: 7, Job: "tutti-10.0.0.1-7",
+				Source: "tutti"}},
+		"kubernetes by its pod's name": {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-3",
+			Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train-8", Source: "kubernetes"}},
+		"kubernetes elsewhere": {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 HOSTNAME=train-8-13",
+			Launch{Rank: 3, Size: 4, LocalRank: -1, Source: "kubernetes"}},
+		"pals": {"PMI_RANK=1 PMI_SIZE=2 PALS_APID=ab-1",
+			Launch{Rank: 1, Size: 2, LocalRank: -1, Job: "pmi-ab-1", Source: "pmi"}},
+		"torchrun none": {"RANK=0 WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none",
+			Launch{Size: 2, LocalRank: -1, Source: "torchrun"}},
+		"torchrun wins": {"RANK=1 WORLD_SIZE=2 SLURM_PROCID=5 SLURM_NTASKS=8 OMPI_COMM_WORLD_RANK=2 " +
+			"OMPI_COMM_WORLD_SIZE=3 JOB_COMPLETION_INDEX=9", Launch{Rank: 1, Size: 2, LocalRank: -1,
+			Source: "torchrun"}},
+		"own wins": {"TUTTI_RANK=2 TUTTI_SIZE=3 TUTTI_LOCAL_RANK=0 TUTTI_LOCAL_SIZE=1 RANK=1 WORLD_SIZE=2 " +
+			"LOCAL_RANK=1 TUTTI_JOB=j", Launch{Rank: 2, Size: 3, LocalRank: 0, LocalSize: 1, Job: "j",
+			Source: "tutti"}},
+		"confirmed": {"TUTTI_SIZE=2 RANK=1 WORLD_SIZE=2",
+			Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "torchrun"}},
+		"openmpi": {"OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=0 " +
+			"OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=prterun-h-12@1 PMIX_RANK=2",
 			Launch{Rank: 2, Size: 4, LocalSize: 2, Job: "openmpi-prterun-h-12-1.66f77764b30a585c", Source: "openmpi"}},
-		"mpirun inside slurm": {"OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7", Launch{Rank: 6, Size: 8, LocalRank: -1, Source: "openmpi"}},
-		"hydra":               {"PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Launch{Rank: 1, Size: 2, LocalRank: 1, LocalSize: 2, Source: "pmi"}},
-		"cray":                {"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=0 PMI_LOCAL_SIZE=1 PMI_JOBID=55", Launch{Rank: 1, Size: 2, LocalRank: 0, LocalSize: 1, Job: "pmi-55", Source: "pmi"}},
-		"slurm": {"SLURM_PROCID=5 SLURM_NTASKS=99 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_NODEID=2 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_STEP_NODELIST=gpu[007-009,12] SLURM_JOB_ID=42 SLURM_STEP_ID=0",
-			Launch{Rank: 5, Size: 7, LocalRank: 1, LocalSize: 2, MasterAddr: "gpu007", Job: "slurm-42.0", Source: "slurm"}},
-		"slurm bare":                {"SLURM_PROCID=1 SLURM_NTASKS=2", Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "slurm"}},
-		"salloc's shell":            {"SLURM_NTASKS=4 SLURM_JOB_ID=42", Launch{Size: 1, LocalRank: -1, Source: "none"}},
-		"pmix":                      {"PMIX_RANK=1 TUTTI_SIZE=4 PMIX_NAMESPACE=x", Launch{Rank: 1, Size: 4, LocalRank: -1, Job: "pmix-x", Source: "pmix"}},
-		"kubernetes":                {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 JOB_NAME=train", Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train", Source: "kubernetes"}},
-		"own local over launcher's": {"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_LOCAL_RANK=0", Launch{Rank: 1, Size: 2, LocalRank: 0, Source: "torchrun"}},
+		"mpirun inside slurm": {"OMPI_COMM_WORLD_RANK=6 OMPI_COMM_WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2 " +
+			"SLURM_JOB_ID=7", Launch{Rank: 6, Size: 8, LocalRank: -1, Source: "openmpi"}},
+		"hydra": {"PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2",
+			Launch{Rank: 1, Size: 2, LocalRank: 1, LocalSize: 2, Source: "pmi"}},
+		"cray": {"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=0 PMI_LOCAL_SIZE=1 PMI_JOBID=55",
+			Launch{Rank: 1, Size: 2, LocalRank: 0, LocalSize: 1, Job: "pmi-55", Source: "pmi"}},
+		"slurm": {"SLURM_PROCID=5 SLURM_NTASKS=99 SLURM_STEP_NUM_TASKS=7 SLURM_LOCALID=1 SLURM_NODEID=2 " +
+			"SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_STEP_NODELIST=gpu[007-009,12] SLURM_JOB_ID=42 SLURM_STEP_ID=0",
+			Launch{Rank: 5, Size: 7, LocalRank: 1, LocalSize: 2, MasterAddr: "gpu007", Job: "slurm-42.0",
+				Source: "slurm"}},
+		"slurm bare": {"SLURM_PROCID=1 SLURM_NTASKS=2",
+			Launch{Rank: 1, Size: 2, LocalRank: -1, Source: "slurm"}},
+		"salloc's shell": {"SLURM_NTASKS=4 SLURM_JOB_ID=42", Launch{Size: 1, LocalRank: -1, Source: "none"}},
+		"pmix": {"PMIX_RANK=1 TUTTI_SIZE=4 PMIX_NAMESPACE=x",
+			Launch{Rank: 1, Size: 4, LocalRank: -1, Job: "pmix-x", Source: "pmix"}},
+		"kubernetes": {"JOB_COMPLETION_INDEX=3 TUTTI_SIZE=4 JOB_NAME=train",
+			Launch{Rank: 3, Size: 4, LocalRank: -1, Job: "kubernetes-train", Source: "kubernetes"}},
+		"own local over launcher's": {"RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 TUTTI_LOCAL_RANK=0",
+			Launch{Rank: 1, Size: 2, LocalRank: 0, Source: "torchrun"}},
 	} {
 		got, err := FromEnv(vars(c.env))
 		if err != nil || !reflect.DeepEqual(got, c.want) {
@@ -85,7 +111,8 @@ func TestPlace(t *testing.T) {
 // A loopback address names a meeting point on one machine only.
 func TestMeetingPoint(t *testing.T) {
 	for _, host := range []string{"127.0.0.1", "localhost", "::1"} {
-		if name := meetingPoint(host, "7"); !strings.HasPrefix(name, host+"-7-") || len(name) != len(host)+len("-7-")+8 {
+		if name := meetingPoint(host, "7"); !strings.HasPrefix(name, host+"-7-") ||
+			len(name) != len(host)+len("-7-")+8 {
 			t.Errorf("%s: %s", host, name)
 		}
 	}
@@ -128,7 +155,8 @@ func TestJobsOfLaunchersDiffer(t *testing.T) {
 			// Each rank prints its job and waits until its launch is told to end.
 			launch := func(through ...string) (jobs []string, end func()) {
 				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-				c := exec.CommandContext(ctx, path, append(append(mpiexec[1:len(mpiexec):len(mpiexec)], through...), self)...)
+				c := exec.CommandContext(ctx, path, append(append(mpiexec[1:len(mpiexec):len(mpiexec)], through...),
+					self)...)
 				c.Env = append(os.Environ(), printJob+"=1")
 				in, err := c.StdinPipe()
 				if err != nil {
@@ -231,10 +259,14 @@ func TestSettings(t *testing.T) {
 	if err := os.WriteFile(file, []byte(strings.Repeat("ab", 16)+"\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG " +
-		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
-	want := Launch{Size: 1, LocalRank: -1, Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16), Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
-		Interfaces: "eth0", Ports: "5-9", LogLevel: "debug", Timeout: 1500 * time.Millisecond, LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
+	l, err := FromEnv(vars("TUTTI_TRANSPORT=shm,tcp TUTTI_ALGO=ring TUTTI_IFNAME=eth0 TUTTI_PORT=5-9 " +
+		"TUTTI_TIMEOUT=1.5 TUTTI_LEASE=2 TUTTI_LOG=DEBUG " +
+		"TUTTI_STORE=etcds://a,b:1 TUTTI_STORE_USER=u TUTTI_STORE_PASSWORD=p TUTTI_STORE_CA=ca " +
+		"TUTTI_STORE_CERT=c TUTTI_STORE_KEY=k TUTTI_SECRET_FILE=" + file))
+	want := Launch{Size: 1, LocalRank: -1, Source: "none", Secret: bytes.Repeat([]byte{0xab}, 16),
+		Store: "etcds://a,b:1", Transport: "shm,tcp", Algorithm: "ring",
+		Interfaces: "eth0", Ports: "5-9", LogLevel: "debug", Timeout: 1500 * time.Millisecond,
+		LeaseTTL: 2 * time.Second, StoreUser: "u", StorePassword: "p", StoreCA: "ca", StoreCert: "c", StoreKey: "k"}
 	if err != nil || !reflect.DeepEqual(l, want) {
 		t.Errorf("%+v, %v\nwant %+v", l, err, want)
 	}
@@ -290,13 +322,16 @@ func TestVariables(t *testing.T) {
 
 func TestParseStore(t *testing.T) {
 	for in, want := range map[string]string{
-		"etcd://a:1,b.c-d:2": "etcd://a:1,b.c-d:2", "etcd://h": "etcd://h:2379", "etcds://[::1]:7": "etcds://[::1]:7", "etcd://[fe80::1]/": "etcd://[fe80::1]:2379", "tutti://127.0.0.1:5": "tutti://127.0.0.1:5",
+		"etcd://a:1,b.c-d:2": "etcd://a:1,b.c-d:2", "etcd://h": "etcd://h:2379", "etcds://[::1]:7": "etcds://[::1]:7",
+		"etcd://[fe80::1]/": "etcd://[fe80::1]:2379", "tutti://127.0.0.1:5": "tutti://127.0.0.1:5",
 	} {
 		if got, err := ParseStore(in); err != nil || got.String() != want {
 			t.Errorf("ParseStore(%q) = %v, %v, want %s", in, got, err, want)
 		}
 	}
-	for _, in := range []string{"", "h:1", "http://h:1", "etcd://", "etcd://h:0", "etcd://h:65536", "etcd://h:x", "etcd://a,,b", "etcd://[::1", "etcd://[1.2.3.4]:1", "etcd://a b:1", "etcd://u:p@h:1", "etcd://-h:1", "tutti://h"} {
+	for _, in := range []string{"", "h:1", "http://h:1", "etcd://", "etcd://h:0", "etcd://h:65536", "etcd://h:x",
+		"etcd://a,,b", "etcd://[::1", "etcd://[1.2.3.4]:1", "etcd://a b:1", "etcd://u:p@h:1", "etcd://-h:1",
+		"tutti://h"} {
 		if got, err := ParseStore(in); err == nil {
 			t.Errorf("ParseStore(%q) = %v, want an error", in, got)
 		}
@@ -304,7 +339,8 @@ func TestParseStore(t *testing.T) {
 }
 
 func TestFirstHost(t *testing.T) {
-	for in, want := range map[string]string{"": "", "a": "a", "a,b": "a", "n[01-04,7],x": "n01", "n[5,6]": "n5", "r[1-2]n[03-09]": "r1n03", "n[1": "", "a,n[1-2]": "a", "n[1-2]-ib,x": "n1-ib"} {
+	for in, want := range map[string]string{"": "", "a": "a", "a,b": "a", "n[01-04,7],x": "n01", "n[5,6]": "n5",
+		"r[1-2]n[03-09]": "r1n03", "n[1": "", "a,n[1-2]": "a", "n[1-2]-ib,x": "n1-ib"} {
 		if got := firstHost(in); got != want {
 			t.Errorf("firstHost(%q) = %q, want %q", in, got, want)
 		}
@@ -333,12 +369,14 @@ func FuzzFromEnv(f *testing.F) {
 			return get(k)
 		})
 		if err != nil {
-			if len(secret) > 8 && !strings.Contains(env, secret) && strings.Contains(err.Error(), secret) && !strings.Contains(fmt.Sprint(Variables()), secret) {
+			if len(secret) > 8 && !strings.Contains(env, secret) && strings.Contains(err.Error(), secret) &&
+				!strings.Contains(fmt.Sprint(Variables()), secret) {
 				t.Fatalf("the error contains the secret: %v", err)
 			}
 			return
 		}
-		if l.Rank < 0 || l.Rank >= l.Size || l.LocalRank < -1 || l.LocalSize > 0 && l.LocalRank >= l.LocalSize || l.LocalSize > l.Size || l.Job != "" && CheckJob(l.Job) != nil ||
+		if l.Rank < 0 || l.Rank >= l.Size || l.LocalRank < -1 || l.LocalSize > 0 && l.LocalRank >= l.LocalSize ||
+			l.LocalSize > l.Size || l.Job != "" && CheckJob(l.Job) != nil ||
 			l.MasterPort < 0 || l.MasterPort > 65535 || l.LeaseTTL < 0 || l.Secret != nil && len(l.Secret) < 16 {
 			t.Fatalf("%q: %+v", env, l)
 		}
@@ -374,7 +412,8 @@ func TestObservationSettings(t *testing.T) {
 	if err != nil || l.LogDir != "/var/log/x" || l.Metrics != "127.0.0.1:9400-9407" {
 		t.Errorf("%+v, %v", l, err)
 	}
-	if _, err := FromEnv(vars("TUTTI_METRICS=9400")); err == nil || !strings.Contains(err.Error(), `TUTTI_METRICS: address "9400": expected HOST:PORT`) {
+	if _, err := FromEnv(vars("TUTTI_METRICS=9400")); err == nil ||
+		!strings.Contains(err.Error(), `TUTTI_METRICS: address "9400": expected HOST:PORT`) {
 		t.Error(err)
 	}
 }
@@ -383,7 +422,8 @@ func TestObservationSettings(t *testing.T) {
 func TestJobsOfDifferentIdsDiffer(t *testing.T) {
 	long := strings.Repeat("x", 200)
 	seen := map[string]string{}
-	for _, id := range []string{"a-b", "a/b", "a b", "a.b", "a:b", long, long + "y", long[:128], long[:127], cleanJob("a/b"), cleanJob(cleanJob("a/b"))} {
+	for _, id := range []string{"a-b", "a/b", "a b", "a.b", "a:b", long, long + "y", long[:128], long[:127],
+		cleanJob("a/b"), cleanJob(cleanJob("a/b"))} {
 		name := cleanJob(id)
 		if err := CheckJob(name); err != nil {
 			t.Errorf("%q: %v", id, err)

@@ -86,8 +86,9 @@ type StoreConfig struct {
 	// seconds, rounded up; default DefaultLeaseTTL. The store may grant more: see Store.TTL.
 	LeaseTTL    time.Duration
 	DialTimeout time.Duration // bounds DialStore in addition to its ctx; default DefaultDialTimeout
-	OpTimeout   time.Duration // bounds every operation but Wait and Watch in addition to its ctx; default DefaultOpTimeout
-	Logger      *slog.Logger  // nil: nothing is logged
+	// bounds every operation but Wait and Watch in addition to its ctx; default DefaultOpTimeout
+	OpTimeout time.Duration
+	Logger    *slog.Logger // nil: nothing is logged
 }
 
 type etcdStore struct {
@@ -126,10 +127,12 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		return nil, err
 	}
 	if addr.Scheme == "tutti" && len(cfg.Secret) < trust.MinSecret {
-		return nil, fmt.Errorf("store %v: the job's secret is needed (TUTTI_SECRET), at least %d bytes", addr, trust.MinSecret)
+		return nil, fmt.Errorf("store %v: the job's secret is needed (TUTTI_SECRET), at least %d bytes", addr,
+			trust.MinSecret)
 	}
 	if (cfg.User == "") != (cfg.Password == "") {
-		return nil, fmt.Errorf("store %v: a user and a password go together: set TUTTI_STORE_USER and TUTTI_STORE_PASSWORD, or neither", addr)
+		return nil, fmt.Errorf("store %v: a user and a password go together: set TUTTI_STORE_USER and "+
+			"TUTTI_STORE_PASSWORD, or neither", addr)
 	}
 	tlsConfig, err := cfg.tls(addr)
 	if err != nil {
@@ -168,18 +171,21 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		DialOptions: []grpc.DialOption{
 			grpc.WithContextDialer(d.dial), // also: no proxy
 			grpc.WithConnectParams(grpc.ConnectParams{
-				Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.3, MaxDelay: time.Second},
+				Backoff: backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.6, Jitter: 0.3,
+					MaxDelay: time.Second},
 				MinConnectTimeout: 2 * time.Second,
 			}),
 		},
 	}
 	if tlsConfig != nil {
-		conf.DialOptions = append(conf.DialOptions, grpc.WithTransportCredentials(&watchedTLS{credentials.NewTLS(tlsConfig), d}))
+		conf.DialOptions = append(conf.DialOptions,
+			grpc.WithTransportCredentials(&watchedTLS{credentials.NewTLS(tlsConfig), d}))
 	}
 	if left, ok := dctx.Deadline(); ok {
 		conf.DialTimeout = max(time.Until(left), time.Millisecond)
 	}
-	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}), ended: make(chan struct{})}
+	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}),
+		ended: make(chan struct{})}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	// New checks the password before it returns and knows no ctx but one that ends the client: it
 	// is run under one that ends when the dialling is given up.
@@ -210,9 +216,11 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 		case ctx.Err() != nil:
 			return nil, fmt.Errorf("store %v: %w: %w (%s)", addr, ErrStoreAway, context.Cause(ctx), text)
 		case addr.Scheme == "etcd" && speaksTLS(ctx, addr.Endpoints[0]):
-			return nil, fmt.Errorf("store %v: %w: it speaks TLS: use etcds://%s", addr, ErrStoreAway, strings.Join(addr.Endpoints, ","))
+			return nil, fmt.Errorf("store %v: %w: it speaks TLS: use etcds://%s", addr, ErrStoreAway,
+				strings.Join(addr.Endpoints, ","))
 		case why != nil || away(err):
-			return nil, fmt.Errorf("store %v: %w: no answer within %v (%s): is it running, and is the address right?", addr, ErrStoreAway, dial, text)
+			return nil, fmt.Errorf("store %v: %w: no answer within %v (%s): is it running, and is the address right?",
+				addr, ErrStoreAway, dial, text)
 		}
 		return nil, fmt.Errorf("store %v: %s", addr, text)
 	}
@@ -256,7 +264,8 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 // enlist makes this handle known, so that what is the job's stays. A user who may not write has
 // nothing there, and may still read.
 func (s *etcdStore) enlist(ctx context.Context) error {
-	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "", clientv3.WithLease(s.lease))
+	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "",
+		clientv3.WithLease(s.lease))
 	if errors.Is(err, rpctypes.ErrPermissionDenied) {
 		return nil
 	}
@@ -469,7 +478,8 @@ func (s *etcdStore) reason(err error) string {
 	case errors.Is(err, rpctypes.ErrAuthFailed):
 		return fmt.Sprintf("user %q and the password are not known there: check %s", s.user, variables)
 	case errors.Is(err, rpctypes.ErrPermissionDenied):
-		return fmt.Sprintf("user %q may not: it has to be granted to read and write the keys that begin with %s", s.user, s.prefix)
+		return fmt.Sprintf("user %q may not: it has to be granted to read and write the keys that begin with %s",
+			s.user, s.prefix)
 	}
 	full := rpctypes.ErrorDesc(rpctypes.ErrGRPCNoSpace)
 	if errors.Is(err, rpctypes.ErrNoSpace) || status.Convert(err).Message() == full {
@@ -703,7 +713,8 @@ func (s *etcdStore) follow(ctx context.Context, key string, box *mailbox) error 
 			box.put(Event{Key: key})
 		}
 		known = now
-		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key, append(opts, clientv3.WithRev(r.Header.Revision+1))...) {
+		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key,
+			append(opts, clientv3.WithRev(r.Header.Revision+1))...) {
 			for _, ev := range resp.Events {
 				k := strings.TrimPrefix(string(ev.Kv.Key), s.prefix)
 				e := Event{Key: k, Exists: ev.Type == clientv3.EventTypePut}
@@ -761,9 +772,11 @@ func (s *etcdStore) Close() error {
 		if lost {
 			err = nil
 		} else if err != nil && away(err) {
-			err = fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr, ErrStoreAway, s.ttl)
+			err = fmt.Errorf("store %v: %w: the lease is not given back and ends by itself within %v", s.addr,
+				ErrStoreAway, s.ttl)
 		} else if err != nil {
-			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl, s.reason(err))
+			err = fmt.Errorf("store %v: give the lease back (it ends by itself within %v): %s", s.addr, s.ttl,
+				s.reason(err))
 		}
 		cancel()
 	}

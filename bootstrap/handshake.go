@@ -107,7 +107,8 @@ func (m *describeReply) encode() ([]byte, error) {
 	b = append(b, byte(len(m.endpoints)))
 	for name, ep := range m.endpoints {
 		if name == "" || len(name) > maxTransport || len(ep) > MaxEndpointSize {
-			return nil, fmt.Errorf("handshake: transport %q with a descriptor of %d bytes: at most %d and %d bytes", clip(name), len(ep), maxTransport, MaxEndpointSize)
+			return nil, fmt.Errorf("handshake: transport %q with a descriptor of %d bytes: at most %d and %d bytes",
+				clip(name), len(ep), maxTransport, MaxEndpointSize)
 		}
 		b = append(append(b, byte(len(name))), name...)
 		b = append(binary.LittleEndian.AppendUint16(b, uint16(len(ep))), ep...)
@@ -208,7 +209,8 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	ips = ips[:min(len(ips), MaxAddrs)]
 	switch {
 	case len(cfg.Secret) < trust.MinSecret:
-		return nil, fmt.Errorf("handshake: a secret of %d bytes is too short: expected at least %d (TUTTI_SECRET)", len(cfg.Secret), trust.MinSecret)
+		return nil, fmt.Errorf("handshake: a secret of %d bytes is too short: expected at least %d (TUTTI_SECRET)",
+			len(cfg.Secret), trust.MinSecret)
 	case cfg.Incarnation == 0:
 		return nil, errors.New("handshake: incarnation 0")
 	}
@@ -232,12 +234,13 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		s.addrs = append(s.addrs, netip.AddrPortFrom(ip, port).String())
 	}
 	note := trust.LogRefused(cfg.Logger, "handshake")
-	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit, Refused: func(c net.Conn, err error) {
-		if errors.Is(err, ErrAuth) {
-			s.strangers.Add(1)
-		}
-		note(c, err)
-	}})
+	s.l = proof.Listen(l, proof.Config{Secret: cfg.Secret, Purpose: rpcPurpose, Admit: s.admit,
+		Refused: func(c net.Conn, err error) {
+			if errors.Is(err, ErrAuth) {
+				s.strangers.Add(1)
+			}
+			note(c, err)
+		}})
 	s.g = grpc.NewServer(
 		grpc.Creds(proof.Credentials{}),
 		grpc.ForceServerCodec(wire{}),
@@ -250,7 +253,8 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.g.RegisterService(&grpc.ServiceDesc{
 		ServiceName: "tutti.Handshake",
 		HandlerType: (*any)(nil),
-		Methods:     []grpc.MethodDesc{{MethodName: "Describe", Handler: serveDescribe}, {MethodName: "Status", Handler: serveStatus}},
+		Methods: []grpc.MethodDesc{{MethodName: "Describe", Handler: serveDescribe},
+			{MethodName: "Status", Handler: serveStatus}},
 	}, s)
 	go func() {
 		defer close(s.done)
@@ -289,7 +293,8 @@ func (l *pickyListener) Accept() (net.Conn, error) {
 // admit refuses what is meant for another incarnation; Describe decides about who asks.
 func (s *Server) admit(_ net.Conn, h trust.Hello) error {
 	if int64(h.ToRank) != int64(s.cfg.Rank) || h.ToIncarnation != s.cfg.Incarnation || h.FromIncarnation == 0 {
-		return &trust.Refusal{Code: codeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank %d (incarnation %016x)",
+		return &trust.Refusal{Code: codeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank "+
+			"%d (incarnation %016x)",
 			s.cfg.Rank, s.cfg.Incarnation, h.ToRank, h.ToIncarnation)}
 	}
 	return nil
@@ -328,7 +333,8 @@ func serveDescribe(srv any, ctx context.Context, decode func(any) error, _ grpc.
 // last is the nearest.
 func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
 	addr := netip.AddrPortFrom(ip, port).String()
-	self := trust.Hello{FromRank: uint32(s.cfg.Rank), ToRank: uint32(s.cfg.Rank), FromIncarnation: s.cfg.Incarnation, ToIncarnation: s.cfg.Incarnation}
+	self := trust.Hello{FromRank: uint32(s.cfg.Rank), ToRank: uint32(s.cfg.Rank), FromIncarnation: s.cfg.Incarnation,
+		ToIncarnation: s.cfg.Incarnation}
 	ctx, cancel := context.WithTimeout(ctx, proofTimeout)
 	defer cancel()
 	conn, err := dialPeer(ctx, addr, s.cfg.Secret, self)
@@ -389,9 +395,11 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	}
 	addrs := c.order(to)
 	if len(addrs) == 0 {
-		return nil, fmt.Errorf("%s: no address of %q can be reached from %s: set TUTTI_IFNAME on both to a network they share", name, to.Addrs, c.cfg.Self.Host)
+		return nil, fmt.Errorf("%s: no address of %q can be reached from %s: set TUTTI_IFNAME on both to a "+
+			"network they share", name, to.Addrs, c.cfg.Self.Host)
 	}
-	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
+	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation,
+		ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
 	pause, auth := firstPause, 0
 	for {
 		eps, err := c.round(ctx, addrs, hello)

@@ -28,7 +28,8 @@ func fixed(eps bootstrap.Endpoints) describer {
 func rank(t testing.TB, r, size int, d describer) (*bootstrap.Server, bootstrap.Record) {
 	t.Helper()
 	inc := bootstrap.NewIncarnation()
-	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret, Interfaces: "127.0.0.1", Describe: d})
+	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret,
+		Interfaces: "127.0.0.1", Describe: d})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -52,12 +53,14 @@ func TestDescribe(t *testing.T) {
 	})
 	self := bootstrap.NewRecord(0, 2, bootstrap.NewIncarnation(), nil)
 	got, err := client(self).Describe(context30(t), peer)
-	if err != nil || len(got) != 2 || string(got["tcp"]) != "somewhere" || len(got["shm"]) != 0 || asked.Load() != self.Incarnation {
+	if err != nil || len(got) != 2 || string(got["tcp"]) != "somewhere" || len(got["shm"]) != 0 ||
+		asked.Load() != self.Incarnation {
 		t.Errorf("%q, %v, asked by %x", got, err, asked.Load())
 	}
 	self.Rank = 5
 	self.Size, peer.Size = 6, 6
-	if _, err := client(self).Describe(context30(t), peer); err == nil || !strings.Contains(err.Error(), "rank 5 asks") || !strings.Contains(err.Error(), "rank 1 ") {
+	if _, err := client(self).Describe(context30(t), peer); err == nil ||
+		!strings.Contains(err.Error(), "rank 5 asks") || !strings.Contains(err.Error(), "rank 1 ") {
 		t.Errorf("the peer's own error: %v", err)
 	}
 }
@@ -73,19 +76,28 @@ func TestDescribeRefusals(t *testing.T) {
 		is     error
 		text   string
 	}{
-		"wrong secret":        {func(c *bootstrap.ClientConfig, _ *bootstrap.Record) { c.Secret = []byte("a secret of another job") }, bootstrap.ErrAuth, peer.Addrs[0]},
-		"an earlier life":     {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Incarnation++ }, bootstrap.ErrStale, "rank 1"},
-		"another rank":        {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Rank = 0 }, bootstrap.ErrStale, "this is rank 1"},
-		"an asker without id": {func(c *bootstrap.ClientConfig, _ *bootstrap.Record) { c.Self.Incarnation = 0 }, bootstrap.ErrStale, ""},
-		"an asker who left":   {func(*bootstrap.ClientConfig, *bootstrap.Record) {}, bootstrap.ErrStale, "rank 0 left"},
-		"another size":        {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Size = 3 }, nil, "2 ranks"},
-		"nowhere":             {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Addrs = nil }, nil, "TUTTI_IFNAME"},
-		"another's loopback":  {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Network = "elsewhere" }, nil, "TUTTI_IFNAME"},
+		"wrong secret": {func(c *bootstrap.ClientConfig,
+			_ *bootstrap.Record) {
+			c.Secret = []byte("a secret of another job")
+		}, bootstrap.ErrAuth, peer.Addrs[0]},
+		"an earlier life": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Incarnation++ },
+			bootstrap.ErrStale, "rank 1"},
+		"another rank": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Rank = 0 }, bootstrap.ErrStale,
+			"this is rank 1"},
+		"an asker without id": {func(c *bootstrap.ClientConfig, _ *bootstrap.Record) { c.Self.Incarnation = 0 },
+			bootstrap.ErrStale, ""},
+		"an asker who left": {func(*bootstrap.ClientConfig, *bootstrap.Record) {}, bootstrap.ErrStale, "rank 0 left"},
+		"another size":      {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Size = 3 }, nil, "2 ranks"},
+		"nowhere": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Addrs = nil }, nil,
+			"TUTTI_IFNAME"},
+		"another's loopback": {func(_ *bootstrap.ClientConfig, r *bootstrap.Record) { r.Network = "elsewhere" }, nil,
+			"TUTTI_IFNAME"},
 	} {
 		cfg, to := bootstrap.ClientConfig{Self: self, Secret: secret}, peer
 		c.change(&cfg, &to)
 		_, err := bootstrap.NewClient(cfg).Describe(ctx, to)
-		if err == nil || c.is != nil && !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.text) || ctx.Err() != nil {
+		if err == nil || c.is != nil && !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.text) ||
+			ctx.Err() != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
@@ -93,7 +105,8 @@ func TestDescribeRefusals(t *testing.T) {
 	srv.Close()
 	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
 	defer cancel()
-	if _, err := client(self).Describe(short, peer); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "rank 1 (incarnation") || !strings.Contains(err.Error(), "refused") {
+	if _, err := client(self).Describe(short, peer); !errors.Is(err, context.DeadlineExceeded) ||
+		!strings.Contains(err.Error(), "rank 1 (incarnation") || !strings.Contains(err.Error(), "refused") {
 		t.Errorf("a peer that ended: %v", err)
 	}
 }
@@ -141,7 +154,8 @@ func TestDescribeEarly(t *testing.T) {
 		done <- err
 	}()
 	_, port, _ := net.SplitHostPort(addr)
-	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret, Interfaces: "lo", Ports: port, Describe: fixed(nil)})
+	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret,
+		Interfaces: "lo", Ports: port, Describe: fixed(nil)})
 	if err != nil {
 		t.Skip("somebody else took the port: ", err)
 	}
@@ -190,8 +204,10 @@ func TestServePorts(t *testing.T) {
 	}
 	defer taken.Close()
 	port := taken.Addr().(*net.TCPAddr).Port
-	cfg := bootstrap.ServerConfig{Incarnation: 1, Secret: secret, Interfaces: "127.0.0.1", Ports: fmt.Sprint(port), Describe: fixed(nil)}
-	if _, err := bootstrap.Serve(ctx, cfg); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("port %d of 127.0.0.1 is taken", port)) {
+	cfg := bootstrap.ServerConfig{Incarnation: 1, Secret: secret, Interfaces: "127.0.0.1", Ports: fmt.Sprint(port),
+		Describe: fixed(nil)}
+	if _, err := bootstrap.Serve(ctx, cfg); err == nil || !strings.Contains(err.Error(),
+		fmt.Sprintf("port %d of 127.0.0.1 is taken", port)) {
 		t.Errorf("a taken port: %v", err)
 	}
 	if port < 65000 {
@@ -219,7 +235,8 @@ func TestServePorts(t *testing.T) {
 	}
 	ended, cancel := context.WithCancel(ctx)
 	cancel()
-	if _, err := bootstrap.Serve(ended, bootstrap.ServerConfig{Incarnation: 1, Secret: secret, Describe: fixed(nil)}); !errors.Is(err, context.Canceled) {
+	if _, err := bootstrap.Serve(ended, bootstrap.ServerConfig{Incarnation: 1, Secret: secret,
+		Describe: fixed(nil)}); !errors.Is(err, context.Canceled) {
 		t.Errorf("an ended ctx: %v", err)
 	}
 }
@@ -228,17 +245,20 @@ func TestServePorts(t *testing.T) {
 // that is not allowed is turned away although the socket is open on it.
 func TestServeAddresses(t *testing.T) {
 	ctx := context30(t)
-	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret, Describe: fixed(bootstrap.Endpoints{"x": nil})})
+	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret,
+		Describe: fixed(bootstrap.Endpoints{"x": nil})})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
 	for _, a := range s.Addrs() {
-		if _, err := client(bootstrap.NewRecord(0, 2, 77, nil)).Describe(ctx, bootstrap.NewRecord(1, 2, 99, []string{a})); err != nil {
+		if _, err := client(bootstrap.NewRecord(0, 2, 77, nil)).Describe(ctx,
+			bootstrap.NewRecord(1, 2, 99, []string{a})); err != nil {
 			t.Errorf("%s: %v", a, err)
 		}
 	}
-	p, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret, Interfaces: "^127.0.0.0/8", Describe: fixed(nil)})
+	p, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: 1, Incarnation: 99, Secret: secret,
+		Interfaces: "^127.0.0.0/8", Describe: fixed(nil)})
 	if err != nil {
 		t.Skip("nothing but 127.0.0.1 here: ", err)
 	}
@@ -252,7 +272,8 @@ func TestServeAddresses(t *testing.T) {
 	}
 	defer conn.Close()
 	conn.SetDeadline(time.Now().Add(patience))
-	if err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 1, ToRank: 1, ToIncarnation: 99}); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+	if err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 1, ToRank: 1,
+		ToIncarnation: 99}); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("an address that is not allowed serves: %v", err)
 	}
 }
@@ -274,7 +295,8 @@ func TestServerGarbage(t *testing.T) {
 			t.Fatal(err)
 		}
 		conn.SetDeadline(time.Now().Add(patience))
-		if err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 77, ToRank: 1, ToIncarnation: peer.Incarnation}); err != nil {
+		if err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 77, ToRank: 1,
+			ToIncarnation: peer.Incarnation}); err != nil {
 			t.Fatal(err)
 		}
 		io.WriteString(conn, g)
@@ -324,7 +346,8 @@ func TestMesh(t *testing.T) {
 	for r := range n {
 		wg.Go(func() {
 			inc := bootstrap.NewIncarnation()
-			srv, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret, Interfaces: "127.0.0.1",
+			srv, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret,
+				Interfaces: "127.0.0.1",
 				Describe: func(_ context.Context, from int, _ uint64) (bootstrap.Endpoints, error) {
 					k := now.Add(1)
 					defer now.Add(-1)
@@ -371,7 +394,8 @@ func TestMesh(t *testing.T) {
 
 func BenchmarkServe(b *testing.B) {
 	for b.Loop() {
-		s, err := bootstrap.Serve(context.Background(), bootstrap.ServerConfig{Incarnation: 1, Secret: secret, Describe: fixed(nil)})
+		s, err := bootstrap.Serve(context.Background(), bootstrap.ServerConfig{Incarnation: 1, Secret: secret,
+			Describe: fixed(nil)})
 		if err != nil {
 			b.Fatal(err)
 		}

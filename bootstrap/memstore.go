@@ -41,7 +41,8 @@ type memHandle struct {
 
 // NewMemStore returns an empty store.
 func NewMemStore() *MemStore {
-	return &MemStore{values: map[string]memValue{}, watches: map[*memWatch]struct{}{}, handles: map[*memHandle]struct{}{}}
+	return &MemStore{values: map[string]memValue{}, watches: map[*memWatch]struct{}{},
+		handles: map[*memHandle]struct{}{}}
 }
 
 // Open returns a handle with a lease of its own. It does not expire by itself: all of its owners

@@ -53,7 +53,8 @@ func (r Record) Encode() ([]byte, error) {
 	if err := r.check(); err != nil {
 		return nil, err
 	}
-	b, err := json.Marshal(recordJSON{r.Rank, r.Size, fmt.Sprintf("%016x", r.Incarnation), r.Addrs, r.Host, r.Machine, r.Network, r.PID, r.Version})
+	b, err := json.Marshal(recordJSON{r.Rank, r.Size, fmt.Sprintf("%016x", r.Incarnation), r.Addrs, r.Host, r.Machine,
+		r.Network, r.PID, r.Version})
 	if err == nil && len(b) > maxRecord {
 		err = fmt.Errorf("record of rank %d: %d bytes, at most %d", r.Rank, len(b), maxRecord)
 	}
@@ -90,7 +91,8 @@ func (r *Record) check() error {
 		return fmt.Errorf("record of rank %d: pid %d", r.Rank, r.PID)
 	}
 	for _, a := range r.Addrs {
-		if ap, err := netip.ParseAddrPort(a); err != nil || ap.Port() == 0 || ap.Addr().Zone() != "" || ap.Addr().IsUnspecified() || ap.Addr().IsMulticast() {
+		if ap, err := netip.ParseAddrPort(a); err != nil || ap.Port() == 0 || ap.Addr().Zone() != "" ||
+			ap.Addr().IsUnspecified() || ap.Addr().IsMulticast() {
 			return fmt.Errorf("record of rank %d: address %q: expected IP:PORT", r.Rank, clip(a))
 		}
 	}
@@ -114,7 +116,8 @@ func (r *Record) name() string { return fmt.Sprintf("rank %d (%s)", r.Rank, r.ho
 // pid.
 func NewRecord(rank, size int, incarnation uint64, addrs []string) Record {
 	p := here()
-	return Record{Rank: rank, Size: size, Incarnation: incarnation, Addrs: addrs, Host: p[0], Machine: p[1], Network: p[2], PID: os.Getpid()}
+	return Record{Rank: rank, Size: size, Incarnation: incarnation, Addrs: addrs, Host: p[0], Machine: p[1],
+		Network: p[2], PID: os.Getpid()}
 }
 
 // here returns host name, machine and network of this process. The machine is its kernel's boot id,
@@ -145,14 +148,16 @@ const SizeKey = "size"
 type SlotError struct{ Holder Record }
 
 func (e *SlotError) Error() string {
-	return fmt.Sprintf("rank %d is taken by %s: end that process, give this one another rank, or use another TUTTI_JOB", e.Holder.Rank, e.Holder.holder())
+	return fmt.Sprintf("rank %d is taken by %s: end that process, give this one another rank, or use another TUTTI_JOB",
+		e.Holder.Rank, e.Holder.holder())
 }
 
 // SizeError says that the job was started with another number of ranks.
 type SizeError struct{ Own, Job int }
 
 func (e *SizeError) Error() string {
-	return fmt.Sprintf("this rank was told that the job has %d ranks, but others of it were told %d: launch all with the same size, or use another TUTTI_JOB", e.Own, e.Job)
+	return fmt.Sprintf("this rank was told that the job has %d ranks, but others of it were told %d: launch all "+
+		"with the same size, or use another TUTTI_JOB", e.Own, e.Job)
 }
 
 // VacantKeys is the prefix of the keys by which a launcher says that a rank is gone for good before
@@ -196,9 +201,12 @@ func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
 		}
 		holder, err := DecodeRecord(c.Current)
 		if err != nil {
-			return fmt.Errorf("rank %d is taken by something that is no rank of this library: key %s: %w", r.Rank, key, err)
+			return fmt.Errorf("rank %d is taken by something that is no rank of this library: key %s: %w", r.Rank, key,
+				err)
 		}
-		if holder.Incarnation == r.Incarnation { // under an earlier lease, with which it would go; or an earlier attempt got through although its answer did not
+		// under an earlier lease, with which it would go; or an earlier attempt got through
+		// although its answer did not
+		if holder.Incarnation == r.Incarnation {
 			if err := s.CompareAndSwap(ctx, key, c.Current, nil); err != nil && !errors.Is(err, ErrConflict) {
 				return err
 			}
@@ -264,7 +272,8 @@ func Lookup(ctx context.Context, s Store, slot int) (Record, error) {
 	b, err := s.Wait(ctx, RankKey(slot))
 	if err != nil {
 		if ctx.Err() != nil && !errors.Is(err, ErrStoreAway) {
-			return Record{}, fmt.Errorf("rank %d never registered (waited %v): was it started, for the same job and store? %w", slot, time.Since(t0).Round(time.Millisecond), context.Cause(ctx))
+			return Record{}, fmt.Errorf("rank %d never registered (waited %v): was it started, for the same job "+
+				"and store? %w", slot, time.Since(t0).Round(time.Millisecond), context.Cause(ctx))
 		}
 		return Record{}, fmt.Errorf("look up rank %d: %w", slot, err)
 	}

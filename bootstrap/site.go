@@ -92,7 +92,8 @@ type watchedTLS struct {
 	d *dialer
 }
 
-func (w *watchedTLS) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (w *watchedTLS) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn,
+	credentials.AuthInfo, error) {
 	conn, info, err := w.TransportCredentials.ClientHandshake(ctx, authority, raw)
 	if err != nil {
 		if ctx.Err() == nil {
@@ -138,12 +139,15 @@ func (d *dialer) failed(err error) {
 		err = fmt.Errorf("it does not speak TLS (%w): is it an etcd:// address?", err)
 	case errors.As(err, &cert):
 		if errors.As(err, new(x509.UnknownAuthorityError)) {
-			err = fmt.Errorf("%w: set TUTTI_STORE_CA to the PEM file of the authority that signed the store's certificate", err)
+			err = fmt.Errorf("%w: set TUTTI_STORE_CA to the PEM file of the authority that signed the store's "+
+				"certificate", err)
 		}
 	case isAlert(err) && strings.Contains(err.Error(), "certificate"):
-		err = fmt.Errorf("it does not take this client's certificate, or misses one (%w): check TUTTI_STORE_CERT and TUTTI_STORE_KEY", err)
+		err = fmt.Errorf("it does not take this client's certificate, or misses one (%w): check TUTTI_STORE_CERT "+
+			"and TUTTI_STORE_KEY", err)
 	case errors.Is(err, io.EOF):
-		err = fmt.Errorf("it closed the connection in the TLS handshake (%w): does it speak TLS, or is it an etcd:// address?", err)
+		err = fmt.Errorf("it closed the connection in the TLS handshake (%w): does it speak TLS, or is it an "+
+			"etcd:// address?", err)
 		final = false
 	default:
 		final = isAlert(err)

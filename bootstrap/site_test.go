@@ -14,7 +14,8 @@ import (
 
 // siteConfig is how a rank of job test dials s.
 func siteConfig(s *sitetest.Site) bootstrap.StoreConfig {
-	c := bootstrap.StoreConfig{Address: s.Address, Job: "test", CA: s.CA, Cert: s.Cert, Key: s.Key, DialTimeout: patience}
+	c := bootstrap.StoreConfig{Address: s.Address, Job: "test", CA: s.CA, Cert: s.Cert, Key: s.Key,
+		DialTimeout: patience}
 	for _, v := range s.Env() {
 		switch name, value, _ := strings.Cut(v, "="); name {
 		case "TUTTI_STORE_USER":
@@ -43,20 +44,29 @@ func TestSiteRefusals(t *testing.T) {
 		cfg  bootstrap.StoreConfig
 		text string
 	}{
-		{"wrong password", with(users, func(c *bootstrap.StoreConfig) { c.Password = "guessed" }), `user "rank" and the password are not known`},
-		{"wrong password by TLS", with(certs, func(c *bootstrap.StoreConfig) { c.Password = "guessed" }), `user "rank" and the password are not known`},
+		{"wrong password", with(users, func(c *bootstrap.StoreConfig) { c.Password = "guessed" }),
+			`user "rank" and the password are not known`},
+		{"wrong password by TLS", with(certs, func(c *bootstrap.StoreConfig) { c.Password = "guessed" }),
+			`user "rank" and the password are not known`},
 		{"unknown user", with(users, func(c *bootstrap.StoreConfig) { c.User = "nobody" }), `user "nobody"`},
 		{"no user", with(users, func(c *bootstrap.StoreConfig) { c.User, c.Password = "", "" }), "TUTTI_STORE_USER"},
-		{"user without password", with(users, func(c *bootstrap.StoreConfig) { c.Password = "" }), "TUTTI_STORE_PASSWORD"},
+		{"user without password", with(users, func(c *bootstrap.StoreConfig) { c.Password = "" }),
+			"TUTTI_STORE_PASSWORD"},
 		{"foreign authority", with(certs, func(c *bootstrap.StoreConfig) { c.CA = foreign.File }), "TUTTI_STORE_CA"},
 		{"unknown authority", with(certs, func(c *bootstrap.StoreConfig) { c.CA = "" }), "TUTTI_STORE_CA"},
-		{"another name", with(certs, func(c *bootstrap.StoreConfig) { c.Address = "etcds://localhost:" + port }), "localhost"},
-		{"no client certificate", with(certs, func(c *bootstrap.StoreConfig) { c.Cert, c.Key = "", "" }), "TUTTI_STORE_CERT"},
-		{"foreign client certificate", with(certs, func(c *bootstrap.StoreConfig) { c.Cert, c.Key = foreign.Issue(t, sitetest.Certificate{Name: "rank"}) }), "TUTTI_STORE_CERT"},
+		{"another name", with(certs, func(c *bootstrap.StoreConfig) { c.Address = "etcds://localhost:" + port }),
+			"localhost"},
+		{"no client certificate", with(certs, func(c *bootstrap.StoreConfig) { c.Cert, c.Key = "", "" }),
+			"TUTTI_STORE_CERT"},
+		{"foreign client certificate", with(certs, func(c *bootstrap.StoreConfig) {
+			c.Cert,
+				c.Key = foreign.Issue(t, sitetest.Certificate{Name: "rank"})
+		}), "TUTTI_STORE_CERT"},
 		{"expired client certificate", with(certs, func(c *bootstrap.StoreConfig) {
 			c.Cert, c.Key = certs.Authority.Issue(t, sitetest.Certificate{Name: "rank", Expired: true})
 		}), "expired"},
-		{"no PEM file", with(certs, func(c *bootstrap.StoreConfig) { c.CA = "site_test.go" }), "site_test.go holds no PEM certificate"},
+		{"no PEM file", with(certs, func(c *bootstrap.StoreConfig) { c.CA = "site_test.go" }),
+			"site_test.go holds no PEM certificate"},
 		{"key without certificate", with(certs, func(c *bootstrap.StoreConfig) { c.Cert = "" }), "client certificate"},
 	} {
 		s, err := bootstrap.DialStore(t.Context(), c.cfg)
@@ -73,7 +83,8 @@ func TestSiteRefusals(t *testing.T) {
 		{"TLS to a store without", "etcds" + strings.TrimPrefix(users.Address, "etcd"), "etcd:// address"},
 		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address},
 	} {
-		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: c.address, Job: "test", DialTimeout: 300 * time.Millisecond})
+		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: c.address, Job: "test",
+			DialTimeout: 300 * time.Millisecond})
 		if err == nil {
 			s.Close()
 		}
@@ -117,7 +128,8 @@ func TestSitePermissions(t *testing.T) {
 	}
 	defer s.Close()
 	err = s.Put(t.Context(), "k", nil, true)
-	if err == nil || errors.Is(err, bootstrap.ErrStoreAway) || !strings.Contains(err.Error(), `user "rank" may not`) || !strings.Contains(err.Error(), "/tutti/other/") {
+	if err == nil || errors.Is(err, bootstrap.ErrStoreAway) || !strings.Contains(err.Error(), `user "rank" may not`) ||
+		!strings.Contains(err.Error(), "/tutti/other/") {
 		t.Errorf("%v", err)
 	}
 	err = bootstrap.Register(t.Context(), s, bootstrap.NewRecord(0, 2, 1, nil))

@@ -64,7 +64,8 @@ func (m *statusReply) decode(b []byte) error {
 	if len(b) < 16 || len(b) > 16+MaxStatus {
 		return fmt.Errorf("handshake: status of %d bytes, expected 16 to %d", len(b), 16+MaxStatus)
 	}
-	m.nonce, m.incarnation, m.body = binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint64(b[8:]), bytes.Clone(b[16:])
+	m.nonce, m.incarnation, m.body = binary.LittleEndian.Uint64(b), binary.LittleEndian.Uint64(b[8:]),
+		bytes.Clone(b[16:])
 	return nil
 }
 
@@ -115,8 +116,10 @@ func (c *Client) Status(ctx context.Context, to Record, ops int) ([]byte, error)
 	}
 	var nonce [8]byte
 	rand.Read(nonce[:])
-	req, reply := &statusRequest{binary.LittleEndian.Uint64(nonce[:]), uint32(min(max(ops, 0), math.MaxInt32))}, &statusReply{}
-	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
+	req, reply := &statusRequest{binary.LittleEndian.Uint64(nonce[:]), uint32(min(max(ops, 0), math.MaxInt32))},
+		&statusReply{}
+	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation,
+		ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
 	conn, err := c.reach(ctx, addrs, hello)
 	if err == nil {
 		err = call(ctx, conn, statusMethod, req, reply, 16+MaxStatus)

@@ -18,7 +18,8 @@ func statusRank(t *testing.T, f func(ctx context.Context, ops int) ([]byte, erro
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
 	defer cancel()
-	s, err := Serve(ctx, ServerConfig{Rank: 1, Incarnation: 99, Secret: statusSecret, Interfaces: "127.0.0.1", Status: f,
+	s, err := Serve(ctx, ServerConfig{Rank: 1, Incarnation: 99, Secret: statusSecret, Interfaces: "127.0.0.1",
+		Status:   f,
 		Describe: func(context.Context, int, uint64) (Endpoints, error) { return nil, nil }})
 	if err != nil {
 		t.Fatal(err)
@@ -42,7 +43,10 @@ func ask(t *testing.T, c *Client, to Record, ops int) (string, error) {
 }
 
 func TestStatus(t *testing.T) {
-	rec := statusRank(t, func(_ context.Context, ops int) ([]byte, error) { return []byte(strings.Repeat("x", ops)), nil })
+	rec := statusRank(t, func(_ context.Context, ops int) ([]byte, error) {
+		return []byte(strings.Repeat("x", ops)),
+			nil
+	})
 	for _, n := range []int{0, 1, 70_000} {
 		if got, err := ask(t, stranger(statusSecret), rec, n); err != nil || len(got) != n {
 			t.Errorf("%d: %d bytes, %v", n, len(got), err)
@@ -51,7 +55,8 @@ func TestStatus(t *testing.T) {
 	if got, err := ask(t, stranger(statusSecret), rec, 1<<24); err != nil || len(got) == 0 || len(got) > MaxStatusText {
 		t.Errorf("%d bytes, %v", len(got), err)
 	}
-	if _, err := ask(t, stranger([]byte("another secret altogether")), rec, 0); !errors.Is(err, ErrAuth) || !strings.Contains(err.Error(), "rank 1 (incarnation") {
+	if _, err := ask(t, stranger([]byte("another secret altogether")), rec, 0); !errors.Is(err, ErrAuth) ||
+		!strings.Contains(err.Error(), "rank 1 (incarnation") {
 		t.Errorf("another secret: %v", err)
 	}
 	old := rec
@@ -99,7 +104,8 @@ func TestStatusErrors(t *testing.T) {
 		t.Error(err)
 	}
 	none := statusRank(t, nil)
-	if _, err := ask(t, stranger(statusSecret), none, 3); err == nil || !strings.Contains(err.Error(), "keeps no status") {
+	if _, err := ask(t, stranger(statusSecret), none, 3); err == nil ||
+		!strings.Contains(err.Error(), "keeps no status") {
 		t.Error(err)
 	}
 }
@@ -146,7 +152,8 @@ func TestStatusWire(t *testing.T) {
 	reply := statusReply{nonce: 1, incarnation: 2, body: []byte("abc")}
 	b, _ = wire{}.Marshal(&reply)
 	var back statusReply
-	if err := (wire{}).Unmarshal(b, &back); err != nil || back.nonce != 1 || back.incarnation != 2 || string(back.body) != "abc" {
+	if err := (wire{}).Unmarshal(b, &back); err != nil || back.nonce != 1 || back.incarnation != 2 ||
+		string(back.body) != "abc" {
 		t.Errorf("%+v, %v", back, err)
 	}
 	clear(b)

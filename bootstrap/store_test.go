@@ -39,7 +39,10 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 	})
 	t.Run("etcd", func(t *testing.T) {
 		e := startEtcd(t)
-		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store { return dial(t, e, bootstrap.StoreConfig{OpTimeout: time.Second}) }, func() { e.Close() }, nil})
+		f(t, &backend{"etcd", func(t testing.TB) bootstrap.Store {
+			return dial(t, e,
+				bootstrap.StoreConfig{OpTimeout: time.Second})
+		}, func() { e.Close() }, nil})
 	})
 	t.Run("site", func(t *testing.T) {
 		s := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
@@ -87,7 +90,8 @@ func TestStoreOperations(t *testing.T) {
 		conflict := func(err error, current []byte) {
 			t.Helper()
 			var c *bootstrap.ConflictError
-			if !errors.As(err, &c) || !errors.Is(err, bootstrap.ErrConflict) || !bytes.Equal(c.Current, current) || (c.Current == nil) != (current == nil) {
+			if !errors.As(err, &c) || !errors.Is(err, bootstrap.ErrConflict) || !bytes.Equal(c.Current, current) ||
+				(c.Current == nil) != (current == nil) {
 				t.Errorf("%v, want a conflict with %q", err, current)
 			}
 		}
@@ -136,7 +140,8 @@ func TestStoreOperations(t *testing.T) {
 				t.Errorf("Put of key %.10q: no error", key)
 			}
 		}
-		if err := s.Put(ctx, "big", make([]byte, bootstrap.MaxValue+1), false); err == nil || !strings.Contains(err.Error(), strconv.Itoa(bootstrap.MaxValue)) {
+		if err := s.Put(ctx, "big", make([]byte, bootstrap.MaxValue+1), false); err == nil ||
+			!strings.Contains(err.Error(), strconv.Itoa(bootstrap.MaxValue)) {
 			t.Errorf("Put beyond MaxValue: %v", err)
 		}
 		ok(s.Put(ctx, "big", make([]byte, bootstrap.MaxValue), false))
@@ -223,7 +228,8 @@ func TestStoreWait(t *testing.T) {
 		}
 		short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
 		defer cancel()
-		if _, err := s.Wait(short, "never"); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "never") {
+		if _, err := s.Wait(short, "never"); !errors.Is(err, context.DeadlineExceeded) ||
+			!strings.Contains(err.Error(), "never") {
 			t.Errorf("Wait in vain: %v", err)
 		}
 	})
@@ -441,7 +447,8 @@ func TestEtcdPartition(t *testing.T) {
 		t.Fatalf("%+v", ev)
 	}
 	p.Freeze()
-	if _, err := cut.Get(context.Background(), "k"); !errors.Is(err, bootstrap.ErrStoreAway) || !strings.Contains(err.Error(), p.Addr()) {
+	if _, err := cut.Get(context.Background(), "k"); !errors.Is(err, bootstrap.ErrStoreAway) ||
+		!strings.Contains(err.Error(), p.Addr()) {
 		t.Errorf("Get: %v", err)
 	}
 	if ev := next(t, w); ev.Exists {
@@ -484,7 +491,8 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	}
 	// What needs no lease goes on.
 	err := s.Put(ctx, "k", nil, false)
-	for errors.Is(err, bootstrap.ErrStoreAway) && ctx.Err() == nil { // a connection may still be breaking; its write is not repeated for us
+	// a connection may still be breaking; its write is not repeated for us
+	for errors.Is(err, bootstrap.ErrStoreAway) && ctx.Err() == nil {
 		err = s.Put(ctx, "k", nil, false)
 	}
 	if err != nil {
@@ -496,7 +504,8 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 // when it is closed: who comes back at once must not find it, and lose it later.
 func TestEtcdLostLeaseEndsAtClose(t *testing.T) {
 	e := startEtcd(t)
-	s, far, ctx := dial(t, e, bootstrap.StoreConfig{LeaseTTL: time.Minute}), dial(t, e, bootstrap.StoreConfig{}), context30(t)
+	s, far, ctx := dial(t, e, bootstrap.StoreConfig{LeaseTTL: time.Minute}), dial(t, e, bootstrap.StoreConfig{}),
+		context30(t)
 	if err := s.Put(ctx, "k", nil, true); err != nil {
 		t.Fatal(err)
 	}
@@ -561,8 +570,10 @@ func TestDialStoreFailures(t *testing.T) {
 		{"no secret", bootstrap.StoreConfig{Address: e.Address(), Job: "j"}, nil, "secret is needed"},
 		{"bad job", bootstrap.StoreConfig{Address: e.Address(), Job: "a/b", Secret: secret}, nil, "a/b"},
 		{"bad address", bootstrap.StoreConfig{Address: "zk://x", Job: "j"}, nil, "zk://x"},
-		{"missing CA", bootstrap.StoreConfig{Address: "etcds://" + closed, Job: "j", CA: "/does/not/exist"}, nil, "/does/not/exist"},
-		{"CA without TLS", bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j", CA: "/does/not/exist"}, nil, "etcds://"},
+		{"missing CA", bootstrap.StoreConfig{Address: "etcds://" + closed, Job: "j", CA: "/does/not/exist"}, nil,
+			"/does/not/exist"},
+		{"CA without TLS", bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j", CA: "/does/not/exist"}, nil,
+			"etcds://"},
 	} {
 		s, err := bootstrap.DialStore(context.Background(), c.cfg)
 		if err == nil {
@@ -574,7 +585,8 @@ func TestDialStoreFailures(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
 	defer cancel()
-	if _, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j"}); !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, bootstrap.ErrStoreAway) {
+	if _, err := bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: "etcd://" + closed, Job: "j"}); !errors.Is(err,
+		context.DeadlineExceeded) || !errors.Is(err, bootstrap.ErrStoreAway) {
 		t.Errorf("the caller's deadline: %v", err)
 	}
 }
@@ -585,7 +597,8 @@ func TestProofForAnotherStore(t *testing.T) {
 	e := startEtcd(t)
 	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
 	began := time.Now()
-	s, err := bootstrap.DialStore(context30(t), bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), Job: "j", Secret: secret, DialTimeout: patience})
+	s, err := bootstrap.DialStore(context30(t), bootstrap.StoreConfig{Address: "tutti://" + p.Addr(), Job: "j",
+		Secret: secret, DialTimeout: patience})
 	if err == nil {
 		s.Close()
 		t.Fatal("the relayed proof was taken")
@@ -610,7 +623,8 @@ func TestStoreMeant(t *testing.T) {
 		{"node:9", "10.0.0.1:9", "node:8", "10.0.0.1:8", false},
 		{"node:9", "10.0.0.1:9", "other:9", "10.0.0.2:9", false},
 	} {
-		if got := bootstrap.StoreMeant(bootstrap.StoreHello(0, c.endpoint, at(c.remote)), c.known, at(c.local)); got != c.want {
+		if got := bootstrap.StoreMeant(bootstrap.StoreHello(0, c.endpoint, at(c.remote)), c.known,
+			at(c.local)); got != c.want {
 			t.Errorf("%+v: %v", c, got)
 		}
 	}
@@ -626,7 +640,8 @@ func TestDialStoreEarly(t *testing.T) {
 	l.Close()
 	dialled := make(chan error, 1)
 	go func() {
-		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://127.0.0.1:" + port, Job: "j", Secret: secret, DialTimeout: patience})
+		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://127.0.0.1:" + port,
+			Job: "j", Secret: secret, DialTimeout: patience})
 		if err == nil {
 			err = s.Close()
 		}
@@ -652,7 +667,8 @@ func TestRegister(t *testing.T) {
 		looked := make(chan error, 1)
 		go func() {
 			r, err := bootstrap.Lookup(ctx, o, 1)
-			if err == nil && (r.Incarnation != first.Incarnation || !slices.Equal(r.Addrs, first.Addrs) || r.PID != first.PID || r.Machine == "" || r.Network == "" || r.Host == "") {
+			if err == nil && (r.Incarnation != first.Incarnation || !slices.Equal(r.Addrs, first.Addrs) ||
+				r.PID != first.PID || r.Machine == "" || r.Network == "" || r.Host == "") {
 				err = fmt.Errorf("%+v", r)
 			}
 			looked <- err
@@ -679,7 +695,9 @@ func TestRegister(t *testing.T) {
 		defer cancel()
 		var slot *bootstrap.SlotError
 		err := bootstrap.Register(short, o, rec(1, 3))
-		if !errors.As(err, &slot) || slot.Holder.Incarnation != first.Incarnation || !strings.Contains(err.Error(), fmt.Sprintf("rank 1 is taken by incarnation %016x, pid %d on %s", first.Incarnation, first.PID, first.Host)) {
+		if !errors.As(err, &slot) || slot.Holder.Incarnation != first.Incarnation ||
+			!strings.Contains(err.Error(), fmt.Sprintf("rank 1 is taken by incarnation %016x, pid %d on %s",
+				first.Incarnation, first.PID, first.Host)) {
 			t.Errorf("taken slot: %v", err)
 		}
 		// It is free as soon as its holder goes; the waiting rank takes it.
@@ -698,7 +716,8 @@ func TestRegister(t *testing.T) {
 		// A rank that never comes.
 		short, cancel = context.WithTimeout(ctx, 20*time.Millisecond)
 		defer cancel()
-		if _, err := bootstrap.Lookup(short, o, 2); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "rank 2 never registered") {
+		if _, err := bootstrap.Lookup(short, o, 2); !errors.Is(err, context.DeadlineExceeded) ||
+			!strings.Contains(err.Error(), "rank 2 never registered") {
 			t.Errorf("Lookup in vain: %v", err)
 		}
 		// What others wrote is not trusted.
@@ -763,7 +782,8 @@ func TestRegisterStaleSize(t *testing.T) {
 		for r := range n {
 			o := b.open(t)
 			wg.Go(func() {
-				if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(r, n, bootstrap.NewIncarnation(), nil)); err != nil {
+				if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(r, n, bootstrap.NewIncarnation(),
+					nil)); err != nil {
 					t.Error(err)
 				}
 			})
@@ -797,7 +817,8 @@ func TestRegisterSizeRace(t *testing.T) {
 func BenchmarkDialStore(b *testing.B) {
 	e := startEtcd(b)
 	for b.Loop() {
-		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: e.Address(), Job: "b", Secret: secret})
+		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: e.Address(), Job: "b",
+			Secret: secret})
 		if err != nil {
 			b.Fatal(err)
 		}

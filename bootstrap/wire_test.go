@@ -17,7 +17,8 @@ func TestWireRoundTrip(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		in := describeReply{
 			nonce: rapid.Uint64().Draw(t, "nonce"), incarnation: rapid.Uint64().Draw(t, "incarnation"),
-			endpoints: rapid.MapOfN(rapid.StringN(1, 8, maxTransport), rapid.SliceOfN(rapid.Byte(), 0, 64), 0, MaxEndpoints).Draw(t, "endpoints"),
+			endpoints: rapid.MapOfN(rapid.StringN(1, 8, maxTransport), rapid.SliceOfN(rapid.Byte(), 0, 64), 0,
+				MaxEndpoints).Draw(t, "endpoints"),
 		}
 		b, err := wire{}.Marshal(&in)
 		if err != nil || len(b) > maxMessage {
@@ -27,7 +28,8 @@ func TestWireRoundTrip(t *testing.T) {
 		if err := (wire{}).Unmarshal(b, &out); err != nil {
 			t.Fatal(err)
 		}
-		if out.nonce != in.nonce || out.incarnation != in.incarnation || !maps.EqualFunc(in.endpoints, Endpoints(out.endpoints), equalBytes) {
+		if out.nonce != in.nonce || out.incarnation != in.incarnation ||
+			!maps.EqualFunc(in.endpoints, Endpoints(out.endpoints), equalBytes) {
 			t.Fatalf("%+v became %+v", in, out)
 		}
 		for cut := range len(b) {
@@ -56,7 +58,8 @@ func TestWireRoundTrip(t *testing.T) {
 }
 
 func FuzzWire(f *testing.F) {
-	b, _ := wire{}.Marshal(&describeReply{nonce: 1, incarnation: 2, endpoints: Endpoints{"tcp": []byte("x"), "shm": nil}})
+	b, _ := wire{}.Marshal(&describeReply{nonce: 1, incarnation: 2,
+		endpoints: Endpoints{"tcp": []byte("x"), "shm": nil}})
 	f.Add(b)
 	f.Add(b[:20])
 	f.Add(append(bytes.Clone(b[:16]), 255))
@@ -103,7 +106,8 @@ func FuzzDecodeRecord(f *testing.F) {
 }
 
 func TestDecodeRecord(t *testing.T) {
-	good := map[string]any{"rank": 1, "size": 2, "incarnation": "ff", "addrs": []string{"10.0.0.1:5"}, "host": "h", "machine": "m", "network": "n", "pid": 7, "later": true}
+	good := map[string]any{"rank": 1, "size": 2, "incarnation": "ff", "addrs": []string{"10.0.0.1:5"}, "host": "h",
+		"machine": "m", "network": "n", "pid": 7, "later": true}
 	check := func(what string, change func(m map[string]any)) error {
 		m := maps.Clone(good)
 		change(m)

@@ -12,23 +12,25 @@ type Algo uint8
 
 // The algorithms; doc.go tells where each comes from and in which order it combines.
 const (
-	Auto          Algo = iota // let Choose decide
-	Flat                      // one shot: whatever a rank needs comes straight from its source, all messages at once
-	Direct                    // loads and stores on the peers' mapped memory
-	TwoShot                   // every rank finishes one part straight from all sources, then shares it; pipelined in chunks
-	Pairwise                  // one part from each peer in rotated rounds
-	Doubling                  // recursive doubling
-	Halving                   // recursive halving, then doubling (Rabenseifner)
-	Ring                      // n-1 rounds between neighbours
-	Tree                      // binomial tree, pipelined in chunks
-	Chain                     // chain, pipelined in chunks
-	Bruck                     // ceil(log2 n) messages, each of many parts
-	Dissemination             // ceil(log2 n) rounds of signals
-	Hierarchical              // inside each host, between hosts, inside each host
+	Auto   Algo = iota // let Choose decide
+	Flat               // one shot: whatever a rank needs comes straight from its source, all messages at once
+	Direct             // loads and stores on the peers' mapped memory
+	// every rank finishes one part straight from all sources, then shares it; pipelined in chunks
+	TwoShot
+	Pairwise      // one part from each peer in rotated rounds
+	Doubling      // recursive doubling
+	Halving       // recursive halving, then doubling (Rabenseifner)
+	Ring          // n-1 rounds between neighbours
+	Tree          // binomial tree, pipelined in chunks
+	Chain         // chain, pipelined in chunks
+	Bruck         // ceil(log2 n) messages, each of many parts
+	Dissemination // ceil(log2 n) rounds of signals
+	Hierarchical  // inside each host, between hosts, inside each host
 	numAlgos
 )
 
-var algoNames = [numAlgos]string{"auto", "flat", "direct", "twoshot", "pairwise", "doubling", "halving", "ring", "tree", "chain",
+var algoNames = [numAlgos]string{"auto", "flat", "direct", "twoshot", "pairwise", "doubling", "halving", "ring", "tree",
+	"chain",
 	"bruck", "dissemination", "hierarchical"}
 
 // Valid reports whether a is one of the algorithms above, Auto included.
@@ -66,15 +68,19 @@ func ParseKind(name string) (Kind, error) {
 var makers = [numKinds][numAlgos]func(*builder){
 	AllReduce: {Flat: flatAllReduce, Direct: directAllReduce, TwoShot: twoShotAllReduce, Doubling: doublingAllReduce,
 		Halving: halvingAllReduce, Ring: ringAllReduce, Tree: treeAllReduce, Hierarchical: hierAllReduce},
-	ReduceScatter: {Flat: pairwiseReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter, Ring: ringReduceScatter},
-	AllGather: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather, Bruck: bruckAllGather,
+	ReduceScatter: {Flat: pairwiseReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter,
+		Ring: ringReduceScatter},
+	AllGather: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
+		Bruck:        bruckAllGather,
 		Hierarchical: hierAllGather},
-	AllToAll:  {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll},
-	Broadcast: {Flat: flatBroadcast, Direct: directBroadcast, TwoShot: twoShotBroadcast, Tree: treeBroadcast, Chain: chainBroadcast, Hierarchical: hierBroadcast},
-	Reduce:    {Flat: flatReduce, Direct: directReduce, TwoShot: twoShotReduce, Tree: treeReduce, Chain: chainReduce, Hierarchical: hierReduce},
-	Gather:    {Flat: flatGather, Direct: directGather, Tree: treeGather},
-	Scatter:   {Flat: flatScatter, Direct: directScatter, Tree: treeScatter},
-	Barrier:   {Flat: flatBarrier, Tree: treeBarrier, Dissemination: disseminationBarrier, Hierarchical: hierBarrier},
+	AllToAll: {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll},
+	Broadcast: {Flat: flatBroadcast, Direct: directBroadcast, TwoShot: twoShotBroadcast, Tree: treeBroadcast,
+		Chain: chainBroadcast, Hierarchical: hierBroadcast},
+	Reduce: {Flat: flatReduce, Direct: directReduce, TwoShot: twoShotReduce, Tree: treeReduce, Chain: chainReduce,
+		Hierarchical: hierReduce},
+	Gather:  {Flat: flatGather, Direct: directGather, Tree: treeGather},
+	Scatter: {Flat: flatScatter, Direct: directScatter, Tree: treeScatter},
+	Barrier: {Flat: flatBarrier, Tree: treeBarrier, Dissemination: disseminationBarrier, Hierarchical: hierBarrier},
 	AllGatherV: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
 		Hierarchical: hierAllGather},
 	AllToAllV: {Flat: flatAllToAll, Pairwise: pairwiseAllToAll},
@@ -199,14 +205,16 @@ func (s Shape) Validate() error {
 			return err
 		}
 		if s.Counts[s.Rank] != s.RecvCounts[s.Rank] {
-			return s.bad("Counts[%d] is %d but RecvCounts[%d] is %d: a rank sends itself what it receives from itself", s.Rank, s.Counts[s.Rank], s.Rank, s.RecvCounts[s.Rank])
+			return s.bad("Counts[%d] is %d but RecvCounts[%d] is %d: a rank sends itself what it receives from itself",
+				s.Rank, s.Counts[s.Rank], s.Rank, s.RecvCounts[s.Rank])
 		}
 		return nil
 	case AllGatherV:
 		return counts("Counts", s.Counts)
 	}
 	if s.Count < 0 || s.Count > maxBytes/s.Elem/s.Size {
-		return s.bad("Count %d of %d bytes in %d parts, want at most %d bytes in all", s.Count, s.Elem, s.Size, maxBytes)
+		return s.bad("Count %d of %d bytes in %d parts, want at most %d bytes in all", s.Count, s.Elem, s.Size,
+			maxBytes)
 	}
 	return nil
 }

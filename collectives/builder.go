@@ -131,7 +131,8 @@ func (b *builder) add(s Step) int32 {
 }
 
 func (b *builder) tooLong() error {
-	return fmt.Errorf("collectives: %s %s over %d ranks, %d elements of %d bytes in chunks of %d: %w: more than %d steps; cut the vector into blocks or raise Chunk",
+	return fmt.Errorf("collectives: %s %s over %d ranks, %d elements of %d bytes in chunks of %d: %w: more than "+
+		"%d steps; cut the vector into blocks or raise Chunk",
 		b.plan.Algo, b.Kind, b.n, b.Count, b.Elem, b.chunk, ErrTooLong, MaxSteps)
 }
 

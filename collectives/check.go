@@ -54,20 +54,24 @@ func (rs *ranges) remove(off, end int) {
 // written and both may be the same memory; Combine's sources in ranges equal to Dst or apart from
 // it. What only all ranks' plans together show, Interpret finds.
 func (p *Plan) Check() error {
-	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, open: arrivals{}, lent: map[int]int{}}
+	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, open: arrivals{},
+		lent: map[int]int{}}
 	if err := p.Shape.Validate(); err != nil {
 		return err
 	}
 	for i := range p.Steps {
 		if err := c.step(i, &p.Steps[i]); err != nil {
-			return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): %w", p.Algo, p.Shape.Kind, p.Shape.Rank, i, p.Steps[i], err)
+			return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): %w", p.Algo, p.Shape.Kind, p.Shape.Rank, i,
+				p.Steps[i], err)
 		}
 	}
 	if c.unsaid {
-		return fmt.Errorf("collectives: %s %s of rank %d: it reads a peer's memory and sends nothing afterwards", p.Algo, p.Shape.Kind, p.Shape.Rank)
+		return fmt.Errorf("collectives: %s %s of rank %d: it reads a peer's memory and sends nothing afterwards",
+			p.Algo, p.Shape.Kind, p.Shape.Rank)
 	}
 	for i := range c.lent {
-		return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): nobody reads what is to be read once", p.Algo, p.Shape.Kind, p.Shape.Rank, i, p.Steps[i])
+		return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): nobody reads what is to be read once", p.Algo,
+			p.Shape.Kind, p.Shape.Rank, i, p.Steps[i])
 	}
 	return nil
 }
@@ -232,7 +236,8 @@ func (c *checker) step(i int, s *Step) error {
 			if err := c.use(i, r, false); err != nil {
 				return err
 			}
-			if c.Shape.key(r) == c.Shape.key(s.Dst) && r.Off != s.Dst.Off && r.Off < s.Dst.Off+s.Dst.Len && s.Dst.Off < r.Off+r.Len {
+			if c.Shape.key(r) == c.Shape.key(s.Dst) && r.Off != s.Dst.Off && r.Off < s.Dst.Off+s.Dst.Len &&
+				s.Dst.Off < r.Off+r.Len {
 				return fmt.Errorf("%v overlaps %v", r, s.Dst)
 			}
 		}

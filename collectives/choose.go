@@ -11,13 +11,17 @@ type Caps struct {
 // defaults are the rules of DefaultTable: the first that holds decides. Their reasoning, by the
 // costs a (one message), B (one byte moved) and g (one byte folded):
 //
-//   - flat has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among few ranks nothing beats it.
-//   - direct moves the fewest bytes of all, but takes a round to enter, one to leave and in an allreduce one between: worth it as soon as copying a
-//     message costs more than that, at some ten KiB.
+//   - flat has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among
+//     few ranks nothing beats it.
+//   - direct moves the fewest bytes of all, but takes a round to enter, one to leave and in an
+//     allreduce one between: worth it as soon as copying a message costs more than that, at some
+//     ten KiB.
 //   - doubling takes log2(n) rounds of all bytes: for short vectors of many ranks.
-//   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring has the same bytes in 2(n-1) rounds, but only two
-//     neighbours: it is for so many ranks that n-1 peers at once choke a wire. halving is in between.
-//   - chain is the best broadcast of long vectors on links that carry both directions at once, tree of short ones.
+//   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring
+//     has the same bytes in 2(n-1) rounds, but only two neighbours: it is for so many ranks that
+//     n-1 peers at once choke a wire. halving is in between.
+//   - chain is the best broadcast of long vectors on links that carry both directions at once, tree
+//     of short ones.
 var defaults = [numKinds][]Rule{
 	AllReduce: {
 		{IfLevels, 0, 0, 8 << 10, Doubling},

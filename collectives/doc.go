@@ -35,12 +35,16 @@
 // active ranks in slot order, a Combine folds its sources from left to right, and
 //
 //   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
-//   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block first, whatever the root;
-//   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs, where 2^k is the largest power of two up to n;
+//   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block
+//     first, whatever the root;
+//   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs,
+//     where 2^k is the largest power of two up to n;
 //   - chain: ((x0 + x1) + ... + x(root)) + (x(root+1) + (... + x(n-1)));
-//   - ring: part p, of n parts cut as split does, is (x(p+1) + x(p+2)) + ... + x(p), indices modulo n. This is the one order that is rotated;
-//   - hierarchical: on each host in slot order (in a Reduce: as tree), then between hosts, ordered by their lowest slot, from left to right if a lane of the
-//     vector is longer than a chunk, else as doubling (in a Reduce: as tree).
+//   - ring: part p, of n parts cut as split does, is (x(p+1) + x(p+2)) + ... + x(p), indices modulo
+//     n. This is the one order that is rotated;
+//   - hierarchical: on each host in slot order (in a Reduce: as tree), then between hosts, ordered
+//     by their lowest slot, from left to right if a lane of the vector is longer than a chunk, else
+//     as doubling (in a Reduce: as tree).
 //
 // Types that a Combine accumulates in a wider format are rounded between Combines, at points that
 // the algorithm and the shape fix. Final marks the last Combine over a range: an average divides
@@ -51,27 +55,35 @@
 // Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes,
 // and n ranks.
 //
-//   - flat: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so short that only the number of rounds counts, and for
-//     two ranks, where no algorithm sends less.
+//   - flat: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so
+//     short that only the number of rounds counts, and for two ranks, where no algorithm sends
+//     less.
 //   - direct: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
-//     all vectors and then loads the other parts of the result from those who folded them: S/n loads
-//     for each of the n, and S(n-1)/n more; nothing is copied on the way.
-//   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned; 2(n-1) a per chunk, 2S(n-1)/n B, each element folded
-//     once. Round c of the software pipeline sends contribution c, folds c-1, and sends result c-1. For a broadcast it is van de Geijn's scatter and
-//     allgather; for a reduce, reduce-scatter and gather.
+//     all vectors and then loads the other parts of the result from those who folded them: S/n
+//     loads for each of the n, and S(n-1)/n more; nothing is copied on the way.
+//   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned;
+//     2(n-1) a per chunk, 2S(n-1)/n B, each element folded once. Round c of the software pipeline
+//     sends contribution c, folds c-1, and sends result c-1. For a broadcast it is van de Geijn's
+//     scatter and allgather; for a reduce, reduce-scatter and gather.
 //   - pairwise: one part from and to each peer, in n-1 rotated rounds, few at a time.
-//   - doubling, halving: log2(n) a; n's that are no powers of two fold their excess first. Halving splits what remains in each round, nearest neighbours
-//     first, so that blocks stay in slot order: 2S(n-1)/n B. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
-//     in MPICH", IJHPCA 19 (2005); R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004.
-//   - ring: 2(n-1) a to one neighbour only, 2S(n-1)/n B. P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-//     JPDC 69 (2009); known to many from NCCL.
-//   - tree: binomial, log2(n) deep, chunks in a pipeline. Gather and scatter pack a subtree's parts into one message.
+//   - doubling, halving: log2(n) a; n's that are no powers of two fold their excess first. Halving
+//     splits what remains in each round, nearest neighbours first, so that blocks stay in slot
+//     order: 2S(n-1)/n B. R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
+//     communication operations in MPICH", IJHPCA 19 (2005); R. Rabenseifner, "Optimization of
+//     collective reduction operations", ICCS 2004.
+//   - ring: 2(n-1) a to one neighbour only, 2S(n-1)/n B. P. Patarasuk, X. Yuan, "Bandwidth optimal
+//     all-reduce algorithms for clusters of workstations", JPDC 69 (2009); known to many from NCCL.
+//   - tree: binomial, log2(n) deep, chunks in a pipeline. Gather and scatter pack a subtree's parts
+//     into one message.
 //   - chain: n-1 deep, chunks in a pipeline; each rank sends and receives every byte once.
-//   - bruck: ceil(log2 n) a. J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient algorithms for all-to-all communications in multiport
-//     message-passing systems", IEEE TPDS 8 (1997).
-//   - dissemination: ceil(log2 n) rounds of signals. D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", IJPP 17 (1988).
-//   - hierarchical: what crosses between hosts crosses once per pair of hosts, and all ranks of a host share the load: an AllReduce
-//     runs in as many lanes as the smallest host has ranks, an AllGather spreads the incoming parts over the host's ranks.
+//   - bruck: ceil(log2 n) a. J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal, D. Weathersby, "Efficient
+//     algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 8
+//     (1997).
+//   - dissemination: ceil(log2 n) rounds of signals. D. Hensgen, R. Finkel, U. Manber, "Two
+//     algorithms for barrier synchronization", IJPP 17 (1988).
+//   - hierarchical: what crosses between hosts crosses once per pair of hosts, and all ranks of a
+//     host share the load: an AllReduce runs in as many lanes as the smallest host has ranks, an
+//     AllGather spreads the incoming parts over the host's ranks.
 //
 // Choose picks among them by a table of rules, DefaultTable or one that was measured (Table):
 // conditions, number of ranks, bytes.

@@ -61,7 +61,8 @@ func TestEmptyPartsAreHeard(t *testing.T) {
 					for r := range n {
 						own := slices.Clone(counts)
 						own[r] = counts[r]
-						p, err := Build(a, Shape{Kind: k, Elem: 4, Size: n, Active: all, Rank: r, Counts: own, RecvCounts: own})
+						p, err := Build(a, Shape{Kind: k, Elem: 4, Size: n, Active: all, Rank: r, Counts: own,
+							RecvCounts: own})
 						if err != nil {
 							t.Fatal(err)
 						}

@@ -57,7 +57,8 @@ func hierAllReduce(b *builder) {
 		if lane <= b.chunk {
 			b.doubling(between, src, dst)
 		} else {
-			pairwise(b, over(between, split(size/b.Elem, between.n(), b.Elem), src, dst, exchange{reduce: true, final: true, share: true}))
+			pairwise(b, over(between, split(size/b.Elem, between.n(), b.Elem), src, dst,
+				exchange{reduce: true, final: true, share: true}))
 		}
 	}
 	b.top = 0

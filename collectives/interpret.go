@@ -32,17 +32,20 @@ type Schedule struct {
 func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 	m := &machine{how: how, rng: rand.New(rand.NewPCG(how.Seed, 0x7474)), links: map[[2]int]*link{}}
 	if len(plans) == 0 || len(plans) != len(plans[0].Shape.Active) || len(mem) != len(plans) {
-		return fmt.Errorf("collectives: %d plans and %d memories; want one of each for every active slot", len(plans), len(mem))
+		return fmt.Errorf("collectives: %d plans and %d memories; want one of each for every active slot", len(plans),
+			len(mem))
 	}
 	for i, p := range plans {
 		if err := p.Check(); err != nil {
 			return err
 		}
 		a, b := plans[0], p
-		if a.Shape.Kind != b.Shape.Kind || a.Algo != b.Algo || fmt.Sprint(a.Shape.Active) != fmt.Sprint(b.Shape.Active) || b.Shape.Rank != b.Shape.Active[i] {
+		if a.Shape.Kind != b.Shape.Kind || a.Algo != b.Algo ||
+			fmt.Sprint(a.Shape.Active) != fmt.Sprint(b.Shape.Active) || b.Shape.Rank != b.Shape.Active[i] {
 			return fmt.Errorf("collectives: plan %d is not of the same call, or not in the order of the slots", i)
 		}
-		r := &rank{Plan: p, i: i, mem: mem[i], tmp: make([]byte, p.Tmp), from: make([]*message, len(p.Steps)), lent: map[Ref][]byte{}}
+		r := &rank{Plan: p, i: i, mem: mem[i], tmp: make([]byte, p.Tmp), from: make([]*message, len(p.Steps)),
+			lent: map[Ref][]byte{}}
 		for _, buf := range []Buf{In, Out} {
 			base := []int{0}
 			for part := range p.Shape.Parts(buf, p.Shape.Rank) {
@@ -50,7 +53,8 @@ func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 			}
 			have := [][]byte{mem[i].In, mem[i].Out}[buf]
 			if want := base[len(base)-1]; len(have) != want {
-				return fmt.Errorf("collectives: rank %d has %d bytes of %v, want %d", p.Shape.Rank, len(have), buf, want)
+				return fmt.Errorf("collectives: rank %d has %d bytes of %v, want %d", p.Shape.Rank, len(have), buf,
+					want)
 			}
 			r.base[buf] = base
 		}
@@ -157,7 +161,8 @@ func (m *machine) run() error {
 	}
 	for k, l := range m.links {
 		if len(l.queue) > 0 {
-			return fmt.Errorf("collectives: %s %s: rank %d never receives %d messages of rank %d", m.ranks[0].Algo, m.ranks[0].Shape.Kind,
+			return fmt.Errorf("collectives: %s %s: rank %d never receives %d messages of rank %d", m.ranks[0].Algo,
+				m.ranks[0].Shape.Kind,
 				m.ranks[k[1]].Shape.Rank, len(l.queue), m.ranks[k[0]].Shape.Rank)
 		}
 	}
@@ -184,7 +189,8 @@ func (m *machine) deliver(i int) error {
 	d.posted, d.queue, d.listed = d.posted[1:], d.queue[1:], false
 	st := &d.to.Steps[step]
 	if len(msg.data) != st.Dst.Len {
-		return fmt.Errorf("collectives: %s %s: rank %d, step %d (%v): got %d bytes", d.to.Algo, d.to.Shape.Kind, d.to.Shape.Rank, step, st, len(msg.data))
+		return fmt.Errorf("collectives: %s %s: rank %d, step %d (%v): got %d bytes", d.to.Algo, d.to.Shape.Kind,
+			d.to.Shape.Rank, step, st, len(msg.data))
 	}
 	if st.Once && m.rng.IntN(2) == 0 {
 		d.to.lent[st.Dst] = msg.data
@@ -240,7 +246,8 @@ func (m *machine) turn(r *rank) (bool, error) {
 		r.ended = true
 		for j, t := range r.clock {
 			if t == 0 && j != r.i && r.Shape.Empty() {
-				return false, fmt.Errorf("collectives: %s %s of nothing: rank %d leaves without knowing that rank %d has entered", r.Algo, r.Shape.Kind, r.Shape.Rank, r.Shape.Active[j])
+				return false, fmt.Errorf("collectives: %s %s of nothing: rank %d leaves without knowing that "+
+					"rank %d has entered", r.Algo, r.Shape.Kind, r.Shape.Rank, r.Shape.Active[j])
 			}
 		}
 		for _, b := range [][]byte{r.mem.In, r.mem.Out} { // from now on they are the caller's again
@@ -348,7 +355,8 @@ func (m *machine) accesses(r *rank, s *Step) error {
 			return err
 		}
 	}
-	if dst := m.memory(r, s.Dst); s.Verb == Send || s.Verb == Copy && len(dst) > 0 && &dst[0] == &m.memory(r, s.Src)[0] {
+	if dst := m.memory(r, s.Dst); s.Verb == Send || s.Verb == Copy && len(dst) > 0 &&
+		&dst[0] == &m.memory(r, s.Src)[0] {
 		return nil // nothing written
 	}
 	return note(s.Dst, true)
@@ -364,7 +372,8 @@ func (m *machine) touch(r, owner *rank, b []byte, write bool) error {
 	to := from + uintptr(len(b))
 	for _, a := range owner.log {
 		if a.by != r.i && a.from < to && from < a.to && (a.write || write) && r.clock[a.by] <= a.when {
-			return fmt.Errorf("collectives: %s %s: ranks %d and %d use the same memory of rank %d at the same time (rank %d at step %d of %d)", r.Algo, r.Shape.Kind,
+			return fmt.Errorf("collectives: %s %s: ranks %d and %d use the same memory of rank %d at the same "+
+				"time (rank %d at step %d of %d)", r.Algo, r.Shape.Kind,
 				m.ranks[a.by].Shape.Rank, r.Shape.Rank, owner.Shape.Rank, r.Shape.Rank, r.pc, len(r.Steps))
 		}
 	}

@@ -45,14 +45,16 @@ func TestFindsBadPlans(t *testing.T) {
 		{"no Recv", AllGather, Flat, func(ps []*Plan) { remove(ps[0], 1) }, "deadlock"},
 		{"length", Broadcast, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Len-- }, "bytes"},
 		{"no Needs", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Needs = nil }, "may still fill"},
-		{"Needs a Send", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Needs = []int32{1} }, "no earlier Recv"},
+		{"Needs a Send", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Needs = []int32{1} },
+			"no earlier Recv"},
 		{"writes In", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Dst.Buf = In }, "read only"},
 		{"past the end", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Off++ }, "passes the end"},
 		{"negative", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Off = -1 }, "passes the end"},
 		{"part", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Part = 1 }, "passes the end"},
 		{"peer", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Peer = 0 }, "no such peer"},
 		{"scratch never written", AllReduce, Flat, func(ps []*Plan) { remove(ps[0], 0) }, "needs 0"},
-		{"reads rubbish", AllReduce, Doubling, func(ps []*Plan) { find(ps[0], Send, 0).Src.Buf = Tmp }, "may still fill"},
+		{"reads rubbish", AllReduce, Doubling, func(ps []*Plan) { find(ps[0], Send, 0).Src.Buf = Tmp },
+			"may still fill"},
 		{"sources overlap Dst", AllReduce, Flat, func(ps []*Plan) {
 			s := find(ps[0], Combine, 0)
 			s.Dst.Len -= 4
@@ -64,7 +66,8 @@ func TestFindsBadPlans(t *testing.T) {
 		{"read twice", AllReduce, Flat, func(ps []*Plan) {
 			ps[0].Steps = append(ps[0].Steps, Step{Verb: Send, Peer: 1, Src: find(ps[0], Recv, 0).Dst})
 			ps[0].Steps[0].Once = true
-			ps[1].Steps = append(ps[1].Steps, Step{Verb: Recv, Peer: 0, Dst: Ref{Buf: Tmp, Len: ps[1].Steps[0].Dst.Len}})
+			ps[1].Steps = append(ps[1].Steps, Step{Verb: Recv, Peer: 0, Dst: Ref{Buf: Tmp,
+				Len: ps[1].Steps[0].Dst.Len}})
 		}, "not all of it was written"},
 		{"never read", AllReduce, Flat, func(ps []*Plan) { ps[0].Steps = ps[0].Steps[:2] }, "read once"},
 		{"overwrites In", AllReduce, Flat, func(ps []*Plan) {

@@ -34,7 +34,8 @@ const (
 	numKinds
 )
 
-var kindNames = [numKinds]string{AllReduce: "allreduce", ReduceScatter: "reducescatter", AllGather: "allgather", AllToAll: "alltoall",
+var kindNames = [numKinds]string{AllReduce: "allreduce", ReduceScatter: "reducescatter", AllGather: "allgather",
+	AllToAll:  "alltoall",
 	Broadcast: "broadcast", Reduce: "reduce", Gather: "gather", Scatter: "scatter", Barrier: "barrier",
 	AllGatherV: "allgatherv", AllToAllV: "alltoallv"}
 
@@ -120,9 +121,11 @@ const (
 // completed; at the plan's end every Recv has completed.
 type Step struct {
 	Verb  Verb
-	Peer  int32   // Send, Recv: slot of the other side
-	Final bool    // Combine: the last one over this range (an average divides here)
-	Once  bool    // Recv: Dst is in Tmp and read by exactly one later step, so a runner may lend the message to it instead of copying
+	Peer  int32 // Send, Recv: slot of the other side
+	Final bool  // Combine: the last one over this range (an average divides here)
+	// Recv: Dst is in Tmp and read by exactly one later step, so a runner may lend the message to
+	// it instead of copying
+	Once  bool
 	Dst   Ref     // Recv, Copy, Combine
 	Src   Ref     // Send, Copy
 	Srcs  []Ref   // Combine, at least one; never overlapping Dst but as exactly the same range

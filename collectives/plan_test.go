@@ -325,7 +325,8 @@ func TestCost(t *testing.T) {
 		near("twoshot bytes", cost(TwoShot, AllReduce, n, 64*n, 0, Net{Byte: 1}), 4*256*float64(n-1))
 	}
 	// 8 hops of 1 MiB: whole, every hop takes all its time; in chunks the hops overlap.
-	whole, cut := cost(Chain, Broadcast, 9, 1<<18, 1<<20, Net{Byte: 1}), cost(Chain, Broadcast, 9, 1<<18, 1<<14, Net{Byte: 1})
+	whole, cut := cost(Chain, Broadcast, 9, 1<<18, 1<<20, Net{Byte: 1}),
+		cost(Chain, Broadcast, 9, 1<<18, 1<<14, Net{Byte: 1})
 	if cut > whole/3 {
 		t.Errorf("a pipelined chain takes %g, a plain one %g", cut, whole)
 	}
@@ -336,7 +337,8 @@ func FuzzBuild(f *testing.F) {
 	f.Add(uint8(11), uint8(4), 3, uint64(0x5), 2, 0, 1, 0, 0, []byte{9, 0, 3}, []byte{})
 	f.Add(uint8(10), uint8(7), 70, uint64(1)<<63|1, 63, 0, 8, math.MaxInt, 1, []byte{255}, []byte{1})
 	f.Add(uint8(2), uint8(9), 1<<20, uint64(6), 1, 1, 1<<30, 1<<40, 1<<30, []byte{}, []byte{3, 3})
-	f.Fuzz(func(t *testing.T, kind, algo uint8, size int, active uint64, rank, root, elem, count, chunk int, counts, hosts []byte) {
+	f.Fuzz(func(t *testing.T, kind, algo uint8, size int, active uint64, rank, root, elem, count, chunk int, counts,
+		hosts []byte) {
 		s := Shape{Kind: Kind(kind), Size: size, Rank: rank, Root: root, Elem: elem, Count: count, Chunk: chunk}
 		for i := range 64 {
 			if active>>i&1 == 1 {

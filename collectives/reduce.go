@@ -35,7 +35,8 @@ func twoShotAllReduce(b *builder) {
 // to the root.
 func twoShotReduce(b *builder) {
 	bounds := split(b.Count, b.n, b.Elem)
-	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0), exchange{reduce: true, final: true, share: true, toRoot: true, root: b.index(b.Root)}))
+	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0),
+		exchange{reduce: true, final: true, share: true, toRoot: true, root: b.index(b.Root)}))
 }
 
 // An exchange is a team's reduce-scatter, allgather, or both, by messages straight between the

@@ -182,8 +182,10 @@ type call struct {
 }
 
 func (c call) String() string {
-	return fmt.Sprintf("%s %s active %v of %d root %d elem %d count %d counts %v hosts %v chunk %d alias %v eager %v grain %d seed %d", c.algo, c.shape.Kind,
-		c.shape.Active, c.shape.Size, c.shape.Root, c.shape.Elem, c.shape.Count, c.shape.Counts, c.shape.Hosts, c.shape.Chunk, c.alias, c.how.Eager, c.how.Grain, c.how.Seed)
+	return fmt.Sprintf("%s %s active %v of %d root %d elem %d count %d counts %v hosts %v chunk %d alias %v "+
+		"eager %v grain %d seed %d", c.algo, c.shape.Kind,
+		c.shape.Active, c.shape.Size, c.shape.Root, c.shape.Elem, c.shape.Count, c.shape.Counts, c.shape.Hosts,
+		c.shape.Chunk, c.alias, c.how.Eager, c.how.Grain, c.how.Seed)
 }
 
 func (c call) rank(i int) Shape {
@@ -282,7 +284,8 @@ func (c call) run() error {
 		if !bytes.Equal(mem[i].Out, want[i]) {
 			for k := range want[i] {
 				if mem[i].Out[k] != want[i][k] {
-					return fmt.Errorf("rank %d: Out differs from byte %d of %d\n%s", c.shape.Active[i], k, len(want[i]), plans[i])
+					return fmt.Errorf("rank %d: Out differs from byte %d of %d\n%s", c.shape.Active[i], k, len(want[i]),
+						plans[i])
 				}
 			}
 		}
@@ -374,7 +377,8 @@ func draw(r *rand.Rand, k Kind, a Algo, n int) call {
 			s.Counts[i] = []int{0, 1, r.IntN(20)}[r.IntN(3)]
 		}
 	}
-	c := call{algo: a, alias: r.IntN(2) == 0, how: Schedule{Seed: r.Uint64(), Eager: r.IntN(2) == 0, Grain: s.Elem * []int{0, 1, 5}[r.IntN(3)]}}
+	c := call{algo: a, alias: r.IntN(2) == 0, how: Schedule{Seed: r.Uint64(), Eager: r.IntN(2) == 0,
+		Grain: s.Elem * []int{0, 1, 5}[r.IntN(3)]}}
 	if k == AllToAllV {
 		for range n {
 			row := make([]int, n)

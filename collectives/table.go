@@ -23,12 +23,14 @@ type Condition uint8
 
 // The conditions.
 const (
-	Always    Condition = iota
-	IfMapped            // Caps.Mapped
-	IfMemory            // Caps.SharedMemory
-	IfCrowded           // more ranks on a host than processors: each round costs a wake-up, so few rounds win over few bytes
-	IfLevels            // several hosts, and several ranks on at least one
-	IfOneHost           // all ranks on one host, however they are linked
+	Always   Condition = iota
+	IfMapped           // Caps.Mapped
+	IfMemory           // Caps.SharedMemory
+	// more ranks on a host than processors: each round costs a wake-up, so few rounds win over few
+	// bytes
+	IfCrowded
+	IfLevels  // several hosts, and several ranks on at least one
+	IfOneHost // all ranks on one host, however they are linked
 	numConditions
 )
 
@@ -136,7 +138,8 @@ func (r Rule) check(k Kind) error {
 	switch {
 	case r.When >= numConditions:
 		return fmt.Errorf("%v is none", r.When)
-	case r.MinRanks < 0 || r.MinRanks > MaxSize || r.MaxRanks < 0 || r.MaxRanks > MaxSize || r.MaxRanks > 0 && r.MinRanks > r.MaxRanks:
+	case r.MinRanks < 0 || r.MinRanks > MaxSize || r.MaxRanks < 0 || r.MaxRanks > MaxSize ||
+		r.MaxRanks > 0 && r.MinRanks > r.MaxRanks:
 		return fmt.Errorf("%d to %d ranks, want ascending numbers up to %d", r.MinRanks, r.MaxRanks, MaxSize)
 	case r.MaxBytes < 0:
 		return fmt.Errorf("up to %d bytes, want 0 or more", r.MaxBytes)
@@ -250,7 +253,8 @@ func (t *Table) Choose(s Shape, c Caps) Algo {
 		case IfOneHost:
 			holds = hosts == 1
 		}
-		if holds && n >= r.MinRanks && (r.MaxRanks == 0 || n <= r.MaxRanks) && (r.MaxBytes == 0 || total <= r.MaxBytes) {
+		if holds && n >= r.MinRanks && (r.MaxRanks == 0 || n <= r.MaxRanks) &&
+			(r.MaxBytes == 0 || total <= r.MaxBytes) {
 			return r.Algo
 		}
 	}

@@ -19,8 +19,10 @@ func drawRules(t *rapid.T) map[Kind][]Rule {
 		}
 		list := []Rule{}
 		for range rapid.IntRange(0, 5).Draw(t, "rules") {
-			r := Rule{When: Condition(rapid.IntRange(0, int(numConditions)-1).Draw(t, "when")), MinRanks: rapid.IntRange(0, 9).Draw(t, "min"),
-				MaxBytes: rapid.SampledFrom([]int{0, 64, 4096, 1 << 20}).Draw(t, "bytes"), Algo: rapid.SampledFrom(Algorithms(k)).Draw(t, "algo")}
+			r := Rule{When: Condition(rapid.IntRange(0, int(numConditions)-1).Draw(t, "when")),
+				MinRanks: rapid.IntRange(0, 9).Draw(t, "min"),
+				MaxBytes: rapid.SampledFrom([]int{0, 64, 4096, 1 << 20}).Draw(t, "bytes"),
+				Algo:     rapid.SampledFrom(Algorithms(k)).Draw(t, "algo")}
 			if rapid.Bool().Draw(t, "bounded") {
 				r.MaxRanks = r.MinRanks + rapid.IntRange(0, 9).Draw(t, "more")
 			}
@@ -132,7 +134,8 @@ func TestTableHash(t *testing.T) {
 // TestTableRules: each part of a rule decides.
 func TestTableRules(t *testing.T) {
 	table, err := NewTable(map[Kind][]Rule{AllReduce: {
-		{IfMapped, 0, 0, 100, Direct}, {IfMemory, 4, 5, 0, Ring}, {IfCrowded, 0, 3, 0, Tree}, {IfLevels, 0, 0, 0, Hierarchical}, {IfOneHost, 0, 0, 50, Doubling}, {Always, 7, 0, 0, Halving}}})
+		{IfMapped, 0, 0, 100, Direct}, {IfMemory, 4, 5, 0, Ring}, {IfCrowded, 0, 3, 0, Tree},
+		{IfLevels, 0, 0, 0, Hierarchical}, {IfOneHost, 0, 0, 50, Doubling}, {Always, 7, 0, 0, Halving}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -143,9 +146,12 @@ func TestTableRules(t *testing.T) {
 		want     Algo
 	}{
 		{2, 100, nil, Caps{Mapped: true}, Direct}, {2, 104, nil, Caps{Mapped: true}, Flat}, {2, 100, nil, Caps{}, Flat},
-		{4, 1000, nil, Caps{SharedMemory: true}, Ring}, {5, 1000, nil, Caps{SharedMemory: true}, Ring}, {3, 1000, nil, Caps{SharedMemory: true}, Flat},
-		{6, 1000, nil, Caps{SharedMemory: true}, Flat}, {3, 1000, nil, Caps{Cores: 2}, Tree}, {3, 1000, nil, Caps{Cores: 3}, Flat}, {4, 1000, nil, Caps{Cores: 2}, Flat},
-		{4, 8, []int{0, 0, 1, 1}, Caps{}, Hierarchical}, {4, 8, []int{0, 1, 2, 3}, Caps{}, Flat}, {4, 8, []int{7, 7, 7, 7}, Caps{}, Doubling}, {4, 8, nil, Caps{}, Doubling},
+		{4, 1000, nil, Caps{SharedMemory: true}, Ring}, {5, 1000, nil, Caps{SharedMemory: true}, Ring},
+		{3, 1000, nil, Caps{SharedMemory: true}, Flat},
+		{6, 1000, nil, Caps{SharedMemory: true}, Flat}, {3, 1000, nil, Caps{Cores: 2}, Tree},
+		{3, 1000, nil, Caps{Cores: 3}, Flat}, {4, 1000, nil, Caps{Cores: 2}, Flat},
+		{4, 8, []int{0, 0, 1, 1}, Caps{}, Hierarchical}, {4, 8, []int{0, 1, 2, 3}, Caps{}, Flat},
+		{4, 8, []int{7, 7, 7, 7}, Caps{}, Doubling}, {4, 8, nil, Caps{}, Doubling},
 		{8, 1000, nil, Caps{}, Halving}, {6, 1000, nil, Caps{}, Flat},
 	} {
 		s := Shape{Kind: AllReduce, Size: c.n, Active: upTo(c.n), Elem: 4, Count: c.bytes / 4, Hosts: c.hosts}
@@ -182,10 +188,12 @@ func TestTableRefuses(t *testing.T) {
 		t.Error("a rule with no condition")
 	}
 	var table Table // a kind that is not named has the default rules
-	if err := json.Unmarshal([]byte(`{"barrier": []}`), &table); err != nil || !reflect.DeepEqual(table.Rules(AllReduce), DefaultTable().Rules(AllReduce)) || len(table.Rules(Barrier)) != 0 {
+	if err := json.Unmarshal([]byte(`{"barrier": []}`), &table); err != nil ||
+		!reflect.DeepEqual(table.Rules(AllReduce), DefaultTable().Rules(AllReduce)) || len(table.Rules(Barrier)) != 0 {
 		t.Errorf("%v, %v, %v", err, table.Rules(AllReduce), table.Rules(Barrier))
 	}
-	for _, text := range []func() ([]byte, error){Kind(0).MarshalText, numAlgos.MarshalText, numConditions.MarshalText} {
+	for _, text := range []func() ([]byte, error){Kind(0).MarshalText, numAlgos.MarshalText,
+		numConditions.MarshalText} {
 		if b, err := text(); err == nil {
 			t.Errorf("%s", b)
 		}

@@ -18,7 +18,8 @@ import (
 func build(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
-	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", dir+"/", "./hello", "./train", "./infer").CombinedOutput()
+	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", dir+"/", "./hello", "./train",
+		"./infer").CombinedOutput()
 	if err != nil {
 		t.Fatalf("go build: %v\n%s", err, out)
 	}
@@ -59,7 +60,8 @@ func train(t *testing.T, program string) {
 	const steps = 40
 	once := func(n int, args ...string) (r run) {
 		t.Helper()
-		argv := append([]string{program, "--steps", strconv.Itoa(steps), "--batch", "8", "--seq", "16", "--dim", "32", "--heads", "2", "--every", "1",
+		argv := append([]string{program, "--steps", strconv.Itoa(steps), "--batch", "8", "--seq", "16", "--dim", "32",
+			"--heads", "2", "--every", "1",
 			"--sample", "20", "--bytes", "200000"}, args...)
 		outs := pgtest.Exec(t, n, argv)
 		for _, m := range stepLine.FindAllStringSubmatch(outs[0], -1) {
@@ -70,7 +72,8 @@ func train(t *testing.T, program string) {
 			r.losses = append(r.losses, loss)
 		}
 		apart, proof := apartLine.FindStringSubmatch(outs[0]), proofLine.FindStringSubmatch(outs[0])
-		if len(r.losses) != steps || apart == nil || proof == nil || proof[1] != strconv.Itoa(n) || !strings.Contains(outs[0], "func ") {
+		if len(r.losses) != steps || apart == nil || proof == nil || proof[1] != strconv.Itoa(n) ||
+			!strings.Contains(outs[0], "func ") {
 			t.Fatalf("%d ranks: rank 0 wrote\n%s", n, outs[0])
 		}
 		for rank, out := range outs[1:] {
@@ -83,8 +86,10 @@ func train(t *testing.T, program string) {
 		return r
 	}
 	one := once(1)
-	if first, last := one.losses[0], one.losses[steps-1]; math.Abs(first-math.Log(97)) > 0.1 || last > 3.5 || one.apart > 3.7 {
-		t.Errorf("the loss went from %g to %g, and is %g on other text: it should begin at ln 97 and fall", first, last, one.apart)
+	if first, last := one.losses[0], one.losses[steps-1]; math.Abs(first-math.Log(97)) > 0.1 || last > 3.5 ||
+		one.apart > 3.7 {
+		t.Errorf("the loss went from %g to %g, and is %g on other text: it should begin at ln 97 and fall", first, last,
+			one.apart)
 	}
 	for _, n := range []int{2, 4} {
 		several := once(n)
@@ -122,7 +127,8 @@ func TestNoServerIsLinked(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !strings.Contains(string(out), "go.etcd.io/etcd/client/v3\n") || strings.Contains(string(out), "go.etcd.io/etcd/server/") {
+	if !strings.Contains(string(out), "go.etcd.io/etcd/client/v3\n") ||
+		strings.Contains(string(out), "go.etcd.io/etcd/server/") {
 		t.Errorf("the examples depend on\n%s", out)
 	}
 }

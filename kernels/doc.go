@@ -19,21 +19,25 @@
 //
 // # What the operations mean
 //
-//   - Integers: Sum and Product wrap around. Avg is the wrapped sum, divided towards zero. Min, Max, and the bit operations
-//     are what they are called.
-//   - Float32 and Float64: Sum and Product round at every step, like the scalar expression. Avg divides the sum. A result
-//     that is NaN is the first source that is NaN, made quiet, unless an invalid operation (inf-inf, 0*inf) came before it:
-//     that yields the NaN of x86, 0xffc00000 or 0xfff8000000000000.
-//   - Min and Max of floats are minimum and maximum of IEEE 754-2019: -0 is less than +0, and a NaN anywhere makes the
-//     result NaN, always the canonical one, 0x7fc00000, 0x7ff8000000000000, 0x7e00 (Float16) or 0x7fc0 (BFloat16).
-//   - Float16 and BFloat16 are widened to float32, accumulated as float32 over all the sources of one call, and rounded
-//     once, to nearest, ties to even; subnormals are kept. NaNs are as in float32, cut to the upper bits.
-//   - Float8E4M3 and Float8E5M2: Sum only, likewise. What is too large becomes infinite in E5M2 and NaN in E4M3, which has
-//     no infinity; nothing saturates. See [F8E4M3From].
-//   - Bool: Sum, Max and BitOr are or; Product, Min and BitAnd are and; BitXor is exclusive or. Any byte but 0 is true;
-//     results are 0 or 1.
-//   - Subnormals count, everywhere: threads are expected to be in the floating-point mode that Go starts them in, rounding
-//     to nearest and flushing nothing. C code that sets another mode on a thread it calls Go from changes results.
+//   - Integers: Sum and Product wrap around. Avg is the wrapped sum, divided towards zero. Min,
+//     Max, and the bit operations are what they are called.
+//   - Float32 and Float64: Sum and Product round at every step, like the scalar expression. Avg
+//     divides the sum. A result that is NaN is the first source that is NaN, made quiet, unless an
+//     invalid operation (inf-inf, 0*inf) came before it: that yields the NaN of x86, 0xffc00000 or
+//     0xfff8000000000000.
+//   - Min and Max of floats are minimum and maximum of IEEE 754-2019: -0 is less than +0, and a NaN
+//     anywhere makes the result NaN, always the canonical one, 0x7fc00000, 0x7ff8000000000000,
+//     0x7e00 (Float16) or 0x7fc0 (BFloat16).
+//   - Float16 and BFloat16 are widened to float32, accumulated as float32 over all the sources of
+//     one call, and rounded once, to nearest, ties to even; subnormals are kept. NaNs are as in
+//     float32, cut to the upper bits.
+//   - Float8E4M3 and Float8E5M2: Sum only, likewise. What is too large becomes infinite in E5M2 and
+//     NaN in E4M3, which has no infinity; nothing saturates. See [F8E4M3From].
+//   - Bool: Sum, Max and BitOr are or; Product, Min and BitAnd are and; BitXor is exclusive or. Any
+//     byte but 0 is true; results are 0 or 1.
+//   - Subnormals count, everywhere: threads are expected to be in the floating-point mode that Go
+//     starts them in, rounding to nearest and flushing nothing. C code that sets another mode on a
+//     thread it calls Go from changes results.
 //   - One source is copied as it is (bools become 0 or 1).
 //
 // [Supported] says which pairs exist. An Avg in stages combines partial results with [Stage](Avg),

@@ -21,13 +21,17 @@ type format struct {
 
 func formats() []format {
 	return []format{
-		{Float16, 16, func(b uint32) float32 { return F16(b).Float32() }, func(f float32) uint32 { return uint32(F16From(f)) }, 0x7c00, 0x7bff,
+		{Float16, 16, func(b uint32) float32 { return F16(b).Float32() },
+			func(f float32) uint32 { return uint32(F16From(f)) }, 0x7c00, 0x7bff,
 			func(f uint32) uint32 { return 0x7e00 | f>>13&0x3ff }},
-		{BFloat16, 16, func(b uint32) float32 { return BF16(b).Float32() }, func(f float32) uint32 { return uint32(BF16From(f)) }, 0x7f80, 0x7f7f,
+		{BFloat16, 16, func(b uint32) float32 { return BF16(b).Float32() },
+			func(f float32) uint32 { return uint32(BF16From(f)) }, 0x7f80, 0x7f7f,
 			func(f uint32) uint32 { return 0x7fc0 | f>>16&0x7f }},
-		{Float8E4M3, 8, func(b uint32) float32 { return F8E4M3(b).Float32() }, func(f float32) uint32 { return uint32(F8E4M3From(f)) }, 0x7f, 0x7e,
+		{Float8E4M3, 8, func(b uint32) float32 { return F8E4M3(b).Float32() },
+			func(f float32) uint32 { return uint32(F8E4M3From(f)) }, 0x7f, 0x7e,
 			func(uint32) uint32 { return 0x7f }},
-		{Float8E5M2, 8, func(b uint32) float32 { return F8E5M2(b).Float32() }, func(f float32) uint32 { return uint32(F8E5M2From(f)) }, 0x7c, 0x7b,
+		{Float8E5M2, 8, func(b uint32) float32 { return F8E5M2(b).Float32() },
+			func(f float32) uint32 { return uint32(F8E5M2From(f)) }, 0x7c, 0x7b,
 			func(uint32) uint32 { return 0x7e }},
 	}
 }
@@ -64,7 +68,8 @@ func (f *format) oracle(table []*big.Float, x float32) uint32 {
 		return sign | f.overflow
 	}
 	v := new(big.Float).SetFloat64(abs)
-	i := sort.Search(len(table), func(i int) bool { return table[i].Cmp(v) >= 0 }) // the last entry is where overflow would be
+	// the last entry is where overflow would be
+	i := sort.Search(len(table), func(i int) bool { return table[i].Cmp(v) >= 0 })
 	switch {
 	case i == len(table):
 		return sign | f.overflow
@@ -98,7 +103,8 @@ func TestSmallFloats(t *testing.T) {
 					if math.Signbit(float64(x)) != (mag != b) {
 						t.Fatalf("%#x lost its sign", b)
 					}
-				} else if inf := math.IsInf(float64(x), 0); inf != (mag == f.overflow && f.dt != Float8E4M3) || !inf && x == x {
+				} else if inf := math.IsInf(float64(x), 0); inf != (mag == f.overflow && f.dt != Float8E4M3) ||
+					!inf && x == x {
 					t.Fatalf("%#x is %v", b, x)
 				}
 				if got, want := f.from(x), f.oracle(table, x); got != want || x == x && got != b {

@@ -50,10 +50,12 @@ func TestModes(t *testing.T) {
 					at := 64 + int(-uintptr(ptr(b))&63)
 					k(ptr(b[at:]), &src[0], sources, 0, n, sources, mode)
 					if !bytes.Equal(b[at:at+n*size], want) {
-						t.Fatalf("%s: %v of %v: %d elements, %d sources, mode %d: wrong", l.name, op, dt, n, sources, mode)
+						t.Fatalf("%s: %v of %v: %d elements, %d sources, mode %d: wrong", l.name, op, dt, n, sources,
+							mode)
 					}
 					if bytes.Count(b, []byte{0xa5})-bytes.Count(want, []byte{0xa5}) != 256 {
-						t.Fatalf("%s: %v of %v: %d elements, mode %d: wrote outside of the destination", l.name, op, dt, n, mode)
+						t.Fatalf("%s: %v of %v: %d elements, mode %d: wrote outside of the destination", l.name, op, dt,
+							n, mode)
 					}
 				}
 			}

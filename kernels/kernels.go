@@ -51,7 +51,8 @@ var dtypes = [numDTypes]struct {
 	Float8E4M3: {"float8_e4m3", 1}, Float8E5M2: {"float8_e5m2", 1}, Bool: {"bool", 1},
 }
 
-var opNames = [numOps]string{Sum: "sum", Product: "product", Min: "min", Max: "max", Avg: "avg", BitAnd: "bitand", BitOr: "bitor", BitXor: "bitxor"}
+var opNames = [numOps]string{Sum: "sum", Product: "product", Min: "min", Max: "max", Avg: "avg", BitAnd: "bitand",
+	BitOr: "bitor", BitXor: "bitxor"}
 
 // Valid reports whether d is one of the data types above; a value read from a wire may not be.
 func (d DType) Valid() bool { return d > 0 && d < numDTypes }

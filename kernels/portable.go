@@ -142,7 +142,8 @@ func combineIntegers[T integer](op Op, d, a, b []T) {
 	switch op {
 	case Sum, Avg:
 		if size := unsafe.Sizeof(T(0)); size <= 2 && len(d) >= 16 {
-			n := addWords(unsafe.Pointer(&d[0]), unsafe.Pointer(&a[0]), unsafe.Pointer(&b[0]), len(d)*int(size)/8, size) / int(size)
+			n := addWords(unsafe.Pointer(&d[0]), unsafe.Pointer(&a[0]), unsafe.Pointer(&b[0]), len(d)*int(size)/8,
+				size) / int(size)
 			d, a, b = d[n:], a[n:], b[n:]
 		}
 		for len(d) >= 4 && len(a) >= 4 && len(b) >= 4 {
@@ -166,7 +167,8 @@ func combineIntegers[T integer](op Op, d, a, b []T) {
 		}
 	default:
 		size := int(unsafe.Sizeof(T(0)))
-		combineBits(op, unsafe.Pointer(unsafe.SliceData(d)), unsafe.Pointer(unsafe.SliceData(a)), unsafe.Pointer(unsafe.SliceData(b)), size*len(d))
+		combineBits(op, unsafe.Pointer(unsafe.SliceData(d)), unsafe.Pointer(unsafe.SliceData(a)),
+			unsafe.Pointer(unsafe.SliceData(b)), size*len(d))
 	}
 }
 

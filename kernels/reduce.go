@@ -79,7 +79,8 @@ func unsupported(op Op, dt DType) error {
 				names = append(names, o.String())
 			}
 		}
-		return fmt.Errorf("kernels: %v is not defined on %v; supported on %v: %s", op, dt, dt, strings.Join(names, ", "))
+		return fmt.Errorf("kernels: %v is not defined on %v; supported on %v: %s", op, dt, dt,
+			strings.Join(names, ", "))
 	}
 }
 
@@ -104,16 +105,20 @@ func Reduce(op Op, dt DType, dst []byte, srcs ...[]byte) error {
 		return fmt.Errorf("kernels: %v of %v: no sources; pass at least one", op, dt)
 	}
 	if len(dst)%dt.Size() != 0 {
-		return fmt.Errorf("kernels: %v of %v: %d bytes are no whole number of elements; pass a multiple of %d", op, dt, len(dst), dt.Size())
+		return fmt.Errorf("kernels: %v of %v: %d bytes are no whole number of elements; pass a multiple of %d", op, dt,
+			len(dst), dt.Size())
 	}
 	p := make([]unsafe.Pointer, len(srcs))
 	for i, s := range srcs {
 		if len(s) != len(dst) {
-			return fmt.Errorf("kernels: %v of %v: source %d has %d bytes, the destination %d; pass equal lengths", op, dt, i, len(s), len(dst))
+			return fmt.Errorf("kernels: %v of %v: source %d has %d bytes, the destination %d; pass equal lengths", op,
+				dt, i, len(s), len(dst))
 		}
 		p[i] = unsafe.Pointer(unsafe.SliceData(s))
-		if d := int64(uintptr(p[i])) - int64(uintptr(unsafe.Pointer(unsafe.SliceData(dst)))); d != 0 && max(d, -d) < int64(len(dst)) {
-			return fmt.Errorf("kernels: %v of %v: source %d overlaps the destination, %d bytes apart; pass the destination itself or separate memory", op, dt, i, d)
+		if d := int64(uintptr(p[i])) - int64(uintptr(unsafe.Pointer(unsafe.SliceData(dst)))); d != 0 &&
+			max(d, -d) < int64(len(dst)) {
+			return fmt.Errorf("kernels: %v of %v: source %d overlaps the destination, %d bytes apart; pass the "+
+				"destination itself or separate memory", op, dt, i, d)
 		}
 	}
 	r(unsafe.Pointer(unsafe.SliceData(dst)), p, len(dst)/dt.Size())
@@ -129,7 +134,8 @@ func Scale(dt DType, dst unsafe.Pointer, n int, divisor int) {
 		panic(fmt.Sprintf("kernels: Scale of %v: %v", dt, unsupported(Avg, dt)))
 	}
 	if divisor < 1 {
-		panic(fmt.Sprintf("kernels: Scale of %v by %d: the divisor counts contributions and is at least 1", dt, divisor))
+		panic(fmt.Sprintf("kernels: Scale of %v by %d: the divisor counts contributions and is at least 1", dt,
+			divisor))
 	}
 	if n > 0 {
 		active.scale[dt](dst, n, divisor)
@@ -150,12 +156,14 @@ func Narrow(dt DType, dst, src unsafe.Pointer, n int) {
 	convert("Narrow", &active.narrow, dt, dst, src, n)
 }
 
-func convert(name string, table *[numDTypes]func(dst, src unsafe.Pointer, n int), dt DType, dst, src unsafe.Pointer, n int) {
+func convert(name string, table *[numDTypes]func(dst, src unsafe.Pointer, n int), dt DType, dst, src unsafe.Pointer,
+	n int) {
 	switch {
 	case dt == Float32:
 		Copy(dst, src, max(0, n)*4)
 	case dt >= numDTypes || table[dt] == nil:
-		panic(fmt.Sprintf("kernels: %s of %v: not a small float; use float16, bfloat16, float8_e4m3, float8_e5m2 or float32", name, dt))
+		panic(fmt.Sprintf("kernels: %s of %v: not a small float; use float16, bfloat16, float8_e4m3, "+
+			"float8_e5m2 or float32", name, dt))
 	case n > 0:
 		table[dt](dst, src, n)
 	}

@@ -136,7 +136,8 @@ func want(op Op, dt DType, v []uint64) uint64 {
 				trues++
 			}
 		}
-		ok := map[Op]bool{Sum: trues > 0, Max: trues > 0, BitOr: trues > 0, Product: trues == len(v), Min: trues == len(v), BitAnd: trues == len(v), BitXor: trues%2 == 1}[op]
+		ok := map[Op]bool{Sum: trues > 0, Max: trues > 0, BitOr: trues > 0, Product: trues == len(v),
+			Min: trues == len(v), BitAnd: trues == len(v), BitXor: trues%2 == 1}[op]
 		if ok {
 			return 1
 		}
@@ -367,12 +368,15 @@ func compare(im implementation, stream bool, op Op, dt DType, n, alias int, offs
 			for _, s := range src {
 				v = append(v, get(s, size, i))
 			}
-			return fmt.Errorf("%s (stream %v): %v of %v, %d elements, %d sources, alias %d, offsets %v: element %d of %#x is %#x, want %#x",
+			return fmt.Errorf("%s (stream %v): %v of %v, %d elements, %d sources, alias %d, offsets %v: element "+
+				"%d of %#x is %#x, want %#x",
 				im.name, stream, op, dt, n, len(src), alias, offsets, i, v, g, w)
 		}
 	}
-	if got := bytes.Count(frame[:offsets[0]+guard], []byte{0xa5}) + bytes.Count(frame[len(frame)-guard:], []byte{0xa5}); got != offsets[0]+2*guard {
-		return fmt.Errorf("%s (stream %v): %v of %v, %d elements: wrote outside of the destination", im.name, stream, op, dt, n)
+	if got := bytes.Count(frame[:offsets[0]+guard], []byte{0xa5}) + bytes.Count(frame[len(frame)-guard:],
+		[]byte{0xa5}); got != offsets[0]+2*guard {
+		return fmt.Errorf("%s (stream %v): %v of %v, %d elements: wrote outside of the destination", im.name, stream,
+			op, dt, n)
 	}
 	for i := range src {
 		if !bytes.Equal(src[i], before[i]) {
@@ -395,7 +399,8 @@ func TestReducersMatchReference(t *testing.T) {
 							offsets[i] &^= 15
 						}
 					}
-					if err := compare(im, stream, op, dt, n, alias, offsets, func(b []byte) { draw(r, dt, b) }); err != nil {
+					if err := compare(im, stream, op, dt, n, alias, offsets,
+						func(b []byte) { draw(r, dt, b) }); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -434,7 +439,8 @@ func TestReduceProperty(t *testing.T) {
 		offsets := rapid.SliceOfN(rapid.IntRange(0, 70), 2, 13).Draw(t, "offsets")
 		alias := rapid.IntRange(-1, len(offsets)-2).Draw(t, "alias")
 		r := rand.New(rand.NewPCG(rapid.Uint64().Draw(t, "seed"), 0))
-		if err := compare(im, rapid.Bool().Draw(t, "stream"), op, dt, n, alias, offsets, func(b []byte) { fill(r, dt, b) }); err != nil {
+		if err := compare(im, rapid.Bool().Draw(t, "stream"), op, dt, n, alias, offsets,
+			func(b []byte) { fill(r, dt, b) }); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -453,7 +459,8 @@ func FuzzReduce(f *testing.F) {
 		n := len(data) / int(k) / DType(dt).Size()
 		for _, im := range implementations {
 			rest := data
-			err := compare(im, false, Op(op), DType(dt), n, int(k)-1, make([]int, k+1), func(b []byte) { rest = rest[copy(b, rest):] })
+			err := compare(im, false, Op(op), DType(dt), n, int(k)-1, make([]int, k+1),
+				func(b []byte) { rest = rest[copy(b, rest):] })
 			if err != nil {
 				t.Error(err)
 			}
@@ -519,7 +526,8 @@ func TestRareSubnormals(t *testing.T) {
 	r := rand.New(rand.NewPCG(12, 13))
 	rare := [][2]uint16{
 		{0x0001, 0x0001}, {0x0080, 0x8001}, {0x8080, 0x0001}, {0x00ff, 0x80f0}, // sums below the normal range
-		{0x1f91, 0x1fff}, {0x9f83, 0x1fa1}, {0x1f80, 0x2000}, {0x1e01, 0x1e01}, // products there, with and without rounding, and at its edge
+		// products there, with and without rounding, and at its edge
+		{0x1f91, 0x1fff}, {0x9f83, 0x1fa1}, {0x1f80, 0x2000}, {0x1e01, 0x1e01},
 		{0x0000, 0x0000}, {0x8000, 0x8000}, {0x3f80, 0xbf80}, // zeros
 		{0x7f80, 0xff80}, {0x7f81, 0x3f80}, {0x3f80, 0xffff}, {0x7f7f, 0x7f7f}, {0xff80, 0xc000}, // NaNs and infinities
 		{0x3f80, 0x3b80}, {0x3f81, 0x3b80}, {0x3fff, 0x3b80}, // ties
@@ -561,7 +569,8 @@ func TestRareSubnormals(t *testing.T) {
 						if !bytes.Equal(got, want) {
 							for i := range n {
 								if g, w := get(got, 2, i), get(want, 2, i); g != w {
-									t.Fatalf("%s: %v of %v, %d sources, %#x at %d: element %d is %#x, want %#x", im.name, op, dt, k, pair, at, i, g, w)
+									t.Fatalf("%s: %v of %v, %d sources, %#x at %d: element %d is %#x, want %#x",
+										im.name, op, dt, k, pair, at, i, g, w)
 								}
 							}
 						}
@@ -630,7 +639,8 @@ func TestWidenNarrow(t *testing.T) {
 				}
 				frame = bytes.Repeat([]byte{0xa5}, 1024)
 				im.t.narrow[f.dt](ptr(frame), ptr(src), n)
-				if !bytes.Equal(frame[:size*n], dst[:size*n]) || bytes.Count(frame[size*n:], []byte{0xa5}) != len(frame)-size*n {
+				if !bytes.Equal(frame[:size*n], dst[:size*n]) || bytes.Count(frame[size*n:],
+					[]byte{0xa5}) != len(frame)-size*n {
 					t.Fatalf("%s: narrowing %d of %v", im.name, n, f.dt)
 				}
 			}
@@ -646,7 +656,8 @@ func TestScale(t *testing.T) {
 				continue
 			}
 			size := dt.Size()
-			for _, div64 := range []int64{1, 2, 3, 7, 10, 127, 128, 200, 65535, 1<<31 - 1, 1 << 32, 1<<32 + 1, 1 << 40, math.MaxInt} {
+			for _, div64 := range []int64{1, 2, 3, 7, 10, 127, 128, 200, 65535, 1<<31 - 1, 1 << 32, 1<<32 + 1, 1 << 40,
+				math.MaxInt} {
 				div := int(div64)
 				if int64(div) != div64 {
 					continue // int has 32 bits here
@@ -686,7 +697,8 @@ func TestScale(t *testing.T) {
 							} else {
 								f = math.Float32frombits(math.Float32bits(f) | quiet32)
 							}
-							w = map[DType]uint64{Float32: uint64(math.Float32bits(f)), Float16: uint64(F16From(f)), BFloat16: uint64(BF16From(f))}[dt]
+							w = map[DType]uint64{Float32: uint64(math.Float32bits(f)), Float16: uint64(F16From(f)),
+								BFloat16: uint64(BF16From(f))}[dt]
 						}
 						if g := get(b, size, i); g != w {
 							t.Fatalf("%s: %v %#x by %d is %#x, want %#x", im.name, dt, x, div, g, w)
@@ -704,7 +716,8 @@ func TestScale(t *testing.T) {
 func TestStagedAvg(t *testing.T) {
 	a, b, c := []byte{10}, []byte{20}, []byte{33}
 	partial, dst := make([]byte, 1), make([]byte, 1)
-	for _, err := range []error{Reduce(Stage(Avg), Uint8, partial, a, b), Reduce(Stage(Avg), Uint8, partial, partial, c)} {
+	for _, err := range []error{Reduce(Stage(Avg), Uint8, partial, a, b),
+		Reduce(Stage(Avg), Uint8, partial, partial, c)} {
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -730,7 +743,8 @@ func TestCopies(t *testing.T) {
 				frame := bytes.Repeat([]byte{0xa5}, n+200)
 				dst := frame[64+off:][:n]
 				f(ptr(dst), ptr(src), n)
-				if !bytes.Equal(dst, src) || bytes.Count(frame[:64+off], []byte{0xa5}) != 64+off || bytes.Count(frame[64+off+n:], []byte{0xa5}) != 136-off {
+				if !bytes.Equal(dst, src) || bytes.Count(frame[:64+off], []byte{0xa5}) != 64+off ||
+					bytes.Count(frame[64+off+n:], []byte{0xa5}) != 136-off {
 					t.Fatalf("%s of %d bytes at offset %d", name, n, off)
 				}
 			}
@@ -751,7 +765,8 @@ func TestErrors(t *testing.T) {
 		{Reduce(Sum, Float32, buf[8:16], buf[4:12]), "source 0 overlaps"},
 		{Reduce(Sum, Float32, buf[:8], buf[:8], buf[8:16]), ""},
 		{Reduce(Sum, Float32, nil, nil), ""},
-		{Reduce(BitAnd, Float32, buf, buf), "bitand is not defined on float32; supported on float32: sum, product, min, max, avg"},
+		{Reduce(BitAnd, Float32, buf, buf), "bitand is not defined on float32; supported on float32: sum, " +
+			"product, min, max, avg"},
 		{Reduce(Max, Float8E4M3, buf, buf), "supported on float8_e4m3: sum"},
 		{Reduce(Avg, Bool, buf, buf), "supported on bool: sum, product, min, max, bitand, bitor, bitxor"},
 		{Reduce(0, Int8, buf, buf), "op(0) is not defined on int8"},
@@ -765,8 +780,10 @@ func TestErrors(t *testing.T) {
 	}
 	for op := range 256 {
 		for dt := range 256 {
-			for name, f := range map[string]func(Op, DType) (Reducer, error){"Lookup": Lookup, "LookupStream": LookupStream, "Reference": Reference} {
-				if r, err := f(Op(op), DType(dt)); (r == nil) == (err == nil) || (err == nil) != Supported(Op(op), DType(dt)) {
+			for name, f := range map[string]func(Op, DType) (Reducer, error){"Lookup": Lookup,
+				"LookupStream": LookupStream, "Reference": Reference} {
+				if r, err := f(Op(op), DType(dt)); (r == nil) == (err == nil) ||
+					(err == nil) != Supported(Op(op), DType(dt)) {
 					t.Fatalf("%s(%d, %d) = %t, %v", name, op, dt, r != nil, err)
 				}
 			}

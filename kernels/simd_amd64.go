@@ -72,7 +72,8 @@ func (l level) reducers() *reducers {
 			if !Supported(op, dt) {
 				continue
 			}
-			r := reduction{op: op, dt: dt, size: dt.Size(), unit: dt.Size(), kernel: k[op][dt], rest: portableKernel(op, dt)}
+			r := reduction{op: op, dt: dt, size: dt.Size(), unit: dt.Size(), kernel: k[op][dt],
+				rest: portableKernel(op, dt)}
 			switch {
 			case op >= BitAnd && dt != Bool: // bytes are bytes
 				r.unit, r.kernel, r.rest = 1, k[op][Uint8], portableKernel(op, Uint8)

@@ -36,7 +36,8 @@ func TestDevicesOfADGX(t *testing.T) {
 	}
 	seen := map[string]bool{}
 	for i, d := range s.Devices {
-		if d.Index != i || d.Links != 12 || d.Memory < 39<<30 || !strings.Contains(d.Name, "A100") || len(d.PCI) != len("0000:00:00.0") {
+		if d.Index != i || d.Links != 12 || d.Memory < 39<<30 || !strings.Contains(d.Name, "A100") ||
+			len(d.PCI) != len("0000:00:00.0") {
 			t.Errorf("device %d: %+v", i, d)
 		}
 		if seen[d.UUID] {
@@ -51,7 +52,8 @@ func TestDevicesOfADGX(t *testing.T) {
 
 func TestWithoutDriver(t *testing.T) {
 	for ret, want := range map[nvml.Return]string{
-		nvml.ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1", nvml.ERROR_DRIVER_NOT_LOADED: "kernel driver", nvml.ERROR_UNKNOWN: "999",
+		nvml.ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1", nvml.ERROR_DRIVER_NOT_LOADED: "kernel driver",
+		nvml.ERROR_UNKNOWN: "999",
 	} {
 		_, err := devices(&mock.Interface{InitFunc: func() nvml.Return { return ret }})
 		if !errors.Is(err, ErrUnavailable) || !strings.Contains(err.Error(), want) {

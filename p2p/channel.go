@@ -24,7 +24,8 @@ type Disagreement struct {
 }
 
 func (e *Disagreement) Error() string {
-	return fmt.Sprintf("rank %d sent a message of operation #%d where #%d was expected%s", e.Rank, e.Theirs.Seq, e.Ours.Seq, e.Detail)
+	return fmt.Sprintf("rank %d sent a message of operation #%d where #%d was expected%s", e.Rank, e.Theirs.Seq,
+		e.Ours.Seq, e.Detail)
 }
 
 // Aborted says that a peer ended the channel; Payload is what it gave to Abort.
@@ -223,7 +224,8 @@ func (p *Proxy) number(st *stream) uint32 {
 		}
 		st.on = pr.linkNo
 		k := &st.c.chanKey
-		p.queue(pr, Header{Kind: frameOpen, Chan: st.out, Seq: k.name.Maker, Call: k.name.Number, Count: k.epoch.View, Off: k.epoch.Attempt}, nil)
+		p.queue(pr, Header{Kind: frameOpen, Chan: st.out, Seq: k.name.Maker, Call: k.name.Number, Count: k.epoch.View,
+			Off: k.epoch.Attempt}, nil)
 	}
 	return st.out
 }
@@ -232,7 +234,8 @@ func (p *Proxy) number(st *stream) uint32 {
 func (p *Proxy) opened(pr *peer, h *Header) error {
 	n := uint32(len(pr.in))
 	if h.Len != 0 || h.Chan > n || h.Chan == n && n >= maxInbound {
-		return fmt.Errorf("%w: rank %d opens channel number %d with %d bytes, having opened %d", ErrProtocol, pr.rank, h.Chan, h.Len, n)
+		return fmt.Errorf("%w: rank %d opens channel number %d with %d bytes, having opened %d", ErrProtocol, pr.rank,
+			h.Chan, h.Len, n)
 	}
 	if h.Chan == n {
 		pr.in = append(pr.in, inbound{})
@@ -334,7 +337,8 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 }
 
 func (p *Proxy) newChannel(key chanKey) *Channel {
-	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{}, recvs: map[uint64]*RecvReq{}, nextMsg: 1}
+	c := &Channel{chanKey: key, p: p, streams: map[int]*stream{}, window: p.cfg.Window, sends: map[uint64]*SendReq{},
+		recvs: map[uint64]*RecvReq{}, nextMsg: 1}
 	p.chans[key] = c
 	return c
 }
@@ -670,7 +674,8 @@ func (c *Channel) compareWait(st *stream) {
 		return
 	}
 	r := st.posted.front()
-	if st.waits.Seq == c.now.Seq && st.waits != c.now || r != nil && r.tok == c.now && st.waits.Seq > c.now.Seq && len(st.early) == 0 {
+	if st.waits.Seq == c.now.Seq && st.waits != c.now || r != nil && r.tok == c.now && st.waits.Seq > c.now.Seq &&
+		len(st.early) == 0 {
 		c.fail(&Disagreement{Rank: st.slot, Theirs: st.waits, Ours: c.now})
 	}
 }

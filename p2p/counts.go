@@ -47,9 +47,10 @@ type PeerCounts struct {
 	Transport                  string // of the link, or of the last one
 	Err                        error  // why there is none, if that is known
 	FramesSent, FramesReceived uint64
-	BytesSent, BytesReceived   uint64        // payloads
-	Waited                     time.Duration // spent waiting for it, in waits that were long enough to look at the clock
-	Incarnation                uint64        // 0: not known
+	BytesSent, BytesReceived   uint64 // payloads
+	// spent waiting for it, in waits that were long enough to look at the clock
+	Waited      time.Duration
+	Incarnation uint64 // 0: not known
 }
 
 // Counts lists the peers that there is or was a link to, or that were waited for. Memory that peers
@@ -58,7 +59,8 @@ func (p *Proxy) Counts() []PeerCounts {
 	var all []PeerCounts
 	for i := range p.peers {
 		if pr, c := &p.peers[i], &p.peers[i].counts; pr.link != nil || pr.err != nil || *c != (counts{}) {
-			all = append(all, PeerCounts{Rank: pr.rank, Up: pr.link != nil, Transport: c.transport, Err: pr.err, FramesSent: c.framesSent, FramesReceived: c.framesTaken,
+			all = append(all, PeerCounts{Rank: pr.rank, Up: pr.link != nil, Transport: c.transport, Err: pr.err,
+				FramesSent: c.framesSent, FramesReceived: c.framesTaken,
 				BytesSent: c.bytesSent, BytesReceived: c.bytesTaken, Waited: c.waited, Incarnation: pr.id.Incarnation})
 		}
 	}

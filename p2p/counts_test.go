@@ -54,7 +54,8 @@ func TestCounts(t *testing.T) {
 	if len(a) != 1 || len(b) != 1 || a[0].Rank != 1 || b[0].Rank != 0 {
 		t.Fatalf("%+v\n%+v", a, b)
 	}
-	if x := a[0]; !x.Up || x.Transport != "inproc" || x.Incarnation != 2 || x.Waited <= 0 || x.FramesReceived < 1 || x.BytesReceived != 5 || x.Err != nil {
+	if x := a[0]; !x.Up || x.Transport != "inproc" || x.Incarnation != 2 || x.Waited <= 0 || x.FramesReceived < 1 ||
+		x.BytesReceived != 5 || x.Err != nil {
 		t.Errorf("rank 0 has counted %+v", x)
 	}
 	if x := b[0]; x.FramesSent < 1 || x.BytesSent != 5 {

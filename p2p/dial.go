@@ -134,7 +134,8 @@ func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 		case p.linked(pr) || p.ctx.Err() != nil:
 			return nil
 		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
-		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
+		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale),
+			errors.Is(err, ErrAuth):
 			return err
 		case errors.Is(err, syscall.EMFILE): // the peer may have taken the attempt for a link, and will not take another
 			return files.Explain(err)
@@ -184,7 +185,8 @@ func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, erro
 	expected := pr.id.Incarnation
 	p.Unlock()
 	if expected != 0 && expected != to.Incarnation {
-		return nil, Identity{}, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected, ErrPeerGone)
+		return nil, Identity{}, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected,
+			ErrPeerGone)
 	}
 	var why []string
 	for _, t := range p.cfg.Transports {

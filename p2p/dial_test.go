@@ -24,10 +24,13 @@ func (nowhere) Dial(ctx context.Context, _ p2p.Identity, _ []byte) (p2p.Link, er
 // A peer that cannot be reached has failed after ConnectTimeout, unless it may not have come yet.
 func TestWhoCannotBeReachedFails(t *testing.T) {
 	for _, patience := range []bool{false, true} {
-		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-			Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: 20 * time.Millisecond, Patient: func() bool { return patience },
+		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+			Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+			Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: 20 * time.Millisecond,
+			Patient: func() bool { return patience },
 			Resolve: func(context.Context, int) (p2p.Peer, error) {
-				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2}, Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
+					Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
 			}})
 		if _, err := p.Listen(context.Background()); err != nil {
 			t.Fatal(err)

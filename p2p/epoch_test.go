@@ -29,8 +29,9 @@ type town struct {
 func (w *town) settle(t *testing.T, rank, size int, incarnation uint64) *member {
 	m := &member{}
 	id := p2p.Identity{Rank: rank, Incarnation: incarnation}
-	m.Proxy = p2p.New(p2p.Config{Self: id, Size: size, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-		Transports: []p2p.Transport{&cutting{Transport: inproc.New(inproc.Config{RingBytes: 16 << 10}), m: m}},
+	m.Proxy = p2p.New(p2p.Config{Self: id, Size: size, Secret: []byte("0123456789abcdef"), Threads: true,
+		Oversubscribed: true,
+		Transports:     []p2p.Transport{&cutting{Transport: inproc.New(inproc.Config{RingBytes: 16 << 10}), m: m}},
 		Notify: func(_ p2p.Identity, err error) {
 			m.mu.Lock()
 			m.events = append(m.events, err)

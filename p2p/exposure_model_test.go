@@ -21,11 +21,14 @@ type access struct {
 type order [2]string // names of accesses: the first before the second
 
 var (
-	modelOwner = []access{{"fill0", true, "data0", 1}, {"fill1", true, "data1", 1}, {"begin", true, "word", 7}, {"tell", true, "message", 1}}
+	modelOwner = []access{{"fill0", true, "data0", 1}, {"fill1", true, "data1", 1}, {"begin", true, "word", 7},
+		{"tell", true, "message", 1}}
 	modelLeave = []access{{"withdraw", true, "word", 0}, {"refill0", true, "data0", 2}, {"refill1", true, "data1", 2}}
-	modelRead  = []access{{"hear", false, "message", 0}, {"load0", false, "data0", 0}, {"load1", false, "data1", 0}, {"look", false, "word", 0}}
+	modelRead  = []access{{"hear", false, "message", 0}, {"load0", false, "data0", 0}, {"load1", false, "data1", 0},
+		{"look", false, "word", 0}}
 
-	ownerOrder = []order{{"fill0", "tell"}, {"fill1", "tell"}, {"begin", "tell"}, {"withdraw", "refill0"}, {"withdraw", "refill1"}}
+	ownerOrder = []order{{"fill0", "tell"}, {"fill1", "tell"}, {"begin", "tell"}, {"withdraw", "refill0"},
+		{"withdraw", "refill1"}}
 	// What a thread stores to one cell is seen in its order on every processor.
 	coherence   = []order{{"begin", "withdraw"}}
 	readerOrder = []order{{"hear", "load0"}, {"hear", "load1"}, {"load0", "look"}, {"load1", "look"}}
@@ -92,7 +95,8 @@ func explore(owner []access, orders []order, stays, buffers bool, drain string) 
 					continue
 				}
 				for _, o := range orders {
-					if o[1] == a.name && slices.ContainsFunc(thread, func(b access) bool { return b.name == o[0] }) && !s.done[i][o[0]] {
+					if o[1] == a.name && slices.ContainsFunc(thread, func(b access) bool { return b.name == o[0] }) &&
+						!s.done[i][o[0]] {
 						continue next
 					}
 				}

@@ -55,7 +55,8 @@ func TestMapEnds(t *testing.T) {
 	}{
 		"cancelled": {func(_ *p2p.Proxy, _ *p2p.Channel, _ *muted, cancel func()) { cancel() }, context.Canceled},
 		"deadline":  {func(*p2p.Proxy, *p2p.Channel, *muted, func()) {}, p2p.ErrTimeout},
-		"gone":      {func(p *p2p.Proxy, _ *p2p.Channel, m *muted, _ func()) { m.fails.Store(true); p.Wake() }, p2p.ErrPeerGone},
+		"gone": {func(p *p2p.Proxy, _ *p2p.Channel, m *muted, _ func()) { m.fails.Store(true); p.Wake() },
+			p2p.ErrPeerGone},
 		"aborted": {func(p *p2p.Proxy, c *p2p.Channel, _ *muted, _ func()) {
 			p.Lock()
 			c.Abort(abort, nil)
@@ -65,9 +66,12 @@ func TestMapEnds(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := &muted{fails: &atomic.Bool{}, asked: make(chan struct{}, 1)}
-			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true,
-				Transports: []p2p.Transport{&mutedTransport{link: m}}, Resolve: func(context.Context, int) (p2p.Peer, error) {
-					return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2}, Endpoints: map[string][]byte{"hostile": {1}}}, nil
+			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+				Secret: []byte("0123456789abcdef"), Threads: true,
+				Transports: []p2p.Transport{&mutedTransport{link: m}},
+				Resolve: func(context.Context, int) (p2p.Peer, error) {
+					return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
+						Endpoints: map[string][]byte{"hostile": {1}}}, nil
 				}})
 			defer p.Close()
 			if _, err := p.Listen(t.Context()); err != nil {

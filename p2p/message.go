@@ -94,7 +94,8 @@ func (p *Proxy) pump(pr *peer) bool {
 	for len(pr.bulk) > 0 && len(pr.ctl) == 0 && pr.sendErr == nil {
 		s := pr.bulk[0]
 		n := min(len(s.buf)-s.off, pr.link.MaxFrame())
-		h := Header{Kind: frameBulk, Chan: p.number(s.st), Seq: s.remote, Off: uint64(s.off), Len: uint32(n), Ack: s.st.taken}
+		h := Header{Kind: frameBulk, Chan: p.number(s.st), Seq: s.remote, Off: uint64(s.off), Len: uint32(n),
+			Ack: s.st.taken}
 		if !p.transmit(pr, &h, s.buf[s.off:s.off+n]) {
 			break
 		}
@@ -428,7 +429,8 @@ func (c *Channel) CancelRecv(r *RecvReq) {
 		c.control(pr, Header{Kind: frameCTS, Seq: r.rts.h.Seq}, nil)
 		c.p.drain()
 		again := &early{h: r.rts.h, order: r.rts.order, filled: true, paid: true}
-		at, _ := slices.BinarySearchFunc(st.early, again, func(a, b *early) int { return cmp.Compare(a.order, b.order) })
+		at, _ := slices.BinarySearchFunc(st.early, again,
+			func(a, b *early) int { return cmp.Compare(a.order, b.order) })
 		st.early = slices.Insert(st.early, at, again)
 		r.err, r.buf = ErrClosed, nil
 		c.settle(st)

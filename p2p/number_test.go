@@ -95,8 +95,10 @@ func TestWaitersSendHeartbeats(t *testing.T) {
 	all := make([]*p2p.Proxy, 2)
 	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
 	for r := range all {
-		all[r] = p2p.New(p2p.Config{Self: id(r), Size: 2, Secret: []byte("0123456789abcdef"), Transports: []p2p.Transport{inproc.New(inproc.Config{})}, Threads: true,
-			Oversubscribed: true, Heartbeat: time.Millisecond, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
+		all[r] = p2p.New(p2p.Config{Self: id(r), Size: 2, Secret: []byte("0123456789abcdef"),
+			Transports: []p2p.Transport{inproc.New(inproc.Config{})}, Threads: true,
+			Oversubscribed: true, Heartbeat: time.Millisecond,
+			Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
 				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].Endpoints()}, nil
 			}})
 		if _, err := all[r].Listen(context.Background()); err != nil {

@@ -165,7 +165,8 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		return nil
 	}
 	if int64(h.Chan) >= int64(len(pr.in)) {
-		return fmt.Errorf("%w: rank %d uses channel number %d, having opened %d", ErrProtocol, pr.rank, h.Chan, len(pr.in))
+		return fmt.Errorf("%w: rank %d uses channel number %d, having opened %d", ErrProtocol, pr.rank, h.Chan,
+			len(pr.in))
 	}
 	st := pr.in[h.Chan].st
 	if st == nil || st.c.retired {
@@ -289,12 +290,14 @@ func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 			return nil, nil
 		}
 		if p.unopened++; p.unopened > maxUnopened {
-			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank, maxUnopened)
+			return nil, fmt.Errorf("%w: rank %d uses more than %d channels that are not open", ErrProtocol, pr.rank,
+				maxUnopened)
 		}
 		c = p.newChannel(key)
 	}
 	if c.ranks != nil && !c.has(pr.rank) { // else Open will look
-		return nil, fmt.Errorf("%w: rank %d sent on channel %v, of which it is no member", ErrProtocol, pr.rank, key.name)
+		return nil, fmt.Errorf("%w: rank %d sent on channel %v, of which it is no member", ErrProtocol, pr.rank,
+			key.name)
 	}
 	return c.streamOf(pr), nil
 }

@@ -13,20 +13,30 @@ import (
 // The frames of the proxy. Header fields that are not named are 0; Ack is always the credit of
 // (Chan, this direction's reverse).
 const (
-	frameData   = iota + 1 // ordered lane. Seq, Call, Count: the operation; Off: place in the message; flagLast on its last frame
-	frameCredit            // carries only Ack
-	frameAbort             // the channel failed at the sender; payload: why
-	frameBye               // the sender closed the channel in good order
-	frameEager             // tagged message, whole. Count: tag
-	frameRTS               // tagged message, announced. Count: tag, Seq: sender's id, Off: bytes
-	frameCTS               // Seq: sender's id, Off: receiver's id, 0: the receiver does not want it now, all of it is to come again; flagDrop: it has it, or does not want it at all
-	frameBulk              // data of an announced message. Seq: receiver's id, Off: place
-	frameStatus            // the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom, see packSlots
-	frameLeave             // the sender goes on in another epoch. Seq: the last operation that it has run in this one
-	frameCancel            // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
-	frameBeat              // nothing: somebody waits for the peer, and wants to know whether its host answers; of no channel
-	frameOpen              // from now on Chan stands for this channel. Seq, Call: its name, Count, Off: its epoch; no credit
-	frameNotice            // payload: what key Seq of the sender is from now on; no credit
+	// ordered lane. Seq, Call, Count: the operation; Off: place in the message; flagLast on its
+	// last frame
+	frameData   = iota + 1
+	frameCredit // carries only Ack
+	frameAbort  // the channel failed at the sender; payload: why
+	frameBye    // the sender closed the channel in good order
+	frameEager  // tagged message, whole. Count: tag
+	frameRTS    // tagged message, announced. Count: tag, Seq: sender's id, Off: bytes
+	// Seq: sender's id, Off: receiver's id, 0: the receiver does not want it now, all of it is to
+	// come again; flagDrop: it has it, or does not want it at all
+	frameCTS
+	frameBulk // data of an announced message. Seq: receiver's id, Off: place
+	// the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom,
+	// see packSlots
+	frameStatus
+	frameLeave  // the sender goes on in another epoch. Seq: the last operation that it has run in this one
+	frameCancel // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
+	// nothing: somebody waits for the peer, and wants to know whether its host answers; of no
+	// channel
+	frameBeat
+	// from now on Chan stands for this channel. Seq, Call: its name, Count, Off: its epoch; no
+	// credit
+	frameOpen
+	frameNotice // payload: what key Seq of the sender is from now on; no credit
 )
 
 const (
@@ -335,7 +345,8 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	if pr.stop != nil {
 		pr.stop() // our own dialling lost
 	}
-	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l, nil, nil, false, false, nil, false, false, nil, time.Time{}
+	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l,
+		nil, nil, false, false, nil, false, false, nil, time.Time{}
 	pr.linkNo++
 	pr.numbers, pr.free, pr.in = 0, nil, nil
 	p.links = append(p.links, pr)
@@ -377,7 +388,8 @@ func (p *Proxy) down(pr *peer, err error) {
 	l := pr.link
 	p.unlend(pr)
 	p.log.Debug("link down", "peer", pr.rank, "err", err)
-	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl, pr.queued, pr.bulk = nil, err, nil, 0, nil, nil, nil, nil, nil
+	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl, pr.queued, pr.bulk = nil, err, nil, 0, nil, nil, nil,
+		nil, nil
 	if pr.intoBuf != nil {
 		p.pool.put(pr.intoBuf.buf)
 		pr.intoBuf = nil
@@ -621,7 +633,8 @@ func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
 		pr.sendErr = err // if the frame was taken, only flushing failed: the peer may have read it, and ended
 		return ok
 	}
-	if pr.refused && ok && p.asleep.Load() > 0 { // somebody may sleep until there is room: the link has forgotten its wish, and there was room
+	// somebody may sleep until there is room: the link has forgotten its wish, and there was room
+	if pr.refused && ok && p.asleep.Load() > 0 {
 		p.wakeAll()
 	}
 	pr.refused = !ok

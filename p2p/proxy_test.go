@@ -28,7 +28,8 @@ func cluster(t interface{ Fatal(...any) }, n, window int, wrap func(p2p.Transpor
 		if wrap != nil {
 			tr = wrap(tr)
 		}
-		all[r] = p2p.New(p2p.Config{Self: id(r), Size: n, Secret: []byte("0123456789abcdef"), Window: window, Transports: []p2p.Transport{tr}, Threads: true,
+		all[r] = p2p.New(p2p.Config{Self: id(r), Size: n, Secret: []byte("0123456789abcdef"), Window: window,
+			Transports: []p2p.Transport{tr}, Threads: true,
 			Oversubscribed: true, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
 				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].Endpoints()}, nil
 			}})
@@ -198,7 +199,8 @@ func TestCrossingDialsMakeOneLink(t *testing.T) {
 			}
 			for d := 1; d < n; d++ {
 				to := (r + d) % n
-				if err := c.Send(w, to, p2p.Token{Seq: 1}, binary.LittleEndian.AppendUint64(nil, uint64(r*n+to))); err != nil {
+				if err := c.Send(w, to, p2p.Token{Seq: 1}, binary.LittleEndian.AppendUint64(nil,
+					uint64(r*n+to))); err != nil {
 					t.Errorf("rank %d to %d: %v", r, to, err)
 					return
 				}
@@ -355,8 +357,10 @@ func (s *scripted) Recv() (*p2p.Header, []byte, error) {
 		}
 		b := s.script
 		s.script = s.script[16:]
-		s.h = p2p.Header{Kind: b[0] % (frameOpen + 2), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]), Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
-			Seq: uint64(b[6]), Call: uint64(b[7] % 4), Count: uint64(b[8] % 4), Off: uint64(binary.LittleEndian.Uint16(b[9:]))}
+		s.h = p2p.Header{Kind: b[0] % (frameOpen + 2), Flags: b[1], Chan: uint32(b[2] % 5), Ack: uint32(b[3]),
+			Len: uint32(binary.LittleEndian.Uint16(b[4:])) % maxScripted,
+			Seq: uint64(b[6]), Call: uint64(b[7] % 4), Count: uint64(b[8] % 4),
+			Off: uint64(binary.LittleEndian.Uint16(b[9:]))}
 		s.body = make([]byte, s.h.Len)
 		s.have, s.whole = true, b[11]%2 == 0
 	}
@@ -387,9 +391,12 @@ func FuzzHostilePeer(f *testing.F) {
 		if len(script) > 4096 {
 			return
 		}
-		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Window: 32 << 10, Threads: true,
-			Transports: []p2p.Transport{&hostile{script: script}}, Resolve: func(context.Context, int) (p2p.Peer, error) {
-				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2}, Endpoints: map[string][]byte{"hostile": {1}}}, nil
+		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+			Secret: []byte("0123456789abcdef"), Window: 32 << 10, Threads: true,
+			Transports: []p2p.Transport{&hostile{script: script}},
+			Resolve: func(context.Context, int) (p2p.Peer, error) {
+				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
+					Endpoints: map[string][]byte{"hostile": {1}}}, nil
 			}})
 		defer p.Close()
 		if _, err := p.Listen(context.Background()); err != nil {
@@ -446,8 +453,12 @@ func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			peer := p2p.Identity{Rank: 1, Incarnation: 2}
 			tr, link := &hostile{}, &seldom{}
-			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2, Secret: []byte("0123456789abcdef"), Window: 32 << 10, Threads: true,
-				Oversubscribed: c.before, Transports: []p2p.Transport{tr}, Resolve: func(context.Context, int) (p2p.Peer, error) { return p2p.Peer{Identity: peer}, nil }})
+			p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+				Secret: []byte("0123456789abcdef"), Window: 32 << 10, Threads: true,
+				Oversubscribed: c.before, Transports: []p2p.Transport{tr}, Resolve: func(context.Context,
+					int) (p2p.Peer, error) {
+					return p2p.Peer{Identity: peer}, nil
+				}})
 			defer p.Close()
 			if _, err := p.Listen(t.Context()); err != nil {
 				t.Fatal(err)

@@ -70,12 +70,14 @@ func (x *leavers) settle(rank int, life uint64) *p2p.Proxy {
 	if rank != 0 {
 		held = new(atomic.Bool)
 	}
-	p := p2p.New(p2p.Config{Self: id, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true, Linger: x.linger,
+	p := p2p.New(p2p.Config{Self: id, Size: 2, Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+		Linger:     x.linger,
 		Transports: []p2p.Transport{&network{Transport: inproc.New(inproc.Config{RingBytes: 16 << 10}), held: held}},
 		Resolve: func(_ context.Context, r int) (p2p.Peer, error) {
 			x.mu.Lock()
 			defer x.mu.Unlock()
-			return p2p.Peer{Identity: p2p.Identity{Rank: r, Incarnation: x.lives[r]}, Endpoints: x.all[r].Endpoints()}, nil
+			return p2p.Peer{Identity: p2p.Identity{Rank: r, Incarnation: x.lives[r]}, Endpoints: x.all[r].Endpoints()},
+				nil
 		}})
 	if _, err := p.Listen(context.Background()); err != nil {
 		x.t.Fatal(err)

@@ -15,7 +15,9 @@ var ErrSuspended = errors.New("nobody attends the operation any more")
 
 // How long a waiter looks before it gives way, and then sleeps.
 const (
-	hotFor    = 10 * time.Microsecond  // pure polling, when every local rank has a core; short, for the peer may be waiting for this very core
+	// pure polling, when every local rank has a core; short, for the peer may be waiting for this
+	// very core
+	hotFor    = 10 * time.Microsecond
 	yieldFor  = 500 * time.Microsecond // polling between yields
 	longEvery = 5 * time.Millisecond
 	longFirst = 250 * time.Millisecond
@@ -262,7 +264,8 @@ func (p *Proxy) beat(on *peer, now time.Time) {
 		return
 	}
 	one := func(pr *peer) {
-		if pr.link != nil && len(pr.ctl) == 0 && !pr.unsent && pr.sendErr == nil && now.Sub(pr.beaten) >= p.cfg.Heartbeat {
+		if pr.link != nil && len(pr.ctl) == 0 && !pr.unsent && pr.sendErr == nil &&
+			now.Sub(pr.beaten) >= p.cfg.Heartbeat {
 			pr.beaten = now
 			p.transmit(pr, &Header{Kind: frameBeat}, nil)
 		}

@@ -18,7 +18,8 @@ import (
 // the program then brings it up to date, by a Broadcast of the model's state for example.
 func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.lives != nil {
-		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup", Want: "the group of all ranks: subgroups are made anew by Split"}
+		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup",
+			Want: "the group of all ranks: subgroups are made anew by Split"}
 	}
 	if g.job.members == nil {
 		return 0, nil
@@ -127,7 +128,8 @@ func (ms *members) admit(ctx context.Context) (v membership.View, err error) {
 	ms.tell(membership.Admit{})
 	for {
 		var pending bool
-		if err := ms.ask(sctx, func(m *membership.Machine) { pending, v = m.Pending(), m.View() }); err != nil || !pending {
+		if err := ms.ask(sctx, func(m *membership.Machine) { pending, v = m.Pending(), m.View() }); err != nil ||
+			!pending {
 			return v, err
 		}
 		select {

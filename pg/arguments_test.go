@@ -91,9 +91,11 @@ func TestOverlap(t *testing.T) {
 			errs = append(errs,
 				try(fmt.Sprint("allgather from ", at), ok, pg.AllGatherOp{Dst: all, Src: part}),
 				try(fmt.Sprint("allgatherv from ", at), ok, pg.AllGatherVOp{Dst: all, Src: part, Counts: ones}),
-				try(fmt.Sprint("reducescatter to ", at), at == apart, pg.ReduceScatterOp{Dst: part, Src: all, Op: pg.Sum}),
+				try(fmt.Sprint("reducescatter to ", at), at == apart, pg.ReduceScatterOp{Dst: part, Src: all,
+					Op: pg.Sum}),
 				try(fmt.Sprint("alltoall to ", at), at == apart, pg.AllToAllOp{Dst: piece(mem, at, n*k), Src: all}),
-				try(fmt.Sprint("alltoallv to ", at), at == apart, pg.AllToAllVOp{Dst: piece(mem, at, n*k), Src: all, SendCounts: ones, RecvCounts: ones}))
+				try(fmt.Sprint("alltoallv to ", at), at == apart, pg.AllToAllVOp{Dst: piece(mem, at, n*k), Src: all,
+					SendCounts: ones, RecvCounts: ones}))
 		}
 		return errors.Join(errs...)
 	})
@@ -152,23 +154,25 @@ func TestLengthsThatOverflow(t *testing.T) {
 		huge := func(count int) pg.Buffer {
 			return pg.Buffer{Ptr: unsafe.Pointer(&x[0]), Count: count, DType: pg.Int64}
 		}
-		for _, count := range []int{math.MaxInt, math.MaxInt/8 + 1, 1 << 61, 1 << 60, 1<<61 + 8, 1 << 62, 1<<62 + 4, 1<<63/16 + 1} {
+		for _, count := range []int{math.MaxInt, math.MaxInt/8 + 1, 1 << 61, 1 << 60, 1<<61 + 8, 1 << 62, 1<<62 + 4,
+			1<<63/16 + 1} {
 			big, eight := huge(count), huge(8)
 			for name, op := range map[string]pg.Operation{
-				"allreduce":          pg.AllReduceOp{Dst: big, Op: pg.Sum},
-				"allreduce apart":    pg.AllReduceOp{Dst: eight, Src: big, Op: pg.Sum},
-				"broadcast":          pg.BroadcastOp{X: big},
-				"reduce":             pg.ReduceOp{X: big, Op: pg.Sum},
-				"allgather":          pg.AllGatherOp{Dst: eight, Src: big},
-				"allgather into":     pg.AllGatherOp{Dst: big, Src: eight},
-				"reducescatter":      pg.ReduceScatterOp{Dst: big, Src: eight, Op: pg.Sum},
-				"reducescatter of":   pg.ReduceScatterOp{Dst: eight, Src: big, Op: pg.Sum},
-				"alltoall":           pg.AllToAllOp{Dst: big, Src: big},
-				"gather":             pg.GatherOp{Dst: eight, Src: big, Root: g.Rank()},
-				"scatter":            pg.ScatterOp{Dst: big, Src: eight, Root: g.Rank()},
-				"allgatherv":         pg.AllGatherVOp{Dst: eight, Src: eight, Counts: []int{count, count}},
-				"allgatherv to 8":    pg.AllGatherVOp{Dst: eight, Src: big, Counts: []int{count, math.MinInt}},
-				"alltoallv":          pg.AllToAllVOp{Dst: big, Src: big, SendCounts: []int{count, 0}, RecvCounts: []int{count, 0}},
+				"allreduce":        pg.AllReduceOp{Dst: big, Op: pg.Sum},
+				"allreduce apart":  pg.AllReduceOp{Dst: eight, Src: big, Op: pg.Sum},
+				"broadcast":        pg.BroadcastOp{X: big},
+				"reduce":           pg.ReduceOp{X: big, Op: pg.Sum},
+				"allgather":        pg.AllGatherOp{Dst: eight, Src: big},
+				"allgather into":   pg.AllGatherOp{Dst: big, Src: eight},
+				"reducescatter":    pg.ReduceScatterOp{Dst: big, Src: eight, Op: pg.Sum},
+				"reducescatter of": pg.ReduceScatterOp{Dst: eight, Src: big, Op: pg.Sum},
+				"alltoall":         pg.AllToAllOp{Dst: big, Src: big},
+				"gather":           pg.GatherOp{Dst: eight, Src: big, Root: g.Rank()},
+				"scatter":          pg.ScatterOp{Dst: big, Src: eight, Root: g.Rank()},
+				"allgatherv":       pg.AllGatherVOp{Dst: eight, Src: eight, Counts: []int{count, count}},
+				"allgatherv to 8":  pg.AllGatherVOp{Dst: eight, Src: big, Counts: []int{count, math.MinInt}},
+				"alltoallv": pg.AllToAllVOp{Dst: big, Src: big, SendCounts: []int{count, 0},
+					RecvCounts: []int{count, 0}},
 				"send":               pg.SendOp{X: big, To: 1 - g.Rank()},
 				"recv":               pg.RecvOp{X: big, From: 1 - g.Rank()},
 				"negative":           pg.AllReduceOp{Dst: huge(-count), Op: pg.Sum},

@@ -79,7 +79,8 @@ func encodeTold(t resync.Told) []byte {
 	}
 	b := make([]byte, 0, standingSize+len(more.cause))
 	last := t.Last
-	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, last.At.View, last.At.Attempt, last.Start, last.Confirmed,
+	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, last.At.View, last.At.Attempt, last.Start,
+		last.Confirmed,
 		more.agreed, more.from, flags} {
 		b = binary.LittleEndian.AppendUint64(b, n)
 	}
@@ -432,8 +433,9 @@ func (g *Group) settled() {
 			if a, bad := decodeAbort(more.cause, g.size); bad == nil {
 				g.err, g.cause = g.told(a), more.cause
 			} else {
-				g.err = &RankError{Rank: slot, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1), Reporter: slot,
-					Err: errors.New("its group has failed")}
+				g.err = &RankError{Rank: slot, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1),
+					Reporter: slot,
+					Err:      errors.New("its group has failed")}
 			}
 		}
 	}
@@ -465,7 +467,8 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	switch {
 	case errors.Is(err, p2p.ErrClosed):
 		return ErrClosed
-	case !errors.Is(err, p2p.ErrTimeout) && !errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, context.Canceled):
+	case !errors.Is(err, p2p.ErrTimeout) && !errors.Is(err, context.DeadlineExceeded) &&
+		!errors.Is(err, context.Canceled):
 		return err
 	}
 	a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: enterToken, After: int64(g.wait.Waited()),

@@ -16,7 +16,8 @@ import (
 // After a loss, a rank that has to run an operation of one group again gets on although another,
 // which has ended that operation, is in another group by then and waits for it there.
 func TestGroupsDoNotWaitForEachOther(t *testing.T) {
-	for _, c := range []pg.Config{{OnFailure: pg.Shrink}, {OnFailure: pg.Retry}, {OnFailure: pg.Shrink, Uniform: true}} {
+	for _, c := range []pg.Config{{OnFailure: pg.Shrink}, {OnFailure: pg.Retry},
+		{OnFailure: pg.Shrink, Uniform: true}} {
 		t.Run(fmt.Sprintf("%v,uniform=%v", c.OnFailure, c.Uniform), func(t *testing.T) {
 			c.Timeout = 20 * time.Second
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -166,7 +167,8 @@ func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
 		if g.Rank() == 0 {
 			pgtest.InjectFaults(t).Kill(2)
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second, Timeout: 30 * time.Second}),
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second,
+		Timeout: 30 * time.Second}),
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
@@ -203,7 +205,8 @@ func TestMemberThatClosesOnlyASubgroup(t *testing.T) {
 				for i, call := range calls {
 					began := time.Now()
 					var lost *pg.RankError
-					if err := call(); !errors.As(err, &lost) || lost.Rank != 2 || !strings.Contains(err.Error(), "closed its group") {
+					if err := call(); !errors.As(err, &lost) || lost.Rank != 2 ||
+						!strings.Contains(err.Error(), "closed its group") {
 						t.Errorf("call %d: %v, want a *RankError: rank 2 has closed its group", i, err)
 					}
 					if took := time.Since(began); took > 20*time.Second {

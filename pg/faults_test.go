@@ -125,23 +125,24 @@ func TestTimeoutNamesTheMissingRank(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("%s/%d", algo, n), func(t *testing.T) {
 				t.Parallel() // they mostly wait
-				each(t, n, Config{Timeout: 3 * time.Second, Algorithm: algo}, func(ctx context.Context, g *Group) error {
-					if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
-						return err
-					}
-					if g.Rank() == 1 { // does not enter
+				each(t, n, Config{Timeout: 3 * time.Second, Algorithm: algo},
+					func(ctx context.Context, g *Group) error {
+						if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
+							return err
+						}
+						if g.Rank() == 1 { // does not enter
+							return nil
+						}
+						err := AllReduce(ctx, g, make([]float32, 8), Sum)
+						var to *TimeoutError
+						if !errors.As(err, &to) || !errors.Is(err, context.DeadlineExceeded) {
+							return fmt.Errorf("got %v, want a *TimeoutError", err)
+						}
+						if len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
+							return fmt.Errorf("%v: want rank 1 named, and nobody else", err)
+						}
 						return nil
-					}
-					err := AllReduce(ctx, g, make([]float32, 8), Sum)
-					var to *TimeoutError
-					if !errors.As(err, &to) || !errors.Is(err, context.DeadlineExceeded) {
-						return fmt.Errorf("got %v, want a *TimeoutError", err)
-					}
-					if len(to.Missing) != 1 || to.Missing[0].Rank != 1 {
-						return fmt.Errorf("%v: want rank 1 named, and nobody else", err)
-					}
-					return nil
-				})
+					})
 			})
 		}
 	}
@@ -204,7 +205,8 @@ func TestClosedGroup(t *testing.T) {
 			return errors.New("a receive outlived its group")
 		}
 		for name, err := range map[string]error{
-			"barrier": g.Barrier(ctx), "send": Send(ctx, g, []int32{1}, 1-g.Rank(), 0), "start": g.Start(BarrierOp{}).Wait(ctx), "close": errors.Join(g.Close(), ErrClosed),
+			"barrier": g.Barrier(ctx), "send": Send(ctx, g, []int32{1}, 1-g.Rank(), 0),
+			"start": g.Start(BarrierOp{}).Wait(ctx), "close": errors.Join(g.Close(), ErrClosed),
 		} {
 			if !errors.Is(err, ErrClosed) {
 				return fmt.Errorf("%s after Close: %v, want ErrClosed", name, err)
@@ -253,30 +255,32 @@ func TestBadArguments(t *testing.T) {
 	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
 		f := make([]float32, 6)
 		for name, err := range map[string]error{
-			"reducescatter length":  ReduceScatter(ctx, g, f[:2], f[:5], Sum),
-			"allgather length":      AllGather(ctx, g, f[:5], f[:2]),
-			"alltoall odd":          AllToAll(ctx, g, make([]float32, 5), f[:5]),
-			"alltoall lengths":      AllToAll(ctx, g, make([]float32, 4), f[:6]),
-			"alltoall overlap":      AllToAll(ctx, g, f[:4], f[2:6]),
-			"root high":             Broadcast(ctx, g, f, 2),
-			"root negative":         Reduce(ctx, g, f, -1, Sum),
-			"gather length":         Gather(ctx, g, f[:3], f[:2], g.Rank()),
-			"scatter length":        Scatter(ctx, g, f[:2], f[:3], g.Rank()),
-			"op for floats":         AllReduce(ctx, g, f, BitXor),
-			"op unknown":            AllReduce(ctx, g, f, Reduction(99)),
-			"counts missing":        AllGatherV(ctx, g, f, f[:3], nil),
-			"counts negative":       AllGatherV(ctx, g, f, f[:3], []int{7, -1}),
-			"counts and source":     AllGatherV(ctx, g, f, f[:2], []int{3, 3}),
-			"alltoallv own":         AllToAllV(ctx, g, f[:3], make([]float32, 3), []int{1, 2}, []int{2, 1}),
-			"send to itself":        Send(ctx, g, f, g.Rank(), 0),
-			"send to nobody":        Send(ctx, g, f, 2, 0),
-			"send to any":           Send(ctx, g, f, AnyRank, 0),
-			"tag negative":          Send(ctx, g, f, 1-g.Rank(), -5),
-			"tag high":              Send(ctx, g, f, 1-g.Rank(), MaxTag+1),
-			"nil with a length":     g.Start(AllReduceOp{Dst: Buffer{Count: 3, DType: Float32}, Op: Sum}).Wait(ctx),
-			"no dtype":              g.Start(AllReduceOp{Dst: Buffer{Count: 3}, Op: Sum}).Wait(ctx),
-			"device memory":         g.Start(AllReduceOp{Dst: Buffer{Ptr: BufferOf(f).Ptr, Count: 3, DType: Float32, Location: "cuda:0"}, Op: Sum}).Wait(ctx),
-			"dtypes differ":         g.Start(AllGatherOp{Dst: BufferOf(make([]int32, 4)), Src: BufferOf(f[:2])}).Wait(ctx),
+			"reducescatter length": ReduceScatter(ctx, g, f[:2], f[:5], Sum),
+			"allgather length":     AllGather(ctx, g, f[:5], f[:2]),
+			"alltoall odd":         AllToAll(ctx, g, make([]float32, 5), f[:5]),
+			"alltoall lengths":     AllToAll(ctx, g, make([]float32, 4), f[:6]),
+			"alltoall overlap":     AllToAll(ctx, g, f[:4], f[2:6]),
+			"root high":            Broadcast(ctx, g, f, 2),
+			"root negative":        Reduce(ctx, g, f, -1, Sum),
+			"gather length":        Gather(ctx, g, f[:3], f[:2], g.Rank()),
+			"scatter length":       Scatter(ctx, g, f[:2], f[:3], g.Rank()),
+			"op for floats":        AllReduce(ctx, g, f, BitXor),
+			"op unknown":           AllReduce(ctx, g, f, Reduction(99)),
+			"counts missing":       AllGatherV(ctx, g, f, f[:3], nil),
+			"counts negative":      AllGatherV(ctx, g, f, f[:3], []int{7, -1}),
+			"counts and source":    AllGatherV(ctx, g, f, f[:2], []int{3, 3}),
+			"alltoallv own":        AllToAllV(ctx, g, f[:3], make([]float32, 3), []int{1, 2}, []int{2, 1}),
+			"send to itself":       Send(ctx, g, f, g.Rank(), 0),
+			"send to nobody":       Send(ctx, g, f, 2, 0),
+			"send to any":          Send(ctx, g, f, AnyRank, 0),
+			"tag negative":         Send(ctx, g, f, 1-g.Rank(), -5),
+			"tag high":             Send(ctx, g, f, 1-g.Rank(), MaxTag+1),
+			"nil with a length":    g.Start(AllReduceOp{Dst: Buffer{Count: 3, DType: Float32}, Op: Sum}).Wait(ctx),
+			"no dtype":             g.Start(AllReduceOp{Dst: Buffer{Count: 3}, Op: Sum}).Wait(ctx),
+			"device memory": g.Start(AllReduceOp{Dst: Buffer{Ptr: BufferOf(f).Ptr, Count: 3, DType: Float32,
+				Location: "cuda:0"}, Op: Sum}).Wait(ctx),
+			"dtypes differ": g.Start(AllGatherOp{Dst: BufferOf(make([]int32, 4)),
+				Src: BufferOf(f[:2])}).Wait(ctx),
 			"free of foreign slice": Free(g, f),
 		} {
 			var ae *ArgumentError
@@ -291,9 +295,12 @@ func TestBadArguments(t *testing.T) {
 func TestNothingIsSomething(t *testing.T) {
 	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
 		for _, err := range []error{
-			AllReduce[float32](ctx, g, nil, Sum), AllGather[int8](ctx, g, nil, nil), ReduceScatter[int64](ctx, g, nil, []int64{}, Max),
-			AllToAll[bool](ctx, g, nil, nil), Broadcast[uint16](ctx, g, nil, 1), Reduce[uint8](ctx, g, nil, 2, Sum), Gather[float64](ctx, g, nil, nil, 0),
-			Scatter[float64](ctx, g, nil, nil, 0), AllGatherV[int32](ctx, g, nil, nil, []int{0, 0, 0}), AllToAllV[int32](ctx, g, nil, nil, []int{0, 0, 0}, []int{0, 0, 0}),
+			AllReduce[float32](ctx, g, nil, Sum), AllGather[int8](ctx, g, nil, nil),
+			ReduceScatter[int64](ctx, g, nil, []int64{}, Max),
+			AllToAll[bool](ctx, g, nil, nil), Broadcast[uint16](ctx, g, nil, 1), Reduce[uint8](ctx, g, nil, 2, Sum),
+			Gather[float64](ctx, g, nil, nil, 0),
+			Scatter[float64](ctx, g, nil, nil, 0), AllGatherV[int32](ctx, g, nil, nil, []int{0, 0, 0}),
+			AllToAllV[int32](ctx, g, nil, nil, []int{0, 0, 0}, []int{0, 0, 0}),
 		} {
 			if err != nil {
 				return err
@@ -318,7 +325,8 @@ func TestLocalRefusesBadSizes(t *testing.T) {
 }
 
 func FuzzDecodeAbort(f *testing.F) {
-	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5, Missing: []exec.Seen{{Rank: 1, Has: true}}, Text: "x"}
+	a := wireAbort{Kind: abortTimeout, A: 1, B: 2, Call: p2p.Token{Seq: 1, Call: 2, Count: 3}, After: 5,
+		Missing: []exec.Seen{{Rank: 1, Has: true}}, Text: "x"}
 	f.Add(a.encode())
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -337,7 +345,8 @@ func FuzzDecodeAbort(f *testing.F) {
 }
 
 func TestAbortRoundTrip(t *testing.T) {
-	a := wireAbort{Kind: abortTimeout, A: 3, B: 1, Call: p2p.Token{Seq: 1, Call: uint64(collectives.AllReduce), Count: 3}, Other: p2p.Token{Seq: 9}, After: 5, Text: strings.Repeat("y", 5000), Canceled: true}
+	a := wireAbort{Kind: abortTimeout, A: 3, B: 1, Call: p2p.Token{Seq: 1, Call: uint64(collectives.AllReduce),
+		Count: 3}, Other: p2p.Token{Seq: 9}, After: 5, Text: strings.Repeat("y", 5000), Canceled: true}
 	for i := range 40 {
 		a.Missing = append(a.Missing, exec.Seen{Rank: i % 4, Has: i%2 == 0, Last: p2p.Token{Seq: uint64(i)}})
 	}
@@ -345,7 +354,8 @@ func TestAbortRoundTrip(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if b.Kind != a.Kind || b.A != a.A || b.B != a.B || b.Call != a.Call || b.Other != a.Other || b.After != a.After || !b.Canceled || len(b.Missing) != maxMissing || b.Missing[4] != a.Missing[4] {
+	if b.Kind != a.Kind || b.A != a.A || b.B != a.B || b.Call != a.Call || b.Other != a.Other || b.After != a.After ||
+		!b.Canceled || len(b.Missing) != maxMissing || b.Missing[4] != a.Missing[4] {
 		t.Errorf("got %+v", b)
 	}
 }

@@ -23,5 +23,6 @@ func roomForFiles(size int) error {
 	if !known || !counted || uint64(open+need) <= limit {
 		return nil
 	}
-	return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE) and has %d, a rank of %d ranks needs %d more: raise the limit (ulimit -n)", limit, open, size, need)
+	return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE) and has %d, a rank of %d ranks needs "+
+		"%d more: raise the limit (ulimit -n)", limit, open, size, need)
 }

@@ -34,13 +34,15 @@ import (
 // that are left. When a call has returned, nothing touches its buffers any more, whatever the
 // outcome.
 type Group struct {
-	job    *job // shared with subgroups
-	rank   int
-	size   int
-	ranks  []int    // rank in the job of each slot
-	name   p2p.Name // of coll; the next number is msgs'
-	lives  []uint64 // of each slot, when the group was made: a subgroup never takes others in. nil: the group of all ranks
-	active []int    // slots
+	job   *job // shared with subgroups
+	rank  int
+	size  int
+	ranks []int    // rank in the job of each slot
+	name  p2p.Name // of coll; the next number is msgs'
+	// of each slot, when the group was made: a subgroup never takes others in. nil: the group of
+	// all ranks
+	lives  []uint64
+	active []int // slots
 	topo   exec.Topology
 
 	coll *p2p.Channel // collectives
@@ -125,7 +127,8 @@ type shown struct {
 // newGroup makes the handle of a group among ranks of the job; its two channels have this name and
 // the one with the next number. lives are the incarnations of the members, nil for the group of all
 // ranks, which enters its first view by move unless epoch is that view's.
-func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View, epoch uint64) (*Group, error) {
+func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View,
+	epoch uint64) (*Group, error) {
 	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch,
 		kick: make(chan struct{}, 1)}
 	g.active = make([]int, len(ranks))
@@ -142,7 +145,8 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	if lives == nil {
 		all = upTo(max(len(ranks), j.settings.MaxSize))
 	}
-	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all, true); err != nil {
+	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all,
+		true); err != nil {
 		return nil, err
 	}
 	g.topo.Algo = j.algo
@@ -199,7 +203,8 @@ func (g *Group) locate(places []place) {
 	if len(index) > 1 {
 		g.topo.Hosts = hosts
 	}
-	g.topo.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1, Mapped: mapped && len(index) == 1}
+	g.topo.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1,
+		Mapped: mapped && len(index) == 1}
 	g.topo.Table = nil
 	if differ := g.differ(places); differ < 0 {
 		g.topo.Table = g.job.tuned
@@ -472,7 +477,8 @@ func (g *Group) conclude(err error) error {
 // or not.
 func (g *Group) overwritten(has bool) bool {
 	c := g.run.Call()
-	return g.run.Dirty() || has && c.In == c.Out && c.Kind.Reduces() && (c.Kind != collectives.Reduce || c.Root == g.rank)
+	return g.run.Dirty() || has && c.In == c.Out && c.Kind.Reduces() &&
+		(c.Kind != collectives.Reduce || c.Root == g.rank)
 }
 
 // fits checks the current call against a view that has changed since it was checked.
@@ -480,10 +486,12 @@ func (g *Group) fits() error {
 	c := g.run.Call()
 	l := c.Kind.Layout()
 	if (l.InAtRoot || l.OutAtRoot) && !slices.Contains(g.active, c.Root) {
-		return &RankError{Rank: c.Root, Epoch: g.epoch, Call: c.Kind.String(), Reporter: g.rank, Err: errors.New("the root is not active")}
+		return &RankError{Rank: c.Root, Epoch: g.epoch, Call: c.Kind.String(), Reporter: g.rank,
+			Err: errors.New("the root is not active")}
 	}
 	if (l.In.Parted() || l.Out.Parted()) && c.Slots != g.size {
-		return &ArgumentError{Call: c.Kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.Slots), Want: fmt.Sprintf("%d: the group has grown", g.size)}
+		return &ArgumentError{Call: c.Kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.Slots),
+			Want: fmt.Sprintf("%d: the group has grown", g.size)}
 	}
 	return nil
 }
@@ -521,7 +529,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.size)
 		if bad != nil {
-			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: bad}
+			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.epoch, Call: spell(now), Reporter: g.rank,
+				Err: bad}
 		}
 		return nil, g.told(a)
 	case errors.As(err, &differ):
@@ -534,8 +543,10 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 				differ.Detail = ": it sent a message that the other did not expect of it"
 			}
 		}
-		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank, CallB: spell(differ.Theirs) + differ.Detail}
-		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs, Text: differ.Detail}, m
+		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank,
+			CallB: spell(differ.Theirs) + differ.Detail}
+		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs,
+			Text: differ.Detail}, m
 	case errors.Is(err, p2p.ErrLeft):
 		return g.left(err, now)
 	case errors.As(err, &peer):
@@ -543,7 +554,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		e := &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
-		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()), Missing: g.run.Missing(g.unheard()), Canceled: errors.Is(err, context.Canceled)}
+		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()),
+			Missing: g.run.Missing(g.unheard()), Canceled: errors.Is(err, context.Canceled)}
 		return a, g.told(a)
 	case errors.Is(err, p2p.ErrClosed):
 		return nil, ErrClosed
@@ -551,7 +563,8 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return nil, err
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
-		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
+			&RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
@@ -568,7 +581,8 @@ func (g *Group) told(a *wireAbort) error {
 	case abortMismatch:
 		return &MismatchError{RankA: a.A, CallA: spell(a.Call), RankB: a.B, CallB: spell(a.Other) + a.Text}
 	case abortTimeout:
-		e := &TimeoutError{Call: spell(a.Call), After: time.Duration(a.After), Reporter: a.A, Err: context.DeadlineExceeded}
+		e := &TimeoutError{Call: spell(a.Call), After: time.Duration(a.After), Reporter: a.A,
+			Err: context.DeadlineExceeded}
 		if a.Canceled {
 			e.Err = context.Canceled
 		}
@@ -588,12 +602,14 @@ func (g *Group) told(a *wireAbort) error {
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	g.await(departure, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
-		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
+			&RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
 	}
 	var peer *p2p.PeerError
 	errors.As(err, &peer)
 	slot := g.slotOf(peer.Rank)
-	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
+	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()},
+		&RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
 // gone returns the slot that the job's view has lost first since the group's, and why: what
@@ -763,7 +779,8 @@ func Alloc[T Element](g *Group, n int) ([]T, error) {
 	var zero T
 	size := int(unsafe.Sizeof(zero))
 	if n < 0 || n > exec.MaxBytes/size {
-		return nil, &ArgumentError{Call: "alloc", Arg: "the length", Got: fmt.Sprint(n), Want: "zero or more elements that fit in memory"}
+		return nil, &ArgumentError{Call: "alloc", Arg: "the length", Got: fmt.Sprint(n),
+			Want: "zero or more elements that fit in memory"}
 	}
 	if n == 0 {
 		return []T{}, nil

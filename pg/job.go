@@ -61,7 +61,8 @@ type job struct {
 	client  *bootstrap.Client
 	obs     atomic.Pointer[observer]
 	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: there is none. Under the proxy's lock
-	met     atomic.Bool             // every rank has been registered: a record that is missing means that its rank is gone
+	// every rank has been registered: a record that is missing means that its rank is gone
+	met atomic.Bool
 
 	mu      sync.Mutex
 	refs    int
@@ -95,8 +96,10 @@ func (p place) encode(b []byte) {
 }
 
 func decodePlace(b []byte) place {
-	return place{machine: binary.LittleEndian.Uint64(b), cpus: binary.LittleEndian.Uint64(b[8:]), cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
-		maps: b[20] == 1, algo: collectives.Algo(b[21]), table: binary.LittleEndian.Uint64(b[24:]), incarnation: binary.LittleEndian.Uint64(b[32:])}
+	return place{machine: binary.LittleEndian.Uint64(b), cpus: binary.LittleEndian.Uint64(b[8:]),
+		cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
+		maps:  b[20] == 1, algo: collectives.Algo(b[21]), table: binary.LittleEndian.Uint64(b[24:]),
+		incarnation: binary.LittleEndian.Uint64(b[32:])}
 }
 
 // crowd is ranks of one machine that may run on the same processors. Launchers bind ranks one to a
@@ -131,8 +134,11 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if s.MaxSize == 0 {
 		s.MaxSize = l.MaxSize
 	}
-	if s.MaxSize = max(s.MaxSize, s.Size); s.Size < 1 || s.MaxSize > MaxRanks || (s.Rank < 0 || s.Rank >= s.MaxSize) && !l.Standby {
-		return nil, &ArgumentError{Call: "join", Arg: "Rank, Size and MaxSize", Got: fmt.Sprintf("rank %d of %d, at most %d", s.Rank, s.Size, s.MaxSize), Want: fmt.Sprintf("0 <= Rank < Size <= MaxSize <= %d", MaxRanks)}
+	if s.MaxSize = max(s.MaxSize, s.Size); s.Size < 1 || s.MaxSize > MaxRanks ||
+		(s.Rank < 0 || s.Rank >= s.MaxSize) && !l.Standby {
+		return nil, &ArgumentError{Call: "join", Arg: "Rank, Size and MaxSize",
+			Got:  fmt.Sprintf("rank %d of %d, at most %d", s.Rank, s.Size, s.MaxSize),
+			Want: fmt.Sprintf("0 <= Rank < Size <= MaxSize <= %d", MaxRanks)}
 	}
 	def := func(v *string, env, last string) {
 		if *v == "" {
@@ -191,7 +197,9 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	} else {
 		for _, name := range strings.Split(s.Transport, ",") {
 			if name != "shm" && name != "tcp" {
-				return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,", Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames, " and ")}
+				return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",
+					Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames,
+						" and ")}
 			}
 			s.kinds = append(s.kinds, name)
 		}
@@ -226,7 +234,8 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 			}
 			// A host that answers nothing for a window is noticed where somebody waits for it, and
 			// sends it heartbeats.
-			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(), Logger: s.Logger, PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout}))
+			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(),
+				Logger: s.Logger, PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout}))
 		}
 	}
 	return all, nil
@@ -286,7 +295,8 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 // another attempt may not have.
 func displaced(err error) bool {
 	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) ||
-		errors.Is(err, ErrEvicted) || errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) || errors.As(err, new(*RankError))
+		errors.Is(err, ErrEvicted) || errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) ||
+		errors.As(err, new(*RankError))
 }
 
 // join makes this process the rank s.Rank of its job.
@@ -295,7 +305,8 @@ func (s *settings) join(ctx context.Context) (g *Group, err error) {
 	defer cancel()
 	var before error // why an earlier life of this rank did not meet the others
 	for {
-		j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, refs: 1, records: map[int]bootstrap.Record{}, settings: s, groups: map[*Group]struct{}{}}
+		j := &job{log: s.Logger, timeout: s.Timeout, algo: s.algo, refs: 1, records: map[int]bootstrap.Record{},
+			settings: s, groups: map[*Group]struct{}{}}
 		if g, err = j.join(ctx, s); err == nil {
 			return g, nil
 		}
@@ -304,7 +315,8 @@ func (s *settings) join(ctx context.Context) (g *Group, err error) {
 			err = fmt.Errorf("%w (before that: %w)", err, before)
 		}
 		if n := j.strangers(); n > 0 {
-			err = fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is TUTTI_SECRET the same at all ranks?)", err, n)
+			err = fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is "+
+				"TUTTI_SECRET the same at all ranks?)", err, n)
 		}
 		j.shut()
 		if !again {
@@ -334,13 +346,15 @@ func (j *job) unmet(ctx context.Context, err error) bool {
 	}
 	var lost *RankError
 	var late *TimeoutError // another rank's
-	return errors.As(err, &lost) || errors.As(err, &late) || errors.Is(err, p2p.ErrPeerGone) || errors.Is(err, errStarted)
+	return errors.As(err, &lost) || errors.As(err, &late) || errors.Is(err, p2p.ErrPeerGone) ||
+		errors.Is(err, errStarted)
 }
 
 func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	self := p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}
 	j.self = self
-	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve, Logger: s.Logger,
+	pc := p2p.Config{Self: self, Size: s.MaxSize, Notify: j.notify, Secret: s.Secret, Resolve: j.resolve,
+		Logger:    s.Logger,
 		Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second),
 		Patient:        func() bool { return !j.met.Load() },
 		Oversubscribed: true} // until it is known who is where
@@ -356,7 +370,8 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	}
 	switch {
 	case len(s.Secret) == 0:
-		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or start the ranks with tutti run")
+		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or " +
+			"start the ranks with tutti run")
 	case s.Job == "":
 		return nil, s.launch.JobMissing()
 	case s.Store == "":
@@ -388,8 +403,10 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 		return err
 	})
 	eg.Go(func() (err error) {
-		j.server, err = bootstrap.Serve(ectx, bootstrap.ServerConfig{Rank: s.Rank, Incarnation: self.Incarnation, Secret: s.Secret, Interfaces: s.Interfaces,
-			Ports: s.Ports, Logger: s.Logger, Status: j.status, Describe: func(ctx context.Context, from int, incarnation uint64) (bootstrap.Endpoints, error) {
+		j.server, err = bootstrap.Serve(ectx, bootstrap.ServerConfig{Rank: s.Rank, Incarnation: self.Incarnation,
+			Secret: s.Secret, Interfaces: s.Interfaces,
+			Ports: s.Ports, Logger: s.Logger, Status: j.status, Describe: func(ctx context.Context, from int,
+				incarnation uint64) (bootstrap.Endpoints, error) {
 				select {
 				case <-ready:
 					return j.proxy.Endpoints(), nil
@@ -416,7 +433,8 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	j.here = here
 	if s.Rank >= s.Size { // it joins a running job, which may be about to begin
 		if _, err := j.store.Wait(ctx, viewKey); err != nil {
-			return nil, fmt.Errorf("rank %d is beyond the job's first %d, and no job runs that it could join: %w", s.Rank, s.Size, err)
+			return nil, fmt.Errorf("rank %d is beyond the job's first %d, and no job runs that it could join: %w",
+				s.Rank, s.Size, err)
 		}
 	}
 	view, first, err := j.running(ctx)
@@ -467,14 +485,16 @@ func (j *job) join(ctx context.Context, s *settings) (*Group, error) {
 	g.warn()
 	j.proxy.Lock()
 	j.meeting = nil
-	lost := mctx.Err() != nil && ctx.Err() == nil // by somebody with whom this rank had met, whose life the others may not have met
+	// by somebody with whom this rank had met, whose life the others may not have met
+	lost := mctx.Err() != nil && ctx.Err() == nil
 	j.met.Store(!lost)
 	j.proxy.Unlock()
 	if lost {
 		return nil, context.Cause(mctx)
 	}
 	if s.MaxSize > membership.MaxSlots {
-		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize, "at most", membership.MaxSlots)
+		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize,
+			"at most", membership.MaxSlots)
 		return g, nil
 	}
 	return g, j.startMembers(g.at, lives[0])
@@ -494,7 +514,8 @@ func (j *job) watchStart(ctx context.Context, cancel context.CancelCauseFunc) (s
 			if _, v, err := decodeView(e.Value); err != nil || v.Has(j.self.Rank, j.self.Incarnation) {
 				continue
 			}
-			if v, _, err := j.running(ctx); err == nil && v.Epoch > 0 && !v.Has(j.self.Rank, j.self.Incarnation) { // else it is left over from an earlier job
+			// else it is left over from an earlier job
+			if v, _, err := j.running(ctx); err == nil && v.Epoch > 0 && !v.Has(j.self.Rank, j.self.Incarnation) {
 				cancel(errStarted)
 			}
 		}
@@ -627,7 +648,8 @@ func (j *job) running(ctx context.Context) (membership.View, uint64, error) {
 		return membership.View{}, 0, err
 	}
 	for _, b := range records {
-		if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Rank != j.self.Rank && view.Has(rec.Rank, rec.Incarnation) {
+		if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Rank != j.self.Rank &&
+			view.Has(rec.Rank, rec.Incarnation) {
 			return view, first, nil
 		}
 	}
@@ -655,7 +677,8 @@ func (s *settings) standBy(ctx context.Context) (release func(joined bool), err 
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var view membership.View
-	changes, again := store.Watch(wctx, viewKey), time.NewTicker(200*time.Millisecond) // records and claims go without a change of the view
+	// records and claims go without a change of the view
+	changes, again := store.Watch(wctx, viewKey), time.NewTicker(200*time.Millisecond)
 	defer again.Stop()
 	vacancies, vacant := store.Watch(wctx, bootstrap.VacantKeys), map[int]bool{}
 	for {
@@ -678,7 +701,8 @@ func (s *settings) standBy(ctx context.Context) (release func(joined bool), err 
 			case e.Err != nil:
 				return nil, e.Err
 			}
-			if slot, err := strconv.Atoi(strings.TrimPrefix(e.Key, bootstrap.VacantKeys)); err == nil && slot >= 0 && slot < s.MaxSize {
+			if slot, err := strconv.Atoi(strings.TrimPrefix(e.Key, bootstrap.VacantKeys)); err == nil && slot >= 0 &&
+				slot < s.MaxSize {
 				if vacant[slot] = true; !e.Exists {
 					delete(vacant, slot)
 				}
@@ -729,8 +753,10 @@ func (s *settings) within(ctx context.Context) (context.Context, context.CancelF
 }
 
 func (s *settings) dialStore(ctx context.Context) (bootstrap.Store, error) {
-	return bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
-		Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger})
+	return bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank,
+		User:     s.StoreUser,
+		Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert,
+		Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger})
 }
 
 // directory returns the job's store, which is another handle after the lease was lost.
@@ -811,7 +837,8 @@ func (g *Group) meet(ctx context.Context, here place) error {
 		p := decodePlace(all[r*placeSize:])
 		g.job.places[r] = p
 		if p.algo != here.algo {
-			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO alike on all ranks", g.rank, here.algo, r, p.algo)
+			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO "+
+				"alike on all ranks", g.rank, here.algo, r, p.algo)
 		}
 	}
 	g.job.proxy.Lock()
@@ -920,9 +947,11 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	view := membership.First(lives)
 	for r := range n {
 		ring := min(max(64<<20/(n*n), 4<<10), 256<<10)
-		proxies[r] = p2p.New(p2p.Config{Self: ids[r], Size: n, Secret: secret, Resolve: resolve, Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
-			Threads: true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger})
-		j := &job{proxy: proxies[r], log: s.Logger, timeout: s.Timeout, algo: s.algo, local: true, refs: 1, places: places, settings: s, self: ids[r], here: places[r], view: view, groups: map[*Group]struct{}{}}
+		proxies[r] = p2p.New(p2p.Config{Self: ids[r], Size: n, Secret: secret, Resolve: resolve,
+			Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: ring})},
+			Threads:    true, Oversubscribed: n > runtime.NumCPU(), Logger: s.Logger})
+		j := &job{proxy: proxies[r], log: s.Logger, timeout: s.Timeout, algo: s.algo, local: true, refs: 1,
+			places: places, settings: s, self: ids[r], here: places[r], view: view, groups: map[*Group]struct{}{}}
 		if _, err := j.proxy.Listen(context.Background()); err != nil {
 			j.shut()
 			return fail(err)
@@ -973,7 +1002,8 @@ func (j *job) shut() error {
 		j.server.Close()
 	}
 	if store := j.directory(); store != nil {
-		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) { // a store that left before us is no failure of ours
+		// a store that left before us is no failure of ours
+		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) {
 			errs = multierror.Append(errs, err)
 		}
 	}
@@ -1039,7 +1069,8 @@ func (j *job) freeMem(ptr unsafe.Pointer) error {
 	}
 	j.mu.Unlock()
 	if found == nil {
-		return &ArgumentError{Call: "free", Arg: "the slice", Got: "not from Alloc of this job, or freed before", Want: "what Alloc returned"}
+		return &ArgumentError{Call: "free", Arg: "the slice", Got: "not from Alloc of this job, or freed before",
+			Want: "what Alloc returned"}
 	}
 	return j.proxy.FreeRegion(found)
 }

@@ -20,42 +20,52 @@ func TestWhatAnErrorLeaves(t *testing.T) {
 		// the elements it must leave alone.
 		ops := map[string]func(g *pg.Group, mem []int64) (op pg.Operation, kept func(i int) bool){
 			"allreduce": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.AllReduceOp{Dst: piece(mem, k, k), Src: piece(mem, 0, k), Op: pg.Sum}, func(i int) bool { return i < k || i >= 2*k }
+				return pg.AllReduceOp{Dst: piece(mem, k, k), Src: piece(mem, 0, k), Op: pg.Sum},
+					func(i int) bool { return i < k || i >= 2*k }
 			},
 			"allreduce in place": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
 				return pg.AllReduceOp{Dst: piece(mem, 0, k), Op: pg.Sum}, func(i int) bool { return i >= k }
 			},
 			"reducescatter": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.ReduceScatterOp{Dst: piece(mem, n*k, k), Src: piece(mem, 0, n*k), Op: pg.Sum}, func(i int) bool { return i < n*k || i >= (n+1)*k }
+				return pg.ReduceScatterOp{Dst: piece(mem, n*k, k), Src: piece(mem, 0, n*k), Op: pg.Sum},
+					func(i int) bool { return i < n*k || i >= (n+1)*k }
 			},
 			"allgather": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.AllGatherOp{Dst: piece(mem, 0, n*k), Src: piece(mem, n*k, k)}, func(i int) bool { return i >= n*k }
+				return pg.AllGatherOp{Dst: piece(mem, 0, n*k), Src: piece(mem, n*k, k)},
+					func(i int) bool { return i >= n*k }
 			},
 			"allgather in place": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
 				me := g.Rank()
-				return pg.AllGatherOp{Dst: piece(mem, 0, n*k), Src: piece(mem, me*k, k)}, func(i int) bool { return i/k == me || i >= n*k }
+				return pg.AllGatherOp{Dst: piece(mem, 0, n*k), Src: piece(mem, me*k, k)},
+					func(i int) bool { return i/k == me || i >= n*k }
 			},
 			"allgatherv in place": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
 				me := g.Rank()
-				return pg.AllGatherVOp{Dst: piece(mem, 0, n*k), Src: piece(mem, me*k, k), Counts: ones(k)}, func(i int) bool { return i/k == me || i >= n*k }
+				return pg.AllGatherVOp{Dst: piece(mem, 0, n*k), Src: piece(mem, me*k, k), Counts: ones(k)},
+					func(i int) bool { return i/k == me || i >= n*k }
 			},
 			"alltoall": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.AllToAllOp{Dst: piece(mem, n*k, n*k), Src: piece(mem, 0, n*k)}, func(i int) bool { return i < n*k || i >= 2*n*k }
+				return pg.AllToAllOp{Dst: piece(mem, n*k, n*k), Src: piece(mem, 0, n*k)},
+					func(i int) bool { return i < n*k || i >= 2*n*k }
 			},
 			"alltoallv": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.AllToAllVOp{Dst: piece(mem, n*k, n*k), Src: piece(mem, 0, n*k), SendCounts: ones(k), RecvCounts: ones(k)}, func(i int) bool { return i < n*k || i >= 2*n*k }
+				return pg.AllToAllVOp{Dst: piece(mem, n*k, n*k), Src: piece(mem, 0, n*k), SendCounts: ones(k),
+					RecvCounts: ones(k)}, func(i int) bool { return i < n*k || i >= 2*n*k }
 			},
 			"broadcast": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
 				return pg.BroadcastOp{X: piece(mem, 0, k), Root: 2}, func(i int) bool { return i >= k }
 			},
 			"reduce": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.ReduceOp{X: piece(mem, 0, k), Root: 0, Op: pg.Sum}, func(i int) bool { return g.Rank() != 0 || i >= k }
+				return pg.ReduceOp{X: piece(mem, 0, k), Root: 0, Op: pg.Sum},
+					func(i int) bool { return g.Rank() != 0 || i >= k }
 			},
 			"gather in place": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.GatherOp{Dst: piece(mem, 0, n*k), Src: piece(mem, 0, k), Root: 0}, func(i int) bool { return g.Rank() != 0 || i < k || i >= n*k }
+				return pg.GatherOp{Dst: piece(mem, 0, n*k), Src: piece(mem, 0, k), Root: 0},
+					func(i int) bool { return g.Rank() != 0 || i < k || i >= n*k }
 			},
 			"scatter": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
-				return pg.ScatterOp{Dst: piece(mem, n*k, k), Src: piece(mem, 0, n*k), Root: 2}, func(i int) bool { return i < n*k || i >= (n+1)*k }
+				return pg.ScatterOp{Dst: piece(mem, n*k, k), Src: piece(mem, 0, n*k), Root: 2},
+					func(i int) bool { return i < n*k || i >= (n+1)*k }
 			},
 			"recv": func(g *pg.Group, mem []int64) (pg.Operation, func(i int) bool) {
 				return pg.RecvOp{X: piece(mem, 0, k), From: 2}, func(i int) bool { return i >= k }

@@ -140,7 +140,8 @@ func everything(ctx context.Context, g *Group, count int) error {
 		return err
 	}
 	for r := range n {
-		if err := expect("allgatherv", v[at[r]:at[r+1]], func(i int) int64 { return int64(r*1_000_003 + i) }); err != nil {
+		if err := expect("allgatherv", v[at[r]:at[r+1]],
+			func(i int) int64 { return int64(r*1_000_003 + i) }); err != nil {
 			return err
 		}
 	}
@@ -160,7 +161,8 @@ func everything(ctx context.Context, g *Group, count int) error {
 		for q := range me {
 			before += (r*7 + q*3) % (count + 1)
 		}
-		if err := expect("alltoallv", dst[off:off+recvs[r]], func(i int) int64 { return int64(r*1_000_003 + before + i) }); err != nil {
+		if err := expect("alltoallv", dst[off:off+recvs[r]],
+			func(i int) int64 { return int64(r*1_000_003 + before + i) }); err != nil {
 			return err
 		}
 		off += recvs[r]
@@ -187,7 +189,10 @@ func TestEveryAlgorithm(t *testing.T) {
 	}
 	for a := range seen {
 		t.Run(a.String(), func(t *testing.T) {
-			each(t, 5, Config{Algorithm: a.String()}, func(ctx context.Context, g *Group) error { return everything(ctx, g, 5003) })
+			each(t, 5, Config{Algorithm: a.String()}, func(ctx context.Context,
+				g *Group) error {
+				return everything(ctx, g, 5003)
+			})
 		})
 	}
 }

@@ -183,7 +183,8 @@ func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
 					done <- err
 					return
 				}
-				if err := errors.Join(all(theirs, float64(n*(n-1)/2+n*round)), all(stores, float64(round))); err != nil {
+				if err := errors.Join(all(theirs, float64(n*(n-1)/2+n*round)),
+					all(stores, float64(round))); err != nil {
 					done <- fmt.Errorf("round %d: %w", round, err)
 					return
 				}

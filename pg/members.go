@@ -83,8 +83,9 @@ func (j *job) startMembers(view membership.View, first uint64) error {
 	// Longer than a lease: else a host that fell silent, whose lease is not over yet, might win
 	// against ranks that live.
 	window := max(s.Window, j.store.TTL()+500*time.Millisecond)
-	m, acts, err := membership.New(membership.Config{Slot: self.Slot, Incarnation: self.Incarnation, View: view, Window: int((window + tick - 1) / tick),
-		Retry: 2, MaxSize: s.MaxSize, AutoAdmit: s.AutoAdmit, Proposers: 4})
+	m, acts, err := membership.New(membership.Config{Slot: self.Slot, Incarnation: self.Incarnation, View: view,
+		Window: int((window + tick - 1) / tick),
+		Retry:  2, MaxSize: s.MaxSize, AutoAdmit: s.AutoAdmit, Proposers: 4})
 	if err != nil {
 		return err
 	}
@@ -292,7 +293,8 @@ func (ms *members) do(a membership.Action) {
 		}
 		ms.publish(key, append(stamp(ms.self.Incarnation), a.Encode()...))
 	case membership.AskJoin:
-		ms.publish(joinKey+strconv.Itoa(ms.self.Slot), binary.BigEndian.AppendUint64(stamp(ms.self.Incarnation), a.Epoch))
+		ms.publish(joinKey+strconv.Itoa(ms.self.Slot), binary.BigEndian.AppendUint64(stamp(ms.self.Incarnation),
+			a.Epoch))
 	case membership.UnaskJoin:
 		ms.publish(joinKey+strconv.Itoa(ms.self.Slot), nil)
 	case membership.Evicted:
@@ -364,7 +366,9 @@ func (ms *members) enter(a membership.Enter) {
 			}
 		}
 	}
-	if !old.Has(ms.self.Slot, ms.self.Incarnation) { // while it waited to be let in, it tried in vain to link with ranks that have been lost since: who replaces them is welcome
+	// while it waited to be let in, it tried in vain to link with ranks that have been lost since:
+	// who replaces them is welcome
+	if !old.Has(ms.self.Slot, ms.self.Incarnation) {
 		for r := range j.settings.MaxSize {
 			if r != ms.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) && j.proxy.Linked(r) == 0 {
 				j.proxy.Vacate(r, 0, nobody(r))
@@ -391,7 +395,8 @@ func (ms *members) clear(slot int, incarnation uint64) {
 		return
 	}
 	if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Incarnation == incarnation {
-		if err := ms.j.directory().CompareAndSwap(ctx, key, b, nil); err != nil && !errors.Is(err, bootstrap.ErrConflict) {
+		if err := ms.j.directory().CompareAndSwap(ctx, key, b, nil); err != nil &&
+			!errors.Is(err, bootstrap.ErrConflict) {
 			ms.j.log.Debug("a lost rank's record stays until its lease ends", "err", err)
 		}
 	}
@@ -597,7 +602,8 @@ func (ms *members) doubt() {
 					return
 				}
 				if !ms.registered(p) {
-					ms.tell(membership.Dead{Peer: p, Cause: "its lease has ended: it has been silent for longer than that"})
+					ms.tell(membership.Dead{Peer: p, Cause: "its lease has ended: it has been silent for " +
+						"longer than that"})
 				}
 			}
 		})
@@ -759,7 +765,8 @@ func (ms *members) seen(e bootstrap.Event) {
 		ms.j.proxy.Lock()
 		v := ms.j.view
 		ms.j.proxy.Unlock()
-		if e.Exists && slot < len(v.Slots) && v.Slots[slot].Incarnation != 0 && v.Slots[slot].Incarnation != p.Incarnation {
+		if e.Exists && slot < len(v.Slots) && v.Slots[slot].Incarnation != 0 &&
+			v.Slots[slot].Incarnation != p.Incarnation {
 			old := membership.Peer{Slot: slot, Incarnation: v.Slots[slot].Incarnation}
 			ms.aside(func() {
 				if ms.probe(old) == membership.VerdictDead {

@@ -61,7 +61,8 @@ func (g *Group) checkMessage(m *message) error {
 	case b.Count > exec.MaxBytes/b.DType.Size():
 		return bad("the buffer", fmt.Sprintf("%d elements of %v", b.Count, b.DType), "a buffer that fits in memory")
 	case b.Location != "" && !b.Location.Host():
-		return bad("the buffer's location", string(b.Location), "host memory: no transport of this group reaches any other")
+		return bad("the buffer's location", string(b.Location),
+			"host memory: no transport of this group reaches any other")
 	}
 	return nil
 }
@@ -98,7 +99,8 @@ func (g *Group) finishMessage(m *message) error {
 	case errors.Is(err, p2p.ErrWrongSize):
 		s := m.status()
 		return &ArgumentError{Call: "recv", Arg: fmt.Sprintf("the message of rank %d with tag %d", s.From, s.Tag),
-			Got: fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)), Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
+			Got:  fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)),
+			Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
 	case errors.As(err, &peer):
 		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():

@@ -43,7 +43,8 @@ func (o *observer) export(addr string, local int) (*exporter, error) {
 		return nil, err
 	}
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4, Timeout: 10 * time.Second}))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4,
+		Timeout: 10 * time.Second}))
 	few := &fewConns{Listener: l, room: metricsConns, in: map[net.Conn]*visit{}}
 	e := &exporter{addr: l.Addr().String(), done: make(chan struct{}),
 		srv: &http.Server{Handler: few.handler(mux), ConnState: few.note, ConnContext: few.context,
@@ -184,12 +185,15 @@ var (
 	descFailures   = desc("failures_total", "Operations that failed, by outcome.", "outcome")
 	descEpoch      = desc("view_epoch", "Epoch of the view.")
 	descActive     = desc("active_ranks", "Ranks in the view.")
-	descRunning    = desc("running_seconds", "How long the operation that has run longest has been running, 0 if none runs.")
-	descFailed     = desc("failed_groups", "Groups that have failed.")
-	descWaited     = desc("waited_seconds_total", "Time spent waiting for a peer, in waits that were long enough to look at the clock.", "peer")
-	descLinks      = desc("links", "Links that are up, by transport.", "transport")
-	descSent       = desc("link_sent_bytes_total", "Payload sent to a peer through its link. Memory that peers map is not counted.", "peer")
-	descReceived   = desc("link_received_bytes_total", "Payload received from a peer through its link.", "peer")
+	descRunning    = desc("running_seconds",
+		"How long the operation that has run longest has been running, 0 if none runs.")
+	descFailed = desc("failed_groups", "Groups that have failed.")
+	descWaited = desc("waited_seconds_total",
+		"Time spent waiting for a peer, in waits that were long enough to look at the clock.", "peer")
+	descLinks = desc("links", "Links that are up, by transport.", "transport")
+	descSent  = desc("link_sent_bytes_total",
+		"Payload sent to a peer through its link. Memory that peers map is not counted.", "peer")
+	descReceived = desc("link_received_bytes_total", "Payload received from a peer through its link.", "peer")
 )
 
 func desc(name, help string, more ...string) *prometheus.Desc {
@@ -198,7 +202,8 @@ func desc(name, help string, more ...string) *prometheus.Desc {
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descOperations, descBytes, descFailures, descEpoch, descActive, descRunning, descFailed, descWaited, descLinks, descSent, descReceived} {
+	for _, d := range []*prometheus.Desc{descOperations, descBytes, descFailures, descEpoch, descActive, descRunning,
+		descFailed, descWaited, descLinks, descSent, descReceived} {
 		ch <- d
 	}
 }

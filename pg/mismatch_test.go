@@ -42,14 +42,23 @@ func nothings(few, many int) (all []differing) {
 	add("reducescatter", func(ctx context.Context, g *pg.Group, k int) error {
 		return pg.ReduceScatter(ctx, g, x(k), x(k*g.Size()), pg.Sum)
 	})
-	add("allgather", func(ctx context.Context, g *pg.Group, k int) error { return pg.AllGather(ctx, g, x(k*g.Size()), x(k)) })
+	add("allgather", func(ctx context.Context, g *pg.Group, k int) error {
+		return pg.AllGather(ctx, g, x(k*g.Size()),
+			x(k))
+	})
 	add("alltoall", func(ctx context.Context, g *pg.Group, k int) error {
 		return pg.AllToAll(ctx, g, x(k*g.Size()), x(k*g.Size()))
 	})
 	add("broadcast", func(ctx context.Context, g *pg.Group, k int) error { return pg.Broadcast(ctx, g, x(k), 0) })
 	add("reduce", func(ctx context.Context, g *pg.Group, k int) error { return pg.Reduce(ctx, g, x(k), 0, pg.Sum) })
-	add("gather", func(ctx context.Context, g *pg.Group, k int) error { return pg.Gather(ctx, g, x(k*g.Size()), x(k), 0) })
-	add("scatter", func(ctx context.Context, g *pg.Group, k int) error { return pg.Scatter(ctx, g, x(k), x(k*g.Size()), 0) })
+	add("gather", func(ctx context.Context, g *pg.Group, k int) error {
+		return pg.Gather(ctx, g, x(k*g.Size()), x(k),
+			0)
+	})
+	add("scatter", func(ctx context.Context, g *pg.Group, k int) error {
+		return pg.Scatter(ctx, g, x(k), x(k*g.Size()),
+			0)
+	})
 	add("allgatherv", func(ctx context.Context, g *pg.Group, k int) error {
 		return pg.AllGatherV(ctx, g, x(k*g.Size()), x(k), slices.Repeat([]int{k}, g.Size()))
 	})

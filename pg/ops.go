@@ -123,7 +123,8 @@ func AllReduce[T Number](ctx context.Context, g *Group, x []T, op Reduction) err
 // ReduceScatter combines src of all ranks and leaves part r of the result in dst of rank r:
 // len(src) = Size*len(dst).
 func ReduceScatter[T Number](ctx context.Context, g *Group, dst, src []T, op Reduction) error {
-	return g.blocking(ctx, &exec.Request{Kind: collectives.ReduceScatter, Op: op, Dst: bufferOf(dst), Src: bufferOf(src)})
+	return g.blocking(ctx, &exec.Request{Kind: collectives.ReduceScatter, Op: op, Dst: bufferOf(dst),
+		Src: bufferOf(src)})
 }
 
 // AllGather collects src of all ranks in dst, by rank: len(dst) = Size*len(src). An inactive slot's

@@ -77,7 +77,8 @@ func TestMinority(t *testing.T) {
 		faults := pgtest.InjectFaults(t)
 		if g.Rank() == 3 {
 			with := []int{0, 1, 2, pgtest.Store}
-			faults.Network(pgtest.Rule{From: with, To: []int{3}, Cut: true, Break: time.Second}, pgtest.Rule{From: []int{3}, To: with, Cut: true, Break: time.Second})
+			faults.Network(pgtest.Rule{From: with, To: []int{3}, Cut: true, Break: time.Second},
+				pgtest.Rule{From: []int{3}, To: with, Cut: true, Break: time.Second})
 			err := until(t, g, 0)
 			if !errors.Is(err, pg.ErrIsolated) {
 				t.Fatalf("got %v, want ErrIsolated", err)
@@ -96,7 +97,8 @@ func TestMinority(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
 // A host that falls silent breaks no link: who waits for its ranks notices that their leases have
@@ -121,7 +123,8 @@ func TestSilent(t *testing.T) {
 			t.Fatal(err)
 		}
 		faults.Network()
-	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
 // Of two ranks one of which does not hear the other, one is evicted when patience with them ends
@@ -157,7 +160,9 @@ func TestOneWay(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Transport("tcp"), pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 4 * time.Second, LeaseTTL: 2 * time.Second, Window: time.Second}))
+	}, pgtest.Transport("tcp"), pgtest.Faults(nil),
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 4 * time.Second,
+			LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
 // A rank that stands still for longer than its lease is still a member if nobody waited for it in a
@@ -199,7 +204,8 @@ func TestLeaseLostAndBack(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second}),
+		pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
 }
 
 // A store whose disk is slow makes changes of the view slow, and nothing else.
@@ -224,7 +230,8 @@ func TestSlowStore(t *testing.T) {
 		if err := holes(t, g, 100); err != nil {
 			t.Fatal(err)
 		}
-	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2))
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(2, syscall.SIGKILL),
+		pgtest.Replace(2))
 }
 
 // Whoever waits for a store that does not answer stops at the deadline of its call.
@@ -238,7 +245,8 @@ func TestCallsEndWithoutTheStore(t *testing.T) {
 		}
 		through(t, g, 0)
 		if g.Rank() == 0 {
-			pgtest.InjectFaults(t).Network(pgtest.Rule{From: []int{pgtest.Store}, Cut: true}, pgtest.Rule{To: []int{pgtest.Store}, Cut: true})
+			pgtest.InjectFaults(t).Network(pgtest.Rule{From: []int{pgtest.Store}, Cut: true},
+				pgtest.Rule{To: []int{pgtest.Store}, Cut: true})
 		}
 		if _, err := g.Admit(ctx); err != nil { // and with it all are past the injection
 			t.Fatal(err)
@@ -280,7 +288,9 @@ func TestLossy(t *testing.T) {
 				}
 			}
 		}
-		g.Barrier(t.Context()) // nobody leaves before all are through; who is late finds that others have left, for which nobody is to blame
+		// nobody leaves before all are through; who is late finds that others have left, for which
+		// nobody is to blame
+		g.Barrier(t.Context())
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil))
 }
 
@@ -293,8 +303,9 @@ func TestKillFromOutside(t *testing.T) {
 		if a := g.View().Active; !slices.Equal(a, []int{0, 2}) {
 			t.Fatalf("active are %v", a)
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Faults(func(c *pgtest.Control) {
-		c.Await(1, 40)
-		c.Kill(1)
-	}))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL),
+		pgtest.Faults(func(c *pgtest.Control) {
+			c.Await(1, 40)
+			c.Kill(1)
+		}))
 }

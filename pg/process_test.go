@@ -169,7 +169,8 @@ func TestCancelFencesRegisteredMemory(t *testing.T) {
 			t.Fatal(err)
 		}
 		for round := 0; ; round++ {
-			ctx, cancel := context.WithTimeout(context.Background(), time.Duration(g.Rank())*time.Second+time.Duration(20+3*round)*time.Millisecond)
+			ctx, cancel := context.WithTimeout(context.Background(),
+				time.Duration(g.Rank())*time.Second+time.Duration(20+3*round)*time.Millisecond)
 			for i := range x {
 				x[i] = 1
 			}
@@ -206,11 +207,13 @@ func TestCancelFencesRegisteredMemory(t *testing.T) {
 func TestSecretsMustAgree(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 1, func(t *testing.T, g *pg.Group) {
-		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1", Timeout: 10 * time.Second}); err == nil {
+		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1",
+			Timeout: 10 * time.Second}); err == nil {
 			t.Error("joined without a secret")
 		}
 		start := time.Now()
-		_, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1", Secret: []byte("0123456789abcdef"), Timeout: 20 * time.Second})
+		_, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1",
+			Secret: []byte("0123456789abcdef"), Timeout: 20 * time.Second})
 		if err == nil || time.Since(start) > 19*time.Second {
 			t.Errorf("a store that is away: %v after %v", err, time.Since(start))
 		}
@@ -250,7 +253,8 @@ func TestTunedJobs(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			var log bytes.Buffer // a rank's process comes through here too, with files of its own
 			rank, _ := strconv.Atoi(os.Getenv("TUTTI_RANK"))
-			conf := pg.Config{Tuning: c.paths[rank%n], Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))}
+			conf := pg.Config{Tuning: c.paths[rank%n],
+				Logger: slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelWarn}))}
 			pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 				for _, count := range []int{1, 30_000} {
 					x := values(g.Rank(), count)

@@ -120,7 +120,8 @@ func (g *Group) survivable(err error) bool {
 // evicts returns the timeout that err tells of, if ranks may be removed for it; else nil.
 func (g *Group) evicts(err error) *TimeoutError {
 	var late *TimeoutError
-	if g.job.settings.OnTimeout != TimeoutReports && errors.As(err, &late) && errors.Is(late, context.DeadlineExceeded) {
+	if g.job.settings.OnTimeout != TimeoutReports && errors.As(err, &late) &&
+		errors.Is(late, context.DeadlineExceeded) {
 		return late
 	}
 	return nil
@@ -244,11 +245,13 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	ranks := g.ranks
 	g.job.proxy.Unlock()
 	if rank < 0 || rank >= len(ranks) {
-		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank), Want: fmt.Sprintf("a rank, 0 to %d", len(ranks)-1)}
+		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank),
+			Want: fmt.Sprintf("a rank, 0 to %d", len(ranks)-1)}
 	}
 	ms := g.job.members
 	if ms == nil {
-		return &ArgumentError{Call: "evict", Arg: "the group", Got: "one without a store", Want: "a job of several processes"}
+		return &ArgumentError{Call: "evict", Arg: "the group", Got: "one without a store",
+			Want: "a job of several processes"}
 	}
 	b, end := g.within(ctx, "evict", time.Now())
 	defer end()
@@ -328,7 +331,8 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	ctx, end := j.settings.within(ctx)
 	defer end()
 	if j.members == nil {
-		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store", Want: "a job of several processes"}
+		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store",
+			Want: "a job of several processes"}
 	}
 	j.proxy.Lock()
 	var all []*Group

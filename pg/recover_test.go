@@ -78,7 +78,8 @@ func holes(t *testing.T, g *pg.Group, count int) error {
 			want, theirs = -1, -1
 		}
 		if v != want || from[i] != theirs {
-			return fmt.Errorf("element %d of rank %d: allgather %d, want %d; alltoall %d, want %d", i, i/count, v, want, from[i], theirs)
+			return fmt.Errorf("element %d of rank %d: allgather %d, want %d; alltoall %d, want %d", i, i/count, v, want,
+				from[i], theirs)
 		}
 	}
 	return nil
@@ -122,7 +123,8 @@ func TestShrink(t *testing.T) {
 					if v := g.View(); fmt.Sprint(v.Active) != "[0 1 3]" || g.Size() != 4 || v.Epoch < 2 {
 						t.Errorf("the view is %v, size %d", v, g.Size())
 					}
-				}, pgtest.Transport(tr), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}), pgtest.Expect(2, syscall.SIGKILL))
+				}, pgtest.Transport(tr), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}),
+					pgtest.Expect(2, syscall.SIGKILL))
 			})
 		}
 	}
@@ -200,7 +202,8 @@ func TestRetry(t *testing.T) {
 				t.Fatalf("round %d: %v", round, dst)
 			}
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Retry, Uniform: true}), pgtest.Expect(0, syscall.SIGKILL), pgtest.Expect(1, syscall.SIGKILL))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Retry, Uniform: true}),
+		pgtest.Expect(0, syscall.SIGKILL), pgtest.Expect(1, syscall.SIGKILL))
 }
 
 // A replacement walks in at a step boundary, and sends and receives as its predecessor did.
@@ -245,7 +248,8 @@ func TestReplacement(t *testing.T) {
 				if ok, err := g.Agree(ctx, g.Rank() != 1); ok || err != nil {
 					t.Error(ok, err)
 				}
-			}, pgtest.Transport(tr), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Replace(1))
+			}, pgtest.Transport(tr), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL),
+				pgtest.Replace(1))
 		})
 	}
 }
@@ -321,7 +325,8 @@ func TestAgreeWithARankThatCameInBetween(t *testing.T) {
 				t.Errorf("step %d: not %v", n, want)
 			}
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Retry, AutoAdmit: true, Timeout: 20 * time.Second}),
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Retry, AutoAdmit: true,
+		Timeout: 20 * time.Second}),
 		pgtest.Expect(2, syscall.SIGKILL), pgtest.Extend(1))
 }
 
@@ -332,7 +337,8 @@ func jobStore(t *testing.T) bootstrap.Store {
 	if err != nil {
 		t.Fatal(err)
 	}
-	store, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
+	store, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job,
+		Secret: l.Secret})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -376,12 +382,15 @@ func TestSeveralLost(t *testing.T) {
 			default:
 				all := w.FailedRanks()
 				slices.Sort(all)
-				if text := fmt.Sprint(all); text != "[1]" && text != "[2]" && text != "[1 2]" || len(lost.Also) > 0 && !strings.Contains(err.Error(), fmt.Sprintf("; so did rank %d", lost.Also[0])) {
+				if text := fmt.Sprint(all); text != "[1]" && text != "[2]" && text != "[1 2]" ||
+					len(lost.Also) > 0 && !strings.Contains(err.Error(), fmt.Sprintf("; so did rank %d",
+						lost.Also[0])) {
 					t.Fatalf("%v are said to be lost: %v", all, err)
 				}
 			}
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL), pgtest.Expect(2, syscall.SIGKILL))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(1, syscall.SIGKILL),
+		pgtest.Expect(2, syscall.SIGKILL))
 }
 
 // Abort ends what is under way here at once, and the others learn of it, which until then wait for
@@ -414,7 +423,8 @@ func TestAbort(t *testing.T) {
 func TestEvictAndRejoin(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
-		if err := g.Barrier(ctx); err != nil && (g.Rank() == 0 || g.Rank() == 1 && lostRank(err) != 2) { // rank 2 may be put out while others still wait for the last message
+		// rank 2 may be put out while others still wait for the last message
+		if err := g.Barrier(ctx); err != nil && (g.Rank() == 0 || g.Rank() == 1 && lostRank(err) != 2) {
 			t.Fatal(err)
 		}
 		if g.Rank() == 0 {
@@ -549,7 +559,8 @@ func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
 					}
 					came, in = all[0], 0
 				}
-			}, pgtest.Config(pg.Config{OnFailure: pg.Retry, Uniform: true, Timeout: 20 * time.Second}), pgtest.Expect(0, syscall.SIGKILL), pgtest.Replace(0))
+			}, pgtest.Config(pg.Config{OnFailure: pg.Retry, Uniform: true, Timeout: 20 * time.Second}),
+				pgtest.Expect(0, syscall.SIGKILL), pgtest.Replace(0))
 		})
 	}
 }
@@ -578,7 +589,8 @@ func TestAllLost(t *testing.T) {
 		if v := g.View(); v.Epoch != 1 || len(v.Active) != 2 {
 			t.Errorf("view %+v, want the first of a new job", v)
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{LeaseTTL: time.Second}), pgtest.Expect(0, kill), pgtest.Expect(1, kill), pgtest.Replace(0), pgtest.Replace(1))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{LeaseTTL: time.Second}), pgtest.Expect(0, kill),
+		pgtest.Expect(1, kill), pgtest.Replace(0), pgtest.Replace(1))
 }
 
 // Subgroups follow the job's views: they lose who is lost, take nobody in, and are made anew by
@@ -634,7 +646,8 @@ func TestSubgroups(t *testing.T) {
 		if odd.Size() != 2 || len(odd.View().Active) != 2 {
 			t.Errorf("the new half is %v", odd.View())
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(3, syscall.SIGKILL), pgtest.Replace(3))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}), pgtest.Expect(3, syscall.SIGKILL),
+		pgtest.Replace(3))
 }
 
 // Two groups are divided at the same time while a rank of both dies: each Split has one outcome at
@@ -673,7 +686,8 @@ func TestSplitsWhileARankDies(t *testing.T) {
 						t.Errorf("splitting part %d: %v", i, err)
 						return
 					}
-					if yes, err := p.Agree(ctx, err == nil && len(p.View().Active) == 2); err != nil && lostRank(err) != 2-i {
+					if yes, err := p.Agree(ctx, err == nil && len(p.View().Active) == 2); err != nil &&
+						lostRank(err) != 2-i {
 						t.Errorf("agreeing in part %d: %v", i, err)
 						return
 					} else if yes {
@@ -695,7 +709,8 @@ func TestTimeoutEvicts(t *testing.T) {
 		}
 		if g.Rank() == 1 {
 			var err error
-			for until := time.Now().Add(10 * time.Second); time.Now().Before(until) && len(g.View().Active) == 3; time.Sleep(time.Millisecond) {
+			for until := time.Now().Add(10 * time.Second); time.Now().Before(until) &&
+				len(g.View().Active) == 3; time.Sleep(time.Millisecond) {
 				if err = pg.Send(ctx, g, []byte{1}, 0, 9); err != nil { // it has other things to do
 					break
 				}
@@ -719,7 +734,8 @@ func TestTimeoutEvicts(t *testing.T) {
 		if v := g.View(); fmt.Sprint(v.Active) != "[0 2]" {
 			t.Errorf("the view is %v", v)
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 2 * time.Second}))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts,
+		Timeout: 2 * time.Second}))
 }
 
 // One rank that is early removes nobody, though three are late: they go on together.
@@ -854,7 +870,8 @@ func TestUniform(t *testing.T) {
 				t.Errorf("outcomes differ:\n%v\n%v", got, outcomes)
 			}
 		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Uniform: true}), pgtest.Expect(2, syscall.SIGKILL), pgtest.Expect(3, syscall.SIGKILL))
+	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Uniform: true}),
+		pgtest.Expect(2, syscall.SIGKILL), pgtest.Expect(3, syscall.SIGKILL))
 }
 
 // A rank that closes its group in good order is lost to the others like one that died, after all
@@ -863,7 +880,8 @@ func TestGracefulExit(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
-				if err := holes(t, g, 30_000); err != nil { // also where others are gone before this one has read everything
+				// also where others are gone before this one has read everything
+				if err := holes(t, g, 30_000); err != nil {
 					t.Fatal(err)
 				}
 				if g.Rank() == 0 {

@@ -62,9 +62,11 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 		}
 		return p2p.Peer{Identity: ids[rank], Endpoints: map[string][]byte{"mute": []byte("x")}}, nil
 	}
-	p := p2p.New(p2p.Config{Self: ids[0], Size: n, Secret: []byte(bootstrap.NewSecret()), Resolve: resolve, Transports: []p2p.Transport{&mute{way}}, Threads: true,
+	p := p2p.New(p2p.Config{Self: ids[0], Size: n, Secret: []byte(bootstrap.NewSecret()), Resolve: resolve,
+		Transports: []p2p.Transport{&mute{way}}, Threads: true,
 		Oversubscribed: true, Logger: s.Logger})
-	j := &job{proxy: p, log: s.Logger, timeout: s.Timeout, algo: s.algo, local: true, refs: 1, places: places, settings: s, self: ids[0], here: places[0],
+	j := &job{proxy: p, log: s.Logger, timeout: s.Timeout, algo: s.algo, local: true, refs: 1, places: places,
+		settings: s, self: ids[0], here: places[0],
 		view: membership.First(lives), groups: map[*Group]struct{}{}}
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
@@ -85,13 +87,18 @@ func TestEveryCallEndsInTime(t *testing.T) {
 	x := make([]int64, 100_000)
 	calls["send"] = func(ctx context.Context, g *Group) error { return Send(ctx, g, x, 1, 0) }
 	calls["recv"] = func(ctx context.Context, g *Group) error { _, err := Recv(ctx, g, x, 1, 0); return err }
-	calls["recv from any"] = func(ctx context.Context, g *Group) error { _, err := Recv(ctx, g, x, AnyRank, AnyTag); return err }
+	calls["recv from any"] = func(ctx context.Context, g *Group) error {
+		_,
+			err := Recv(ctx, g, x, AnyRank, AnyTag)
+		return err
+	}
 	calls["allreduce of much"] = func(ctx context.Context, g *Group) error { return AllReduce(ctx, g, x, Sum) }
 	calls["behind what was started"] = func(ctx context.Context, g *Group) error {
 		g.Start(BarrierOp{})
 		return g.Barrier(ctx)
 	}
-	rootless := map[string]bool{"scatter": true, "broadcast": true} // the root needs nothing of the others where the link takes all
+	// the root needs nothing of the others where the link takes all
+	rootless := map[string]bool{"scatter": true, "broadcast": true}
 	for _, way := range []string{"directory", "dial", "full", "hollow"} {
 		for name, call := range calls {
 			for _, bound := range []string{"ctx", "timeout"} {
@@ -143,7 +150,8 @@ func TestJoinEndsInTime(t *testing.T) {
 				defer cancel()
 			}
 			began := time.Now()
-			g, err := Join(ctx, Config{Size: 2, Rank: 1, Job: "silent", Store: scheme + l.Addr().String(), Secret: []byte("0123456789abcdef"), Timeout: timeout})
+			g, err := Join(ctx, Config{Size: 2, Rank: 1, Job: "silent", Store: scheme + l.Addr().String(),
+				Secret: []byte("0123456789abcdef"), Timeout: timeout})
 			if took := time.Since(began); err == nil || took > 15*time.Second {
 				t.Errorf("%s, %s: %v after %v", scheme, bound, err, took)
 			}

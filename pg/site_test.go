@@ -44,10 +44,12 @@ func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
 		site := sitetest.Start(t, sitetest.Config{})
 		env = append(site.Env(), "TUTTI_JOB=test", inRank+"=1")
 		var err error
-		if store, err = bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: site.Address, Job: "test"}); err != nil {
+		if store, err = bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: site.Address,
+			Job: "test"}); err != nil {
 			t.Fatal(err) // and while it is open nothing goes: as if the first job's ranks had been killed
 		}
-		if raw, err = clientv3.New(clientv3.Config{Endpoints: []string{strings.TrimPrefix(site.Address, "etcd://")}, Logger: zap.NewNop()}); err != nil {
+		if raw, err = clientv3.New(clientv3.Config{Endpoints: []string{strings.TrimPrefix(site.Address, "etcd://")},
+			Logger: zap.NewNop()}); err != nil {
 			t.Fatal(err)
 		}
 		defer raw.Close()
@@ -63,7 +65,8 @@ func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
 			}, pgtest.Env(env...))
 		})
 		if parent {
-			if names := keys(true); !slices.ContainsFunc(names, func(k string) bool { return strings.Contains(k, "/agree/") }) {
+			if names := keys(true); !slices.ContainsFunc(names,
+				func(k string) bool { return strings.Contains(k, "/agree/") }) {
 				t.Errorf("of the job there is only %q", names)
 			}
 		}
@@ -111,10 +114,12 @@ func TestFullStoreIsNamed(t *testing.T) {
 			t.Fatal("a barrier without rank 2")
 		}
 		err := g.Recover(ctx)
-		if !errors.Is(err, pg.ErrIsolated) || !strings.Contains(err.Error(), "it is full") || strings.Contains(err.Error(), "partition") {
+		if !errors.Is(err, pg.ErrIsolated) || !strings.Contains(err.Error(), "it is full") ||
+			strings.Contains(err.Error(), "partition") {
 			t.Errorf("%v, want ErrIsolated, and that the store is full", err)
 		}
-	}, pgtest.Env(env...), pgtest.Expect(2, syscall.SIGKILL), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
+	}, pgtest.Env(env...), pgtest.Expect(2, syscall.SIGKILL),
+		pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
 }
 
 // Ranks meet in a site's own etcd, with TLS, client certificates and a user, told by nothing but
@@ -123,7 +128,8 @@ func TestSiteStore(t *testing.T) {
 	const inRank = "PG_TEST_SITE_RANK"
 	var env []string
 	if os.Getenv(inRank) == "" { // this is the test's own process
-		env = append(sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true}).Env(), "TUTTI_JOB=test", inRank+"=1")
+		env = append(sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true}).Env(), "TUTTI_JOB=test",
+			inRank+"=1")
 	}
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
 		if s := os.Getenv("TUTTI_STORE"); !strings.HasPrefix(s, "etcds://") {

@@ -122,7 +122,8 @@ func (g *Group) beginMessage(m *message, async bool) {
 	if m.recv {
 		kind = flight.Recv
 	}
-	tpl := flight.Template(g.id(), g.epoch, flight.Pack(kind, m.x.DType, 0, collectives.Auto, g.rankOrAny(m.peer)), uint64(m.x.Count), uint64(m.x.Count*m.x.DType.Size()))
+	tpl := flight.Template(g.id(), g.epoch, flight.Pack(kind, m.x.DType, 0, collectives.Auto, g.rankOrAny(m.peer)),
+		uint64(m.x.Count), uint64(m.x.Count*m.x.DType.Size()))
 	if async {
 		tpl.Flags = flight.Async
 	}
@@ -181,7 +182,8 @@ const (
 
 // identity is this rank for its flight records.
 func (j *job) identity() flight.Identity {
-	return flight.Identity{Job: j.settings.Job, Rank: j.self.Rank, Size: max(j.settings.Size, j.self.Rank+1), Incarnation: j.self.Incarnation, Host: bootstrap.NewRecord(0, 1, 0, nil).Host}
+	return flight.Identity{Job: j.settings.Job, Rank: j.self.Rank, Size: max(j.settings.Size, j.self.Rank+1),
+		Incarnation: j.self.Incarnation, Host: bootstrap.NewRecord(0, 1, 0, nil).Host}
 }
 
 // observe begins to keep the flight recorder, and to answer, for this rank.
@@ -332,7 +334,8 @@ func (o *observer) dump(reason string) {
 // blank is the snapshot of a rank without groups.
 func (j *job) blank(now time.Time, id flight.Identity) *flight.Snapshot {
 	now = now.Round(time.Millisecond).UTC()
-	return &flight.Snapshot{Version: flight.Version, Job: id.Job, Rank: id.Rank, Size: id.Size, Incarnation: fmt.Sprintf("%016x", id.Incarnation), PID: os.Getpid(), Host: id.Host,
+	return &flight.Snapshot{Version: flight.Version, Job: id.Job, Rank: id.Rank, Size: id.Size,
+		Incarnation: fmt.Sprintf("%016x", id.Incarnation), PID: os.Getpid(), Host: id.Host,
 		Time: now, Since: now, Groups: []flight.Group{}}
 }
 
@@ -463,7 +466,8 @@ func (o *observer) snapshot(ops int, reason string) *flight.Snapshot {
 		s.Groups = append(s.Groups, v.describe(s.Time))
 	}
 	for _, c := range counts {
-		l := flight.Link{Rank: c.Rank, Up: c.Up, Transport: c.Transport, BytesSent: c.BytesSent, BytesReceived: c.BytesReceived, FramesSent: c.FramesSent,
+		l := flight.Link{Rank: c.Rank, Up: c.Up, Transport: c.Transport, BytesSent: c.BytesSent,
+			BytesReceived: c.BytesReceived, FramesSent: c.FramesSent,
 			FramesReceived: c.FramesReceived, Waited: c.Waited.Seconds()}
 		if c.Err != nil {
 			l.Error = c.Err.Error()
@@ -495,7 +499,8 @@ func (v *glance) spell(t p2p.Token) string {
 
 // describe makes a group's part of a snapshot.
 func (v *glance) describe(now time.Time) flight.Group {
-	out := flight.Group{ID: v.id, Slot: v.slot, Size: len(v.ranks), Epoch: v.epoch, Number: v.seq, Finished: v.seq, Queued: v.queued}
+	out := flight.Group{ID: v.id, Slot: v.slot, Size: len(v.ranks), Epoch: v.epoch, Number: v.seq, Finished: v.seq,
+		Queued: v.queued}
 	for slot, r := range v.ranks {
 		if r != slot {
 			out.Ranks = v.ranks
@@ -522,7 +527,8 @@ func (v *glance) describe(now time.Time) flight.Group {
 		}
 	}
 	if v.entering > 0 {
-		out.Running = &flight.Operation{Group: v.id, Number: v.entering, Kind: flight.Entering, Call: fmt.Sprintf("entering epoch %d", v.entering), Root: -1, Epoch: v.entering,
+		out.Running = &flight.Operation{Group: v.id, Number: v.entering, Kind: flight.Entering,
+			Call: fmt.Sprintf("entering epoch %d", v.entering), Root: -1, Epoch: v.entering,
 			Started: now.Add(-v.waited), Outcome: flight.Running.String(), WaitsFor: v.toRanks(v.awaits)}
 	}
 	for _, p := range v.peers {

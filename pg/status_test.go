@@ -98,21 +98,25 @@ func TestStatusOfWhoWaits(t *testing.T) {
 		t.Errorf("nothing is wrong, yet %q", texts)
 	}
 	s := look(t, gs[1], 10)
-	if s.Rank != 1 || s.Size != 3 || !s.Joined || s.PID != os.Getpid() || s.View.Epoch != 1 || !slices.Equal(s.View.Active, []int{0, 1, 2}) || s.Recorded != 6 || len(s.Groups) != 1 {
+	if s.Rank != 1 || s.Size != 3 || !s.Joined || s.PID != os.Getpid() || s.View.Epoch != 1 ||
+		!slices.Equal(s.View.Active, []int{0, 1, 2}) || s.Recorded != 6 || len(s.Groups) != 1 {
 		t.Errorf("%+v", s)
 	}
 	if s.Totals["allreduce"] != (flight.Total{Operations: 5, Bytes: 160}) || s.Totals["barrier"].Operations != 1 {
 		t.Errorf("%+v", s.Totals)
 	}
 	for i, o := range s.Operations[:5] {
-		if o.Number != uint64(i+1) || o.Outcome != "ok" || o.Algorithm == "" || o.Kind != "allreduce" || o.DType != "float32" || o.Reduction != "sum" || o.Elements != 8 || o.Bytes != 32 || o.Ended == nil {
+		if o.Number != uint64(i+1) || o.Outcome != "ok" || o.Algorithm == "" || o.Kind != "allreduce" ||
+			o.DType != "float32" || o.Reduction != "sum" || o.Elements != 8 || o.Bytes != 32 || o.Ended == nil {
 			t.Errorf("operation %d: %+v", i, o)
 		}
 	}
-	if g := s.Groups[0]; g.ID != 1 || g.Finished != 6 || g.Number != 6 || g.Running != nil || g.Last == nil || g.Last.Call != s.Operations[5].Call || len(g.Peers) == 0 {
+	if g := s.Groups[0]; g.ID != 1 || g.Finished != 6 || g.Number != 6 || g.Running != nil || g.Last == nil ||
+		g.Last.Call != s.Operations[5].Call || len(g.Peers) == 0 {
 		t.Errorf("%+v", g)
 	}
-	if len(s.Links) == 0 || !s.Links[0].Up || s.Links[0].Transport != "inproc" || s.Links[0].BytesReceived == 0 || s.Links[0].FramesSent == 0 {
+	if len(s.Links) == 0 || !s.Links[0].Up || s.Links[0].Transport != "inproc" || s.Links[0].BytesReceived == 0 ||
+		s.Links[0].FramesSent == 0 {
 		t.Errorf("%+v", s.Links)
 	}
 
@@ -128,19 +132,23 @@ func TestStatusOfWhoWaits(t *testing.T) {
 		direct = gs[0]
 	}
 	s = until(t, gs[0], "waits", waits)
-	if o := s.Groups[0].Running; o.Number != 7 || o.Outcome != "running" || o.Ended != nil || s.Groups[0].Finished != 6 || s.Operations[len(s.Operations)-1].Number != 7 {
+	if o := s.Groups[0].Running; o.Number != 7 || o.Outcome != "running" || o.Ended != nil ||
+		s.Groups[0].Finished != 6 || s.Operations[len(s.Operations)-1].Number != 7 {
 		t.Errorf("%+v", s.Groups[0])
 	}
 	texts := diagnose(t, gs)
-	for late := time.Now().Add(10 * time.Second); len(texts) != 1 && time.Now().Before(late); texts = diagnose(t, gs) { // ranks 0 and 1 may not have taken each other's message yet
+	// ranks 0 and 1 may not have taken each other's message yet
+	for late := time.Now().Add(10 * time.Second); len(texts) != 1 && time.Now().Before(late); texts = diagnose(t, gs) {
 		runtime.Gosched()
 	}
-	if len(texts) != 1 || !strings.HasPrefix(texts[0], "rank 2 has not entered allreduce #7 (last finished #6, ") || !strings.Contains(texts[0], "; ranks 0 and 1 wait for it, ") {
+	if len(texts) != 1 || !strings.HasPrefix(texts[0], "rank 2 has not entered allreduce #7 (last finished #6, ") ||
+		!strings.Contains(texts[0], "; ranks 0 and 1 wait for it, ") {
 		t.Errorf("%q", texts)
 	}
 	// They wait for it so long that they look at the clock, and sleep.
 	until(t, direct, "has waited for rank 2", func(s *flight.Snapshot) bool {
-		return slices.ContainsFunc(s.Links, func(l flight.Link) bool { return l.Rank == 2 && l.Waited > 0 }) && s.Groups[0].Running.Awaited != nil && *s.Groups[0].Running.Awaited == 2
+		return slices.ContainsFunc(s.Links, func(l flight.Link) bool { return l.Rank == 2 && l.Waited > 0 }) &&
+			s.Groups[0].Running.Awaited != nil && *s.Groups[0].Running.Awaited == 2
 	})
 	run(2, sum)
 	wg.Wait()
@@ -152,14 +160,17 @@ func TestStatusOfWhoWaits(t *testing.T) {
 	run(0, func(g *Group) error { _, err := Recv(ctx, g, make([]int64, 3), 1, 9); return err })
 	w := gs[2].Start(RecvOp{X: BufferOf(make([]int64, 3)), From: AnyRank, Tag: AnyTag})
 	s = until(t, gs[0], "receives", func(s *flight.Snapshot) bool { return len(s.Messages) == 1 })
-	if o := s.Messages[0]; o.Call != "recv from rank 1 (int64, 3 elements, tag 9)" || o.Async || !slices.Equal(o.WaitsFor, []int{1}) {
+	if o := s.Messages[0]; o.Call != "recv from rank 1 (int64, 3 elements, tag 9)" || o.Async ||
+		!slices.Equal(o.WaitsFor, []int{1}) {
 		t.Errorf("%+v", o)
 	}
 	s = until(t, gs[2], "receives", func(s *flight.Snapshot) bool { return len(s.Messages) == 1 })
-	if o := s.Messages[0]; o.Call != "recv from any rank (int64, 3 elements, any tag)" || !o.Async || len(o.WaitsFor) != 0 {
+	if o := s.Messages[0]; o.Call != "recv from any rank (int64, 3 elements, any tag)" || !o.Async ||
+		len(o.WaitsFor) != 0 {
 		t.Errorf("%+v", o)
 	}
-	if texts := diagnose(t, gs); len(texts) != 1 || !strings.HasPrefix(texts[0], "rank 1 has not sent what rank 0 waits for: recv from rank 1") {
+	if texts := diagnose(t, gs); len(texts) != 1 || !strings.HasPrefix(texts[0],
+		"rank 1 has not sent what rank 0 waits for: recv from rank 1") {
 		t.Errorf("%q", texts)
 	}
 	run(1, func(g *Group) error {
@@ -177,8 +188,12 @@ func TestStatusOfWhoWaits(t *testing.T) {
 	// What was queued behind something.
 	late := gs[0].Start(AllReduceOp{Dst: BufferOf(make([]float32, 4)), Op: Sum})
 	second := gs[0].Start(BarrierOp{})
-	until(t, gs[0], "has one queued", func(s *flight.Snapshot) bool { return s.Groups[0].Queued == 2 && s.Groups[0].Running != nil })
-	for began := flight.Now(); time.Duration(flight.Now()-began) < 50*time.Millisecond; { // to be seen in what was queued
+	until(t, gs[0], "has one queued", func(s *flight.Snapshot) bool {
+		return s.Groups[0].Queued == 2 &&
+			s.Groups[0].Running != nil
+	})
+	// to be seen in what was queued
+	for began := flight.Now(); time.Duration(flight.Now()-began) < 50*time.Millisecond; {
 		time.Sleep(time.Millisecond)
 	}
 	for r := 1; r < 3; r++ {
@@ -191,7 +206,8 @@ func TestStatusOfWhoWaits(t *testing.T) {
 		t.Error(err)
 	}
 	s = look(t, gs[0], 1)
-	if len(s.Operations) != 1 || s.Operations[0].Kind != "barrier" || s.Operations[0].Queued < 0.02 || s.Operations[0].Queued > 30 {
+	if len(s.Operations) != 1 || s.Operations[0].Kind != "barrier" || s.Operations[0].Queued < 0.02 ||
+		s.Operations[0].Queued > 30 {
 		t.Errorf("%+v", s.Operations)
 	}
 	for _, g := range gs {
@@ -218,7 +234,9 @@ func TestStatusOfSubgroups(t *testing.T) {
 			return fmt.Errorf("groups %+v", s.Groups)
 		}
 		first := g.Rank()/2*2 + 1
-		if x := s.Groups[1]; x.Size != 2 || !slices.Equal(x.Ranks, []int{first, first - 1}) || x.Last == nil || x.Last.Root != first || x.Last.Number != 1 || x.Peers != nil && x.Peers[0].Rank != first^g.Rank()^(first-1) {
+		if x := s.Groups[1]; x.Size != 2 || !slices.Equal(x.Ranks, []int{first, first - 1}) || x.Last == nil ||
+			x.Last.Root != first || x.Last.Number != 1 || x.Peers != nil &&
+			x.Peers[0].Rank != first^g.Rank()^(first-1) {
 			return fmt.Errorf("subgroup %+v %+v", x, x.Last)
 		}
 		return g.Barrier(ctx)
@@ -242,11 +260,13 @@ func TestStatusOfFailures(t *testing.T) {
 	}
 	for _, g := range gs {
 		s := look(t, g, 5)
-		if s.Failures["mismatch"] != 1 || s.Groups[0].Error == "" || s.Groups[0].Running != nil || s.Groups[0].Last == nil || s.Groups[0].Last.Outcome != "mismatch" || len(s.Totals) != 0 {
+		if s.Failures["mismatch"] != 1 || s.Groups[0].Error == "" || s.Groups[0].Running != nil ||
+			s.Groups[0].Last == nil || s.Groups[0].Last.Outcome != "mismatch" || len(s.Totals) != 0 {
 			t.Errorf("%+v %+v", s, s.Groups)
 		}
 	}
-	if texts := diagnose(t, gs); len(texts) == 0 || !strings.HasPrefix(texts[0], "the group has failed at rank") || !strings.Contains(texts[0], ": ranks disagree: rank ") {
+	if texts := diagnose(t, gs); len(texts) == 0 || !strings.HasPrefix(texts[0], "the group has failed at rank") ||
+		!strings.Contains(texts[0], ": ranks disagree: rank ") {
 		t.Errorf("%q", texts)
 	}
 	for _, g := range gs {
@@ -309,7 +329,8 @@ func TestLogDir(t *testing.T) {
 		t.Fatalf("%q", files)
 	}
 	s, err := flight.ReadFile(filepath.Join(dir, files[0])) // as if the process were dead
-	if err != nil || len(s.Operations) != 1 || s.Operations[0].Call != "barrier #1" || s.Operations[0].Outcome != "ok" || s.Job != "alone" {
+	if err != nil || len(s.Operations) != 1 || s.Operations[0].Call != "barrier #1" ||
+		s.Operations[0].Outcome != "ok" || s.Job != "alone" {
 		t.Errorf("%+v, %v", s, err)
 	}
 	for _, want := range []string{"flight-rank0-signal.json", "flight-rank0-signal-2.json"} {
@@ -321,12 +342,14 @@ func TestLogDir(t *testing.T) {
 		case <-time.After(20 * time.Second):
 			t.Fatal("the program's own handler does not get the signal")
 		}
-		for late := time.Now().Add(20 * time.Second); !slices.Contains(names(t, dir), want); time.Sleep(time.Millisecond) {
+		for late := time.Now().Add(20 * time.Second); !slices.Contains(names(t, dir),
+			want); time.Sleep(time.Millisecond) {
 			if time.Now().After(late) {
 				t.Fatalf("%q, want %s", names(t, dir), want)
 			}
 		}
-		if s, err := flight.ReadFile(filepath.Join(dir, want)); err != nil || s.Reason != "signal" || len(s.Operations) != 1 || len(s.Groups) != 1 {
+		if s, err := flight.ReadFile(filepath.Join(dir, want)); err != nil || s.Reason != "signal" ||
+			len(s.Operations) != 1 || len(s.Groups) != 1 {
 			t.Errorf("%+v, %v", s, err)
 		}
 	}
@@ -392,8 +415,10 @@ func TestMetrics(t *testing.T) {
 	if code != 200 {
 		t.Errorf("%d %s", code, text)
 	}
-	for _, want := range []string{`tutti_operations_total{job="alone",kind="allreduce",rank="0"} 3`, `tutti_operation_bytes_total{job="alone",kind="allreduce",rank="0"} 96`,
-		`tutti_view_epoch{job="alone",rank="0"} 1`, `tutti_active_ranks{job="alone",rank="0"} 1`, `tutti_failed_groups{job="alone",rank="0"} 0`, `tutti_running_seconds{job="alone",rank="0"} 0`} {
+	for _, want := range []string{`tutti_operations_total{job="alone",kind="allreduce",rank="0"} 3`,
+		`tutti_operation_bytes_total{job="alone",kind="allreduce",rank="0"} 96`,
+		`tutti_view_epoch{job="alone",rank="0"} 1`, `tutti_active_ranks{job="alone",rank="0"} 1`,
+		`tutti_failed_groups{job="alone",rank="0"} 0`, `tutti_running_seconds{job="alone",rank="0"} 0`} {
 		if !strings.Contains(text, want+"\n") {
 			t.Errorf("%s is not in\n%s", want, text)
 		}
@@ -432,7 +457,8 @@ func TestMetricsAnswerAmongStrangers(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		io.WriteString(c, []string{"", "GET /metr", "GET /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"}[i%3])
+		io.WriteString(c, []string{"", "GET /metr",
+			"GET /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n"}[i%3])
 		conns = append(conns, c)
 	}
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 30 * time.Second}
@@ -512,7 +538,9 @@ func TestMetricsOfLinks(t *testing.T) {
 			}
 			defer r.Body.Close()
 			b, _ := io.ReadAll(r.Body)
-			for _, want := range []string{`tutti_links{job="default",rank="0",transport="inproc"} 1`, `tutti_waited_seconds_total{job="default",peer="1",rank="0"}`, `tutti_link_sent_bytes_total{job="default",peer="1",rank="0"}`} {
+			for _, want := range []string{`tutti_links{job="default",rank="0",transport="inproc"} 1`,
+				`tutti_waited_seconds_total{job="default",peer="1",rank="0"}`,
+				`tutti_link_sent_bytes_total{job="default",peer="1",rank="0"}`} {
 				if !strings.Contains(string(b), want) {
 					err = fmt.Errorf("%s is not in\n%s", want, b)
 				}
@@ -530,7 +558,8 @@ func TestMetricsPorts(t *testing.T) {
 	defer taken.Close()
 	port := taken.Addr().(*net.TCPAddr).Port
 	_, err = alone(t, Config{Metrics: fmt.Sprintf("127.0.0.1:%d", port)})
-	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("port %d of 127.0.0.1 is taken", port)) || !strings.Contains(err.Error(), "metrics at") {
+	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("port %d of 127.0.0.1 is taken", port)) ||
+		!strings.Contains(err.Error(), "metrics at") {
 		t.Errorf("a taken port: %v", err)
 	}
 	if port+20 > 65535 {

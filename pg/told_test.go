@@ -9,9 +9,11 @@ import (
 
 // What is told of a standing can be anything; what is understood is told in the same way.
 func FuzzTold(f *testing.F) {
-	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1}, Standing: resync.Standing{Over: 5, Has: true, Calls: true,
-		Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
-		More: told{place: place{machine: 1, cores: 2, maps: true, incarnation: 9}, agreed: 2, from: 3, cause: []byte("why")}}}))
+	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1},
+		Standing: resync.Standing{Over: 5, Has: true, Calls: true,
+			Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
+			More: told{place: place{machine: 1, cores: 2, maps: true, incarnation: 9}, agreed: 2, from: 3,
+				cause: []byte("why")}}}))
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
 		x, err := decodeTold(b)
@@ -19,7 +21,8 @@ func FuzzTold(f *testing.F) {
 			return
 		}
 		again := encodeTold(x)
-		if y, err := decodeTold(again); err != nil || !bytes.Equal(encodeTold(y), again) || x.At != y.At || x.Over != y.Over || x.Last != y.Last {
+		if y, err := decodeTold(again); err != nil || !bytes.Equal(encodeTold(y), again) || x.At != y.At ||
+			x.Over != y.Over || x.Last != y.Last {
 			t.Errorf("%x was understood as %+v, told as %x and understood as %+v (%v)", b, x, again, y, err)
 		}
 	})

@@ -39,7 +39,8 @@ func TestPlansFollowTheHosts(t *testing.T) {
 			}
 			return places
 		}
-		for i, places := range [][]place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2), spread(1, 1, 1, 1), spread(1, 2, 1, 2), spread(1, 1, 2, 2)} {
+		for i, places := range [][]place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2), spread(1, 1, 1, 1),
+			spread(1, 2, 1, 2), spread(1, 1, 2, 2)} {
 			if err := g.relocate(places, uint64(2+i)); err != nil {
 				return err
 			}

@@ -18,7 +18,8 @@ func (s *settings) tuned() *collectives.Table {
 		if s.launch.LocalRank > 0 {
 			level = slog.LevelDebug
 		}
-		s.Logger.Log(context.Background(), level, "algorithms are chosen by the default table, not by the measured one", "err", err)
+		s.Logger.Log(context.Background(), level, "algorithms are chosen by the default table, not by the measured one",
+			"err", err)
 		return nil
 	}
 	if t != nil {

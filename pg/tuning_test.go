@@ -53,8 +53,10 @@ func TestTunedSettings(t *testing.T) {
 	}
 	run := func(env, path string, localRank int) (*collectives.Table, string) {
 		var log bytes.Buffer
-		s, err := Config{Tuning: path, Logger: slog.New(slog.NewTextHandler(&log, nil))}.resolve(func(name string) string {
-			return map[string]string{"TUTTI_RANK": fmt.Sprint(localRank), "TUTTI_SIZE": "8", "TUTTI_LOCAL_RANK": fmt.Sprint(localRank), "TUTTI_LOCAL_SIZE": "4", "TUTTI_TUNE": env}[name]
+		s, err := Config{Tuning: path, Logger: slog.New(slog.NewTextHandler(&log,
+			nil))}.resolve(func(name string) string {
+			return map[string]string{"TUTTI_RANK": fmt.Sprint(localRank), "TUTTI_SIZE": "8",
+				"TUTTI_LOCAL_RANK": fmt.Sprint(localRank), "TUTTI_LOCAL_SIZE": "4", "TUTTI_TUNE": env}[name]
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -81,7 +83,8 @@ func TestTunedSettings(t *testing.T) {
 		if c.used != (got != nil && got.Hash() == table.Hash()) || !c.used && got != nil {
 			t.Errorf("%+v: %v", c, got)
 		}
-		if lines := strings.Count(log, "\n"); !strings.Contains(log, c.says) || lines > 1 || (lines == 1) != (c.says != "") {
+		if lines := strings.Count(log, "\n"); !strings.Contains(log, c.says) || lines > 1 ||
+			(lines == 1) != (c.says != "") {
 			t.Errorf("%+v: log %q", c, log)
 		}
 	}
@@ -100,11 +103,13 @@ func TestAgree(t *testing.T) {
 	for _, c := range []struct {
 		hashes []uint64
 		used   bool
-	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false}, {[]uint64{own, 1, 2}, false}} {
+	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false},
+		{[]uint64{own, 1, 2}, false}} {
 		lines := 0
 		for r, hash := range c.hashes {
 			var log bytes.Buffer
-			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), self: p2p.Identity{Rank: r}, here: place{table: hash}}
+			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), self: p2p.Identity{Rank: r},
+				here: place{table: hash}}
 			for i, h := range c.hashes {
 				j.places = append(j.places, place{table: h, incarnation: uint64(i) + 1})
 			}
@@ -164,7 +169,8 @@ func TestSetAlgorithm(t *testing.T) {
 			return err
 		}
 		var differ *MismatchError
-		if err := AllReduce(ctx, g, []int64{1}, Sum); !errors.As(err, &differ) || !strings.Contains(err.Error(), "ring") || !strings.Contains(err.Error(), "flat") {
+		if err := AllReduce(ctx, g, []int64{1}, Sum); !errors.As(err, &differ) ||
+			!strings.Contains(err.Error(), "ring") || !strings.Contains(err.Error(), "flat") {
 			return fmt.Errorf("ranks with different algorithms: %v", err)
 		}
 		return nil

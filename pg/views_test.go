@@ -29,10 +29,17 @@ func TestCallsWhileTheViewChanges(t *testing.T) {
 			"topology": func() { _ = g.Topology() },
 			"local":    func() { _, _ = g.LocalRank(), g.LocalSize() },
 			"start": func() {
-				refused(g.Start(pg.AllGatherOp{Dst: pg.BufferOf(make([]int32, 7)), Src: pg.BufferOf(make([]int32, 1))}).Wait(ctx))
+				refused(g.Start(pg.AllGatherOp{Dst: pg.BufferOf(make([]int32, 7)),
+					Src: pg.BufferOf(make([]int32, 1))}).Wait(ctx))
 			},
-			"counts":     func() { refused(g.Start(pg.AllToAllVOp{SendCounts: []int{0}, RecvCounts: []int{0}}).Wait(ctx)) },
-			"root":       func() { refused(g.Start(pg.BroadcastOp{X: pg.BufferOf(make([]int32, 1)), Root: 9}).Wait(ctx)) },
+			"counts": func() {
+				refused(g.Start(pg.AllToAllVOp{SendCounts: []int{0},
+					RecvCounts: []int{0}}).Wait(ctx))
+			},
+			"root": func() {
+				refused(g.Start(pg.BroadcastOp{X: pg.BufferOf(make([]int32, 1)),
+					Root: 9}).Wait(ctx))
+			},
 			"send":       func() { refused(pg.Send(ctx, g, []int32{1}, 9, 0)) },
 			"start send": func() { refused(g.Start(pg.SendOp{X: pg.BufferOf([]int32{1}), To: 9}).Wait(ctx)) },
 			"recv":       func() { _, err := pg.Recv(ctx, g, []int32{1}, 9, 0); refused(err) },

@@ -468,7 +468,8 @@ func ask(op Operation, q *exec.Request) {
 	case AllToAllOp:
 		q.Kind, q.Dst, q.Src = collectives.AllToAll, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case AllToAllVOp:
-		q.Kind, q.Dst, q.Src, q.Counts, q.RecvCounts = collectives.AllToAllV, exec.Buffer(o.Dst), exec.Buffer(o.Src), o.SendCounts, o.RecvCounts
+		q.Kind, q.Dst, q.Src, q.Counts, q.RecvCounts = collectives.AllToAllV, exec.Buffer(o.Dst), exec.Buffer(o.Src),
+			o.SendCounts, o.RecvCounts
 	case BroadcastOp:
 		q.Kind, q.Root, q.Dst, q.Src = collectives.Broadcast, o.Root, exec.Buffer(o.X), exec.Buffer(o.X)
 	case ReduceOp:

@@ -76,7 +76,8 @@ func init() { wal.SegmentSizeBytes = segment }
 // Start starts a store and returns when it serves, at most until ctx ends.
 func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if len(cfg.Secret) < trust.MinSecret {
-		return nil, fmt.Errorf("embedded store: a secret of %d bytes is too short: expected at least %d", len(cfg.Secret), trust.MinSecret)
+		return nil, fmt.Errorf("embedded store: a secret of %d bytes is too short: expected at least %d",
+			len(cfg.Secret), trust.MinSecret)
 	}
 	if cfg.Host == "" {
 		cfg.Host = "127.0.0.1"
@@ -85,14 +86,16 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 		cfg.Advertise = cfg.Host
 	}
 	if ip := net.ParseIP(cfg.Advertise); ip != nil && ip.IsUnspecified() {
-		return nil, fmt.Errorf("embedded store: it listens on %s, which is no address to give to others: set Advertise", cfg.Host)
+		return nil, fmt.Errorf("embedded store: it listens on %s, which is no address to give to others: set Advertise",
+			cfg.Host)
 	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err == nil && files.Cur <= minFiles {
-		return nil, fmt.Errorf("embedded store: this process may have %d open files (RLIMIT_NOFILE), and it needs more than %d: raise the limit (ulimit -n)", files.Cur, minFiles)
+		return nil, fmt.Errorf("embedded store: this process may have %d open files (RLIMIT_NOFILE), and it "+
+			"needs more than %d: raise the limit (ulimit -n)", files.Cur, minFiles)
 	}
 	spec, err := ports.ParseSpec(cfg.Ports)
 	if err != nil {
@@ -161,9 +164,10 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 
 // lastWords prints why etcd ends the process, which it does where its files cannot be written, and
 // nothing else.
-var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{NameKey: "service", MessageKey: "msg", EncodeName: func(_ string, e zapcore.PrimitiveArrayEncoder) {
-	e.AppendString("tutti: the embedded store ends this process:")
-}}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
+var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{NameKey: "service", MessageKey: "msg",
+	EncodeName: func(_ string, e zapcore.PrimitiveArrayEncoder) {
+		e.AppendString("tutti: the embedded store ends this process:")
+	}}), zapcore.Lock(os.Stderr), zapcore.PanicLevel)
 
 func (s *Server) config() *embed.Config {
 	c := embed.NewConfig()
@@ -187,7 +191,8 @@ func (s *Server) config() *embed.Config {
 	c.InitialCluster = c.Name + "=" + peer.String()
 	client := url.URL{Scheme: "unix", Path: filepath.Join(s.dir, "etcd")}
 	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
-	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}), grpc.ConnectionTimeout(proof.Timeout)}
+	c.GRPCAdditionalServerOptions = []grpc.ServerOption{grpc.Creds(proof.Credentials{}),
+		grpc.ConnectionTimeout(proof.Timeout)}
 	return c
 }
 
@@ -223,7 +228,8 @@ func makeDir(dir string) (string, *os.File, error) {
 	}
 	lockdir.RemoveStale(dir, func(name string) bool { return strings.HasPrefix(name, dirPrefix) })
 	if len(dir)+len(dirPrefix)+20 > socketPath {
-		return "", nil, fmt.Errorf("directory %s: the path is too long to hold a Unix socket: at most %d bytes", dir, socketPath-len(dirPrefix)-20)
+		return "", nil, fmt.Errorf("directory %s: the path is too long to hold a Unix socket: at most %d bytes", dir,
+			socketPath-len(dirPrefix)-20)
 	}
 	own, err := os.MkdirTemp(dir, dirPrefix) // mode 0700
 	if err != nil {

@@ -68,7 +68,8 @@ func entries(t testing.TB, dir string) (names []string) {
 
 func dial(t testing.TB, address string) (bootstrap.Store, error) {
 	t.Helper()
-	return bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: address, Job: "j", Secret: secret, DialTimeout: 5 * time.Second})
+	return bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: address, Job: "j", Secret: secret,
+		DialTimeout: 5 * time.Second})
 }
 
 func TestStartClose(t *testing.T) {
@@ -144,7 +145,8 @@ func TestConfigErrors(t *testing.T) {
 	if left := entries(t, dir); len(left) != 0 {
 		t.Errorf("failures leave %v", left)
 	}
-	s := start(t, Config{Dir: dir, Host: "0.0.0.0", Advertise: "127.0.0.1", Ports: fmt.Sprintf("%d-%d", port, min(port+500, 65535))})
+	s := start(t, Config{Dir: dir, Host: "0.0.0.0", Advertise: "127.0.0.1",
+		Ports: fmt.Sprintf("%d-%d", port, min(port+500, 65535))})
 	c, err := dial(t, s.Address())
 	if err != nil {
 		t.Fatal(err)

@@ -92,7 +92,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "how long a round is to take")
 	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
-	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and reads its result after it, off the clock; the median call counts")
+	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
+		"reads its result after it, off the clock; the median call counts")
 	fl.IntVar(&f.queue, "queue", 0,
 		"start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs")
 	fl.BoolVar(&f.check, "check", true, "check the results")
@@ -100,7 +101,8 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
 	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
-	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to go on when one is killed, and to take its replacement in (-n, --rounds, --transport, --json)")
+	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to go on when one is killed, and "+
+		"to take its replacement in (-n, --rounds, --transport, --json)")
 	fl.BoolVar(&f.emit, "emit", false, "")
 	fl.MarkHidden("emit") // a rank's output, for the process that started it
 	return c
@@ -128,7 +130,8 @@ next:
 				continue next
 			}
 		}
-		return nil, usagef(cmd, "--%s %s: expected all, or some of %s", flag, name, strings.ReplaceAll(joined(all), " ", ","))
+		return nil, usagef(cmd, "--%s %s: expected all, or some of %s", flag, name,
+			strings.ReplaceAll(joined(all), " ", ","))
 	}
 	return out, nil
 }
@@ -140,7 +143,8 @@ func (n named) String() string { return string(n) }
 // parseSize reads 64, 64K, 64KiB, 1M, 2G.
 func parseSize(s string) (int, error) {
 	digits := strings.TrimRight(s, "KMGiBkmgb")
-	shift, ok := map[string]int{"": 0, "b": 0, "k": 10, "kib": 10, "kb": 10, "m": 20, "mib": 20, "mb": 20, "g": 30, "gib": 30, "gb": 30}[strings.ToLower(s[len(digits):])]
+	shift, ok := map[string]int{"": 0, "b": 0, "k": 10, "kib": 10, "kb": 10, "m": 20, "mib": 20, "mb": 20, "g": 30,
+		"gib": 30, "gb": 30}[strings.ToLower(s[len(digits):])]
 	n, err := strconv.ParseUint(digits, 10, 40)
 	if err != nil || !ok || n == 0 || n > 1<<40>>shift {
 		return 0, fmt.Errorf("%q: expected a size such as 64, 64K, 1M or 2G", s)
@@ -189,7 +193,8 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 	case f.n < 1 || f.n > 1<<12:
 		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)
 	}
-	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds, f.roundTime
+	s.Factor, s.Root, s.Iters, s.Warmup, s.Rounds, s.RoundTime = f.factor, f.root, f.iters, f.warmup, f.rounds,
+		f.roundTime
 	s.Registered, s.Check, s.Touch, s.Queue = f.registered, f.check && !f.noCheck, f.touch, f.queue
 	s.Transport = f.transport
 	return s, nil
@@ -212,10 +217,12 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	}
 	if l.Size > 1 || f.emit { // one rank alone, as an interactive Slurm step is, is no job to take part in
 		if cmd.Flags().Changed("ranks") && f.n != l.Size && !f.emit {
-			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n, l.Size, l.Source)
+			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n,
+				l.Size, l.Source)
 		}
 		if f.transport == "inproc" {
-			return usagef(cmd, "--transport inproc is for ranks of one process, but this is a rank that a launcher started (%s)", l.Source)
+			return usagef(cmd, "--transport inproc is for ranks of one process, but this is a rank that a "+
+				"launcher started (%s)", l.Source)
 		}
 		if err := rootInRange(l.Size); err != nil {
 			return err
@@ -241,8 +248,10 @@ func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	if err != nil {
 		return err
 	}
-	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
-		NoPrefix: true, Bind: f.bind && f.n <= runtime.NumCPU(), Grace: time.Second, QuietCode: codeWrong, Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
+	o := launch.Options{Program: "/proc/self/exe", Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w,
+		Stderr:   os.Stderr,
+		NoPrefix: true, Bind: f.bind && f.n <= runtime.NumCPU(), Grace: time.Second, QuietCode: codeWrong,
+		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err
 	}

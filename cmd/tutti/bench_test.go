@@ -12,7 +12,8 @@ import (
 func TestBench(t *testing.T) {
 	s := newStage(t)
 	for _, transport := range []string{"auto", "shm", "tcp", "inproc"} {
-		j := s.command("bench", "-n", "2", "--transport", transport, "--op", "allreduce,alltoall,barrier", "--max", "4K", "--iters", "2", "--rounds", "1", "--json")
+		j := s.command("bench", "-n", "2", "--transport", transport, "--op", "allreduce,alltoall,barrier", "--max",
+			"4K", "--iters", "2", "--rounds", "1", "--json")
 		j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 		j.start().end(0)
 		n := 0
@@ -35,7 +36,8 @@ func TestBench(t *testing.T) {
 	s.empty()
 
 	for _, flags := range [][]string{
-		{"--touch", "--registered", "--op", "allreduce"}, {"--queue", "1"}, {"--queue", "7", "--op", "all"}, {"--queue", "3", "--touch"},
+		{"--touch", "--registered", "--op", "allreduce"}, {"--queue", "1"}, {"--queue", "7", "--op", "all"},
+		{"--queue", "3", "--touch"},
 	} {
 		few := []string{"bench", "-n", "2", "--max", "4K", "--iters", "2", "--rounds", "1", "--json"}
 		j := s.command(append(few, flags...)...)
@@ -59,13 +61,15 @@ func TestBench(t *testing.T) {
 	j := s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 	j.start().end(0)
-	if out := j.stdout.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") || !strings.Contains(out, "# wrong elements         0") {
+	if out := j.stdout.String(); strings.Count(out, "float32") != 1 || strings.Contains(out, "[1]") ||
+		!strings.Contains(out, "# wrong elements         0") {
 		t.Errorf("stdout %s", out)
 	}
 }
 
 func TestParseSize(t *testing.T) {
-	for s, want := range map[string]int{"1": 1, "64": 64, "64K": 65536, "64k": 65536, "1M": 1 << 20, "1MiB": 1 << 20, "2G": 2 << 30, "512b": 512} {
+	for s, want := range map[string]int{"1": 1, "64": 64, "64K": 65536, "64k": 65536, "1M": 1 << 20, "1MiB": 1 << 20,
+		"2G": 2 << 30, "512b": 512} {
 		if got, err := parseSize(s); got != want || err != nil {
 			t.Errorf("%s: %d, %v", s, got, err)
 		}
@@ -90,7 +94,8 @@ func TestBenchFaults(t *testing.T) {
 			if err := rows.Decode(&r); err != nil {
 				t.Fatalf("%q: %v", j.stdout.String(), err)
 			}
-			if r.Ranks != 3 || r.Leader != leader || r.Rounds != 2 || r.Detected[0] <= 0 || r.Next[0] < r.Detected[0] || r.Next[1] < r.Next[0] || r.Admitted[0] <= 0 {
+			if r.Ranks != 3 || r.Leader != leader || r.Rounds != 2 || r.Detected[0] <= 0 || r.Next[0] < r.Detected[0] ||
+				r.Next[1] < r.Next[0] || r.Admitted[0] <= 0 {
 				t.Errorf("%s: %+v", transport, r)
 			}
 		}

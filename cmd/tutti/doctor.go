@@ -60,9 +60,11 @@ func findingPrinter(w io.Writer, colour bool, width int) func(doctor.Finding) {
 			group = f.Group
 			fmt.Fprintln(w, paint(1, group))
 		}
-		fmt.Fprintf(w, "  %s %-14s %s\n", paint(colours[f.State], fmt.Sprintf("%-8s", f.State)), f.Check, term.Wrap(f.Detail, indent, width))
+		fmt.Fprintf(w, "  %s %-14s %s\n", paint(colours[f.State], fmt.Sprintf("%-8s", f.State)), f.Check,
+			term.Wrap(f.Detail, indent, width))
 		if f.Advice != "" {
-			fmt.Fprintf(w, "%s%s %s\n", strings.Repeat(" ", indent), paint(36, "→"), term.Wrap(f.Advice, indent+2, width))
+			fmt.Fprintf(w, "%s%s %s\n", strings.Repeat(" ", indent), paint(36, "→"),
+				term.Wrap(f.Advice, indent+2, width))
 		}
 	}
 }

@@ -29,7 +29,8 @@ func TestDoctor(t *testing.T) {
 	j = s.command("doctor")
 	j.cmd.Env = append(j.cmd.Env, "RANK=5", "WORLD_SIZE=2")
 	j.start().end(1)
-	if out := j.stdout.String(); !strings.Contains(out, "  broken   environment    RANK=5 contradicts WORLD_SIZE=2") || strings.Contains(out, "\x1b") {
+	if out := j.stdout.String(); !strings.Contains(out, "  broken   environment    RANK=5 contradicts WORLD_SIZE=2") ||
+		strings.Contains(out, "\x1b") {
 		t.Errorf("stdout %s", out)
 	}
 }

@@ -26,7 +26,9 @@ const faultsVariable = "TUTTI_BENCH_FAULTS"
 
 // What is noted there: each a file with one number, nanoseconds of the monotonic clock.
 const (
-	momentKill     = "kill"     // the victim is about to kill itself, and the process whose number is in leaderFile, if there is one
+	// the victim is about to kill itself, and the process whose number is in leaderFile, if there
+	// is one
+	momentKill     = "kill"
 	momentError    = "error"    // a survivor has its error; one for each, with its rank
 	momentNext     = "next"     // it has finished its next collective
 	momentStart    = "start"    // the replacement's main has begun
@@ -46,8 +48,9 @@ func monotonic() int64 {
 
 // faultRow is what one number of ranks took, milliseconds, median and worst over the rounds.
 type faultRow struct {
-	Ranks    int        `json:"ranks"`
-	Leader   bool       `json:"leader_killed"` // at the same moment the leader of a three-member etcd, which is the store
+	Ranks int `json:"ranks"`
+	// at the same moment the leader of a three-member etcd, which is the store
+	Leader   bool       `json:"leader_killed"`
 	Rounds   int        `json:"rounds"`
 	Detected [2]float64 `json:"detected_ms"` // kill to the first survivor's error
 	Next     [2]float64 `json:"next_ms"`     // kill to the slowest survivor's next finished collective
@@ -78,7 +81,8 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 	}
 	for _, with := range []string{"", ", and of the leader of a three-member etcd at the same moment"} {
 		if !f.asJSON {
-			fmt.Printf("# kill -9 of one rank in a loop of 1 KiB allreduces%s, %d rounds; milliseconds, median and worst\n", with, rounds)
+			fmt.Printf("# kill -9 of one rank in a loop of 1 KiB allreduces%s, %d rounds; milliseconds, median "+
+				"and worst\n", with, rounds)
 			fmt.Println("#  ranks    kill to error        to the next result    replacement to admitted")
 		}
 		for _, n := range sizes {
@@ -92,7 +96,8 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 				}
 				continue
 			}
-			fmt.Printf("%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n, row.Detected[0], row.Detected[1], row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
+			fmt.Printf("%8d %9.1f %9.1f    %9.1f %9.1f       %9.1f %9.1f\n", n, row.Detected[0], row.Detected[1],
+				row.Next[0], row.Next[1], row.Admitted[0], row.Admitted[1])
 		}
 	}
 	return nil
@@ -125,14 +130,17 @@ func medianWorst(x []float64) [2]float64 {
 
 // faultRound runs one job and returns its three times in milliseconds. If etcd is not nil, that is
 // its store, and loses its leader.
-func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *cluster.Cluster) (detected, next, admitted float64, err error) {
+func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *cluster.Cluster) (detected, next,
+	admitted float64, err error) {
 	dir, err := os.MkdirTemp("", "tutti-faults-")
 	if err != nil {
 		return 0, 0, 0, err
 	}
 	defer os.RemoveAll(dir)
-	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n, GoOn: true, MaxRestarts: 1, Quiet: true, NoPrefix: true, Grace: 2 * time.Second,
-		Stdout: os.Stdout, Stderr: os.Stderr, Env: []string{faultsVariable + "=" + dir, "TUTTI_ON_FAILURE=shrink", "TUTTI_TRANSPORT=" + f.transport, "TUTTI_TIMEOUT=60s"}}
+	o := launch.Options{Program: self, Args: []string{"bench", "--faults", "--emit"}, N: n, GoOn: true, MaxRestarts: 1,
+		Quiet: true, NoPrefix: true, Grace: 2 * time.Second,
+		Stdout: os.Stdout, Stderr: os.Stderr, Env: []string{faultsVariable + "=" + dir, "TUTTI_ON_FAILURE=shrink",
+			"TUTTI_TRANSPORT=" + f.transport, "TUTTI_TIMEOUT=60s"}}
 	if etcd != nil {
 		if err := etcd.Mend(ctx); err != nil {
 			return 0, 0, 0, err
@@ -216,7 +224,8 @@ func faultRank(ctx context.Context) error {
 		for errors.As(err, &lost) {
 			err = pg.AllReduce(ctx, g, x, pg.Sum)
 		}
-		if err = errors.Join(err, note(momentNext+strconv.Itoa(g.Rank()), monotonic()), note(momentError+strconv.Itoa(g.Rank()), at)); err != nil {
+		if err = errors.Join(err, note(momentNext+strconv.Itoa(g.Rank()), monotonic()),
+			note(momentError+strconv.Itoa(g.Rank()), at)); err != nil {
 			return err
 		}
 		break

@@ -99,7 +99,8 @@ func newRoot() *cobra.Command {
 		var bad *pflag.InvalidValueError
 		if errors.As(err, &bad) {
 			flag := bad.GetFlag()
-			want := map[string]string{"int": "whole number", "duration": "duration, such as 90s", "bool": "truth value"}[flag.Value.Type()]
+			want := map[string]string{"int": "whole number", "duration": "duration, such as 90s",
+				"bool": "truth value"}[flag.Value.Type()]
 			if want != "" {
 				err = fmt.Errorf("--%s: %q is no %s", flag.Name, bad.GetValue(), want)
 			}
@@ -169,12 +170,14 @@ func version() string {
 
 func newEnv() *cobra.Command {
 	return &cobra.Command{
-		Use: "env", Short: "List the environment variables that a job understands", Args: noArgs, DisableFlagsInUseLine: true,
+		Use: "env", Short: "List the environment variables that a job understands", Args: noArgs,
+		DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			const indent = 22
 			width := term.Width(os.Stdout)
 			for _, v := range bootstrap.Variables() {
-				fmt.Fprintf(os.Stdout, "%-*s%s\n", indent, v.Name, term.Wrap(fmt.Sprintf("%s (default: %s)", v.Meaning, v.Default), indent, width))
+				fmt.Fprintf(os.Stdout, "%-*s%s\n", indent, v.Name,
+					term.Wrap(fmt.Sprintf("%s (default: %s)", v.Meaning, v.Default), indent, width))
 			}
 			return nil
 		},

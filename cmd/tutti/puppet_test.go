@@ -329,7 +329,8 @@ func (s *stage) command(args ...string) *tutti {
 		}
 	}
 	// With the race detector every process sleeps for a second before it ends, unless told not to.
-	t.cmd.Env = append(t.cmd.Env, asTutti+"=1", asPuppet+"="+s.path, "TMPDIR="+s.tmp, "GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
+	t.cmd.Env = append(t.cmd.Env, asTutti+"=1", asPuppet+"="+s.path, "TMPDIR="+s.tmp,
+		"GORACE="+os.Getenv("GORACE")+" atexit_sleep_ms=0")
 	t.cmd.Stdout, t.cmd.Stderr = &t.stdout, &t.stderr
 	return t
 }

@@ -72,20 +72,30 @@ No process that a rank has started outlives the command, even if the command is 
 	fl.IntVar(&f.nodes, "nnodes", 1, "nodes of the job; each has a tutti run of its own")
 	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1")
 	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
-	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; default: TUTTI_STORE if it is such a URL)")
+	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; "+
+		"default: TUTTI_STORE if it is such a URL)")
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: random on one node, else TUTTI_JOB or \"default\")")
-	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
+	fl.StringVar(&f.secretFile, "secret-file", "",
+		"`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
 	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation, such as 90s (default: TUTTI_TIMEOUT, else 5m)")
-	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log, and flight records there")
+	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log, and flight "+
+		"records there")
 	fl.StringVar(&f.bind, "bind", "none", "none, or core: each rank to a core of its own, for programs of one thread")
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
-	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the ranks have none)")
-	fl.StringVar(&f.onFailure, "on-failure", "end", "when a rank dies: `end` the others; or leave them to go on: shrink (the operation in flight fails), retry (it runs again)")
-	fl.IntVar(&f.restarts, "max-restarts", 0, "with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
-	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and take its place")
-	fl.BoolVar(&f.autoAdmit, "auto-admit", false, "with shrink or retry: let ranks in between any two operations, not at the program's Admit")
-	fl.DurationVar(&f.grace, "grace", 2*time.Second, "time between SIGTERM, or your signal, and SIGKILL for the ranks that are ended")
+	fl.BoolVar(&f.stdin, "stdin", false, "give the standard input to this node's first rank (default: the "+
+		"ranks have none)")
+	fl.StringVar(&f.onFailure, "on-failure", "end",
+		"when a rank dies: `end` the others; or leave them to go on: shrink (the operation in flight fails), "+
+			"retry (it runs again)")
+	fl.IntVar(&f.restarts, "max-restarts", 0,
+		"with shrink or retry: how often a rank that died is started again; it joins at the others' next Admit")
+	fl.IntVar(&f.standby, "standby", 0, "with shrink or retry: spare processes that wait for a rank to die and "+
+		"take its place")
+	fl.BoolVar(&f.autoAdmit, "auto-admit", false,
+		"with shrink or retry: let ranks in between any two operations, not at the program's Admit")
+	fl.DurationVar(&f.grace, "grace", 2*time.Second,
+		"time between SIGTERM, or your signal, and SIGKILL for the ranks that are ended")
 	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not say how the job ended; the exit code tells")
 	return c
 }
@@ -110,10 +120,12 @@ func launched(code int, err error) error {
 
 // options checks the flags, which say what is wrong with them in their own names.
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
-	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir, Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
+	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
+		Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
 	given := cmd.Flags().Changed
 	store, from := f.store, "--store"
-	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" && (strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
+	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" &&
+		(strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
 		store, from = own, "TUTTI_STORE" // the site's; a tutti:// there is that of a job this command runs in
 	}
 	o.Store = store
@@ -125,7 +137,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	case f.nodes < 1 || f.nodes > 1<<16:
 		return o, usagef(cmd, "--nnodes %d: expected 1 or more", f.nodes)
 	case f.node < 0 || f.node >= f.nodes:
-		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1, f.nodes)
+		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1,
+			f.nodes)
 	case f.nodes > 1 && !given("node-rank"):
 		return o, usagef(cmd, "--nnodes %d needs --node-rank, this node's number", f.nodes)
 	case f.rdzv != "" && store != "":
@@ -139,7 +152,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	case f.restarts < 0 || f.standby < 0 || f.standby > 1<<16:
 		return o, usagef(cmd, "--max-restarts %d --standby %d: expected 0 or more", f.restarts, f.standby)
 	case f.onFailure == "end" && (f.restarts > 0 || f.standby > 0 || f.autoAdmit):
-		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: with end there is nobody left to come back to")
+		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: "+
+			"with end there is nobody left to come back to")
 	case f.transport != "" && !transports(f.transport, "auto", "shm", "tcp"):
 		return o, usagef(cmd, "--transport %s: expected auto, shm or tcp", f.transport)
 	case f.bind != "none" && f.bind != "core":
@@ -162,8 +176,10 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	if store != "" {
 		if a, err := bootstrap.ParseStore(store); err != nil {
 			return o, usagef(cmd, "%s: %v", from, err)
-		} else if a.Scheme == "tutti" && getenv("TUTTI_SECRET") == "" && getenv("TUTTI_SECRET_FILE") == "" && f.secretFile == "" {
-			return o, usagef(cmd, "--store %s is another launcher's and needs its secret: set TUTTI_SECRET or give --secret-file", store)
+		} else if a.Scheme == "tutti" && getenv("TUTTI_SECRET") == "" && getenv("TUTTI_SECRET_FILE") == "" &&
+			f.secretFile == "" {
+			return o, usagef(cmd, "--store %s is another launcher's and needs its secret: set TUTTI_SECRET or "+
+				"give --secret-file", store)
 		}
 	}
 	if o.Job == "" {
@@ -174,14 +190,17 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 			return o, usagef(cmd, "%v", err)
 		}
 	} else if f.nodes > 1 && store != "" {
-		return o, usagef(cmd, "a store that was there before, with several nodes needs --job NAME, the same on all nodes and fresh for each job")
+		return o, usagef(cmd, "a store that was there before, with several nodes needs --job NAME, the same on "+
+			"all nodes and fresh for each job")
 	}
 	var err error
 	if o.Secret, err = f.secret(getenv); err != nil {
 		return o, usagef(cmd, "%v", err)
 	}
 	if o.Secret == "" && f.nodes > 1 {
-		return o, usagef(cmd, "several nodes need a secret that they share: set TUTTI_SECRET or give --secret-file FILE with the same contents on all of them (head -c 32 /dev/urandom | xxd -p -c 64 makes one)")
+		return o, usagef(cmd, "several nodes need a secret that they share: set TUTTI_SECRET or give "+
+			"--secret-file FILE with the same contents on all of them (head -c 32 /dev/urandom | xxd -p -c "+
+			"64 makes one)")
 	}
 	if f.transport != "" {
 		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)

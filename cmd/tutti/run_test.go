@@ -29,16 +29,19 @@ func TestRunAllWell(t *testing.T) {
 	j := s.run("run", "-n", "3", "--", self(t), "-x", "--", "y")
 	all := s.arrive(3)
 	for i, p := range all {
-		for name, want := range map[string]string{"RANK": fmt.Sprint(i), "WORLD_SIZE": "3", "LOCAL_RANK": fmt.Sprint(i), "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"} {
+		for name, want := range map[string]string{"RANK": fmt.Sprint(i), "WORLD_SIZE": "3", "LOCAL_RANK": fmt.Sprint(i),
+			"LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"} {
 			if got := p.Env[name]; got != want {
 				t.Errorf("rank %d: %s=%q, want %q", i, name, got, want)
 			}
 		}
 		l, err := bootstrap.FromEnv(func(name string) string { return p.Env[name] })
-		if err != nil || l.Rank != i || l.Size != 3 || l.LocalRank != i || l.LocalSize != 3 || len(l.Secret) < trust.MinSecret || l.Store == "" || l.Job == "default" {
+		if err != nil || l.Rank != i || l.Size != 3 || l.LocalRank != i || l.LocalSize != 3 ||
+			len(l.Secret) < trust.MinSecret || l.Store == "" || l.Job == "default" {
 			t.Errorf("rank %d: the environment says %+v, %v", i, l, err)
 		}
-		if p.Env["TUTTI_SECRET"] != all[0].Env["TUTTI_SECRET"] || p.Env["TUTTI_JOB"] != all[0].Env["TUTTI_JOB"] || p.Env["MASTER_PORT"] != all[0].Env["MASTER_PORT"] {
+		if p.Env["TUTTI_SECRET"] != all[0].Env["TUTTI_SECRET"] || p.Env["TUTTI_JOB"] != all[0].Env["TUTTI_JOB"] ||
+			p.Env["MASTER_PORT"] != all[0].Env["MASTER_PORT"] {
 			t.Errorf("rank %d has another secret, job or port than rank 0", i)
 		}
 		if !slices.Equal(p.Args, []string{"-x", "--", "y"}) {
@@ -81,7 +84,8 @@ func TestRunFirstFailureCounts(t *testing.T) {
 	}{
 		{"exit", "exit 3", "tutti: rank 2 exited with code 3; ended the other 3 ranks\n", 3},
 		{"SIGKILL", "kill 9", "tutti: rank 2 was killed by signal 9 (SIGKILL); ended the other 3 ranks\n", 137},
-		{"SIGSEGV", "kill 11", "tutti: rank 2 exited with code 2; ended the other 3 ranks\n", 2}, // Go's runtime turns it into a crash with code 2
+		// Go's runtime turns it into a crash with code 2
+		{"SIGSEGV", "kill 11", "tutti: rank 2 exited with code 2; ended the other 3 ranks\n", 2},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := newStage(t)
@@ -301,7 +305,8 @@ func TestRunLogDir(t *testing.T) {
 	j.end(0)
 	for i := range all {
 		b, err := os.ReadFile(filepath.Join(dir, fmt.Sprintf("rank-%d.log", i)))
-		if err != nil || len(b) != len("out 0\nerr 0") || !strings.Contains(string(b), fmt.Sprintf("out %d\n", i)) || !strings.Contains(string(b), fmt.Sprintf("err %d", i)) {
+		if err != nil || len(b) != len("out 0\nerr 0") || !strings.Contains(string(b), fmt.Sprintf("out %d\n", i)) ||
+			!strings.Contains(string(b), fmt.Sprintf("err %d", i)) {
 			t.Errorf("rank %d's log: %q, %v", i, b, err)
 		}
 	}
@@ -313,7 +318,8 @@ func TestRunLogDir(t *testing.T) {
 func TestRunFullDisk(t *testing.T) {
 	s := newStage(t)
 	dir := t.TempDir()
-	switch err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700,nr_blocks=1"); { // room for the log of who writes first
+	// room for the log of who writes first
+	switch err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700,nr_blocks=1"); {
 	case errors.Is(err, unix.EPERM):
 		t.Skip("only root can mount a disk that is soon full")
 	case err != nil:
@@ -411,7 +417,8 @@ func TestRunPrograms(t *testing.T) {
 		return path
 	}
 	write("go.mod", "module example\n\ngo 1.26\n", 0o644)
-	hello := "package main\n\nimport (\"fmt\"; \"os\")\n\nfunc main() { fmt.Println(\"built\", os.Getenv(\"RANK\"), os.Args[1:]) }\n"
+	hello := "package main\n\nimport (\"fmt\"; \"os\")\n\nfunc main() { fmt.Println(\"built\", " +
+		"os.Getenv(\"RANK\"), os.Args[1:]) }\n"
 	for _, c := range []struct {
 		name, program, out, err string
 		code                    int
@@ -419,12 +426,15 @@ func TestRunPrograms(t *testing.T) {
 		{"not in PATH", "no-such-program-anywhere", "", `program "no-such-program-anywhere" is not in PATH`, 127},
 		{"no such file", "./no/such/file", "", `program "./no/such/file": no such file`, 127},
 		{"not executable", write("plain", "x", 0o644), "", "cannot be executed: permission denied", 126},
-		{"no program at all", write("garbage", "\x00\x01\x02", 0o755), "", "could not be started: exec format error", 126},
+		{"no program at all", write("garbage", "\x00\x01\x02", 0o755), "", "could not be started: exec format error",
+			126},
 		{"empty directory", filepath.Dir(write("empty/readme", "", 0o644)), "", "is a directory without Go files", 127},
 		{"Go file", write("one.go", hello, 0o644), "[0] built 0 [a b]\n", "", 0},
 		{"Go package", filepath.Dir(write("cmd/main.go", hello, 0o644)), "[0] built 0 [a b]\n", "", 0},
-		{"Go library", filepath.Dir(write("lib/lib.go", "package lib\n", 0o644)), "", "no program: package main is needed", 126},
-		{"build error", write("bad.go", "package main\n\nfunc main() { undefined() }\n", 0o644), "", "bad.go:3:15: undefined: undefined\n", 1},
+		{"Go library", filepath.Dir(write("lib/lib.go", "package lib\n", 0o644)), "",
+			"no program: package main is needed", 126},
+		{"build error", write("bad.go", "package main\n\nfunc main() { undefined() }\n", 0o644), "",
+			"bad.go:3:15: undefined: undefined\n", 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := newStage(t)
@@ -444,7 +454,8 @@ func TestRunBuildCutShort(t *testing.T) {
 	for _, sig := range []syscall.Signal{syscall.SIGINT, syscall.SIGKILL} {
 		s := newStage(t)
 		bin := t.TempDir()
-		if err := os.WriteFile(filepath.Join(bin, "go"), []byte("#!/bin/sh\necho building as $$ >&2\nexec sleep 1000\n"), 0o755); err != nil {
+		if err := os.WriteFile(filepath.Join(bin, "go"),
+			[]byte("#!/bin/sh\necho building as $$ >&2\nexec sleep 1000\n"), 0o755); err != nil {
 			t.Fatal(err)
 		}
 		src := filepath.Join(t.TempDir(), "x.go")
@@ -486,7 +497,8 @@ func TestRunNodes(t *testing.T) {
 		t.Fatal(err)
 	}
 	node := func(s *stage, rdzv string, n, nodes, node int) *tutti {
-		return s.run("run", "-n", fmt.Sprint(n), "--nnodes", fmt.Sprint(nodes), "--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, self(t))
+		return s.run("run", "-n", fmt.Sprint(n), "--nnodes", fmt.Sprint(nodes), "--node-rank", fmt.Sprint(node),
+			"--rdzv", rdzv, "--secret-file", secret, self(t))
 	}
 	t.Run("well", func(t *testing.T) {
 		s := newStage(t)
@@ -495,7 +507,8 @@ func TestRunNodes(t *testing.T) {
 		a := node(s, rdzv, 2, 2, 0)
 		all := s.arrive(4)
 		for i, p := range all {
-			if p.Env["LOCAL_RANK"] != fmt.Sprint(i%2) || p.Env["WORLD_SIZE"] != "4" || p.Env["TUTTI_STORE"] != "tutti://"+rdzv || p.Env["MASTER_PORT"] != all[0].Env["MASTER_PORT"] {
+			if p.Env["LOCAL_RANK"] != fmt.Sprint(i%2) || p.Env["WORLD_SIZE"] != "4" ||
+				p.Env["TUTTI_STORE"] != "tutti://"+rdzv || p.Env["MASTER_PORT"] != all[0].Env["MASTER_PORT"] {
 				t.Errorf("rank %d: %v", i, p.Env)
 			}
 		}
@@ -508,7 +521,8 @@ func TestRunNodes(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
+		h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job,
+			Secret: l.Secret})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -525,7 +539,8 @@ func TestRunNodes(t *testing.T) {
 		s := newStage(t)
 		rdzv := "127.0.0.1:" + freePort(t)
 		start := func(node int) *tutti {
-			return s.run("run", "-n", "2", "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, "--on-failure", "shrink", self(t))
+			return s.run("run", "-n", "2", "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv,
+				"--secret-file", secret, "--on-failure", "shrink", self(t))
 		}
 		a, b := start(0), start(1)
 		all := s.arrive(4)
@@ -567,7 +582,8 @@ func TestRunNodes(t *testing.T) {
 				p.gone()
 			}
 			n[1-dead].end(1)
-			n[1-dead].says([]string{"the job's store, which node 0 serves, is gone", "node 1: its launcher is gone"}[dead])
+			n[1-dead].says([]string{"the job's store, which node 0 serves, is gone",
+				"node 1: its launcher is gone"}[dead])
 		}
 	})
 	t.Run("they disagree", func(t *testing.T) {
@@ -580,12 +596,14 @@ func TestRunNodes(t *testing.T) {
 			rdzv := "127.0.0.1:" + freePort(t)
 			var both []*tutti
 			for node, args := range []string{c.a, c.b} {
-				both = append(both, s.run(append(append([]string{"run"}, strings.Fields(args)...), "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, self(t))...))
+				both = append(both, s.run(append(append([]string{"run"}, strings.Fields(args)...), "--nnodes", "2",
+					"--node-rank", fmt.Sprint(node), "--rdzv", rdzv, "--secret-file", secret, self(t))...))
 			}
 			for _, j := range both {
 				j.end(1)
 			}
-			if all := both[0].stderr.String() + both[1].stderr.String(); !strings.Contains(all, c.says) || !strings.Contains(all, "they must agree") {
+			if all := both[0].stderr.String() + both[1].stderr.String(); !strings.Contains(all, c.says) ||
+				!strings.Contains(all, "they must agree") {
 				t.Errorf("%s, %s: stderr %q", c.a, c.b, all)
 			}
 		}
@@ -725,7 +743,8 @@ func TestRunStandby(t *testing.T) {
 	if a.rank() == "" {
 		a, b = b, a
 	}
-	if a.rank() != "0" || b.rank() != "" || b.Env["TUTTI_STANDBY"] != "0" || b.Env["TUTTI_SIZE"] != "1" || b.Env["TUTTI_STORE"] != a.Env["TUTTI_STORE"] {
+	if a.rank() != "0" || b.rank() != "" || b.Env["TUTTI_STANDBY"] != "0" || b.Env["TUTTI_SIZE"] != "1" ||
+		b.Env["TUTTI_STORE"] != a.Env["TUTTI_STORE"] {
 		t.Errorf("%v, %v", a.Env, b.Env)
 	}
 	a.tell("exit 0")
@@ -810,7 +829,8 @@ func TestRunDiesInJoin(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			s := newStage(t)
 			spares := strings.Count(c.flags, "standby")
-			j := s.run(append(append([]string{"run", "-n", "3", "--on-failure", "shrink"}, strings.Fields(c.flags)...), "--", self(t))...)
+			j := s.run(append(append([]string{"run", "-n", "3", "--on-failure", "shrink"}, strings.Fields(c.flags)...),
+				"--", self(t))...)
 			of := map[string]*puppet{}
 			for range 3 + spares {
 				p := s.next()
@@ -874,7 +894,8 @@ func joining(t *testing.T, p *puppet, rank, to int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := bootstrap.NewClient(bootstrap.ClientConfig{Self: bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil), Secret: l.Secret})
+	c := bootstrap.NewClient(bootstrap.ClientConfig{Self: bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil),
+		Secret: l.Secret})
 	for linked := to < 0; !linked; {
 		var s flight.Snapshot
 		if b, err := c.Status(ctx, rec, 0); err != nil {

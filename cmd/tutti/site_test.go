@@ -52,14 +52,16 @@ func TestRunSiteStore(t *testing.T) {
 func TestRunOwnStore(t *testing.T) {
 	s := newStage(t)
 	j := s.command("run", "-n", "1", self(t))
-	j.cmd.Env = append(j.cmd.Env, "TUTTI_STORE=tutti://192.0.2.1:1", "TUTTI_STORE_CA="+os.DevNull, "TUTTI_STORE_USER=somebody", "TUTTI_STORE_PASSWORD=x")
+	j.cmd.Env = append(j.cmd.Env, "TUTTI_STORE=tutti://192.0.2.1:1", "TUTTI_STORE_CA="+os.DevNull,
+		"TUTTI_STORE_USER=somebody", "TUTTI_STORE_PASSWORD=x")
 	j.start()
 	p := s.arrive(1)[0]
 	l, err := bootstrap.FromEnv(func(name string) string { return p.Env[name] })
 	if err != nil {
 		t.Fatal(err)
 	}
-	h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret, User: l.StoreUser, Password: l.StorePassword, CA: l.StoreCA})
+	h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret,
+		User: l.StoreUser, Password: l.StorePassword, CA: l.StoreCA})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -77,7 +77,8 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
 	fl.StringVar(&f.watch, "watch", "", "show it again every `interval`, until Ctrl-C or the job ends (default 2s)")
 	fl.Lookup("watch").NoOptDefVal = defaultWatch.String()
 	fl.BoolVar(&f.asJSON, "json", false, "one JSON object for each time")
-	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with --flight: this many (default 10)")
+	fl.IntVar(&f.ops, "ops", 0, "with --json: also the last `N` operations of each rank, at most 1024; with "+
+		"--flight: this many (default 10)")
 	fl.BoolVar(&f.flights, "flight", false, "the arguments are flight records, JSON or the files of killed ranks")
 	fl.StringVar(&f.store, "store", "", "`URL` of the job's store (default: TUTTI_STORE)")
 	fl.StringVar(&f.job, "job", "", "`name` of the job (default: TUTTI_JOB)")
@@ -104,7 +105,8 @@ func (f *statusFlags) interval(cmd *cobra.Command, args []string) (time.Duration
 }
 
 // find says where the job's store is: of a job that runs here, or as flags and environment have it.
-func (f *statusFlags) find(cmd *cobra.Command, args []string, getenv func(string) string) (bootstrap.StoreConfig, error) {
+func (f *statusFlags) find(cmd *cobra.Command, args []string,
+	getenv func(string) string) (bootstrap.StoreConfig, error) {
 	name := f.job
 	if len(args) > 0 {
 		if name != "" && name != args[0] {
@@ -150,18 +152,21 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string, getenv func(string
 		return bootstrap.StoreConfig{}, err
 	}
 	if secret == "" {
-		return bootstrap.StoreConfig{}, fmt.Errorf("the secret of job %s is needed to ask its ranks: set TUTTI_SECRET or give --secret-file", l.Job)
+		return bootstrap.StoreConfig{}, fmt.Errorf("the secret of job %s is needed to ask its ranks: set "+
+			"TUTTI_SECRET or give --secret-file", l.Job)
 	}
 	return f.config(l, secret, getenv)
 }
 
 // config is where the store of a job is, and how it is entered.
-func (f *statusFlags) config(l bootstrap.Launch, secret string, getenv func(string) string) (bootstrap.StoreConfig, error) {
+func (f *statusFlags) config(l bootstrap.Launch, secret string,
+	getenv func(string) string) (bootstrap.StoreConfig, error) {
 	raw, err := bootstrap.ParseSecret(secret)
 	if err != nil {
 		return bootstrap.StoreConfig{}, err
 	}
-	c := bootstrap.StoreConfig{Address: l.Store, Job: cmp.Or(l.Job, "default"), Secret: raw, DialTimeout: 5 * time.Second}
+	c := bootstrap.StoreConfig{Address: l.Store, Job: cmp.Or(l.Job, "default"), Secret: raw,
+		DialTimeout: 5 * time.Second}
 	if !strings.HasPrefix(l.Store, "tutti://") { // a site's
 		c.User, c.Password = getenv("TUTTI_STORE_USER"), getenv("TUTTI_STORE_PASSWORD")
 		c.CA, c.Cert, c.Key = getenv("TUTTI_STORE_CA"), getenv("TUTTI_STORE_CERT"), getenv("TUTTI_STORE_KEY")
@@ -189,7 +194,9 @@ func pick(name string, running []launch.Running) (launch.Running, error) {
 		if name != "" {
 			what = fmt.Sprintf("no job %s", name)
 		}
-		return launch.Running{}, fmt.Errorf("%s of yours was started here by tutti run; for one that runs elsewhere, or under another launcher, set TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET as its ranks have them, or see tutti status --help", what)
+		return launch.Running{}, fmt.Errorf("%s of yours was started here by tutti run; for one that runs "+
+			"elsewhere, or under another launcher, set TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET as its ranks have "+
+			"them, or see tutti status --help", what)
 	case len(fit) == 0:
 		return launch.Running{}, fmt.Errorf("no job %s runs here, only\n%s", name, list(running))
 	}
@@ -207,7 +214,8 @@ func list(jobs []launch.Running) string {
 		if i > 0 {
 			b.WriteByte('\n')
 		}
-		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %.60s", width, r.Job, r.Ranks, r.Started.Local().Format("Jan _2 15:04:05"), r.Program)
+		fmt.Fprintf(&b, "  %-*s  %5d ranks  since %s  %.60s", width, r.Job, r.Ranks,
+			r.Started.Local().Format("Jan _2 15:04:05"), r.Program)
 	}
 	return b.String()
 }
@@ -242,7 +250,8 @@ func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, eve
 		case ctx.Err() != nil:
 			return nil
 		case errors.Is(err, status.ErrNoRanks) && before == nil:
-			return fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name (a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
+			return fmt.Errorf("job %s: %w in its store at %s: it has not begun, or is over, or has another name "+
+				"(a job of one rank registers nothing)", cfg.Job, err, cfg.Address)
 		case errors.Is(err, status.ErrNoRanks), errors.Is(err, bootstrap.ErrStoreAway) && before != nil:
 			scr.leave()
 			fmt.Fprintf(os.Stderr, "%sjob %s has ended\n", launch.Tag(os.Stderr), cfg.Job)
@@ -363,7 +372,8 @@ func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 			return err
 		}
 		if len(snaps) > 0 && s.Job != snaps[0].Job {
-			return fmt.Errorf("%s is of job %s, and %s of job %s: give those of one job", filepath.Base(path), s.Job, filepath.Base(paths[0]), snaps[0].Job)
+			return fmt.Errorf("%s is of job %s, and %s of job %s: give those of one job", filepath.Base(path), s.Job,
+				filepath.Base(paths[0]), snaps[0].Job)
 		}
 		snaps = append(snaps, s)
 	}

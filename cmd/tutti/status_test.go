@@ -124,7 +124,9 @@ func TestStatusNamesWhoIsMissing(t *testing.T) {
 	j.all("allreduce 1000")
 	c := j.status(j.name)
 	c.end(0)
-	if out := c.stdout.String(); !strings.HasPrefix(out, "job "+j.name+": 3 ranks, epoch 1, ") || !strings.Contains(out, "\nnothing is stuck\n") || strings.Count(out, "computing") != 3 || strings.Contains(out, "\x1b") {
+	if out := c.stdout.String(); !strings.HasPrefix(out, "job "+j.name+": 3 ranks, epoch 1, ") ||
+		!strings.Contains(out, "\nnothing is stuck\n") || strings.Count(out, "computing") != 3 ||
+		strings.Contains(out, "\x1b") {
 		t.Errorf("%s", out)
 	}
 
@@ -135,7 +137,8 @@ func TestStatusNamesWhoIsMissing(t *testing.T) {
 	c = j.status(j.name)
 	c.end(codeStuck)
 	out := c.stdout.String()
-	for _, want := range []string{"! rank 2 has not entered allreduce #", " (last finished #", "; ranks 0 and 1 wait for it, ", "waits for rank ", fmt.Sprint(j.ranks[1].PID)} {
+	for _, want := range []string{"! rank 2 has not entered allreduce #", " (last finished #",
+		"; ranks 0 and 1 wait for it, ", "waits for rank ", fmt.Sprint(j.ranks[1].PID)} {
 		if !strings.Contains(out, want) {
 			t.Errorf("%q is not in\n%s", want, out)
 		}
@@ -144,12 +147,16 @@ func TestStatusNamesWhoIsMissing(t *testing.T) {
 	if err := syscall.Kill(j.ranks[2].PID, syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	r := j.until("is the stopped one said not to answer", func(r *status.Report) bool { return r.Ranks[2].Presence == flight.Silent })
+	r := j.until("is the stopped one said not to answer",
+		func(r *status.Report) bool { return r.Ranks[2].Presence == flight.Silent })
 	syscall.Kill(j.ranks[2].PID, syscall.SIGCONT)
-	if len(r.Findings) != 1 || !strings.HasPrefix(r.Findings[0].Text, fmt.Sprintf("rank 2 does not answer (pid %d on ", j.ranks[2].PID)) || !strings.Contains(r.Findings[0].Text, "; ranks 0 and 1 wait for it, ") {
+	if len(r.Findings) != 1 || !strings.HasPrefix(r.Findings[0].Text,
+		fmt.Sprintf("rank 2 does not answer (pid %d on ", j.ranks[2].PID)) ||
+		!strings.Contains(r.Findings[0].Text, "; ranks 0 and 1 wait for it, ") {
 		t.Errorf("%+v", r.Findings)
 	}
-	if r.Ranks[0].Snapshot == nil || r.Ranks[0].Snapshot.Groups[0].Running == nil || !strings.HasPrefix(r.Ranks[2].State, "does not answer") {
+	if r.Ranks[0].Snapshot == nil || r.Ranks[0].Snapshot.Groups[0].Running == nil ||
+		!strings.HasPrefix(r.Ranks[2].State, "does not answer") {
 		t.Errorf("%+v", r.Ranks)
 	}
 	j.ranks[2].tell("allreduce 1000")
@@ -157,7 +164,8 @@ func TestStatusNamesWhoIsMissing(t *testing.T) {
 		j.heard(p)
 	}
 	r = j.report("--ops", "5")
-	if len(r.Findings) != 0 || len(r.Ranks[1].Snapshot.Operations) < 3 || r.Ranks[1].Snapshot.Totals["allreduce"].Operations != 2 {
+	if len(r.Findings) != 0 || len(r.Ranks[1].Snapshot.Operations) < 3 ||
+		r.Ranks[1].Snapshot.Totals["allreduce"].Operations != 2 {
 		t.Errorf("%+v %+v", r.Findings, r.Ranks[1].Snapshot)
 	}
 	// They waited so long for rank 2 that it is a straggler.
@@ -211,7 +219,8 @@ func TestStatusFindsJobs(t *testing.T) {
 		t.Errorf("by the environment: %q", out)
 	}
 	wrong := j.command("status")
-	wrong.cmd.Env = append(wrong.cmd.Env, "TUTTI_STORE="+j.ranks[0].Env["TUTTI_STORE"], "TUTTI_JOB=status-test-one", "TUTTI_SECRET=another secret altogether")
+	wrong.cmd.Env = append(wrong.cmd.Env, "TUTTI_STORE="+j.ranks[0].Env["TUTTI_STORE"], "TUTTI_JOB=status-test-one",
+		"TUTTI_SECRET=another secret altogether")
 	wrong.start().end(1)
 	wrong.says("secret")
 	for _, p := range k.ranks {
@@ -246,7 +255,9 @@ func TestStatusOfRanksThatDied(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 0 || s.PID != j.ranks[0].PID || len(s.Groups) != 1 || s.Groups[0].Running != nil || s.Groups[0].Last == nil || !strings.HasPrefix(s.Groups[0].Last.Call, "allreduce #") {
+	if s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 0 || s.PID != j.ranks[0].PID || len(s.Groups) != 1 ||
+		s.Groups[0].Running != nil || s.Groups[0].Last == nil || !strings.HasPrefix(s.Groups[0].Last.Call,
+		"allreduce #") {
 		t.Errorf("%+v", s)
 	}
 	if bins, _ := filepath.Glob(filepath.Join(logs, "*.bin")); len(bins) != 0 {
@@ -255,7 +266,8 @@ func TestStatusOfRanksThatDied(t *testing.T) {
 	files, _ := filepath.Glob(filepath.Join(logs, "flight-rank*.json"))
 	c := j.status(append([]string{"--flight"}, files...)...)
 	c.end(0)
-	for _, want := range []string{"job " + j.name + ": 3 ranks", "rank 0 (pid ", "was killed by signal 9", "allreduce #"} {
+	for _, want := range []string{"job " + j.name + ": 3 ranks", "rank 0 (pid ", "was killed by signal 9",
+		"allreduce #"} {
 		if out := c.stdout.String(); !strings.Contains(out, want) {
 			t.Errorf("%q is not in\n%s", want, out)
 		}
@@ -284,7 +296,10 @@ func TestStatusOfSurvivors(t *testing.T) {
 	for _, p := range []*puppet{j.ranks[0], j.ranks[2]} {
 		j.heard(p)
 	}
-	r = j.until("is the slot empty", func(r *status.Report) bool { return r.Ranks[1].Presence == flight.Vacant && len(r.Findings) == 0 })
+	r = j.until("is the slot empty", func(r *status.Report) bool {
+		return r.Ranks[1].Presence == flight.Vacant &&
+			len(r.Findings) == 0
+	})
 	if r.Epoch < 2 || len(r.Active) != 2 || r.Ranks[1].State != "empty slot" {
 		t.Errorf("%+v", r)
 	}
@@ -297,14 +312,16 @@ func TestStatusWatch(t *testing.T) {
 	c := j.command("status", "--watch", "100ms", j.name).start()
 	c.stdout.await(t, "2 ranks")
 	first := strings.Count(c.stdout.String(), "job "+j.name)
-	for late := time.Now().Add(patience); strings.Count(c.stdout.String(), "job "+j.name) < first+2; time.Sleep(time.Millisecond) {
+	for late := time.Now().Add(patience); strings.Count(c.stdout.String(),
+		"job "+j.name) < first+2; time.Sleep(time.Millisecond) {
 		if time.Now().After(late) {
 			t.Fatalf("it shows %q", c.stdout.String())
 		}
 	}
 	c.signal(syscall.SIGINT)
 	c.end(0)
-	if out := c.stdout.String(); strings.Contains(out, "\x1b") || !strings.Contains(out, "\n\n") || c.stderr.String() != "" {
+	if out := c.stdout.String(); strings.Contains(out, "\x1b") || !strings.Contains(out, "\n\n") ||
+		c.stderr.String() != "" {
 		t.Errorf("%q, %q", out, c.stderr.String())
 	}
 
@@ -325,7 +342,8 @@ func TestStatusWatch(t *testing.T) {
 	v.end(0)
 	slave.Close()
 	<-read
-	if out := shown.String(); !strings.HasPrefix(out, "\x1b[?1049h\x1b[?25l\x1b[H") || !strings.HasSuffix(out, "\x1b[?25h\x1b[?1049l") || strings.Contains(out, "\x1b[2J") {
+	if out := shown.String(); !strings.HasPrefix(out, "\x1b[?1049h\x1b[?25l\x1b[H") ||
+		!strings.HasSuffix(out, "\x1b[?25h\x1b[?1049l") || strings.Contains(out, "\x1b[2J") {
 		t.Errorf("%q", out)
 	}
 
@@ -371,7 +389,8 @@ func terminal(t *testing.T) (master, slave *os.File) {
 // a timeout.
 func TestFlightRecords(t *testing.T) {
 	logs := t.TempDir()
-	if err := os.WriteFile(filepath.Join(logs, "flight-rank0-timeout.json"), nil, 0o600); err != nil { // an earlier job's
+	// an earlier job's
+	if err := os.WriteFile(filepath.Join(logs, "flight-rank0-timeout.json"), nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
 	j := startJob(t, 2, "--log-dir", logs, "--timeout", "700ms")
@@ -397,7 +416,9 @@ func TestFlightRecords(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s.Reason != "timeout" || s.Failures["timed out"] != 1 || len(s.Groups) != 1 || !strings.Contains(s.Groups[0].LastError, "timed out") || s.Groups[0].Last == nil || s.Groups[0].Last.Outcome != "timed out" {
+	if s.Reason != "timeout" || s.Failures["timed out"] != 1 || len(s.Groups) != 1 ||
+		!strings.Contains(s.Groups[0].LastError, "timed out") || s.Groups[0].Last == nil ||
+		s.Groups[0].Last.Outcome != "timed out" {
 		t.Errorf("%+v %+v", s, s.Groups)
 	}
 	for _, p := range j.ranks {
@@ -429,7 +450,8 @@ func TestMetricsOfRanks(t *testing.T) {
 		}
 		b, _ := io.ReadAll(get.Body)
 		get.Body.Close()
-		for _, want := range []string{fmt.Sprintf(`tutti_operations_total{job=%q,kind="allreduce",rank="%d"} 1`, j.name, i), fmt.Sprintf(`tutti_links{job=%q,rank="%d",transport="shm"} 1`, j.name, i)} {
+		for _, want := range []string{fmt.Sprintf(`tutti_operations_total{job=%q,kind="allreduce",rank="%d"} 1`, j.name,
+			i), fmt.Sprintf(`tutti_links{job=%q,rank="%d",transport="shm"} 1`, j.name, i)} {
 			if !bytes.Contains(b, []byte(want+"\n")) {
 				t.Errorf("%s is not in\n%s", want, b)
 			}
@@ -447,7 +469,8 @@ func TestMetricsOfRanks(t *testing.T) {
 	c.start()
 	p := s.arrive(1)[0]
 	p.tell("join")
-	if got := p.hear(); !strings.Contains(got, fmt.Sprintf("port %d of 127.0.0.1 is taken", l.Addr().(*net.TCPAddr).Port)) {
+	if got := p.hear(); !strings.Contains(got, fmt.Sprintf("port %d of 127.0.0.1 is taken",
+		l.Addr().(*net.TCPAddr).Port)) {
 		t.Errorf("%s", got)
 	}
 	p.tell("exit 0")
@@ -455,7 +478,8 @@ func TestMetricsOfRanks(t *testing.T) {
 }
 
 func TestPick(t *testing.T) {
-	if _, err := pick("", nil); err == nil || !strings.Contains(err.Error(), "no job of yours was started here by tutti run") || !strings.Contains(err.Error(), "TUTTI_STORE") {
+	if _, err := pick("", nil); err == nil || !strings.Contains(err.Error(),
+		"no job of yours was started here by tutti run") || !strings.Contains(err.Error(), "TUTTI_STORE") {
 		t.Error(err)
 	}
 	one := []launch.Running{{Job: "run-1"}}
@@ -466,7 +490,8 @@ func TestPick(t *testing.T) {
 	if r, err := pick("run-1", two); err != nil || r.Job != "run-1" {
 		t.Error(r, err)
 	}
-	if _, err := pick("", two); err == nil || !strings.Contains(err.Error(), "which job?") || !strings.Contains(err.Error(), "\n  run-12      3 ranks  since ") {
+	if _, err := pick("", two); err == nil || !strings.Contains(err.Error(), "which job?") ||
+		!strings.Contains(err.Error(), "\n  run-12      3 ranks  since ") {
 		t.Error(err)
 	}
 }

@@ -68,10 +68,12 @@ Operations: ` + joined(collectives.Kinds()),
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "16M", "largest `size`; what is best there is taken for all beyond")
-	fl.IntVar(&f.factor, "factor", 4, "from one size to the next; between two with different results it is looked closer")
+	fl.IntVar(&f.factor, "factor", 4, "from one size to the next; between two with different results it is "+
+		"looked closer")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the median counts")
 	fl.DurationVar(&f.time, "time", 90*time.Second, "about how long it is to take")
-	fl.StringVarP(&f.out, "output", "o", "", "`file` to write (default: TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config)")
+	fl.StringVarP(&f.out, "output", "o", "",
+		"`file` to write (default: TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config)")
 	fl.BoolVar(&f.asJSON, "json", false, "print every measurement as a JSON object")
 	fl.BoolVar(&f.emit, "emit", false, "")
 	fl.MarkHidden("emit") // a rank's output, for the process that started it
@@ -144,7 +146,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr, NoPrefix: true, Bind: f.n <= runtime.NumCPU(), Grace: time.Second,
+	o := launch.Options{Args: append(slices.Clone(os.Args[1:]), "--emit"), N: f.n, Stdout: w, Stderr: os.Stderr,
+		NoPrefix: true, Bind: f.n <= runtime.NumCPU(), Grace: time.Second,
 		Env: []string{"TUTTI_TRANSPORT=" + f.transport}}
 	if o.Program, err = os.Executable(); err != nil {
 		return err
@@ -180,7 +183,8 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 		path = abs
 	}
 	m := v.file.Machine
-	fmt.Printf("# %d s; wrote %s\n# jobs with %d ranks on a machine like this one (%d cores, %s), linked by %s, use it", int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
+	fmt.Printf("# %d s; wrote %s\n# jobs with %d ranks on a machine like this one (%d cores, %s), linked by %s, use it",
+		int(time.Since(began).Seconds()+0.5), path, m.LocalRanks, m.Cores, m.CPU, m.Transport)
 	if path != tuning.DefaultPath() {
 		fmt.Printf(" with TUTTI_TUNE=%s", path)
 	}
@@ -251,7 +255,8 @@ func (v *tuneView) show(r io.Reader) error {
 // summary prints a line for each collective and memory: what is best up to which size, and how much
 // is gained over the built-in choices.
 func (v *tuneView) summary(s *bench.TuneSpec) {
-	fmt.Fprintf(v.out, "%-14s %-11s %6s  %s\n", "# collective", "memory", "gain", "algorithms, each up to the size after it")
+	fmt.Fprintf(v.out, "%-14s %-11s %6s  %s\n", "# collective", "memory", "gain",
+		"algorithms, each up to the size after it")
 	for _, k := range s.Kinds {
 		for _, registered := range []bool{false, true} {
 			gain, n := 0.0, 0
@@ -273,7 +278,8 @@ func (v *tuneView) summary(s *bench.TuneSpec) {
 				memory = "registered"
 			}
 			for _, r := range v.file.Table.Rules(k) {
-				if r.MinRanks == v.file.Machine.LocalRanks && r.MaxRanks == r.MinRanks && registered == (r.When == collectives.IfMapped) {
+				if r.MinRanks == v.file.Machine.LocalRanks && r.MaxRanks == r.MinRanks &&
+					registered == (r.When == collectives.IfMapped) {
 					if own += " " + r.Algo.String(); r.MaxBytes > 0 {
 						own += fmt.Sprintf(" %s", sizeText(r.MaxBytes))
 					}

@@ -24,7 +24,8 @@ func TestTune(t *testing.T) {
 	}
 	path := filepath.Join(dir, "tutti", "tune.json")
 	for _, transport := range []string{"shm", "tcp"} {
-		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max", "64K", "--factor", "16", "--rounds", "2", "--time", "5s")
+		j := command("tune", "-n", "2", "--transport", transport, "--op", "allreduce,alltoallv,barrier", "--max", "64K",
+			"--factor", "16", "--rounds", "2", "--time", "5s")
 		j.start().end(0)
 		out := j.stdout.String()
 		for _, want := range []string{"allreduce ", "alltoallv ", "barrier ", path} {
@@ -32,7 +33,8 @@ func TestTune(t *testing.T) {
 				t.Errorf("%s: no %q in %s", transport, want, out)
 			}
 		}
-		if strings.Contains(out, "TUTTI_TUNE") || strings.Contains(out, "registered") != (transport == "shm") || j.stderr.String() != "" {
+		if strings.Contains(out, "TUTTI_TUNE") || strings.Contains(out, "registered") != (transport == "shm") ||
+			j.stderr.String() != "" {
 			t.Errorf("%s: stdout %s, stderr %s", transport, out, j.stderr.String())
 		}
 		table, err := tuning.Load(path, tuning.Here(2, []string{transport}))
@@ -40,14 +42,21 @@ func TestTune(t *testing.T) {
 			t.Fatalf("%s: %v", transport, err)
 		}
 		own := func(k collectives.Kind) int {
-			return len(slices.DeleteFunc(table.Rules(k), func(r collectives.Rule) bool { return r.MinRanks != 2 || r.MaxRanks != 2 }))
+			return len(slices.DeleteFunc(table.Rules(k), func(r collectives.Rule) bool {
+				return r.MinRanks != 2 ||
+					r.MaxRanks != 2
+			}))
 		}
-		if own(collectives.AllReduce) == 0 || own(collectives.AllToAllV) != 1 || own(collectives.Barrier) != 1 || own(collectives.Broadcast) != 0 {
-			t.Errorf("%s: measured rules: %d %d %d %d", transport, own(collectives.AllReduce), own(collectives.AllToAllV), own(collectives.Barrier), own(collectives.Broadcast))
+		if own(collectives.AllReduce) == 0 || own(collectives.AllToAllV) != 1 || own(collectives.Barrier) != 1 ||
+			own(collectives.Broadcast) != 0 {
+			t.Errorf("%s: measured rules: %d %d %d %d", transport, own(collectives.AllReduce),
+				own(collectives.AllToAllV), own(collectives.Barrier), own(collectives.Broadcast))
 		}
 		// A job of two ranks takes it, one of three says why not.
-		for n, want := range map[string]string{"2": "chosen by a measured table", "3": "foreign: measured with 2 ranks"} {
-			j := command("bench", "-n", n, "--transport", transport, "--max", "4K", "--iters", "1", "--rounds", "1", "--json")
+		for n, want := range map[string]string{"2": "chosen by a measured table",
+			"3": "foreign: measured with 2 ranks"} {
+			j := command("bench", "-n", n, "--transport", transport, "--max", "4K", "--iters", "1", "--rounds", "1",
+				"--json")
 			j.cmd.Env = append(j.cmd.Env, "TUTTI_LOG=debug")
 			j.start().end(0)
 			if log := j.stderr.String(); !strings.Contains(log, want) {
@@ -56,7 +65,8 @@ func TestTune(t *testing.T) {
 		}
 	}
 	own := filepath.Join(dir, "own.json")
-	j := command("tune", "-n", "2", "--op", "allgather", "--max", "32K", "--factor", "8", "--rounds", "1", "--time", "50ms", "-o", own, "--json")
+	j := command("tune", "-n", "2", "--op", "allgather", "--max", "32K", "--factor", "8", "--rounds", "1", "--time",
+		"50ms", "-o", own, "--json")
 	j.start().end(0)
 	n := 0
 	for line := range strings.Lines(j.stdout.String()) {

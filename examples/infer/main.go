@@ -70,7 +70,8 @@ func run(ctx context.Context, o options, out io.Writer) (err error) {
 // infer is what every rank does. out is rank 0's.
 func infer(ctx context.Context, g *pg.Group, o options, out io.Writer) error {
 	if o.prompt == "" || o.tokens < 1 {
-		return fmt.Errorf("--prompt %q and --tokens %d: want something to read and a token to write", o.prompt, o.tokens)
+		return fmt.Errorf("--prompt %q and --tokens %d: want something to read and a token to write", o.prompt,
+			o.tokens)
 	}
 	o.context = len(o.prompt) + o.tokens
 	if err := o.check(g.Size()); err != nil {
@@ -97,14 +98,16 @@ func infer(ctx context.Context, g *pg.Group, o options, out io.Writer) error {
 		return err
 	}
 	if !(verdict[0] <= o.tolerance) { // not a number is a difference
-		return fmt.Errorf("the logits of %d ranks differ from those of one by up to %g, want at most %g", g.Size(), verdict[0], o.tolerance)
+		return fmt.Errorf("the logits of %d ranks differ from those of one by up to %g, want at most %g", g.Size(),
+			verdict[0], o.tolerance)
 	}
 	return nil
 }
 
 // write reads the prompt and writes tokens, each the likeliest, unless they are given: then it
 // writes those. It returns all tokens and the logits after each of the prompt's and the written.
-func write(ctx context.Context, m *model, o options, given []byte, out io.Writer, who string) (text []byte, logits []float32, err error) {
+func write(ctx context.Context, m *model, o options, given []byte, out io.Writer, who string) (text []byte,
+	logits []float32, err error) {
 	text = []byte(o.prompt)
 	began := time.Now()
 	l, err := m.forward(ctx, text)

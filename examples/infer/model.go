@@ -16,8 +16,10 @@ const vocabulary = 256 // bytes
 
 func (s shape) check(parts int) error {
 	switch {
-	case s.dim < 1 || s.heads < 1 || s.layers < 1 || s.context < 1 || s.dim > 1<<14 || s.layers > 1<<10 || s.context > 1<<13:
-		return fmt.Errorf("--dim %d, --heads %d, --layers %d, %d characters: want positive numbers, at most %d, the width, %d and %d", s.dim, s.heads, s.layers, s.context, 1<<14, 1<<10, 1<<13)
+	case s.dim < 1 || s.heads < 1 || s.layers < 1 || s.context < 1 || s.dim > 1<<14 || s.layers > 1<<10 ||
+		s.context > 1<<13:
+		return fmt.Errorf("--dim %d, --heads %d, --layers %d, %d characters: want positive numbers, at most %d, "+
+			"the width, %d and %d", s.dim, s.heads, s.layers, s.context, 1<<14, 1<<10, 1<<13)
 	case s.dim%s.heads != 0:
 		return fmt.Errorf("--dim %d does not divide by --heads %d", s.dim, s.heads)
 	case s.heads%parts != 0 || vocabulary%parts != 0:
@@ -109,7 +111,8 @@ func newModel(s shape, seed uint64, part, parts int, p peers) (*model, error) {
 	residual := in / math.Sqrt(2*float64(s.layers))
 	m.token, m.position = whole(vocabulary, d, 1), whole(s.context, d, 0.3)
 	for range s.layers {
-		b := block{norm1: gain(), proj: byRows(d, d, residual), norm2: gain(), up: byColumns(d, 4*d, in), down: byRows(4*d, d, residual),
+		b := block{norm1: gain(), proj: byRows(d, d, residual), norm2: gain(), up: byColumns(d, 4*d, in),
+			down: byRows(4*d, d, residual),
 			keys: make([]float32, s.context*w), values: make([]float32, s.context*w)}
 		// Queries, keys and values are a matrix each; side by side they are one product.
 		q, k, v := byColumns(d, d, 2*in), byColumns(d, d, 2*in), byColumns(d, d, in)
@@ -162,7 +165,8 @@ func (m *model) forward(ctx context.Context, tokens []byte) ([]float32, error) {
 			copy(b.values[(m.past+i)*w:][:w], qkv[i*3*w+2*w:])
 		}
 		rows := func(x []float32, stride int) nn.Rows[float32] { return nn.Rows[float32]{Data: x, Stride: stride} }
-		nn.Attention(rows(attended, w), rows(qkv, 3*w), rows(b.keys, w), rows(b.values, w), m.prob, n, m.past, heads, d/m.heads)
+		nn.Attention(rows(attended, w), rows(qkv, 3*w), rows(b.keys, w), rows(b.values, w), m.prob, n, m.past, heads,
+			d/m.heads)
 		mul(h, attended, b.proj, n, w, d)
 		if err := m.add(ctx, x, h); err != nil {
 			return nil, err

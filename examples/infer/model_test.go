@@ -177,7 +177,8 @@ func TestCheck(t *testing.T) {
 			t.Errorf("%d parts: %v", parts, err)
 		}
 	}
-	for _, s := range []shape{{}, {dim: 10, heads: 4, layers: 1, context: 1}, {dim: -4, heads: 4, layers: 1, context: 1}, {dim: 4, heads: 4, layers: 1, context: 1 << 30}} {
+	for _, s := range []shape{{}, {dim: 10, heads: 4, layers: 1, context: 1},
+		{dim: -4, heads: 4, layers: 1, context: 1}, {dim: 4, heads: 4, layers: 1, context: 1 << 30}} {
 		if s.check(1) == nil {
 			t.Errorf("%+v passes", s)
 		}

@@ -49,7 +49,8 @@ func main() {
 	flag.Float64Var(&o.rate, "lr", 8e-3, "learning rate, at its height")
 	flag.Uint64Var(&o.seed, "seed", 1, "of the weights and the order of the text")
 	flag.StringVar(&o.dtype, "dtype", "float32", "float32 or float64")
-	flag.StringVar(&o.text, "text", "", "file, or directory of .go files, to learn (default: the Go standard library's source)")
+	flag.StringVar(&o.text, "text", "", "file, or directory of .go files, to learn (default: the Go standard "+
+		"library's source)")
 	flag.IntVar(&o.limit, "bytes", 2<<20, "how much of the text to read")
 	flag.IntVar(&o.every, "every", 25, "print the loss every so many steps")
 	flag.IntVar(&o.sample, "sample", 300, "characters to generate at the end")
@@ -87,7 +88,8 @@ func (o options) check(ranks int) error {
 	case o.batch < 1 || o.batch%ranks != 0:
 		return fmt.Errorf("--batch is %d, want a multiple of the %d ranks", o.batch, ranks)
 	case o.steps < 1 || o.every < 1 || o.sample < 0 || o.limit < 1:
-		return fmt.Errorf("--steps %d, --every %d, --sample %d and --bytes %d: want positive numbers", o.steps, o.every, o.sample, o.limit)
+		return fmt.Errorf("--steps %d, --every %d, --sample %d and --bytes %d: want positive numbers", o.steps, o.every,
+			o.sample, o.limit)
 	case o.dtype != "float32" && o.dtype != "float64":
 		return fmt.Errorf("--dtype is %q, want float32 or float64", o.dtype)
 	}
@@ -117,7 +119,8 @@ func train[T nn.Float](ctx context.Context, g *pg.Group, o options, out io.Write
 		return err
 	}
 	share := o.batch / g.Size()
-	fmt.Fprintf(out, "%d ranks, %d weights (%s), %d characters of text; %d steps of %d sequences (%d a rank) of %d characters\n",
+	fmt.Fprintf(out, "%d ranks, %d weights (%s), %d characters of text; %d steps of %d sequences (%d a rank) of "+
+		"%d characters\n",
 		g.Size(), len(m.weights), o.dtype, len(text), o.steps, o.batch, share, o.seq)
 
 	var (
@@ -164,7 +167,8 @@ func shareText(ctx context.Context, g *pg.Group, o options) ([]byte, error) {
 	)
 	if g.Rank() == 0 {
 		if text, err = readText(o.text, o.limit); err == nil && len(text) < 20*(o.seq+1) {
-			err = fmt.Errorf("the text has %d bytes, want at least %d for sequences of %d", len(text), 20*(o.seq+1), o.seq)
+			err = fmt.Errorf("the text has %d bytes, want at least %d for sequences of %d", len(text), 20*(o.seq+1),
+				o.seq)
 		}
 		if err == nil {
 			text = encode(text)

@@ -74,7 +74,8 @@ func lay[T nn.Float](s shape, x []T) (l layout[T], ends []int) {
 	bucket()
 	l.blocks = make([]block[T], s.layers)
 	for i := s.layers - 1; i >= 0; i-- {
-		l.blocks[i] = block[T]{norm1: cut(d), qkv: cut(d * 3 * d), proj: cut(d * d), norm2: cut(d), up: cut(d * 4 * d), down: cut(4 * d * d)}
+		l.blocks[i] = block[T]{norm1: cut(d), qkv: cut(d * 3 * d), proj: cut(d * d), norm2: cut(d), up: cut(d * 4 * d),
+			down: cut(4 * d * d)}
 		bucket()
 	}
 	l.token, l.position = cut(s.vocab*d), cut(s.seq*d)
@@ -150,7 +151,8 @@ func (m *model[T]) newActivations(sequences int) *activations[T] {
 	a := &activations[T]{sequences: sequences, out: mem(d), norm: mem(d), logits: mem(m.vocab),
 		dx: mem(d), dh: mem(d), dact: mem(4 * d), dqkv: mem(3 * d), scratch: make([]T, m.seq)}
 	for range m.layers {
-		a.layers = append(a.layers, layerState[T]{in: mem(d), norm1: mem(d), qkv: mem(3 * d), probs: mem(m.heads * m.seq), att: mem(d),
+		a.layers = append(a.layers, layerState[T]{in: mem(d), norm1: mem(d), qkv: mem(3 * d),
+			probs: mem(m.heads * m.seq), att: mem(d),
 			mid: mem(d), norm2: mem(d), up: mem(4 * d), act: mem(4 * d)})
 	}
 	return a
@@ -202,7 +204,8 @@ func mul[T nn.Float](c, a, b []T, m, k, n int) {
 // split returns the queries, keys and values of sequence b.
 func (m *model[T]) split(qkv []T, b int) (q, k, v nn.Rows[T]) {
 	x, stride := qkv[b*m.seq*3*m.dim:], 3*m.dim
-	return nn.Rows[T]{Data: x, Stride: stride}, nn.Rows[T]{Data: x[m.dim:], Stride: stride}, nn.Rows[T]{Data: x[2*m.dim:], Stride: stride}
+	return nn.Rows[T]{Data: x, Stride: stride}, nn.Rows[T]{Data: x[m.dim:], Stride: stride},
+		nn.Rows[T]{Data: x[2*m.dim:], Stride: stride}
 }
 
 func (m *model[T]) part(x []T, b int) nn.Rows[T] {
@@ -251,7 +254,8 @@ func (m *model[T]) gradients(a *activations[T], tokens, targets []byte, scale T,
 		for b := range a.sequences {
 			q, k, v := m.split(s.qkv, b)
 			dq, dk, dv := m.split(a.dqkv, b)
-			nn.AttentionGrad(dq, dk, dv, m.part(a.dh, b), q, k, v, m.heatmap(s.probs, b), a.scratch, m.seq, m.heads, d/m.heads)
+			nn.AttentionGrad(dq, dk, dv, m.part(a.dh, b), q, k, v, m.heatmap(s.probs, b), a.scratch, m.seq, m.heads,
+				d/m.heads)
 		}
 		nn.MatMulAT(g.qkv, s.norm1, a.dqkv, rows, d, 3*d)
 		clear(a.dh)

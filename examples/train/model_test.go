@@ -20,7 +20,8 @@ func tinyBatch(sequences int) (tokens, targets []byte) {
 	r := nn.NewRandom(3, 3)
 	tokens, targets = make([]byte, sequences*tiny.seq), make([]byte, sequences*tiny.seq)
 	for i := range tokens {
-		tokens[i], targets[i] = byte(r.Uint64(uint64(2*i))%uint64(tiny.vocab)), byte(r.Uint64(uint64(2*i+1))%uint64(tiny.vocab))
+		tokens[i], targets[i] = byte(r.Uint64(uint64(2*i))%uint64(tiny.vocab)),
+			byte(r.Uint64(uint64(2*i+1))%uint64(tiny.vocab))
 	}
 	return tokens, targets
 }
@@ -163,7 +164,8 @@ func TestLearns(t *testing.T) {
 
 func TestText(t *testing.T) {
 	dir := t.TempDir()
-	for name, text := range map[string]string{"b.go": "second\t~", "a/x.go": "first\n", "c.txt": "no", "testdata/d.go": "no"} {
+	for name, text := range map[string]string{"b.go": "second\t~", "a/x.go": "first\n", "c.txt": "no",
+		"testdata/d.go": "no"} {
 		os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o755)
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644); err != nil {
 			t.Fatal(err)
@@ -228,8 +230,10 @@ func TestOptionsAreChecked(t *testing.T) {
 		t.Error(err)
 	}
 	for what, spoil := range map[string]func(o *options){
-		"batch": func(o *options) { o.batch = 5 }, "steps": func(o *options) { o.steps = 0 }, "dtype": func(o *options) { o.dtype = "int8" },
-		"seq": func(o *options) { o.seq = 0 }, "heads": func(o *options) { o.heads = 3 }, "bytes": func(o *options) { o.limit = -1 },
+		"batch": func(o *options) { o.batch = 5 }, "steps": func(o *options) { o.steps = 0 },
+		"dtype": func(o *options) { o.dtype = "int8" },
+		"seq":   func(o *options) { o.seq = 0 }, "heads": func(o *options) { o.heads = 3 },
+		"bytes": func(o *options) { o.limit = -1 },
 	} {
 		o := good
 		spoil(&o)

@@ -111,5 +111,6 @@ func standardLibrary() (string, error) {
 			return src, nil
 		}
 	}
-	return "", errors.New("no Go standard library source here: neither GOROOT nor `go env GOROOT` has a src directory; name a file or directory with --text")
+	return "", errors.New("no Go standard library source here: neither GOROOT nor `go env GOROOT` has a src " +
+		"directory; name a file or directory with --text")
 }

@@ -15,7 +15,8 @@ func Explain(err error) error {
 	switch {
 	case errors.Is(err, syscall.EMFILE) && !strings.Contains(err.Error(), "RLIMIT_NOFILE"):
 		limit, _ := Limit()
-		return fmt.Errorf("%w: this process may have %d open files (RLIMIT_NOFILE) and has them: raise the limit (ulimit -n)", err, limit)
+		return fmt.Errorf("%w: this process may have %d open files (RLIMIT_NOFILE) and has them: raise the limit "+
+			"(ulimit -n)", err, limit)
 	case errors.Is(err, syscall.ENFILE) && !strings.Contains(err.Error(), "fs.file-max"):
 		return fmt.Errorf("%w: this machine has as many open files as it may (fs.file-max): raise the limit", err)
 	}

@@ -14,13 +14,16 @@ func TestExplain(t *testing.T) {
 		t.Skip("the limit is not known here")
 	}
 	err := Explain(fmt.Errorf("open x: %w", syscall.EMFILE))
-	if !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(), fmt.Sprintf("this process may have %d open files (RLIMIT_NOFILE)", limit)) || !strings.Contains(err.Error(), "ulimit -n") {
+	if !errors.Is(err, syscall.EMFILE) || !strings.Contains(err.Error(),
+		fmt.Sprintf("this process may have %d open files (RLIMIT_NOFILE)", limit)) ||
+		!strings.Contains(err.Error(), "ulimit -n") {
 		t.Errorf("EMFILE: %v", err)
 	}
 	if again := Explain(fmt.Errorf("later: %w", err)); strings.Count(again.Error(), "ulimit") != 1 {
 		t.Errorf("explained twice: %v", again)
 	}
-	if err := Explain(syscall.ENFILE); !errors.Is(err, syscall.ENFILE) || !strings.Contains(err.Error(), "fs.file-max") {
+	if err := Explain(syscall.ENFILE); !errors.Is(err, syscall.ENFILE) ||
+		!strings.Contains(err.Error(), "fs.file-max") {
 		t.Errorf("ENFILE: %v", err)
 	}
 	for _, other := range []error{nil, syscall.ENOENT} {

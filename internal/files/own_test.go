@@ -101,7 +101,8 @@ func TestDirectory(t *testing.T) {
 	if err := Directory(filepath.Join(dir, "a", "b")); err != nil {
 		t.Error(err)
 	}
-	for mode, fine := range map[fs.FileMode]bool{0o700: true, 0o775: true, 0o777 | fs.ModeSticky: true, 0o777: false, 0o702: false} {
+	for mode, fine := range map[fs.FileMode]bool{0o700: true, 0o775: true, 0o777 | fs.ModeSticky: true, 0o777: false,
+		0o702: false} {
 		own := filepath.Join(dir, mode.String())
 		if err := os.Mkdir(own, 0o700); err != nil {
 			t.Fatal(err)

@@ -75,7 +75,8 @@ func parseRule(s string) (rule, error) {
 	}
 	name, glob := strings.CutSuffix(s, "*")
 	if name == "" && !glob || len(name) > 15 || strings.ContainsAny(name, "^*:% \t\n=") {
-		return rule{}, fmt.Errorf("%q is no interface name: expected NAME, NAME*, ADDRESS or ADDRESS/BITS, after ^ to exclude", s)
+		return rule{}, fmt.Errorf("%q is no interface name: expected NAME, NAME*, ADDRESS or ADDRESS/BITS, after "+
+			"^ to exclude", s)
 	}
 	return rule{name: name, glob: glob}, nil
 }
@@ -139,7 +140,8 @@ func (f Filter) Choose(ifs []Interface) ([]netip.Addr, error) {
 		}
 	}
 	if len(got) == 0 {
-		return nil, fmt.Errorf("no network address left: interfaces %q allow none of [%s]", f.spec, strings.Join(seen, ", "))
+		return nil, fmt.Errorf("no network address left: interfaces %q allow none of [%s]", f.spec,
+			strings.Join(seen, ", "))
 	}
 	slices.SortStableFunc(got, func(a, b ranked) int { return cmp.Compare(a.class, b.class) })
 	var out []netip.Addr

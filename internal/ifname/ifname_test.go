@@ -57,14 +57,16 @@ func TestChooseNothing(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := f.Choose(machine); err == nil || !strings.Contains(err.Error(), "eth1 192.168.5.7") || !strings.Contains(err.Error(), spec) {
+		if got, err := f.Choose(machine); err == nil || !strings.Contains(err.Error(), "eth1 192.168.5.7") ||
+			!strings.Contains(err.Error(), spec) {
 			t.Errorf("%q gives %v, %v: want an error that quotes it and lists what there is", spec, got, err)
 		}
 	}
 }
 
 func TestParseErrors(t *testing.T) {
-	for _, spec := range []string{",", "eth0,", "^", "^^eth0", "10.0.0.0/33", "10.0.0/8", "e*h", "a-name-beyond-15-bytes", "=eth0", "fe80::1%eth0", "eth 0"} {
+	for _, spec := range []string{",", "eth0,", "^", "^^eth0", "10.0.0.0/33", "10.0.0/8", "e*h",
+		"a-name-beyond-15-bytes", "=eth0", "fe80::1%eth0", "eth 0"} {
 		if f, err := Parse(spec); err == nil || !strings.Contains(err.Error(), spec) {
 			t.Errorf("Parse(%q) = %+v, %v: want an error that quotes it", spec, f, err)
 		}
@@ -85,7 +87,8 @@ func FuzzParse(f *testing.F) {
 			t.Fatalf("%q: %v, %v", spec, got, err)
 		}
 		for _, a := range got {
-			if a.IsLinkLocalUnicast() || a.Is4In6() || !slices.ContainsFunc(machine, func(i Interface) bool { return slices.Contains(i.Addrs, a) && flt.Allows(i.Name, a) }) {
+			if a.IsLinkLocalUnicast() || a.Is4In6() || !slices.ContainsFunc(machine,
+				func(i Interface) bool { return slices.Contains(i.Addrs, a) && flt.Allows(i.Name, a) }) {
 				t.Fatalf("%q chose %v", spec, a)
 			}
 		}
@@ -97,7 +100,8 @@ func TestThisMachine(t *testing.T) {
 	if err != nil {
 		t.Skip("no network:", err)
 	}
-	if i := slices.IndexFunc(got, netip.Addr.IsLoopback); i >= 0 && slices.ContainsFunc(got[i:], func(a netip.Addr) bool { return !a.IsLoopback() }) {
+	if i := slices.IndexFunc(got, netip.Addr.IsLoopback); i >= 0 &&
+		slices.ContainsFunc(got[i:], func(a netip.Addr) bool { return !a.IsLoopback() }) {
 		t.Errorf("loopback is not last: %v", got)
 	}
 }

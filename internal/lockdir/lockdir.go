@@ -50,7 +50,8 @@ func RemoveStale(parent string, ours func(name string) bool) {
 		if err != nil {
 			continue
 		}
-		if info, err := lock.Stat(); err == nil && info.Size() > 0 && unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+		if info, err := lock.Stat(); err == nil && info.Size() > 0 &&
+			unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
 			os.RemoveAll(path)
 		}
 		lock.Close()

@@ -44,7 +44,8 @@ func ParseSpec(s string) (Spec, error) {
 func parsePort(s, whole string) (uint16, error) {
 	n, err := strconv.ParseUint(strings.TrimSpace(s), 10, 16)
 	if err != nil {
-		return 0, fmt.Errorf("port %q: expected a port (29500), a range (29500-29600) or 0 for the kernel's choice", whole)
+		return 0, fmt.Errorf("port %q: expected a port (29500), a range (29500-29600) or 0 for the kernel's choice",
+			whole)
 	}
 	return uint16(n), nil
 }
@@ -54,7 +55,8 @@ func parsePort(s, whole string) (uint16, error) {
 func ParseAddr(s string) (host string, spec Spec, err error) {
 	host, port, err := net.SplitHostPort(strings.TrimSpace(s))
 	if err != nil || strings.ContainsAny(host, " /") || port == "" {
-		return "", Spec{}, fmt.Errorf("address %q: expected HOST:PORT, such as 127.0.0.1:9400, 127.0.0.1:9400-9407 or :0", s)
+		return "", Spec{}, fmt.Errorf("address %q: expected HOST:PORT, such as 127.0.0.1:9400, "+
+			"127.0.0.1:9400-9407 or :0", s)
 	}
 	spec, err = ParseSpec(port)
 	return host, spec, err
@@ -96,9 +98,11 @@ func Listen(ctx context.Context, host string, spec Spec) (net.Listener, error) {
 	case last == nil:
 		return nil, fmt.Errorf("port range %v is empty", spec)
 	case spec.Lo == spec.Hi:
-		return nil, fmt.Errorf("port %d of %s is taken by another process: free it, or give a range or 0: %w", spec.Lo, where(host), last)
+		return nil, fmt.Errorf("port %d of %s is taken by another process: free it, or give a range or 0: %w", spec.Lo,
+			where(host), last)
 	}
-	return nil, fmt.Errorf("all %d ports %v of %s are taken by other processes: free one, or give a wider range or 0: %w", int(spec.Hi)-int(spec.Lo)+1, spec, where(host), last)
+	return nil, fmt.Errorf("all %d ports %v of %s are taken by other processes: free one, or give a wider "+
+		"range or 0: %w", int(spec.Hi)-int(spec.Lo)+1, spec, where(host), last)
 }
 
 func where(host string) string {

@@ -61,7 +61,8 @@ func TestListen(t *testing.T) {
 	p := port(l)
 
 	_, err = Listen(ctx, "127.0.0.1", Spec{p, p})
-	if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), fmt.Sprintf("port %d of 127.0.0.1 is taken", p)) {
+	if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(),
+		fmt.Sprintf("port %d of 127.0.0.1 is taken", p)) {
 		t.Errorf("an explicit port that is taken: %v", err)
 	}
 	if p < 65000 {
@@ -104,13 +105,15 @@ func TestParseAddr(t *testing.T) {
 	for in, want := range map[string]struct {
 		host string
 		spec Spec
-	}{"127.0.0.1:9400": {"127.0.0.1", Spec{9400, 9400}}, ":0": {}, "[::1]:9400-9407": {"::1", Spec{9400, 9407}}, " node3:1 ": {"node3", Spec{1, 1}}} {
+	}{"127.0.0.1:9400": {"127.0.0.1", Spec{9400, 9400}}, ":0": {}, "[::1]:9400-9407": {"::1", Spec{9400, 9407}},
+		" node3:1 ": {"node3", Spec{1, 1}}} {
 		host, spec, err := ParseAddr(in)
 		if err != nil || host != want.host || spec != want.spec {
 			t.Errorf("ParseAddr(%q) = %q, %v, %v", in, host, spec, err)
 		}
 	}
-	for _, in := range []string{"", "9400", "127.0.0.1", "127.0.0.1:", "::1:9400", "a b:1", "http://x:1", "x:70000", "x:9-8"} {
+	for _, in := range []string{"", "9400", "127.0.0.1", "127.0.0.1:", "::1:9400", "a b:1", "http://x:1", "x:70000",
+		"x:9-8"} {
 		if host, spec, err := ParseAddr(in); err == nil {
 			t.Errorf("ParseAddr(%q) = %q, %v, want an error", in, host, spec)
 		}

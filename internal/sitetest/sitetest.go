@@ -147,7 +147,8 @@ func (s *Site) makeUsers(t testing.TB, endpoint string) {
 	ok(c.UserAdd(ctx, User, Password))
 	ok(c.RoleAdd(ctx, "ranks"))
 	for _, prefix := range []string{"/tutti/test/", "/tutti/default/"} {
-		ok(c.RoleGrantPermission(ctx, "ranks", prefix, clientv3.GetPrefixRangeEnd(prefix), clientv3.PermissionType(clientv3.PermReadWrite)))
+		ok(c.RoleGrantPermission(ctx, "ranks", prefix, clientv3.GetPrefixRangeEnd(prefix),
+			clientv3.PermissionType(clientv3.PermReadWrite)))
 	}
 	ok(c.UserGrantRole(ctx, User, "ranks"))
 	ok(c.AuthEnable(ctx))
@@ -208,7 +209,8 @@ func (a *Authority) Issue(t testing.TB, c Certificate) (cert, key string) {
 	if c.Expired {
 		end = time.Now().Add(-time.Hour)
 	}
-	x := &x509.Certificate{SerialNumber: big.NewInt(a.n), Subject: pkix.Name{CommonName: c.Name}, NotBefore: time.Now().Add(-48 * time.Hour), NotAfter: end,
+	x := &x509.Certificate{SerialNumber: big.NewInt(a.n), Subject: pkix.Name{CommonName: c.Name},
+		NotBefore: time.Now().Add(-48 * time.Hour), NotAfter: end,
 		KeyUsage: x509.KeyUsageDigitalSignature}
 	parent, signer := a.cert, a.key
 	switch {
@@ -216,7 +218,8 @@ func (a *Authority) Issue(t testing.TB, c Certificate) (cert, key string) {
 		x.IsCA, x.BasicConstraintsValid, x.KeyUsage = true, true, x509.KeyUsageCertSign
 		parent, signer = x, own
 	case c.Host != "":
-		x.ExtKeyUsage, x.IPAddresses = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth}, []net.IP{net.ParseIP(c.Host)}
+		x.ExtKeyUsage, x.IPAddresses = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+			[]net.IP{net.ParseIP(c.Host)}
 	default:
 		x.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
 	}

@@ -236,7 +236,8 @@ func TestProvedConnectionsOutliveAFlood(t *testing.T) {
 func TestSlowConnectionsEnd(t *testing.T) {
 	const most = 8
 	refused := make(chan error, 100)
-	addr := serve(t, &Acceptor{Timeout: 100 * time.Millisecond, Max: most, Refused: func(_ net.Conn, err error) { refused <- err }})
+	addr := serve(t, &Acceptor{Timeout: 100 * time.Millisecond, Max: most,
+		Refused: func(_ net.Conn, err error) { refused <- err }})
 	var conns []net.Conn
 	for i := range 3 * most {
 		c := dial(t, addr)

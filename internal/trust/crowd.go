@@ -111,7 +111,8 @@ func (k *class) remove(m *member) {
 func (k *class) victim() *member {
 	var most *list.List
 	for _, own := range k.sources {
-		if most == nil || own.Len() > most.Len() || own.Len() == most.Len() && first(own).since.Before(first(most).since) {
+		if most == nil || own.Len() > most.Len() || own.Len() == most.Len() &&
+			first(own).since.Before(first(most).since) {
 			most = own
 		}
 	}

@@ -262,7 +262,8 @@ func (h *half) opening(secret []byte, purpose string, in []byte) (answer []byte,
 func (h *half) proof(secret []byte, purpose string, in []byte) (who Hello, answer []byte, err error) {
 	hello := in[sha256.Size:]
 	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, h.theirs[:], h.mine[:], hello)) {
-		return Hello{}, append(denied[:len(denied):len(denied)], 0xff, 0, 0, 0), fmt.Errorf("%w: the proof is wrong", ErrAuth)
+		return Hello{}, append(denied[:len(denied):len(denied)], 0xff, 0, 0, 0),
+			fmt.Errorf("%w: the proof is wrong", ErrAuth)
 	}
 	return decodeHello(hello), nil, nil
 }
@@ -356,6 +357,7 @@ func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 		if !log.Enabled(context.Background(), level) {
 			return
 		}
-		log.Log(context.Background(), level, service+" refused a connection"+more, "from", c.RemoteAddr().String(), "err", err)
+		log.Log(context.Background(), level, service+" refused a connection"+more, "from", c.RemoteAddr().String(),
+			"err", err)
 	}
 }

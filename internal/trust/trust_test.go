@@ -89,7 +89,8 @@ func TestHandshake(t *testing.T) {
 		"purpose": {string(secret), string(secret), "p", "q"},
 		"prefix":  {string(secret), string(secret), "p", ""},
 	} {
-		_, client, server := shake(t, []byte(c[0]), []byte(c[1]), c[2], c[3], func(Hello) error { t.Errorf("%s: admit was asked", name); return nil })
+		_, client, server := shake(t, []byte(c[0]), []byte(c[1]), c[2], c[3],
+			func(Hello) error { t.Errorf("%s: admit was asked", name); return nil })
 		if !errors.Is(client, ErrAuth) || !errors.Is(server, ErrAuth) {
 			t.Errorf("other %s: client %v, server %v", name, client, server)
 		}
@@ -137,7 +138,8 @@ func TestEndInTheMiddle(t *testing.T) {
 	go io.Copy(io.Discard, b)
 	var theirs bytes.Buffer
 	b.(*net.TCPConn).CloseWrite()
-	if err := Client(a, secret, "p", greet); err == nil || errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
+	if err := Client(a, secret, "p", greet); err == nil || errors.Is(err, ErrAuth) ||
+		!errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Errorf("closed at once: %v", err)
 	}
 	theirs.WriteString(acceptMagic)
@@ -158,7 +160,8 @@ func TestEndInTheMiddle(t *testing.T) {
 }
 
 func TestGarbage(t *testing.T) {
-	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/1\nxxxx", strings.Repeat("\x00", 4096)} {
+	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/1\nxxxx",
+		strings.Repeat("\x00", 4096)} {
 		if err := Client(&script{in: strings.NewReader(s)}, secret, "p", greet); !errors.Is(err, ErrAuth) {
 			t.Errorf("client reads %q: %v", s, err)
 		}
@@ -211,7 +214,8 @@ func record(t *testing.T) (fromDialler, fromAcceptor []byte) {
 // What was overheard convinces neither end another time.
 func TestReplay(t *testing.T) {
 	fromDialler, fromAcceptor := record(t)
-	if _, err := Server(&script{in: bytes.NewReader(fromDialler)}, secret, "p", func(Hello) error { t.Error("admit was asked"); return nil }); !errors.Is(err, ErrAuth) {
+	if _, err := Server(&script{in: bytes.NewReader(fromDialler)}, secret, "p",
+		func(Hello) error { t.Error("admit was asked"); return nil }); !errors.Is(err, ErrAuth) {
 		t.Errorf("server: %v", err)
 	}
 	if err := Client(&script{in: bytes.NewReader(fromAcceptor)}, secret, "p", greet); !errors.Is(err, ErrAuth) {
@@ -228,7 +232,8 @@ func TestReflection(t *testing.T) {
 		if role == "client" {
 			err = Client(a, secret, "p", greet)
 		} else {
-			a.SetDeadline(time.Now().Add(50 * time.Millisecond)) // a server waits for a proof, which a mirror does not have
+			// a server waits for a proof, which a mirror does not have
+			a.SetDeadline(time.Now().Add(50 * time.Millisecond))
 			_, err = Server(a, secret, "p", func(Hello) error { t.Error("admit was asked"); return nil })
 		}
 		if err == nil {
@@ -282,7 +287,11 @@ func TestTampering(t *testing.T) {
 		admitted := make(chan struct{}, 1)
 		done := make(chan error, 1)
 		server := func(c net.Conn) {
-			_, err := Server(c, secret, "p", func(h Hello) error { admitted <- struct{}{}; return &Refusal{Code: 4, Text: "no"} })
+			_, err := Server(c, secret, "p", func(h Hello) error {
+				admitted <- struct{}{}
+				return &Refusal{Code: 4,
+					Text: "no"}
+			})
 			c.Close()
 			done <- err
 		}
@@ -334,7 +343,8 @@ func TestRedial(t *testing.T) {
 		t.Errorf("%d attempts: %v", n, err)
 	}
 	n = 0
-	if err := Redial(t.Context(), func() error { n++; return ErrTurnedAway }); !errors.Is(err, ErrTurnedAway) || n != redials {
+	if err := Redial(t.Context(), func() error { n++; return ErrTurnedAway }); !errors.Is(err, ErrTurnedAway) ||
+		n != redials {
 		t.Errorf("%d attempts: %v", n, err)
 	}
 	n = 0
@@ -367,7 +377,8 @@ func TestLogRefused(t *testing.T) {
 		refused(&script{}, fmt.Errorf("wrapped: %w", ErrAuth))
 		refused(&script{}, ErrCrowded)
 	}
-	if got := out.String(); strings.Count(got, "level=WARN") != warnings || strings.Count(got, "level=DEBUG") != 5*warnings || strings.Count(got, "more of them") != 1 ||
+	if got := out.String(); strings.Count(got, "level=WARN") != warnings ||
+		strings.Count(got, "level=DEBUG") != 5*warnings || strings.Count(got, "more of them") != 1 ||
 		!strings.Contains(got, "door refused a connection") {
 		t.Errorf("logged:\n%s", got)
 	}
@@ -385,7 +396,8 @@ func FuzzHandshake(f *testing.F) {
 	f.Add(start)
 	f.Add(append(bytes.Clone(start), make([]byte, sha256.Size+helloSize)...))
 	f.Add(append(append(bytes.Clone(start), bytes.Repeat([]byte{1}, sha256.Size)...), 0, 0, 0xff, 0xff))
-	f.Add(append(append(bytes.Clone(start), bytes.Repeat([]byte{1}, sha256.Size)...), binary.LittleEndian.AppendUint32(nil, maxText<<16)...))
+	f.Add(append(append(bytes.Clone(start), bytes.Repeat([]byte{1}, sha256.Size)...),
+		binary.LittleEndian.AppendUint32(nil, maxText<<16)...))
 	f.Fuzz(func(t *testing.T, in []byte) {
 		s := &script{in: bytes.NewReader(in)}
 		if err := Client(s, secret, "p", greet); err == nil || errors.As(err, new(*Refusal)) {

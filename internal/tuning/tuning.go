@@ -41,9 +41,10 @@ type Machine struct {
 
 // File is a table with what it was measured on.
 type File struct {
-	Format   int                `json:"format"`
-	Library  string             `json:"library"`  // see Library
-	Defaults string             `json:"defaults"` // hash of the library's default table, which the measured one was compared with
+	Format  int    `json:"format"`
+	Library string `json:"library"` // see Library
+	// hash of the library's default table, which the measured one was compared with
+	Defaults string             `json:"defaults"`
 	Machine  Machine            `json:"machine"`
 	Date     time.Time          `json:"date"`
 	Table    *collectives.Table `json:"table"`
@@ -51,7 +52,8 @@ type File struct {
 
 // New returns the file for a table that was measured on machine m now.
 func New(m Machine, t *collectives.Table) *File {
-	return &File{Format: Format, Library: Library(), Defaults: hash(collectives.DefaultTable()), Machine: m, Date: time.Now().UTC().Truncate(time.Second), Table: t}
+	return &File{Format: Format, Library: Library(), Defaults: hash(collectives.DefaultTable()), Machine: m,
+		Date: time.Now().UTC().Truncate(time.Second), Table: t}
 }
 
 func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
@@ -59,7 +61,8 @@ func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
 // Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by
 // the best of transports.
 func Here(localRanks int, transports []string) Machine {
-	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks, Transport: "tcp"}
+	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks,
+		Transport: "tcp"}
 	if runtime.GOOS == "linux" && slices.Contains(transports, "shm") {
 		m.Transport = "shm"
 	}
@@ -119,7 +122,8 @@ func Library() string {
 
 func libraryIn(info *debug.BuildInfo) string {
 	for _, m := range append([]*debug.Module{&info.Main}, info.Deps...) {
-		if m.Path == "tutti" && m.Replace == nil && strings.HasPrefix(m.Version, "v") && !pseudoVersion.MatchString(m.Version) {
+		if m.Path == "tutti" && m.Replace == nil && strings.HasPrefix(m.Version, "v") &&
+			!pseudoVersion.MatchString(m.Version) {
 			return m.Version
 		}
 	}
@@ -171,7 +175,8 @@ func Load(path string, here Machine) (*collectives.Table, error) {
 		return nil, err
 	}
 	if err := f.fits(here); err != nil {
-		return nil, fmt.Errorf("%w; measure again with tutti tune -n %d --transport %s", err, here.LocalRanks, here.Transport)
+		return nil, fmt.Errorf("%w; measure again with tutti tune -n %d --transport %s", err, here.LocalRanks,
+			here.Transport)
 	}
 	return f.Table, nil
 }
@@ -215,7 +220,8 @@ func decode(b []byte) (*File, error) {
 		return nil, fmt.Errorf("malformed: %w", err)
 	}
 	if format.Format != Format {
-		return nil, fmt.Errorf("stale: it has format %d, this library reads format %d; measure again with tutti tune", format.Format, Format)
+		return nil, fmt.Errorf("stale: it has format %d, this library reads format %d; measure again with tutti tune",
+			format.Format, Format)
 	}
 	var f File
 	d := json.NewDecoder(bytes.NewReader(b))
@@ -234,9 +240,11 @@ func (f *File) fits(here Machine) error {
 	m := f.Machine
 	switch {
 	case f.Library != Library() || f.Defaults != hash(collectives.DefaultTable()):
-		return fmt.Errorf("stale: measured by version %.64q with defaults %.16q, this is version %q with defaults %q", f.Library, f.Defaults, Library(), hash(collectives.DefaultTable()))
+		return fmt.Errorf("stale: measured by version %.64q with defaults %.16q, this is version %q with defaults %q",
+			f.Library, f.Defaults, Library(), hash(collectives.DefaultTable()))
 	case m.CPU != here.CPU || m.Arch != here.Arch || m.Cores != here.Cores:
-		return fmt.Errorf("foreign: measured on %d cores of %.100q (%.16s), here are %d of %q (%s)", m.Cores, m.CPU, m.Arch, here.Cores, here.CPU, here.Arch)
+		return fmt.Errorf("foreign: measured on %d cores of %.100q (%.16s), here are %d of %q (%s)", m.Cores, m.CPU,
+			m.Arch, here.Cores, here.CPU, here.Arch)
 	case m.LocalRanks != here.LocalRanks:
 		return fmt.Errorf("foreign: measured with %d ranks on a machine, here are %d", m.LocalRanks, here.LocalRanks)
 	case m.Transport != here.Transport:

@@ -11,7 +11,8 @@ import (
 	"tutti/collectives"
 )
 
-var rules = map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfMemory, MinRanks: 2, MaxRanks: 2, Algo: collectives.Ring}}}
+var rules = map[collectives.Kind][]collectives.Rule{collectives.AllReduce: {{When: collectives.IfMemory, MinRanks: 2,
+	MaxRanks: 2, Algo: collectives.Ring}}}
 
 func saved(t *testing.T, m Machine) (string, *collectives.Table) {
 	t.Helper()
@@ -45,7 +46,8 @@ func TestSaveAndLoad(t *testing.T) {
 	if err := New(here, table).Save(filepath.Join(path, "below a file")); err == nil {
 		t.Error("saved below a file")
 	}
-	for p, good := range map[string]bool{path: true, filepath.Join(filepath.Dir(path), "c", "new"): true, filepath.Dir(path): false, filepath.Join(path, "below a file"): false} {
+	for p, good := range map[string]bool{path: true, filepath.Join(filepath.Dir(path), "c", "new"): true,
+		filepath.Dir(path): false, filepath.Join(path, "below a file"): false} {
 		if err := CheckWritable(p); (err == nil) != good {
 			t.Errorf("%s: %v", p, err)
 		}
@@ -86,7 +88,8 @@ func TestLoadRefuses(t *testing.T) {
 			t.Fatal(err)
 		}
 		table, err := Find(path, here)
-		if table != nil || err == nil || !strings.Contains(err.Error(), c.want) || !strings.Contains(err.Error(), path) || len(err.Error()) > 1000 {
+		if table != nil || err == nil || !strings.Contains(err.Error(), c.want) ||
+			!strings.Contains(err.Error(), path) || len(err.Error()) > 1000 {
 			t.Errorf("%s: %v, %.1000v; want %q", c.name, table, err, c.want)
 		}
 	}
@@ -121,7 +124,8 @@ func TestFind(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, path := range []string{filepath.Join(dir, "none"), dir, pipe} {
-		if got, err := Find(path, here); got != nil || err == nil || !strings.Contains(err.Error(), "unreadable") || strings.Count(err.Error(), path) != 1 {
+		if got, err := Find(path, here); got != nil || err == nil || !strings.Contains(err.Error(), "unreadable") ||
+			strings.Count(err.Error(), path) != 1 {
 			t.Errorf("%s: %v, %v", path, got, err)
 		}
 	}
@@ -141,8 +145,12 @@ func TestLibrary(t *testing.T) {
 		{debug.BuildInfo{Main: debug.Module{Path: "tutti", Version: "v1.2.3+dirty"}}, "devel"},
 		{debug.BuildInfo{Main: debug.Module{Path: "tutti", Version: "v0.0.0-20250101010101-0123456789ab"}}, "devel"},
 		{debug.BuildInfo{Main: debug.Module{Path: "tutti", Version: "(devel)"}}, "devel"},
-		{debug.BuildInfo{Main: debug.Module{Path: "x", Version: "v9.0.0"}, Deps: []*debug.Module{{Path: "y", Version: "v8.0.0"}, {Path: "tutti", Version: "v1.3.0-rc.1"}}}, "v1.3.0-rc.1"},
-		{debug.BuildInfo{Main: debug.Module{Path: "x"}, Deps: []*debug.Module{{Path: "tutti", Version: "v1.3.0", Replace: &debug.Module{Path: "../tutti"}}}}, "devel"},
+		{debug.BuildInfo{Main: debug.Module{Path: "x", Version: "v9.0.0"},
+			Deps: []*debug.Module{{Path: "y", Version: "v8.0.0"}, {Path: "tutti", Version: "v1.3.0-rc.1"}}},
+			"v1.3.0-rc.1"},
+		{debug.BuildInfo{Main: debug.Module{Path: "x"},
+			Deps: []*debug.Module{{Path: "tutti", Version: "v1.3.0", Replace: &debug.Module{Path: "../tutti"}}}},
+			"devel"},
 	} {
 		if got := libraryIn(&c.info); got != c.want {
 			t.Errorf("%+v: %s", c, got)
@@ -177,7 +185,8 @@ func FuzzDecode(f *testing.F) {
 			return
 		}
 		_ = file.fits(Here(2, nil)) // must not panic
-		if s := (collectives.Shape{Kind: collectives.AllReduce, Size: 2, Active: []int{0, 1}, Elem: 1, Count: 5}); file.Table.Choose(s, collectives.Caps{}) == collectives.Direct {
+		if s := (collectives.Shape{Kind: collectives.AllReduce, Size: 2, Active: []int{0, 1}, Elem: 1,
+			Count: 5}); file.Table.Choose(s, collectives.Caps{}) == collectives.Direct {
 			t.Fatal("direct without mapped memory")
 		}
 	})

@@ -48,7 +48,8 @@ type Host struct {
 
 // NewHost returns a host with a fresh incarnation that admits everybody.
 func NewHost(rank int) *Host {
-	return &Host{ID: p2p.Identity{Rank: rank, Incarnation: rand.Uint64() | 1}, Key: Secret, In: make(chan Incoming, 64), woken: make(chan struct{}, 1), regs: map[uint64]*p2p.Region{}}
+	return &Host{ID: p2p.Identity{Rank: rank, Incarnation: rand.Uint64() | 1}, Key: Secret, In: make(chan Incoming, 64),
+		woken: make(chan struct{}, 1), regs: map[uint64]*p2p.Region{}}
 }
 
 // Allow replaces what Admit answers.
@@ -291,7 +292,8 @@ func (e *End) FlushAll() error {
 // it is large enough.
 func Frame(i, n int, buf []byte) (p2p.Header, []byte) {
 	r := rand.NewPCG(uint64(i), uint64(n))
-	h := p2p.Header{Kind: uint8(r.Uint64()), Flags: uint8(r.Uint64()), Len: uint32(n), Chan: uint32(r.Uint64()), Ack: uint32(r.Uint64()),
+	h := p2p.Header{Kind: uint8(r.Uint64()), Flags: uint8(r.Uint64()), Len: uint32(n), Chan: uint32(r.Uint64()),
+		Ack: uint32(r.Uint64()),
 		Seq: uint64(i), Call: r.Uint64(), Count: r.Uint64(), Off: r.Uint64()}
 	if cap(buf) < n+8 {
 		buf = make([]byte, n+8)

@@ -25,10 +25,14 @@ func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 		name string
 		f    func(*testing.T)
 	}{
-		{"Order", s.order}, {"BothWays", s.bothWays}, {"Sizes", s.sizes}, {"Held", s.held}, {"BackPressure", s.backPressure}, {"Sleepers", s.sleepers},
-		{"CloseDelivers", s.closeDelivers}, {"CloseWakes", s.closeWakes}, {"CloseTwice", s.closeTwice}, {"CloseBesideUse", s.closeBesideUse},
-		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"WrongSecret", s.wrongSecret}, {"NotWhomIDialled", s.notWhomIDialled},
-		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose}, {"Regions", s.regions}, {"Allocations", s.allocations},
+		{"Order", s.order}, {"BothWays", s.bothWays}, {"Sizes", s.sizes}, {"Held", s.held},
+		{"BackPressure", s.backPressure}, {"Sleepers", s.sleepers},
+		{"CloseDelivers", s.closeDelivers}, {"CloseWakes", s.closeWakes}, {"CloseTwice", s.closeTwice},
+		{"CloseBesideUse", s.closeBesideUse},
+		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"WrongSecret", s.wrongSecret},
+		{"NotWhomIDialled", s.notWhomIDialled},
+		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose},
+		{"Regions", s.regions}, {"Allocations", s.allocations},
 	} {
 		NoLeaks(t, c.name, c.f)
 	}
@@ -208,7 +212,9 @@ func (s suite) held(t *testing.T) {
 		var first *p2p.Header
 		var view []byte
 		deadline := time.Now().Add(Patience)
-		for view == nil { // a transport that offers parts only by Fill ends at the deadline: 100 bytes must fit its own memory
+		// a transport that offers parts only by Fill ends at the deadline: 100 bytes must fit its
+		// own memory
+		for view == nil {
 			var err error
 			if first, view, err = b.Recv(); err != nil || time.Now().After(deadline) {
 				t.Fatalf("frame %d: %v, %v", i, first, err)
@@ -587,7 +593,8 @@ func (s suite) wrongSecret(t *testing.T) {
 func (s suite) notWhomIDialled(t *testing.T) {
 	a, b := s.node(t, 0), s.node(t, 1)
 	b.Allow(func(p2p.Identity) error { t.Error("Admit was asked although another was dialled"); return nil })
-	for _, id := range []p2p.Identity{{Rank: 1, Incarnation: b.ID.Incarnation + 1}, {Rank: 2, Incarnation: b.ID.Incarnation}} {
+	for _, id := range []p2p.Identity{{Rank: 1, Incarnation: b.ID.Incarnation + 1},
+		{Rank: 2, Incarnation: b.ID.Incarnation}} {
 		ctx, cancel := context.WithTimeout(context.Background(), Patience)
 		l, err := a.T.Dial(ctx, id, b.Endpoint)
 		cancel()
@@ -629,7 +636,8 @@ func (s suite) dialCancelled(t *testing.T) {
 // endpoints: bytes from a directory that are no endpoint are refused, never trusted.
 func (s suite) endpoints(t *testing.T) {
 	a, b := s.node(t, 0), s.node(t, 1)
-	bad := [][]byte{nil, {}, {0}, []byte("garbage"), make([]byte, len(b.Endpoint)), b.Endpoint[:len(b.Endpoint)/2], make([]byte, p2p.MaxEndpoint), make([]byte, 2*p2p.MaxEndpoint)}
+	bad := [][]byte{nil, {}, {0}, []byte("garbage"), make([]byte, len(b.Endpoint)), b.Endpoint[:len(b.Endpoint)/2],
+		make([]byte, p2p.MaxEndpoint), make([]byte, 2*p2p.MaxEndpoint)}
 	for range 50 {
 		random := make([]byte, rand.IntN(100))
 		for i := range random {
@@ -784,7 +792,8 @@ func (s suite) regions(t *testing.T) {
 				return err
 			}
 			if _, err := Map(x, r.ID); !errors.Is(err, p2p.ErrNoRegion) {
-				return fmt.Errorf("mapping a region that does not exist, beside traffic: %v, want %v", err, p2p.ErrNoRegion)
+				return fmt.Errorf("mapping a region that does not exist, beside traffic: %v, want %v", err,
+					p2p.ErrNoRegion)
 			}
 		}
 		return nil

@@ -147,8 +147,10 @@ type consumer struct {
 // is called by Send and Release, must not block, and is not called again until the other end called
 // Answer.
 func (e *End) Init(mem []byte, data, side int, bell func()) error {
-	if data != Round(data) || len(mem) != Bytes(data) || uintptr(unsafe.Pointer(unsafe.SliceData(mem)))%line != 0 || side&^1 != 0 {
-		return fmt.Errorf("ring: %d bytes of memory for side %d with rings of %d bytes: want %d bytes aligned to %d for a power of two within %d..%d",
+	if data != Round(data) || len(mem) != Bytes(data) || uintptr(unsafe.Pointer(unsafe.SliceData(mem)))%line != 0 ||
+		side&^1 != 0 {
+		return fmt.Errorf("ring: %d bytes of memory for side %d with rings of %d bytes: want %d bytes aligned to "+
+			"%d for a power of two within %d..%d",
 			len(mem), side, data, Bytes(data), line, MinData, MaxData)
 	}
 	base := unsafe.Pointer(unsafe.SliceData(mem))
@@ -160,7 +162,8 @@ func (e *End) Init(mem []byte, data, side int, bell func()) error {
 		e.fences[i] = (*uint32)(unsafe.Add(base, (2+s)*spacing+8))
 	}
 	e.out = producer{data: unsafe.Add(base, control+side*data), told: (*uint64)(unsafe.Add(base, side*spacing))}
-	e.in = consumer{data: unsafe.Add(base, control+(1-side)*data), told: (*uint64)(unsafe.Add(base, (1-side)*spacing)), seq: 1}
+	e.in = consumer{data: unsafe.Add(base, control+(1-side)*data), told: (*uint64)(unsafe.Add(base, (1-side)*spacing)),
+		seq: 1}
 	return nil
 }
 
@@ -227,7 +230,8 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	}
 	n := uint64(h.Len)
 	if n != uint64(len(payload)) || n > e.max {
-		return false, fmt.Errorf("ring: frame with %d bytes of payload for a header that says %d; the largest is %d", len(payload), n, e.max)
+		return false, fmt.Errorf("ring: frame with %d bytes of payload for a header that says %d; the largest is %d",
+			len(payload), n, e.max)
 	}
 	p := &e.out
 	at, size := place(n)
@@ -308,7 +312,8 @@ func (e *End) Recv() (*p2p.Header, []byte, error) {
 		}
 		off := c.pos & (e.size - 1)
 		frame := unsafe.Add(c.data, off)
-		prefetch(unsafe.Add(c.data, (off+line)&(e.size-1))) // the payload's first line comes along with the commit word's
+		// the payload's first line comes along with the commit word's
+		prefetch(unsafe.Add(c.data, (off+line)&(e.size-1)))
 		commit := atomic.LoadUint64((*uint64)(frame))
 		if commit == 0 {
 			if state == draining {
@@ -329,7 +334,8 @@ func (e *End) Recv() (*p2p.Header, []byte, error) {
 		n := uint64(c.hdr.Len)
 		at, size := place(n)
 		if n > e.max || off+size > e.size {
-			return nil, nil, e.violated("frame of %d bytes at byte %d of a ring of %d; the largest is %d", n, off, e.size, e.max)
+			return nil, nil, e.violated("frame of %d bytes at byte %d of a ring of %d; the largest is %d", n, off,
+				e.size, e.max)
 		}
 		if e.state.Load() == ended { // the memory may have gone between commit word and header
 			return nil, nil, e.Err()

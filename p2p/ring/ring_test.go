@@ -55,7 +55,8 @@ func TestInitRefuses(t *testing.T) {
 			t.Errorf("%s: taken", name)
 		}
 	}
-	for wish, want := range map[int]int{-5: MinData, 0: MinData, MinData: MinData, MinData + 1: 2 * MinData, 1 << 20: 1 << 20, MaxData + 1: MaxData} {
+	for wish, want := range map[int]int{-5: MinData, 0: MinData, MinData: MinData, MinData + 1: 2 * MinData,
+		1 << 20: 1 << 20, MaxData + 1: MaxData} {
 		if got := Round(wish); got != want {
 			t.Errorf("Round(%d) = %d, want %d", wish, got, want)
 		}
@@ -77,10 +78,12 @@ func TestModel(t *testing.T) {
 			i := rapid.IntRange(0, 1).Draw(t, "end")
 			e, o := ends[i], 1-i
 			before := *bells
-			do := rapid.SampledFrom([]string{"send", "send", "recv", "recv", "fill", "release", "release", "arm", "drain"}).Draw(t, "do")
+			do := rapid.SampledFrom([]string{"send", "send", "recv", "recv", "fill", "release", "release", "arm",
+				"drain"}).Draw(t, "do")
 			switch do {
 			case "send":
-				n := rapid.OneOf(rapid.IntRange(0, 100), rapid.IntRange(0, e.MaxFrame()), rapid.Just(e.MaxFrame())).Draw(t, "n")
+				n := rapid.OneOf(rapid.IntRange(0, 100), rapid.IntRange(0, e.MaxFrame()),
+					rapid.Just(e.MaxFrame())).Draw(t, "n")
 				p := make([]byte, n)
 				for k := range p {
 					p[k] = byte(next) + byte(k)
@@ -113,7 +116,8 @@ func TestModel(t *testing.T) {
 				}
 				held[i] = true
 				want := queue[i][0][8:]
-				if h.Seq != binary.LittleEndian.Uint64(queue[i][0]) || int(h.Len) != len(want) || h.Kind != 5 || h.Off != 1<<60 {
+				if h.Seq != binary.LittleEndian.Uint64(queue[i][0]) || int(h.Len) != len(want) || h.Kind != 5 ||
+					h.Off != 1<<60 {
 					t.Fatalf("header %+v, want frame %x of %d bytes", h, queue[i][0][:8], len(want))
 				}
 				if taken[i] < 0 && !bytes.Equal(p, want) || taken[i] >= 0 && p != nil && len(want) > 0 {

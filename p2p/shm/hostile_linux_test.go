@@ -38,7 +38,8 @@ func listen(t *testing.T, f func(conn *net.UnixConn)) rogue {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := rogue{id: p2p.Identity{Rank: 1, Incarnation: 77}, where: endpoint{uid: uint32(os.Geteuid()), machine: machine}, t: t}
+	r := rogue{id: p2p.Identity{Rank: 1, Incarnation: 77}, where: endpoint{uid: uint32(os.Geteuid()), machine: machine},
+		t: t}
 	rand.Read(r.where.name[:])
 	l, err := net.Listen("unix", r.where.address())
 	if err != nil {
@@ -54,7 +55,8 @@ func listen(t *testing.T, f func(conn *net.UnixConn)) rogue {
 				return
 			}
 			conn.SetDeadline(time.Now().Add(linktest.Patience))
-			if _, err := trust.Server(conn, linktest.Secret, purpose, func(trust.Hello) error { return nil }); err == nil {
+			if _, err := trust.Server(conn, linktest.Secret, purpose,
+				func(trust.Hello) error { return nil }); err == nil {
 				f(conn.(*net.UnixConn))
 			}
 			conn.Close()
@@ -102,7 +104,8 @@ func memory(t testing.TB, n int) int {
 func impostors(t testing.TB, n int) map[string]int {
 	t.Helper()
 	fds := map[string]int{"short": memory(t, n-pages(1)), "long": memory(t, n+pages(1)), "empty": memory(t, 0)}
-	for name, seal := range map[string]int{"unsealed": 0, "may shrink": unix.F_SEAL_GROW | unix.F_SEAL_SEAL, "may be sealed": unix.F_SEAL_GROW | unix.F_SEAL_SHRINK} {
+	for name, seal := range map[string]int{"unsealed": 0, "may shrink": unix.F_SEAL_GROW | unix.F_SEAL_SEAL,
+		"may be sealed": unix.F_SEAL_GROW | unix.F_SEAL_SHRINK} {
 		fd, err := unix.MemfdCreate("x", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 		if err != nil {
 			t.Fatal(err)
@@ -163,9 +166,12 @@ func TestHostileSetup(t *testing.T) {
 		}, io.EOF},
 	}
 	for name, m := range map[string]message{
-		"other version": {kind: msgSetup, size: data, version: version + 1}, "odd ring": {kind: msgSetup, size: data + 64, version: version},
-		"tiny ring": {kind: msgSetup, size: 64, version: version}, "endless ring": {kind: msgSetup, size: 1 << 63, version: version},
-		"other ring": {kind: msgSetup, size: 2 * data, version: version}, "grant": {kind: msgGrant, size: data, version: version},
+		"other version": {kind: msgSetup, size: data, version: version + 1},
+		"odd ring":      {kind: msgSetup, size: data + 64, version: version},
+		"tiny ring":     {kind: msgSetup, size: 64, version: version}, "endless ring": {kind: msgSetup, size: 1 << 63,
+			version: version},
+		"other ring": {kind: msgSetup, size: 2 * data, version: version},
+		"grant":      {kind: msgGrant, size: data, version: version},
 	} {
 		attacks = append(attacks, attack{name, func(t *testing.T, c *net.UnixConn) {
 			fd := memory(t, n)
@@ -173,7 +179,8 @@ func TestHostileSetup(t *testing.T) {
 			unix.Close(fd)
 		}, p2p.ErrProtocol})
 	}
-	for _, name := range []string{"short", "long", "empty", "unsealed", "may shrink", "may be sealed", "device", "file", "eventfd", "huge pages"} {
+	for _, name := range []string{"short", "long", "empty", "unsealed", "may shrink", "may be sealed", "device", "file",
+		"eventfd", "huge pages"} {
 		attacks = append(attacks, attack{name, func(t *testing.T, c *net.UnixConn) {
 			fds := impostors(t, n)
 			fd, ok := fds[name]
@@ -298,14 +305,16 @@ func TestHostilePeer(t *testing.T) {
 			if _, err := io.ReadFull(c, answer); err != nil {
 				t.Fatal(err)
 			}
-			if m, err := decodeMessage((*[messageSize]byte)(answer)); err != nil || m != (message{kind: msgDeny, id: 5}) {
+			if m, err := decodeMessage((*[messageSize]byte)(answer)); err != nil ||
+				m != (message{kind: msgDeny, id: 5}) {
 				t.Errorf("%+v, %v", m, err)
 			}
 			if l.Err() != nil {
 				t.Error(l.Err())
 			}
 		},
-		"requests without end": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) { // and never reads an answer
+		// and never reads an answer
+		"requests without end": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
 			for range 1 << 20 {
 				if _, err := c.Write(encoded(message{kind: msgAsk, id: 5})); err != nil {
 					failed(t, l, p2p.ErrProtocol)
@@ -562,7 +571,8 @@ func TestCloseUnderLock(t *testing.T) {
 // TestStrangers: connections that say nothing, or nonsense, are closed in time and keep nobody out.
 func TestStrangers(t *testing.T) {
 	linktest.NoLeaks(t, "All", func(t *testing.T) {
-		b := linktest.Listen(t, New(Config{RingBytes: 1, HandshakeTimeout: 100 * time.Millisecond}), linktest.NewHost(1))
+		b := linktest.Listen(t, New(Config{RingBytes: 1, HandshakeTimeout: 100 * time.Millisecond}),
+			linktest.NewHost(1))
 		b.Allow(func(from p2p.Identity) error {
 			if from.Rank != 0 {
 				t.Errorf("Admit was asked about %v", from)
@@ -654,7 +664,8 @@ func TestFullBacklog(t *testing.T) {
 	a := node(t, 0)
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Millisecond)
 	defer cancel()
-	if l, err := a.T.Dial(ctx, r.id, r.where.encode()); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, unix.EAGAIN) {
+	if l, err := a.T.Dial(ctx, r.id, r.where.encode()); !errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, unix.EAGAIN) {
 		if err == nil {
 			l.Close()
 		}

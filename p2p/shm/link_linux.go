@@ -51,7 +51,8 @@ const maxAsking = 32
 // newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It
 // owns conn and mem from then on.
 func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
-	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}), imports: map[uint64]*imports{}}
+	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}),
+		imports: map[uint64]*imports{}}
 	l.changed.L = &l.mu
 	if err := l.Init(mem[:ring.Bytes(data)], data, side, sock.wake); err != nil {
 		unmap(mem)

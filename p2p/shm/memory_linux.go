@@ -76,7 +76,8 @@ func newRegion(n int) (fd int, mem []byte, err error) {
 	if err = seal(fd, unix.F_SEAL_FUTURE_WRITE); errors.Is(err, unix.EINVAL) { // before Linux 5.1
 		if err = seal(fd, 0); err == nil {
 			var readOnly int
-			if readOnly, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC, 0); err == nil {
+			if readOnly, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", fd), unix.O_RDONLY|unix.O_CLOEXEC,
+				0); err == nil {
 				unix.Close(fd)
 				fd = readOnly
 			}
@@ -107,7 +108,8 @@ func checkMemory(fd, n int) error {
 	case err != nil:
 		return fmt.Errorf("%w: the peer passed a descriptor that is no shared memory: %w", p2p.ErrProtocol, err)
 	case has&seals != seals || fs.Type != unix.TMPFS_MAGIC:
-		return fmt.Errorf("%w: the peer passed memory with seals %#x of kind %#x, want %#x and %#x", p2p.ErrProtocol, has, fs.Type, seals, unix.TMPFS_MAGIC)
+		return fmt.Errorf("%w: the peer passed memory with seals %#x of kind %#x, want %#x and %#x", p2p.ErrProtocol,
+			has, fs.Type, seals, unix.TMPFS_MAGIC)
 	case st.Size != int64(n):
 		return fmt.Errorf("%w: the peer passed memory of %d bytes, want %d", p2p.ErrProtocol, st.Size, n)
 	}
@@ -131,7 +133,8 @@ func unmap(mem []byte) error {
 // blank replaces a mapping by untouched private pages: the shared memory is given up, and yet who
 // still looks at the address finds zeros instead of a fault.
 func blank(mem []byte) error {
-	_, err := unix.MmapPtr(-1, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)), unix.PROT_READ|unix.PROT_WRITE,
+	_, err := unix.MmapPtr(-1, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)),
+		unix.PROT_READ|unix.PROT_WRITE,
 		unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_FIXED|unix.MAP_NORESERVE)
 	return err
 }

@@ -79,7 +79,8 @@ const (
 )
 
 func (e endpoint) encode() []byte {
-	b := append([]byte{endpointVersion, byte(e.uid), byte(e.uid >> 8), byte(e.uid >> 16), byte(e.uid >> 24)}, e.name[:]...)
+	b := append([]byte{endpointVersion, byte(e.uid), byte(e.uid >> 8), byte(e.uid >> 16), byte(e.uid >> 24)},
+		e.name[:]...)
 	return append(b, e.machine...)
 }
 
@@ -107,9 +108,11 @@ func (e endpoint) reaches(here string, uid uint32) error {
 	case theirBoot != boot:
 		return fmt.Errorf("shm: the peer is on another machine (boot id %.36q, here %q)", theirBoot, boot)
 	case theirNet != net:
-		return fmt.Errorf("shm: the peer is in another network namespace (%.36q, here %q), where abstract sockets are out of reach", theirNet, net)
+		return fmt.Errorf("shm: the peer is in another network namespace (%.36q, here %q), where abstract "+
+			"sockets are out of reach", theirNet, net)
 	case !mayTalk(uid, e.uid):
-		return fmt.Errorf("shm: the peer runs as user %d and this process as user %d; want the same user, or root", e.uid, uid)
+		return fmt.Errorf("shm: the peer runs as user %d and this process as user %d; want the same user, or root",
+			e.uid, uid)
 	}
 	return nil
 }

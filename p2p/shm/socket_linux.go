@@ -41,7 +41,8 @@ func newSocket(conn *net.UnixConn) (*socket, error) {
 	s := &socket{conn: conn, raw: raw, ring: message{kind: msgBell}.encode(), file: -1}
 	// Both made once, so that sleeping and waking allocate nothing.
 	s.bell = func(fd uintptr) bool {
-		unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&s.ring)), messageSize, unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+		unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&s.ring)), messageSize,
+			unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
 		return true
 	}
 	s.pull = func(fd uintptr) bool {
@@ -51,7 +52,8 @@ func newSocket(conn *net.UnixConn) (*socket, error) {
 			s.hdr = unix.Msghdr{Iov: &s.iov, Control: &s.oob[0]}
 			s.hdr.SetIovlen(1)
 			s.hdr.SetControllen(len(s.oob))
-			n, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&s.hdr)), unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
+			n, _, errno := unix.RawSyscall(unix.SYS_RECVMSG, fd, uintptr(unsafe.Pointer(&s.hdr)),
+				unix.MSG_DONTWAIT|unix.MSG_CMSG_CLOEXEC)
 			switch errno {
 			case 0:
 				s.n, s.err = int(n), nil
@@ -158,7 +160,8 @@ func (s *socket) collect() error {
 	for _, fd := range fds {
 		unix.Close(fd)
 	}
-	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 { // also what the kernel says when this process has no descriptor left
+	// also what the kernel says when this process has no descriptor left
+	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 {
 		return files.Explain(fmt.Errorf("a descriptor from the peer could not be taken: %w", unix.EMFILE))
 	}
 	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
@@ -179,14 +182,18 @@ func checkPeer(conn *net.UnixConn, uid uint32) error {
 		return err
 	}
 	var cred *unix.Ucred
-	if e := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) }); e != nil {
+	if e := raw.Control(func(fd uintptr) {
+		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET,
+			unix.SO_PEERCRED)
+	}); e != nil {
 		err = e
 	}
 	if err != nil {
 		return fmt.Errorf("credentials of the peer: %w", err)
 	}
 	if !mayTalk(uid, cred.Uid) {
-		return fmt.Errorf("%w: the other end runs as user %d and this process as user %d; want the same user, or root", p2p.ErrAuth, cred.Uid, uid)
+		return fmt.Errorf("%w: the other end runs as user %d and this process as user %d; want the same user, or root",
+			p2p.ErrAuth, cred.Uid, uid)
 	}
 	return nil
 }

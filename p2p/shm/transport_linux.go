@@ -276,7 +276,8 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 	if err == nil {
 		self := t.host.Self()
 		err = p2p.FromRefusal(trust.Client(conn, t.host.Secret(), purpose, trust.Hello{
-			FromRank: uint32(self.Rank), FromIncarnation: self.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}))
+			FromRank: uint32(self.Rank), FromIncarnation: self.Incarnation, ToRank: uint32(to.Rank),
+			ToIncarnation: to.Incarnation}))
 	}
 	if !stop() && err == nil {
 		err = ctx.Err()

@@ -97,7 +97,8 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 	case e.conns < 1 || e.conns > MaxConns:
 		return bad("%d connections per link, want 1 to %d", e.conns, MaxConns)
 	case e.maxFrame < MinFrame || e.maxFrame > MaxMaxFrame || e.maxFrame%frameUnit != 0:
-		return bad("frames of up to %d bytes, want a multiple of %d from %d to %d", e.maxFrame, frameUnit, MinFrame, MaxMaxFrame)
+		return bad("frames of up to %d bytes, want a multiple of %d from %d to %d", e.maxFrame, frameUnit, MinFrame,
+			MaxMaxFrame)
 	case n < 1 || n > maxCandidates:
 		return bad("%d addresses, want 1 to %d", n, maxCandidates)
 	}

@@ -14,7 +14,8 @@ import (
 )
 
 var sample = endpoint{conns: 2, maxFrame: 256 << 10, host: 0x1122334455667788, at: []candidate{
-	{addr: netip.MustParseAddr("10.0.0.3"), port: 29500}, {addr: netip.MustParseAddr("fd00::3"), port: 29501}, {name: "rank3.example", port: 1}}}
+	{addr: netip.MustParseAddr("10.0.0.3"), port: 29500}, {addr: netip.MustParseAddr("fd00::3"), port: 29501},
+	{name: "rank3.example", port: 1}}}
 
 func TestEndpointEncoding(t *testing.T) {
 	want := "\x01\x02\x00\x00\x04\x00\x88\x77\x66\x55\x44\x33\x22\x11\x03" +
@@ -56,10 +57,13 @@ func TestEndpointEncoding(t *testing.T) {
 
 func TestEndpointRoundTrip(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		e := endpoint{conns: rapid.IntRange(1, MaxConns).Draw(t, "conns"), maxFrame: frameUnit * rapid.IntRange(1, MaxMaxFrame/frameUnit).Draw(t, "frame"), host: rapid.Uint64().Draw(t, "host")}
+		e := endpoint{conns: rapid.IntRange(1, MaxConns).Draw(t, "conns"),
+			maxFrame: frameUnit * rapid.IntRange(1, MaxMaxFrame/frameUnit).Draw(t, "frame"),
+			host:     rapid.Uint64().Draw(t, "host")}
 		for range rapid.IntRange(1, maxCandidates).Draw(t, "n") {
 			c := candidate{port: rapid.Uint16Min(1).Draw(t, "port")}
-			switch b := rapid.SliceOfN(rapid.ByteRange(1, 127), 16, 16).Draw(t, "addr"); rapid.IntRange(0, 2).Draw(t, "kind") {
+			switch b := rapid.SliceOfN(rapid.ByteRange(1, 127), 16, 16).Draw(t, "addr"); rapid.IntRange(0, 2).Draw(t,
+				"kind") {
 			case 0:
 				c.addr = netip.AddrFrom4([4]byte(b))
 			case 1:
@@ -78,7 +82,8 @@ func TestEndpointRoundTrip(t *testing.T) {
 		}
 	})
 	rapid.Check(t, func(t *rapid.T) {
-		x := extra{token: rapid.Uint32Range(0, 1<<24-1).Draw(t, "token"), frame: frameUnit * rapid.IntRange(0, MaxMaxFrame/frameUnit).Draw(t, "frame"),
+		x := extra{token: rapid.Uint32Range(0, 1<<24-1).Draw(t, "token"),
+			frame: frameUnit * rapid.IntRange(0, MaxMaxFrame/frameUnit).Draw(t, "frame"),
 			index: rapid.IntRange(0, 255).Draw(t, "index"), count: rapid.IntRange(0, 255).Draw(t, "count")}
 		if y := unpackExtra(x.pack()); y != x {
 			t.Fatalf("%+v became %+v", x, y)
@@ -103,7 +108,8 @@ func FuzzEndpoint(f *testing.F) {
 
 func TestCandidates(t *testing.T) {
 	for in, want := range map[string]string{
-		"node7": "node7:99", "node7:1": "node7:1", "10.0.0.1": "10.0.0.1:99", "10.0.0.1:5": "10.0.0.1:5", "fd00::1": "[fd00::1]:99", "[fd00::1]:7": "[fd00::1]:7",
+		"node7": "node7:99", "node7:1": "node7:1", "10.0.0.1": "10.0.0.1:99", "10.0.0.1:5": "10.0.0.1:5",
+		"fd00::1": "[fd00::1]:99", "[fd00::1]:7": "[fd00::1]:7",
 		"": "", "a b": "", "node:0": "", "node:65536": "", "node:x": "", "[fd00::1": "", "fe80::1%eth0": "",
 	} {
 		c, err := parseCandidate(in, 99)
@@ -116,8 +122,9 @@ func TestCandidates(t *testing.T) {
 func TestPaths(t *testing.T) {
 	addr := netip.MustParseAddr
 	m := machine{
-		host:   1,
-		nets:   []netip.Prefix{netip.MustParsePrefix("10.1.0.7/16"), netip.MustParsePrefix("192.168.0.7/24"), netip.MustParsePrefix("172.17.0.1/16"), netip.MustParsePrefix("127.0.0.1/8")},
+		host: 1,
+		nets: []netip.Prefix{netip.MustParsePrefix("10.1.0.7/16"), netip.MustParsePrefix("192.168.0.7/24"),
+			netip.MustParsePrefix("172.17.0.1/16"), netip.MustParsePrefix("127.0.0.1/8")},
 		allows: func(a netip.Addr) bool { return a != addr("192.168.0.7") },
 		source: func(to netip.AddrPort) (netip.Addr, error) {
 			switch s := to.Addr().String(); {
@@ -152,7 +159,8 @@ func TestPaths(t *testing.T) {
 		{2, "172.17.0.1 10.1.0.9", "10.1.0.9:1", "172.17.0.1:1: is an address of this host"},
 		{2, "172.17.0.2", "172.17.0.2:1", ""},
 		{2, "fd00::9 10.1.0.9", "10.1.0.9:1", "[fd00::9]:1: no route: network is unreachable"},
-		{2, "bad good", "good (10.2.0.9:1)", "host name bad does not resolve: no such host; [fd00::9]:1: no route: network is unreachable"},
+		{2, "bad good", "good (10.2.0.9:1)", "host name bad does not resolve: no such host; [fd00::9]:1: no " +
+			"route: network is unreachable"},
 		{2, "8.8.8.8", "", "8.8.8.8:1: no route: network is unreachable"},
 	} {
 		e := endpoint{host: c.host}
@@ -168,7 +176,8 @@ func TestPaths(t *testing.T) {
 		for _, p := range paths {
 			got = append(got, p.String())
 		}
-		if fmt.Sprint(strings.Join(got, " ")) != c.want || !strings.HasPrefix(list(why).Error(), c.why) || c.why == "" && len(why) > 0 {
+		if fmt.Sprint(strings.Join(got, " ")) != c.want || !strings.HasPrefix(list(why).Error(), c.why) ||
+			c.why == "" && len(why) > 0 {
 			t.Errorf("%s at host %d: %q because %q, want %q because %q", c.at, c.host, got, list(why), c.want, c.why)
 		}
 	}
@@ -176,7 +185,8 @@ func TestPaths(t *testing.T) {
 
 func TestThisMachine(t *testing.T) {
 	m := New(Config{}).machine()
-	if len(m.nets) == 0 || !slices.ContainsFunc(m.nets, func(p netip.Prefix) bool { return p.Addr().IsLoopback() && p.Bits() > 0 }) {
+	if len(m.nets) == 0 || !slices.ContainsFunc(m.nets,
+		func(p netip.Prefix) bool { return p.Addr().IsLoopback() && p.Bits() > 0 }) {
 		t.Errorf("networks %v: no loopback", m.nets)
 	}
 	if a, err := m.source(netip.MustParseAddrPort("127.0.0.1:9")); err != nil || a != netip.MustParseAddr("127.0.0.1") {

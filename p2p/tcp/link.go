@@ -54,13 +54,18 @@ func gone(why string) error { return fmt.Errorf("%w: %s", p2p.ErrPeerGone, why) 
 
 const (
 	headerSpace = p2p.HeaderSize
-	inline      = 16 << 10 // payloads up to this are collected in the receive buffer, longer ones are read to where they belong
-	shortRead   = 4 << 10  // read at once where a long payload may follow, most of which shall not go through the receive buffer
-	spread      = 64 << 10 // payloads from this take turns on the streams
+	// payloads up to this are collected in the receive buffer, longer ones are read to where they
+	// belong
+	inline = 16 << 10
+	// read at once where a long payload may follow, most of which shall not go through the receive
+	// buffer
+	shortRead = 4 << 10
+	spread    = 64 << 10 // payloads from this take turns on the streams
 )
 
 func newLink(name string, fds []int, maxFrame, buffer int, p *poller) (*link, error) {
-	l := &link{name: name, maxFrame: maxFrame, poller: p, done: make(chan struct{}), streams: make([]stream, len(fds)), buf: make([]byte, buffer), ahead: buffer}
+	l := &link{name: name, maxFrame: maxFrame, poller: p, done: make(chan struct{}), streams: make([]stream, len(fds)),
+		buf: make([]byte, buffer), ahead: buffer}
 	for i, fd := range fds {
 		l.streams[i].link, l.streams[i].fd = l, fd
 	}
@@ -135,7 +140,8 @@ func (l *link) turn(last, n int) (stream, now int) {
 // Send implements p2p.Link.
 func (l *link) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if uint64(h.Len) != uint64(len(payload)) || len(payload) > l.maxFrame {
-		return false, fmt.Errorf("%s: a frame of %d bytes with %d bytes of payload was to be sent; both must be equal and at most %d", l.name, h.Len, len(payload), l.maxFrame)
+		return false, fmt.Errorf("%s: a frame of %d bytes with %d bytes of payload was to be sent; both must be "+
+			"equal and at most %d", l.name, h.Len, len(payload), l.maxFrame)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -241,7 +247,8 @@ func (l *link) Recv() (*p2p.Header, []byte, error) {
 		decodeHeader(&l.head, (*[p2p.HeaderSize]byte)(l.buf[l.r:]))
 		if uint64(l.head.Len) > uint64(l.maxFrame) {
 			l.ended = true
-			return nil, nil, l.fail(fmt.Errorf("%w: it announced a frame of %d bytes, at most %d are allowed", p2p.ErrProtocol, l.head.Len, l.maxFrame))
+			return nil, nil, l.fail(fmt.Errorf("%w: it announced a frame of %d bytes, at most %d are allowed",
+				p2p.ErrProtocol, l.head.Len, l.maxFrame))
 		}
 		l.r += headerSpace
 		l.cur, l.filled, l.left = true, false, int(l.head.Len)
@@ -378,7 +385,8 @@ func (l *link) Arm() bool {
 }
 
 // Disarm implements p2p.Link.
-func (l *link) Disarm() { l.armed.Store(false) } // what the kernel still watches is ignored once when it comes, and serves the next Arm until then
+// what the kernel still watches is ignored once when it comes, and serves the next Arm until then
+func (l *link) Disarm() { l.armed.Store(false) }
 
 // lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
 const lingerTime = 500 * time.Millisecond

@@ -176,7 +176,8 @@ func TestSeveralConnections(t *testing.T) {
 			if n := len(a.(*link).streams); n != conns || len(b.(*link).streams) != conns {
 				t.Fatalf("%d and %d connections", n, len(b.(*link).streams))
 			}
-			sizes := []int{0, 1, spread - 1, spread, spread + 1, 512 << 10, 100, 200 << 10, 512 << 10, 16 << 10, inline + 1}
+			sizes := []int{0, 1, spread - 1, spread, spread + 1, 512 << 10, 100, 200 << 10, 512 << 10, 16 << 10,
+				inline + 1}
 			const rounds = 12
 			failed := make(chan error, 1)
 			go func() {

@@ -43,7 +43,8 @@ func newPoller(timeout time.Duration, wake func()) (*poller, error) {
 		unix.Close(fd)
 		return nil, fmt.Errorf("create an epoll instance: %w", err)
 	}
-	p := &poller{epfd: fd, file: os.NewFile(uintptr(fd), "epoll"), timeout: timeout, wake: wake, done: make(chan struct{}), refs: 1, watched: map[uint64]*stream{}}
+	p := &poller{epfd: fd, file: os.NewFile(uintptr(fd), "epoll"), timeout: timeout, wake: wake,
+		done: make(chan struct{}), refs: 1, watched: map[uint64]*stream{}}
 	raw, err := p.file.SyscallConn()
 	if err == nil {
 		err = p.file.SetReadDeadline(time.Time{}) // fails unless the runtime's poller took the descriptor

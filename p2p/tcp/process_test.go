@@ -24,7 +24,8 @@ import (
 
 // children are what a test starts this binary again for; they read their orders from standard input
 // and end with it.
-var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain, "rawdrain": childRawDrain, "last words": childLastWords, "few files": childFewFiles, "vanish": childVanish}
+var children = map[string]func(){"echo": childEcho, "rawecho": childRawEcho, "drain": childDrain,
+	"rawdrain": childRawDrain, "last words": childLastWords, "few files": childFewFiles, "vanish": childVanish}
 
 func childKind() string { return os.Getenv("TUTTI_TEST_CHILD") }
 
@@ -108,7 +109,8 @@ func TestKill(t *testing.T) {
 		}
 		var err error
 		until(t, "the end of the link", func() bool { _, _, err = l.Recv(); return err != nil })
-		if !errors.Is(err, p2p.ErrPeerGone) || !strings.Contains(err.Error(), "rank 1 (incarnation 000000000000ace1) at 127.0.0.1:") {
+		if !errors.Is(err, p2p.ErrPeerGone) || !strings.Contains(err.Error(),
+			"rank 1 (incarnation 000000000000ace1) at 127.0.0.1:") {
 			t.Error(err)
 		}
 		if l.Err() == nil {

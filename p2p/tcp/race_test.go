@@ -16,7 +16,8 @@ func swallowing(t *testing.T) string {
 	t.Helper()
 	fd := must(unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0))
 	t.Cleanup(func() { unix.Close(fd) })
-	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}), unix.Listen(fd, 0)); err != nil {
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}),
+		unix.Listen(fd, 0)); err != nil {
 		t.Fatal(err)
 	}
 	at := &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: must(unix.Getsockname(fd)).(*unix.SockaddrInet4).Port}

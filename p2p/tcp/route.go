@@ -92,7 +92,8 @@ func kernelSource(to netip.AddrPort) (netip.Addr, error) {
 func (m machine) judge(to netip.AddrPort, host uint64) (path, error) {
 	p := path{to: to}
 	same := m.host != 0 && host == m.host
-	local := to.Addr().IsLoopback() || slices.ContainsFunc(m.nets, func(n netip.Prefix) bool { return n.Addr() == to.Addr() })
+	local := to.Addr().IsLoopback() || slices.ContainsFunc(m.nets,
+		func(n netip.Prefix) bool { return n.Addr() == to.Addr() })
 	if local && !same && m.host != 0 && host != 0 {
 		return p, fmt.Errorf("%v: is an address of this host, and the peer is on another", to)
 	}

@@ -201,7 +201,8 @@ func (s *stream) finish(deadline time.Time) {
 			}
 		}
 		s.discard()
-		if n, err := unix.IoctlGetInt(s.fd, unix.SIOCOUTQ); err != nil || shut && n == 0 || !time.Now().Before(deadline) {
+		if n, err := unix.IoctlGetInt(s.fd, unix.SIOCOUTQ); err != nil || shut && n == 0 ||
+			!time.Now().Before(deadline) {
 			return
 		}
 		time.Sleep(pause)

@@ -221,8 +221,9 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 	t.host, t.poller, t.filter = h, p, filter
 	for _, l := range listeners {
 		a := &trust.Acceptor{
-			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose, Timeout: p2p.HandshakeTimeout,
-			Max: max(16, trust.DefaultMax()/len(listeners)), Admit: t.admit, Accepted: t.accepted,
+			Listener: &loud{Listener: l, log: t.log}, Secret: h.Secret(), Purpose: purpose,
+			Timeout: p2p.HandshakeTimeout,
+			Max:     max(16, trust.DefaultMax()/len(listeners)), Admit: t.admit, Accepted: t.accepted,
 			Refused: trust.LogRefused(t.log, "tcp"),
 		}
 		t.acceptors = append(t.acceptors, a)
@@ -252,7 +253,8 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 		return nil, fmt.Errorf("tcp: %w", files.Explain(err))
 	}
 	if len(addrs) > maxCandidates {
-		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxCandidates], "left out", addrs[maxCandidates:])
+		t.log.Warn("tcp: not all of this machine's addresses are published", "published", addrs[:maxCandidates],
+			"left out", addrs[maxCandidates:])
 		addrs = addrs[:maxCandidates]
 	}
 	var skipped list
@@ -366,11 +368,13 @@ func (e extra) pack() uint64 {
 }
 
 func unpackExtra(v uint64) extra {
-	return extra{token: uint32(v >> 40), frame: int(v>>16&0xffffff) * frameUnit, index: int(v >> 8 & 0xff), count: int(v & 0xff)}
+	return extra{token: uint32(v >> 40), frame: int(v>>16&0xffffff) * frameUnit, index: int(v >> 8 & 0xff),
+		count: int(v & 0xff)}
 }
 
 func hello(from, to p2p.Identity, e extra) trust.Hello {
-	return trust.Hello{FromRank: uint32(from.Rank), FromIncarnation: from.Incarnation, ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation, Extra: e.pack()}
+	return trust.Hello{FromRank: uint32(from.Rank), FromIncarnation: from.Incarnation, ToRank: uint32(to.Rank),
+		ToIncarnation: to.Incarnation, Extra: e.pack()}
 }
 
 // Verdict codes beside those of p2p.RefusalOf: the connection reached somebody else of the same
@@ -390,14 +394,17 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 	switch {
 	case x.count == 0 && from == self:
 		return nil
-	case x.count < 1 || x.count > t.cfg.Conns || x.index >= x.count || x.frame < MinFrame || x.frame > t.cfg.MaxFrame || from.Incarnation == 0 || from == self:
-		return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d with frames of %d bytes from %v does not fit %v: at most %d and %d",
+	case x.count < 1 || x.count > t.cfg.Conns || x.index >= x.count || x.frame < MinFrame || x.frame > t.cfg.MaxFrame ||
+		from.Incarnation == 0 || from == self:
+		return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d with frames of %d bytes "+
+			"from %v does not fit %v: at most %d and %d",
 			x.index, x.count, x.frame, from, self, t.cfg.Conns, t.cfg.MaxFrame)}
 	case x.index > 0:
 		t.mu.Lock()
 		defer t.mu.Unlock()
 		if j := t.joining[joinKey{from, x.token}]; j == nil || len(j.fds) != x.count || j.fds[x.index] >= 0 {
-			return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d from %v belongs to no link", x.index, x.count, from)}
+			return &trust.Refusal{Code: codeMisfit, Text: fmt.Sprintf("connection %d of %d from %v belongs to no link",
+				x.index, x.count, from)}
 		}
 		return nil
 	}
@@ -560,7 +567,8 @@ func setBuffers(fd, size int) {
 
 // connect dials address, from local if that is valid, and proves both ends. It returns the socket.
 // first is the connection to begin with; nil: there is none yet.
-func (t *Transport) connect(ctx context.Context, first net.Conn, address string, local netip.Addr, h trust.Hello) (fd int, at string, err error) {
+func (t *Transport) connect(ctx context.Context, first net.Conn, address string, local netip.Addr,
+	h trust.Hello) (fd int, at string, err error) {
 	fd = -1
 	err = trust.Redial(ctx, func() (err error) {
 		c := first
@@ -754,7 +762,8 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 		}
 		p, err := paths[o.path], o.err
 		if p.class == classForeign {
-			t.log.Warn("tcp: the route to a peer leaves through an interface that is not allowed", "peer", to, "address", p.String(), "source", p.from)
+			t.log.Warn("tcp: the route to a peer leaves through an interface that is not allowed", "peer", to,
+				"address", p.String(), "source", p.from)
 		}
 		var l p2p.Link
 		if err == nil {
@@ -812,7 +821,8 @@ func (f final) Unwrap() error { return f.error }
 
 // try makes a link over one path, of which the first connection is open; others is how many paths
 // are left after it.
-func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int, self, to p2p.Identity, x extra) (p2p.Link, error) {
+func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int, self, to p2p.Identity,
+	x extra) (p2p.Link, error) {
 	limit := lastTimeout
 	if others > 0 {
 		limit = dialTimeout

@@ -38,7 +38,8 @@ type accepted struct {
 }
 
 func newHost(rank int) *host {
-	return &host{self: p2p.Identity{Rank: rank, Incarnation: 0xace0 + uint64(rank)}, secret: secret, links: make(chan accepted, 64), woken: make(chan struct{}, 1)}
+	return &host{self: p2p.Identity{Rank: rank, Incarnation: 0xace0 + uint64(rank)}, secret: secret,
+		links: make(chan accepted, 64), woken: make(chan struct{}, 1)}
 }
 
 func (h *host) Self() p2p.Identity { return h.self }
@@ -144,7 +145,8 @@ func must[T any](v T, err error) T {
 }
 
 func header(seq uint64, n int) *p2p.Header {
-	return &p2p.Header{Kind: 3, Flags: 5, Len: uint32(n), Chan: 11, Ack: 13, Seq: seq, Call: 17, Count: 19, Off: 1 << 63}
+	return &p2p.Header{Kind: 3, Flags: 5, Len: uint32(n), Chan: 11, Ack: 13, Seq: seq, Call: 17, Count: 19,
+		Off: 1 << 63}
 }
 
 func pattern(n int, seed byte) []byte {

@@ -68,7 +68,8 @@ func TestPorts(t *testing.T) {
 		return tr, e, err
 	}
 	one := taken(t, 1)
-	if _, e, err := open(fmt.Sprint(one)); e != nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), fmt.Sprintf("port %d", one)) {
+	if _, e, err := open(fmt.Sprint(one)); e != nil || !errors.Is(err, syscall.EADDRINUSE) ||
+		!strings.Contains(err.Error(), fmt.Sprintf("port %d", one)) {
 		t.Errorf("a port that is taken: %v, %v", e, err)
 	}
 	first := taken(t, 2)
@@ -196,18 +197,21 @@ func TestEveryAddress(t *testing.T) {
 
 func TestReaches(t *testing.T) {
 	n := listen(t, 0, local(Config{}))
-	e := endpoint{conns: 1, maxFrame: MinFrame, host: hostID() + 2, at: []candidate{{addr: netip.MustParseAddr("127.0.0.1"), port: 1}}}
+	e := endpoint{conns: 1, maxFrame: MinFrame, host: hostID() + 2,
+		at: []candidate{{addr: netip.MustParseAddr("127.0.0.1"), port: 1}}}
 	if err := n.Reaches(e.encode()); !errors.Is(err, errNoPath) || !strings.Contains(err.Error(), "127.0.0.1:1") {
 		t.Errorf("another host's loopback: %v", err)
 	}
-	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); !errors.Is(err, p2p.ErrPeerGone) || !errors.Is(err, errNoPath) {
+	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); !errors.Is(err,
+		p2p.ErrPeerGone) || !errors.Is(err, errNoPath) {
 		t.Errorf("dial another host's loopback: %v", err)
 	}
 	e.at[0] = candidate{name: "no-such-host.invalid", port: 1}
 	if err := n.Reaches(e.encode()); err != nil {
 		t.Errorf("a name is for Dial to resolve: %v", err)
 	}
-	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); err == nil || !strings.Contains(err.Error(), "no-such-host.invalid does not resolve") {
+	if _, err := n.Dial(within(t), p2p.Identity{Rank: 1, Incarnation: 1}, e.encode()); err == nil ||
+		!strings.Contains(err.Error(), "no-such-host.invalid does not resolve") {
 		t.Errorf("dial a name that does not resolve: %v", err)
 	}
 	if err := n.Reaches([]byte("x")); err == nil {
@@ -261,7 +265,8 @@ func TestDialTriesAll(t *testing.T) {
 	}{
 		{[]string{dead, silent, other.addr(), l.Addr().String(), foreign.addr(), b.addr()}, nil, nil},
 		{[]string{dead}, p2p.ErrPeerGone, []string{dead, "refused"}},
-		{[]string{dead, other.addr()}, p2p.ErrPeerGone, []string{dead, "rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
+		{[]string{dead, other.addr()}, p2p.ErrPeerGone, []string{dead,
+			"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
 		{[]string{other.addr()}, p2p.ErrStale, []string{"rank 2 (incarnation 000000000000ace2) listens here, not rank 1"}},
 		{[]string{foreign.addr()}, p2p.ErrAuth, []string{foreign.addr()}},
 		{[]string{l.Addr().String()}, p2p.ErrAuth, []string{"does not speak this protocol"}},
@@ -291,7 +296,8 @@ func TestRefusalIsFinal(t *testing.T) {
 		if err == nil || !strings.Contains(err.Error(), "because: "+reason.Error()) || asked.Load() != 1 {
 			t.Errorf("%v: %v, asked %d times", reason, err, asked.Load())
 		}
-		if named := errors.Is(reason, p2p.ErrStale) || errors.Is(reason, p2p.ErrSuperseded); named != errors.Is(err, reason) || errors.Is(err, p2p.ErrPeerGone) {
+		if named := errors.Is(reason, p2p.ErrStale) || errors.Is(reason, p2p.ErrSuperseded); named != errors.Is(err,
+			reason) || errors.Is(err, p2p.ErrPeerGone) {
 			t.Errorf("%v became %v", reason, err)
 		}
 	}
@@ -302,7 +308,8 @@ func TestDialEnds(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
 	silent := fmt.Sprintf("127.0.0.1:%d", taken(t, 1))
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	if _, err := a.Dial(ctx, b.self, b.at(silent)); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, p2p.ErrPeerGone) {
+	if _, err := a.Dial(ctx, b.self, b.at(silent)); !errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, p2p.ErrPeerGone) {
 		t.Errorf("deadline: %v", err)
 	}
 	cancel()
@@ -414,7 +421,8 @@ func TestHostileConnections(t *testing.T) {
 		}
 		return nil
 	})
-	for _, s := range []string{"", "GET / HTTP/1.1\r\nHost: x\r\n\r\n", strings.Repeat("\xff", 1<<20), "tutti/2\n" + strings.Repeat("x", 1<<20)} {
+	for _, s := range []string{"", "GET / HTTP/1.1\r\nHost: x\r\n\r\n", strings.Repeat("\xff", 1<<20),
+		"tutti/2\n" + strings.Repeat("x", 1<<20)} {
 		c := raw(t, b)
 		io.WriteString(c, s) // fails as soon as the other side has seen enough
 		c.(*net.TCPConn).CloseWrite()

@@ -67,7 +67,8 @@ const maxText = 8
 // rest. Nothing: there is nothing wrong that the snapshots show. Of several ranks that wait for
 // each other in a row it names the one at the end.
 func Diagnose(ranks []Rank) []Finding {
-	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{}, blamed: map[int]bool{}, sights: map[sight]string{}}
+	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{},
+		blamed: map[int]bool{}, sights: map[sight]string{}}
 	for i := range ranks {
 		d.ranks[ranks[i].Rank] = &ranks[i]
 		d.order = append(d.order, ranks[i].Rank)
@@ -117,7 +118,8 @@ func (s *Snapshot) group(of *Group) *Group {
 
 // same reports whether a and b, of the same number, are the same call.
 func same(a, b *Operation) bool {
-	return a.Kind == b.Kind && a.DType == b.DType && a.Reduction == b.Reduction && a.Root == b.Root && a.Elements == b.Elements && a.CountsHash == b.CountsHash
+	return a.Kind == b.Kind && a.DType == b.DType && a.Reduction == b.Reduction && a.Root == b.Root &&
+		a.Elements == b.Elements && a.CountsHash == b.CountsHash
 }
 
 // short is an operation in two words, and the group if it is not everybody's.
@@ -205,8 +207,10 @@ func (d *diagnosis) mismatches() {
 			seen[k] = first{r, g.Running}
 		case !same(f.op, g.Running) && !d.mismatch(g):
 			d.mismatched = append(d.mismatched, g)
-			d.found = append(d.found, Finding{Kind: FindingMismatch, Rank: -1, Waiters: []int{f.rank, r}, Group: g.ID, Number: k.number,
-				Text: fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", f.rank, f.op.Call, r, g.Running.Call)})
+			d.found = append(d.found, Finding{Kind: FindingMismatch, Rank: -1, Waiters: []int{f.rank, r}, Group: g.ID,
+				Number: k.number,
+				Text: fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", f.rank, f.op.Call, r,
+					g.Running.Call)})
 		}
 	}
 }
@@ -259,15 +263,18 @@ func (d *diagnosis) stuck() {
 		}
 	}
 	keys := slices.SortedFunc(maps.Keys(d.culprits), func(a, b culprit) int {
-		return cmp.Or(len(d.culprits[b].Waiters)-len(d.culprits[a].Waiters), a.rank-b.rank, cmp.Compare(a.kind, b.kind), cmp.Compare(a.group, b.group))
+		return cmp.Or(len(d.culprits[b].Waiters)-len(d.culprits[a].Waiters), a.rank-b.rank, cmp.Compare(a.kind, b.kind),
+			cmp.Compare(a.group, b.group))
 	})
 	for _, k := range keys {
 		f := d.culprits[k]
 		f.Waiters = slices.Compact(slices.Sorted(slices.Values(f.Waiters)))
 		if f.Kind == FindingStuck {
 			d.blamed[k.rank] = true
-			if others := slices.DeleteFunc(slices.Clone(f.Waiters), func(r int) bool { return r == k.rank }); len(others) > 0 {
-				f.Text += fmt.Sprintf("; %s %s for it, %s so far", RankList(others), verb(len(others), "waits", "wait"), Seconds(time.Duration(f.Seconds*float64(time.Second))))
+			if others := slices.DeleteFunc(slices.Clone(f.Waiters),
+				func(r int) bool { return r == k.rank }); len(others) > 0 {
+				f.Text += fmt.Sprintf("; %s %s for it, %s so far", RankList(others), verb(len(others), "waits", "wait"),
+					Seconds(time.Duration(f.Seconds*float64(time.Second))))
 			}
 		}
 		d.found = append(d.found, *f)
@@ -330,7 +337,8 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 		if o.Kind == "recv" { // from anybody: nobody is to blame
 			return false
 		}
-		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for nobody: it moves or combines data, or is held up in the kernel", rank, short(o), Seconds(s.Time.Sub(o.Started))))
+		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for nobody: "+
+			"it moves or combines data, or is held up in the kernel", rank, short(o), Seconds(s.Time.Sub(o.Started))))
 	}
 	for _, to := range o.WaitsFor {
 		if i := slices.Index(w.path, to); i < 0 {
@@ -354,7 +362,8 @@ func (w *walk) inside(rank int, o *Operation, to int) bool {
 		return false
 	}
 	theirs := t.Snapshot.group(g)
-	return theirs != nil && theirs.Running != nil && (theirs.Running.Kind == Entering || theirs.Running.Number <= o.Number)
+	return theirs != nil && theirs.Running != nil && (theirs.Running.Kind == Entering ||
+		theirs.Running.Number <= o.Number)
 }
 
 // groupOf returns the group that o runs in, nil for a message.
@@ -375,8 +384,10 @@ func (w *walk) cycle(path []int, o *Operation) bool {
 	}
 	k := culprit{ring[0], FindingCycle, fmt.Sprint(ring)}
 	if w.d.culprits[k] == nil {
-		f := &Finding{Kind: FindingCycle, Rank: -1, Group: o.Group, Number: o.Number, Waiters: ring, Seconds: w.age.Seconds(),
-			Text: fmt.Sprintf("%s wait for each other in %s, %s so far: each is there, and what was sent has not arrived", RankList(ring), short(o), Seconds(w.age))}
+		f := &Finding{Kind: FindingCycle, Rank: -1, Group: o.Group, Number: o.Number, Waiters: ring,
+			Seconds: w.age.Seconds(),
+			Text: fmt.Sprintf("%s wait for each other in %s, %s so far: each is there, and what was sent has "+
+				"not arrived", RankList(ring), short(o), Seconds(w.age))}
 		w.d.culprits[k], w.ends = f, append(w.ends, f)
 	}
 	return true
@@ -407,7 +418,8 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	g := s.group(mine)
 	switch {
 	case g == nil:
-		return w.elsewhere(o, to, fmt.Sprintf("rank %d has closed the group of %s, or has not made it yet", to, short(o)))
+		return w.elsewhere(o, to, fmt.Sprintf("rank %d has closed the group of %s, or has not made it yet", to,
+			short(o)))
 	case g.Running != nil && g.Running.Kind == Entering:
 		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
 	case o.Kind == Entering && g.Epoch >= o.Number:
@@ -419,7 +431,8 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 		}
 		return w.elsewhere(o, to, text)
 	case g.Error != "":
-		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, short(o), g.Error))
+		return w.blame(to, FindingStuck, o, fmt.Sprintf("rank %d has given up and will not enter %s: %s", to, short(o),
+			g.Error))
 	case g.Running != nil && g.Running.Number <= o.Number:
 		if g.Running.Number == o.Number && !same(g.Running, o) {
 			return true // a mismatch, which has been said
@@ -433,7 +446,8 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 			since = *g.Last.Ended
 		}
 		return s.Time.Sub(since) >= 2*stuckAfter &&
-			w.blame(to, FindingLink, o, fmt.Sprintf("rank %d waits in %s for rank %d, which has finished it: what that sent has not arrived", from, short(o), to))
+			w.blame(to, FindingLink, o, fmt.Sprintf("rank %d waits in %s for rank %d, which has finished it: "+
+				"what that sent has not arrived", from, short(o), to))
 	}
 	done := "has finished nothing yet"
 	if g.Finished > 0 {
@@ -533,7 +547,8 @@ func (d *diagnosis) gone() {
 		f := Finding{Kind: FindingGone, Rank: ranks[0], Text: RankList(ranks) + " " + text}
 		if len(ranks) > 1 {
 			f.Rank = -1
-			f.Text = RankList(ranks) + " " + strings.NewReplacer("does not", "do not", "is ", "are ", "has not", "have not").Replace(text)
+			f.Text = RankList(ranks) + " " + strings.NewReplacer("does not", "do not", "is ", "are ", "has not",
+				"have not").Replace(text)
 		}
 		d.found = append(d.found, f)
 	}
@@ -560,7 +575,8 @@ func (d *diagnosis) failed() {
 		if f.id != 1 {
 			which = fmt.Sprint("group ", f.id)
 		}
-		d.found = append(d.found, Finding{Kind: FindingFailed, Rank: -1, Waiters: at[f], Group: f.id, Text: fmt.Sprintf("%s has failed at %s: %s", which, RankList(at[f]), f.text)})
+		d.found = append(d.found, Finding{Kind: FindingFailed, Rank: -1, Waiters: at[f], Group: f.id,
+			Text: fmt.Sprintf("%s has failed at %s: %s", which, RankList(at[f]), f.text)})
 	}
 }
 
@@ -573,8 +589,10 @@ func (d *diagnosis) links() {
 		}
 		for i := range s.Links {
 			l := &s.Links[i]
-			if to := d.ranks[l.Rank]; l.Error != "" && !l.Up && to != nil && to.Snapshot != nil && len(to.Snapshot.Groups) > 0 {
-				d.found = append(d.found, Finding{Kind: FindingLink, Rank: l.Rank, Waiters: []int{n}, Text: fmt.Sprintf("rank %d has no link to rank %d any more: %s", n, l.Rank, l.Error)})
+			if to := d.ranks[l.Rank]; l.Error != "" && !l.Up && to != nil && to.Snapshot != nil &&
+				len(to.Snapshot.Groups) > 0 {
+				d.found = append(d.found, Finding{Kind: FindingLink, Rank: l.Rank, Waiters: []int{n},
+					Text: fmt.Sprintf("rank %d has no link to rank %d any more: %s", n, l.Rank, l.Error)})
 			}
 		}
 	}
@@ -595,7 +613,8 @@ func (d *diagnosis) views() {
 	for _, e := range slices.Backward(slices.Sorted(maps.Keys(at))) {
 		parts = append(parts, fmt.Sprintf("%s %s in epoch %d", RankList(at[e]), verb(len(at[e]), "is", "are"), e))
 	}
-	d.found = append(d.found, Finding{Kind: FindingViews, Rank: -1, Text: "the ranks have different views: " + strings.Join(parts, ", ")})
+	d.found = append(d.found, Finding{Kind: FindingViews, Rank: -1,
+		Text: "the ranks have different views: " + strings.Join(parts, ", ")})
 }
 
 // Straggler is a rank that others wait for.
@@ -649,6 +668,9 @@ func Stragglers(ranks, before []Rank) []Straggler {
 			all = append(all, *s)
 		}
 	}
-	slices.SortFunc(all, func(a, b Straggler) int { return cmp.Or(cmp.Compare(b.Kept-b.Waited, a.Kept-a.Waited), a.Rank-b.Rank) })
+	slices.SortFunc(all, func(a, b Straggler) int {
+		return cmp.Or(cmp.Compare(b.Kept-b.Waited, a.Kept-a.Waited),
+			a.Rank-b.Rank)
+	})
 	return all
 }

@@ -17,7 +17,8 @@ var noon = time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
 func ranks(n int) job {
 	j := make(job, n)
 	for r := range j {
-		j[r] = Rank{Rank: r, Presence: Present, Snapshot: &Snapshot{Version: 1, Rank: r, Size: n, Time: noon, Joined: true, View: View{Epoch: 1},
+		j[r] = Rank{Rank: r, Presence: Present, Snapshot: &Snapshot{Version: 1, Rank: r, Size: n, Time: noon,
+			Joined: true, View: View{Epoch: 1},
 			Groups: []Group{{ID: 1, Slot: r, Size: n, Epoch: 1}}}}
 		j.finished(r, 4, 100*time.Millisecond)
 	}
@@ -27,7 +28,8 @@ func ranks(n int) job {
 func (j job) world(r int) *Group { return &j[r].Snapshot.Groups[0] }
 
 func op(number uint64, call string, ago time.Duration, waits ...int) *Operation {
-	return &Operation{Group: 1, Number: number, Kind: call, Call: fmt.Sprintf("%s #%d (float32)", call, number), Started: noon.Add(-ago), Outcome: "running", WaitsFor: waits}
+	return &Operation{Group: 1, Number: number, Kind: call, Call: fmt.Sprintf("%s #%d (float32)", call, number),
+		Started: noon.Add(-ago), Outcome: "running", WaitsFor: waits}
 }
 
 // in puts a rank into allreduce #number, for so long, waiting for these.
@@ -90,25 +92,40 @@ func TestDiagnose(t *testing.T) {
 	}{
 		{"nothing wrong", ranks(4), nil},
 		{"busy", ranks(4).in(0, 5, s/2, 3).in(1, 5, s/2, 3), nil},
-		{"one has not come", ranks(4).in(0, 1234, 40*s, 3).in(1, 1234, 40*s, 3).in(2, 1234, 39*s, 3).finished(3, 1230, 41*s),
-			[]string{"rank 3 has not entered allreduce #1234 (last finished #1230, 41 s ago); ranks 0-2 wait for it, 40 s so far"}},
+		{"one has not come", ranks(4).in(0, 1234, 40*s, 3).in(1, 1234, 40*s, 3).in(2, 1234, 39*s, 3).finished(3, 1230,
+			41*s),
+			[]string{"rank 3 has not entered allreduce #1234 (last finished #1230, 41 s ago); ranks 0-2 wait for " +
+				"it, 40 s so far"}},
 		{"a chain", ranks(4).in(0, 9, 5*s, 2).in(1, 9, 5*s, 0).in(2, 9, 4*s, 3).finished(3, 8, 6*s),
-			[]string{"rank 3 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 0-2 wait for it, 5.0 s so far"}},
-		{"a chain from the last to the first", ranks(4).finished(0, 8, 6*s).in(1, 9, 5*s, 0).in(2, 9, 5*s, 1).in(3, 9, 5*s, 2),
-			[]string{"rank 0 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 1-3 wait for it, 5.0 s so far"}},
+			[]string{"rank 3 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 0-2 wait for it, " +
+				"5.0 s so far"}},
+		{"a chain from the last to the first", ranks(4).finished(0, 8, 6*s).in(1, 9, 5*s, 0).in(2, 9, 5*s, 1).in(3, 9,
+			5*s, 2),
+			[]string{"rank 0 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 1-3 wait for it, " +
+				"5.0 s so far"}},
 		{"two have not come", ranks(4).in(0, 9, 5*s, 2, 3).in(1, 9, 5*s, 2, 3).finished(2, 8, 6*s).finished(3, 7, 9*s),
-			[]string{"rank 2 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 0 and 1 wait for it, 5.0 s so far",
-				"rank 3 has not entered allreduce #9 (last finished #7, 9.0 s ago); ranks 0 and 1 wait for it, 5.0 s so far"}},
-		{"nothing finished yet", ranks(2).in(0, 1, 5*s, 1).with(1, func(s *Snapshot) { s.Groups[0].Finished, s.Groups[0].Last = 0, nil }),
+			[]string{"rank 2 has not entered allreduce #9 (last finished #8, 6.0 s ago); ranks 0 and 1 wait for " +
+				"it, 5.0 s so far",
+				"rank 3 has not entered allreduce #9 (last finished #7, 9.0 s ago); ranks 0 and 1 wait for it, " +
+					"5.0 s so far"}},
+		{"nothing finished yet", ranks(2).in(0, 1, 5*s, 1).with(1, func(s *Snapshot) {
+			s.Groups[0].Finished,
+				s.Groups[0].Last = 0, nil
+		}),
 			[]string{"rank 1 has not entered allreduce #1 (has finished nothing yet); rank 0 waits for it, 5.0 s so far"}},
 		{"behind", ranks(3).in(0, 9, 5*s, 1).in(1, 8, 6*s, 2).finished(2, 7, 7*s),
-			[]string{"rank 2 has not entered allreduce #8 (last finished #7, 7.0 s ago); ranks 0 and 1 wait for it, 6.0 s so far"}},
-		{"silent", ranks(3).in(0, 9, 5*s, 2).in(1, 9, 5*s, 0).without(2, Silent, "no answer within 1s").with(0, func(s *Snapshot) {
-			s.Groups[0].Peers = []Peer{{Rank: 2, Seen: "allreduce #8 (float32)", Number: 8}}
-		}), []string{"rank 2 does not answer (pid 102 on node): no answer within 1s; it was last seen in allreduce #8 (float32); it is waited for in allreduce #9; ranks 0 and 1 wait for it, 5.0 s so far"}},
+			[]string{"rank 2 has not entered allreduce #8 (last finished #7, 7.0 s ago); ranks 0 and 1 wait for " +
+				"it, 6.0 s so far"}},
+		{"silent", ranks(3).in(0, 9, 5*s, 2).in(1, 9, 5*s, 0).without(2, Silent, "no answer within 1s").with(0,
+			func(s *Snapshot) {
+				s.Groups[0].Peers = []Peer{{Rank: 2, Seen: "allreduce #8 (float32)", Number: 8}}
+			}), []string{"rank 2 does not answer (pid 102 on node): no answer within 1s; it was last seen in " +
+			"allreduce #8 (float32); it is waited for in allreduce #9; ranks 0 and 1 wait for it, 5.0 s so far"}},
 		{"dead, and waited for", ranks(2).in(0, 9, 5*s, 1).without(1, Dead, ""),
-			[]string{"rank 1 is dead (pid 101 on node); it is waited for in allreduce #9; rank 0 waits for it, 5.0 s so far"}},
-		{"dead, and nobody minds yet", ranks(4).without(1, Dead, "its lease has ended"), []string{"rank 1 is dead (pid 101 on node): its lease has ended"}},
+			[]string{"rank 1 is dead (pid 101 on node); it is waited for in allreduce #9; rank 0 waits for it, " +
+				"5.0 s so far"}},
+		{"dead, and nobody minds yet", ranks(4).without(1, Dead, "its lease has ended"),
+			[]string{"rank 1 is dead (pid 101 on node): its lease has ended"}},
 		{"several are silent", func() job {
 			j := ranks(4)
 			for _, r := range []int{1, 3} {
@@ -117,44 +134,68 @@ func TestDiagnose(t *testing.T) {
 			return j
 		}(), []string{"ranks 1 and 3 do not answer"}},
 		{"a hole is no news", ranks(4).without(1, Vacant, ""), nil},
-		{"not there yet", ranks(2).in(0, 1, 20*s, 1).without(1, Absent, ""), []string{"rank 1 has not joined yet (pid 101 on node); it is waited for in allreduce #1; rank 0 waits for it, 20 s so far"}},
-		{"mismatch", ranks(3).in(0, 9, 5*s, 1).in(1, 9, 5*s, 0).in(2, 9, 5*s, 0).with(1, func(s *Snapshot) { s.Groups[0].Running = op(9, "broadcast", 5*time.Second, 0) }),
+		{"not there yet", ranks(2).in(0, 1, 20*s, 1).without(1, Absent, ""),
+			[]string{"rank 1 has not joined yet (pid 101 on node); it is waited for in allreduce #1; rank 0 " +
+				"waits for it, 20 s so far"}},
+		{"mismatch", ranks(3).in(0, 9, 5*s, 1).in(1, 9, 5*s, 0).in(2, 9, 5*s, 0).with(1,
+			func(s *Snapshot) { s.Groups[0].Running = op(9, "broadcast", 5*time.Second, 0) }),
 			[]string{"ranks disagree: rank 0 called allreduce #9 (float32), rank 1 called broadcast #9 (float32)"}},
-		{"mismatch of counts", ranks(2).in(0, 9, s/10, 1).in(1, 9, s/10, 0).with(1, func(s *Snapshot) { s.Groups[0].Running.Elements = 5 }),
+		{"mismatch of counts", ranks(2).in(0, 9, s/10, 1).in(1, 9, s/10, 0).with(1,
+			func(s *Snapshot) { s.Groups[0].Running.Elements = 5 }),
 			[]string{"ranks disagree: rank 0 called allreduce #9 (float32), rank 1 called allreduce #9 (float32)"}},
 		{"computes inside", ranks(2).in(0, 9, 5*s, 1).in(1, 9, 5*s),
-			[]string{"rank 1 has been in allreduce #9 for 5.0 s and waits for nobody: it moves or combines data, or is held up in the kernel; rank 0 waits for it, 5.0 s so far"}},
+			[]string{"rank 1 has been in allreduce #9 for 5.0 s and waits for nobody: it moves or combines data, " +
+				"or is held up in the kernel; rank 0 waits for it, 5.0 s so far"}},
 		{"a cycle", ranks(3).in(0, 9, 5*s, 1).in(1, 9, 5*s, 2).in(2, 9, 5*s, 0),
-			[]string{"ranks 0-2 wait for each other in allreduce #9, 5.0 s so far: each is there, and what was sent has not arrived"}},
+			[]string{"ranks 0-2 wait for each other in allreduce #9, 5.0 s so far: each is there, and what was " +
+				"sent has not arrived"}},
 		{"it has just come", ranks(2).in(0, 9, 5*s, 1).in(1, 9, s/10, 0), nil},
 		{"it has just gone on", ranks(2).in(0, 9, 5*s, 1).finished(1, 9, s/10), nil},
 		{"it went on long ago", ranks(2).in(0, 9, 5*s, 1).finished(1, 9, 5*s),
 			[]string{"rank 0 waits in allreduce #9 for rank 1, which has finished it: what that sent has not arrived"}},
-		{"a message", ranks(3).message(0, 2, 5*s), []string{"rank 2 has not sent what rank 0 waits for: recv from rank 2 (float32, 4 elements, tag 7); rank 0 waits for it, 5.0 s so far"}},
+		{"a message", ranks(3).message(0, 2, 5*s),
+			[]string{"rank 2 has not sent what rank 0 waits for: recv from rank 2 (float32, 4 elements, tag 7); " +
+				"rank 0 waits for it, 5.0 s so far"}},
 		{"a message from anybody", ranks(2).message(0, -1, 5*s), nil},
-		{"a message that nobody waits for", ranks(2).message(0, 1, 5*s).with(0, func(s *Snapshot) { s.Messages[0].Async = true }), nil},
+		{"a message that nobody waits for", ranks(2).message(0, 1, 5*s).with(0,
+			func(s *Snapshot) { s.Messages[0].Async = true }), nil},
 		{"a message behind an allreduce", ranks(3).in(0, 9, 5*s, 1).message(1, 2, 4*s).finished(1, 8, 6*s),
-			[]string{"rank 2 has not sent what rank 1 waits for: recv from rank 2 (float32, 4 elements, tag 7); ranks 0 and 1 wait for it, 5.0 s so far"}},
+			[]string{"rank 2 has not sent what rank 1 waits for: recv from rank 2 (float32, 4 elements, tag 7); " +
+				"ranks 0 and 1 wait for it, 5.0 s so far"}},
 		{"a deadlock of both", ranks(2).in(0, 9, 5*s, 1).message(1, 0, 4*s).finished(1, 8, 6*s),
-			[]string{"rank 1 has not entered allreduce #9 (last finished #8, 6.0 s ago); it has been in recv from rank 0 (float32, 4 elements, tag 7) for 4.0 s; rank 0 waits for it, 5.0 s so far"}},
-		{"a subgroup behind", sub(sub(ranks(4).in(0, 9, 5*s, 2).in(1, 9, 5*s, 2).finished(2, 8, 6*s), 2, op(3, "allgather", 5*s, 3), 2), 3, nil, 2),
-			[]string{"rank 3 has not entered allgather #3 of group 5 (last finished #2); ranks 0-2 wait for it, 5.0 s so far"}},
+			[]string{"rank 1 has not entered allreduce #9 (last finished #8, 6.0 s ago); it has been in recv " +
+				"from rank 0 (float32, 4 elements, tag 7) for 4.0 s; rank 0 waits for it, 5.0 s so far"}},
+		{"a subgroup behind", sub(sub(ranks(4).in(0, 9, 5*s, 2).in(1, 9, 5*s, 2).finished(2, 8, 6*s), 2,
+			op(3, "allgather", 5*s, 3), 2), 3, nil, 2),
+			[]string{"rank 3 has not entered allgather #3 of group 5 (last finished #2); ranks 0-2 wait for it, " +
+				"5.0 s so far"}},
 		{"the group is gone", ranks(2).in(0, 9, 5*s, 1).with(1, func(s *Snapshot) { s.Groups = nil }),
-			[]string{"rank 1 has closed the group of allreduce #9, or has not made it yet; rank 0 waits for it, 5.0 s so far"}},
+			[]string{"rank 1 has closed the group of allreduce #9, or has not made it yet; rank 0 waits for it, " +
+				"5.0 s so far"}},
 		{"it has given up", ranks(2).in(0, 9, 5*s, 1).with(1, func(s *Snapshot) { s.Groups[0].Error = "no more" }),
-			[]string{"rank 1 has given up and will not enter allreduce #9: no more; rank 0 waits for it, 5.0 s so far", "the group has failed at rank 1: no more"}},
-		{"the group has failed", ranks(3).with(0, func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }).with(2, func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }),
+			[]string{"rank 1 has given up and will not enter allreduce #9: no more; rank 0 waits for it, 5.0 s so far",
+				"the group has failed at rank 1: no more"}},
+		{"the group has failed", ranks(3).with(0, func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }).with(2,
+			func(s *Snapshot) { s.Groups[0].Error = "rank 9 failed" }),
 			[]string{"the group has failed at ranks 0 and 2: rank 9 failed"}},
-		{"entering a view", ranks(4).without(3, Vacant, "").entering(0, 2, 5*s, 2).entering(1, 2, 5*s, 2).with(2, func(s *Snapshot) { s.Groups[0].Error = "rank 3 failed" }),
-			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1, where it has not called Recover since this failed: rank 3 failed; ranks 0 and 1 wait for it, 5.0 s so far",
+		{"entering a view", ranks(4).without(3, Vacant, "").entering(0, 2, 5*s, 2).entering(1, 2, 5*s, 2).with(2,
+			func(s *Snapshot) { s.Groups[0].Error = "rank 3 failed" }),
+			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1, where it has not called Recover " +
+				"since this failed: rank 3 failed; ranks 0 and 1 wait for it, 5.0 s so far",
 				"the group has failed at rank 2: rank 3 failed"}},
-		{"entering a view behind a message", ranks(3).entering(0, 2, 5*s, 1).entering(1, 2, 5*s, 2).message(2, 0, 9*s).finished(2, 4, 9*s),
-			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1; it has been in recv from rank 0 (float32, 4 elements, tag 7) for 9.0 s; ranks 0 and 1 wait for it, 9.0 s so far"}},
-		{"an operation waits for one that enters a view", ranks(3).in(0, 9, 5*s, 1).entering(1, 2, 4*s, 2).without(2, Silent, ""),
-			[]string{"rank 2 does not answer (pid 102 on node); it is waited for in entering epoch 2; ranks 0 and 1 wait for it, 5.0 s so far"}},
+		{"entering a view behind a message", ranks(3).entering(0, 2, 5*s, 1).entering(1, 2, 5*s, 2).message(2, 0,
+			9*s).finished(2, 4, 9*s),
+			[]string{"rank 2 has not begun to enter epoch 2, it is in epoch 1; it has been in recv from rank 0 " +
+				"(float32, 4 elements, tag 7) for 9.0 s; ranks 0 and 1 wait for it, 9.0 s so far"}},
+		{"an operation waits for one that enters a view", ranks(3).in(0, 9, 5*s, 1).entering(1, 2, 4*s, 2).without(2,
+			Silent, ""),
+			[]string{"rank 2 does not answer (pid 102 on node); it is waited for in entering epoch 2; ranks 0 " +
+				"and 1 wait for it, 5.0 s so far"}},
 		{"they enter a view", ranks(3).entering(0, 2, s/2, 1).in(1, 9, s/2, 0), nil},
-		{"views", ranks(4).with(1, func(s *Snapshot) { s.View.Epoch = 2 }), []string{"the ranks have different views: rank 1 is in epoch 2, ranks 0, 2 and 3 are in epoch 1"}},
-		{"no link", ranks(2).with(0, func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }), []string{"rank 0 has no link to rank 1 any more: reset"}},
+		{"views", ranks(4).with(1, func(s *Snapshot) { s.View.Epoch = 2 }),
+			[]string{"the ranks have different views: rank 1 is in epoch 2, ranks 0, 2 and 3 are in epoch 1"}},
+		{"no link", ranks(2).with(0, func(s *Snapshot) { s.Links = []Link{{Rank: 1, Error: "reset"}} }),
+			[]string{"rank 0 has no link to rank 1 any more: reset"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var got []string
@@ -200,12 +241,14 @@ func TestStragglers(t *testing.T) {
 		}
 		return j
 	}
-	ring := waited([3]float64{0, 3, 2}, [3]float64{1, 0, 2}, [3]float64{2, 1, 2}, [3]float64{3, 2, 0.1}) // all behind rank 3
+	// all behind rank 3
+	ring := waited([3]float64{0, 3, 2}, [3]float64{1, 0, 2}, [3]float64{2, 1, 2}, [3]float64{3, 2, 0.1})
 	got := Stragglers(ring, nil)
 	if len(got) != 1 || got[0].Rank != 3 || got[0].Kept != 2 || got[0].Waited != 0.1 {
 		t.Errorf("%+v", got)
 	}
-	flat := waited([3]float64{0, 1, 5}, [3]float64{2, 1, 5}, [3]float64{3, 1, 5}, [3]float64{1, 2, 1}, [3]float64{0, 2, 6}, [3]float64{3, 2, 7})
+	flat := waited([3]float64{0, 1, 5}, [3]float64{2, 1, 5}, [3]float64{3, 1, 5}, [3]float64{1, 2, 1},
+		[3]float64{0, 2, 6}, [3]float64{3, 2, 7})
 	if got := Stragglers(flat, nil); len(got) != 2 || got[0].Rank != 1 || got[1].Rank != 2 || got[1].Kept != 14 {
 		t.Errorf("%+v", got)
 	}
@@ -223,13 +266,15 @@ func TestWords(t *testing.T) {
 	for _, c := range []struct {
 		ranks []int
 		want  string
-	}{{[]int{3}, "rank 3"}, {[]int{1, 0}, "ranks 0 and 1"}, {[]int{0, 1, 2}, "ranks 0-2"}, {[]int{5, 0, 1, 2, 9, 9}, "ranks 0-2, 5 and 9"},
+	}{{[]int{3}, "rank 3"}, {[]int{1, 0}, "ranks 0 and 1"}, {[]int{0, 1, 2}, "ranks 0-2"},
+		{[]int{5, 0, 1, 2, 9, 9}, "ranks 0-2, 5 and 9"},
 		{[]int{0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20}, "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 3 more"}} {
 		if got := RankList(c.ranks); got != c.want {
 			t.Errorf("%v: %q, want %q", c.ranks, got, c.want)
 		}
 	}
-	for d, want := range map[time.Duration]string{0: "0.0 s", -time.Second: "0.0 s", 3210 * time.Millisecond: "3.2 s", 41400 * time.Millisecond: "41 s", 250 * time.Second: "4m10s"} {
+	for d, want := range map[time.Duration]string{0: "0.0 s", -time.Second: "0.0 s", 3210 * time.Millisecond: "3.2 s",
+		41400 * time.Millisecond: "41 s", 250 * time.Second: "4m10s"} {
 		if got := Seconds(d); got != want {
 			t.Errorf("%v: %q, want %q", d, got, want)
 		}

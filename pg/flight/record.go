@@ -126,7 +126,8 @@ const (
 	outcomes
 )
 
-var outcomeNames = [outcomes]string{"", "running", "ok", "rank failed", "timed out", "cancelled", "mismatch", "closed", "failed"}
+var outcomeNames = [outcomes]string{"", "running", "ok", "rank failed", "timed out", "cancelled", "mismatch", "closed",
+	"failed"}
 
 func (o Outcome) String() string {
 	if o >= outcomes {

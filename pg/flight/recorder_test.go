@@ -47,10 +47,13 @@ func TestRecordIsOneLine(t *testing.T) {
 
 func TestCallPacks(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		kind, dtype := collectives.Kind(rapid.IntRange(1, 31).Draw(t, "kind")), kernels.DType(rapid.IntRange(0, 255).Draw(t, "dtype"))
-		op, algo, root := kernels.Op(rapid.IntRange(0, 255).Draw(t, "op")), collectives.Algo(rapid.IntRange(0, 255).Draw(t, "algo")), rapid.IntRange(-1, 1<<20).Draw(t, "root")
+		kind, dtype := collectives.Kind(rapid.IntRange(1, 31).Draw(t, "kind")),
+			kernels.DType(rapid.IntRange(0, 255).Draw(t, "dtype"))
+		op, algo, root := kernels.Op(rapid.IntRange(0, 255).Draw(t, "op")),
+			collectives.Algo(rapid.IntRange(0, 255).Draw(t, "algo")), rapid.IntRange(-1, 1<<20).Draw(t, "root")
 		c := Pack(kind, dtype, op, algo, root)
-		if c.Kind() != kind || c.DType() != dtype || c.Reduction() != op || c.Algorithm() != algo || c.Root() != root || c.With(7) != Pack(kind, dtype, op, 7, root) {
+		if c.Kind() != kind || c.DType() != dtype || c.Reduction() != op || c.Algorithm() != algo || c.Root() != root ||
+			c.With(7) != Pack(kind, dtype, op, 7, root) {
 			t.Fatalf("%x: %v %v %v %v %d", uint64(c), c.Kind(), c.DType(), c.Reduction(), c.Algorithm(), c.Root())
 		}
 	})
@@ -81,7 +84,8 @@ func TestRing(t *testing.T) {
 					o = TimedOut
 				}
 				if running[at].rec.Number != running[at].number {
-					t.Fatalf("operation %d, still running, was overwritten by %d", running[at].number, running[at].rec.Number)
+					t.Fatalf("operation %d, still running, was overwritten by %d", running[at].number,
+						running[at].rec.Number)
 				}
 				r.End(running[at].rec, o)
 				ended = append(ended, running[at].number)
@@ -114,8 +118,10 @@ func TestRing(t *testing.T) {
 				good++
 			}
 		}
-		if s.Recorded < uint64(n) || s.Totals["allreduce"] != (Total{good, 64 * good}) || s.Failures["timed out"] != bad {
-			t.Fatalf("%d recorded, totals %v, failures %v; want %d, %d and %d", s.Recorded, s.Totals, s.Failures, n, good, bad)
+		if s.Recorded < uint64(n) || s.Totals["allreduce"] != (Total{good, 64 * good}) ||
+			s.Failures["timed out"] != bad {
+			t.Fatalf("%d recorded, totals %v, failures %v; want %d, %d and %d", s.Recorded, s.Totals, s.Failures, n,
+				good, bad)
 		}
 		// Of those that ended the last ones are there, but for what those that run take up, each
 		// perhaps several times.
@@ -170,7 +176,8 @@ func TestFile(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s.Job != me.Job || s.Rank != 3 || s.Size != 8 || s.Incarnation != "0000000000000abc" || s.PID != os.Getpid() || s.Host != "node1" || s.View.Epoch != 5 || !s.Joined {
+	if s.Job != me.Job || s.Rank != 3 || s.Size != 8 || s.Incarnation != "0000000000000abc" || s.PID != os.Getpid() ||
+		s.Host != "node1" || s.View.Epoch != 5 || !s.Joined {
 		t.Errorf("%+v", s)
 	}
 	if len(s.Groups) != 2 {
@@ -180,13 +187,16 @@ func TestFile(t *testing.T) {
 		t.Errorf("%+v", g)
 	}
 	g := s.Groups[1]
-	if g.ID != 9 || g.Slot != 1 || !slices.Equal(g.Ranks, []int{2, 3, 6}) || g.Finished != 41 || g.Last == nil || g.Last.Call != "broadcast #41 (float32, 100 elements, root 6, tree)" || g.Last.Outcome != "ok" {
+	if g.ID != 9 || g.Slot != 1 || !slices.Equal(g.Ranks, []int{2, 3, 6}) || g.Finished != 41 || g.Last == nil ||
+		g.Last.Call != "broadcast #41 (float32, 100 elements, root 6, tree)" || g.Last.Outcome != "ok" {
 		t.Errorf("%+v %+v", g, g.Last)
 	}
-	if o := g.Running; o == nil || o.Number != 42 || o.Outcome != "running" || o.Ended != nil || !slices.Equal(o.WaitsFor, []int{6}) {
+	if o := g.Running; o == nil || o.Number != 42 || o.Outcome != "running" || o.Ended != nil ||
+		!slices.Equal(o.WaitsFor, []int{6}) {
 		t.Errorf("%+v", o)
 	}
-	if len(s.Messages) != 1 || s.Messages[0].Call != "recv from rank 4 (int64, 3 elements, tag 77)" || !s.Messages[0].Async {
+	if len(s.Messages) != 1 || s.Messages[0].Call != "recv from rank 4 (int64, 3 elements, tag 77)" ||
+		!s.Messages[0].Async {
 		t.Errorf("%+v", s.Messages)
 	}
 	if age := time.Since(s.Time); age < 0 && age > time.Minute {
@@ -241,7 +251,8 @@ func TestGroupsAreBounded(t *testing.T) {
 }
 
 func TestOpenFails(t *testing.T) {
-	if _, err := Open(filepath.Join(t.TempDir(), "no", "such"), me); err == nil || !strings.Contains(err.Error(), "flight recorder") {
+	if _, err := Open(filepath.Join(t.TempDir(), "no", "such"), me); err == nil ||
+		!strings.Contains(err.Error(), "flight recorder") {
 		t.Error(err)
 	}
 }
@@ -333,9 +344,14 @@ func TestJSONRoundTrip(t *testing.T) {
 func TestFieldNames(t *testing.T) {
 	one := 1
 	now := time.Unix(0, 0)
-	op := Operation{Elements: 1, CountsHash: "x", DType: "x", Reduction: "x", Algorithm: "x", Queued: 1, Ended: &now, Async: true, Awaited: &one, WaitsFor: []int{1}}
-	s := Snapshot{Reason: "x", Metrics: "x", Messages: []Operation{op}, Operations: []Operation{op}, Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}}, Failures: map[string]int{"x": 1},
-		View: View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op, Queued: 1, Error: "x", LastError: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x", WaitsFor: []int{1}}}}}}
+	op := Operation{Elements: 1, CountsHash: "x", DType: "x", Reduction: "x", Algorithm: "x", Queued: 1, Ended: &now,
+		Async: true, Awaited: &one, WaitsFor: []int{1}}
+	s := Snapshot{Reason: "x", Metrics: "x", Messages: []Operation{op}, Operations: []Operation{op},
+		Links: []Link{{Transport: "x", Error: "x"}}, Totals: map[string]Total{"x": {}},
+		Failures: map[string]int{"x": 1},
+		View:     View{Active: []int{1}}, Groups: []Group{{Ranks: []int{1}, Active: []int{1}, Running: &op, Last: &op,
+			Queued: 1, Error: "x", LastError: "x", Peers: []Peer{{Seen: "x", Number: 1, Waits: "x",
+				WaitsFor: []int{1}}}}}}
 	b, err := s.JSON(false)
 	if err != nil {
 		t.Fatal(err)
@@ -366,8 +382,11 @@ func TestFieldNames(t *testing.T) {
 		key = len(depth) > 0 && depth[len(depth)-1]
 	}
 	slices.Sort(names)
-	want := "active algorithm async awaited bytes bytes_received bytes_sent call counts_hash dtype elements ended epoch error failures finished frames_received frames_sent group groups host id " +
-		"incarnation job joined kind last last_error links messages metrics number operations outcome peers pid queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started time totals " +
+	want := "active algorithm async awaited bytes bytes_received bytes_sent call counts_hash dtype elements " +
+		"ended epoch error failures finished frames_received frames_sent group groups host id " +
+		"incarnation job joined kind last last_error links messages metrics number operations outcome peers pid " +
+		"queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started " +
+		"time totals " +
 		"transport up version view waited_seconds waits waits_for x"
 	if got := strings.Join(names, " "); got != want {
 		t.Errorf("got  %s\nwant %s", got, want)
@@ -384,12 +403,20 @@ func TestDecodeRefuses(t *testing.T) {
 		damage func(b []byte) []byte
 		says   string
 	}{
-		"empty":    {func(b []byte) []byte { return nil }, "0 bytes"},
-		"short":    {func(b []byte) []byte { return b[:len(b)-1] }, "bytes are no flight recorder"},
-		"magic":    {func(b []byte) []byte { b[0] = 'x'; return b }, "no flight recorder"},
-		"version":  {func(b []byte) []byte { b[8] = 9; return b }, "version 9"},
-		"rank":     {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.Rank):], 8); return b }, "rank 8 of 8"},
-		"no ranks": {func(b []byte) []byte { binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.Size):], 0); return b }, "of 0"},
+		"empty":   {func(b []byte) []byte { return nil }, "0 bytes"},
+		"short":   {func(b []byte) []byte { return b[:len(b)-1] }, "bytes are no flight recorder"},
+		"magic":   {func(b []byte) []byte { b[0] = 'x'; return b }, "no flight recorder"},
+		"version": {func(b []byte) []byte { b[8] = 9; return b }, "version 9"},
+		"rank": {func(b []byte) []byte {
+			binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.Rank):],
+				8)
+			return b
+		}, "rank 8 of 8"},
+		"no ranks": {func(b []byte) []byte {
+			binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.Size):],
+				0)
+			return b
+		}, "of 0"},
 		"long name": {func(b []byte) []byte {
 			binary.NativeEndian.PutUint32(b[unsafe.Offsetof(header{}.JobLen):], 1<<31)
 			return b
@@ -448,7 +475,8 @@ func FuzzParse(f *testing.F) {
 			return
 		}
 		other := *s
-		ranks := []Rank{{Rank: s.Rank, Presence: Present, Snapshot: s}, {Rank: (s.Rank + 1) % s.Size, Presence: Present, Snapshot: &other}}
+		ranks := []Rank{{Rank: s.Rank, Presence: Present, Snapshot: s},
+			{Rank: (s.Rank + 1) % s.Size, Presence: Present, Snapshot: &other}}
 		for _, x := range Diagnose(ranks) {
 			if strings.ContainsFunc(x.Text, func(r rune) bool { return r < ' ' }) {
 				t.Errorf("%q", x.Text)

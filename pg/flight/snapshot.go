@@ -28,12 +28,13 @@ type Snapshot struct {
 	Incarnation string    `json:"incarnation"` // 16 hexadecimal digits
 	PID         int       `json:"pid"`
 	Host        string    `json:"host"`
-	Time        time.Time `json:"time"`             // of the snapshot; from a file, when the process last ticked
-	Since       time.Time `json:"since"`            // when this rank began to join
-	Reason      string    `json:"reason,omitempty"` // why it was made: "timeout", "signal", …; empty if it was asked for
-	Joined      bool      `json:"joined"`           // all ranks have met
-	View        View      `json:"view"`
-	Metrics     string    `json:"metrics,omitempty"` // address of the metrics, HOST:PORT
+	Time        time.Time `json:"time"`  // of the snapshot; from a file, when the process last ticked
+	Since       time.Time `json:"since"` // when this rank began to join
+	// why it was made: "timeout", "signal", …; empty if it was asked for
+	Reason  string `json:"reason,omitempty"`
+	Joined  bool   `json:"joined"` // all ranks have met
+	View    View   `json:"view"`
+	Metrics string `json:"metrics,omitempty"` // address of the metrics, HOST:PORT
 
 	Groups     []Group          `json:"groups"`
 	Messages   []Operation      `json:"messages,omitempty"` // sends and receives under way
@@ -106,15 +107,17 @@ const Entering = "entering"
 
 // Link is what a rank knows of its link to another one.
 type Link struct {
-	Rank           int     `json:"rank"`
-	Up             bool    `json:"up"`
-	Transport      string  `json:"transport,omitempty"`
-	Error          string  `json:"error,omitempty"` // why it is down for good
-	BytesSent      uint64  `json:"bytes_sent"`
-	BytesReceived  uint64  `json:"bytes_received"`
-	FramesSent     uint64  `json:"frames_sent"`
-	FramesReceived uint64  `json:"frames_received"`
-	Waited         float64 `json:"waited_seconds"` // how long this rank has waited for that one, in waits that were long enough to look at the clock
+	Rank           int    `json:"rank"`
+	Up             bool   `json:"up"`
+	Transport      string `json:"transport,omitempty"`
+	Error          string `json:"error,omitempty"` // why it is down for good
+	BytesSent      uint64 `json:"bytes_sent"`
+	BytesReceived  uint64 `json:"bytes_received"`
+	FramesSent     uint64 `json:"frames_sent"`
+	FramesReceived uint64 `json:"frames_received"`
+	// how long this rank has waited for that one, in waits that were long enough to look at the
+	// clock
+	Waited float64 `json:"waited_seconds"`
 }
 
 // MarshalJSON and UnmarshalJSON give Total its documented names.
@@ -149,8 +152,10 @@ func at(ns int64) time.Time { return time.Unix(0, ns).Round(time.Millisecond).UT
 
 // Operation describes a record.
 func (s *Record) Operation() Operation {
-	o := Operation{Group: s.Group, Number: s.Number, Kind: s.Call.Name(), Bytes: s.Bytes, Epoch: uint64(s.Epoch), Root: s.Call.Root(),
-		Queued: float64(s.Queued) * tick.Seconds(), Started: at(s.Started), Outcome: s.State.String(), Async: s.Flags&Async != 0}
+	o := Operation{Group: s.Group, Number: s.Number, Kind: s.Call.Name(), Bytes: s.Bytes, Epoch: uint64(s.Epoch),
+		Root:   s.Call.Root(),
+		Queued: float64(s.Queued) * tick.Seconds(), Started: at(s.Started), Outcome: s.State.String(),
+		Async: s.Flags&Async != 0}
 	c := s.Call
 	o.Call = Spell(s.Number, c, s.Count)
 	if c.Kind() != collectives.Barrier {
@@ -222,7 +227,8 @@ func Decode(b []byte) (*Image, error) {
 	case string(h.Magic[:]) != magic:
 		return nil, fmt.Errorf("no flight recorder: it begins with %q", h.Magic[:])
 	case h.Version != version || h.RecordSize != recordSize || h.Records != Records:
-		return nil, fmt.Errorf("flight recorder of version %d (records of %d bytes), this is version %d: read it with the version that wrote it, on a machine of its byte order", h.Version, h.RecordSize, version)
+		return nil, fmt.Errorf("flight recorder of version %d (records of %d bytes), this is version %d: read it "+
+			"with the version that wrote it, on a machine of its byte order", h.Version, h.RecordSize, version)
 	case h.Size == 0 || h.Rank >= h.Size || h.JobLen > uint32(len(h.Job)) || h.HostLen > uint32(len(h.Host)):
 		return nil, fmt.Errorf("damaged flight recorder: rank %d of %d", h.Rank, h.Size)
 	}
@@ -273,7 +279,8 @@ func (im *Image) Snapshot() *Snapshot {
 			return r
 		}, string(b))
 	}
-	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size), Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
+	s := &Snapshot{Job: clean(im.Job[:im.JobLen]), Rank: int(im.Rank), Size: int(im.Size),
+		Incarnation: fmt.Sprintf("%016x", im.Incarnation), PID: int(int32(im.PID)),
 		Host: clean(im.Host[:im.HostLen])}
 	im.Fill(s)
 	for i := range s.Operations {
@@ -296,7 +303,8 @@ func (im *Image) Snapshot() *Snapshot {
 			}
 		}
 	}
-	s.Joined = slices.ContainsFunc(s.Operations, func(o Operation) bool { return o.Ended != nil && o.Outcome == OK.String() })
+	s.Joined = slices.ContainsFunc(s.Operations,
+		func(o Operation) bool { return o.Ended != nil && o.Outcome == OK.String() })
 	s.Time = at(im.alive)
 	return s
 }
@@ -362,7 +370,8 @@ func (s *Snapshot) tidy() {
 	}
 	op := func(o *Operation) {
 		if o != nil {
-			for _, t := range []*string{&o.Call, &o.Kind, &o.DType, &o.Reduction, &o.Algorithm, &o.Outcome, &o.CountsHash} {
+			for _, t := range []*string{&o.Call, &o.Kind, &o.DType, &o.Reduction, &o.Algorithm, &o.Outcome,
+				&o.CountsHash} {
 				clean(t)
 			}
 		}

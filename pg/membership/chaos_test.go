@@ -15,7 +15,8 @@ import (
 // faults has the world converge.
 func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any)) error {
 	n := 2 + pick(4)
-	cfg := Config{Window: []int{0, 1, 2, 4}[pick(4)], Retry: 1 + pick(2), AutoAdmit: pick(2) == 0, Proposers: pick(3), MaxSize: n + pick(2)}
+	cfg := Config{Window: []int{0, 1, 2, 4}[pick(4)], Retry: 1 + pick(2), AutoAdmit: pick(2) == 0, Proposers: pick(3),
+		MaxSize: n + pick(2)}
 	say("%d ranks, %+v", n, cfg)
 	w := newSim(n, cfg, log)
 	w.pick = pick
@@ -97,7 +98,8 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 					if lives[slot] < 6 {
 						lives[slot]++
 						say("start %d/%x", slot, incarnation(slot, lives[slot]))
-						w.start(Peer{slot, incarnation(slot, lives[slot])}, w.history[len(w.history)-1-pick(min(len(w.history), 3))])
+						w.start(Peer{slot, incarnation(slot, lives[slot])},
+							w.history[len(w.history)-1-pick(min(len(w.history), 3))])
 					}
 				case f < 7:
 					if p != q && !w.cut[w.pair(p, q)] {
@@ -143,7 +145,8 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 // TestChaosFound has rapid look for a history that breaks an invariant, and shrink it.
 func TestChaosFound(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		if err := chaos(func(n int) int { return rapid.IntRange(0, n-1).Draw(t, "pick") }, nil, func(string, ...any) {}); err != nil {
+		if err := chaos(func(n int) int { return rapid.IntRange(0, n-1).Draw(t, "pick") }, nil,
+			func(string, ...any) {}); err != nil {
 			t.Fatal(err)
 		}
 	})
@@ -163,7 +166,8 @@ func TestChaosSeeds(t *testing.T) {
 		}
 		if err := run(nil, func(string, ...any) {}); err != nil {
 			var b strings.Builder
-			_ = run(func(who Peer, what string) { fmt.Fprintf(&b, "    %v: %s\n", who, what) }, func(f string, a ...any) { fmt.Fprintf(&b, f+"\n", a...) })
+			_ = run(func(who Peer, what string) { fmt.Fprintf(&b, "    %v: %s\n", who, what) },
+				func(f string, a ...any) { fmt.Fprintf(&b, f+"\n", a...) })
 			t.Fatalf("seed %d: %v\n%s", seed, err, b.String())
 		}
 	}

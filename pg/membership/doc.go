@@ -81,14 +81,20 @@
 // One Step at a time. Actions of one Step are done in their order; what takes time is answered
 // later by an event.
 //
-//   - Propose: CompareAndSwap(Old.Encode(), New.Encode()) on the view's key, answered by exactly one [Proposed]. On a conflict Current is what is there. An error is
-//     [OutcomeUnknown]; nobody has to find out whether the write happened, since the same view never comes back.
-//   - Probe: answered by exactly one [Probed] in bounded time. Dead must be certain: the peer's machine answers and no such process is there. A refused connection is that, silence is not.
-//   - Warm: answered by LinkUp or LinkDown; both ends of a link are told of it. While a link is down between members the driver may try to make it anew, and says LinkUp if it can.
-//   - Report, AskJoin, UnaskJoin: put under the rank's lease, in place of what was there; again until the store has it, unless there is something newer to put.
-//   - Enter: if Removed is not empty, end the running operation and whatever else belongs to the old epoch. Then go to the view,
-//     as package resync says. If only Added, do so at a boundary that all members agree on.
-//   - Evicted: close the links, take the report, the wish to join and the record away. Isolated, Reunited: tell the program.
+//   - Propose: CompareAndSwap(Old.Encode(), New.Encode()) on the view's key, answered by exactly
+//     one [Proposed]. On a conflict Current is what is there. An error is [OutcomeUnknown]; nobody
+//     has to find out whether the write happened, since the same view never comes back.
+//   - Probe: answered by exactly one [Probed] in bounded time. Dead must be certain: the peer's
+//     machine answers and no such process is there. A refused connection is that, silence is not.
+//   - Warm: answered by LinkUp or LinkDown; both ends of a link are told of it. While a link is
+//     down between members the driver may try to make it anew, and says LinkUp if it can.
+//   - Report, AskJoin, UnaskJoin: put under the rank's lease, in place of what was there; again
+//     until the store has it, unless there is something newer to put.
+//   - Enter: if Removed is not empty, end the running operation and whatever else belongs to the
+//     old epoch. Then go to the view, as package resync says. If only Added, do so at a boundary
+//     that all members agree on.
+//   - Evicted: close the links, take the report, the wish to join and the record away. Isolated,
+//     Reunited: tell the program.
 //
 // And it watches the store: the view's key, the records of ranks (a record that is gone, or has
 // another incarnation, makes its life Dead), the reports and the wishes to join. At the beginning,

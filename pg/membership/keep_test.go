@@ -21,11 +21,14 @@ func TestKeepExamples(t *testing.T) {
 		{"tie: the highest rank goes", []int{0, 1, 2}, [][2]int{{1, 2}}, []int{0, 1}},
 		{"a dead card", []int{0, 1, 2, 3}, [][2]int{{0, 1}, {0, 2}, {0, 3}}, []int{1, 2, 3}},
 		{"two ranks", []int{3, 7}, [][2]int{{7, 3}}, []int{3}},
-		{"partition: the larger side", []int{0, 1, 2, 3, 4}, [][2]int{{0, 2}, {0, 3}, {0, 4}, {1, 2}, {1, 3}, {1, 4}}, []int{2, 3, 4}},
-		{"partition in halves: the lower ranks", []int{0, 1, 2, 3}, [][2]int{{0, 2}, {0, 3}, {1, 2}, {1, 3}}, []int{0, 1}},
+		{"partition: the larger side", []int{0, 1, 2, 3, 4}, [][2]int{{0, 2}, {0, 3}, {0, 4}, {1, 2}, {1, 3}, {1, 4}},
+			[]int{2, 3, 4}},
+		{"partition in halves: the lower ranks", []int{0, 1, 2, 3}, [][2]int{{0, 2}, {0, 3}, {1, 2}, {1, 3}},
+			[]int{0, 1}},
 		{"a chain", []int{0, 1, 2}, [][2]int{{0, 1}, {1, 2}}, []int{0, 2}},
 		{"all cut off from all", []int{1, 2, 3}, [][2]int{{1, 2}, {2, 3}, {1, 3}}, []int{1}},
-		{"who went for the sake of others that go comes back", []int{0, 1, 2, 3, 4, 5}, [][2]int{{0, 3}, {0, 4}, {1, 2}, {2, 3}, {2, 5}, {3, 5}, {4, 5}}, []int{0, 1, 5}},
+		{"who went for the sake of others that go comes back", []int{0, 1, 2, 3, 4, 5},
+			[][2]int{{0, 3}, {0, 4}, {1, 2}, {2, 3}, {2, 5}, {3, 5}, {4, 5}}, []int{0, 1, 5}},
 		{"a pair counts once", []int{0, 1, 2, 3}, [][2]int{{0, 1}, {1, 0}, {0, 1}, {2, 3}, {2, 0}}, []int{0, 3}},
 	} {
 		if got := Keep(c.members, c.missing); !slices.Equal(got, c.want) {
@@ -45,7 +48,8 @@ func bestSize(members []int, missing [][2]int) int {
 			}
 			size++
 			for j, o := range members[:i] {
-				ok = ok && (set>>j&1 == 0 || !slices.Contains(missing, [2]int{m, o}) && !slices.Contains(missing, [2]int{o, m}))
+				ok = ok && (set>>j&1 == 0 || !slices.Contains(missing, [2]int{m, o}) &&
+					!slices.Contains(missing, [2]int{o, m}))
 			}
 		}
 		if ok {
@@ -59,7 +63,10 @@ func TestKeepProperties(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		members := rapid.SliceOfNDistinct(rapid.IntRange(0, 12), 0, 9, rapid.ID).Draw(t, "members")
 		rank := rapid.IntRange(-1, 13)
-		missing := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) [2]int { return [2]int{rank.Draw(t, "a"), rank.Draw(t, "b")} }), 0, 20).Draw(t, "missing")
+		missing := rapid.SliceOfN(rapid.Custom(func(t *rapid.T) [2]int {
+			return [2]int{rank.Draw(t, "a"),
+				rank.Draw(t, "b")}
+		}), 0, 20).Draw(t, "missing")
 		in, inPairs := slices.Clone(members), slices.Clone(missing)
 		kept := Keep(members, missing)
 		if !slices.Equal(in, members) || !slices.Equal(inPairs, missing) {
@@ -130,7 +137,8 @@ func TestKeepProperties(t *testing.T) {
 func TestKeepFindsTheBestForWholeHosts(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := rapid.IntRange(1, 10).Draw(t, "n")
-		sides := rapid.SliceOfN(rapid.IntRange(0, 2), n, n).Draw(t, "sides") // who is not on the same side cannot be reached
+		// who is not on the same side cannot be reached
+		sides := rapid.SliceOfN(rapid.IntRange(0, 2), n, n).Draw(t, "sides")
 		var members []int
 		var missing [][2]int
 		for i := range n {

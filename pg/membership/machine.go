@@ -10,10 +10,14 @@ type Config struct {
 	Slot        int    // this rank
 	Incarnation uint64 // this life, random and never used before; not 0
 	View        View   // one that is or was in the store. If it has this life, the machine is a member; else a joiner
-	Window      int    // ticks for which a link between two live ranks is missing before one of them is evicted; 0: one tick at most
-	Retry       int    // ticks until a proposal whose outcome is unknown is made again, doubled for every further one up to 64 times; default 1
-	MaxSize     int    // slots to which the view may grow; default its size now
-	AutoAdmit   bool   // joiners are let in as soon as they ask; else only with Admit
+	// ticks for which a link between two live ranks is missing before one of them is evicted; 0:
+	// one tick at most
+	Window int
+	// ticks until a proposal whose outcome is unknown is made again, doubled for every further one
+	// up to 64 times; default 1
+	Retry     int
+	MaxSize   int  // slots to which the view may grow; default its size now
+	AutoAdmit bool // joiners are let in as soon as they ask; else only with Admit
 	// Proposers is how many members propose a change in the tick in which they learn of the need;
 	// the others, in the order of ranks, so many more in each tick that it is not made. Any of them
 	// can make it; this only saves the store the crowd. Default: all at once.
@@ -33,12 +37,14 @@ type Machine struct {
 	lives [][]life // of each slot, those that were heard of, in that order; the active one is always there
 
 	// Evidence. What follows from it is judged at a tick, and void as soon as the evidence changes.
-	reported []Peer            // what this life published last
-	votes    []Peer            // and of whom it said that they are late
-	seq      uint64            // number of reports published
-	broken   map[[2]int]uint64 // links known to be missing between two active lives that count, lower slot first, and the tick when that was known
-	changed  bool              // the evidence, since broken was computed
-	out      []int             // whom the missing links put out
+	reported []Peer // what this life published last
+	votes    []Peer // and of whom it said that they are late
+	seq      uint64 // number of reports published
+	// links known to be missing between two active lives that count, lower slot first, and the tick
+	// when that was known
+	broken  map[[2]int]uint64
+	changed bool  // the evidence, since broken was computed
+	out     []int // whom the missing links put out
 
 	// The change that is wanted.
 	wanted   bool
@@ -98,11 +104,14 @@ func New(cfg Config) (*Machine, []Action, error) {
 	}
 	cfg.MaxSize = max(cfg.MaxSize, cfg.View.Size())
 	cfg.Retry = max(cfg.Retry, 1)
-	if cfg.MaxSize > MaxSlots || cfg.Slot < 0 || cfg.Slot >= cfg.MaxSize || cfg.Incarnation == 0 || cfg.Window < 0 || cfg.Proposers < 0 {
-		return nil, nil, fmt.Errorf("membership: slot %d of at most %d, incarnation %x, window %d, proposers %d: expected a slot within the view or MaxSize (at most %d), an incarnation, and no negative numbers",
+	if cfg.MaxSize > MaxSlots || cfg.Slot < 0 || cfg.Slot >= cfg.MaxSize || cfg.Incarnation == 0 || cfg.Window < 0 ||
+		cfg.Proposers < 0 {
+		return nil, nil, fmt.Errorf("membership: slot %d of at most %d, incarnation %x, window %d, proposers %d: "+
+			"expected a slot within the view or MaxSize (at most %d), an incarnation, and no negative numbers",
 			cfg.Slot, cfg.MaxSize, cfg.Incarnation, cfg.Window, cfg.Proposers, MaxSlots)
 	}
-	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, lives: make([][]life, cfg.MaxSize), broken: map[[2]int]uint64{}}
+	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, lives: make([][]life, cfg.MaxSize),
+		broken: map[[2]int]uint64{}}
 	if m.know(cfg.View); cfg.View.Has(m.me.Slot, m.me.Incarnation) {
 		m.role = member
 	}
@@ -521,7 +530,8 @@ func (m *Machine) waiting(ok func(*life) bool) []Peer {
 		best := Peer{Slot: s}
 		for i := range m.lives[s] {
 			l := &m.lives[s][i]
-			if l.ask != 0 && !l.over && l.link != linkDown && l.ask >= max(newest, at.Left) && ok(l) && (best.Incarnation == 0 || l.incarnation < best.Incarnation) {
+			if l.ask != 0 && !l.over && l.link != linkDown && l.ask >= max(newest, at.Left) && ok(l) &&
+				(best.Incarnation == 0 || l.incarnation < best.Incarnation) {
 				best.Incarnation = l.incarnation
 			}
 		}
@@ -669,7 +679,9 @@ func (m *Machine) adopt(v View) {
 		}
 	case m.role == joiner && m.asked != 0:
 		if s := m.view.at(m.me.Slot); s.Left > m.asked {
-			m.putOut() // was it another life that left, or this one, let in unseen? A life that was removed never comes back, so this is the end of it.
+			// was it another life that left, or this one, let in unseen? A life that was removed
+			// never comes back, so this is the end of it.
+			m.putOut()
 		} else if s.Incarnation != 0 {
 			m.asked = 0 // the slot went to another life, and by the time it leaves, what we asked is too old
 		}

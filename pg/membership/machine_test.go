@@ -28,7 +28,8 @@ func TestNewRefuses(t *testing.T) {
 		"window":      {Incarnation: 1, View: v, Window: -1},
 		"proposers":   {Incarnation: 1, View: v, Proposers: -1},
 	} {
-		if m, _, err := New(cfg); err == nil || m != nil || !strings.Contains(err.Error(), "epoch") && !strings.Contains(err.Error(), "expected") {
+		if m, _, err := New(cfg); err == nil || m != nil || !strings.Contains(err.Error(), "epoch") &&
+			!strings.Contains(err.Error(), "expected") {
 			t.Errorf("%s: got %v", name, err)
 		}
 	}
@@ -46,14 +47,21 @@ func TestNonsenseIsIgnored(t *testing.T) {
 	v := First([]uint64{1, 2, 3})
 	me := Peer{0, 1}
 	for _, ev := range []Event{
-		LinkUp{}, LinkDown{}, Dead{}, Probed{}, Reported{}, JoinAsked{}, JoinGone{}, Missed{}, Evict{-1}, Evict{3}, Evict{1 << 40},
-		LinkUp{me}, LinkDown{me, "x"}, Missed{me}, Probed{me, VerdictAlive}, Reported{Peer{1, 9}, Report{Seq: 1, Unreachable: []Peer{{2, 3}}}},
+		LinkUp{}, LinkDown{}, Dead{}, Probed{}, Reported{}, JoinAsked{}, JoinGone{}, Missed{}, Evict{-1}, Evict{3},
+		Evict{1 << 40},
+		LinkUp{me}, LinkDown{me, "x"}, Missed{me}, Probed{me, VerdictAlive},
+		Reported{Peer{1, 9}, Report{Seq: 1, Unreachable: []Peer{{2, 3}}}},
 		Reported{Peer{1, 2}, Report{Seq: 1, Unreachable: []Peer{{1, 2}, {-4, 1}, {9, 9}, {2, 77}}}},
-		LinkDown{Peer{-1, 5}, "x"}, Dead{Peer{3, 5}, "x"}, Dead{Peer{1 << 40, 5}, "x"}, Missed{Peer{1, 99}}, Probed{Peer{1, 2}, VerdictAlive},
-		ViewSeen{}, ViewSeen{View{Epoch: 9, Slots: v.Slots[:2]}}, ViewSeen{View{Epoch: 9, Slots: make([]Slot, MaxSlots+1)}},
-		ViewSeen{View{Epoch: 9, Slots: []Slot{{Incarnation: 1, Since: 10}, {}, {}}}}, ViewSeen{View{Epoch: 9, Slots: []Slot{{Incarnation: 1}, {}, {}}}},
-		Proposed{}, Proposed{Epoch: 2, Outcome: OutcomeWon}, Proposed{Epoch: 2, Outcome: OutcomeLost, Current: v.Remove(0)},
-		JoinAsked{Peer{1, 2}, 1}, JoinAsked{Peer{1, 9}, 1}, JoinAsked{Peer{3, 9}, 1}, JoinAsked{Peer{-1, 9}, 1}, Rejoin{5}, Rejoin{}, Admit{}, StoreBack{},
+		LinkDown{Peer{-1, 5}, "x"}, Dead{Peer{3, 5}, "x"}, Dead{Peer{1 << 40, 5}, "x"}, Missed{Peer{1, 99}},
+		Probed{Peer{1, 2}, VerdictAlive},
+		ViewSeen{}, ViewSeen{View{Epoch: 9, Slots: v.Slots[:2]}},
+		ViewSeen{View{Epoch: 9, Slots: make([]Slot, MaxSlots+1)}},
+		ViewSeen{View{Epoch: 9, Slots: []Slot{{Incarnation: 1, Since: 10}, {}, {}}}},
+		ViewSeen{View{Epoch: 9, Slots: []Slot{{Incarnation: 1}, {}, {}}}},
+		Proposed{}, Proposed{Epoch: 2, Outcome: OutcomeWon}, Proposed{Epoch: 2, Outcome: OutcomeLost,
+			Current: v.Remove(0)},
+		JoinAsked{Peer{1, 2}, 1}, JoinAsked{Peer{1, 9}, 1}, JoinAsked{Peer{3, 9}, 1}, JoinAsked{Peer{-1, 9}, 1},
+		Rejoin{5}, Rejoin{}, Admit{}, StoreBack{},
 	} {
 		m := newMachine(t, Config{Incarnation: 1, View: v, AutoAdmit: true})
 		acts := m.Step(ev)
@@ -70,7 +78,8 @@ func TestCloseEndsIt(t *testing.T) {
 	v := First([]uint64{1, 2})
 	m := newMachine(t, Config{Incarnation: 1, View: v})
 	m.Step(Dead{Peer{1, 2}, "gone"})
-	for _, ev := range []Event{Close{}, Tick{}, ViewSeen{v.Remove(1)}, Proposed{Epoch: 2, Outcome: OutcomeWon}, Close{}} {
+	for _, ev := range []Event{Close{}, Tick{}, ViewSeen{v.Remove(1)}, Proposed{Epoch: 2, Outcome: OutcomeWon},
+		Close{}} {
 		if acts := m.Step(ev); len(acts) != 0 || m.Member() || m.View().Epoch != 1 {
 			t.Fatalf("%T after Close: %v", ev, acts)
 		}
@@ -160,6 +169,7 @@ func TestRetriesBecomeRare(t *testing.T) {
 		answer = m.Step(Tick{})
 	}
 	if proposals < 12 || proposals > 17 {
-		t.Errorf("%d proposals in %d ticks: expected 7 in the first 64*3, and one in 64*3 from then on", proposals, 10*3*64)
+		t.Errorf("%d proposals in %d ticks: expected 7 in the first 64*3, and one in 64*3 from then on", proposals,
+			10*3*64)
 	}
 }

@@ -96,14 +96,17 @@ func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 			}
 			for _, f := range []struct{ kind, fate int }{{mayMute, casMute}, {mayMute, casLost}, {mayLate, casLate}} {
 				if p.cas != nil && may(f.kind) && (!p.away || f.fate != casMute) {
-					try(1, fmt.Sprintf("%v: %v, fate %d", p.me, *p.cas, f.fate), func(w *sim) { w.cas(w.procs[i], f.fate) })
+					try(1, fmt.Sprintf("%v: %v, fate %d", p.me, *p.cas, f.fate),
+						func(w *sim) { w.cas(w.procs[i], f.fate) })
 				}
 			}
 			if len(p.probes) > 0 {
 				truth := s.w.truth(p)
-				try(0, fmt.Sprintf("%v asks after %v: %d", p.me, p.probes[0], truth), func(w *sim) { w.answer(w.procs[i], truth) })
+				try(0, fmt.Sprintf("%v asks after %v: %d", p.me, p.probes[0], truth),
+					func(w *sim) { w.answer(w.procs[i], truth) })
 				if truth == VerdictDead {
-					try(0, fmt.Sprintf("%v asks after %v: no answer", p.me, p.probes[0]), func(w *sim) { w.answer(w.procs[i], VerdictUnknown) })
+					try(0, fmt.Sprintf("%v asks after %v: no answer", p.me, p.probes[0]),
+						func(w *sim) { w.answer(w.procs[i], VerdictUnknown) })
 				}
 			}
 			if passed < ticks {
@@ -136,7 +139,8 @@ func explore(t *testing.T, n int, cfg Config, kinds, faults, ticks, bound int) {
 				}
 				if cut := s.w.cut[s.w.pair(p, q)]; !cut && may(mayCut) {
 					for side := range 3 {
-						try(1, fmt.Sprintf("cut %v %v, side %d", q.me, p.me, side), func(w *sim) { w.sever(w.procs[j], w.procs[i], side != 1, side != 0) })
+						try(1, fmt.Sprintf("cut %v %v, side %d", q.me, p.me, side),
+							func(w *sim) { w.sever(w.procs[j], w.procs[i], side != 1, side != 0) })
 					}
 				} else if cut && may(mayHeal) {
 					try(1, fmt.Sprintf("heal %v %v", q.me, p.me), func(w *sim) { w.heal(w.procs[j], w.procs[i]) })

@@ -201,7 +201,11 @@ func (s *script) do(verb string, args []string) error {
 		}
 		for range times {
 			for _, p := range w.procs {
-				named := slices.ContainsFunc(args, func(a string) bool { x, err := s.proc(a); return err == nil && x == p })
+				named := slices.ContainsFunc(args, func(a string) bool {
+					x, err := s.proc(a)
+					return err == nil &&
+						x == p
+				})
 				if p.alive && (at(0) == "all" || named) {
 					w.tick(p)
 				}

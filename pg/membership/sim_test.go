@@ -191,7 +191,8 @@ func (w *sim) do(p *proc, acts []Action) {
 				w.fail("%v proposes and is no member", p.me)
 			case len(a.New.Active()) == 0:
 				w.fail("%v proposes an empty view", p.me)
-			case a.New.Epoch != a.Old.Epoch+1 || a.Old.Epoch > uint64(len(w.history)) || !w.history[a.Old.Epoch-1].Equal(a.Old):
+			case a.New.Epoch != a.Old.Epoch+1 || a.Old.Epoch > uint64(len(w.history)) ||
+				!w.history[a.Old.Epoch-1].Equal(a.Old):
 				w.fail("%v proposes %v from %v, which was never in the store", p.me, a.New, a.Old)
 			case a.New.check() != nil:
 				w.fail("%v proposes an impossible view: %v", p.me, a.New.check())
@@ -255,8 +256,10 @@ func (w *sim) entered(p *proc, e Enter) {
 			in = append(in, i)
 		}
 	}
-	if !slices.Equal(left, e.Removed) || p.wasIn && !slices.Equal(in, e.Added) || !p.wasIn && !slices.Contains(e.Added, p.me.Slot) {
-		w.fail("%v went from epoch %d to %v: removed %v, expected %v; added %v, expected %v", p.me, p.last, v, e.Removed, left, e.Added, in)
+	if !slices.Equal(left, e.Removed) || p.wasIn && !slices.Equal(in, e.Added) ||
+		!p.wasIn && !slices.Contains(e.Added, p.me.Slot) {
+		w.fail("%v went from epoch %d to %v: removed %v, expected %v; added %v, expected %v", p.me, p.last, v,
+			e.Removed, left, e.Added, in)
 	}
 	p.last, p.wasIn = v.Epoch, true
 }
@@ -324,7 +327,8 @@ func (w *sim) expire(p *proc) {
 // rejoin takes an evicted life's process into a new life. The process keeps its machine.
 func (w *sim) rejoin(p *proc, n int) *proc {
 	w.expire(p)
-	q := &proc{me: Peer{p.me.Slot, incarnation(p.me.Slot, n)}, m: p.m, alive: true, away: p.away, now: p.now, cas: p.cas, answered: p.answered, last: p.m.View().Epoch}
+	q := &proc{me: Peer{p.me.Slot, incarnation(p.me.Slot, n)}, m: p.m, alive: true, away: p.away, now: p.now,
+		cas: p.cas, answered: p.answered, last: p.m.View().Epoch}
 	for _, m := range p.mail {
 		if _, ok := m.ev.(Proposed); ok {
 			q.post(m)
@@ -605,7 +609,8 @@ func (w *sim) converge() {
 		case !in && !p.out:
 			free := v.at(p.me.Slot).Incarnation == 0 && !p.condemned
 			for _, q := range w.procs {
-				if v.Has(q.me.Slot, q.me.Incarnation) && w.cut[w.pair(p, q)] || q != p && q.alive && !q.out && q.me.Slot == p.me.Slot {
+				if v.Has(q.me.Slot, q.me.Incarnation) && w.cut[w.pair(p, q)] ||
+					q != p && q.alive && !q.out && q.me.Slot == p.me.Slot {
 					free = false
 				}
 			}
@@ -623,7 +628,8 @@ func (w *sim) converge() {
 			w.fail("at the end %v still misses links: %v, %v", p.me, p.m.broken, p.report)
 		}
 		for q, l := range p.m.peers {
-			if q != p.me && (l.link == linkDown || l.link == linkUnknown && max(v.Slots[q.Slot].Since, v.Slots[p.me.Slot].Since) > 1) {
+			if q != p.me && (l.link == linkDown || l.link == linkUnknown &&
+				max(v.Slots[q.Slot].Since, v.Slots[p.me.Slot].Since) > 1) {
 				w.fail("at the end %v has no link to %v", p.me, q)
 			}
 		}
@@ -763,7 +769,8 @@ func (w *sim) key() uint64 {
 		m := p.m
 		age := func(t uint64) uint64 { return min(m.now-t, uint64(2*m.cfg.Window+2)) }
 		left := func(t uint64) uint64 { return max(t, m.now) - m.now }
-		num(uint64(m.role), m.me.Incarnation, m.view.Epoch, m.seq, left(m.retryAt), uint64(m.fails), m.asked, m.standing, age(m.wantedAt))
+		num(uint64(m.role), m.me.Incarnation, m.view.Epoch, m.seq, left(m.retryAt), uint64(m.fails), m.asked,
+			m.standing, age(m.wantedAt))
 		flag(m.changed, m.wanted, m.pending != nil, m.blind, m.away != "", m.isolated)
 		if m.pending != nil {
 			b = append(b, m.pending.New.Encode()...)

@@ -261,12 +261,14 @@ func DecodeView(b []byte) (View, error) {
 // check says what makes v impossible, nil if nothing.
 func (v View) check() error {
 	if v.Epoch == 0 || len(v.Slots) > MaxSlots {
-		return fmt.Errorf("epoch %d with %d slots: expected an epoch of 1 or more and at most %d slots", v.Epoch, len(v.Slots), MaxSlots)
+		return fmt.Errorf("epoch %d with %d slots: expected an epoch of 1 or more and at most %d slots", v.Epoch,
+			len(v.Slots), MaxSlots)
 	}
 	for i, s := range v.Slots {
 		active := s.Incarnation != 0
 		if active != (s.Since != 0) || s.Since > v.Epoch || s.Left > v.Epoch || active && s.Left > s.Since {
-			return fmt.Errorf("epoch %d: slot %d (incarnation %x, active since %d, left in %d) contradicts itself", v.Epoch, i, s.Incarnation, s.Since, s.Left)
+			return fmt.Errorf("epoch %d: slot %d (incarnation %x, active since %d, left in %d) contradicts itself",
+				v.Epoch, i, s.Incarnation, s.Since, s.Left)
 		}
 	}
 	return nil

@@ -104,7 +104,8 @@ func TestViewChanges(t *testing.T) {
 			var left, entered []int
 			for s := range last.Slots {
 				for j := i; j+1 < len(views); j++ {
-					if a, b := views[j].at(s).Incarnation, views[j+1].at(s).Incarnation; a != 0 && a != b && !slices.Contains(left, s) {
+					if a, b := views[j].at(s).Incarnation, views[j+1].at(s).Incarnation; a != 0 && a != b &&
+						!slices.Contains(left, s) {
 						left = append(left, s)
 					}
 				}
@@ -114,7 +115,8 @@ func TestViewChanges(t *testing.T) {
 			}
 			gotLeft, gotEntered := last.Diff(v.Epoch)
 			if !slices.Equal(left, gotLeft) || !slices.Equal(entered, gotEntered) {
-				t.Fatalf("from %+v to %+v: left %v, entered %v, expected %v and %v", v, last, gotLeft, gotEntered, left, entered)
+				t.Fatalf("from %+v to %+v: left %v, entered %v, expected %v and %v", v, last, gotLeft, gotEntered, left,
+					entered)
 			}
 			active, e := subset(v)
 			if e < epoch {
@@ -126,7 +128,8 @@ func TestViewChanges(t *testing.T) {
 					t.Fatalf("rank %d of a subgroup is another life", a)
 				}
 			}
-			if was := views[0].Active(); (e == 0) != (len(active) == len(was)) || i > 0 && e > 0 && views[e-1].Equal(views[0]) {
+			if was := views[0].Active(); (e == 0) != (len(active) == len(was)) ||
+				i > 0 && e > 0 && views[e-1].Equal(views[0]) {
 				t.Fatalf("subgroup of %v in %v: %v, epoch %d", was, v, active, e)
 			}
 		}
@@ -152,7 +155,8 @@ func TestSubsetEpoch(t *testing.T) {
 // What never was in a slot, or cannot be, changes nothing but the epoch.
 func TestViewIgnores(t *testing.T) {
 	v := First([]uint64{1, 2})
-	for _, n := range []View{v.Remove(), v.Remove(-1, 2, 99), v.Add(Peer{0, 1}), v.Add(Peer{0, 0}, Peer{-1, 5}, Peer{MaxSlots, 5}), v.Grow(1)} {
+	for _, n := range []View{v.Remove(), v.Remove(-1, 2, 99), v.Add(Peer{0, 1}),
+		v.Add(Peer{0, 0}, Peer{-1, 5}, Peer{MaxSlots, 5}), v.Grow(1)} {
 		if n.Epoch != 2 || !slices.Equal(n.Slots, v.Slots) {
 			t.Errorf("got %+v", n)
 		}
@@ -246,7 +250,8 @@ func TestReportRoundTrip(t *testing.T) {
 		}
 		b := r.Encode()
 		got, err := DecodeReport(b)
-		if err != nil || got.Epoch != r.Epoch || got.Seq != r.Seq || !slices.Equal(got.Unreachable, r.Unreachable) || !slices.Equal(got.Late, r.Late) {
+		if err != nil || got.Epoch != r.Epoch || got.Seq != r.Seq || !slices.Equal(got.Unreachable, r.Unreachable) ||
+			!slices.Equal(got.Late, r.Late) {
 			t.Fatalf("%v came back as %v, %v", r, got, err)
 		}
 		for i := range b {
@@ -297,7 +302,8 @@ func FuzzDecodeView(f *testing.F) {
 }
 
 func FuzzDecodeReport(f *testing.F) {
-	for _, r := range []Report{{}, {Epoch: 3, Seq: 300, Unreachable: []Peer{{0, 1}, {1, 2}, {4095, 3}}}, {Epoch: 3, Seq: 3, Late: []Peer{{2, 7}}}} {
+	for _, r := range []Report{{}, {Epoch: 3, Seq: 300, Unreachable: []Peer{{0, 1}, {1, 2}, {4095, 3}}},
+		{Epoch: 3, Seq: 3, Late: []Peer{{2, 7}}}} {
 		f.Add(r.Encode())
 	}
 	f.Fuzz(func(t *testing.T, b []byte) {

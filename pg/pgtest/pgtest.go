@@ -172,20 +172,24 @@ func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option
 	limit := o.limit(t)
 	coverage := newCoverage(t)
 	defer coverage.collect(t)
-	l := launch{t: t, n: n + o.extend, o: o, limit: limit, directory: startDirectory, environment: environment(n, address, secret, o)}
+	l := launch{t: t, n: n + o.extend, o: o, limit: limit, directory: startDirectory,
+		environment: environment(n, address, secret, o)}
 	if o.extend > 0 {
-		l.environment = append(l.environment, fmt.Sprintf("TUTTI_MAX_SIZE=%d", n+o.extend), fmt.Sprintf("TUTTI_LOCAL_SIZE=%d", n+o.extend), fmt.Sprintf("LOCAL_WORLD_SIZE=%d", n+o.extend))
+		l.environment = append(l.environment, fmt.Sprintf("TUTTI_MAX_SIZE=%d", n+o.extend),
+			fmt.Sprintf("TUTTI_LOCAL_SIZE=%d", n+o.extend), fmt.Sprintf("LOCAL_WORLD_SIZE=%d", n+o.extend))
 	}
 	l.environment = append(l.environment, markVariable+"="+strconv.Itoa(call)+"/"+t.Name())
 	l.argv = func(rank int) []string {
-		return append(append([]string{executable(t)}, testFlags(t, limit, coverage.directory(t, rank))...), otherArguments(os.Args[1:])...)
+		return append(append([]string{executable(t)}, testFlags(t, limit, coverage.directory(t, rank))...),
+			otherArguments(os.Args[1:])...)
 	}
 	l.check = func(p *process) string {
 		switch p.verdict {
 		case verdictPassed, verdictSkipped:
 			return ""
 		case "":
-			return "ended without coming to this call of pgtest.Run: is it made in every run of the test, in the same order?"
+			return "ended without coming to this call of pgtest.Run: is it made in every run of the test, in the " +
+				"same order?"
 		}
 		return "ended with status 0 before its function returned"
 	}

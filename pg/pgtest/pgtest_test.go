@@ -70,7 +70,8 @@ func TestRunParallel(t *testing.T) {
 func TestRunOptions(t *testing.T) {
 	t.Setenv("PGTEST_INHERITED", "yes")
 	Run(t, 2, func(t *testing.T, g *pg.Group) {
-		for name, want := range map[string]string{"PGTEST_INHERITED": "yes", "PGTEST_OWN": "a=b", "TUTTI_TRANSPORT": "tcp", "WORLD_SIZE": "2", markVariable: ""} {
+		for name, want := range map[string]string{"PGTEST_INHERITED": "yes", "PGTEST_OWN": "a=b",
+			"TUTTI_TRANSPORT": "tcp", "WORLD_SIZE": "2", markVariable: ""} {
 			if got := os.Getenv(name); got != want {
 				t.Errorf("%s is %q, want %q", name, got, want)
 			}
@@ -113,7 +114,8 @@ func TestRunLocal(t *testing.T) {
 func TestExec(t *testing.T) {
 	t.Setenv("RANK", "7")
 	t.Setenv("TUTTI_SECRET_FILE", "/nowhere")
-	out := Exec(t, 3, []string{"/bin/sh", "-c", `echo "$TUTTI_RANK/$RANK/$LOCAL_RANK of $TUTTI_SIZE $X${TUTTI_SECRET_FILE-}"; echo aside >&2`}, Env("X=y"))
+	out := Exec(t, 3, []string{"/bin/sh", "-c",
+		`echo "$TUTTI_RANK/$RANK/$LOCAL_RANK of $TUTTI_SIZE $X${TUTTI_SECRET_FILE-}"; echo aside >&2`}, Env("X=y"))
 	want := []string{"0/0/0 of 3 y\n", "1/1/1 of 3 y\n", "2/2/2 of 3 y\n"}
 	if !reflect.DeepEqual(out, want) {
 		t.Fatalf("output %q, want %q", out, want)
@@ -191,7 +193,10 @@ var scenarios = map[string]func(t *testing.T){
 		for _, name := range []string{"a b", "a b", "c/d", "(e|f)[g/h]+$", "", "é\x01"} {
 			t.Run(name, func(t *testing.T) {
 				for call := range 2 {
-					Run(t, 1, func(t *testing.T, g *pg.Group) { t.Logf("%q ran, call %d, %s", t.Name(), call, *custom) })
+					Run(t, 1, func(t *testing.T, g *pg.Group) {
+						t.Logf("%q ran, call %d, %s", t.Name(), call,
+							*custom)
+					})
 				}
 			})
 		}
@@ -249,7 +254,8 @@ func TestScenario(t *testing.T) {
 
 // scenario is the command that runs one.
 func scenario(t *testing.T, name string, args ...string) *exec.Cmd {
-	c := exec.Command(executable(t), append([]string{"-test.run=^TestScenario$", "-test.v", "-test.timeout=60s"}, args...)...)
+	c := exec.Command(executable(t), append([]string{"-test.run=^TestScenario$", "-test.v", "-test.timeout=60s"},
+		args...)...)
 	c.Env = append(os.Environ(), scenarioVariable+"="+name)
 	return c
 }
@@ -259,23 +265,29 @@ func TestScenarios(t *testing.T) {
 		status string // PASS, FAIL or SKIP
 		says   []string
 	}{
-		"error":       {"FAIL", []string{`rank 1\|.*pgtest_test.go:\d+: what rank 1 says`, `rank 1 failed: exit status 1`}},
-		"panic":       {"FAIL", []string{`rank 1\| panic: what rank 1 says`, `rank 1\| goroutine \d+`, `rank 1 failed: exit status 2`}},
-		"killed":      {"FAIL", []string{`rank 1 was killed by SIGKILL`}},
-		"survivor":    {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
-		"hang":        {"FAIL", []string{`rank 1\| .*hangHere`, `rank 1 was still running after 1[.\d]*s and was ended`}},
+		"error": {"FAIL", []string{`rank 1\|.*pgtest_test.go:\d+: what rank 1 says`,
+			`rank 1 failed: exit status 1`}},
+		"panic": {"FAIL", []string{`rank 1\| panic: what rank 1 says`, `rank 1\| goroutine \d+`,
+			`rank 1 failed: exit status 2`}},
+		"killed":   {"FAIL", []string{`rank 1 was killed by SIGKILL`}},
+		"survivor": {"FAIL", []string{`rank 1 passed, where it was expected to be killed by SIGKILL`}},
+		"hang": {"FAIL", []string{`rank 1\| .*hangHere`,
+			`rank 1 was still running after 1[.\d]*s and was ended`}},
 		"stubborn":    {"FAIL", []string{`rank 0 was still running after`, `rank 1 was still running after`}},
 		"exit 0":      {"FAIL", []string{`rank 0 ended with status 0 before its function returned`}},
 		"unreached":   {"FAIL", []string{`rank 1 ended without coming to this call`}},
 		"nested":      {"FAIL", []string{`rank 0\|.*Run is called in a rank of Run`}},
 		"skip":        {"SKIP", []string{`rank 0\|.*what is missing`, `skipped by rank 0, 1 of 2`}},
 		"skip of one": {"SKIP", []string{`rank 1\|.*what is missing`, `skipped by rank 1 of 2`}},
-		"local":       {"FAIL", []string{`what rank 1 says`, `--- FAIL: TestScenario/rank_1`, `--- PASS: TestScenario/rank_0`}},
-		"local hang":  {"FAIL", []string{`ranks were still running after 1s`}},
-		"exec":        {"FAIL", []string{`rank 0\| PASS`, `rank 1 failed: exit status 1`}},
-		"no program":  {"FAIL", []string{`rank 0 could not be started: .*no such file`}},
-		"names": {"PASS", []string{`"TestScenario/a_b" ran, call 0, thing`, `"TestScenario/a_b" ran, call 1`, `"TestScenario/a_b#01" ran, call 1`,
-			`"TestScenario/c/d" ran, call 1`, `"TestScenario/\(e\|f\)\[g/h\]\+\$" ran, call 1`, `"TestScenario/#00" ran, call 1`, `"TestScenario/é\\\\x01" ran, call 1`}},
+		"local": {"FAIL", []string{`what rank 1 says`, `--- FAIL: TestScenario/rank_1`,
+			`--- PASS: TestScenario/rank_0`}},
+		"local hang": {"FAIL", []string{`ranks were still running after 1s`}},
+		"exec":       {"FAIL", []string{`rank 0\| PASS`, `rank 1 failed: exit status 1`}},
+		"no program": {"FAIL", []string{`rank 0 could not be started: .*no such file`}},
+		"names": {"PASS", []string{`"TestScenario/a_b" ran, call 0, thing`, `"TestScenario/a_b" ran, call 1`,
+			`"TestScenario/a_b#01" ran, call 1`,
+			`"TestScenario/c/d" ran, call 1`, `"TestScenario/\(e\|f\)\[g/h\]\+\$" ran, call 1`,
+			`"TestScenario/#00" ran, call 1`, `"TestScenario/é\\\\x01" ran, call 1`}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -412,7 +424,8 @@ func TestCoverage(t *testing.T) {
 	}
 	ran := false // a block of the ranks' side
 	for line := range strings.Lines(string(text)) {
-		ran = ran || strings.Contains(line, "rank.go") && !strings.HasSuffix(strings.TrimSpace(line), " 0") && coversJoin(t, line)
+		ran = ran || strings.Contains(line, "rank.go") && !strings.HasSuffix(strings.TrimSpace(line), " 0") &&
+			coversJoin(t, line)
 	}
 	if !ran {
 		t.Fatalf("the profile does not have what the ranks ran:\n%s", text)
@@ -455,7 +468,8 @@ func TestOtherArguments(t *testing.T) {
 // A line is written whole and once, marked, however it comes.
 func TestLineWriter(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		lines := rapid.SliceOf(rapid.SampledFrom([]string{"x", "--- PASS: T (0.1s)", "    === RUN   T/a", "PASS", "PASSED", "--- FAIL: T", "a\tb", "coverage: 3%"})).Draw(t, "lines")
+		lines := rapid.SliceOf(rapid.SampledFrom([]string{"x", "--- PASS: T (0.1s)", "    === RUN   T/a", "PASS",
+			"PASSED", "--- FAIL: T", "a\tb", "coverage: 3%"})).Draw(t, "lines")
 		text := strings.Join(lines, "\n")
 		var got, want strings.Builder
 		w := &lineWriter{to: &got, prefix: "p| ", framed: true}

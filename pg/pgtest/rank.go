@@ -121,7 +121,8 @@ func testPattern(name string) string {
 func testFlags(t *testing.T, limit time.Duration, coverDirectory string) []string {
 	// A rank's deadline is what the test may ask for (t.Deadline). It starts later than this
 	// process's and so ends the rank only if this process cannot.
-	flags := []string{"-test.run=" + testPattern(t.Name()), "-test.count=1", "-test.v=true", "-test.timeout=" + max(limit, time.Second).String(),
+	flags := []string{"-test.run=" + testPattern(t.Name()), "-test.count=1", "-test.v=true",
+		"-test.timeout=" + max(limit, time.Second).String(),
 		"-test.cpu=" + numCPU()}
 	for _, name := range []string{"test.short", "test.paniconexit0", "test.fullpath", "test.parallel"} {
 		if f := flag.Lookup(name); f != nil && f.Value.String() != f.DefValue {

@@ -40,7 +40,8 @@ func newRelay(ctx context.Context, execute func(ctx context.Context, r *relay, o
 	if err != nil {
 		return nil, err
 	}
-	r := &relay{l: l, token: rand.Text(), execute: execute, changed: make(chan struct{}), conns: map[*net.TCPConn]struct{}{}}
+	r := &relay{l: l, token: rand.Text(), execute: execute, changed: make(chan struct{}),
+		conns: map[*net.TCPConn]struct{}{}}
 	r.ctx, r.stop = context.WithCancel(ctx)
 	r.wg.Go(func() {
 		for {
@@ -94,7 +95,8 @@ func (r *relay) between(from, to int) (all Rule, changed <-chan struct{}) {
 	defer r.mu.Unlock()
 	for _, u := range r.rules {
 		if (u.From == nil || slices.Contains(u.From, from)) && (u.To == nil || slices.Contains(u.To, to)) {
-			all.Cut, all.Delay, all.Loss, all.Break = all.Cut || u.Cut, max(all.Delay, u.Delay), max(all.Loss, u.Loss), max(all.Break, u.Break)
+			all.Cut, all.Delay, all.Loss, all.Break = all.Cut || u.Cut, max(all.Delay, u.Delay), max(all.Loss, u.Loss),
+				max(all.Break, u.Break)
 		}
 	}
 	return all, r.changed
@@ -274,7 +276,8 @@ func (r *relay) pump(src, dst *net.TCPConn, from, to int) {
 			rule, _ := r.between(from, to)
 			late := rule.Delay
 			for range (n + packet - 1) / packet {
-				for again := retransmit; rule.Loss > 0 && again < time.Minute && mrand.Float64() < rule.Loss; again *= 2 {
+				for again := retransmit; rule.Loss > 0 && again < time.Minute &&
+					mrand.Float64() < rule.Loss; again *= 2 {
 					late = max(late, rule.Delay+again)
 				}
 			}

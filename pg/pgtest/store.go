@@ -89,7 +89,8 @@ func startStore(binary, secret string) (address string, life io.Closer, err erro
 		cmd.Wait()
 		said := make([]byte, 4096)
 		n, _ := complaints.ReadAt(said, 0)
-		return "", nil, fmt.Errorf("its process gave no address within %v: %w: %s", storeTimeout, err, strings.TrimSpace(string(said[:n])))
+		return "", nil, fmt.Errorf("its process gave no address within %v: %w: %s", storeTimeout, err,
+			strings.TrimSpace(string(said[:n])))
 	}
 	return strings.TrimSpace(line), stdin, nil
 }

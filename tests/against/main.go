@@ -62,7 +62,8 @@ func parseOptions(args []string) (o options, err error) {
 	f.IntVar(&o.reps, "reps", 3, "repetitions in a turn; the best counts")
 	f.DurationVar(&o.budget, "budget", 10*time.Millisecond, "time of one repetition")
 	f.Float64Var(&o.confidence, "confidence", 0.95, "of a row's interval")
-	f.BoolVar(&o.tight, "tight", false, "calls back to back, instead of writing inputs before and reading results after each")
+	f.BoolVar(&o.tight, "tight", false, "calls back to back, instead of writing inputs before and reading "+
+		"results after each")
 	f.StringVar(&o.old, "old", "", "a binary of the base that is built already")
 	f.StringVar(&o.new, "new", "", "a binary of this tree that is built already")
 	if err := f.Parse(args); err != nil {
@@ -237,7 +238,8 @@ func (o options) series() (all []series) {
 					transport = "shm"
 				}
 				for _, size := range o.sizes {
-					args := []string{"bench", "-n", strconv.Itoa(n), "--op", op, "--min", strconv.Itoa(size), "--max", strconv.Itoa(size), "--transport", transport,
+					args := []string{"bench", "-n", strconv.Itoa(n), "--op", op, "--min", strconv.Itoa(size), "--max",
+						strconv.Itoa(size), "--transport", transport,
 						"--rounds", strconv.Itoa(o.reps), "--round-time", o.budget.String(), "--json"}
 					if kind == "reg" {
 						args = append(args, "--registered")
@@ -253,7 +255,8 @@ func (o options) series() (all []series) {
 		}
 	}
 	for _, n := range o.faults {
-		s := series{name: fmt.Sprintf("faults ranks=%d", n), args: [][]string{{"bench", "--faults", "-n", strconv.Itoa(n), "--rounds", "1", "--json"}}}
+		s := series{name: fmt.Sprintf("faults ranks=%d", n),
+			args: [][]string{{"bench", "--faults", "-n", strconv.Itoa(n), "--rounds", "1", "--json"}}}
 		s.read = func(out []byte) (map[row]float64, error) { return readFaults(s.name, out) }
 		all = append(all, s)
 	}
@@ -302,7 +305,8 @@ func readFaults(series string, out []byte) (map[row]float64, error) {
 		if r.Leader {
 			store = ", etcd's leader killed"
 		}
-		for of, ms := range map[string]float64{"detected": r.Detected[0], "next": r.Next[0], "admitted": r.Admitted[0]} {
+		for of, ms := range map[string]float64{"detected": r.Detected[0], "next": r.Next[0],
+			"admitted": r.Admitted[0]} {
 			if !(ms > 0) {
 				return nil, fmt.Errorf("%s after %v ms: %s", of, ms, line)
 			}
@@ -360,7 +364,8 @@ func judge(ctx context.Context, o options, s series) ([]verdict, error) {
 	for r, olds := range samples[0] {
 		news := samples[1][r]
 		if len(olds) != o.rounds || len(news) != o.rounds {
-			return nil, fmt.Errorf("%s: %d figures of the base and %d of this tree in %d rounds", r.of, len(olds), len(news), o.rounds)
+			return nil, fmt.Errorf("%s: %d figures of the base and %d of this tree in %d rounds", r.of, len(olds),
+				len(news), o.rounds)
 		}
 		ratios := make([]float64, o.rounds)
 		for i := range ratios {
@@ -378,7 +383,10 @@ func judge(ctx context.Context, o options, s series) ([]verdict, error) {
 			return nil, fmt.Errorf("%s: the base does not measure it", r.of)
 		}
 	}
-	slices.SortFunc(all, func(a, b verdict) int { return cmp.Or(cmp.Compare(b.ratio, a.ratio), cmp.Compare(a.of, b.of)) })
+	slices.SortFunc(all, func(a, b verdict) int {
+		return cmp.Or(cmp.Compare(b.ratio, a.ratio),
+			cmp.Compare(a.of, b.of))
+	})
 	return all, nil
 }
 
@@ -388,7 +396,8 @@ func report(out io.Writer, o options, all []verdict) (worse bool) {
 	if o.tight {
 		loop = "calls back to back"
 	}
-	fmt.Fprintf(out, "%d rounds; %s; microseconds, faults milliseconds; ratio new/old with its interval (%v)\n\n", o.rounds, loop, o.confidence)
+	fmt.Fprintf(out, "%d rounds; %s; microseconds, faults milliseconds; ratio new/old with its interval (%v)\n\n",
+		o.rounds, loop, o.confidence)
 	t := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "row\t\told\tnew\tratio\tinterval\t")
 	kinds, means := []string{}, map[string][]float64{}
@@ -397,7 +406,8 @@ func report(out io.Writer, o options, all []verdict) (worse bool) {
 		if v.confirmed {
 			mark, worse = "slower", true
 		}
-		fmt.Fprintf(t, "%s\t%s\t%.4g\t%.4g\t%.3f\t%.3f to %.3f\t%s\n", v.series, v.of, v.old, v.new, v.ratio, v.lo, v.hi, mark)
+		fmt.Fprintf(t, "%s\t%s\t%.4g\t%.4g\t%.3f\t%.3f to %.3f\t%s\n", v.series, v.of, v.old, v.new, v.ratio, v.lo,
+			v.hi, mark)
 		kind, _, _ := strings.Cut(v.series, " ")
 		if means[kind] == nil {
 			kinds = append(kinds, kind)

@@ -14,7 +14,8 @@ import (
 )
 
 func TestBounds(t *testing.T) {
-	for _, c := range []struct{ n, k int }{{6, 0}, {8, 0}, {9, 1}, {12, 2}, {20, 5}, {100, 39}} { // tables of the sign test
+	// tables of the sign test
+	for _, c := range []struct{ n, k int }{{6, 0}, {8, 0}, {9, 1}, {12, 2}, {20, 5}, {100, 39}} {
 		if k, err := bounds(c.n, 0.95); k != c.k || err != nil {
 			t.Errorf("%d samples: %d, %v; want %d", c.n, k, err, c.k)
 		}
@@ -60,7 +61,8 @@ func TestParseOptions(t *testing.T) {
 	if err != nil || o.base != "HEAD~3" || fmt.Sprint(o.sizes, o.faults, o.rows) != "[64 4096] [] [reg]" {
 		t.Errorf("%+v, %v", o, err)
 	}
-	for _, bad := range []string{"", "A B", "--old x A", "--rows rdma A", "--sizes x A", "--sizes 0 A", "--ranks 1 A", "--faults 1 A", "--rounds 5 A", "--confidence 1 A", "--reps 0 A"} {
+	for _, bad := range []string{"", "A B", "--old x A", "--rows rdma A", "--sizes x A", "--sizes 0 A", "--ranks 1 A",
+		"--faults 1 A", "--rounds 5 A", "--confidence 1 A", "--reps 0 A"} {
 		if _, err := parseOptions(strings.Fields(bad)); err == nil {
 			t.Errorf("%q is accepted", bad)
 		}
@@ -106,14 +108,18 @@ func TestCompare(t *testing.T) {
 	}{
 		{"the same", "100", "100", nil},
 		{"faster", "100", "90", nil},
-		{"one size is slower", "100", "size == 64 ? 103 : 100", []string{"shm allreduce ranks=2 64 B: 1.030", "reg allreduce ranks=2 64 B: 1.030"}},
+		{"one size is slower", "100", "size == 64 ? 103 : 100", []string{"shm allreduce ranks=2 64 B: 1.030",
+			"reg allreduce ranks=2 64 B: 1.030"}},
 		{"noise is no difference", "100 + n % 3", "100 + (n + 1) % 3", nil},
 		{"slower within the noise", "100 + n % 7 * 10", "102 + n % 5 * 10", nil},
-		{"slower at first", "100", "n < 12 ? 200 : 100", nil}, // 2 sizes, 6 rounds: until the first kind of rows is measured again
-		{"faults are slower", "100", "faults ? 130 : 100", []string{"faults ranks=2 detected: 1.300", "faults ranks=2 next: 1.300", "faults ranks=2 detected, etcd's leader killed: 1.300"}},
+		// 2 sizes, 6 rounds: until the first kind of rows is measured again
+		{"slower at first", "100", "n < 12 ? 200 : 100", nil},
+		{"faults are slower", "100", "faults ? 130 : 100", []string{"faults ranks=2 detected: 1.300",
+			"faults ranks=2 next: 1.300", "faults ranks=2 detected, etcd's leader killed: 1.300"}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			o, err := parseOptions([]string{"--rows", "shm,reg", "--ops", "allreduce", "--sizes", "64,4K", "--faults", "2", "--rounds", "6", "--old", fake(t, c.old), "--new", fake(t, c.new)})
+			o, err := parseOptions([]string{"--rows", "shm,reg", "--ops", "allreduce", "--sizes", "64,4K", "--faults",
+				"2", "--rounds", "6", "--old", fake(t, c.old), "--new", fake(t, c.new)})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -153,7 +159,8 @@ func TestCompareFails(t *testing.T) {
 		"it prints words": write("echo hello"),
 	} {
 		for _, args := range [][]string{{"--old", good, "--new", bad}, {"--old", bad, "--new", good}} {
-			o, err := parseOptions(append([]string{"--rows", "shm", "--ops", "allreduce", "--sizes", "64", "--faults", "", "--rounds", "6"}, args...))
+			o, err := parseOptions(append([]string{"--rows", "shm", "--ops", "allreduce", "--sizes", "64", "--faults",
+				"", "--rounds", "6"}, args...))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -170,7 +177,8 @@ func TestBuildsBothTrees(t *testing.T) {
 	t.Chdir(repo)
 	git := func(args ...string) string {
 		t.Helper()
-		out, err := exec.Command("git", append([]string{"-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"}, args...)...).CombinedOutput()
+		out, err := exec.Command("git", append([]string{"-c", "user.name=a", "-c", "user.email=a@b", "-c",
+			"commit.gpgsign=false"}, args...)...).CombinedOutput()
 		if err != nil {
 			t.Fatalf("git %v: %v: %s", args, err, out)
 		}
@@ -178,7 +186,8 @@ func TestBuildsBothTrees(t *testing.T) {
 	}
 	tutti := func(us int) {
 		t.Helper()
-		text := fmt.Sprintf("package main\n\nimport \"os\"\n\nfunc main() { os.Stdout.WriteString(`{\"bytes\":64,\"time_us\":%d,\"wrong\":0}`) }\n", us)
+		text := fmt.Sprintf("package main\n\nimport \"os\"\n\nfunc main() { "+
+			"os.Stdout.WriteString(`{\"bytes\":64,\"time_us\":%d,\"wrong\":0}`) }\n", us)
 		if err := os.WriteFile(filepath.Join(repo, "cmd/tutti/main.go"), []byte(text), 0o644); err != nil {
 			t.Fatal(err)
 		}
@@ -194,13 +203,15 @@ func TestBuildsBothTrees(t *testing.T) {
 	git("add", ".")
 	git("commit", "--quiet", "-m", "base")
 	tutti(200) // not committed
-	o, err := parseOptions([]string{"--rows", "tcp", "--ops", "allreduce", "--sizes", "64", "--faults", "", "--rounds", "6", "HEAD"})
+	o, err := parseOptions([]string{"--rows", "tcp", "--ops", "allreduce", "--sizes", "64", "--faults", "", "--rounds",
+		"6", "HEAD"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	var out strings.Builder
 	worse, err := compare(t.Context(), &out, o)
-	if err != nil || !worse || !strings.Contains(out.String(), "slower: tcp allreduce ranks=2 64 B: 2.000") || !strings.Contains(out.String(), "cannot touch") {
+	if err != nil || !worse || !strings.Contains(out.String(), "slower: tcp allreduce ranks=2 64 B: 2.000") ||
+		!strings.Contains(out.String(), "cannot touch") {
 		t.Errorf("%v, %v:\n%s", worse, err, out.String())
 	}
 	if left := git("worktree", "list"); strings.Count(left, "\n") != 1 {

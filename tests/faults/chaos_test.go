@@ -18,8 +18,9 @@ import (
 )
 
 var (
-	chaosSeed   = flag.Uint64("chaos.seed", 0, "of TestChaos, to have the same faults again; 0: by chance")
-	chaosLog    = flag.String("chaos.log", "error", "how much the ranks of TestChaos log, which is shown if it fails: a level")
+	chaosSeed = flag.Uint64("chaos.seed", 0, "of TestChaos, to have the same faults again; 0: by chance")
+	chaosLog  = flag.String("chaos.log", "error",
+		"how much the ranks of TestChaos log, which is shown if it fails: a level")
 	chaosEvents = flag.Int("chaos.events", 10, "faults that TestChaos injects, for each transport")
 )
 
@@ -58,7 +59,9 @@ func TestChaos(t *testing.T) {
 				enter = c.net.Hosts[chaosRanks].Enter()
 				c.env = append(c.env, hostVariable+"="+c.net.Address(chaosRanks))
 			}
-			c.env = append(c.env, "TUTTI_SECRET="+secret, "TUTTI_JOB=chaos", "TUTTI_TRANSPORT="+transport, "WORLD_SIZE="+strconv.Itoa(chaosRanks), "TUTTI_ON_FAILURE=shrink", "TUTTI_LEASE=2s", "TUTTI_TIMEOUT=20s", "TUTTI_LOG="+*chaosLog)
+			c.env = append(c.env, "TUTTI_SECRET="+secret, "TUTTI_JOB=chaos", "TUTTI_TRANSPORT="+transport,
+				"WORLD_SIZE="+strconv.Itoa(chaosRanks), "TUTTI_ON_FAILURE=shrink", "TUTTI_LEASE=2s",
+				"TUTTI_TIMEOUT=20s", "TUTTI_LOG="+*chaosLog)
 			store := c.s.StartIn(enter, append(c.env, storeVariable+"=tutti"), rig.Self(t))
 			store.Out.Await(t, "\n")
 			c.env = append(c.env, "TUTTI_STORE="+strings.TrimPrefix(strings.TrimSpace(store.Out.String()), "at "))
@@ -274,7 +277,8 @@ func (c *chaos) usage() {
 	want := of[young]
 	for _, rank := range slices.Sorted(maps.Keys(of)) {
 		u := of[rank]
-		if u.Files > want.Files+8 || u.Maps > want.Maps+8 || u.Goroutines > want.Goroutines+16 || u.Heap > want.Heap+8<<20 {
+		if u.Files > want.Files+8 || u.Maps > want.Maps+8 || u.Goroutines > want.Goroutines+16 ||
+			u.Heap > want.Heap+8<<20 {
 			c.t.Errorf("rank %d holds %+v, and rank %d, which has just begun, %+v", rank, u, young, want)
 		}
 	}

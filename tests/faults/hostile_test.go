@@ -217,13 +217,15 @@ func TestFlood(t *testing.T) {
 				}
 			}
 			took := time.Since(began)
-			t.Logf("joined in %v, while %d more connections were made", took.Round(time.Millisecond), made.Load()-before)
+			t.Logf("joined in %v, while %d more connections were made", took.Round(time.Millisecond),
+				made.Load()-before)
 			if took > 5*time.Second { // a second, on a machine that does nothing else
 				t.Errorf("the last rank took %v to join", took)
 			}
 			rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed})
 			rig.Well(ranks, rig.Command{Verb: "loop", Seed: 1, Counts: mixed})
-			rig.Eventually(t, func() bool { return made.Load() > before+2000 }, func() string { return "the flood has dried up" })
+			rig.Eventually(t, func() bool { return made.Load() > before+2000 },
+				func() string { return "the flood has dried up" })
 			rig.Well(ranks, rig.Command{Verb: "stop"})
 			rig.Well(ranks, rig.Command{Verb: "ended"})
 			rig.Leave(ranks)

@@ -105,7 +105,8 @@ func TestKillAnyTime(t *testing.T) {
 		t.Run(fmt.Sprintf("%d/%s/%v/%v", n, transport, signal, moment), func(t *testing.T) {
 			t.Parallel()
 			s := rig.New(t)
-			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--", rig.Tutti(t), "bench", "--max", "4M")
+			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--",
+				rig.Tutti(t), "bench", "--max", "4M")
 			<-time.After(moment) // what is being done then is up to chance, and that is the point
 			s.Sockets()
 			victim := job.PID()

@@ -22,7 +22,8 @@ func works(t *testing.T, setup string, flags ...string) {
 	if !slices.Contains(flags, "--") {
 		flags = append(flags, "--")
 	}
-	job := s.Start(nil, slices.Concat([]string{"sh", "-c", setup + `exec "$@"`, "sh", rig.Tutti(t), "run"}, flags, []string{s.Program()})...)
+	job := s.Start(nil, slices.Concat([]string{"sh", "-c", setup + `exec "$@"`, "sh", rig.Tutti(t), "run"}, flags,
+		[]string{s.Program()})...)
 	n, _ := strconv.Atoi(flags[1])
 	ranks := s.Arrive(n)
 	rig.Well(ranks, rig.Command{Verb: "join"})
@@ -37,8 +38,9 @@ func TestSharedMemoryIsNoFile(t *testing.T) {
 	rig.NeedRoot(t, "it mounts something else over /dev/shm, in a mount namespace of its own")
 	rig.Need(t, "unshare", "mount", "dd")
 	for name, mount := range map[string]string{
-		"tiny":      "mount -t tmpfs -o size=64k none /dev/shm || exit 90\n",
-		"full":      "mount -t tmpfs -o size=64k none /dev/shm || exit 90\ndd if=/dev/zero of=/dev/shm/full bs=4k 2>/dev/null && exit 91\n",
+		"tiny": "mount -t tmpfs -o size=64k none /dev/shm || exit 90\n",
+		"full": "mount -t tmpfs -o size=64k none /dev/shm || exit 90\ndd if=/dev/zero of=/dev/shm/full " +
+			"bs=4k 2>/dev/null && exit 91\n",
 		"read-only": "mount -t tmpfs -o ro none /dev/shm || exit 90\n",
 	} {
 		t.Run(name, func(t *testing.T) { works(t, mount, "-n", "4", "--transport", "shm") })
@@ -59,7 +61,8 @@ func TestFewFiles(t *testing.T) {
 	for _, limit := range []int{48, 120} { // too few for the launcher, and for the store
 		t.Run(fmt.Sprintf("%d for all", limit), func(t *testing.T) {
 			s := rig.New(t)
-			job := s.Start(nil, "sh", "-c", `ulimit -n "$0" || exit 90; exec "$@"`, strconv.Itoa(limit), rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--", rig.Self(t))
+			job := s.Start(nil, "sh", "-c", `ulimit -n "$0" || exit 90; exec "$@"`, strconv.Itoa(limit), rig.Tutti(t),
+				"run", "-n", strconv.Itoa(n), "--", rig.Self(t))
 			job.End(1)
 			if !contains(job.Err.String(), "ulimit -n") {
 				t.Errorf("it printed %q", job.Err.String())
@@ -69,7 +72,8 @@ func TestFewFiles(t *testing.T) {
 	}
 	for _, transport := range []string{"shm", "tcp"} {
 		t.Run(transport+"/64 for ranks", func(t *testing.T) {
-			works(t, "", "-n", strconv.Itoa(n), "--transport", transport, "--", "sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"")
+			works(t, "", "-n", strconv.Itoa(n), "--transport", transport, "--", "sh", "-c",
+				"ulimit -n 64 || exit 90\nexec \"$0\"")
 		})
 		for limit := 12; limit <= 40; limit += 2 { // what a process has before it joins differs
 			if testing.Short() && limit%8 > 0 {
@@ -78,7 +82,8 @@ func TestFewFiles(t *testing.T) {
 			t.Run(fmt.Sprintf("%s/%d for ranks", transport, limit), func(t *testing.T) {
 				t.Parallel()
 				s := rig.New(t)
-				job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "10s", "--",
+				job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout",
+					"10s", "--",
 					"sh", "-c", fmt.Sprintf("ulimit -n %d || exit 90\nexec \"$0\"", limit), rig.Self(t))
 				ranks := s.Arrive(n)
 				all := rig.Each(ranks, rig.Command{Verb: "join"})
@@ -86,7 +91,10 @@ func TestFewFiles(t *testing.T) {
 				if !slices.ContainsFunc(all, func(a rig.Reply) bool { return !ok(a) }) {
 					all = rig.Each(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed})
 				}
-				if !slices.ContainsFunc(all, func(a rig.Reply) bool { return ok(a) || contains(a.Fault.Text, "ulimit -n") }) {
+				if !slices.ContainsFunc(all, func(a rig.Reply) bool {
+					return ok(a) ||
+						contains(a.Fault.Text, "ulimit -n")
+				}) {
 					t.Errorf("no rank names the limit: %v", all)
 				}
 				if !slices.ContainsFunc(all, func(a rig.Reply) bool { return !ok(a) }) {
@@ -107,7 +115,8 @@ func TestNoFilesLeft(t *testing.T) {
 			t.Parallel()
 			const n = 16
 			s := rig.New(t)
-			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "5s", "--",
+			job := s.Start(nil, rig.Tutti(t), "run", "-n", strconv.Itoa(n), "--transport", transport, "--timeout", "5s",
+				"--",
 				"sh", "-c", "ulimit -n 64 || exit 90\nexec \"$0\"", rig.Self(t))
 			ranks := s.Arrive(n)
 			rig.Well(ranks, rig.Command{Verb: "join"})
@@ -141,7 +150,8 @@ func TestFullDisk(t *testing.T) {
 	rig.NeedRoot(t, "it mounts a file system, in a mount namespace of its own")
 	rig.Need(t, "unshare", "mount")
 	s := rig.New(t)
-	job := s.Start(nil, "sh", "-c", "mount -t tmpfs -o size=1m,mode=1777 none \"$TMPDIR\" || exit 90\nexec \"$@\"", "sh", rig.Tutti(t), "run", "-n", "2", "--", rig.Self(t))
+	job := s.Start(nil, "sh", "-c", "mount -t tmpfs -o size=1m,mode=1777 none \"$TMPDIR\" || exit 90\nexec \"$@\"",
+		"sh", rig.Tutti(t), "run", "-n", "2", "--", rig.Self(t))
 	if code := job.Wait(); code <= 0 || code == 90 {
 		t.Errorf("exit code %d", code)
 	}

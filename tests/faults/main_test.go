@@ -108,7 +108,8 @@ func startStore(t *testing.T, s *rig.Stage, kind string) (p *rig.Process, addres
 // startRank starts a rank without a launcher. More settings override those that are usual.
 func startRank(t *testing.T, s *rig.Stage, address string, rank, size int, more ...string) *rig.Process {
 	t.Helper()
-	env := []string{"RANK=" + strconv.Itoa(rank), "WORLD_SIZE=" + strconv.Itoa(size), "TUTTI_JOB=faults", "TUTTI_STORE=" + address, "TUTTI_SECRET=" + secret}
+	env := []string{"RANK=" + strconv.Itoa(rank), "WORLD_SIZE=" + strconv.Itoa(size), "TUTTI_JOB=faults",
+		"TUTTI_STORE=" + address, "TUTTI_SECRET=" + secret}
 	return s.Start(append(env, more...), rig.Self(t))
 }
 

@@ -48,8 +48,10 @@ func TestManyRanks(t *testing.T) {
 			}
 			rig.Leave(ranks)
 			job.End(0)
-			t.Logf("%d ranks: started in %v, joined in %v, allreduce and barrier in %v, ended in %v; %d threads, %d ends of connections", n,
-				started.Sub(began).Round(time.Millisecond), joined.Sub(started).Round(time.Millisecond), done.Sub(joined).Round(time.Millisecond),
+			t.Logf("%d ranks: started in %v, joined in %v, allreduce and barrier in %v, ended in %v; %d threads, "+
+				"%d ends of connections", n,
+				started.Sub(began).Round(time.Millisecond), joined.Sub(started).Round(time.Millisecond),
+				done.Sub(joined).Round(time.Millisecond),
 				time.Since(done).Round(time.Millisecond), threads, links)
 			if threads > 30*n {
 				t.Errorf("%d ranks have %d threads", n, threads)

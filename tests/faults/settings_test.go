@@ -57,7 +57,8 @@ func TestDisagreement(t *testing.T) {
 		blames(t, all, ranks, "")
 		told := 0
 		for i, a := range all {
-			if want := fmt.Sprintf("was told that the job has %d ranks, but others of it were told %d", 2+i, 3-i); a.Fault != nil && contains(a.Fault.Text, want) {
+			if want := fmt.Sprintf("was told that the job has %d ranks, but others of it were told %d", 2+i,
+				3-i); a.Fault != nil && contains(a.Fault.Text, want) {
 				told++
 			} else if other := fmt.Sprintf("rank %d", 1-i); a.Fault != nil && !contains(a.Fault.Text, other) {
 				t.Errorf("rank %d: %v, want the sizes or %q in it", i, a.Fault, other)
@@ -93,7 +94,8 @@ func TestDisagreement(t *testing.T) {
 		rig.Well(ranks, rig.Command{Verb: "join"})
 		startRank(t, s, address, 1, 2)
 		second := []*rig.Rank{s.Next()}
-		blames(t, rig.Each(second, rig.Command{Verb: "join"}), second, "", "rank 1 is taken", "pid "+strconv.Itoa(ranks[1].PID))
+		blames(t, rig.Each(second, rig.Command{Verb: "join"}), second, "", "rank 1 is taken",
+			"pid "+strconv.Itoa(ranks[1].PID))
 		rig.Exit(second, 1)
 		rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed}) // the job goes on
 		rig.Leave(ranks)

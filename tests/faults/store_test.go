@@ -23,7 +23,8 @@ func TestStoreAway(t *testing.T) {
 				t.Parallel()
 				s := rig.New(t)
 				store, address := startStore(t, s, "tutti")
-				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", "4", "--store", address, "--transport", "tcp", "--timeout", "20s")
+				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", "4", "--store", address, "--transport", "tcp",
+					"--timeout", "20s")
 				ranks := s.Arrive(4)
 				rig.Well(ranks, rig.Command{Verb: "join"})
 				rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed})
@@ -32,7 +33,8 @@ func TestStoreAway(t *testing.T) {
 				store.Signal(how.signal)
 				// Longer than a lease lasts.
 				until := time.Now().Add(4 * time.Second)
-				for steps := before + 1; ; steps = rig.Well(ranks[:1], rig.Command{Verb: "await", Steps: steps})[0].Steps + 1 {
+				for steps := before + 1; ; steps = rig.Well(ranks[:1], rig.Command{Verb: "await",
+					Steps: steps})[0].Steps + 1 {
 					if time.Now().After(until) && steps > before+5 {
 						break
 					}
@@ -48,12 +50,14 @@ func TestStoreAway(t *testing.T) {
 				const n, timeout = 16, 3 * time.Second
 				s := rig.New(t)
 				store, address := startStore(t, s, "tutti")
-				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--timeout", timeout.String())
+				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--timeout",
+					timeout.String())
 				ranks := s.Arrive(n)
 				rig.Well(ranks, rig.Command{Verb: "join"})
 				store.Signal(how.signal)
 				failed := 0
-				for _, distance := range []int{1, 3, 5, 6, 7} { // some of these pairs are linked since the join, some are not
+				// some of these pairs are linked since the join, some are not
+				for _, distance := range []int{1, 3, 5, 6, 7} {
 					for _, r := range ranks[:n/2] {
 						to := ranks[r.Number+distance]
 						r.Tell(rig.Command{Verb: "send", Peer: to.Number, Steps: 10})
@@ -67,7 +71,8 @@ func TestStoreAway(t *testing.T) {
 								}
 							}
 							if a.Took > timeout+rig.Patience/2 {
-								t.Errorf("rank %d: %v after %v, where the timeout is %v", end.Number, a.Fault, a.Took, timeout)
+								t.Errorf("rank %d: %v after %v, where the timeout is %v", end.Number, a.Fault, a.Took,
+									timeout)
 							}
 						}
 						if failed > 0 {
@@ -98,7 +103,8 @@ func TestTwoJobs(t *testing.T) {
 	var jobs [2]*rig.Process
 	var ranks [2][]*rig.Rank
 	for i := range jobs {
-		jobs[i] = s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--job", "job"+strconv.Itoa(i))
+		jobs[i] = s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--job",
+			"job"+strconv.Itoa(i))
 		ranks[i] = s.Arrive(n)
 	}
 	both := append(append([]*rig.Rank{}, ranks[0]...), ranks[1]...)

@@ -24,10 +24,12 @@ func TestBenchFindsNothingWrong(t *testing.T) {
 	if testing.Short() {
 		ranks = []int{2, 3}
 	}
-	for _, mode := range [][]string{{"--transport", "shm"}, {"--transport", "shm", "--registered"}, {"--transport", "tcp"}, {"--transport", "inproc"}} {
+	for _, mode := range [][]string{{"--transport", "shm"}, {"--transport", "shm", "--registered"},
+		{"--transport", "tcp"}, {"--transport", "inproc"}} {
 		for _, n := range ranks {
 			t.Run(fmt.Sprintf("%v/%d", mode[1:], n), func(t *testing.T) {
-				args := append([]string{"bench", "-n", fmt.Sprint(n), "--op", "all", "--dtype", "all", "--redop", "all", "--min", "60", "--max", "256K", "--factor", "60",
+				args := append([]string{"bench", "-n", fmt.Sprint(n), "--op", "all", "--dtype", "all", "--redop", "all",
+					"--min", "60", "--max", "256K", "--factor", "60",
 					"--iters", "2", "--rounds", "1", "--warmup", "0", "--json", "--timeout", "60s"}, mode...)
 				cmd := exec.Command(tutti, args...)
 				var stdout, stderr bytes.Buffer

@@ -45,7 +45,8 @@ func launch(t *testing.T, a, b *rig.Host, rdzv string, env []string, flags ...st
 
 func (j *job) node(t *testing.T, h *rig.Host, node int, rdzv string, env []string, flags ...string) *rig.Process {
 	t.Helper()
-	return j.StartIn(h.Enter(), env, slices.Concat([]string{rig.Tutti(t), "run", "-n", fmt.Sprint(local), "--nnodes", "2",
+	return j.StartIn(h.Enter(), env, slices.Concat([]string{rig.Tutti(t), "run", "-n", fmt.Sprint(local), "--nnodes",
+		"2",
 		"--node-rank", fmt.Sprint(node), "--rdzv", rdzv}, flags, []string{"--", rig.Self(t)})...)
 }
 
@@ -82,7 +83,8 @@ const rendezvous = "10.77.1.1:29400"
 // between lists the addresses of the connections of the ranks, but for those with the store.
 func (j *job) between() (ends []netip.AddrPort) {
 	for _, k := range j.Sockets() {
-		if k.Network == "tcp" && !k.Listening && k.Remote.Port() != 29400 && k.Local.Port() != 29400 && slices.ContainsFunc(j.ranks, func(r *rig.Rank) bool { return r.PID == k.PID }) {
+		if k.Network == "tcp" && !k.Listening && k.Remote.Port() != 29400 && k.Local.Port() != 29400 &&
+			slices.ContainsFunc(j.ranks, func(r *rig.Rank) bool { return r.PID == k.PID }) {
 			ends = append(ends, k.Local, k.Remote)
 		}
 	}
@@ -100,7 +102,8 @@ func TestCollectives(t *testing.T) {
 			j := launch(t, a, b, rendezvous, nil, "--transport", c.transport)
 			for r, reply := range rig.Well(j.ranks, rig.Command{Verb: "join"}) {
 				if reply.Topology != c.topology || reply.LocalSize != local {
-					t.Errorf("rank %d sees %q and %d ranks on its host, want %q and %d", r, reply.Topology, reply.LocalSize, c.topology, local)
+					t.Errorf("rank %d sees %q and %d ranks on its host, want %q and %d", r, reply.Topology,
+						reply.LocalSize, c.topology, local)
 				}
 			}
 			rig.Well(j.ranks, rig.Command{Verb: "verify", Seed: 1, Counts: []int{0, 1, 7, 1000, 100_000, 1_000_000}})
@@ -132,7 +135,8 @@ func TestCollectives(t *testing.T) {
 		a, b := pair(t)
 		j := launch(t, a, b, rendezvous, nil, "--transport", "shm", "--timeout", "3s")
 		for r, reply := range rig.Each(j.ranks, rig.Command{Verb: "join"}) {
-			if f := reply.Fault; f == nil || !slices.ContainsFunc(j.other(r), func(o int) bool { return strings.Contains(f.Text, fmt.Sprintf("rank %d", o)) }) {
+			if f := reply.Fault; f == nil || !slices.ContainsFunc(j.other(r),
+				func(o int) bool { return strings.Contains(f.Text, fmt.Sprintf("rank %d", o)) }) {
 				t.Errorf("rank %d: %v, want an error that names a rank of the other host", r, f)
 			}
 		}
@@ -242,7 +246,8 @@ func TestInterfaces(t *testing.T) {
 				}
 			}
 			for _, k := range j.Sockets() {
-				if c.filter != "" && c.filter[0] != '^' && k.Listening && k.Network == "tcp" && k.Local.Port() != 29400 && !may(k.Local.Addr()) {
+				if c.filter != "" && c.filter[0] != '^' && k.Listening && k.Network == "tcp" &&
+					k.Local.Port() != 29400 && !may(k.Local.Addr()) {
 					t.Errorf("process %d listens at %v, which is not of %v", k.PID, k.Local, c.used)
 				}
 			}
@@ -254,7 +259,8 @@ func TestInterfaces(t *testing.T) {
 		a, b := pair(t)
 		j := launch(t, a, b, rendezvous, []string{"TUTTI_IFNAME=ib0"}, "--timeout", "3s")
 		for r, reply := range rig.Each(j.ranks, rig.Command{Verb: "join"}) {
-			if f := reply.Fault; f == nil || !strings.Contains(f.Text, `"ib0" allow none of`) || !strings.Contains(f.Text, fmt.Sprintf("data 10.77.1.%d", 1+r/local)) {
+			if f := reply.Fault; f == nil || !strings.Contains(f.Text, `"ib0" allow none of`) ||
+				!strings.Contains(f.Text, fmt.Sprintf("data 10.77.1.%d", 1+r/local)) {
 				t.Errorf("rank %d: %v, want the interfaces that there are", r, f)
 			}
 		}
@@ -271,7 +277,8 @@ func TestPulled(t *testing.T) {
 				a, b := pair(t)
 				const timeout = 2 * time.Second
 				// The launchers must not end the job before the ranks notice.
-				j := launch(t, a, b, rendezvous, []string{"TUTTI_LEASE=20s"}, "--transport", transport, "--timeout", timeout.String())
+				j := launch(t, a, b, rendezvous, []string{"TUTTI_LEASE=20s"}, "--transport", transport, "--timeout",
+					timeout.String())
 				rig.Well(j.ranks, rig.Command{Verb: "join"})
 				rig.Well(j.ranks, rig.Command{Verb: "loop", Seed: 1, Counts: counts})
 				rig.Well(j.ranks, rig.Command{Verb: "await", Steps: 2})
@@ -352,7 +359,8 @@ func TestReplacedOnTheOtherHost(t *testing.T) {
 			j := &job{Stage: rig.New(t)}
 			env := []string{"TUTTI_SECRET=" + bootstrap.NewSecret()}
 			for node, h := range []*rig.Host{a, b} {
-				j.nodes[node] = j.node(t, h, node, rendezvous, env, "--on-failure", onFailure, "--standby", "1", "--timeout", "1m")
+				j.nodes[node] = j.node(t, h, node, rendezvous, env, "--on-failure", onFailure, "--standby", "1",
+					"--timeout", "1m")
 			}
 			came := map[int]*rig.Rank{}
 			for range 2 * (local + 1) {
@@ -382,7 +390,8 @@ func TestReplacedOnTheOtherHost(t *testing.T) {
 				j.ranks[c.victim] = came[c.spare]
 				for r, one := range j.ranks {
 					if reply := one.Hear(); reply.Fault != nil || reply.LocalSize != c.local[r] {
-						t.Fatalf("rank %d after the loss of rank %d: %v, with %d ranks on its host, want %d", r, c.victim, reply.Fault, reply.LocalSize, c.local[r])
+						t.Fatalf("rank %d after the loss of rank %d: %v, with %d ranks on its host, want %d", r,
+							c.victim, reply.Fault, reply.LocalSize, c.local[r])
 					}
 				}
 				rig.Well(j.ranks, rig.Command{Verb: "verify", Seed: uint64(2 + step), Counts: counts})

@@ -108,13 +108,15 @@ func parseOptions(args []string) (options, error) {
 	transports := f.String("transports", "shm,tcp", "shm and tcp")
 	dtypes := f.String("dtypes", "float32", "float32, and others of Tutti alone, compared with its float32")
 	peers := f.String("peers", "openmpi,mpich,gloo,limit,tutti,tutti-reg", "who takes part")
-	quick := f.Bool("quick", false, "2 rounds of 3 repetitions of 5 ms at 64,4K,256K,2M, unless the flags for these say otherwise")
+	quick := f.Bool("quick", false, "2 rounds of 3 repetitions of 5 ms at 64,4K,256K,2M, unless the flags for "+
+		"these say otherwise")
 	f.IntVar(&o.Rounds, "rounds", 5, "rounds; the median counts")
 	f.IntVar(&o.Reps, "reps", 5, "repetitions at each size in a round; the best counts")
 	f.DurationVar(&o.Budget, "budget", 20*time.Millisecond, "time of one repetition")
 	f.DurationVar(&o.Deadline, "deadline", 60*time.Second, "time after which a contestant's turn is ended")
 	f.BoolVar(&o.OutOfPlace, "out-of-place", false, "allreduce and reduce from one buffer into another")
-	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; nobody writes inputs before them or reads results after them")
+	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; nobody writes inputs before them or "+
+		"reads results after them")
 	f.StringVar(&o.jsonPath, "json", "", "also write everything, with each round's figures, to this file")
 	f.StringVar(&o.tuttiPath, "tutti", "", "a tutti that is built already; default: build ./cmd/tutti")
 	if err := f.Parse(args); err != nil {
@@ -221,7 +223,8 @@ func compare(ctx context.Context, o options) error {
 		return fmt.Errorf("nobody takes part:\n%s", strings.Join(work.notes, "\n"))
 	}
 	if slices.Contains(contestants, mpich) && slices.Max(o.Ranks) > runtime.NumCPU() {
-		work.note("mpich does not yield: with more ranks than the %d cores each of its calls takes scheduler time slices", runtime.NumCPU())
+		work.note("mpich does not yield: with more ranks than the %d cores each of its calls takes scheduler "+
+			"time slices", runtime.NumCPU())
 	}
 	res := newResults()
 	failures := map[string]int{} // by heat: who crashed twice or hung once is not asked again

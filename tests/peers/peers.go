@@ -73,10 +73,13 @@ var recipes = map[contestant]struct {
 	packages       string
 	version        []string
 }{
-	openMPI: {"mpi.c", []string{"mpicc.openmpi", "-std=gnu11"}, nil, []string{"mpirun.openmpi"}, "libopenmpi-dev openmpi-bin", []string{"mpirun.openmpi", "--version"}},
-	mpich:   {"mpi.c", []string{"mpicc.mpich", "-std=gnu11"}, nil, []string{"mpiexec.mpich"}, "libmpich-dev mpich", []string{"mpichversion"}},
-	gloo:    {"gloo.cc", []string{"g++", "-std=c++17", "-w"}, []string{"-lgloo", "-lpthread"}, nil, "libgloo-dev g++", []string{"dpkg-query", "-W", "libgloo-dev"}},
-	limit:   {"limit.c", []string{"gcc", "-std=gnu11"}, nil, nil, "gcc", nil},
+	openMPI: {"mpi.c", []string{"mpicc.openmpi", "-std=gnu11"}, nil, []string{"mpirun.openmpi"},
+		"libopenmpi-dev openmpi-bin", []string{"mpirun.openmpi", "--version"}},
+	mpich: {"mpi.c", []string{"mpicc.mpich", "-std=gnu11"}, nil, []string{"mpiexec.mpich"}, "libmpich-dev mpich",
+		[]string{"mpichversion"}},
+	gloo: {"gloo.cc", []string{"g++", "-std=c++17", "-w"}, []string{"-lgloo", "-lpthread"}, nil, "libgloo-dev g++",
+		[]string{"dpkg-query", "-W", "libgloo-dev"}},
+	limit: {"limit.c", []string{"gcc", "-std=gnu11"}, nil, nil, "gcc", nil},
 }
 
 // smallestLimit is the size from which the memory limit is worth showing.
@@ -101,7 +104,8 @@ func newWorkshop(o options) (*workshop, error) {
 	if err != nil || root == "." || root == "/dev" {
 		return nil, errors.New("this is to be run inside the module, for it builds ./cmd/tutti and uses .build/")
 	}
-	w := &workshop{o: o, dir: filepath.Join(root, ".build", "peers"), tutti: o.tuttiPath, versions: map[string]string{}, moduleFolder: root}
+	w := &workshop{o: o, dir: filepath.Join(root, ".build", "peers"), tutti: o.tuttiPath, versions: map[string]string{},
+		moduleFolder: root}
 	if err := os.MkdirAll(w.dir, 0o755); err != nil {
 		return nil, err
 	}
@@ -183,9 +187,11 @@ func (w *workshop) build(ctx context.Context, name string) error {
 	if err != nil {
 		return err
 	}
-	args := slices.Concat(r.compiler[1:], []string{"-O3", "-march=native", "-o", filepath.Join(w.dir, name), filepath.Join(src, r.source)}, r.libs)
+	args := slices.Concat(r.compiler[1:], []string{"-O3", "-march=native", "-o", filepath.Join(w.dir, name),
+		filepath.Join(src, r.source)}, r.libs)
 	if out, err := exec.CommandContext(ctx, r.compiler[0], args...).CombinedOutput(); err != nil {
-		return fmt.Errorf("%s cannot compile %s (%w); on Debian: apt-get install %s: %s", r.compiler[0], r.source, err, r.packages, tail(out))
+		return fmt.Errorf("%s cannot compile %s (%w); on Debian: apt-get install %s: %s", r.compiler[0], r.source, err,
+			r.packages, tail(out))
 	}
 	if r.version != nil {
 		if out, err := exec.CommandContext(ctx, r.version[0], r.version[1:]...).Output(); err == nil {
@@ -215,7 +221,8 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	if h.who.ours() {
 		var ls []launch
 		for _, p := range progressions(sizes) {
-			argv := []string{w.tutti, "bench", "-n", strconv.Itoa(h.ranks), "--op", strings.ReplaceAll(h.op, "_", ""), "--min", strconv.FormatInt(p.min, 10), "--max", strconv.FormatInt(p.max, 10),
+			argv := []string{w.tutti, "bench", "-n", strconv.Itoa(h.ranks), "--op", strings.ReplaceAll(h.op, "_", ""),
+				"--min", strconv.FormatInt(p.min, 10), "--max", strconv.FormatInt(p.max, 10),
 				"--factor", strconv.FormatInt(p.factor, 10), "--dtype", h.dtype, "--transport", h.transport,
 				"--rounds", strconv.Itoa(w.o.Reps), "--round-time", w.o.Budget.String(), "--json"}
 			if h.who == tuttiReg {
@@ -239,7 +246,8 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	if w.o.OutOfPlace {
 		inPlace = "0"
 	}
-	program := []string{filepath.Join(w.dir, string(h.who)), h.op, strings.Join(list, ","), inPlace, strconv.Itoa(w.o.Reps),
+	program := []string{filepath.Join(w.dir, string(h.who)), h.op, strings.Join(list, ","), inPlace,
+		strconv.Itoa(w.o.Reps),
 		strconv.FormatInt(w.o.Budget.Microseconds(), 10), strconv.Itoa(int(w.o.Deadline.Seconds()) + 5), touch}
 	n, fits, spin := strconv.Itoa(h.ranks), h.ranks <= cores, "0"
 	if fits {
@@ -260,7 +268,8 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 		}
 		return []launch{l}, nil
 	case openMPI:
-		argv := []string{"mpirun.openmpi", "-n", n, "--mca", "pml", "ob1", "--mca", "btl_vader_backing_directory", w.shm}
+		argv := []string{"mpirun.openmpi", "-n", n, "--mca", "pml", "ob1", "--mca", "btl_vader_backing_directory",
+			w.shm}
 		if h.transport == "shm" {
 			argv = append(argv, "--mca", "btl", "vader,self")
 		} else {
@@ -407,7 +416,8 @@ func (w *workshop) sweep() (killed int) {
 				continue
 			}
 			env, err := os.ReadFile(path) // fails or is empty if it is gone, a zombie, or another user's
-			if err == nil && bytes.Contains(append([]byte{0}, env...), []byte("\x00"+w.mark+"\x00")) && p.Kill() == nil {
+			if err == nil && bytes.Contains(append([]byte{0}, env...), []byte("\x00"+w.mark+"\x00")) &&
+				p.Kill() == nil {
 				n++
 			}
 			p.Release()

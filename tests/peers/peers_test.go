@@ -22,18 +22,23 @@ import (
 )
 
 func TestParseOptions(t *testing.T) {
-	o, err := parseOptions([]string{"--quick", "--rounds", "7", "--ops", "allreduce,allreduce", "--ranks", "3", "--sizes", "2M,64,4K,64"})
+	o, err := parseOptions([]string{"--quick", "--rounds", "7", "--ops", "allreduce,allreduce", "--ranks", "3",
+		"--sizes", "2M,64,4K,64"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if o.Rounds != 7 || o.Reps != 3 || o.Budget != 5*time.Millisecond {
-		t.Errorf("rounds %d reps %d budget %v: --quick is to change what was not given, and only that", o.Rounds, o.Reps, o.Budget)
+		t.Errorf("rounds %d reps %d budget %v: --quick is to change what was not given, and only that", o.Rounds,
+			o.Reps, o.Budget)
 	}
-	if !slices.Equal(o.Sizes, []int64{64, 4096, 2 << 20}) || !slices.Equal(o.Ops, []string{"allreduce"}) || !slices.Equal(o.Ranks, []int{3}) {
+	if !slices.Equal(o.Sizes, []int64{64, 4096, 2 << 20}) || !slices.Equal(o.Ops, []string{"allreduce"}) ||
+		!slices.Equal(o.Ranks, []int{3}) {
 		t.Errorf("sizes %v ops %v ranks %v", o.Sizes, o.Ops, o.Ranks)
 	}
-	for _, bad := range []string{"--ops=gather", "--transports=rdma", "--ranks=1", "--ranks=2,x", "--ranks=65", "--sizes=", "--sizes=63", "--sizes=-64", "--sizes=4KB",
-		"--sizes=9G", "--dtypes=complex", "--peers=nccl", "--rounds=0", "--reps=0", "--budget=1us", "--deadline=0s", "allreduce"} {
+	for _, bad := range []string{"--ops=gather", "--transports=rdma", "--ranks=1", "--ranks=2,x", "--ranks=65",
+		"--sizes=", "--sizes=63", "--sizes=-64", "--sizes=4KB",
+		"--sizes=9G", "--dtypes=complex", "--peers=nccl", "--rounds=0", "--reps=0", "--budget=1us", "--deadline=0s",
+		"allreduce"} {
 		if _, err := parseOptions([]string{bad}); err == nil {
 			t.Errorf("%s was accepted", bad)
 		}
@@ -129,14 +134,17 @@ func TestParseRows(t *testing.T) {
 	if want := []string{"64 0.4 0 true", "128 0.5 0 false", "256 1 3 false"}; !slices.Equal(got, want) {
 		t.Errorf("got %q, want %q", got, want)
 	}
-	if rows := parseRows([]byte(`{"op":"reducescatter","bytes":64,"time_us":1}`), heat{tutti, "shm", "reduce_scatter", "float32", 2}, false); len(rows) != 1 {
+	if rows := parseRows([]byte(`{"op":"reducescatter","bytes":64,"time_us":1}`),
+		heat{tutti, "shm", "reduce_scatter", "float32", 2}, false); len(rows) != 1 {
 		t.Errorf("reduce_scatter by its other name: %v", rows)
 	}
-	if rows := parseRows([]byte(`{"op":"limit","bytes":64,"time_us":1}`), heat{limit, "shm", "allreduce", "float32", 2}, false); len(rows) != 1 {
+	if rows := parseRows([]byte(`{"op":"limit","bytes":64,"time_us":1}`), heat{limit, "shm", "allreduce", "float32", 2},
+		false); len(rows) != 1 {
 		t.Errorf("the limit's rows: %v", rows)
 	}
 	for _, touch := range []bool{false, true} {
-		if rows := parseRows([]byte(`{"op":"allreduce","bytes":64,"time_us":1,"touch":true}`), h, touch); len(rows) != map[bool]int{true: 1}[touch] {
+		if rows := parseRows([]byte(`{"op":"allreduce","bytes":64,"time_us":1,"touch":true}`), h,
+			touch); len(rows) != map[bool]int{true: 1}[touch] {
 			t.Errorf("a row of the loop that touches, where touch is %v: %v", touch, rows)
 		}
 	}
@@ -199,13 +207,15 @@ func TestReport(t *testing.T) {
 	feed(res, o, h(tuttiReg, "shm", "float32"), 1<<20, 24)
 	feed(res, o, h(limit, "shm", "float32"), 1<<20, 20)
 	for _, v := range []string{"cold", "cross"} {
-		res.add(h(limit, "shm", "float32"), []row{{Bytes: 1 << 20, TimeUs: 40, Variant: "copy-" + v}, {Bytes: 1 << 20, TimeUs: 50, Variant: "sum-" + v}}, o)
+		res.add(h(limit, "shm", "float32"), []row{{Bytes: 1 << 20, TimeUs: 40, Variant: "copy-" + v},
+			{Bytes: 1 << 20, TimeUs: 50, Variant: "sum-" + v}}, o)
 	}
 	res.fail(h(mpich, "tcp", "float32"), o)
 	rep := res.report(o)
 
 	first := rep.Rows[0]
-	if first.Transport != "tcp" || first.Bytes != 64 || first.Ratio != 0.5 || !slices.Equal(first.Failed, []string{"mpich"}) {
+	if first.Transport != "tcp" || first.Bytes != 64 || first.Ratio != 0.5 ||
+		!slices.Equal(first.Failed, []string{"mpich"}) {
 		t.Errorf("the worst row is %+v", first)
 	}
 	if !slices.IsSortedFunc(rep.Rows, func(a, b comparison) int {
@@ -221,7 +231,8 @@ func TestReport(t *testing.T) {
 		rows[r.line] = r
 	}
 	shm := line{"shm", "allreduce", "float32", 2, 64}
-	if r := rows[shm]; r.BestPeer != "openmpi" || r.Ratio != 2 || r.RatioReg != 4 || r.OfLimit != 0 || len(r.Samples["openmpi"]) != 3 {
+	if r := rows[shm]; r.BestPeer != "openmpi" || r.Ratio != 2 || r.RatioReg != 4 || r.OfLimit != 0 ||
+		len(r.Samples["openmpi"]) != 3 {
 		t.Errorf("64 bytes: %+v", r)
 	}
 	shm.Dtype = "bfloat16"
@@ -236,7 +247,8 @@ func TestReport(t *testing.T) {
 	if r := rows[shm]; math.Abs(r.OfLimit-1.2) > 1e-12 || r.Ratio != 0 {
 		t.Errorf("of limit: %+v", r)
 	}
-	for g, want := range map[string]float64{"all float32": 1, "shm float32": 2, "tcp float32": 0.5, "shm allreduce ranks=2 float32 reg": 4, "all bfloat16": 2} {
+	for g, want := range map[string]float64{"all float32": 1, "shm float32": 2, "tcp float32": 0.5,
+		"shm allreduce ranks=2 float32 reg": 4, "all bfloat16": 2} {
 		if got := rep.Geomeans[g]; math.Abs(got-want) > 1e-12 {
 			t.Errorf("geometric mean of %s: %v, want %v; all: %v", g, got, want, rep.Geomeans)
 		}
@@ -276,12 +288,17 @@ func TestAddTakesTheFastestVariantInTheRightPlace(t *testing.T) {
 		rows       []row
 		want       []float64
 	}{
-		{"variants", false, "allreduce", []row{{Bytes: 64, TimeUs: 3}, {Bytes: 64, TimeUs: 2}, {Bytes: 64, TimeUs: 4}}, []float64{2}},
-		{"in place", false, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 2, InPlace: &no}}, []float64{3}},
-		{"out of place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}, {Bytes: 64, TimeUs: 4, InPlace: &no}}, []float64{4}},
+		{"variants", false, "allreduce", []row{{Bytes: 64, TimeUs: 3}, {Bytes: 64, TimeUs: 2}, {Bytes: 64, TimeUs: 4}},
+			[]float64{2}},
+		{"in place", false, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes},
+			{Bytes: 64, TimeUs: 2, InPlace: &no}}, []float64{3}},
+		{"out of place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes},
+			{Bytes: 64, TimeUs: 4, InPlace: &no}}, []float64{4}},
 		{"only the other place", true, "allreduce", []row{{Bytes: 64, TimeUs: 3, InPlace: &yes}}, []float64{3}},
-		{"input and output", false, "alltoall", []row{{Bytes: 64, TimeUs: 2, InPlace: &yes}, {Bytes: 64, TimeUs: 3, InPlace: &no}}, []float64{3}},
-		{"one buffer", false, "broadcast", []row{{Bytes: 64, TimeUs: 2, InPlace: &yes}, {Bytes: 64, TimeUs: 3, InPlace: &no}}, []float64{2}},
+		{"input and output", false, "alltoall", []row{{Bytes: 64, TimeUs: 2, InPlace: &yes},
+			{Bytes: 64, TimeUs: 3, InPlace: &no}}, []float64{3}},
+		{"one buffer", false, "broadcast", []row{{Bytes: 64, TimeUs: 2, InPlace: &yes},
+			{Bytes: 64, TimeUs: 3, InPlace: &no}}, []float64{2}},
 		{"unchecked", false, "allreduce", []row{{Bytes: 64, TimeUs: 2, Wrong: -1}}, []float64{2}},
 		{"wrong", false, "allreduce", []row{{Bytes: 64, TimeUs: 3}, {Bytes: 64, TimeUs: 2, Wrong: 1}}, []float64{3}},
 		{"another size", false, "allreduce", []row{{Bytes: 4096, TimeUs: 3}}, nil},
@@ -312,11 +329,13 @@ func TestLaunches(t *testing.T) {
 		}
 		return strings.Join(s, "\n")
 	}
-	if got := argv(heat{tutti, "tcp", "reduce_scatter", "float32", 4}, 2); !strings.Contains(got, "--op reducescatter ") {
+	if got := argv(heat{tutti, "tcp", "reduce_scatter", "float32", 4}, 2); !strings.Contains(got,
+		"--op reducescatter ") {
 		t.Errorf("tutti bench spells it otherwise: %s", got)
 	}
 	got := argv(heat{tuttiReg, "shm", "allreduce", "float32", 4}, 2)
-	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm --rounds 1 --round-time 1ms --json --registered --touch"; got != want {
+	if want := "\nTUTTI bench -n 4 --op allreduce --min 64 --max 4096 --factor 8 --dtype float32 --transport shm " +
+		"--rounds 1 --round-time 1ms --json --registered --touch"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 	for _, c := range []struct {
@@ -334,7 +353,8 @@ func TestLaunches(t *testing.T) {
 			t.Errorf("%s: %q is to have %q and not %q", c.h, got, c.has, c.not)
 		}
 	}
-	if a, b := argv(heat{gloo, "tcp", "allreduce", "float32", 2}, 2), argv(heat{gloo, "tcp", "allreduce", "float32", 2}, 1); a == b || strings.Count(a, "\n") != 2 {
+	if a, b := argv(heat{gloo, "tcp", "allreduce", "float32", 2}, 2),
+		argv(heat{gloo, "tcp", "allreduce", "float32", 2}, 1); a == b || strings.Count(a, "\n") != 2 {
 		t.Errorf("gloo: %q and %q", a, b)
 	}
 	if ls, err := w.launches(heat{limit, "shm", "allreduce", "float32", 2}, 2); err != nil || ls != nil {
@@ -343,7 +363,8 @@ func TestLaunches(t *testing.T) {
 }
 
 func testWorkshop(t *testing.T) *workshop {
-	w, err := newWorkshop(options{Rounds: 1, Reps: 1, Budget: time.Millisecond, Deadline: time.Minute, Sizes: []int64{64}})
+	w, err := newWorkshop(options{Rounds: 1, Reps: 1, Budget: time.Millisecond, Deadline: time.Minute,
+		Sizes: []int64{64}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -379,7 +400,8 @@ func TestRunLeavesNothing(t *testing.T) {
 	// that would go on for long; then the launcher fails.
 	const escape = `setsid sh -c 'echo $$ >PID.tmp; mv PID.tmp PID; exec sleep 1000' & until [ -s PID ]; do :; done; cat PID; `
 	pid := filepath.Join(w.tmp, "PID")
-	out, err := w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "echo broken >&2; exit 3"}, {"sleep", "1000"}}})
+	out, err := w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "echo broken >&2; exit 3"},
+		{"sleep", "1000"}}})
 	if err == nil || !strings.Contains(err.Error(), "exit status 3 broken") {
 		t.Errorf("got %v, not the failure of the launcher", err)
 	}
@@ -436,7 +458,8 @@ done
 
 func TestCompareWithFakeTutti(t *testing.T) {
 	dir := t.TempDir()
-	o, err := parseOptions([]string{"--tutti", filepath.Join(dir, "tutti"), "--json", filepath.Join(dir, "out.json"), "--peers", "tutti,tutti-reg", "--ops", "allreduce,alltoall",
+	o, err := parseOptions([]string{"--tutti", filepath.Join(dir, "tutti"), "--json", filepath.Join(dir, "out.json"),
+		"--peers", "tutti,tutti-reg", "--ops", "allreduce,alltoall",
 		"--ranks", "2", "--transports", "shm", "--sizes", "64,4K,12K", "--rounds", "3", "--deadline", "30s"})
 	if err != nil {
 		t.Fatal(err)
@@ -465,14 +488,16 @@ func TestCompareWithFakeTutti(t *testing.T) {
 		}
 		seen++
 		us := float64(2 + r.Bytes/1024)
-		if want := (map[string][]float64{"tutti": {us, us, us}, "tutti-reg": {us / 2, us / 2, us / 2}}); !reflect.DeepEqual(r.Samples, want) {
+		if want := (map[string][]float64{"tutti": {us, us, us}, "tutti-reg": {us / 2, us / 2,
+			us / 2}}); !reflect.DeepEqual(r.Samples, want) {
 			t.Errorf("%d bytes: %v, want %v", r.Bytes, r.Samples, want)
 		}
 	}
 	if seen != 3 {
 		t.Errorf("%d rows of allreduce, want 3", seen)
 	}
-	if n := strings.Join(rep.Notes, "\n"); strings.Count(n, "exit status 7 no such luck") != 2 { // one for each contestant
+	// one for each contestant
+	if n := strings.Join(rep.Notes, "\n"); strings.Count(n, "exit status 7 no such luck") != 2 {
 		t.Errorf("notes:\n%s", n)
 	}
 }
@@ -548,13 +573,15 @@ func TestPeersTouchTheirBuffers(t *testing.T) {
 	dir := t.TempDir()
 	header, err := sources.ReadFile("src/measure.h")
 	if err == nil {
-		err = errors.Join(os.WriteFile(filepath.Join(dir, "measure.h"), header, 0o600), os.WriteFile(filepath.Join(dir, "fake.c"), []byte(fakeLibrary), 0o600))
+		err = errors.Join(os.WriteFile(filepath.Join(dir, "measure.h"), header, 0o600),
+			os.WriteFile(filepath.Join(dir, "fake.c"), []byte(fakeLibrary), 0o600))
 	}
 	if err != nil {
 		t.Fatal(err)
 	}
 	program := filepath.Join(dir, "fake")
-	if out, err := exec.Command("gcc", "-std=gnu11", "-O3", "-Wall", "-Werror", "-o", program, filepath.Join(dir, "fake.c")).CombinedOutput(); err != nil {
+	if out, err := exec.Command("gcc", "-std=gnu11", "-O3", "-Wall", "-Werror", "-o", program,
+		filepath.Join(dir, "fake.c")).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	measure := func(mode, touch string) (row, string) {
@@ -585,7 +612,8 @@ func TestPeersTouchTheirBuffers(t *testing.T) {
 	if r, did = measure("work", "0"); strings.Contains(did, "write") || strings.Contains(did, "read") {
 		t.Errorf("the tight loop did %.300s…", did)
 	}
-	for _, mode := range []string{"idle", "spoil"} { // idle: what is there is the result of no call, or of the one before
+	// idle: what is there is the result of no call, or of the one before
+	for _, mode := range []string{"idle", "spoil"} {
 		if r, _ = measure(mode, "1"); r.Wrong == 0 {
 			t.Errorf("%s: no wrong elements", mode)
 		}

@@ -47,7 +47,9 @@ func parseRows(out []byte, h heat, touch bool) (rows []row) {
 		if h.who == limit {
 			op = "limit"
 		}
-		if r.Op = strings.ReplaceAll(r.Op, "_", ""); r.Op != strings.ReplaceAll(op, "_", "") || (r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) || (r.Transport != "" && r.Transport != h.transport) ||
+		if r.Op = strings.ReplaceAll(r.Op, "_", ""); r.Op != strings.ReplaceAll(op, "_", "") ||
+			(r.Dtype != "" && r.Dtype != h.dtype) || (r.Ranks != 0 && r.Ranks != h.ranks) ||
+			(r.Transport != "" && r.Transport != h.transport) ||
 			r.Touch != touch || r.Bytes <= 0 || !(r.TimeUs > 0) || math.IsInf(r.TimeUs, 0) {
 			continue
 		}
@@ -193,11 +195,12 @@ type comparison struct {
 
 // A report is everything that was found out.
 type report struct {
-	Machine  string             `json:"machine"`
-	Versions map[string]string  `json:"versions"`
-	Options  options            `json:"options"`
-	Rows     []comparison       `json:"rows"`
-	Geomeans map[string]float64 `json:"geomeans"` // by "transport op ranks=N dtype", "transport" and "all"; with " reg" for registered memory
+	Machine  string            `json:"machine"`
+	Versions map[string]string `json:"versions"`
+	Options  options           `json:"options"`
+	Rows     []comparison      `json:"rows"`
+	// by "transport op ranks=N dtype", "transport" and "all"; with " reg" for registered memory
+	Geomeans map[string]float64 `json:"geomeans"`
 	Notes    []string           `json:"notes"`
 }
 
@@ -241,7 +244,8 @@ func (s *results) report(o options) *report {
 				if column == tuttiReg {
 					suffix = " reg"
 				}
-				for _, g := range []string{fmt.Sprintf("%s %s ranks=%d %s", l.Transport, l.Op, l.Ranks, l.Dtype), l.Transport + " " + l.Dtype, "all " + l.Dtype} {
+				for _, g := range []string{fmt.Sprintf("%s %s ranks=%d %s", l.Transport, l.Op, l.Ranks, l.Dtype),
+					l.Transport + " " + l.Dtype, "all " + l.Dtype} {
 					groups[g+suffix] = append(groups[g+suffix], *ratio)
 				}
 			}
@@ -263,7 +267,8 @@ func (s *results) report(o options) *report {
 			}
 			return x
 		}
-		return cmp.Or(cmp.Compare(none(a.Ratio), none(b.Ratio)), cmp.Compare(a.Transport, b.Transport), cmp.Compare(a.Op, b.Op),
+		return cmp.Or(cmp.Compare(none(a.Ratio), none(b.Ratio)), cmp.Compare(a.Transport, b.Transport),
+			cmp.Compare(a.Op, b.Op),
 			cmp.Compare(a.Dtype, b.Dtype), cmp.Compare(a.Ranks, b.Ranks), cmp.Compare(a.Bytes, b.Bytes))
 	})
 	return rep
@@ -275,13 +280,15 @@ func (r *report) print(w io.Writer) error {
 	if r.Options.Tight {
 		loop = "calls back to back"
 	}
-	fmt.Fprintf(w, "%s; %s; %d rounds, best of %d repetitions of %v; microseconds, medians over rounds\n", r.Machine, loop, r.Options.Rounds, r.Options.Reps, r.Options.Budget)
+	fmt.Fprintf(w, "%s; %s; %d rounds, best of %d repetitions of %v; microseconds, medians over rounds\n", r.Machine,
+		loop, r.Options.Rounds, r.Options.Reps, r.Options.Budget)
 	for _, name := range slices.Sorted(maps.Keys(r.Versions)) {
 		fmt.Fprintf(w, "%s: %s\n", name, r.Versions[name])
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)
 	columns := []string{"openmpi", "mpich", "gloo", "tutti", "tutti-reg"}
-	fmt.Fprintf(t, "\ntransport\top\tdtype\tranks\tsize\t%s\tratio\treg\tlimit\tof limit\t\n", strings.Join(columns, "\t"))
+	fmt.Fprintf(t, "\ntransport\top\tdtype\tranks\tsize\t%s\tratio\treg\tlimit\tof limit\t\n",
+		strings.Join(columns, "\t"))
 	num := func(x float64) string {
 		if x == 0 {
 			return "-"

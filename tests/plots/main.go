@@ -82,11 +82,14 @@ var ink = color.RGBA{0x77, 0x7c, 0x84, 0xff}
 
 var contestants = []contestant{
 	{column: "tutti", name: "Tutti", color: color.RGBA{0xd0, 0x55, 0x00, 0xff}, glyph: draw.CircleGlyph{}, width: 2},
-	{column: "tutti-reg", name: "Tutti, registered memory", color: color.RGBA{0xe0, 0x3e, 0x6a, 0xff}, glyph: draw.BoxGlyph{}, width: 2},
-	{column: "openmpi", name: "Open MPI", color: color.RGBA{0x1f, 0x7f, 0xd4, 0xff}, glyph: draw.TriangleGlyph{}, width: 1},
+	{column: "tutti-reg", name: "Tutti, registered memory", color: color.RGBA{0xe0, 0x3e, 0x6a, 0xff},
+		glyph: draw.BoxGlyph{}, width: 2},
+	{column: "openmpi", name: "Open MPI", color: color.RGBA{0x1f, 0x7f, 0xd4, 0xff}, glyph: draw.TriangleGlyph{},
+		width: 1},
 	{column: "mpich", name: "MPICH", color: color.RGBA{0x1c, 0x8a, 0x4c, 0xff}, glyph: draw.CrossGlyph{}, width: 1},
 	{column: "gloo", name: "Gloo", color: color.RGBA{0x9b, 0x5f, 0xd0, 0xff}, glyph: draw.PlusGlyph{}, width: 1},
-	{column: "limit", name: "memory limit", from: smallestLimit, color: ink, glyph: draw.RingGlyph{}, dashes: []vg.Length{4, 3}, width: 1},
+	{column: "limit", name: "memory limit", from: smallestLimit, color: ink, glyph: draw.RingGlyph{},
+		dashes: []vg.Length{4, 3}, width: 1},
 }
 
 func main() {
@@ -139,8 +142,10 @@ func render(b []byte) (map[string][]byte, error) {
 	}
 	groups := map[key][]row{}
 	for i, r := range rep.Rows {
-		if !word.MatchString(r.Transport) || !word.MatchString(r.Op) || r.Ranks < 1 || r.Bytes < 1 { // they become names of files and places on logarithmic axes
-			return nil, fmt.Errorf("row %d: %.40q of %.40q, %d ranks, %d bytes: no such measurement", i, r.Op, r.Transport, r.Ranks, r.Bytes)
+		// they become names of files and places on logarithmic axes
+		if !word.MatchString(r.Transport) || !word.MatchString(r.Op) || r.Ranks < 1 || r.Bytes < 1 {
+			return nil, fmt.Errorf("row %d: %.40q of %.40q, %d ranks, %d bytes: no such measurement", i, r.Op,
+				r.Transport, r.Ranks, r.Bytes)
 		}
 		if r.Dtype == "float32" { // others are compared with it, not with the peers
 			k := key{r.Transport, r.Op, r.Ranks}
@@ -174,8 +179,10 @@ func picture(k key, rows []row, machine string) ([]byte, error) {
 		color *color.Color
 		size  vg.Length
 	}{
-		{&p.Title.TextStyle.Font, &p.Title.TextStyle.Color, 13}, {&p.Legend.TextStyle.Font, &p.Legend.TextStyle.Color, 11},
-		{&p.X.Label.TextStyle.Font, &p.X.Label.TextStyle.Color, 11}, {&p.Y.Label.TextStyle.Font, &p.Y.Label.TextStyle.Color, 11},
+		{&p.Title.TextStyle.Font, &p.Title.TextStyle.Color, 13}, {&p.Legend.TextStyle.Font, &p.Legend.TextStyle.Color,
+			11},
+		{&p.X.Label.TextStyle.Font, &p.X.Label.TextStyle.Color, 11},
+		{&p.Y.Label.TextStyle.Font, &p.Y.Label.TextStyle.Color, 11},
 		{&p.X.Tick.Label.Font, &p.X.Tick.Label.Color, 10}, {&p.Y.Tick.Label.Font, &p.Y.Tick.Label.Color, 10},
 	} {
 		*s.font, *s.color = font.From(sans, s.size), ink

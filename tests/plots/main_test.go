@@ -26,7 +26,8 @@ func synthetic() report {
 			for _, ranks := range []int{2, 4} {
 				for b := int64(64); b <= 16<<20; b *= 8 {
 					m := map[string]float64{}
-					for i, c := range []string{"openmpi", "mpich", "gloo", "tutti", "tutti-reg", "limit", "limit-cold"} {
+					for i, c := range []string{"openmpi", "mpich", "gloo", "tutti", "tutti-reg", "limit",
+						"limit-cold"} {
 						m[c] = float64(i+1)*0.2 + float64(b)/4e3
 					}
 					if transport == "tcp" {
@@ -92,7 +93,8 @@ func TestRender(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"shm-allreduce-2.svg", "shm-allreduce-4.svg", "shm-reduce_scatter-2.svg", "shm-reduce_scatter-4.svg",
+	want := []string{"shm-allreduce-2.svg", "shm-allreduce-4.svg", "shm-reduce_scatter-2.svg",
+		"shm-reduce_scatter-4.svg",
 		"tcp-allreduce-2.svg", "tcp-allreduce-4.svg", "tcp-reduce_scatter-2.svg", "tcp-reduce_scatter-4.svg"}
 	if got := slices.Sorted(maps.Keys(pictures)); !slices.Equal(got, want) {
 		t.Fatalf("%v, want %v", got, want)
@@ -102,7 +104,8 @@ func TestRender(t *testing.T) {
 			t.Errorf("%s: %d bytes", name, len(svg))
 		}
 		said, strokes := text(t, svg)
-		for _, s := range []string{"(µs)", "(bytes)", "64", "32 Ki", "16 Mi", "ranks", "Open MPI", "MPICH", "Gloo", "Tutti", `Some "CPU" <at> 2 & 3 GHz, 2 cores`} {
+		for _, s := range []string{"(µs)", "(bytes)", "64", "32 Ki", "16 Mi", "ranks", "Open MPI", "MPICH", "Gloo",
+			"Tutti", `Some "CPU" <at> 2 & 3 GHz, 2 cores`} {
 			if !strings.Contains(said, s) {
 				t.Errorf("%s does not say %q", name, s)
 			}
@@ -114,7 +117,8 @@ func TestRender(t *testing.T) {
 		}
 		for _, c := range contestants {
 			hex := fmt.Sprintf("%02X%02X%02X", c.color.R, c.color.G, c.color.B)
-			if shm := strings.HasPrefix(name, "shm"); strokes[hex] == 0 && (shm || c.from == 0 && c.column != "tutti-reg") {
+			if shm := strings.HasPrefix(name, "shm"); strokes[hex] == 0 &&
+				(shm || c.from == 0 && c.column != "tutti-reg") {
 				t.Errorf("%s: no line of %s (%s) in %v", name, c.name, hex, strokes)
 			}
 		}
@@ -141,12 +145,14 @@ func TestRender(t *testing.T) {
 // TestOneFigure: little is drawn too, and nothing is no picture.
 func TestOneFigure(t *testing.T) {
 	one := row{"shm", "barrier", "float32", 2, 8, map[string]float64{"tutti": 0.25}}
-	none := row{"shm", "broadcast", "float32", 2, 8, map[string]float64{"tutti": 0, "limit": 5}} // the limit means nothing that far down
+	// the limit means nothing that far down
+	none := row{"shm", "broadcast", "float32", 2, 8, map[string]float64{"tutti": 0, "limit": 5}}
 	pictures, err := render(encode(t, report{Rows: []row{one, none}}))
 	if err != nil || len(pictures) != 1 || pictures["shm-barrier-2.svg"] == nil {
 		t.Fatalf("%v, %v", slices.Collect(maps.Keys(pictures)), err)
 	}
-	if said, _ := text(t, pictures["shm-barrier-2.svg"]); !strings.Contains(said, "0.1") || strings.Contains(said, "Gloo") {
+	if said, _ := text(t, pictures["shm-barrier-2.svg"]); !strings.Contains(said, "0.1") ||
+		strings.Contains(said, "Gloo") {
 		t.Error(said)
 	}
 }

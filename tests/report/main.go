@@ -89,7 +89,8 @@ func (s *summary) add(e event) {
 func reason(text string) string {
 	why := "no reason given"
 	for line := range strings.Lines(text) {
-		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "---") && !strings.HasPrefix(line, "===") {
+		if line = strings.TrimSpace(line); line != "" && !strings.HasPrefix(line, "---") &&
+			!strings.HasPrefix(line, "===") {
 			why = line
 		}
 	}

@@ -10,8 +10,10 @@ func TestSummary(t *testing.T) {
 	s := &summary{out: &out, text: map[key]*strings.Builder{}}
 	for _, e := range []event{
 		{Action: "output", Package: "p", Test: "A", Output: "noise\n"}, {Action: "pass", Package: "p", Test: "A"},
-		{Action: "output", Package: "p", Test: "B", Output: "    b_test.go:3: wrong\n"}, {Action: "fail", Package: "p", Test: "B"},
-		{Action: "output", Package: "p", Test: "C", Output: "    c_test.go:3: needs a GPU\n"}, {Action: "output", Package: "p", Test: "C", Output: "--- SKIP: C\n"}, {Action: "skip", Package: "p", Test: "C"},
+		{Action: "output", Package: "p", Test: "B", Output: "    b_test.go:3: wrong\n"},
+		{Action: "fail", Package: "p", Test: "B"},
+		{Action: "output", Package: "p", Test: "C", Output: "    c_test.go:3: needs a GPU\n"},
+		{Action: "output", Package: "p", Test: "C", Output: "--- SKIP: C\n"}, {Action: "skip", Package: "p", Test: "C"},
 		{Action: "fail", Package: "p"},
 	} {
 		s.add(e)
@@ -42,7 +44,8 @@ func TestASilentSkipFailsCI(t *testing.T) {
 		{"p", "TestLaunch", "needs a GPU", 1},
 		{"p", "TestLaunch", "needs root", 1},
 	} {
-		s := &summary{out: &strings.Builder{}, text: map[key]*strings.Builder{}, mayskip: map[string]bool{"p TestPeerMapping": true}}
+		s := &summary{out: &strings.Builder{}, text: map[key]*strings.Builder{},
+			mayskip: map[string]bool{"p TestPeerMapping": true}}
 		s.add(event{Action: "output", Package: c.pkg, Test: c.test, Output: "    c_test.go:3: " + c.why + "\n"})
 		s.add(event{Action: "skip", Package: c.pkg, Test: c.test})
 		if got := s.finish(true, 0); got != c.code {

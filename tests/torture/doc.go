@@ -11,7 +11,8 @@
 //     pattern when an operation returns, and looked at again some steps later and at the end;
 //   - every call ends by its deadline and a stated slack;
 //   - ranks that have to agree do: on views, outcomes, counts and epochs;
-//   - what a process holds (files, mappings, goroutines, heap) does not grow from program to program.
+//   - what a process holds (files, mappings, goroutines, heap) does not grow from program to
+//     program.
 //
 // A program that fails is run again, reduced as long as it still fails, and printed as a Go test.
 //

@@ -420,7 +420,8 @@ func (c *course) hear(m *member, n news, err error) {
 		c.res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
 	case n.Slot != nil: // one that stood by has come in
 		if c.back == nil || c.s.members[*n.Slot] != nil {
-			c.res.find(&Finding{Kind: "error", Rank: *n.Slot, Text: "a process on standby came in where nobody was lost"})
+			c.res.find(&Finding{Kind: "error", Rank: *n.Slot,
+				Text: "a process on standby came in where nobody was lost"})
 			return
 		}
 		c.s.spares = slices.DeleteFunc(c.s.spares, func(o *member) bool { return o == m })

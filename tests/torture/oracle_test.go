@@ -234,10 +234,12 @@ func TestMembershipFaultsHappen(t *testing.T) {
 	}{
 		{"came later", Job{Ranks: 3, Later: 1}, []Fault{{Step: 1, Kind: "stop", Victim: 1, For: time.Millisecond}}},
 		{"stood by", Job{Ranks: 2, Standby: 1, OnFailure: pg.Shrink}, []Fault{kill}},
-		{"kill while joining", Job{Ranks: 3, OnFailure: pg.Retry}, []Fault{kill, {Step: 2, Kind: "kill", Joining: true}}},
+		{"kill while joining", Job{Ranks: 3, OnFailure: pg.Retry}, []Fault{kill,
+			{Step: 2, Kind: "kill", Joining: true}}},
 		{"kill while joining", Job{Ranks: 3, AutoAdmit: true},
 			[]Fault{kill, {Step: 2, Kind: "kill", Joining: true, After: 100 * time.Millisecond}}},
-		{"store while joining", Job{Ranks: 2}, []Fault{kill, {Step: 2, Kind: "store", Joining: true, For: time.Second}}},
+		{"store while joining", Job{Ranks: 2}, []Fault{kill, {Step: 2, Kind: "store", Joining: true,
+			For: time.Second}}},
 	} {
 		t.Run(test.want, func(t *testing.T) {
 			job := test.job

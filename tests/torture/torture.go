@@ -262,7 +262,8 @@ func reduce(p place, job Job, history []*Program, f Finding, o Options, found *F
 		strings.ReplaceAll(tail(strings.SplitN(f.String(), "\n", 2)[0], 600), "\n", " "))
 	if o.Shrink == 0 || !fails(job, program) {
 		return source("TestFound", job, []*Program{program},
-			comment+fmt.Sprintf("\nIt was not reduced: alone it did not fail in twelve runs. It was program %d of its job.",
+			comment+fmt.Sprintf("\nIt was not reduced: alone it did not fail in twelve runs. It was program %d "+
+				"of its job.",
 				len(history)))
 	}
 	job, program, tried := shrink(job, program, fails, until)

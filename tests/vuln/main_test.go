@@ -27,7 +27,8 @@ func TestTheExitCodeDecides(t *testing.T) {
 	}{
 		{"nothing found", gone.URL, "echo No vulnerabilities found.", 0, "No vulnerabilities"},
 		{"a finding", there.URL, "echo GO-2024-0404: dial tcp: connection refused; exit 3", 3, "GO-2024-0404"},
-		{"a finding of a database that has gone", gone.URL, "echo GO-2024-0404: 403 fetching; exit 3", 3, "GO-2024-0404"},
+		{"a finding of a database that has gone", gone.URL, "echo GO-2024-0404: 403 fetching; exit 3", 3,
+			"GO-2024-0404"},
 		{"no database", gone.URL, "echo fetching: connection refused; exit 1", 0, "skip  vulnerabilities"},
 		{"another answers for the database", empty.URL, "exit 1", 0, "skip  vulnerabilities"},
 		{"another failure", there.URL, "echo connection refused; exit 1", 1, "can be reached"},
@@ -35,7 +36,8 @@ func TestTheExitCodeDecides(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			var out strings.Builder
-			if code := run(t.Context(), &out, c.database, "sh", "-c", c.script); code != c.code || !strings.Contains(out.String(), c.says) {
+			if code := run(t.Context(), &out, c.database, "sh", "-c", c.script); code != c.code ||
+				!strings.Contains(out.String(), c.says) {
 				t.Errorf("exit code %d, want %d and %q; it says:\n%s", code, c.code, c.says, out.String())
 			}
 		})

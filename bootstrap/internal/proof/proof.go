@@ -64,8 +64,10 @@ func Listen(l net.Listener, cfg Config) *Listener {
 	if cfg.Timeout == 0 {
 		cfg.Timeout = Timeout
 	}
-	p := &Listener{ready: make(chan *Conn), done: make(chan struct{}), served: make(chan struct{}), open: map[*Conn]struct{}{}}
-	p.a = trust.Acceptor{Listener: l, Secret: cfg.Secret, Purpose: cfg.Purpose, Timeout: cfg.Timeout, Max: cfg.Max, Admit: cfg.Admit, Refused: cfg.Refused, Accepted: p.accepted}
+	p := &Listener{ready: make(chan *Conn), done: make(chan struct{}), served: make(chan struct{}),
+		open: map[*Conn]struct{}{}}
+	p.a = trust.Acceptor{Listener: l, Secret: cfg.Secret, Purpose: cfg.Purpose, Timeout: cfg.Timeout, Max: cfg.Max,
+		Admit: cfg.Admit, Refused: cfg.Refused, Accepted: p.accepted}
 	go func() {
 		defer close(p.served)
 		p.a.Serve()

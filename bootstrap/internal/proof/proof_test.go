@@ -92,11 +92,13 @@ func TestProvedOnly(t *testing.T) {
 		t.Errorf("with another secret: %v", err)
 	}
 	var r *trust.Refusal
-	if err := call(t, addr, secret, trust.Hello{FromRank: 7}); !errors.As(err, &r) || r.Code != 9 || r.Text != "not seven" {
+	if err := call(t, addr, secret, trust.Hello{FromRank: 7}); !errors.As(err, &r) || r.Code != 9 ||
+		r.Text != "not seven" {
 		t.Errorf("not admitted: %v", err)
 	}
 	// gRPC without proof, and other garbage, gets nothing but the server's opening and the end.
-	for _, garbage := range []string{"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat("a", 200), strings.Repeat("\x00", 4096)} {
+	for _, garbage := range []string{"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat("a", 200), strings.Repeat("\x00", 4096)} {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			t.Fatal(err)

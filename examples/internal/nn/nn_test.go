@@ -137,7 +137,8 @@ func TestAttentionGrad(t *testing.T) {
 	want := slope(qkv, f)
 	f()
 	got := make([]float64, len(qkv))
-	AttentionGrad(part(got, 0), part(got, 1), part(got, 2), Rows[float64]{dy, w}, part(qkv, 0), part(qkv, 1), part(qkv, 2), probs, make([]float64, n), n, heads, dim)
+	AttentionGrad(part(got, 0), part(got, 1), part(got, 2), Rows[float64]{dy, w}, part(qkv, 0), part(qkv, 1),
+		part(qkv, 2), probs, make([]float64, n), n, heads, dim)
 	near(t, "dqkv", got, want, 1e-7)
 }
 
@@ -150,7 +151,8 @@ func TestAttentionWithPast(t *testing.T) {
 	Attention(Rows[float64]{all, w}, q, k, v, make([]float64, heads*n*n), n, 0, heads, dim)
 	for past := range n {
 		got := make([]float64, (n-past)*w)
-		Attention(Rows[float64]{got, w}, Rows[float64]{q.Data[past*w:], w}, k, v, make([]float64, heads*(n-past)*n), n-past, past, heads, dim)
+		Attention(Rows[float64]{got, w}, Rows[float64]{q.Data[past*w:], w}, k, v, make([]float64, heads*(n-past)*n),
+			n-past, past, heads, dim)
 		near(t, "out", got, all[past*w:], 0)
 	}
 }

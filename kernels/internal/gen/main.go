@@ -395,7 +395,8 @@ func interleave() {
 // assembler knows the instruction: it goes through the registers' allocation under its name and is
 // encoded afterwards, by encode.
 func vcvtne2ps2bf16(lo, hi, d reg.VecVirtual) {
-	Instruction(&ir.Instruction{Opcode: "VCVTNE2PS2BF16", Operands: []Op{lo, hi, d}, Inputs: []Op{lo, hi}, Outputs: []Op{d}})
+	Instruction(&ir.Instruction{Opcode: "VCVTNE2PS2BF16", Operands: []Op{lo, hi, d}, Inputs: []Op{lo, hi},
+		Outputs: []Op{d}})
 }
 
 var vcvt = regexp.MustCompile(`VCVTNE2PS2BF16 +Z(\d+), Z(\d+), Z(\d+)`)
@@ -1038,15 +1039,25 @@ func main() {
 		}
 		for _, o := range []string{"And", "Or", "Xor"} {
 			lower := map[string]string{"And": "and", "Or": "or", "Xor": "xor"}[o]
-			add("Bit"+o, "Uint8", i.kernel("bit"+o, func() (storage, operator) { return i.native(1, false), i.operator(lower, lane{'u', 1}) }))
-			fn := i.kernel("bool"+o, func() (storage, operator) { return i.native(1, true), i.operator(lower, lane{'b', 1}) })
-			for _, op := range map[string][]string{"And": {"Product", "Min", "BitAnd"}, "Or": {"Sum", "Max", "BitOr"}, "Xor": {"BitXor"}}[o] {
+			add("Bit"+o, "Uint8", i.kernel("bit"+o, func() (storage, operator) {
+				return i.native(1, false),
+					i.operator(lower, lane{'u', 1})
+			}))
+			fn := i.kernel("bool"+o, func() (storage, operator) {
+				return i.native(1, true),
+					i.operator(lower, lane{'b', 1})
+			})
+			for _, op := range map[string][]string{"And": {"Product", "Min", "BitAnd"}, "Or": {"Sum", "Max", "BitOr"},
+				"Xor": {"BitXor"}}[o] {
 				add(op, "Bool", fn)
 			}
 		}
 		for _, size := range []int{1, 2, 4, 8} {
 			for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}} {
-				fn := i.kernel(fmt.Sprintf("%s%d", o[1], 8*size), func() (storage, operator) { return i.native(size, false), i.operator(o[1], lane{'u', size}) })
+				fn := i.kernel(fmt.Sprintf("%s%d", o[1], 8*size), func() (storage,
+					operator) {
+					return i.native(size, false), i.operator(o[1], lane{'u', size})
+				})
 				add(o[0], fmt.Sprintf("Int%d", 8*size), fn)
 				add(o[0], fmt.Sprintf("Uint%d", 8*size), fn)
 			}
@@ -1059,20 +1070,40 @@ func main() {
 				}
 			}
 		}
-		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Min", "min"}, {"Max", "max"}, {"Avg", "avg"}} {
+		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Min", "min"}, {"Max", "max"},
+			{"Avg", "avg"}} {
 			exact := o[0] == "Min" || o[0] == "Max"
-			add(o[0], "Float32", i.kernel(o[1]+"F32", func() (storage, operator) { return i.native(4, false), i.operator(o[1], lane{'f', 4}) }))
-			add(o[0], "Float64", i.kernel(o[1]+"F64", func() (storage, operator) { return i.native(8, false), i.operator(o[1], lane{'f', 8}) }))
-			add(o[0], "Float16", i.kernel(o[1]+"F16", func() (storage, operator) { return i.f16(), i.operator(o[1], lane{'f', 4}) }))
-			add(o[0], "BFloat16", i.kernel(o[1]+"BF16", func() (storage, operator) { return i.bf16(exact), i.operator(o[1], lane{'f', 4}) }))
+			add(o[0], "Float32", i.kernel(o[1]+"F32", func() (storage, operator) {
+				return i.native(4, false),
+					i.operator(o[1], lane{'f', 4})
+			}))
+			add(o[0], "Float64", i.kernel(o[1]+"F64", func() (storage, operator) {
+				return i.native(8, false),
+					i.operator(o[1], lane{'f', 8})
+			}))
+			add(o[0], "Float16", i.kernel(o[1]+"F16", func() (storage, operator) {
+				return i.f16(),
+					i.operator(o[1], lane{'f', 4})
+			}))
+			add(o[0], "BFloat16", i.kernel(o[1]+"BF16", func() (storage, operator) {
+				return i.bf16(exact),
+					i.operator(o[1], lane{'f', 4})
+			}))
 		}
-		add("Sum", "Float8E4M3", i.kernel("sumE4M3", func() (storage, operator) { return i.f8(true), i.operator("sum", lane{'f', 4}) }))
-		add("Sum", "Float8E5M2", i.kernel("sumE5M2", func() (storage, operator) { return i.f8(false), i.operator("sum", lane{'f', 4}) }))
+		add("Sum", "Float8E4M3", i.kernel("sumE4M3", func() (storage, operator) {
+			return i.f8(true),
+				i.operator("sum", lane{'f', 4})
+		}))
+		add("Sum", "Float8E5M2", i.kernel("sumE5M2", func() (storage, operator) {
+			return i.f8(false),
+				i.operator("sum", lane{'f', 4})
+		}))
 		for _, c := range []struct {
 			dt, name string
 			make     func() storage
 		}{{"Float16", "F16", i.f16}, {"BFloat16", "BF16", i.bf16Plain},
-			{"Float8E4M3", "E4M3", func() storage { return i.f8(true) }}, {"Float8E5M2", "E5M2", func() storage { return i.f8(false) }}} {
+			{"Float8E4M3", "E4M3", func() storage { return i.f8(true) }},
+			{"Float8E5M2", "E5M2", func() storage { return i.f8(false) }}} {
 			w, n := i.converters(c.name, c.make)
 			entries[i.name] = append(entries[i.name], fmt.Sprintf("widen[%s], narrow[%s] = %s, %s", c.dt, c.dt, w, n))
 		}
@@ -1080,17 +1111,23 @@ func main() {
 
 	native := isa{"AVX512BF16", 64, true}
 	for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Avg", "avg"}} {
-		fn := native.kernel(o[1]+"BF16", func() (storage, operator) { return native.bf16Native(), native.operator(o[1], lane{'f', 4}) })
+		fn := native.kernel(o[1]+"BF16", func() (storage, operator) {
+			return native.bf16Native(),
+				native.operator(o[1], lane{'f', 4})
+		})
 		entries[native.name] = append(entries[native.name], fmt.Sprintf("t[%s][BFloat16] = %s", o[0], fn))
 	}
 
 	Generate()
 	var b bytes.Buffer
-	b.WriteString("// Code generated by internal/gen. DO NOT EDIT.\n\n//go:build !purego\n\npackage kernels\n\nimport \"unsafe\"\n")
+	b.WriteString("// Code generated by internal/gen. DO NOT EDIT.\n\n//go:build !purego\n\npackage " +
+		"kernels\n\nimport \"unsafe\"\n")
 	for _, level := range []string{"AVX2", "AVX512", native.name} {
 		sort.Strings(entries[level])
-		fmt.Fprintf(&b, "\n// fill%s enters the kernels of this level. Bit operations are entered as those of bytes.\n", level)
-		fmt.Fprintf(&b, "func fill%s(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {\n", level)
+		fmt.Fprintf(&b, "\n// fill%s enters the kernels of this level. Bit operations are entered as those of bytes.\n",
+			level)
+		fmt.Fprintf(&b, "func fill%s(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src "+
+			"unsafe.Pointer, n int)) {\n", level)
 		for _, e := range entries[level] {
 			fmt.Fprintln(&b, e)
 		}
@@ -1105,8 +1142,10 @@ func main() {
 		code, err = os.ReadFile(raw)
 	}
 	if err == nil {
-		code = bytes.ReplaceAll(code, []byte("(dst uintptr, srcs uintptr,"), []byte("(dst unsafe.Pointer, srcs *unsafe.Pointer,"))
-		code = bytes.ReplaceAll(code, []byte("(dst uintptr, src uintptr,"), []byte("(dst unsafe.Pointer, src unsafe.Pointer,"))
+		code = bytes.ReplaceAll(code, []byte("(dst uintptr, srcs uintptr,"),
+			[]byte("(dst unsafe.Pointer, srcs *unsafe.Pointer,"))
+		code = bytes.ReplaceAll(code, []byte("(dst uintptr, src uintptr,"),
+			[]byte("(dst unsafe.Pointer, src unsafe.Pointer,"))
 		err = replace([2]string{*asm, *decl}, [2][]byte{encode(code), src})
 	}
 	os.Remove(raw)

@@ -10,10 +10,14 @@ import "math"
 // to the program (or will be, whatever happens). Of a *uniform* operation the result alone is not
 // the end: the rank has it, and waits until it knows that all others have it too.
 type Standing struct {
-	Over   uint64 // the last operation that is over here, and with it all before; 0: none. Operation Over+1 is the one at hand, begun or not
-	Has    bool   // the operation at hand is uniform, and its result is here, unconfirmed
-	Intact bool   // the operation at hand can run from its beginning: it has not begun, or it may be retried and its inputs are as they were
-	Joins  bool   // this rank has run no operation of this group yet: it begins where the others go on, and has no say
+	// the last operation that is over here, and with it all before; 0: none. Operation Over+1 is
+	// the one at hand, begun or not
+	Over uint64
+	Has  bool // the operation at hand is uniform, and its result is here, unconfirmed
+	// the operation at hand can run from its beginning: it has not begun, or it may be retried and
+	// its inputs are as they were
+	Intact bool
+	Joins  bool // this rank has run no operation of this group yet: it begins where the others go on, and has no say
 
 	Failed bool // the group has failed here, and its program is to call Recover
 	Calls  bool // it has called it
@@ -47,7 +51,8 @@ func (s Standing) Next() uint64 {
 // order; all get the same. Every rank applies it to its operation at hand, k = Over+1, so:
 //
 //   - k <= confirmed and the rank has the result: it counts, k is over;
-//   - else k < start: k ends with an error, and is over; so are those between k and start that the program starts later, without being run;
+//   - else k < start: k ends with an error, and is over; so are those between k and start that the
+//     program starts later, without being run;
 //   - else k == start: k runs from its beginning in the new view. k > start cannot be.
 //
 // start is the largest of what each can still run, so that nobody has to run what it cannot, and an

@@ -71,7 +71,8 @@ type resumeModel struct {
 
 func (m *resumeModel) fail(w resumeWorld, format string, args ...any) {
 	m.t.Helper()
-	m.t.Fatalf("%s\nrules %+v, after\n    %s\n%+v", fmt.Sprintf(format, args...), m.rules, strings.Join(m.path, "\n    "), w.ranks[:m.rules.n])
+	m.t.Fatalf("%s\nrules %+v, after\n    %s\n%+v", fmt.Sprintf(format, args...), m.rules,
+		strings.Join(m.path, "\n    "), w.ranks[:m.rules.n])
 }
 
 // all reports whether every member of epoch has come to op.
@@ -251,15 +252,18 @@ func (m *resumeModel) check(w resumeWorld) {
 				}
 				pOK, qOK := p.outcome[k] != failed, q.outcome[k] != failed
 				if pOK && qOK && p.outcome[k] != q.outcome[k] {
-					m.fail(w, "operation %d ended in epoch %d at rank %d, and in epoch %d at rank %d", k, p.outcome[k], r, q.outcome[k], s)
+					m.fail(w, "operation %d ended in epoch %d at rank %d, and in epoch %d at rank %d", k, p.outcome[k],
+						r, q.outcome[k], s)
 				}
 				if m.rules.uniform && pOK != qOK && !p.told[k] && !q.told[k] {
 					m.fail(w, "of operation %d rank %d has a result, or rank %d, and not both", k, r, s)
 				}
 			}
 			for s := range m.rules.n { // who has the result knows that nobody runs it again
-				if q := w.ranks[s]; !q.dead && p.outcome[k] != 0 && p.outcome[k] != failed && q.ranIn[k] > p.outcome[k] {
-					m.fail(w, "operation %d ended in epoch %d at rank %d, and rank %d runs it in epoch %d", k, p.outcome[k], r, s, q.ranIn[k])
+				if q := w.ranks[s]; !q.dead && p.outcome[k] != 0 && p.outcome[k] != failed &&
+					q.ranIn[k] > p.outcome[k] {
+					m.fail(w, "operation %d ended in epoch %d at rank %d, and rank %d runs it in epoch %d", k,
+						p.outcome[k], r, s, q.ranIn[k])
 				}
 			}
 		}
@@ -270,9 +274,12 @@ func TestResumeModel(t *testing.T) {
 	states := 0
 	for _, n := range []int{2, 3} {
 		for bits := range 32 {
-			rules := resumeRules{uniform: bits&1 != 0, retry: bits&2 != 0, early: bits&4 != 0, giveUp: bits&8 != 0, joins: bits&16 != 0, n: n, kills: n - 1, ops: 5 - n}
+			rules := resumeRules{uniform: bits&1 != 0, retry: bits&2 != 0, early: bits&4 != 0, giveUp: bits&8 != 0,
+				joins: bits&16 != 0, n: n, kills: n - 1, ops: 5 - n}
 			switch {
-			case rules.giveUp && rules.joins, n == 3 && rules.joins, n == 3 && rules.giveUp && (rules.early || rules.retry || !rules.uniform), (testing.Short() || raceEnabled) && (n == 3 && !rules.giveUp || rules.joins):
+			case rules.giveUp && rules.joins, n == 3 && rules.joins, n == 3 && rules.giveUp &&
+				(rules.early || rules.retry || !rules.uniform), (testing.Short() || raceEnabled) &&
+				(n == 3 && !rules.giveUp || rules.joins):
 				continue // too many for every day; they hold as well
 			case n == 3 && rules.giveUp:
 				rules.kills = 1
@@ -309,15 +316,21 @@ func TestResumeExamples(t *testing.T) {
 		{"all retry", []Standing{{Over: 6, Intact: true}, {Over: 6, Intact: true}}, 7, 6},
 		{"one cannot", []Standing{{Over: 6, Intact: true}, {Over: 6}}, 8, 6},
 		{"one is ahead", []Standing{{Over: 6, Intact: true}, {Over: 7, Intact: true}}, 8, 7},
-		{"one gave up what another knows that all had", []Standing{{Over: 6}, {Over: 6, Has: true}, {Over: 7, Intact: true}}, 8, 7},
+		{"one gave up what another knows that all had", []Standing{{Over: 6}, {Over: 6, Has: true},
+			{Over: 7, Intact: true}}, 8, 7},
 		{"all have it", []Standing{{Over: 6, Has: true}, {Over: 6, Has: true}}, 8, 7},
 		{"one was told that all have it", []Standing{{Over: 6, Has: true}, {Over: 7, Intact: true}}, 8, 7},
-		{"not all have it, and it can be run again", []Standing{{Over: 6, Has: true, Intact: true}, {Over: 6, Intact: true}}, 7, 6},
+		{"not all have it, and it can be run again", []Standing{{Over: 6, Has: true, Intact: true},
+			{Over: 6, Intact: true}}, 7, 6},
 		{"not all have it, and it cannot", []Standing{{Over: 6, Has: true}, {Over: 6, Intact: true}}, 8, 6},
 		{"a joiner has no say", []Standing{{Over: 6, Intact: true}, {Joins: true}}, 7, 6},
 		{"only joiners", []Standing{{Joins: true}, {Joins: true, Intact: true}}, 1, 0},
-		{"the later of two exchanges in one view counts", []Standing{{Over: 3, Intact: true, Last: Outcome{At: Point{7, 1 << 40}, Start: 4}}, {Over: 9, Intact: true, Last: Outcome{At: Point{7, 1<<40 + 1}, Start: 10}}}, 10, 0},
-		{"one did not hear what was settled", []Standing{{Over: 3, Has: true, Last: Outcome{At: Point{View: 1}, Start: 1}}, {Over: 5, Last: Outcome{At: Point{View: 2}, Start: 5, Confirmed: 4}}}, 7, 4},
+		{"the later of two exchanges in one view counts",
+			[]Standing{{Over: 3, Intact: true, Last: Outcome{At: Point{7, 1 << 40}, Start: 4}},
+				{Over: 9, Intact: true, Last: Outcome{At: Point{7, 1<<40 + 1}, Start: 10}}}, 10, 0},
+		{"one did not hear what was settled", []Standing{{Over: 3, Has: true,
+			Last: Outcome{At: Point{View: 1}, Start: 1}},
+			{Over: 5, Last: Outcome{At: Point{View: 2}, Start: 5, Confirmed: 4}}}, 7, 4},
 		{"one did not hear what was settled, and gave up what it began with", []Standing{{Over: 6, Intact: true},
 			{Over: 5, Intact: true, Last: Outcome{At: Point{View: 1, Attempt: 1}, Start: 6, Confirmed: 5}}}, 7, 5},
 	} {

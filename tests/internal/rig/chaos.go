@@ -135,7 +135,8 @@ func (k *chaos) outcome(err error) error {
 // round does each collective with each number of elements, and lets in who waits.
 func (k *chaos) round(ctx context.Context) error {
 	for _, n := range k.counts {
-		for _, op := range []func(context.Context, int) error{k.allReduce, k.allGather, k.reduceScatter, k.allToAll, k.barrier} {
+		for _, op := range []func(context.Context, int) error{k.allReduce, k.allGather, k.reduceScatter, k.allToAll,
+			k.barrier} {
 			began := time.Now()
 			if err := k.outcome(op(ctx, n)); err != nil {
 				return fmt.Errorf("%w (after %v)", err, time.Since(began).Round(time.Millisecond))
@@ -163,7 +164,8 @@ func (k *chaos) seen(what string, stamps []int64, mine int64) error {
 		case slot == k.g.Rank() && s != mine:
 			return &WrongError{what + ": this rank's own stamp", slot, len(stamps), s, mine}
 		case s != 0 && s <= k.last[slot]:
-			return &WrongError{fmt.Sprintf("%s: a stamp of before (%d and earlier)", what, k.last[slot]), slot, len(stamps), s, k.last[slot] + 1}
+			return &WrongError{fmt.Sprintf("%s: a stamp of before (%d and earlier)", what, k.last[slot]), slot,
+				len(stamps), s, k.last[slot] + 1}
 		}
 	}
 	for slot, s := range stamps {

@@ -27,7 +27,8 @@ func (s *Stage) processes() (pids []int) {
 		if err != nil {
 			continue
 		}
-		if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)); err == nil && strings.Contains(string(env), s.mark) {
+		if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)); err == nil &&
+			strings.Contains(string(env), s.mark) {
 			pids = append(pids, pid)
 		}
 	}
@@ -76,7 +77,8 @@ func (s *Stage) Sockets() (all []Socket) {
 		own := map[string]bool{}
 		fds, _ := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) // it may have ended
 		for _, fd := range fds {
-			if to, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name())); err == nil && strings.HasPrefix(to, "socket:[") {
+			if to, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, fd.Name())); err == nil &&
+				strings.HasPrefix(to, "socket:[") {
 				own[strings.TrimSuffix(strings.TrimPrefix(to, "socket:["), "]")] = true
 			}
 		}
@@ -104,7 +106,8 @@ func table(pid int) sockets {
 			if len(f) < 10 || f[0] == "sl" {
 				continue
 			}
-			k := Socket{Network: "tcp", Local: address(f[1]), Remote: address(f[2]), Listening: f[3] == "0A", Inode: f[9]}
+			k := Socket{Network: "tcp", Local: address(f[1]), Remote: address(f[2]), Listening: f[3] == "0A",
+				Inode: f[9]}
 			all[k.Inode] = k
 		}
 	}
@@ -171,7 +174,8 @@ func (s *Stage) Clean() {
 		return files
 	}
 	// Where /dev/shm is everybody's, other programs' files come and go.
-	Eventually(s.t, func() bool { return len(left()) == 0 }, func() string { return fmt.Sprintf("files left behind: %q", left()) })
+	Eventually(s.t, func() bool { return len(left()) == 0 },
+		func() string { return fmt.Sprintf("files left behind: %q", left()) })
 	now := table(os.Getpid())
 	for inode, k := range s.seen {
 		if still, ok := now[inode]; ok && still.Listening && still.Local == k.Local && still.Name == k.Name {

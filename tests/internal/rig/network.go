@@ -175,7 +175,8 @@ func (s *Switch) Part(far ...int) {
 // Deafen has what one host sends to another get lost from now on, and Mend get there again. What
 // that one sends to the first arrives.
 func (s *Switch) Deafen(from, to int) {
-	s.Hosts[from].IP("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev", "data")
+	s.Hosts[from].IP("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev",
+		"data")
 }
 
 // Mend is the end of Deafen.

@@ -104,7 +104,8 @@ func TestFault(t *testing.T) {
 	if f := faultOf(&subgroupError{inner, func(slot int) int { return 2*slot + 1 }}); f.Kind != "rank" || !f.Names(3) {
 		t.Errorf("of a subgroup: %+v", f)
 	}
-	if f := faultOf(&pg.TimeoutError{Missing: []pg.Seen{{Rank: 4}, {Rank: 5}}}); f.Kind != "timeout" || !slices.Equal(f.Ranks, []int{4, 5}) {
+	if f := faultOf(&pg.TimeoutError{Missing: []pg.Seen{{Rank: 4}, {Rank: 5}}}); f.Kind != "timeout" ||
+		!slices.Equal(f.Ranks, []int{4, 5}) {
 		t.Errorf("got %+v", f)
 	}
 	if faultOf(nil) != nil {
@@ -133,12 +134,14 @@ func TestLook(t *testing.T) {
 	}
 	defer l.Close()
 	at := l.Addr().(*net.TCPAddr).AddrPort()
-	if !slices.ContainsFunc(slices.Collect(maps.Values(table(os.Getpid()))), func(k Socket) bool { return k.Listening && k.Local == at }) {
+	if !slices.ContainsFunc(slices.Collect(maps.Values(table(os.Getpid()))),
+		func(k Socket) bool { return k.Listening && k.Local == at }) {
 		t.Errorf("the listener at %v is not seen", at)
 	}
 	s := New(t)
 	p := s.Start(nil, "sleep", strconv.Itoa(1000))
-	Eventually(t, func() bool { return s.Processes()[p.PID()] == "sleep 1000" }, func() string { return "the stage's process is not seen" })
+	Eventually(t, func() bool { return s.Processes()[p.PID()] == "sleep 1000" },
+		func() string { return "the stage's process is not seen" })
 	p.Kill()
 	s.Clean()
 }

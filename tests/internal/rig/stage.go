@@ -246,12 +246,14 @@ func (s *Stage) environment(extra []string) []string {
 	var env []string
 	for _, kv := range os.Environ() {
 		name, _, _ := strings.Cut(kv, "=")
-		if strings.HasPrefix(name, "TUTTI_") || slices.Contains([]string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}, name) {
+		if strings.HasPrefix(name, "TUTTI_") || slices.Contains([]string{"RANK", "WORLD_SIZE", "LOCAL_RANK",
+			"LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}, name) {
 			continue
 		}
 		env = append(env, kv)
 	}
-	env = append(env, markVariable+"="+s.mark, controlVariable+"="+filepath.Join(s.dir, "control"), "TMPDIR="+filepath.Join(s.dir, "tmp"))
+	env = append(env, markVariable+"="+s.mark, controlVariable+"="+filepath.Join(s.dir, "control"),
+		"TMPDIR="+filepath.Join(s.dir, "tmp"))
 	return append(env, extra...)
 }
 

@@ -136,7 +136,8 @@ var mutants = []mutant{
 		what:      "a call that fails does not take its operation's number, which is used again",
 		transport: "shm",
 		edits: []edit{
-			{"pg", "Group.concluded", "g.run.Call().Forget() g.end(err)", "g.run.Call().Forget(); g.end(err); if err != nil { g.seq-- }"},
+			{"pg", "Group.concluded", "g.run.Call().Forget() g.end(err)",
+				"g.run.Call().Forget(); g.end(err); if err != nil { g.seq-- }"},
 			{"pg", "Group.Recover", "g.seq = max(g.seq, g.begins-1)", ""},
 		},
 	},
@@ -151,7 +152,8 @@ var mutants = []mutant{
 		what:      "an input in place that is partly overwritten counts as intact for a retry",
 		transport: "shm",
 		flags:     []string{"-torture.faults", "1"},
-		edits:     []edit{{"pg/internal/exec", "Runner.stepsFrom", "r.dirty, inPlace = true, false", "inPlace = false"}},
+		edits: []edit{{"pg/internal/exec", "Runner.stepsFrom", "r.dirty, inPlace = true, false",
+			"inPlace = false"}},
 	},
 }
 

@@ -240,7 +240,8 @@ func (r *run) measure(ctx context.Context, p series) error {
 				}
 				in = queue(r.g, each)
 			}
-			row := Row{Op: p.op.name, DType: p.dt.String(), RedOp: "none", Root: -1, Ranks: r.g.Size(), Count: in.count, Bytes: in.bytes,
+			row := Row{Op: p.op.name, DType: p.dt.String(), RedOp: "none", Root: -1, Ranks: r.g.Size(), Count: in.count,
+				Bytes:     in.bytes,
 				Transport: r.Transport, Registered: r.Registered, Touch: r.Touch, Queue: r.Queue, InPlace: inPlace,
 				Wrong: -1}
 			if p.op.reduces {

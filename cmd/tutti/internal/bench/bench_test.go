@@ -47,7 +47,8 @@ func runLocal(t *testing.T, n int, s Spec) (rows []Row, skip []string, wrong []i
 }
 
 func quick(ops []string, dts ...kernels.DType) Spec {
-	return Spec{Ops: ops, DTypes: dts, RedOps: []kernels.Op{kernels.Sum}, Min: 8, Max: 1 << 15, Factor: 61, Iters: 1, Rounds: 1, Check: true}
+	return Spec{Ops: ops, DTypes: dts, RedOps: []kernels.Op{kernels.Sum}, Min: 8, Max: 1 << 15, Factor: 61, Iters: 1,
+		Rounds: 1, Check: true}
 }
 
 func TestEverythingIsRight(t *testing.T) {
@@ -80,7 +81,8 @@ func TestEverythingIsRight(t *testing.T) {
 					t.Errorf("%d ranks: %s measured: %v", n, o.name, seen[o.name])
 				}
 			}
-			if !slices.Contains(skip, "allreduce of avg bool: not defined") || slices.Contains(skip, "allreduce of sum bool: not defined") {
+			if !slices.Contains(skip, "allreduce of avg bool: not defined") ||
+				slices.Contains(skip, "allreduce of sum bool: not defined") {
 				t.Errorf("skipped: %q", skip)
 			}
 		}
@@ -134,12 +136,14 @@ func testWrongResults(t *testing.T, o *operation, touch bool) {
 				want := int64(0)
 				if spoiled {
 					want = int64(2 * len(rows)) // each row is checked twice
-					if inside := where == "first" || where == "last"; touch && inside && !(o.name == "reduce" && victim != s.Root) {
+					if inside := where == "first" || where == "last"; touch && inside &&
+						!(o.name == "reduce" && victim != s.Root) {
 						want += int64(iters * rounds * len(rows))
 					}
 				}
 				if sum != want || slices.Min(wrong) != want || slices.Max(wrong) != want {
-					t.Errorf("%s of %v, touch %v, %s byte of rank %d: %d wrong in the rows, %v at the ranks; want %d", o.name, dt, touch, where, victim, sum, wrong, want)
+					t.Errorf("%s of %v, touch %v, %s byte of rank %d: %d wrong in the rows, %v at the ranks; want %d",
+						o.name, dt, touch, where, victim, sum, wrong, want)
 				}
 			}
 		}
@@ -325,7 +329,8 @@ func TestEncode(t *testing.T) {
 
 func TestBusBandwidth(t *testing.T) {
 	// From nccl-tests' PERFORMANCE.md.
-	for op, want := range map[string]float64{"allreduce": 1.5, "reducescatter": .75, "allgather": .75, "alltoall": .75, "broadcast": 1, "reduce": 1, "gather": .75, "scatter": .75, "sendrecv": 1} {
+	for op, want := range map[string]float64{"allreduce": 1.5, "reducescatter": .75, "allgather": .75, "alltoall": .75,
+		"broadcast": 1, "reduce": 1, "gather": .75, "scatter": .75, "sendrecv": 1} {
 		if got := find(op).factor(4); got != want {
 			t.Errorf("%s between 4 ranks: factor %v, want %v", op, got, want)
 		}
@@ -343,10 +348,14 @@ func TestPrinter(t *testing.T) {
 		return b.String()
 	}
 	row := func(inPlace bool, wrong int64) Event {
-		return Event{Row: &Row{Op: "allreduce", DType: "float32", RedOp: "sum", Root: -1, Ranks: 2, Count: 16, Bytes: 64, Time: 12.3456, AlgBW: 1, BusBW: 2, InPlace: inPlace, Wrong: wrong}}
+		return Event{Row: &Row{Op: "allreduce", DType: "float32", RedOp: "sum", Root: -1, Ranks: 2, Count: 16,
+			Bytes: 64, Time: 12.3456, AlgBW: 1, BusBW: 2, InPlace: inPlace, Wrong: wrong}}
 	}
-	table := show(&Printer{}, Event{Header: &Header{Ranks: 2, Rows: 1}}, Event{Skip: "x: not defined"}, row(false, 0), row(true, 3))
-	for _, want := range []string{"# skipped: x: not defined\n", "        64          16     float32     sum   -1       12.35    1.00    2.00      0       12.35    1.00    2.00      3\n",
+	table := show(&Printer{}, Event{Header: &Header{Ranks: 2, Rows: 1}}, Event{Skip: "x: not defined"}, row(false, 0),
+		row(true, 3))
+	for _, want := range []string{"# skipped: x: not defined\n",
+		"        64          16     float32     sum   -1       12.35    1.00    2.00      0       12.35    1.00  " +
+			"  2.00      3\n",
 		"# average bus bandwidth  2.000 GB/s\n", "# wrong elements         3\n"} {
 		if !strings.Contains(table, want) {
 			t.Errorf("table lacks %q:\n%s", want, table)
@@ -356,7 +365,8 @@ func TestPrinter(t *testing.T) {
 		t.Error("unchecked results are shown as checked")
 	}
 	js := show(&Printer{JSON: true}, Event{Header: &Header{}}, row(false, 0), Event{Next: "y"}, row(true, 1))
-	if n := strings.Count(js, "\n"); n != 2 || !strings.Contains(js, `"in_place":true,"time_us":12.3456,"algbw_gbs":1,"busbw_gbs":2,"wrong":1}`) {
+	if n := strings.Count(js, "\n"); n != 2 || !strings.Contains(js,
+		`"in_place":true,"time_us":12.3456,"algbw_gbs":1,"busbw_gbs":2,"wrong":1}`) {
 		t.Errorf("JSON: %s", js)
 	}
 	widths := map[int]bool{}

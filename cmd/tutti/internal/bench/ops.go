@@ -184,7 +184,8 @@ func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, 
 			if o.name == "reduce" {
 				in.op = pg.ReduceOp{X: x, Root: root, Op: red}
 				if me != root {
-					in.result, in.kept = func() int64 { return 0 }, func() int64 { return rx.inputs[me].wrong(xb, in.first, es) }
+					in.result, in.kept = func() int64 { return 0 },
+						func() int64 { return rx.inputs[me].wrong(xb, in.first, es) }
 				}
 			}
 			break

@@ -79,7 +79,8 @@ type reduction struct {
 type format struct{ exp, man int }
 
 var formats = map[kernels.DType]format{
-	kernels.Float64: {11, 52}, kernels.Float32: {8, 23}, kernels.Float16: {5, 10}, kernels.BFloat16: {8, 7}, kernels.Float8E4M3: {4, 3}, kernels.Float8E5M2: {5, 2},
+	kernels.Float64: {11, 52}, kernels.Float32: {8, 23}, kernels.Float16: {5, 10}, kernels.BFloat16: {8, 7},
+	kernels.Float8E4M3: {4, 3}, kernels.Float8E5M2: {5, 2},
 }
 
 // encode writes v, which must be a normal number that the format has exactly, or 0.

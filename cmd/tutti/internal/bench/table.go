@@ -44,7 +44,8 @@ func (p *Printer) Show(e Event) {
 		p.print(p.dim("# skipped: " + e.Skip))
 	case e.Next != "":
 		if p.Progress != nil {
-			fmt.Fprintf(p.Progress, "\r\x1b[K%s", p.dim(fmt.Sprintf("%3d%%  %s", 100*p.lines/max(1, p.header.Rows), e.Next)))
+			fmt.Fprintf(p.Progress, "\r\x1b[K%s", p.dim(fmt.Sprintf("%3d%%  %s", 100*p.lines/max(1, p.header.Rows),
+				e.Next)))
 		}
 	case e.Row != nil:
 		p.row(e.Row)
@@ -149,7 +150,8 @@ func (p *Printer) head() {
 	if h.Queue > 0 {
 		loop += fmt.Sprintf("; %d started at a time, time of one", h.Queue)
 	}
-	p.print(p.dim(fmt.Sprintf("# %d ranks on %s (%d cores), transport %s: %s; %s memory; %s; best of %d rounds, slowest rank", h.Ranks, h.Host, h.Cores, h.Transport, h.Topology, memory, loop, h.Rounds)))
+	p.print(p.dim(fmt.Sprintf("# %d ranks on %s (%d cores), transport %s: %s; %s memory; %s; best of %d rounds, "+
+		"slowest rank", h.Ranks, h.Host, h.Cores, h.Transport, h.Topology, memory, loop, h.Rounds)))
 }
 
 func (p *Printer) heading(op string) {
@@ -163,7 +165,8 @@ func (p *Printer) heading(op string) {
 	right := fmt.Sprintf("  %10s %7s %7s %6s", "time", "algbw", "busbw", "#wrong")
 	units := fmt.Sprintf("  %10s %7s %7s %6s", "us", "GB/s", "GB/s", "")
 	p.print(p.dim(fmt.Sprintf("#%9s %11s %11s %7s %4s", "size", "count", "type", "redop", "root") + right + right))
-	p.print(p.dim(strings.TrimRight(fmt.Sprintf("#%9s %11s %11s %7s %4s", "B", "elements", "", "", "")+units+units, " ")))
+	p.print(p.dim(strings.TrimRight(fmt.Sprintf("#%9s %11s %11s %7s %4s", "B", "elements", "", "", "")+units+units,
+		" ")))
 }
 
 func (p *Printer) line(out, in *Row) {
@@ -176,7 +179,8 @@ func (p *Printer) line(out, in *Row) {
 		p.heading(r.Op)
 	}
 	p.lines++
-	p.print(fmt.Sprintf("%10d %11d %11s %7s %4d", r.Bytes, r.Count, r.DType, r.RedOp, r.Root) + p.half(out) + p.half(in))
+	p.print(fmt.Sprintf("%10d %11d %11s %7s %4d", r.Bytes, r.Count, r.DType, r.RedOp,
+		r.Root) + p.half(out) + p.half(in))
 }
 
 func (p *Printer) half(r *Row) string {

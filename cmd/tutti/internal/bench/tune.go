@@ -75,11 +75,13 @@ type tuner struct {
 // host; all get the same rules. Contenders take turns round by round and medians count. Every
 // algorithm's result is checked; a wrong one is an error. report is called at rank 0. When time has
 // run out by half as much again, collectives that are left have no rules.
-func Tune(ctx context.Context, g *pg.Group, spec TuneSpec, report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
+func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
+	report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
 	if g.Rank() != 0 {
 		report = func(TuneEvent) {}
 	}
-	t := &tuner{TuneSpec: spec, g: g, report: report, began: time.Now(), rx: newReduction(kernels.Sum, kernels.Float32, g.Size())}
+	t := &tuner{TuneSpec: spec, g: g, report: report, began: time.Now(),
+		rx: newReduction(kernels.Sum, kernels.Float32, g.Size())}
 	t.plain = run{Spec: Spec{Max: spec.Max, Check: true, corrupt: spec.corrupt}, g: g, report: func(Event) {}}
 	t.mapped = t.plain
 	t.mapped.Registered = true
@@ -231,7 +233,8 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 		}
 		mapped = append(mapped, span{m.Bytes, m.Best})
 	}
-	if k == collectives.AllToAllV || k == collectives.Barrier { // whose size is not known to all ranks alike: one algorithm for all
+	// whose size is not known to all ranks alike: one algorithm for all
+	if k == collectives.AllToAllV || k == collectives.Barrier {
 		best := last.Default
 		for _, a := range t.contenders(k) {
 			if sums[a] < sums[best] && sums[a] < sums[last.Default]+float64(len(plain))*math.Log(keep) {
@@ -300,7 +303,8 @@ func (t *tuner) rules(k collectives.Kind, plain, mapped []span) []collectives.Ru
 	}
 	if slices.ContainsFunc(mapped, func(s span) bool { return s.algo == collectives.Direct }) {
 		for _, s := range mapped {
-			own = append(own, collectives.Rule{When: collectives.IfMapped, MinRanks: n, MaxRanks: n, MaxBytes: s.bytes, Algo: s.algo})
+			own = append(own, collectives.Rule{When: collectives.IfMapped, MinRanks: n, MaxRanks: n, MaxBytes: s.bytes,
+				Algo: s.algo})
 		}
 	}
 	for _, s := range plain {
@@ -327,21 +331,24 @@ func (p *TunePoint) fastest(n int) []collectives.Algo {
 }
 
 // point times the algorithms at one size. The same at all ranks, for they see the same times.
-func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registered bool, algos []collectives.Algo, before collectives.Algo) (*TunePoint, error) {
+func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registered bool, algos []collectives.Algo,
+	before collectives.Algo) (*TunePoint, error) {
 	r, memory := &t.plain, "plain"
 	if registered {
 		r, memory = &t.mapped, "registered"
 	}
 	o := find(k.String())
 	in := newInstance(t.g, o, kernels.Float32, kernels.Sum, &t.rx, r.mem, size, 0, o.in && !o.parts)
-	p := &TunePoint{Kind: k, Bytes: in.bytes, Registered: registered, Default: t.usual(k, in.bytes, registered), All: map[collectives.Algo]float64{}}
+	p := &TunePoint{Kind: k, Bytes: in.bytes, Registered: registered, Default: t.usual(k, in.bytes, registered),
+		All: map[collectives.Algo]float64{}}
 	elapsed, err := t.elapsed(ctx)
 	if err != nil {
 		return nil, err
 	}
 	left := max(0, t.Time-elapsed) / time.Duration(max(1, t.expected-t.done))
 	r.RoundTime = min(max(left/time.Duration(t.Rounds+2), 50*time.Microsecond), 50*time.Millisecond)
-	t.report(TuneEvent{Percent: min(99, max(100*t.done/max(1, t.expected), int(100*elapsed/max(1, t.Time)))), Next: fmt.Sprintf("%v of %d bytes in %s memory", k, in.bytes, memory)})
+	t.report(TuneEvent{Percent: min(99, max(100*t.done/max(1, t.expected), int(100*elapsed/max(1, t.Time)))),
+		Next: fmt.Sprintf("%v of %d bytes in %s memory", k, in.bytes, memory)})
 	t.done += len(algos)
 
 	samples := make([][]float64, len(algos))
@@ -429,7 +436,8 @@ func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, registered bool) (coll
 		s.Active = append(s.Active, i)
 	}
 	switch k {
-	case collectives.ReduceScatter, collectives.AllGather, collectives.AllToAll, collectives.Gather, collectives.Scatter:
+	case collectives.ReduceScatter, collectives.AllGather, collectives.AllToAll, collectives.Gather,
+		collectives.Scatter:
 		s.Count /= n // of one part
 	case collectives.AllGatherV:
 		s.Counts[0] = bytes

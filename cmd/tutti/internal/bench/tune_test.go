@@ -37,7 +37,8 @@ func tuneLocal(t *testing.T, n int, spec TuneSpec) ([]map[collectives.Kind][]col
 // TestTune: all ranks find the same rules, which make a table, for exactly their number.
 func TestTune(t *testing.T) {
 	const n = 3
-	all, events, err := tuneLocal(t, n, TuneSpec{Kinds: collectives.Kinds(), Min: 64, Max: 64 << 10, Factor: 32, Rounds: 2, Time: time.Minute / 60, Cores: 8})
+	all, events, err := tuneLocal(t, n, TuneSpec{Kinds: collectives.Kinds(), Min: 64, Max: 64 << 10, Factor: 32,
+		Rounds: 2, Time: time.Minute / 60, Cores: 8})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,7 +55,8 @@ func TestTune(t *testing.T) {
 	for _, e := range events {
 		if p := e.Point; p != nil {
 			points[p.Kind]++
-			if _, ok := p.All[p.Default]; !ok && len(p.All) > 2 || p.Registered || p.Time <= 0 || p.All[collectives.Hierarchical] > 0 {
+			if _, ok := p.All[p.Default]; !ok && len(p.All) > 2 || p.Registered || p.Time <= 0 ||
+				p.All[collectives.Hierarchical] > 0 {
 				t.Errorf("%+v", p)
 			}
 		} else if e.Next == "" || e.Percent < percent || e.Percent > 99 {
@@ -114,7 +116,8 @@ func (s Spec) sizesOf(k collectives.Kind) []int {
 
 // TestTuneChecks: an algorithm that gives a wrong result ends it.
 func TestTuneChecks(t *testing.T) {
-	_, _, err := tuneLocal(t, 2, TuneSpec{Kinds: []collectives.Kind{collectives.AllGather}, Min: 64, Max: 64, Factor: 2, Rounds: 1, Time: time.Second, Cores: 2,
+	_, _, err := tuneLocal(t, 2, TuneSpec{Kinds: []collectives.Kind{collectives.AllGather}, Min: 64, Max: 64, Factor: 2,
+		Rounds: 1, Time: time.Second, Cores: 2,
 		corrupt: func(op string, rank int, output []byte) {
 			if rank == 1 {
 				output[5] ^= 1
@@ -161,7 +164,8 @@ func TestSame(t *testing.T) {
 	defer gs[0].Close()
 	defer gs[1].Close()
 	tu := &tuner{g: gs[0]}
-	if got := tu.contenders(collectives.ReduceScatter); slices.Contains(got, collectives.Flat) || !slices.Contains(got, collectives.Pairwise) {
+	if got := tu.contenders(collectives.ReduceScatter); slices.Contains(got, collectives.Flat) ||
+		!slices.Contains(got, collectives.Pairwise) {
 		t.Errorf("reducescatter: %v", got)
 	}
 	for _, k := range collectives.Kinds() {
@@ -180,7 +184,8 @@ func TestSame(t *testing.T) {
 			}
 		}
 	}
-	if got := tu.contenders(collectives.AllReduce); !slices.Contains(got, collectives.Flat) || !slices.Contains(got, collectives.TwoShot) || len(got) < 4 {
+	if got := tu.contenders(collectives.AllReduce); !slices.Contains(got, collectives.Flat) ||
+		!slices.Contains(got, collectives.TwoShot) || len(got) < 4 {
 		t.Errorf("allreduce: %v", got)
 	}
 }

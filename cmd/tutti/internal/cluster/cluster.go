@@ -107,7 +107,8 @@ func Start(ctx context.Context, self string, n int) (*Cluster, error) {
 	}
 	var all []string
 	for i := range n {
-		m := member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)), Client: ports[2*i], Peer: ports[2*i+1]}
+		m := member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)), Client: ports[2*i],
+			Peer: ports[2*i+1]}
 		c.members = append(c.members, m)
 		all = append(all, m.Name+"=http://"+m.Peer)
 	}

@@ -28,14 +28,15 @@ func machine(t *testing.T, files map[string]string, vars ...string) *Host {
 			t.Fatal(err)
 		}
 	}
-	return &Host{Root: root, Probe: 10 * time.Second, Environ: func() []string { return vars }, Getenv: func(name string) string {
-		for _, kv := range vars {
-			if k, v, _ := strings.Cut(kv, "="); k == name {
-				return v
+	return &Host{Root: root, Probe: 10 * time.Second, Environ: func() []string { return vars },
+		Getenv: func(name string) string {
+			for _, kv := range vars {
+				if k, v, _ := strings.Cut(kv, "="); k == name {
+					return v
+				}
 			}
-		}
-		return ""
-	}}
+			return ""
+		}}
 }
 
 func examine(t *testing.T, h *Host) (map[string]Finding, bool) {
@@ -73,8 +74,10 @@ func TestThisMachine(t *testing.T) {
 }
 
 func TestCores(t *testing.T) {
-	v2 := map[string]string{"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
-	v1 := map[string]string{"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/a\n0::/\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000\n"}
+	v2 := map[string]string{"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
+		"sys/fs/cgroup/a/cpu.max": "50000 100000\n"}
+	v1 := map[string]string{"proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/a\n0::/\n",
+		"sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000\n"}
 	none := map[string]string{"proc/self/cgroup": "3:cpu,cpuacct:/a\n", "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "-1\n"}
 	for i, c := range []struct {
 		files map[string]string
@@ -85,11 +88,13 @@ func TestCores(t *testing.T) {
 			t.Errorf("case %d: quota %v, want %v", i, got, c.quota)
 		}
 	}
-	if o := cores(t.Context(), machine(t, v2)); o.state != Warning || !strings.Contains(o.detail, "allows 0.5") || !strings.Contains(o.advice, "at most 1 rank") {
+	if o := cores(t.Context(), machine(t, v2)); o.state != Warning || !strings.Contains(o.detail, "allows 0.5") ||
+		!strings.Contains(o.advice, "at most 1 rank") {
 		t.Errorf("half a core: %+v", o)
 	}
 	many := map[string]string{"sys/devices/system/cpu/online": "0-1023", "sys/devices/system/node/online": "0-1"}
-	if o := cores(t.Context(), machine(t, many)); !strings.Contains(o.detail, "of 1024 cores") || !strings.Contains(o.detail, "2 NUMA nodes") {
+	if o := cores(t.Context(), machine(t, many)); !strings.Contains(o.detail, "of 1024 cores") ||
+		!strings.Contains(o.detail, "2 NUMA nodes") {
 		t.Errorf("affinity: %+v", o)
 	}
 	for s, n := range map[string]int{"0": 1, "0-3": 4, "0-3,8,10-11": 7, "": 0, "x": 0, "3-1": 0} {
@@ -100,8 +105,10 @@ func TestCores(t *testing.T) {
 }
 
 func TestMemory(t *testing.T) {
-	files := map[string]string{"proc/meminfo": "MemTotal:       1048576 kB\nMemAvailable:    524288 kB\n", "proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "134217728\n"}
-	if o := memory(t.Context(), machine(t, files)); o.state != Warning || o.detail != "1 GiB, 512 MiB available, the cgroup allows 128 MiB" {
+	files := map[string]string{"proc/meminfo": "MemTotal:       1048576 kB\nMemAvailable:    524288 kB\n",
+		"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "134217728\n"}
+	if o := memory(t.Context(), machine(t, files)); o.state != Warning ||
+		o.detail != "1 GiB, 512 MiB available, the cgroup allows 128 MiB" {
 		t.Errorf("%+v", o)
 	}
 	files["sys/fs/cgroup/a/memory.max"] = "max\n"
@@ -112,8 +119,10 @@ func TestMemory(t *testing.T) {
 
 func TestRoutes(t *testing.T) {
 	v4 := "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\neth0 00000000 " + map[bool]string{true: "010200C0", false: "C0000201"}[littleEndian()] + " 0003 0 0 0 00000000 0 0 0\neth0 000200C0 00000000 0001 0 0 0 00FFFFFF 0 0 0\n"
-	v6 := strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " 00 fd000000000000000000000000000001 00000400 1 0 00000003 eth1\n" +
-		strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " ffffffff 1 0 00200200 lo\n"
+	v6 := strings.Repeat("0", 32) + " 00 " + strings.Repeat("0",
+		32) + " 00 fd000000000000000000000000000001 00000400 1 0 00000003 eth1\n" +
+		strings.Repeat("0", 32) + " 00 " + strings.Repeat("0", 32) + " 00 " + strings.Repeat("0",
+		32) + " ffffffff 1 0 00200200 lo\n"
 	if got := defaultRoutes(v4, v6); !slices.Equal(got, []string{"via 192.0.2.1 on eth0", "via fd00::1 on eth1"}) {
 		t.Errorf("%q", got)
 	}
@@ -123,7 +132,9 @@ func TestRoutes(t *testing.T) {
 func littleEndian() bool { return runtime.GOARCH != "s390x" && runtime.GOARCH != "ppc64" }
 
 func TestVerbs(t *testing.T) {
-	card := map[string]string{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n", "sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n"}
+	card := map[string]string{"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+		"sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+		"sys/class/infiniband/mlx5_0/ports/1/rate":       "400 Gb/sec (4X NDR)\n"}
 	if o := verbs(t.Context(), machine(t, card)); o.state != Warning || !strings.Contains(o.detail, "no libibverbs") {
 		t.Errorf("card without library: %+v", o)
 	}
@@ -132,14 +143,17 @@ func TestVerbs(t *testing.T) {
 		t.Errorf("card without device file: %+v", o)
 	}
 	card["dev/infiniband/uverbs0"] = ""
-	if o := verbs(t.Context(), machine(t, card)); o.state != Found || !strings.Contains(o.detail, "mlx5_0 (port 1 active, InfiniBand, 400 Gb/sec (4X NDR)), /usr/lib64/libibverbs.so.1") {
+	if o := verbs(t.Context(), machine(t, card)); o.state != Found ||
+		!strings.Contains(o.detail, "mlx5_0 (port 1 active, InfiniBand, 400 Gb/sec (4X NDR)), "+
+			"/usr/lib64/libibverbs.so.1") {
 		t.Errorf("card: %+v", o)
 	}
 	if o := verbs(t.Context(), machine(t, nil)); o.state != Missing {
 		t.Errorf("nothing: %+v", o)
 	}
 	conf := map[string]string{"etc/ld.so.conf.d/ofed.conf": "/opt/ofed/lib\n", "opt/ofed/lib/libibverbs.so.1": ""}
-	if o := verbs(t.Context(), machine(t, conf)); !strings.Contains(o.detail, "/opt/ofed/lib/libibverbs.so.1, no device") {
+	if o := verbs(t.Context(), machine(t, conf)); !strings.Contains(o.detail,
+		"/opt/ofed/lib/libibverbs.so.1, no device") {
 		t.Errorf("library elsewhere: %+v", o)
 	}
 }
@@ -151,8 +165,10 @@ func TestHugePages(t *testing.T) {
 		state State
 	}{
 		{nil, Missing},
-		{map[string]string{at + "enabled": "always [madvise] never", at + "shmem_enabled": "always advise [never]"}, Missing},
-		{map[string]string{at + "enabled": "[always] madvise never", at + "shmem_enabled": "always [advise] never"}, Found},
+		{map[string]string{at + "enabled": "always [madvise] never", at + "shmem_enabled": "always advise [never]"},
+			Missing},
+		{map[string]string{at + "enabled": "[always] madvise never", at + "shmem_enabled": "always [advise] never"},
+			Found},
 	} {
 		if o := hugePages(t.Context(), machine(t, c.files)); o.state != c.state {
 			t.Errorf("%v: %+v", c.files, o)
@@ -221,7 +237,8 @@ func TestUnreachableStore(t *testing.T) {
 }
 
 func TestBytes(t *testing.T) {
-	for n, want := range map[uint64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 8 << 20: "8 MiB", 1 << 60: "1024 PiB"} {
+	for n, want := range map[uint64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 8 << 20: "8 MiB",
+		1 << 60: "1024 PiB"} {
 		if got := bytes(n); got != want {
 			t.Errorf("bytes(%d) = %q, want %q", n, got, want)
 		}

@@ -35,7 +35,8 @@ func embedded(ctx context.Context, _ *Host) outcome {
 	if err := useStore(ctx, bootstrap.StoreConfig{Address: s.Address(), Job: "doctor", Secret: secret}); err != nil {
 		return broken("it starts, but "+err.Error(), advice)
 	}
-	return found(fmt.Sprintf("etcd starts in %v; a client reads what it wrote %v later", started.Round(time.Millisecond), (time.Since(began) - started).Round(time.Millisecond)))
+	return found(fmt.Sprintf("etcd starts in %v; a client reads what it wrote %v later",
+		started.Round(time.Millisecond), (time.Since(began) - started).Round(time.Millisecond)))
 }
 
 // useStore writes a key under a lease, reads it and lets it go.
@@ -69,11 +70,13 @@ func configured(ctx context.Context, h *Host) outcome {
 		return broken(address+": the environment is contradictory", "see environment below")
 	}
 	began := time.Now()
-	cfg := bootstrap.StoreConfig{Address: address, Job: cmp.Or(l.Job, "default"), Secret: l.Secret, User: l.StoreUser, Password: l.StorePassword, CA: l.StoreCA, Cert: l.StoreCert, Key: l.StoreKey}
+	cfg := bootstrap.StoreConfig{Address: address, Job: cmp.Or(l.Job, "default"), Secret: l.Secret, User: l.StoreUser,
+		Password: l.StorePassword, CA: l.StoreCA, Cert: l.StoreCert, Key: l.StoreKey}
 	if err := useStore(ctx, cfg); err != nil {
 		return broken(err.Error(), "start it, correct TUTTI_STORE, or unset it: tutti run then serves one")
 	}
-	return found(fmt.Sprintf("%s answers; connect, write and read took %v", address, time.Since(began).Round(time.Millisecond)))
+	return found(fmt.Sprintf("%s answers; connect, write and read took %v", address,
+		time.Since(began).Round(time.Millisecond)))
 }
 
 func gpus(context.Context, *Host) outcome {
@@ -105,7 +108,8 @@ func verbs(_ context.Context, h *Host) outcome {
 		for _, p := range h.list("/sys/class/infiniband/" + d + "/ports") {
 			base := "/sys/class/infiniband/" + d + "/ports/" + p
 			_, state, _ := strings.Cut(h.read(base+"/state"), ": ")
-			states = append(states, fmt.Sprintf("port %s %s, %s, %s", p, strings.ToLower(cmpOr(state, "unknown")), cmpOr(h.read(base+"/link_layer"), "?"), cmpOr(h.read(base+"/rate"), "?")))
+			states = append(states, fmt.Sprintf("port %s %s, %s, %s", p, strings.ToLower(cmpOr(state, "unknown")),
+				cmpOr(h.read(base+"/link_layer"), "?"), cmpOr(h.read(base+"/rate"), "?")))
 		}
 		devices = append(devices, d+" ("+strings.Join(states, "; ")+")")
 	}
@@ -113,20 +117,24 @@ func verbs(_ context.Context, h *Host) outcome {
 	case lib == "" && len(devices) == 0:
 		return missing("no libibverbs, no device", "")
 	case lib == "":
-		return warn(strings.Join(devices, ", ")+", but no libibverbs.so.1", "install it (libibverbs1 and ibverbs-providers, or rdma-core)")
+		return warn(strings.Join(devices, ", ")+", but no libibverbs.so.1",
+			"install it (libibverbs1 and ibverbs-providers, or rdma-core)")
 	case len(devices) == 0:
 		return missing(lib+", no device", "without a card: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev IFACE")
 	case !h.exists("/dev/infiniband/uverbs0"):
-		return warn(strings.Join(devices, ", ")+", but no /dev/infiniband/uverbs0", "modprobe ib_uverbs, or give the container the device")
+		return warn(strings.Join(devices, ", ")+", but no /dev/infiniband/uverbs0",
+			"modprobe ib_uverbs, or give the container the device")
 	}
 	return found(strings.Join(devices, ", ") + ", " + lib)
 }
 
 // library looks for a shared library where the dynamic linker does.
 func (h *Host) library(name string) string {
-	multiarch := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "ppc64le": "powerpc64le-linux-gnu", "riscv64": "riscv64-linux-gnu", "s390x": "s390x-linux-gnu"}[runtime.GOARCH]
+	multiarch := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu",
+		"ppc64le": "powerpc64le-linux-gnu", "riscv64": "riscv64-linux-gnu", "s390x": "s390x-linux-gnu"}[runtime.GOARCH]
 	dirs := filepath.SplitList(h.Getenv("LD_LIBRARY_PATH"))
-	dirs = append(dirs, "/lib/"+multiarch, "/usr/lib/"+multiarch, "/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/local/lib")
+	dirs = append(dirs, "/lib/"+multiarch, "/usr/lib/"+multiarch, "/lib64", "/usr/lib64", "/lib", "/usr/lib",
+		"/usr/local/lib")
 	for _, conf := range h.list("/etc/ld.so.conf.d") {
 		for line := range strings.Lines(h.read("/etc/ld.so.conf.d/" + conf)) {
 			if line = strings.TrimSpace(line); strings.HasPrefix(line, "/") {
@@ -150,7 +158,8 @@ func environment(_ context.Context, h *Host) outcome {
 	if l.Source == "none" {
 		return found("no launcher: this process would be rank 0 of 1")
 	}
-	detail := fmt.Sprintf("rank %d of %d of job %s, by the variables of %s", l.Rank, l.Size, cmp.Or(l.Job, "(without a name)"), l.Source)
+	detail := fmt.Sprintf("rank %d of %d of job %s, by the variables of %s", l.Rank, l.Size,
+		cmp.Or(l.Job, "(without a name)"), l.Source)
 	switch {
 	case l.Size > 1 && l.Secret == nil:
 		return warn(detail+"; no secret", "a job of several processes needs TUTTI_SECRET or TUTTI_SECRET_FILE")
@@ -186,7 +195,8 @@ func variables(_ context.Context, h *Host) outcome {
 	detail := cmpOr(strings.Join(set, " "), "no TUTTI_* variable is set")
 	if len(unknown) > 0 {
 		slices.Sort(unknown)
-		return warn(fmt.Sprintf("%s; without meaning: %s", detail, strings.Join(unknown, " ")), "misspelt? tutti env lists those that are understood")
+		return warn(fmt.Sprintf("%s; without meaning: %s", detail, strings.Join(unknown, " ")),
+			"misspelt? tutti env lists those that are understood")
 	}
 	if h.Getenv("TUTTI_STORE_CA") != "" && !strings.HasPrefix(h.Getenv("TUTTI_STORE"), "etcds://") {
 		return warn(detail, "TUTTI_STORE_CA has no effect: TUTTI_STORE is no etcds:// address")

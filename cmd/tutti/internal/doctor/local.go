@@ -24,12 +24,14 @@ import (
 // sharedMemory does what two ranks do to share memory: a sealed memory file goes over an abstract
 // Unix socket and is mapped on the other side.
 func sharedMemory(ctx context.Context, _ *Host) outcome {
-	const advice = "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use --transport tcp)"
+	const advice = "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use " +
+		"--transport tcp)"
 	if err := tryMemory(ctx); err != nil {
 		return broken(err.Error(), advice)
 	}
 	if err := tryPidfd(); err != nil {
-		return warn("memory files go over abstract sockets; "+err.Error(), "the death of a rank is noticed by its connections alone; Linux 5.3 or later has pidfd")
+		return warn("memory files go over abstract sockets; "+err.Error(),
+			"the death of a rank is noticed by its connections alone; Linux 5.3 or later has pidfd")
 	}
 	return found("a memory file went over an abstract socket and was mapped; pidfd works")
 }
@@ -53,7 +55,8 @@ func tryMemory(ctx context.Context) error {
 	}
 	defer unix.Munmap(mine)
 
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("@tutti-doctor-%d-%d", os.Getpid(), time.Now().UnixNano())})
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("@tutti-doctor-%d-%d", os.Getpid(),
+		time.Now().UnixNano())})
 	if err != nil {
 		return fmt.Errorf("listen on an abstract socket: %w", err)
 	}
@@ -117,7 +120,8 @@ func devShm(_ context.Context, h *Host) outcome {
 	if err := unix.Statfs("/dev/shm", &s); err != nil {
 		return missing("none", "") // nothing of ours needs it
 	}
-	return found(fmt.Sprintf("%s, %s free; not used: shared memory has no names here", bytes(s.Blocks*uint64(s.Bsize)), bytes(s.Bavail*uint64(s.Bsize))))
+	return found(fmt.Sprintf("%s, %s free; not used: shared memory has no names here", bytes(s.Blocks*uint64(s.Bsize)),
+		bytes(s.Bavail*uint64(s.Bsize))))
 }
 
 // peerMemory tries process_vm_readv, which no transport needs.
@@ -140,7 +144,8 @@ func peerMemory(_ context.Context, h *Host) outcome {
 func processes(_ context.Context, h *Host) outcome {
 	var n int
 	if err := unix.Prctl(unix.PR_GET_CHILD_SUBREAPER, uintptr(unsafe.Pointer(&n)), 0, 0, 0); err != nil {
-		return broken(fmt.Sprintf("no subreapers: %v", err), "tutti run cannot find what the ranks leave behind; Linux 3.4 or later is needed")
+		return broken(fmt.Sprintf("no subreapers: %v", err),
+			"tutti run cannot find what the ranks leave behind; Linux 3.4 or later is needed")
 	}
 	if h.read("/proc/self/stat") == "" {
 		return broken("/proc is not mounted", "tutti run finds the ranks' processes there: mount it")
@@ -270,7 +275,8 @@ func loopback(ctx context.Context, _ *Host) outcome {
 	if _, err := io.ReadFull(c, ping); err != nil {
 		return broken(err.Error(), advice)
 	}
-	return found(fmt.Sprintf("127.0.0.1 answers itself in %v, connecting included", time.Since(began).Round(time.Microsecond)))
+	return found(fmt.Sprintf("127.0.0.1 answers itself in %v, connecting included",
+		time.Since(began).Round(time.Microsecond)))
 }
 
 func port(ctx context.Context, h *Host) outcome {
@@ -288,7 +294,9 @@ func port(ctx context.Context, h *Host) outcome {
 		return found("chosen by the kernel (TUTTI_PORT sets one or a range)")
 	}
 	if spec.Lo == spec.Hi {
-		return warn("TUTTI_PORT="+text+" is free", "a second rank on this machine has none: set a range, such as "+fmt.Sprintf("%d-%d", spec.Lo, min(int(spec.Lo)+99, 65535)))
+		return warn("TUTTI_PORT="+text+" is free",
+			"a second rank on this machine has none: set a range, such as "+fmt.Sprintf("%d-%d", spec.Lo,
+				min(int(spec.Lo)+99, 65535)))
 	}
 	return found("TUTTI_PORT=" + text + " has a free one")
 }

@@ -21,7 +21,8 @@ func system(_ context.Context, h *Host) outcome {
 		return warn(err.Error(), "")
 	}
 	name, _ := os.Hostname()
-	return found(fmt.Sprintf("%s, %s %s, %s", name, unix.ByteSliceToString(u.Sysname[:]), unix.ByteSliceToString(u.Release[:]), unix.ByteSliceToString(u.Machine[:])))
+	return found(fmt.Sprintf("%s, %s %s, %s", name, unix.ByteSliceToString(u.Sysname[:]),
+		unix.ByteSliceToString(u.Release[:]), unix.ByteSliceToString(u.Machine[:])))
 }
 
 // cgroupFiles reads a file of this process's cgroup and of each above it, of version 2 (v2) or of a
@@ -90,7 +91,8 @@ func cores(_ context.Context, h *Host) outcome {
 	}
 	switch {
 	case quota < float64(usable):
-		return warn(fmt.Sprintf("%s, but the cgroup allows %.3g of them", detail, quota), fmt.Sprintf("start at most %d ranks here, or raise the container's CPU limit", max(1, int(quota))))
+		return warn(fmt.Sprintf("%s, but the cgroup allows %.3g of them", detail, quota),
+			fmt.Sprintf("start at most %d ranks here, or raise the container's CPU limit", max(1, int(quota))))
 	case usable == 1:
 		return warn(detail, "two ranks take turns on one core: latencies are those of the scheduler")
 	}
@@ -122,7 +124,8 @@ func simd(context.Context, *Host) outcome {
 	case runtime.GOARCH != "amd64":
 		return found(runtime.GOARCH + ": reductions in portable Go")
 	}
-	return warn("no AVX2 kernels", "reductions run in portable Go, several times slower: in a VM, expose the host's CPU model; build without the tag purego")
+	return warn("no AVX2 kernels", "reductions run in portable Go, several times slower: in a VM, expose the "+
+		"host's CPU model; build without the tag purego")
 }
 
 func memory(_ context.Context, h *Host) outcome {
@@ -158,13 +161,15 @@ func hugePages(_ context.Context, h *Host) outcome {
 		s, _, _ := strings.Cut(rest, "]")
 		return s
 	}
-	anon, shmem := chosen("/sys/kernel/mm/transparent_hugepage/enabled"), chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+	anon, shmem := chosen("/sys/kernel/mm/transparent_hugepage/enabled"),
+		chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 	switch {
 	case anon == "":
 		return missing("this kernel has no transparent huge pages", "")
 	case shmem == "" || shmem == "never" || shmem == "deny":
 		return missing(fmt.Sprintf("private memory: %s, shared memory: %s", anon, cmpOr(shmem, "never")),
-			"for fewer page faults in large registered buffers: echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled")
+			"for fewer page faults in large registered buffers: echo advise > "+
+				"/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 	}
 	return found(fmt.Sprintf("private memory: %s, shared memory: %s", anon, shmem))
 }
@@ -198,7 +203,8 @@ func lockedMemory(context.Context, *Host) outcome {
 	if r.Cur == unix.RLIM_INFINITY {
 		return found("unlimited")
 	}
-	return missing("up to "+bytes(r.Cur), "only RDMA needs more: ulimit -l unlimited, or LimitMEMLOCK=infinity in the service")
+	return missing("up to "+bytes(r.Cur), "only RDMA needs more: ulimit -l unlimited, or LimitMEMLOCK=infinity "+
+		"in the service")
 }
 
 func limit(n uint64) string {

@@ -29,7 +29,8 @@ func flightFiles(dir string, rank int, suffix string) []string {
 	}
 	var paths []string
 	for _, e := range entries {
-		if rest, ours := strings.CutPrefix(e.Name(), fmt.Sprintf("flight-rank%d", rank)); ours && strings.HasSuffix(rest, suffix) && (rest[0] == '-' || rest[0] == '.') {
+		if rest, ours := strings.CutPrefix(e.Name(), fmt.Sprintf("flight-rank%d", rank)); ours &&
+			strings.HasSuffix(rest, suffix) && (rest[0] == '-' || rest[0] == '.') {
 			if info, err := e.Info(); err == nil && files.Own(info) {
 				paths = append(paths, filepath.Join(dir, e.Name()))
 			}

@@ -31,7 +31,8 @@ func get[T any](t *testing.T, what string, c <-chan T) (x T) {
 type fake struct{ *launcher }
 
 func newFake(t *testing.T, n, restarts, standby int) fake {
-	l := &launcher{Options: Options{N: n, Nodes: 2, GoOn: true, MaxRestarts: restarts, Standby: standby, Quiet: true}, ranks: make([]rank, n+standby),
+	l := &launcher{Options: Options{N: n, Nodes: 2, GoOn: true, MaxRestarts: restarts, Standby: standby, Quiet: true},
+		ranks: make([]rank, n+standby),
 		again: make(chan int, n), in: map[int]entry{}, hold: &store{}, live: n + standby}
 	for i := range l.ranks {
 		l.ranks[i] = rank{started: true, pid: 100 + i, since: time.Now()}
@@ -222,8 +223,9 @@ func TestViews(t *testing.T) {
 	}
 	register(t, lives, 0, 10, nil)
 	register(t, lives, 1, 11, func(r *bootstrap.Record) { r.Machine = "another" })
-	register(t, lives, 2, 12, func(r *bootstrap.Record) { r.Host = "a-container-here" }) // the process numbers of which mean nothing here
-	register(t, lives, 3, 13, func(r *bootstrap.Record) { r.PID = 1 << 30 })             // dead
+	// the process numbers of which mean nothing here
+	register(t, lives, 2, 12, func(r *bootstrap.Record) { r.Host = "a-container-here" })
+	register(t, lives, 3, 13, func(r *bootstrap.Record) { r.PID = 1 << 30 }) // dead
 	setView(t, lives, membership.First([]uint64{10, 11, 12, 13}))
 	if e := get(t, "who is in", v.in); e != (entry{group: group, slot: 0, incarnation: 10}) {
 		t.Errorf("%+v", e)
@@ -298,7 +300,8 @@ func TestOtherNodes(t *testing.T) {
 			if err := other.Put(t.Context(), nodeKeys+"1", []byte("{}"), true); err != nil {
 				t.Fatal(err)
 			}
-			s := &store{handle: m.Open(), nodes: 2, failc: make(chan broken, 1), alone: make(chan struct{}), goOn: c.goOn, wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}}
+			s := &store{handle: m.Open(), nodes: 2, failc: make(chan broken, 1), alone: make(chan struct{}),
+				goOn: c.goOn, wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}}
 			defer s.handle.Close()
 			ctx, cancel := context.WithCancel(t.Context())
 			nodes := s.handle.Watch(ctx, nodeKeys)

@@ -268,7 +268,8 @@ func GuardMain() int {
 	}
 	// Caught and dropped, rather than ignored, which the ranks would inherit.
 	dropped := make(chan os.Signal, 1)
-	signal.Notify(dropped, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGPIPE, syscall.SIGTTOU, syscall.SIGTTIN, syscall.SIGTSTP)
+	signal.Notify(dropped, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGPIPE,
+		syscall.SIGTTOU, syscall.SIGTTIN, syscall.SIGTSTP)
 	chld := make(chan os.Signal, 1)
 	signal.Notify(chld, syscall.SIGCHLD)
 	unix.CloseOnExec(3)

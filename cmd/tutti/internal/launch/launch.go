@@ -39,23 +39,31 @@ type Options struct {
 	Nodes, Node int    // number of nodes, 0 for one, and this one's number
 	Rendezvous  string // HOST:PORT at which node 0 serves the store, if Nodes > 1 and no Store is given
 	Store       string // address of an existing store; "" to serve one
-	Job         string // name of the job; "" for a random one (one node) or "default" (several that share a served store)
-	Secret      string // textual form; "" for a random one (one node only)
-	Env         []string
+	// name of the job; "" for a random one (one node) or "default" (several that share a served
+	// store)
+	Job    string
+	Secret string // textual form; "" for a random one (one node only)
+	Env    []string
 
 	Stdin          *os.File // for this node's first rank; nil: nothing
 	Stdout, Stderr *os.File
 	NoPrefix       bool
 	LogDir         string
-	Bind           bool          // each rank to a processor of its own; N must not exceed the processors that this process may run on
-	Grace          time.Duration // between SIGTERM, or the user's signal, and SIGKILL
+	// each rank to a processor of its own; N must not exceed the processors that this process may
+	// run on
+	Bind  bool
+	Grace time.Duration // between SIGTERM, or the user's signal, and SIGKILL
 
 	// GoOn leaves the other ranks running when one dies, killed or by itself: Env tells them to
 	// "shrink" or "retry". The job begins to end with the first rank that ends well: it has ended
 	// well if all did that were alive then. If none ended well, the first death counts.
-	GoOn        bool
-	MaxRestarts int // how often each rank that died is started again until then, if GoOn; its environment has TUTTI_RESTART then
-	Standby     int // processes more that wait for a rank to die and take its place, if GoOn; those that never did are ended with the job
+	GoOn bool
+	// how often each rank that died is started again until then, if GoOn; its environment has
+	// TUTTI_RESTART then
+	MaxRestarts int
+	// processes more that wait for a rank to die and take its place, if GoOn; those that never did
+	// are ended with the job
+	Standby int
 
 	Quiet     bool // say nothing of how the ranks ended
 	QuietCode int  // nor if the first failure had this exit code; 0: none
@@ -123,9 +131,11 @@ type launcher struct {
 // without other children. If ctx ends, the job does.
 func Run(ctx context.Context, o Options) (int, error) {
 	o.Nodes = max(o.Nodes, 1)
-	l := &launcher{Options: o, base: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby), signals: make(chan os.Signal, 8), again: make(chan int, o.N), in: map[int]entry{}}
+	l := &launcher{Options: o, base: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby),
+		signals: make(chan os.Signal, 8), again: make(chan int, o.N), in: map[int]entry{}}
 	var caught []os.Signal
-	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2, syscall.SIGPIPE} {
+	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1,
+		syscall.SIGUSR2, syscall.SIGPIPE} {
 		if !signal.Ignored(s) { // as under nohup, or in the background of a script: it is to stay so
 			caught = append(caught, s)
 		}
@@ -191,7 +201,9 @@ func (l *launcher) close() error {
 					stuck = append(stuck, fmt.Sprintf("%s (pid %d)", l.who(i), r.pid))
 				}
 			}
-			return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a device or a file system (%s); the guard process stays to wait for them", dieBy, strings.Join(stuck, ", "))
+			return fmt.Errorf("SIGKILL was sent %v ago and there still are processes, most likely waiting for a "+
+				"device or a file system (%s); the guard process stays to wait for them", dieBy,
+				strings.Join(stuck, ", "))
 		}
 	}
 }
@@ -201,7 +213,8 @@ func (l *launcher) run(ctx context.Context) error {
 	// starts.
 	var files unix.Rlimit
 	if need := uint64(40 + 4*len(l.ranks)); unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil && files.Cur < need {
-		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: raise the limit (ulimit -n)", files.Cur, count(len(l.ranks), "rank"), need)
+		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: "+
+			"raise the limit (ulimit -n)", files.Cur, count(len(l.ranks), "rank"), need)
 	}
 	var err error
 	if l.temp, err = l.guard.Temp(); err != nil {
@@ -437,7 +450,8 @@ func (l *launcher) signal(s syscall.Signal) {
 		l.user = s
 		l.end(s)
 		if !l.Quiet {
-			l.say(fmt.Sprintf("%s: passed on to %s; what has not ended in %v is killed, and at once if the signal comes again", unix.SignalName(s), count(l.live, "rank"), l.Grace))
+			l.say(fmt.Sprintf("%s: passed on to %s; what has not ended in %v is killed, and at once if the "+
+				"signal comes again", unix.SignalName(s), count(l.live, "rank"), l.Grace))
 		}
 	}
 }
@@ -494,7 +508,8 @@ func (l *launcher) program(ctx context.Context) (Command, error) {
 	case err == nil && info.IsDir():
 		files, _ := filepath.Glob(filepath.Join(l.Program, "*.go"))
 		if len(files) == 0 {
-			return c, &Error{CodeNotFound, fmt.Errorf("%s is a directory without Go files: give a program, a .go file or the directory of a Go program", l.Program)}
+			return c, &Error{CodeNotFound, fmt.Errorf("%s is a directory without Go files: give a program, a .go "+
+				"file or the directory of a Go program", l.Program)}
 		}
 		return l.build(ctx, c)
 	case err == nil && strings.HasSuffix(l.Program, ".go") && info.Mode().IsRegular():
@@ -503,7 +518,8 @@ func (l *launcher) program(ctx context.Context) (Command, error) {
 	path, err := exec.LookPath(l.Program)
 	switch {
 	case errors.Is(err, exec.ErrDot):
-		return c, &Error{CodeNotFound, fmt.Errorf("program %q is only in the current directory: write ./%s", l.Program, l.Program)}
+		return c, &Error{CodeNotFound, fmt.Errorf("program %q is only in the current directory: write ./%s", l.Program,
+			l.Program)}
 	case errors.Is(err, fs.ErrPermission):
 		return c, &Error{CodeNoExec, fmt.Errorf("program %q cannot be executed: permission denied", l.Program)}
 	case err != nil && strings.Contains(l.Program, "/"):
@@ -549,7 +565,8 @@ func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
 		return c, err
 	}
 	defer null.Close()
-	if err := l.guard.Start(-1, Command{Path: tool, Args: []string{"build", "-o", bin, what}, Env: os.Environ(), Dir: dir}, null, l.Stderr, l.Stderr); err != nil {
+	if err := l.guard.Start(-1, Command{Path: tool, Args: []string{"build", "-o", bin, what}, Env: os.Environ(),
+		Dir: dir}, null, l.Stderr, l.Stderr); err != nil {
 		return c, err
 	}
 	cancelled := ctx.Done()
@@ -641,10 +658,13 @@ func module(dir string) string {
 // it is given instead: of variables that are there twice, programs take either. Where the store is
 // the launcher's own, how to enter a site's has no meaning.
 func inherit(own []string, siteStore bool, instead []string) []string {
-	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
-		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_RESTART", "TUTTI_JOB", "TUTTI_STORE", "TUTTI_SECRET", "TUTTI_SECRET_FILE"}
+	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+		"TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
+		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_RESTART", "TUTTI_JOB", "TUTTI_STORE",
+		"TUTTI_SECRET", "TUTTI_SECRET_FILE"}
 	if !siteStore {
-		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT", "TUTTI_STORE_KEY")
+		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT",
+			"TUTTI_STORE_KEY")
 	}
 	for _, kv := range instead {
 		name, _, _ := strings.Cut(kv, "=")

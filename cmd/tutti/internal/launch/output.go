@@ -66,7 +66,8 @@ type stream struct {
 // NewOutput writes ranks' standard output to out and standard error to errw, with prefixes wide
 // enough for world ranks if prefix is set, and everything to logDir/rank-N.log if logDir is not
 // empty. report is told, once each, what cannot be written.
-func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int, report func(string)) (*Output, error) {
+func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int,
+	report func(string)) (*Output, error) {
 	width := len(strconv.Itoa(max(world-1, 0)))
 	o := &Output{report: report, broken: make(chan struct{}),
 		out: &stream{w: out, colour: Colour(out), prefix: prefix, width: width},
@@ -136,7 +137,8 @@ func (o *Output) copy(s *stream, rank int, r io.Reader) {
 			}
 		}
 		// Lines that are here already go out together.
-		if next, _ := in.Peek(in.Buffered()); err != nil && !errors.Is(err, bufio.ErrBufferFull) || len(buf) >= maxLine || !hasLine(next) {
+		if next, _ := in.Peek(in.Buffered()); err != nil && !errors.Is(err, bufio.ErrBufferFull) ||
+			len(buf) >= maxLine || !hasLine(next) {
 			o.emit(s, buf)
 			buf = buf[:0]
 		}

@@ -125,7 +125,8 @@ func TestOutputCutsLongLines(t *testing.T) {
 func TestOutcome(t *testing.T) {
 	for status, want := range map[uint32]string{
 		0x0000: "0 exited with code 0", 0x0300: "3 exited with code 3", 0xff00: "255 exited with code 255",
-		9: "137 was killed by signal 9 (SIGKILL)", 0x8b: "139 was killed by signal 11 (SIGSEGV) and dumped core", 40: "168 was killed by signal 40 (a real-time signal)",
+		9: "137 was killed by signal 9 (SIGKILL)", 0x8b: "139 was killed by signal 11 (SIGSEGV) and dumped core",
+		40: "168 was killed by signal 40 (a real-time signal)",
 	} {
 		if code, how := outcome(syscall.WaitStatus(status)); fmt.Sprint(code, " ", how) != want {
 			t.Errorf("status %#x: %d %s, want %s", status, code, how, want)

@@ -37,7 +37,8 @@ const maxRunning = 64 << 10
 // announce lets this user's other commands find the job.
 func (l *launcher) announce(store string) error {
 	program := strings.Join(append([]string{l.Program}, l.Args...), " ")
-	b, err := json.Marshal(Running{Job: l.Job, Store: store, Secret: l.Secret, PID: os.Getpid(), Ranks: l.world, Program: program[:min(len(program), 1024)], Started: time.Now()})
+	b, err := json.Marshal(Running{Job: l.Job, Store: store, Secret: l.Secret, PID: os.Getpid(), Ranks: l.world,
+		Program: program[:min(len(program), 1024)], Started: time.Now()})
 	if err != nil {
 		return err
 	}
@@ -106,7 +107,8 @@ func readRunning(dir string) (r Running, err error) {
 			return r, err
 		}
 		if int(st.Uid) != os.Getuid() || st.Mode&unix.S_IFMT != kind || st.Mode&0o077 != 0 {
-			return r, fmt.Errorf("%s: mode %o, of user %d: not a launcher's of user %d", f.Name(), st.Mode, st.Uid, os.Getuid())
+			return r, fmt.Errorf("%s: mode %o, of user %d: not a launcher's of user %d", f.Name(), st.Mode, st.Uid,
+				os.Getuid())
 		}
 	}
 	b, err := io.ReadAll(io.LimitReader(f, maxRunning))

@@ -25,7 +25,8 @@ func TestJobs(t *testing.T) {
 	}
 	var locks []*os.File
 	start := func(dir, job string) *launcher {
-		l := &launcher{Options: Options{Program: "./train", Args: []string{"-x"}, Job: "jobs-test-" + job, Secret: "0123456789abcdef"}, world: 4, temp: filepath.Join(os.TempDir(), "tutti-"+dir)}
+		l := &launcher{Options: Options{Program: "./train", Args: []string{"-x"}, Job: "jobs-test-" + job,
+			Secret: "0123456789abcdef"}, world: 4, temp: filepath.Join(os.TempDir(), "tutti-"+dir)}
 		lock, err := makeTemp(l.temp)
 		if err != nil {
 			t.Fatal(err)
@@ -38,13 +39,16 @@ func TestJobs(t *testing.T) {
 	if got := ours(); len(got) != 0 {
 		t.Errorf("before it is announced: %+v", got)
 	}
-	for _, l := range []*launcher{a, start("0000000000000002", "b"), start("0000000000000003", "b")} { // two nodes of one job
+	// two nodes of one job
+	for _, l := range []*launcher{a, start("0000000000000002", "b"), start("0000000000000003", "b")} {
 		if err := l.announce("tutti://127.0.0.1:1"); err != nil {
 			t.Fatal(err)
 		}
 	}
 	got := ours()
-	if len(got) != 2 || got[0].Job != "jobs-test-a" || got[1].Job != "jobs-test-b" || got[0].Program != "./train -x" || got[0].Ranks != 4 || got[0].Secret != "0123456789abcdef" || got[0].PID != os.Getpid() || time.Since(got[0].Started) < 0 {
+	if len(got) != 2 || got[0].Job != "jobs-test-a" || got[1].Job != "jobs-test-b" || got[0].Program != "./train -x" ||
+		got[0].Ranks != 4 || got[0].Secret != "0123456789abcdef" || got[0].PID != os.Getpid() ||
+		time.Since(got[0].Started) < 0 {
 		t.Errorf("%+v", got)
 	}
 	if info, err := os.Stat(filepath.Join(a.temp, runningName)); err != nil || info.Mode().Perm() != 0o600 {
@@ -88,7 +92,8 @@ func TestNotesOfOthers(t *testing.T) {
 			if strings.HasPrefix(name, "another's") && os.Getuid() != 0 {
 				t.Skip("only root can give a file away")
 			}
-			l := &launcher{Options: Options{Program: "./train", Job: "a", Secret: "0123456789abcdef"}, world: 4, temp: filepath.Join(t.TempDir(), "tutti-0000000000000001")}
+			l := &launcher{Options: Options{Program: "./train", Job: "a", Secret: "0123456789abcdef"}, world: 4,
+				temp: filepath.Join(t.TempDir(), "tutti-0000000000000001")}
 			lock, err := makeTemp(l.temp)
 			if err != nil {
 				t.Fatal(err)
@@ -142,7 +147,8 @@ func TestLanded(t *testing.T) {
 	record(10, 2)
 	l.landed(1, 0, 137, "was killed by signal 9 (SIGKILL)")
 	expect("flight-rank1.json flight-rank10-0000000000000002.bin")
-	if s, err := flight.ReadFile(filepath.Join(l.LogDir, "flight-rank1.json")); err != nil || s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 1 {
+	if s, err := flight.ReadFile(filepath.Join(l.LogDir, "flight-rank1.json")); err != nil ||
+		s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 1 {
 		t.Errorf("%+v, %v", s, err)
 	}
 	record(1, 3) // another life
@@ -153,7 +159,8 @@ func TestLanded(t *testing.T) {
 	record(1, 5)
 	record(1, 6) // has taken its place already
 	l.landed(1, 5, 0, "")
-	expect("flight-rank1-0000000000000003.json flight-rank1-0000000000000006.bin flight-rank1.json flight-rank10-0000000000000002.bin")
+	expect("flight-rank1-0000000000000003.json flight-rank1-0000000000000006.bin flight-rank1.json " +
+		"flight-rank10-0000000000000002.bin")
 	l.clearFlights()
 	expect("flight-rank10-0000000000000002.bin")
 	link := filepath.Join(l.LogDir, "flight-rank1-0000000000000005.bin")

@@ -47,9 +47,11 @@ const hearWait = 5 * time.Second
 func (r nodeRecord) differs(n int, other nodeRecord) error {
 	switch {
 	case other.N != r.N || other.Nodes != r.Nodes:
-		return fmt.Errorf("node %d (%s) was started with -n %d --nnodes %d, this one with -n %d --nnodes %d: they must agree", n, other.Host, other.N, other.Nodes, r.N, r.Nodes)
+		return fmt.Errorf("node %d (%s) was started with -n %d --nnodes %d, this one with -n %d --nnodes %d: "+
+			"they must agree", n, other.Host, other.N, other.Nodes, r.N, r.Nodes)
 	case other.Failure != r.Failure:
-		return fmt.Errorf("node %d (%s) was started with --on-failure %s, this one with --on-failure %s: they must agree", n, other.Host, other.Failure, r.Failure)
+		return fmt.Errorf("node %d (%s) was started with --on-failure %s, this one with --on-failure %s: "+
+			"they must agree", n, other.Host, other.Failure, r.Failure)
 	}
 	return nil
 }
@@ -104,11 +106,12 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 			l.Job = "run-" + hex.EncodeToString(b[:])
 		}
 	}
-	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}), goOn: l.GoOn, wake: make(chan struct{}, 1), say: func(text string) {
-		if !l.Quiet {
-			l.say(text)
-		}
-	}}
+	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}), goOn: l.GoOn,
+		wake: make(chan struct{}, 1), say: func(text string) {
+			if !l.Quiet {
+				l.say(text)
+			}
+		}}
 	l.hold = s
 	address, host := l.Store, "127.0.0.1"
 	if address == "" {
@@ -169,8 +172,10 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	base := append(inherit(os.Environ(), l.Store != "", l.Env), l.Env...)
 	return func(i int) []string {
 		if i >= l.N { // it gets its rank when one is free
-			return append(base[:len(base):len(base)], "TUTTI_SIZE="+strconv.Itoa(l.world), "TUTTI_STANDBY="+strconv.Itoa(l.Node*l.Standby+i-l.N),
-				"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort, "TUTTI_STORE="+address, "TUTTI_JOB="+l.Job, "TUTTI_SECRET="+l.Secret)
+			return append(base[:len(base):len(base)], "TUTTI_SIZE="+strconv.Itoa(l.world),
+				"TUTTI_STANDBY="+strconv.Itoa(l.Node*l.Standby+i-l.N),
+				"MASTER_ADDR="+masterHost, "MASTER_PORT="+masterPort, "TUTTI_STORE="+address, "TUTTI_JOB="+l.Job,
+				"TUTTI_SECRET="+l.Secret)
 		}
 		return append(base[:len(base):len(base)],
 			"RANK="+strconv.Itoa(l.base+i), "WORLD_SIZE="+strconv.Itoa(l.world),
@@ -231,7 +236,8 @@ func (l *launcher) storeConfig(address string, secret []byte) (bootstrap.StoreCo
 	cfg := bootstrap.StoreConfig{Address: address, Job: l.Job, Secret: secret, Rank: l.base}
 	if l.Store != "" {
 		cfg.User, cfg.Password = os.Getenv("TUTTI_STORE_USER"), os.Getenv("TUTTI_STORE_PASSWORD")
-		cfg.CA, cfg.Cert, cfg.Key = os.Getenv("TUTTI_STORE_CA"), os.Getenv("TUTTI_STORE_CERT"), os.Getenv("TUTTI_STORE_KEY")
+		cfg.CA, cfg.Cert, cfg.Key = os.Getenv("TUTTI_STORE_CA"), os.Getenv("TUTTI_STORE_CERT"),
+			os.Getenv("TUTTI_STORE_KEY")
 	}
 	// The ranks' lease too: how long this node may be silent before the others take it for dead.
 	env, err := bootstrap.FromEnv(func(name string) string {
@@ -275,7 +281,8 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		var c *bootstrap.ConflictError
 		var other nodeRecord
 		if errors.As(err, &c) && json.Unmarshal(c.Current, &other) == nil {
-			return "", fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank", s.node, l.Job, other.Host)
+			return "", fmt.Errorf("there is a node %d of job %s already, host %s: give every node its own --node-rank",
+				s.node, l.Job, other.Host)
 		}
 		return "", err
 	}
@@ -309,7 +316,8 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		n, err := strconv.Atoi(path.Base(e.Key))
 		switch {
 		case !open || e.Err != nil:
-			return "", cmp.Or(refusal, fmt.Errorf("wait for the other nodes: %w", cmp.Or(e.Err, bootstrap.ErrStoreClosed)))
+			return "", cmp.Or(refusal, fmt.Errorf("wait for the other nodes: %w",
+				cmp.Or(e.Err, bootstrap.ErrStoreClosed)))
 		case err != nil || n < 0 || n >= s.nodes || n == s.node:
 			continue
 		case !e.Exists && refusal != nil && n == refused:
@@ -324,7 +332,8 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		}
 		switch differs := me.differs(n, other); {
 		case other.Refusal != "" && (refusal == nil || n == refused):
-			return "", cmp.Or(refusal, differs, fmt.Errorf("node %d (%s) has given up: %s", n, other.Host, other.Refusal))
+			return "", cmp.Or(refusal, differs, fmt.Errorf("node %d (%s) has given up: %s", n, other.Host,
+				other.Refusal))
 		case refusal != nil:
 		case differs != nil:
 			refusal, refused, late = differs, n, time.After(hearWait)

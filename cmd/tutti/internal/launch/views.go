@@ -52,7 +52,8 @@ type views struct {
 
 // followViews begins to watch. The caller must close.
 func followViews(cfg bootstrap.StoreConfig) *views {
-	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1), ended: make(chan struct{})}
+	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
+		ended: make(chan struct{})}
 	v.ctx, v.stop = context.WithCancel(context.Background())
 	go v.follow()
 	return v
@@ -201,7 +202,8 @@ func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, vie
 }
 
 // report reports the processes of this node that are in view, each once.
-func (v *views) report(ctx context.Context, store bootstrap.Store, view membership.View, reported map[uint64]bool) error {
+func (v *views) report(ctx context.Context, store bootstrap.Store, view membership.View,
+	reported map[uint64]bool) error {
 	news := false
 	for _, s := range view.Slots {
 		news = news || s.Incarnation != 0 && !reported[s.Incarnation]

@@ -10,11 +10,12 @@ import (
 
 // Report is what can be said of a job from one or two samples. It is what --json prints.
 type Report struct {
-	Job        string             `json:"job"`
-	Time       time.Time          `json:"time"`
-	Interval   float64            `json:"interval_seconds,omitempty"` // between the samples that rates are of; 0: there is one
-	Epoch      uint64             `json:"epoch"`                      // the latest that a rank is in
-	Active     []int              `json:"active,omitempty"`           // in that
+	Job  string    `json:"job"`
+	Time time.Time `json:"time"`
+	// between the samples that rates are of; 0: there is one
+	Interval   float64            `json:"interval_seconds,omitempty"`
+	Epoch      uint64             `json:"epoch"`            // the latest that a rank is in
+	Active     []int              `json:"active,omitempty"` // in that
 	Findings   []flight.Finding   `json:"findings"`
 	Stragglers []flight.Straggler `json:"stragglers"`
 	Ranks      []Rank             `json:"ranks"`
@@ -39,7 +40,8 @@ const (
 // Make makes a report of a sample, with rates since the one before if that is not nil. Stragglers
 // are those since the sample before where watching is set, else since the ranks have joined.
 func Make(now, before *Sample, watching bool) *Report {
-	r := &Report{Job: now.Job, Time: now.Time, Findings: append([]flight.Finding{}, flight.Diagnose(now.Ranks)...), Stragglers: []flight.Straggler{}}
+	r := &Report{Job: now.Job, Time: now.Time, Findings: append([]flight.Finding{}, flight.Diagnose(now.Ranks)...),
+		Stragglers: []flight.Straggler{}}
 	old := map[int]*flight.Snapshot{}
 	var span float64
 	var since []flight.Rank

@@ -51,7 +51,8 @@ func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
 // New samples a job by a handle of its store, which the sampler owns.
 func New(job string, store bootstrap.Store, secret []byte) *Sampler {
 	self := bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil) // no rank, only somebody who knows the secret
-	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self, Secret: secret})}
+	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self,
+		Secret: secret})}
 }
 
 // Close gives the store back.

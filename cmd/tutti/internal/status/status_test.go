@@ -65,8 +65,9 @@ func (j *job) rank(rank int, f func(ops int) *flight.Snapshot) bootstrap.Store {
 	inc := uint64(rank) + 1
 	ctx, cancel := context.WithTimeout(j.t.Context(), 30*time.Second)
 	defer cancel()
-	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: rank, Incarnation: inc, Secret: secret, Interfaces: "127.0.0.1",
-		Describe: func(context.Context, int, uint64) (bootstrap.Endpoints, error) { return nil, nil },
+	s, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: rank, Incarnation: inc, Secret: secret,
+		Interfaces: "127.0.0.1",
+		Describe:   func(context.Context, int, uint64) (bootstrap.Endpoints, error) { return nil, nil },
 		Status: func(_ context.Context, ops int) ([]byte, error) {
 			snap := f(ops)
 			if snap == nil {
@@ -83,8 +84,12 @@ func (j *job) rank(rank int, f func(ops int) *flight.Snapshot) bootstrap.Store {
 
 // snapshot is a rank that computes, and has done so many allreduces of 1000 bytes.
 func (j *job) snapshot(rank, done int) *flight.Snapshot {
-	s := &flight.Snapshot{Version: flight.Version, Job: "train", Rank: rank, Size: j.size, Incarnation: fmt.Sprintf("%016x", rank+1), PID: 100 + rank, Host: "node", Time: time.Now(), Since: time.Now(), Joined: true,
-		View: flight.View{Epoch: 1}, Groups: []flight.Group{{ID: 1, Slot: rank, Size: j.size, Finished: uint64(done), Number: uint64(done)}}, Totals: map[string]flight.Total{"allreduce": {Operations: uint64(done), Bytes: uint64(1000 * done)}}}
+	s := &flight.Snapshot{Version: flight.Version, Job: "train", Rank: rank, Size: j.size,
+		Incarnation: fmt.Sprintf("%016x", rank+1), PID: 100 + rank, Host: "node", Time: time.Now(), Since: time.Now(),
+		Joined: true,
+		View:   flight.View{Epoch: 1}, Groups: []flight.Group{{ID: 1, Slot: rank, Size: j.size, Finished: uint64(done),
+			Number: uint64(done)}}, Totals: map[string]flight.Total{"allreduce": {Operations: uint64(done),
+			Bytes: uint64(1000 * done)}}}
 	for r := range j.size {
 		s.View.Active = append(s.View.Active, r)
 	}
@@ -121,7 +126,8 @@ func TestSample(t *testing.T) {
 	if n := <-asked; n != 7 {
 		t.Errorf("asked for %d operations", n)
 	}
-	for r, text := range map[int]string{2: "no answer within 1s, yet the store takes it for alive", 3: "it is joining the job", 4: "its lease has ended"} {
+	for r, text := range map[int]string{2: "no answer within 1s, yet the store takes it for alive",
+		3: "it is joining the job", 4: "its lease has ended"} {
 		if !strings.Contains(got.Ranks[r].Detail, text) {
 			t.Errorf("rank %d: %q, want %q", r, got.Ranks[r].Detail, text)
 		}
@@ -184,7 +190,8 @@ func pair(n int) (now, before *Sample) {
 			snap.Time, snap.Since = at, t0.Add(-time.Minute)
 			end := at.Add(-50 * time.Millisecond)
 			snap.Groups[0].Last = &flight.Operation{Group: 1, Number: uint64(done), Kind: "allreduce", Ended: &end}
-			s.Ranks = append(s.Ranks, flight.Rank{Rank: r, Presence: flight.Present, Where: fmt.Sprintf("pid %d on node", 100+r), Snapshot: snap})
+			s.Ranks = append(s.Ranks, flight.Rank{Rank: r, Presence: flight.Present,
+				Where: fmt.Sprintf("pid %d on node", 100+r), Snapshot: snap})
 		}
 		return s
 	}
@@ -192,7 +199,8 @@ func pair(n int) (now, before *Sample) {
 }
 
 func in(s *flight.Snapshot, number uint64, ago time.Duration, waits ...int) {
-	s.Groups[0].Running = &flight.Operation{Group: 1, Number: number, Kind: "allreduce", Call: "allreduce #9", Started: s.Time.Add(-ago), Outcome: "running", WaitsFor: waits}
+	s.Groups[0].Running = &flight.Operation{Group: 1, Number: number, Kind: "allreduce", Call: "allreduce #9",
+		Started: s.Time.Add(-ago), Outcome: "running", WaitsFor: waits}
 	s.Groups[0].Number = number
 }
 
@@ -220,7 +228,8 @@ func TestMake(t *testing.T) {
 		now.Ranks[r].Snapshot.Links = []flight.Link{{Rank: 2, Waited: 5}}
 		before.Ranks[r].Snapshot.Links = []flight.Link{{Rank: 2, Waited: 4.95}}
 	}
-	if r := Make(now, before, false); len(r.Stragglers) != 1 || r.Stragglers[0].Rank != 2 || r.Stragglers[0].Kept != 10 {
+	if r := Make(now, before, false); len(r.Stragglers) != 1 || r.Stragglers[0].Rank != 2 ||
+		r.Stragglers[0].Kept != 10 {
 		t.Errorf("%+v", r.Stragglers)
 	}
 	if r := Make(now, before, true); len(r.Stragglers) != 0 {
@@ -240,16 +249,22 @@ func TestStates(t *testing.T) {
 			r.Snapshot.Groups[0].Last.Ended = &e
 		}, "computing for 41 s", true},
 		{func(r *flight.Rank) { in(r.Snapshot, 9, time.Millisecond, 1) }, "in allreduce #9", true},
-		{func(r *flight.Rank) { in(r.Snapshot, 9, 3*time.Second, 1) }, "in allreduce #9 for 3.0 s, waits for rank 1", false},
-		{func(r *flight.Rank) { in(r.Snapshot, 9, 3*time.Second, 1); r.Snapshot.Groups[0].Running.Group = 4 }, "in allreduce #9 of group 4 for 3.0 s, waits for rank 1", false},
-		{func(r *flight.Rank) { in(r.Snapshot, 1, 3*time.Second, 1, 2); r.Snapshot.Joined = false }, "joining: in allreduce #1 for 3.0 s, waits for ranks 1 and 2", false},
+		{func(r *flight.Rank) { in(r.Snapshot, 9, 3*time.Second, 1) }, "in allreduce #9 for 3.0 s, waits for rank 1",
+			false},
+		{func(r *flight.Rank) { in(r.Snapshot, 9, 3*time.Second, 1); r.Snapshot.Groups[0].Running.Group = 4 },
+			"in allreduce #9 of group 4 for 3.0 s, waits for rank 1", false},
+		{func(r *flight.Rank) { in(r.Snapshot, 1, 3*time.Second, 1, 2); r.Snapshot.Joined = false },
+			"joining: in allreduce #1 for 3.0 s, waits for ranks 1 and 2", false},
 		{func(r *flight.Rank) {
-			r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Call: "recv from rank 1 (x)", Started: r.Snapshot.Time.Add(-2 * time.Second), WaitsFor: []int{1}}}
+			r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Call: "recv from rank 1 (x)",
+				Started: r.Snapshot.Time.Add(-2 * time.Second), WaitsFor: []int{1}}}
 		}, "in recv from rank 1 (x) for 2.0 s, waits for rank 1", false},
-		{func(r *flight.Rank) { r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Async: true}} }, "computing", true},
+		{func(r *flight.Rank) { r.Snapshot.Messages = []flight.Operation{{Kind: "recv", Async: true}} }, "computing",
+			true},
 		{func(r *flight.Rank) { r.Snapshot.Groups[0].Error = "rank 1 failed" }, "failed: rank 1 failed", false},
 		{func(r *flight.Rank) { r.Snapshot.Groups = nil }, "has closed its groups", true},
-		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} }, "does not answer: no answer within 1s", false},
+		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Silent, Detail: "no answer within 1s"} },
+			"does not answer: no answer within 1s", false},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Dead} }, "dead", false},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Vacant} }, "empty slot", true},
 		{func(r *flight.Rank) { *r = flight.Rank{Presence: flight.Absent} }, "has not joined yet", false},
@@ -288,7 +303,8 @@ rank  pid  host  epoch  op/s     B/s  state
 	b.Reset()
 	Make(now, before, false).Text(&b, Style{Colour: true, Width: 60})
 	for line := range strings.Lines(b.String()) {
-		if n := len([]rune(strings.NewReplacer("\x1b[0m", "", "\x1b[1m", "", "\x1b[31m", "", "\x1b[33m", "", "\x1b[90m", "").Replace(strings.TrimSuffix(line, "\n")))); n > 78 { // the head is one line
+		if n := len([]rune(strings.NewReplacer("\x1b[0m", "", "\x1b[1m", "", "\x1b[31m", "", "\x1b[33m", "", "\x1b[90m",
+			"").Replace(strings.TrimSuffix(line, "\n")))); n > 78 { // the head is one line
 			t.Errorf("%d columns: %q", n, line)
 		}
 	}
@@ -297,7 +313,8 @@ rank  pid  host  epoch  op/s     B/s  state
 	now.Ranks[77] = flight.Rank{Rank: 77, Presence: flight.Silent, Where: "pid 177 on node"}
 	b.Reset()
 	Make(now, before, false).Text(&b, Style{Rows: 3})
-	if got := b.String(); !strings.Contains(got, "\n  77  177  node                       does not answer\n") || !strings.HasSuffix(got, "and 97 ranks more: 97 computing\n") || strings.Count(got, "\n") != 8 {
+	if got := b.String(); !strings.Contains(got, "\n  77  177  node                       does not answer\n") ||
+		!strings.HasSuffix(got, "and 97 ranks more: 97 computing\n") || strings.Count(got, "\n") != 8 {
 		t.Error(got)
 	}
 	now, _ = pair(2)
@@ -329,7 +346,8 @@ func TestJSON(t *testing.T) {
 	if err := json.Unmarshal(b, &got); err != nil {
 		t.Fatal(err)
 	}
-	if got.Job != "train" || len(got.Findings) != 1 || got.Findings[0].Kind != "gone" || len(got.Ranks) != 2 || got.Ranks[0].Operations != 100 || got.Ranks[0].Snapshot == nil ||
+	if got.Job != "train" || len(got.Findings) != 1 || got.Findings[0].Kind != "gone" || len(got.Ranks) != 2 ||
+		got.Ranks[0].Operations != 100 || got.Ranks[0].Snapshot == nil ||
 		got.Ranks[1].Presence != "dead" || got.Ranks[1].State != "dead" || got.Ranks[1].Snapshot != nil {
 		t.Errorf("%s", b)
 	}
@@ -339,17 +357,21 @@ func TestFromFiles(t *testing.T) {
 	now, before := pair(3)
 	in(now.Ranks[0].Snapshot, 401, 40*time.Second, 2)
 	now.Ranks[0].Snapshot.Reason = "timeout"
-	now.Ranks[0].Snapshot.Operations = []flight.Operation{{Group: 1, Call: "allreduce #400 (x)", Started: now.Time.Add(-45 * time.Second), Ended: &now.Time, Outcome: "ok"}, *now.Ranks[0].Snapshot.Groups[0].Running}
+	now.Ranks[0].Snapshot.Operations = []flight.Operation{{Group: 1, Call: "allreduce #400 (x)",
+		Started: now.Time.Add(-45 * time.Second), Ended: &now.Time, Outcome: "ok"},
+		*now.Ranks[0].Snapshot.Groups[0].Running}
 	r := FromFiles([]*flight.Snapshot{before.Ranks[0].Snapshot, now.Ranks[0].Snapshot, before.Ranks[1].Snapshot})
 	if len(r.Ranks) != 3 || r.Ranks[0].Snapshot != now.Ranks[0].Snapshot || r.Ranks[2].Presence != flight.Unknown {
 		t.Fatalf("%+v", r)
 	}
-	if len(r.Findings) != 1 || r.Findings[0].Rank != 2 || !strings.Contains(r.Findings[0].Text, "there is no flight record of it") {
+	if len(r.Findings) != 1 || r.Findings[0].Rank != 2 || !strings.Contains(r.Findings[0].Text,
+		"there is no flight record of it") {
 		t.Errorf("%+v", r.Findings)
 	}
 	var b bytes.Buffer
 	r.Operations(&b, 10, Style{})
-	for _, want := range []string{"rank 0 (pid 100 on node, timeout) at ", "45 s before  allreduce #400 (x): ok after 45 s\n", "40 s before  allreduce #9: running for 40 s\n"} {
+	for _, want := range []string{"rank 0 (pid 100 on node, timeout) at ",
+		"45 s before  allreduce #400 (x): ok after 45 s\n", "40 s before  allreduce #9: running for 40 s\n"} {
 		if !strings.Contains(b.String(), want) {
 			t.Errorf("%q is not in\n%s", want, b.String())
 		}
@@ -364,7 +386,8 @@ func TestFromFiles(t *testing.T) {
 }
 
 func TestQuantities(t *testing.T) {
-	for x, want := range map[float64]string{0: "0", 1: "1", 1.25: "1.2", 12.3: "12", 999.4: "999", 999.6: "1.0 k", 5_432_100: "5.4 M", 2e10: "20 G"} {
+	for x, want := range map[float64]string{0: "0", 1: "1", 1.25: "1.2", 12.3: "12", 999.4: "999", 999.6: "1.0 k",
+		5_432_100: "5.4 M", 2e10: "20 G"} {
 		if got := quantity(x); got != want {
 			t.Errorf("%v: %q, want %q", x, got, want)
 		}

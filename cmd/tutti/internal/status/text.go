@@ -46,7 +46,8 @@ func (r *Report) Text(w io.Writer, st Style) {
 		}
 	}
 	if r.Interval > 0 && n > 0 {
-		head += fmt.Sprintf(", %s operations and %s a second and rank", quantity(ops/float64(n)), size(bytes/float64(n)))
+		head += fmt.Sprintf(", %s operations and %s a second and rank", quantity(ops/float64(n)),
+			size(bytes/float64(n)))
 	}
 	fmt.Fprintln(w, st.paint("1", head))
 	if len(r.Findings) == 0 {
@@ -64,7 +65,9 @@ func (r *Report) Text(w io.Writer, st Style) {
 		if i == 3 {
 			break
 		}
-		fmt.Fprintf(w, "%s %s\n", st.paint("33", "~"), term.Wrap(fmt.Sprintf("rank %d keeps others waiting: they have waited %s for it, it %s for others", s.Rank, secs(s.Kept), secs(s.Waited)), 2, st.Width))
+		fmt.Fprintf(w, "%s %s\n", st.paint("33", "~"),
+			term.Wrap(fmt.Sprintf("rank %d keeps others waiting: they have waited %s for it, it %s for others", s.Rank,
+				secs(s.Kept), secs(s.Waited)), 2, st.Width))
 	}
 	fmt.Fprintln(w)
 	r.table(w, st)
@@ -136,7 +139,8 @@ func (r *Report) table(w io.Writer, st Style) {
 			kind, _, _ := strings.Cut(x.State, " for ")
 			kinds[kind]++
 		}
-		names := slices.SortedFunc(maps.Keys(kinds), func(a, b string) int { return cmp.Or(kinds[b]-kinds[a], strings.Compare(a, b)) })
+		names := slices.SortedFunc(maps.Keys(kinds),
+			func(a, b string) int { return cmp.Or(kinds[b]-kinds[a], strings.Compare(a, b)) })
 		var parts []string
 		for i, k := range names {
 			if i == 4 {
@@ -145,7 +149,8 @@ func (r *Report) table(w io.Writer, st Style) {
 			}
 			parts = append(parts, fmt.Sprintf("%d %s", kinds[k], k))
 		}
-		fmt.Fprintln(w, term.Wrap(fmt.Sprintf("and %s more: %s", count(len(rest), "rank"), strings.Join(parts, ", ")), 0, st.Width))
+		fmt.Fprintln(w, term.Wrap(fmt.Sprintf("and %s more: %s", count(len(rest), "rank"), strings.Join(parts, ", ")),
+			0, st.Width))
 	}
 }
 
@@ -160,7 +165,8 @@ func (r *Report) Operations(w io.Writer, n int, st Style) {
 		if s.Reason != "" {
 			why = ", " + s.Reason
 		}
-		fmt.Fprintf(w, "\n%s\n", st.paint("1", fmt.Sprintf("rank %d (pid %d on %s%s) at %s", s.Rank, s.PID, s.Host, why, s.Time.Local().Format("2006-01-02 15:04:05.000"))))
+		fmt.Fprintf(w, "\n%s\n", st.paint("1", fmt.Sprintf("rank %d (pid %d on %s%s) at %s", s.Rank, s.PID, s.Host, why,
+			s.Time.Local().Format("2006-01-02 15:04:05.000"))))
 		for _, o := range s.Operations[max(0, len(s.Operations)-n):] {
 			took := ""
 			end := s.Time
@@ -180,7 +186,8 @@ func (r *Report) Operations(w io.Writer, n int, st Style) {
 			if o.Group != 1 {
 				group = fmt.Sprintf(" of group %d", o.Group)
 			}
-			fmt.Fprintf(w, "  %10s before  %s%s: %s%s\n", secs(s.Time.Sub(o.Started).Seconds()), o.Call, group, o.Outcome, took)
+			fmt.Fprintf(w, "  %10s before  %s%s: %s%s\n", secs(s.Time.Sub(o.Started).Seconds()), o.Call, group,
+				o.Outcome, took)
 		}
 	}
 }
