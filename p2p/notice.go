@@ -9,7 +9,7 @@ import "fmt"
 
 const (
 	// NoticeKeys is how many keys there are: 0 to NoticeKeys-1.
-	NoticeKeys = 4
+	NoticeKeys = 3
 	// MaxNotice is the longest value in bytes.
 	MaxNotice = 2048
 )

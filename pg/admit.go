@@ -63,7 +63,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		} else if err != nil {
 			return 0, err
 		}
-		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, arrived: news(g.at, since), agreed: g.agreed.count()}
+		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, arrived: news(g.at, since), agreed: g.ballot.count()}
 		if g.active[0] == g.rank {
 			g.job.proxy.Unlock()
 			v, err := g.job.members.admit(ctx)
@@ -91,7 +91,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			"since", since, "said", said)
 		there := said[goal] <= said[latest] && said[latest] == ^said[early]
 		if there {
-			g.agreed.join(said[agreed])
+			g.join(said[agreed])
 			return int(said[arrived]), nil
 		}
 		if g.must = max(said[goal], said[latest]); g.must > g.epoch {

@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"math"
 	"slices"
 	"time"
 
@@ -23,16 +22,15 @@ const (
 	noticeStanding = iota
 	noticeBallot
 	noticePresent
-	noticeStart
 )
 
 // A notice of key noticeStanding says where a rank stands in an exchange, little-endian, in
 // standingSize bytes and more:
 //
 //	0 view of the exchange | 8 attempt | 16 Over | 24 the last that was completed: view | 32 attempt
-//	40 Start | 48 Confirmed | 56 agreements | 64 counted from | 72 flags | 80 place
-//	120 why the group has failed: what Abort told
-const standingSize = 80 + placeSize
+//	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 place
+//	112 why the group has failed: what Abort told
+const standingSize = 72 + placeSize
 
 const (
 	standHas = 1 << iota
@@ -64,8 +62,7 @@ const maxAttempt = 1 << 62
 // told is what a standing has besides: resync.Standing.More.
 type told struct {
 	place  place
-	agreed uint64 // how many agreements there have been, as far as the rank knows
-	from   uint64 // see agreements.from
+	ballot uint64 // agreements that the rank has taken part in
 	cause  []byte
 }
 
@@ -81,11 +78,11 @@ func encodeTold(t resync.Told) []byte {
 	last := t.Last
 	for _, n := range []uint64{t.At.View, t.At.Attempt, t.Over, last.At.View, last.At.Attempt, last.Start,
 		last.Confirmed,
-		more.agreed, more.from, flags} {
+		more.ballot, flags} {
 		b = binary.LittleEndian.AppendUint64(b, n)
 	}
 	b = b[:standingSize]
-	more.place.encode(b[80:])
+	more.place.encode(b[72:])
 	return append(b, more.cause...)
 }
 
@@ -94,7 +91,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 		return t, fmt.Errorf("a standing of %d bytes, want at least %d", len(b), standingSize)
 	}
 	u := func(at int) uint64 { return binary.LittleEndian.Uint64(b[at:]) }
-	flags := u(72)
+	flags := u(64)
 	t.At = resync.Point{View: u(0), Attempt: u(8)}
 	if t.At.Attempt > maxAttempt {
 		return t, fmt.Errorf("a standing in attempt %d, the last possible is %d", t.At.Attempt, uint64(maxAttempt))
@@ -103,7 +100,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	t.Standing = resync.Standing{Over: u(16), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
-		More: told{decodePlace(b[80:]), u(56), u(64), b[standingSize:]}}
+		More: told{decodePlace(b[72:]), u(56), b[standingSize:]}}
 	return t, nil
 }
 
@@ -161,12 +158,7 @@ func (g *Group) hear(slot, key int, value []byte) {
 	case noticeBallot:
 		var b ballot
 		if b, err = decodeBallot(value); err == nil {
-			g.agreed.heard[slot] = b
-		}
-	case noticeStart:
-		var s start
-		if s, err = decodeStart(value); err == nil && g.agreed.start(s) {
-			g.tell()
+			g.ballots[slot] = b
 		}
 	case noticePresent:
 		var at resync.Point
@@ -355,7 +347,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if !mine.Joins { // a rank that comes in has been in no epoch before
 		g.coll.Leave(mine.Over)
 	}
-	more := told{place: g.job.here, agreed: g.agreed.count(), from: g.agreed.from()}
+	more := told{place: g.job.here, ballot: g.ballot.count()}
 	if mine.Failed {
 		more.cause = g.cause
 	}
@@ -393,11 +385,10 @@ func (g *Group) open(at resync.Point) error {
 	if err != nil {
 		return err
 	}
-	if g.lives == nil {
-		for slot := range min(g.at.Size(), g.job.view.Size()) {
-			if g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation {
-				g.agreed.forget(slot)
-			}
+	for slot, b := range g.ballots { // of another life than the one that is there now
+		if b.n > 0 && g.lives == nil && slot < g.at.Size() && slot < g.job.view.Size() &&
+			g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation {
+			delete(g.ballots, slot)
 		}
 	}
 	g.coll, g.epoch, g.at = c, at.View, g.job.view
@@ -419,15 +410,18 @@ func (g *Group) settled() {
 	for len(places) < g.job.settings.MaxSize {
 		places = append(places, place{cores: 1})
 	}
-	agreed, from, joiners := uint64(0), uint64(math.MaxUint64), []int(nil)
+	ballots := uint64(0) // agreements so far
 	for _, slot := range g.active {
 		s, _ := g.sync.Told(slot)
 		more := s.More.(told)
 		places[g.ranks[slot]] = more.place
-		if agreed = max(agreed, more.agreed); s.Joins {
-			joiners = append(joiners, slot)
-		} else {
-			from = min(from, more.from)
+		switch _, told := g.ballots[slot]; {
+		case !s.Joins:
+			ballots = max(ballots, more.ballot)
+		case slot == g.rank:
+			g.ballot = abstains
+		case !told:
+			g.ballots[slot] = abstains
 		}
 		if failed && s.Failed && g.err == nil {
 			if a, bad := decodeAbort(more.cause, g.size); bad == nil {
@@ -439,11 +433,9 @@ func (g *Group) settled() {
 			}
 		}
 	}
-	first := uint64(byAdmit)
-	if g.job.settings.AutoAdmit {
-		first = g.begins
+	if g.job.settings.AutoAdmit { // else Admit does
+		g.join(ballots)
 	}
-	g.agreed.meet(g.rank, joiners, first, agreed, min(from, first))
 	if g.lives == nil {
 		g.job.settle(g, places)
 	}

@@ -59,16 +59,17 @@ type Group struct {
 	at      membership.View
 	shown   shown
 	sync    *resync.Machine
-	joins   bool       // the rank is about to enter the group's view, and its program has no group yet
-	rough   bool       // something has happened that the next operation has to look at first: see ready
-	must    uint64     // the epoch that the next operation runs in at least
-	hint    bool       // the job has grown, and the others are to know
-	uniform bool       // Config.Uniform
-	here    bool       // the result of the latest operation was here
-	lost    *RankError // the latest
-	cause   []byte     // of err: what the others are told
-	gave    uint64     // the uniform operation that was given up last
-	agreed  agreements
+	joins   bool           // the rank is about to enter the group's view, and its program has no group yet
+	rough   bool           // something has happened that the next operation has to look at first: see ready
+	must    uint64         // the epoch that the next operation runs in at least
+	hint    bool           // the job has grown, and the others are to know
+	uniform bool           // Config.Uniform
+	here    bool           // the result of the latest operation was here
+	lost    *RankError     // the latest
+	cause   []byte         // of err: what the others are told
+	gave    uint64         // the uniform operation that was given up last
+	ballot  ballot         // this rank's votes in agreements
+	ballots map[int]ballot // and the others', by slot
 
 	present map[int]resync.Point // to which boundaries others have come, by slot
 	shows   resync.Point         // to which this rank has said that it has come
@@ -135,7 +136,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	for i := range g.active {
 		g.active[i] = i
 	}
-	g.uniform, g.agreed, g.present = j.settings.Uniform, newAgreements(), map[int]resync.Point{}
+	g.uniform, g.ballots, g.present = j.settings.Uniform, map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {

@@ -14,7 +14,6 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/pg"
-	"tutti/pg/membership"
 	"tutti/pg/pgtest"
 )
 
@@ -278,58 +277,6 @@ func TestAutoAdmit(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{AutoAdmit: true}), pgtest.Extend(2))
 }
 
-// A rank that comes in while the others stand between an operation and the agreement on it, because
-// another is lost there, has no say in that one. It takes part in the one after the operation that
-// it begins with.
-func TestAgreeWithARankThatCameInBetween(t *testing.T) {
-	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
-		ctx := t.Context()
-		step := func(n int, yes bool) bool {
-			if err := pg.AllReduce(ctx, g, []int64{1}, pg.Sum); err != nil {
-				t.Fatalf("step %d: %v", n, err)
-			}
-			ok, err := g.Agree(ctx, yes)
-			if err != nil {
-				t.Fatalf("step %d: %v", n, err)
-			}
-			return ok
-		}
-		store := jobStore(t)
-		if g.Rank() == 3 {
-			if err := store.Put(ctx, "test/in", []byte("rank 3"), true); err != nil {
-				t.Fatal(err)
-			}
-		} else {
-			if err := pg.AllReduce(ctx, g, []int64{1}, pg.Sum); err != nil {
-				t.Fatal(err)
-			}
-			if g.Rank() == 2 {
-				waitForView(t, store, func(v membership.View) bool { return len(v.Active()) == 4 })
-				pgtest.Kill(t)
-			}
-			// Rank 1 is through with this one when rank 0 learns of the loss, and all go over.
-			if err := pg.Reduce(ctx, g, []int64{1}, 0, pg.Sum); (g.Rank() == 0) != (lostRank(err) == 2) {
-				t.Fatal(err)
-			}
-			if _, err := store.Wait(ctx, "test/in"); err != nil {
-				t.Fatal(err)
-			}
-			for range 2 { // it is in neither of these
-				if ok, err := g.Agree(ctx, true); !ok || err != nil {
-					t.Fatal(ok, err)
-				}
-			}
-		}
-		for n := range 6 {
-			if want := n%2 == 0; step(n, want || g.Rank() != 3) != want {
-				t.Errorf("step %d: not %v", n, want)
-			}
-		}
-	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Retry, AutoAdmit: true,
-		Timeout: 20 * time.Second}),
-		pgtest.Expect(2, syscall.SIGKILL), pgtest.Extend(1))
-}
-
 // jobStore returns a handle on the job's store.
 func jobStore(t *testing.T) bootstrap.Store {
 	t.Helper()
@@ -344,20 +291,6 @@ func jobStore(t *testing.T) bootstrap.Store {
 	}
 	t.Cleanup(func() { store.Close() })
 	return store
-}
-
-// waitForView waits until the job's view in the store is as asked for.
-func waitForView(t *testing.T, store bootstrap.Store, is func(membership.View) bool) {
-	t.Helper()
-	for e := range store.Watch(t.Context(), "membership/view") {
-		if e.Err != nil {
-			t.Fatal(e.Err)
-		}
-		if v, err := membership.DecodeView(e.Value[min(8, len(e.Value)):]); e.Exists && err == nil && is(v) {
-			return
-		}
-	}
-	t.Fatal("the store's watch has ended")
 }
 
 // Who else was lost is said, too.

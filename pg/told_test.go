@@ -12,7 +12,7 @@ func FuzzTold(f *testing.F) {
 	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1},
 		Standing: resync.Standing{Over: 5, Has: true, Calls: true,
 			Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
-			More: told{place: place{machine: 1, cores: 2, maps: true, incarnation: 9}, agreed: 2, from: 3,
+			More: told{place: place{machine: 1, cores: 2, maps: true, incarnation: 9}, ballot: 2,
 				cause: []byte("why")}}}))
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -44,4 +44,23 @@ func FuzzBallot(f *testing.F) {
 			}
 		}
 	})
+}
+
+// A rank that comes in while others are in an agreement has no say in that one, and has one in the
+// next.
+func TestNewcomerHasNoSayInAgreementsUnderWay(t *testing.T) {
+	g := &Group{ballots: map[int]ballot{0: {7, [2]bool{true, false}}, 1: abstains}}
+	if yes, known := g.ballots[1].vote(7); !yes || !known {
+		t.Errorf("before it is in: %v, %v, want true, true", yes, known)
+	}
+	g.join(7)
+	if yes, known := g.ballots[1].vote(7); !yes || !known {
+		t.Errorf("in the agreement under way: %v, %v, want true, true", yes, known)
+	}
+	if _, known := g.ballots[1].vote(8); known {
+		t.Error("in the next: its vote is not waited for")
+	}
+	if g.ballots[0] != (ballot{7, [2]bool{true, false}}) {
+		t.Errorf("another rank's ballot is %v", g.ballots[0])
+	}
 }

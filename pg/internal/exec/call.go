@@ -141,7 +141,7 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 	// A vector is given at all ranks, whoever reads or writes it.
 	usesIn := !l.InAtRoot || atRoot || l.In == collectives.One
 	usesOut := !l.OutAtRoot || atRoot || l.Out == collectives.One
-	if src == (Buffer{}) && (q.Kind == collectives.AllReduce || !usesIn) {
+	if src.DType == 0 && src.Count == 0 && src.Ptr == nil && (q.Kind == collectives.AllReduce || !usesIn) {
 		c.DType = dst.DType // in place, or not used here
 		if q.Kind == collectives.AllReduce {
 			src = dst

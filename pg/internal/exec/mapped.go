@@ -41,7 +41,7 @@ func (c *Call) loaded(slot, elem int) (in, out int) {
 	switch {
 	case l.In == collectives.Own:
 		return c.Counts[slot] * elem, 0
-	case l.InAtRoot && slot != c.Root:
+	case l.In == collectives.Packed, l.InAtRoot && slot != c.Root:
 		return 0, 0
 	case c.Kind == collectives.AllReduce: // who has folded a part has its result
 		out = c.Count * elem
