@@ -72,7 +72,9 @@ type Config struct {
 	MaxSize int
 	// AutoAdmit lets ranks that wait to join in at the next boundary of operations, without Admit:
 	// after an operation in which every rank has heard, in the headers, that somebody waits.
-	// Default TUTTI_AUTO_ADMIT; the same at all ranks.
+	// A program that calls Agree between operations should call Admit instead: a rank that comes in
+	// while others stand between an operation and the agreement on it counts one agreement less than
+	// they do. Default TUTTI_AUTO_ADMIT; the same at all ranks.
 	AutoAdmit bool
 	// LeaseTTL is how long the store takes a silent rank for alive. Default 3 s.
 	LeaseTTL time.Duration
