@@ -125,6 +125,11 @@ func TestDeathBesideRegisteredMemory(t *testing.T) {
 				const n, victim = 4, 2
 				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 					ctx := t.Context()
+					// Whoever has not met the victim before it dies waits for it to be started again.
+					var early *pg.RankError
+					if err := g.Barrier(ctx); err != nil && (!errors.As(err, &early) || early.Rank != victim) {
+						t.Fatal(err)
+					}
 					if g.Rank() == victim {
 						go func() {
 							time.Sleep(time.Duration(moment) * 700 * time.Microsecond)
