@@ -5,7 +5,6 @@ import (
 	"errors"
 
 	"tutti/p2p"
-	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
 )
 
@@ -35,7 +34,7 @@ func seen(m exec.Seen) Seen {
 	if !m.Has {
 		return Seen{Rank: m.Rank, What: "nothing yet"}
 	}
-	return Seen{Rank: m.Rank, What: spell(m.Last)}
+	return Seen{Rank: m.Rank, What: exec.Spell(m.Last)}
 }
 
 func putToken(b []byte, t p2p.Token) []byte {
@@ -99,12 +98,4 @@ func decodeAbort(b []byte, size int) (*wireAbort, error) {
 	}
 	a.Text = string(b[at:])
 	return a, nil
-}
-
-// spell turns a token back into words: "allreduce #12 (float32 sum, 1024 elements)".
-func spell(t p2p.Token) string {
-	if t == enterToken {
-		return "entering a view"
-	}
-	return flight.Spell(t.Seq, flight.Call(t.Call), t.Count)
 }

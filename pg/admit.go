@@ -3,9 +3,7 @@ package pg
 import (
 	"context"
 	"errors"
-	"time"
 
-	"tutti/bootstrap"
 	"tutti/collectives"
 	"tutti/pg/internal/exec"
 	"tutti/pg/membership"
@@ -21,7 +19,7 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup",
 			Want: "the group of all ranks: subgroups are made anew by Split"}
 	}
-	if g.job.members == nil {
+	if g.job.roster == nil {
 		return 0, nil
 	}
 	late := exec.Call{Kind: collectives.AllReduce, DType: Uint64, Op: Max, Count: admitFields}
@@ -66,7 +64,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, arrived: news(g.at, since), agreed: g.ballot.count()}
 		if g.active[0] == g.rank {
 			g.job.proxy.Unlock()
-			v, err := g.job.members.admit(ctx)
+			v, err := g.job.roster.Admit(ctx)
 			g.job.proxy.Lock()
 			if err != nil {
 				g.job.log.Warn("nobody could be admitted", "err", err)
@@ -105,37 +103,6 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		}
 		if g.must = 0; g.job.settings.AutoAdmit { // who comes in does not know that there was an Admit
 			return int(max(said[arrived], said[coming])), nil
-		}
-	}
-}
-
-// admit has the machine let in who waits, and returns the view in which they are. Who waits it knows
-// from its watch of the store. It asks the store as well, but once a tick at most: programs call
-// Admit in each of their steps.
-func (ms *members) admit(ctx context.Context) (v membership.View, err error) {
-	sctx, cancel := context.WithTimeout(ctx, storeWait)
-	defer cancel()
-	if now := time.Now(); now.Sub(ms.listed) >= tick {
-		all, err := ms.j.directory().List(sctx, joinKey)
-		if err != nil {
-			return v, err
-		}
-		ms.listed = now
-		for key, value := range all {
-			ms.seen(bootstrap.Event{Key: key, Value: value, Exists: true})
-		}
-	}
-	ms.tell(membership.Admit{})
-	for {
-		var pending bool
-		if err := ms.ask(sctx, func(m *membership.Machine) { pending, v = m.Pending(), m.View() }); err != nil ||
-			!pending {
-			return v, err
-		}
-		select {
-		case <-sctx.Done():
-			return v, sctx.Err()
-		case <-time.After(time.Millisecond):
 		}
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/pg/internal/roster"
 )
 
 // ballot is what a rank says of the agreements that it has taken part in.
@@ -93,7 +94,7 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	all, err := g.poll(yes)
 	n := g.ballot.n
 	g.leave()
-	if err != nil || g.job.members == nil {
+	if err != nil || g.job.roster == nil {
 		return all && err == nil, err
 	}
 	within, end := g.within(ctx, "agree", began)
@@ -134,7 +135,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		if err := g.halted(); err != nil {
 			return false, err
 		}
-		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.members == nil {
+		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.roster == nil {
 			return false, &RankError{Rank: missing[0], Epoch: g.epoch, Call: "agree", Reporter: g.rank, Err: err}
 		}
 		if err := g.deserted(missing, began, "agree"); err != nil {
@@ -158,12 +159,12 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 // out reports whether the life that the group has in slot is not in the job's view.
 func (g *Group) out(slot int) bool {
 	switch {
-	case g.job.members == nil:
+	case g.job.roster == nil:
 		return false
 	case g.lives == nil:
-		return !g.job.view.Has(slot, g.at.Slots[slot].Incarnation)
+		return !g.job.view().Has(slot, g.at.Slots[slot].Incarnation)
 	}
-	return !g.job.view.Has(g.ranks[slot], g.lives[slot])
+	return !g.job.view().Has(g.ranks[slot], g.lives[slot])
 }
 
 // decide makes the first proposal that reaches the store the outcome of agreement k: ranks that
@@ -171,13 +172,13 @@ func (g *Group) out(slot int) bool {
 func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
 	// The world's name is the same in every life of a job; what an earlier life left may be there
 	// still.
-	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.members.first, g.name.Maker, g.name.Number)
+	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.roster.First(), g.name.Maker, g.name.Number)
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
 	var old []byte
 	for {
-		sctx, cancel := context.WithTimeout(within.ctx, storeWait)
-		b, err := g.job.directory().Get(sctx, key)
+		sctx, cancel := context.WithTimeout(within.ctx, roster.StoreWait)
+		b, err := g.job.session.Store().Get(sctx, key)
 		if err != nil && !errors.Is(err, bootstrap.ErrNoKey) { // the store may come back
 			cancel()
 			if !within.pause(20 * time.Millisecond) {
@@ -194,7 +195,7 @@ func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
 			return false, ErrEvicted
 		}
 		old = b
-		err = g.job.directory().CompareAndSwap(sctx, key, old, mine)
+		err = g.job.session.Store().CompareAndSwap(sctx, key, old, mine)
 		cancel()
 		var c *bootstrap.ConflictError
 		switch {

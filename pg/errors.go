@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
@@ -115,4 +116,23 @@ type ArgumentError struct {
 
 func (e *ArgumentError) Error() string {
 	return fmt.Sprintf("%s: %s is %s, want %s", e.Call, e.Arg, e.Got, e.Want)
+}
+
+// outcome is how the flight recorder calls an error of an operation.
+func outcome(err error) flight.Outcome {
+	switch {
+	case err == nil:
+		return flight.OK
+	case errors.Is(err, context.Canceled):
+		return flight.Cancelled
+	case errors.As(err, new(*TimeoutError)), errors.Is(err, context.DeadlineExceeded):
+		return flight.TimedOut
+	case errors.As(err, new(*RankError)):
+		return flight.RankFailed
+	case errors.As(err, new(*MismatchError)):
+		return flight.Mismatched
+	case errors.Is(err, ErrClosed):
+		return flight.Closed
+	}
+	return flight.Failed
 }

@@ -10,6 +10,7 @@ import (
 
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
+	"tutti/pg/internal/join"
 	"tutti/pg/internal/resync"
 	"tutti/pg/membership"
 )
@@ -30,7 +31,7 @@ const (
 //	0 view of the exchange | 8 attempt | 16 Over | 24 the last that was completed: view | 32 attempt
 //	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 place
 //	112 why the group has failed: what Abort told
-const standingSize = 72 + placeSize
+const standingSize = 72 + join.PlaceSize
 
 const (
 	standHas = 1 << iota
@@ -61,7 +62,7 @@ const maxAttempt = 1 << 62
 
 // told is what a standing has besides: resync.Standing.More.
 type told struct {
-	place  place
+	place  join.Place
 	ballot uint64 // agreements that the rank has taken part in
 	cause  []byte
 }
@@ -82,7 +83,7 @@ func encodeTold(t resync.Told) []byte {
 		b = binary.LittleEndian.AppendUint64(b, n)
 	}
 	b = b[:standingSize]
-	more.place.encode(b[72:])
+	more.place.Encode(b[72:])
 	return append(b, more.cause...)
 }
 
@@ -100,7 +101,7 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	t.Standing = resync.Standing{Over: u(16), Last: last,
 		Has: flags&standHas != 0, Intact: flags&standIntact != 0, Joins: flags&standJoins != 0,
 		Failed: flags&standFailed != 0, Calls: flags&standCalls != 0,
-		More: told{decodePlace(b[72:]), u(56), b[standingSize:]}}
+		More: told{join.DecodePlace(b[72:]), u(56), b[standingSize:]}}
 	return t, nil
 }
 
@@ -134,7 +135,7 @@ func (g *Group) view(v membership.View) resync.View {
 // end well: a rank that closes its group has sent all that it owed. If the group has only grown,
 // that waits for a boundary.
 func (g *Group) viewChanged() {
-	g.sync.See(g.view(g.job.view))
+	g.sync.See(g.view(g.job.view()))
 	if g.sync.Now().Epoch > g.epoch && !g.sync.Lost() && g.job.settings.AutoAdmit {
 		g.hint = true
 	}
@@ -347,7 +348,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if !mine.Joins { // a rank that comes in has been in no epoch before
 		g.coll.Leave(mine.Over)
 	}
-	more := told{place: g.job.here, ballot: g.ballot.count()}
+	more := told{place: g.job.session.Here, ballot: g.ballot.count()}
 	if mine.Failed {
 		more.cause = g.cause
 	}
@@ -368,8 +369,8 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 
 // open opens the channel for an exchange.
 func (g *Group) open(at resync.Point) error {
-	if g.lives == nil && g.job.view.Size() > len(g.ranks) {
-		for r := len(g.ranks); r < g.job.view.Size(); r++ {
+	if g.lives == nil && g.job.view().Size() > len(g.ranks) {
+		for r := len(g.ranks); r < g.job.view().Size(); r++ {
 			g.ranks = append(slices.Clone(g.ranks), r)
 		}
 	}
@@ -386,12 +387,12 @@ func (g *Group) open(at resync.Point) error {
 		return err
 	}
 	for slot, b := range g.ballots { // of another life than the one that is there now
-		if b.n > 0 && g.lives == nil && slot < g.at.Size() && slot < g.job.view.Size() &&
-			g.at.Slots[slot].Incarnation != g.job.view.Slots[slot].Incarnation {
+		if b.n > 0 && g.lives == nil && slot < g.at.Size() && slot < g.job.view().Size() &&
+			g.at.Slots[slot].Incarnation != g.job.view().Slots[slot].Incarnation {
 			delete(g.ballots, slot)
 		}
 	}
-	g.coll, g.epoch, g.at = c, at.View, g.job.view
+	g.coll, g.epoch, g.at = c, at.View, g.job.view()
 	g.size, g.active, g.hint = len(ranks), active, false
 	if g.epoch >= g.must {
 		g.must = 0
@@ -408,7 +409,7 @@ func (g *Group) settled() {
 		"start", o.Start, "confirmed", o.Confirmed, "failed", failed)
 	places := slices.Clone(g.job.places)
 	for len(places) < g.job.settings.MaxSize {
-		places = append(places, place{cores: 1})
+		places = append(places, join.Place{Cores: 1})
 	}
 	ballots := uint64(0) // agreements so far
 	for _, slot := range g.active {
@@ -437,15 +438,16 @@ func (g *Group) settled() {
 		g.join(ballots)
 	}
 	if g.lives == nil {
-		g.job.settle(g, places)
+		g.job.places = places
+		g.job.crowd(g)
 	}
 	g.locate(places)
 }
 
 // pause waits a little for what missing ranks have to tell, or if there are none for anything.
 func (g *Group) pause(missing []int) error {
-	if m := g.job.members; m != nil && m.isolated != "" && time.Since(m.since) > g.job.settings.Window {
-		return fmt.Errorf("%w: %s", ErrIsolated, m.isolated)
+	if at := g.job.isolated(); at.Why != "" && time.Since(at.Since) > g.job.settings.Window {
+		return fmt.Errorf("%w: %s", ErrIsolated, at.Why)
 	}
 	if len(missing) == 0 {
 		return g.job.proxy.Progress(&g.wait)
@@ -463,7 +465,7 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 		!errors.Is(err, context.Canceled):
 		return err
 	}
-	a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: enterToken, After: int64(g.wait.Waited()),
+	a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: exec.EnterToken, After: int64(g.wait.Waited()),
 		Canceled: errors.Is(err, context.Canceled)}
 	for _, slot := range missing {
 		a.Missing = append(a.Missing, exec.Seen{Rank: slot})
@@ -482,9 +484,6 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	}
 	return late
 }
-
-// enterToken stands for an exchange where an operation is named. No operation has number 0.
-var enterToken = p2p.Token{Call: 1 << 63}
 
 // unheard lists the ranks whose standing is missing.
 func (g *Group) unheard() (all []exec.Seen) {

@@ -11,11 +11,12 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"tutti/collectives"
 	"tutti/p2p"
 	"tutti/pg/internal/exec"
+	"tutti/pg/internal/join"
+	"tutti/pg/internal/observe"
 	"tutti/pg/internal/resync"
 	"tutti/pg/membership"
 )
@@ -77,9 +78,9 @@ type Group struct {
 	// skipped, results of operations up to confirmed count.
 	begins, confirmed uint64
 
-	wait p2p.Wait
-	run  *exec.Runner
-	tel  telemetry
+	wait  p2p.Wait
+	run   *exec.Runner
+	track observe.Track
 
 	parked  parked
 	worker  bool          // there is one
@@ -150,7 +151,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 		true); err != nil {
 		return nil, err
 	}
-	g.topo.Algo = j.algo
+	g.topo.Algo = j.settings.algo
 	g.plan()
 	g.wait.OnLong(g.long)
 	j.proxy.Lock()
@@ -159,45 +160,58 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	g.shown = shown{g.epoch, g.size, g.active}
 	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
-	if j.mapped {
+	if j.session.Mapped {
 		if err = g.run.Expose(); err != nil {
 			j.log.Warn("peers cannot map this rank's memory; what Alloc returns is copied like any other", "err", err)
 		}
 	}
 	j.proxy.Unlock()
-	return g, j.watch(g)
+	return g, g.watch()
 }
 
 // plan gives the group a Runner that has planned nothing yet.
 func (g *Group) plan() {
-	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.region,
-		Chosen: g.tel.chosen, Keep: g.keep})
+	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
+		Chosen: g.track.Chosen, Keep: g.track.Keep})
 	g.run.Open(g.coll, g.ranks)
 	g.settle()
 }
 
+// watch has the group's operations be recorded.
+func (g *Group) watch() error {
+	o, err := g.job.observe()
+	if err != nil {
+		return err
+	}
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	g.track.Open(o.Recorder(), g.id(), g.rank, g.ranks)
+	g.wait.OnSleep(g.track.Awaits)
+	return nil
+}
+
 // locate fills in what is known of the machines under the ranks: the same at all of them.
-func (g *Group) locate(places []place) {
+func (g *Group) locate(places []join.Place) {
 	index := map[uint64]int{}
 	hosts := make([]int, len(g.active))
-	crowds := map[crowd]int{}
+	crowds := map[join.CPUSet]int{}
 	cores := 0 // as many as ranks
-	mapped := g.job.mapped
+	mapped := g.job.session.Mapped
 	for i, slot := range g.active {
 		p := places[g.ranks[slot]]
-		h, ok := index[p.machine]
+		h, ok := index[p.Machine]
 		if !ok {
 			h = len(index)
-			index[p.machine] = h
+			index[p.Machine] = h
 		}
 		hosts[i] = h
-		mapped = mapped && p.maps
-		crowds[crowd{p.machine, p.cpus}]++
+		mapped = mapped && p.Maps
+		crowds[p.CPUSet()]++
 	}
 	for _, slot := range g.active {
 		p := places[g.ranks[slot]]
-		if crowds[crowd{p.machine, p.cpus}] > p.cores && (cores == 0 || p.cores < cores) {
-			cores = p.cores
+		if crowds[p.CPUSet()] > p.Cores && (cores == 0 || p.Cores < cores) {
+			cores = p.Cores
 		}
 	}
 	g.topo.Hosts = nil
@@ -208,7 +222,7 @@ func (g *Group) locate(places []place) {
 		Mapped: mapped && len(index) == 1}
 	g.topo.Table = nil
 	if differ := g.differ(places); differ < 0 {
-		g.topo.Table = g.job.tuned
+		g.topo.Table = g.job.session.Table()
 	}
 	g.settle()
 }
@@ -221,9 +235,9 @@ func (g *Group) settle() {
 
 // differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the
 // same: then they use it.
-func (g *Group) differ(places []place) int {
+func (g *Group) differ(places []join.Place) int {
 	for _, slot := range g.active {
-		if places[g.ranks[slot]].table != g.job.here.table {
+		if places[g.ranks[slot]].Table != g.job.session.Here.Table {
 			return slot
 		}
 	}
@@ -246,7 +260,7 @@ func (g *Group) Topology() string {
 		how = "one process"
 	case g.topo.Caps.SharedMemory:
 		how = "shared memory"
-	case hosts < len(g.active) && g.job.mapped:
+	case hosts < len(g.active) && g.job.session.Mapped:
 		how = "shared memory and network links"
 	}
 	return fmt.Sprintf("%d ranks on %d host(s), %s", len(g.active), hosts, how)
@@ -384,7 +398,7 @@ func (g *Group) launch() error {
 		}
 	}
 	g.seq++
-	g.begin()
+	g.track.Begin(g.run, g.epoch, g.seq, g.ranks)
 	g.here = false
 	return nil
 }
@@ -398,7 +412,7 @@ func (g *Group) concluded(err error) error {
 		g.rough, g.must = true, g.epoch+1
 	}
 	g.run.Call().Forget()
-	g.end(err)
+	g.track.End(outcome(err))
 	return err
 }
 
@@ -466,7 +480,7 @@ func (g *Group) conclude(err error) error {
 			return bad
 		}
 		g.run.Unbind()
-		g.begin()
+		g.track.Begin(g.run, g.epoch, g.seq, g.ranks)
 		err = g.run.Run(g.seq, g.hint)
 		if err == nil && !uniform {
 			return nil
@@ -498,7 +512,8 @@ func (g *Group) fits() error {
 }
 
 // fail turns what went wrong in the collective that just ran into the error that the program sees,
-// tells the other ranks, and makes sure that nothing writes to the call's buffers any more.
+// tells the other ranks, and makes sure that nothing writes to the call's buffers any more. It may
+// give the proxy's lock up for a moment.
 func (g *Group) fail(err error) error {
 	tell, typed := g.explain(err)
 	var told *p2p.Aborted
@@ -510,7 +525,9 @@ func (g *Group) fail(err error) error {
 	}
 	g.coll.Forget()
 	g.run.Stop()
-	g.failed(typed)
+	o := outcome(typed)
+	g.track.Failed(g.seq, o, typed)
+	g.job.obs.Load().FailureLocked(o, g.job.settings.OnFailure == Report)
 	return typed
 }
 
@@ -530,7 +547,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.size)
 		if bad != nil {
-			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.epoch, Call: spell(now), Reporter: g.rank,
+			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank,
 				Err: bad}
 		}
 		return nil, g.told(a)
@@ -544,15 +561,15 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 				differ.Detail = ": it sent a message that the other did not expect of it"
 			}
 		}
-		m := &MismatchError{RankA: g.rank, CallA: spell(ours), RankB: differ.Rank,
-			CallB: spell(differ.Theirs) + differ.Detail}
+		m := &MismatchError{RankA: g.rank, CallA: exec.Spell(ours), RankB: differ.Rank,
+			CallB: exec.Spell(differ.Theirs) + differ.Detail}
 		return &wireAbort{Kind: abortMismatch, A: g.rank, B: differ.Rank, Call: ours, Other: differ.Theirs,
 			Text: differ.Detail}, m
 	case errors.Is(err, p2p.ErrLeft):
 		return g.left(err, now)
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
-		e := &RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
+		e := &RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()),
@@ -565,7 +582,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+			&RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
@@ -578,11 +595,11 @@ func (g *Group) told(a *wireAbort) error {
 		if a.Text != "" {
 			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
 		}
-		return &RankError{Rank: a.B, Epoch: g.epoch, Call: spell(a.Call), Reporter: a.A, Err: cause}
+		return &RankError{Rank: a.B, Epoch: g.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: cause}
 	case abortMismatch:
-		return &MismatchError{RankA: a.A, CallA: spell(a.Call), RankB: a.B, CallB: spell(a.Other) + a.Text}
+		return &MismatchError{RankA: a.A, CallA: exec.Spell(a.Call), RankB: a.B, CallB: exec.Spell(a.Other) + a.Text}
 	case abortTimeout:
-		e := &TimeoutError{Call: spell(a.Call), After: time.Duration(a.After), Reporter: a.A,
+		e := &TimeoutError{Call: exec.Spell(a.Call), After: time.Duration(a.After), Reporter: a.A,
 			Err: context.DeadlineExceeded}
 		if a.Canceled {
 			e.Err = context.Canceled
@@ -596,7 +613,7 @@ func (g *Group) told(a *wireAbort) error {
 		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
 		return g.aborted
 	}
-	return &RankError{Rank: a.A, Epoch: g.epoch, Call: spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+	return &RankError{Rank: a.A, Epoch: g.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
 }
 
 // left explains that a peer went over to another view, which this rank will know soon.
@@ -604,26 +621,26 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	g.await(departure, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: why}
+			&RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
 	}
 	var peer *p2p.PeerError
 	errors.As(err, &peer)
 	slot := g.slotOf(peer.Rank)
 	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()},
-		&RankError{Rank: slot, Epoch: g.epoch, Call: spell(now), Reporter: g.rank, Err: peer.Err}
+		&RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
 // gone returns the slot that the job's view has lost first since the group's, and why: what
 // followed may follow from that. It returns this rank's own if none is lost.
 func (g *Group) gone() (int, error) {
-	active, _ := g.members(g.job.view)
+	active, _ := g.members(g.job.view())
 	first, epoch := g.rank, uint64(math.MaxUint64)
 	for _, slot := range g.active {
-		if left := g.job.view.Slots[g.ranks[slot]].Left; !slices.Contains(active, slot) && left < epoch {
+		if left := g.job.view().Slots[g.ranks[slot]].Left; !slices.Contains(active, slot) && left < epoch {
 			first, epoch = slot, left
 		}
 	}
-	switch why := g.job.why[g.ranks[first]]; {
+	switch why := g.job.why(g.ranks[first]); {
 	case first == g.rank:
 		return first, errMoved
 	case why != "":
@@ -704,7 +721,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	type part struct{ color, key, incarnation, number int64 }
 	const fields = 4
 	name := g.job.proxy.Reserve(2)
-	mine := []int64{int64(color), int64(key), int64(g.job.self.Incarnation), int64(name.Number)}
+	mine := []int64{int64(color), int64(key), int64(g.job.session.Self.Incarnation), int64(name.Number)}
 	all, err := g.exchange(ctx, mine)
 	if err != nil || color < 0 {
 		return nil, err
@@ -723,7 +740,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	}
 	slices.SortStableFunc(slots, func(a, b int) int { return cmp.Compare(parts[a].key, parts[b].key) })
 	g.job.proxy.Lock()
-	in, at := g.ranks, g.job.view
+	in, at := g.ranks, g.job.view()
 	g.job.proxy.Unlock()
 	ranks, lives := make([]int, len(slots)), make([]uint64, len(slots))
 	rank := 0
@@ -771,39 +788,4 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 		return nil, err
 	}
 	return all, nil
-}
-
-// Alloc returns zeroed memory for n elements that is registered with the group's transports: where
-// the links allow it, collectives on it copy nothing. It belongs to the caller until Free, which
-// works after Close too; closing the group, even the last one, leaves it usable as plain memory.
-func Alloc[T Element](g *Group, n int) ([]T, error) {
-	var zero T
-	size := int(unsafe.Sizeof(zero))
-	if n < 0 || n > exec.MaxBytes/size {
-		return nil, &ArgumentError{Call: "alloc", Arg: "the length", Got: fmt.Sprint(n),
-			Want: "zero or more elements that fit in memory"}
-	}
-	if n == 0 {
-		return []T{}, nil
-	}
-	if g.closed.Load() {
-		return nil, ErrClosed
-	}
-	mem, err := g.job.alloc(n * size)
-	if errors.Is(err, p2p.ErrClosed) {
-		err = ErrClosed
-	}
-	if err != nil {
-		return nil, err
-	}
-	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(mem))), n), nil
-}
-
-// Free gives back memory of Alloc: x as Alloc returned it. No operation may be using it, and it
-// must not be touched afterwards.
-func Free[T Element](g *Group, x []T) error {
-	if cap(x) == 0 {
-		return nil
-	}
-	return g.job.freeMem(unsafe.Pointer(unsafe.SliceData(x)))
 }

@@ -239,7 +239,7 @@ func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutE
 	if !g.busy {
 		return e
 	}
-	e.Call += ", which waited for its turn behind " + spell(g.run.Token())
+	e.Call += ", which waited for its turn behind " + exec.Spell(g.run.Token())
 	for _, m := range g.run.Missing(g.unheard()) {
 		e.Missing = append(e.Missing, seen(m))
 	}

@@ -10,6 +10,7 @@ import (
 	"tutti/p2p"
 	"tutti/pg/flight"
 	"tutti/pg/internal/exec"
+	"tutti/pg/internal/observe"
 )
 
 // message is one Send or Recv.
@@ -113,7 +114,7 @@ func (g *Group) finishMessage(m *message) error {
 		if m.peer >= 0 {
 			seen := Seen{Rank: m.peer, What: "nothing yet"}
 			if t, ok := g.coll.Seen(m.peer); ok {
-				seen.What = spell(t)
+				seen.What = exec.Spell(t)
 			}
 			e.Missing = []Seen{seen}
 		}
@@ -135,7 +136,7 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	}
 	m.wait.Reset(ctx, g.job.timeout, false)
 	g.post(m)
-	g.beginMessage(m, false)
+	m.rec = g.track.BeginMessage(g.epoch, m.described(g), false)
 	if err := g.endMessage(m, g.finishMessage(m)); err != nil {
 		return Status{}, err
 	}
@@ -159,7 +160,7 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 	}
 	g.wg.Add(1)
 	g.post(m) // here, so that messages keep the order of their starts
-	g.beginMessage(m, true)
+	m.rec = g.track.BeginMessage(g.epoch, m.described(g), true)
 	p.Unlock()
 	go func() {
 		defer g.wg.Done()
@@ -168,4 +169,26 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 		p.Unlock()
 	}()
 	return w
+}
+
+// described is the message for the flight recorder.
+func (m *message) described(g *Group) observe.Message {
+	d := observe.Message{Kind: flight.Send, Rank: m.peer, DType: m.x.DType, Count: m.x.Count, Tag: m.tag}
+	if m.recv {
+		d.Kind = flight.Recv
+	}
+	if m.peer >= 0 {
+		d.Rank = g.jobRank(m.peer)
+	}
+	return d
+}
+
+// endMessage records how the message ended, and returns that. With the proxy's lock.
+func (g *Group) endMessage(m *message, err error) error {
+	o := outcome(err)
+	g.track.EndMessage(m.rec, o)
+	if o != flight.OK {
+		g.job.obs.Load().FailureLocked(o, true)
+	}
+	return err
 }

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"time"
 
+	"tutti/pg/internal/roster"
 	"tutti/pg/membership"
 )
 
@@ -52,7 +53,7 @@ func (g *Group) halted() error {
 		return ErrClosed
 	case g.aborted != nil:
 		return g.aborted
-	case g.job.members != nil && g.job.members.evicted:
+	case g.job.roster != nil && g.job.roster.EvictedLocked():
 		return ErrEvicted
 	}
 	return nil
@@ -66,7 +67,7 @@ func (g *Group) moved() bool {
 // await waits until the membership has changed in some way, for a while, and reports whether it
 // has.
 func (g *Group) await(patience time.Duration, changed func() bool) bool {
-	m := g.job.members
+	m := g.job.roster
 	if m == nil {
 		return false
 	}
@@ -74,7 +75,7 @@ func (g *Group) await(patience time.Duration, changed func() bool) bool {
 		if changed() {
 			return true
 		}
-		if m.isolated != "" || m.evicted || !time.Now().Before(until) || g.job.proxy.Progress(&g.wait) != nil {
+		if m.IsolatedLocked().Why != "" || m.EvictedLocked() || !time.Now().Before(until) || g.job.proxy.Progress(&g.wait) != nil {
 			return false
 		}
 	}
@@ -97,7 +98,7 @@ func (g *Group) verdict(e *RankError) {
 
 // besides lists who is a member no longer, but for slot.
 func (g *Group) besides(slot int) (all []int) {
-	active, epoch := g.members(g.job.view)
+	active, epoch := g.members(g.job.view())
 	if epoch <= g.epoch {
 		return nil
 	}
@@ -111,7 +112,7 @@ func (g *Group) besides(slot int) (all []int) {
 
 // survivable reports whether the group can go on after err without the ranks that it names.
 func (g *Group) survivable(err error) bool {
-	if g.job.members == nil || errors.Is(err, ErrEvicted) || errors.Is(err, ErrAborted) {
+	if g.job.roster == nil || errors.Is(err, ErrEvicted) || errors.Is(err, ErrAborted) {
 		return false
 	}
 	return errors.As(err, new(*RankError)) || g.evicts(err) != nil
@@ -152,7 +153,7 @@ func (g *Group) Recover(ctx context.Context) error {
 	if err := g.halted(); err != nil {
 		return err
 	}
-	if g.job.members == nil {
+	if g.job.roster == nil {
 		return g.err
 	}
 	g.look()
@@ -178,7 +179,7 @@ func (g *Group) Recover(ctx context.Context) error {
 // operation for long itself.
 func (g *Group) accuse(err error) {
 	late := g.evicts(err)
-	if late == nil || g.job.members == nil {
+	if late == nil || g.job.roster == nil {
 		return
 	}
 	alone := g.job.settings.OnTimeout == TimeoutEvictsAlone
@@ -187,7 +188,7 @@ func (g *Group) accuse(err error) {
 	}
 	for _, m := range late.Missing {
 		if r := g.ranks[m.Rank]; m.Rank != g.rank {
-			g.job.members.accuse(membership.Peer{Slot: r, Incarnation: g.job.view.Slots[r].Incarnation}, alone)
+			g.job.roster.AccuseLocked(r, alone)
 		}
 	}
 }
@@ -211,7 +212,7 @@ func (g *Group) verdicts() error {
 
 // accused lists the slots of those on whom a verdict is outstanding.
 func (g *Group) accused() (slots []int) {
-	for p := range g.job.members.accused {
+	for _, p := range g.job.roster.AccusedLocked() {
 		if slot := slices.Index(g.ranks, p.Slot); slot >= 0 {
 			slots = append(slots, slot)
 		}
@@ -222,18 +223,19 @@ func (g *Group) accused() (slots []int) {
 // judging reports whether a verdict on ranks that this rank has accused is outstanding. It acquits
 // those that have shown themselves, at the boundary before an exchange of some group.
 func (j *job) judging() bool {
-	if j.members == nil || len(j.members.accused) == 0 {
+	if j.roster == nil {
 		return false
 	}
-	for p := range j.members.accused {
+	accused := j.roster.AccusedLocked()
+	for _, p := range accused {
 		for g := range j.groups {
 			slot := slices.Index(g.ranks, p.Slot)
 			if slot >= 0 && (g.sync.Arrived(slot) || !g.present[slot].Before(g.sync.Next())) {
-				j.members.acquit(p)
+				j.roster.AcquitLocked(p)
 			}
 		}
 	}
-	return true
+	return len(accused) > 0
 }
 
 // Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call
@@ -248,18 +250,18 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank),
 			Want: fmt.Sprintf("a rank, 0 to %d", len(ranks)-1)}
 	}
-	ms := g.job.members
-	if ms == nil {
+	ro := g.job.roster
+	if ro == nil {
 		return &ArgumentError{Call: "evict", Arg: "the group", Got: "one without a store",
 			Want: "a job of several processes"}
 	}
 	b, end := g.within(ctx, "evict", time.Now())
 	defer end()
 	r := ranks[rank]
-	ms.tell(membership.Evict{Slot: r})
+	ro.Tell(membership.Evict{Slot: r})
 	for {
 		var in bool
-		if err := ms.ask(b.ctx, func(m *membership.Machine) {
+		if err := ro.Ask(b.ctx, func(m *membership.Machine) {
 			in = r < m.View().Size() && m.View().Slots[r].Incarnation != 0 && m.Member()
 		}); err != nil {
 			return b.why(err)
@@ -291,7 +293,7 @@ func (g *Group) within(ctx context.Context, call string, began time.Time) (b *bo
 	}
 	left := g.job.timeout - time.Since(began)
 	if left < g.job.timeout/2 {
-		left = max(left, min(2*storeWait, g.job.timeout))
+		left = max(left, min(2*roster.StoreWait, g.job.timeout))
 	}
 	b.ctx, end = context.WithTimeout(ctx, left)
 	return b, end
@@ -317,35 +319,10 @@ func (b *bound) why(err error) error {
 	p := b.g.job.proxy
 	p.Lock()
 	defer p.Unlock()
-	if m := b.g.job.members; m != nil && m.isolated != "" {
-		return fmt.Errorf("%w; %w: %s", late, ErrIsolated, m.isolated)
+	if at := b.g.job.isolated(); at.Why != "" {
+		return fmt.Errorf("%w; %w: %s", late, ErrIsolated, at.Why)
 	}
 	return late
-}
-
-// Rejoin closes this rank's groups, all of them, and joins its job again in the same slot, as a new
-// incarnation: for a rank that was evicted, and lives. It returns the new group of all ranks when
-// the others have admitted it.
-func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
-	j := g.job
-	ctx, end := j.settings.within(ctx)
-	defer end()
-	if j.members == nil {
-		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store",
-			Want: "a job of several processes"}
-	}
-	j.proxy.Lock()
-	var all []*Group
-	for o := range j.groups {
-		all = append(all, o)
-	}
-	j.proxy.Unlock()
-	for _, o := range all {
-		o.Close()
-	}
-	cfg := j.settings.Config
-	cfg.Rank = j.self.Rank
-	return Join(ctx, cfg)
 }
 
 // Abort ends the group, at once and on all ranks: what is under way on this rank returns an error
@@ -365,12 +342,4 @@ func (g *Group) Abort(cause error) {
 	}
 	p.Unlock()
 	p.Wake()
-}
-
-// interrupt ends what is under way in all groups. With the proxy's lock.
-func (j *job) interrupt(err error) {
-	for g := range j.groups {
-		g.coll.Fail(err)
-		g.msgs.Fail(err)
-	}
 }

@@ -10,6 +10,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/p2p"
+	"tutti/pg/internal/join"
 	"tutti/pg/membership"
 )
 
@@ -50,10 +51,10 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ids, places, lives := make([]p2p.Identity, n), make([]place, n), make([]uint64, n)
+	ids, places, lives := make([]p2p.Identity, n), make([]join.Place, n), make([]uint64, n)
 	for r := range n {
 		ids[r] = p2p.Identity{Rank: r, Incarnation: bootstrap.NewIncarnation()}
-		places[r], lives[r] = place{cores: runtime.NumCPU(), algo: s.algo}, ids[r].Incarnation
+		places[r], lives[r] = join.Place{Cores: runtime.NumCPU(), Algo: s.algo}, ids[r].Incarnation
 	}
 	resolve := func(ctx context.Context, rank int) (p2p.Peer, error) {
 		if way == "directory" {
@@ -65,13 +66,14 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	p := p2p.New(p2p.Config{Self: ids[0], Size: n, Secret: []byte(bootstrap.NewSecret()), Resolve: resolve,
 		Transports: []p2p.Transport{&mute{way}}, Threads: true,
 		Oversubscribed: true, Logger: s.Logger})
-	j := &job{proxy: p, log: s.Logger, timeout: s.Timeout, algo: s.algo, local: true, refs: 1, places: places,
-		settings: s, self: ids[0], here: places[0],
-		view: membership.First(lives), groups: map[*Group]struct{}{}}
+	j := newJob(s)
+	j.session = join.New(&join.Settings{Size: n, MaxSize: n, Logger: s.Logger})
+	j.session.Self, j.session.Proxy, j.session.Here = ids[0], p, places[0]
+	j.proxy, j.local, j.places, j.initial = p, true, places, membership.First(lives)
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	g, err := j.world(s, ids[0])
+	g, err := j.world()
 	if err != nil {
 		t.Fatal(err)
 	}

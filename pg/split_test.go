@@ -13,7 +13,7 @@ import (
 
 // sums checks that a group of these ranks of its job works, alone among itself.
 func sums(ctx context.Context, g *Group, members ...int) error {
-	x := []int64{int64(g.job.self.Rank) + 1, 1}
+	x := []int64{int64(g.job.session.Self.Rank) + 1, 1}
 	if err := AllReduce(ctx, g, x, Sum); err != nil {
 		return err
 	}
@@ -96,9 +96,9 @@ func TestSubgroupsOutliveManyViews(t *testing.T) {
 					return err
 				}
 				g.job.proxy.Lock()
-				v := membership.View{Epoch: epoch, Slots: slices.Clone(g.job.view.Slots)}
+				v := membership.View{Epoch: epoch, Slots: slices.Clone(g.job.initial.Slots)}
 				v.Slots[2] = membership.Slot{Left: epoch}
-				g.job.view = v
+				g.job.initial = v
 				sub.viewChanged()
 				g.job.proxy.Unlock()
 				return sums(ctx, sub, 0, 1)

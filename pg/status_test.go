@@ -2,6 +2,7 @@ package pg
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -20,8 +21,8 @@ import (
 	"time"
 
 	"tutti/internal/files"
-	"tutti/internal/ports"
 	"tutti/pg/flight"
+	"tutti/pg/internal/observe"
 )
 
 // look returns a rank's snapshot as whoever asks for it gets it, aged: as if everything had
@@ -452,7 +453,7 @@ func TestMetricsAnswerAmongStrangers(t *testing.T) {
 			c.Close()
 		}
 	}()
-	for i := range 10 * metricsConns {
+	for i := range 10 * observe.MetricsConns {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			t.Fatal(err)
@@ -474,47 +475,8 @@ func TestMetricsAnswerAmongStrangers(t *testing.T) {
 		}
 	}
 	// Those that make room are closed at once; a few more may be on their way.
-	if after, _ := files.Open(); after-before-len(conns) > metricsConns+8 {
+	if after, _ := files.Open(); after-before-len(conns) > observe.MetricsConns+8 {
 		t.Errorf("the exporter has %d descriptors", after-before-len(conns))
-	}
-}
-
-// Who has sent nothing goes before who is idle, and that before who asks; who is answered stays.
-func TestFewConnsEvictInOrder(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	f := &fewConns{Listener: l, room: 4, in: map[net.Conn]*visit{}}
-	connect := func() net.Conn {
-		a, err := net.Dial("tcp", l.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
-		b, err := f.Accept()
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { a.Close(); b.Close() })
-		return b
-	}
-	kept, asks, idles, quiet := connect(), connect(), connect(), connect()
-	f.note(kept, http.StateActive)
-	f.at(kept, answered)
-	f.note(asks, http.StateActive)
-	f.note(idles, http.StateIdle)
-	for i, want := range []net.Conn{quiet, idles, asks} {
-		f.note(connect(), http.StateActive)
-		if f.in[want] != nil {
-			t.Errorf("connection %d did not take the expected one's place", i)
-		}
-	}
-	for range 100 {
-		connect()
-	}
-	if f.in[kept] == nil || len(f.in) != 4 {
-		t.Errorf("of %d connections, the one that is answered is %v", len(f.in), f.in[kept])
 	}
 }
 
@@ -526,13 +488,18 @@ func TestMetricsOfLinks(t *testing.T) {
 		}
 		var err error
 		if g.Rank() == 0 {
-			e, eerr := g.job.obs.Load().export("127.0.0.1:0", 0)
-			if eerr != nil {
-				return eerr
+			o, oerr := observe.Start(observe.Config{Self: g.job.identity(), Metrics: "127.0.0.1:0", Proxy: g.job.proxy,
+				Groups: g.job.glances, Joined: func() bool { return true }, Logger: g.job.log})
+			if oerr != nil {
+				return oerr
 			}
-			defer e.close()
+			defer o.Stop()
+			var at flight.Snapshot
+			if text, err := o.Status(ctx, 0); err != nil || json.Unmarshal(text, &at) != nil {
+				return fmt.Errorf("%s, %v", text, err)
+			}
 			c := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
-			r, gerr := c.Get("http://" + e.addr + "/metrics")
+			r, gerr := c.Get("http://" + at.Metrics + "/metrics")
 			if gerr != nil {
 				return gerr
 			}
@@ -550,7 +517,7 @@ func TestMetricsOfLinks(t *testing.T) {
 	})
 }
 
-func TestMetricsPorts(t *testing.T) {
+func TestMetricsThatCannotBeServed(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -561,22 +528,6 @@ func TestMetricsPorts(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), fmt.Sprintf("port %d of 127.0.0.1 is taken", port)) ||
 		!strings.Contains(err.Error(), "metrics at") {
 		t.Errorf("a taken port: %v", err)
-	}
-	if port+20 > 65535 {
-		t.Skip("no room for a range")
-	}
-	t.Setenv("TUTTI_LOCAL_RANK", "") // a range begins at this rank's own port
-	var got []int
-	for local := range 3 {
-		l, err := listenFrom("127.0.0.1", ports.Spec{Lo: uint16(port), Hi: uint16(port + 20)}, local)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer l.Close()
-		got = append(got, l.Addr().(*net.TCPAddr).Port)
-	}
-	if got[0] <= port || got[1] <= got[0]-1 || got[2] < got[1] || got[2] > port+20 || slices.Contains(got, port) {
-		t.Errorf("%d on, ranks 0 to 2 have %v", port, got)
 	}
 	if _, err := alone(t, Config{Metrics: "9400"}); err == nil || !strings.Contains(err.Error(), "expected HOST:PORT") {
 		t.Error(err)

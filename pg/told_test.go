@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"testing"
 
+	"tutti/pg/internal/join"
 	"tutti/pg/internal/resync"
 )
 
@@ -12,7 +13,7 @@ func FuzzTold(f *testing.F) {
 	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1},
 		Standing: resync.Standing{Over: 5, Has: true, Calls: true,
 			Last: resync.Outcome{At: resync.Point{View: 6}, Start: 4, Confirmed: 3},
-			More: told{place: place{machine: 1, cores: 2, maps: true, incarnation: 9}, ballot: 2,
+			More: told{place: join.Place{Machine: 1, Cores: 2, Maps: true, Incarnation: 9}, ballot: 2,
 				cause: []byte("why")}}}))
 	f.Add([]byte{})
 	f.Fuzz(func(t *testing.T, b []byte) {

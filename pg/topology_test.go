@@ -7,11 +7,12 @@ import (
 	"time"
 
 	"tutti/p2p"
+	"tutti/pg/internal/join"
 )
 
 // relocate takes the group of a rank to where places says that its ranks are, as a change of the
 // view does.
-func (g *Group) relocate(places []place, epoch uint64) error {
+func (g *Group) relocate(places []join.Place, epoch uint64) error {
 	if err := g.enter(context.Background(), "relocate", nil); err != nil {
 		return err
 	}
@@ -31,15 +32,15 @@ func (g *Group) relocate(places []place, epoch uint64) error {
 func TestPlansFollowTheHosts(t *testing.T) {
 	const n = 4
 	each(t, n, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
-		spread := func(machines ...uint64) []place {
-			places := make([]place, n)
+		spread := func(machines ...uint64) []join.Place {
+			places := make([]join.Place, n)
 			for r := range places {
 				places[r] = g.job.places[r]
-				places[r].machine = machines[r]
+				places[r].Machine = machines[r]
 			}
 			return places
 		}
-		for i, places := range [][]place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2), spread(1, 1, 1, 1),
+		for i, places := range [][]join.Place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2), spread(1, 1, 1, 1),
 			spread(1, 2, 1, 2), spread(1, 1, 2, 2)} {
 			if err := g.relocate(places, uint64(2+i)); err != nil {
 				return err

@@ -33,7 +33,7 @@ func (s *settings) tuned() *collectives.Table {
 func (g *Group) warn() {
 	j := g.job
 	slot := g.differ(j.places)
-	if slot < 0 || j.self.Rank != 0 {
+	if slot < 0 || j.session.Self.Rank != 0 {
 		return
 	}
 	name := func(hash uint64) string {
@@ -42,7 +42,7 @@ func (g *Group) warn() {
 		}
 		return fmt.Sprintf("table %016x", hash)
 	}
-	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same TUTTI_TUNE", "rank 0", name(j.here.table), fmt.Sprintf("rank %d", slot), name(j.places[slot].table))
+	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same TUTTI_TUNE", "rank 0", name(j.session.Here.Table), fmt.Sprintf("rank %d", slot), name(j.places[slot].Table))
 }
 
 // SetAlgorithm forces an algorithm for the group's collectives from now on, where it exists for the

@@ -13,8 +13,8 @@ import (
 
 	"tutti/collectives"
 	"tutti/internal/tuning"
-	"tutti/p2p"
 	"tutti/pg/internal/exec"
+	"tutti/pg/internal/join"
 )
 
 // TableHash lets tests of package pg_test see by which table a group chooses.
@@ -96,48 +96,6 @@ func TestTunedSettings(t *testing.T) {
 	}
 }
 
-// TestAgree: one table for all ranks, or the default one and one line that says so.
-func TestAgree(t *testing.T) {
-	table := ringTable(t, 3)
-	own, def := table.Hash(), collectives.DefaultTable().Hash()
-	for _, c := range []struct {
-		hashes []uint64
-		used   bool
-	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false},
-		{[]uint64{own, 1, 2}, false}} {
-		lines := 0
-		for r, hash := range c.hashes {
-			var log bytes.Buffer
-			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), self: p2p.Identity{Rank: r},
-				here: place{table: hash}}
-			for i, h := range c.hashes {
-				j.places = append(j.places, place{table: h, incarnation: uint64(i) + 1})
-			}
-			j.places = append(j.places, place{table: 3, incarnation: 9}) // of a rank that is lost
-			if hash == own {
-				j.tuned = table
-			}
-			g := &Group{job: j, rank: r, size: len(c.hashes), ranks: upTo(len(c.hashes)), active: upTo(len(c.hashes))}
-			g.run = exec.New(exec.Config{})
-			g.locate(j.places)
-			g.warn()
-			if want := map[bool]uint64{true: own, false: def}[c.used]; g.topo.Table.Hash() != want {
-				t.Errorf("%x: rank %d has %x", c.hashes, r, g.topo.Table.Hash())
-			}
-			lines += strings.Count(log.String(), "\n")
-		}
-		if (lines == 0) != c.used || lines > 1 {
-			t.Errorf("%x: %d lines of log", c.hashes, lines)
-		}
-	}
-	p := place{machine: 1, cpus: 2, cores: 3, maps: true, algo: collectives.Ring, table: own, incarnation: 7}
-	b := make([]byte, placeSize)
-	p.encode(b)
-	if decodePlace(b) != p {
-		t.Errorf("%+v, then %+v", p, decodePlace(b))
-	}
-}
-
 // TestSetAlgorithm: it is used, it is a collective setting, and it ends.
 func TestSetAlgorithm(t *testing.T) {
 	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
@@ -175,4 +133,41 @@ func TestSetAlgorithm(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// Ranks use their table if all have the same, else the default one, and one line says so.
+func TestTablesThatDiffer(t *testing.T) {
+	table := ringTable(t, 3)
+	own, def := table.Hash(), collectives.DefaultTable().Hash()
+	for _, c := range []struct {
+		hashes []uint64
+		used   bool
+	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false},
+		{[]uint64{own, 1, 2}, false}} {
+		lines := 0
+		for r, hash := range c.hashes {
+			var log bytes.Buffer
+			js := &join.Settings{Rank: r}
+			if hash == own {
+				js.Table = table
+			}
+			j := &job{log: slog.New(slog.NewTextHandler(&log, nil)), session: join.New(js)}
+			j.session.Here.Table = hash
+			for i, h := range c.hashes {
+				j.places = append(j.places, join.Place{Table: h, Incarnation: uint64(i) + 1})
+			}
+			j.places = append(j.places, join.Place{Table: 3, Incarnation: 9}) // of a rank that is lost
+			g := &Group{job: j, rank: r, size: len(c.hashes), ranks: upTo(len(c.hashes)), active: upTo(len(c.hashes))}
+			g.run = exec.New(exec.Config{})
+			g.locate(j.places)
+			g.warn()
+			if want := map[bool]uint64{true: own, false: def}[c.used]; g.topo.Table.Hash() != want {
+				t.Errorf("%x: rank %d has %x", c.hashes, r, g.topo.Table.Hash())
+			}
+			lines += strings.Count(log.String(), "\n")
+		}
+		if (lines == 0) != c.used || lines > 1 {
+			t.Errorf("%x: %d lines of log", c.hashes, lines)
+		}
+	}
 }

@@ -320,7 +320,7 @@ func (g *Group) perform(w *started, lazy bool) {
 
 // load makes w the current call.
 func (g *Group) load(w *started) {
-	g.tel.since = w.at
+	g.track.Queued(w.at)
 	switch b := w.bound; {
 	case b == nil:
 		g.run.Adopt(w.call)
@@ -338,7 +338,7 @@ func (g *Group) finish(w *started, err error) {
 	if err != nil && g.closed.Load() {
 		err = ErrClosed
 	}
-	g.tel.since = 0
+	g.track.Queued(0)
 	g.rest()
 	w.w.end(err) // before a later one can end
 	w.w.s = nil

@@ -136,8 +136,8 @@ var mutants = []mutant{
 		what:      "a call that fails does not take its operation's number, which is used again",
 		transport: "shm",
 		edits: []edit{
-			{"pg", "Group.concluded", "g.run.Call().Forget() g.end(err)",
-				"g.run.Call().Forget(); g.end(err); if err != nil { g.seq-- }"},
+			{"pg", "Group.concluded", "g.run.Call().Forget() g.track.End(outcome(err))",
+				"g.run.Call().Forget(); g.track.End(outcome(err)); if err != nil { g.seq-- }"},
 			{"pg", "Group.Recover", "g.seq = max(g.seq, g.begins-1)", ""},
 		},
 	},

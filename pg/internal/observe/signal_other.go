@@ -1,6 +1,6 @@
 //go:build !unix
 
-package pg
+package observe
 
 import "os"
 

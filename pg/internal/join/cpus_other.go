@@ -1,6 +1,6 @@
 //go:build !linux
 
-package pg
+package join
 
 // allowedCPUs returns a hash of the numbers of the processors that this process may run on: all, as
 // far as is known.

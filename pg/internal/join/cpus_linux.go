@@ -1,4 +1,4 @@
-package pg
+package join
 
 import (
 	"encoding/binary"

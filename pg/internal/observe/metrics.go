@@ -1,4 +1,4 @@
-package pg
+package observe
 
 import (
 	"context"
@@ -28,7 +28,7 @@ type exporter struct {
 
 // export serves at addr, HOST:PORTS. In a range of ports it begins with the one of this rank's
 // place on its machine, so that a rank is found where it was.
-func (o *observer) export(addr string, local int) (*exporter, error) {
+func (o *Observer) export(addr string, local int) (*exporter, error) {
 	host, spec, err := ports.ParseAddr(addr)
 	if err != nil {
 		return nil, err
@@ -45,7 +45,7 @@ func (o *observer) export(addr string, local int) (*exporter, error) {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{MaxRequestsInFlight: 4,
 		Timeout: 10 * time.Second}))
-	few := &fewConns{Listener: l, room: metricsConns, in: map[net.Conn]*visit{}}
+	few := &fewConns{Listener: l, room: MetricsConns, in: map[net.Conn]*visit{}}
 	e := &exporter{addr: l.Addr().String(), done: make(chan struct{}),
 		srv: &http.Server{Handler: few.handler(mux), ConnState: few.note, ConnContext: few.context,
 			ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second, WriteTimeout: 30 * time.Second,
@@ -57,9 +57,9 @@ func (o *observer) export(addr string, local int) (*exporter, error) {
 	return e, nil
 }
 
-// metricsConns is how many connections the exporter holds: anybody may connect, and the descriptors
+// MetricsConns is how many connections the exporter of metrics holds: anybody may connect, and the descriptors
 // are the rank's.
-const metricsConns = 32
+const MetricsConns = 32
 
 // fewConns is a listener that holds few connections. Where there are too many, one has to go: the
 // oldest of those that have sent nothing, else of those that are idle, else of those whose request
@@ -175,7 +175,7 @@ func (e *exporter) close() {
 }
 
 // collector makes metrics of a snapshot.
-type collector struct{ o *observer }
+type collector struct{ o *Observer }
 
 // The metrics. Ranks are told apart by job and rank; counters begin at zero when a rank joins.
 var (

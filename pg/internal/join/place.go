@@ -1,0 +1,51 @@
+package join
+
+import (
+	"encoding/binary"
+
+	"tutti/collectives"
+)
+
+// A Place is what all ranks must know of each other to choose alike.
+type Place struct {
+	Machine     uint64 // equal for ranks that share memory and loopback
+	CPUs        uint64 // which processors the rank may run on: their numbers hashed
+	Cores       int    // how many they are
+	Maps        bool   // its memory can be mapped by ranks of its machine
+	Algo        collectives.Algo
+	Table       uint64 // hash of the table of algorithms
+	Incarnation uint64
+}
+
+// PlaceSize is the size of an encoded Place in bytes.
+const PlaceSize = 40
+
+// Encode writes p to b, which has at least PlaceSize bytes, little-endian.
+func (p Place) Encode(b []byte) {
+	binary.LittleEndian.PutUint64(b, p.Machine)
+	binary.LittleEndian.PutUint64(b[8:], p.CPUs)
+	binary.LittleEndian.PutUint32(b[16:], uint32(p.Cores))
+	if p.Maps {
+		b[20] = 1
+	}
+	b[21] = byte(p.Algo)
+	binary.LittleEndian.PutUint64(b[24:], p.Table)
+	binary.LittleEndian.PutUint64(b[32:], p.Incarnation)
+}
+
+// DecodePlace reads what Encode wrote. Every content is a Place.
+func DecodePlace(b []byte) Place {
+	return Place{Machine: binary.LittleEndian.Uint64(b), CPUs: binary.LittleEndian.Uint64(b[8:]),
+		Cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
+		Maps:  b[20] == 1, Algo: collectives.Algo(b[21]), Table: binary.LittleEndian.Uint64(b[24:]),
+		Incarnation: binary.LittleEndian.Uint64(b[32:])}
+}
+
+// A CPUSet is a set of processors of a machine. Launchers bind ranks one to a core or not at all, so
+// that sets which differ are taken for disjoint.
+type CPUSet struct {
+	Machine, CPUs uint64
+}
+
+// CPUSet returns the processors that the rank may run on.
+func (p Place) CPUSet() CPUSet { return CPUSet{p.Machine, p.CPUs} }

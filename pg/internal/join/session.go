@@ -1,0 +1,303 @@
+package join
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"log/slog"
+	"net"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/hashicorp/go-multierror"
+	"golang.org/x/sync/errgroup"
+
+	"tutti/bootstrap"
+	"tutti/collectives"
+	"tutti/internal/detour"
+	"tutti/p2p"
+	"tutti/pg/internal/roster"
+)
+
+// Settings say how a process joins its job.
+type Settings struct {
+	Rank, Size, MaxSize int
+	Store               bootstrap.StoreConfig // with the job's name and secret; unused if MaxSize is 1
+	Transports          func() ([]p2p.Transport, error)
+	Interfaces, Ports   string
+	Timeout             time.Duration // of joining; 0: none
+	Window              time.Duration // how long two live ranks may be unable to reach each other
+	Survives            bool          // the job goes on when a rank is lost
+	Algo                collectives.Algo
+	Table               *collectives.Table // what this rank would use, if all others have it; nil: the default
+	Logger              *slog.Logger
+}
+
+// Within bounds ctx by the time that joining may take.
+func (s *Settings) Within(ctx context.Context) (context.Context, context.CancelFunc) {
+	if s.Timeout > 0 {
+		return context.WithTimeout(ctx, s.Timeout)
+	}
+	return context.WithCancel(ctx)
+}
+
+// Hooks are what a Session calls. They are called from any goroutine.
+type Hooks struct {
+	// Link is called with the proxy's lock when a link came up, or went down because of err.
+	Link func(peer p2p.Identity, err error)
+	// Status answers somebody who asks what this rank does, with at most ops operations.
+	Status func(ctx context.Context, ops int) ([]byte, error)
+}
+
+// A Session is what one life of a rank holds of its job. Its fields are set by New and Connect, and
+// its methods are safe for concurrent use after that.
+type Session struct {
+	Self   p2p.Identity
+	Proxy  *p2p.Proxy
+	Here   Place
+	Mapped bool // this rank's memory can be mapped by ranks of its machine
+
+	settings *Settings
+	log      *slog.Logger
+	record   bootstrap.Record
+	server   *bootstrap.Server
+	client   *bootstrap.Client
+	met      atomic.Bool
+
+	mu      sync.Mutex
+	store   bootstrap.Store
+	records map[int]bootstrap.Record // by which ranks were reached last
+}
+
+// New begins a life of a rank, which nobody knows of before Connect.
+func New(s *Settings) *Session {
+	return &Session{settings: s, log: s.Logger, records: map[int]bootstrap.Record{},
+		Self: p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}}
+}
+
+// Connect makes this process a rank that others can find: its listeners answer, and its record is in
+// the store, unless it is the only rank. It waits for the store, at most until ctx ends. After an
+// error the Session is still to be closed.
+func (ss *Session) Connect(ctx context.Context, h Hooks) error {
+	s := ss.settings
+	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Store.Secret, Resolve: ss.resolve,
+		Logger: s.Logger, Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second),
+		Patient:        func() bool { return !ss.Met() },
+		Oversubscribed: true} // until it is known who is where
+	if s.Survives { // a rank that cannot be reached is lost as soon as one whose link breaks
+		pc.ConnectTimeout = max(s.Window, time.Second)
+	}
+	ss.Here = Place{CPUs: allowedCPUs(), Cores: runtime.NumCPU(), Algo: s.Algo, Table: s.Table.Hash(),
+		Incarnation: ss.Self.Incarnation}
+	if s.MaxSize == 1 {
+		ss.Proxy = p2p.New(pc)
+		return nil
+	}
+	if err := roomForFiles(s.MaxSize); err != nil {
+		return err
+	}
+	var err error
+	if pc.Transports, err = s.Transports(); err != nil {
+		return err
+	}
+	ss.Proxy = p2p.New(pc)
+
+	// The store's round trips, the handshake's and the transports' self-tests overlap.
+	eg, ectx := errgroup.WithContext(ctx)
+	eg.Go(func() (err error) {
+		ss.store, err = bootstrap.DialStore(ectx, s.Store)
+		return err
+	})
+	ready := make(chan struct{})
+	eg.Go(func() error {
+		defer close(ready)
+		endpoints, err := ss.Proxy.Listen(ectx)
+		if err == nil {
+			_, shared := endpoints["shm"]
+			ss.Mapped = shared && p2p.CanExpose
+		}
+		return err
+	})
+	describe := func(ctx context.Context, from int, incarnation uint64) (bootstrap.Endpoints, error) {
+		select {
+		case <-ready:
+			return ss.Proxy.Endpoints(), nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+	eg.Go(func() (err error) {
+		ss.server, err = bootstrap.Serve(ectx, bootstrap.ServerConfig{Rank: s.Rank, Incarnation: ss.Self.Incarnation,
+			Secret: s.Store.Secret, Interfaces: s.Interfaces, Ports: s.Ports, Logger: s.Logger, Status: h.Status,
+			Describe: describe})
+		return err
+	})
+	if err := eg.Wait(); err != nil {
+		return err
+	}
+	ss.record = bootstrap.NewRecord(s.Rank, s.MaxSize, ss.Self.Incarnation, ss.server.Addrs())
+	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Store.Secret})
+	machine := fnv.New64a()
+	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
+	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped
+	return bootstrap.Register(ctx, ss.store, ss.record)
+}
+
+// Table returns the table of algorithms that this rank would use, nil for the default one.
+func (ss *Session) Table() *collectives.Table { return ss.settings.Table }
+
+// Within bounds ctx by the time that joining may take.
+func (ss *Session) Within(ctx context.Context) (context.Context, context.CancelFunc) {
+	return ss.settings.Within(ctx)
+}
+
+// Met reports whether every rank has been registered: a record that is missing means that its rank
+// is gone.
+func (ss *Session) Met() bool { return ss.met.Load() }
+
+// SetMet says whether every rank has been registered.
+func (ss *Session) SetMet(met bool) { ss.met.Store(met) }
+
+// Explain returns err, and says so where connections to this rank were refused because they did not
+// know the job's secret.
+func (ss *Session) Explain(err error) error {
+	if ss.server == nil || ss.server.Strangers() == 0 {
+		return err
+	}
+	return fmt.Errorf("%w (%d connections to this rank were refused: they did not know its job secret; is "+
+		"TUTTI_SECRET the same at all ranks?)", err, ss.server.Strangers())
+}
+
+// Close ends the rank's life: its links, its listeners and its lease. It takes bounded time.
+func (ss *Session) Close() error {
+	var errs *multierror.Error
+	if ss.Proxy != nil {
+		errs = multierror.Append(errs, ss.Proxy.Close())
+	}
+	if ss.server != nil {
+		ss.server.Close()
+	}
+	if store := ss.Store(); store != nil {
+		// a store that left before us is no failure of ours
+		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) {
+			errs = multierror.Append(errs, err)
+		}
+	}
+	if errs != nil && len(errs.Errors) == 1 {
+		return errs.Errors[0]
+	}
+	return errs.ErrorOrNil()
+}
+
+// Store returns the handle on the job's store, which is another one after the lease was lost. It is
+// nil for the only rank of a job.
+func (ss *Session) Store() bootstrap.Store {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	return ss.store
+}
+
+// Reconnect replaces a handle on the store whose lease was lost, and registers this rank again. If
+// another life has taken the slot meanwhile, the view will tell.
+func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
+	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
+	defer cancel()
+	fresh, err := bootstrap.DialStore(ctx, ss.settings.Store)
+	if err != nil {
+		return err
+	}
+	// Before this rank registers: the store may take the old lease's end, and the record with it, a
+	// little later than this process did.
+	if err := lost.Close(); err != nil {
+		ss.log.Debug("the lost lease could not be given back", "err", err)
+	}
+	var taken *bootstrap.SlotError
+	if err := bootstrap.Register(ctx, fresh, ss.record); err != nil && !errors.As(err, &taken) {
+		fresh.Close()
+		return err
+	}
+	ss.mu.Lock()
+	ss.store = fresh
+	ss.mu.Unlock()
+	return nil
+}
+
+// Known returns the record by which a rank was reached last.
+func (ss *Session) Known(rank int) (bootstrap.Record, bool) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	rec, ok := ss.records[rank]
+	return rec, ok
+}
+
+// Forget drops what is known of a rank, unless it is of the incarnation except.
+func (ss *Session) Forget(rank int, except uint64) {
+	ss.mu.Lock()
+	defer ss.mu.Unlock()
+	if rec, ok := ss.records[rank]; ok && (except == 0 || rec.Incarnation != except) {
+		delete(ss.records, rank)
+	}
+}
+
+// Answers returns nil if the process that published rec answers.
+func (ss *Session) Answers(ctx context.Context, rec bootstrap.Record) error {
+	_, err := ss.client.Describe(ctx, rec)
+	return err
+}
+
+// Refuses reports whether nobody listens at any of rec's addresses.
+func (ss *Session) Refuses(ctx context.Context, rec bootstrap.Record) bool {
+	refused := len(rec.Addrs) > 0
+	for _, addr := range rec.Addrs {
+		dctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+		c, err := detour.Dial(dctx, &net.Dialer{}, rec.Rank, addr)
+		cancel()
+		if err == nil {
+			c.Close()
+		}
+		refused = refused && errors.Is(err, syscall.ECONNREFUSED)
+	}
+	return refused
+}
+
+// resolve is the proxy's directory: the store says who a rank is, the rank itself how to reach it.
+func (ss *Session) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
+	rec, known := ss.Known(rank)
+	if !known {
+		var err error
+		if rec, err = ss.lookup(ctx, rank); err != nil {
+			return p2p.Peer{}, err
+		}
+	}
+	dctx, cancel := context.WithTimeout(ctx, time.Second)
+	defer cancel()
+	endpoints, err := ss.client.Describe(dctx, rec)
+	if err != nil {
+		ss.Forget(rank, 0) // it may be gone, or another by now: the store knows
+		return p2p.Peer{}, err
+	}
+	ss.mu.Lock()
+	ss.records[rank] = rec
+	ss.mu.Unlock()
+	return p2p.Peer{Identity: p2p.Identity{Rank: rank, Incarnation: rec.Incarnation}, Endpoints: endpoints}, nil
+}
+
+// lookup asks the store for a rank. Before all ranks have met it waits for the rank to register;
+// afterwards a rank without a record is gone.
+func (ss *Session) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
+	if !ss.Met() {
+		return bootstrap.Lookup(ctx, ss.Store(), rank)
+	}
+	b, err := ss.Store().Get(ctx, bootstrap.RankKey(rank))
+	if errors.Is(err, bootstrap.ErrNoKey) {
+		return bootstrap.Record{}, fmt.Errorf("its lease has ended: %w", p2p.ErrPeerGone)
+	}
+	if err != nil {
+		return bootstrap.Record{}, err
+	}
+	return bootstrap.DecodeRecord(b)
+}

@@ -1,0 +1,260 @@
+package observe
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"tutti/internal/files"
+	"tutti/p2p"
+	"tutti/pg/flight"
+)
+
+// Config says what an Observer observes, and for whom.
+type Config struct {
+	Self      flight.Identity
+	Dir       string // of flight records; "": none are kept
+	Metrics   string // address HOST:PORTS at which they are served; "": nowhere
+	LocalRank int    // with which port of a range to begin
+	Proxy     *p2p.Proxy
+	// Groups returns what is to be seen of the groups. It is called with the proxy's lock.
+	Groups func() []Glance
+	// Joined reports whether the rank has met the others.
+	Joined func() bool
+	Logger *slog.Logger
+}
+
+// An Observer answers for a rank: to those who ask what it does, to its files, to the metrics. Its
+// methods are safe for concurrent use.
+type Observer struct {
+	cfg     Config
+	rec     *flight.Recorder
+	dir     string // of dumps; "": none are made
+	metrics *exporter
+
+	dumping sync.Mutex
+	dumps   int
+	signals chan os.Signal
+	done    chan struct{} // closed by Stop
+	mu      sync.Mutex    // of ended
+	ended   bool
+	wg      sync.WaitGroup
+}
+
+const (
+	maxDumps  = 64                     // of one life of a rank
+	dumpAwait = 200 * time.Millisecond // how long a failing operation waits for its dump
+)
+
+// ErrStopped says that an Observer does not answer any more.
+var ErrStopped = errors.New("the observer has been stopped")
+
+// Start begins to keep the flight recorder, and to answer, until Stop. A directory that cannot be
+// used is a warning; metrics that cannot be served are an error.
+func Start(cfg Config) (*Observer, error) {
+	o := &Observer{cfg: cfg, dir: cfg.Dir, done: make(chan struct{})}
+	var err error
+	if o.dir != "" {
+		if err = files.Directory(o.dir); err == nil {
+			o.rec, err = flight.Open(o.dir, cfg.Self)
+		}
+		if err != nil {
+			cfg.Logger.Warn("no flight records are kept", "dir", o.dir, "err", err)
+			o.dir = ""
+		}
+	}
+	if o.rec == nil {
+		if o.rec, err = flight.Open("", cfg.Self); err != nil {
+			return nil, err
+		}
+	}
+	if cfg.Metrics != "" {
+		if o.metrics, err = o.export(cfg.Metrics, cfg.LocalRank); err != nil {
+			o.rec.Close(false)
+			return nil, fmt.Errorf("metrics at %s: %w", cfg.Metrics, err)
+		}
+		cfg.Logger.Info("metrics are served", "url", "http://"+o.metrics.addr+"/metrics")
+	}
+	if o.dir != "" && dumpSignal != nil {
+		o.signals = make(chan os.Signal, 1)
+		signal.Notify(o.signals, dumpSignal)
+		o.aside(func() {
+			for {
+				select {
+				case <-o.signals:
+					o.dump("signal")
+				case <-o.done:
+					return
+				}
+			}
+		})
+	}
+	return o, nil
+}
+
+// Stop ends what Start began, in bounded time. Idempotent.
+func (o *Observer) Stop() {
+	o.mu.Lock()
+	again := o.ended
+	o.ended = true
+	o.mu.Unlock()
+	if again {
+		return
+	}
+	if o.signals != nil {
+		signal.Stop(o.signals)
+	}
+	close(o.done)
+	if o.metrics != nil {
+		o.metrics.close()
+	}
+	o.wg.Wait()
+	if err := o.rec.Close(false); err != nil {
+		o.cfg.Logger.Warn("the flight recorder's file could not be removed", "err", err)
+	}
+}
+
+// Recorder returns the rank's flight recorder.
+func (o *Observer) Recorder() *flight.Recorder { return o.rec }
+
+// aside runs f on a goroutine that Stop waits for; not after that.
+func (o *Observer) aside(f func()) bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if !o.ended {
+		o.wg.Go(f)
+	}
+	return !o.ended
+}
+
+// FailureLocked keeps a snapshot of how an operation failed, unless somebody wanted it to end. It is
+// written on its own. If wait is set, as where a program is likely to exit now, the caller waits for
+// that, but not long, whatever the disk does. The proxy's lock is given up meanwhile.
+func (o *Observer) FailureLocked(why flight.Outcome, wait bool) {
+	if o.dir == "" || why == flight.Cancelled || why == flight.Closed {
+		return
+	}
+	reason := "failure"
+	if why == flight.TimedOut {
+		reason = "timeout"
+	}
+	written := make(chan struct{})
+	if !o.aside(func() {
+		defer close(written)
+		o.dump(reason)
+	}) || !wait {
+		return
+	}
+	o.cfg.Proxy.Unlock()
+	late := time.NewTimer(dumpAwait)
+	select {
+	case <-written:
+	case <-late.C:
+	}
+	late.Stop()
+	o.cfg.Proxy.Lock()
+}
+
+// dump writes a snapshot with all that is recorded into the directory, under a name that was free.
+func (o *Observer) dump(reason string) {
+	s := o.snapshot(flight.Records, reason)
+	o.dumping.Lock()
+	defer o.dumping.Unlock()
+	if o.dumps == maxDumps {
+		return
+	}
+	o.dumps++
+	base := filepath.Join(o.dir, fmt.Sprintf("flight-rank%d-%s", o.cfg.Self.Rank, reason))
+	path := base + ".json"
+	for n := 2; n < 1000; n++ {
+		if _, err := os.Lstat(path); errors.Is(err, os.ErrNotExist) {
+			break
+		}
+		path = fmt.Sprintf("%s-%d.json", base, n)
+	}
+	if err := s.Write(path); err != nil {
+		o.cfg.Logger.Warn("a flight record could not be written", "err", err)
+		return
+	}
+	o.cfg.Logger.Info("flight record", "file", path)
+}
+
+// Blank returns the snapshot of a rank without groups.
+func Blank(id flight.Identity) *flight.Snapshot { return blank(time.Now(), id) }
+
+func blank(now time.Time, id flight.Identity) *flight.Snapshot {
+	now = now.Round(time.Millisecond).UTC()
+	return &flight.Snapshot{Version: flight.Version, Job: id.Job, Rank: id.Rank, Size: id.Size,
+		Incarnation: fmt.Sprintf("%016x", id.Incarnation), PID: os.Getpid(), Host: id.Host,
+		Time: now, Since: now, Groups: []flight.Group{}}
+}
+
+// Status answers whoever asks what this rank does, with at most ops of the operations that have
+// ended, as JSON. It ends with ctx, also if the proxy's lock cannot be had. After Stop it returns
+// ErrStopped.
+func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
+	type answer struct {
+		text []byte
+		err  error
+	}
+	got := make(chan answer, 1)
+	if !o.aside(func() { // ends when it has had the lock, which Close must have too
+		text, err := o.snapshot(ops, "").JSON(false)
+		got <- answer{text, err}
+	}) {
+		return nil, ErrStopped
+	}
+	select {
+	case a := <-got:
+		return a.text, a.err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// snapshot describes the rank, with at most ops of the operations that have ended. It takes the
+// proxy's lock for a moment.
+func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
+	p := o.cfg.Proxy
+	p.Lock()
+	now := time.Now()
+	im := o.rec.Copy(ops)
+	counts := p.Counts()
+	seen := o.cfg.Groups()
+	p.Unlock()
+
+	slices.SortFunc(seen, func(a, b Glance) int { return int(a.id) - int(b.id) })
+	s := blank(now, o.cfg.Self)
+	s.Reason, s.Joined = reason, len(seen) > 0 && o.cfg.Joined()
+	if o.metrics != nil {
+		s.Metrics = o.metrics.addr
+	}
+	im.Fill(s)
+	for i := range seen {
+		v := &seen[i]
+		if i == 0 { // the group of all ranks, unless it is closed
+			s.View = flight.View{Epoch: v.Epoch, Active: v.toRanks(v.Active)}
+			if v.id == 1 {
+				s.Size = max(s.Size, len(v.Ranks))
+			}
+		}
+		s.Groups = append(s.Groups, v.describe(s.Time))
+	}
+	for _, c := range counts {
+		l := flight.Link{Rank: c.Rank, Up: c.Up, Transport: c.Transport, BytesSent: c.BytesSent,
+			BytesReceived: c.BytesReceived, FramesSent: c.FramesSent,
+			FramesReceived: c.FramesReceived, Waited: c.Waited.Seconds()}
+		if c.Err != nil {
+			l.Error = c.Err.Error()
+		}
+		s.Links = append(s.Links, l)
+	}
+	return s
+}

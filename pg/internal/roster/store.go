@@ -1,0 +1,281 @@
+package roster
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/pg/membership"
+)
+
+// Keys of the membership in the job's store, besides the view's. They end in a slot, and live as
+// long as the lease of the rank that wrote them. Each value begins with its incarnation, eight bytes,
+// big-endian.
+const (
+	reportKey = membership.StoreKeys + "report/" // what the rank has to say of others
+	joinKey   = membership.StoreKeys + "join/"   // it waits to be let in: an epoch
+	knockKey  = membership.StoreKeys + "knock/"  // a new life found an old one in its slot: is that alive?
+)
+
+// signed puts this rank's incarnation before a value.
+func (ro *Roster) signed(value []byte) []byte {
+	return append(binary.BigEndian.AppendUint64(nil, ro.self.Incarnation), value...)
+}
+
+func encodeEpoch(epoch uint64) []byte { return binary.BigEndian.AppendUint64(nil, epoch) }
+
+// publish has this rank's key of a kind hold value, or nothing; the newest wish counts.
+func (ro *Roster) publish(kind string, value []byte) {
+	key := kind + strconv.Itoa(ro.self.Slot)
+	ro.mu.Lock()
+	ro.want[key], ro.kept[key] = value, value
+	ro.mu.Unlock()
+	nudge(ro.dirty)
+}
+
+// write carries wishes to the store.
+func (ro *Roster) write() {
+	defer ro.wg.Done()
+	for {
+		ro.mu.Lock()
+		var key string
+		var value []byte
+		for key, value = range ro.want {
+			break
+		}
+		ro.mu.Unlock()
+		if key == "" {
+			select {
+			case <-ro.dirty:
+				continue
+			case <-ro.ctx.Done():
+				return
+			}
+		}
+		ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+		var err error
+		if value == nil {
+			err = ro.dir.Store().Delete(ctx, key)
+		} else {
+			err = ro.dir.Store().Put(ctx, key, value, true)
+		}
+		cancel()
+		if err == nil {
+			ro.mu.Lock()
+			if now, ok := ro.want[key]; ok && slices.Equal(now, value) {
+				delete(ro.want, key)
+			}
+			ro.mu.Unlock()
+			continue
+		}
+		select {
+		case <-ro.ctx.Done():
+			return
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+// watch follows the store. When the lease is lost it comes back with another, as the same
+// incarnation.
+func (ro *Roster) watch() {
+	defer ro.wg.Done()
+	for ro.ctx.Err() == nil {
+		store := ro.dir.Store()
+		for e := range store.Watch(ro.ctx, membership.StoreKeys) {
+			if e.Err != nil {
+				ro.Tell(membership.StoreAway{Cause: storeCause(e.Err)})
+				break
+			}
+			ro.seen(e)
+		}
+		for ro.ctx.Err() == nil {
+			err := ro.dir.Reconnect(ro.ctx, store)
+			if err == nil {
+				ro.mu.Lock()
+				maps.Copy(ro.want, ro.kept) // it went with the lease
+				ro.mu.Unlock()
+				nudge(ro.dirty)
+				// While this rank had no lease the job may have begun, gone on without it, and
+				// ended.
+				ro.begun.Store(true)
+				ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+				if _, err := ro.dir.Store().Get(ctx, membership.ViewKey); errors.Is(err, bootstrap.ErrNoKey) {
+					ro.over()
+				}
+				cancel()
+				ro.Tell(membership.StoreBack{})
+				break
+			}
+			ro.log.Debug("the store stays away", "err", err)
+			select {
+			case <-ro.ctx.Done():
+			case <-time.After(200 * time.Millisecond):
+			}
+		}
+	}
+}
+
+// seen takes in one key of the store. Anything may be in it.
+func (ro *Roster) seen(e bootstrap.Event) {
+	if e.Key == membership.ViewKey {
+		first, v, err := membership.DecodeStored(e.Value)
+		switch {
+		case e.Exists && err != nil:
+			ro.log.Warn("the view in the store is not one", "err", err)
+		case e.Exists && first == ro.cfg.First:
+			ro.begun.Store(true)
+			ro.Tell(membership.ViewSeen{View: v})
+		case ro.begun.Load():
+			ro.over()
+		}
+		return
+	}
+	at := strings.LastIndexByte(e.Key, '/') + 1
+	slot, err := strconv.Atoi(e.Key[at:])
+	if err != nil || slot < 0 || slot >= ro.cfg.MaxSize || slot == ro.self.Slot {
+		return
+	}
+	p := membership.Peer{Slot: slot}
+	if e.Exists {
+		if len(e.Value) < 8 {
+			return
+		}
+		p.Incarnation = binary.BigEndian.Uint64(e.Value)
+	}
+	switch e.Key[:at] {
+	case reportKey:
+		if e.Exists {
+			if r, err := membership.DecodeReport(e.Value[8:]); err == nil {
+				ro.Tell(membership.Reported{Peer: p, Report: r})
+			}
+		}
+	case joinKey:
+		ro.mu.Lock()
+		before := ro.joiners[slot]
+		delete(ro.joiners, slot)
+		if e.Exists && len(e.Value) == 16 {
+			ro.joiners[slot] = p.Incarnation
+		}
+		ro.mu.Unlock()
+		if before != 0 && before != p.Incarnation {
+			ro.Tell(membership.JoinGone{Peer: membership.Peer{Slot: slot, Incarnation: before}})
+		}
+		if e.Exists && len(e.Value) == 16 {
+			ro.Tell(membership.JoinAsked{Peer: p, Epoch: binary.BigEndian.Uint64(e.Value[8:])})
+		}
+	case knockKey:
+		v := ro.View()
+		if e.Exists && slot < len(v.Slots) && v.Slots[slot].Incarnation != 0 &&
+			v.Slots[slot].Incarnation != p.Incarnation {
+			old := membership.Peer{Slot: slot, Incarnation: v.Slots[slot].Incarnation}
+			ro.aside(func() {
+				if ro.probe(old) == membership.VerdictDead {
+					ro.Tell(membership.Dead{Peer: old, Cause: "its process has ended, and another has its place"})
+				}
+			})
+		}
+	}
+}
+
+// publishFirst writes the job's first view. A view of another job, which had the same name and is
+// over, makes room for it.
+func (ro *Roster) publishFirst(ctx context.Context, v membership.View) error {
+	var old []byte
+	for {
+		cctx, cancel := context.WithTimeout(ctx, StoreWait)
+		err := ro.dir.Store().CompareAndSwap(cctx, membership.ViewKey, old, membership.EncodeStored(ro.cfg.First, v))
+		cancel()
+		var c *bootstrap.ConflictError
+		switch {
+		case err == nil:
+			ro.begun.Store(true)
+			return nil
+		case !errors.As(err, &c):
+			ro.log.Debug("the first view is not in the store", "err", err)
+			return err
+		}
+		if first, _, err := membership.DecodeStored(c.Current); err == nil && first == ro.cfg.First {
+			ro.begun.Store(true)
+			return nil
+		}
+		old = c.Current
+	}
+}
+
+// propose does the compare-and-swap.
+func (ro *Roster) propose(a membership.Propose) {
+	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	defer cancel()
+	answer := membership.Proposed{Epoch: a.New.Epoch}
+	err := ro.dir.Store().CompareAndSwap(ctx, membership.ViewKey, membership.EncodeStored(ro.cfg.First, a.Old), membership.EncodeStored(ro.cfg.First, a.New))
+	var c *bootstrap.ConflictError
+	if errors.As(err, &c) && a.Old.Epoch == 1 && !ro.begun.Load() { // it may not have been written yet
+		if first, _, bad := membership.DecodeStored(c.Current); bad != nil || first != ro.cfg.First {
+			if err = ro.publishFirst(ctx, a.Old); err == nil {
+				err = ro.dir.Store().CompareAndSwap(ctx, membership.ViewKey, membership.EncodeStored(ro.cfg.First, a.Old), membership.EncodeStored(ro.cfg.First, a.New))
+			}
+		}
+	}
+	switch {
+	case err == nil:
+		answer.Outcome = membership.OutcomeWon
+	case errors.As(err, &c):
+		if first, v, bad := membership.DecodeStored(c.Current); bad == nil && first == ro.cfg.First {
+			answer.Outcome, answer.Current = membership.OutcomeLost, v
+		} else if ro.begun.Load() {
+			ro.over()
+		}
+	default:
+		answer.Cause = storeCause(err)
+		ro.log.Debug("a view was proposed in vain", "err", err)
+	}
+	ro.Tell(answer)
+}
+
+// over says that the job has ended without this rank: what was the job's is gone from the store, or
+// another job's. That happens only when all others have left, and this rank has lost its lease: it
+// was put out, or may have been.
+func (ro *Roster) over() {
+	v := ro.View()
+	if !v.Has(ro.self.Slot, ro.self.Incarnation) { // it waits to be let in
+		return
+	}
+	v.Epoch++
+	v.Slots = slices.Clone(v.Slots)
+	v.Slots[ro.self.Slot].Incarnation, v.Slots[ro.self.Slot].Left = 0, v.Epoch
+	ro.Tell(membership.ViewSeen{View: v})
+}
+
+// storeCause says why the store did not do what this rank asked of it: that it cannot be reached is
+// one reason of several.
+func storeCause(err error) string {
+	if errors.Is(err, bootstrap.ErrStoreAway) {
+		return fmt.Sprintf("%v: this rank may be on the minority side of a partition", err)
+	}
+	return err.Error()
+}
+
+// clear removes the record of a life that is over.
+func (ro *Roster) clear(slot int, incarnation uint64) {
+	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
+	defer cancel()
+	key := bootstrap.RankKey(slot)
+	b, err := ro.dir.Store().Get(ctx, key)
+	if err != nil {
+		return
+	}
+	if rec, err := bootstrap.DecodeRecord(b); err == nil && rec.Incarnation == incarnation {
+		if err := ro.dir.Store().CompareAndSwap(ctx, key, b, nil); err != nil &&
+			!errors.Is(err, bootstrap.ErrConflict) {
+			ro.log.Debug("a lost rank's record stays until its lease ends", "err", err)
+		}
+	}
+}

@@ -1,0 +1,360 @@
+package pg
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/collectives"
+	"tutti/internal/files"
+	"tutti/p2p"
+	"tutti/pg/internal/join"
+	"tutti/pg/internal/resync"
+	"tutti/pg/membership"
+)
+
+// Join makes this process a rank of its job and returns the group of all ranks. It returns when
+// every rank has joined, or with an error when ctx or Config.Timeout ends before that. It listens
+// for peers on the transports' own addresses; links to them come up when they are first needed.
+//
+// A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may
+// be started again, or a process on standby may take its place. With Report, Join fails at the
+// ranks that had met it, and in a running job if a rank is lost while it lets this one in.
+//
+// A process on standby (TUTTI_STANDBY) waits until a slot is free, and for that ctx alone is the
+// bound. If another process takes the slot first, or the ranks do not let it in within
+// Config.Timeout, it waits on.
+func Join(ctx context.Context, cfg Config) (*Group, error) {
+	s, err := cfg.resolve(os.Getenv)
+	if err != nil {
+		return nil, err
+	}
+	if !s.launch.Standby {
+		return s.join(ctx)
+	}
+	for {
+		js, err := s.session()
+		if err != nil {
+			return nil, err
+		}
+		claim, err := join.StandBy(ctx, js)
+		if err != nil {
+			return nil, fmt.Errorf("standing by for job %q: %w", s.Job, err)
+		}
+		s.Rank = claim.Rank
+		g, err := s.join(ctx)
+		if claim.Release(err == nil); err == nil || ctx.Err() != nil || !displaced(err) {
+			return g, err
+		}
+		s.Logger.Info("this process could not take a free place: it stands by again", "rank", s.Rank, "err", err)
+		select {
+		case <-ctx.Done():
+		case <-time.After(joinPause):
+		}
+	}
+}
+
+// displaced reports whether err, of a process on standby that tried to take a free place, is one that
+// another attempt may not have.
+func displaced(err error) bool {
+	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, ErrEvicted) || errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) ||
+		errors.As(err, new(*RankError))
+}
+
+// joinPause is between two lives of a rank in Join.
+const joinPause = 100 * time.Millisecond
+
+// join makes this process the rank s.Rank of its job.
+func (s *settings) join(ctx context.Context) (*Group, error) {
+	js, err := s.session()
+	if err == nil && s.MaxSize > 1 {
+		js.Table = s.tuned()
+	}
+	if err != nil {
+		return nil, s.failed(err)
+	}
+	ctx, cancel := js.Within(ctx)
+	defer cancel()
+	var before error // why an earlier life of this rank did not meet the others
+	for {
+		g, again, err := s.attempt(ctx, js)
+		if err == nil {
+			return g, nil
+		}
+		if err = files.Explain(err); !again && before != nil {
+			err = fmt.Errorf("%w (before that: %w)", err, before)
+		}
+		if !again {
+			return nil, s.failed(err)
+		}
+		s.Logger.Info("a rank was lost before all had met: joining anew", "err", err)
+		before = err
+		select { // those who were linked with a life that ends here end theirs: none of them is to meet the next
+		case <-ctx.Done():
+		case <-time.After(joinPause):
+		}
+	}
+}
+
+func (s *settings) failed(err error) error {
+	return fmt.Errorf("joining job %q as rank %d of %d: %w", s.Job, s.Rank, s.Size, err)
+}
+
+// attempt is one life of a rank in Join. again says that another may have more luck: a rank was
+// lost, or gave up, before all had met. The links and the incarnation of this one are known to those
+// who had met the lost one, so they end with this life.
+func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, again bool, err error) {
+	j := newJob(s)
+	j.session = join.New(js)
+	if err = j.session.Connect(ctx, join.Hooks{Link: j.link, Status: j.status}); err == nil {
+		j.proxy = j.session.Proxy
+		g, err = j.enterJob(ctx)
+	}
+	if err == nil {
+		return g, false, nil
+	}
+	unmet := errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) || // another rank's
+		errors.Is(err, p2p.ErrPeerGone) || errors.Is(err, join.ErrStarted)
+	again = unmet && s.OnFailure != Report && !j.session.Met() && ctx.Err() == nil
+	err = j.session.Explain(err)
+	j.shut()
+	return nil, again, err
+}
+
+// enterJob makes the group of all ranks of a job: of one that begins, or that runs.
+func (j *job) enterJob(ctx context.Context) (*Group, error) {
+	s, self := j.settings, j.session.Self
+	if s.MaxSize == 1 {
+		j.places, j.initial = []join.Place{j.session.Here}, membership.First([]uint64{self.Incarnation})
+		g, err := j.world()
+		if err == nil {
+			g.locate(j.places)
+		}
+		return g, err
+	}
+	running, err := j.session.Running(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if running != nil {
+		g, err := j.admitted(ctx, running)
+		if !errors.Is(err, join.ErrOver) {
+			return g, err
+		}
+		j.log.Info("all ranks that could have let this one in are gone: the job begins anew")
+		ro := j.detach()
+		ro.Stop()
+		if err := j.session.Anew(ctx, ro, running.View); err != nil {
+			return nil, err
+		}
+	}
+	if s.Rank >= s.Size {
+		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and what is in the store is of a job that is over",
+			s.Rank, s.Size)
+	}
+	return j.first(ctx)
+}
+
+// first begins a job: it returns when all ranks have met.
+func (j *job) first(ctx context.Context) (*Group, error) {
+	s, self := j.settings, j.session.Self
+	lives := make([]uint64, s.Size)
+	lives[s.Rank] = self.Incarnation
+	j.initial = membership.First(lives) // the others' are learnt when they meet
+	g, err := j.world()
+	if err != nil {
+		return nil, err
+	}
+	mctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	if s.OnFailure != Report {
+		defer j.session.WatchStart(mctx, cancel)()
+	}
+	j.proxy.Lock()
+	j.meeting = cancel
+	j.proxy.Unlock()
+	if err := g.meet(mctx); err != nil {
+		if cause := context.Cause(mctx); mctx.Err() != nil && ctx.Err() == nil {
+			err = cause
+		}
+		return nil, err
+	}
+	for r, p := range j.places {
+		lives[r] = p.Incarnation
+	}
+	j.proxy.Lock()
+	j.initial = membership.First(lives)
+	g.at = j.initial
+	g.sync = resync.New(g.rank, g.view(g.at))
+	j.proxy.Unlock()
+	g.warn()
+	j.proxy.Lock()
+	j.meeting = nil
+	// by somebody with whom this rank had met, whose life the others may not have met
+	lost := mctx.Err() != nil && ctx.Err() == nil
+	j.session.SetMet(!lost)
+	j.proxy.Unlock()
+	if lost {
+		return nil, context.Cause(mctx)
+	}
+	if s.MaxSize > membership.MaxSlots {
+		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize,
+			"at most", membership.MaxSlots)
+		return g, nil
+	}
+	return g, j.follow(g.at, lives[0])
+}
+
+// admitted joins a running job: when it returns, the others have let this rank in, at one of their
+// step boundaries.
+func (j *job) admitted(ctx context.Context, running *join.Job) (*Group, error) {
+	j.session.SetMet(true)
+	if err := j.follow(running.View, running.First); err != nil {
+		return nil, err
+	}
+	if err := j.session.AwaitAdmission(ctx, j.roster); err != nil {
+		if errors.Is(err, join.ErrOut) {
+			err = ErrEvicted
+		}
+		return nil, err
+	}
+	view := j.roster.View()
+	g, err := newGroup(j, upTo(view.Size()), j.session.Self.Rank, worldName, nil, view, view.Epoch-1)
+	if err != nil {
+		return nil, err
+	}
+	if err := g.enter(ctx, "join", nil); err != nil {
+		return nil, err
+	}
+	defer g.leave()
+	g.must = view.Epoch
+	g.viewChanged()
+	if err := g.move(resync.Standing{Joins: true, Intact: true}, false); err != nil {
+		return nil, err
+	}
+	g.joins = false
+	g.seq = g.begins - 1
+	if !j.settings.AutoAdmit { // the others are in Admit, or will be when they see that somebody is lost
+		if _, err := g.admit(ctx, math.MaxUint64); err != nil {
+			return nil, err
+		}
+	}
+	return g, nil
+}
+
+// world makes the group of all ranks.
+func (j *job) world() (*Group, error) {
+	return newGroup(j, upTo(j.settings.Size), j.session.Self.Rank, worldName, nil, j.initial, 1)
+}
+
+func upTo(n int) []int {
+	all := make([]int, n)
+	for i := range all {
+		all[i] = i
+	}
+	return all
+}
+
+// meet is the first collective of a job: all ranks tell each other where they are. When it returns,
+// all have joined.
+func (g *Group) meet(ctx context.Context) error {
+	here := g.job.session.Here
+	mine := make([]byte, join.PlaceSize)
+	here.Encode(mine)
+	all := make([]byte, join.PlaceSize*g.size)
+	forced := g.topo.Algo
+	g.topo.Algo = collectives.Auto // not agreed on yet
+	g.topo.Caps = collectives.Caps{Cores: 1}
+	g.settle()
+	if err := AllGather(ctx, g, all, mine); err != nil {
+		return err
+	}
+	g.topo.Algo = forced
+	g.job.places = make([]join.Place, g.size)
+	for r := range g.size {
+		p := join.DecodePlace(all[r*join.PlaceSize:])
+		g.job.places[r] = p
+		if p.Algo != here.Algo {
+			return fmt.Errorf("rank %d was told to use algorithm %v and rank %d algorithm %v: set TUTTI_ALGO "+
+				"alike on all ranks", g.rank, here.Algo, r, p.Algo)
+		}
+	}
+	g.job.proxy.Lock()
+	g.locate(g.job.places)
+	g.job.crowd(g)
+	g.job.proxy.Unlock()
+	return nil
+}
+
+// Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
+// Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm,
+// Timeout and Logger; it chooses by the default table.
+func Local(n int, cfg Config) ([]*Group, error) {
+	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
+		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
+	}
+	cfg.Job = cmp.Or(cfg.Job, "default")
+	s, err := cfg.resolve(func(string) string { return "" })
+	if err != nil {
+		return nil, err
+	}
+	fail := func(err error) ([]*Group, error) { return nil, fmt.Errorf("%d local ranks: %w", n, err) }
+	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger})
+	if err != nil {
+		return fail(err)
+	}
+	places, lives := make([]join.Place, n), make([]uint64, n)
+	for r, ss := range sessions {
+		places[r], lives[r] = ss.Here, ss.Self.Incarnation
+	}
+	view := membership.First(lives)
+	groups := make([]*Group, n)
+	for r, ss := range sessions {
+		j := newJob(s)
+		j.session, j.proxy, j.local, j.places, j.initial = ss, ss.Proxy, true, places, view
+		g, err := j.world()
+		if err != nil {
+			for _, g := range groups[:r] {
+				g.Close()
+			}
+			for _, ss := range sessions[r:] {
+				ss.Close()
+			}
+			return fail(err)
+		}
+		g.locate(places)
+		groups[r] = g
+	}
+	return groups, nil
+}
+
+// Rejoin closes this rank's groups, all of them, and joins its job again in the same slot, as a new
+// incarnation: for a rank that was evicted, and lives. It returns the new group of all ranks when
+// the others have admitted it.
+func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
+	j := g.job
+	if j.roster == nil {
+		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store",
+			Want: "a job of several processes"}
+	}
+	ctx, end := j.session.Within(ctx)
+	defer end()
+	j.proxy.Lock()
+	var all []*Group
+	for o := range j.groups {
+		all = append(all, o)
+	}
+	j.proxy.Unlock()
+	for _, o := range all {
+		o.Close()
+	}
+	cfg := j.settings.Config
+	cfg.Rank = j.session.Self.Rank
+	return Join(ctx, cfg)
+}

@@ -1,0 +1,189 @@
+package pg
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"runtime"
+	"strings"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/collectives"
+	"tutti/internal/ports"
+	"tutti/p2p"
+	"tutti/p2p/shm"
+	"tutti/p2p/tcp"
+	"tutti/pg/internal/join"
+)
+
+// settings is Config with the environment and the defaults filled in.
+type settings struct {
+	Config
+	launch bootstrap.Launch
+	algo   collectives.Algo
+	kinds  []string // transports
+}
+
+var transportNames = []string{"shm", "tcp"}
+
+func (c Config) resolve(getenv func(string) string) (*settings, error) {
+	s := &settings{Config: c}
+	var err error
+	if s.launch, err = bootstrap.FromEnv(getenv); err != nil {
+		if c.Size == 0 {
+			return nil, err
+		}
+		s.launch = bootstrap.Launch{LocalRank: -1}
+	}
+	l := &s.launch
+	if s.Size == 0 {
+		s.Size, s.Rank = l.Size, l.Rank
+	}
+	if s.MaxSize == 0 {
+		s.MaxSize = l.MaxSize
+	}
+	if s.MaxSize = max(s.MaxSize, s.Size); s.Size < 1 || s.MaxSize > MaxRanks ||
+		(s.Rank < 0 || s.Rank >= s.MaxSize) && !l.Standby {
+		return nil, &ArgumentError{Call: "join", Arg: "Rank, Size and MaxSize",
+			Got:  fmt.Sprintf("rank %d of %d, at most %d", s.Rank, s.Size, s.MaxSize),
+			Want: fmt.Sprintf("0 <= Rank < Size <= MaxSize <= %d", MaxRanks)}
+	}
+	def := func(v *string, env, last string) {
+		if *v == "" {
+			*v = env
+		}
+		if *v == "" {
+			*v = last
+		}
+	}
+	def(&s.Job, l.Job, "")
+	if s.Job == "" && s.MaxSize == 1 { // nobody to mix up
+		s.Job = "default"
+	}
+	def(&s.Store, l.Store, "")
+	if s.Store == "" && l.MasterAddr != "" && l.MasterPort > 0 {
+		s.Store = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
+	}
+	def(&s.StoreUser, l.StoreUser, "")
+	def(&s.StorePassword, l.StorePassword, "")
+	def(&s.Transport, l.Transport, "auto")
+	def(&s.Interfaces, l.Interfaces, "")
+	def(&s.Ports, l.Ports, "0")
+	def(&s.Algorithm, l.Algorithm, "auto")
+	def(&s.Tuning, l.Tuning, "")
+	def(&s.LogDir, l.LogDir, "")
+	def(&s.Metrics, l.Metrics, "")
+	if s.Secret == nil {
+		s.Secret = l.Secret
+	}
+	if s.Timeout == 0 {
+		s.Timeout = l.Timeout
+	}
+	switch {
+	case s.Timeout == 0:
+		s.Timeout = DefaultTimeout
+	case s.Timeout < 0:
+		s.Timeout = 0
+	}
+	if s.LeaseTTL == 0 {
+		s.LeaseTTL = l.LeaseTTL
+	}
+	if s.OnFailure == Report {
+		if s.OnFailure, err = ParseOnFailure(l.OnFailure); err != nil {
+			return nil, fmt.Errorf("join: TUTTI_ON_FAILURE: %w", err)
+		}
+	}
+	s.Uniform, s.AutoAdmit = s.Uniform || l.Uniform, s.AutoAdmit || l.AutoAdmit
+	if s.Window <= 0 {
+		s.Window = DefaultWindow
+	}
+	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
+		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
+	}
+	if s.Transport == "auto" {
+		s.kinds = transportNames
+	} else {
+		for _, name := range strings.Split(s.Transport, ",") {
+			if name != "shm" && name != "tcp" {
+				return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",
+					Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames,
+						" and ")}
+			}
+			s.kinds = append(s.kinds, name)
+		}
+	}
+	if s.Logger == nil {
+		level := slog.LevelWarn
+		if l.LogLevel == "off" {
+			s.Logger = slog.New(slog.DiscardHandler)
+		} else {
+			if l.LogLevel != "" {
+				level.UnmarshalText([]byte(l.LogLevel)) // checked by FromEnv
+			}
+			s.Logger = slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level})).With("rank", s.Rank)
+		}
+	}
+	return s, nil
+}
+
+// session is what these settings say of how to join.
+func (s *settings) session() (*join.Settings, error) {
+	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Transports: s.transports,
+		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
+		Survives: s.OnFailure != Report, Algo: s.algo, Logger: s.Logger,
+		Store: bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
+			Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert,
+			Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger}}
+	if s.MaxSize == 1 {
+		return js, nil
+	}
+	switch {
+	case len(s.Secret) == 0:
+		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or " +
+			"start the ranks with tutti run")
+	case s.Job == "":
+		return nil, s.launch.JobMissing()
+	case s.Store == "":
+		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
+	}
+	return js, nil
+}
+
+// transports makes the transports of this rank, in order of preference.
+func (s *settings) transports() ([]p2p.Transport, error) {
+	var all []p2p.Transport
+	for _, name := range s.kinds {
+		switch name {
+		case "shm":
+			if runtime.GOOS == "linux" || len(s.kinds) == 1 {
+				all = append(all, shm.New(shm.Config{RingBytes: ringBytes(s.localRanks()), Logger: s.Logger}))
+			}
+		case "tcp":
+			spec, err := ports.ParseSpec(s.Ports)
+			if err != nil {
+				return nil, fmt.Errorf("config: %w", err)
+			}
+			// A host that answers nothing for a window is noticed where somebody waits for it, and
+			// sends it heartbeats.
+			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(),
+				Logger: s.Logger, PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout}))
+		}
+	}
+	return all, nil
+}
+
+// idleTimeout is after how long a silent host is noticed over links that nobody waits for.
+const idleTimeout = 30 * time.Second
+
+// localRanks is how many ranks are likely to be on this machine.
+func (s *settings) localRanks() int {
+	if s.launch.LocalSize > 0 {
+		return s.launch.LocalSize
+	}
+	return s.Size
+}
+
+// ringBytes divides 64 MiB a rank among the links to n local ranks, both directions.
+func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10) }
