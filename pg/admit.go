@@ -27,7 +27,7 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 		return 0, err
 	}
 	defer g.leave()
-	return g.admit(ctx, g.shown.epoch)
+	return g.admit(ctx, g.shown.Load().epoch)
 }
 
 // What the ranks tell each other in Admit. The largest of each counts.
@@ -61,8 +61,8 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		} else if err != nil {
 			return 0, err
 		}
-		said := []uint64{latest: g.at.Epoch, early: ^g.at.Epoch, arrived: news(g.at, since), agreed: g.ballot.count()}
-		if g.active[0] == g.rank {
+		said := []uint64{latest: g.v.job.Epoch, early: ^g.v.job.Epoch, arrived: news(g.v.job, since), agreed: g.ballot.count()}
+		if g.v.Active[0] == g.rank {
 			g.job.proxy.Unlock()
 			v, err := g.job.roster.Admit(ctx)
 			g.job.proxy.Lock()
@@ -77,7 +77,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		if err == nil {
 			c.Uniform = true
 			g.run.Adopt(c)
-			err = g.collective()
+			_, err = g.collective()
 		}
 		if errors.As(err, &lost) && g.err == nil { // all survivors see it alike
 			continue
@@ -85,14 +85,15 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		g.job.log.Debug("admit", "seq", g.seq, "epoch", g.at.Epoch, "attempt", g.sync.At().Attempt,
+		g.job.log.Debug("admit", "seq", g.seq, "epoch", g.v.job.Epoch, "attempt", g.sync.At().Attempt,
 			"since", since, "said", said)
 		there := said[goal] <= said[latest] && said[latest] == ^said[early]
 		if there {
 			g.join(said[agreed])
 			return int(said[arrived]), nil
 		}
-		if g.must = max(said[goal], said[latest]); g.must > g.epoch {
+		if to := max(said[goal], said[latest]); to > g.v.epoch {
+			g.sync.Aim(to)
 			if err := g.move(g.standing(), false); err != nil {
 				g.fails(err)
 				return 0, err
@@ -101,7 +102,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 				return 0, g.err
 			}
 		}
-		if g.must = 0; g.job.settings.AutoAdmit { // who comes in does not know that there was an Admit
+		if g.sync.Aim(0); g.job.settings.AutoAdmit { // who comes in does not know that there was an Admit
 			return int(max(said[arrived], said[coming])), nil
 		}
 	}

@@ -19,6 +19,14 @@ type ballot struct {
 	yes [2]bool // its votes in the latest and in the one before
 }
 
+// agreement is a group's part in agreements.
+type agreement struct {
+	ballot  ballot         // this rank's votes
+	ballots map[int]ballot // and the others', by slot
+	between bool           // a call is in Agree, between two operations
+	unvoted []int          // slots whose votes it waits for
+}
+
 // abstains is the ballot of a rank that is coming in: it has no say in what is agreed on before its
 // program has the group.
 var abstains = ballot{n: math.MaxUint64}
@@ -105,7 +113,7 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 // cast gives this rank's vote in the next agreement.
 func (g *Group) cast(yes bool) {
 	g.ballot = ballot{g.ballot.n + 1, [2]bool{yes, g.ballot.yes[0]}}
-	g.msgs.Notice(g.active, noticeBallot, g.ballot.encode())
+	g.msgs.Notice(g.v.Active, noticeBallot, g.ballot.encode())
 }
 
 // poll votes, and returns whether all that are left have given true.
@@ -120,7 +128,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 	g.answer()
 	for {
 		all, missing := yes, []int(nil)
-		for _, slot := range g.active {
+		for _, slot := range g.v.Active {
 			if slot == g.rank || g.out(slot) {
 				continue
 			}
@@ -136,7 +144,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 			return false, err
 		}
 		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.roster == nil {
-			return false, &RankError{Rank: missing[0], Epoch: g.epoch, Call: "agree", Reporter: g.rank, Err: err}
+			return false, &RankError{Rank: missing[0], Epoch: g.v.epoch, Call: "agree", Reporter: g.rank, Err: err}
 		}
 		if err := g.deserted(missing, began, "agree"); err != nil {
 			return false, err
@@ -162,9 +170,9 @@ func (g *Group) out(slot int) bool {
 	case g.job.roster == nil:
 		return false
 	case g.lives == nil:
-		return !g.job.view().Has(slot, g.at.Slots[slot].Incarnation)
+		return !g.job.view().Has(slot, g.v.job.Slots[slot].Incarnation)
 	}
-	return !g.job.view().Has(g.ranks[slot], g.lives[slot])
+	return !g.job.view().Has(g.v.ranks[slot], g.lives[slot])
 }
 
 // decide makes the first proposal that reaches the store the outcome of agreement k: ranks that

@@ -18,6 +18,31 @@ import (
 // How a group goes from one view to the next. Package resync decides; this file carries what the
 // ranks tell each other, as notices on the channel of messages, and opens the channels.
 
+// passage is a group's part in going from view to view. Of what package resync does not know:
+//
+//   - rough is set by whatever may keep the next operation from running as the one before did: a
+//     new view, a notice of an exchange, a failure, an accusation. While it is not set no exchange is
+//     under way or wanted, and the next operation looks at nothing of this but err. Group.ready
+//     looks, and clears it.
+//   - joins is set during Join into a running job alone: the rank answers no exchange before it has
+//     begun its own.
+//   - hint is set from a view that has only grown until the group enters another: with AutoAdmit
+//     alone.
+//   - cause belongs to Group.err, and gave to the operation that ran last: it is over with the next
+//     exchange.
+type passage struct {
+	sync  *resync.Machine // the exchange that the group is in, or was in last
+	rough bool            // something has happened that the next operation has to look at first
+	joins bool            // the rank is about to enter the group's view, and its program has no group yet
+	hint  bool            // the job has grown, and the others are to know
+	lost  *RankError      // the latest
+	cause []byte          // why the group has failed: what the others are told
+	gave  uint64          // the uniform operation that was given up last
+
+	present map[int]resync.Point // to which boundaries others have come, by slot
+	shows   resync.Point         // to which this rank has said that it has come
+}
+
 // The keys of a group's notices.
 const (
 	noticeStanding = iota
@@ -111,7 +136,7 @@ func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 	if g.lives == nil {
 		return v.Active(), v.Epoch
 	}
-	ranks, epoch := v.Subset(g.ranks, g.lives)
+	ranks, epoch := v.Subset(g.v.ranks, g.lives)
 	for _, r := range ranks {
 		active = append(active, g.slotOf(r))
 	}
@@ -136,7 +161,7 @@ func (g *Group) view(v membership.View) resync.View {
 // that waits for a boundary.
 func (g *Group) viewChanged() {
 	g.sync.See(g.view(g.job.view()))
-	if g.sync.Now().Epoch > g.epoch && !g.sync.Lost() && g.job.settings.AutoAdmit {
+	if g.sync.Now().Epoch > g.v.epoch && !g.sync.Lost() && g.job.settings.AutoAdmit {
 		g.hint = true
 	}
 	g.rough = true
@@ -178,7 +203,7 @@ func (g *Group) hear(slot, key int, value []byte) {
 func (g *Group) show() {
 	if at := g.sync.Next(); g.shows.Before(at) {
 		g.shows = at
-		g.msgs.Notice(g.active, noticePresent, encodePresent(at))
+		g.msgs.Notice(g.v.Active, noticePresent, encodePresent(at))
 	}
 }
 
@@ -249,7 +274,7 @@ func (g *Group) ready() error {
 		g.seq++
 		g.err = g.fail(errMoved)
 		return g.err
-	case g.sync.Pending() || g.sync.Behind(g.must) || g.sync.Due(g.must, broken):
+	case g.sync.Pending() || g.sync.Behind() || g.sync.Due(broken):
 		if err := g.move(g.standing(), broken); err != nil {
 			g.seq++ // it is over here, and not elsewhere
 			g.fails(err)
@@ -259,7 +284,7 @@ func (g *Group) ready() error {
 			return g.err
 		}
 	}
-	if g.seq+1 < g.begins {
+	if g.seq+1 < g.begins() {
 		g.seq++
 		return g.skipped()
 	}
@@ -274,7 +299,7 @@ func (g *Group) skipped() error {
 		e.Call = fmt.Sprintf("operation #%d", g.seq)
 		return &e
 	}
-	return &RankError{Rank: g.rank, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: g.rank,
+	return &RankError{Rank: g.rank, Epoch: g.v.epoch, Call: fmt.Sprintf("operation #%d", g.seq), Reporter: g.rank,
 		Err: errors.New("other ranks are past it")}
 }
 
@@ -293,12 +318,12 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		}
 		var ended *p2p.Aborted
 		if errors.As(g.coll.Err(), &ended) {
-			if a, bad := decodeAbort(ended.Payload, g.size); bad == nil && a.Kind == abortCall {
+			if a, bad := decodeAbort(ended.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
 				return g.told(a) // for good
 			}
 		}
-		switch due := g.sync.Due(g.must, renew); {
-		case g.sync.Behind(g.must):
+		switch due := g.sync.Due(renew); {
+		case g.sync.Behind():
 		case due && g.job.judging():
 			if err := g.verdicts(); err != nil {
 				return err
@@ -332,7 +357,7 @@ const departure = time.Second
 func (g *Group) deserted(missing []int, began time.Time, call string) error {
 	for _, slot := range missing {
 		if g.msgs.Closed(slot) && time.Since(began) > departure {
-			return &RankError{Rank: slot, Epoch: g.epoch, Call: call, Reporter: g.rank,
+			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank,
 				Err: errors.New("it closed its group and is still in the job, so that the group cannot go on without it")}
 		}
 	}
@@ -343,7 +368,7 @@ func (g *Group) deserted(missing []int, began time.Time, call string) error {
 // stands.
 func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if slot, why := g.gone(); slot != g.rank {
-		g.lost = &RankError{Rank: slot, Epoch: g.epoch, Reporter: g.rank, Err: why}
+		g.lost = &RankError{Rank: slot, Epoch: g.v.epoch, Reporter: g.rank, Err: why}
 	}
 	if !mine.Joins { // a rank that comes in has been in no epoch before
 		g.coll.Leave(mine.Over)
@@ -353,11 +378,11 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 		more.cause = g.cause
 	}
 	mine.More = more
-	tell, complete := g.sync.Enter(g.must, renew, passive, mine)
+	tell, complete := g.sync.Enter(renew, passive, mine)
 	if err := g.open(tell.At); err != nil {
 		return err
 	}
-	g.msgs.Notice(g.active, noticeStanding, encodeTold(tell))
+	g.msgs.Notice(g.v.Active, noticeStanding, encodeTold(tell))
 	g.job.log.Debug("entering a view", "group", g.id(), "epoch", tell.At.View, "attempt", tell.At.Attempt,
 		"over", mine.Over, "has", mine.Has, "intact", mine.Intact, "failed", mine.Failed, "calls", mine.Calls,
 		"passive", passive, "missing", g.sync.Missing())
@@ -369,42 +394,40 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 
 // open opens the channel for an exchange.
 func (g *Group) open(at resync.Point) error {
-	if g.lives == nil && g.job.view().Size() > len(g.ranks) {
-		for r := len(g.ranks); r < g.job.view().Size(); r++ {
-			g.ranks = append(slices.Clone(g.ranks), r)
-		}
+	view, ranks := g.job.view(), g.v.ranks
+	if g.lives == nil && view.Size() > len(ranks) {
+		ranks = upTo(view.Size())
 	}
-	ranks := make([]int, len(g.ranks))
-	for i := range ranks {
-		ranks[i] = -1
+	linked := make([]int, len(ranks))
+	for i := range linked {
+		linked[i] = -1
 	}
 	active := g.sync.In().Members
 	for _, slot := range active {
-		ranks[slot] = g.ranks[slot]
+		linked[slot] = ranks[slot]
 	}
-	c, err := g.coll.Next(p2p.Epoch(at), ranks)
+	c, err := g.coll.Next(p2p.Epoch(at), linked)
 	if err != nil {
 		return err
 	}
 	for slot, b := range g.ballots { // of another life than the one that is there now
-		if b.n > 0 && g.lives == nil && slot < g.at.Size() && slot < g.job.view().Size() &&
-			g.at.Slots[slot].Incarnation != g.job.view().Slots[slot].Incarnation {
+		if b.n > 0 && g.lives == nil && slot < g.v.job.Size() && slot < view.Size() &&
+			g.v.job.Slots[slot].Incarnation != view.Slots[slot].Incarnation {
 			delete(g.ballots, slot)
 		}
 	}
-	g.coll, g.epoch, g.at = c, at.View, g.job.view()
-	g.size, g.active, g.hint = len(ranks), active, false
-	if g.epoch >= g.must {
-		g.must = 0
-	}
-	g.run.Open(c, g.ranks)
+	g.coll, g.hint = c, false
+	g.replace(func(v *groupView) {
+		v.epoch, v.job, v.ranks, v.Size, v.Active = at.View, view, ranks, len(ranks), active
+		v.Hosts = nil // until the exchange tells
+	})
+	g.run.Open(c, g.v.ranks)
 	return nil
 }
 
 // settled draws the conclusion of an exchange that is complete.
 func (g *Group) settled() {
 	o, failed := g.sync.Outcome()
-	g.begins, g.confirmed = o.Start, o.Confirmed
 	g.job.log.Debug("entered a view", "group", g.id(), "epoch", o.At.View, "attempt", o.At.Attempt,
 		"start", o.Start, "confirmed", o.Confirmed, "failed", failed)
 	places := slices.Clone(g.job.places)
@@ -412,10 +435,10 @@ func (g *Group) settled() {
 		places = append(places, join.Place{Cores: 1})
 	}
 	ballots := uint64(0) // agreements so far
-	for _, slot := range g.active {
+	for _, slot := range g.v.Active {
 		s, _ := g.sync.Told(slot)
 		more := s.More.(told)
-		places[g.ranks[slot]] = more.place
+		places[g.v.ranks[slot]] = more.place
 		switch _, told := g.ballots[slot]; {
 		case !s.Joins:
 			ballots = max(ballots, more.ballot)
@@ -425,10 +448,10 @@ func (g *Group) settled() {
 			g.ballots[slot] = abstains
 		}
 		if failed && s.Failed && g.err == nil {
-			if a, bad := decodeAbort(more.cause, g.size); bad == nil {
+			if a, bad := decodeAbort(more.cause, g.v.Size); bad == nil {
 				g.err, g.cause = g.told(a), more.cause
 			} else {
-				g.err = &RankError{Rank: slot, Epoch: g.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1),
+				g.err = &RankError{Rank: slot, Epoch: g.v.epoch, Call: fmt.Sprintf("operation #%d", g.seq+1),
 					Reporter: slot,
 					Err:      errors.New("its group has failed")}
 			}
@@ -495,8 +518,8 @@ func (g *Group) unheard() (all []exec.Seen) {
 }
 
 func (g *Group) jobRank(slot int) int {
-	if slot < len(g.ranks) {
-		return g.ranks[slot]
+	if slot < len(g.v.ranks) {
+		return g.v.ranks[slot]
 	}
 	return slot // the group of all ranks grows
 }

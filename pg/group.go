@@ -35,63 +35,36 @@ import (
 // that are left. When a call has returned, nothing touches its buffers any more, whatever the
 // outcome.
 type Group struct {
-	job   *job // shared with subgroups
-	rank  int
-	size  int
-	ranks []int    // rank in the job of each slot
-	name  p2p.Name // of coll; the next number is msgs'
+	job  *job // shared with subgroups
+	rank int
+	name p2p.Name // of coll; the next number is msgs'
 	// of each slot, when the group was made: a subgroup never takes others in. nil: the group of
 	// all ranks
-	lives  []uint64
-	active []int // slots
-	topo   exec.Topology
+	lives []uint64
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
 
+	// Under the proxy's lock, but for shown.
 	line    line
-	busy    bool  // a call has the turn. Under the proxy's lock, as what follows
-	between bool  // it is between two operations, in Agree
-	unvoted []int // whose votes it waits for there
-	seq     uint64
-	err     error  // why the group failed, until Recover
-	aborted error  // by Abort, for good
-	epoch   uint64 // of the group's view
-	at      membership.View
-	shown   shown
-	sync    *resync.Machine
-	joins   bool           // the rank is about to enter the group's view, and its program has no group yet
-	rough   bool           // something has happened that the next operation has to look at first: see ready
-	must    uint64         // the epoch that the next operation runs in at least
-	hint    bool           // the job has grown, and the others are to know
-	uniform bool           // Config.Uniform
-	here    bool           // the result of the latest operation was here
-	lost    *RankError     // the latest
-	cause   []byte         // of err: what the others are told
-	gave    uint64         // the uniform operation that was given up last
-	ballot  ballot         // this rank's votes in agreements
-	ballots map[int]ballot // and the others', by slot
-
-	present map[int]resync.Point // to which boundaries others have come, by slot
-	shows   resync.Point         // to which this rank has said that it has come
-	// What the exchange on entering the view said: operations below begins that have not begun are
-	// skipped, results of operations up to confirmed count.
-	begins, confirmed uint64
+	works   works
+	busy    bool                      // a call has the turn
+	seq     uint64                    // number of the latest operation
+	err     error                     // why the group failed, until Recover
+	aborted error                     // by Abort, for good
+	v       *groupView                // the group's view
+	shown   atomic.Pointer[groupView] // what the program knows of it: it changes with a call's end
+	passage
+	agreement
 
 	wait  p2p.Wait
 	run   *exec.Runner
 	track observe.Track
 
-	parked  parked
-	worker  bool          // there is one
-	watched bool          // it looks now and then whether what was started has been left lying
-	started uint64        // how many works were
-	spare   []*started    // for the next ones
-	kick    chan struct{} // wakes the worker
-	closed  atomic.Bool   // set before the last hold of the proxy's lock that may add to wg
-	wg      sync.WaitGroup
-	ctx     context.Context // ends at Close
-	cancel  context.CancelFunc
+	closed atomic.Bool // set before the last hold of the proxy's lock that may add to wg
+	wg     sync.WaitGroup
+	ctx    context.Context // ends at Close
+	cancel context.CancelFunc
 }
 
 // View says who plays.
@@ -105,25 +78,37 @@ func (g *Group) Rank() int { return g.rank }
 
 // Size returns the number of slots. It grows when the job does, and never shrinks.
 func (g *Group) Size() int {
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
-	return g.shown.size
+	return g.shown.Load().Size
 }
 
 // View returns the view that the latest call on the group has ended in: it does not change between
 // two of them.
 func (g *Group) View() View {
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
-	return View{Epoch: g.shown.epoch, Active: slices.Clone(g.shown.active)}
+	v := g.shown.Load()
+	return View{Epoch: v.epoch, Active: slices.Clone(v.Active)}
 }
 
-// shown is what the program knows of the view. It changes with a call's end; the group may have
-// gone to another view meanwhile.
-type shown struct {
-	epoch  uint64
-	size   int
-	active []int
+// A groupView is a group in one view. It is never changed: another takes its place.
+type groupView struct {
+	epoch         uint64
+	job           membership.View // in which it was entered
+	ranks         []int           // in the job, of each slot
+	exec.Topology                 // of the group: its slots, the active ones, and where they are
+}
+
+// replace puts another view, or more that is known of it, in the place of the present one: that with
+// changes by f.
+func (g *Group) replace(f func(v *groupView)) {
+	v := *g.v
+	f(&v)
+	g.v = &v
+}
+
+// begins is the operation that the group's view began with: those below that had not begun are
+// skipped.
+func (g *Group) begins() uint64 {
+	o, _ := g.sync.Outcome()
+	return o.Start
 }
 
 // newGroup makes the handle of a group among ranks of the job; its two channels have this name and
@@ -131,13 +116,10 @@ type shown struct {
 // ranks, which enters its first view by move unless epoch is that view's.
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View,
 	epoch uint64) (*Group, error) {
-	g := &Group{job: j, rank: rank, size: len(ranks), ranks: ranks, name: name, lives: lives, at: at, epoch: epoch,
-		kick: make(chan struct{}, 1)}
-	g.active = make([]int, len(ranks))
-	for i := range g.active {
-		g.active[i] = i
-	}
-	g.uniform, g.ballots, g.present = j.settings.Uniform, map[int]ballot{}, map[int]resync.Point{}
+	g := &Group{job: j, rank: rank, name: name, lives: lives,
+		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)), Algo: j.settings.algo}}}
+	g.works.kick = make(chan struct{}, 1)
+	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
 	var err error
 	if g.coll, err = j.proxy.Open(name, p2p.Epoch{View: epoch}, ranks, false); err != nil {
@@ -151,13 +133,12 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 		true); err != nil {
 		return nil, err
 	}
-	g.topo.Algo = j.settings.algo
 	g.plan()
 	g.wait.OnLong(g.long)
 	j.proxy.Lock()
-	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.active})
+	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.v.Active})
 	g.joins = lives == nil && epoch < at.Epoch
-	g.shown = shown{g.epoch, g.size, g.active}
+	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
 	if j.session.Mapped {
@@ -173,8 +154,8 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
 		Chosen: g.track.Chosen, Keep: g.track.Keep})
-	g.run.Open(g.coll, g.ranks)
-	g.settle()
+	g.run.Open(g.coll, g.v.ranks)
+	g.run.Settle(g.v.Topology)
 }
 
 // watch has the group's operations be recorded.
@@ -185,7 +166,7 @@ func (g *Group) watch() error {
 	}
 	g.job.proxy.Lock()
 	defer g.job.proxy.Unlock()
-	g.track.Open(o.Recorder(), g.id(), g.rank, g.ranks)
+	g.track.Open(o.Recorder(), g.id(), g.rank, g.v.ranks)
 	g.wait.OnSleep(g.track.Awaits)
 	return nil
 }
@@ -193,12 +174,12 @@ func (g *Group) watch() error {
 // locate fills in what is known of the machines under the ranks: the same at all of them.
 func (g *Group) locate(places []join.Place) {
 	index := map[uint64]int{}
-	hosts := make([]int, len(g.active))
+	hosts := make([]int, len(g.v.Active))
 	crowds := map[join.CPUSet]int{}
 	cores := 0 // as many as ranks
 	mapped := g.job.session.Mapped
-	for i, slot := range g.active {
-		p := places[g.ranks[slot]]
+	for i, slot := range g.v.Active {
+		p := places[g.v.ranks[slot]]
 		h, ok := index[p.Machine]
 		if !ok {
 			h = len(index)
@@ -208,36 +189,31 @@ func (g *Group) locate(places []join.Place) {
 		mapped = mapped && p.Maps
 		crowds[p.CPUSet()]++
 	}
-	for _, slot := range g.active {
-		p := places[g.ranks[slot]]
+	for _, slot := range g.v.Active {
+		p := places[g.v.ranks[slot]]
 		if crowds[p.CPUSet()] > p.Cores && (cores == 0 || p.Cores < cores) {
 			cores = p.Cores
 		}
 	}
-	g.topo.Hosts = nil
-	if len(index) > 1 {
-		g.topo.Hosts = hosts
-	}
-	g.topo.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1,
-		Mapped: mapped && len(index) == 1}
-	g.topo.Table = nil
-	if differ := g.differ(places); differ < 0 {
-		g.topo.Table = g.job.session.Table()
-	}
-	g.settle()
-}
-
-// settle has the following calls run in the group's topology.
-func (g *Group) settle() {
-	g.topo.Size, g.topo.Active = g.size, g.active
-	g.run.Settle(g.topo)
+	g.replace(func(v *groupView) {
+		v.Hosts, v.Table = nil, nil
+		if len(index) > 1 {
+			v.Hosts = hosts
+		}
+		v.Caps = collectives.Caps{Cores: cores, SharedMemory: mapped && len(index) == 1,
+			Mapped: mapped && len(index) == 1}
+		if g.differ(places) < 0 {
+			v.Table = g.job.session.Table()
+		}
+	})
+	g.run.Settle(g.v.Topology)
 }
 
 // differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the
 // same: then they use it.
 func (g *Group) differ(places []join.Place) int {
-	for _, slot := range g.active {
-		if places[g.ranks[slot]].Table != g.job.session.Here.Table {
+	for _, slot := range g.v.Active {
+		if places[g.v.ranks[slot]].Table != g.job.session.Here.Table {
 			return slot
 		}
 	}
@@ -246,24 +222,23 @@ func (g *Group) differ(places []join.Place) int {
 
 // Topology describes in a line how the ranks are spread and linked, for a person.
 func (g *Group) Topology() string {
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
+	v := g.shown.Load()
 	hosts := 1
-	for _, h := range g.topo.Hosts {
+	for _, h := range v.Hosts {
 		hosts = max(hosts, h+1)
 	}
 	how := "network links"
 	switch {
-	case len(g.active) == 1:
+	case len(v.Active) == 1:
 		return "1 rank"
 	case g.job.local:
 		how = "one process"
-	case g.topo.Caps.SharedMemory:
+	case v.Caps.SharedMemory:
 		how = "shared memory"
-	case hosts < len(g.active) && g.job.session.Mapped:
+	case hosts < len(v.Active) && g.job.session.Mapped:
 		how = "shared memory and network links"
 	}
-	return fmt.Sprintf("%d ranks on %d host(s), %s", len(g.active), hosts, how)
+	return fmt.Sprintf("%d ranks on %d host(s), %s", len(v.Active), hosts, how)
 }
 
 // LocalRank returns how many lower ranks of the group share this rank's machine, and LocalSize how
@@ -274,16 +249,15 @@ func (g *Group) LocalRank() int { r, _ := g.local(); return r }
 func (g *Group) LocalSize() int { _, n := g.local(); return n }
 
 func (g *Group) local() (rank, size int) {
-	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
+	v := g.shown.Load()
 	host := func(i int) int {
-		if g.topo.Hosts == nil {
+		if v.Hosts == nil {
 			return 0
 		}
-		return g.topo.Hosts[i]
+		return v.Hosts[i]
 	}
-	me := max(slices.Index(g.active, g.rank), 0)
-	for i, slot := range g.active {
+	me := max(slices.Index(v.Active, g.rank), 0)
+	for i, slot := range v.Active {
 		if host(i) == host(me) {
 			if slot < g.rank {
 				rank++
@@ -318,7 +292,7 @@ func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
 		err = g.bind(q)
 	}
 	if err == nil {
-		err = g.collective()
+		_, err = g.collective()
 	}
 	g.leave()
 	return err
@@ -327,7 +301,7 @@ func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
 // check makes a call of what the program asks for. With the proxy's lock, as the number of slots may
 // grow.
 func (g *Group) check(q *exec.Request) (exec.Call, error) {
-	c, bad := exec.Check(q, g.rank, g.size)
+	c, bad := exec.Check(q, g.rank, g.v.Size)
 	if bad == nil {
 		return c, nil
 	}
@@ -362,10 +336,11 @@ func (g *Group) long() {
 	g.coll.Announce(g.run.Token(), slots)
 }
 
-// collective runs the current call, between enter and leave.
-func (g *Group) collective() error {
+// collective runs the current call, between enter and leave. here reports whether its result is
+// here, whatever err says.
+func (g *Group) collective() (here bool, err error) {
 	if err := g.launch(); err != nil {
-		return err
+		return false, err
 	}
 	return g.concluded(g.run.Run(g.seq, g.hint))
 }
@@ -398,38 +373,42 @@ func (g *Group) launch() error {
 		}
 	}
 	g.seq++
-	g.track.Begin(g.run, g.epoch, g.seq, g.ranks)
-	g.here = false
+	g.track.Begin(g.run, g.v.epoch, g.seq, g.v.ranks)
 	return nil
 }
 
 // concluded ends the operation, whose steps have ended with err.
-func (g *Group) concluded(err error) error {
-	if err != nil || g.uniform || g.run.Call().Uniform {
-		err = g.conclude(err)
+func (g *Group) concluded(err error) (here bool, _ error) {
+	here = err == nil
+	if err != nil || g.uniform() {
+		here, err = g.conclude(err)
 	}
 	if g.coll.Hinted() && err == nil && g.run.Call().Synchronizes() { // everybody knows that the job has grown
-		g.rough, g.must = true, g.epoch+1
+		g.rough = true
+		g.sync.Aim(g.v.epoch + 1)
 	}
 	g.run.Call().Forget()
 	g.track.End(outcome(err))
-	return err
+	return here, err
 }
 
+// uniform reports whether the current call's outcome is to be the same at all survivors.
+func (g *Group) uniform() bool { return g.job.settings.Uniform || g.run.Call().Uniform }
+
 // conclude finds out what the outcome of the operation is that has just run here with err, and may
-// run it again.
-func (g *Group) conclude(err error) error {
+// run it again. here reports whether the result is here.
+func (g *Group) conclude(err error) (here bool, _ error) {
 	s := g.job.settings
-	uniform := g.uniform || g.run.Call().Uniform
+	uniform := g.uniform()
 	for {
 		has := err == nil
 		if has {
-			g.here = true
-			if len(g.active) == 1 {
-				return nil
+			here = true
+			if len(g.v.Active) == 1 {
+				return here, nil
 			}
 			if err = g.run.Confirm(); err == nil {
-				return nil
+				return here, nil
 			}
 		}
 		typed := g.fail(err)
@@ -437,7 +416,7 @@ func (g *Group) conclude(err error) error {
 			if uniform {
 				g.gave = g.seq
 			}
-			return typed
+			return here, typed
 		}
 		g.rough = true
 		var lost *RankError
@@ -453,7 +432,7 @@ func (g *Group) conclude(err error) error {
 			g.err = typed
 		}
 		if s.OnFailure != Retry && !uniform {
-			return typed
+			return here, typed
 		}
 		g.wait.Restart() // what the failed attempt took does not count
 		intact := s.OnFailure == Retry && !g.run.Dirty() && !has
@@ -463,27 +442,28 @@ func (g *Group) conclude(err error) error {
 				g.gave = g.seq
 			}
 			g.fails(err)
-			return err
+			return here, err
 		}
-		if has && g.seq <= g.confirmed {
-			return nil
+		o, _ := g.sync.Outcome()
+		if has && g.seq <= o.Confirmed {
+			return here, nil
 		}
-		if g.seq < g.begins || g.err != nil {
+		if g.seq < o.Start || g.err != nil {
 			if lost != nil {
 				own := *lost
 				own.Overwritten = g.overwritten(has)
-				return &own
+				return here, &own
 			}
-			return typed
+			return here, typed
 		}
 		if bad := g.fits(); bad != nil {
-			return bad
+			return here, bad
 		}
 		g.run.Unbind()
-		g.track.Begin(g.run, g.epoch, g.seq, g.ranks)
+		g.track.Begin(g.run, g.v.epoch, g.seq, g.v.ranks)
 		err = g.run.Run(g.seq, g.hint)
 		if err == nil && !uniform {
-			return nil
+			return here, nil
 		}
 	}
 }
@@ -500,13 +480,13 @@ func (g *Group) overwritten(has bool) bool {
 func (g *Group) fits() error {
 	c := g.run.Call()
 	l := c.Kind.Layout()
-	if (l.InAtRoot || l.OutAtRoot) && !slices.Contains(g.active, c.Root) {
-		return &RankError{Rank: c.Root, Epoch: g.epoch, Call: c.Kind.String(), Reporter: g.rank,
+	if (l.InAtRoot || l.OutAtRoot) && !slices.Contains(g.v.Active, c.Root) {
+		return &RankError{Rank: c.Root, Epoch: g.v.epoch, Call: c.Kind.String(), Reporter: g.rank,
 			Err: errors.New("the root is not active")}
 	}
-	if (l.In.Parted() || l.Out.Parted()) && c.Slots != g.size {
+	if (l.In.Parted() || l.Out.Parted()) && c.Slots != g.v.Size {
 		return &ArgumentError{Call: c.Kind.String(), Arg: "the number of parts", Got: strconv.Itoa(c.Slots),
-			Want: fmt.Sprintf("%d: the group has grown", g.size)}
+			Want: fmt.Sprintf("%d: the group has grown", g.v.Size)}
 	}
 	return nil
 }
@@ -545,9 +525,9 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
 		return nil, err // explained and told before
 	case errors.As(err, &aborted):
-		a, bad := decodeAbort(aborted.Payload, g.size)
+		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {
-			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank,
+			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank,
 				Err: bad}
 		}
 		return nil, g.told(a)
@@ -569,7 +549,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 		return g.left(err, now)
 	case errors.As(err, &peer):
 		slot := g.slotOf(peer.Rank)
-		e := &RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
+		e := &RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()}, e
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
 		a := &wireAbort{Kind: abortTimeout, A: g.rank, Call: now, After: int64(g.wait.Waited()),
@@ -582,7 +562,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	case errors.Is(err, errMoved):
 		slot, why := g.gone()
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
+			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
 	}
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
@@ -595,7 +575,7 @@ func (g *Group) told(a *wireAbort) error {
 		if a.Text != "" {
 			cause = fmt.Errorf("%s%w", trimGone(a.Text), p2p.ErrPeerGone)
 		}
-		return &RankError{Rank: a.B, Epoch: g.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: cause}
+		return &RankError{Rank: a.B, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: cause}
 	case abortMismatch:
 		return &MismatchError{RankA: a.A, CallA: exec.Spell(a.Call), RankB: a.B, CallB: exec.Spell(a.Other) + a.Text}
 	case abortTimeout:
@@ -613,7 +593,7 @@ func (g *Group) told(a *wireAbort) error {
 		g.aborted = fmt.Errorf("rank %d: %w: %s", a.A, ErrAborted, a.Text)
 		return g.aborted
 	}
-	return &RankError{Rank: a.A, Epoch: g.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
+	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
 }
 
 // left explains that a peer went over to another view, which this rank will know soon.
@@ -621,13 +601,13 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	g.await(departure, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
 		return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: why.Error()},
-			&RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
+			&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: why}
 	}
 	var peer *p2p.PeerError
 	errors.As(err, &peer)
 	slot := g.slotOf(peer.Rank)
 	return &wireAbort{Kind: abortRank, A: g.rank, B: slot, Call: now, Text: peer.Err.Error()},
-		&RankError{Rank: slot, Epoch: g.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
+		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
 // gone returns the slot that the job's view has lost first since the group's, and why: what
@@ -635,12 +615,12 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 func (g *Group) gone() (int, error) {
 	active, _ := g.members(g.job.view())
 	first, epoch := g.rank, uint64(math.MaxUint64)
-	for _, slot := range g.active {
-		if left := g.job.view().Slots[g.ranks[slot]].Left; !slices.Contains(active, slot) && left < epoch {
+	for _, slot := range g.v.Active {
+		if left := g.job.view().Slots[g.v.ranks[slot]].Left; !slices.Contains(active, slot) && left < epoch {
 			first, epoch = slot, left
 		}
 	}
-	switch why := g.job.why(g.ranks[first]); {
+	switch why := g.job.why(g.v.ranks[first]); {
 	case first == g.rank:
 		return first, errMoved
 	case why != "":
@@ -660,7 +640,7 @@ func trimGone(s string) string {
 }
 
 func (g *Group) slotOf(rank int) int {
-	for slot, r := range g.ranks {
+	for slot, r := range g.v.ranks {
 		if r == rank {
 			return slot
 		}
@@ -740,7 +720,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	}
 	slices.SortStableFunc(slots, func(a, b int) int { return cmp.Compare(parts[a].key, parts[b].key) })
 	g.job.proxy.Lock()
-	in, at := g.ranks, g.job.view()
+	in, at := g.v.ranks, g.job.view()
 	g.job.proxy.Unlock()
 	ranks, lives := make([]int, len(slots)), make([]uint64, len(slots))
 	rank := 0
@@ -760,6 +740,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	}
 	g.job.proxy.Lock()
 	sub.locate(g.job.places)
+	sub.shown.Store(sub.v)
 	sub.viewChanged()
 	g.job.proxy.Unlock()
 	return sub, nil
@@ -769,7 +750,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 // is uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 	if err := g.enter(ctx, "split", func() {
-		g.expired(exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.size})
+		g.expired(exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size})
 	}); err != nil {
 		return nil, err
 	}
@@ -777,14 +758,14 @@ func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 	if err := g.ready(); err != nil {
 		return nil, err
 	}
-	all := make([]int64, len(mine)*g.size)
+	all := make([]int64, len(mine)*g.v.Size)
 	c, err := g.check(&exec.Request{Kind: collectives.AllGather, Dst: bufferOf(all), Src: bufferOf(mine)})
 	if err != nil {
 		return nil, err
 	}
 	c.Uniform = true
 	g.run.Adopt(c)
-	if err := g.collective(); err != nil {
+	if _, err := g.collective(); err != nil {
 		return nil, err
 	}
 	return all, nil

@@ -149,8 +149,8 @@ func (j *job) link(peer p2p.Identity, err error) {
 // crowd finds out whether ranks of the group share this rank's processors. With the proxy's lock.
 func (j *job) crowd(g *Group) {
 	alike, here := 0, j.session.Here
-	for _, slot := range g.active {
-		if j.places[g.ranks[slot]].CPUSet() == here.CPUSet() {
+	for _, slot := range g.v.Active {
+		if j.places[g.v.ranks[slot]].CPUSet() == here.CPUSet() {
 			alike++
 		}
 	}
@@ -254,22 +254,22 @@ func (g *Group) awaits() []int {
 
 // glance is what is to be seen of the group. With the proxy's lock.
 func (g *Group) glance() observe.Glance {
-	v := observe.Glance{Slot: g.rank, Active: slices.Clone(g.active), Epoch: g.epoch, Number: g.seq,
+	v := observe.Glance{Slot: g.rank, Active: slices.Clone(g.v.Active), Epoch: g.v.epoch, Number: g.seq,
 		Queued: g.line.calls, Err: g.err}
 	if g.aborted != nil {
 		v.Err = g.aborted
 	}
-	for slot := range g.size {
+	for slot := range g.v.Size {
 		v.Ranks = append(v.Ranks, g.jobRank(slot))
 	}
 	g.track.Fill(&v)
 	if v.Running() {
 		v.Awaits = g.awaits()
 	}
-	if g.busy && (g.sync.Pending() || g.sync.Behind(g.must)) {
-		v.Entering, v.Waited, v.Awaits = max(g.sync.Now().Epoch, g.must), g.wait.Waited(), g.awaits()
+	if g.busy && (g.sync.Pending() || g.sync.Behind()) {
+		v.Entering, v.Waited, v.Awaits = g.sync.Target(), g.wait.Waited(), g.awaits()
 	}
-	for slot := range g.size {
+	for slot := range g.v.Size {
 		if slot == g.rank {
 			continue
 		}

@@ -117,6 +117,9 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 		g, err = j.enterJob(ctx)
 	}
 	if err == nil {
+		j.proxy.Lock()
+		g.shown.Store(g.v)
+		j.proxy.Unlock()
 		return g, false, nil
 	}
 	unmet := errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) || // another rank's
@@ -190,8 +193,8 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 	}
 	j.proxy.Lock()
 	j.initial = membership.First(lives)
-	g.at = j.initial
-	g.sync = resync.New(g.rank, g.view(g.at))
+	g.replace(func(v *groupView) { v.job = j.initial })
+	g.sync = resync.New(g.rank, g.view(g.v.job))
 	j.proxy.Unlock()
 	g.warn()
 	j.proxy.Lock()
@@ -208,7 +211,7 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 			"at most", membership.MaxSlots)
 		return g, nil
 	}
-	return g, j.follow(g.at, lives[0])
+	return g, j.follow(g.v.job, lives[0])
 }
 
 // admitted joins a running job: when it returns, the others have let this rank in, at one of their
@@ -233,13 +236,13 @@ func (j *job) admitted(ctx context.Context, running *join.Job) (*Group, error) {
 		return nil, err
 	}
 	defer g.leave()
-	g.must = view.Epoch
+	g.sync.Aim(view.Epoch)
 	g.viewChanged()
 	if err := g.move(resync.Standing{Joins: true, Intact: true}, false); err != nil {
 		return nil, err
 	}
 	g.joins = false
-	g.seq = g.begins - 1
+	g.seq = g.begins() - 1
 	if !j.settings.AutoAdmit { // the others are in Admit, or will be when they see that somebody is lost
 		if _, err := g.admit(ctx, math.MaxUint64); err != nil {
 			return nil, err
@@ -267,17 +270,16 @@ func (g *Group) meet(ctx context.Context) error {
 	here := g.job.session.Here
 	mine := make([]byte, join.PlaceSize)
 	here.Encode(mine)
-	all := make([]byte, join.PlaceSize*g.size)
-	forced := g.topo.Algo
-	g.topo.Algo = collectives.Auto // not agreed on yet
-	g.topo.Caps = collectives.Caps{Cores: 1}
-	g.settle()
+	all := make([]byte, join.PlaceSize*g.v.Size)
+	forced := g.v.Algo
+	g.replace(func(v *groupView) { v.Algo, v.Caps = collectives.Auto, collectives.Caps{Cores: 1} }) // not agreed on yet
+	g.run.Settle(g.v.Topology)
 	if err := AllGather(ctx, g, all, mine); err != nil {
 		return err
 	}
-	g.topo.Algo = forced
-	g.job.places = make([]join.Place, g.size)
-	for r := range g.size {
+	g.replace(func(v *groupView) { v.Algo = forced })
+	g.job.places = make([]join.Place, g.v.Size)
+	for r := range g.v.Size {
 		p := join.DecodePlace(all[r*join.PlaceSize:])
 		g.job.places[r] = p
 		if p.Algo != here.Algo {
@@ -329,6 +331,7 @@ func Local(n int, cfg Config) ([]*Group, error) {
 			return fail(err)
 		}
 		g.locate(places)
+		g.shown.Store(g.v)
 		groups[r] = g
 	}
 	return groups, nil

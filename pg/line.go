@@ -207,8 +207,8 @@ func (g *Group) leave() {
 
 // rest ends what begun began.
 func (g *Group) rest() {
-	if g.shown.epoch != g.epoch {
-		g.shown = shown{g.epoch, g.size, g.active}
+	if g.shown.Load() != g.v && !g.sync.Pending() {
+		g.shown.Store(g.v)
 	}
 	if g.busy = false; g.rough {
 		g.answer()
@@ -227,7 +227,7 @@ func (g *Group) expired(c exec.Call) {
 	err := g.ready()
 	if err == nil {
 		g.run.Adopt(c)
-		err = g.collective()
+		_, err = g.collective()
 	}
 	g.job.log.Debug("an operation was given up before its turn", "call", c.Describe(), "err", err)
 }

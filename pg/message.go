@@ -46,8 +46,8 @@ func (g *Group) checkMessage(m *message) error {
 	}
 	switch {
 	case m.recv && m.peer == AnyRank:
-	case m.peer < 0 || m.peer >= g.size:
-		return bad("the rank", strconv.Itoa(m.peer), fmt.Sprintf("a rank, 0 to %d", g.size-1))
+	case m.peer < 0 || m.peer >= g.v.Size:
+		return bad("the rank", strconv.Itoa(m.peer), fmt.Sprintf("a rank, 0 to %d", g.v.Size-1))
 	case m.peer == g.rank:
 		return bad("the rank", strconv.Itoa(m.peer)+", this rank itself", "another one")
 	}
@@ -94,7 +94,7 @@ func (g *Group) finishMessage(m *message) error {
 	var aborted *p2p.Aborted
 	switch {
 	case errors.As(err, &aborted): // only Group.Abort ends messages
-		if a, bad := decodeAbort(aborted.Payload, g.size); bad == nil && a.Kind == abortCall {
+		if a, bad := decodeAbort(aborted.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
 			return g.told(a)
 		}
 	case errors.Is(err, p2p.ErrWrongSize):
@@ -103,7 +103,7 @@ func (g *Group) finishMessage(m *message) error {
 			Got:  fmt.Sprintf("%d bytes of %v", m.r.Bytes, DType(m.r.Meta)),
 			Want: fmt.Sprintf("%d elements of %v", m.x.Count, m.x.DType)}
 	case errors.As(err, &peer):
-		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
+		return &RankError{Rank: g.slotOf(peer.Rank), Epoch: g.v.epoch, Call: what, Reporter: g.rank, Err: peer.Err}
 	case errors.Is(err, p2p.ErrClosed) || g.closed.Load():
 		return ErrClosed
 	case errors.Is(err, p2p.ErrTimeout), errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
@@ -136,7 +136,7 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	}
 	m.wait.Reset(ctx, g.job.timeout, false)
 	g.post(m)
-	m.rec = g.track.BeginMessage(g.epoch, m.described(g), false)
+	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), false)
 	if err := g.endMessage(m, g.finishMessage(m)); err != nil {
 		return Status{}, err
 	}
@@ -160,7 +160,7 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 	}
 	g.wg.Add(1)
 	g.post(m) // here, so that messages keep the order of their starts
-	m.rec = g.track.BeginMessage(g.epoch, m.described(g), true)
+	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), true)
 	p.Unlock()
 	go func() {
 		defer g.wg.Done()

@@ -61,7 +61,7 @@ func (g *Group) halted() error {
 
 // moved reports whether there is another view of the group than the one that it is in.
 func (g *Group) moved() bool {
-	return g.sync.Now().Epoch > g.epoch
+	return g.sync.Now().Epoch > g.v.epoch
 }
 
 // await waits until the membership has changed in some way, for a while, and reports whether it
@@ -99,10 +99,10 @@ func (g *Group) verdict(e *RankError) {
 // besides lists who is a member no longer, but for slot.
 func (g *Group) besides(slot int) (all []int) {
 	active, epoch := g.members(g.job.view())
-	if epoch <= g.epoch {
+	if epoch <= g.v.epoch {
 		return nil
 	}
-	for _, s := range g.active {
+	for _, s := range g.v.Active {
 		if s != slot && s != g.rank && !slices.Contains(active, s) {
 			all = append(all, s)
 		}
@@ -170,7 +170,7 @@ func (g *Group) Recover(ctx context.Context) error {
 		}
 	}
 	g.err = nil
-	g.seq = max(g.seq, g.begins-1)
+	g.seq = max(g.seq, g.begins()-1)
 	return nil
 }
 
@@ -187,7 +187,7 @@ func (g *Group) accuse(err error) {
 		return
 	}
 	for _, m := range late.Missing {
-		if r := g.ranks[m.Rank]; m.Rank != g.rank {
+		if r := g.v.ranks[m.Rank]; m.Rank != g.rank {
 			g.job.roster.AccuseLocked(r, alone)
 		}
 	}
@@ -213,7 +213,7 @@ func (g *Group) verdicts() error {
 // accused lists the slots of those on whom a verdict is outstanding.
 func (g *Group) accused() (slots []int) {
 	for _, p := range g.job.roster.AccusedLocked() {
-		if slot := slices.Index(g.ranks, p.Slot); slot >= 0 {
+		if slot := slices.Index(g.v.ranks, p.Slot); slot >= 0 {
 			slots = append(slots, slot)
 		}
 	}
@@ -229,7 +229,7 @@ func (j *job) judging() bool {
 	accused := j.roster.AccusedLocked()
 	for _, p := range accused {
 		for g := range j.groups {
-			slot := slices.Index(g.ranks, p.Slot)
+			slot := slices.Index(g.v.ranks, p.Slot)
 			if slot >= 0 && (g.sync.Arrived(slot) || !g.present[slot].Before(g.sync.Next())) {
 				j.roster.AcquitLocked(p)
 			}
@@ -243,9 +243,7 @@ func (j *job) judging() bool {
 // may come back by Rejoin. A *TimeoutError says that the view was not changed in time; it may be
 // later.
 func (g *Group) Evict(ctx context.Context, rank int) error {
-	g.job.proxy.Lock()
-	ranks := g.ranks
-	g.job.proxy.Unlock()
+	ranks := g.shown.Load().ranks
 	if rank < 0 || rank >= len(ranks) {
 		return &ArgumentError{Call: "evict", Arg: "the rank", Got: fmt.Sprint(rank),
 			Want: fmt.Sprintf("a rank, 0 to %d", len(ranks)-1)}

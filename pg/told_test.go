@@ -50,7 +50,7 @@ func FuzzBallot(f *testing.F) {
 // A rank that comes in while others are in an agreement has no say in that one, and has one in the
 // next.
 func TestNewcomerHasNoSayInAgreementsUnderWay(t *testing.T) {
-	g := &Group{ballots: map[int]ballot{0: {7, [2]bool{true, false}}, 1: abstains}}
+	g := &Group{agreement: agreement{ballots: map[int]ballot{0: {7, [2]bool{true, false}}, 1: abstains}}}
 	if yes, known := g.ballots[1].vote(7); !yes || !known {
 		t.Errorf("before it is in: %v, %v, want true, true", yes, known)
 	}

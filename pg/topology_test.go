@@ -17,12 +17,12 @@ func (g *Group) relocate(places []join.Place, epoch uint64) error {
 		return err
 	}
 	defer g.leave()
-	c, err := g.coll.Next(p2p.Epoch{View: epoch}, g.ranks)
+	c, err := g.coll.Next(p2p.Epoch{View: epoch}, g.v.ranks)
 	if err != nil {
 		return err
 	}
 	g.coll = c
-	g.run.Open(c, g.ranks)
+	g.run.Open(c, g.v.ranks)
 	g.locate(places)
 	return nil
 }

@@ -59,7 +59,7 @@ func (g *Group) SetAlgorithm(name string) error {
 		return err
 	}
 	defer g.leave()
-	g.topo.Algo = a
-	g.settle()
+	g.replace(func(v *groupView) { v.Algo = a })
+	g.run.Settle(g.v.Topology)
 	return nil
 }

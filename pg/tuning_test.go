@@ -18,7 +18,7 @@ import (
 )
 
 // TableHash lets tests of package pg_test see by which table a group chooses.
-func TableHash(g *Group) uint64 { return g.topo.Table.Hash() }
+func TableHash(g *Group) uint64 { return g.v.Table.Hash() }
 
 // ringTable is one that chooses Ring for every allreduce of n ranks on one host.
 func ringTable(t *testing.T, n int) *collectives.Table {
@@ -145,6 +145,7 @@ func TestTablesThatDiffer(t *testing.T) {
 	}{{[]uint64{own, own, own}, true}, {[]uint64{own, own, def}, false}, {[]uint64{def, own, own}, false},
 		{[]uint64{own, 1, 2}, false}} {
 		lines := 0
+		n := len(c.hashes)
 		for r, hash := range c.hashes {
 			var log bytes.Buffer
 			js := &join.Settings{Rank: r}
@@ -157,12 +158,12 @@ func TestTablesThatDiffer(t *testing.T) {
 				j.places = append(j.places, join.Place{Table: h, Incarnation: uint64(i) + 1})
 			}
 			j.places = append(j.places, join.Place{Table: 3, Incarnation: 9}) // of a rank that is lost
-			g := &Group{job: j, rank: r, size: len(c.hashes), ranks: upTo(len(c.hashes)), active: upTo(len(c.hashes))}
+			g := &Group{job: j, rank: r, v: &groupView{ranks: upTo(n), Topology: exec.Topology{Size: n, Active: upTo(n)}}}
 			g.run = exec.New(exec.Config{})
 			g.locate(j.places)
 			g.warn()
-			if want := map[bool]uint64{true: own, false: def}[c.used]; g.topo.Table.Hash() != want {
-				t.Errorf("%x: rank %d has %x", c.hashes, r, g.topo.Table.Hash())
+			if want := map[bool]uint64{true: own, false: def}[c.used]; g.v.Table.Hash() != want {
+				t.Errorf("%x: rank %d has %x", c.hashes, r, g.v.Table.Hash())
 			}
 			lines += strings.Count(log.String(), "\n")
 		}

@@ -171,11 +171,11 @@ func (g *Group) Start(op Operation) *Work {
 		}
 	}
 	g.lineUp(w, &q, b, &c)
-	if !g.worker {
-		g.worker = true
+	if !g.works.worker {
+		g.works.worker = true
 		g.wg.Add(1)
 		go g.work()
-	} else if w.s.eager || !g.watched {
+	} else if w.s.eager || !g.works.watched {
 		g.kickWorker()
 	}
 	g.advance()
@@ -185,8 +185,8 @@ func (g *Group) Start(op Operation) *Work {
 // lineUp puts a Work into the line: for a bound call, or for c.
 func (g *Group) lineUp(w *Work, q *exec.Request, b *exec.Bound, c *exec.Call) {
 	var s *started
-	if n := len(g.spare); n > 0 {
-		s, g.spare = g.spare[n-1], g.spare[:n-1]
+	if n := len(g.works.spare); n > 0 {
+		s, g.works.spare = g.works.spare[n-1], g.works.spare[:n-1]
 	} else {
 		s = &started{}
 		s.work = s
@@ -197,10 +197,10 @@ func (g *Group) lineUp(w *Work, q *exec.Request, b *exec.Bound, c *exec.Call) {
 		s.eager = b.Bytes() >= eagerFrom
 	} else {
 		s.call = *c
-		s.eager = c.Bytes(g.size) >= eagerFrom
+		s.eager = c.Bytes(g.v.Size) >= eagerFrom
 	}
-	g.started++
-	s.n = g.started
+	g.works.started++
+	s.n = g.works.started
 	g.line.join(&s.waiter)
 }
 
@@ -211,6 +211,16 @@ func (g *Group) lineUp(w *Work, q *exec.Request, b *exec.Bound, c *exec.Call) {
 // run in such a goroutine only if that need not give up, and else in the worker, which also takes
 // what is left lying.
 
+// works is what a group has to know of what was started.
+type works struct {
+	parked  parked
+	worker  bool          // there is one
+	watched bool          // it looks now and then whether what was started has been left lying
+	started uint64        // how many works were
+	spare   []*started    // for the next ones
+	kick    chan struct{} // wakes the worker
+}
+
 // parked is a Work that has the turn and that no goroutine runs: its plan was interrupted, or has
 // failed, with err.
 type parked struct {
@@ -220,21 +230,21 @@ type parked struct {
 
 // idle returns the Work whose turn it is, if no goroutine runs it.
 func (g *Group) idle() *started {
-	if g.parked.work != nil {
-		return g.parked.work
+	if g.works.parked.work != nil {
+		return g.works.parked.work
 	}
 	return g.line.next()
 }
 
 // steady reports whether only the steps of its plan are to be done for w.
 func (g *Group) steady(w *started) bool {
-	return w.bound != nil && g.run.Current(w.bound) && !g.rough && !g.uniform
+	return w.bound != nil && g.run.Current(w.bound) && !g.rough && !g.job.settings.Uniform
 }
 
 // advance begins what is short, one after the other until one is parked. With the proxy's lock, as
 // what follows.
 func (g *Group) advance() {
-	for g.parked.work == nil {
+	for g.works.parked.work == nil {
 		w := g.line.next()
 		if w == nil || !g.steady(w) || w.bound.Bytes() > shortTo {
 			return
@@ -253,8 +263,8 @@ func (g *Group) drive(ctx context.Context) bool {
 		return false
 	case ctx.Done() == nil:
 		g.perform(w, false)
-	case w != g.parked.work && g.steady(w) || w == g.parked.work && g.parked.err == p2p.ErrSuspended:
-		if g.attempt(w, func() { g.wait.Attend(ctx) }); g.parked.work != nil {
+	case w != g.works.parked.work && g.steady(w) || w == g.works.parked.work && g.works.parked.err == p2p.ErrSuspended:
+		if g.attempt(w, func() { g.wait.Attend(ctx) }); g.works.parked.work != nil {
 			g.kickWorker()
 			return true
 		}
@@ -267,8 +277,8 @@ func (g *Group) drive(ctx context.Context) bool {
 
 // attempt runs a Work, or goes on with it, as far as patient has its waits go.
 func (g *Group) attempt(w *started, patient func()) {
-	begun := g.parked.work == w
-	if g.parked = (parked{}); !begun {
+	begun := g.works.parked.work == w
+	if g.works.parked = (parked{}); !begun {
 		g.line.takeNext()
 		g.begun(g.ctx, false)
 		g.load(w)
@@ -285,23 +295,23 @@ func (g *Group) attempt(w *started, patient func()) {
 		err = g.run.Run(g.seq, g.hint)
 	}
 	if err != nil {
-		g.parked = parked{w, err}
+		g.works.parked = parked{w, err}
 		return
 	}
-	g.finish(w, g.concluded(nil))
+	w.w.local, err = g.concluded(nil)
+	g.finish(w, err)
 }
 
 // perform runs a Work to its end.
 func (g *Group) perform(w *started, lazy bool) {
 	var err error
-	if at := g.parked; at.work == w {
-		g.parked = parked{}
+	if at := g.works.parked; at.work == w {
+		g.works.parked = parked{}
 		g.wait.Stay(lazy)
 		if err = at.err; err == p2p.ErrSuspended {
 			err = g.run.Resume()
 		}
-		err = g.concluded(err)
-		w.w.local = g.here
+		w.w.local, err = g.concluded(err)
 		g.finish(w, err)
 		return
 	}
@@ -312,8 +322,7 @@ func (g *Group) perform(w *started, lazy bool) {
 	}
 	if err == nil {
 		g.load(w)
-		err = g.collective()
-		w.w.local = g.here
+		w.w.local, err = g.collective()
 	}
 	g.finish(w, err)
 }
@@ -344,8 +353,8 @@ func (g *Group) finish(w *started, err error) {
 	w.w.s = nil
 	w.call.Forget()
 	w.w, w.bound, w.in, w.out = nil, nil, nil, nil
-	if len(g.spare) < maxSpare {
-		g.spare = append(g.spare, w)
+	if len(g.works.spare) < maxSpare {
+		g.works.spare = append(g.works.spare, w)
 	}
 	g.line.works--
 	g.pass()
@@ -369,21 +378,21 @@ func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
 // or what is behind it, is over; or it has failed.
 func (g *Group) urgent() bool {
 	w, l := g.idle(), &g.line
-	failed := g.parked.work != nil && g.parked.err != p2p.ErrSuspended
+	failed := g.works.parked.work != nil && g.works.parked.err != p2p.ErrSuspended
 	return w != nil && (w.eager || l.eager > 0 || l.asleep > 0 || failed)
 }
 
 // rouse wakes the worker if it has something to do at once, or has to look after what may be left
 // lying.
 func (g *Group) rouse() {
-	if g.urgent() || g.idle() != nil && !g.watched || g.closed.Load() {
+	if g.urgent() || g.idle() != nil && !g.works.watched || g.closed.Load() {
 		g.kickWorker()
 	}
 }
 
 func (g *Group) kickWorker() {
 	select {
-	case g.kick <- struct{}{}:
+	case g.works.kick <- struct{}{}:
 	default:
 	}
 }
@@ -414,22 +423,22 @@ func (g *Group) work() {
 		if next != nil {
 			seen = next.n
 		}
-		if next != nil || started != g.started {
-			idle, started = 0, g.started
+		if next != nil || started != g.works.started {
+			idle, started = 0, g.works.started
 		} else if idle < watches {
 			idle++
 		}
-		g.watched = idle < watches
+		g.works.watched = idle < watches
 		p.Unlock()
 		if idle < watches {
 			timer.Reset(patience)
 			select {
-			case <-g.kick:
+			case <-g.works.kick:
 			case <-timer.C:
 			}
 			timer.Stop()
 		} else {
-			<-g.kick
+			<-g.works.kick
 		}
 		p.Lock()
 	}

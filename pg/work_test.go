@@ -252,7 +252,7 @@ func TestWorkBehindLongOperationIsNotLeftLying(t *testing.T) {
 		go func() {
 			for n := 0; n < 300; time.Sleep(time.Millisecond) { // the worker sleeps for good
 				g.job.proxy.Lock()
-				if g.worker && !g.watched && g.busy {
+				if g.works.worker && !g.works.watched && g.busy {
 					n++
 				}
 				g.job.proxy.Unlock()

@@ -45,6 +45,7 @@ type Machine struct {
 	in      View  // who takes part in it
 	mine    Standing
 	pending bool             // it is not complete here
+	aim     uint64           // the epoch that the next operation runs in at least; 0: any
 	got     map[int]Standing // what has been told in it
 	heard   map[int]Told     // the latest of each slot
 
@@ -113,6 +114,13 @@ func (m *Machine) Hear(slot int, t Told) bool {
 	return false
 }
 
+// Aim has the next operation run in a view of that epoch at least. Entering such a view, or 0, ends
+// that.
+func (m *Machine) Aim(epoch uint64) { m.aim = epoch }
+
+// Target returns the epoch of the view that this rank is to be in, as far as it is known.
+func (m *Machine) Target() uint64 { return max(m.now.Epoch, m.aim) }
+
 // Lost reports whether the latest view is without a life that takes part in this rank's exchange.
 func (m *Machine) Lost() bool { return m.in.lost(m.now) }
 
@@ -121,13 +129,13 @@ func (m *Machine) Member() bool { return m.now.Has(m.self) }
 
 // target is the exchange to which this rank should go at the next boundary between operations: the
 // one that it is in, if there is no reason for another. Reasons are a loss; a view that has grown,
-// once the epoch of the group's view has to be must at least; that the channel is broken, or the
+// once the epoch of the group's view has to be that of Aim at least; that the channel is broken, or the
 // program calls Recover (renew); that others have gone to another exchange. Those who call Recover,
 // and who comes in, wait for programs and are no reason by themselves. passive: this rank's program
 // is in no call; it only follows others.
-func (m *Machine) target(must uint64, renew, passive bool) Point {
+func (m *Machine) target(renew, passive bool) Point {
 	stuck := !passive && m.stuck()
-	leaves := !passive && (stuck || m.Lost() || must > m.at.View)
+	leaves := !passive && (stuck || m.Lost() || m.aim > m.at.View)
 	next := m.at
 	if leaves && next.View < m.now.Epoch {
 		next = Point{View: m.now.Epoch}
@@ -158,10 +166,10 @@ func (m *Machine) stuck() bool {
 	return false
 }
 
-// Behind reports whether others are in a view that this rank does not know yet, or the group's
-// epoch is below must: it has to wait for the view.
-func (m *Machine) Behind(must uint64) bool {
-	if must > m.now.Epoch {
+// Behind reports whether this rank has to wait for a view that it does not know yet: others are in
+// it, or Aim has named it.
+func (m *Machine) Behind() bool {
+	if m.aim > m.now.Epoch {
 		return true
 	}
 	for slot, t := range m.heard {
@@ -173,8 +181,8 @@ func (m *Machine) Behind(must uint64) bool {
 }
 
 // Due reports whether this rank should go to another exchange before its next operation.
-func (m *Machine) Due(must uint64, renew bool) bool {
-	return m.Member() && m.target(must, renew, false) != m.at
+func (m *Machine) Due(renew bool) bool {
+	return m.Member() && m.target(renew, false) != m.at
 }
 
 // Asked reports whether others wait for this rank in an exchange, whose program is not waiting. A
@@ -184,13 +192,15 @@ func (m *Machine) Asked(failed bool) bool {
 	if !m.Member() || failed && m.mine.Failed && m.at.View == m.now.Epoch {
 		return false
 	}
-	return m.target(0, false, true) != m.at
+	return m.target(false, true) != m.at
 }
 
 // Enter goes to the exchange that Due or Asked speak of, with standing mine, and returns what is to
 // be told to the other members; complete reports whether all have told already.
-func (m *Machine) Enter(must uint64, renew, passive bool, mine Standing) (tell Told, complete bool) {
-	m.at, m.in = m.target(must, renew, passive), m.now
+func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete bool) {
+	if m.at, m.in = m.target(renew, passive), m.now; m.at.View >= m.aim {
+		m.aim = 0
+	}
 	mine.Last = m.last
 	m.mine, m.pending = mine, true
 	m.got = map[int]Standing{m.self: mine}

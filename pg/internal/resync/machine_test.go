@@ -204,7 +204,7 @@ func (p *modelRank) standing() Standing {
 func (w *modelWorld) change(r int, mine Standing, renew, passive bool) {
 	p := &w.ranks[r]
 	w.channel(p.m.at).left[r] = mine.Over + 1
-	tell, complete := p.m.Enter(0, renew, passive, mine)
+	tell, complete := p.m.Enter(renew, passive, mine)
 	for _, s := range p.m.In().Members {
 		if s != r && w.ranks[s].alive {
 			w.wires[r][s] = append(w.wires[r][s], message{Told: tell})
@@ -274,10 +274,10 @@ func (w *modelWorld) end(r int, outcome int8) {
 // moves goes on with a move; it returns true when the rank is where it wanted to go.
 func (w *modelWorld) moves(r int, mine Standing, renew bool) bool {
 	p := &w.ranks[r]
-	if !p.m.Behind(0) && p.m.Due(0, renew) {
+	if !p.m.Behind() && p.m.Due(renew) {
 		w.change(r, mine, renew, false)
 	}
-	return !p.m.Behind(0) && !p.m.Due(0, false) && !p.m.Pending()
+	return !p.m.Behind() && !p.m.Due(false) && !p.m.Pending()
 }
 
 // step tries what rank r can do, in alternatives.
@@ -621,24 +621,26 @@ func TestJoinerSkipsAView(t *testing.T) {
 	all := func(epoch uint64, slots ...int) View { return View{Epoch: epoch, Members: slots} }
 	a := New(1, all(11, 1))
 	a.See(all(12, 0, 1))
-	if !a.Due(12, false) {
+	a.Aim(12)
+	if !a.Due(false) {
 		t.Fatal("the view has to be 12, and there is nothing to do")
 	}
-	if _, complete := a.Enter(12, false, false, Standing{Over: 5, Intact: true}); complete {
+	if _, complete := a.Enter(false, false, Standing{Over: 5, Intact: true}); complete {
 		t.Fatal("complete without rank 0")
 	}
 	j := New(0, View{Epoch: 13, Members: []int{0, 1, 2}})
 	j.See(all(14, 0, 1, 2))
-	told, _ := j.Enter(14, false, false, Standing{Joins: true, Intact: true})
+	j.Aim(14)
+	told, _ := j.Enter(false, false, Standing{Joins: true, Intact: true})
 	a.Hear(0, told)
-	if a.Due(0, false) {
+	if a.Due(false) {
 		t.Fatal("there is no view 14 yet, and it is to go there")
 	}
 	a.See(all(14, 0, 1, 2))
-	if !a.Due(0, false) {
+	if !a.Due(false) {
 		t.Fatal("it waits for rank 0 in view 12, which is in view 14")
 	}
-	if told, _ := a.Enter(0, false, false, Standing{Over: 5, Intact: true}); told.At != (Point{View: 14}) {
+	if told, _ := a.Enter(false, false, Standing{Over: 5, Intact: true}); told.At != (Point{View: 14}) {
 		t.Fatalf("went to %v, want view 14", told.At)
 	}
 }
