@@ -3,6 +3,7 @@ package p2p
 import (
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // Registrar is a transport that must know memory before it can move it (RDMA, GPU).
@@ -71,6 +72,11 @@ func (p *Proxy) Alloc(n int) (*Region, error) {
 	}
 	p.regions[r.ID] = r
 	return r, nil
+}
+
+// Shares reports whether there is a transport whose memory peers can map.
+func (p *Proxy) Shares() bool {
+	return slices.ContainsFunc(p.cfg.Transports, func(t Transport) bool { _, ok := t.(Allocator); return ok })
 }
 
 // alloc is Alloc without noting the region.

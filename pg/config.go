@@ -30,8 +30,9 @@ type Config struct {
 	// TUTTI_SECRET or the contents of TUTTI_SECRET_FILE. A group of more than one process has no
 	// default beyond these: without a secret Join fails.
 	Secret []byte
-	// Transport restricts the links: "auto" (default: the best that reaches the peer), "shm" or
-	// "tcp". Default TUTTI_TRANSPORT.
+	// Transport restricts the links: "auto" (default: the best that reaches the peer), or names of
+	// transports, separated by commas, the preferred one first: "shm", "tcp". Default
+	// TUTTI_TRANSPORT.
 	Transport string
 	// Interfaces restricts the network interfaces: names, CIDRs, and their exclusion with ^,
 	// separated by commas. Default TUTTI_IFNAME, else all; among those the route to the peer

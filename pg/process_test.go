@@ -16,6 +16,7 @@ import (
 
 	"tutti/collectives"
 	"tutti/internal/tuning"
+	"tutti/p2p/registry"
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -234,7 +235,7 @@ func TestTunedJobs(t *testing.T) {
 	}
 	file := func(ranks int, table *collectives.Table) string {
 		path := filepath.Join(t.TempDir(), "tune.json")
-		if err := tuning.New(tuning.Here(ranks, transports), table).Save(path); err != nil {
+		if err := tuning.New(tuning.Here(ranks, registry.Best(registry.Kinds()).Name), table).Save(path); err != nil {
 			t.Fatal(err)
 		}
 		return path

@@ -5,16 +5,12 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"runtime"
-	"strings"
 	"time"
 
 	"tutti/bootstrap"
 	"tutti/collectives"
-	"tutti/internal/ports"
 	"tutti/p2p"
-	"tutti/p2p/shm"
-	"tutti/p2p/tcp"
+	"tutti/p2p/registry"
 	"tutti/pg/internal/join"
 )
 
@@ -23,10 +19,8 @@ type settings struct {
 	Config
 	launch bootstrap.Launch
 	algo   collectives.Algo
-	kinds  []string // transports
+	kinds  []registry.Kind // transports
 }
-
-var transportNames = []string{"shm", "tcp"}
 
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	s := &settings{Config: c}
@@ -102,17 +96,9 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if s.algo, err = collectives.ParseAlgo(s.Algorithm); err != nil {
 		return nil, fmt.Errorf("join: Algorithm, or TUTTI_ALGO: %w", err)
 	}
-	if s.Transport == "auto" {
-		s.kinds = transportNames
-	} else {
-		for _, name := range strings.Split(s.Transport, ",") {
-			if name != "shm" && name != "tcp" {
-				return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",
-					Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + strings.Join(transportNames,
-						" and ")}
-			}
-			s.kinds = append(s.kinds, name)
-		}
+	if s.kinds, err = registry.Find(s.Transport); err != nil {
+		return nil, &ArgumentError{Call: "join", Arg: "Transport, or TUTTI_TRANSPORT,",
+			Got: fmt.Sprintf("%q", s.Transport), Want: "auto, or a list of " + registry.Names()}
 	}
 	if s.Logger == nil {
 		level := slog.LevelWarn
@@ -154,22 +140,18 @@ func (s *settings) session() (*join.Settings, error) {
 // transports makes the transports of this rank, in order of preference.
 func (s *settings) transports() ([]p2p.Transport, error) {
 	var all []p2p.Transport
-	for _, name := range s.kinds {
-		switch name {
-		case "shm":
-			if runtime.GOOS == "linux" || len(s.kinds) == 1 {
-				all = append(all, shm.New(shm.Config{RingBytes: ringBytes(s.localRanks()), Logger: s.Logger}))
-			}
-		case "tcp":
-			spec, err := ports.ParseSpec(s.Ports)
-			if err != nil {
-				return nil, fmt.Errorf("config: %w", err)
-			}
-			// A host that answers nothing for a window is noticed where somebody waits for it, and
-			// sends it heartbeats.
-			all = append(all, tcp.New(tcp.Config{Interfaces: s.Interfaces, Ports: spec.Next().String(),
-				Logger: s.Logger, PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout}))
+	for _, k := range s.kinds {
+		if len(s.kinds) > 1 && !k.Works() {
+			continue
 		}
+		// A host that answers nothing for a window is noticed where somebody waits for it, and sends
+		// it heartbeats.
+		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
+			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Logger: s.Logger})
+		if err != nil {
+			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
+		}
+		all = append(all, t)
 	}
 	return all, nil
 }
@@ -184,6 +166,3 @@ func (s *settings) localRanks() int {
 	}
 	return s.Size
 }
-
-// ringBytes divides 64 MiB a rank among the links to n local ranks, both directions.
-func ringBytes(n int) int { return min(max(32<<20/max(n-1, 1), 16<<10), 512<<10) }

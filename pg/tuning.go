@@ -7,12 +7,13 @@ import (
 
 	"tutti/collectives"
 	"tutti/internal/tuning"
+	"tutti/p2p/registry"
 )
 
 // tuned returns the measured table of algorithms that this rank would use, nil if it has none that
 // fits. Of a machine's ranks, which mostly read the same file, one says why not.
 func (s *settings) tuned() *collectives.Table {
-	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), s.kinds))
+	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), registry.Best(s.kinds).Name))
 	if err != nil {
 		level := slog.LevelWarn
 		if s.launch.LocalRank > 0 {

@@ -13,6 +13,7 @@ import (
 
 	"tutti/collectives"
 	"tutti/internal/tuning"
+	"tutti/p2p/registry"
 	"tutti/pg/internal/exec"
 	"tutti/pg/internal/join"
 )
@@ -43,10 +44,10 @@ func tuneFile(t *testing.T, m tuning.Machine, table *collectives.Table) string {
 func TestTunedSettings(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv("XDG_CONFIG_HOME", dir)
-	here := tuning.Here(4, transportNames)
+	here := tuning.Here(4, registry.Best(registry.Kinds()).Name)
 	table := ringTable(t, 4)
 	good := tuneFile(t, here, table)
-	foreign := tuneFile(t, tuning.Here(3, transportNames), table)
+	foreign := tuneFile(t, tuning.Here(3, registry.Best(registry.Kinds()).Name), table)
 	broken := filepath.Join(dir, "broken")
 	if err := os.WriteFile(broken, []byte("{"), 0o600); err != nil {
 		t.Fatal(err)

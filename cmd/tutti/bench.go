@@ -21,6 +21,7 @@ import (
 	"tutti/cmd/tutti/internal/bench"
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/kernels"
+	"tutti/p2p/registry"
 	"tutti/pg"
 )
 
@@ -188,8 +189,9 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 		return s, usagef(cmd, "--queue %d operations of --max %s: expected no more than 1G in all", f.queue, f.max)
 	case f.roundTime <= 0:
 		return s, usagef(cmd, "--round-time %v: expected more than 0", f.roundTime)
-	case f.transport != "inproc" && !transports(f.transport, "auto", "shm", "tcp"):
-		return s, usagef(cmd, "--transport %s: expected auto, shm, tcp or inproc", f.transport)
+	case f.transport != registry.InProcess && !transports(f.transport):
+		return s, usagef(cmd, "--transport %s: expected auto, %s, or %s", f.transport, registry.Names(),
+			registry.InProcess)
 	case f.n < 1 || f.n > 1<<12:
 		return s, usagef(cmd, "-n %d: expected 1 to %d ranks", f.n, 1<<12)
 	}
@@ -220,7 +222,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n,
 				l.Size, l.Source)
 		}
-		if f.transport == "inproc" {
+		if f.transport == registry.InProcess {
 			return usagef(cmd, "--transport inproc is for ranks of one process, but this is a rank that a "+
 				"launcher started (%s)", l.Source)
 		}
@@ -236,7 +238,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	if launch.Terminal(os.Stderr) {
 		p.Progress = os.Stderr
 	}
-	if f.transport == "inproc" {
+	if f.transport == registry.InProcess {
 		return f.inProcess(cmd.Context(), s, p)
 	}
 	return f.processes(cmd.Context(), p)

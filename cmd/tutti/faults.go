@@ -17,6 +17,7 @@ import (
 
 	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/p2p/registry"
 	"tutti/pg"
 )
 
@@ -70,8 +71,8 @@ func (f *benchFlags) faults(cmd *cobra.Command) error {
 		rounds = f.rounds
 	}
 	switch {
-	case f.transport != "auto" && f.transport != "shm" && f.transport != "tcp":
-		return usagef(cmd, "--faults --transport %s: expected auto, shm or tcp", f.transport)
+	case !transports(f.transport):
+		return usagef(cmd, "--faults --transport %s: expected auto, %s", f.transport, registry.Names())
 	case rounds < 1:
 		return usagef(cmd, "--rounds %d: expected 1 or more", rounds)
 	}

@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -17,6 +16,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/p2p/registry"
 )
 
 type runFlags struct {
@@ -101,13 +101,9 @@ No process that a rank has started outlives the command, even if the command is 
 }
 
 // transports says whether text is a list of these.
-func transports(text string, known ...string) bool {
-	for name := range strings.SplitSeq(text, ",") {
-		if !slices.Contains(known, name) {
-			return false
-		}
-	}
-	return true
+func transports(text string) bool {
+	_, err := registry.Find(text)
+	return err == nil
 }
 
 // launched turns what launch.Run returns into what a command returns.
@@ -154,8 +150,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	case f.onFailure == "end" && (f.restarts > 0 || f.standby > 0 || f.autoAdmit):
 		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: "+
 			"with end there is nobody left to come back to")
-	case f.transport != "" && !transports(f.transport, "auto", "shm", "tcp"):
-		return o, usagef(cmd, "--transport %s: expected auto, shm or tcp", f.transport)
+	case f.transport != "" && !transports(f.transport):
+		return o, usagef(cmd, "--transport %s: expected auto, %s", f.transport, registry.Names())
 	case f.bind != "none" && f.bind != "core":
 		return o, usagef(cmd, "--bind %s: expected none or core", f.bind)
 	case f.bind == "core" && f.n > runtime.NumCPU():

@@ -11,7 +11,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -21,6 +20,7 @@ import (
 	"tutti/cmd/tutti/internal/launch"
 	"tutti/collectives"
 	"tutti/internal/tuning"
+	"tutti/p2p/registry"
 	"tutti/pg"
 )
 
@@ -58,13 +58,9 @@ Operations: ` + joined(collectives.Kinds()),
 		DisableFlagsInUseLine: true, Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
-	transport := "shm"
-	if runtime.GOOS != "linux" {
-		transport = "tcp"
-	}
 	fl := c.Flags()
 	fl.IntVarP(&f.n, "ranks", "n", max(2, runtime.NumCPU()), "ranks to start here")
-	fl.StringVar(&f.transport, "transport", transport, "shm or tcp")
+	fl.StringVar(&f.transport, "transport", registry.Best(registry.Kinds()).Name, registry.Names())
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "16M", "largest `size`; what is best there is taken for all beyond")
@@ -92,12 +88,13 @@ func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
 	if s.Max, err = parseSize(f.max); err != nil {
 		return s, usagef(cmd, "--max %v", err)
 	}
+	kinds, kerr := registry.Find(f.transport)
 	const most = 64 // ranks on one machine: beyond, plans of all algorithms at all sizes take longer than anybody waits
 	switch {
 	case f.n < 2 || f.n > most:
 		return s, usagef(cmd, "-n %d: expected 2 to %d ranks", f.n, most)
-	case !transports(f.transport, "shm", "tcp") || strings.Contains(f.transport, ","):
-		return s, usagef(cmd, "--transport %s: expected shm or tcp", f.transport)
+	case kerr != nil || len(kinds) != 1 || f.transport == registry.Auto:
+		return s, usagef(cmd, "--transport %s: expected %s", f.transport, registry.Names())
 	case s.Max < s.Min:
 		return s, usagef(cmd, "--max %s is less than --min %s", f.max, f.min)
 	case s.Max > 1<<30:
@@ -109,7 +106,7 @@ func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
 	case f.time <= 0:
 		return s, usagef(cmd, "--time %v: expected more than 0", f.time)
 	}
-	s.Factor, s.Rounds, s.Time, s.Memory, s.Cores = f.factor, f.rounds, f.time, f.transport == "shm", runtime.NumCPU()
+	s.Factor, s.Rounds, s.Time, s.Memory, s.Cores = f.factor, f.rounds, f.time, kinds[0].Maps, runtime.NumCPU()
 	return s, nil
 }
 
@@ -206,7 +203,7 @@ func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Laun
 	if err == nil && g.Rank() == 0 {
 		var table *collectives.Table
 		if table, err = collectives.NewTable(rules); err == nil {
-			err = enc.Encode(tuneEvent{File: tuning.New(tuning.Here(g.Size(), []string{f.transport}), table)})
+			err = enc.Encode(tuneEvent{File: tuning.New(tuning.Here(g.Size(), f.transport), table)})
 		}
 	}
 	if err != nil {

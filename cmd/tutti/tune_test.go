@@ -37,7 +37,7 @@ func TestTune(t *testing.T) {
 			j.stderr.String() != "" {
 			t.Errorf("%s: stdout %s, stderr %s", transport, out, j.stderr.String())
 		}
-		table, err := tuning.Load(path, tuning.Here(2, []string{transport}))
+		table, err := tuning.Load(path, tuning.Here(2, transport))
 		if err != nil {
 			t.Fatalf("%s: %v", transport, err)
 		}
@@ -84,7 +84,7 @@ func TestTune(t *testing.T) {
 	if n < 4+1 {
 		t.Errorf("%d points", n)
 	}
-	if _, err := tuning.Load(own, tuning.Here(2, []string{"shm"})); err != nil {
+	if _, err := tuning.Load(own, tuning.Here(2, "shm")); err != nil {
 		t.Error(err)
 	}
 	s.empty()

@@ -14,7 +14,6 @@ import (
 	"regexp"
 	"runtime"
 	"runtime/debug"
-	"slices"
 	"strings"
 	"time"
 
@@ -36,7 +35,7 @@ type Machine struct {
 	Arch       string `json:"arch"`
 	Cores      int    `json:"cores"` // that a process may use
 	LocalRanks int    `json:"local_ranks"`
-	Transport  string `json:"transport"` // "shm" or "tcp": what links the ranks of the machine
+	Transport  string `json:"transport"` // what links the ranks of the machine
 }
 
 // File is a table with what it was measured on.
@@ -59,14 +58,10 @@ func New(m Machine, t *collectives.Table) *File {
 func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
 
 // Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by
-// the best of transports.
-func Here(localRanks int, transports []string) Machine {
-	m := Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks,
-		Transport: "tcp"}
-	if runtime.GOOS == "linux" && slices.Contains(transports, "shm") {
-		m.Transport = "shm"
-	}
-	return m
+// transport.
+func Here(localRanks int, transport string) Machine {
+	return Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks,
+		Transport: transport}
 }
 
 // Cores returns the processors of this machine, also those that this process, perhaps bound to one,

@@ -115,11 +115,8 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	ready := make(chan struct{})
 	eg.Go(func() error {
 		defer close(ready)
-		endpoints, err := ss.Proxy.Listen(ectx)
-		if err == nil {
-			_, shared := endpoints["shm"]
-			ss.Mapped = shared && p2p.CanExpose
-		}
+		_, err := ss.Proxy.Listen(ectx)
+		ss.Mapped = err == nil && ss.Proxy.Shares() && p2p.CanExpose
 		return err
 	})
 	describe := func(ctx context.Context, from int, incarnation uint64) (bootstrap.Endpoints, error) {

@@ -6,8 +6,11 @@ import (
 	"context"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
+
+	"tutti/p2p/registry"
 )
 
 // State is the outcome of one check.
@@ -87,7 +90,7 @@ var checks = []check{
 	{"machine", "huge pages", hugePages},
 	{"limits", "open files", openFiles},
 	{"limits", "locked memory", lockedMemory},
-	{"one machine", "shared memory", sharedMemory},
+	{"one machine", "pidfd", pidfd},
 	{"one machine", "/dev/shm", devShm},
 	{"one machine", "peer memory", peerMemory},
 	{"one machine", "processes", processes},
@@ -106,8 +109,12 @@ var checks = []check{
 // Run makes every check, in a fixed order, and hands each finding to report as soon as it is known.
 // It says whether nothing is broken.
 func (h *Host) Run(ctx context.Context, report func(Finding)) bool {
-	fit := true
-	for _, c := range checks {
+	fit, all := true, slices.Clone(checks)
+	for _, k := range registry.Kinds() {
+		at := slices.IndexFunc(all, func(c check) bool { return c.group == "store" })
+		all = slices.Insert(all, at, check{"transports", k.Name, probe(k)})
+	}
+	for _, c := range all {
 		cctx, cancel := context.WithTimeout(ctx, h.patience())
 		o := c.run(cctx, h)
 		cancel()

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"tutti/p2p/registry"
+
 	"pgregory.net/rapid"
 )
 
@@ -43,8 +45,8 @@ func examine(t *testing.T, h *Host) (map[string]Finding, bool) {
 	t.Helper()
 	all := map[string]Finding{}
 	fit := h.Run(t.Context(), func(f Finding) { all[f.Check] = f })
-	if len(all) != len(checks) {
-		t.Fatalf("%d findings, want %d", len(all), len(checks))
+	if len(all) != len(checks)+len(registry.Kinds()) {
+		t.Fatalf("%d findings, want %d", len(all), len(checks)+len(registry.Kinds()))
 	}
 	return all, fit
 }
@@ -63,7 +65,7 @@ func TestThisMachine(t *testing.T) {
 			t.Errorf("%s: %+v says too little", name, f)
 		}
 	}
-	for _, name := range []string{"shared memory", "loopback", "embedded", "processes"} {
+	for _, name := range []string{"shm", "tcp", "loopback", "embedded", "processes"} {
 		if s := all[name].State; s != Found && s != Warning {
 			t.Errorf("%s: %+v", name, all[name])
 		}

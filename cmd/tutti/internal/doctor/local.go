@@ -3,7 +3,6 @@ package doctor
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -19,88 +18,30 @@ import (
 
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
+	"tutti/p2p/registry"
 )
 
-// sharedMemory does what two ranks do to share memory: a sealed memory file goes over an abstract
-// Unix socket and is mapped on the other side.
-func sharedMemory(ctx context.Context, _ *Host) outcome {
-	const advice = "ranks on one machine share memory this way; a sandbox or seccomp profile may forbid it (use " +
-		"--transport tcp)"
-	if err := tryMemory(ctx); err != nil {
-		return broken(err.Error(), advice)
+// probe makes a link of a transport between two ends in this process, as two ranks do.
+func probe(k registry.Kind) func(context.Context, *Host) outcome {
+	return func(ctx context.Context, _ *Host) outcome {
+		if !k.Works() {
+			return missing("this system does not have what it needs", "")
+		}
+		began := time.Now()
+		if err := registry.Probe(ctx, k); err != nil {
+			return broken(err.Error(), k.Advice)
+		}
+		return found(fmt.Sprintf("two ends in this process were linked and passed a frame in %v",
+			time.Since(began).Round(time.Microsecond)))
 	}
-	if err := tryPidfd(); err != nil {
-		return warn("memory files go over abstract sockets; "+err.Error(),
-			"the death of a rank is noticed by its connections alone; Linux 5.3 or later has pidfd")
-	}
-	return found("a memory file went over an abstract socket and was mapped; pidfd works")
 }
 
-func tryMemory(ctx context.Context) error {
-	const size = 1 << 16
-	fd, err := unix.MemfdCreate("tutti-doctor", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		return fmt.Errorf("memfd_create: %w", err)
+func pidfd(context.Context, *Host) outcome {
+	if err := tryPidfd(); err != nil {
+		return warn(err.Error(),
+			"the death of a rank is noticed by its connections alone; Linux 5.3 or later has pidfd")
 	}
-	defer unix.Close(fd)
-	if err := unix.Ftruncate(fd, size); err != nil {
-		return fmt.Errorf("size a memory file: %w", err)
-	}
-	if _, err := unix.FcntlInt(uintptr(fd), unix.F_ADD_SEALS, unix.F_SEAL_SHRINK); err != nil {
-		return fmt.Errorf("seal a memory file: %w", err)
-	}
-	mine, err := unix.Mmap(fd, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return fmt.Errorf("map a memory file: %w", err)
-	}
-	defer unix.Munmap(mine)
-
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Net: "unix", Name: fmt.Sprintf("@tutti-doctor-%d-%d", os.Getpid(),
-		time.Now().UnixNano())})
-	if err != nil {
-		return fmt.Errorf("listen on an abstract socket: %w", err)
-	}
-	defer l.Close()
-	deadline, _ := ctx.Deadline()
-	l.SetDeadline(deadline)
-	sent := make(chan error, 1)
-	go func() {
-		c, err := net.DialUnix("unix", nil, l.Addr().(*net.UnixAddr))
-		if err == nil {
-			_, _, err = c.WriteMsgUnix([]byte{1}, unix.UnixRights(fd), nil)
-			c.Close()
-		}
-		sent <- err
-	}()
-	c, err := l.AcceptUnix()
-	if err != nil {
-		return fmt.Errorf("connect to an abstract socket: %w", errors.Join(err, <-sent))
-	}
-	defer c.Close()
-	c.SetDeadline(deadline)
-	oob := make([]byte, unix.CmsgSpace(4))
-	_, n, _, _, err := c.ReadMsgUnix(make([]byte, 1), oob)
-	if err = errors.Join(err, <-sent); err != nil {
-		return fmt.Errorf("pass a memory file: %w", err)
-	}
-	msgs, err := unix.ParseSocketControlMessage(oob[:n])
-	if err != nil || len(msgs) != 1 {
-		return fmt.Errorf("pass a memory file: it did not arrive (%v)", err)
-	}
-	fds, err := unix.ParseUnixRights(&msgs[0])
-	if err != nil || len(fds) != 1 {
-		return fmt.Errorf("pass a memory file: it did not arrive (%v)", err)
-	}
-	defer unix.Close(fds[0])
-	theirs, err := unix.Mmap(fds[0], 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-	if err != nil {
-		return fmt.Errorf("map the memory file that arrived: %w", err)
-	}
-	defer unix.Munmap(theirs)
-	if mine[size-1] = 42; theirs[size-1] != 42 {
-		return errors.New("the two mappings of a memory file differ")
-	}
-	return nil
+	return found("the death of a process can be waited for")
 }
 
 func tryPidfd() error {
