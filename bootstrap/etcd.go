@@ -25,6 +25,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
+	"tutti/internal/dial"
 	"tutti/internal/trust"
 )
 
@@ -88,6 +89,7 @@ type StoreConfig struct {
 	DialTimeout time.Duration // bounds DialStore in addition to its ctx; default DefaultDialTimeout
 	// bounds every operation but Wait and Watch in addition to its ctx; default DefaultOpTimeout
 	OpTimeout time.Duration
+	Dial      dial.Func    // makes the connections; nil: net.Dialer
 	Logger    *slog.Logger // nil: nothing is logged
 }
 
@@ -158,7 +160,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	for i, ep := range addr.Endpoints {
 		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
 	}
-	d := &dialer{secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, alone: len(addr.Endpoints) == 1,
+	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, alone: len(addr.Endpoints) == 1,
 		refused: func(err error) { abort(&refusal{err}) }}
 	conf := clientv3.Config{
 		Endpoints:            endpoints,

@@ -25,7 +25,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tutti/bootstrap/internal/proof"
-	"tutti/internal/detour"
+	"tutti/internal/dial"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
@@ -337,7 +337,7 @@ func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
 		ToIncarnation: s.cfg.Incarnation}
 	ctx, cancel := context.WithTimeout(ctx, proofTimeout)
 	defer cancel()
-	conn, err := dialPeer(ctx, addr, s.cfg.Secret, self)
+	conn, err := dialPeer(ctx, nil, addr, s.cfg.Secret, self)
 	if err == nil {
 		_, err = describe(ctx, conn, s.cfg.Incarnation)
 	}
@@ -363,6 +363,7 @@ func (s *Server) Close() {
 type ClientConfig struct {
 	Self   Record // its Addrs do not matter
 	Secret []byte
+	Dial   dial.Func // makes the connections; nil: net.Dialer
 }
 
 // Client asks peers how their transports are reached. It keeps no connection between calls and may
@@ -456,7 +457,7 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 		started++
 		running++
 		go func() {
-			conn, err := dialPeer(rctx, addr, c.cfg.Secret, hello)
+			conn, err := dialPeer(rctx, c.cfg.Dial, addr, c.cfg.Secret, hello)
 			results <- result{conn, err}
 		}()
 	}
@@ -508,16 +509,16 @@ func weight(err error) int {
 }
 
 // dialPeer connects to a peer's endpoint and proves the secret there.
-func dialPeer(ctx context.Context, addr string, secret []byte, h trust.Hello) (conn net.Conn, err error) {
+func dialPeer(ctx context.Context, via dial.Func, addr string, secret []byte, h trust.Hello) (conn net.Conn, err error) {
 	err = trust.Redial(ctx, func() error {
-		conn, err = dialPeerOnce(ctx, addr, secret, h)
+		conn, err = dialPeerOnce(ctx, via, addr, secret, h)
 		return err
 	})
 	return conn, err
 }
 
-func dialPeerOnce(ctx context.Context, addr string, secret []byte, h trust.Hello) (net.Conn, error) {
-	conn, err := detour.Dial(ctx, &net.Dialer{}, int(h.ToRank), addr)
+func dialPeerOnce(ctx context.Context, via dial.Func, addr string, secret []byte, h trust.Hello) (net.Conn, error) {
+	conn, err := via.Dial(ctx, &net.Dialer{}, int(h.ToRank), addr)
 	if err != nil {
 		return nil, err
 	}

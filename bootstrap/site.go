@@ -15,7 +15,7 @@ import (
 	"go.uber.org/atomic"
 	"google.golang.org/grpc/credentials"
 
-	"tutti/internal/detour"
+	"tutti/internal/dial"
 	"tutti/internal/trust"
 )
 
@@ -54,6 +54,7 @@ func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
 // dialer makes the connections to the store, proves the secret on them where the store is one of
 // ours, and knows why they fail, which gRPC, trying again and again, does not tell.
 type dialer struct {
+	via     dial.Func
 	secret  []byte
 	prove   bool
 	rank    int
@@ -66,7 +67,7 @@ type dialer struct {
 type refusal struct{ error }
 
 func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
-	conn, err := detour.Dial(ctx, &net.Dialer{}, detour.Store, addr)
+	conn, err := d.via.Dial(ctx, &net.Dialer{}, dial.Store, addr)
 	if err == nil && d.prove {
 		if err = prove(ctx, conn, d.secret, StorePurpose, StoreHello(d.rank, addr, conn.RemoteAddr())); err != nil {
 			conn.Close()

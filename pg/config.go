@@ -4,6 +4,8 @@ import (
 	"crypto/tls"
 	"log/slog"
 	"time"
+
+	"tutti/internal/dial"
 )
 
 // Config says how a process joins its group. The zero Config takes everything from the environment
@@ -41,6 +43,9 @@ type Config struct {
 	// Ports is where this rank listens: "0" (default: the kernel chooses), "29500" (that port or an
 	// error) or "29500-29600". Default TUTTI_PORT.
 	Ports string
+	// Dialer makes the connections of this rank: to its peers, and to the store. It is for networks
+	// that are crossed in a way of their own, through a proxy for example. Default: net.Dialer.
+	Dialer Dialer
 	// Algorithm forces one algorithm where it exists for the collective. Default TUTTI_ALGO, else
 	// chosen by size and topology.
 	Algorithm string
@@ -93,6 +98,15 @@ type Config struct {
 	// error; TUTTI_LOG=debug|info|warn|error sets the level.
 	Logger *slog.Logger
 }
+
+// A Dialer makes a connection with address, HOST:PORT, where rank to listens or, with ToStore, the
+// store. d has the local address and the socket options that the connection is to have. It returns
+// when ctx ends at the latest. An address at which nobody listens is an error that wraps
+// syscall.ECONNREFUSED.
+type Dialer = dial.Func
+
+// ToStore stands for the store where a Dialer is told the rank.
+const ToStore = dial.Store
 
 // OnTimeout says what happens to ranks that an operation waited for in vain.
 type OnTimeout uint8

@@ -118,10 +118,10 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 func (s *settings) session() (*join.Settings, error) {
 	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Transports: s.transports,
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
-		Survives: s.OnFailure != Report, Algo: s.algo, Logger: s.Logger,
+		Survives: s.OnFailure != Report, Algo: s.algo, Dial: s.Dialer, Logger: s.Logger,
 		Store: bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
 			Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert,
-			Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Logger: s.Logger}}
+			Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Dial: s.Dialer, Logger: s.Logger}}
 	if s.MaxSize == 1 {
 		return js, nil
 	}
@@ -147,7 +147,8 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 		// A host that answers nothing for a window is noticed where somebody waits for it, and sends
 		// it heartbeats.
 		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
-			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Logger: s.Logger})
+			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Dial: s.Dialer,
+			Logger: s.Logger})
 		if err != nil {
 			return nil, fmt.Errorf("config: transport %s: %w", k.Name, err)
 		}

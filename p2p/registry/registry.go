@@ -13,6 +13,7 @@ import (
 	"sync"
 	"time"
 
+	"tutti/internal/dial"
 	"tutti/internal/ports"
 	"tutti/p2p"
 	"tutti/p2p/shm"
@@ -26,6 +27,7 @@ type Options struct {
 	Ports       string        // "0", "29500" or "29500-29600"
 	PeerTimeout time.Duration // after which a host that answers nothing is noticed, where somebody waits for it
 	IdleTimeout time.Duration // and elsewhere
+	Dial        dial.Func     // makes the connections; nil: net.Dialer
 	Logger      *slog.Logger
 }
 
@@ -68,7 +70,7 @@ var (
 					return nil, err
 				}
 				return tcp.New(tcp.Config{Interfaces: o.Interfaces, Ports: spec.Next().String(), Logger: o.Logger,
-					PeerTimeout: o.PeerTimeout, IdleTimeout: o.IdleTimeout}), nil
+					Dial: o.Dial, PeerTimeout: o.PeerTimeout, IdleTimeout: o.IdleTimeout}), nil
 			}},
 	}
 )

@@ -27,7 +27,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tutti/internal/detour"
+	"tutti/internal/dial"
 	"tutti/internal/files"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
@@ -50,6 +50,8 @@ type Config struct {
 	// names or addresses, at most 16. For hosts behind address translation or with names that
 	// outlive their addresses. They too must answer before Listen returns.
 	Advertise []string
+	// Dial makes the connections to peers. Default: net.Dialer.
+	Dial dial.Func
 	// Select returns the local address to dial a peer's address from, or an error if there is no
 	// way. Default: the kernel's routing decides. It must not block.
 	Select func(peer netip.Addr) (local netip.Addr, err error)
@@ -597,7 +599,7 @@ func (t *Transport) open(ctx context.Context, address string, local netip.Addr, 
 			return c.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
 		}
 	}
-	c, err := detour.Dial(ctx, &d, int(h.ToRank), address)
+	c, err := t.cfg.Dial.Dial(ctx, &d, int(h.ToRank), address)
 	return c, files.Explain(err)
 }
 

@@ -10,12 +10,13 @@ import (
 	"testing"
 	"time"
 
-	"tutti/internal/detour"
+	"tutti/pg"
+
 	"tutti/pg/flight"
 )
 
 // Store stands for the job's store in a Rule.
-const Store = detour.Store
+const Store = pg.ToStore
 
 // Rule is what the network does to bytes on their way from some ranks to others, between which it
 // applies in this direction alone.
@@ -55,7 +56,8 @@ type order struct {
 
 // Faults allows faults to be injected. Links then go through the test's process, and are slower. If
 // inject is not nil, it is called in the test's process beside the ranks, which may be programs
-// that know nothing of it (Exec); the test waits for its end. RunLocal does not take it.
+// that know nothing of it (Exec), but for Network: that is for programs with Dialer; the test waits
+// for its end. RunLocal does not take it.
 func Faults(inject func(c *Control)) Option {
 	return func(o *options) { o.faults, o.inject = true, inject }
 }
@@ -63,7 +65,7 @@ func Faults(inject func(c *Control)) Option {
 // InjectFaults is for the ranks of Run, with the option Faults.
 func InjectFaults(t *testing.T) *Control {
 	t.Helper()
-	variable := os.Getenv(detour.Variable)
+	variable := os.Getenv(relayVariable)
 	if self == nil || variable == "" {
 		t.Fatal("pgtest: InjectFaults is for the ranks of Run with the option Faults")
 	}
@@ -72,7 +74,7 @@ func InjectFaults(t *testing.T) *Control {
 		if err != nil {
 			return err
 		}
-		c, err := detour.Ask(t.Context(), variable, detour.Request{Do: b})
+		c, err := askRelay(t.Context(), variable, request{Do: b})
 		if err == nil {
 			c.Close()
 		}

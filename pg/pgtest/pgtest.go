@@ -310,7 +310,7 @@ func environment(n int, address, secret string, o *options) []string {
 	drop := map[string]bool{}
 	for _, name := range strings.Fields(`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TUTTI_RANK TUTTI_SIZE TUTTI_LOCAL_RANK
 		TUTTI_LOCAL_SIZE TUTTI_JOB TUTTI_STORE TUTTI_STORE_USER TUTTI_STORE_PASSWORD TUTTI_STORE_CA TUTTI_STORE_CERT TUTTI_STORE_KEY TUTTI_SECRET
-		TUTTI_SECRET_FILE TUTTI_PORT TUTTI_DETOUR`) {
+		TUTTI_SECRET_FILE TUTTI_PORT PGTEST_RELAY`) {
 		drop[name] = true
 	}
 	env := slices.DeleteFunc(os.Environ(), func(v string) bool {

@@ -85,6 +85,9 @@ func (p *rankProcess) run(t *testing.T, call int, fn func(t *testing.T, g *pg.Gr
 		ctx, cancel = context.WithDeadline(ctx, d)
 		defer cancel()
 	}
+	if o.config.Dialer == nil {
+		o.config.Dialer = Dialer()
+	}
 	g, err := pg.Join(ctx, o.config)
 	if err != nil {
 		t.Fatalf("join: %v", err)

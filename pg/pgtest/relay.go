@@ -15,8 +15,6 @@ import (
 	"sync"
 	"syscall"
 	"time"
-
-	"tutti/internal/detour"
 )
 
 // relay stands between the ranks: all their connections, and those with the store, go through it.
@@ -57,7 +55,7 @@ func newRelay(ctx context.Context, execute func(ctx context.Context, r *relay, o
 
 // variable is what tells a rank to go through the relay.
 func (r *relay) variable(rank int) string {
-	return fmt.Sprintf("%s=%s/%d/%s", detour.Variable, r.l.Addr(), rank, r.token)
+	return fmt.Sprintf("%s=%s/%d/%s", relayVariable, r.l.Addr(), rank, r.token)
 }
 
 func (r *relay) close() {
@@ -127,7 +125,7 @@ func (r *relay) serve(c *net.TCPConn) {
 	}
 	defer r.untrack(c)
 	in := bufio.NewReader(io.LimitReader(c, 1<<20)) // the asker sends nothing more before the answer
-	var q detour.Request
+	var q request
 	line, err := in.ReadBytes('\n')
 	if err == nil {
 		err = json.Unmarshal(line, &q)
@@ -203,7 +201,7 @@ func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
 }
 
 // dial makes the second half of a connection, when the network lets it through in both directions.
-func (r *relay) dial(q detour.Request) (*net.TCPConn, error) {
+func (r *relay) dial(q request) (*net.TCPConn, error) {
 	for _, way := range [2][2]int{{q.From, q.To}, {q.To, q.From}} {
 		if _, err := r.open(way[0], way[1]); err != nil {
 			return nil, err

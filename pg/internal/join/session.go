@@ -18,7 +18,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/collectives"
-	"tutti/internal/detour"
+	"tutti/internal/dial"
 	"tutti/p2p"
 	"tutti/pg/internal/roster"
 )
@@ -34,6 +34,7 @@ type Settings struct {
 	Survives            bool          // the job goes on when a rank is lost
 	Algo                collectives.Algo
 	Table               *collectives.Table // what this rank would use, if all others have it; nil: the default
+	Dial                dial.Func          // makes the connections; nil: net.Dialer
 	Logger              *slog.Logger
 }
 
@@ -137,7 +138,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		return err
 	}
 	ss.record = bootstrap.NewRecord(s.Rank, s.MaxSize, ss.Self.Incarnation, ss.server.Addrs())
-	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Store.Secret})
+	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Store.Secret, Dial: s.Dial})
 	machine := fnv.New64a()
 	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
 	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped
@@ -251,7 +252,7 @@ func (ss *Session) Refuses(ctx context.Context, rec bootstrap.Record) bool {
 	refused := len(rec.Addrs) > 0
 	for _, addr := range rec.Addrs {
 		dctx, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
-		c, err := detour.Dial(dctx, &net.Dialer{}, rec.Rank, addr)
+		c, err := ss.settings.Dial.Dial(dctx, &net.Dialer{}, rec.Rank, addr)
 		cancel()
 		if err == nil {
 			c.Close()
