@@ -139,7 +139,10 @@ var here = sync.OnceValue(func() [3]string {
 })
 
 // RankKey is the key of a slot's Record, SizeKey that of the job's size.
-func RankKey(slot int) string { return "ranks/" + strconv.Itoa(slot) }
+func RankKey(slot int) string { return RankKeys + strconv.Itoa(slot) }
+
+// RankKeys begins the keys of all Records.
+const RankKeys = "ranks/"
 
 // SizeKey holds the number of ranks.
 const SizeKey = "size"
@@ -252,7 +255,7 @@ func agreeSize(ctx context.Context, s Store, r Record) error {
 		if bytes.Equal(c.Current, own) {
 			return nil
 		}
-		ranks, err2 := s.List(ctx, "ranks/")
+		ranks, err2 := s.List(ctx, RankKeys)
 		if err2 != nil {
 			return err2
 		}

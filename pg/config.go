@@ -5,6 +5,7 @@ import (
 	"log/slog"
 	"time"
 
+	"tutti/bootstrap"
 	"tutti/internal/dial"
 )
 
@@ -19,9 +20,14 @@ type Config struct {
 	// made of what the launcher says; where that is nothing, a job of several ranks must be given
 	// one.
 	Job string
-	// Store is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default
+	// StoreAddr is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default
 	// TUTTI_STORE, else etcd://MASTER_ADDR:MASTER_PORT. A group of one rank needs none.
-	Store string
+	StoreAddr string
+	// Store is a store of the program's own, in the place of one at StoreAddr: a map that all ranks
+	// see, or, if it is a bootstrap.Elastic, one with leases. Over the former a job is fixed: it
+	// needs OnFailure Report and nobody joins later. Job tells apart jobs that share it; its default
+	// is then "default".
+	Store bootstrap.KV
 	// StoreUser and StorePassword authenticate to a site's etcd. Default TUTTI_STORE_USER and
 	// TUTTI_STORE_PASSWORD.
 	StoreUser, StorePassword string

@@ -40,7 +40,7 @@ func TestStandbyOutlastsTimeout(t *testing.T) {
 		t.Fatal(err)
 	}
 	log := make(heard, 1000)
-	cfg := Config{Size: 2, Job: "spared", Store: site.Address, Secret: []byte("a secret of this test alone"),
+	cfg := Config{Size: 2, Job: "spared", StoreAddr: site.Address, Secret: []byte("a secret of this test alone"),
 		OnFailure: Shrink, Timeout: 2 * time.Second, Logger: slog.New(log)}
 	use := func(g *Group, err error) error {
 		if err != nil {

@@ -206,6 +206,9 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 	if lost {
 		return nil, context.Cause(mctx)
 	}
+	if s.fixed() {
+		return g, nil
+	}
 	if s.MaxSize > membership.MaxSlots {
 		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize,
 			"at most", membership.MaxSlots)

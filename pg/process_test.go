@@ -208,12 +208,12 @@ func TestCancelFencesRegisteredMemory(t *testing.T) {
 func TestSecretsMustAgree(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 1, func(t *testing.T, g *pg.Group) {
-		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1",
+		if _, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, StoreAddr: "etcd://127.0.0.1:1",
 			Timeout: 10 * time.Second}); err == nil {
 			t.Error("joined without a secret")
 		}
 		start := time.Now()
-		_, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, Store: "etcd://127.0.0.1:1",
+		_, err := pg.Join(context.Background(), pg.Config{Size: 2, Rank: 0, StoreAddr: "etcd://127.0.0.1:1",
 			Secret: []byte("0123456789abcdef"), Timeout: 20 * time.Second})
 		if err == nil || time.Since(start) > 19*time.Second {
 			t.Errorf("a store that is away: %v after %v", err, time.Since(start))

@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -52,13 +53,15 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 			*v = last
 		}
 	}
-	def(&s.Job, l.Job, "")
-	if s.Job == "" && s.MaxSize == 1 { // nobody to mix up
+	if c.Store == nil {
+		def(&s.Job, l.Job, "")
+	}
+	if s.Job == "" && (s.MaxSize == 1 || c.Store != nil) { // nobody to mix up, or the caller's business
 		s.Job = "default"
 	}
-	def(&s.Store, l.Store, "")
-	if s.Store == "" && l.MasterAddr != "" && l.MasterPort > 0 {
-		s.Store = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
+	def(&s.StoreAddr, l.Store, "")
+	if s.StoreAddr == "" && l.MasterAddr != "" && l.MasterPort > 0 {
+		s.StoreAddr = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
 	}
 	def(&s.StoreUser, l.StoreUser, "")
 	def(&s.StorePassword, l.StorePassword, "")
@@ -116,12 +119,9 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 
 // session is what these settings say of how to join.
 func (s *settings) session() (*join.Settings, error) {
-	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Transports: s.transports,
+	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Secret: s.Secret, Transports: s.transports,
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
-		Survives: s.OnFailure != Report, Algo: s.algo, Dial: s.Dialer, Logger: s.Logger,
-		Store: bootstrap.StoreConfig{Address: s.Store, Job: s.Job, Secret: s.Secret, Rank: s.Rank, User: s.StoreUser,
-			Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA, Cert: s.launch.StoreCert,
-			Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Dial: s.Dialer, Logger: s.Logger}}
+		Survives: s.OnFailure != Report, Algo: s.algo, Dial: s.Dialer, Logger: s.Logger, OpenStore: s.openStore}
 	if s.MaxSize == 1 {
 		return js, nil
 	}
@@ -131,10 +131,32 @@ func (s *settings) session() (*join.Settings, error) {
 			"start the ranks with tutti run")
 	case s.Job == "":
 		return nil, s.launch.JobMissing()
-	case s.Store == "":
+	case s.fixed() && (s.OnFailure != Report || s.AutoAdmit || s.MaxSize > s.Size || s.launch.Standby):
+		return nil, &ArgumentError{Call: "join", Arg: "Store", Got: "one without leases",
+			Want: "a bootstrap.Elastic: with OnFailure, AutoAdmit, MaxSize or standby ranks are lost or taken in"}
+	case s.Store == nil && s.StoreAddr == "":
 		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
 	}
 	return js, nil
+}
+
+// fixed reports whether the job's store cannot tell who is gone.
+func (s *settings) fixed() bool {
+	if s.Store == nil {
+		return false
+	}
+	_, elastic := s.Store.(bootstrap.Elastic)
+	return !elastic
+}
+
+// openStore returns a handle on the job's store.
+func (s *settings) openStore(ctx context.Context) (bootstrap.Store, error) {
+	if s.Store != nil {
+		return bootstrap.OpenStore(ctx, s.Store, s.Job)
+	}
+	return bootstrap.DialStore(ctx, bootstrap.StoreConfig{Address: s.StoreAddr, Job: s.Job, Secret: s.Secret,
+		Rank: s.Rank, User: s.StoreUser, Password: s.StorePassword, TLS: s.StoreTLS, CA: s.launch.StoreCA,
+		Cert: s.launch.StoreCert, Key: s.launch.StoreKey, LeaseTTL: s.LeaseTTL, Dial: s.Dialer, Logger: s.Logger})
 }
 
 // transports makes the transports of this rank, in order of preference.

@@ -152,7 +152,7 @@ func TestJoinEndsInTime(t *testing.T) {
 				defer cancel()
 			}
 			began := time.Now()
-			g, err := Join(ctx, Config{Size: 2, Rank: 1, Job: "silent", Store: scheme + l.Addr().String(),
+			g, err := Join(ctx, Config{Size: 2, Rank: 1, Job: "silent", StoreAddr: scheme + l.Addr().String(),
 				Secret: []byte("0123456789abcdef"), Timeout: timeout})
 			if took := time.Since(began); err == nil || took > 15*time.Second {
 				t.Errorf("%s, %s: %v after %v", scheme, bound, err, took)

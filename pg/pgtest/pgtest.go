@@ -141,7 +141,7 @@ func collect(t *testing.T, n int, opts []Option) *options {
 		}
 	}
 	c := &o.config
-	c.Size, c.Rank, c.Job, c.Store, c.Secret = 0, 0, "", "", nil
+	c.Size, c.Rank, c.Job, c.StoreAddr, c.Secret = 0, 0, "", "", nil
 	return o
 }
 

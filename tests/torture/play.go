@@ -58,7 +58,7 @@ const (
 func (s *setup) config(me int) pg.Config {
 	secret, _ := bootstrap.ParseSecret(s.Secret) // Join says what is wrong with none
 	return pg.Config{Size: s.Job.Ranks - s.Job.Later, MaxSize: s.Job.Ranks, Rank: me,
-		Job: s.Name, Store: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
+		Job: s.Name, StoreAddr: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
 		Timeout: s.Job.Timeout, OnTimeout: s.Job.OnTimeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
 		AutoAdmit: s.Job.AutoAdmit, LeaseTTL: lease, Window: window, Tuning: "off"}
 }

@@ -52,7 +52,7 @@ func (ss *Session) running(ctx context.Context) (*Job, error) {
 	if err != nil {
 		return nil, err
 	}
-	records, err := store.List(ctx, "ranks/")
+	records, err := store.List(ctx, bootstrap.RankKeys)
 	if err != nil {
 		return nil, err
 	}

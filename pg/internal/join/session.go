@@ -26,7 +26,8 @@ import (
 // Settings say how a process joins its job.
 type Settings struct {
 	Rank, Size, MaxSize int
-	Store               bootstrap.StoreConfig // with the job's name and secret; unused if MaxSize is 1
+	Secret              []byte
+	OpenStore           func(ctx context.Context) (bootstrap.Store, error) // unused if MaxSize is 1
 	Transports          func() ([]p2p.Transport, error)
 	Interfaces, Ports   string
 	Timeout             time.Duration // of joining; 0: none
@@ -85,7 +86,7 @@ func New(s *Settings) *Session {
 // error the Session is still to be closed.
 func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
-	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Store.Secret, Resolve: ss.resolve,
+	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Secret, Resolve: ss.resolve,
 		Logger: s.Logger, Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second),
 		Patient:        func() bool { return !ss.Met() },
 		Oversubscribed: true} // until it is known who is where
@@ -110,7 +111,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	// The store's round trips, the handshake's and the transports' self-tests overlap.
 	eg, ectx := errgroup.WithContext(ctx)
 	eg.Go(func() (err error) {
-		ss.store, err = bootstrap.DialStore(ectx, s.Store)
+		ss.store, err = s.OpenStore(ectx)
 		return err
 	})
 	ready := make(chan struct{})
@@ -130,7 +131,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	}
 	eg.Go(func() (err error) {
 		ss.server, err = bootstrap.Serve(ectx, bootstrap.ServerConfig{Rank: s.Rank, Incarnation: ss.Self.Incarnation,
-			Secret: s.Store.Secret, Interfaces: s.Interfaces, Ports: s.Ports, Logger: s.Logger, Status: h.Status,
+			Secret: s.Secret, Interfaces: s.Interfaces, Ports: s.Ports, Logger: s.Logger, Status: h.Status,
 			Describe: describe})
 		return err
 	})
@@ -138,7 +139,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		return err
 	}
 	ss.record = bootstrap.NewRecord(s.Rank, s.MaxSize, ss.Self.Incarnation, ss.server.Addrs())
-	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Store.Secret, Dial: s.Dial})
+	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Secret, Dial: s.Dial})
 	machine := fnv.New64a()
 	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
 	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped
@@ -204,7 +205,7 @@ func (ss *Session) Store() bootstrap.Store {
 func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
-	fresh, err := bootstrap.DialStore(ctx, ss.settings.Store)
+	fresh, err := ss.settings.OpenStore(ctx)
 	if err != nil {
 		return err
 	}

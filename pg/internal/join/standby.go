@@ -29,7 +29,7 @@ type Claim struct {
 func StandBy(ctx context.Context, s *Settings) (c *Claim, err error) {
 	dctx, dialed := s.Within(ctx)
 	defer dialed()
-	store, err := bootstrap.DialStore(dctx, s.Store)
+	store, err := s.OpenStore(dctx)
 	if err != nil {
 		return nil, err
 	}

@@ -69,7 +69,7 @@ type Sample struct {
 // the slowest rank, AnswerWithin at most for each 64 of them. An error means that the store could
 // not be asked, or (ErrNoRanks) has nothing to say; a rank that does not answer is none.
 func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
-	records, err := s.store.List(ctx, "ranks/")
+	records, err := s.store.List(ctx, bootstrap.RankKeys)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +84,7 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	asked.SetLimit(maxAsked)
 	for key, b := range records {
 		rec, err := bootstrap.DecodeRecord(b)
-		slot, nerr := strconv.Atoi(strings.TrimPrefix(key, "ranks/"))
+		slot, nerr := strconv.Atoi(strings.TrimPrefix(key, bootstrap.RankKeys))
 		if nerr != nil || slot < 0 || slot >= maxSize {
 			continue
 		}

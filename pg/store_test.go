@@ -1,0 +1,204 @@
+package pg_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/pg"
+)
+
+// shared is a bootstrap.KV in this process.
+type shared struct {
+	mu      sync.Mutex
+	values  map[string][]byte
+	changed chan struct{}
+}
+
+func newShared() *shared { return &shared{values: map[string][]byte{}, changed: make(chan struct{})} }
+
+func (s *shared) Set(_ context.Context, key string, value []byte) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.put(key, value)
+	return nil
+}
+
+func (s *shared) put(key string, value []byte) {
+	s.values[key] = slices.Clone(value)
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+func (s *shared) Get(_ context.Context, key string) ([]byte, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.values[key]), nil
+}
+
+func (s *shared) Wait(ctx context.Context, key string) ([]byte, error) {
+	for {
+		s.mu.Lock()
+		v, changed := slices.Clone(s.values[key]), s.changed
+		s.mu.Unlock()
+		if len(v) > 0 {
+			return v, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+func (s *shared) CompareAndSet(_ context.Context, key string, expected, desired []byte) ([]byte, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if bytes.Equal(s.values[key], expected) {
+		s.put(key, desired)
+	}
+	return slices.Clone(s.values[key]), nil
+}
+
+// keys lists the keys that have values.
+func (s *shared) keys() (all []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for k, v := range s.values {
+		if len(v) > 0 {
+			all = append(all, k)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+func fixed(kv bootstrap.KV, rank int) pg.Config {
+	return pg.Config{Size: 3, Rank: rank, Store: kv, Secret: []byte("the secret of this test"), Timeout: 20 * time.Second}
+}
+
+// Ranks meet over a store of the program's own, of which they need no more than a KV has.
+func TestStoreOfAProgram(t *testing.T) {
+	kv := newShared()
+	groups, errs := make([]*pg.Group, 3), make([]error, 3)
+	var wg sync.WaitGroup
+	for r := range groups {
+		wg.Go(func() { groups[r], errs[r] = pg.Join(t.Context(), fixed(kv, r)) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	for r, g := range groups {
+		wg.Go(func() {
+			x := []int64{int64(r)}
+			if errs[r] = pg.AllReduce(t.Context(), g, x, pg.Sum); errs[r] == nil && x[0] != 3 {
+				t.Errorf("rank %d: %d", r, x[0])
+			}
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	// Whoever asks for a rank that is there is refused, at once, and so is another size.
+	var taken *bootstrap.SlotError
+	if _, err := pg.Join(t.Context(), fixed(kv, 1)); !errors.As(err, &taken) {
+		t.Errorf("a second rank 1: %v", err)
+	}
+	larger := fixed(kv, 3)
+	larger.Size = 4
+	var size *bootstrap.SizeError
+	if _, err := pg.Join(t.Context(), larger); !errors.As(err, &size) {
+		t.Errorf("a job of another size: %v", err)
+	}
+	// A rank that goes ends the others' operations, and the group.
+	groups[2].Close()
+	for r, g := range groups[:2] {
+		wg.Go(func() { errs[r] = g.Barrier(t.Context()) })
+	}
+	wg.Wait()
+	for r, err := range errs[:2] {
+		var lost *pg.RankError
+		if !errors.As(err, &lost) || lost.Rank != 2 {
+			t.Errorf("rank %d: %v, want a *RankError that names rank 2", r, err)
+		}
+		if err := groups[r].Recover(t.Context()); err == nil {
+			t.Errorf("rank %d recovered without a membership", r)
+		}
+		groups[r].Close()
+	}
+	if left := kv.keys(); !slices.Equal(left, []string{"/tutti/default/size"}) {
+		t.Errorf("the store holds %q", left)
+	}
+}
+
+// What needs leases says so.
+func TestStoreWithoutLeases(t *testing.T) {
+	for _, change := range []func(c *pg.Config){
+		func(c *pg.Config) { c.OnFailure = pg.Shrink },
+		func(c *pg.Config) { c.AutoAdmit = true },
+		func(c *pg.Config) { c.MaxSize = 5 },
+	} {
+		cfg := fixed(newShared(), 0)
+		change(&cfg)
+		var bad *pg.ArgumentError
+		if _, err := pg.Join(t.Context(), cfg); !errors.As(err, &bad) || bad.Arg != "Store" {
+			t.Errorf("%+v: %v", cfg, err)
+		}
+	}
+}
+
+// elastic is a store of the program's own with leases: here the one of the library.
+type elastic struct {
+	*shared
+	open func(ctx context.Context) (bootstrap.Store, error)
+}
+
+func (e elastic) Open(ctx context.Context) (bootstrap.Store, error) { return e.open(ctx) }
+
+// Over a store with leases a job goes on without a rank that has gone.
+func TestElasticStoreOfAProgram(t *testing.T) {
+	m := bootstrap.NewMemStore()
+	defer m.Close()
+	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) { return m.Open(), nil }}
+	groups, errs := make([]*pg.Group, 3), make([]error, 3)
+	var wg sync.WaitGroup
+	for r := range groups {
+		wg.Go(func() {
+			cfg := fixed(kv, r)
+			cfg.OnFailure = pg.Shrink
+			groups[r], errs[r] = pg.Join(t.Context(), cfg)
+		})
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	groups[2].Close()
+	for r, g := range groups[:2] {
+		wg.Go(func() {
+			defer g.Close()
+			for range 100 {
+				x := []int64{1}
+				err := pg.AllReduce(t.Context(), g, x, pg.Sum)
+				if err == nil && x[0] == 2 && slices.Equal(g.View().Active, []int{0, 1}) {
+					return
+				}
+				var lost *pg.RankError
+				if err != nil && (!errors.As(err, &lost) || lost.Rank != 2) {
+					t.Errorf("rank %d: %v, want a *RankError that names rank 2", r, err)
+					return
+				}
+			}
+			t.Errorf("rank %d is not in a view of ranks 0 and 1: %v", r, g.View())
+		})
+	}
+	wg.Wait()
+}
