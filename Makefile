@@ -51,6 +51,7 @@ lint: ## gofmt, vet, staticcheck, and that generated code is current
 	for f in kernels_amd64.s kernels_amd64.go; do \
 		tail -n +2 $$d/$$f >$$d/new; tail -n +2 $$f | cmp -s $$d/new || { echo "kernels/$$f is not what internal/gen writes: run make generate"; exit 1; }; \
 	done
+	$(GO) test -run TestReadmeTables ./cmd/tutti
 
 vuln: ## known vulnerabilities in what the module links, if the database can be reached
 	@$(GO) run ./tests/vuln sh -c 'GOBIN=$(CURDIR)/.build/bin $(GO) install $(GOVULNCHECK) && exec .build/bin/govulncheck ./...'
@@ -58,8 +59,9 @@ vuln: ## known vulnerabilities in what the module links, if the database can be 
 fmt: ## format
 	gofmt -w .
 
-generate: ## the SIMD kernels
+generate: ## the SIMD kernels, README's tables
 	$(GO) generate ./...
+	$(GO) test -count=1 -run TestReadmeTables ./cmd/tutti -update
 
 bench: build ## the nccl-tests table of every operation on this machine
 	$(BIN)/tutti bench -n 2 --op all --max 4M

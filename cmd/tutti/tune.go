@@ -42,7 +42,7 @@ type tuneEvent struct {
 func newTune() *cobra.Command {
 	var f tuneFlags
 	c := &cobra.Command{
-		Use:   "tune [-n N] [--transport shm|tcp] [--op OP] [flags]",
+		Use:   "tune [-n N] [--transport T] [--op OP] [flags]",
 		Short: "Measure which algorithm is best for what on this machine",
 		Long: `Measure every algorithm of every collective over sizes, in plain and in registered memory, and write
 down which is best for what. Jobs with as many ranks on a machine like this one, linked in the same
