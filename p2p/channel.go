@@ -711,6 +711,9 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
 		}
 		if c.p.rush(w, pr) {
+			if !r.done { // much is coming: others get their turn between
+				c.p.Yield()
+			}
 			continue
 		}
 		if err := c.p.progress(w, pr); err != nil {
@@ -756,6 +759,7 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 					w.calm()
 					return nil
 				}
+				c.p.Yield()
 				continue
 			}
 			if pr.lent != nil { // its credit, or room, may be behind what we hold up

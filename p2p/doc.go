@@ -51,10 +51,11 @@
 //
 // # Locking
 //
-// All state is under one lock, which the caller takes for a sequence of calls: a plan runs under it
-// from its first step to its last. A link is therefore used by one goroutine at a time. The lock is
-// given up whenever a waiter yields or sleeps, and sooner if another goroutine wants it. Methods
-// that take it themselves say so.
+// All state is under one lock, which the caller takes for a sequence of calls. A link is therefore
+// used by one goroutine at a time. The lock is given up whenever a waiter yields or sleeps, and
+// sooner if another goroutine wants it; who moves memory for long gives it up meanwhile, or between
+// two pieces (Proxy.Yield). Memory that a link lends must not be read without it. Methods that take
+// it themselves say so.
 //
 // # Waiting
 //

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -133,7 +134,8 @@ type Proxy struct {
 	regions  map[uint64]*Region
 	boards   []board       // words of exposures
 	tickets  atomic.Uint64 // the latest of any exposure
-	wanted   atomic.Int32  // goroutines that want mu while a spinning waiter has it
+	wanted   atomic.Int32  // goroutines in Lock
+	behind   atomic.Int32  // goroutines in regain
 
 	sleepMu  sync.Mutex
 	sleepers []*Wait
@@ -263,6 +265,29 @@ func (p *Proxy) Lock() {
 		p.wanted.Add(1)
 		p.mu.Lock()
 		p.wanted.Add(-1)
+	}
+}
+
+// Yield gives the lock to whoever waits for it, if anybody does, and reports whether it did. For who
+// holds the lock for long without waiting for a peer: between two pieces of memory that it moves.
+// With the lock.
+func (p *Proxy) Yield() bool {
+	if p.wanted.Load() == 0 && p.behind.Load() == 0 {
+		return false
+	}
+	p.mu.Unlock()
+	runtime.Gosched()
+	p.regain()
+	return true
+}
+
+// regain takes the lock again for who gave it up while it waits for a peer. Those who spin do not
+// give it up sooner for that, as they do for Lock: they wait too, and deliver what comes for both.
+func (p *Proxy) regain() {
+	if !p.mu.TryLock() {
+		p.behind.Add(1)
+		p.mu.Lock()
+		p.behind.Add(-1)
 	}
 }
 

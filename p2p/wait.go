@@ -167,13 +167,9 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 // advanced is giveWay after progress, which may be somebody else's: it does not go on for ever.
 func (p *Proxy) advanced(w *Wait) error {
 	w.spins = 0
+	p.Yield()
 	if w.busy++; w.busy%checks != 0 {
 		return nil
-	}
-	if p.wanted.Load() > 0 {
-		p.mu.Unlock()
-		runtime.Gosched()
-		p.mu.Lock()
 	}
 	return w.over(time.Now())
 }
@@ -204,7 +200,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 		if p.wanted.Load() > 0 {
 			p.mu.Unlock()
 			runtime.Gosched()
-			p.mu.Lock()
+			p.regain()
 		} else {
 			pause()
 		}
@@ -229,7 +225,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 		} else {
 			osYield()
 		}
-		p.mu.Lock()
+		p.regain()
 		return nil
 	}
 	return p.sleep(w, now)
@@ -303,7 +299,7 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		}
 		p.mu.Unlock() // what is ready may be somebody else's business, who needs the lock for it
 		runtime.Gosched()
-		p.mu.Lock()
+		p.regain()
 	} else {
 		wait := 100 * time.Millisecond
 		if w.linking { // politeness and admissions end without a wake

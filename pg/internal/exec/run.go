@@ -18,8 +18,6 @@ const (
 	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
 	directMin = 16 << 10
 	maxPlans  = 512 // cached a group
-	// cachedCopy is the longest copy that is likely to stay in a shared cache.
-	cachedCopy = 4 << 20
 	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole
 	// one.
 	wireChunk = 128 << 10
@@ -75,6 +73,7 @@ type Runner struct {
 	sending int      // slot that a Send waits for, -1: none
 	prog    *program // running; nil between operations
 	next    int      // the step that is under way, or comes next
+	held    int      // bytes moved with the lock since others had a turn
 	dirty   bool     // the operation works in place and has begun to write
 	mapped  mapped   // the peers' memories, in a direct plan
 }
@@ -178,10 +177,13 @@ func (b *base) part(i int32) unsafe.Pointer {
 // program is a plan made ready to run.
 type program struct {
 	*collectives.Plan
-	lent  [][]int32 // by step: for each of its sources the Recv step whose message may be used where it lies, or -1
-	recvs []int32   // all Recv steps
-	sure  []bool    // by step, in a direct plan: a Send that tells what was made of memory read since the last
-	loads []load    // the peers whose memory a direct plan loads, ascending
+	// by Combine step: for each of its sources the Recv step whose message may be used where it lies,
+	// or -1
+	lent  [][]int32
+	lends []bool  // by Recv step: its message may be used so
+	recvs []int32 // all Recv steps
+	sure  []bool  // by step, in a direct plan: a Send that tells what was made of memory read since the last
+	loads []load  // the peers whose memory a direct plan loads, ascending
 }
 
 // onePass reports whether an algorithm combines every element once, from all ranks; in the others
@@ -203,7 +205,8 @@ type planKey struct {
 }
 
 func compile(p *collectives.Plan) *program {
-	prog := &program{Plan: p, lent: make([][]int32, len(p.Steps)), sure: make([]bool, len(p.Steps))}
+	n := len(p.Steps)
+	prog := &program{Plan: p, lent: make([][]int32, n), lends: make([]bool, n), sure: make([]bool, n)}
 	loaded := false
 	for i := range p.Steps {
 		s := &p.Steps[i]
@@ -220,14 +223,14 @@ func compile(p *collectives.Plan) *program {
 			continue
 		case collectives.Combine:
 		default:
-			srcs = []collectives.Ref{s.Src}
+			continue
 		}
 		lent := make([]int32, len(srcs))
 		for j := range srcs {
 			lent[j] = -1
 			for _, n := range s.Needs {
 				if q := &p.Steps[n]; q.Once && q.Dst == srcs[j] && q.Dst.Len > 0 {
-					lent[j] = n
+					lent[j], prog.lends[n] = n, true
 				}
 			}
 		}
@@ -483,7 +486,10 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 	in, out := r.in, r.out
 	wide := unsafe.Pointer(unsafe.SliceData(r.wide.Mem))
 	for i := range parts {
-		kernels.Widen(c.DType, unsafe.Add(wide, i*4*count), in.part(int32(i)), count)
+		if err := r.convert(kernels.Widen, unsafe.Add(wide, i*4*count), in.part(int32(i)), count, 4,
+			c.DType.Size()); err != nil {
+			return err
+		}
 	}
 	r.in = base{ptr: wide, stride: 4 * count}
 	r.out = r.in
@@ -495,7 +501,7 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 	r.dirty = dirty // it has written to r.wide alone
 	if err == nil && (c.Kind != collectives.Reduce || r.rank == c.Root) {
 		r.dirty = r.dirty || in.ptr == out.ptr
-		kernels.Narrow(c.DType, out.ptr, r.out.ptr, count)
+		err = r.convert(kernels.Narrow, out.ptr, r.out.ptr, count, c.DType.Size(), 4)
 	}
 	r.in, r.out = in, out
 	return err
@@ -534,14 +540,6 @@ func (r *Runner) bytes(ref *collectives.Ref) []byte {
 	return unsafe.Slice((*byte)(r.at(ref)), ref.Len)
 }
 
-// source returns source j of step i: where the link has it, or where it belongs.
-func (r *Runner) source(prog *program, i, j int, ref *collectives.Ref) unsafe.Pointer {
-	if n := prog.lent[i][j]; n >= 0 {
-		return unsafe.Pointer(unsafe.SliceData(r.recvs[n].View()))
-	}
-	return r.at(ref)
-}
-
 // steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits
 // or moves much memory.
 func (r *Runner) steps(prog *program, dtype kernels.DType) error { return r.stepsFrom(0, prog, dtype) }
@@ -568,6 +566,7 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
 					return err
 				}
+				r.held += prog.Steps[n].Dst.Len
 			}
 		}
 		if inPlace && s.Dst.Buf == collectives.Out {
@@ -575,7 +574,7 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 		}
 		switch s.Verb {
 		case collectives.Recv:
-			r.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), s.Once)
+			r.coll.PostRecv(&r.recvs[i], int(s.Peer), r.tok, r.bytes(&s.Dst), prog.lends[i])
 			continue
 		case collectives.Send:
 			if prog.sure[i] {
@@ -584,16 +583,15 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				}
 			}
 			r.sending = int(s.Peer)
-			var src []byte
-			if s.Src.Len > 0 {
-				src = unsafe.Slice((*byte)(r.source(prog, i, 0, &s.Src)), s.Src.Len)
-			}
-			if err := r.coll.Send(r.wait, int(s.Peer), r.tok, src); err != nil {
+			if err := r.coll.Send(r.wait, int(s.Peer), r.tok, r.bytes(&s.Src)); err != nil {
 				return err
 			}
 			r.sending = -1
+			r.held += s.Src.Len
 		case collectives.Copy:
-			r.copy(r.at(&s.Dst), r.source(prog, i, 0, &s.Src), s.Dst.Len)
+			if err := r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len); err != nil {
+				return err
+			}
 		case collectives.Combine:
 			if err := r.combine(prog, i, s, dtype); err != nil {
 				return err
@@ -604,6 +602,7 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				r.coll.ReleaseRecv(&r.recvs[n])
 			}
 		}
+		r.turn()
 	}
 	r.next = len(prog.Steps)
 	for _, n := range prog.recvs {
@@ -614,60 +613,6 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 		}
 	}
 	r.prog = nil
-	return nil
-}
-
-// unlockedFrom is the number of bytes from which memory is moved without the proxy's lock, so that
-// other operations of this rank get on meanwhile.
-const unlockedFrom = 128 << 10
-
-func (r *Runner) copy(dst, src unsafe.Pointer, n int) {
-	if dst == src || n == 0 {
-		return
-	}
-	if n >= unlockedFrom && r.prog.Direct {
-		p := r.proxy
-		p.Unlock()
-		defer p.Lock()
-	}
-	if n <= cachedCopy { // in pieces: a longer copy of Go's goes around the caches, where this much would stay
-		const piece = 256 << 10
-		for ; n > piece; n -= piece {
-			kernels.Copy(dst, src, piece)
-			dst, src = unsafe.Add(dst, piece), unsafe.Add(src, piece)
-		}
-	}
-	kernels.Copy(dst, src, n)
-}
-
-// combine runs one Combine step.
-func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernels.DType) error {
-	if s.Dst.Len == 0 {
-		return nil
-	}
-	op := r.cur.Op
-	scale := false
-	if op == kernels.Avg && len(s.Srcs) != len(r.set.Active) {
-		op, scale = kernels.Sum, s.Final
-	}
-	fold, err := kernels.Lookup(op, dtype)
-	if err != nil {
-		return err
-	}
-	r.ptrs = r.ptrs[:0]
-	for j := range s.Srcs {
-		r.ptrs = append(r.ptrs, r.source(prog, i, j, &s.Srcs[j]))
-	}
-	dst, size := r.at(&s.Dst), dtype.Size()
-	if s.Dst.Len >= unlockedFrom && prog.Direct {
-		p := r.proxy
-		p.Unlock()
-		defer p.Lock()
-	}
-	fold(dst, r.ptrs, s.Dst.Len/size)
-	if scale {
-		kernels.Scale(dtype, dst, s.Dst.Len/size, len(r.set.Active))
-	}
 	return nil
 }
 
