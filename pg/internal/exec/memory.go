@@ -30,8 +30,8 @@ const (
 	// lockedFor is the number of bytes that are moved with the lock before others get it who want
 	// it.
 	lockedFor = 32 << 10
-	// turnEvery is the number of bytes of a result after which other goroutines get the processor:
-	// the kernels cannot be preempted.
+	// turnEvery is the number of bytes of a result after which it is looked whether the operation may
+	// go on.
 	turnEvery = 2 << 20
 	// cachedCopy is the longest copy that is likely to stay in a shared cache. A copy of more than
 	// cachedPiece at once goes around the caches.
@@ -50,13 +50,17 @@ func (r *Runner) turn() {
 	}
 }
 
-// pieces calls f for one piece after the other of n bytes, as long as the operation may go on, and
-// gives the processor up between two. Without the lock.
+// pieces calls f for one piece after the other of n bytes, as long as the operation may go on.
+// Between two it gives the processor up if that is the only one that Go uses. With several, those
+// whom Gosched wakes to look for work take more time from other goroutines than they give them.
+// Without the lock.
 func (r *Runner) pieces(n, piece int, f func(at, n int)) error {
 	testHookUnlocked()
 	for at := 0; at < n; at += piece {
 		if at > 0 && at%turnEvery == 0 {
-			runtime.Gosched()
+			if r.single {
+				runtime.Gosched()
+			}
 			if err := r.wait.Err(); err != nil {
 				return err
 			}

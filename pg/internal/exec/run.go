@@ -2,6 +2,7 @@ package exec
 
 import (
 	"fmt"
+	"runtime"
 	"slices"
 	"unsafe"
 
@@ -49,6 +50,8 @@ type Runner struct {
 	coll  *p2p.Channel
 	ranks []int // of the job, by slot
 
+	single bool // Go uses one processor
+
 	cur     *Call // the one that runs, or ran last: a bound one, or unbound
 	bound   *Bound
 	unbound Call
@@ -82,6 +85,7 @@ type Runner struct {
 func New(cfg Config) *Runner {
 	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1}
 	r.cur = &r.unbound
+	r.single = runtime.GOMAXPROCS(0) == 1
 	return r
 }
 
