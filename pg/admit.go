@@ -15,7 +15,7 @@ import (
 // many came in, the same number at every rank. A rank that comes in returns from Join meanwhile;
 // the program then brings it up to date, by a Broadcast of the model's state for example.
 func (g *Group) Admit(ctx context.Context) (int, error) {
-	if g.lives != nil {
+	if g.incarnations != nil {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup",
 			Want: "the group of all ranks: subgroups are made anew by Split"}
 	}

@@ -169,10 +169,10 @@ func (g *Group) out(slot int) bool {
 	switch {
 	case g.job.roster == nil:
 		return false
-	case g.lives == nil:
+	case g.incarnations == nil:
 		return !g.job.view().Has(slot, g.v.job.Slots[slot].Incarnation)
 	}
-	return !g.job.view().Has(g.v.ranks[slot], g.lives[slot])
+	return !g.job.view().Has(g.v.ranks[slot], g.incarnations[slot])
 }
 
 // decide makes the first proposal that reaches the store the outcome of agreement k: ranks that

@@ -133,10 +133,10 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 // members of the group in the job's view: their slots, and the epoch of that for this group. With
 // the proxy's lock, as most of this file.
 func (g *Group) members(v membership.View) (active []int, epoch uint64) {
-	if g.lives == nil {
+	if g.incarnations == nil {
 		return v.Active(), v.Epoch
 	}
-	ranks, epoch := v.Subset(g.v.ranks, g.lives)
+	ranks, epoch := v.Subset(g.v.ranks, g.incarnations)
 	for _, r := range ranks {
 		active = append(active, g.slotOf(r))
 	}
@@ -147,9 +147,9 @@ func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 func (g *Group) view(v membership.View) resync.View {
 	active, epoch := g.members(v)
 	now := resync.View{Epoch: epoch, Members: active}
-	if g.lives == nil {
+	if g.incarnations == nil {
 		for _, slot := range active {
-			now.Lives = append(now.Lives, v.Slots[slot].Incarnation)
+			now.Incarnations = append(now.Incarnations, v.Slots[slot].Incarnation)
 		}
 	}
 	return now
@@ -395,7 +395,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 // open opens the channel for an exchange.
 func (g *Group) open(at resync.Point) error {
 	view, ranks := g.job.view(), g.v.ranks
-	if g.lives == nil && view.Size() > len(ranks) {
+	if g.incarnations == nil && view.Size() > len(ranks) {
 		ranks = upTo(view.Size())
 	}
 	linked := make([]int, len(ranks))
@@ -411,7 +411,7 @@ func (g *Group) open(at resync.Point) error {
 		return err
 	}
 	for slot, b := range g.ballots { // of another life than the one that is there now
-		if b.n > 0 && g.lives == nil && slot < g.v.job.Size() && slot < view.Size() &&
+		if b.n > 0 && g.incarnations == nil && slot < g.v.job.Size() && slot < view.Size() &&
 			g.v.job.Slots[slot].Incarnation != view.Slots[slot].Incarnation {
 			delete(g.ballots, slot)
 		}
@@ -460,9 +460,9 @@ func (g *Group) settled() {
 	if g.job.settings.AutoAdmit { // else Admit does
 		g.join(ballots)
 	}
-	if g.lives == nil {
+	if g.incarnations == nil {
 		g.job.places = places
-		g.job.crowd(g)
+		g.job.shareCores(g)
 	}
 	g.locate(places)
 }

@@ -40,7 +40,7 @@ type Group struct {
 	name p2p.Name // of coll; the next number is msgs'
 	// of each slot, when the group was made: a subgroup never takes others in. nil: the group of
 	// all ranks
-	lives []uint64
+	incarnations []uint64
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
@@ -112,11 +112,11 @@ func (g *Group) begins() uint64 {
 }
 
 // newGroup makes the handle of a group among ranks of the job; its two channels have this name and
-// the one with the next number. lives are the incarnations of the members, nil for the group of all
+// the one with the next number. incarnations are those of the members, nil for the group of all
 // ranks, which enters its first view by move unless epoch is that view's.
-func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at membership.View,
+func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint64, at membership.View,
 	epoch uint64) (*Group, error) {
-	g := &Group{job: j, rank: rank, name: name, lives: lives,
+	g := &Group{job: j, rank: rank, name: name, incarnations: incarnations,
 		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)), Algo: j.settings.algo}}}
 	g.works.kick = make(chan struct{}, 1)
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
@@ -126,7 +126,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 		return nil, err
 	}
 	all := ranks
-	if lives == nil {
+	if incarnations == nil {
 		all = upTo(max(len(ranks), j.settings.MaxSize))
 	}
 	if g.msgs, err = j.proxy.Open(p2p.Name{Maker: name.Maker, Number: name.Number + 1}, p2p.Epoch{}, all,
@@ -137,7 +137,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, lives []uint64, at m
 	g.wait.OnLong(g.long)
 	j.proxy.Lock()
 	g.sync = resync.New(rank, resync.View{Epoch: epoch, Members: g.v.Active})
-	g.joins = lives == nil && epoch < at.Epoch
+	g.joins = incarnations == nil && epoch < at.Epoch
 	g.shown.Store(g.v)
 	g.msgs.OnNotice(g.hear)
 	j.groups[g] = struct{}{}
@@ -722,10 +722,10 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	g.job.proxy.Lock()
 	in, at := g.v.ranks, g.job.view()
 	g.job.proxy.Unlock()
-	ranks, lives := make([]int, len(slots)), make([]uint64, len(slots))
+	ranks, incarnations := make([]int, len(slots)), make([]uint64, len(slots))
 	rank := 0
 	for i, s := range slots {
-		ranks[i], lives[i] = in[s], uint64(parts[s].incarnation)
+		ranks[i], incarnations[i] = in[s], uint64(parts[s].incarnation)
 		if s == g.rank {
 			rank = i
 		}
@@ -733,7 +733,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	if !g.job.retain() {
 		return nil, ErrClosed
 	}
-	sub, err := newGroup(g.job, ranks, rank, name, lives, at, 0)
+	sub, err := newGroup(g.job, ranks, rank, name, incarnations, at, 0)
 	if err != nil {
 		g.job.release()
 		return nil, err

@@ -146,8 +146,8 @@ func (j *job) link(peer p2p.Identity, err error) {
 	}
 }
 
-// crowd finds out whether ranks of the group share this rank's processors. With the proxy's lock.
-func (j *job) crowd(g *Group) {
+// shareCores finds out whether ranks of the group share this rank's processors. With the proxy's lock.
+func (j *job) shareCores(g *Group) {
 	alike, here := 0, j.session.Here
 	for _, slot := range g.v.Active {
 		if j.places[g.v.ranks[slot]].CPUSet() == here.CPUSet() {

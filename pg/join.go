@@ -167,9 +167,9 @@ func (j *job) enterJob(ctx context.Context) (*Group, error) {
 // first begins a job: it returns when all ranks have met.
 func (j *job) first(ctx context.Context) (*Group, error) {
 	s, self := j.settings, j.session.Self
-	lives := make([]uint64, s.Size)
-	lives[s.Rank] = self.Incarnation
-	j.initial = membership.First(lives) // the others' are learnt when they meet
+	incarnations := make([]uint64, s.Size)
+	incarnations[s.Rank] = self.Incarnation
+	j.initial = membership.First(incarnations) // the others' are learnt when they meet
 	g, err := j.world()
 	if err != nil {
 		return nil, err
@@ -189,10 +189,10 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 		return nil, err
 	}
 	for r, p := range j.places {
-		lives[r] = p.Incarnation
+		incarnations[r] = p.Incarnation
 	}
 	j.proxy.Lock()
-	j.initial = membership.First(lives)
+	j.initial = membership.First(incarnations)
 	g.replace(func(v *groupView) { v.job = j.initial })
 	g.sync = resync.New(g.rank, g.view(g.v.job))
 	j.proxy.Unlock()
@@ -214,7 +214,7 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 			"at most", membership.MaxSlots)
 		return g, nil
 	}
-	return g, j.follow(g.v.job, lives[0])
+	return g, j.follow(g.v.job, incarnations[0])
 }
 
 // admitted joins a running job: when it returns, the others have let this rank in, at one of their
@@ -292,7 +292,7 @@ func (g *Group) meet(ctx context.Context) error {
 	}
 	g.job.proxy.Lock()
 	g.locate(g.job.places)
-	g.job.crowd(g)
+	g.job.shareCores(g)
 	g.job.proxy.Unlock()
 	return nil
 }
@@ -314,11 +314,11 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	if err != nil {
 		return fail(err)
 	}
-	places, lives := make([]join.Place, n), make([]uint64, n)
+	places, incarnations := make([]join.Place, n), make([]uint64, n)
 	for r, ss := range sessions {
-		places[r], lives[r] = ss.Here, ss.Self.Incarnation
+		places[r], incarnations[r] = ss.Here, ss.Self.Incarnation
 	}
-	view := membership.First(lives)
+	view := membership.First(incarnations)
 	groups := make([]*Group, n)
 	for r, ss := range sessions {
 		j := newJob(s)

@@ -85,7 +85,7 @@ func (g *Group) await(patience time.Duration, changed func() bool) bool {
 // and perhaps against the one who says so.
 func (g *Group) verdict(e *RankError) {
 	patience := g.job.settings.Window + 2*time.Second
-	if g.lives != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // it may have left this group alone
+	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // it may have left this group alone
 		patience = 200 * time.Millisecond
 	}
 	if !g.await(patience, g.moved) {

@@ -51,10 +51,10 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ids, places, lives := make([]p2p.Identity, n), make([]join.Place, n), make([]uint64, n)
+	ids, places, incarnations := make([]p2p.Identity, n), make([]join.Place, n), make([]uint64, n)
 	for r := range n {
 		ids[r] = p2p.Identity{Rank: r, Incarnation: bootstrap.NewIncarnation()}
-		places[r], lives[r] = join.Place{Cores: runtime.NumCPU(), Algo: s.algo}, ids[r].Incarnation
+		places[r], incarnations[r] = join.Place{Cores: runtime.NumCPU(), Algo: s.algo}, ids[r].Incarnation
 	}
 	resolve := func(ctx context.Context, rank int) (p2p.Peer, error) {
 		if way == "directory" {
@@ -69,7 +69,7 @@ func unanswered(t *testing.T, n int, way string, timeout time.Duration) *Group {
 	j := newJob(s)
 	j.session = join.New(&join.Settings{Size: n, MaxSize: n, Logger: s.Logger})
 	j.session.Self, j.session.Proxy, j.session.Here = ids[0], p, places[0]
-	j.proxy, j.local, j.places, j.initial = p, true, places, membership.First(lives)
+	j.proxy, j.local, j.places, j.initial = p, true, places, membership.First(incarnations)
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
 	}

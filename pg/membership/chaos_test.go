@@ -21,9 +21,9 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 	w := newSim(n, cfg, log)
 	w.pick = pick
 	w.settle(1)
-	lives := make([]int, cfg.MaxSize) // of each slot, how many there were
+	incarnations := make([]int, cfg.MaxSize) // of each slot, how many there were
 	for i := range n {
-		lives[i] = 1
+		incarnations[i] = 1
 	}
 	for range 1 + pick(3) {
 		faults := pick(12)
@@ -81,8 +81,8 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 				case 1:
 					if p.out && p.alive {
 						say("%v rejoins", p.me)
-						lives[p.me.Slot]++
-						w.rejoin(p, lives[p.me.Slot])
+						incarnations[p.me.Slot]++
+						w.rejoin(p, incarnations[p.me.Slot])
 					}
 				case 2:
 					w.storeBack(p)
@@ -95,10 +95,10 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 					w.kill(p)
 				case f < 5: // a new life, in place of one that is dead or beside one that lives: who starts processes may be wrong
 					slot := pick(cfg.MaxSize)
-					if lives[slot] < 6 {
-						lives[slot]++
-						say("start %d/%x", slot, incarnation(slot, lives[slot]))
-						w.start(Peer{slot, incarnation(slot, lives[slot])},
+					if incarnations[slot] < 6 {
+						incarnations[slot]++
+						say("start %d/%x", slot, incarnation(slot, incarnations[slot]))
+						w.start(Peer{slot, incarnation(slot, incarnations[slot])},
 							w.history[len(w.history)-1-pick(min(len(w.history), 3))])
 					}
 				case f < 7:

@@ -34,7 +34,7 @@ type Machine struct {
 	now  uint64
 	acts []Action
 
-	lives [][]life // of each slot, those that were heard of, in that order; the active one is always there
+	incarnations [][]life // of each slot, those that were heard of, in that order; the active one is always there
 
 	// Evidence. What follows from it is judged at a tick, and void as soon as the evidence changes.
 	reported []Peer // what this life published last
@@ -110,7 +110,7 @@ func New(cfg Config) (*Machine, []Action, error) {
 			"expected a slot within the view or MaxSize (at most %d), an incarnation, and no negative numbers",
 			cfg.Slot, cfg.MaxSize, cfg.Incarnation, cfg.Window, cfg.Proposers, MaxSlots)
 	}
-	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, lives: make([][]life, cfg.MaxSize),
+	m := &Machine{cfg: cfg, me: Peer{cfg.Slot, cfg.Incarnation}, incarnations: make([][]life, cfg.MaxSize),
 		broken: map[[2]int]uint64{}}
 	if m.know(cfg.View); cfg.View.Has(m.me.Slot, m.me.Incarnation) {
 		m.role = member
@@ -256,11 +256,11 @@ func (m *Machine) do(a Action) { m.acts = append(m.acts, a) }
 // find returns what is known of a life, nil if nothing is. The pointer is good until the next call
 // of heard.
 func (m *Machine) find(p Peer) *life {
-	if p.Slot < 0 || p.Slot >= len(m.lives) || p.Incarnation == 0 {
+	if p.Slot < 0 || p.Slot >= len(m.incarnations) || p.Incarnation == 0 {
 		return nil
 	}
-	for i := range m.lives[p.Slot] {
-		if l := &m.lives[p.Slot][i]; l.incarnation == p.Incarnation {
+	for i := range m.incarnations[p.Slot] {
+		if l := &m.incarnations[p.Slot][i]; l.incarnation == p.Incarnation {
 			return l
 		}
 	}
@@ -270,10 +270,10 @@ func (m *Machine) find(p Peer) *life {
 // heard is find for a life that something is said about: it is remembered from now on. nil if there
 // can be no such life.
 func (m *Machine) heard(p Peer) *life {
-	if l := m.find(p); l != nil || p.Slot < 0 || p.Slot >= len(m.lives) || p.Incarnation == 0 {
+	if l := m.find(p); l != nil || p.Slot < 0 || p.Slot >= len(m.incarnations) || p.Incarnation == 0 {
 		return l
 	}
-	ls := m.lives[p.Slot]
+	ls := m.incarnations[p.Slot]
 	if len(ls) >= maxLives {
 		oldest := 0
 		if ls[0].incarnation == m.view.at(p.Slot).Incarnation {
@@ -281,8 +281,8 @@ func (m *Machine) heard(p Peer) *life {
 		}
 		ls = slices.Delete(ls, oldest, oldest+1)
 	}
-	m.lives[p.Slot] = append(ls, life{incarnation: p.Incarnation})
-	return &m.lives[p.Slot][len(m.lives[p.Slot])-1]
+	m.incarnations[p.Slot] = append(ls, life{incarnation: p.Incarnation})
+	return &m.incarnations[p.Slot][len(m.incarnations[p.Slot])-1]
 }
 
 // peers yields the lives that are active in the view and not over, by slot, this one included.
@@ -522,14 +522,14 @@ func (m *Machine) waiting(ok func(*life) bool) []Peer {
 		newest = max(newest, m.view.Slots[p.Slot].Since)
 	}
 	var in []Peer
-	for s := range m.lives {
+	for s := range m.incarnations {
 		at := m.view.at(s)
 		if at.Incarnation != 0 {
 			continue
 		}
 		best := Peer{Slot: s}
-		for i := range m.lives[s] {
-			l := &m.lives[s][i]
+		for i := range m.incarnations[s] {
+			l := &m.incarnations[s][i]
 			if l.ask != 0 && !l.over && l.link != linkDown && l.ask >= max(newest, at.Left) && ok(l) &&
 				(best.Incarnation == 0 || l.incarnation < best.Incarnation) {
 				best.Incarnation = l.incarnation
@@ -619,8 +619,8 @@ func (m *Machine) proposed(e Proposed) {
 func (m *Machine) know(v View) {
 	was := m.view
 	m.view = v
-	if n := v.Size() - len(m.lives); n > 0 {
-		m.lives = append(m.lives, make([][]life, n)...)
+	if n := v.Size() - len(m.incarnations); n > 0 {
+		m.incarnations = append(m.incarnations, make([][]life, n)...)
 	}
 	for i, s := range v.Slots {
 		if o := was.at(i); o.Incarnation != s.Incarnation {
@@ -641,9 +641,9 @@ func (m *Machine) know(v View) {
 	m.wanted, m.retryAt, m.fails, m.blind = false, 0, 0, false
 
 	able := m.waiting(func(l *life) bool { return l.admit })
-	for i := range m.lives {
-		for j := range m.lives[i] {
-			l := &m.lives[i][j]
+	for i := range m.incarnations {
+		for j := range m.incarnations[i] {
+			l := &m.incarnations[i][j]
 			l.admit = l.admit && slices.Contains(able, Peer{i, l.incarnation})
 		}
 	}
@@ -665,9 +665,9 @@ func (m *Machine) adopt(v View) {
 		m.putOut()
 	case m.role == joiner && has:
 		m.role, m.asked, m.standing = member, 0, 0
-		for i := range m.lives {
-			for j := range m.lives[i] {
-				l := &m.lives[i][j]
+		for i := range m.incarnations {
+			for j := range m.incarnations[i] {
+				l := &m.incarnations[i][j]
 				l.busy, l.tries, l.next = false, 0, m.now
 			}
 		}
@@ -703,9 +703,9 @@ func (m *Machine) rejoin(incarnation uint64) {
 	}
 	m.role, m.me.Incarnation = joiner, incarnation
 	m.reported, m.votes, m.seq = nil, nil, 0
-	for i := range m.lives {
-		for j := range m.lives[i] {
-			l := &m.lives[i][j]
+	for i := range m.incarnations {
+		for j := range m.incarnations[i] {
+			l := &m.incarnations[i][j]
 			l.link, l.busy, l.tries, l.suspect, l.late = linkUnknown, false, 0, false, 0
 		}
 	}

@@ -98,8 +98,8 @@ func TestLivesAreBounded(t *testing.T) {
 				m.Step(ViewSeen{active})
 			}
 		}
-		if len(m.lives[1]) > maxLives {
-			t.Errorf("%d lives are remembered", len(m.lives[1]))
+		if len(m.incarnations[1]) > maxLives {
+			t.Errorf("%d lives are remembered", len(m.incarnations[1]))
 		}
 		for range 10 {
 			m.Step(Tick{})

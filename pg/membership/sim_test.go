@@ -656,9 +656,9 @@ func (w *sim) clone() *sim {
 
 func (m *Machine) clone() *Machine {
 	c := *m
-	c.lives = make([][]life, len(m.lives))
-	for i, ls := range m.lives {
-		c.lives[i] = slices.Clone(ls)
+	c.incarnations = make([][]life, len(m.incarnations))
+	for i, ls := range m.incarnations {
+		c.incarnations[i] = slices.Clone(ls)
 	}
 	c.broken = make(map[[2]int]uint64, len(m.broken))
 	for k, v := range m.broken {
@@ -780,7 +780,7 @@ func (w *sim) key() uint64 {
 		for _, o := range m.out {
 			num(uint64(o))
 		}
-		for i := range m.lives {
+		for i := range m.incarnations {
 			for j := range i {
 				if t, ok := m.broken[[2]int{j, i}]; ok {
 					num(1, age(t))
@@ -788,8 +788,8 @@ func (w *sim) key() uint64 {
 					num(0)
 				}
 			}
-			num(uint64(len(m.lives[i])))
-			for _, l := range m.lives[i] {
+			num(uint64(len(m.incarnations[i])))
+			for _, l := range m.incarnations[i] {
 				num(l.incarnation, uint64(l.link), uint64(l.tries), left(l.next), l.report.Seq, l.ask)
 				if l.busy {
 					num(age(l.next))

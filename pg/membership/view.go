@@ -81,7 +81,7 @@ func (v View) Remove(slots ...int) View { return v.change(slots, nil) }
 
 // Add returns the view of the next epoch with these lives, at most one of each slot. One in an
 // active slot replaces the life there; slots beyond Size grow the view.
-func (v View) Add(lives ...Peer) View { return v.change(nil, lives) }
+func (v View) Add(incarnations ...Peer) View { return v.change(nil, incarnations) }
 
 // Grow returns the view of the next epoch with size slots, the new ones inactive. A view never
 // shrinks; size is at most MaxSlots.

@@ -73,12 +73,12 @@ func TestViewChanges(t *testing.T) {
 					}
 				}
 			} else {
-				var lives []Peer
+				var incarnations []Peer
 				for _, s := range slots {
 					next++
-					lives = append(lives, Peer{s, next})
+					incarnations = append(incarnations, Peer{s, next})
 				}
-				n = v.Add(lives...)
+				n = v.Add(incarnations...)
 			}
 			if !slices.Equal(before, v.Slots) {
 				t.Fatal("a view was changed in place")

@@ -17,9 +17,9 @@ func (p Point) Before(o Point) bool {
 // View is who belongs to the group in an epoch of the job's view: slots, ascending, and their
 // lives.
 type View struct {
-	Epoch   uint64
-	Members []int
-	Lives   []uint64
+	Epoch        uint64
+	Members      []int
+	Incarnations []uint64
 }
 
 // Has reports whether slot is a member.
@@ -29,7 +29,7 @@ func (v View) Has(slot int) bool { return slices.Contains(v.Members, slot) }
 func (v View) lost(next View) bool {
 	for i, slot := range v.Members {
 		at := slices.Index(next.Members, slot)
-		if at < 0 || i < len(v.Lives) && at < len(next.Lives) && v.Lives[i] != next.Lives[at] {
+		if at < 0 || i < len(v.Incarnations) && at < len(next.Incarnations) && v.Incarnations[i] != next.Incarnations[at] {
 			return true
 		}
 	}

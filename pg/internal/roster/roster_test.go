@@ -48,12 +48,12 @@ func newFixture(t *testing.T, ranks int) *fixture {
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	lives := make([]uint64, ranks)
-	for r := range lives {
-		lives[r] = self + uint64(r)
+	incarnations := make([]uint64, ranks)
+	for r := range incarnations {
+		incarnations[r] = self + uint64(r)
 	}
 	var err error
-	f.Roster, err = New(Config{Self: membership.Peer{Slot: 0, Incarnation: self}, View: membership.First(lives),
+	f.Roster, err = New(Config{Self: membership.Peer{Slot: 0, Incarnation: self}, View: membership.First(incarnations),
 		First: self, MaxSize: ranks, Window: 100 * time.Millisecond, Doubt: true, Proxy: p, Directory: f, Groups: f,
 		Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
