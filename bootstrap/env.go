@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"crypto/rand"
 	"crypto/sha256"
-	"encoding/binary"
 	"encoding/hex"
 	"errors"
 	"fmt"
@@ -627,17 +626,6 @@ func NewSecret() string {
 	var b [32]byte
 	rand.Read(b[:])
 	return hex.EncodeToString(b[:])
-}
-
-// NewIncarnation returns a fresh random incarnation, never 0.
-func NewIncarnation() uint64 {
-	var b [8]byte
-	for {
-		rand.Read(b[:])
-		if n := binary.LittleEndian.Uint64(b[:]); n != 0 {
-			return n
-		}
-	}
 }
 
 // StoreAddr is a parsed store address.

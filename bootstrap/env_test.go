@@ -15,6 +15,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"tutti/internal/ident"
 )
 
 // printJob has this binary print the name of the job that it is launched as, and wait for its
@@ -292,7 +294,7 @@ func TestParseSecret(t *testing.T) {
 	if s, err := ParseSecret(a); err != nil || len(s) != 32 || a == b {
 		t.Errorf("NewSecret: %d bytes, %v, same twice: %v", len(s), err, a == b)
 	}
-	if a, b := NewIncarnation(), NewIncarnation(); a == b || a == 0 || b == 0 {
+	if a, b := ident.New(), ident.New(); a == b || a == 0 || b == 0 {
 		t.Errorf("NewIncarnation: %d, then %d", a, b)
 	}
 }

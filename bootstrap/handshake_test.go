@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/internal/ident"
 	"tutti/internal/trust"
 )
 
@@ -27,7 +28,7 @@ func fixed(eps bootstrap.Endpoints) describer {
 // rank starts the endpoint of a rank on loopback and returns its record.
 func rank(t testing.TB, r, size int, d describer) (*bootstrap.Server, bootstrap.Record) {
 	t.Helper()
-	inc := bootstrap.NewIncarnation()
+	inc := ident.New()
 	s, err := bootstrap.Serve(context30(t), bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret,
 		Interfaces: "127.0.0.1", Describe: d})
 	if err != nil {
@@ -51,7 +52,7 @@ func TestDescribe(t *testing.T) {
 		asked.Store(inc)
 		return eps, nil
 	})
-	self := bootstrap.NewRecord(0, 2, bootstrap.NewIncarnation(), nil)
+	self := bootstrap.NewRecord(0, 2, ident.New(), nil)
 	got, err := client(self).Describe(context30(t), peer)
 	if err != nil || len(got) != 2 || string(got["tcp"]) != "somewhere" || len(got["shm"]) != 0 ||
 		asked.Load() != self.Incarnation {
@@ -345,7 +346,7 @@ func TestMesh(t *testing.T) {
 	var wg sync.WaitGroup
 	for r := range n {
 		wg.Go(func() {
-			inc := bootstrap.NewIncarnation()
+			inc := ident.New()
 			srv, err := bootstrap.Serve(ctx, bootstrap.ServerConfig{Rank: r, Incarnation: inc, Secret: secret,
 				Interfaces: "127.0.0.1",
 				Describe: func(_ context.Context, from int, _ uint64) (bootstrap.Endpoints, error) {

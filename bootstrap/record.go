@@ -12,6 +12,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"tutti/internal/ident"
 )
 
 // Record is what a rank publishes about itself in the store.
@@ -127,15 +129,11 @@ var here = sync.OnceValue(func() [3]string {
 	if err != nil || len(host) > maxName {
 		host = "unknown"
 	}
-	machine := host
-	if b, err := os.ReadFile("/proc/sys/kernel/random/boot_id"); err == nil && len(b) < 64 {
-		machine = strings.TrimSpace(string(b))
+	place, err := ident.Here()
+	if err != nil {
+		return [3]string{host, host, host}
 	}
-	network := machine
-	if ns, err := os.Readlink("/proc/self/ns/net"); err == nil {
-		network += "/" + ns
-	}
-	return [3]string{host, machine, network}
+	return [3]string{host, place.Boot, place.Boot + "/" + place.Network}
 })
 
 // RankKey is the key of a slot's Record, SizeKey that of the job's size.

@@ -16,6 +16,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/internal/ident"
 	"tutti/internal/sitetest"
 	"tutti/internal/trust"
 )
@@ -661,7 +662,7 @@ func TestRegister(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, s, o := context30(t), b.open(t), b.open(t)
 		rec := func(rank, size int) bootstrap.Record {
-			return bootstrap.NewRecord(rank, size, bootstrap.NewIncarnation(), []string{"127.0.0.1:7"})
+			return bootstrap.NewRecord(rank, size, ident.New(), []string{"127.0.0.1:7"})
 		}
 		first := rec(1, 3)
 		looked := make(chan error, 1)
@@ -782,7 +783,7 @@ func TestRegisterStaleSize(t *testing.T) {
 		for r := range n {
 			o := b.open(t)
 			wg.Go(func() {
-				if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(r, n, bootstrap.NewIncarnation(),
+				if err := bootstrap.Register(ctx, o, bootstrap.NewRecord(r, n, ident.New(),
 					nil)); err != nil {
 					t.Error(err)
 				}

@@ -2,8 +2,6 @@ package p2p
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	mrand "math/rand/v2"
@@ -14,15 +12,9 @@ import (
 	"tutti/internal/files"
 )
 
-func newID() uint64 {
-	var b [8]byte
-	rand.Read(b[:])
-	return binary.LittleEndian.Uint64(b[:]) | 1
-}
-
-// How long the higher rank of a pair waits for the lower one's connection before it dials itself:
+// dialTieBreak is how long the higher rank of a pair waits for the lower one's connection before it dials itself:
 // both usually want the link at the same time.
-const politeness = 15 * time.Millisecond
+const dialTieBreak = 15 * time.Millisecond
 
 // host is the proxy as one of its transports sees it.
 type host struct {
@@ -93,7 +85,7 @@ func (p *Proxy) connect(pr *peer) {
 	if pr.since.IsZero() {
 		pr.since = now
 	}
-	if pr.expected() || p.cfg.Self.Rank > pr.rank && now.Sub(pr.since) < politeness {
+	if pr.expected() || p.cfg.Self.Rank > pr.rank && now.Sub(pr.since) < dialTieBreak {
 		return
 	}
 	bound := p.cfg.ConnectTimeout

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+
+	"tutti/internal/ident"
 )
 
 // Registrar is a transport that must know memory before it can move it (RDMA, GPU).
@@ -17,7 +19,7 @@ type Registrar interface {
 // scratch, synchronisation, warm-up. It is the only way to such memory, and it knows no location
 // but Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
 func (p *Proxy) Control(n int) (*Region, error) {
-	r := NewRegion(newID(), Anywhere, make([]byte, n), false, func() error { return nil })
+	r := NewRegion(ident.New(), Anywhere, make([]byte, n), false, func() error { return nil })
 	return r, p.register(r)
 }
 
@@ -27,7 +29,7 @@ func (p *Proxy) Register(mem []byte, loc Location) (*Region, error) {
 	if err := loc.Validate(); err != nil {
 		return nil, err
 	}
-	r := NewRegion(newID(), loc, mem, false, func() error { return nil })
+	r := NewRegion(ident.New(), loc, mem, false, func() error { return nil })
 	return r, p.register(r)
 }
 
@@ -95,7 +97,7 @@ func (p *Proxy) alloc(n int) (*Region, error) {
 		}
 	}
 	if r == nil {
-		r = NewRegion(newID(), Anywhere, make([]byte, n), false, func() error { return nil })
+		r = NewRegion(ident.New(), Anywhere, make([]byte, n), false, func() error { return nil })
 	}
 	if err := p.register(r); err != nil {
 		r.Free()

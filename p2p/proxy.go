@@ -545,7 +545,7 @@ func (p *Proxy) Relink(rank int) {
 		return
 	}
 	pr.was = pr.err
-	pr.err, pr.vacant, pr.since = nil, false, time.Now().Add(-politeness)
+	pr.err, pr.vacant, pr.since = nil, false, time.Now().Add(-dialTieBreak)
 	p.connect(pr)
 }
 

@@ -302,8 +302,8 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		p.regain()
 	} else {
 		wait := 100 * time.Millisecond
-		if w.linking { // politeness and admissions end without a wake
-			wait = politeness
+		if w.linking { // tie breaks and admissions end without a wake
+			wait = dialTieBreak
 		}
 		if !w.next.IsZero() {
 			wait = max(longEvery, min(wait, w.next.Sub(now)))

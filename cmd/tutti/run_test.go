@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/internal/ident"
 	"tutti/internal/trust"
 	"tutti/pg/flight"
 )
@@ -894,7 +895,7 @@ func joining(t *testing.T, p *puppet, rank, to int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := bootstrap.NewClient(bootstrap.ClientConfig{Self: bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil),
+	c := bootstrap.NewClient(bootstrap.ClientConfig{Self: bootstrap.NewRecord(-1, 0, ident.New(), nil),
 		Secret: l.Secret})
 	for linked := to < 0; !linked; {
 		var s flight.Snapshot

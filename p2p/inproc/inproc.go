@@ -6,13 +6,13 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/subtle"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
 	"sync"
 	"unsafe"
 
+	"tutti/internal/ident"
 	"tutti/internal/trust"
 	"tutti/p2p"
 	"tutti/p2p/ring"
@@ -185,13 +185,7 @@ func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)
 	}
-	var b [8]byte
-	id := uint64(0)
-	for id == 0 {
-		rand.Read(b[:])
-		id = binary.LittleEndian.Uint64(b[:])
-	}
-	return p2p.NewRegion(id, p2p.Anywhere, aligned(n, os.Getpagesize()), true, func() error { return nil }), nil
+	return p2p.NewRegion(ident.New(), p2p.Anywhere, aligned(n, os.Getpagesize()), true, func() error { return nil }), nil
 }
 
 // aligned returns n zeroed bytes at a multiple of align.

@@ -1,8 +1,6 @@
 package shm
 
 import (
-	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
@@ -12,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/ident"
 	"tutti/p2p"
 )
 
@@ -162,13 +161,8 @@ func (x *exports) alloc(n int) (*p2p.Region, error) {
 		return nil, fmt.Errorf("shm: %w", err)
 	}
 	unix.Madvise(mem, unix.MADV_HUGEPAGE) // where the system allows it
-	var b [8]byte
-	id := uint64(0)
+	id := ident.New()
 	x.mu.Lock()
-	for _, taken := x.m[id]; id == 0 || taken; _, taken = x.m[id] {
-		rand.Read(b[:])
-		id = binary.LittleEndian.Uint64(b[:])
-	}
 	if x.m == nil {
 		x.m = map[uint64]*export{}
 	}

@@ -7,12 +7,12 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/ident"
 	"tutti/internal/trust"
 	"tutti/p2p"
 	"tutti/p2p/ring"
@@ -42,15 +42,11 @@ func New(cfg Config) *Transport {
 // Identify returns what two processes must have in common to share memory through this package: the
 // machine since its last boot, and the network namespace, to which abstract socket names belong.
 func Identify() (string, error) {
-	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	place, err := ident.Here()
 	if err != nil {
-		return "", fmt.Errorf("shm: identifying this machine: %w", err)
+		return "", fmt.Errorf("shm: %w", err)
 	}
-	ns, err := os.Readlink("/proc/self/ns/net")
-	if err != nil {
-		return "", fmt.Errorf("shm: identifying this network namespace: %w", err)
-	}
-	id := strings.TrimSpace(string(boot)) + " " + ns
+	id := place.Boot + " " + place.Network
 	if len(id) > maxMachine {
 		return "", fmt.Errorf("shm: boot id and network namespace %q are longer than %d bytes", id, maxMachine)
 	}

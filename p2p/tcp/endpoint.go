@@ -3,13 +3,11 @@ package tcp
 import (
 	"encoding/binary"
 	"fmt"
-	"hash/fnv"
 	"net/netip"
-	"os"
-	"slices"
 	"strings"
 	"sync"
 
+	"tutti/internal/ident"
 	"tutti/p2p"
 )
 
@@ -159,12 +157,9 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 // hostID tells whether two processes share their loopback interface: a hash of this boot of the
 // kernel and the network namespace; 0 if one of them cannot be learnt.
 var hostID = sync.OnceValue(func() uint64 {
-	boot, err1 := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	ns, err2 := os.Readlink("/proc/self/ns/net")
-	if err1 != nil || err2 != nil {
+	place, err := ident.Here()
+	if err != nil {
 		return 0
 	}
-	h := fnv.New64a()
-	h.Write(slices.Concat(boot, []byte(ns)))
-	return h.Sum64() | 1
+	return place.Hash()
 })

@@ -19,6 +19,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/collectives"
 	"tutti/internal/dial"
+	"tutti/internal/ident"
 	"tutti/p2p"
 	"tutti/pg/internal/roster"
 )
@@ -78,7 +79,7 @@ type Session struct {
 // New begins a life of a rank, which nobody knows of before Connect.
 func New(s *Settings) *Session {
 	return &Session{settings: s, log: s.Logger, records: map[int]bootstrap.Record{},
-		Self: p2p.Identity{Rank: s.Rank, Incarnation: bootstrap.NewIncarnation()}}
+		Self: p2p.Identity{Rank: s.Rank, Incarnation: ident.New()}}
 }
 
 // Connect makes this process a rank that others can find: its listeners answer, and its record is in

@@ -14,6 +14,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/internal/ident"
 	"tutti/nvlink"
 )
 
@@ -46,7 +47,7 @@ func useStore(ctx context.Context, cfg bootstrap.StoreConfig) error {
 		return err
 	}
 	defer s.Close()
-	key := fmt.Sprintf("doctor/%x", bootstrap.NewIncarnation())
+	key := fmt.Sprintf("doctor/%x", ident.New())
 	if err := s.Put(ctx, key, []byte("tutti"), true); err != nil {
 		return err
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tutti/bootstrap"
+	"tutti/internal/ident"
 	"tutti/pg/flight"
 )
 
@@ -50,7 +51,7 @@ func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
 
 // New samples a job by a handle of its store, which the sampler owns.
 func New(job string, store bootstrap.Store, secret []byte) *Sampler {
-	self := bootstrap.NewRecord(-1, 0, bootstrap.NewIncarnation(), nil) // no rank, only somebody who knows the secret
+	self := bootstrap.NewRecord(-1, 0, ident.New(), nil) // no rank, only somebody who knows the secret
 	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self,
 		Secret: secret})}
 }
