@@ -91,8 +91,8 @@ func child(role string) error {
 			} else if err != nil {
 				return err
 			}
-			for i := range r.Mem {
-				r.Mem[i] += byte(i) + 1
+			for i := range r.Bytes() {
+				r.Bytes()[i] += byte(i) + 1
 			}
 			if err := e.Put(&h, nil); err != nil {
 				return err
