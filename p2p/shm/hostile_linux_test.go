@@ -286,7 +286,7 @@ func TestHostilePeer(t *testing.T) {
 			}
 		},
 		"bad ring": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
-			for i := range mem {
+			for i := range mem[:ring.Bytes(ring.MinData)] {
 				mem[i] = 0xff
 			}
 			if _, _, err := l.Recv(); !errors.Is(err, p2p.ErrProtocol) {

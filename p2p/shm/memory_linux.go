@@ -278,6 +278,7 @@ func (x *exports) leave(l *link) bool {
 	defer x.mu.Unlock()
 	delete(x.links, l)
 	if l.words.at(busyAt, 1-l.side).Load()%2 == 0 || l.ceased.Load() {
+		x.end()
 		return true
 	}
 	l.left.Store(true)

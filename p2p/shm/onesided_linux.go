@@ -189,6 +189,21 @@ func (x *exports) close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.closed = true
+	return x.end()
+}
+
+// end gives up the grants when the transport is closed and no peer is left that might use one.
+func (x *exports) end() error {
+	if !x.closed || len(x.links)+len(x.leavers) > 0 {
+		return nil
+	}
+	for _, g := range x.grants {
+		if !g.closed {
+			x.count(g, -1)
+		}
+		g.board.free = append(g.board.free, g.off)
+	}
+	clear(x.grants)
 	return x.trim()
 }
 
