@@ -104,6 +104,8 @@ type Frames struct {
 	status  [slots]uint8 // of puts that have begun
 	serving []serve
 	answers []answer
+	news    uint64 // signals that were written
+	heard   uint64 // of these, when Arm looked last
 
 	// The frame whose payload is being taken.
 	in struct {
@@ -220,6 +222,10 @@ func (f *Frames) Close() error {
 // Arm implements p2p.Link.
 func (f *Frames) Arm() bool {
 	if len(f.done) > 0 || f.pending() && !f.blocked && !f.unsent {
+		return true
+	}
+	if f.news != f.heard { // whoever waits for a signal looks once more
+		f.heard = f.news
 		return true
 	}
 	return f.link.Arm()
@@ -472,6 +478,7 @@ func (f *Frames) signal(slot uint32, id, generation, off, value uint64) {
 	}
 	atomic.StoreUint64((*uint64)(unsafe.Pointer(unsafe.SliceData(m))), value)
 	e.Leave()
+	f.news++
 	f.wake()
 }
 
