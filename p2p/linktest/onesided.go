@@ -548,6 +548,55 @@ func (s suite) signal(t *testing.T) {
 	})
 }
 
+// strong: a strong signal comes after all puts before it, which are far from being placed when it is
+// begun; and whoever is about to sleep at the target looks once more after a signal has come.
+func (s suite) strong(t *testing.T) {
+	x, y := Sides(t, s.open)
+	if x == nil {
+		return
+	}
+	const n, puts = 2 << 20, 8
+	data, words := y.Alloc(t, n*puts), y.Alloc(t, 64)
+	to := y.Expose(t, data, 0, n*puts, mem.Write)
+	flag := y.Expose(t, words, 0, 64, mem.Signal)
+	local := make([]byte, n)
+	for round := 1; round <= 3; round++ {
+		fill(local, round)
+		for i := range puts {
+			if _, err := x.PutTo(local, to, uint64(i*n), p2p.Signal{}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		id, err := x.PutTo(local[:8*(round-1)], to, 0, p2p.Signal{At: flag, Value: uint64(round), Strong: true})
+		for deadline := time.Now().Add(Patience); err == nil && words.Word(0).Load() != uint64(round); {
+			if err = x.turns(); err == nil && time.Now().After(deadline) {
+				err = errors.New("the signal has not come")
+			}
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range puts {
+			if !filled(data.Bytes()[i*n:(i+1)*n], round) {
+				t.Fatalf("a strong signal came before put %d", i)
+			}
+		}
+		if !y.Arm() {
+			t.Error("Arm does not say that a signal has come")
+		}
+		y.Disarm()
+		for deadline := time.Now().Add(Patience); x.Await(id, nil) == nil && y.Arm(); y.Disarm() {
+			if err := y.Turn(); err != nil {
+				t.Fatal(err)
+			}
+			if time.Now().After(deadline) {
+				t.Fatal("Arm always says that there is something")
+			}
+		}
+		y.Disarm()
+	}
+}
+
 // completion: operations end once each, in whatever order; a small one does not wait for large ones,
 // nor do the link's own frames; what is cancelled touches nothing any more; and when the peer goes
 // all that is left ends.
@@ -577,7 +626,22 @@ func (s suite) completion(t *testing.T) {
 	const frames = 20
 	sent, got := 0, 0
 	h, p := Frame(0, 64, nil)
+	// The frames come last in every turn: whatever room there is, the puts see it first.
 	for deadline := time.Now().Add(Patience); got < frames; {
+		if f, _, ok, err := y.Take(); err != nil {
+			t.Fatal(err)
+		} else if ok {
+			if f.Seq != uint64(got) {
+				t.Fatalf("frame %d arrived as number %d", f.Seq, got)
+			}
+			got++
+		}
+		if err := y.collect(); err != nil {
+			t.Fatal(err)
+		}
+		if err := x.Turn(); err != nil {
+			t.Fatal(err)
+		}
 		if sent < frames {
 			h.Seq = uint64(sent)
 			ok, err := x.Send(&h, p)
@@ -589,20 +653,6 @@ func (s suite) completion(t *testing.T) {
 			}
 		}
 		if _, err := x.Flush(); err != nil {
-			t.Fatal(err)
-		}
-		if err := x.Turn(); err != nil {
-			t.Fatal(err)
-		}
-		if f, _, ok, err := y.Take(); err != nil {
-			t.Fatal(err)
-		} else if ok {
-			if f.Seq != uint64(got) {
-				t.Fatalf("frame %d arrived as number %d", f.Seq, got)
-			}
-			got++
-		}
-		if err := y.collect(); err != nil {
 			t.Fatal(err)
 		}
 		if time.Now().After(deadline) {
@@ -798,11 +848,15 @@ func (s suite) revoke(t *testing.T) {
 		var done, refused, stop atomic.Int64
 		both(t, func() error { // the peer hammers
 			ids := map[uint64]bool{}
-			local := bytes.Repeat([]byte{byte(round + 1)}, n)
+			var locals [8][]byte // so that every put changes what is there
+			for i := range locals {
+				locals[i] = bytes.Repeat([]byte{byte(8*round + i + 1)}, n)
+			}
 			defer stop.Store(1)
 			for deadline := time.Now().Add(Patience); refused.Load() < 50; {
 				size := min(n, 64<<(len(x.Ended)%15))
-				id, err := x.PutTo(local[:size], to, uint64(n-size)/8*8, p2p.Signal{At: to, Value: uint64(round + 1)})
+				id, err := x.PutTo(locals[x.next%8][:size], to, uint64(n-size)/8*8,
+					p2p.Signal{At: to, Value: uint64(round + 1)})
 				if err != nil {
 					return err
 				}

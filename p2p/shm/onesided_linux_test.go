@@ -261,3 +261,21 @@ func TestGrantsAreUsedAgain(t *testing.T) {
 		t.Errorf("%d boards are kept for nothing", n)
 	}
 }
+
+// TestGateEndsPuts: a link whose owner has closed its end takes no put any more, before the other
+// end has heard of it.
+func TestGateEndsPuts(t *testing.T) {
+	x, y := linktest.Sides(t, func(testing.TB) p2p.Transport { return New(Config{}) })
+	r := y.Alloc(t, 64)
+	to := y.Expose(t, r, 0, 64, mem.Write)
+	id, err := x.PutTo([]byte{1}, to, 0, p2p.Signal{})
+	if err := x.Await(id, err); err != nil {
+		t.Fatal(err)
+	}
+	l := y.Link.(*link)
+	l.words.at(gateAt, l.side).Store(1)
+	id, err = x.PutTo([]byte{2}, to, 0, p2p.Signal{})
+	if err := x.Await(id, err); !errors.Is(err, p2p.ErrPeerGone) || r.Bytes()[0] != 1 {
+		t.Errorf("a put through a closed gate: %v", err)
+	}
+}
