@@ -194,7 +194,7 @@ func (x *exports) close() error {
 
 // end gives up the grants when the transport is closed and no peer is left that might use one.
 func (x *exports) end() error {
-	if !x.closed || len(x.links)+len(x.leavers) > 0 {
+	if x.prune(); !x.closed || len(x.links)+len(x.leavers) > 0 {
 		return nil
 	}
 	for _, g := range x.grants {
@@ -255,10 +255,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 	for l := range x.links {
 		look(l)
 	}
-	x.leavers = slices.DeleteFunc(x.leavers, func(l *link) bool {
-		s := storing{l, l.words.at(busyAt, 1-l.side).Load()}
-		return s.busy%2 == 0 || s.over()
-	})
+	x.prune()
 	for _, l := range x.leavers {
 		look(l)
 	}
@@ -276,7 +273,16 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 	}
 	delete(x.grants, remote.Generation)
 	g.board.free = append(g.board.free, g.off)
+	x.prune()
 	return x.trim()
+}
+
+// prune forgets leavers whose access has ended.
+func (x *exports) prune() {
+	x.leavers = slices.DeleteFunc(x.leavers, func(l *link) bool {
+		s := storing{l, l.words.at(busyAt, 1-l.side).Load()}
+		return s.busy%2 == 0 || s.over()
+	})
 }
 
 // wait returns when the access has ended.
