@@ -48,8 +48,8 @@
 // the peers by whatever way the caller has. Nothing of it can be reached before Expose, and nothing
 // after Proxy.Withdraw has returned nil; a region that is exposed again has another generation.
 //
-// Proxy.Put, Get and FlushPuts begin a [Transfer] and wait until the link has taken it;
-// Proxy.WaitTransfer waits for its end, Proxy.WaitWord for a word that a peer signals. Which path
+// Channel.Put, Get and FlushPuts begin a [Transfer] and wait until the link has taken it;
+// Channel.WaitTransfer waits for its end, Channel.WaitWord for a word that a peer signals. Which path
 // of the peer carries a transfer follows from the two locations and the size ([ChoosePath]). A
 // transfer needs this rank's progress. The target's it needs over links that carry it in frames:
 // there its memory is written, and read, while its proxy polls. Transfers with a peer whose link

@@ -88,16 +88,17 @@ func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSide
 }
 
 // begin has a link take a transfer, which start offers to it, as soon as it can.
-func (p *Proxy) begin(w *Wait, t *Transfer, rank int, choose func(*peer) (OneSided, error),
+func (c *Channel) beginTransfer(w *Wait, t *Transfer, slot int, choose func(*peer) (OneSided, error),
 	start func(OneSided, uint64) error) error {
-	pr := &p.peers[rank]
+	p, st := c.p, c.stream(slot)
+	pr := st.pr
 	*t = Transfer{pr: pr}
 	for {
-		if p.closed {
-			return ErrClosed
+		if c.err != nil {
+			return c.err
 		}
-		if pr.err != nil {
-			return &PeerError{rank, gonePeer(pr.err)}
+		if err := st.lostPeer(); err != nil {
+			return err
 		}
 		if pr.link != nil {
 			by, err := choose(pr)
@@ -130,6 +131,15 @@ func (p *Proxy) begin(w *Wait, t *Transfer, rank int, choose func(*peer) (OneSid
 	}
 }
 
+// lostPeer is gone, as an error that wraps ErrPeerGone.
+func (st *stream) lostPeer() error {
+	var e *PeerError
+	if err := st.gone(); errors.As(err, &e) {
+		return &PeerError{e.Rank, gonePeer(e.Err)}
+	}
+	return nil
+}
+
 // gonePeer has why a peer is lost wrap ErrPeerGone.
 func gonePeer(err error) error {
 	if errors.Is(err, ErrPeerGone) {
@@ -138,19 +148,22 @@ func gonePeer(err error) error {
 	return fmt.Errorf("%w: %w", ErrPeerGone, err)
 }
 
-// Put begins to copy local to offset of to, memory of rank, and then to write s: see Putter. It
-// blocks until the link has taken the transfer, makes progress meanwhile, and has a link made if
-// there is none. An error is an *AccessError, a *PeerError, or why w must not wait any longer;
-// nothing was begun then. With the lock, which it gives up while it waits.
+// Put begins to copy local to offset of to, memory of the rank in slot, and then to write s: see
+// Putter. It blocks until the link has taken the transfer, makes progress meanwhile, and has a link
+// made if there is none. An error is an *AccessError, a *PeerError, or why the channel failed or w
+// must not wait any longer; nothing was begun then. With the lock, which it gives up while it waits.
+//
+// Transfers are in no order with the channel's messages. A channel that fails ends the waiting for
+// them, no transfer.
 //
 // Whether the target has to make progress depends on the path: over tcp its proxy places the data
 // when somebody there polls, in shared memory it has nothing to do.
-func (p *Proxy) Put(w *Wait, t *Transfer, rank int, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error {
+func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error {
 	at := to
 	if at == nil || s.At != nil && local.Len() == 0 {
 		at = s.At
 	}
-	return p.begin(w, t, rank, func(pr *peer) (OneSided, error) {
+	return c.beginTransfer(w, t, slot, func(pr *peer) (OneSided, error) {
 		remote := mem.Anywhere
 		if at != nil {
 			remote = at.Loc
@@ -159,31 +172,35 @@ func (p *Proxy) Put(w *Wait, t *Transfer, rank int, local mem.Memory, to *mem.Re
 	}, func(by OneSided, id uint64) error { return by.Put(id, local, to, offset, s) })
 }
 
-// Get begins to copy from offset of from, memory of rank, to local: see Getter. Otherwise it is as
-// Put.
-func (p *Proxy) Get(w *Wait, t *Transfer, rank int, local mem.Memory, from *mem.Remote, offset uint64) error {
-	return p.begin(w, t, rank,
+// Get begins to copy from offset of from, memory of the rank in slot, to local: see Getter. Otherwise
+// it is as Put.
+func (c *Channel) Get(w *Wait, t *Transfer, slot int, local mem.Memory, from *mem.Remote, offset uint64) error {
+	return c.beginTransfer(w, t, slot,
 		func(pr *peer) (OneSided, error) { return pr.path(local.Loc(), from.Loc, from, local.Len()) },
 		func(by OneSided, id uint64) error { return by.Get(id, local, from, offset) })
 }
 
-// FlushPuts begins a transfer that ends when all puts to host memory of rank that were begun before
-// have ended. Otherwise it is as Put.
-func (p *Proxy) FlushPuts(w *Wait, t *Transfer, rank int) error {
-	return p.begin(w, t, rank,
+// FlushPuts begins a transfer that ends when all puts to host memory of the rank in slot that were
+// begun before have ended. Otherwise it is as Put.
+func (c *Channel) FlushPuts(w *Wait, t *Transfer, slot int) error {
+	return c.beginTransfer(w, t, slot,
 		func(pr *peer) (OneSided, error) { return pr.path(mem.Anywhere, mem.Anywhere, nil, 0) },
 		func(by OneSided, id uint64) error { return by.FlushPuts(id) })
 }
 
-// WaitTransfer blocks until t is done, and returns its error. If w must not wait any longer, t is
-// cancelled, and that is the error. With the lock, which it gives up while it waits.
-func (p *Proxy) WaitTransfer(w *Wait, t *Transfer) error {
+// WaitTransfer blocks until t is done, and returns its error. If the channel fails or w must not wait
+// any longer, t is cancelled, and that is the error. With the lock, which it gives up while it waits.
+func (c *Channel) WaitTransfer(w *Wait, t *Transfer) error {
 	for !t.done {
 		if t.pr.lent != nil {
-			p.unlend(t.pr)
+			c.p.unlend(t.pr)
 		}
-		if err := p.progress(w, t.pr); err != nil && !t.done {
-			p.CancelTransfer(t)
+		err := c.err
+		if err == nil {
+			err = c.p.progress(w, t.pr)
+		}
+		if err != nil && !t.done {
+			c.p.CancelTransfer(t)
 			return err
 		}
 	}
@@ -204,35 +221,32 @@ func (p *Proxy) CancelTransfer(t *Transfer) {
 	}
 }
 
-// WaitWord blocks until reached accepts the value of word, host memory of this rank that peers
-// signal to, and returns the value. An error is a *PeerError if rank, who is to signal, is gone (-1:
-// whoever it is), or why w must not wait any longer. With the lock, which it gives up while it waits.
-func (p *Proxy) WaitWord(w *Wait, rank int, word *atomic.Uint64, reached func(uint64) bool) (uint64, error) {
-	var pr *peer
-	if rank >= 0 {
-		pr = &p.peers[rank]
-	}
+// WaitWord blocks until reached accepts the value of word, host memory of this rank that the rank in
+// slot signals to, and returns the value. An error is a *PeerError if that rank is gone, or why the
+// channel failed or w must not wait any longer. With the lock, which it gives up while it waits.
+func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(uint64) bool) (uint64, error) {
+	st := c.stream(slot)
 	for {
-		if v := word.Load(); reached(v) {
+		v := word.Load()
+		if reached(v) {
 			w.calm()
 			return v, nil
 		}
-		switch {
-		case p.closed:
-			return 0, ErrClosed
-		case pr != nil && pr.err != nil:
-			if v := word.Load(); reached(v) { // it was signalled before the link went down
-				return v, nil
-			}
-			return 0, &PeerError{rank, gonePeer(pr.err)}
-		case pr != nil && pr.lent != nil:
-			p.unlend(pr)
+		err := c.err
+		if err == nil {
+			err = st.lostPeer()
 		}
-		if err := p.progress(w, pr); err != nil {
-			if v := word.Load(); reached(v) {
+		if err == nil {
+			if st.pr.lent != nil {
+				c.p.unlend(st.pr)
+			}
+			err = c.p.progress(w, st.pr)
+		}
+		if err != nil {
+			if v = word.Load(); reached(v) { // it came at the last moment
 				return v, nil
 			}
-			return 0, err
+			return v, err
 		}
 	}
 }

@@ -22,19 +22,30 @@ var transports = map[string]func() p2p.Transport{
 	"tcp":    func() p2p.Transport { return tcp.New(tcp.Config{Interfaces: "lo"}) },
 }
 
-// each runs f with two proxies that are linked over each transport.
-func each(t *testing.T, f func(t *testing.T, p, q *p2p.Proxy)) {
-	for name, open := range transports {
+// party is a rank on a channel.
+type party struct {
+	*p2p.Proxy
+	c *p2p.Channel
+}
+
+func members(t *testing.T, all []*p2p.Proxy) (p, q party) {
+	return party{all[0], open(t, all[0], 1, 2)}, party{all[1], open(t, all[1], 1, 2)}
+}
+
+// each runs f with two ranks that are linked over each transport.
+func each(t *testing.T, f func(t *testing.T, p, q party)) {
+	for name, make := range transports {
 		t.Run(name, func(t *testing.T) {
-			all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return open() })
+			all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return make() })
 			defer closeAll(all)
-			f(t, all[0], all[1])
+			p, q := members(t, all)
+			f(t, p, q)
 		})
 	}
 }
 
 // exposed is memory of p that q may use.
-func exposed(t *testing.T, p *p2p.Proxy, n int) (*p2p.Region, *mem.Remote) {
+func exposed(t *testing.T, p party, n int) (*p2p.Region, *mem.Remote) {
 	t.Helper()
 	r, err := p.AllocWritable(n)
 	if err != nil {
@@ -53,7 +64,7 @@ func exposed(t *testing.T, p *p2p.Proxy, n int) (*p2p.Region, *mem.Remote) {
 }
 
 // with runs f with the lock of p.
-func with(p *p2p.Proxy, f func(w *p2p.Wait) error) error {
+func with(p party, f func(w *p2p.Wait) error) error {
 	p.Lock()
 	defer p.Unlock()
 	return f(patient(context.Background()))
@@ -61,7 +72,7 @@ func with(p *p2p.Proxy, f func(w *p2p.Wait) error) error {
 
 // TestTransfers: what one rank puts and signals the other sees, and the other way round.
 func TestTransfers(t *testing.T) {
-	each(t, func(t *testing.T, p, q *p2p.Proxy) {
+	each(t, func(t *testing.T, p, q party) {
 		const n = 1 << 20
 		r, x := exposed(t, p, n)
 		back, y := exposed(t, q, 64)
@@ -71,21 +82,21 @@ func TestTransfers(t *testing.T) {
 			served <- with(p, func(w *p2p.Wait) error {
 				var ack p2p.Transfer
 				for i := uint64(1); i <= rounds; i++ {
-					if _, err := p.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v >= i }); err != nil {
+					if _, err := p.c.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v >= i }); err != nil {
 						return err
 					}
 					if b := r.Bytes()[64 : 64+i*1000]; !bytes.Equal(b, bytes.Repeat([]byte{byte(i)}, len(b))) {
 						return fmt.Errorf("signal %d came before its data", i)
 					}
-					if err := p.Put(w, &ack, 1, mem.Memory{}, nil, 0, p2p.Signal{At: y, Value: i}); err != nil {
+					if err := p.c.Put(w, &ack, 1, mem.Memory{}, nil, 0, p2p.Signal{At: y, Value: i}); err != nil {
 						return err
 					}
-					if err := p.WaitTransfer(w, &ack); err != nil {
+					if err := p.c.WaitTransfer(w, &ack); err != nil {
 						return err
 					}
 				}
 				// the peer reads, and is answered while somebody here polls
-				_, err := p.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v > rounds })
+				_, err := p.c.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v > rounds })
 				return err
 			})
 		}()
@@ -93,34 +104,34 @@ func TestTransfers(t *testing.T) {
 			var put, get, flush p2p.Transfer
 			for i := uint64(1); i <= rounds; i++ {
 				local := bytes.Repeat([]byte{byte(i)}, int(i)*1000)
-				err := q.Put(w, &put, 0, mem.Host(local, mem.Anywhere), x, 64, p2p.Signal{At: x, Value: i})
+				err := q.c.Put(w, &put, 0, mem.Host(local, mem.Anywhere), x, 64, p2p.Signal{At: x, Value: i})
 				if err != nil {
 					return err
 				}
-				if err := q.FlushPuts(w, &flush, 0); err != nil {
+				if err := q.c.FlushPuts(w, &flush, 0); err != nil {
 					return err
 				}
-				if err := q.WaitTransfer(w, &flush); err != nil {
+				if err := q.c.WaitTransfer(w, &flush); err != nil {
 					return err
 				}
 				if !put.Done() || put.Err() != nil || put.Bytes() != len(local) {
 					return fmt.Errorf("a put that was flushed: done %v, %d bytes, %v", put.Done(), put.Bytes(), put.Err())
 				}
-				if _, err := q.WaitWord(w, 0, back.Word(0), func(v uint64) bool { return v >= i }); err != nil {
+				if _, err := q.c.WaitWord(w, 0, back.Word(0), func(v uint64) bool { return v >= i }); err != nil {
 					return err
 				}
 			}
 			got := make([]byte, rounds*1000)
-			if err := q.Get(w, &get, 0, mem.Host(got, mem.Anywhere), x, 64); err != nil {
+			if err := q.c.Get(w, &get, 0, mem.Host(got, mem.Anywhere), x, 64); err != nil {
 				return err
 			}
-			if err := q.WaitTransfer(w, &get); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{rounds}, len(got))) {
+			if err := q.c.WaitTransfer(w, &get); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{rounds}, len(got))) {
 				return fmt.Errorf("get: %w, or other bytes", err)
 			}
-			if err := q.Put(w, &put, 0, mem.Memory{}, nil, 0, p2p.Signal{At: x, Value: rounds + 1}); err != nil {
+			if err := q.c.Put(w, &put, 0, mem.Memory{}, nil, 0, p2p.Signal{At: x, Value: rounds + 1}); err != nil {
 				return err
 			}
-			return q.WaitTransfer(w, &put)
+			return q.c.WaitTransfer(w, &put)
 		}); err != nil {
 			t.Error(err)
 		}
@@ -132,7 +143,7 @@ func TestTransfers(t *testing.T) {
 
 // TestTransfersThatAreNotAllowed: the error says what was wrong, and the link lives on.
 func TestTransfersThatAreNotAllowed(t *testing.T) {
-	each(t, func(t *testing.T, p, q *p2p.Proxy) {
+	each(t, func(t *testing.T, p, q party) {
 		_, x := exposed(t, p, 4096)
 		stop := make(chan struct{})
 		served := make(chan error, 1)
@@ -153,10 +164,10 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 		try := func(to *mem.Remote, off uint64) error {
 			return with(q, func(w *p2p.Wait) error {
 				var put p2p.Transfer
-				if err := q.Put(w, &put, 0, local, to, off, p2p.Signal{}); err != nil {
+				if err := q.c.Put(w, &put, 0, local, to, off, p2p.Signal{}); err != nil {
 					return err
 				}
-				return q.WaitTransfer(w, &put)
+				return q.c.WaitTransfer(w, &put)
 			})
 		}
 		if err := try(x, 0); err != nil {
@@ -178,7 +189,7 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 			t.Errorf("no path: %v", err)
 		}
 		if err := with(q, func(w *p2p.Wait) error {
-			return q.Put(w, new(p2p.Transfer), 0, mem.Device(0x1000, 8, "cuda:0"), x, 0, p2p.Signal{})
+			return q.c.Put(w, new(p2p.Transfer), 0, mem.Device(0x1000, 8, "cuda:0"), x, 0, p2p.Signal{})
 		}); !errors.Is(err, errors.ErrUnsupported) {
 			t.Errorf("memory of a device: %v", err)
 		}
@@ -201,7 +212,7 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 // TestTransfersEndWithThePeer: every transfer that is under way ends when the peer goes, and says so;
 // who waits for its signal learns it.
 func TestTransfersEndWithThePeer(t *testing.T) {
-	each(t, func(t *testing.T, p, q *p2p.Proxy) {
+	each(t, func(t *testing.T, p, q party) {
 		const n = 4 << 20
 		_, x := exposed(t, p, n)
 		mine, _ := exposed(t, q, 64)
@@ -214,9 +225,9 @@ func TestTransfersEndWithThePeer(t *testing.T) {
 				for i := range all {
 					var err error
 					if i%2 == 0 {
-						err = q.Put(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
+						err = q.c.Put(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
 					} else {
-						err = q.Get(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0)
+						err = q.c.Get(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0)
 					}
 					if err != nil {
 						return err
@@ -232,7 +243,7 @@ func TestTransfersEndWithThePeer(t *testing.T) {
 		waiting := make(chan error, 1)
 		go func() {
 			waiting <- with(q, func(w *p2p.Wait) error {
-				_, err := q.WaitWord(w, 0, mine.Word(0), func(v uint64) bool { return v > 0 })
+				_, err := q.c.WaitWord(w, 0, mine.Word(0), func(v uint64) bool { return v > 0 })
 				return err
 			})
 		}()
@@ -242,13 +253,13 @@ func TestTransfersEndWithThePeer(t *testing.T) {
 			t.Errorf("who waits for a signal gets %v", err)
 		}
 		for i := range all {
-			err := with(q, func(w *p2p.Wait) error { return q.WaitTransfer(w, &all[i]) })
+			err := with(q, func(w *p2p.Wait) error { return q.c.WaitTransfer(w, &all[i]) })
 			if err != nil && (!errors.Is(err, p2p.ErrPeerGone) || !errors.As(err, &peer) || peer.Rank != 0) {
 				t.Errorf("transfer %d ended with %v", i, err)
 			}
 		}
 		if err := with(q, func(w *p2p.Wait) error {
-			return q.Put(w, new(p2p.Transfer), 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
+			return q.c.Put(w, new(p2p.Transfer), 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
 		}); !errors.Is(err, p2p.ErrPeerGone) {
 			t.Errorf("a put to a rank that is gone: %v", err)
 		}
@@ -259,7 +270,7 @@ func TestTransfersEndWithThePeer(t *testing.T) {
 func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
 	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return transports["tcp"]() })
 	defer closeAll(all)
-	p, q := all[0], all[1]
+	p, q := members(t, all)
 	const n = 1 << 20
 	r, x := exposed(t, p, n)
 	for i := range r.Bytes() {
@@ -277,10 +288,10 @@ func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
 	}()
 	buf := make([]byte, n)
 	var get p2p.Transfer
-	if err := with(q, func(w *p2p.Wait) error { return q.Get(w, &get, 0, mem.Host(buf[:8], mem.Anywhere), x, 0) }); err != nil {
+	if err := with(q, func(w *p2p.Wait) error { return q.c.Get(w, &get, 0, mem.Host(buf[:8], mem.Anywhere), x, 0) }); err != nil {
 		t.Fatal(err)
 	}
-	if err := with(q, func(w *p2p.Wait) error { return q.WaitTransfer(w, &get) }); err != nil {
+	if err := with(q, func(w *p2p.Wait) error { return q.c.WaitTransfer(w, &get) }); err != nil {
 		t.Fatal(err)
 	}
 	cancel()
@@ -290,10 +301,10 @@ func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
 	defer end()
 	if err := with(q, func(*p2p.Wait) error {
 		w := patient(short)
-		if err := q.Get(w, &get, 0, mem.Host(buf, mem.Anywhere), x, 0); err != nil {
+		if err := q.c.Get(w, &get, 0, mem.Host(buf, mem.Anywhere), x, 0); err != nil {
 			return err
 		}
-		return q.WaitTransfer(w, &get)
+		return q.c.WaitTransfer(w, &get)
 	}); !errors.Is(err, context.DeadlineExceeded) {
 		t.Fatalf("a get that nobody serves: %v", err)
 	}
@@ -312,10 +323,10 @@ func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
 		served <- nil
 	}()
 	if err := with(q, func(w *p2p.Wait) error { // what was asked for comes before this
-		if err := q.Get(w, &get, 0, mem.Host(make([]byte, 8), mem.Anywhere), x, 0); err != nil {
+		if err := q.c.Get(w, &get, 0, mem.Host(make([]byte, 8), mem.Anywhere), x, 0); err != nil {
 			return err
 		}
-		return q.WaitTransfer(w, &get)
+		return q.c.WaitTransfer(w, &get)
 	}); err != nil {
 		t.Error(err)
 	}
