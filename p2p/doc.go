@@ -35,11 +35,25 @@
 // in a ring of shared memory, and gives it back with ReleaseRecv; the link stands still meanwhile,
 // and takes the loan back, with a copy, as soon as anything else is needed of it.
 //
-// Memory that peers map comes from Proxy.Alloc. They map it for loads only: nobody stores into a
-// peer's memory. An [Exposure] says during which operation a buffer may be read, and ends that
+// Memory that collectives share comes from Proxy.Alloc. Peers map it for loads only: no collective
+// stores into a peer's memory. An [Exposure] says during which operation a buffer may be read, and ends that
 // without waiting for a reader. A [Mapping] counts its users: memory that is in use stays mapped
 // when its link goes down or its owner frees it. The engine's own memory comes from Proxy.Control
 // alone, and is at no location but [Anywhere].
+//
+// # Remote memory
+//
+// Memory that peers put to and get from is another kind: Proxy.AllocWritable makes it,
+// Proxy.Expose opens a range of it with some rights, and the mem.Remote that it returns travels to
+// the peers by whatever way the caller has. Nothing of it can be reached before Expose, and nothing
+// after Proxy.Withdraw has returned nil; a region that is exposed again has another generation.
+//
+// Channel.Put, Get and FlushPuts begin a [Transfer] and wait until the link has taken it;
+// Channel.WaitTransfer waits for its end, Channel.WaitWord for a word that a peer signals. Which path
+// of the peer carries a transfer follows from the two locations and the size ([ChoosePath]). A
+// transfer needs this rank's progress. The target's it needs over links that carry it in frames:
+// there its memory is written, and read, while its proxy polls. Transfers with a peer whose link
+// goes down end with a [PeerError] that wraps ErrPeerGone.
 //
 // # Credits
 //
@@ -48,6 +62,9 @@
 // every frame that goes back, or with a frame of its own when half a window is due. So what a rank
 // keeps for others is bounded however far ahead they are, and a peer that sends more than its
 // credit breaks the protocol and loses its link. Channel.Ledger shows the account.
+//
+// Transfers have no credit: data goes to its place or is dropped, a link takes MaxOutstanding of
+// them in each direction, and their frames step back for others that found no room.
 //
 // # Locking
 //

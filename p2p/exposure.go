@@ -85,7 +85,7 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 }
 
 func (p *Proxy) exposure(r *Region, off int) *Exposure {
-	return &Exposure{word: (*atomic.Uint64)(unsafe.Pointer(&r.Mem[off])), board: r, off: off, last: &p.tickets}
+	return &Exposure{word: r.Word(off), board: r, off: off, last: &p.tickets}
 }
 
 // FreeExposure withdraws e and gives its word back. A word may be used again at once, for tickets

@@ -22,16 +22,16 @@ func (i Identity) String() string {
 
 // Header is the fixed part of every frame. A link carries it unchanged and looks only at Len.
 type Header struct {
-	Kind  uint8 // what the frame is; the proxy's business
-	Flags uint8 // the proxy's business
-	_     uint16
-	Len   uint32 // bytes of payload, at most MaxFrame
-	Chan  uint32 // channel, by a number that holds for one direction of one link
-	Ack   uint32 // credit returned to the receiver of this frame
-	Seq   uint64 // operation sequence or message id
-	Call  uint64 // the caller's operation, packed
-	Count uint64 // elements, or tag
-	Off   uint64 // position of the payload in its message, or an argument
+	Kind    uint8  // what the frame is; the proxy's business
+	Flags   uint8  // the proxy's business
+	Service uint16 // whose frame it is: 0, the proxy's, or that of a layer between link and proxy
+	Len     uint32 // bytes of payload, at most MaxFrame
+	Chan    uint32 // channel, by a number that holds for one direction of one link
+	Ack     uint32 // credit returned to the receiver of this frame
+	Seq     uint64 // operation sequence or message id
+	Call    uint64 // the caller's operation, packed
+	Count   uint64 // elements, or tag
+	Off     uint64 // position of the payload in its message, or an argument
 }
 
 // HeaderSize is the encoded size of a Header in bytes, little-endian, fields in order.

@@ -1,11 +1,13 @@
 package p2p
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
 
 	"tutti/internal/ident"
+	"tutti/mem"
 )
 
 // Registrar is a transport that must know memory before it can move it (RDMA, GPU).
@@ -19,17 +21,22 @@ type Registrar interface {
 // scratch, synchronisation, warm-up. It is the only way to such memory, and it knows no location
 // but Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
 func (p *Proxy) Control(n int) (*Region, error) {
-	r := NewRegion(ident.New(), Anywhere, make([]byte, n), false, func() error { return nil })
+	r := heap(n)
 	return r, p.register(r)
 }
 
-// Register makes the caller's memory at loc known to the transports. The caller keeps the memory
-// alive until Deregister.
-func (p *Proxy) Register(mem []byte, loc Location) (*Region, error) {
-	if err := loc.Validate(); err != nil {
+// heap returns a region of plain memory.
+func heap(n int) *Region {
+	return mem.NewRegion(ident.New(), mem.Host(make([]byte, n), Anywhere), false, false, func() error { return nil })
+}
+
+// Register makes the caller's memory known to the transports. The caller keeps it alive until
+// Deregister.
+func (p *Proxy) Register(m mem.Memory) (*Region, error) {
+	if err := m.Loc().Validate(); err != nil {
 		return nil, err
 	}
-	r := NewRegion(ident.New(), loc, mem, false, func() error { return nil })
+	r := mem.NewRegion(ident.New(), m, false, false, func() error { return nil })
 	return r, p.register(r)
 }
 
@@ -42,7 +49,7 @@ func (p *Proxy) register(r *Region) error {
 						reg.Deregister(r)
 					}
 				}
-				return fmt.Errorf("registering %d bytes at %s with %s: %w", len(r.Mem), r.Location, t.Name(), err)
+				return fmt.Errorf("registering %d bytes at %s with %s: %w", r.Len(), r.Loc(), t.Name(), err)
 			}
 		}
 	}
@@ -62,8 +69,14 @@ func (p *Proxy) Deregister(r *Region) error {
 
 // Alloc returns a region of n bytes that peers can map where a transport can do that, else plain
 // memory. Free it with FreeRegion. Takes the lock itself.
-func (p *Proxy) Alloc(n int) (*Region, error) {
-	r, err := p.alloc(n)
+func (p *Proxy) Alloc(n int) (*Region, error) { return p.known(p.alloc(n)) }
+
+// AllocWritable returns a region of n bytes that can be exposed with every right. Free it with
+// FreeRegion. Takes the lock itself.
+func (p *Proxy) AllocWritable(n int) (*Region, error) { return p.known(p.allocWritable(n)) }
+
+// known notes a region that was allocated.
+func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	if err != nil {
 		return nil, err
 	}
@@ -86,18 +99,35 @@ func (p *Proxy) alloc(n int) (*Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("region of %d bytes: want at least 1", n)
 	}
-	var r *Region
 	for _, t := range p.cfg.Transports {
 		if a, ok := t.(Allocator); ok {
-			var err error
-			if r, err = a.Alloc(n); err != nil {
-				return nil, fmt.Errorf("allocating %d bytes of shared memory: %w", n, err)
-			}
-			break
+			return p.allocated(n, a.Alloc)
 		}
 	}
-	if r == nil {
-		r = NewRegion(ident.New(), Anywhere, make([]byte, n), false, func() error { return nil })
+	return p.allocated(n, nil)
+}
+
+// allocWritable is AllocWritable without noting the region.
+func (p *Proxy) allocWritable(n int) (*Region, error) {
+	if n < 1 {
+		return nil, fmt.Errorf("region of %d bytes: want at least 1", n)
+	}
+	for _, t := range p.cfg.Transports {
+		if a, ok := t.(WritableAllocator); ok {
+			return p.allocated(n, a.AllocWritable)
+		}
+	}
+	return p.allocated(n, nil)
+}
+
+// allocated registers the n bytes that alloc returns, or with nil plain memory.
+func (p *Proxy) allocated(n int, alloc func(int) (*Region, error)) (r *Region, err error) {
+	if alloc != nil {
+		if r, err = alloc(n); err != nil {
+			return nil, fmt.Errorf("allocating %d bytes of shared memory: %w", n, err)
+		}
+	} else {
+		r = heap(n)
 	}
 	if err := p.register(r); err != nil {
 		r.Free()
@@ -116,4 +146,54 @@ func (p *Proxy) FreeRegion(r *Region) error {
 		return ErrNoRegion
 	}
 	return errors.Join(p.Deregister(r), r.Free())
+}
+
+// Expose opens n bytes of r, from offset off, to peers that are told of it, with these rights. The
+// remote has a key for each transport through which peers can reach it; where there is none Expose
+// fails with errors.ErrUnsupported. r must not be freed before Withdraw has returned nil. The lock
+// must not be held.
+func (p *Proxy) Expose(r *Region, off, n int, rights mem.Rights) (*mem.Remote, error) {
+	if off < 0 || n < 0 || off > r.Len()-n {
+		return nil, fmt.Errorf("exposing %d bytes at offset %d of a region of %d: %w", n, off, r.Len(), ErrBounds)
+	}
+	x := &mem.Remote{ID: r.ID, Generation: p.tickets.Add(1), Base: uint64(off), Len: uint64(n), Rights: rights,
+		Loc: r.Loc()}
+	if err := x.Validate(); err != nil {
+		return nil, err
+	}
+	var why []error
+	for _, t := range p.cfg.Transports {
+		e, ok := t.(Exposer)
+		if !ok {
+			continue
+		}
+		key, err := e.Expose(r, x)
+		if err == nil {
+			x.Keys = append(x.Keys, mem.Key{Path: t.Name(), Blob: key})
+		} else if why = append(why, fmt.Errorf("%s: %w", t.Name(), err)); !errors.Is(err, errors.ErrUnsupported) {
+			return nil, errors.Join(append(why, p.Withdraw(context.Background(), x))...)
+		}
+	}
+	if len(x.Keys) == 0 && len(p.cfg.Transports) > 0 {
+		return nil, fmt.Errorf("exposing region %#x: no transport reaches it: %w", r.ID,
+			errors.Join(append(why, errors.ErrUnsupported)...))
+	}
+	return x, nil
+}
+
+// Withdraw ends what Expose began. When it returns nil, no peer reads or writes the memory, and none
+// will. It blocks while peers do so, until ctx ends: then the memory must stay where it is, and
+// Withdraw may be called again. The lock must not be held.
+func (p *Proxy) Withdraw(ctx context.Context, x *mem.Remote) error {
+	var errs []error
+	for _, t := range p.cfg.Transports {
+		if e, ok := t.(Exposer); ok {
+			if _, opened := x.Key(t.Name()); opened {
+				if err := e.Withdraw(ctx, x); err != nil {
+					errs = append(errs, fmt.Errorf("%s: %w", t.Name(), err))
+				}
+			}
+		}
+	}
+	return errors.Join(errs...)
 }

@@ -16,10 +16,16 @@ func (p *Proxy) pollAll() bool {
 // poll makes progress on one link.
 func (p *Proxy) poll(pr *peer) bool {
 	l := pr.link
-	if l == nil || pr.lent != nil {
+	if l == nil {
 		return false
 	}
-	busy := false
+	busy := p.collect(pr)
+	if busy && p.asleep.Load() > 0 {
+		p.wakeAll()
+	}
+	if pr.lent != nil {
+		return busy
+	}
 	if pr.unsent {
 		done, err := l.Flush()
 		if err != nil {
@@ -149,6 +155,10 @@ func (p *Proxy) finish(pr *peer) {
 func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
+	if h.Service != 0 {
+		return fmt.Errorf("%w: rank %d sent a frame of service %d, which nobody here serves", ErrProtocol, pr.rank,
+			h.Service)
+	}
 	pr.counts.received(int(h.Len))
 	if h.Kind == frameBeat {
 		if h.Len != 0 {

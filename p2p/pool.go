@@ -30,8 +30,9 @@ func (a *pool) get(n int) ([]byte, error) {
 			return nil, fmt.Errorf("memory for messages that arrive early: %w", err)
 		}
 		a.regions = append(a.regions, r)
-		for off := 0; off+block <= len(r.Mem); off += block {
-			a.free_[class] = append(a.free_[class], r.Mem[off:off+block:off+block])
+		b := r.Bytes()
+		for off := 0; off+block <= len(b); off += block {
+			a.free_[class] = append(a.free_[class], b[off:off+block:off+block])
 		}
 	}
 	last := len(a.free_[class]) - 1

@@ -137,6 +137,8 @@ type Proxy struct {
 	wanted   atomic.Int32  // goroutines in Lock
 	behind   atomic.Int32  // goroutines in regain
 
+	ended [16]Completion // being taken from a link
+
 	sleepMu  sync.Mutex
 	sleepers []*Wait
 	asleep   atomic.Int32
@@ -178,6 +180,8 @@ type peer struct {
 	cur      Header
 	st       *stream // of the current or last frame; nil: of a channel that was closed
 	counts   counts
+
+	transfers transfers
 }
 
 // leaving is a peer that was vacated while its last frames may be under way.
@@ -311,9 +315,12 @@ func (p *Proxy) Close() error {
 	p.closed = true
 	p.cancel()
 	links := make([]Link, 0, len(p.links))
+	var paths []Path
 	for _, pr := range p.links {
 		p.unlend(pr)
 		links = append(links, pr.link)
+		paths = append(paths, pr.transfers.paths...)
+		p.lose(pr, ErrClosed)
 		pr.link, pr.err = nil, ErrClosed
 	}
 	p.links = nil
@@ -335,6 +342,7 @@ func (p *Proxy) Close() error {
 			first = err
 		}
 	}
+	finish(paths)
 	p.wg.Wait()
 	p.Lock()
 	p.pool.free()
@@ -374,6 +382,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 		nil, nil, false, false, nil, false, false, nil, time.Time{}
 	pr.linkNo++
 	pr.numbers, pr.free, pr.in = 0, nil, nil
+	pr.transfers.paths = pathsOf(l, transport)
 	p.links = append(p.links, pr)
 	p.tune(l)
 	pr.counts.transport = transport
@@ -410,8 +419,9 @@ func (p *Proxy) down(pr *peer, err error) {
 	if left != nil {
 		err = left.why
 	}
-	l := pr.link
+	l, paths := pr.link, pr.transfers.paths
 	p.unlend(pr)
+	p.lose(pr, &PeerError{pr.rank, gonePeer(err)})
 	p.log.Debug("link down", "peer", pr.rank, "err", err)
 	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl, pr.queued, pr.bulk = nil, err, nil, 0, nil, nil, nil,
 		nil, nil
@@ -431,7 +441,7 @@ func (p *Proxy) down(pr *peer, err error) {
 		}
 	}
 	p.wg.Add(1)
-	go func() { defer p.wg.Done(); l.Close() }()
+	go func() { defer p.wg.Done(); l.Close(); finish(paths) }()
 	p.wakeAll()
 	if left != nil { // which was told when the peer was vacated
 		pr.leaving = nil

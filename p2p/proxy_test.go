@@ -13,6 +13,7 @@ import (
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
 
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/inproc"
 )
@@ -252,7 +253,7 @@ func (r *recorder) Register(reg *p2p.Region) error {
 	if r.known[reg.ID] != "" {
 		return errors.New("registered twice")
 	}
-	r.known[reg.ID] = reg.Location
+	r.known[reg.ID] = reg.Loc()
 	return nil
 }
 
@@ -267,11 +268,11 @@ func TestControlMemoryIsNowhereInParticular(t *testing.T) {
 		return r
 	})
 	defer closeAll(all)
-	mine, err := all[1].Register(make([]byte, 100), "cuda:0")
+	mine, err := all[1].Register(mem.Device(0x1000, 100, "cuda:0"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := all[1].Register(make([]byte, 100), "gpu0"); err == nil {
+	if _, err := all[1].Register(mem.Device(0x1000, 100, "gpu0")); err == nil {
 		t.Error("a location that is none was accepted")
 	}
 	a, b := open(t, all[0], 1, 2), open(t, all[1], 1, 2)

@@ -2,60 +2,19 @@ package p2p
 
 import (
 	"errors"
-	"fmt"
-	"strconv"
-	"strings"
 	"sync/atomic"
+
+	"tutti/mem"
 )
 
-// Location says where memory is: "*" (host memory of no particular place), "cpu:N" (NUMA node N) or
-// "cuda:N" (GPU N).
-type Location string
+// Location says where memory is: see package mem.
+type Location = mem.Location
 
 // Anywhere is the wildcard location. Control, sync and warm-up memory always has it.
-const Anywhere Location = "*"
+const Anywhere = mem.Anywhere
 
-// Host reports whether the memory is host memory.
-func (l Location) Host() bool { return l == Anywhere || strings.HasPrefix(string(l), "cpu:") }
-
-// Validate returns an error that shows the accepted forms if l is none of them.
-func (l Location) Validate() error {
-	if l == Anywhere {
-		return nil
-	}
-	if kind, n, ok := strings.Cut(string(l), ":"); ok && (kind == "cpu" || kind == "cuda") {
-		if i, err := strconv.Atoi(n); err == nil && i >= 0 && strconv.Itoa(i) == n {
-			return nil
-		}
-	}
-	return fmt.Errorf("location %q: want \"*\", \"cpu:N\" or \"cuda:N\"", string(l))
-}
-
-// Region is memory that a transport knows: registered, and where the transport can, open to peers
-// for reading.
-type Region struct {
-	ID       uint64 // unique in this incarnation, never 0
-	Location Location
-	Mem      []byte // the local mapping; the allocator's until Free
-	Shared   bool   // peers can map it
-	free     func() error
-}
-
-// NewRegion describes mem; free (may be nil) gives it back. For transports.
-func NewRegion(id uint64, loc Location, mem []byte, shared bool, free func() error) *Region {
-	return &Region{ID: id, Location: loc, Mem: mem, Shared: shared, free: free}
-}
-
-// Free unmaps the region here and asks the peers that have mapped it to do so too. Mem must not be
-// touched afterwards. It does not wait for the peers. Idempotent only through the proxy.
-func (r *Region) Free() error {
-	if r.free == nil {
-		return nil
-	}
-	f := r.free
-	r.free, r.Mem = nil, nil
-	return f()
-}
+// Region is memory that a transport knows: see package mem.
+type Region = mem.Region
 
 // Mapping is a peer's region in this process, for loads only. It is shared by all who map the
 // region, and counts them: the memory is unmapped when its link has retired it and the last user

@@ -42,7 +42,7 @@ func Alloc[T Element](g *Group, n int) ([]T, error) {
 		return nil, err
 	}
 	g.job.memory.add(r)
-	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(r.Mem))), n), nil
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(r.Bytes()))), n), nil
 }
 
 // Free gives back memory of Alloc: x as Alloc returned it. No operation may be using it, and it
@@ -59,7 +59,7 @@ func Free[T Element](g *Group, x []T) error {
 	return g.job.proxy.FreeRegion(r)
 }
 
-func regionStart(r *p2p.Region) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(r.Mem))) }
+func regionStart(r *p2p.Region) uintptr { return uintptr(unsafe.Pointer(unsafe.SliceData(r.Bytes()))) }
 
 func (m *memory) add(r *p2p.Region) {
 	m.mu.Lock()
@@ -105,7 +105,7 @@ func (m *memory) region(ptr unsafe.Pointer, n int) (*p2p.Region, int) {
 	}
 	r := (*all)[at]
 	off := int(uintptr(ptr) - regionStart(r))
-	if !r.Shared || off+n > len(r.Mem) {
+	if !r.Shared || off+n > r.Len() {
 		return nil, 0
 	}
 	return r, off

@@ -10,12 +10,15 @@ import (
 	"fmt"
 	"os"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"tutti/internal/ident"
 	"tutti/internal/trust"
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/ring"
+	"tutti/p2p/rma"
 )
 
 // Config of a transport.
@@ -49,9 +52,11 @@ var (
 	registry   = map[token]*Transport{}
 )
 
-// Transport implements p2p.Transport and p2p.Allocator. Its links implement p2p.Mapper.
+// Transport implements p2p.Transport, p2p.Allocator, p2p.WritableAllocator and p2p.Exposer. Its
+// links implement p2p.Mapper and p2p.OneSided.
 type Transport struct {
-	ring int
+	ring  int
+	table rma.Table // what this rank has exposed
 
 	mu       sync.RWMutex // held for reading while a connection is being handed over
 	host     p2p.Host
@@ -132,15 +137,16 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	if err != nil {
 		return nil, fmt.Errorf("dialling %v: %w", to, err)
 	}
-	l, err := peer.accept(host, to)
+	l, err := peer.accept(host, &t.table, to)
 	if err != nil {
 		return nil, fmt.Errorf("inproc: dialling %v: %w", to, err)
 	}
 	return l, nil
 }
 
-// accept makes a link from the rank that from serves to t's own rank and returns the dialler's end.
-func (t *Transport) accept(from p2p.Host, to p2p.Identity) (*link, error) {
+// accept makes a link from the rank that from serves, which exposes what is in table, to t's own
+// rank and returns the dialler's end.
+func (t *Transport) accept(from p2p.Host, table *rma.Table, to p2p.Identity) (*link, error) {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
 	if t.closed {
@@ -156,8 +162,11 @@ func (t *Transport) accept(from p2p.Host, to p2p.Identity) (*link, error) {
 		return nil, p2p.FromRefusal(p2p.RefusalOf(err))
 	}
 	mem := aligned(ring.Bytes(t.ring), 64)
-	a, b := &link{host: from}, &link{host: t.host}
+	a, b := &link{host: from, table: table}, &link{host: t.host, table: &t.table}
 	a.peer, b.peer = b, a
+	for _, l := range []*link{a, b} {
+		l.Reset(l, l.over)
+	}
 	for side, l := range []*link{a, b} {
 		if err := l.Init(mem, t.ring, side, l.peer.wake); err != nil {
 			return nil, err
@@ -185,7 +194,27 @@ func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)
 	}
-	return p2p.NewRegion(ident.New(), p2p.Anywhere, aligned(n, os.Getpagesize()), true, func() error { return nil }), nil
+	m := mem.Host(aligned(n, os.Getpagesize()), mem.Anywhere)
+	return mem.NewRegion(ident.New(), m, true, true, func() error { return nil }), nil
+}
+
+// AllocWritable implements p2p.WritableAllocator. Peers of one process are not kept from writing to
+// anything else either.
+func (t *Transport) AllocWritable(n int) (*mem.Region, error) { return t.Alloc(n) }
+
+// Expose implements p2p.Exposer: any host memory of this process, with an empty key.
+func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
+	if err := t.table.Expose(r, x); err != nil {
+		return nil, fmt.Errorf("inproc: %w", err)
+	}
+	return []byte{}, nil
+}
+
+// Withdraw implements p2p.Exposer. It waits for accesses that are under way, each of which takes
+// microseconds.
+func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
+	t.table.Withdraw(x)
+	return nil
 }
 
 // aligned returns n zeroed bytes at a multiple of align.
@@ -195,11 +224,15 @@ func aligned(n, align int) []byte {
 	return b[skip : skip+n : skip+n]
 }
 
-// link is one end; the methods of frames are the ring's.
+// link is one end; the methods of frames are the ring's, those for remote memory the Copier's.
 type link struct {
 	ring.End
-	host p2p.Host
-	peer *link
+	rma.Copier
+	host  p2p.Host
+	table *rma.Table // what this end's rank has exposed
+	peer  *link
+	news  atomic.Uint64 // signals that the peer has written, or times that it has
+	heard uint64        // of these, when Arm looked last
 }
 
 func (l *link) wake() {
@@ -216,7 +249,40 @@ func (l *link) Map(id uint64) (*p2p.Mapping, error) {
 	if err != nil {
 		return nil, fmt.Errorf("region %#x of %v: %w", id, l.peer.host.Self(), err)
 	}
-	return p2p.NewMapping(r.Mem, nil), nil
+	return p2p.NewMapping(r.Bytes(), nil), nil
+}
+
+// Reach implements rma.Reach.
+func (l *link) Reach(x *mem.Remote, _ mem.Rights) (rma.Target, error) {
+	if e := l.peer.table.Find(x.ID, x.Generation); e != nil {
+		return e, nil
+	}
+	return nil, p2p.ErrRevoked
+}
+
+// Drop implements rma.Reach.
+func (l *link) Drop(rma.Target) {}
+
+// Signalled implements rma.Reach. A peer that sleeps looks at news after it has armed the link.
+func (l *link) Signalled() {
+	l.peer.news.Add(1)
+	l.Nudge()
+}
+
+// over says why nothing may be put or got any more.
+func (l *link) over() error { return l.Err() }
+
+// Arm implements p2p.Link.
+func (l *link) Arm() bool {
+	if l.Ready() || l.End.Arm() {
+		return true
+	}
+	if n := l.news.Load(); n != l.heard {
+		l.heard = n
+		l.Disarm()
+		return true
+	}
+	return false
 }
 
 // Close implements p2p.Link. The rings are on the heap: they go when both ends are forgotten.

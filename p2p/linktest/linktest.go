@@ -373,12 +373,16 @@ func spin(i int) {
 }
 
 // SleepSeldom returns t with links that sleep seldom at both ends. The links of t must be
-// p2p.SeldomSleepers, and t a p2p.Allocator.
-func SleepSeldom(t p2p.Transport) p2p.Transport { return seldom{t, t.(p2p.Allocator)} }
+// p2p.SeldomSleepers, and t must have every capability for memory.
+func SleepSeldom(t p2p.Transport) p2p.Transport {
+	return seldom{t, t.(p2p.Allocator), t.(p2p.WritableAllocator), t.(p2p.Exposer)}
+}
 
 type seldom struct {
 	p2p.Transport
 	p2p.Allocator
+	p2p.WritableAllocator
+	p2p.Exposer
 }
 
 type seldomHost struct{ p2p.Host }

@@ -33,6 +33,8 @@ func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 		{"NotWhomIDialled", s.notWhomIDialled},
 		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose},
 		{"Regions", s.regions}, {"Allocations", s.allocations},
+		{"Put", s.put}, {"Get", s.get}, {"Signal", s.signal}, {"Strong", s.strong}, {"Completion", s.completion},
+		{"ClosedHere", s.closedHere}, {"Revoke", s.revoke}, {"Flush", s.flush},
 	} {
 		NoLeaks(t, c.name, c.f)
 	}
@@ -725,11 +727,11 @@ func (s suite) regions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if len(r.Mem) != n || r.ID == 0 || seen[r.ID] || pageOffset(r.Mem) != 0 {
-			t.Fatalf("Alloc(%d): %d bytes at page offset %d, id %#x", n, len(r.Mem), pageOffset(r.Mem), r.ID)
+		if r.Len() != n || r.ID == 0 || seen[r.ID] || pageOffset(r.Bytes()) != 0 {
+			t.Fatalf("Alloc(%d): %d bytes at page offset %d, id %#x", n, r.Len(), pageOffset(r.Bytes()), r.ID)
 		}
 		seen[r.ID] = true
-		for _, v := range r.Mem {
+		for _, v := range r.Bytes() {
 			if v != 0 {
 				t.Fatal("memory is not zeroed")
 			}
@@ -742,7 +744,7 @@ func (s suite) regions(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		r.Mem[0], r.Mem[n-1] = 7, 9
+		r.Bytes()[0], r.Bytes()[n-1] = 7, 9
 		if n > 1 && view.Mem[0] != 7 || view.Mem[n-1] != 9 || len(view.Mem) != n {
 			t.Fatal("the mapping is other memory")
 		}

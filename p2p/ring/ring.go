@@ -384,6 +384,14 @@ func (e *End) ring() {
 	}
 }
 
+// Nudge rings the bell of an end that is armed, as a frame would: for what this end has stored to
+// memory that both share. Whoever sleeps there must have looked at that memory after Arm.
+func (e *End) Nudge() {
+	if atomic.LoadUint32(e.arm[1]) != 0 {
+		e.ring()
+	}
+}
+
 // Answer says that the other end's bell was heard; call it before waking the sleeper. From any
 // goroutine.
 func (e *End) Answer() { atomic.StoreUint32(e.rung[0], 0) }

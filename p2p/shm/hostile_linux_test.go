@@ -134,7 +134,7 @@ func impostors(t testing.TB, n int) map[string]int {
 // TestHostileSetup: nothing but proper memory becomes a link, and nothing is left open.
 func TestHostileSetup(t *testing.T) {
 	const data = ring.MinData
-	n := pages(ring.Bytes(data))
+	n := linkBytes(data)
 	good := message{kind: msgSetup, size: data, version: version}
 	type attack struct {
 		name string
@@ -212,7 +212,7 @@ func TestHostileSetup(t *testing.T) {
 func captive(t *testing.T) (l *linktest.End, conn *net.UnixConn, mem []byte) {
 	t.Helper()
 	const data = ring.MinData
-	n := pages(ring.Bytes(data))
+	n := linkBytes(data)
 	fd := memory(t, n)
 	defer unix.Close(fd)
 	mem, err := mapMemory(fd, n, unix.PROT_READ|unix.PROT_WRITE)
@@ -286,7 +286,7 @@ func TestHostilePeer(t *testing.T) {
 			}
 		},
 		"bad ring": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
-			for i := range mem {
+			for i := range mem[:ring.Bytes(ring.MinData)] {
 				mem[i] = 0xff
 			}
 			if _, _, err := l.Recv(); !errors.Is(err, p2p.ErrProtocol) {
@@ -490,7 +490,7 @@ func TestRegionCannotBeWritten(t *testing.T) {
 			t.Error("the memory of a region can be opened again and mapped for writing")
 		}
 	}
-	if r.Mem[0] = 5; m.Mem[0] != 5 {
+	if r.Bytes()[0] = 5; m.Mem[0] != 5 {
 		t.Error("the owner's stores are not seen")
 	}
 }

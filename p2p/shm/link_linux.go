@@ -7,17 +7,21 @@ import (
 	"net"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"tutti/p2p"
 	"tutti/p2p/ring"
+	"tutti/p2p/rma"
 )
 
-// link is one end; the methods of frames are the ring's. It implements p2p.Mapper.
+// link is one end; the methods of frames are the ring's, those for remote memory the Copier's. It
+// implements p2p.Mapper and p2p.OneSided.
 type link struct {
 	ring.End
+	rma.Copier
 	host    p2p.Host
 	peer    p2p.Identity
 	exports *exports
@@ -29,12 +33,33 @@ type link struct {
 	closed  bool // Close was called
 	ended   bool // the reader has
 	away    bool // the reader is in a call of the host that may wait for whoever calls Close
-	imports map[uint64]*imports
+	imports map[importKey]*imports
 	asking  int       // imports without an answer
 	unsent  []message // for which the socket had no room; a goroutine sends them
 	helpers sync.WaitGroup
 	once    sync.Once
 	err     error // of Close
+
+	// For remote memory: see onesided_linux.go.
+	whole  []byte // the rings and the words
+	words  words
+	side   int
+	pid    int         // of the peer, 0: not known
+	ceased atomic.Bool // the peer's end came: it accesses nothing of ours
+	left   atomic.Bool // this end was closed first, while the peer did
+	heard  uint64      // of the peer's news, when Arm looked last
+	told   uint64      // news of ours
+	spare  []*target
+
+	storing sync.Mutex // held while this end accesses a chunk of the peer's memory
+	stopped bool       // it accesses nothing any more. Under storing, as what follows
+	raised  uint64     // the word that says so
+}
+
+// importKey names a region of the peer, mapped for reading or for writing too.
+type importKey struct {
+	id    uint64
+	store bool
 }
 
 // imports is what is known of a region of the peer: it was asked for, or it is mapped, or it cannot
@@ -52,13 +77,16 @@ const maxAsking = 32
 // owns conn and mem from then on.
 func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
 	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}),
-		imports: map[uint64]*imports{}}
+		imports: map[importKey]*imports{}, whole: mem, words: mem[pages(ring.Bytes(data)):], side: side,
+		pid: sock.pid()}
 	l.changed.L = &l.mu
+	l.Reset(l, l.over)
 	if err := l.Init(mem[:ring.Bytes(data)], data, side, sock.wake); err != nil {
 		unmap(mem)
 		sock.conn.Close()
 		return nil, err
 	}
+	x.join(l)
 	go l.read()
 	return l, nil
 }
@@ -76,10 +104,12 @@ func (l *link) read() {
 		err = fmt.Errorf("%v: %w", l.peer, err)
 		l.Fail(err, false)
 	case errors.Is(err, io.EOF), errors.Is(err, unix.ECONNRESET):
+		l.ceased.Store(true)
 		l.Fail(fmt.Errorf("%v closed its link or ended: %w", l.peer, p2p.ErrPeerGone), true)
 	default: // net.ErrClosed if it is our own Close, which has called Fail first
 		l.Fail(fmt.Errorf("%v: %w: %w", l.peer, p2p.ErrPeerGone, err), true)
 	}
+	l.cease()
 	l.sock.conn.Close() // a peer that broke the rules learns it so
 	close(l.down)
 	l.mu.Lock()
@@ -99,9 +129,9 @@ func (l *link) serve() error {
 		case msgBell:
 			l.Answer()
 			l.host.Wake()
-		case msgAsk:
+		case msgAsk, msgAskStore:
 			err = l.answer(m)
-		case msgGrant, msgDeny:
+		case msgGrant, msgDeny, msgGrantStore, msgDenyStore:
 			err = l.take(m, fd)
 		case msgDrop:
 			l.drop(m.id)
@@ -120,6 +150,12 @@ func (l *link) serve() error {
 // answer serves a peer's request. It needs no memory that outlives it: a flood of requests is
 // answered one by one.
 func (l *link) answer(m message) error {
+	if m.kind == msgAskStore { // whether it may, the exports say when it is sent
+		return l.queue(message{kind: msgGrantStore, id: m.id})
+	}
+	if l.exports.readable(m.id) {
+		return l.queue(message{kind: msgGrant, id: m.id})
+	}
 	l.mu.Lock()
 	if l.closed {
 		l.mu.Unlock()
@@ -170,15 +206,18 @@ func (l *link) queue(m message) error {
 
 // send sends a message. A grant whose region is freed meanwhile becomes a denial.
 func (l *link) send(m message) error {
-	if m.kind == msgGrant {
-		err := l.exports.pass(l, m.id, func(fd, size int) error {
+	if m.kind == msgGrant || m.kind == msgGrantStore {
+		err := l.exports.pass(l, m.id, m.kind == msgGrantStore, func(fd, size int) error {
 			m.size = uint64(size)
 			return l.sock.send(m, fd)
 		})
 		if !errors.Is(err, p2p.ErrNoRegion) {
 			return err
 		}
-		m = message{kind: msgDeny, id: m.id}
+		if m.kind++; m.kind != msgDenyStore {
+			m.kind = msgDeny
+		}
+		m.size = 0
 	}
 	return l.sock.send(m, -1)
 }
@@ -215,14 +254,15 @@ func (l *link) take(m message, fd int) error {
 	if fd >= 0 {
 		defer unix.Close(fd)
 	}
-	r := l.imports[m.id]
+	store := m.kind == msgGrantStore || m.kind == msgDenyStore
+	r := l.imports[importKey{m.id, store}]
 	if r == nil || r.mapping != nil || r.err != nil {
 		return fmt.Errorf("%w: an answer for region %#x, which was not asked for", p2p.ErrProtocol, m.id)
 	}
 	l.asking--
 	if fd < 0 {
 		r.err = fmt.Errorf("region %#x of %v: %w", m.id, l.peer, p2p.ErrNoRegion)
-	} else if r.mapping, r.err = imported(fd, m.size); r.err != nil {
+	} else if r.mapping, r.err = imported(fd, m.size, store); r.err != nil {
 		r.err = fmt.Errorf("region %#x of %v: %w", m.id, l.peer, r.err)
 	}
 	l.host.Wake()
@@ -233,11 +273,13 @@ func (l *link) take(m message, fd int) error {
 func (l *link) drop(id uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if r := l.imports[id]; r != nil && (r.mapping != nil || r.err != nil) {
-		if r.mapping != nil {
-			r.mapping.Retire()
+	for _, key := range [...]importKey{{id, false}, {id, true}} {
+		if r := l.imports[key]; r != nil && (r.mapping != nil || r.err != nil) {
+			if r.mapping != nil {
+				r.mapping.Retire()
+			}
+			delete(l.imports, key)
 		}
-		delete(l.imports, id)
 	}
 }
 
@@ -254,7 +296,10 @@ func (l *link) retract(id uint64) {
 }
 
 // Map implements p2p.Mapper.
-func (l *link) Map(id uint64) (*p2p.Mapping, error) {
+func (l *link) Map(id uint64) (*p2p.Mapping, error) { return l.mapping(importKey{id, false}) }
+
+// mapping is Map, for writing too if key says so.
+func (l *link) mapping(key importKey) (*p2p.Mapping, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed || l.ended {
@@ -263,23 +308,28 @@ func (l *link) Map(id uint64) (*p2p.Mapping, error) {
 		}
 		return nil, fmt.Errorf("%v: %w", l.peer, p2p.ErrPeerGone)
 	}
-	switch r := l.imports[id]; {
+	switch r := l.imports[key]; {
 	case r == nil && l.asking == maxAsking:
 		return nil, nil // later
 	case r == nil:
-		switch err := l.sock.send(message{kind: msgAsk, id: id}, -1); {
+		ask := message{kind: msgAsk, id: key.id}
+		if key.store {
+			ask.kind = msgAskStore
+		}
+		switch err := l.sock.send(ask, -1); {
 		case errors.Is(err, errFull):
 			return nil, nil // later
 		case err != nil:
-			l.Fail(fmt.Errorf("asking %v for region %#x: %w: %w", l.peer, id, p2p.ErrPeerGone, err), true)
+			l.Fail(fmt.Errorf("asking %v for region %#x: %w: %w", l.peer, key.id, p2p.ErrPeerGone, err), true)
+			l.cease()
 			l.sock.conn.Close() // and so ends the reader
 			return nil, l.Err()
 		}
-		l.imports[id] = &imports{}
+		l.imports[key] = &imports{}
 		l.asking++
 		return nil, nil
 	case r.err != nil:
-		delete(l.imports, id)
+		delete(l.imports, key)
 		return nil, r.err
 	case r.mapping != nil:
 		return r.mapping.Acquire(), nil
@@ -296,6 +346,8 @@ func (l *link) Close() error {
 		l.mu.Lock()
 		l.closed = true
 		l.mu.Unlock()
+		l.cease()
+		l.words.at(gateAt, l.side).Store(1)
 		l.sock.conn.Close()
 		l.mu.Lock()
 		// The reader may be in Host.Region and wait there for a lock of our caller; it touches
@@ -313,9 +365,11 @@ func (l *link) Close() error {
 				r.mapping.Retire()
 			}
 		}
-		mem := l.Memory()
-		l.err = blank(mem)
-		runtime.AddCleanup(l, func(mem []byte) { unmap(mem) }, mem)
+		l.err = blank(l.Memory())
+		if l.exports.leave(l) {
+			l.err = errors.Join(l.err, blank(l.words))
+		}
+		runtime.AddCleanup(l, func(mem []byte) { unmap(mem) }, l.whole)
 	})
 	return l.err
 }

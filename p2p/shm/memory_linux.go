@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/internal/ident"
+	"tutti/mem"
 	"tutti/p2p"
 )
 
@@ -90,6 +91,21 @@ func newRegion(n int) (fd int, mem []byte, err error) {
 	return fd, mem, nil
 }
 
+// newWritable returns shared memory of n bytes with two descriptors: whoever gets fd can map it for
+// reading, and whoever gets store for writing too.
+func newWritable(n int) (fd, store int, b []byte, err error) {
+	if store, b, err = newRing(n); err != nil {
+		return -1, -1, nil, err
+	}
+	fd, err = unix.Open(fmt.Sprintf("/proc/self/fd/%d", store), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		unmap(b)
+		unix.Close(store)
+		return -1, -1, nil, fmt.Errorf("opening shared memory for reading: %w", err)
+	}
+	return fd, store, b, nil
+}
+
 // checkMemory says whether a descriptor from a peer is memory of exactly n bytes that nobody can
 // shrink: else touching a mapping of it could be a SIGBUS. (Memory from hugetlbfs could be one too,
 // when the pool is empty.)
@@ -141,63 +157,127 @@ func blank(mem []byte) error {
 // exports are the regions of one rank that its peers may map. Descriptors are passed and closed
 // under the lock, so that a number is never passed after it was closed and has come to mean
 // something else.
+//
+// It also knows what is exposed for puts and gets, and the links whose peers may be using that.
 type exports struct {
-	mu sync.Mutex
-	m  map[uint64]*export
+	mu      sync.Mutex
+	m       map[uint64]*export
+	grants  map[uint64]*grant // by generation
+	boards  []*board
+	links   map[*link]struct{} // that are not closed
+	leavers []*link            // that are, and whose peers were in the middle of an access then
+	closed  bool               // the transport is
+}
+
+func newExports() *exports {
+	return &exports{m: map[uint64]*export{}, grants: map[uint64]*grant{}, links: map[*link]struct{}{}}
 }
 
 type export struct {
-	fd, size int
-	granted  map[*link]struct{} // to whose peers it was passed
+	fd, size         int
+	store            int                // the descriptor for writing, -1: nobody else can write
+	board            bool               // it holds grants, which every peer may read
+	readers, writers int                // exposures with rights to read, and to write
+	granted          map[*link]struct{} // to whose peers it was passed
 }
 
-// alloc implements p2p.Allocator.
-func (x *exports) alloc(n int) (*p2p.Region, error) {
+// alloc implements p2p.Allocator and p2p.WritableAllocator.
+func (x *exports) alloc(n int, writable bool) (*p2p.Region, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return x.add(n, writable)
+}
+
+// add is alloc with the lock.
+func (x *exports) add(n int, writable bool) (*p2p.Region, error) {
 	if n < 1 || pages(n) < n {
 		return nil, fmt.Errorf("shm: region of %d bytes, want at least 1", n)
 	}
-	fd, mem, err := newRegion(pages(n))
+	fd, store, b, err := -1, -1, []byte(nil), error(nil)
+	if writable {
+		fd, store, b, err = newWritable(pages(n))
+	} else {
+		fd, b, err = newRegion(pages(n))
+	}
 	if err != nil {
 		return nil, fmt.Errorf("shm: %w", err)
 	}
-	unix.Madvise(mem, unix.MADV_HUGEPAGE) // where the system allows it
+	unix.Madvise(b, unix.MADV_HUGEPAGE) // where the system allows it
 	id := ident.New()
-	x.mu.Lock()
-	if x.m == nil {
-		x.m = map[uint64]*export{}
-	}
-	x.m[id] = &export{fd, n, map[*link]struct{}{}}
-	x.mu.Unlock()
-	free := func() error { return errors.Join(x.free(id), unmap(mem)) }
-	return p2p.NewRegion(id, p2p.Anywhere, mem[:n:n], true, free), nil
+	x.m[id] = &export{fd: fd, size: n, store: store, granted: map[*link]struct{}{}}
+	free := func() error { return errors.Join(x.free(id), unmap(b)) }
+	return mem.NewRegion(id, mem.Host(b[:n:n], mem.Anywhere), true, writable, free), nil
 }
 
 // free withdraws a region and tells the peers that have it.
 func (x *exports) free(id uint64) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
+	return x.freeLocked(id)
+}
+
+func (x *exports) freeLocked(id uint64) error {
 	e := x.m[id]
 	delete(x.m, id)
 	for l := range e.granted {
 		l.retract(id)
 	}
-	return unix.Close(e.fd)
+	err := unix.Close(e.fd)
+	if e.store >= 0 {
+		err = errors.Join(err, unix.Close(e.store))
+	}
+	return err
 }
 
-// pass calls send with the descriptor and the size of region id, if there is one, and notes that
-// the peer of l has it.
-func (x *exports) pass(l *link, id uint64, send func(fd, size int) error) error {
+// readable reports whether every peer may read region id: it is exposed for that, or holds grants.
+func (x *exports) readable(id uint64) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	e := x.m[id]
-	if e == nil {
+	return e != nil && (e.board || e.readers > 0)
+}
+
+// pass calls send with the descriptor and the size of region id, if there is one, and notes that
+// the peer of l has it. With store it is the descriptor for writing, which only memory has that is
+// exposed so.
+func (x *exports) pass(l *link, id uint64, store bool, send func(fd, size int) error) error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	e := x.m[id]
+	if e == nil || store && (e.writers == 0 || e.store < 0) {
 		return p2p.ErrNoRegion
 	}
-	if err := send(e.fd, e.size); err != nil {
+	fd := e.fd
+	if store {
+		fd = e.store
+	}
+	if err := send(fd, e.size); err != nil {
 		return err
 	}
 	e.granted[l] = struct{}{}
 	return nil
+}
+
+// join notes a link whose peer may access what is exposed.
+func (x *exports) join(l *link) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.links[l] = struct{}{}
+}
+
+// leave says that l is closed, after its gate. It returns false if the link's words have to stay,
+// because the peer is in the middle of an access.
+func (x *exports) leave(l *link) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	delete(x.links, l)
+	if l.words.at(busyAt, 1-l.side).Load()%2 == 0 || l.ceased.Load() {
+		x.end()
+		return true
+	}
+	l.left.Store(true)
+	x.leavers = append(x.leavers, l)
+	return false
 }
 
 // forget drops a link that is closed.
@@ -210,14 +290,18 @@ func (x *exports) forget(l *link) {
 }
 
 // imported maps a region of a peer, of n bytes, from the descriptor that the peer has passed.
-func imported(fd int, n uint64) (*p2p.Mapping, error) {
+func imported(fd int, n uint64, store bool) (*p2p.Mapping, error) {
 	if n == 0 || n > math.MaxInt-uint64(pages(1)) {
 		return nil, fmt.Errorf("%w: the peer passed a region of %d bytes", p2p.ErrProtocol, n)
 	}
 	if err := checkMemory(fd, pages(int(n))); err != nil {
 		return nil, err
 	}
-	mem, err := mapMemory(fd, pages(int(n)), unix.PROT_READ)
+	prot := unix.PROT_READ
+	if store {
+		prot |= unix.PROT_WRITE
+	}
+	mem, err := mapMemory(fd, pages(int(n)), prot)
 	if err != nil {
 		return nil, err
 	}

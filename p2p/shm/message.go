@@ -7,21 +7,24 @@ import (
 	"tutti/p2p"
 )
 
-// Kinds of message. Only setup and grant come with a descriptor, exactly one.
+// Kinds of message. Only setup and the grants come with a descriptor, exactly one.
 const (
-	msgBell  = iota + 1 // wake up
-	msgSetup            // acceptor's first: size is the ring's, version the layout's
-	msgFail             // instead of setup: size is the errno
-	msgAsk              // for region id
-	msgGrant            // answer: region id, of size bytes, with its descriptor
-	msgDeny             // answer: there is no region id
-	msgDrop             // region id, which was granted, is freed: unmap it
+	msgBell       = iota + 1 // wake up
+	msgSetup                 // acceptor's first: size is the ring's, version the layout's
+	msgFail                  // instead of setup: size is the errno
+	msgAsk                   // for region id
+	msgGrant                 // answer: region id, of size bytes, with its descriptor
+	msgDeny                  // answer: there is no region id
+	msgDrop                  // region id, which was granted, is freed: unmap it
+	msgAskStore              // msgAsk, for reading and writing
+	msgGrantStore            // its answer
+	msgDenyStore             // its answer: there is no region id that the peer may write
 	msgEnd
 )
 
 const (
 	messageSize = 24
-	version     = 2 // of the memory's layout and the messages
+	version     = 3 // of the memory's layout and the messages
 )
 
 // message is what passes over a link's socket, always messageSize bytes:
@@ -52,4 +55,6 @@ func decodeMessage(b *[messageSize]byte) (message, error) {
 }
 
 // hasFile says whether a descriptor comes with the message.
-func (m message) hasFile() bool { return m.kind == msgSetup || m.kind == msgGrant }
+func (m message) hasFile() bool {
+	return m.kind == msgSetup || m.kind == msgGrant || m.kind == msgGrantStore
+}

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/linktest"
 )
@@ -91,12 +92,35 @@ func child(role string) error {
 			} else if err != nil {
 				return err
 			}
-			for i := range r.Mem {
-				r.Mem[i] += byte(i) + 1
+			for i := range r.Bytes() {
+				r.Bytes()[i] += byte(i) + 1
 			}
 			if err := e.Put(&h, nil); err != nil {
 				return err
 			}
+		}
+	case "storer": // puts to the memory that it is told of, until the end
+		_, b, err := e.Wait()
+		if err != nil {
+			return err
+		}
+		var to mem.Remote
+		if err := to.UnmarshalBinary(b); err != nil {
+			return err
+		}
+		s := linktest.NewSide(e, &linktest.Node{Host: host, T: t, Endpoint: ep})
+		local := make([]byte, to.Len)
+		for i := byte(1); ; i++ {
+			for k := range local {
+				local[k] = i
+			}
+			if _, err := s.PutTo(local, &to, 0, p2p.Signal{}); err != nil {
+				return nil
+			}
+			if err := s.Turn(); err != nil {
+				return nil
+			}
+			clear(s.Ended)
 		}
 	default:
 		return fmt.Errorf("no role %q", role)
@@ -110,6 +134,7 @@ type process struct {
 	cmd  *exec.Cmd
 	out  *bufio.Scanner
 	name string // of its socket
+	node *linktest.Node
 }
 
 func start(t testing.TB, role string) process {
@@ -163,7 +188,7 @@ func start(t testing.TB, role string) process {
 			t.Error(err)
 		}
 	})
-	p.End = &linktest.End{Link: l, Host: n.Host}
+	p.End, p.node = &linktest.End{Link: l, Host: n.Host}, n
 	return p
 }
 

@@ -12,8 +12,10 @@
 // seen, at once, whatever killed it. A goroutine in Go's network poller reads it; no thread is
 // blocked.
 //
-// Descriptors: one listener a rank, one socket a link, one memfd an allocated region. Memory: two
-// rings a link, on both sides the same pages, taken as frames touch them. Memory of links and
+// Descriptors: one listener a rank, one socket a link, one memfd an allocated region, two for one
+// that peers may be allowed to write, and one for each 1,024 ranges of memory that are exposed at a
+// time. Memory: two rings and a page a link, on both sides the same pages, taken as they are
+// touched. Memory of links and
 // regions is accounted to the processes that touch it, not to /dev/shm, and the kernel takes
 // everything back when the last process that maps it ends, however it ends.
 package shm

@@ -63,7 +63,7 @@ func FuzzMessage(f *testing.F) {
 			return
 		}
 		m, err := decodeMessage(&in)
-		if err == nil && (m.encode() != in || m.kind < msgBell || m.kind > msgDrop) {
+		if err == nil && (m.encode() != in || m.kind < msgBell || m.kind >= msgEnd) {
 			t.Fatalf("%x decodes to %+v", in, m)
 		}
 	})

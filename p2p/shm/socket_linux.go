@@ -167,6 +167,16 @@ func (s *socket) collect() error {
 	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
 }
 
+// pid returns the peer's process, 0 if it cannot be told.
+func (s *socket) pid() (pid int) {
+	s.raw.Control(func(fd uintptr) {
+		if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
+			pid = int(cred.Pid)
+		}
+	})
+	return pid
+}
+
 // drop closes a descriptor that no message claimed. After the last next.
 func (s *socket) drop() {
 	if s.file >= 0 {

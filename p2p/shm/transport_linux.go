@@ -14,13 +14,18 @@ import (
 
 	"tutti/internal/ident"
 	"tutti/internal/trust"
+	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/ring"
 )
 
-const purpose = "shm"
+const (
+	name    = "shm"
+	purpose = "shm"
+)
 
-// Transport implements p2p.Transport and p2p.Allocator. Its links implement p2p.Mapper.
+// Transport implements p2p.Transport, p2p.Allocator, p2p.WritableAllocator and p2p.Exposer. Its
+// links implement p2p.Mapper and p2p.OneSided.
 type Transport struct {
 	cfg     Config
 	uid     uint32
@@ -36,7 +41,7 @@ type Transport struct {
 
 // New returns a transport that does not listen yet.
 func New(cfg Config) *Transport {
-	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: &exports{}}
+	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: newExports()}
 }
 
 // Identify returns what two processes must have in common to share memory through this package: the
@@ -54,7 +59,7 @@ func Identify() (string, error) {
 }
 
 // Name implements p2p.Transport.
-func (t *Transport) Name() string { return "shm" }
+func (t *Transport) Name() string { return name }
 
 // Listen implements p2p.Transport.
 func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
@@ -148,7 +153,7 @@ func (t *Transport) found(conn *net.UnixConn, from p2p.Identity) (*link, error) 
 		conn.Close()
 		return nil, err
 	}
-	fd, mem, err := newRing(pages(ring.Bytes(t.cfg.RingBytes)))
+	fd, mem, err := newRing(linkBytes(t.cfg.RingBytes))
 	if err == nil {
 		if err = sock.send(message{kind: msgSetup, size: uint64(t.cfg.RingBytes), version: version}, fd); err != nil {
 			unmap(mem)
@@ -301,7 +306,7 @@ func receive(sock *socket) (mem []byte, data int, err error) {
 		m.size < ring.MinData || m.size > ring.MaxData || ring.Round(int(m.size)) != int(m.size) {
 		return nil, 0, fmt.Errorf("%w: set-up message %+v", p2p.ErrProtocol, m)
 	}
-	n := pages(ring.Bytes(int(m.size)))
+	n := linkBytes(int(m.size))
 	if err := checkMemory(fd, n); err != nil {
 		return nil, 0, err
 	}
@@ -321,8 +326,26 @@ func (t *Transport) Close() error {
 		err = a.Close()
 	}
 	t.served.Wait()
-	return err
+	return errors.Join(err, t.exports.close())
 }
 
+// linkBytes is the size of the memory of a link with rings of data bytes: the rings, and a page of
+// words for puts and gets.
+func linkBytes(data int) int { return pages(ring.Bytes(data)) + pages(1) }
+
 // Alloc implements p2p.Allocator: shared memory that peers can map for reading alone.
-func (t *Transport) Alloc(n int) (*p2p.Region, error) { return t.exports.alloc(n) }
+func (t *Transport) Alloc(n int) (*p2p.Region, error) { return t.exports.alloc(n, false) }
+
+// AllocWritable implements p2p.WritableAllocator: shared memory whose descriptor for writing peers
+// get while it is exposed for that.
+func (t *Transport) AllocWritable(n int) (*p2p.Region, error) { return t.exports.alloc(n, true) }
+
+// Expose implements p2p.Exposer, for memory of this transport alone.
+func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
+	return t.exports.expose(r, x)
+}
+
+// Withdraw implements p2p.Exposer.
+func (t *Transport) Withdraw(ctx context.Context, x *mem.Remote) error {
+	return t.exports.withdraw(ctx, x)
+}

@@ -11,7 +11,17 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/p2p"
+	"tutti/p2p/rma"
 )
+
+// framed is a link whose puts and gets travel as frames. It implements p2p.OneSided.
+type framed struct {
+	*rma.Frames
+	link *link
+}
+
+// Distant implements p2p.Distant.
+func (framed) Distant() {}
 
 // link implements p2p.Link over one or more connections. Headers and small payloads go over
 // streams[0], in order. With several streams the payloads of big frames take turns on all of them;
@@ -99,15 +109,12 @@ func (l *link) Err() error {
 
 func (l *link) errClosed() error { return fmt.Errorf("%s: %w on this side", l.name, p2p.ErrClosed) }
 
-// Distant implements p2p.Distant.
-func (l *link) Distant() {}
-
 // MaxFrame implements p2p.Link.
 func (l *link) MaxFrame() int { return l.maxFrame }
 
 func encodeHeader(b *[p2p.HeaderSize]byte, h *p2p.Header) {
 	b[0], b[1] = h.Kind, h.Flags
-	b[2], b[3] = 0, 0
+	binary.LittleEndian.PutUint16(b[2:], h.Service)
 	binary.LittleEndian.PutUint32(b[4:], h.Len)
 	binary.LittleEndian.PutUint32(b[8:], h.Chan)
 	binary.LittleEndian.PutUint32(b[12:], h.Ack)
@@ -119,6 +126,7 @@ func encodeHeader(b *[p2p.HeaderSize]byte, h *p2p.Header) {
 
 func decodeHeader(h *p2p.Header, b *[p2p.HeaderSize]byte) {
 	h.Kind, h.Flags = b[0], b[1]
+	h.Service = binary.LittleEndian.Uint16(b[2:])
 	h.Len = binary.LittleEndian.Uint32(b[4:])
 	h.Chan = binary.LittleEndian.Uint32(b[8:])
 	h.Ack = binary.LittleEndian.Uint32(b[12:])

@@ -17,16 +17,12 @@ import (
 )
 
 func TestHeaderEncoding(t *testing.T) {
-	h := p2p.Header{Kind: 1, Flags: 2, Len: 0x08070605, Chan: 0x0c0b0a09, Ack: 0x100f0e0d,
+	h := p2p.Header{Kind: 1, Flags: 2, Service: 0x0403, Len: 0x08070605, Chan: 0x0c0b0a09, Ack: 0x100f0e0d,
 		Seq: 0x1817161514131211, Call: 0x201f1e1d1c1b1a19, Count: 0x2827262524232221, Off: 0x302f2e2d2c2b2a29}
 	var b [p2p.HeaderSize]byte
 	encodeHeader(&b, &h)
 	for i := range b {
-		want := byte(i + 1)
-		if i == 2 || i == 3 { // spare
-			want = 0
-		}
-		if b[i] != want {
+		if want := byte(i + 1); b[i] != want {
 			t.Fatalf("byte %d of %x is %d, want %d", i, b, b[i], want)
 		}
 	}
@@ -35,6 +31,9 @@ func TestHeaderEncoding(t *testing.T) {
 		t.Errorf("decoded as %+v", d)
 	}
 }
+
+// wire returns the connections under a link.
+func wire(l p2p.Link) *link { return l.(*framed).link }
 
 // rawPair returns a link of conns streams and the descriptors of their far ends.
 func rawPair(t testing.TB, p *poller, conns, maxFrame int) (*link, []int) {
@@ -173,8 +172,8 @@ func TestSeveralConnections(t *testing.T) {
 	for _, conns := range []int{1, 2, 5} {
 		t.Run(fmt.Sprint(conns), func(t *testing.T) {
 			a, b, na, nb := pair(t, Config{Conns: conns, MaxFrame: 512 << 10})
-			if n := len(a.(*link).streams); n != conns || len(b.(*link).streams) != conns {
-				t.Fatalf("%d and %d connections", n, len(b.(*link).streams))
+			if n := len(wire(a).streams); n != conns || len(wire(b).streams) != conns {
+				t.Fatalf("%d and %d connections", n, len(wire(b).streams))
 			}
 			sizes := []int{0, 1, spread - 1, spread, spread + 1, 512 << 10, 100, 200 << 10, 512 << 10, 16 << 10,
 				inline + 1}
@@ -281,7 +280,7 @@ func TestCloseAgainstFullPeer(t *testing.T) {
 
 func TestErrorsNameThePeer(t *testing.T) {
 	a, b, na, nb := pair(t, Config{})
-	at := b.(*link).name[strings.LastIndex(b.(*link).name, "at ")+3:]
+	at := wire(b).name[strings.LastIndex(wire(b).name, "at ")+3:]
 	b.Send(header(0, 0), nil)
 	a.Close()
 	var err error
@@ -380,7 +379,7 @@ func TestArmForRoom(t *testing.T) {
 func TestStoppedPeerIsNotGone(t *testing.T) {
 	a, b, _, _ := pair(t, Config{SocketBuffer: 32 << 10})
 	fill(t, a, 10000)
-	s := &a.(*link).streams[0]
+	s := &wire(a).streams[0]
 	probed := false
 	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		s.checkHost(100 * time.Millisecond)
@@ -408,7 +407,7 @@ func TestSocketOptions(t *testing.T) {
 			"TCP_KEEPINTVL": {unix.IPPROTO_TCP, unix.TCP_KEEPINTVL, 2},
 			"TCP_KEEPCNT":   {unix.IPPROTO_TCP, unix.TCP_KEEPCNT, 4},
 		} {
-			if v, err := unix.GetsockoptInt(l.(*link).streams[0].fd, o.level, o.opt); err != nil || v != o.want {
+			if v, err := unix.GetsockoptInt(wire(l).streams[0].fd, o.level, o.opt); err != nil || v != o.want {
 				t.Errorf("%s is %d, %v, want %d", what, v, err, o.want)
 			}
 		}
@@ -450,7 +449,7 @@ func TestArmAfterFlush(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	until(t, "room", func() bool { ok, _ := a.Flush(); return ok && a.(*link).streams[0].room() })
+	until(t, "room", func() bool { ok, _ := a.Flush(); return ok && wire(a).streams[0].room() })
 	if !a.Arm() {
 		t.Error("Arm lets sleep although Send has room")
 	}

@@ -32,7 +32,9 @@ import (
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
+	"tutti/mem"
 	"tutti/p2p"
+	"tutti/p2p/rma"
 )
 
 // Config says how a Transport listens and dials. The zero Config listens on all interfaces, on
@@ -102,8 +104,9 @@ const (
 	lastTimeout = 30 * time.Second
 )
 
-// Transport implements p2p.Transport.
+// Transport implements p2p.Transport and p2p.Exposer. Its links implement p2p.OneSided.
 type Transport struct {
+	table  rma.Table // what this rank has exposed
 	cfg    Config
 	filter ifname.Filter
 	ctx    context.Context // ends with Close
@@ -507,7 +510,7 @@ func linkName(peer p2p.Identity, at string) string {
 }
 
 // link makes a link of connections, which are closed if that fails.
-func (t *Transport) link(name string, fds []int, frame int) (*link, error) {
+func (t *Transport) link(name string, fds []int, frame int) (*framed, error) {
 	l, err := newLink(name, fds, frame, t.cfg.BufferSize, t.poller)
 	if err != nil {
 		for _, fd := range fds {
@@ -515,7 +518,21 @@ func (t *Transport) link(name string, fds []int, frame int) (*link, error) {
 		}
 		return nil, fmt.Errorf("%s: %w", name, files.Explain(err))
 	}
-	return l, nil
+	return &framed{rma.NewFrames(l, &t.table, t.host.Wake), l}, nil
+}
+
+// Expose implements p2p.Exposer: any host memory, with an empty key.
+func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
+	if err := t.table.Expose(r, x); err != nil {
+		return nil, fmt.Errorf("tcp: %w", err)
+	}
+	return []byte{}, nil
+}
+
+// Withdraw implements p2p.Exposer. It waits for a system call that does not block.
+func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
+	t.table.Withdraw(x)
+	return nil
 }
 
 // adopt takes the socket out of c, which is closed: a descriptor of its own that the Go runtime's

@@ -341,7 +341,7 @@ func TestSelect(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if name := b.accept(t).(*link).name; !strings.Contains(name, "127.0.0.77:") {
+	if name := wire(b.accept(t)).name; !strings.Contains(name, "127.0.0.77:") {
 		t.Errorf("dialled from %s, want from %v", name, from)
 	}
 	if err := a.Reaches(b.at("127.0.0.2:1")); err == nil || !strings.Contains(err.Error(), "not there") {
@@ -362,7 +362,7 @@ func TestNegotiation(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, l := range []p2p.Link{l, b.accept(t)} {
-			if n := len(l.(*link).streams); n != c.want.Conns || l.MaxFrame() != c.want.MaxFrame {
+			if n := len(wire(l).streams); n != c.want.Conns || l.MaxFrame() != c.want.MaxFrame {
 				t.Errorf("%+v and %+v: %d connections, frames of %d", c.a, c.b, n, l.MaxFrame())
 			}
 			l.Close()

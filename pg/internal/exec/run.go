@@ -488,7 +488,7 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 		return err
 	}
 	in, out := r.in, r.out
-	wide := unsafe.Pointer(unsafe.SliceData(r.wide.Mem))
+	wide := unsafe.Pointer(unsafe.SliceData(r.wide.Bytes()))
 	for i := range parts {
 		if err := r.convert(kernels.Widen, unsafe.Add(wide, i*4*count), in.part(int32(i)), count, 4,
 			c.DType.Size()); err != nil {
@@ -513,7 +513,7 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 
 // control returns a control region of at least n bytes, keeping old if it is large enough.
 func (r *Runner) control(old *p2p.Region, n int) (*p2p.Region, error) {
-	if old != nil && len(old.Mem) >= n {
+	if old != nil && old.Len() >= n {
 		return old, nil
 	}
 	return r.proxy.Control(max(n, 4096))
@@ -558,7 +558,7 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 		if r.tmp, err = r.control(r.tmp, prog.Tmp); err != nil {
 			return err
 		}
-		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Mem))
+		r.scratch = unsafe.Pointer(unsafe.SliceData(r.tmp.Bytes()))
 	}
 	r.prog = prog
 	inPlace := r.in.ptr == r.out.ptr && !r.dirty && r.cur.Kind.Reduces()

@@ -1,0 +1,315 @@
+package rma
+
+import (
+	"errors"
+	"fmt"
+	"unsafe"
+
+	"sync/atomic"
+
+	"tutti/mem"
+	"tutti/p2p"
+)
+
+var errUnsupported = errors.ErrUnsupported
+
+// Target is memory of a peer that this process can access: an Entry, or a mapping with the owner's
+// consent. Enter and Leave bracket each access; Enter's errors are ErrRevoked, ErrRights, ErrBounds
+// or the link's.
+type Target interface {
+	Enter(rights mem.Rights, off, n uint64) ([]byte, error)
+	Leave()
+}
+
+// Reach is how a Copier gets at the memory of its peer.
+type Reach interface {
+	// Reach returns the memory that x describes, for accesses with rights, or nil without an error
+	// if the peer has yet to say where it is. Drop follows.
+	Reach(x *mem.Remote, rights mem.Rights) (Target, error)
+	// Drop says that an operation does not need t any more.
+	Drop(t Target)
+	// Signalled is called after signals were written.
+	Signalled()
+}
+
+// Copier runs puts and gets of one link by copying. It implements p2p.OneSided for the link that
+// owns it, whose rules hold; Reset makes it ready.
+type Copier struct {
+	reach Reach
+	ops   []*copyOp // under way, oldest first
+	turn  int
+	done  []p2p.Completion // not yet told
+	spare []*copyOp
+	dead  func() error // why the link is over, nil while it is not
+}
+
+type copyOp struct {
+	id       uint64
+	op       string // "put", "get" or "signal"
+	local    []byte
+	to       *mem.Remote
+	target   Target
+	off      uint64
+	moved    int
+	signal   p2p.Signal
+	word     Target
+	strong   bool
+	flush    bool
+	told     bool // Cancel was called
+	finished bool
+}
+
+// Reset makes c ready to reach memory by r. dead says why the link is over, nil while it works.
+func (c *Copier) Reset(r Reach, dead func() error) { *c = Copier{reach: r, dead: dead} }
+
+// begin returns a fresh operation, ErrAgain if there are too many.
+func (c *Copier) begin(id uint64) (*copyOp, error) {
+	if err := c.dead(); err != nil {
+		return nil, err
+	}
+	if len(c.ops)+len(c.done) >= p2p.MaxOutstanding {
+		return nil, p2p.ErrAgain
+	}
+	o := new(copyOp)
+	if n := len(c.spare); n > 0 {
+		o, c.spare = c.spare[n-1], c.spare[:n-1]
+	}
+	*o = copyOp{id: id}
+	return o, nil
+}
+
+func (c *Copier) free(o *copyOp) {
+	for _, t := range []Target{o.target, o.word} {
+		if t != nil {
+			c.reach.Drop(t)
+		}
+	}
+	*o = copyOp{}
+	c.spare = append(c.spare, o)
+}
+
+// Put implements p2p.Putter.
+func (c *Copier) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s p2p.Signal) error {
+	if err := checkPut(local, to, offset, &s); err != nil {
+		return err
+	}
+	o, err := c.begin(id)
+	if err != nil {
+		return err
+	}
+	o.op, o.local, o.off, o.signal, o.strong = "put", local.Bytes(), offset, s, s.Strong
+	if o.to = to; local.Len() > 0 {
+		o.target, err = c.resolve(to, mem.Write)
+	}
+	if err == nil && s.At != nil {
+		o.word, err = c.resolve(s.At, mem.Signal)
+	}
+	return c.start(o, err)
+}
+
+// Get implements p2p.Getter.
+func (c *Copier) Get(id uint64, local mem.Memory, from *mem.Remote, offset uint64) error {
+	if err := checkGet(local, from, offset); err != nil {
+		return err
+	}
+	o, err := c.begin(id)
+	if err != nil {
+		return err
+	}
+	o.op, o.local, o.to, o.off = "get", local.Bytes(), from, offset
+	o.target, err = c.resolve(from, mem.Read)
+	return c.start(o, err)
+}
+
+// FlushPuts implements p2p.Flusher.
+func (c *Copier) FlushPuts(id uint64) error {
+	o, err := c.begin(id)
+	if err != nil {
+		return err
+	}
+	o.op, o.flush, o.strong = "flush", true, true
+	return c.start(o, nil)
+}
+
+// resolve asks for the memory of x. Memory that is not exposed is the operation's error, which a
+// completion tells.
+func (c *Copier) resolve(x *mem.Remote, rights mem.Rights) (Target, error) {
+	t, err := c.reach.Reach(x, rights)
+	switch {
+	case err == nil && t == nil:
+		return nil, p2p.ErrAgain
+	case errors.Is(err, p2p.ErrNoRegion), errors.Is(err, p2p.ErrRevoked):
+		return refused{p2p.ErrRevoked}, nil
+	}
+	return t, err
+}
+
+// refused is memory that cannot be reached.
+type refused struct{ err error }
+
+func (r refused) Enter(mem.Rights, uint64, uint64) ([]byte, error) { return nil, r.err }
+func (r refused) Leave()                                           {}
+
+// start puts an operation into the queue, and runs it if it is the only one. With an error it is
+// dropped.
+func (c *Copier) start(o *copyOp, err error) error {
+	if err != nil {
+		c.free(o)
+		return err
+	}
+	if c.ops = append(c.ops, o); len(c.ops) == 1 {
+		c.run()
+	}
+	return nil
+}
+
+// run moves up to a share of the operations, a chunk of each in turn.
+func (c *Copier) run() {
+	signalled := false
+	for left := share; left > 0 && len(c.ops) > 0; {
+		if c.turn >= len(c.ops) {
+			c.turn = 0
+		}
+		o := c.ops[c.turn]
+		n, signal, err := c.step(o, c.turn == 0)
+		left -= max(n, 1<<10)
+		signalled = signalled || signal
+		if err != nil || o.finished {
+			c.end(c.turn, err)
+		} else {
+			c.turn++
+		}
+	}
+	if signalled {
+		c.reach.Signalled()
+	}
+}
+
+// step moves a chunk of o, and writes its signal when all is moved. oldest says that no operation
+// that was begun before is under way.
+func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error) {
+	if o.target != nil && (o.moved < len(o.local) || len(o.local) == 0) {
+		n = min(chunk, len(o.local)-o.moved)
+		rights := mem.Write
+		if o.op == "get" {
+			rights = mem.Read
+		}
+		m, err := o.target.Enter(rights, o.off+uint64(o.moved), uint64(n))
+		if err != nil {
+			return 0, false, o.explain(err)
+		}
+		if mine := o.local[o.moved : o.moved+n]; rights == mem.Read {
+			copy(mine, m)
+		} else {
+			copy(m, mine)
+		}
+		o.target.Leave()
+		if o.moved += n; o.moved < len(o.local) {
+			return n, false, nil
+		}
+	}
+	if o.strong && !oldest {
+		return n, false, nil
+	}
+	if o.word != nil {
+		m, err := o.word.Enter(mem.Signal, o.signal.Offset, mem.WordSize)
+		if err != nil {
+			if !access(err) {
+				return n, false, err
+			}
+			return n, false, p2p.NewAccessError("signal", o.signal.At, o.signal.Offset, mem.WordSize, err)
+		}
+		atomic.StoreUint64((*uint64)(unsafe.Pointer(unsafe.SliceData(m))), o.signal.Value)
+		o.word.Leave()
+		signalled = true
+	}
+	o.finished = true
+	return n, signalled, nil
+}
+
+// access reports whether err says that an access is not allowed.
+func access(err error) bool {
+	return errors.Is(err, p2p.ErrRevoked) || errors.Is(err, p2p.ErrRights) || errors.Is(err, p2p.ErrBounds)
+}
+
+func (o *copyOp) explain(err error) error {
+	if !access(err) {
+		return err
+	}
+	return p2p.NewAccessError(o.op, o.to, o.off, uint64(len(o.local)), err)
+}
+
+// end takes operation i out of the queue.
+func (c *Copier) end(i int, err error) {
+	o := c.ops[i]
+	c.done = append(c.done, p2p.Completion{ID: o.id, Bytes: o.moved, Err: err})
+	c.ops = append(c.ops[:i], c.ops[i+1:]...)
+	c.free(o)
+}
+
+// Poll implements p2p.Completer.
+func (c *Copier) Poll(out []p2p.Completion) int {
+	if len(c.ops) > 0 {
+		if err := c.dead(); err != nil {
+			for len(c.ops) > 0 {
+				c.end(0, err)
+			}
+		} else {
+			c.run()
+		}
+	}
+	n := copy(out, c.done)
+	c.done = c.done[:copy(c.done, c.done[n:])]
+	return n
+}
+
+// Ready reports whether Poll may get further.
+func (c *Copier) Ready() bool { return len(c.done)+len(c.ops) > 0 }
+
+// Cancel implements p2p.Completer.
+func (c *Copier) Cancel(id uint64) {
+	for i := 0; i < len(c.ops); {
+		if c.ops[i].id == id {
+			c.end(i, p2p.ErrCancelled)
+		} else {
+			i++
+		}
+	}
+}
+
+// checkPut looks at the arguments of a put.
+func checkPut(local mem.Memory, to *mem.Remote, offset uint64, s *p2p.Signal) error {
+	if err := checkLocal("put", local); err != nil {
+		return err
+	}
+	if local.Len() > 0 || s.At == nil {
+		if to == nil {
+			return errors.New("put of data to no remote memory")
+		}
+		if err := p2p.CheckAccess("put", to, mem.Write, offset, uint64(local.Len())); err != nil {
+			return err
+		}
+	}
+	if s.At != nil {
+		return p2p.CheckAccess("signal", s.At, mem.Signal, s.Offset, mem.WordSize)
+	}
+	return nil
+}
+
+// checkGet looks at the arguments of a get.
+func checkGet(local mem.Memory, from *mem.Remote, offset uint64) error {
+	if err := checkLocal("get", local); err != nil {
+		return err
+	}
+	if from == nil {
+		return errors.New("get from no remote memory")
+	}
+	return p2p.CheckAccess("get", from, mem.Read, offset, uint64(local.Len()))
+}
+
+func checkLocal(op string, local mem.Memory) error {
+	if !local.Loc().Host() {
+		return fmt.Errorf("%s with local memory at %s: %w", op, local.Loc(), errors.ErrUnsupported)
+	}
+	return nil
+}

@@ -1,0 +1,876 @@
+package rma
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"unsafe"
+
+	"tutti/mem"
+	"tutti/p2p"
+)
+
+// Service marks the frames of this package in p2p.Header.Service.
+const Service = 1
+
+// The frames, in p2p.Header.Kind. Chan is always the slot of the operation at its initiator; Call
+// and Seq are the region and its generation, Off the place in the exposed range.
+const (
+	// Data to be placed. flagSignal: the payload begins with a signal record, which is done when
+	// the data is placed.
+	framePut    = iota + 1
+	frameSignal // a word to be written: Count is its value
+	frameGet    // data that is wanted: Count is how many bytes
+	frameData   // data of a get. Off: its place in the operation
+	frameDone   // payload: records of operations that have ended, doneSize bytes each: slot, status
+	frameCancel // the initiator wants no more of the operation; it ends with statusCancelled
+	frameEnd
+)
+
+// flagLast ends an operation: frameDone answers. flagSignal: see framePut.
+const (
+	flagLast = 1 << iota
+	flagSignal
+)
+
+// What became of an operation at the target.
+const (
+	statusOK = iota
+	statusRevoked
+	statusRights
+	statusBounds
+	statusCancelled
+	statusEnd
+	statusSignal = 1 << 7 // the data was placed, the signal was refused
+)
+
+var statusErrors = [statusEnd]error{nil, p2p.ErrRevoked, p2p.ErrRights, p2p.ErrBounds, p2p.ErrCancelled}
+
+func statusOf(err error) uint8 {
+	for s, e := range statusErrors {
+		if errors.Is(err, e) {
+			return uint8(s)
+		}
+	}
+	return statusRevoked
+}
+
+const (
+	doneSize   = 8
+	recordSize = 32 // a signal: region, generation, offset, value
+	// puts up to this are sent together with their signal, in one frame
+	together = 4 << 10
+	// how often the engine steps back when an ordinary frame found no room
+	stepBack = 64
+	slots    = p2p.MaxOutstanding
+)
+
+// Frames gives a link p2p.OneSided: puts and gets travel as frames between the link's own, and the
+// Frames at the other end places them. It is the link that its user sees; who calls what, and when,
+// is as Link and OneSided say. Both ends of the link must be wrapped.
+//
+// What a peer sends is checked for region, generation, rights and bounds before a byte of it is
+// placed. What fails there ends that operation with its reason; a frame that no peer of ours sends
+// ends the link.
+//
+// Reading never waits for writing: data is placed at once or dropped, and what is to be answered is
+// bounded by the slots. So both directions may be full of puts without a deadlock. When an ordinary
+// frame has found no room, the engine lets it go first.
+type Frames struct {
+	link  p2p.Link
+	table *Table
+	wake  func()
+
+	closed atomic.Bool
+	broken atomic.Pointer[failure] // what Recv or Fill of the link has returned
+
+	// Operations of this side.
+	ops     [slots]*frameOp // by slot, nil: free
+	queue   []*frameOp      // with frames to be sent, oldest first
+	spare   []*frameOp
+	turn    int
+	number  uint64 // of operations begun
+	flushes int    // among ops
+	done    []p2p.Completion
+	busy    int // ops and done
+	scratch []byte
+	unsent  bool // the link keeps what it could not pass on
+	blocked bool // the latest frame of the engine found no room
+	yield   int  // how often to step back for an ordinary frame
+
+	// Operations of the peer.
+	status  [slots]uint8 // of puts that have begun
+	serving []serve
+	answers []answer
+	news    uint64 // signals that were written
+	heard   uint64 // of these, when Arm looked last
+
+	// The frame whose payload is being taken.
+	in struct {
+		active bool
+		h      p2p.Header
+		entry  *Entry
+		off    uint64   // where the next byte goes: in the entry, or in the local memory of a get
+		get    *frameOp // whose data it is
+		left   int      // bytes that have not come
+		head   int      // bytes of record that have
+		record [slots * doneSize]byte
+		want   int // bytes of the payload that go to record
+	}
+	discard [4 << 10]byte
+}
+
+type failure struct{ err error }
+
+type opKind uint8
+
+const (
+	opPut opKind = iota
+	opGet
+	opFlush
+)
+
+func (k opKind) String() string { return [...]string{"put", "get", "flush"}[k] }
+
+type frameOp struct {
+	id        uint64
+	number    uint64
+	slot      uint32
+	kind      opKind
+	strong    bool
+	waiting   bool // everything is sent
+	cancelled bool
+	begun     bool // something is sent
+	told      bool // frameCancel is
+	local     []byte
+	to        mem.Remote // without keys
+	off       uint64
+	moved     int // bytes sent of a put, received of a get
+	signal    p2p.Signal
+	word      mem.Remote
+}
+
+// serve is a get of the peer.
+type serve struct {
+	slot  uint32
+	entry *Entry
+	off   uint64
+	n     uint64
+	sent  uint64
+}
+
+type answer struct {
+	slot   uint32
+	status uint8
+}
+
+// NewFrames wraps link, whose frames have Service 0. table is what this rank exposes; wake is called
+// when an operation has ended or a signal was written, and must not block.
+func NewFrames(link p2p.Link, table *Table, wake func()) *Frames {
+	return &Frames{link: link, table: table, wake: wake}
+}
+
+// Send implements p2p.Link.
+func (f *Frames) Send(h *p2p.Header, payload []byte) (bool, error) {
+	if b := f.broken.Load(); b != nil {
+		return false, b.err
+	}
+	ok, err := f.link.Send(h, payload)
+	if f.yield = 0; !ok {
+		f.yield = stepBack
+	}
+	return ok, err
+}
+
+// Flush implements p2p.Link.
+func (f *Frames) Flush() (bool, error) {
+	ok, err := f.link.Flush()
+	if ok {
+		f.unsent = false
+	}
+	return ok, err
+}
+
+// Fill implements p2p.Link.
+func (f *Frames) Fill(dst []byte) (int, error) { return f.link.Fill(dst) }
+
+// Release implements p2p.Link.
+func (f *Frames) Release() { f.link.Release() }
+
+// MaxFrame implements p2p.Link.
+func (f *Frames) MaxFrame() int { return f.link.MaxFrame() }
+
+// Disarm implements p2p.Link.
+func (f *Frames) Disarm() { f.link.Disarm() }
+
+// Err implements p2p.Link.
+func (f *Frames) Err() error {
+	if b := f.broken.Load(); b != nil {
+		return b.err
+	}
+	return f.link.Err()
+}
+
+// Close implements p2p.Link.
+func (f *Frames) Close() error {
+	f.closed.Store(true)
+	return f.link.Close()
+}
+
+// Arm implements p2p.Link.
+func (f *Frames) Arm() bool {
+	if len(f.done) > 0 || f.pending() && !f.blocked && !f.unsent {
+		return true
+	}
+	if f.news != f.heard { // whoever waits for a signal looks once more
+		f.heard = f.news
+		return true
+	}
+	return f.link.Arm()
+}
+
+// pending reports whether there is anything to be sent.
+func (f *Frames) pending() bool { return len(f.queue)+len(f.serving)+len(f.answers) > 0 }
+
+// Recv implements p2p.Link. It takes the frames of this service, up to a share of them, and sends
+// what is to be sent.
+func (f *Frames) Recv() (*p2p.Header, []byte, error) {
+	for taken := 0; taken < share; {
+		if f.in.active {
+			n, err := f.fill()
+			if err != nil {
+				return nil, nil, f.fail(err)
+			}
+			if taken += n; f.in.active {
+				break
+			}
+			continue
+		}
+		h, payload, err := f.link.Recv()
+		if err != nil {
+			return nil, nil, f.fail(err)
+		}
+		if h == nil {
+			break
+		}
+		switch h.Service {
+		case 0:
+			return h, payload, nil
+		case Service:
+		default:
+			return nil, nil, f.violated("frame of service %d", h.Service)
+		}
+		taken += 1<<10 + int(h.Len)
+		if err := f.take(h, payload); err != nil {
+			return nil, nil, f.fail(err)
+		}
+	}
+	f.pump()
+	return nil, nil, nil
+}
+
+func (f *Frames) fail(err error) error {
+	if f.broken.CompareAndSwap(nil, &failure{err}) {
+		f.wake()
+	}
+	return f.broken.Load().err
+}
+
+func (f *Frames) violated(format string, args ...any) error {
+	return f.fail(fmt.Errorf("%w: %s", p2p.ErrProtocol, fmt.Sprintf(format, args...)))
+}
+
+// take begins with a frame of the peer: it decides where its payload goes.
+func (f *Frames) take(h *p2p.Header, payload []byte) error {
+	in := &f.in
+	in.h, in.entry, in.get, in.left, in.head, in.want = *h, nil, nil, int(h.Len), 0, 0
+	h = &in.h
+	if h.Chan >= slots && h.Kind != frameDone {
+		return f.violated("slot %d, there are %d", h.Chan, slots)
+	}
+	switch h.Kind {
+	case framePut:
+		if h.Flags&flagSignal != 0 {
+			if in.want = recordSize; h.Len < recordSize {
+				return f.violated("a put of %d bytes has no room for its signal", h.Len)
+			}
+		}
+		f.admit(mem.Write, uint64(in.left-in.want))
+		in.off = h.Off
+	case frameSignal, frameGet, frameCancel:
+		if h.Len != 0 {
+			return f.violated("frame of kind %d with %d bytes", h.Kind, h.Len)
+		}
+	case frameData:
+		o := f.ops[h.Chan]
+		if o == nil || o.kind != opGet || !o.begun || h.Len == 0 || h.Off != uint64(o.moved) ||
+			!o.cancelled && int64(h.Len) > int64(len(o.local)-o.moved) {
+			return f.violated("%d bytes at %d for slot %d, which asked for none of them", h.Len, h.Off, h.Chan)
+		}
+		in.get, in.off = o, h.Off
+	case frameDone:
+		if in.want = int(h.Len); h.Len%doneSize != 0 || h.Len == 0 || int(h.Len) > len(in.record) {
+			return f.violated("%d bytes of records", h.Len)
+		}
+	default:
+		return f.violated("frame of kind %d of this service", h.Kind)
+	}
+	in.active = true
+	if payload != nil || h.Len == 0 {
+		f.place(payload)
+		return f.finish()
+	}
+	return nil
+}
+
+// admit looks up where a put goes. Whatever is wrong with it ends the operation, not the link.
+func (f *Frames) admit(rights mem.Rights, n uint64) {
+	in := &f.in
+	status := &f.status[in.h.Chan]
+	if *status != statusOK { // the rest of what was refused
+		return
+	}
+	e := f.table.Find(in.h.Call, in.h.Seq)
+	if e == nil {
+		*status = statusRevoked
+		return
+	}
+	if _, err := e.Enter(rights, in.h.Off, n); err != nil {
+		*status = statusOf(err)
+		return
+	}
+	e.Leave()
+	in.entry = e
+}
+
+// place puts the next bytes of the payload where they belong.
+func (f *Frames) place(b []byte) {
+	in := &f.in
+	if k := in.want - in.head; k > 0 {
+		k = copy(in.record[in.head:in.want], b)
+		in.head += k
+		in.left -= k
+		b = b[k:]
+	}
+	if len(b) == 0 {
+		return
+	}
+	if dst := f.enter(len(b)); dst != nil {
+		copy(dst, b)
+		f.leave(len(dst))
+	}
+	in.left -= len(b)
+}
+
+// enter returns where the next n bytes of the payload go, nil if they are dropped; leave follows
+// unless it is nil.
+func (f *Frames) enter(n int) []byte {
+	in := &f.in
+	switch {
+	case in.get != nil:
+		if in.get.cancelled {
+			return nil
+		}
+		return in.get.local[in.off : in.off+uint64(n)]
+	case in.entry != nil:
+		m, err := in.entry.Enter(mem.Write, in.off, uint64(n))
+		if err == nil {
+			return m
+		}
+		f.status[in.h.Chan], in.entry = statusOf(err), nil // it was withdrawn meanwhile
+	}
+	return nil
+}
+
+// leave ends enter, with n bytes placed.
+func (f *Frames) leave(n int) {
+	in := &f.in
+	in.off += uint64(n)
+	if in.get == nil {
+		in.entry.Leave()
+	}
+}
+
+// fill takes more of a payload that comes in pieces, and says how many bytes.
+func (f *Frames) fill() (int, error) {
+	in := &f.in
+	var n int
+	var err error
+	if in.head < in.want {
+		n, err = f.link.Fill(in.record[in.head:in.want])
+		in.head += n
+	} else if dst := f.enter(in.left); dst != nil {
+		n, err = f.link.Fill(dst)
+		f.leave(n)
+	} else {
+		n, err = f.link.Fill(f.discard[:min(len(f.discard), in.left)])
+	}
+	in.left -= n
+	if err != nil || in.left > 0 {
+		return n, err
+	}
+	return n, f.finish()
+}
+
+// finish ends the current frame, whose payload is where it belongs.
+func (f *Frames) finish() error {
+	in := &f.in
+	in.active = false
+	f.link.Release()
+	h := &in.h
+	switch h.Kind {
+	case framePut:
+		if h.Flags&flagSignal != 0 && f.status[h.Chan] == statusOK {
+			le := binary.LittleEndian
+			f.signal(h.Chan, le.Uint64(in.record[0:]), le.Uint64(in.record[8:]), le.Uint64(in.record[16:]),
+				le.Uint64(in.record[24:]))
+		}
+	case frameSignal:
+		if f.status[h.Chan] == statusOK {
+			f.signal(h.Chan, h.Call, h.Seq, h.Off, h.Count)
+		}
+	case frameGet:
+		return f.serve(h)
+	case frameData:
+		if in.get != nil {
+			in.get.moved += int(h.Len)
+			in.get = nil
+		}
+		return nil
+	case frameDone:
+		for at := 0; at < in.want; at += doneSize {
+			slot := binary.LittleEndian.Uint32(in.record[at:])
+			status := binary.LittleEndian.Uint32(in.record[at+4:])
+			if err := f.ended(slot, status); err != nil {
+				return err
+			}
+		}
+		return nil
+	case frameCancel:
+		if i := slices.IndexFunc(f.serving, func(s serve) bool { return s.slot == h.Chan }); i >= 0 {
+			f.serving = slices.Delete(f.serving, i, i+1)
+		}
+		f.status[h.Chan] = statusOK
+		return f.answer(h.Chan, statusCancelled)
+	}
+	in.entry = nil
+	if h.Flags&flagLast != 0 {
+		status := f.status[h.Chan]
+		f.status[h.Chan] = statusOK
+		return f.answer(h.Chan, status)
+	}
+	return nil
+}
+
+// signal writes a word for the peer.
+func (f *Frames) signal(slot uint32, id, generation, off, value uint64) {
+	e := f.table.Find(id, generation)
+	if e == nil {
+		f.status[slot] = statusRevoked | statusSignal
+		return
+	}
+	m, err := e.Enter(mem.Signal, off, mem.WordSize)
+	if err != nil {
+		f.status[slot] = statusOf(err) | statusSignal
+		return
+	}
+	atomic.StoreUint64((*uint64)(unsafe.Pointer(unsafe.SliceData(m))), value)
+	e.Leave()
+	f.news++
+	f.wake()
+}
+
+// serve begins a get of the peer.
+func (f *Frames) serve(h *p2p.Header) error {
+	if slices.ContainsFunc(f.serving, func(s serve) bool { return s.slot == h.Chan }) {
+		return f.violated("a second get in slot %d", h.Chan)
+	}
+	e := f.table.Find(h.Call, h.Seq)
+	if e == nil {
+		return f.answer(h.Chan, statusRevoked)
+	}
+	if _, err := e.Enter(mem.Read, h.Off, h.Count); err != nil {
+		return f.answer(h.Chan, statusOf(err))
+	}
+	e.Leave()
+	if h.Count == 0 {
+		return f.answer(h.Chan, statusOK)
+	}
+	f.serving = append(f.serving, serve{slot: h.Chan, entry: e, off: h.Off, n: h.Count})
+	return nil
+}
+
+// answer tells the peer what became of its operation, when there is room. A peer has no more
+// operations than slots.
+func (f *Frames) answer(slot uint32, status uint8) error {
+	if len(f.answers) == slots {
+		return f.violated("more than %d operations that are not answered", slots)
+	}
+	f.answers = append(f.answers, answer{slot, status})
+	return nil
+}
+
+// ended is the peer's word on an operation of this side.
+func (f *Frames) ended(slot, status uint32) error {
+	reason := status &^ statusSignal
+	if slot >= slots || reason >= statusEnd {
+		return f.violated("slot %d ended with status %d", slot, status)
+	}
+	o := f.ops[slot]
+	switch {
+	case o == nil || !o.begun || o.kind == opPut && !o.waiting:
+		return f.violated("slot %d ended, in which nothing was to end", slot)
+	case o.kind == opGet && status == statusOK && o.moved < len(o.local) && !o.cancelled:
+		return f.violated("slot %d ended before its last byte", slot)
+	case (status == statusCancelled) && !o.told:
+		return f.violated("slot %d was cancelled by the wrong side", slot)
+	case o.told && status != statusCancelled: // it had ended when the peer was told; the peer's word on that follows
+		return nil
+	}
+	err := statusErrors[reason]
+	switch {
+	case o.cancelled:
+		err = p2p.ErrCancelled
+	case err != nil && status&statusSignal != 0:
+		err = p2p.NewAccessError("signal", &o.word, o.signal.Offset, mem.WordSize, err)
+	case err != nil:
+		err = p2p.NewAccessError(o.kind.String(), &o.to, o.off, uint64(len(o.local)), err)
+	}
+	f.unqueue(o) // where it was cancelled, and the peer has yet to be told
+	f.complete(o, err)
+	return nil
+}
+
+// complete ends an operation of this side.
+func (f *Frames) complete(o *frameOp, err error) {
+	n := o.moved
+	if o.kind == opPut && err != nil {
+		n = 0
+	}
+	f.done = append(f.done, p2p.Completion{ID: o.id, Bytes: n, Err: err})
+	if f.in.get == o { // the rest of the frame that is arriving is dropped
+		f.in.get = nil
+	}
+	f.ops[o.slot] = nil
+	kind := o.kind
+	*o = frameOp{}
+	f.spare = append(f.spare, o)
+	if kind == opFlush {
+		f.flushes--
+	} else if f.flushes > 0 {
+		f.settle()
+	}
+	f.wake()
+}
+
+// settle ends the flushes that no earlier put stands before.
+func (f *Frames) settle() {
+	oldest := ^uint64(0)
+	for i := range f.ops {
+		if o := f.ops[i]; o != nil && o.kind == opPut {
+			oldest = min(oldest, o.number)
+		}
+	}
+	for i := range f.ops {
+		if o := f.ops[i]; o != nil && o.kind == opFlush && o.number < oldest {
+			f.complete(o, nil)
+		}
+	}
+}
+
+func (f *Frames) unqueue(o *frameOp) {
+	if i := slices.Index(f.queue, o); i >= 0 {
+		f.queue = slices.Delete(f.queue, i, i+1)
+	}
+}
+
+// begin returns a fresh operation in a slot of its own, ErrAgain if there is none.
+func (f *Frames) begin(id uint64, kind opKind) (*frameOp, error) {
+	if err := f.over(); err != nil {
+		return nil, err
+	}
+	if f.busy == slots {
+		return nil, p2p.ErrAgain
+	}
+	slot := slices.Index(f.ops[:], nil)
+	if slot < 0 {
+		return nil, p2p.ErrAgain
+	}
+	f.busy++
+	f.number++
+	o := new(frameOp)
+	if n := len(f.spare); n > 0 {
+		o, f.spare = f.spare[n-1], f.spare[:n-1]
+	}
+	*o = frameOp{id: id, number: f.number, slot: uint32(slot), kind: kind}
+	f.ops[slot] = o
+	return o, nil
+}
+
+// over says why the link is over, nil while it is not.
+func (f *Frames) over() error {
+	b := f.broken.Load()
+	switch {
+	case b != nil:
+		return b.err
+	case f.closed.Load():
+		if err := f.link.Err(); err != nil {
+			return err
+		}
+		return p2p.ErrClosed
+	}
+	return nil
+}
+
+// Put implements p2p.Putter.
+func (f *Frames) Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s p2p.Signal) error {
+	if err := checkPut(local, to, offset, &s); err != nil {
+		return err
+	}
+	o, err := f.begin(id, opPut)
+	if err != nil {
+		return err
+	}
+	o.local, o.off, o.strong, o.signal = local.Bytes(), offset, s.Strong, s
+	if to != nil {
+		o.to = *to
+	}
+	if s.At != nil {
+		o.word = *s.At
+	}
+	f.queue = append(f.queue, o)
+	f.hurry()
+	return nil
+}
+
+// Get implements p2p.Getter.
+func (f *Frames) Get(id uint64, local mem.Memory, from *mem.Remote, offset uint64) error {
+	if err := checkGet(local, from, offset); err != nil {
+		return err
+	}
+	o, err := f.begin(id, opGet)
+	if err != nil {
+		return err
+	}
+	o.local, o.off, o.to = local.Bytes(), offset, *from
+	f.queue = append(f.queue, o)
+	f.hurry()
+	return nil
+}
+
+// FlushPuts implements p2p.Flusher: a put has ended when it is placed.
+func (f *Frames) FlushPuts(id uint64) error {
+	o, err := f.begin(id, opFlush)
+	if err != nil {
+		return err
+	}
+	o.waiting = true
+	f.flushes++
+	f.settle()
+	return nil
+}
+
+// hurry sends a small operation at once, if it is alone.
+func (f *Frames) hurry() {
+	if len(f.queue) == 1 {
+		f.pump()
+	}
+}
+
+// Poll implements p2p.Completer.
+func (f *Frames) Poll(out []p2p.Completion) int {
+	if err := f.over(); err != nil {
+		f.queue, f.serving, f.answers = nil, nil, nil
+		for i := range f.ops { // completing one may complete others
+			if o := f.ops[i]; o != nil {
+				f.complete(o, err)
+			}
+		}
+	} else if f.pending() {
+		f.pump()
+	}
+	n := copy(out, f.done)
+	f.done = f.done[:copy(f.done, f.done[n:])]
+	f.busy -= n
+	return n
+}
+
+// Cancel implements p2p.Completer.
+func (f *Frames) Cancel(id uint64) {
+	for i := range f.ops {
+		switch o := f.ops[i]; {
+		case o == nil || o.id != id || o.cancelled:
+		case o.kind == opFlush:
+			f.complete(o, p2p.ErrCancelled)
+		case !o.begun:
+			f.unqueue(o)
+			f.complete(o, p2p.ErrCancelled)
+		default:
+			o.cancelled = true
+			if o.waiting && o.kind == opPut { // the answer is under way
+				o.local = nil
+				continue
+			}
+			o.local = nil
+			if o.waiting { // tell the peer to send no more
+				o.waiting = false
+				f.queue = append(f.queue, o)
+			}
+		}
+	}
+}
+
+// pump sends what is to be sent, up to a share: answers, then a frame of each operation in turn.
+func (f *Frames) pump() {
+	if f.over() != nil {
+		return
+	}
+	if f.unsent {
+		if ok, err := f.link.Flush(); err != nil || !ok {
+			return
+		}
+		f.unsent = false
+	}
+	f.blocked = false
+	for len(f.answers) > 0 {
+		n := min(len(f.answers), f.link.MaxFrame()/doneSize)
+		b := f.buffer(n * doneSize)[:0]
+		for _, a := range f.answers[:n] {
+			b = binary.LittleEndian.AppendUint32(b, a.slot)
+			b = binary.LittleEndian.AppendUint32(b, uint32(a.status))
+		}
+		if !f.send(&p2p.Header{Kind: frameDone}, b) {
+			return
+		}
+		f.answers = f.answers[:copy(f.answers, f.answers[n:])]
+	}
+	if f.yield > 0 {
+		f.yield--
+		return
+	}
+	skipped := 0
+	for left := share; left > 0 && len(f.queue)+len(f.serving) > skipped; {
+		all := len(f.queue) + len(f.serving)
+		if f.turn >= all {
+			f.turn = 0
+		}
+		var n int
+		var over, ok bool
+		if f.turn < len(f.queue) {
+			o := f.queue[f.turn]
+			if n, over, ok = f.next(o, f.turn == 0); ok && over {
+				o.waiting = true
+				f.queue = slices.Delete(f.queue, f.turn, f.turn+1)
+			}
+		} else {
+			i := f.turn - len(f.queue)
+			if n, over, ok = f.reply(&f.serving[i]); ok && over {
+				f.serving = slices.Delete(f.serving, i, i+1)
+			}
+		}
+		if !ok {
+			if f.blocked {
+				return
+			}
+			skipped++ // a strong signal waits for what is before it
+			f.turn++
+			continue
+		}
+		skipped = 0
+		if left -= 1<<10 + n; !over {
+			f.turn++
+		}
+	}
+}
+
+func (f *Frames) buffer(n int) []byte {
+	if cap(f.scratch) < n {
+		f.scratch = make([]byte, max(n, recordSize+together))
+	}
+	return f.scratch[:n]
+}
+
+// send offers a frame of this service to the link.
+func (f *Frames) send(h *p2p.Header, payload []byte) bool {
+	h.Service, h.Len = Service, uint32(len(payload))
+	ok, err := f.link.Send(h, payload)
+	if err != nil || !ok { // Recv will tell of the failure
+		f.blocked = true
+		return false
+	}
+	flushed, err := f.link.Flush()
+	f.unsent = err == nil && !flushed
+	f.blocked = f.unsent
+	return true
+}
+
+// next sends the next frame of an operation of this side. oldest says that everything that was begun
+// before is sent. It returns how many bytes went, and whether nothing is left; ok is false if
+// nothing went, because the link is blocked or because a strong signal has to wait.
+func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
+	h := p2p.Header{Chan: o.slot, Call: o.to.ID, Seq: o.to.Generation, Off: o.off}
+	if o.cancelled {
+		h.Kind = frameCancel
+		o.told = f.send(&h, nil)
+		return 0, true, o.told
+	}
+	if o.kind == opGet {
+		h.Kind, h.Count = frameGet, uint64(len(o.local))
+		ok = f.send(&h, nil)
+		o.begun = o.begun || ok
+		return 0, true, ok
+	}
+	signal := o.word.ID != 0
+	most := f.link.MaxFrame()
+	rest := len(o.local) - o.moved
+	switch {
+	case rest > 0 && signal && o.moved == 0 && rest <= min(together, most-recordSize) && (oldest || !o.strong):
+		b := f.buffer(recordSize)[:0]
+		for _, v := range [...]uint64{o.word.ID, o.word.Generation, o.signal.Offset, o.signal.Value} {
+			b = binary.LittleEndian.AppendUint64(b, v)
+		}
+		b = append(b, o.local...)
+		h.Kind, h.Flags, n, over = framePut, flagLast|flagSignal, rest, true
+		ok = f.send(&h, b)
+	case rest > 0 || !signal:
+		n = min(rest, most)
+		h.Kind, h.Off = framePut, o.off+uint64(o.moved)
+		if over = n == rest && !signal; over {
+			h.Flags = flagLast
+		}
+		ok = f.send(&h, o.local[o.moved:o.moved+n])
+	case o.strong && !oldest:
+		return 0, false, false
+	default:
+		h = p2p.Header{Kind: frameSignal, Flags: flagLast, Chan: o.slot, Call: o.word.ID, Seq: o.word.Generation,
+			Off: o.signal.Offset, Count: o.signal.Value}
+		over = true
+		ok = f.send(&h, nil)
+	}
+	if ok {
+		o.begun = true
+		o.moved += n
+	}
+	return n, over, ok
+}
+
+// reply sends the next frame of a get of the peer.
+func (f *Frames) reply(s *serve) (n int, over, ok bool) {
+	n = int(min(s.n-s.sent, uint64(f.link.MaxFrame()), chunk))
+	m, err := s.entry.Enter(mem.Read, s.off+s.sent, uint64(n))
+	if err != nil { // it was withdrawn meanwhile
+		f.answers = append(f.answers, answer{s.slot, statusOf(err)})
+		return 0, true, true
+	}
+	ok = f.send(&p2p.Header{Kind: frameData, Chan: s.slot, Off: s.sent}, m)
+	s.entry.Leave()
+	if ok {
+		if s.sent += uint64(n); s.sent == s.n {
+			over = true
+			f.answers = append(f.answers, answer{s.slot, statusOK})
+		}
+	}
+	return n, over, ok
+}

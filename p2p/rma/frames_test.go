@@ -1,0 +1,274 @@
+package rma
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"testing"
+
+	"tutti/mem"
+	"tutti/p2p"
+)
+
+// wire is a link whose other end is the test: it delivers what is queued and keeps what is sent.
+type wire struct {
+	in     []sent
+	out    []sent
+	got    int
+	pieces bool // payloads come in pieces
+	full   bool // it takes nothing
+}
+
+type sent struct {
+	h p2p.Header
+	b []byte
+}
+
+func (w *wire) Send(h *p2p.Header, b []byte) (bool, error) {
+	if w.full {
+		return false, nil
+	}
+	w.out = append(w.out, sent{*h, bytes.Clone(b)})
+	return true, nil
+}
+func (w *wire) Flush() (bool, error) { return true, nil }
+func (w *wire) Recv() (*p2p.Header, []byte, error) {
+	if len(w.in) == 0 {
+		return nil, nil, nil
+	}
+	f := &w.in[0]
+	if w.pieces && len(f.b) > 0 {
+		return &f.h, nil, nil
+	}
+	return &f.h, f.b, nil
+}
+func (w *wire) Fill(dst []byte) (int, error) {
+	n := copy(dst, w.in[0].b[w.got:min(len(w.in[0].b), w.got+7)])
+	w.got += n
+	return n, nil
+}
+func (w *wire) Release()      { w.in, w.got = w.in[1:], 0 }
+func (w *wire) MaxFrame() int { return 4096 }
+func (w *wire) Arm() bool     { return false }
+func (w *wire) Disarm()       {}
+func (w *wire) Err() error    { return nil }
+func (w *wire) Close() error  { return nil }
+
+const (
+	guard = 64
+	size  = 256
+)
+
+// target is a Frames that exposes size bytes between guards.
+func target() (f *Frames, w *wire, b []byte, x *mem.Remote, t *Table) {
+	b, w, t = make([]byte, guard+size+guard), &wire{}, &Table{}
+	r := mem.NewRegion(7, mem.Host(b, mem.Anywhere), false, false, nil)
+	x = &mem.Remote{ID: 7, Generation: 3, Base: guard, Len: size, Rights: mem.Read | mem.Write | mem.Signal, Loc: "*"}
+	if err := t.Expose(r, x); err != nil {
+		panic(err)
+	}
+	return NewFrames(w, t, func() {}), w, b, x, t
+}
+
+func frame(kind, flags uint8, slot uint32, off uint64, b []byte) sent {
+	return sent{p2p.Header{Service: Service, Kind: kind, Flags: flags, Chan: slot, Call: 7, Seq: 3, Off: off,
+		Len: uint32(len(b))}, b}
+}
+
+func record(v ...uint64) (b []byte) {
+	for _, x := range v {
+		b = binary.LittleEndian.AppendUint64(b, x)
+	}
+	return b
+}
+
+func done(slot, status uint32) []byte {
+	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, slot), status)
+}
+
+// TestMalformedFramesEndTheLink: what no peer of ours sends is a protocol violation.
+func TestMalformedFramesEndTheLink(t *testing.T) {
+	for name, script := range map[string][]sent{
+		"unknown service":             {{p2p.Header{Service: 9}, nil}},
+		"unknown kind":                {frame(frameEnd, 0, 0, 0, nil)},
+		"kind 0":                      {frame(0, 0, 0, 0, nil)},
+		"slot out of range":           {frame(framePut, flagLast, slots, 0, nil)},
+		"signal record cut short":     {frame(framePut, flagSignal|flagLast, 0, 0, make([]byte, recordSize-1))},
+		"signal with payload":         {frame(frameSignal, flagLast, 0, 0, []byte{1})},
+		"get with payload":            {frame(frameGet, 0, 0, 0, []byte{1})},
+		"data nobody asked for":       {frame(frameData, 0, 0, 0, []byte{1})},
+		"data for a put":              {frame(frameData, 0, 1, 0, []byte{1})},
+		"data out of order":           {frame(frameData, 0, 2, 8, []byte{1})},
+		"data that is too long":       {frame(frameData, 0, 2, 0, make([]byte, 101))},
+		"empty data":                  {frame(frameData, 0, 2, 0, nil)},
+		"empty records":               {frame(frameDone, 0, 0, 0, nil)},
+		"half a record":               {frame(frameDone, 0, 0, 0, make([]byte, doneSize/2))},
+		"end of an unused slot":       {frame(frameDone, 0, 0, 0, done(5, statusOK))},
+		"end of a slot out of range":  {frame(frameDone, 0, 0, 0, done(slots, statusOK))},
+		"unknown status":              {frame(frameDone, 0, 0, 0, done(1, statusEnd))},
+		"a get that ends too soon":    {frame(frameDone, 0, 0, 0, done(2, statusOK))},
+		"cancelled by the wrong side": {frame(frameDone, 0, 0, 0, done(1, statusCancelled))},
+		"ended twice": {frame(frameDone, 0, 0, 0, done(1, statusOK)),
+			frame(frameDone, 0, 0, 0, done(1, statusOK))},
+	} {
+		for _, pieces := range []bool{false, true} {
+			f, w, b, x, _ := target()
+			w.pieces = pieces
+			buf := make([]byte, 100)
+			w.full = true // slot 0 is free again
+			if err := f.Put(1, mem.Host(buf[:8], "*"), x, 0, p2p.Signal{}); err != nil {
+				t.Fatal(err)
+			}
+			w.full = false
+			if err := errors.Join(f.Put(2, mem.Host(buf[:8], "*"), x, 0, p2p.Signal{}),
+				f.Get(3, mem.Host(buf, "*"), x, 0)); err != nil {
+				t.Fatal(err)
+			}
+			f.Cancel(1)
+			f.Poll(make([]p2p.Completion, 1))
+			w.in = script
+			var err error
+			for i := 0; i < 100 && err == nil; i++ {
+				_, _, err = f.Recv()
+			}
+			if !errors.Is(err, p2p.ErrProtocol) || !errors.Is(f.Err(), p2p.ErrProtocol) {
+				t.Errorf("%s (pieces %v): %v", name, pieces, err)
+			}
+			if !bytes.Equal(b, make([]byte, len(b))) || !bytes.Equal(buf, make([]byte, 100)) && name != "ended twice" {
+				t.Errorf("%s: memory has changed", name)
+			}
+			var out [slots]p2p.Completion
+			for _, c := range out[:f.Poll(out[:])] {
+				if c.ID == 3 && !errors.Is(c.Err, p2p.ErrProtocol) {
+					t.Errorf("%s: what was under way ended with %v", name, c.Err)
+				}
+			}
+			if err := f.Put(9, mem.Host(buf, "*"), x, 0, p2p.Signal{}); !errors.Is(err, p2p.ErrProtocol) {
+				t.Errorf("%s: a put afterwards: %v", name, err)
+			}
+		}
+	}
+}
+
+// TestRefusedFramesEndTheirOperation: what a peer may send, but not do, is answered with the reason,
+// and the link lives on.
+func TestRefusedFramesEndTheirOperation(t *testing.T) {
+	data := bytes.Repeat([]byte{5}, 16)
+	with := func(s sent, change func(*p2p.Header)) sent { change(&s.h); return s }
+	for name, c := range map[string]struct {
+		script []sent
+		want   uint32
+	}{
+		"wrong generation": {[]sent{with(frame(framePut, flagLast, 0, 0, data), func(h *p2p.Header) { h.Seq = 4 })},
+			statusRevoked},
+		"wrong region": {[]sent{with(frame(framePut, flagLast, 0, 0, data), func(h *p2p.Header) { h.Call = 8 })},
+			statusRevoked},
+		"behind the end":     {[]sent{frame(framePut, flagLast, 0, size-15, data)}, statusBounds},
+		"before the range":   {[]sent{frame(framePut, flagLast, 0, ^uint64(0)-7, data)}, statusBounds},
+		"far away":           {[]sent{frame(framePut, flagLast, 0, 1<<63, data)}, statusBounds},
+		"signal not aligned": {[]sent{frame(frameSignal, flagLast, 0, 4, nil)}, statusBounds | statusSignal},
+		"second piece": {[]sent{frame(framePut, 0, 0, size, data), frame(framePut, flagLast, 0, 0, data)},
+			statusBounds},
+		"signal after refused data": {[]sent{frame(framePut, flagLast|flagSignal, 0, size, append(record(7, 3, 0, 1), data...))},
+			statusBounds},
+		"get behind the end": {[]sent{with(frame(frameGet, 0, 0, 1, nil), func(h *p2p.Header) { h.Count = size })},
+			statusBounds},
+		"get of everything": {[]sent{with(frame(frameGet, 0, 0, 1, nil), func(h *p2p.Header) { h.Count = ^uint64(0) })},
+			statusBounds},
+	} {
+		for _, pieces := range []bool{false, true} {
+			f, w, b, _, _ := target()
+			w.in, w.pieces = append([]sent{}, c.script...), pieces
+			for range 20 {
+				if _, _, err := f.Recv(); err != nil {
+					t.Fatalf("%s: %v", name, err)
+				}
+			}
+			if len(w.out) != 1 || w.out[0].h.Kind != frameDone || !bytes.Equal(w.out[0].b, done(0, c.want)) {
+				t.Errorf("%s (pieces %v): answered with %+v, want status %d", name, pieces, w.out, c.want)
+			}
+			if !bytes.Equal(b, make([]byte, len(b))) {
+				t.Errorf("%s: memory has changed", name)
+			}
+		}
+	}
+}
+
+// TestUnansweredOperationsAreBounded: a peer that sends and never reads an answer loses its link
+// before it costs memory.
+func TestUnansweredOperationsAreBounded(t *testing.T) {
+	f, w, _, _, _ := target()
+	w.full = true
+	for i := range 2 * slots {
+		w.in = append(w.in, frame(framePut, flagLast, uint32(i%slots), 0, []byte{1}))
+	}
+	var err error
+	for i := 0; i < 10 && err == nil; i++ {
+		_, _, err = f.Recv()
+	}
+	if !errors.Is(err, p2p.ErrProtocol) || len(f.answers) > slots {
+		t.Errorf("%v with %d answers", err, len(f.answers))
+	}
+}
+
+// FuzzFrames: whatever a peer sends, nothing panics, and no byte changes outside of what it may
+// write and what was asked of it.
+func FuzzFrames(f *testing.F) {
+	for _, s := range [][]sent{
+		{frame(framePut, flagLast, 0, 8, []byte("data"))},
+		{frame(framePut, flagLast|flagSignal, 0, 8, append(record(7, 3, 16, 99), 1, 2, 3))},
+		{frame(frameSignal, flagLast, 1, 8, nil), frame(frameGet, 0, 2, 0, nil), frame(frameCancel, 0, 2, 0, nil)},
+		{frame(frameData, 0, 1, 0, make([]byte, 100)), frame(frameDone, 0, 0, 0, done(1, 0))},
+	} {
+		var b []byte
+		for _, x := range s {
+			b = append(b, x.h.Kind, x.h.Flags, byte(x.h.Chan), byte(x.h.Off), byte(len(x.b)), 7, 3, byte(x.h.Count))
+			b = append(b, x.b...)
+		}
+		f.Add(b, true)
+		f.Add(b, false)
+	}
+	f.Fuzz(func(t *testing.T, script []byte, pieces bool) {
+		fr, w, b, x, table := target()
+		w.pieces = pieces
+		local := make([]byte, 3*guard)
+		if err := errors.Join(fr.Put(1, mem.Host(make([]byte, 200), "*"), x, 0, p2p.Signal{At: x, Value: 1}),
+			fr.Get(2, mem.Host(local[guard:2*guard], "*"), x, 0), fr.FlushPuts(3)); err != nil {
+			t.Fatal(err)
+		}
+		for len(script) >= 8 {
+			h := script[:8]
+			script = script[8:]
+			n := min(int(h[4]), len(script))
+			s := frame(h[0], h[1], uint32(h[2]), uint64(int64(int8(h[3]))), script[:n])
+			s.h.Call, s.h.Seq, s.h.Count = uint64(h[5]), uint64(h[6]), uint64(h[7])
+			script = script[n:]
+			w.in = append(w.in, s)
+		}
+		var ended int
+		var out [slots]p2p.Completion
+		for i := 0; i < 10_000 && len(w.in) > 0; i++ {
+			if _, _, err := fr.Recv(); err != nil {
+				break
+			}
+			ended += fr.Poll(out[:])
+			if i == 50 {
+				table.Withdraw(x)
+			}
+		}
+		fr.Close()
+		if ended += fr.Poll(out[:]); ended != 3 {
+			t.Fatalf("%d completions for 3 operations", ended)
+		}
+		for i, v := range b {
+			if v != 0 && (i < guard || i >= guard+size) {
+				t.Fatalf("byte %d outside of the range has changed", i-guard)
+			}
+		}
+		for i, v := range local {
+			if v != 0 && (i < guard || i >= 2*guard) {
+				t.Fatalf("byte %d outside of what was asked for has changed", i-guard)
+			}
+		}
+	})
+}

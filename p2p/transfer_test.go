@@ -1,0 +1,340 @@
+package p2p_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"tutti/mem"
+	"tutti/p2p"
+	"tutti/p2p/inproc"
+	"tutti/p2p/shm"
+	"tutti/p2p/tcp"
+)
+
+// transports are those whose links have remote memory.
+var transports = map[string]func() p2p.Transport{
+	"inproc": func() p2p.Transport { return inproc.New(inproc.Config{RingBytes: 16 << 10}) },
+	"shm":    func() p2p.Transport { return shm.New(shm.Config{}) },
+	"tcp":    func() p2p.Transport { return tcp.New(tcp.Config{Interfaces: "lo"}) },
+}
+
+// party is a rank on a channel.
+type party struct {
+	*p2p.Proxy
+	c *p2p.Channel
+}
+
+func members(t *testing.T, all []*p2p.Proxy) (p, q party) {
+	return party{all[0], open(t, all[0], 1, 2)}, party{all[1], open(t, all[1], 1, 2)}
+}
+
+// each runs f with two ranks that are linked over each transport.
+func each(t *testing.T, f func(t *testing.T, p, q party)) {
+	for name, make := range transports {
+		t.Run(name, func(t *testing.T) {
+			all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return make() })
+			defer closeAll(all)
+			p, q := members(t, all)
+			f(t, p, q)
+		})
+	}
+}
+
+// exposed is memory of p that q may use.
+func exposed(t *testing.T, p party, n int) (*p2p.Region, *mem.Remote) {
+	t.Helper()
+	r, err := p.AllocWritable(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := p.Expose(r, 0, n, mem.Read|mem.Write|mem.Signal)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := p.Withdraw(context.Background(), x); err != nil {
+			t.Error(err)
+		}
+	})
+	return r, x
+}
+
+// with runs f with the lock of p.
+func with(p party, f func(w *p2p.Wait) error) error {
+	p.Lock()
+	defer p.Unlock()
+	return f(patient(context.Background()))
+}
+
+// TestTransfers: what one rank puts and signals the other sees, and the other way round.
+func TestTransfers(t *testing.T) {
+	each(t, func(t *testing.T, p, q party) {
+		const n = 1 << 20
+		r, x := exposed(t, p, n)
+		back, y := exposed(t, q, 64)
+		served := make(chan error, 1)
+		const rounds = 50
+		go func() {
+			served <- with(p, func(w *p2p.Wait) error {
+				var ack p2p.Transfer
+				for i := uint64(1); i <= rounds; i++ {
+					if _, err := p.c.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v >= i }); err != nil {
+						return err
+					}
+					if b := r.Bytes()[64 : 64+i*1000]; !bytes.Equal(b, bytes.Repeat([]byte{byte(i)}, len(b))) {
+						return fmt.Errorf("signal %d came before its data", i)
+					}
+					if err := p.c.Put(w, &ack, 1, mem.Memory{}, nil, 0, p2p.Signal{At: y, Value: i}); err != nil {
+						return err
+					}
+					if err := p.c.WaitTransfer(w, &ack); err != nil {
+						return err
+					}
+				}
+				// the peer reads, and is answered while somebody here polls
+				_, err := p.c.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v > rounds })
+				return err
+			})
+		}()
+		if err := with(q, func(w *p2p.Wait) error {
+			var put, get, flush p2p.Transfer
+			for i := uint64(1); i <= rounds; i++ {
+				local := bytes.Repeat([]byte{byte(i)}, int(i)*1000)
+				err := q.c.Put(w, &put, 0, mem.Host(local, mem.Anywhere), x, 64, p2p.Signal{At: x, Value: i})
+				if err != nil {
+					return err
+				}
+				if err := q.c.FlushPuts(w, &flush, 0); err != nil {
+					return err
+				}
+				if err := q.c.WaitTransfer(w, &flush); err != nil {
+					return err
+				}
+				if !put.Done() || put.Err() != nil || put.Bytes() != len(local) {
+					return fmt.Errorf("a put that was flushed: done %v, %d bytes, %v", put.Done(), put.Bytes(), put.Err())
+				}
+				if _, err := q.c.WaitWord(w, 0, back.Word(0), func(v uint64) bool { return v >= i }); err != nil {
+					return err
+				}
+			}
+			got := make([]byte, rounds*1000)
+			if err := q.c.Get(w, &get, 0, mem.Host(got, mem.Anywhere), x, 64); err != nil {
+				return err
+			}
+			if err := q.c.WaitTransfer(w, &get); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{rounds}, len(got))) {
+				return fmt.Errorf("get: %w, or other bytes", err)
+			}
+			if err := q.c.Put(w, &put, 0, mem.Memory{}, nil, 0, p2p.Signal{At: x, Value: rounds + 1}); err != nil {
+				return err
+			}
+			return q.c.WaitTransfer(w, &put)
+		}); err != nil {
+			t.Error(err)
+		}
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestTransfersThatAreNotAllowed: the error says what was wrong, and the link lives on.
+func TestTransfersThatAreNotAllowed(t *testing.T) {
+	each(t, func(t *testing.T, p, q party) {
+		_, x := exposed(t, p, 4096)
+		stop := make(chan struct{})
+		served := make(chan error, 1)
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { // progress at the target
+			w := patient(ctx)
+			p.Lock()
+			defer p.Unlock()
+			for {
+				if err := p.Progress(w); err != nil {
+					served <- nil
+					return
+				}
+			}
+		}()
+		defer func() { cancel(); close(stop); <-served }()
+		local := mem.Host(make([]byte, 100), mem.Anywhere)
+		try := func(to *mem.Remote, off uint64) error {
+			return with(q, func(w *p2p.Wait) error {
+				var put p2p.Transfer
+				if err := q.c.Put(w, &put, 0, local, to, off, p2p.Signal{}); err != nil {
+					return err
+				}
+				return q.c.WaitTransfer(w, &put)
+			})
+		}
+		if err := try(x, 0); err != nil {
+			t.Fatal(err)
+		}
+		if err := try(x, 4000); !errors.Is(err, p2p.ErrBounds) {
+			t.Errorf("out of bounds: %v", err)
+		}
+		stale := *x
+		stale.Generation += 1 << 32
+		var access *p2p.AccessError
+		if err := try(&stale, 0); !errors.Is(err, p2p.ErrRevoked) || !errors.As(err, &access) || access.Region != x.ID {
+			t.Errorf("a generation that never was: %v", err)
+		}
+		elsewhere := *x
+		elsewhere.Keys = []mem.Key{{Path: "nvlink"}}
+		var peer *p2p.PeerError
+		if err := try(&elsewhere, 0); !errors.Is(err, errors.ErrUnsupported) || !errors.As(err, &peer) || peer.Rank != 0 {
+			t.Errorf("no path: %v", err)
+		}
+		if err := with(q, func(w *p2p.Wait) error {
+			return q.c.Put(w, new(p2p.Transfer), 0, mem.Device(0x1000, 8, "cuda:0"), x, 0, p2p.Signal{})
+		}); !errors.Is(err, errors.ErrUnsupported) {
+			t.Errorf("memory of a device: %v", err)
+		}
+		if _, err := p.Expose(mem.NewRegion(9, mem.Device(1, 8, "cuda:0"), false, false, nil), 0, 8, mem.Read); !errors.Is(
+			err, errors.ErrUnsupported) {
+			t.Errorf("exposing memory of a device: %v", err)
+		}
+		if err := try(x, 0); err != nil {
+			t.Errorf("after what was not allowed: %v", err)
+		}
+		if err := p.Withdraw(t.Context(), x); err != nil {
+			t.Fatal(err)
+		}
+		if err := try(x, 0); !errors.Is(err, p2p.ErrRevoked) {
+			t.Errorf("after Withdraw: %v", err)
+		}
+	})
+}
+
+// TestTransfersEndWithThePeer: every transfer that is under way ends when the peer goes, and says so;
+// who waits for its signal learns it.
+func TestTransfersEndWithThePeer(t *testing.T) {
+	each(t, func(t *testing.T, p, q party) {
+		const n = 4 << 20
+		_, x := exposed(t, p, n)
+		mine, _ := exposed(t, q, 64)
+		p.Lock() // p makes no progress: over tcp nothing ends
+		var all [60]p2p.Transfer
+		buf := make([]byte, n)
+		ready := make(chan error, 1)
+		go func() { // the link is made by both sides
+			ready <- with(q, func(w *p2p.Wait) error {
+				for i := range all {
+					var err error
+					if i%2 == 0 {
+						err = q.c.Put(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
+					} else {
+						err = q.c.Get(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0)
+					}
+					if err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		}()
+		p.Unlock()
+		if err := <-ready; err != nil {
+			t.Fatal(err)
+		}
+		waiting := make(chan error, 1)
+		go func() {
+			waiting <- with(q, func(w *p2p.Wait) error {
+				_, err := q.c.WaitWord(w, 0, mine.Word(0), func(v uint64) bool { return v > 0 })
+				return err
+			})
+		}()
+		p.Close()
+		var peer *p2p.PeerError
+		if err := <-waiting; !errors.Is(err, p2p.ErrPeerGone) || !errors.As(err, &peer) || peer.Rank != 0 {
+			t.Errorf("who waits for a signal gets %v", err)
+		}
+		for i := range all {
+			err := with(q, func(w *p2p.Wait) error { return q.c.WaitTransfer(w, &all[i]) })
+			if err != nil && (!errors.Is(err, p2p.ErrPeerGone) || !errors.As(err, &peer) || peer.Rank != 0) {
+				t.Errorf("transfer %d ended with %v", i, err)
+			}
+		}
+		if err := with(q, func(w *p2p.Wait) error {
+			return q.c.Put(w, new(p2p.Transfer), 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
+		}); !errors.Is(err, p2p.ErrPeerGone) {
+			t.Errorf("a put to a rank that is gone: %v", err)
+		}
+	})
+}
+
+// TestCancelledTransfersLeaveMemoryAlone: a rank whose time is up gets its memory back at once.
+func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
+	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return transports["tcp"]() })
+	defer closeAll(all)
+	p, q := members(t, all)
+	const n = 1 << 20
+	r, x := exposed(t, p, n)
+	for i := range r.Bytes() {
+		r.Bytes()[i] = 7
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	done := make(chan struct{})
+	go func() { // p takes part until it is told not to
+		defer close(done)
+		p.Lock()
+		defer p.Unlock()
+		for w := patient(ctx); p.Progress(w) == nil; {
+		}
+	}()
+	buf := make([]byte, n)
+	var get p2p.Transfer
+	if err := with(q, func(w *p2p.Wait) error { return q.c.Get(w, &get, 0, mem.Host(buf[:8], mem.Anywhere), x, 0) }); err != nil {
+		t.Fatal(err)
+	}
+	if err := with(q, func(w *p2p.Wait) error { return q.c.WaitTransfer(w, &get) }); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	<-done // nobody polls at p
+	clear(buf)
+	short, end := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer end()
+	if err := with(q, func(*p2p.Wait) error {
+		w := patient(short)
+		if err := q.c.Get(w, &get, 0, mem.Host(buf, mem.Anywhere), x, 0); err != nil {
+			return err
+		}
+		return q.c.WaitTransfer(w, &get)
+	}); !errors.Is(err, context.DeadlineExceeded) {
+		t.Fatalf("a get that nobody serves: %v", err)
+	}
+	if !get.Done() || !errors.Is(get.Err(), p2p.ErrCancelled) {
+		t.Errorf("it is done: %v, with %v", get.Done(), get.Err())
+	}
+	served := make(chan error, 1)
+	again, stop := context.WithCancel(t.Context())
+	go func() {
+		p.Lock()
+		defer p.Unlock()
+		var err error
+		for w := patient(again); err == nil; {
+			err = p.Progress(w)
+		}
+		served <- nil
+	}()
+	if err := with(q, func(w *p2p.Wait) error { // what was asked for comes before this
+		if err := q.c.Get(w, &get, 0, mem.Host(make([]byte, 8), mem.Anywhere), x, 0); err != nil {
+			return err
+		}
+		return q.c.WaitTransfer(w, &get)
+	}); err != nil {
+		t.Error(err)
+	}
+	stop()
+	<-served
+	for i, v := range buf {
+		if v != 0 {
+			t.Fatalf("byte %d was written after the get was given up", i)
+		}
+	}
+}
