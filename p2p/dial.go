@@ -26,12 +26,10 @@ func (h *host) Self() Identity { return h.p.cfg.Self }
 func (h *host) Secret() []byte { return h.p.cfg.Secret }
 func (h *host) Wake()          { h.p.wakeAll() }
 
-// Region finds a shared region.
+// Region finds a shared region. It does not take the proxy's lock: a link of a rank in the same
+// process calls it with the lock of that one.
 func (h *host) Region(id uint64) (*Region, error) {
-	p := h.p
-	p.Lock()
-	defer p.Unlock()
-	if r := p.regions[id]; r != nil {
+	if r := h.p.regions.find(id); r != nil {
 		return r, nil
 	}
 	return nil, ErrNoRegion

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"tutti/internal/ident"
 	"tutti/mem"
@@ -85,7 +86,7 @@ func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	if p.closed {
 		return nil, errors.Join(ErrClosed, p.Deregister(r), r.Free())
 	}
-	p.regions[r.ID] = r
+	p.regions.add(r)
 	return r, nil
 }
 
@@ -136,13 +137,9 @@ func (p *Proxy) allocated(n int, alloc func(int) (*Region, error)) (r *Region, e
 	return r, nil
 }
 
-// FreeRegion withdraws what Alloc returned and unmaps it. Takes the lock itself.
+// FreeRegion takes back what Alloc or AllocWritable returned and unmaps it. From any goroutine.
 func (p *Proxy) FreeRegion(r *Region) error {
-	p.Lock()
-	_, known := p.regions[r.ID]
-	delete(p.regions, r.ID)
-	p.Unlock()
-	if !known {
+	if !p.regions.remove(r.ID) {
 		return ErrNoRegion
 	}
 	return errors.Join(p.Deregister(r), r.Free())
@@ -196,4 +193,35 @@ func (p *Proxy) Withdraw(ctx context.Context, x *mem.Remote) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// regions are those that peers may ask for, by ID. Their lock is a leaf: nothing else is taken under
+// it.
+type regions struct {
+	mu sync.Mutex
+	m  map[uint64]*Region
+}
+
+func (t *regions) add(r *Region) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.m == nil {
+		t.m = map[uint64]*Region{}
+	}
+	t.m[r.ID] = r
+}
+
+// remove reports whether the region was there.
+func (t *regions) remove(id uint64) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	_, known := t.m[id]
+	delete(t.m, id)
+	return known
+}
+
+func (t *regions) find(id uint64) *Region {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.m[id]
 }

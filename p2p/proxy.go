@@ -131,7 +131,7 @@ type Proxy struct {
 	discard  []byte
 	arrivals uint64
 	closed   bool
-	regions  map[uint64]*Region
+	regions  regions
 	boards   []board       // words of exposures
 	tickets  atomic.Uint64 // the latest of any exposure
 	wanted   atomic.Int32  // goroutines in Lock
@@ -211,7 +211,7 @@ func New(cfg Config) *Proxy {
 	}
 	p := &Proxy{cfg: cfg, log: cfg.Logger, peers: make([]peer, cfg.Size),
 		chans: map[chanKey]*Channel{}, floors: map[Name]floor{},
-		regions: map[uint64]*Region{}, dials: make(chan struct{}, 16)}
+		dials: make(chan struct{}, 16)}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	for i := range p.peers {
 		p.peers[i].rank = i
@@ -347,7 +347,7 @@ func (p *Proxy) Close() error {
 	p.Lock()
 	p.pool.free()
 	for _, b := range p.boards {
-		delete(p.regions, b.region.ID)
+		p.regions.remove(b.region.ID)
 		if err := errors.Join(p.Deregister(b.region), b.region.Free()); err != nil && first == nil {
 			first = err
 		}

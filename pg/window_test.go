@@ -253,13 +253,13 @@ func TestWindowOutlivesALostRank(t *testing.T) {
 							t.Fatal(err)
 						}
 					}
-					for err := error(nil); len(g.View().Active) == 4; {
-						if err = g.Barrier(ctx); err != nil && lostRank(err) != 2 {
+					for range 3 { // all make the same calls, whichever of them tells of the loss
+						if err := g.Barrier(ctx); err != nil && lostRank(err) != 2 {
 							t.Fatal(err)
 						}
 					}
-					if err := g.Barrier(ctx); err != nil {
-						t.Fatal(err)
+					if len(g.View().Active) != 3 {
+						t.Fatalf("the view is %v", g.View())
 					}
 				}
 				if err := w.Put(ctx, 2, 0, x[:1]); lostRank(err) != 2 {
