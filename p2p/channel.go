@@ -607,8 +607,8 @@ func (c *Channel) drop(r *Recv) {
 	if pr.lent == r {
 		c.p.returnLent(pr)
 	}
-	if pr.into == r {
-		pr.into, pr.dst = nil, nil
+	if pr.target == r {
+		pr.target, pr.dst = nil, nil
 	}
 	r.buf, r.view, r.done = nil, nil, false
 }

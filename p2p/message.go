@@ -434,7 +434,7 @@ func (c *Channel) CancelRecv(r *RecvReq) {
 		st.early = slices.Insert(st.early, at, again)
 		r.err, r.buf = ErrClosed, nil
 		c.settle(st)
-	case pr.intoMsg == r: // it has begun to arrive
+	case pr.target == r: // it has begun to arrive
 		n := int(pr.cur.Len)
 		buf, err := c.p.pool.get(n)
 		if err != nil {
@@ -447,7 +447,7 @@ func (c *Channel) CancelRecv(r *RecvReq) {
 		e := &early{h: pr.cur, buf: buf, order: c.p.arrivals}
 		st.held += int(cost(n))
 		st.early = append(st.early, e)
-		pr.intoMsg, pr.intoBuf, pr.dst = nil, e, buf[got:]
+		pr.target, pr.dst = e, buf[got:]
 		r.err, r.buf = ErrClosed, nil
 	}
 }
@@ -462,11 +462,11 @@ func (c *Channel) failRecv(r *RecvReq, err error) {
 
 // detach has the rest of the frame that is arriving for r dropped.
 func (r *RecvReq) detach() {
-	if pr := r.st.pr; pr.intoMsg == r {
+	if pr := r.st.pr; pr.target == r {
 		if h := &pr.cur; h.Kind == frameEager {
 			r.st.taken += cost(int(h.Len))
 		}
-		pr.intoMsg, pr.dst = nil, nil
+		pr.target, pr.dst = nil, nil
 		pr.cur.Kind = frameBulk
 	}
 }

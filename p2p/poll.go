@@ -114,41 +114,43 @@ func (p *Proxy) finish(pr *peer) {
 	pr.link.Release()
 	h := &pr.cur
 	pr.dst = nil
-	st := pr.st
-	if st == nil { // the channel was closed meanwhile
-		if pr.intoBuf != nil {
-			p.pool.put(pr.intoBuf.buf)
-		}
-		pr.into, pr.intoMsg, pr.intoBuf = nil, nil, nil
-		return
-	}
-	c := st.c
+	st, to := pr.st, pr.target
+	pr.target = nil
 	switch {
-	case pr.into != nil:
-		r := pr.into
-		pr.into = nil
-		c.advance(r, h)
-		st.taken += cost(int(h.Len))
-	case pr.intoBuf != nil:
-		e := pr.intoBuf
-		pr.intoBuf = nil
-		e.filled = true
-		c.arrived(st, e)
-		return
-	case pr.intoMsg != nil:
-		r := pr.intoMsg
-		pr.intoMsg = nil
-		r.got += int(h.Len)
-		if r.done = r.got == r.total; r.done && r.id != 0 {
-			c.received(r)
+	case st == nil: // the channel was closed meanwhile
+		if e, ok := to.(*early); ok {
+			p.pool.put(e.buf)
 		}
-		if h.Kind == frameEager {
+	case to != nil:
+		to.placed(p, st, h)
+	default:
+		if h.Kind == frameData || h.Kind == frameEager || h.Kind == frameRTS { // dropped
 			st.taken += cost(int(h.Len))
 		}
-	case h.Kind == frameData || h.Kind == frameEager || h.Kind == frameRTS:
-		st.taken += cost(int(h.Len)) // dropped
+		p.repay(st)
+	}
+}
+
+func (r *Recv) placed(p *Proxy, st *stream, h *Header) {
+	st.c.advance(r, h)
+	st.taken += cost(int(h.Len))
+	p.repay(st)
+}
+
+func (r *RecvReq) placed(p *Proxy, st *stream, h *Header) {
+	r.got += int(h.Len)
+	if r.done = r.got == r.total; r.done && r.id != 0 {
+		st.c.received(r)
+	}
+	if h.Kind == frameEager {
+		st.taken += cost(int(h.Len))
 	}
 	p.repay(st)
+}
+
+func (e *early) placed(_ *Proxy, st *stream, _ *Header) {
+	e.filled = true
+	st.c.arrived(st, e)
 }
 
 // deliver starts on a frame that the link offers. An error means that the peer broke the protocol.
@@ -216,7 +218,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 				pr.lent = r
 				return nil
 			}
-			pr.into = r
+			pr.target = r
 			p.take(pr, payload, r.buf[r.got:r.got+int(h.Len)])
 			return nil
 		}
@@ -227,7 +229,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		if h.Kind == frameEager && c.err == nil && c.ranks != nil && len(st.early) == 0 {
 			if r := c.match(st, h.Count); r != nil { // straight to its place
 				c.bind(r, st, h)
-				pr.intoMsg = r
+				pr.target = r
 				if r.err != nil {
 					p.take(pr, payload, nil)
 				} else {
@@ -246,7 +248,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 		if h.Off != uint64(r.got) || h.Len == 0 || r.got+int(h.Len) > len(r.buf) {
 			return fmt.Errorf("%w: rank %d sent bytes outside of an announced message", ErrProtocol, pr.rank)
 		}
-		pr.intoMsg = r
+		pr.target = r
 		p.take(pr, payload, r.buf[r.got:r.got+int(h.Len)])
 		return nil
 	case frameCredit:
@@ -332,7 +334,7 @@ func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 	if !unasked {
 		st.early = append(st.early, e)
 	}
-	pr.intoBuf = e
+	pr.target = e
 	p.take(pr, payload, buf)
 	return nil
 }

@@ -147,41 +147,61 @@ type Proxy struct {
 
 // peer is what the proxy knows of one rank.
 type peer struct {
-	rank     int
+	rank int
+	connection
+	sender
+	receiver
+	counts    counts
+	transfers transfers
+}
+
+// connection is a peer's link, or why there is none. At most one of link and err is set. Without
+// either the peer is not linked yet: dialing and admitted say what is being done about that.
+type connection struct {
 	id       Identity // zero Incarnation: not known yet
-	link     Link     // nil: none yet, or err
-	linkNo   uint64   // which of its links that is
-	numbers  uint32   // of channels, that were given out over the link
-	free     []uint32 // those of them that nothing has any more
-	in       []inbound
-	err      error // the peer is gone, until Relink or Vacate says otherwise
-	vacant   bool  // any incarnation may link itself
+	link     Link
+	linkNo   uint64 // which of the peer's links that is
+	err      error  // the peer is gone, until Relink or Vacate says otherwise
+	vacant   bool   // any incarnation may link itself
 	leaving  *leaving
 	was      error // err before Relink, until there is a link
 	bye      bool  // it said goodbye first
-	sendErr  error // sending failed; what has arrived is still read, then the link goes down
 	dialing  bool
 	since    time.Time // link first wanted
 	admitted time.Time // an incoming connection was admitted, and is expected
 	stop     context.CancelFunc
-	beaten   time.Time  // when a heartbeat was sent last
-	refused  bool       // the link had no room for the latest frame
-	unsent   bool       // the link keeps what it could not pass on
-	out      Header     // the frame that is being sent: on the heap once, not once a frame
-	ctl      []ctl      // control frames that the link had no room for
-	queued   []*stream  // with messages of the tagged lane to begin
-	bulk     []*SendReq // that the peer has asked for
-	lent     *Recv      // has the current frame's payload in place; the link stands still
-	dst      []byte     // where the rest of the current frame goes
-	left     int        // bytes of it still to come, >= len(dst); what exceeds dst is dropped
-	into     *Recv      // what the current frame belongs to: one of these, or neither (dropped)
-	intoMsg  *RecvReq   //
-	intoBuf  *early     //
-	cur      Header
-	st       *stream // of the current or last frame; nil: of a channel that was closed
-	counts   counts
+	beaten   time.Time // when a heartbeat was sent last
+}
 
-	transfers transfers
+// sender is what is to be sent to a peer. All of it ends with the link.
+type sender struct {
+	numbers uint32     // of channels, that were given out over the link
+	free    []uint32   // those of them that nothing has any more
+	sendErr error      // sending failed; what has arrived is still read, then the link goes down
+	refused bool       // the link had no room for the latest frame
+	unsent  bool       // the link keeps what it could not pass on
+	out     Header     // the frame that is being sent: on the heap once, not once a frame
+	ctl     []ctl      // control frames that the link had no room for
+	queued  []*stream  // with messages of the tagged lane to begin
+	bulk    []*SendReq // that the peer has asked for
+}
+
+// receiver is where what comes from a peer goes.
+type receiver struct {
+	in     []inbound // by channel number
+	lent   *Recv     // has the current frame's payload in place; the link stands still
+	cur    Header    // of the current frame
+	st     *stream   // of the current or last frame; nil: of a channel that was closed
+	target target    // what the current frame belongs to; nil: it is dropped
+	dst    []byte    // where the rest of the current frame goes
+	left   int       // bytes of it still to come, >= len(dst); what exceeds dst is dropped
+}
+
+// A target is what a frame with a payload belongs to: a *Recv of the ordered lane, a *RecvReq of the
+// tagged one, or an *early, which is kept until somebody asks for it.
+type target interface {
+	// placed is called when the payload of frame h of st is where it belongs.
+	placed(p *Proxy, st *stream, h *Header)
 }
 
 // leaving is a peer that was vacated while its last frames may be under way.
@@ -378,10 +398,8 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	if pr.stop != nil {
 		pr.stop() // our own dialling lost
 	}
-	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.sendErr, pr.refused, pr.unsent, pr.st, pr.admitted = id, l,
-		nil, nil, false, false, nil, false, false, nil, time.Time{}
+	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, time.Time{}
 	pr.linkNo++
-	pr.numbers, pr.free, pr.in = 0, nil, nil
 	pr.transfers.paths = pathsOf(l, transport)
 	p.links = append(p.links, pr)
 	p.tune(l)
@@ -423,12 +441,10 @@ func (p *Proxy) down(pr *peer, err error) {
 	p.unlend(pr)
 	p.lose(pr, &PeerError{pr.rank, gonePeer(err)})
 	p.log.Debug("link down", "peer", pr.rank, "err", err)
-	pr.link, pr.err, pr.dst, pr.left, pr.into, pr.intoMsg, pr.ctl, pr.queued, pr.bulk = nil, err, nil, 0, nil, nil, nil,
-		nil, nil
-	if pr.intoBuf != nil {
-		p.pool.put(pr.intoBuf.buf)
-		pr.intoBuf = nil
+	if e, ok := pr.target.(*early); ok {
+		p.pool.put(e.buf)
 	}
+	pr.link, pr.err, pr.sender, pr.receiver = nil, err, sender{}, receiver{}
 	for i, o := range p.links {
 		if o == pr {
 			p.links = append(p.links[:i], p.links[i+1:]...)
