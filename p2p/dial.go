@@ -38,6 +38,12 @@ func (h *host) Region(id uint64) (*Region, error) {
 // Admit decides on an incoming connection. Of two that cross, the lower rank's survives.
 func (h *host) Admit(from Identity) error {
 	p := h.p
+	if from.Role == RoleClient {
+		if p.cfg.Clients == nil {
+			return fmt.Errorf("%w: rank %d takes no clients", ErrStale, p.cfg.Self.Rank)
+		}
+		return p.cfg.Clients.Admit(from)
+	}
 	if from.Rank < 0 || from.Rank >= p.cfg.Size || from.Rank == p.cfg.Self.Rank {
 		return fmt.Errorf("%w: there is no rank %d in this job of %d ranks", ErrStale, from.Rank, p.cfg.Size)
 	}
@@ -70,6 +76,10 @@ func (pr *peer) expected() bool {
 // Accepted takes an admitted connection's link into service.
 func (h *host) Accepted(from Identity, l Link) {
 	p := h.p
+	if from.Role == RoleClient {
+		p.cfg.Clients.Accepted(from, l, h.transport)
+		return
+	}
 	p.attach(&p.peers[from.Rank], from, l, h.transport)
 }
 

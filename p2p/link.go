@@ -9,14 +9,46 @@ import (
 	"tutti/internal/trust"
 )
 
-// Identity names one life of one rank.
+// Identity names one life of one rank, or of a client.
 type Identity struct {
-	Rank        int    // slot
+	Rank        int    // slot; of a client 0
 	Incarnation uint64 // random, never 0
+	Role        Role
 }
 
-// String returns "rank 3 (incarnation 00c0ffee…)".
+// Role says what a process is to those that it links with.
+type Role uint8
+
+const (
+	RoleRank   Role = iota // a rank of the job
+	RoleClient             // a program that knows the job's secret and is no rank
+)
+
+// clientBit tells clients from ranks where an Identity has 32 bits for its rank.
+const clientBit = 1 << 31
+
+// Wire returns the rank and the role as they travel in a trust.Hello.
+func (i Identity) Wire() uint32 {
+	if i.Role == RoleClient {
+		return clientBit
+	}
+	return uint32(i.Rank)
+}
+
+// IdentityOf is the inverse of Wire, for an incarnation. What is no Identity becomes a rank that no
+// job has.
+func IdentityOf(wire uint32, incarnation uint64) Identity {
+	if wire == clientBit {
+		return Identity{Incarnation: incarnation, Role: RoleClient}
+	}
+	return Identity{Rank: int(wire), Incarnation: incarnation}
+}
+
+// String returns "rank 3 (incarnation 00c0ffee…)", or "client (incarnation …)".
 func (i Identity) String() string {
+	if i.Role == RoleClient {
+		return fmt.Sprintf("client (incarnation %016x)", i.Incarnation)
+	}
 	return fmt.Sprintf("rank %d (incarnation %016x)", i.Rank, i.Incarnation)
 }
 

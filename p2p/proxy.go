@@ -88,6 +88,8 @@ type Config struct {
 	// Notify hears of every link that comes up (err nil) or goes down, with the peer's incarnation.
 	// It is called with the proxy's lock and must not block.
 	Notify func(peer Identity, err error)
+	// Clients takes the links of programs that are no ranks. Default: they are refused.
+	Clients Clients
 	// Patient, if it returns true, has a peer that refuses this rank as unknown dialled again: it
 	// may still believe in an earlier life of this rank. Who has not come yet is dialled for 30 s,
 	// too. Called by any goroutine, with or without the lock.
@@ -102,6 +104,16 @@ type Config struct {
 	// before it left. Default 0: not at all.
 	Linger time.Duration
 	Logger *slog.Logger // default: none
+}
+
+// Clients serves programs that know the job's secret and are no ranks. Its methods are called from
+// any goroutine, without the proxy's lock.
+type Clients interface {
+	// Admit is Host.Admit for a client.
+	Admit(from Identity) error
+	// Accepted takes the link of an admitted client, and owns it from then on: the proxy neither
+	// polls nor closes it.
+	Accepted(from Identity, l Link, transport string)
 }
 
 // DefaultWindow is Config.Window's default for a job of size ranks.

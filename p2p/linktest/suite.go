@@ -29,7 +29,7 @@ func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 		{"BackPressure", s.backPressure}, {"Sleepers", s.sleepers},
 		{"CloseDelivers", s.closeDelivers}, {"CloseWakes", s.closeWakes}, {"CloseTwice", s.closeTwice},
 		{"CloseBesideUse", s.closeBesideUse},
-		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"WrongSecret", s.wrongSecret},
+		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"Clients", s.clients}, {"WrongSecret", s.wrongSecret},
 		{"NotWhomIDialled", s.notWhomIDialled},
 		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose},
 		{"Regions", s.regions}, {"Allocations", s.allocations},
@@ -567,6 +567,36 @@ func (s suite) refusals(t *testing.T) {
 	Connect(t, a, b)
 	if len(b.In) != 0 {
 		t.Error("a refused connection was handed over")
+	}
+}
+
+// clients: a program that is no rank is told apart from one, at both ends, whatever its transport.
+func (s suite) clients(t *testing.T) {
+	c := NewHost(0)
+	c.ID = p2p.Identity{Incarnation: c.ID.Incarnation, Role: p2p.RoleClient}
+	a, b := Listen(t, s.open(t), c), s.node(t, 1)
+	b.Allow(func(from p2p.Identity) error {
+		if from != a.ID {
+			t.Errorf("Admit was asked about %v, want %v", from, a.ID)
+		}
+		return nil
+	})
+	l, err := a.Dial(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	in := b.Next(t)
+	defer in.Link.Close()
+	if in.From != a.ID {
+		t.Errorf("the link is of %v, want %v", in.From, a.ID)
+	}
+	b.Allow(func(p2p.Identity) error { return fmt.Errorf("no clients: %w", p2p.ErrStale) })
+	if l, err := a.Dial(b); !errors.Is(err, p2p.ErrStale) {
+		if err == nil {
+			l.Close()
+		}
+		t.Errorf("a refused client: %v, want %v", err, p2p.ErrStale)
 	}
 }
 

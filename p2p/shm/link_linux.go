@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -26,6 +27,7 @@ type link struct {
 	peer    p2p.Identity
 	exports *exports
 	sock    *socket
+	process *os.File      // the peer's; nil: it is this one, or not known
 	down    chan struct{} // closed when the reader has ended
 
 	mu      sync.Mutex
@@ -87,6 +89,9 @@ func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []b
 		return nil, err
 	}
 	x.join(l)
+	if l.process = sock.process(); l.process != nil {
+		l.helpers.Go(func() { sock.follow(l.process) })
+	}
 	go l.read()
 	return l, nil
 }
@@ -349,6 +354,9 @@ func (l *link) Close() error {
 		l.cease()
 		l.words.at(gateAt, l.side).Store(1)
 		l.sock.conn.Close()
+		if l.process != nil {
+			l.process.Close()
+		}
 		l.mu.Lock()
 		// The reader may be in Host.Region and wait there for a lock of our caller; it touches
 		// nothing of ours when it comes back.

@@ -9,8 +9,11 @@ import (
 	"io"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"tutti/mem"
 	"tutti/p2p"
@@ -65,6 +68,29 @@ func child(role string) error {
 			}
 		}
 		fmt.Println("sent")
+		io.Copy(io.Discard, os.Stdin)
+	case "heir": // a child inherits all sockets, and stays
+		heir := exec.Command("sleep", "300")
+		all, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			return err
+		}
+		for _, f := range all {
+			if to, _ := os.Readlink("/proc/self/fd/" + f.Name()); strings.HasPrefix(to, "socket:") {
+				fd, err := strconv.Atoi(f.Name())
+				if err == nil {
+					fd, err = unix.Dup(fd)
+				}
+				if err != nil {
+					return err
+				}
+				heir.ExtraFiles = append(heir.ExtraFiles, os.NewFile(uintptr(fd), "inherited"))
+			}
+		}
+		if err := heir.Start(); err != nil {
+			return err
+		}
+		fmt.Println(heir.Process.Pid)
 		io.Copy(io.Discard, os.Stdin)
 	case "flood": // frames until the end
 		var buf []byte
@@ -190,6 +216,27 @@ func start(t testing.TB, role string) process {
 	})
 	p.End, p.node = &linktest.End{Link: l, Host: n.Host}, n
 	return p
+}
+
+// A child of a rank that has inherited its sockets does not keep the rank alive when it is killed.
+func TestKilledWhileAChildHasTheSocket(t *testing.T) {
+	p := start(t, "heir")
+	if !p.out.Scan() {
+		t.Fatal("the child did not start another")
+	}
+	heir, err := strconv.Atoi(p.out.Text())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Kill(heir, unix.SIGKILL)
+	p.cmd.Process.Kill()
+	p.cmd.Wait()
+	if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
+		t.Errorf("%v, %v; want an error that wraps ErrPeerGone", h, err)
+	}
+	if err := unix.Kill(heir, 0); err != nil {
+		t.Errorf("the one that inherited the socket had ended: %v", err)
+	}
 }
 
 // traces lists what there is on the machine of a rank that listened as name.

@@ -125,8 +125,8 @@ func (l *sameUser) Accept() (net.Conn, error) {
 }
 
 func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
-	self, from := t.host.Self(), p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
-	if to := (p2p.Identity{Rank: int(h.ToRank), Incarnation: h.ToIncarnation}); to != self {
+	self, from := t.host.Self(), p2p.IdentityOf(h.FromRank, h.FromIncarnation)
+	if to := p2p.IdentityOf(h.ToRank, h.ToIncarnation); to != self {
 		return p2p.RefusalOf(fmt.Errorf("%w: this is %v, not %v", p2p.ErrStale, self, to))
 	}
 	if from == self { // Listen's probe
@@ -137,7 +137,7 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 
 // accepted makes the link's memory and passes it to the dialler.
 func (t *Transport) accepted(conn net.Conn, h trust.Hello) {
-	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
+	from := p2p.IdentityOf(h.FromRank, h.FromIncarnation)
 	if from == t.host.Self() {
 		conn.Close()
 		return
@@ -277,7 +277,7 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 	if err == nil {
 		self := t.host.Self()
 		err = p2p.FromRefusal(trust.Client(conn, t.host.Secret(), purpose, trust.Hello{
-			FromRank: uint32(self.Rank), FromIncarnation: self.Incarnation, ToRank: uint32(to.Rank),
+			FromRank: self.Wire(), FromIncarnation: self.Incarnation, ToRank: to.Wire(),
 			ToIncarnation: to.Incarnation}))
 	}
 	if !stop() && err == nil {

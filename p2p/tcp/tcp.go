@@ -378,7 +378,7 @@ func unpackExtra(v uint64) extra {
 }
 
 func hello(from, to p2p.Identity, e extra) trust.Hello {
-	return trust.Hello{FromRank: uint32(from.Rank), FromIncarnation: from.Incarnation, ToRank: uint32(to.Rank),
+	return trust.Hello{FromRank: from.Wire(), FromIncarnation: from.Incarnation, ToRank: to.Wire(),
 		ToIncarnation: to.Incarnation, Extra: e.pack()}
 }
 
@@ -391,8 +391,8 @@ const (
 
 func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 	self := t.host.Self()
-	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
-	if to := (p2p.Identity{Rank: int(h.ToRank), Incarnation: h.ToIncarnation}); to != self {
+	from := p2p.IdentityOf(h.FromRank, h.FromIncarnation)
+	if to := p2p.IdentityOf(h.ToRank, h.ToIncarnation); to != self {
 		return &trust.Refusal{Code: codeElsewhere, Text: fmt.Sprintf("%v listens here, not %v", self, to)}
 	}
 	x := unpackExtra(h.Extra)
@@ -429,7 +429,7 @@ func (t *Transport) accepted(c net.Conn, h trust.Hello) {
 		c.Close()
 		return
 	}
-	from := p2p.Identity{Rank: int(h.FromRank), Incarnation: h.FromIncarnation}
+	from := p2p.IdentityOf(h.FromRank, h.FromIncarnation)
 	name := linkName(from, c.RemoteAddr().String())
 	fd, err := t.adopt(c)
 	if err != nil {

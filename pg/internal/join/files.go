@@ -7,11 +7,11 @@ import (
 )
 
 // What a rank opens: a store connection, a listener and an epoll instance for each address, a few
-// more for the moments in which links are made, and one for each peer that it links with; of large
-// jobs, links with some only.
+// more for the moments in which links are made, and two for each peer that it links with: a connection
+// and, on this machine, the process; of large jobs, links with some only.
 const (
 	joinFiles = 16
-	linkFiles = 32
+	linkPeers = 32
 )
 
 // roomForFiles returns an error if this process may not open the files that a rank of size ranks
@@ -19,7 +19,7 @@ const (
 func roomForFiles(size int) error {
 	limit, known := files.Limit()
 	open, counted := files.Open()
-	need := joinFiles + min(size-1, linkFiles)
+	need := joinFiles + 2*min(size-1, linkPeers)
 	if !known || !counted || uint64(open+need) <= limit {
 		return nil
 	}
