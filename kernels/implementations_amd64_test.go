@@ -48,7 +48,7 @@ func TestModes(t *testing.T) {
 				for _, mode := range []int{cached, around} {
 					b := bytes.Repeat([]byte{0xa5}, n*size+256)
 					at := 64 + int(-uintptr(ptr(b))&63)
-					k(ptr(b[at:]), &src[0], sources, 0, n, sources, mode)
+					k(ptr(b[at:]), &src[0], sources, 0, n, sources, mode|variant(op, dt))
 					if !bytes.Equal(b[at:at+n*size], want) {
 						t.Fatalf("%s: %v of %v: %d elements, %d sources, mode %d: wrong", l.name, op, dt, n, sources,
 							mode)

@@ -8,153 +8,153 @@ import "unsafe"
 
 // fillAVX2 enters the kernels of this level. Bit operations are entered as those of bytes.
 func fillAVX2(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
-	t[Avg][BFloat16] = avgBF16AVX2
-	t[Avg][Float16] = avgF16AVX2
-	t[Avg][Float32] = avgF32AVX2
-	t[Avg][Float64] = avgF64AVX2
-	t[BitAnd][Bool] = boolAndAVX2
-	t[BitAnd][Uint8] = bitAndAVX2
-	t[BitOr][Bool] = boolOrAVX2
-	t[BitOr][Uint8] = bitOrAVX2
-	t[BitXor][Bool] = boolXorAVX2
-	t[BitXor][Uint8] = bitXorAVX2
-	t[Max][BFloat16] = maxBF16AVX2
-	t[Max][Bool] = boolOrAVX2
-	t[Max][Float16] = maxF16AVX2
-	t[Max][Float32] = maxF32AVX2
-	t[Max][Float64] = maxF64AVX2
-	t[Max][Int16] = maxI16AVX2
-	t[Max][Int32] = maxI32AVX2
-	t[Max][Int64] = maxI64AVX2
-	t[Max][Int8] = maxI8AVX2
-	t[Max][Uint16] = maxU16AVX2
-	t[Max][Uint32] = maxU32AVX2
-	t[Max][Uint64] = maxU64AVX2
-	t[Max][Uint8] = maxU8AVX2
-	t[Min][BFloat16] = minBF16AVX2
-	t[Min][Bool] = boolAndAVX2
-	t[Min][Float16] = minF16AVX2
-	t[Min][Float32] = minF32AVX2
-	t[Min][Float64] = minF64AVX2
-	t[Min][Int16] = minI16AVX2
-	t[Min][Int32] = minI32AVX2
-	t[Min][Int64] = minI64AVX2
-	t[Min][Int8] = minI8AVX2
-	t[Min][Uint16] = minU16AVX2
-	t[Min][Uint32] = minU32AVX2
-	t[Min][Uint64] = minU64AVX2
-	t[Min][Uint8] = minU8AVX2
-	t[Product][BFloat16] = prodBF16AVX2
-	t[Product][Bool] = boolAndAVX2
-	t[Product][Float16] = prodF16AVX2
-	t[Product][Float32] = prodF32AVX2
-	t[Product][Float64] = prodF64AVX2
-	t[Product][Int16] = prod16AVX2
-	t[Product][Int32] = prod32AVX2
-	t[Product][Int64] = prod64AVX2
+	t[BitAnd][Uint8] = andAVX2
+	t[BitOr][Uint8] = orAVX2
+	t[Sum][Bool] = orAVX2
+	t[Max][Bool] = orAVX2
+	t[BitOr][Bool] = orAVX2
+	t[BitXor][Uint8] = xorAVX2
+	t[BitXor][Bool] = xorBoolAVX2
+	t[Sum][Int8] = sum8AVX2
+	t[Sum][Uint8] = sum8AVX2
 	t[Product][Int8] = prod8AVX2
-	t[Product][Uint16] = prod16AVX2
-	t[Product][Uint32] = prod32AVX2
-	t[Product][Uint64] = prod64AVX2
 	t[Product][Uint8] = prod8AVX2
-	t[Sum][BFloat16] = sumBF16AVX2
-	t[Sum][Bool] = boolOrAVX2
-	t[Sum][Float16] = sumF16AVX2
+	t[Min][Int8] = minI8AVX2
+	t[Min][Uint8] = minU8AVX2
+	t[Product][Bool] = minU8AVX2
+	t[Min][Bool] = minU8AVX2
+	t[BitAnd][Bool] = minU8AVX2
+	t[Max][Int8] = maxI8AVX2
+	t[Max][Uint8] = maxU8AVX2
+	t[Sum][Int16] = sum16AVX2
+	t[Sum][Uint16] = sum16AVX2
+	t[Product][Int16] = prod16AVX2
+	t[Product][Uint16] = prod16AVX2
+	t[Min][Int16] = minI16AVX2
+	t[Min][Uint16] = minU16AVX2
+	t[Max][Int16] = maxI16AVX2
+	t[Max][Uint16] = maxU16AVX2
+	t[Sum][Int32] = sum32AVX2
+	t[Sum][Uint32] = sum32AVX2
+	t[Product][Int32] = prod32AVX2
+	t[Product][Uint32] = prod32AVX2
+	t[Min][Int32] = minI32AVX2
+	t[Min][Uint32] = minU32AVX2
+	t[Max][Int32] = maxI32AVX2
+	t[Max][Uint32] = maxU32AVX2
+	t[Sum][Int64] = sum64AVX2
+	t[Sum][Uint64] = sum64AVX2
+	t[Product][Int64] = prod64AVX2
+	t[Product][Uint64] = prod64AVX2
+	t[Min][Int64] = minI64AVX2
+	t[Min][Uint64] = minU64AVX2
+	t[Max][Int64] = maxI64AVX2
+	t[Max][Uint64] = maxU64AVX2
 	t[Sum][Float32] = sumF32AVX2
 	t[Sum][Float64] = sumF64AVX2
-	t[Sum][Float8E4M3] = sumE4M3AVX2
-	t[Sum][Float8E5M2] = sumE5M2AVX2
-	t[Sum][Int16] = sum16AVX2
-	t[Sum][Int32] = sum32AVX2
-	t[Sum][Int64] = sum64AVX2
-	t[Sum][Int8] = sum8AVX2
-	t[Sum][Uint16] = sum16AVX2
-	t[Sum][Uint32] = sum32AVX2
-	t[Sum][Uint64] = sum64AVX2
-	t[Sum][Uint8] = sum8AVX2
-	widen[BFloat16], narrow[BFloat16] = widenBF16AVX2, narrowBF16AVX2
+	t[Product][Float32] = prodF32AVX2
+	t[Product][Float64] = prodF64AVX2
+	t[Min][Float32] = minF32AVX2
+	t[Min][Float64] = minF64AVX2
+	t[Max][Float32] = maxF32AVX2
+	t[Max][Float64] = maxF64AVX2
+	t[Sum][Float16] = sumF16AVX2
+	t[Sum][BFloat16] = sumBF16AVX2
+	t[Product][Float16] = prodF16AVX2
+	t[Product][BFloat16] = prodBF16AVX2
+	t[Min][Float16] = minOrderedAVX2
+	t[Min][BFloat16] = minOrderedAVX2
+	t[Max][Float16] = maxOrderedAVX2
+	t[Max][BFloat16] = maxOrderedAVX2
 	widen[Float16], narrow[Float16] = widenF16AVX2, narrowF16AVX2
+	widen[BFloat16], narrow[BFloat16] = widenBF16AVX2, narrowBF16AVX2
+	t[Sum][Float8E4M3] = sumE4M3AVX2
 	widen[Float8E4M3], narrow[Float8E4M3] = widenE4M3AVX2, narrowE4M3AVX2
+	t[Sum][Float8E5M2] = sumE5M2AVX2
 	widen[Float8E5M2], narrow[Float8E5M2] = widenE5M2AVX2, narrowE5M2AVX2
+	t[Avg][Float32] = t[Sum][Float32]
+	t[Avg][Float64] = t[Sum][Float64]
+	t[Avg][Float16] = t[Sum][Float16]
+	t[Avg][BFloat16] = t[Sum][BFloat16]
 }
 
 // fillAVX512 enters the kernels of this level. Bit operations are entered as those of bytes.
 func fillAVX512(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
-	t[Avg][BFloat16] = avgBF16AVX512
-	t[Avg][Float16] = avgF16AVX512
-	t[Avg][Float32] = avgF32AVX512
-	t[Avg][Float64] = avgF64AVX512
-	t[BitAnd][Bool] = boolAndAVX512
-	t[BitAnd][Uint8] = bitAndAVX512
-	t[BitOr][Bool] = boolOrAVX512
-	t[BitOr][Uint8] = bitOrAVX512
-	t[BitXor][Bool] = boolXorAVX512
-	t[BitXor][Uint8] = bitXorAVX512
-	t[Max][BFloat16] = maxBF16AVX512
-	t[Max][Bool] = boolOrAVX512
-	t[Max][Float16] = maxF16AVX512
-	t[Max][Float32] = maxF32AVX512
-	t[Max][Float64] = maxF64AVX512
-	t[Max][Int16] = maxI16AVX512
-	t[Max][Int32] = maxI32AVX512
-	t[Max][Int64] = maxI64AVX512
-	t[Max][Int8] = maxI8AVX512
-	t[Max][Uint16] = maxU16AVX512
-	t[Max][Uint32] = maxU32AVX512
-	t[Max][Uint64] = maxU64AVX512
-	t[Max][Uint8] = maxU8AVX512
-	t[Min][BFloat16] = minBF16AVX512
-	t[Min][Bool] = boolAndAVX512
-	t[Min][Float16] = minF16AVX512
-	t[Min][Float32] = minF32AVX512
-	t[Min][Float64] = minF64AVX512
-	t[Min][Int16] = minI16AVX512
-	t[Min][Int32] = minI32AVX512
-	t[Min][Int64] = minI64AVX512
-	t[Min][Int8] = minI8AVX512
-	t[Min][Uint16] = minU16AVX512
-	t[Min][Uint32] = minU32AVX512
-	t[Min][Uint64] = minU64AVX512
-	t[Min][Uint8] = minU8AVX512
-	t[Product][BFloat16] = prodBF16AVX512
-	t[Product][Bool] = boolAndAVX512
-	t[Product][Float16] = prodF16AVX512
-	t[Product][Float32] = prodF32AVX512
-	t[Product][Float64] = prodF64AVX512
-	t[Product][Int16] = prod16AVX512
-	t[Product][Int32] = prod32AVX512
-	t[Product][Int64] = prod64AVX512
+	t[BitAnd][Uint8] = andAVX512
+	t[BitOr][Uint8] = orAVX512
+	t[Sum][Bool] = orAVX512
+	t[Max][Bool] = orAVX512
+	t[BitOr][Bool] = orAVX512
+	t[BitXor][Uint8] = xorAVX512
+	t[BitXor][Bool] = xorBoolAVX512
+	t[Sum][Int8] = sum8AVX512
+	t[Sum][Uint8] = sum8AVX512
 	t[Product][Int8] = prod8AVX512
-	t[Product][Uint16] = prod16AVX512
-	t[Product][Uint32] = prod32AVX512
-	t[Product][Uint64] = prod64AVX512
 	t[Product][Uint8] = prod8AVX512
-	t[Sum][BFloat16] = sumBF16AVX512
-	t[Sum][Bool] = boolOrAVX512
-	t[Sum][Float16] = sumF16AVX512
+	t[Min][Int8] = minI8AVX512
+	t[Min][Uint8] = minU8AVX512
+	t[Product][Bool] = minU8AVX512
+	t[Min][Bool] = minU8AVX512
+	t[BitAnd][Bool] = minU8AVX512
+	t[Max][Int8] = maxI8AVX512
+	t[Max][Uint8] = maxU8AVX512
+	t[Sum][Int16] = sum16AVX512
+	t[Sum][Uint16] = sum16AVX512
+	t[Product][Int16] = prod16AVX512
+	t[Product][Uint16] = prod16AVX512
+	t[Min][Int16] = minI16AVX512
+	t[Min][Uint16] = minU16AVX512
+	t[Max][Int16] = maxI16AVX512
+	t[Max][Uint16] = maxU16AVX512
+	t[Sum][Int32] = sum32AVX512
+	t[Sum][Uint32] = sum32AVX512
+	t[Product][Int32] = prod32AVX512
+	t[Product][Uint32] = prod32AVX512
+	t[Min][Int32] = minI32AVX512
+	t[Min][Uint32] = minU32AVX512
+	t[Max][Int32] = maxI32AVX512
+	t[Max][Uint32] = maxU32AVX512
+	t[Sum][Int64] = sum64AVX512
+	t[Sum][Uint64] = sum64AVX512
+	t[Product][Int64] = prod64AVX512
+	t[Product][Uint64] = prod64AVX512
+	t[Min][Int64] = minI64AVX512
+	t[Min][Uint64] = minU64AVX512
+	t[Max][Int64] = maxI64AVX512
+	t[Max][Uint64] = maxU64AVX512
 	t[Sum][Float32] = sumF32AVX512
 	t[Sum][Float64] = sumF64AVX512
-	t[Sum][Float8E4M3] = sumE4M3AVX512
-	t[Sum][Float8E5M2] = sumE5M2AVX512
-	t[Sum][Int16] = sum16AVX512
-	t[Sum][Int32] = sum32AVX512
-	t[Sum][Int64] = sum64AVX512
-	t[Sum][Int8] = sum8AVX512
-	t[Sum][Uint16] = sum16AVX512
-	t[Sum][Uint32] = sum32AVX512
-	t[Sum][Uint64] = sum64AVX512
-	t[Sum][Uint8] = sum8AVX512
-	widen[BFloat16], narrow[BFloat16] = widenBF16AVX512, narrowBF16AVX512
+	t[Product][Float32] = prodF32AVX512
+	t[Product][Float64] = prodF64AVX512
+	t[Min][Float32] = minF32AVX512
+	t[Min][Float64] = minF64AVX512
+	t[Max][Float32] = maxF32AVX512
+	t[Max][Float64] = maxF64AVX512
+	t[Sum][Float16] = sumF16AVX512
+	t[Sum][BFloat16] = sumBF16AVX512
+	t[Product][Float16] = prodF16AVX512
+	t[Product][BFloat16] = prodBF16AVX512
+	t[Min][Float16] = minOrderedAVX512
+	t[Min][BFloat16] = minOrderedAVX512
+	t[Max][Float16] = maxOrderedAVX512
+	t[Max][BFloat16] = maxOrderedAVX512
 	widen[Float16], narrow[Float16] = widenF16AVX512, narrowF16AVX512
+	widen[BFloat16], narrow[BFloat16] = widenBF16AVX512, narrowBF16AVX512
+	t[Sum][Float8E4M3] = sumE4M3AVX512
 	widen[Float8E4M3], narrow[Float8E4M3] = widenE4M3AVX512, narrowE4M3AVX512
+	t[Sum][Float8E5M2] = sumE5M2AVX512
 	widen[Float8E5M2], narrow[Float8E5M2] = widenE5M2AVX512, narrowE5M2AVX512
+	t[Avg][Float32] = t[Sum][Float32]
+	t[Avg][Float64] = t[Sum][Float64]
+	t[Avg][Float16] = t[Sum][Float16]
+	t[Avg][BFloat16] = t[Sum][BFloat16]
 }
 
 // fillAVX512BF16 enters the kernels of this level. Bit operations are entered as those of bytes.
 func fillAVX512BF16(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
-	t[Avg][BFloat16] = avgBF16AVX512BF16
-	t[Product][BFloat16] = prodBF16AVX512BF16
 	t[Sum][BFloat16] = sumBF16AVX512BF16
+	t[Product][BFloat16] = prodBF16AVX512BF16
+	t[Avg][BFloat16] = t[Sum][BFloat16]
 }
 
 //go:noescape
@@ -164,22 +164,19 @@ func cpuidF16C() bool
 func copyNTAVX2(dst, src unsafe.Pointer, n int)
 
 //go:noescape
-func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func fence()
 
 //go:noescape
-func boolAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func andAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func orAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func xorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func boolXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func xorBoolAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -260,22 +257,10 @@ func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode i
 func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -284,40 +269,28 @@ func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode i
 func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func minBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func minOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func maxOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func widenF16AVX2(dst, src unsafe.Pointer, n int)
@@ -332,10 +305,16 @@ func widenBF16AVX2(dst, src unsafe.Pointer, n int)
 func narrowBF16AVX2(dst, src unsafe.Pointer, n int)
 
 //go:noescape
+func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
 func widenE4M3AVX2(dst, src unsafe.Pointer, n int)
 
 //go:noescape
 func narrowE4M3AVX2(dst, src unsafe.Pointer, n int)
+
+//go:noescape
+func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func widenE5M2AVX2(dst, src unsafe.Pointer, n int)
@@ -344,22 +323,16 @@ func widenE5M2AVX2(dst, src unsafe.Pointer, n int)
 func narrowE5M2AVX2(dst, src unsafe.Pointer, n int)
 
 //go:noescape
-func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func andAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func orAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func xorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func boolOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func boolXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func xorBoolAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -440,22 +413,10 @@ func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode
 func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -464,40 +425,28 @@ func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode
 func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func minBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func maxBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func minOrderedAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func avgBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func maxOrderedAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func widenF16AVX512(dst, src unsafe.Pointer, n int)
@@ -512,10 +461,16 @@ func widenBF16AVX512(dst, src unsafe.Pointer, n int)
 func narrowBF16AVX512(dst, src unsafe.Pointer, n int)
 
 //go:noescape
+func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
 func widenE4M3AVX512(dst, src unsafe.Pointer, n int)
 
 //go:noescape
 func narrowE4M3AVX512(dst, src unsafe.Pointer, n int)
+
+//go:noescape
+func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func widenE5M2AVX512(dst, src unsafe.Pointer, n int)
@@ -528,6 +483,3 @@ func sumBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div,
 
 //go:noescape
 func prodBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func avgBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)

@@ -52,19 +52,15 @@ done:
 	VZEROUPPER
 	RET
 
-DATA interleave<>+0(SB)/8, $0x0000000000000000
-DATA interleave<>+8(SB)/8, $0x0000000000000004
-DATA interleave<>+16(SB)/8, $0x0000000000000001
-DATA interleave<>+24(SB)/8, $0x0000000000000005
-DATA interleave<>+32(SB)/8, $0x0000000000000002
-DATA interleave<>+40(SB)/8, $0x0000000000000006
-DATA interleave<>+48(SB)/8, $0x0000000000000003
-DATA interleave<>+56(SB)/8, $0x0000000000000007
-GLOBL interleave<>(SB), RODATA|NOPTR, $64
+// func fence()
+// Requires: MMX+
+TEXT ·fence(SB), NOSPLIT, $0
+	SFENCE
+	RET
 
-// func bitAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·bitAndAVX2(SB), NOSPLIT, $0-56
+// func andAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·andAVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
 	MOVQ    k+16(FP), DX
@@ -73,11 +69,11 @@ TEXT ·bitAndAVX2(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -90,9 +86,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPAND   (R10)(BX*1), Y0, Y0
@@ -104,7 +100,7 @@ blockSources:
 	VPAND   192(R10)(BX*1), Y6, Y6
 	VPAND   224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPAND   (R10)(BX*1), Y0, Y0
@@ -116,7 +112,7 @@ blockSources:
 	VPAND   192(R10)(BX*1), Y6, Y6
 	VPAND   224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPAND   (R10)(BX*1), Y0, Y0
@@ -128,14 +124,14 @@ blockSources:
 	VPAND   192(R10)(BX*1), Y6, Y6
 	VPAND   224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -144,12 +140,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ  (CX)(DI*8), R8
+	VPAND (R8)(BX*1), Y0, Y0
+	INCQ  DI
+	CMPQ  DI, DX
+	JLT   source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -158,53 +185,292 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+	JMP      next
 
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
+// func orAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·orAVX2(SB), NOSPLIT, $0-56
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	PCALIGN $0x40
+
+block:
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
 	VMOVDQU (R10)(BX*1), Y0
+	VMOVDQU 32(R10)(BX*1), Y1
+	VMOVDQU 64(R10)(BX*1), Y2
+	VMOVDQU 96(R10)(BX*1), Y3
+	VMOVDQU 128(R10)(BX*1), Y4
+	VMOVDQU 160(R10)(BX*1), Y5
+	VMOVDQU 192(R10)(BX*1), Y6
+	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      stepFinish
+	JE      finish
 
-stepSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VPAND   (R10)(BX*1), Y0, Y0
+	VPOR    (R10)(BX*1), Y0, Y0
+	VPOR    32(R10)(BX*1), Y1, Y1
+	VPOR    64(R10)(BX*1), Y2, Y2
+	VPOR    96(R10)(BX*1), Y3, Y3
+	VPOR    128(R10)(BX*1), Y4, Y4
+	VPOR    160(R10)(BX*1), Y5, Y5
+	VPOR    192(R10)(BX*1), Y6, Y6
+	VPOR    224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPOR    (R10)(BX*1), Y0, Y0
+	VPOR    32(R10)(BX*1), Y1, Y1
+	VPOR    64(R10)(BX*1), Y2, Y2
+	VPOR    96(R10)(BX*1), Y3, Y3
+	VPOR    128(R10)(BX*1), Y4, Y4
+	VPOR    160(R10)(BX*1), Y5, Y5
+	VPOR    192(R10)(BX*1), Y6, Y6
+	VPOR    224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPOR    (R10)(BX*1), Y0, Y0
+	VPOR    32(R10)(BX*1), Y1, Y1
+	VPOR    64(R10)(BX*1), Y2, Y2
+	VPOR    96(R10)(BX*1), Y3, Y3
+	VPOR    128(R10)(BX*1), Y4, Y4
+	VPOR    160(R10)(BX*1), Y5, Y5
+	VPOR    192(R10)(BX*1), Y6, Y6
+	VPOR    224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     sources
 
-stepFinish:
+finish:
+	TESTB $0x04, DI
+	JNE   special
+
+pack:
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R9
+	VMOVDQU (R9)(BX*1), Y0
+	MOVL    $0x00000001, R8
+	CMPQ    DX, R8
+	JE      folded
+
+source:
+	MOVQ (CX)(R8*8), R9
+	VPOR (R9)(BX*1), Y0, Y0
+	INCQ R8
+	CMPQ R8, DX
+	JLT  source
+
+folded:
+	TESTB        $0x04, DI
+	JE           finished
+	VPBROADCASTD c01010101<>+0(SB), Y1
+	VPMINUB      Y1, Y0, Y0
+
+finished:
 	VMOVDQU Y0, (AX)
 	ADDQ    $0x00000020, AX
 	ADDQ    $0x00000020, BX
 	SUBQ    $0x00000020, SI
-	JMP     steps
+	JGE     step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func boolAndAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·boolAndAVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x01010101, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
+special:
+	VPBROADCASTD c01010101<>+0(SB), Y8
+	VPMINUB      Y8, Y0, Y0
+	VPMINUB      Y8, Y1, Y1
+	VPMINUB      Y8, Y2, Y2
+	VPMINUB      Y8, Y3, Y3
+	VPMINUB      Y8, Y4, Y4
+	VPMINUB      Y8, Y5, Y5
+	VPMINUB      Y8, Y6, Y6
+	VPMINUB      Y8, Y7, Y7
+	JMP          pack
+
+around:
+	VMOVNTDQ Y0, (AX)
+	VMOVNTDQ Y1, 32(AX)
+	VMOVNTDQ Y2, 64(AX)
+	VMOVNTDQ Y3, 96(AX)
+	VMOVNTDQ Y4, 128(AX)
+	VMOVNTDQ Y5, 160(AX)
+	VMOVNTDQ Y6, 192(AX)
+	VMOVNTDQ Y7, 224(AX)
+	JMP      next
+
+// func xorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·xorAVX2(SB), NOSPLIT, $0-56
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	PCALIGN $0x40
+
+block:
+	MOVQ    CX, R8
+	MOVQ    DX, R9
+	MOVQ    (R8), R10
+	VMOVDQU (R10)(BX*1), Y0
+	VMOVDQU 32(R10)(BX*1), Y1
+	VMOVDQU 64(R10)(BX*1), Y2
+	VMOVDQU 96(R10)(BX*1), Y3
+	VMOVDQU 128(R10)(BX*1), Y4
+	VMOVDQU 160(R10)(BX*1), Y5
+	VMOVDQU 192(R10)(BX*1), Y6
+	VMOVDQU 224(R10)(BX*1), Y7
+	CMPQ    R9, $0x01
+	JE      finish
+
+sources:
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	VPXOR   32(R10)(BX*1), Y1, Y1
+	VPXOR   64(R10)(BX*1), Y2, Y2
+	VPXOR   96(R10)(BX*1), Y3, Y3
+	VPXOR   128(R10)(BX*1), Y4, Y4
+	VPXOR   160(R10)(BX*1), Y5, Y5
+	VPXOR   192(R10)(BX*1), Y6, Y6
+	VPXOR   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x02
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	VPXOR   32(R10)(BX*1), Y1, Y1
+	VPXOR   64(R10)(BX*1), Y2, Y2
+	VPXOR   96(R10)(BX*1), Y3, Y3
+	VPXOR   128(R10)(BX*1), Y4, Y4
+	VPXOR   160(R10)(BX*1), Y5, Y5
+	VPXOR   192(R10)(BX*1), Y6, Y6
+	VPXOR   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y0
+	VPXOR   32(R10)(BX*1), Y1, Y1
+	VPXOR   64(R10)(BX*1), Y2, Y2
+	VPXOR   96(R10)(BX*1), Y3, Y3
+	VPXOR   128(R10)(BX*1), Y4, Y4
+	VPXOR   160(R10)(BX*1), Y5, Y5
+	VPXOR   192(R10)(BX*1), Y6, Y6
+	VPXOR   224(R10)(BX*1), Y7, Y7
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     sources
+
+finish:
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, 32(AX)
+	VMOVDQU Y2, 64(AX)
+	VMOVDQU Y3, 96(AX)
+	VMOVDQU Y4, 128(AX)
+	VMOVDQU Y5, 160(AX)
+	VMOVDQU Y6, 192(AX)
+	VMOVDQU Y7, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ  (CX)(DI*8), R8
+	VPXOR (R8)(BX*1), Y0, Y0
+	INCQ  DI
+	CMPQ  DI, DX
+	JLT   source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y0, (AX)
+	VMOVNTDQ Y1, 32(AX)
+	VMOVNTDQ Y2, 64(AX)
+	VMOVNTDQ Y3, 96(AX)
+	VMOVNTDQ Y4, 128(AX)
+	VMOVNTDQ Y5, 160(AX)
+	VMOVNTDQ Y6, 192(AX)
+	VMOVNTDQ Y7, 224(AX)
+	JMP      next
+
+// func xorBoolAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·xorBoolAVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTD c01010101<>+0(SB), Y0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -213,11 +479,11 @@ TEXT ·boolAndAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	SUBQ         $0x00000100, SI
+	JLT          rest
 	PCALIGN      $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -238,681 +504,9 @@ block:
 	VMOVDQU 224(R10)(BX*1), Y8
 	VPMINUB Y0, Y8, Y8
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y8, Y8
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y8, Y8
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPAND   Y9, Y8, Y8
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VPMINUB Y0, Y1, Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y2
-	VPMINUB Y0, Y2, Y2
-	VPAND   Y2, Y1, Y1
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func bitOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·bitOrAVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	PCALIGN $0x40
-
-block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPOR    (R10)(BX*1), Y0, Y0
-	VPOR    32(R10)(BX*1), Y1, Y1
-	VPOR    64(R10)(BX*1), Y2, Y2
-	VPOR    96(R10)(BX*1), Y3, Y3
-	VPOR    128(R10)(BX*1), Y4, Y4
-	VPOR    160(R10)(BX*1), Y5, Y5
-	VPOR    192(R10)(BX*1), Y6, Y6
-	VPOR    224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPOR    (R10)(BX*1), Y0, Y0
-	VPOR    32(R10)(BX*1), Y1, Y1
-	VPOR    64(R10)(BX*1), Y2, Y2
-	VPOR    96(R10)(BX*1), Y3, Y3
-	VPOR    128(R10)(BX*1), Y4, Y4
-	VPOR    160(R10)(BX*1), Y5, Y5
-	VPOR    192(R10)(BX*1), Y6, Y6
-	VPOR    224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPOR    (R10)(BX*1), Y0, Y0
-	VPOR    32(R10)(BX*1), Y1, Y1
-	VPOR    64(R10)(BX*1), Y2, Y2
-	VPOR    96(R10)(BX*1), Y3, Y3
-	VPOR    128(R10)(BX*1), Y4, Y4
-	VPOR    160(R10)(BX*1), Y5, Y5
-	VPOR    192(R10)(BX*1), Y6, Y6
-	VPOR    224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPOR    (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func boolOrAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·boolOrAVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x01010101, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VPMINUB Y0, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VPMINUB Y0, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VPMINUB Y0, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VPMINUB Y0, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VPMINUB Y0, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VPMINUB Y0, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VPMINUB Y0, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	VPMINUB Y0, Y8, Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y8, Y8
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y8, Y8
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPOR    Y9, Y8, Y8
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VPMINUB Y0, Y1, Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y2
-	VPMINUB Y0, Y2, Y2
-	VPOR    Y2, Y1, Y1
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func bitXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·bitXorAVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	PCALIGN $0x40
-
-block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPXOR   (R10)(BX*1), Y0, Y0
-	VPXOR   32(R10)(BX*1), Y1, Y1
-	VPXOR   64(R10)(BX*1), Y2, Y2
-	VPXOR   96(R10)(BX*1), Y3, Y3
-	VPXOR   128(R10)(BX*1), Y4, Y4
-	VPXOR   160(R10)(BX*1), Y5, Y5
-	VPXOR   192(R10)(BX*1), Y6, Y6
-	VPXOR   224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPXOR   (R10)(BX*1), Y0, Y0
-	VPXOR   32(R10)(BX*1), Y1, Y1
-	VPXOR   64(R10)(BX*1), Y2, Y2
-	VPXOR   96(R10)(BX*1), Y3, Y3
-	VPXOR   128(R10)(BX*1), Y4, Y4
-	VPXOR   160(R10)(BX*1), Y5, Y5
-	VPXOR   192(R10)(BX*1), Y6, Y6
-	VPXOR   224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPXOR   (R10)(BX*1), Y0, Y0
-	VPXOR   32(R10)(BX*1), Y1, Y1
-	VPXOR   64(R10)(BX*1), Y2, Y2
-	VPXOR   96(R10)(BX*1), Y3, Y3
-	VPXOR   128(R10)(BX*1), Y4, Y4
-	VPXOR   160(R10)(BX*1), Y5, Y5
-	VPXOR   192(R10)(BX*1), Y6, Y6
-	VPXOR   224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPXOR   (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func boolXorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·boolXorAVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x01010101, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VPMINUB Y0, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VPMINUB Y0, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VPMINUB Y0, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VPMINUB Y0, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VPMINUB Y0, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VPMINUB Y0, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VPMINUB Y0, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	VPMINUB Y0, Y8, Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
@@ -940,70 +534,14 @@ blockSources:
 	VPMINUB Y0, Y9, Y9
 	VPXOR   Y9, Y8, Y8
 	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y8, Y8
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPMINUB Y0, Y9, Y9
-	VPXOR   Y9, Y8, Y8
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
+	JE      finish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -1012,66 +550,58 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
 
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
 	VPMINUB Y0, Y1, Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
 
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y2
+source:
+	MOVQ    (CX)(DI*8), R8
+	VMOVDQU (R8)(BX*1), Y2
 	VPMINUB Y0, Y2, Y2
 	VPXOR   Y2, Y1, Y1
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
 
-stepFinish:
+folded:
 	VMOVDQU Y1, (AX)
 	ADDQ    $0x00000020, AX
 	ADDQ    $0x00000020, BX
 	SUBQ    $0x00000020, SI
-	JMP     steps
+	JGE     step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
 // func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·sum8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -1081,11 +611,11 @@ TEXT ·sum8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -1098,9 +628,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPADDB  (R10)(BX*1), Y0, Y0
@@ -1112,7 +642,7 @@ blockSources:
 	VPADDB  192(R10)(BX*1), Y6, Y6
 	VPADDB  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPADDB  (R10)(BX*1), Y0, Y0
@@ -1124,7 +654,7 @@ blockSources:
 	VPADDB  192(R10)(BX*1), Y6, Y6
 	VPADDB  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPADDB  (R10)(BX*1), Y0, Y0
@@ -1136,14 +666,14 @@ blockSources:
 	VPADDB  192(R10)(BX*1), Y6, Y6
 	VPADDB  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1152,12 +682,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ   (CX)(DI*8), R8
+	VPADDB (R8)(BX*1), Y0, Y0
+	INCQ   DI
+	CMPQ   DI, DX
+	JLT    source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1166,53 +727,12 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDB  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·prod8AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0xff00ff00, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
+	VPBROADCASTD cff00ff00<>+0(SB), Y0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -1221,11 +741,11 @@ TEXT ·prod8AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	SUBQ         $0x00000100, SI
+	JLT          rest
 	PCALIGN      $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -1238,9 +758,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y7
 	VMOVDQU 224(R10)(BX*1), Y8
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y9
@@ -1300,134 +820,14 @@ blockSources:
 	VPANDN  Y8, Y0, Y8
 	VPOR    Y10, Y8, Y8
 	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPAND   Y0, Y1, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y1, Y1
-	VPANDN  Y1, Y0, Y1
-	VPOR    Y10, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPAND   Y0, Y2, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y2, Y2
-	VPANDN  Y2, Y0, Y2
-	VPOR    Y10, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPAND   Y0, Y3, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y3, Y3
-	VPANDN  Y3, Y0, Y3
-	VPOR    Y10, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPAND   Y0, Y4, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y4, Y4
-	VPANDN  Y4, Y0, Y4
-	VPOR    Y10, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPAND   Y0, Y5, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y5, Y5
-	VPANDN  Y5, Y0, Y5
-	VPOR    Y10, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPAND   Y0, Y6, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y6, Y6
-	VPANDN  Y6, Y0, Y6
-	VPOR    Y10, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPAND   Y0, Y7, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y7, Y7
-	VPANDN  Y7, Y0, Y7
-	VPOR    Y10, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPAND   Y0, Y8, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y8, Y8
-	VPANDN  Y8, Y0, Y8
-	VPOR    Y10, Y8, Y8
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPAND   Y0, Y1, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y1, Y1
-	VPANDN  Y1, Y0, Y1
-	VPOR    Y10, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPAND   Y0, Y2, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y2, Y2
-	VPANDN  Y2, Y0, Y2
-	VPOR    Y10, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPAND   Y0, Y3, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y3, Y3
-	VPANDN  Y3, Y0, Y3
-	VPOR    Y10, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPAND   Y0, Y4, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y4, Y4
-	VPANDN  Y4, Y0, Y4
-	VPOR    Y10, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPAND   Y0, Y5, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y5, Y5
-	VPANDN  Y5, Y0, Y5
-	VPOR    Y10, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPAND   Y0, Y6, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y6, Y6
-	VPANDN  Y6, Y0, Y6
-	VPOR    Y10, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPAND   Y0, Y7, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y7, Y7
-	VPANDN  Y7, Y0, Y7
-	VPOR    Y10, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPAND   Y0, Y8, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y8, Y8
-	VPANDN  Y8, Y0, Y8
-	VPOR    Y10, Y8, Y8
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
+	JE      finish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -1436,12 +836,49 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VMOVDQU (R8)(BX*1), Y2
+	VPAND   Y0, Y1, Y3
+	VPSRLW  $0x08, Y2, Y4
+	VPMULLW Y4, Y3, Y3
+	VPMULLW Y2, Y1, Y1
+	VPANDN  Y1, Y0, Y1
+	VPOR    Y3, Y1, Y1
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -1450,55 +887,10 @@ blockAround:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y2
-	VPAND   Y0, Y1, Y3
-	VPSRLW  $0x08, Y2, Y4
-	VPMULLW Y4, Y3, Y3
-	VPMULLW Y2, Y1, Y1
-	VPANDN  Y1, Y0, Y1
-	VPOR    Y3, Y1, Y1
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minI8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -1508,11 +900,11 @@ TEXT ·minI8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -1525,9 +917,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
@@ -1539,7 +931,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Y6, Y6
 	VPMINSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
@@ -1551,7 +943,7 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Y6, Y6
 	VPMINSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSB (R10)(BX*1), Y0, Y0
@@ -1563,14 +955,14 @@ blockSources:
 	VPMINSB 192(R10)(BX*1), Y6, Y6
 	VPMINSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1579,12 +971,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMINSB (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1593,49 +1016,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSB (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minU8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -1645,11 +1029,11 @@ TEXT ·minU8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -1662,9 +1046,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
@@ -1676,7 +1060,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Y6, Y6
 	VPMINUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
@@ -1688,7 +1072,7 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Y6, Y6
 	VPMINUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUB (R10)(BX*1), Y0, Y0
@@ -1700,14 +1084,18 @@ blockSources:
 	VPMINUB 192(R10)(BX*1), Y6, Y6
 	VPMINUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB $0x04, DI
+	JNE   special
+
+pack:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1716,12 +1104,61 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R9
+	VMOVDQU (R9)(BX*1), Y0
+	MOVL    $0x00000001, R8
+	CMPQ    DX, R8
+	JE      folded
+
+source:
+	MOVQ    (CX)(R8*8), R9
+	VPMINUB (R9)(BX*1), Y0, Y0
+	INCQ    R8
+	CMPQ    R8, DX
+	JLT     source
+
+folded:
+	TESTB        $0x04, DI
+	JE           finished
+	VPBROADCASTD c01010101<>+0(SB), Y1
+	VPMINUB      Y1, Y0, Y0
+
+finished:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+special:
+	VPBROADCASTD c01010101<>+0(SB), Y8
+	VPMINUB      Y8, Y0, Y0
+	VPMINUB      Y8, Y1, Y1
+	VPMINUB      Y8, Y2, Y2
+	VPMINUB      Y8, Y3, Y3
+	VPMINUB      Y8, Y4, Y4
+	VPMINUB      Y8, Y5, Y5
+	VPMINUB      Y8, Y6, Y6
+	VPMINUB      Y8, Y7, Y7
+	JMP          pack
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1730,49 +1167,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUB (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxI8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -1782,11 +1180,11 @@ TEXT ·maxI8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -1799,9 +1197,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
@@ -1813,7 +1211,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Y6, Y6
 	VPMAXSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
@@ -1825,7 +1223,7 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Y6, Y6
 	VPMAXSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSB (R10)(BX*1), Y0, Y0
@@ -1837,14 +1235,14 @@ blockSources:
 	VPMAXSB 192(R10)(BX*1), Y6, Y6
 	VPMAXSB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1853,12 +1251,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMAXSB (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1867,49 +1296,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSB (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxU8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -1919,11 +1309,11 @@ TEXT ·maxU8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000100
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -1936,9 +1326,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
@@ -1950,7 +1340,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Y6, Y6
 	VPMAXUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
@@ -1962,7 +1352,7 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Y6, Y6
 	VPMAXUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUB (R10)(BX*1), Y0, Y0
@@ -1974,14 +1364,14 @@ blockSources:
 	VPMAXUB 192(R10)(BX*1), Y6, Y6
 	VPMAXUB 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1990,12 +1380,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JGE  block
+
+rest:
+	ADDQ $0x000000e0, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMAXUB (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000020, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2004,49 +1425,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000020
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUB (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·sum16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2057,11 +1439,11 @@ TEXT ·sum16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000080
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2074,9 +1456,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPADDW  (R10)(BX*1), Y0, Y0
@@ -2088,7 +1470,7 @@ blockSources:
 	VPADDW  192(R10)(BX*1), Y6, Y6
 	VPADDW  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPADDW  (R10)(BX*1), Y0, Y0
@@ -2100,7 +1482,7 @@ blockSources:
 	VPADDW  192(R10)(BX*1), Y6, Y6
 	VPADDW  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPADDW  (R10)(BX*1), Y0, Y0
@@ -2112,14 +1494,14 @@ blockSources:
 	VPADDW  192(R10)(BX*1), Y6, Y6
 	VPADDW  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2128,12 +1510,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ   (CX)(DI*8), R8
+	VPADDW (R8)(BX*1), Y0, Y0
+	INCQ   DI
+	CMPQ   DI, DX
+	JLT    source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000010, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2142,49 +1555,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDW  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·prod16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2195,11 +1569,11 @@ TEXT ·prod16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000080
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2212,9 +1586,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
@@ -2226,7 +1600,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Y6, Y6
 	VPMULLW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
@@ -2238,7 +1612,7 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Y6, Y6
 	VPMULLW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLW (R10)(BX*1), Y0, Y0
@@ -2250,14 +1624,14 @@ blockSources:
 	VPMULLW 192(R10)(BX*1), Y6, Y6
 	VPMULLW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2266,12 +1640,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMULLW (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000010, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2280,49 +1685,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMULLW (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minI16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2333,11 +1699,11 @@ TEXT ·minI16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000080
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2350,9 +1716,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
@@ -2364,7 +1730,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Y6, Y6
 	VPMINSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
@@ -2376,7 +1742,7 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Y6, Y6
 	VPMINSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSW (R10)(BX*1), Y0, Y0
@@ -2388,14 +1754,14 @@ blockSources:
 	VPMINSW 192(R10)(BX*1), Y6, Y6
 	VPMINSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2404,12 +1770,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMINSW (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000010, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2418,49 +1815,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSW (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minU16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2471,11 +1829,11 @@ TEXT ·minU16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000080
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2488,9 +1846,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
@@ -2502,7 +1860,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Y6, Y6
 	VPMINUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
@@ -2514,7 +1872,7 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Y6, Y6
 	VPMINUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUW (R10)(BX*1), Y0, Y0
@@ -2526,14 +1884,14 @@ blockSources:
 	VPMINUW 192(R10)(BX*1), Y6, Y6
 	VPMINUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2542,12 +1900,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMINUW (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000010, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2556,49 +1945,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUW (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxI16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2609,11 +1959,11 @@ TEXT ·maxI16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000080
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2626,9 +1976,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
@@ -2640,7 +1990,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Y6, Y6
 	VPMAXSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
@@ -2652,7 +2002,7 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Y6, Y6
 	VPMAXSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSW (R10)(BX*1), Y0, Y0
@@ -2664,14 +2014,14 @@ blockSources:
 	VPMAXSW 192(R10)(BX*1), Y6, Y6
 	VPMAXSW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2680,12 +2030,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMAXSW (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000010, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2694,49 +2075,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSW (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxU16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2747,11 +2089,11 @@ TEXT ·maxU16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000080
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2764,9 +2106,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
@@ -2778,7 +2120,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Y6, Y6
 	VPMAXUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
@@ -2790,7 +2132,7 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Y6, Y6
 	VPMAXUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUW (R10)(BX*1), Y0, Y0
@@ -2802,14 +2144,14 @@ blockSources:
 	VPMAXUW 192(R10)(BX*1), Y6, Y6
 	VPMAXUW 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2818,12 +2160,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMAXUW (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000010, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2832,49 +2205,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUW (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·sum32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -2885,11 +2219,11 @@ TEXT ·sum32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -2902,9 +2236,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPADDD  (R10)(BX*1), Y0, Y0
@@ -2916,7 +2250,7 @@ blockSources:
 	VPADDD  192(R10)(BX*1), Y6, Y6
 	VPADDD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPADDD  (R10)(BX*1), Y0, Y0
@@ -2928,7 +2262,7 @@ blockSources:
 	VPADDD  192(R10)(BX*1), Y6, Y6
 	VPADDD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPADDD  (R10)(BX*1), Y0, Y0
@@ -2940,14 +2274,14 @@ blockSources:
 	VPADDD  192(R10)(BX*1), Y6, Y6
 	VPADDD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2956,12 +2290,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ   (CX)(DI*8), R8
+	VPADDD (R8)(BX*1), Y0, Y0
+	INCQ   DI
+	CMPQ   DI, DX
+	JLT    source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2970,49 +2335,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDD  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·prod32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3023,11 +2349,11 @@ TEXT ·prod32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3040,9 +2366,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
@@ -3054,7 +2380,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Y6, Y6
 	VPMULLD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
@@ -3066,7 +2392,7 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Y6, Y6
 	VPMULLD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMULLD (R10)(BX*1), Y0, Y0
@@ -3078,14 +2404,14 @@ blockSources:
 	VPMULLD 192(R10)(BX*1), Y6, Y6
 	VPMULLD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3094,12 +2420,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMULLD (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3108,49 +2465,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMULLD (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3161,11 +2479,11 @@ TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3178,9 +2496,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
@@ -3192,7 +2510,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Y6, Y6
 	VPMINSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
@@ -3204,7 +2522,7 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Y6, Y6
 	VPMINSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINSD (R10)(BX*1), Y0, Y0
@@ -3216,14 +2534,14 @@ blockSources:
 	VPMINSD 192(R10)(BX*1), Y6, Y6
 	VPMINSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3232,12 +2550,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMINSD (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3246,49 +2595,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSD (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minU32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3299,11 +2609,11 @@ TEXT ·minU32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3316,9 +2626,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
@@ -3330,7 +2640,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Y6, Y6
 	VPMINUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
@@ -3342,7 +2652,7 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Y6, Y6
 	VPMINUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMINUD (R10)(BX*1), Y0, Y0
@@ -3354,14 +2664,14 @@ blockSources:
 	VPMINUD 192(R10)(BX*1), Y6, Y6
 	VPMINUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3370,12 +2680,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMINUD (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3384,49 +2725,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUD (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxI32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3437,11 +2739,11 @@ TEXT ·maxI32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3454,9 +2756,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
@@ -3468,7 +2770,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Y6, Y6
 	VPMAXSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
@@ -3480,7 +2782,7 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Y6, Y6
 	VPMAXSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXSD (R10)(BX*1), Y0, Y0
@@ -3492,14 +2794,14 @@ blockSources:
 	VPMAXSD 192(R10)(BX*1), Y6, Y6
 	VPMAXSD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3508,12 +2810,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMAXSD (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3522,49 +2855,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSD (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxU32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3575,11 +2869,11 @@ TEXT ·maxU32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3592,9 +2886,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
@@ -3606,7 +2900,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Y6, Y6
 	VPMAXUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
@@ -3618,7 +2912,7 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Y6, Y6
 	VPMAXUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPMAXUD (R10)(BX*1), Y0, Y0
@@ -3630,14 +2924,14 @@ blockSources:
 	VPMAXUD 192(R10)(BX*1), Y6, Y6
 	VPMAXUD 224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3646,12 +2940,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPMAXUD (R8)(BX*1), Y0, Y0
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3660,49 +2985,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUD (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·sum64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3713,11 +2999,11 @@ TEXT ·sum64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3730,9 +3016,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VPADDQ  (R10)(BX*1), Y0, Y0
@@ -3744,7 +3030,7 @@ blockSources:
 	VPADDQ  192(R10)(BX*1), Y6, Y6
 	VPADDQ  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VPADDQ  (R10)(BX*1), Y0, Y0
@@ -3756,7 +3042,7 @@ blockSources:
 	VPADDQ  192(R10)(BX*1), Y6, Y6
 	VPADDQ  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VPADDQ  (R10)(BX*1), Y0, Y0
@@ -3768,14 +3054,14 @@ blockSources:
 	VPADDQ  192(R10)(BX*1), Y6, Y6
 	VPADDQ  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3784,12 +3070,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ   (CX)(DI*8), R8
+	VPADDQ (R8)(BX*1), Y0, Y0
+	INCQ   DI
+	CMPQ   DI, DX
+	JLT    source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3798,49 +3115,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDQ  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·prod64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -3851,11 +3129,11 @@ TEXT ·prod64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -3868,9 +3146,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN  $0x20
 	MOVQ     8(R8), R10
 	VMOVDQU  (R10)(BX*1), Y8
@@ -3946,166 +3224,14 @@ blockSources:
 	VPMULUDQ Y8, Y7, Y7
 	VPADDQ   Y9, Y7, Y7
 	CMPQ     R9, $0x02
-	JE       blockFinish
-	PCALIGN  $0x20
-	MOVQ     16(R8), R10
-	VMOVDQU  (R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y0, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y0, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y0, Y0
-	VPADDQ   Y9, Y0, Y0
-	VMOVDQU  32(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y1, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y1, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y1, Y1
-	VPADDQ   Y9, Y1, Y1
-	VMOVDQU  64(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y2, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y2, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y2, Y2
-	VPADDQ   Y9, Y2, Y2
-	VMOVDQU  96(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y3, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y3, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y3, Y3
-	VPADDQ   Y9, Y3, Y3
-	VMOVDQU  128(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y4, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y4, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y4, Y4
-	VPADDQ   Y9, Y4, Y4
-	VMOVDQU  160(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y5, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y5, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y5, Y5
-	VPADDQ   Y9, Y5, Y5
-	VMOVDQU  192(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y6, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y6, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y6, Y6
-	VPADDQ   Y9, Y6, Y6
-	VMOVDQU  224(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y7, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y7, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y7, Y7
-	VPADDQ   Y9, Y7, Y7
-	CMPQ     R9, $0x03
-	JE       blockFinish
-	PCALIGN  $0x20
-	MOVQ     24(R8), R10
-	VMOVDQU  (R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y0, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y0, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y0, Y0
-	VPADDQ   Y9, Y0, Y0
-	VMOVDQU  32(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y1, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y1, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y1, Y1
-	VPADDQ   Y9, Y1, Y1
-	VMOVDQU  64(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y2, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y2, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y2, Y2
-	VPADDQ   Y9, Y2, Y2
-	VMOVDQU  96(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y3, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y3, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y3, Y3
-	VPADDQ   Y9, Y3, Y3
-	VMOVDQU  128(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y4, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y4, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y4, Y4
-	VPADDQ   Y9, Y4, Y4
-	VMOVDQU  160(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y5, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y5, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y5, Y5
-	VPADDQ   Y9, Y5, Y5
-	VMOVDQU  192(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y6, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y6, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y6, Y6
-	VPADDQ   Y9, Y6, Y6
-	VMOVDQU  224(R10)(BX*1), Y8
-	VPSRLQ   $0x20, Y7, Y9
-	VPMULUDQ Y8, Y9, Y9
-	VPSRLQ   $0x20, Y8, Y10
-	VPMULUDQ Y7, Y10, Y10
-	VPADDQ   Y10, Y9, Y9
-	VPSLLQ   $0x20, Y9, Y9
-	VPMULUDQ Y8, Y7, Y7
-	VPADDQ   Y9, Y7, Y7
-	CMPQ     R9, $0x04
-	JE       blockFinish
-	ADDQ     $0x18, R8
-	SUBQ     $0x03, R9
-	JMP      blockSources
+	JE       finish
+	ADDQ     $0x08, R8
+	SUBQ     $0x01, R9
+	JMP      sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4114,39 +3240,27 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
 
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
 
-stepSources:
-	PCALIGN  $0x20
-	MOVQ     8(R8), R10
-	VMOVDQU  (R10)(BX*1), Y1
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ     (CX)(DI*8), R8
+	VMOVDQU  (R8)(BX*1), Y1
 	VPSRLQ   $0x20, Y0, Y2
 	VPMULUDQ Y1, Y2, Y2
 	VPSRLQ   $0x20, Y1, Y3
@@ -4155,30 +3269,34 @@ stepSources:
 	VPSLLQ   $0x20, Y2, Y2
 	VPMULUDQ Y1, Y0, Y0
 	VPADDQ   Y2, Y0, Y0
-	CMPQ     R9, $0x02
-	JE       stepFinish
-	ADDQ     $0x08, R8
-	SUBQ     $0x01, R9
-	JMP      stepSources
+	INCQ     DI
+	CMPQ     DI, DX
+	JLT      source
 
-stepFinish:
+folded:
 	VMOVDQU Y0, (AX)
 	ADDQ    $0x00000020, AX
 	ADDQ    $0x00000020, BX
 	SUBQ    $0x00000004, SI
-	JMP     steps
+	JGE     step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Y0, (AX)
+	VMOVNTDQ Y1, 32(AX)
+	VMOVNTDQ Y2, 64(AX)
+	VMOVNTDQ Y3, 96(AX)
+	VMOVNTDQ Y4, 128(AX)
+	VMOVNTDQ Y5, 160(AX)
+	VMOVNTDQ Y6, 192(AX)
+	VMOVNTDQ Y7, 224(AX)
+	JMP      next
+
 // func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -4189,11 +3307,11 @@ TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -4206,9 +3324,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
@@ -4236,70 +3354,14 @@ blockSources:
 	VPCMPGTQ  Y8, Y7, Y9
 	VBLENDVPD Y9, Y8, Y7, Y7
 	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y0, Y9
-	VBLENDVPD Y9, Y8, Y0, Y0
-	VMOVDQU   32(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y1, Y9
-	VBLENDVPD Y9, Y8, Y1, Y1
-	VMOVDQU   64(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y2, Y9
-	VBLENDVPD Y9, Y8, Y2, Y2
-	VMOVDQU   96(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y3, Y9
-	VBLENDVPD Y9, Y8, Y3, Y3
-	VMOVDQU   128(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y4, Y9
-	VBLENDVPD Y9, Y8, Y4, Y4
-	VMOVDQU   160(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y5, Y9
-	VBLENDVPD Y9, Y8, Y5, Y5
-	VMOVDQU   192(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y6, Y9
-	VBLENDVPD Y9, Y8, Y6, Y6
-	VMOVDQU   224(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y7, Y9
-	VBLENDVPD Y9, Y8, Y7, Y7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y0, Y9
-	VBLENDVPD Y9, Y8, Y0, Y0
-	VMOVDQU   32(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y1, Y9
-	VBLENDVPD Y9, Y8, Y1, Y1
-	VMOVDQU   64(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y2, Y9
-	VBLENDVPD Y9, Y8, Y2, Y2
-	VMOVDQU   96(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y3, Y9
-	VBLENDVPD Y9, Y8, Y3, Y3
-	VMOVDQU   128(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y4, Y9
-	VBLENDVPD Y9, Y8, Y4, Y4
-	VMOVDQU   160(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y5, Y9
-	VBLENDVPD Y9, Y8, Y5, Y5
-	VMOVDQU   192(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y6, Y9
-	VBLENDVPD Y9, Y8, Y6, Y6
-	VMOVDQU   224(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y7, Y9
-	VBLENDVPD Y9, Y8, Y7, Y7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4308,12 +3370,45 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y1
+	VPCMPGTQ  Y1, Y0, Y2
+	VBLENDVPD Y2, Y1, Y0, Y0
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -4322,55 +3417,12 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y1
-	VPCMPGTQ  Y1, Y0, Y2
-	VBLENDVPD Y2, Y1, Y0, Y0
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·minU64AVX2(SB), NOSPLIT, $0-56
-	MOVQ         $0x8000000000000000, AX
-	VMOVQ        AX, X0
-	VPBROADCASTQ X0, Y0
+	VPBROADCASTQ c8000000000000000<>+0(SB), Y0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -4380,11 +3432,11 @@ TEXT ·minU64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
 	PCALIGN      $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -4397,9 +3449,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y7
 	VMOVDQU 224(R10)(BX*1), Y8
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
@@ -4443,102 +3495,14 @@ blockSources:
 	VPCMPGTQ  Y11, Y10, Y10
 	VBLENDVPD Y10, Y9, Y8, Y8
 	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VPXOR     Y0, Y1, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y1, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VPXOR     Y0, Y2, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y2, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VPXOR     Y0, Y3, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y3, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VPXOR     Y0, Y4, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y4, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VPXOR     Y0, Y5, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y5, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VPXOR     Y0, Y6, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y6, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VPXOR     Y0, Y7, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y7, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VPXOR     Y0, Y8, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y8, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VPXOR     Y0, Y1, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y1, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VPXOR     Y0, Y2, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y2, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VPXOR     Y0, Y3, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y3, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VPXOR     Y0, Y4, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y4, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VPXOR     Y0, Y5, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y5, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VPXOR     Y0, Y6, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y6, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VPXOR     Y0, Y7, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y7, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VPXOR     Y0, Y8, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y8, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4547,12 +3511,47 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y2
+	VPXOR     Y0, Y1, Y3
+	VPXOR     Y0, Y2, Y4
+	VPCMPGTQ  Y4, Y3, Y3
+	VBLENDVPD Y3, Y2, Y1, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -4561,53 +3560,10 @@ blockAround:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y2
-	VPXOR     Y0, Y1, Y3
-	VPXOR     Y0, Y2, Y4
-	VPCMPGTQ  Y4, Y3, Y3
-	VBLENDVPD Y3, Y2, Y1, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -4618,11 +3574,11 @@ TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -4635,9 +3591,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y8
@@ -4665,70 +3621,14 @@ blockSources:
 	VPCMPGTQ  Y8, Y7, Y9
 	VBLENDVPD Y9, Y7, Y8, Y7
 	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y0, Y9
-	VBLENDVPD Y9, Y0, Y8, Y0
-	VMOVDQU   32(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y1, Y9
-	VBLENDVPD Y9, Y1, Y8, Y1
-	VMOVDQU   64(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y2, Y9
-	VBLENDVPD Y9, Y2, Y8, Y2
-	VMOVDQU   96(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y3, Y9
-	VBLENDVPD Y9, Y3, Y8, Y3
-	VMOVDQU   128(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y4, Y9
-	VBLENDVPD Y9, Y4, Y8, Y4
-	VMOVDQU   160(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y5, Y9
-	VBLENDVPD Y9, Y5, Y8, Y5
-	VMOVDQU   192(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y6, Y9
-	VBLENDVPD Y9, Y6, Y8, Y6
-	VMOVDQU   224(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y7, Y9
-	VBLENDVPD Y9, Y7, Y8, Y7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y0, Y9
-	VBLENDVPD Y9, Y0, Y8, Y0
-	VMOVDQU   32(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y1, Y9
-	VBLENDVPD Y9, Y1, Y8, Y1
-	VMOVDQU   64(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y2, Y9
-	VBLENDVPD Y9, Y2, Y8, Y2
-	VMOVDQU   96(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y3, Y9
-	VBLENDVPD Y9, Y3, Y8, Y3
-	VMOVDQU   128(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y4, Y9
-	VBLENDVPD Y9, Y4, Y8, Y4
-	VMOVDQU   160(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y5, Y9
-	VBLENDVPD Y9, Y5, Y8, Y5
-	VMOVDQU   192(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y6, Y9
-	VBLENDVPD Y9, Y6, Y8, Y6
-	VMOVDQU   224(R10)(BX*1), Y8
-	VPCMPGTQ  Y8, Y7, Y9
-	VBLENDVPD Y9, Y7, Y8, Y7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4737,12 +3637,45 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y1
+	VPCMPGTQ  Y1, Y0, Y2
+	VBLENDVPD Y2, Y0, Y1, Y0
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -4751,55 +3684,12 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y1
-	VPCMPGTQ  Y1, Y0, Y2
-	VBLENDVPD Y2, Y0, Y1, Y0
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
+// Requires: AVX, AVX2
 TEXT ·maxU64AVX2(SB), NOSPLIT, $0-56
-	MOVQ         $0x8000000000000000, AX
-	VMOVQ        AX, X0
-	VPBROADCASTQ X0, Y0
+	VPBROADCASTQ c8000000000000000<>+0(SB), Y0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -4809,11 +3699,11 @@ TEXT ·maxU64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
 	PCALIGN      $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -4826,9 +3716,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y7
 	VMOVDQU 224(R10)(BX*1), Y8
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VMOVDQU   (R10)(BX*1), Y9
@@ -4872,102 +3762,14 @@ blockSources:
 	VPCMPGTQ  Y11, Y10, Y10
 	VBLENDVPD Y10, Y8, Y9, Y8
 	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VPXOR     Y0, Y1, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y1, Y9, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VPXOR     Y0, Y2, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y2, Y9, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VPXOR     Y0, Y3, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y3, Y9, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VPXOR     Y0, Y4, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y4, Y9, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VPXOR     Y0, Y5, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y5, Y9, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VPXOR     Y0, Y6, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y6, Y9, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VPXOR     Y0, Y7, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y7, Y9, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VPXOR     Y0, Y8, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y8, Y9, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VPXOR     Y0, Y1, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y1, Y9, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VPXOR     Y0, Y2, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y2, Y9, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VPXOR     Y0, Y3, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y3, Y9, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VPXOR     Y0, Y4, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y4, Y9, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VPXOR     Y0, Y5, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y5, Y9, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VPXOR     Y0, Y6, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y6, Y9, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VPXOR     Y0, Y7, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y7, Y9, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VPXOR     Y0, Y8, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y8, Y9, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4976,12 +3778,47 @@ blockFinish:
 	VMOVDQU Y6, 160(AX)
 	VMOVDQU Y7, 192(AX)
 	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y2
+	VPXOR     Y0, Y1, Y3
+	VPXOR     Y0, Y2, Y4
+	VPCMPGTQ  Y4, Y3, Y3
+	VBLENDVPD Y3, Y1, Y2, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -4990,53 +3827,10 @@ blockAround:
 	VMOVNTDQ Y6, 160(AX)
 	VMOVNTDQ Y7, 192(AX)
 	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y2
-	VPXOR     Y0, Y1, Y3
-	VPXOR     Y0, Y2, Y4
-	VPCMPGTQ  Y4, Y3, Y3
-	VBLENDVPD Y3, Y1, Y2, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, MMX+
+// Requires: AVX, AVX2
 TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -5047,11 +3841,11 @@ TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -5064,9 +3858,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VADDPS  (R10)(BX*1), Y0, Y0
@@ -5078,7 +3872,7 @@ blockSources:
 	VADDPS  192(R10)(BX*1), Y6, Y6
 	VADDPS  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VADDPS  (R10)(BX*1), Y0, Y0
@@ -5090,7 +3884,7 @@ blockSources:
 	VADDPS  192(R10)(BX*1), Y6, Y6
 	VADDPS  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VADDPS  (R10)(BX*1), Y0, Y0
@@ -5102,14 +3896,18 @@ blockSources:
 	VADDPS  192(R10)(BX*1), Y6, Y6
 	VADDPS  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -5118,12 +3916,67 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R9
+	VMOVDQU (R9)(BX*1), Y0
+	MOVL    $0x00000001, R8
+	CMPQ    DX, R8
+	JE      folded
+
+source:
+	MOVQ   (CX)(R8*8), R9
+	VADDPS (R9)(BX*1), Y0, Y0
+	INCQ   R8
+	CMPQ   R8, DX
+	JLT    source
+
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X1, X1, X1
+	VCVTSI2SSQ   R8, X1, X1
+	VBROADCASTSS X1, Y1
+	VDIVPS       Y1, Y0, Y0
+
+finished:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+special:
+	MOVQ         div+40(FP), R8
+	VXORPS       X8, X8, X8
+	VCVTSI2SSQ   R8, X8, X8
+	VBROADCASTSS X8, Y8
+	VDIVPS       Y8, Y0, Y0
+	VDIVPS       Y8, Y1, Y1
+	VDIVPS       Y8, Y2, Y2
+	VDIVPS       Y8, Y3, Y3
+	VDIVPS       Y8, Y4, Y4
+	VDIVPS       Y8, Y5, Y5
+	VDIVPS       Y8, Y6, Y6
+	VDIVPS       Y8, Y7, Y7
+	JMP          pack
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -5132,49 +3985,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPS  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, MMX+
+// Requires: AVX, AVX2
 TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -5185,11 +3999,11 @@ TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -5202,9 +4016,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VADDPD  (R10)(BX*1), Y0, Y0
@@ -5216,7 +4030,7 @@ blockSources:
 	VADDPD  192(R10)(BX*1), Y6, Y6
 	VADDPD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VADDPD  (R10)(BX*1), Y0, Y0
@@ -5228,7 +4042,7 @@ blockSources:
 	VADDPD  192(R10)(BX*1), Y6, Y6
 	VADDPD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VADDPD  (R10)(BX*1), Y0, Y0
@@ -5240,14 +4054,18 @@ blockSources:
 	VADDPD  192(R10)(BX*1), Y6, Y6
 	VADDPD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -5256,12 +4074,67 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R9
+	VMOVDQU (R9)(BX*1), Y0
+	MOVL    $0x00000001, R8
+	CMPQ    DX, R8
+	JE      folded
+
+source:
+	MOVQ   (CX)(R8*8), R9
+	VADDPD (R9)(BX*1), Y0, Y0
+	INCQ   R8
+	CMPQ   R8, DX
+	JLT    source
+
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X1, X1, X1
+	VCVTSI2SDQ   R8, X1, X1
+	VBROADCASTSD X1, Y1
+	VDIVPD       Y1, Y0, Y0
+
+finished:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+special:
+	MOVQ         div+40(FP), R8
+	VXORPS       X8, X8, X8
+	VCVTSI2SDQ   R8, X8, X8
+	VBROADCASTSD X8, Y8
+	VDIVPD       Y8, Y0, Y0
+	VDIVPD       Y8, Y1, Y1
+	VDIVPD       Y8, Y2, Y2
+	VDIVPD       Y8, Y3, Y3
+	VDIVPD       Y8, Y4, Y4
+	VDIVPD       Y8, Y5, Y5
+	VDIVPD       Y8, Y6, Y6
+	VDIVPD       Y8, Y7, Y7
+	JMP          pack
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -5270,415 +4143,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPD  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, F16C, MMX+
-TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y0
-	VCVTPH2PS 16(R10)(BX*1), Y1
-	VCVTPH2PS 32(R10)(BX*1), Y2
-	VCVTPH2PS 48(R10)(BX*1), Y3
-	VCVTPH2PS 64(R10)(BX*1), Y4
-	VCVTPH2PS 80(R10)(BX*1), Y5
-	VCVTPH2PS 96(R10)(BX*1), Y6
-	VCVTPH2PS 112(R10)(BX*1), Y7
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y8
-	VADDPS    Y8, Y0, Y0
-	VCVTPH2PS 16(R10)(BX*1), Y8
-	VADDPS    Y8, Y1, Y1
-	VCVTPH2PS 32(R10)(BX*1), Y8
-	VADDPS    Y8, Y2, Y2
-	VCVTPH2PS 48(R10)(BX*1), Y8
-	VADDPS    Y8, Y3, Y3
-	VCVTPH2PS 64(R10)(BX*1), Y8
-	VADDPS    Y8, Y4, Y4
-	VCVTPH2PS 80(R10)(BX*1), Y8
-	VADDPS    Y8, Y5, Y5
-	VCVTPH2PS 96(R10)(BX*1), Y8
-	VADDPS    Y8, Y6, Y6
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	VADDPS    Y8, Y7, Y7
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y8
-	VADDPS    Y8, Y0, Y0
-	VCVTPH2PS 16(R10)(BX*1), Y8
-	VADDPS    Y8, Y1, Y1
-	VCVTPH2PS 32(R10)(BX*1), Y8
-	VADDPS    Y8, Y2, Y2
-	VCVTPH2PS 48(R10)(BX*1), Y8
-	VADDPS    Y8, Y3, Y3
-	VCVTPH2PS 64(R10)(BX*1), Y8
-	VADDPS    Y8, Y4, Y4
-	VCVTPH2PS 80(R10)(BX*1), Y8
-	VADDPS    Y8, Y5, Y5
-	VCVTPH2PS 96(R10)(BX*1), Y8
-	VADDPS    Y8, Y6, Y6
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	VADDPS    Y8, Y7, Y7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y8
-	VADDPS    Y8, Y0, Y0
-	VCVTPH2PS 16(R10)(BX*1), Y8
-	VADDPS    Y8, Y1, Y1
-	VCVTPH2PS 32(R10)(BX*1), Y8
-	VADDPS    Y8, Y2, Y2
-	VCVTPH2PS 48(R10)(BX*1), Y8
-	VADDPS    Y8, Y3, Y3
-	VCVTPH2PS 64(R10)(BX*1), Y8
-	VADDPS    Y8, Y4, Y4
-	VCVTPH2PS 80(R10)(BX*1), Y8
-	VADDPS    Y8, Y5, Y5
-	VCVTPH2PS 96(R10)(BX*1), Y8
-	VADDPS    Y8, Y6, Y6
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	VADDPS    Y8, Y7, Y7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Y0, (AX)
-	VCVTPS2PH $0x00, Y1, 16(AX)
-	VCVTPS2PH $0x00, Y2, 32(AX)
-	VCVTPS2PH $0x00, Y3, 48(AX)
-	VCVTPS2PH $0x00, Y4, 64(AX)
-	VCVTPS2PH $0x00, Y5, 80(AX)
-	VCVTPS2PH $0x00, Y6, 96(AX)
-	VCVTPS2PH $0x00, Y7, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Y0, X0
-	VMOVNTDQ  X0, (AX)
-	VCVTPS2PH $0x00, Y1, X0
-	VMOVNTDQ  X0, 16(AX)
-	VCVTPS2PH $0x00, Y2, X0
-	VMOVNTDQ  X0, 32(AX)
-	VCVTPS2PH $0x00, Y3, X0
-	VMOVNTDQ  X0, 48(AX)
-	VCVTPS2PH $0x00, Y4, X0
-	VMOVNTDQ  X0, 64(AX)
-	VCVTPS2PH $0x00, Y5, X0
-	VMOVNTDQ  X0, 80(AX)
-	VCVTPS2PH $0x00, Y6, X0
-	VMOVNTDQ  X0, 96(AX)
-	VCVTPS2PH $0x00, Y7, X0
-	VMOVNTDQ  X0, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y0
-	CMPQ      R9, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	VADDPS    Y1, Y0, Y0
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VCVTPS2PH $0x00, Y0, (AX)
-	ADDQ      $0x00000010, AX
-	ADDQ      $0x00000010, BX
-	SUBQ      $0x00000008, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Y2
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y4
-	VPSLLD  $0x10, Y4, Y3
-	VPAND   Y0, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y6
-	VPSLLD  $0x10, Y6, Y5
-	VPAND   Y0, Y6, Y6
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y3, Y3
-	VADDPS  Y8, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y5, Y5
-	VADDPS  Y8, Y6, Y6
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y3, Y3
-	VADDPS  Y8, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y5, Y5
-	VADDPS  Y8, Y6, Y6
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y3, Y3
-	VADDPS  Y8, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y5, Y5
-	VADDPS  Y8, Y6, Y6
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	TESTQ    DI, DI
-	JNE      blockAround
-	VPSRLD   $0x10, Y3, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y3, Y3
-	VPSRLD   $0x10, Y4, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VMOVDQU  Y3, (AX)
-	VPSRLD   $0x10, Y5, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y5, Y5
-	VPSRLD   $0x10, Y6, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y6, Y6
-	VPSRLD   $0x10, Y5, Y5
-	VPBLENDW $0xaa, Y6, Y5, Y5
-	VMOVDQU  Y5, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-blockAround:
-	VPSRLD   $0x10, Y3, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y3, Y3
-	VPSRLD   $0x10, Y4, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VMOVNTDQ Y3, (AX)
-	VPSRLD   $0x10, Y5, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y5, Y5
-	VPSRLD   $0x10, Y6, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y6, Y6
-	VPSRLD   $0x10, Y5, Y5
-	VPBLENDW $0xaa, Y6, Y5, Y5
-	VMOVNTDQ Y5, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y4
-	VPSLLD  $0x10, Y4, Y3
-	VPAND   Y0, Y4, Y4
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y6
-	VPSLLD  $0x10, Y6, Y5
-	VPAND   Y0, Y6, Y6
-	VADDPS  Y5, Y3, Y3
-	VADDPS  Y6, Y4, Y4
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VPSRLD   $0x10, Y3, Y5
-	VPAND    Y1, Y5, Y5
-	VPADDD   Y2, Y5, Y5
-	VPADDD   Y5, Y3, Y3
-	VPSRLD   $0x10, Y4, Y5
-	VPAND    Y1, Y5, Y5
-	VPADDD   Y2, Y5, Y5
-	VPADDD   Y5, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VMOVDQU  Y3, (AX)
-	ADDQ     $0x00000020, AX
-	ADDQ     $0x00000020, BX
-	SUBQ     $0x00000010, SI
-	JMP      steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, MMX+
+// Requires: AVX
 TEXT ·prodF32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -5689,11 +4157,11 @@ TEXT ·prodF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -5706,9 +4174,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMULPS  (R10)(BX*1), Y0, Y0
@@ -5720,7 +4188,7 @@ blockSources:
 	VMULPS  192(R10)(BX*1), Y6, Y6
 	VMULPS  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMULPS  (R10)(BX*1), Y0, Y0
@@ -5732,7 +4200,7 @@ blockSources:
 	VMULPS  192(R10)(BX*1), Y6, Y6
 	VMULPS  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMULPS  (R10)(BX*1), Y0, Y0
@@ -5744,14 +4212,14 @@ blockSources:
 	VMULPS  192(R10)(BX*1), Y6, Y6
 	VMULPS  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -5760,12 +4228,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ   (CX)(DI*8), R8
+	VMULPS (R8)(BX*1), Y0, Y0
+	INCQ   DI
+	CMPQ   DI, DX
+	JLT    source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -5774,49 +4273,10 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMULPS  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+	JMP      next
 
 // func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, MMX+
+// Requires: AVX
 TEXT ·prodF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -5827,11 +4287,11 @@ TEXT ·prodF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -5844,9 +4304,9 @@ block:
 	VMOVDQU 192(R10)(BX*1), Y6
 	VMOVDQU 224(R10)(BX*1), Y7
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMULPD  (R10)(BX*1), Y0, Y0
@@ -5858,7 +4318,7 @@ blockSources:
 	VMULPD  192(R10)(BX*1), Y6, Y6
 	VMULPD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x02
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
 	VMULPD  (R10)(BX*1), Y0, Y0
@@ -5870,7 +4330,7 @@ blockSources:
 	VMULPD  192(R10)(BX*1), Y6, Y6
 	VMULPD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x03
-	JE      blockFinish
+	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
 	VMULPD  (R10)(BX*1), Y0, Y0
@@ -5882,14 +4342,14 @@ blockSources:
 	VMULPD  192(R10)(BX*1), Y6, Y6
 	VMULPD  224(R10)(BX*1), Y7, Y7
 	CMPQ    R9, $0x04
-	JE      blockFinish
+	JE      finish
 	ADDQ    $0x18, R8
 	SUBQ    $0x03, R9
-	JMP     blockSources
+	JMP     sources
 
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
+finish:
+	TESTB   $0x01, DI
+	JNE     around
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -5898,12 +4358,43 @@ blockFinish:
 	VMOVDQU Y5, 160(AX)
 	VMOVDQU Y6, 192(AX)
 	VMOVDQU Y7, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
 
-blockAround:
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y0
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ   (CX)(DI*8), R8
+	VMULPD (R8)(BX*1), Y0, Y0
+	INCQ   DI
+	CMPQ   DI, DX
+	JLT    source
+
+folded:
+	VMOVDQU Y0, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -5912,50 +4403,619 @@ blockAround:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+	JMP      next
 
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
+// func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·minF32AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTD c7fc00000<>+0(SB), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x02, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000040, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
+	VMOVDQU (R10)(BX*1), Y1
+	VMOVDQU 32(R10)(BX*1), Y2
+	VMOVDQU 64(R10)(BX*1), Y3
+	VMOVDQU 96(R10)(BX*1), Y4
+	VMOVDQU 128(R10)(BX*1), Y5
+	VMOVDQU 160(R10)(BX*1), Y6
+	VMOVDQU 192(R10)(BX*1), Y7
+	VMOVDQU 224(R10)(BX*1), Y8
 	CMPQ    R9, $0x01
-	JE      stepFinish
+	JE      finish
 
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMULPD  (R10)(BX*1), Y0, Y0
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMINPS    Y9, Y1, Y10
+	VMINPS    Y1, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y1, Y11
+	VBLENDVPS Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMINPS    Y9, Y2, Y10
+	VMINPS    Y2, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y2, Y11
+	VBLENDVPS Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMINPS    Y9, Y3, Y10
+	VMINPS    Y3, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y3, Y11
+	VBLENDVPS Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMINPS    Y9, Y4, Y10
+	VMINPS    Y4, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y4, Y11
+	VBLENDVPS Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMINPS    Y9, Y5, Y10
+	VMINPS    Y5, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y5, Y11
+	VBLENDVPS Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMINPS    Y9, Y6, Y10
+	VMINPS    Y6, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y6, Y11
+	VBLENDVPS Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMINPS    Y9, Y7, Y10
+	VMINPS    Y7, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y7, Y11
+	VBLENDVPS Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMINPS    Y9, Y8, Y10
+	VMINPS    Y8, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y8, Y11
+	VBLENDVPS Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x02
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
 
-stepFinish:
-	VMOVDQU Y0, (AX)
+finish:
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y2
+	VMINPS    Y2, Y1, Y3
+	VMINPS    Y1, Y2, Y4
+	VPOR      Y3, Y4, Y3
+	VCMPPS    $0x03, Y2, Y1, Y4
+	VBLENDVPS Y4, Y0, Y3, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y1, (AX)
 	ADDQ    $0x00000020, AX
 	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
+	SUBQ    $0x00000008, SI
+	JGE     step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, F16C, MMX+
-TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
+// func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·minF64AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTQ c7ff8000000000000<>+0(SB), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x03, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ    CX, R8
+	MOVQ    DX, R9
+	MOVQ    (R8), R10
+	VMOVDQU (R10)(BX*1), Y1
+	VMOVDQU 32(R10)(BX*1), Y2
+	VMOVDQU 64(R10)(BX*1), Y3
+	VMOVDQU 96(R10)(BX*1), Y4
+	VMOVDQU 128(R10)(BX*1), Y5
+	VMOVDQU 160(R10)(BX*1), Y6
+	VMOVDQU 192(R10)(BX*1), Y7
+	VMOVDQU 224(R10)(BX*1), Y8
+	CMPQ    R9, $0x01
+	JE      finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMINPD    Y9, Y1, Y10
+	VMINPD    Y1, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y1, Y11
+	VBLENDVPD Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMINPD    Y9, Y2, Y10
+	VMINPD    Y2, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y2, Y11
+	VBLENDVPD Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMINPD    Y9, Y3, Y10
+	VMINPD    Y3, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y3, Y11
+	VBLENDVPD Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMINPD    Y9, Y4, Y10
+	VMINPD    Y4, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y4, Y11
+	VBLENDVPD Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMINPD    Y9, Y5, Y10
+	VMINPD    Y5, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y5, Y11
+	VBLENDVPD Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMINPD    Y9, Y6, Y10
+	VMINPD    Y6, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y6, Y11
+	VBLENDVPD Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMINPD    Y9, Y7, Y10
+	VMINPD    Y7, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y7, Y11
+	VBLENDVPD Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMINPD    Y9, Y8, Y10
+	VMINPD    Y8, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y8, Y11
+	VBLENDVPD Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x02
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
+
+finish:
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y2
+	VMINPD    Y2, Y1, Y3
+	VMINPD    Y1, Y2, Y4
+	VPOR      Y3, Y4, Y3
+	VCMPPD    $0x03, Y2, Y1, Y4
+	VBLENDVPD Y4, Y0, Y3, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
+// func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·maxF32AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTD c7fc00000<>+0(SB), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x02, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000040, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ    CX, R8
+	MOVQ    DX, R9
+	MOVQ    (R8), R10
+	VMOVDQU (R10)(BX*1), Y1
+	VMOVDQU 32(R10)(BX*1), Y2
+	VMOVDQU 64(R10)(BX*1), Y3
+	VMOVDQU 96(R10)(BX*1), Y4
+	VMOVDQU 128(R10)(BX*1), Y5
+	VMOVDQU 160(R10)(BX*1), Y6
+	VMOVDQU 192(R10)(BX*1), Y7
+	VMOVDQU 224(R10)(BX*1), Y8
+	CMPQ    R9, $0x01
+	JE      finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMAXPS    Y9, Y1, Y10
+	VMAXPS    Y1, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y1, Y11
+	VBLENDVPS Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMAXPS    Y9, Y2, Y10
+	VMAXPS    Y2, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y2, Y11
+	VBLENDVPS Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMAXPS    Y9, Y3, Y10
+	VMAXPS    Y3, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y3, Y11
+	VBLENDVPS Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMAXPS    Y9, Y4, Y10
+	VMAXPS    Y4, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y4, Y11
+	VBLENDVPS Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMAXPS    Y9, Y5, Y10
+	VMAXPS    Y5, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y5, Y11
+	VBLENDVPS Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMAXPS    Y9, Y6, Y10
+	VMAXPS    Y6, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y6, Y11
+	VBLENDVPS Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMAXPS    Y9, Y7, Y10
+	VMAXPS    Y7, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y7, Y11
+	VBLENDVPS Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMAXPS    Y9, Y8, Y10
+	VMAXPS    Y8, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y8, Y11
+	VBLENDVPS Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x02
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
+
+finish:
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y2
+	VMAXPS    Y2, Y1, Y3
+	VMAXPS    Y1, Y2, Y4
+	VPAND     Y3, Y4, Y3
+	VCMPPS    $0x03, Y2, Y1, Y4
+	VBLENDVPS Y4, Y0, Y3, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000008, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
+// func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·maxF64AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTQ c7ff8000000000000<>+0(SB), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x03, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ    CX, R8
+	MOVQ    DX, R9
+	MOVQ    (R8), R10
+	VMOVDQU (R10)(BX*1), Y1
+	VMOVDQU 32(R10)(BX*1), Y2
+	VMOVDQU 64(R10)(BX*1), Y3
+	VMOVDQU 96(R10)(BX*1), Y4
+	VMOVDQU 128(R10)(BX*1), Y5
+	VMOVDQU 160(R10)(BX*1), Y6
+	VMOVDQU 192(R10)(BX*1), Y7
+	VMOVDQU 224(R10)(BX*1), Y8
+	CMPQ    R9, $0x01
+	JE      finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMAXPD    Y9, Y1, Y10
+	VMAXPD    Y1, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y1, Y11
+	VBLENDVPD Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMAXPD    Y9, Y2, Y10
+	VMAXPD    Y2, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y2, Y11
+	VBLENDVPD Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMAXPD    Y9, Y3, Y10
+	VMAXPD    Y3, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y3, Y11
+	VBLENDVPD Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMAXPD    Y9, Y4, Y10
+	VMAXPD    Y4, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y4, Y11
+	VBLENDVPD Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMAXPD    Y9, Y5, Y10
+	VMAXPD    Y5, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y5, Y11
+	VBLENDVPD Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMAXPD    Y9, Y6, Y10
+	VMAXPD    Y6, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y6, Y11
+	VBLENDVPD Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMAXPD    Y9, Y7, Y10
+	VMAXPD    Y7, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y7, Y11
+	VBLENDVPD Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMAXPD    Y9, Y8, Y10
+	VMAXPD    Y8, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y8, Y11
+	VBLENDVPD Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x02
+	JE        finish
+	ADDQ      $0x08, R8
+	SUBQ      $0x01, R9
+	JMP       sources
+
+finish:
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x0000001c, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y1
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVDQU   (R8)(BX*1), Y2
+	VMAXPD    Y2, Y1, Y3
+	VMAXPD    Y1, Y2, Y4
+	VPAND     Y3, Y4, Y3
+	VCMPPD    $0x03, Y2, Y1, Y4
+	VBLENDVPD Y4, Y0, Y3, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x00000020, AX
+	ADDQ    $0x00000020, BX
+	SUBQ    $0x00000004, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
+// func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, F16C
+TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
 	MOVQ    k+16(FP), DX
@@ -5965,11 +5025,11 @@ TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	MOVQ      CX, R8
 	MOVQ      DX, R9
 	MOVQ      (R8), R10
@@ -5982,160 +5042,135 @@ block:
 	VCVTPH2PS 96(R10)(BX*1), Y6
 	VCVTPH2PS 112(R10)(BX*1), Y7
 	CMPQ      R9, $0x01
-	JE        blockFinish
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
 	MOVQ      8(R8), R10
 	VCVTPH2PS (R10)(BX*1), Y8
-	VMULPS    Y8, Y0, Y0
+	VADDPS    Y8, Y0, Y0
 	VCVTPH2PS 16(R10)(BX*1), Y8
-	VMULPS    Y8, Y1, Y1
+	VADDPS    Y8, Y1, Y1
 	VCVTPH2PS 32(R10)(BX*1), Y8
-	VMULPS    Y8, Y2, Y2
+	VADDPS    Y8, Y2, Y2
 	VCVTPH2PS 48(R10)(BX*1), Y8
-	VMULPS    Y8, Y3, Y3
+	VADDPS    Y8, Y3, Y3
 	VCVTPH2PS 64(R10)(BX*1), Y8
-	VMULPS    Y8, Y4, Y4
+	VADDPS    Y8, Y4, Y4
 	VCVTPH2PS 80(R10)(BX*1), Y8
-	VMULPS    Y8, Y5, Y5
+	VADDPS    Y8, Y5, Y5
 	VCVTPH2PS 96(R10)(BX*1), Y8
-	VMULPS    Y8, Y6, Y6
+	VADDPS    Y8, Y6, Y6
 	VCVTPH2PS 112(R10)(BX*1), Y8
-	VMULPS    Y8, Y7, Y7
+	VADDPS    Y8, Y7, Y7
 	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y8
-	VMULPS    Y8, Y0, Y0
-	VCVTPH2PS 16(R10)(BX*1), Y8
-	VMULPS    Y8, Y1, Y1
-	VCVTPH2PS 32(R10)(BX*1), Y8
-	VMULPS    Y8, Y2, Y2
-	VCVTPH2PS 48(R10)(BX*1), Y8
-	VMULPS    Y8, Y3, Y3
-	VCVTPH2PS 64(R10)(BX*1), Y8
-	VMULPS    Y8, Y4, Y4
-	VCVTPH2PS 80(R10)(BX*1), Y8
-	VMULPS    Y8, Y5, Y5
-	VCVTPH2PS 96(R10)(BX*1), Y8
-	VMULPS    Y8, Y6, Y6
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	VMULPS    Y8, Y7, Y7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y8
-	VMULPS    Y8, Y0, Y0
-	VCVTPH2PS 16(R10)(BX*1), Y8
-	VMULPS    Y8, Y1, Y1
-	VCVTPH2PS 32(R10)(BX*1), Y8
-	VMULPS    Y8, Y2, Y2
-	VCVTPH2PS 48(R10)(BX*1), Y8
-	VMULPS    Y8, Y3, Y3
-	VCVTPH2PS 64(R10)(BX*1), Y8
-	VMULPS    Y8, Y4, Y4
-	VCVTPH2PS 80(R10)(BX*1), Y8
-	VMULPS    Y8, Y5, Y5
-	VCVTPH2PS 96(R10)(BX*1), Y8
-	VMULPS    Y8, Y6, Y6
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	VMULPS    Y8, Y7, Y7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Y0, (AX)
-	VCVTPS2PH $0x00, Y1, 16(AX)
-	VCVTPS2PH $0x00, Y2, 32(AX)
-	VCVTPS2PH $0x00, Y3, 48(AX)
-	VCVTPS2PH $0x00, Y4, 64(AX)
-	VCVTPS2PH $0x00, Y5, 80(AX)
-	VCVTPS2PH $0x00, Y6, 96(AX)
-	VCVTPS2PH $0x00, Y7, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Y0, X0
-	VMOVNTDQ  X0, (AX)
-	VCVTPS2PH $0x00, Y1, X0
-	VMOVNTDQ  X0, 16(AX)
-	VCVTPS2PH $0x00, Y2, X0
-	VMOVNTDQ  X0, 32(AX)
-	VCVTPS2PH $0x00, Y3, X0
-	VMOVNTDQ  X0, 48(AX)
-	VCVTPS2PH $0x00, Y4, X0
-	VMOVNTDQ  X0, 64(AX)
-	VCVTPS2PH $0x00, Y5, X0
-	VMOVNTDQ  X0, 80(AX)
-	VCVTPS2PH $0x00, Y6, X0
-	VMOVNTDQ  X0, 96(AX)
-	VCVTPS2PH $0x00, Y7, X0
-	VMOVNTDQ  X0, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y0
-	CMPQ      R9, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	VMULPS    Y1, Y0, Y0
-	CMPQ      R9, $0x02
-	JE        stepFinish
+	JE        finish
 	ADDQ      $0x08, R8
 	SUBQ      $0x01, R9
-	JMP       stepSources
+	JMP       sources
 
-stepFinish:
-	VCVTPS2PH $0x00, Y0, (AX)
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	VCVTPS2PH $0x00, Y0, X0
+	VCVTPS2PH $0x00, Y1, X1
+	VCVTPS2PH $0x00, Y2, X2
+	VCVTPS2PH $0x00, Y3, X3
+	VCVTPS2PH $0x00, Y4, X4
+	VCVTPS2PH $0x00, Y5, X5
+	VCVTPS2PH $0x00, Y6, X6
+	VCVTPS2PH $0x00, Y7, X7
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU   X0, (AX)
+	VMOVDQU   X1, 16(AX)
+	VMOVDQU   X2, 32(AX)
+	VMOVDQU   X3, 48(AX)
+	VMOVDQU   X4, 64(AX)
+	VMOVDQU   X5, 80(AX)
+	VMOVDQU   X6, 96(AX)
+	VMOVDQU   X7, 112(AX)
+
+next:
+	ADDQ $0x00000080, AX
+	ADDQ $0x00000080, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ      (CX), R9
+	VCVTPH2PS (R9)(BX*1), Y0
+	MOVL      $0x00000001, R8
+	CMPQ      DX, R8
+	JE        folded
+
+source:
+	MOVQ      (CX)(R8*8), R9
+	VCVTPH2PS (R9)(BX*1), Y1
+	VADDPS    Y1, Y0, Y0
+	INCQ      R8
+	CMPQ      R8, DX
+	JLT       source
+
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X1, X1, X1
+	VCVTSI2SSQ   R8, X1, X1
+	VBROADCASTSS X1, Y1
+	VDIVPS       Y1, Y0, Y0
+
+finished:
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, (AX)
 	ADDQ      $0x00000010, AX
 	ADDQ      $0x00000010, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGE       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Y2
+special:
+	MOVQ         div+40(FP), R8
+	VXORPS       X8, X8, X8
+	VCVTSI2SSQ   R8, X8, X8
+	VBROADCASTSS X8, Y8
+	VDIVPS       Y8, Y0, Y0
+	VDIVPS       Y8, Y1, Y1
+	VDIVPS       Y8, Y2, Y2
+	VDIVPS       Y8, Y3, Y3
+	VDIVPS       Y8, Y4, Y4
+	VDIVPS       Y8, Y5, Y5
+	VDIVPS       Y8, Y6, Y6
+	VDIVPS       Y8, Y7, Y7
+	JMP          pack
+
+around:
+	VMOVNTDQ X0, (AX)
+	VMOVNTDQ X1, 16(AX)
+	VMOVNTDQ X2, 32(AX)
+	VMOVNTDQ X3, 48(AX)
+	VMOVNTDQ X4, 64(AX)
+	VMOVNTDQ X5, 80(AX)
+	VMOVNTDQ X6, 96(AX)
+	VMOVNTDQ X7, 112(AX)
+	JMP      next
+
+// func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTD cffff0000<>+0(SB), Y0
+	VPBROADCASTD c00000001<>+0(SB), Y1
+	VPBROADCASTD c00007fff<>+0(SB), Y2
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -6145,11 +5180,11 @@ TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
 	PCALIGN      $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
@@ -6160,140 +5195,98 @@ block:
 	VPSLLD  $0x10, Y6, Y5
 	VPAND   Y0, Y6, Y6
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
 	VMOVDQU (R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
 	VPAND   Y0, Y8, Y8
-	VMULPS  Y7, Y3, Y3
-	VMULPS  Y8, Y4, Y4
+	VADDPS  Y7, Y3, Y3
+	VADDPS  Y8, Y4, Y4
 	VMOVDQU 32(R10)(BX*1), Y8
 	VPSLLD  $0x10, Y8, Y7
 	VPAND   Y0, Y8, Y8
-	VMULPS  Y7, Y5, Y5
-	VMULPS  Y8, Y6, Y6
+	VADDPS  Y7, Y5, Y5
+	VADDPS  Y8, Y6, Y6
 	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VMULPS  Y7, Y3, Y3
-	VMULPS  Y8, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VMULPS  Y7, Y5, Y5
-	VMULPS  Y8, Y6, Y6
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VMULPS  Y7, Y3, Y3
-	VMULPS  Y8, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VMULPS  Y7, Y5, Y5
-	VMULPS  Y8, Y6, Y6
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	TESTQ    DI, DI
-	JNE      blockAround
-	VPSRLD   $0x10, Y3, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y3, Y3
-	VPSRLD   $0x10, Y4, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VMOVDQU  Y3, (AX)
-	VPSRLD   $0x10, Y5, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y5, Y5
-	VPSRLD   $0x10, Y6, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y6, Y6
-	VPSRLD   $0x10, Y5, Y5
-	VPBLENDW $0xaa, Y6, Y5, Y5
-	VMOVDQU  Y5, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-blockAround:
-	VPSRLD   $0x10, Y3, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y3, Y3
-	VPSRLD   $0x10, Y4, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VMOVNTDQ Y3, (AX)
-	VPSRLD   $0x10, Y5, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y5, Y5
-	VPSRLD   $0x10, Y6, Y3
-	VPAND    Y1, Y3, Y3
-	VPADDD   Y2, Y3, Y3
-	VPADDD   Y3, Y6, Y6
-	VPSRLD   $0x10, Y5, Y5
-	VPBLENDW $0xaa, Y6, Y5, Y5
-	VMOVNTDQ Y5, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y4
-	VPSLLD  $0x10, Y4, Y3
-	VPAND   Y0, Y4, Y4
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y6
-	VPSLLD  $0x10, Y6, Y5
-	VPAND   Y0, Y6, Y6
-	VMULPS  Y5, Y3, Y3
-	VMULPS  Y6, Y4, Y4
-	CMPQ    R9, $0x02
-	JE      stepFinish
+	JE      finish
 	ADDQ    $0x08, R8
 	SUBQ    $0x01, R9
-	JMP     stepSources
+	JMP     sources
 
-stepFinish:
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	VPSRLD   $0x10, Y3, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPADDD   Y7, Y3, Y3
+	VPSRLD   $0x10, Y4, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPADDD   Y7, Y4, Y4
+	VPSRLD   $0x10, Y3, Y3
+	VPBLENDW $0xaa, Y4, Y3, Y3
+	VPSRLD   $0x10, Y5, Y4
+	VPAND    Y1, Y4, Y4
+	VPADDD   Y2, Y4, Y4
+	VPADDD   Y4, Y5, Y5
+	VPSRLD   $0x10, Y6, Y4
+	VPAND    Y1, Y4, Y4
+	VPADDD   Y2, Y4, Y4
+	VPADDD   Y4, Y6, Y6
+	VPSRLD   $0x10, Y5, Y5
+	VPBLENDW $0xaa, Y6, Y5, Y5
+	TESTB    $0x01, DI
+	JNE      around
+	VMOVDQU  Y3, (AX)
+	VMOVDQU  Y5, 32(AX)
+
+next:
+	ADDQ $0x00000040, AX
+	ADDQ $0x00000040, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000010, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R9
+	VMOVDQU (R9)(BX*1), Y4
+	VPSLLD  $0x10, Y4, Y3
+	VPAND   Y0, Y4, Y4
+	MOVL    $0x00000001, R8
+	CMPQ    DX, R8
+	JE      folded
+
+source:
+	MOVQ    (CX)(R8*8), R9
+	VMOVDQU (R9)(BX*1), Y6
+	VPSLLD  $0x10, Y6, Y5
+	VPAND   Y0, Y6, Y6
+	VADDPS  Y5, Y3, Y3
+	VADDPS  Y6, Y4, Y4
+	INCQ    R8
+	CMPQ    R8, DX
+	JLT     source
+
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X5, X5, X5
+	VCVTSI2SSQ   R8, X5, X5
+	VBROADCASTSS X5, Y5
+	VDIVPS       Y5, Y3, Y3
+	VDIVPS       Y5, Y4, Y4
+
+finished:
 	VPSRLD   $0x10, Y3, Y5
 	VPAND    Y1, Y5, Y5
 	VPADDD   Y2, Y5, Y5
@@ -6308,832 +5301,158 @@ stepFinish:
 	ADDQ     $0x00000020, AX
 	ADDQ     $0x00000020, BX
 	SUBQ     $0x00000010, SI
-	JMP      steps
+	JGE      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·minF32AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x02, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
+special:
+	MOVQ         div+40(FP), R8
+	VXORPS       X7, X7, X7
+	VCVTSI2SSQ   R8, X7, X7
+	VBROADCASTSS X7, Y7
+	VDIVPS       Y7, Y3, Y3
+	VDIVPS       Y7, Y4, Y4
+	VDIVPS       Y7, Y5, Y5
+	VDIVPS       Y7, Y6, Y6
+	JMP          pack
 
-block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
+around:
+	VMOVNTDQ Y3, (AX)
+	VMOVNTDQ Y5, 32(AX)
+	JMP      next
 
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMINPS    Y9, Y1, Y10
-	VMINPS    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMINPS    Y9, Y2, Y10
-	VMINPS    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMINPS    Y9, Y3, Y10
-	VMINPS    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMINPS    Y9, Y4, Y10
-	VMINPS    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMINPS    Y9, Y5, Y10
-	VMINPS    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMINPS    Y9, Y6, Y10
-	VMINPS    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMINPS    Y9, Y7, Y10
-	VMINPS    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMINPS    Y9, Y8, Y10
-	VMINPS    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMINPS    Y9, Y1, Y10
-	VMINPS    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMINPS    Y9, Y2, Y10
-	VMINPS    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMINPS    Y9, Y3, Y10
-	VMINPS    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMINPS    Y9, Y4, Y10
-	VMINPS    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMINPS    Y9, Y5, Y10
-	VMINPS    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMINPS    Y9, Y6, Y10
-	VMINPS    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMINPS    Y9, Y7, Y10
-	VMINPS    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMINPS    Y9, Y8, Y10
-	VMINPS    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMINPS    Y9, Y1, Y10
-	VMINPS    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMINPS    Y9, Y2, Y10
-	VMINPS    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMINPS    Y9, Y3, Y10
-	VMINPS    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMINPS    Y9, Y4, Y10
-	VMINPS    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMINPS    Y9, Y5, Y10
-	VMINPS    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMINPS    Y9, Y6, Y10
-	VMINPS    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMINPS    Y9, Y7, Y10
-	VMINPS    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMINPS    Y9, Y8, Y10
-	VMINPS    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
+// func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, F16C
+TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
 	SUBQ    $0x00000040, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y2
-	VMINPS    Y2, Y1, Y3
-	VMINPS    Y1, Y2, Y4
-	VPOR      Y3, Y4, Y3
-	VCMPPS    $0x03, Y2, Y1, Y4
-	VBLENDVPS Y4, Y0, Y3, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·minF64AVX2(SB), NOSPLIT, $0-56
-	MOVQ         $0x7ff8000000000000, AX
-	VMOVQ        AX, X0
-	VPBROADCASTQ X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x03, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
+	JLT     rest
+	PCALIGN $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMINPD    Y9, Y1, Y10
-	VMINPD    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y1, Y11
-	VBLENDVPD Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMINPD    Y9, Y2, Y10
-	VMINPD    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y2, Y11
-	VBLENDVPD Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMINPD    Y9, Y3, Y10
-	VMINPD    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y3, Y11
-	VBLENDVPD Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMINPD    Y9, Y4, Y10
-	VMINPD    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y4, Y11
-	VBLENDVPD Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMINPD    Y9, Y5, Y10
-	VMINPD    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y5, Y11
-	VBLENDVPD Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMINPD    Y9, Y6, Y10
-	VMINPD    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y6, Y11
-	VBLENDVPD Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMINPD    Y9, Y7, Y10
-	VMINPD    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y7, Y11
-	VBLENDVPD Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMINPD    Y9, Y8, Y10
-	VMINPD    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y8, Y11
-	VBLENDVPD Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMINPD    Y9, Y1, Y10
-	VMINPD    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y1, Y11
-	VBLENDVPD Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMINPD    Y9, Y2, Y10
-	VMINPD    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y2, Y11
-	VBLENDVPD Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMINPD    Y9, Y3, Y10
-	VMINPD    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y3, Y11
-	VBLENDVPD Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMINPD    Y9, Y4, Y10
-	VMINPD    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y4, Y11
-	VBLENDVPD Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMINPD    Y9, Y5, Y10
-	VMINPD    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y5, Y11
-	VBLENDVPD Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMINPD    Y9, Y6, Y10
-	VMINPD    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y6, Y11
-	VBLENDVPD Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMINPD    Y9, Y7, Y10
-	VMINPD    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y7, Y11
-	VBLENDVPD Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMINPD    Y9, Y8, Y10
-	VMINPD    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y8, Y11
-	VBLENDVPD Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMINPD    Y9, Y1, Y10
-	VMINPD    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y1, Y11
-	VBLENDVPD Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMINPD    Y9, Y2, Y10
-	VMINPD    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y2, Y11
-	VBLENDVPD Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMINPD    Y9, Y3, Y10
-	VMINPD    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y3, Y11
-	VBLENDVPD Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMINPD    Y9, Y4, Y10
-	VMINPD    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y4, Y11
-	VBLENDVPD Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMINPD    Y9, Y5, Y10
-	VMINPD    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y5, Y11
-	VBLENDVPD Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMINPD    Y9, Y6, Y10
-	VMINPD    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y6, Y11
-	VBLENDVPD Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMINPD    Y9, Y7, Y10
-	VMINPD    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y7, Y11
-	VBLENDVPD Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMINPD    Y9, Y8, Y10
-	VMINPD    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y8, Y11
-	VBLENDVPD Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y2
-	VMINPD    Y2, Y1, Y3
-	VMINPD    Y1, Y2, Y4
-	VPOR      Y3, Y4, Y3
-	VCMPPD    $0x03, Y2, Y1, Y4
-	VBLENDVPD Y4, Y0, Y3, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func minF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, F16C, MMX+
-TEXT ·minF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	MOVQ      CX, R8
 	MOVQ      DX, R9
 	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	VCVTPH2PS 16(R10)(BX*1), Y2
-	VCVTPH2PS 32(R10)(BX*1), Y3
-	VCVTPH2PS 48(R10)(BX*1), Y4
-	VCVTPH2PS 64(R10)(BX*1), Y5
-	VCVTPH2PS 80(R10)(BX*1), Y6
-	VCVTPH2PS 96(R10)(BX*1), Y7
+	VCVTPH2PS (R10)(BX*1), Y0
+	VCVTPH2PS 16(R10)(BX*1), Y1
+	VCVTPH2PS 32(R10)(BX*1), Y2
+	VCVTPH2PS 48(R10)(BX*1), Y3
+	VCVTPH2PS 64(R10)(BX*1), Y4
+	VCVTPH2PS 80(R10)(BX*1), Y5
+	VCVTPH2PS 96(R10)(BX*1), Y6
+	VCVTPH2PS 112(R10)(BX*1), Y7
+	CMPQ      R9, $0x01
+	JE        finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R8), R10
+	VCVTPH2PS (R10)(BX*1), Y8
+	VMULPS    Y8, Y0, Y0
+	VCVTPH2PS 16(R10)(BX*1), Y8
+	VMULPS    Y8, Y1, Y1
+	VCVTPH2PS 32(R10)(BX*1), Y8
+	VMULPS    Y8, Y2, Y2
+	VCVTPH2PS 48(R10)(BX*1), Y8
+	VMULPS    Y8, Y3, Y3
+	VCVTPH2PS 64(R10)(BX*1), Y8
+	VMULPS    Y8, Y4, Y4
+	VCVTPH2PS 80(R10)(BX*1), Y8
+	VMULPS    Y8, Y5, Y5
+	VCVTPH2PS 96(R10)(BX*1), Y8
+	VMULPS    Y8, Y6, Y6
 	VCVTPH2PS 112(R10)(BX*1), Y8
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VMINPS    Y9, Y1, Y10
-	VMINPS    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VMINPS    Y9, Y2, Y10
-	VMINPS    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VMINPS    Y9, Y3, Y10
-	VMINPS    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VMINPS    Y9, Y4, Y10
-	VMINPS    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VMINPS    Y9, Y5, Y10
-	VMINPS    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VMINPS    Y9, Y6, Y10
-	VMINPS    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VMINPS    Y9, Y7, Y10
-	VMINPS    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VMINPS    Y9, Y8, Y10
-	VMINPS    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
+	VMULPS    Y8, Y7, Y7
 	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VMINPS    Y9, Y1, Y10
-	VMINPS    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VMINPS    Y9, Y2, Y10
-	VMINPS    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VMINPS    Y9, Y3, Y10
-	VMINPS    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VMINPS    Y9, Y4, Y10
-	VMINPS    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VMINPS    Y9, Y5, Y10
-	VMINPS    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VMINPS    Y9, Y6, Y10
-	VMINPS    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VMINPS    Y9, Y7, Y10
-	VMINPS    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VMINPS    Y9, Y8, Y10
-	VMINPS    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VMINPS    Y9, Y1, Y10
-	VMINPS    Y1, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VMINPS    Y9, Y2, Y10
-	VMINPS    Y2, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VMINPS    Y9, Y3, Y10
-	VMINPS    Y3, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VMINPS    Y9, Y4, Y10
-	VMINPS    Y4, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VMINPS    Y9, Y5, Y10
-	VMINPS    Y5, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VMINPS    Y9, Y6, Y10
-	VMINPS    Y6, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VMINPS    Y9, Y7, Y10
-	VMINPS    Y7, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VMINPS    Y9, Y8, Y10
-	VMINPS    Y8, Y9, Y11
-	VPOR      Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Y1, (AX)
-	VCVTPS2PH $0x00, Y2, 16(AX)
-	VCVTPS2PH $0x00, Y3, 32(AX)
-	VCVTPS2PH $0x00, Y4, 48(AX)
-	VCVTPS2PH $0x00, Y5, 64(AX)
-	VCVTPS2PH $0x00, Y6, 80(AX)
-	VCVTPS2PH $0x00, Y7, 96(AX)
-	VCVTPS2PH $0x00, Y8, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Y1, X1
-	VMOVNTDQ  X1, (AX)
-	VCVTPS2PH $0x00, Y2, X1
-	VMOVNTDQ  X1, 16(AX)
-	VCVTPS2PH $0x00, Y3, X1
-	VMOVNTDQ  X1, 32(AX)
-	VCVTPS2PH $0x00, Y4, X1
-	VMOVNTDQ  X1, 48(AX)
-	VCVTPS2PH $0x00, Y5, X1
-	VMOVNTDQ  X1, 64(AX)
-	VCVTPS2PH $0x00, Y6, X1
-	VMOVNTDQ  X1, 80(AX)
-	VCVTPS2PH $0x00, Y7, X1
-	VMOVNTDQ  X1, 96(AX)
-	VCVTPS2PH $0x00, Y8, X1
-	VMOVNTDQ  X1, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	CMPQ      R9, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y2
-	VMINPS    Y2, Y1, Y3
-	VMINPS    Y1, Y2, Y4
-	VPOR      Y3, Y4, Y3
-	VCMPPS    $0x03, Y2, Y1, Y4
-	VBLENDVPS Y4, Y0, Y3, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
+	JE        finish
 	ADDQ      $0x08, R8
 	SUBQ      $0x01, R9
-	JMP       stepSources
+	JMP       sources
 
-stepFinish:
-	VCVTPS2PH $0x00, Y1, (AX)
+finish:
+	VCVTPS2PH $0x00, Y0, X0
+	VCVTPS2PH $0x00, Y1, X1
+	VCVTPS2PH $0x00, Y2, X2
+	VCVTPS2PH $0x00, Y3, X3
+	VCVTPS2PH $0x00, Y4, X4
+	VCVTPS2PH $0x00, Y5, X5
+	VCVTPS2PH $0x00, Y6, X6
+	VCVTPS2PH $0x00, Y7, X7
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU   X0, (AX)
+	VMOVDQU   X1, 16(AX)
+	VMOVDQU   X2, 32(AX)
+	VMOVDQU   X3, 48(AX)
+	VMOVDQU   X4, 64(AX)
+	VMOVDQU   X5, 80(AX)
+	VMOVDQU   X6, 96(AX)
+	VMOVDQU   X7, 112(AX)
+
+next:
+	ADDQ $0x00000080, AX
+	ADDQ $0x00000080, BX
+	SUBQ $0x00000040, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000038, SI
+	JLT  done
+
+step:
+	MOVQ      (CX), R8
+	VCVTPH2PS (R8)(BX*1), Y0
+	MOVL      $0x00000001, DI
+	CMPQ      DX, DI
+	JE        folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VCVTPH2PS (R8)(BX*1), Y1
+	VMULPS    Y1, Y0, Y0
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, (AX)
 	ADDQ      $0x00000010, AX
 	ADDQ      $0x00000010, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGE       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func minBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·minBF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
+around:
+	VMOVNTDQ X0, (AX)
+	VMOVNTDQ X1, 16(AX)
+	VMOVNTDQ X2, 32(AX)
+	VMOVNTDQ X3, 48(AX)
+	VMOVNTDQ X4, 64(AX)
+	VMOVNTDQ X5, 80(AX)
+	VMOVNTDQ X6, 96(AX)
+	VMOVNTDQ X7, 112(AX)
+	JMP      next
+
+// func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTD cffff0000<>+0(SB), Y0
+	VPBROADCASTD c00000001<>+0(SB), Y1
+	VPBROADCASTD c00007fff<>+0(SB), Y2
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -7143,2564 +5462,619 @@ TEXT ·minBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
 	PCALIGN      $0x40
 
 block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y3
-	VPSLLD  $0x10, Y3, Y2
-	VPAND   Y0, Y3, Y3
-	VMOVDQU 32(R10)(BX*1), Y5
-	VPSLLD  $0x10, Y5, Y4
-	VPAND   Y0, Y5, Y5
+	VMOVDQU (R10)(BX*1), Y4
+	VPSLLD  $0x10, Y4, Y3
+	VPAND   Y0, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y6
+	VPSLLD  $0x10, Y6, Y5
+	VPAND   Y0, Y6, Y6
 	CMPQ    R9, $0x01
-	JE      blockFinish
+	JE      finish
 
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMINPS    Y6, Y2, Y8
-	VMINPS    Y2, Y6, Y9
-	VPOR      Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y2, Y9
-	VBLENDVPS Y9, Y1, Y8, Y2
-	VMINPS    Y7, Y3, Y6
-	VMINPS    Y3, Y7, Y8
-	VPOR      Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y3, Y8
-	VBLENDVPS Y8, Y1, Y6, Y3
-	VMOVDQU   32(R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMINPS    Y6, Y4, Y8
-	VMINPS    Y4, Y6, Y9
-	VPOR      Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y4, Y9
-	VBLENDVPS Y9, Y1, Y8, Y4
-	VMINPS    Y7, Y5, Y6
-	VMINPS    Y5, Y7, Y8
-	VPOR      Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y5, Y8
-	VBLENDVPS Y8, Y1, Y6, Y5
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMINPS    Y6, Y2, Y8
-	VMINPS    Y2, Y6, Y9
-	VPOR      Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y2, Y9
-	VBLENDVPS Y9, Y1, Y8, Y2
-	VMINPS    Y7, Y3, Y6
-	VMINPS    Y3, Y7, Y8
-	VPOR      Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y3, Y8
-	VBLENDVPS Y8, Y1, Y6, Y3
-	VMOVDQU   32(R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMINPS    Y6, Y4, Y8
-	VMINPS    Y4, Y6, Y9
-	VPOR      Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y4, Y9
-	VBLENDVPS Y9, Y1, Y8, Y4
-	VMINPS    Y7, Y5, Y6
-	VMINPS    Y5, Y7, Y8
-	VPOR      Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y5, Y8
-	VBLENDVPS Y8, Y1, Y6, Y5
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMINPS    Y6, Y2, Y8
-	VMINPS    Y2, Y6, Y9
-	VPOR      Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y2, Y9
-	VBLENDVPS Y9, Y1, Y8, Y2
-	VMINPS    Y7, Y3, Y6
-	VMINPS    Y3, Y7, Y8
-	VPOR      Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y3, Y8
-	VBLENDVPS Y8, Y1, Y6, Y3
-	VMOVDQU   32(R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMINPS    Y6, Y4, Y8
-	VMINPS    Y4, Y6, Y9
-	VPOR      Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y4, Y9
-	VBLENDVPS Y9, Y1, Y8, Y4
-	VMINPS    Y7, Y5, Y6
-	VMINPS    Y5, Y7, Y8
-	VPOR      Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y5, Y8
-	VBLENDVPS Y8, Y1, Y6, Y5
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ    DI, DI
-	JNE      blockAround
-	VPSRLD   $0x10, Y2, Y2
-	VPBLENDW $0xaa, Y3, Y2, Y2
-	VMOVDQU  Y2, (AX)
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
-	VMOVDQU  Y4, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-blockAround:
-	VPSRLD   $0x10, Y2, Y2
-	VPBLENDW $0xaa, Y3, Y2, Y2
-	VMOVNTDQ Y2, (AX)
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
-	VMOVNTDQ Y4, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y3
-	VPSLLD  $0x10, Y3, Y2
-	VPAND   Y0, Y3, Y3
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y5
-	VPSLLD    $0x10, Y5, Y4
-	VPAND     Y0, Y5, Y5
-	VMINPS    Y4, Y2, Y6
-	VMINPS    Y2, Y4, Y7
-	VPOR      Y6, Y7, Y6
-	VCMPPS    $0x03, Y4, Y2, Y7
-	VBLENDVPS Y7, Y1, Y6, Y2
-	VMINPS    Y5, Y3, Y4
-	VMINPS    Y3, Y5, Y6
-	VPOR      Y4, Y6, Y4
-	VCMPPS    $0x03, Y5, Y3, Y6
-	VBLENDVPS Y6, Y1, Y4, Y3
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VPSRLD   $0x10, Y2, Y2
-	VPBLENDW $0xaa, Y3, Y2, Y2
-	VMOVDQU  Y2, (AX)
-	ADDQ     $0x00000020, AX
-	ADDQ     $0x00000020, BX
-	SUBQ     $0x00000010, SI
-	JMP      steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·maxF32AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x02, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMAXPS    Y9, Y1, Y10
-	VMAXPS    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMAXPS    Y9, Y2, Y10
-	VMAXPS    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMAXPS    Y9, Y3, Y10
-	VMAXPS    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMAXPS    Y9, Y4, Y10
-	VMAXPS    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMAXPS    Y9, Y5, Y10
-	VMAXPS    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMAXPS    Y9, Y6, Y10
-	VMAXPS    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMAXPS    Y9, Y7, Y10
-	VMAXPS    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMAXPS    Y9, Y8, Y10
-	VMAXPS    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMAXPS    Y9, Y1, Y10
-	VMAXPS    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMAXPS    Y9, Y2, Y10
-	VMAXPS    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMAXPS    Y9, Y3, Y10
-	VMAXPS    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMAXPS    Y9, Y4, Y10
-	VMAXPS    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMAXPS    Y9, Y5, Y10
-	VMAXPS    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMAXPS    Y9, Y6, Y10
-	VMAXPS    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMAXPS    Y9, Y7, Y10
-	VMAXPS    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMAXPS    Y9, Y8, Y10
-	VMAXPS    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMAXPS    Y9, Y1, Y10
-	VMAXPS    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMAXPS    Y9, Y2, Y10
-	VMAXPS    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMAXPS    Y9, Y3, Y10
-	VMAXPS    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMAXPS    Y9, Y4, Y10
-	VMAXPS    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMAXPS    Y9, Y5, Y10
-	VMAXPS    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMAXPS    Y9, Y6, Y10
-	VMAXPS    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMAXPS    Y9, Y7, Y10
-	VMAXPS    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMAXPS    Y9, Y8, Y10
-	VMAXPS    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y2
-	VMAXPS    Y2, Y1, Y3
-	VMAXPS    Y1, Y2, Y4
-	VPAND     Y3, Y4, Y3
-	VCMPPS    $0x03, Y2, Y1, Y4
-	VBLENDVPS Y4, Y0, Y3, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·maxF64AVX2(SB), NOSPLIT, $0-56
-	MOVQ         $0x7ff8000000000000, AX
-	VMOVQ        AX, X0
-	VPBROADCASTQ X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x03, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMAXPD    Y9, Y1, Y10
-	VMAXPD    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y1, Y11
-	VBLENDVPD Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMAXPD    Y9, Y2, Y10
-	VMAXPD    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y2, Y11
-	VBLENDVPD Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMAXPD    Y9, Y3, Y10
-	VMAXPD    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y3, Y11
-	VBLENDVPD Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMAXPD    Y9, Y4, Y10
-	VMAXPD    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y4, Y11
-	VBLENDVPD Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMAXPD    Y9, Y5, Y10
-	VMAXPD    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y5, Y11
-	VBLENDVPD Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMAXPD    Y9, Y6, Y10
-	VMAXPD    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y6, Y11
-	VBLENDVPD Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMAXPD    Y9, Y7, Y10
-	VMAXPD    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y7, Y11
-	VBLENDVPD Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMAXPD    Y9, Y8, Y10
-	VMAXPD    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y8, Y11
-	VBLENDVPD Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMAXPD    Y9, Y1, Y10
-	VMAXPD    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y1, Y11
-	VBLENDVPD Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMAXPD    Y9, Y2, Y10
-	VMAXPD    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y2, Y11
-	VBLENDVPD Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMAXPD    Y9, Y3, Y10
-	VMAXPD    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y3, Y11
-	VBLENDVPD Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMAXPD    Y9, Y4, Y10
-	VMAXPD    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y4, Y11
-	VBLENDVPD Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMAXPD    Y9, Y5, Y10
-	VMAXPD    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y5, Y11
-	VBLENDVPD Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMAXPD    Y9, Y6, Y10
-	VMAXPD    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y6, Y11
-	VBLENDVPD Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMAXPD    Y9, Y7, Y10
-	VMAXPD    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y7, Y11
-	VBLENDVPD Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMAXPD    Y9, Y8, Y10
-	VMAXPD    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y8, Y11
-	VBLENDVPD Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VMAXPD    Y9, Y1, Y10
-	VMAXPD    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y1, Y11
-	VBLENDVPD Y11, Y0, Y10, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VMAXPD    Y9, Y2, Y10
-	VMAXPD    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y2, Y11
-	VBLENDVPD Y11, Y0, Y10, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VMAXPD    Y9, Y3, Y10
-	VMAXPD    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y3, Y11
-	VBLENDVPD Y11, Y0, Y10, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VMAXPD    Y9, Y4, Y10
-	VMAXPD    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y4, Y11
-	VBLENDVPD Y11, Y0, Y10, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VMAXPD    Y9, Y5, Y10
-	VMAXPD    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y5, Y11
-	VBLENDVPD Y11, Y0, Y10, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VMAXPD    Y9, Y6, Y10
-	VMAXPD    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y6, Y11
-	VBLENDVPD Y11, Y0, Y10, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VMAXPD    Y9, Y7, Y10
-	VMAXPD    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y7, Y11
-	VBLENDVPD Y11, Y0, Y10, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VMAXPD    Y9, Y8, Y10
-	VMAXPD    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPD    $0x03, Y9, Y8, Y11
-	VBLENDVPD Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y2
-	VMAXPD    Y2, Y1, Y3
-	VMAXPD    Y1, Y2, Y4
-	VPAND     Y3, Y4, Y3
-	VCMPPD    $0x03, Y2, Y1, Y4
-	VBLENDVPD Y4, Y0, Y3, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func maxF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, F16C, MMX+
-TEXT ·maxF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	VCVTPH2PS 16(R10)(BX*1), Y2
-	VCVTPH2PS 32(R10)(BX*1), Y3
-	VCVTPH2PS 48(R10)(BX*1), Y4
-	VCVTPH2PS 64(R10)(BX*1), Y5
-	VCVTPH2PS 80(R10)(BX*1), Y6
-	VCVTPH2PS 96(R10)(BX*1), Y7
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VMAXPS    Y9, Y1, Y10
-	VMAXPS    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VMAXPS    Y9, Y2, Y10
-	VMAXPS    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VMAXPS    Y9, Y3, Y10
-	VMAXPS    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VMAXPS    Y9, Y4, Y10
-	VMAXPS    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VMAXPS    Y9, Y5, Y10
-	VMAXPS    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VMAXPS    Y9, Y6, Y10
-	VMAXPS    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VMAXPS    Y9, Y7, Y10
-	VMAXPS    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VMAXPS    Y9, Y8, Y10
-	VMAXPS    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VMAXPS    Y9, Y1, Y10
-	VMAXPS    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VMAXPS    Y9, Y2, Y10
-	VMAXPS    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VMAXPS    Y9, Y3, Y10
-	VMAXPS    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VMAXPS    Y9, Y4, Y10
-	VMAXPS    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VMAXPS    Y9, Y5, Y10
-	VMAXPS    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VMAXPS    Y9, Y6, Y10
-	VMAXPS    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VMAXPS    Y9, Y7, Y10
-	VMAXPS    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VMAXPS    Y9, Y8, Y10
-	VMAXPS    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VMAXPS    Y9, Y1, Y10
-	VMAXPS    Y1, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y1, Y11
-	VBLENDVPS Y11, Y0, Y10, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VMAXPS    Y9, Y2, Y10
-	VMAXPS    Y2, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y2, Y11
-	VBLENDVPS Y11, Y0, Y10, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VMAXPS    Y9, Y3, Y10
-	VMAXPS    Y3, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y3, Y11
-	VBLENDVPS Y11, Y0, Y10, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VMAXPS    Y9, Y4, Y10
-	VMAXPS    Y4, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y4, Y11
-	VBLENDVPS Y11, Y0, Y10, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VMAXPS    Y9, Y5, Y10
-	VMAXPS    Y5, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y5, Y11
-	VBLENDVPS Y11, Y0, Y10, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VMAXPS    Y9, Y6, Y10
-	VMAXPS    Y6, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y6, Y11
-	VBLENDVPS Y11, Y0, Y10, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VMAXPS    Y9, Y7, Y10
-	VMAXPS    Y7, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y7, Y11
-	VBLENDVPS Y11, Y0, Y10, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VMAXPS    Y9, Y8, Y10
-	VMAXPS    Y8, Y9, Y11
-	VPAND     Y10, Y11, Y10
-	VCMPPS    $0x03, Y9, Y8, Y11
-	VBLENDVPS Y11, Y0, Y10, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Y1, (AX)
-	VCVTPS2PH $0x00, Y2, 16(AX)
-	VCVTPS2PH $0x00, Y3, 32(AX)
-	VCVTPS2PH $0x00, Y4, 48(AX)
-	VCVTPS2PH $0x00, Y5, 64(AX)
-	VCVTPS2PH $0x00, Y6, 80(AX)
-	VCVTPS2PH $0x00, Y7, 96(AX)
-	VCVTPS2PH $0x00, Y8, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Y1, X1
-	VMOVNTDQ  X1, (AX)
-	VCVTPS2PH $0x00, Y2, X1
-	VMOVNTDQ  X1, 16(AX)
-	VCVTPS2PH $0x00, Y3, X1
-	VMOVNTDQ  X1, 32(AX)
-	VCVTPS2PH $0x00, Y4, X1
-	VMOVNTDQ  X1, 48(AX)
-	VCVTPS2PH $0x00, Y5, X1
-	VMOVNTDQ  X1, 64(AX)
-	VCVTPS2PH $0x00, Y6, X1
-	VMOVNTDQ  X1, 80(AX)
-	VCVTPS2PH $0x00, Y7, X1
-	VMOVNTDQ  X1, 96(AX)
-	VCVTPS2PH $0x00, Y8, X1
-	VMOVNTDQ  X1, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	CMPQ      R9, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y2
-	VMAXPS    Y2, Y1, Y3
-	VMAXPS    Y1, Y2, Y4
-	VPAND     Y3, Y4, Y3
-	VCMPPS    $0x03, Y2, Y1, Y4
-	VBLENDVPS Y4, Y0, Y3, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VCVTPS2PH $0x00, Y1, (AX)
-	ADDQ      $0x00000010, AX
-	ADDQ      $0x00000010, BX
-	SUBQ      $0x00000008, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func maxBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·maxBF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y3
-	VPSLLD  $0x10, Y3, Y2
-	VPAND   Y0, Y3, Y3
-	VMOVDQU 32(R10)(BX*1), Y5
-	VPSLLD  $0x10, Y5, Y4
-	VPAND   Y0, Y5, Y5
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMAXPS    Y6, Y2, Y8
-	VMAXPS    Y2, Y6, Y9
-	VPAND     Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y2, Y9
-	VBLENDVPS Y9, Y1, Y8, Y2
-	VMAXPS    Y7, Y3, Y6
-	VMAXPS    Y3, Y7, Y8
-	VPAND     Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y3, Y8
-	VBLENDVPS Y8, Y1, Y6, Y3
-	VMOVDQU   32(R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMAXPS    Y6, Y4, Y8
-	VMAXPS    Y4, Y6, Y9
-	VPAND     Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y4, Y9
-	VBLENDVPS Y9, Y1, Y8, Y4
-	VMAXPS    Y7, Y5, Y6
-	VMAXPS    Y5, Y7, Y8
-	VPAND     Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y5, Y8
-	VBLENDVPS Y8, Y1, Y6, Y5
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMAXPS    Y6, Y2, Y8
-	VMAXPS    Y2, Y6, Y9
-	VPAND     Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y2, Y9
-	VBLENDVPS Y9, Y1, Y8, Y2
-	VMAXPS    Y7, Y3, Y6
-	VMAXPS    Y3, Y7, Y8
-	VPAND     Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y3, Y8
-	VBLENDVPS Y8, Y1, Y6, Y3
-	VMOVDQU   32(R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMAXPS    Y6, Y4, Y8
-	VMAXPS    Y4, Y6, Y9
-	VPAND     Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y4, Y9
-	VBLENDVPS Y9, Y1, Y8, Y4
-	VMAXPS    Y7, Y5, Y6
-	VMAXPS    Y5, Y7, Y8
-	VPAND     Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y5, Y8
-	VBLENDVPS Y8, Y1, Y6, Y5
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMAXPS    Y6, Y2, Y8
-	VMAXPS    Y2, Y6, Y9
-	VPAND     Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y2, Y9
-	VBLENDVPS Y9, Y1, Y8, Y2
-	VMAXPS    Y7, Y3, Y6
-	VMAXPS    Y3, Y7, Y8
-	VPAND     Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y3, Y8
-	VBLENDVPS Y8, Y1, Y6, Y3
-	VMOVDQU   32(R10)(BX*1), Y7
-	VPSLLD    $0x10, Y7, Y6
-	VPAND     Y0, Y7, Y7
-	VMAXPS    Y6, Y4, Y8
-	VMAXPS    Y4, Y6, Y9
-	VPAND     Y8, Y9, Y8
-	VCMPPS    $0x03, Y6, Y4, Y9
-	VBLENDVPS Y9, Y1, Y8, Y4
-	VMAXPS    Y7, Y5, Y6
-	VMAXPS    Y5, Y7, Y8
-	VPAND     Y6, Y8, Y6
-	VCMPPS    $0x03, Y7, Y5, Y8
-	VBLENDVPS Y8, Y1, Y6, Y5
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ    DI, DI
-	JNE      blockAround
-	VPSRLD   $0x10, Y2, Y2
-	VPBLENDW $0xaa, Y3, Y2, Y2
-	VMOVDQU  Y2, (AX)
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
-	VMOVDQU  Y4, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-blockAround:
-	VPSRLD   $0x10, Y2, Y2
-	VPBLENDW $0xaa, Y3, Y2, Y2
-	VMOVNTDQ Y2, (AX)
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
-	VMOVNTDQ Y4, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y3
-	VPSLLD  $0x10, Y3, Y2
-	VPAND   Y0, Y3, Y3
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y5
-	VPSLLD    $0x10, Y5, Y4
-	VPAND     Y0, Y5, Y5
-	VMAXPS    Y4, Y2, Y6
-	VMAXPS    Y2, Y4, Y7
-	VPAND     Y6, Y7, Y6
-	VCMPPS    $0x03, Y4, Y2, Y7
-	VBLENDVPS Y7, Y1, Y6, Y2
-	VMAXPS    Y5, Y3, Y4
-	VMAXPS    Y3, Y5, Y6
-	VPAND     Y4, Y6, Y4
-	VCMPPS    $0x03, Y5, Y3, Y6
-	VBLENDVPS Y6, Y1, Y4, Y3
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VPSRLD   $0x10, Y2, Y2
-	VPBLENDW $0xaa, Y3, Y2, Y2
-	VMOVDQU  Y2, (AX)
-	ADDQ     $0x00000020, AX
-	ADDQ     $0x00000020, BX
-	SUBQ     $0x00000010, SI
-	JMP      steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·avgF32AVX2(SB), NOSPLIT, $0-56
-	MOVQ         div+40(FP), AX
-	VXORPS       X0, X0, X0
-	VCVTSI2SSQ   AX, X0, X0
-	VBROADCASTSS X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x02, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000040
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VADDPS  (R10)(BX*1), Y1, Y1
-	VADDPS  32(R10)(BX*1), Y2, Y2
-	VADDPS  64(R10)(BX*1), Y3, Y3
-	VADDPS  96(R10)(BX*1), Y4, Y4
-	VADDPS  128(R10)(BX*1), Y5, Y5
-	VADDPS  160(R10)(BX*1), Y6, Y6
-	VADDPS  192(R10)(BX*1), Y7, Y7
-	VADDPS  224(R10)(BX*1), Y8, Y8
+	VMOVDQU (R10)(BX*1), Y8
+	VPSLLD  $0x10, Y8, Y7
+	VPAND   Y0, Y8, Y8
+	VMULPS  Y7, Y3, Y3
+	VMULPS  Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSLLD  $0x10, Y8, Y7
+	VPAND   Y0, Y8, Y8
+	VMULPS  Y7, Y5, Y5
+	VMULPS  Y8, Y6, Y6
 	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VADDPS  (R10)(BX*1), Y1, Y1
-	VADDPS  32(R10)(BX*1), Y2, Y2
-	VADDPS  64(R10)(BX*1), Y3, Y3
-	VADDPS  96(R10)(BX*1), Y4, Y4
-	VADDPS  128(R10)(BX*1), Y5, Y5
-	VADDPS  160(R10)(BX*1), Y6, Y6
-	VADDPS  192(R10)(BX*1), Y7, Y7
-	VADDPS  224(R10)(BX*1), Y8, Y8
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VADDPS  (R10)(BX*1), Y1, Y1
-	VADDPS  32(R10)(BX*1), Y2, Y2
-	VADDPS  64(R10)(BX*1), Y3, Y3
-	VADDPS  96(R10)(BX*1), Y4, Y4
-	VADDPS  128(R10)(BX*1), Y5, Y5
-	VADDPS  160(R10)(BX*1), Y6, Y6
-	VADDPS  192(R10)(BX*1), Y7, Y7
-	VADDPS  224(R10)(BX*1), Y8, Y8
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	VDIVPS  Y0, Y1, Y1
-	VDIVPS  Y0, Y2, Y2
-	VDIVPS  Y0, Y3, Y3
-	VDIVPS  Y0, Y4, Y4
-	VDIVPS  Y0, Y5, Y5
-	VDIVPS  Y0, Y6, Y6
-	VDIVPS  Y0, Y7, Y7
-	VDIVPS  Y0, Y8, Y8
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000008
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPS  (R10)(BX*1), Y1, Y1
-	CMPQ    R9, $0x02
-	JE      stepFinish
+	JE      finish
 	ADDQ    $0x08, R8
 	SUBQ    $0x01, R9
-	JMP     stepSources
+	JMP     sources
 
-stepFinish:
-	VDIVPS  Y0, Y1, Y1
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·avgF64AVX2(SB), NOSPLIT, $0-56
-	MOVQ         div+40(FP), AX
-	VXORPS       X0, X0, X0
-	VCVTSI2SDQ   AX, X0, X0
-	VBROADCASTSD X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x03, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPD  (R10)(BX*1), Y1, Y1
-	VADDPD  32(R10)(BX*1), Y2, Y2
-	VADDPD  64(R10)(BX*1), Y3, Y3
-	VADDPD  96(R10)(BX*1), Y4, Y4
-	VADDPD  128(R10)(BX*1), Y5, Y5
-	VADDPD  160(R10)(BX*1), Y6, Y6
-	VADDPD  192(R10)(BX*1), Y7, Y7
-	VADDPD  224(R10)(BX*1), Y8, Y8
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VADDPD  (R10)(BX*1), Y1, Y1
-	VADDPD  32(R10)(BX*1), Y2, Y2
-	VADDPD  64(R10)(BX*1), Y3, Y3
-	VADDPD  96(R10)(BX*1), Y4, Y4
-	VADDPD  128(R10)(BX*1), Y5, Y5
-	VADDPD  160(R10)(BX*1), Y6, Y6
-	VADDPD  192(R10)(BX*1), Y7, Y7
-	VADDPD  224(R10)(BX*1), Y8, Y8
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VADDPD  (R10)(BX*1), Y1, Y1
-	VADDPD  32(R10)(BX*1), Y2, Y2
-	VADDPD  64(R10)(BX*1), Y3, Y3
-	VADDPD  96(R10)(BX*1), Y4, Y4
-	VADDPD  128(R10)(BX*1), Y5, Y5
-	VADDPD  160(R10)(BX*1), Y6, Y6
-	VADDPD  192(R10)(BX*1), Y7, Y7
-	VADDPD  224(R10)(BX*1), Y8, Y8
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	VDIVPD  Y0, Y1, Y1
-	VDIVPD  Y0, Y2, Y2
-	VDIVPD  Y0, Y3, Y3
-	VDIVPD  Y0, Y4, Y4
-	VDIVPD  Y0, Y5, Y5
-	VDIVPD  Y0, Y6, Y6
-	VDIVPD  Y0, Y7, Y7
-	VDIVPD  Y0, Y8, Y8
-	TESTQ   DI, DI
-	JNE     blockAround
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JMP     block
-
-blockAround:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	CMPQ    SI, $0x00000004
-	JLT     done
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	CMPQ    R9, $0x01
-	JE      stepFinish
-
-stepSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPD  (R10)(BX*1), Y1, Y1
-	CMPQ    R9, $0x02
-	JE      stepFinish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
-	JMP     stepSources
-
-stepFinish:
-	VDIVPD  Y0, Y1, Y1
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JMP     steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, F16C, MMX+
-TEXT ·avgF16AVX2(SB), NOSPLIT, $0-56
-	MOVQ         div+40(FP), AX
-	VXORPS       X0, X0, X0
-	VCVTSI2SSQ   AX, X0, X0
-	VBROADCASTSS X0, Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	VCVTPH2PS 16(R10)(BX*1), Y2
-	VCVTPH2PS 32(R10)(BX*1), Y3
-	VCVTPH2PS 48(R10)(BX*1), Y4
-	VCVTPH2PS 64(R10)(BX*1), Y5
-	VCVTPH2PS 80(R10)(BX*1), Y6
-	VCVTPH2PS 96(R10)(BX*1), Y7
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VADDPS    Y9, Y1, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VADDPS    Y9, Y2, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VADDPS    Y9, Y3, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VADDPS    Y9, Y4, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VADDPS    Y9, Y5, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VADDPS    Y9, Y6, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VADDPS    Y9, Y7, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VADDPS    Y9, Y8, Y8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VADDPS    Y9, Y1, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VADDPS    Y9, Y2, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VADDPS    Y9, Y3, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VADDPS    Y9, Y4, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VADDPS    Y9, Y5, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VADDPS    Y9, Y6, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VADDPS    Y9, Y7, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VADDPS    Y9, Y8, Y8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y9
-	VADDPS    Y9, Y1, Y1
-	VCVTPH2PS 16(R10)(BX*1), Y9
-	VADDPS    Y9, Y2, Y2
-	VCVTPH2PS 32(R10)(BX*1), Y9
-	VADDPS    Y9, Y3, Y3
-	VCVTPH2PS 48(R10)(BX*1), Y9
-	VADDPS    Y9, Y4, Y4
-	VCVTPH2PS 64(R10)(BX*1), Y9
-	VADDPS    Y9, Y5, Y5
-	VCVTPH2PS 80(R10)(BX*1), Y9
-	VADDPS    Y9, Y6, Y6
-	VCVTPH2PS 96(R10)(BX*1), Y9
-	VADDPS    Y9, Y7, Y7
-	VCVTPH2PS 112(R10)(BX*1), Y9
-	VADDPS    Y9, Y8, Y8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, R8
-	SUBQ      $0x03, R9
-	JMP       blockSources
-
-blockFinish:
-	VDIVPS    Y0, Y1, Y1
-	VDIVPS    Y0, Y2, Y2
-	VDIVPS    Y0, Y3, Y3
-	VDIVPS    Y0, Y4, Y4
-	VDIVPS    Y0, Y5, Y5
-	VDIVPS    Y0, Y6, Y6
-	VDIVPS    Y0, Y7, Y7
-	VDIVPS    Y0, Y8, Y8
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Y1, (AX)
-	VCVTPS2PH $0x00, Y2, 16(AX)
-	VCVTPS2PH $0x00, Y3, 32(AX)
-	VCVTPS2PH $0x00, Y4, 48(AX)
-	VCVTPS2PH $0x00, Y5, 64(AX)
-	VCVTPS2PH $0x00, Y6, 80(AX)
-	VCVTPS2PH $0x00, Y7, 96(AX)
-	VCVTPS2PH $0x00, Y8, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Y1, X1
-	VMOVNTDQ  X1, (AX)
-	VCVTPS2PH $0x00, Y2, X1
-	VMOVNTDQ  X1, 16(AX)
-	VCVTPS2PH $0x00, Y3, X1
-	VMOVNTDQ  X1, 32(AX)
-	VCVTPS2PH $0x00, Y4, X1
-	VMOVNTDQ  X1, 48(AX)
-	VCVTPS2PH $0x00, Y5, X1
-	VMOVNTDQ  X1, 64(AX)
-	VCVTPS2PH $0x00, Y6, X1
-	VMOVNTDQ  X1, 80(AX)
-	VCVTPS2PH $0x00, Y7, X1
-	VMOVNTDQ  X1, 96(AX)
-	VCVTPS2PH $0x00, Y8, X1
-	VMOVNTDQ  X1, 112(AX)
-	ADDQ      $0x00000080, AX
-	ADDQ      $0x00000080, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y1
-	CMPQ      R9, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y2
-	VADDPS    Y2, Y1, Y1
-	CMPQ      R9, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       stepSources
-
-stepFinish:
-	VDIVPS    Y0, Y1, Y1
-	VCVTPS2PH $0x00, Y1, (AX)
-	ADDQ      $0x00000010, AX
-	ADDQ      $0x00000010, BX
-	SUBQ      $0x00000008, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, MMX+
-TEXT ·avgBF16AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Y2
-	MOVQ         div+40(FP), AX
-	VXORPS       X3, X3, X3
-	VCVTSI2SSQ   AX, X3, X3
-	VBROADCASTSS X3, Y3
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ    SI, $0x00000020
-	JLT     steps
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y5
-	VPSLLD  $0x10, Y5, Y4
-	VPAND   Y0, Y5, Y5
-	VMOVDQU 32(R10)(BX*1), Y7
-	VPSLLD  $0x10, Y7, Y6
-	VPAND   Y0, Y7, Y7
-	CMPQ    R9, $0x01
-	JE      blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPSLLD  $0x10, Y9, Y8
-	VPAND   Y0, Y9, Y9
-	VADDPS  Y8, Y4, Y4
-	VADDPS  Y9, Y5, Y5
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPSLLD  $0x10, Y9, Y8
-	VPAND   Y0, Y9, Y9
-	VADDPS  Y8, Y6, Y6
-	VADDPS  Y9, Y7, Y7
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPSLLD  $0x10, Y9, Y8
-	VPAND   Y0, Y9, Y9
-	VADDPS  Y8, Y4, Y4
-	VADDPS  Y9, Y5, Y5
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPSLLD  $0x10, Y9, Y8
-	VPAND   Y0, Y9, Y9
-	VADDPS  Y8, Y6, Y6
-	VADDPS  Y9, Y7, Y7
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPSLLD  $0x10, Y9, Y8
-	VPAND   Y0, Y9, Y9
-	VADDPS  Y8, Y4, Y4
-	VADDPS  Y9, Y5, Y5
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPSLLD  $0x10, Y9, Y8
-	VPAND   Y0, Y9, Y9
-	VADDPS  Y8, Y6, Y6
-	VADDPS  Y9, Y7, Y7
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     blockSources
-
-blockFinish:
-	VDIVPS   Y3, Y4, Y4
-	VDIVPS   Y3, Y5, Y5
-	VDIVPS   Y3, Y6, Y6
-	VDIVPS   Y3, Y7, Y7
-	TESTQ    DI, DI
-	JNE      blockAround
-	VPSRLD   $0x10, Y4, Y8
-	VPAND    Y1, Y8, Y8
-	VPADDD   Y2, Y8, Y8
-	VPADDD   Y8, Y4, Y4
-	VPSRLD   $0x10, Y5, Y8
-	VPAND    Y1, Y8, Y8
-	VPADDD   Y2, Y8, Y8
-	VPADDD   Y8, Y5, Y5
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
-	VMOVDQU  Y4, (AX)
+finish:
+	VPSRLD   $0x10, Y3, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPADDD   Y7, Y3, Y3
+	VPSRLD   $0x10, Y4, Y7
+	VPAND    Y1, Y7, Y7
+	VPADDD   Y2, Y7, Y7
+	VPADDD   Y7, Y4, Y4
+	VPSRLD   $0x10, Y3, Y3
+	VPBLENDW $0xaa, Y4, Y3, Y3
+	VPSRLD   $0x10, Y5, Y4
+	VPAND    Y1, Y4, Y4
+	VPADDD   Y2, Y4, Y4
+	VPADDD   Y4, Y5, Y5
 	VPSRLD   $0x10, Y6, Y4
 	VPAND    Y1, Y4, Y4
 	VPADDD   Y2, Y4, Y4
 	VPADDD   Y4, Y6, Y6
-	VPSRLD   $0x10, Y7, Y4
-	VPAND    Y1, Y4, Y4
-	VPADDD   Y2, Y4, Y4
-	VPADDD   Y4, Y7, Y7
-	VPSRLD   $0x10, Y6, Y6
-	VPBLENDW $0xaa, Y7, Y6, Y6
-	VMOVDQU  Y6, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+	VPSRLD   $0x10, Y5, Y5
+	VPBLENDW $0xaa, Y6, Y5, Y5
+	TESTB    $0x01, DI
+	JNE      around
+	VMOVDQU  Y3, (AX)
+	VMOVDQU  Y5, 32(AX)
 
-blockAround:
-	VPSRLD   $0x10, Y4, Y8
-	VPAND    Y1, Y8, Y8
-	VPADDD   Y2, Y8, Y8
-	VPADDD   Y8, Y4, Y4
-	VPSRLD   $0x10, Y5, Y8
-	VPAND    Y1, Y8, Y8
-	VPADDD   Y2, Y8, Y8
-	VPADDD   Y8, Y5, Y5
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
+next:
+	ADDQ $0x00000040, AX
+	ADDQ $0x00000040, BX
+	SUBQ $0x00000020, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000010, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y4
+	VPSLLD  $0x10, Y4, Y3
+	VPAND   Y0, Y4, Y4
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VMOVDQU (R8)(BX*1), Y6
+	VPSLLD  $0x10, Y6, Y5
+	VPAND   Y0, Y6, Y6
+	VMULPS  Y5, Y3, Y3
+	VMULPS  Y6, Y4, Y4
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VPSRLD   $0x10, Y3, Y5
+	VPAND    Y1, Y5, Y5
+	VPADDD   Y2, Y5, Y5
+	VPADDD   Y5, Y3, Y3
+	VPSRLD   $0x10, Y4, Y5
+	VPAND    Y1, Y5, Y5
+	VPADDD   Y2, Y5, Y5
+	VPADDD   Y5, Y4, Y4
+	VPSRLD   $0x10, Y3, Y3
+	VPBLENDW $0xaa, Y4, Y3, Y3
+	VMOVDQU  Y3, (AX)
+	ADDQ     $0x00000020, AX
+	ADDQ     $0x00000020, BX
+	SUBQ     $0x00000010, SI
+	JGE      step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y3, (AX)
+	VMOVNTDQ Y5, 32(AX)
+	JMP      next
+
+// func minOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·minOrderedAVX2(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         orderMin<>+0(SB), CX
+	ANDL         $0x08, AX
+	VPBROADCASTW (CX)(AX*1), Y0
+	VPBROADCASTW 2(CX)(AX*1), Y1
+	VPBROADCASTW 4(CX)(AX*1), Y2
+	VPBROADCASTD c7fff7fff<>+0(SB), Y3
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x01, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ    CX, R8
+	MOVQ    DX, R9
+	MOVQ    (R8), R10
+	VMOVDQU (R10)(BX*1), Y4
+	VPSRAW  $0x0f, Y4, Y5
+	VPAND   Y3, Y5, Y5
+	VPXOR   Y5, Y4, Y4
+	VPADDW  Y0, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y5
+	VPSRAW  $0x0f, Y5, Y6
+	VPAND   Y3, Y6, Y6
+	VPXOR   Y6, Y5, Y5
+	VPADDW  Y0, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y6
+	VPSRAW  $0x0f, Y6, Y7
+	VPAND   Y3, Y7, Y7
+	VPXOR   Y7, Y6, Y6
+	VPADDW  Y0, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y7
+	VPSRAW  $0x0f, Y7, Y8
+	VPAND   Y3, Y8, Y8
+	VPXOR   Y8, Y7, Y7
+	VPADDW  Y0, Y7, Y7
+	VMOVDQU 128(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VMOVDQU 160(R10)(BX*1), Y9
+	VPSRAW  $0x0f, Y9, Y10
+	VPAND   Y3, Y10, Y10
+	VPXOR   Y10, Y9, Y9
+	VPADDW  Y0, Y9, Y9
+	VMOVDQU 192(R10)(BX*1), Y10
+	VPSRAW  $0x0f, Y10, Y11
+	VPAND   Y3, Y11, Y11
+	VPXOR   Y11, Y10, Y10
+	VPADDW  Y0, Y10, Y10
+	VMOVDQU 224(R10)(BX*1), Y11
+	VPSRAW  $0x0f, Y11, Y12
+	VPAND   Y3, Y12, Y12
+	VPXOR   Y12, Y11, Y11
+	VPADDW  Y0, Y11, Y11
+	CMPQ    R9, $0x01
+	JE      finish
+
+sources:
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VMOVDQU (R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y7, Y7
+	VMOVDQU 128(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y8, Y8
+	VMOVDQU 160(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y9, Y9
+	VMOVDQU 192(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y10, Y10
+	VMOVDQU 224(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMINSW Y12, Y11, Y11
+	CMPQ    R9, $0x02
+	JE      finish
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
+	JMP     sources
+
+finish:
+	VPCMPGTW  Y4, Y1, Y12
+	VPSUBW    Y0, Y4, Y4
+	VPSRAW    $0x0f, Y4, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y4, Y4
+	VPBLENDVB Y12, Y2, Y4, Y4
+	VPCMPGTW  Y5, Y1, Y12
+	VPSUBW    Y0, Y5, Y5
+	VPSRAW    $0x0f, Y5, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y5, Y5
+	VPBLENDVB Y12, Y2, Y5, Y5
+	VPCMPGTW  Y6, Y1, Y12
+	VPSUBW    Y0, Y6, Y6
+	VPSRAW    $0x0f, Y6, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y6, Y6
+	VPBLENDVB Y12, Y2, Y6, Y6
+	VPCMPGTW  Y7, Y1, Y12
+	VPSUBW    Y0, Y7, Y7
+	VPSRAW    $0x0f, Y7, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y7, Y7
+	VPBLENDVB Y12, Y2, Y7, Y7
+	VPCMPGTW  Y8, Y1, Y12
+	VPSUBW    Y0, Y8, Y8
+	VPSRAW    $0x0f, Y8, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y8, Y8
+	VPBLENDVB Y12, Y2, Y8, Y8
+	VPCMPGTW  Y9, Y1, Y12
+	VPSUBW    Y0, Y9, Y9
+	VPSRAW    $0x0f, Y9, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y9, Y9
+	VPBLENDVB Y12, Y2, Y9, Y9
+	VPCMPGTW  Y10, Y1, Y12
+	VPSUBW    Y0, Y10, Y10
+	VPSRAW    $0x0f, Y10, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y10, Y10
+	VPBLENDVB Y12, Y2, Y10, Y10
+	VPCMPGTW  Y11, Y1, Y12
+	VPSUBW    Y0, Y11, Y11
+	VPSRAW    $0x0f, Y11, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y11, Y11
+	VPBLENDVB Y12, Y2, Y11, Y11
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU   Y4, (AX)
+	VMOVDQU   Y5, 32(AX)
+	VMOVDQU   Y6, 64(AX)
+	VMOVDQU   Y7, 96(AX)
+	VMOVDQU   Y8, 128(AX)
+	VMOVDQU   Y9, 160(AX)
+	VMOVDQU   Y10, 192(AX)
+	VMOVDQU   Y11, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
+
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
+
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y4
+	VPSRAW  $0x0f, Y4, Y5
+	VPAND   Y3, Y5, Y5
+	VPXOR   Y5, Y4, Y4
+	VPADDW  Y0, Y4, Y4
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VMOVDQU (R8)(BX*1), Y5
+	VPSRAW  $0x0f, Y5, Y6
+	VPAND   Y3, Y6, Y6
+	VPXOR   Y6, Y5, Y5
+	VPADDW  Y0, Y5, Y5
+	VPMINSW Y5, Y4, Y4
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VPCMPGTW  Y4, Y1, Y5
+	VPSUBW    Y0, Y4, Y4
+	VPSRAW    $0x0f, Y4, Y6
+	VPAND     Y3, Y6, Y6
+	VPXOR     Y6, Y4, Y4
+	VPBLENDVB Y5, Y2, Y4, Y4
+	VMOVDQU   Y4, (AX)
+	ADDQ      $0x00000020, AX
+	ADDQ      $0x00000020, BX
+	SUBQ      $0x00000010, SI
+	JGE       step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
 	VMOVNTDQ Y4, (AX)
-	VPSRLD   $0x10, Y6, Y4
-	VPAND    Y1, Y4, Y4
-	VPADDD   Y2, Y4, Y4
-	VPADDD   Y4, Y6, Y6
-	VPSRLD   $0x10, Y7, Y4
-	VPAND    Y1, Y4, Y4
-	VPADDD   Y2, Y4, Y4
-	VPADDD   Y4, Y7, Y7
-	VPSRLD   $0x10, Y6, Y6
-	VPBLENDW $0xaa, Y7, Y6, Y6
-	VMOVNTDQ Y6, 32(AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+	VMOVNTDQ Y5, 32(AX)
+	VMOVNTDQ Y6, 64(AX)
+	VMOVNTDQ Y7, 96(AX)
+	VMOVNTDQ Y8, 128(AX)
+	VMOVNTDQ Y9, 160(AX)
+	VMOVNTDQ Y10, 192(AX)
+	VMOVNTDQ Y11, 224(AX)
+	JMP      next
 
-steps:
-	CMPQ    SI, $0x00000010
-	JLT     done
+// func maxOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·maxOrderedAVX2(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         orderMax<>+0(SB), CX
+	ANDL         $0x08, AX
+	VPBROADCASTW (CX)(AX*1), Y0
+	VPBROADCASTW 2(CX)(AX*1), Y1
+	VPBROADCASTW 4(CX)(AX*1), Y2
+	VPBROADCASTD c7fff7fff<>+0(SB), Y3
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x01, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y5
-	VPSLLD  $0x10, Y5, Y4
-	VPAND   Y0, Y5, Y5
+	VMOVDQU (R10)(BX*1), Y4
+	VPSRAW  $0x0f, Y4, Y5
+	VPAND   Y3, Y5, Y5
+	VPXOR   Y5, Y4, Y4
+	VPADDW  Y0, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y5
+	VPSRAW  $0x0f, Y5, Y6
+	VPAND   Y3, Y6, Y6
+	VPXOR   Y6, Y5, Y5
+	VPADDW  Y0, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y6
+	VPSRAW  $0x0f, Y6, Y7
+	VPAND   Y3, Y7, Y7
+	VPXOR   Y7, Y6, Y6
+	VPADDW  Y0, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y7
+	VPSRAW  $0x0f, Y7, Y8
+	VPAND   Y3, Y8, Y8
+	VPXOR   Y8, Y7, Y7
+	VPADDW  Y0, Y7, Y7
+	VMOVDQU 128(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VMOVDQU 160(R10)(BX*1), Y9
+	VPSRAW  $0x0f, Y9, Y10
+	VPAND   Y3, Y10, Y10
+	VPXOR   Y10, Y9, Y9
+	VPADDW  Y0, Y9, Y9
+	VMOVDQU 192(R10)(BX*1), Y10
+	VPSRAW  $0x0f, Y10, Y11
+	VPAND   Y3, Y11, Y11
+	VPXOR   Y11, Y10, Y10
+	VPADDW  Y0, Y10, Y10
+	VMOVDQU 224(R10)(BX*1), Y11
+	VPSRAW  $0x0f, Y11, Y12
+	VPAND   Y3, Y12, Y12
+	VPXOR   Y12, Y11, Y11
+	VPADDW  Y0, Y11, Y11
 	CMPQ    R9, $0x01
-	JE      stepFinish
+	JE      finish
 
-stepSources:
+sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y7
-	VPSLLD  $0x10, Y7, Y6
-	VPAND   Y0, Y7, Y7
-	VADDPS  Y6, Y4, Y4
-	VADDPS  Y7, Y5, Y5
+	VMOVDQU (R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y7, Y7
+	VMOVDQU 128(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y8, Y8
+	VMOVDQU 160(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y9, Y9
+	VMOVDQU 192(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y10, Y10
+	VMOVDQU 224(R10)(BX*1), Y12
+	VPSRAW  $0x0f, Y12, Y13
+	VPAND   Y3, Y13, Y13
+	VPXOR   Y13, Y12, Y12
+	VPADDW  Y0, Y12, Y12
+	VPMAXSW Y12, Y11, Y11
 	CMPQ    R9, $0x02
-	JE      stepFinish
+	JE      finish
 	ADDQ    $0x08, R8
 	SUBQ    $0x01, R9
-	JMP     stepSources
+	JMP     sources
 
-stepFinish:
-	VDIVPS   Y3, Y4, Y4
-	VDIVPS   Y3, Y5, Y5
-	VPSRLD   $0x10, Y4, Y6
-	VPAND    Y1, Y6, Y6
-	VPADDD   Y2, Y6, Y6
-	VPADDD   Y6, Y4, Y4
-	VPSRLD   $0x10, Y5, Y6
-	VPAND    Y1, Y6, Y6
-	VPADDD   Y2, Y6, Y6
-	VPADDD   Y6, Y5, Y5
-	VPSRLD   $0x10, Y4, Y4
-	VPBLENDW $0xaa, Y5, Y4, Y4
-	VMOVDQU  Y4, (AX)
-	ADDQ     $0x00000020, AX
-	ADDQ     $0x00000020, BX
-	SUBQ     $0x00000010, SI
-	JMP      steps
+finish:
+	VPCMPGTW  Y1, Y4, Y12
+	VPSUBW    Y0, Y4, Y4
+	VPSRAW    $0x0f, Y4, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y4, Y4
+	VPBLENDVB Y12, Y2, Y4, Y4
+	VPCMPGTW  Y1, Y5, Y12
+	VPSUBW    Y0, Y5, Y5
+	VPSRAW    $0x0f, Y5, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y5, Y5
+	VPBLENDVB Y12, Y2, Y5, Y5
+	VPCMPGTW  Y1, Y6, Y12
+	VPSUBW    Y0, Y6, Y6
+	VPSRAW    $0x0f, Y6, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y6, Y6
+	VPBLENDVB Y12, Y2, Y6, Y6
+	VPCMPGTW  Y1, Y7, Y12
+	VPSUBW    Y0, Y7, Y7
+	VPSRAW    $0x0f, Y7, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y7, Y7
+	VPBLENDVB Y12, Y2, Y7, Y7
+	VPCMPGTW  Y1, Y8, Y12
+	VPSUBW    Y0, Y8, Y8
+	VPSRAW    $0x0f, Y8, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y8, Y8
+	VPBLENDVB Y12, Y2, Y8, Y8
+	VPCMPGTW  Y1, Y9, Y12
+	VPSUBW    Y0, Y9, Y9
+	VPSRAW    $0x0f, Y9, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y9, Y9
+	VPBLENDVB Y12, Y2, Y9, Y9
+	VPCMPGTW  Y1, Y10, Y12
+	VPSUBW    Y0, Y10, Y10
+	VPSRAW    $0x0f, Y10, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y10, Y10
+	VPBLENDVB Y12, Y2, Y10, Y10
+	VPCMPGTW  Y1, Y11, Y12
+	VPSUBW    Y0, Y11, Y11
+	VPSRAW    $0x0f, Y11, Y13
+	VPAND     Y3, Y13, Y13
+	VPXOR     Y13, Y11, Y11
+	VPBLENDVB Y12, Y2, Y11, Y11
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU   Y4, (AX)
+	VMOVDQU   Y5, 32(AX)
+	VMOVDQU   Y6, 64(AX)
+	VMOVDQU   Y7, 96(AX)
+	VMOVDQU   Y8, 128(AX)
+	VMOVDQU   Y9, 160(AX)
+	VMOVDQU   Y10, 192(AX)
+	VMOVDQU   Y11, 224(AX)
 
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JGE  block
 
-return:
-	VZEROUPPER
-	RET
+rest:
+	ADDQ $0x00000070, SI
+	JLT  done
 
-// func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, F16C
-TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x43800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x3b800000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x7fffffff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Y2
-	MOVL         $0x43f00000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Y3
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X4
-	VPBROADCASTD X4, Y4
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, X5
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X6
-	VPBROADCASTW X6, X6
-	MOVL         $0x0000003f, AX
-	VMOVD        AX, X7
-	VPBROADCASTW X7, X7
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X8
-	VPBROADCASTW X8, X8
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X9
-	VPBROADCASTW X9, X9
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	PCALIGN      $0x40
+step:
+	MOVQ    (CX), R8
+	VMOVDQU (R8)(BX*1), Y4
+	VPSRAW  $0x0f, Y4, Y5
+	VPAND   Y3, Y5, Y5
+	VPXOR   Y5, Y4, Y4
+	VPADDW  Y0, Y4, Y4
+	MOVL    $0x00000001, DI
+	CMPQ    DX, DI
+	JE      folded
 
-block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, DI
-	MOVQ      DX, R8
-	MOVQ      (DI), R9
-	VMOVQ     (R9)(BX*1), X10
-	VPMOVSXBW X10, X10
-	VPSLLW    $0x07, X10, X10
-	VPAND     X5, X10, X10
-	VCVTPH2PS X10, Y10
-	VMULPS    Y0, Y10, Y10
-	VPAND     Y2, Y10, Y11
-	VCMPPS    $0x00, Y3, Y11, Y11
-	VPAND     Y4, Y11, Y11
-	VPOR      Y11, Y10, Y10
-	VMOVQ     8(R9)(BX*1), X11
-	VPMOVSXBW X11, X11
-	VPSLLW    $0x07, X11, X11
-	VPAND     X5, X11, X11
-	VCVTPH2PS X11, Y11
-	VMULPS    Y0, Y11, Y11
-	VPAND     Y2, Y11, Y12
-	VCMPPS    $0x00, Y3, Y12, Y12
-	VPAND     Y4, Y12, Y12
-	VPOR      Y12, Y11, Y11
-	VMOVQ     16(R9)(BX*1), X12
-	VPMOVSXBW X12, X12
-	VPSLLW    $0x07, X12, X12
-	VPAND     X5, X12, X12
-	VCVTPH2PS X12, Y12
-	VMULPS    Y0, Y12, Y12
-	VPAND     Y2, Y12, Y13
-	VCMPPS    $0x00, Y3, Y13, Y13
-	VPAND     Y4, Y13, Y13
-	VPOR      Y13, Y12, Y12
-	VMOVQ     24(R9)(BX*1), X13
-	VPMOVSXBW X13, X13
-	VPSLLW    $0x07, X13, X13
-	VPAND     X5, X13, X13
-	VCVTPH2PS X13, Y13
-	VMULPS    Y0, Y13, Y13
-	VPAND     Y2, Y13, Y14
-	VCMPPS    $0x00, Y3, Y14, Y14
-	VPAND     Y4, Y14, Y14
-	VPOR      Y14, Y13, Y13
-	CMPQ      R8, $0x01
-	JE        blockFinish
+source:
+	MOVQ    (CX)(DI*8), R8
+	VMOVDQU (R8)(BX*1), Y5
+	VPSRAW  $0x0f, Y5, Y6
+	VPAND   Y3, Y6, Y6
+	VPXOR   Y6, Y5, Y5
+	VPADDW  Y0, Y5, Y5
+	VPMAXSW Y5, Y4, Y4
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
 
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(DI), R9
-	VMOVQ     (R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y10, Y10
-	VMOVQ     8(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y11, Y11
-	VMOVQ     16(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y12, Y12
-	VMOVQ     24(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y13, Y13
-	CMPQ      R8, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(DI), R9
-	VMOVQ     (R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y10, Y10
-	VMOVQ     8(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y11, Y11
-	VMOVQ     16(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y12, Y12
-	VMOVQ     24(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y13, Y13
-	CMPQ      R8, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(DI), R9
-	VMOVQ     (R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y10, Y10
-	VMOVQ     8(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y11, Y11
-	VMOVQ     16(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y12, Y12
-	VMOVQ     24(R9)(BX*1), X14
-	VPMOVSXBW X14, X14
-	VPSLLW    $0x07, X14, X14
-	VPAND     X5, X14, X14
-	VCVTPH2PS X14, Y14
-	VMULPS    Y0, Y14, Y14
-	VPAND     Y2, Y14, Y15
-	VCMPPS    $0x00, Y3, Y15, Y15
-	VPAND     Y4, Y15, Y15
-	VPOR      Y15, Y14, Y14
-	VADDPS    Y14, Y13, Y13
-	CMPQ      R8, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, DI
-	SUBQ      $0x03, R8
-	JMP       blockSources
-
-blockFinish:
-	VMULPS       Y1, Y10, Y10
-	VCVTPS2PH    $0x03, Y10, X15
-	VCVTPH2PS    X15, Y14
-	VCMPPS       $0x04, Y10, Y14, Y14
-	VEXTRACTI128 $0x01, Y14, X10
-	VPACKSSDW    X10, X14, X10
-	VPSRLW       $0x0f, X10, X10
-	VPOR         X10, X15, X15
-	VPAND        X8, X15, X10
-	VPSRLW       $0x07, X10, X14
-	VPAND        X6, X14, X14
-	VPADDW       X7, X14, X14
-	VPADDW       X10, X14, X14
-	VPSRLW       $0x07, X14, X14
-	VPMINUW      X9, X14, X14
-	VPSRLW       $0x0f, X15, X15
-	VPSLLW       $0x07, X15, X15
-	VPOR         X15, X14, X14
-	VPACKUSWB    X14, X14, X10
-	VMOVQ        X10, (AX)
-	VMULPS       Y1, Y11, Y11
-	VCVTPS2PH    $0x03, Y11, X14
-	VCVTPH2PS    X14, Y10
-	VCMPPS       $0x04, Y11, Y10, Y10
-	VEXTRACTI128 $0x01, Y10, X11
-	VPACKSSDW    X11, X10, X10
-	VPSRLW       $0x0f, X10, X10
-	VPOR         X10, X14, X14
-	VPAND        X8, X14, X10
-	VPSRLW       $0x07, X10, X11
-	VPAND        X6, X11, X11
-	VPADDW       X7, X11, X11
-	VPADDW       X10, X11, X11
-	VPSRLW       $0x07, X11, X11
-	VPMINUW      X9, X11, X11
-	VPSRLW       $0x0f, X14, X14
-	VPSLLW       $0x07, X14, X14
-	VPOR         X14, X11, X11
-	VPACKUSWB    X11, X11, X10
-	VMOVQ        X10, 8(AX)
-	VMULPS       Y1, Y12, Y12
-	VCVTPS2PH    $0x03, Y12, X11
-	VCVTPH2PS    X11, Y10
-	VCMPPS       $0x04, Y12, Y10, Y10
-	VEXTRACTI128 $0x01, Y10, X12
-	VPACKSSDW    X12, X10, X10
-	VPSRLW       $0x0f, X10, X10
-	VPOR         X10, X11, X11
-	VPAND        X8, X11, X10
-	VPSRLW       $0x07, X10, X12
-	VPAND        X6, X12, X12
-	VPADDW       X7, X12, X12
-	VPADDW       X10, X12, X12
-	VPSRLW       $0x07, X12, X12
-	VPMINUW      X9, X12, X12
-	VPSRLW       $0x0f, X11, X11
-	VPSLLW       $0x07, X11, X11
-	VPOR         X11, X12, X12
-	VPACKUSWB    X12, X12, X10
-	VMOVQ        X10, 16(AX)
-	VMULPS       Y1, Y13, Y13
-	VCVTPS2PH    $0x03, Y13, X11
-	VCVTPH2PS    X11, Y10
-	VCMPPS       $0x04, Y13, Y10, Y10
-	VEXTRACTI128 $0x01, Y10, X12
-	VPACKSSDW    X12, X10, X10
-	VPSRLW       $0x0f, X10, X10
-	VPOR         X10, X11, X11
-	VPAND        X8, X11, X10
-	VPSRLW       $0x07, X10, X12
-	VPAND        X6, X12, X12
-	VPADDW       X7, X12, X12
-	VPADDW       X10, X12, X12
-	VPSRLW       $0x07, X12, X12
-	VPMINUW      X9, X12, X12
-	VPSRLW       $0x0f, X11, X11
-	VPSLLW       $0x07, X11, X11
-	VPOR         X11, X12, X12
-	VPACKUSWB    X12, X12, X10
-	VMOVQ        X10, 24(AX)
-	ADDQ         $0x00000020, AX
-	ADDQ         $0x00000020, BX
-	SUBQ         $0x00000020, SI
-	JMP          block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, DI
-	MOVQ      DX, R8
-	MOVQ      (DI), R9
-	VMOVQ     (R9)(BX*1), X10
-	VPMOVSXBW X10, X10
-	VPSLLW    $0x07, X10, X10
-	VPAND     X5, X10, X10
-	VCVTPH2PS X10, Y10
-	VMULPS    Y0, Y10, Y10
-	VPAND     Y2, Y10, Y11
-	VCMPPS    $0x00, Y3, Y11, Y11
-	VPAND     Y4, Y11, Y11
-	VPOR      Y11, Y10, Y10
-	CMPQ      R8, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(DI), R9
-	VMOVQ     (R9)(BX*1), X11
-	VPMOVSXBW X11, X11
-	VPSLLW    $0x07, X11, X11
-	VPAND     X5, X11, X11
-	VCVTPH2PS X11, Y11
-	VMULPS    Y0, Y11, Y11
-	VPAND     Y2, Y11, Y12
-	VCMPPS    $0x00, Y3, Y12, Y12
-	VPAND     Y4, Y12, Y12
-	VPOR      Y12, Y11, Y11
-	VADDPS    Y11, Y10, Y10
-	CMPQ      R8, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, DI
-	SUBQ      $0x01, R8
-	JMP       stepSources
-
-stepFinish:
-	VMULPS       Y1, Y10, Y10
-	VCVTPS2PH    $0x03, Y10, X12
-	VCVTPH2PS    X12, Y11
-	VCMPPS       $0x04, Y10, Y11, Y11
-	VEXTRACTI128 $0x01, Y11, X10
-	VPACKSSDW    X10, X11, X10
-	VPSRLW       $0x0f, X10, X10
-	VPOR         X10, X12, X12
-	VPAND        X8, X12, X10
-	VPSRLW       $0x07, X10, X11
-	VPAND        X6, X11, X11
-	VPADDW       X7, X11, X11
-	VPADDW       X10, X11, X11
-	VPSRLW       $0x07, X11, X11
-	VPMINUW      X9, X11, X11
-	VPSRLW       $0x0f, X12, X12
-	VPSLLW       $0x07, X12, X12
-	VPOR         X12, X11, X11
-	VPACKUSWB    X11, X11, X10
-	VMOVQ        X10, (AX)
-	ADDQ         $0x00000008, AX
-	ADDQ         $0x00000008, BX
-	SUBQ         $0x00000008, SI
-	JMP          steps
+folded:
+	VPCMPGTW  Y1, Y4, Y5
+	VPSUBW    Y0, Y4, Y4
+	VPSRAW    $0x0f, Y4, Y6
+	VPAND     Y3, Y6, Y6
+	VPXOR     Y6, Y4, Y4
+	VPBLENDVB Y5, Y2, Y4, Y4
+	VMOVDQU   Y4, (AX)
+	ADDQ      $0x00000020, AX
+	ADDQ      $0x00000020, BX
+	SUBQ      $0x00000010, SI
+	JGE       step
 
 done:
 	VZEROUPPER
 	RET
 
-// func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, F16C
-TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, X1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTW X2, X2
-	MOVL         $0x0000007e, AX
-	VMOVD        AX, X3
-	VPBROADCASTW X3, X3
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	PCALIGN      $0x40
-
-block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, DI
-	MOVQ      DX, R8
-	MOVQ      (DI), R9
-	VMOVQ     (R9)(BX*1), X4
-	VPMOVZXBW X4, X4
-	VPSLLW    $0x08, X4, X4
-	VCVTPH2PS X4, Y4
-	VMOVQ     8(R9)(BX*1), X5
-	VPMOVZXBW X5, X5
-	VPSLLW    $0x08, X5, X5
-	VCVTPH2PS X5, Y5
-	VMOVQ     16(R9)(BX*1), X6
-	VPMOVZXBW X6, X6
-	VPSLLW    $0x08, X6, X6
-	VCVTPH2PS X6, Y6
-	VMOVQ     24(R9)(BX*1), X7
-	VPMOVZXBW X7, X7
-	VPSLLW    $0x08, X7, X7
-	VCVTPH2PS X7, Y7
-	CMPQ      R8, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(DI), R9
-	VMOVQ     (R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y4, Y4
-	VMOVQ     8(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y5, Y5
-	VMOVQ     16(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y6, Y6
-	VMOVQ     24(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y7, Y7
-	CMPQ      R8, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(DI), R9
-	VMOVQ     (R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y4, Y4
-	VMOVQ     8(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y5, Y5
-	VMOVQ     16(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y6, Y6
-	VMOVQ     24(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y7, Y7
-	CMPQ      R8, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(DI), R9
-	VMOVQ     (R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y4, Y4
-	VMOVQ     8(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y5, Y5
-	VMOVQ     16(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y6, Y6
-	VMOVQ     24(R9)(BX*1), X8
-	VPMOVZXBW X8, X8
-	VPSLLW    $0x08, X8, X8
-	VCVTPH2PS X8, Y8
-	VADDPS    Y8, Y7, Y7
-	CMPQ      R8, $0x04
-	JE        blockFinish
-	ADDQ      $0x18, DI
-	SUBQ      $0x03, R8
-	JMP       blockSources
-
-blockFinish:
-	VCVTPS2PH    $0x03, Y4, X9
-	VCVTPH2PS    X9, Y8
-	VCMPPS       $0x04, Y4, Y8, Y8
-	VEXTRACTI128 $0x01, Y8, X4
-	VPACKSSDW    X4, X8, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X9, X9
-	VPAND        X2, X9, X4
-	VPSRLW       $0x08, X4, X8
-	VPAND        X0, X8, X8
-	VPADDW       X1, X8, X8
-	VPADDW       X4, X8, X8
-	VPSRLW       $0x08, X8, X8
-	VPMINUW      X3, X8, X8
-	VPSRLW       $0x0f, X9, X9
-	VPSLLW       $0x07, X9, X9
-	VPOR         X9, X8, X8
-	VPACKUSWB    X8, X8, X4
-	VMOVQ        X4, (AX)
-	VCVTPS2PH    $0x03, Y5, X8
-	VCVTPH2PS    X8, Y4
-	VCMPPS       $0x04, Y5, Y4, Y4
-	VEXTRACTI128 $0x01, Y4, X5
-	VPACKSSDW    X5, X4, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X8, X8
-	VPAND        X2, X8, X4
-	VPSRLW       $0x08, X4, X5
-	VPAND        X0, X5, X5
-	VPADDW       X1, X5, X5
-	VPADDW       X4, X5, X5
-	VPSRLW       $0x08, X5, X5
-	VPMINUW      X3, X5, X5
-	VPSRLW       $0x0f, X8, X8
-	VPSLLW       $0x07, X8, X8
-	VPOR         X8, X5, X5
-	VPACKUSWB    X5, X5, X4
-	VMOVQ        X4, 8(AX)
-	VCVTPS2PH    $0x03, Y6, X5
-	VCVTPH2PS    X5, Y4
-	VCMPPS       $0x04, Y6, Y4, Y4
-	VEXTRACTI128 $0x01, Y4, X6
-	VPACKSSDW    X6, X4, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X5, X5
-	VPAND        X2, X5, X4
-	VPSRLW       $0x08, X4, X6
-	VPAND        X0, X6, X6
-	VPADDW       X1, X6, X6
-	VPADDW       X4, X6, X6
-	VPSRLW       $0x08, X6, X6
-	VPMINUW      X3, X6, X6
-	VPSRLW       $0x0f, X5, X5
-	VPSLLW       $0x07, X5, X5
-	VPOR         X5, X6, X6
-	VPACKUSWB    X6, X6, X4
-	VMOVQ        X4, 16(AX)
-	VCVTPS2PH    $0x03, Y7, X5
-	VCVTPH2PS    X5, Y4
-	VCMPPS       $0x04, Y7, Y4, Y4
-	VEXTRACTI128 $0x01, Y4, X6
-	VPACKSSDW    X6, X4, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X5, X5
-	VPAND        X2, X5, X4
-	VPSRLW       $0x08, X4, X6
-	VPAND        X0, X6, X6
-	VPADDW       X1, X6, X6
-	VPADDW       X4, X6, X6
-	VPSRLW       $0x08, X6, X6
-	VPMINUW      X3, X6, X6
-	VPSRLW       $0x0f, X5, X5
-	VPSLLW       $0x07, X5, X5
-	VPOR         X5, X6, X6
-	VPACKUSWB    X6, X6, X4
-	VMOVQ        X4, 24(AX)
-	ADDQ         $0x00000020, AX
-	ADDQ         $0x00000020, BX
-	SUBQ         $0x00000020, SI
-	JMP          block
-
-steps:
-	CMPQ      SI, $0x00000008
-	JLT       done
-	MOVQ      CX, DI
-	MOVQ      DX, R8
-	MOVQ      (DI), R9
-	VMOVQ     (R9)(BX*1), X4
-	VPMOVZXBW X4, X4
-	VPSLLW    $0x08, X4, X4
-	VCVTPH2PS X4, Y4
-	CMPQ      R8, $0x01
-	JE        stepFinish
-
-stepSources:
-	PCALIGN   $0x20
-	MOVQ      8(DI), R9
-	VMOVQ     (R9)(BX*1), X5
-	VPMOVZXBW X5, X5
-	VPSLLW    $0x08, X5, X5
-	VCVTPH2PS X5, Y5
-	VADDPS    Y5, Y4, Y4
-	CMPQ      R8, $0x02
-	JE        stepFinish
-	ADDQ      $0x08, DI
-	SUBQ      $0x01, R8
-	JMP       stepSources
-
-stepFinish:
-	VCVTPS2PH    $0x03, Y4, X6
-	VCVTPH2PS    X6, Y5
-	VCMPPS       $0x04, Y4, Y5, Y5
-	VEXTRACTI128 $0x01, Y5, X4
-	VPACKSSDW    X4, X5, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X6, X6
-	VPAND        X2, X6, X4
-	VPSRLW       $0x08, X4, X5
-	VPAND        X0, X5, X5
-	VPADDW       X1, X5, X5
-	VPADDW       X4, X5, X5
-	VPSRLW       $0x08, X5, X5
-	VPMINUW      X3, X5, X5
-	VPSRLW       $0x0f, X6, X6
-	VPSLLW       $0x07, X6, X6
-	VPOR         X6, X5, X5
-	VPACKUSWB    X5, X5, X4
-	VMOVQ        X4, (AX)
-	ADDQ         $0x00000008, AX
-	ADDQ         $0x00000008, BX
-	SUBQ         $0x00000008, SI
-	JMP          steps
-
-done:
-	VZEROUPPER
-	RET
+around:
+	VMOVNTDQ Y4, (AX)
+	VMOVNTDQ Y5, 32(AX)
+	VMOVNTDQ Y6, 64(AX)
+	VMOVNTDQ Y7, 96(AX)
+	VMOVNTDQ Y8, 128(AX)
+	VMOVNTDQ Y9, 160(AX)
+	VMOVNTDQ Y10, 192(AX)
+	VMOVNTDQ Y11, 224(AX)
+	JMP      next
 
 // func widenF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, F16C
@@ -9708,10 +6082,10 @@ TEXT ·widenF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
+	SUBQ $0x00000020, DX
+	JLT  rest
 
 block:
-	CMPQ      DX, $0x00000020
-	JLT       steps
 	VCVTPH2PS (CX), Y0
 	VMOVDQU   Y0, (AX)
 	VCVTPH2PS 16(CX), Y0
@@ -9723,7 +6097,10 @@ block:
 	ADDQ      $0x00000040, CX
 	ADDQ      $0x00000080, AX
 	SUBQ      $0x00000020, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000020, DX
 
 steps:
 	CMPQ      DX, $0x00000008
@@ -9745,30 +6122,38 @@ TEXT ·narrowF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
+	SUBQ $0x00000020, DX
+	JLT  rest
 
 block:
-	CMPQ      DX, $0x00000020
-	JLT       steps
 	VMOVDQU   (CX), Y0
-	VCVTPS2PH $0x00, Y0, (AX)
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, (AX)
 	VMOVDQU   32(CX), Y0
-	VCVTPS2PH $0x00, Y0, 16(AX)
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, 16(AX)
 	VMOVDQU   64(CX), Y0
-	VCVTPS2PH $0x00, Y0, 32(AX)
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, 32(AX)
 	VMOVDQU   96(CX), Y0
-	VCVTPS2PH $0x00, Y0, 48(AX)
-	ADDQ      $0x00000080, CX
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, 48(AX)
 	ADDQ      $0x00000040, AX
+	ADDQ      $0x00000080, CX
 	SUBQ      $0x00000020, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000020, DX
 
 steps:
 	CMPQ      DX, $0x00000008
 	JLT       done
 	VMOVDQU   (CX), Y0
-	VCVTPS2PH $0x00, Y0, (AX)
-	ADDQ      $0x00000020, CX
+	VCVTPS2PH $0x00, Y0, X0
+	VMOVDQU   X0, (AX)
 	ADDQ      $0x00000010, AX
+	ADDQ      $0x00000020, CX
 	SUBQ      $0x00000008, DX
 	JMP       steps
 
@@ -9779,22 +6164,16 @@ done:
 // func widenBF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2
 TEXT ·widenBF16AVX2(SB), NOSPLIT, $0-24
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x00400000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
+	VPBROADCASTD c00000001<>+0(SB), Y0
+	VPBROADCASTD c00007fff<>+0(SB), Y0
+	VPBROADCASTD c00400000<>+0(SB), Y0
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x00000020, DX
+	JLT          rest
 
 block:
-	CMPQ      DX, $0x00000020
-	JLT       steps
 	VPMOVZXWD (CX), Y0
 	VPSLLD    $0x10, Y0, Y0
 	VMOVDQU   Y0, (AX)
@@ -9810,7 +6189,10 @@ block:
 	ADDQ      $0x00000040, CX
 	ADDQ      $0x00000080, AX
 	SUBQ      $0x00000020, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000020, DX
 
 steps:
 	CMPQ      DX, $0x00000008
@@ -9830,22 +6212,16 @@ done:
 // func narrowBF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2
 TEXT ·narrowBF16AVX2(SB), NOSPLIT, $0-24
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x00400000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Y2
+	VPBROADCASTD c00000001<>+0(SB), Y0
+	VPBROADCASTD c00007fff<>+0(SB), Y1
+	VPBROADCASTD c00400000<>+0(SB), Y2
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x00000020, DX
+	JLT          rest
 
 block:
-	CMPQ         DX, $0x00000020
-	JLT          steps
 	VMOVDQU      (CX), Y3
 	VPSRLD       $0x10, Y3, Y4
 	VPAND        Y0, Y4, Y4
@@ -9898,10 +6274,13 @@ block:
 	VEXTRACTI128 $0x01, Y3, X4
 	VPACKUSDW    X4, X3, X4
 	VMOVDQU      X4, 48(AX)
-	ADDQ         $0x00000080, CX
 	ADDQ         $0x00000040, AX
+	ADDQ         $0x00000080, CX
 	SUBQ         $0x00000020, DX
-	JMP          block
+	JGE          block
+
+rest:
+	ADDQ $0x00000020, DX
 
 steps:
 	CMPQ         DX, $0x00000008
@@ -9919,10 +6298,96 @@ steps:
 	VEXTRACTI128 $0x01, Y3, X4
 	VPACKUSDW    X4, X3, X4
 	VMOVDQU      X4, (AX)
-	ADDQ         $0x00000020, CX
 	ADDQ         $0x00000010, AX
+	ADDQ         $0x00000020, CX
 	SUBQ         $0x00000008, DX
 	JMP          steps
+
+done:
+	VZEROUPPER
+	RET
+
+// func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, F16C
+TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTD c43800000<>+0(SB), Y0
+	VPBROADCASTD c3b800000<>+0(SB), Y1
+	VPBROADCASTD c7fffffff<>+0(SB), Y2
+	VPBROADCASTD c43f00000<>+0(SB), Y3
+	VPBROADCASTD c7fc00000<>+0(SB), Y4
+	VPBROADCASTW cbf80<>+0(SB), X5
+	VPBROADCASTW c0001<>+0(SB), X6
+	VPBROADCASTW c003f<>+0(SB), X7
+	VPBROADCASTW c7fff<>+0(SB), X8
+	VPBROADCASTW c007f<>+0(SB), X9
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	SUBQ         BX, SI
+	ADDQ         BX, AX
+	SUBQ         $0x00000008, SI
+	JLT          done
+
+step:
+	MOVQ      (CX), R8
+	VMOVQ     (R8)(BX*1), X10
+	VPMOVSXBW X10, X10
+	VPSLLW    $0x07, X10, X10
+	VPAND     X5, X10, X10
+	VCVTPH2PS X10, Y10
+	VMULPS    Y0, Y10, Y10
+	VPAND     Y2, Y10, Y11
+	VCMPPS    $0x00, Y3, Y11, Y11
+	VPAND     Y4, Y11, Y11
+	VPOR      Y11, Y10, Y10
+	MOVL      $0x00000001, DI
+	CMPQ      DX, DI
+	JE        folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVQ     (R8)(BX*1), X11
+	VPMOVSXBW X11, X11
+	VPSLLW    $0x07, X11, X11
+	VPAND     X5, X11, X11
+	VCVTPH2PS X11, Y11
+	VMULPS    Y0, Y11, Y11
+	VPAND     Y2, Y11, Y12
+	VCMPPS    $0x00, Y3, Y12, Y12
+	VPAND     Y4, Y12, Y12
+	VPOR      Y12, Y11, Y11
+	VADDPS    Y11, Y10, Y10
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VMULPS       Y1, Y10, Y10
+	VCVTPS2PH    $0x03, Y10, X12
+	VCVTPH2PS    X12, Y11
+	VCMPPS       $0x04, Y10, Y11, Y11
+	VEXTRACTI128 $0x01, Y11, X10
+	VPACKSSDW    X10, X11, X10
+	VPSRLW       $0x0f, X10, X10
+	VPOR         X10, X12, X12
+	VPAND        X8, X12, X10
+	VPSRLW       $0x07, X10, X11
+	VPAND        X6, X11, X11
+	VPADDW       X7, X11, X11
+	VPADDW       X10, X11, X11
+	VPSRLW       $0x07, X11, X11
+	VPMINUW      X9, X11, X11
+	VPSRLW       $0x0f, X12, X12
+	VPSLLW       $0x07, X12, X12
+	VPOR         X12, X11, X11
+	VPACKUSWB    X11, X11, X10
+	VMOVQ        X10, (AX)
+	ADDQ         $0x00000008, AX
+	ADDQ         $0x00000008, BX
+	SUBQ         $0x00000008, SI
+	JGE          step
 
 done:
 	VZEROUPPER
@@ -9931,91 +6396,19 @@ done:
 // func widenE4M3AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·widenE4M3AVX2(SB), NOSPLIT, $0-24
-	MOVL         $0x43800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x3b800000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x7fffffff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x43f00000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Y2
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Y3
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X4
-	VPBROADCASTW X4, X4
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, X5
-	MOVL         $0x0000003f, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, X5
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, X5
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, X5
+	VPBROADCASTD c43800000<>+0(SB), Y0
+	VPBROADCASTD c3b800000<>+0(SB), Y1
+	VPBROADCASTD c7fffffff<>+0(SB), Y1
+	VPBROADCASTD c43f00000<>+0(SB), Y2
+	VPBROADCASTD c7fc00000<>+0(SB), Y3
+	VPBROADCASTW cbf80<>+0(SB), X4
+	VPBROADCASTW c0001<>+0(SB), X5
+	VPBROADCASTW c003f<>+0(SB), X5
+	VPBROADCASTW c7fff<>+0(SB), X5
+	VPBROADCASTW c007f<>+0(SB), X5
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-
-block:
-	CMPQ      DX, $0x00000020
-	JLT       steps
-	VMOVQ     (CX), X5
-	VPMOVSXBW X5, X5
-	VPSLLW    $0x07, X5, X5
-	VPAND     X4, X5, X5
-	VCVTPH2PS X5, Y5
-	VMULPS    Y0, Y5, Y5
-	VPAND     Y1, Y5, Y6
-	VCMPPS    $0x00, Y2, Y6, Y6
-	VPAND     Y3, Y6, Y6
-	VPOR      Y6, Y5, Y5
-	VMOVDQU   Y5, (AX)
-	VMOVQ     8(CX), X5
-	VPMOVSXBW X5, X5
-	VPSLLW    $0x07, X5, X5
-	VPAND     X4, X5, X5
-	VCVTPH2PS X5, Y5
-	VMULPS    Y0, Y5, Y5
-	VPAND     Y1, Y5, Y6
-	VCMPPS    $0x00, Y2, Y6, Y6
-	VPAND     Y3, Y6, Y6
-	VPOR      Y6, Y5, Y5
-	VMOVDQU   Y5, 32(AX)
-	VMOVQ     16(CX), X5
-	VPMOVSXBW X5, X5
-	VPSLLW    $0x07, X5, X5
-	VPAND     X4, X5, X5
-	VCVTPH2PS X5, Y5
-	VMULPS    Y0, Y5, Y5
-	VPAND     Y1, Y5, Y6
-	VCMPPS    $0x00, Y2, Y6, Y6
-	VPAND     Y3, Y6, Y6
-	VPOR      Y6, Y5, Y5
-	VMOVDQU   Y5, 64(AX)
-	VMOVQ     24(CX), X5
-	VPMOVSXBW X5, X5
-	VPSLLW    $0x07, X5, X5
-	VPAND     X4, X5, X5
-	VCVTPH2PS X5, Y5
-	VMULPS    Y0, Y5, Y5
-	VPAND     Y1, Y5, Y6
-	VCMPPS    $0x00, Y2, Y6, Y6
-	VPAND     Y3, Y6, Y6
-	VPOR      Y6, Y5, Y5
-	VMOVDQU   Y5, 96(AX)
-	ADDQ      $0x00000020, CX
-	ADDQ      $0x00000080, AX
-	SUBQ      $0x00000020, DX
-	JMP       block
 
 steps:
 	CMPQ      DX, $0x00000008
@@ -10043,131 +6436,19 @@ done:
 // func narrowE4M3AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·narrowE4M3AVX2(SB), NOSPLIT, $0-24
-	MOVL         $0x43800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x3b800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Y0
-	MOVL         $0x7fffffff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x43f00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Y1
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, X1
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, X1
-	MOVL         $0x0000003f, AX
-	VMOVD        AX, X2
-	VPBROADCASTW X2, X2
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X3
-	VPBROADCASTW X3, X3
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X4
-	VPBROADCASTW X4, X4
+	VPBROADCASTD c43800000<>+0(SB), Y0
+	VPBROADCASTD c3b800000<>+0(SB), Y0
+	VPBROADCASTD c7fffffff<>+0(SB), Y1
+	VPBROADCASTD c43f00000<>+0(SB), Y1
+	VPBROADCASTD c7fc00000<>+0(SB), Y1
+	VPBROADCASTW cbf80<>+0(SB), X1
+	VPBROADCASTW c0001<>+0(SB), X1
+	VPBROADCASTW c003f<>+0(SB), X2
+	VPBROADCASTW c7fff<>+0(SB), X3
+	VPBROADCASTW c007f<>+0(SB), X4
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-
-block:
-	CMPQ         DX, $0x00000020
-	JLT          steps
-	VMOVDQU      (CX), Y5
-	VMULPS       Y0, Y5, Y5
-	VCVTPS2PH    $0x03, Y5, X7
-	VCVTPH2PS    X7, Y6
-	VCMPPS       $0x04, Y5, Y6, Y6
-	VEXTRACTI128 $0x01, Y6, X5
-	VPACKSSDW    X5, X6, X5
-	VPSRLW       $0x0f, X5, X5
-	VPOR         X5, X7, X7
-	VPAND        X3, X7, X5
-	VPSRLW       $0x07, X5, X6
-	VPAND        X1, X6, X6
-	VPADDW       X2, X6, X6
-	VPADDW       X5, X6, X6
-	VPSRLW       $0x07, X6, X6
-	VPMINUW      X4, X6, X6
-	VPSRLW       $0x0f, X7, X7
-	VPSLLW       $0x07, X7, X7
-	VPOR         X7, X6, X6
-	VPACKUSWB    X6, X6, X5
-	VMOVQ        X5, (AX)
-	VMOVDQU      32(CX), Y5
-	VMULPS       Y0, Y5, Y5
-	VCVTPS2PH    $0x03, Y5, X7
-	VCVTPH2PS    X7, Y6
-	VCMPPS       $0x04, Y5, Y6, Y6
-	VEXTRACTI128 $0x01, Y6, X5
-	VPACKSSDW    X5, X6, X5
-	VPSRLW       $0x0f, X5, X5
-	VPOR         X5, X7, X7
-	VPAND        X3, X7, X5
-	VPSRLW       $0x07, X5, X6
-	VPAND        X1, X6, X6
-	VPADDW       X2, X6, X6
-	VPADDW       X5, X6, X6
-	VPSRLW       $0x07, X6, X6
-	VPMINUW      X4, X6, X6
-	VPSRLW       $0x0f, X7, X7
-	VPSLLW       $0x07, X7, X7
-	VPOR         X7, X6, X6
-	VPACKUSWB    X6, X6, X5
-	VMOVQ        X5, 8(AX)
-	VMOVDQU      64(CX), Y5
-	VMULPS       Y0, Y5, Y5
-	VCVTPS2PH    $0x03, Y5, X7
-	VCVTPH2PS    X7, Y6
-	VCMPPS       $0x04, Y5, Y6, Y6
-	VEXTRACTI128 $0x01, Y6, X5
-	VPACKSSDW    X5, X6, X5
-	VPSRLW       $0x0f, X5, X5
-	VPOR         X5, X7, X7
-	VPAND        X3, X7, X5
-	VPSRLW       $0x07, X5, X6
-	VPAND        X1, X6, X6
-	VPADDW       X2, X6, X6
-	VPADDW       X5, X6, X6
-	VPSRLW       $0x07, X6, X6
-	VPMINUW      X4, X6, X6
-	VPSRLW       $0x0f, X7, X7
-	VPSLLW       $0x07, X7, X7
-	VPOR         X7, X6, X6
-	VPACKUSWB    X6, X6, X5
-	VMOVQ        X5, 16(AX)
-	VMOVDQU      96(CX), Y5
-	VMULPS       Y0, Y5, Y5
-	VCVTPS2PH    $0x03, Y5, X7
-	VCVTPH2PS    X7, Y6
-	VCMPPS       $0x04, Y5, Y6, Y6
-	VEXTRACTI128 $0x01, Y6, X5
-	VPACKSSDW    X5, X6, X5
-	VPSRLW       $0x0f, X5, X5
-	VPOR         X5, X7, X7
-	VPAND        X3, X7, X5
-	VPSRLW       $0x07, X5, X6
-	VPAND        X1, X6, X6
-	VPADDW       X2, X6, X6
-	VPADDW       X5, X6, X6
-	VPSRLW       $0x07, X6, X6
-	VPMINUW      X4, X6, X6
-	VPSRLW       $0x0f, X7, X7
-	VPSLLW       $0x07, X7, X7
-	VPOR         X7, X6, X6
-	VPACKUSWB    X6, X6, X5
-	VMOVQ        X5, 24(AX)
-	ADDQ         $0x00000080, CX
-	ADDQ         $0x00000020, AX
-	SUBQ         $0x00000020, DX
-	JMP          block
 
 steps:
 	CMPQ         DX, $0x00000008
@@ -10193,10 +6474,78 @@ steps:
 	VPOR         X7, X6, X6
 	VPACKUSWB    X6, X6, X5
 	VMOVQ        X5, (AX)
-	ADDQ         $0x00000020, CX
 	ADDQ         $0x00000008, AX
+	ADDQ         $0x00000020, CX
 	SUBQ         $0x00000008, DX
 	JMP          steps
+
+done:
+	VZEROUPPER
+	RET
+
+// func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, F16C
+TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
+	VPBROADCASTW cbf80<>+0(SB), X0
+	VPBROADCASTW c0001<>+0(SB), X0
+	VPBROADCASTW c007f<>+0(SB), X1
+	VPBROADCASTW c7fff<>+0(SB), X2
+	VPBROADCASTW c007e<>+0(SB), X3
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	SUBQ         BX, SI
+	ADDQ         BX, AX
+	SUBQ         $0x00000008, SI
+	JLT          done
+
+step:
+	MOVQ      (CX), R8
+	VMOVQ     (R8)(BX*1), X4
+	VPMOVZXBW X4, X4
+	VPSLLW    $0x08, X4, X4
+	VCVTPH2PS X4, Y4
+	MOVL      $0x00000001, DI
+	CMPQ      DX, DI
+	JE        folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VMOVQ     (R8)(BX*1), X5
+	VPMOVZXBW X5, X5
+	VPSLLW    $0x08, X5, X5
+	VCVTPH2PS X5, Y5
+	VADDPS    Y5, Y4, Y4
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VCVTPS2PH    $0x03, Y4, X6
+	VCVTPH2PS    X6, Y5
+	VCMPPS       $0x04, Y4, Y5, Y5
+	VEXTRACTI128 $0x01, Y5, X4
+	VPACKSSDW    X4, X5, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X6, X6
+	VPAND        X2, X6, X4
+	VPSRLW       $0x08, X4, X5
+	VPAND        X0, X5, X5
+	VPADDW       X1, X5, X5
+	VPADDW       X4, X5, X5
+	VPSRLW       $0x08, X5, X5
+	VPMINUW      X3, X5, X5
+	VPSRLW       $0x0f, X6, X6
+	VPSLLW       $0x07, X6, X6
+	VPOR         X6, X5, X5
+	VPACKUSWB    X5, X5, X4
+	VMOVQ        X4, (AX)
+	ADDQ         $0x00000008, AX
+	ADDQ         $0x00000008, BX
+	SUBQ         $0x00000008, SI
+	JGE          step
 
 done:
 	VZEROUPPER
@@ -10205,52 +6554,14 @@ done:
 // func widenE5M2AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·widenE5M2AVX2(SB), NOSPLIT, $0-24
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x0000007e, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
+	VPBROADCASTW cbf80<>+0(SB), X0
+	VPBROADCASTW c0001<>+0(SB), X0
+	VPBROADCASTW c007f<>+0(SB), X0
+	VPBROADCASTW c7fff<>+0(SB), X0
+	VPBROADCASTW c007e<>+0(SB), X0
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-
-block:
-	CMPQ      DX, $0x00000020
-	JLT       steps
-	VMOVQ     (CX), X0
-	VPMOVZXBW X0, X0
-	VPSLLW    $0x08, X0, X0
-	VCVTPH2PS X0, Y0
-	VMOVDQU   Y0, (AX)
-	VMOVQ     8(CX), X0
-	VPMOVZXBW X0, X0
-	VPSLLW    $0x08, X0, X0
-	VCVTPH2PS X0, Y0
-	VMOVDQU   Y0, 32(AX)
-	VMOVQ     16(CX), X0
-	VPMOVZXBW X0, X0
-	VPSLLW    $0x08, X0, X0
-	VCVTPH2PS X0, Y0
-	VMOVDQU   Y0, 64(AX)
-	VMOVQ     24(CX), X0
-	VPMOVZXBW X0, X0
-	VPSLLW    $0x08, X0, X0
-	VCVTPH2PS X0, Y0
-	VMOVDQU   Y0, 96(AX)
-	ADDQ      $0x00000020, CX
-	ADDQ      $0x00000080, AX
-	SUBQ      $0x00000020, DX
-	JMP       block
 
 steps:
 	CMPQ      DX, $0x00000008
@@ -10272,112 +6583,14 @@ done:
 // func narrowE5M2AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·narrowE5M2AVX2(SB), NOSPLIT, $0-24
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, X0
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, X1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTW X2, X2
-	MOVL         $0x0000007e, AX
-	VMOVD        AX, X3
-	VPBROADCASTW X3, X3
+	VPBROADCASTW cbf80<>+0(SB), X0
+	VPBROADCASTW c0001<>+0(SB), X0
+	VPBROADCASTW c007f<>+0(SB), X1
+	VPBROADCASTW c7fff<>+0(SB), X2
+	VPBROADCASTW c007e<>+0(SB), X3
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-
-block:
-	CMPQ         DX, $0x00000020
-	JLT          steps
-	VMOVDQU      (CX), Y4
-	VCVTPS2PH    $0x03, Y4, X6
-	VCVTPH2PS    X6, Y5
-	VCMPPS       $0x04, Y4, Y5, Y5
-	VEXTRACTI128 $0x01, Y5, X4
-	VPACKSSDW    X4, X5, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X6, X6
-	VPAND        X2, X6, X4
-	VPSRLW       $0x08, X4, X5
-	VPAND        X0, X5, X5
-	VPADDW       X1, X5, X5
-	VPADDW       X4, X5, X5
-	VPSRLW       $0x08, X5, X5
-	VPMINUW      X3, X5, X5
-	VPSRLW       $0x0f, X6, X6
-	VPSLLW       $0x07, X6, X6
-	VPOR         X6, X5, X5
-	VPACKUSWB    X5, X5, X4
-	VMOVQ        X4, (AX)
-	VMOVDQU      32(CX), Y4
-	VCVTPS2PH    $0x03, Y4, X6
-	VCVTPH2PS    X6, Y5
-	VCMPPS       $0x04, Y4, Y5, Y5
-	VEXTRACTI128 $0x01, Y5, X4
-	VPACKSSDW    X4, X5, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X6, X6
-	VPAND        X2, X6, X4
-	VPSRLW       $0x08, X4, X5
-	VPAND        X0, X5, X5
-	VPADDW       X1, X5, X5
-	VPADDW       X4, X5, X5
-	VPSRLW       $0x08, X5, X5
-	VPMINUW      X3, X5, X5
-	VPSRLW       $0x0f, X6, X6
-	VPSLLW       $0x07, X6, X6
-	VPOR         X6, X5, X5
-	VPACKUSWB    X5, X5, X4
-	VMOVQ        X4, 8(AX)
-	VMOVDQU      64(CX), Y4
-	VCVTPS2PH    $0x03, Y4, X6
-	VCVTPH2PS    X6, Y5
-	VCMPPS       $0x04, Y4, Y5, Y5
-	VEXTRACTI128 $0x01, Y5, X4
-	VPACKSSDW    X4, X5, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X6, X6
-	VPAND        X2, X6, X4
-	VPSRLW       $0x08, X4, X5
-	VPAND        X0, X5, X5
-	VPADDW       X1, X5, X5
-	VPADDW       X4, X5, X5
-	VPSRLW       $0x08, X5, X5
-	VPMINUW      X3, X5, X5
-	VPSRLW       $0x0f, X6, X6
-	VPSLLW       $0x07, X6, X6
-	VPOR         X6, X5, X5
-	VPACKUSWB    X5, X5, X4
-	VMOVQ        X4, 16(AX)
-	VMOVDQU      96(CX), Y4
-	VCVTPS2PH    $0x03, Y4, X6
-	VCVTPH2PS    X6, Y5
-	VCMPPS       $0x04, Y4, Y5, Y5
-	VEXTRACTI128 $0x01, Y5, X4
-	VPACKSSDW    X4, X5, X4
-	VPSRLW       $0x0f, X4, X4
-	VPOR         X4, X6, X6
-	VPAND        X2, X6, X4
-	VPSRLW       $0x08, X4, X5
-	VPAND        X0, X5, X5
-	VPADDW       X1, X5, X5
-	VPADDW       X4, X5, X5
-	VPSRLW       $0x08, X5, X5
-	VPMINUW      X3, X5, X5
-	VPSRLW       $0x0f, X6, X6
-	VPSLLW       $0x07, X6, X6
-	VPOR         X6, X5, X5
-	VPACKUSWB    X5, X5, X4
-	VMOVQ        X4, 24(AX)
-	ADDQ         $0x00000080, CX
-	ADDQ         $0x00000020, AX
-	SUBQ         $0x00000020, DX
-	JMP          block
 
 steps:
 	CMPQ         DX, $0x00000008
@@ -10402,8 +6615,8 @@ steps:
 	VPOR         X6, X5, X5
 	VPACKUSWB    X5, X5, X4
 	VMOVQ        X4, (AX)
-	ADDQ         $0x00000020, CX
 	ADDQ         $0x00000008, AX
+	ADDQ         $0x00000020, CX
 	SUBQ         $0x00000008, DX
 	JMP          steps
 
@@ -10411,9 +6624,9 @@ done:
 	VZEROUPPER
 	RET
 
-// func bitAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·bitAndAVX512(SB), NOSPLIT, $0-56
+// func andAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·andAVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
 	MOVQ    k+16(FP), DX
@@ -10422,6 +6635,8 @@ TEXT ·bitAndAVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -10429,8 +6644,6 @@ TEXT ·bitAndAVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -10439,436 +6652,139 @@ pair:
 	VPANDD    64(R9)(BX*1), Z1, Z1
 	VPANDD    128(R9)(BX*1), Z2, Z2
 	VPANDD    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPANDD  (R10)(BX*1), Z0, Z0
-	VPANDD  64(R10)(BX*1), Z1, Z1
-	VPANDD  128(R10)(BX*1), Z2, Z2
-	VPANDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPANDD  (R12)(BX*1), Z0, Z0
+	VPANDD  64(R12)(BX*1), Z1, Z1
+	VPANDD  128(R12)(BX*1), Z2, Z2
+	VPANDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z0
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPANDD     Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func boolAndAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·boolAndAVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x01010101, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
 
-pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	VMOVDQU64 (R8)(BX*1), Z1
-	VPMINUB   Z0, Z1, Z1
-	VMOVDQU64 64(R8)(BX*1), Z2
-	VPMINUB   Z0, Z2, Z2
-	VMOVDQU64 128(R8)(BX*1), Z3
-	VPMINUB   Z0, Z3, Z3
-	VMOVDQU64 192(R8)(BX*1), Z4
-	VPMINUB   Z0, Z4, Z4
-	VMOVDQU64 (R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
-
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VPMINUB   Z0, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VPMINUB   Z0, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VPMINUB   Z0, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	VPMINUB   Z0, Z4, Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPANDD    Z5, Z4, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
-
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
-	VPMINUB    Z0, Z1, Z1
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z2
-	VPMINUB    Z0, Z2, Z2
-	VPANDD     Z2, Z1, Z1
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
-
-stepFinish:
-	VMOVDQU8 Z1, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
-	JMP      steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func bitOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·bitOrAVX512(SB), NOSPLIT, $0-56
+// func orAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·orAVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
 	MOVQ    k+16(FP), DX
@@ -10877,6 +6793,8 @@ TEXT ·bitOrAVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -10884,8 +6802,6 @@ TEXT ·bitOrAVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -10894,436 +6810,157 @@ pair:
 	VPORD     64(R9)(BX*1), Z1, Z1
 	VPORD     128(R9)(BX*1), Z2, Z2
 	VPORD     192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB $0x04, DI
+	JNE   special
+
+pack:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPORD   (R10)(BX*1), Z0, Z0
-	VPORD   64(R10)(BX*1), Z1, Z1
-	VPORD   128(R10)(BX*1), Z2, Z2
-	VPORD   192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPORD   (R12)(BX*1), Z0, Z0
+	VPORD   64(R12)(BX*1), Z1, Z1
+	VPORD   128(R12)(BX*1), Z2, Z2
+	VPORD   192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, R8
+	BZHIQ      SI, R8, R8
+	KMOVQ      R8, K1
+	MOVQ       (CX), R9
+	VMOVDQU8.Z (R9)(BX*1), K1, Z0
+	MOVL       $0x00000001, R8
+	CMPQ       DX, R8
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(R8*8), R9
+	VMOVDQU8.Z (R9)(BX*1), K1, Z1
 	VPORD      Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       R8
+	CMPQ       R8, DX
+	JLT        source
 
-stepFinish:
+folded:
+	TESTB        $0x04, DI
+	JE           finished
+	VPBROADCASTD c01010101<>+0(SB), Z1
+	VPMINUB      Z1, Z0, Z0
+
+finished:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func boolOrAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·boolOrAVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x01010101, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
+special:
+	VPBROADCASTD c01010101<>+0(SB), Z4
+	VPMINUB      Z4, Z0, Z0
+	VPMINUB      Z4, Z1, Z1
+	VPMINUB      Z4, Z2, Z2
+	VPMINUB      Z4, Z3, Z3
+	JMP          pack
 
-pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	VMOVDQU64 (R8)(BX*1), Z1
-	VPMINUB   Z0, Z1, Z1
-	VMOVDQU64 64(R8)(BX*1), Z2
-	VPMINUB   Z0, Z2, Z2
-	VMOVDQU64 128(R8)(BX*1), Z3
-	VPMINUB   Z0, Z3, Z3
-	VMOVDQU64 192(R8)(BX*1), Z4
-	VPMINUB   Z0, Z4, Z4
-	VMOVDQU64 (R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R9)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VPMINUB   Z0, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VPMINUB   Z0, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VPMINUB   Z0, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	VPMINUB   Z0, Z4, Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPORD     Z5, Z4, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
-
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
-	VPMINUB    Z0, Z1, Z1
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z2
-	VPMINUB    Z0, Z2, Z2
-	VPORD      Z2, Z1, Z1
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
-
-stepFinish:
-	VMOVDQU8 Z1, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
-	JMP      steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func bitXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·bitXorAVX512(SB), NOSPLIT, $0-56
+// func xorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·xorAVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
 	MOVQ    k+16(FP), DX
@@ -11332,6 +6969,8 @@ TEXT ·bitXorAVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -11339,8 +6978,6 @@ TEXT ·bitXorAVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -11349,173 +6986,140 @@ pair:
 	VPXORD    64(R9)(BX*1), Z1, Z1
 	VPXORD    128(R9)(BX*1), Z2, Z2
 	VPXORD    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPXORD  (R10)(BX*1), Z0, Z0
-	VPXORD  64(R10)(BX*1), Z1, Z1
-	VPXORD  128(R10)(BX*1), Z2, Z2
-	VPXORD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPXORD  (R12)(BX*1), Z0, Z0
+	VPXORD  64(R12)(BX*1), Z1, Z1
+	VPXORD  128(R12)(BX*1), Z2, Z2
+	VPXORD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z0
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPXORD     Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func boolXorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·boolXorAVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x01010101, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
+// func xorBoolAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·xorBoolAVX512(SB), NOSPLIT, $0-56
+	VPBROADCASTD c01010101<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -11524,6 +7128,8 @@ TEXT ·boolXorAVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	SUBQ         $0x00000100, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -11531,8 +7137,6 @@ TEXT ·boolXorAVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z1
 	VPMINUB   Z0, Z1, Z1
 	VMOVDQU64 64(R8)(BX*1), Z2
@@ -11553,231 +7157,136 @@ pair:
 	VMOVDQU64 192(R9)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z4, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
 	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z1
 	VPMINUB   Z0, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
+	VMOVDQU64 64(R12)(BX*1), Z2
 	VPMINUB   Z0, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
+	VMOVDQU64 128(R12)(BX*1), Z3
 	VPMINUB   Z0, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
+	VMOVDQU64 192(R12)(BX*1), Z4
 	VPMINUB   Z0, Z4, Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
+	MOVQ      8(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
+	VMOVDQU64 64(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
+	VMOVDQU64 128(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
+	VMOVDQU64 192(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
+	MOVQ      16(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
+	VMOVDQU64 64(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
+	VMOVDQU64 128(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
+	VMOVDQU64 192(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
+	MOVQ      24(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
+	VMOVDQU64 64(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
+	VMOVDQU64 128(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
+	VMOVDQU64 192(R12)(BX*1), Z5
 	VPMINUB   Z0, Z5, Z5
 	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z1, Z1
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z2, Z2
-	VMOVDQU64 128(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z3, Z3
-	VMOVDQU64 192(R10)(BX*1), Z5
-	VPMINUB   Z0, Z5, Z5
-	VPXORD    Z5, Z4, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	CMPQ      R11, $0x04
+	JE        finish
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
-
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPMINUB    Z0, Z1, Z1
-	CMPQ       R9, $0x01
-	JE         stepFinish
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z2
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z2
 	VPMINUB    Z0, Z2, Z2
 	VPXORD     Z2, Z1, Z1
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z1, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
+	JMP      next
+
 // func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -11787,6 +7296,8 @@ TEXT ·sum8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -11794,8 +7305,6 @@ TEXT ·sum8AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -11804,173 +7313,140 @@ pair:
 	VPADDB    64(R9)(BX*1), Z1, Z1
 	VPADDB    128(R9)(BX*1), Z2, Z2
 	VPADDB    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPADDB  (R10)(BX*1), Z0, Z0
-	VPADDB  64(R10)(BX*1), Z1, Z1
-	VPADDB  128(R10)(BX*1), Z2, Z2
-	VPADDB  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPADDB  (R12)(BX*1), Z0, Z0
+	VPADDB  64(R12)(BX*1), Z1, Z1
+	VPADDB  128(R12)(BX*1), Z2, Z2
+	VPADDB  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z0
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPADDB     Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prod8AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0xff00ff00, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
+	VPBROADCASTD cff00ff00<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -11979,6 +7455,8 @@ TEXT ·prod8AVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	SUBQ         $0x00000100, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -11986,8 +7464,6 @@ TEXT ·prod8AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ       SI, $0x00000100
-	JLT        steps
 	VMOVDQU64  (R8)(BX*1), Z1
 	VMOVDQU64  64(R8)(BX*1), Z2
 	VMOVDQU64  128(R8)(BX*1), Z3
@@ -12016,313 +7492,170 @@ pair:
 	VPMULLW    Z7, Z6, Z6
 	VPMULLW    Z5, Z4, Z4
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	TESTQ      DI, DI
-	JNE        pairAround
-	VMOVDQU64  Z1, (AX)
-	VMOVDQU64  Z2, 64(AX)
-	VMOVDQU64  Z3, 128(AX)
-	VMOVDQU64  Z4, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000100, SI
-	JMP        pair
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x02
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       16(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x03
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       24(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x04
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       32(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x05
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       40(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x06
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       48(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x07
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       56(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R10)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R10)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R10)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R9, $0x08
-	JE         blockFinish
-	ADDQ       $0x38, R8
-	SUBQ       $0x07, R9
-	JMP        blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
 	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
 
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
+	PCALIGN $0x40
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
-	CMPQ       R9, $0x01
-	JE         stepFinish
+block:
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z1
+	VMOVDQU64 64(R12)(BX*1), Z2
+	VMOVDQU64 128(R12)(BX*1), Z3
+	VMOVDQU64 192(R12)(BX*1), Z4
+	CMPQ      R11, $0x01
+	JE        finish
 
-stepSources:
+sources:
 	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z2
+	MOVQ       8(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z5
+	VPANDD     Z0, Z1, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z1, Z1
+	VPTERNLOGD $0xdc, Z0, Z6, Z1
+	VMOVDQU64  64(R12)(BX*1), Z5
+	VPANDD     Z0, Z2, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z2, Z2
+	VPTERNLOGD $0xdc, Z0, Z6, Z2
+	VMOVDQU64  128(R12)(BX*1), Z5
+	VPANDD     Z0, Z3, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z3, Z3
+	VPTERNLOGD $0xdc, Z0, Z6, Z3
+	VMOVDQU64  192(R12)(BX*1), Z5
+	VPANDD     Z0, Z4, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z4, Z4
+	VPTERNLOGD $0xdc, Z0, Z6, Z4
+	CMPQ       R11, $0x02
+	JE         finish
+	PCALIGN    $0x20
+	MOVQ       16(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z5
+	VPANDD     Z0, Z1, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z1, Z1
+	VPTERNLOGD $0xdc, Z0, Z6, Z1
+	VMOVDQU64  64(R12)(BX*1), Z5
+	VPANDD     Z0, Z2, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z2, Z2
+	VPTERNLOGD $0xdc, Z0, Z6, Z2
+	VMOVDQU64  128(R12)(BX*1), Z5
+	VPANDD     Z0, Z3, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z3, Z3
+	VPTERNLOGD $0xdc, Z0, Z6, Z3
+	VMOVDQU64  192(R12)(BX*1), Z5
+	VPANDD     Z0, Z4, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z4, Z4
+	VPTERNLOGD $0xdc, Z0, Z6, Z4
+	CMPQ       R11, $0x03
+	JE         finish
+	PCALIGN    $0x20
+	MOVQ       24(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z5
+	VPANDD     Z0, Z1, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z1, Z1
+	VPTERNLOGD $0xdc, Z0, Z6, Z1
+	VMOVDQU64  64(R12)(BX*1), Z5
+	VPANDD     Z0, Z2, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z2, Z2
+	VPTERNLOGD $0xdc, Z0, Z6, Z2
+	VMOVDQU64  128(R12)(BX*1), Z5
+	VPANDD     Z0, Z3, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z3, Z3
+	VPTERNLOGD $0xdc, Z0, Z6, Z3
+	VMOVDQU64  192(R12)(BX*1), Z5
+	VPANDD     Z0, Z4, Z6
+	VPSRLW     $0x08, Z5, Z7
+	VPMULLW    Z7, Z6, Z6
+	VPMULLW    Z5, Z4, Z4
+	VPTERNLOGD $0xdc, Z0, Z6, Z4
+	CMPQ       R11, $0x04
+	JE         finish
+	ADDQ       $0x18, R10
+	SUBQ       $0x03, R11
+	JMP        sources
+
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
+
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
+
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z2
 	VPANDD     Z0, Z1, Z3
 	VPSRLW     $0x08, Z2, Z4
 	VPMULLW    Z4, Z3, Z3
 	VPMULLW    Z2, Z1, Z1
 	VPTERNLOGD $0xdc, Z0, Z3, Z1
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z1, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
+	JMP      next
+
 // func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minI8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -12332,6 +7665,8 @@ TEXT ·minI8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -12339,8 +7674,6 @@ TEXT ·minI8AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -12349,169 +7682,138 @@ pair:
 	VPMINSB   64(R9)(BX*1), Z1, Z1
 	VPMINSB   128(R9)(BX*1), Z2, Z2
 	VPMINSB   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINSB (R10)(BX*1), Z0, Z0
-	VPMINSB 64(R10)(BX*1), Z1, Z1
-	VPMINSB 128(R10)(BX*1), Z2, Z2
-	VPMINSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINSB (R12)(BX*1), Z0, Z0
+	VPMINSB 64(R12)(BX*1), Z1, Z1
+	VPMINSB 128(R12)(BX*1), Z2, Z2
+	VPMINSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z0
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPMINSB    Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minU8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -12521,6 +7823,8 @@ TEXT ·minU8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -12528,8 +7832,6 @@ TEXT ·minU8AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -12538,169 +7840,156 @@ pair:
 	VPMINUB   64(R9)(BX*1), Z1, Z1
 	VPMINUB   128(R9)(BX*1), Z2, Z2
 	VPMINUB   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB $0x04, DI
+	JNE   special
+
+pack:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINUB (R10)(BX*1), Z0, Z0
-	VPMINUB 64(R10)(BX*1), Z1, Z1
-	VPMINUB 128(R10)(BX*1), Z2, Z2
-	VPMINUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINUB (R12)(BX*1), Z0, Z0
+	VPMINUB 64(R12)(BX*1), Z1, Z1
+	VPMINUB 128(R12)(BX*1), Z2, Z2
+	VPMINUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, R8
+	BZHIQ      SI, R8, R8
+	KMOVQ      R8, K1
+	MOVQ       (CX), R9
+	VMOVDQU8.Z (R9)(BX*1), K1, Z0
+	MOVL       $0x00000001, R8
+	CMPQ       DX, R8
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(R8*8), R9
+	VMOVDQU8.Z (R9)(BX*1), K1, Z1
 	VPMINUB    Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       R8
+	CMPQ       R8, DX
+	JLT        source
 
-stepFinish:
+folded:
+	TESTB        $0x04, DI
+	JE           finished
+	VPBROADCASTD c01010101<>+0(SB), Z1
+	VPMINUB      Z1, Z0, Z0
+
+finished:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+special:
+	VPBROADCASTD c01010101<>+0(SB), Z4
+	VPMINUB      Z4, Z0, Z0
+	VPMINUB      Z4, Z1, Z1
+	VPMINUB      Z4, Z2, Z2
+	VPMINUB      Z4, Z3, Z3
+	JMP          pack
+
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxI8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -12710,6 +7999,8 @@ TEXT ·maxI8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -12717,8 +8008,6 @@ TEXT ·maxI8AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -12727,169 +8016,138 @@ pair:
 	VPMAXSB   64(R9)(BX*1), Z1, Z1
 	VPMAXSB   128(R9)(BX*1), Z2, Z2
 	VPMAXSB   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXSB (R10)(BX*1), Z0, Z0
-	VPMAXSB 64(R10)(BX*1), Z1, Z1
-	VPMAXSB 128(R10)(BX*1), Z2, Z2
-	VPMAXSB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXSB (R12)(BX*1), Z0, Z0
+	VPMAXSB 64(R12)(BX*1), Z1, Z1
+	VPMAXSB 128(R12)(BX*1), Z2, Z2
+	VPMAXSB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z0
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPMAXSB    Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxU8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -12899,6 +8157,8 @@ TEXT ·maxU8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    mode+48(FP), DI
 	SUBQ    BX, SI
 	ADDQ    BX, AX
+	SUBQ    $0x00000100, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -12906,8 +8166,6 @@ TEXT ·maxU8AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000100
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -12916,169 +8174,138 @@ pair:
 	VPMAXUB   64(R9)(BX*1), Z1, Z1
 	VPMAXUB   128(R9)(BX*1), Z2, Z2
 	VPMAXUB   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000100, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000100
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXUB (R10)(BX*1), Z0, Z0
-	VPMAXUB 64(R10)(BX*1), Z1, Z1
-	VPMAXUB 128(R10)(BX*1), Z2, Z2
-	VPMAXUB 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXUB (R12)(BX*1), Z0, Z0
+	VPMAXUB 64(R12)(BX*1), Z1, Z1
+	VPMAXUB 128(R12)(BX*1), Z2, Z2
+	VPMAXUB 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000100, SI
-	JMP       block
+rest:
+	ADDQ $0x00000100, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000100, SI
-	JMP      block
+step:
+	MOVQ       $-1, DI
+	BZHIQ      SI, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z0
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000040, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z0
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, Z1
 	VPMAXUB    Z1, Z0, Z0
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
 
-stepFinish:
+folded:
 	VMOVDQU8 Z0, K1, (AX)
 	ADDQ     $0x00000040, AX
 	ADDQ     $0x00000040, BX
 	SUBQ     $0x00000040, SI
-	JMP      steps
+	JGT      step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -13089,6 +8316,8 @@ TEXT ·sum16AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -13096,8 +8325,6 @@ TEXT ·sum16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -13106,169 +8333,138 @@ pair:
 	VPADDW    64(R9)(BX*1), Z1, Z1
 	VPADDW    128(R9)(BX*1), Z2, Z2
 	VPADDW    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPADDW  (R10)(BX*1), Z0, Z0
-	VPADDW  64(R10)(BX*1), Z1, Z1
-	VPADDW  128(R10)(BX*1), Z2, Z2
-	VPADDW  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPADDW  (R12)(BX*1), Z0, Z0
+	VPADDW  64(R12)(BX*1), Z1, Z1
+	VPADDW  128(R12)(BX*1), Z2, Z2
+	VPADDW  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z1
 	VPADDW      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU16 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prod16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -13279,6 +8475,8 @@ TEXT ·prod16AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -13286,8 +8484,6 @@ TEXT ·prod16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -13296,169 +8492,138 @@ pair:
 	VPMULLW   64(R9)(BX*1), Z1, Z1
 	VPMULLW   128(R9)(BX*1), Z2, Z2
 	VPMULLW   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMULLW (R10)(BX*1), Z0, Z0
-	VPMULLW 64(R10)(BX*1), Z1, Z1
-	VPMULLW 128(R10)(BX*1), Z2, Z2
-	VPMULLW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMULLW (R12)(BX*1), Z0, Z0
+	VPMULLW 64(R12)(BX*1), Z1, Z1
+	VPMULLW 128(R12)(BX*1), Z2, Z2
+	VPMULLW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z1
 	VPMULLW     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU16 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minI16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -13469,6 +8634,8 @@ TEXT ·minI16AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -13476,8 +8643,6 @@ TEXT ·minI16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -13486,169 +8651,138 @@ pair:
 	VPMINSW   64(R9)(BX*1), Z1, Z1
 	VPMINSW   128(R9)(BX*1), Z2, Z2
 	VPMINSW   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINSW (R10)(BX*1), Z0, Z0
-	VPMINSW 64(R10)(BX*1), Z1, Z1
-	VPMINSW 128(R10)(BX*1), Z2, Z2
-	VPMINSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINSW (R12)(BX*1), Z0, Z0
+	VPMINSW 64(R12)(BX*1), Z1, Z1
+	VPMINSW 128(R12)(BX*1), Z2, Z2
+	VPMINSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z1
 	VPMINSW     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU16 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minU16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -13659,6 +8793,8 @@ TEXT ·minU16AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -13666,8 +8802,6 @@ TEXT ·minU16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -13676,169 +8810,138 @@ pair:
 	VPMINUW   64(R9)(BX*1), Z1, Z1
 	VPMINUW   128(R9)(BX*1), Z2, Z2
 	VPMINUW   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINUW (R10)(BX*1), Z0, Z0
-	VPMINUW 64(R10)(BX*1), Z1, Z1
-	VPMINUW 128(R10)(BX*1), Z2, Z2
-	VPMINUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINUW (R12)(BX*1), Z0, Z0
+	VPMINUW 64(R12)(BX*1), Z1, Z1
+	VPMINUW 128(R12)(BX*1), Z2, Z2
+	VPMINUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z1
 	VPMINUW     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU16 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxI16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -13849,6 +8952,8 @@ TEXT ·maxI16AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -13856,8 +8961,6 @@ TEXT ·maxI16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -13866,169 +8969,138 @@ pair:
 	VPMAXSW   64(R9)(BX*1), Z1, Z1
 	VPMAXSW   128(R9)(BX*1), Z2, Z2
 	VPMAXSW   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXSW (R10)(BX*1), Z0, Z0
-	VPMAXSW 64(R10)(BX*1), Z1, Z1
-	VPMAXSW 128(R10)(BX*1), Z2, Z2
-	VPMAXSW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXSW (R12)(BX*1), Z0, Z0
+	VPMAXSW 64(R12)(BX*1), Z1, Z1
+	VPMAXSW 128(R12)(BX*1), Z2, Z2
+	VPMAXSW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z1
 	VPMAXSW     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU16 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxU16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -14039,6 +9111,8 @@ TEXT ·maxU16AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -14046,8 +9120,6 @@ TEXT ·maxU16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -14056,169 +9128,138 @@ pair:
 	VPMAXUW   64(R9)(BX*1), Z1, Z1
 	VPMAXUW   128(R9)(BX*1), Z2, Z2
 	VPMAXUW   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXUW (R10)(BX*1), Z0, Z0
-	VPMAXUW 64(R10)(BX*1), Z1, Z1
-	VPMAXUW 128(R10)(BX*1), Z2, Z2
-	VPMAXUW 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXUW (R12)(BX*1), Z0, Z0
+	VPMAXUW 64(R12)(BX*1), Z1, Z1
+	VPMAXUW 128(R12)(BX*1), Z2, Z2
+	VPMAXUW 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z1
 	VPMAXUW     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU16 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -14229,6 +9270,8 @@ TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -14236,8 +9279,6 @@ TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -14246,169 +9287,138 @@ pair:
 	VPADDD    64(R9)(BX*1), Z1, Z1
 	VPADDD    128(R9)(BX*1), Z2, Z2
 	VPADDD    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPADDD  (R10)(BX*1), Z0, Z0
-	VPADDD  64(R10)(BX*1), Z1, Z1
-	VPADDD  128(R10)(BX*1), Z2, Z2
-	VPADDD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPADDD  (R12)(BX*1), Z0, Z0
+	VPADDD  64(R12)(BX*1), Z1, Z1
+	VPADDD  128(R12)(BX*1), Z2, Z2
+	VPADDD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VPADDD      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -14419,6 +9429,8 @@ TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -14426,8 +9438,6 @@ TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -14436,169 +9446,138 @@ pair:
 	VPMULLD   64(R9)(BX*1), Z1, Z1
 	VPMULLD   128(R9)(BX*1), Z2, Z2
 	VPMULLD   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMULLD (R10)(BX*1), Z0, Z0
-	VPMULLD 64(R10)(BX*1), Z1, Z1
-	VPMULLD 128(R10)(BX*1), Z2, Z2
-	VPMULLD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMULLD (R12)(BX*1), Z0, Z0
+	VPMULLD 64(R12)(BX*1), Z1, Z1
+	VPMULLD 128(R12)(BX*1), Z2, Z2
+	VPMULLD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VPMULLD     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -14609,6 +9588,8 @@ TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -14616,8 +9597,6 @@ TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -14626,169 +9605,138 @@ pair:
 	VPMINSD   64(R9)(BX*1), Z1, Z1
 	VPMINSD   128(R9)(BX*1), Z2, Z2
 	VPMINSD   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINSD (R10)(BX*1), Z0, Z0
-	VPMINSD 64(R10)(BX*1), Z1, Z1
-	VPMINSD 128(R10)(BX*1), Z2, Z2
-	VPMINSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINSD (R12)(BX*1), Z0, Z0
+	VPMINSD 64(R12)(BX*1), Z1, Z1
+	VPMINSD 128(R12)(BX*1), Z2, Z2
+	VPMINSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VPMINSD     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minU32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -14799,6 +9747,8 @@ TEXT ·minU32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -14806,8 +9756,6 @@ TEXT ·minU32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -14816,169 +9764,138 @@ pair:
 	VPMINUD   64(R9)(BX*1), Z1, Z1
 	VPMINUD   128(R9)(BX*1), Z2, Z2
 	VPMINUD   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINUD (R10)(BX*1), Z0, Z0
-	VPMINUD 64(R10)(BX*1), Z1, Z1
-	VPMINUD 128(R10)(BX*1), Z2, Z2
-	VPMINUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINUD (R12)(BX*1), Z0, Z0
+	VPMINUD 64(R12)(BX*1), Z1, Z1
+	VPMINUD 128(R12)(BX*1), Z2, Z2
+	VPMINUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VPMINUD     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -14989,6 +9906,8 @@ TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -14996,8 +9915,6 @@ TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -15006,169 +9923,138 @@ pair:
 	VPMAXSD   64(R9)(BX*1), Z1, Z1
 	VPMAXSD   128(R9)(BX*1), Z2, Z2
 	VPMAXSD   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXSD (R10)(BX*1), Z0, Z0
-	VPMAXSD 64(R10)(BX*1), Z1, Z1
-	VPMAXSD 128(R10)(BX*1), Z2, Z2
-	VPMAXSD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXSD (R12)(BX*1), Z0, Z0
+	VPMAXSD 64(R12)(BX*1), Z1, Z1
+	VPMAXSD 128(R12)(BX*1), Z2, Z2
+	VPMAXSD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VPMAXSD     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxU32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -15179,6 +10065,8 @@ TEXT ·maxU32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -15186,8 +10074,6 @@ TEXT ·maxU32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -15196,169 +10082,138 @@ pair:
 	VPMAXUD   64(R9)(BX*1), Z1, Z1
 	VPMAXUD   128(R9)(BX*1), Z2, Z2
 	VPMAXUD   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXUD (R10)(BX*1), Z0, Z0
-	VPMAXUD 64(R10)(BX*1), Z1, Z1
-	VPMAXUD 128(R10)(BX*1), Z2, Z2
-	VPMAXUD 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXUD (R12)(BX*1), Z0, Z0
+	VPMAXUD 64(R12)(BX*1), Z1, Z1
+	VPMAXUD 128(R12)(BX*1), Z2, Z2
+	VPMAXUD 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VPMAXUD     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -15369,6 +10224,8 @@ TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -15376,8 +10233,6 @@ TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -15386,169 +10241,138 @@ pair:
 	VPADDQ    64(R9)(BX*1), Z1, Z1
 	VPADDQ    128(R9)(BX*1), Z2, Z2
 	VPADDQ    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPADDQ  (R10)(BX*1), Z0, Z0
-	VPADDQ  64(R10)(BX*1), Z1, Z1
-	VPADDQ  128(R10)(BX*1), Z2, Z2
-	VPADDQ  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPADDQ  (R12)(BX*1), Z0, Z0
+	VPADDQ  64(R12)(BX*1), Z1, Z1
+	VPADDQ  128(R12)(BX*1), Z2, Z2
+	VPADDQ  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VPADDQ      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -15559,6 +10383,8 @@ TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -15566,8 +10392,6 @@ TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -15576,169 +10400,138 @@ pair:
 	VPMULLQ   64(R9)(BX*1), Z1, Z1
 	VPMULLQ   128(R9)(BX*1), Z2, Z2
 	VPMULLQ   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMULLQ (R10)(BX*1), Z0, Z0
-	VPMULLQ 64(R10)(BX*1), Z1, Z1
-	VPMULLQ 128(R10)(BX*1), Z2, Z2
-	VPMULLQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMULLQ (R12)(BX*1), Z0, Z0
+	VPMULLQ 64(R12)(BX*1), Z1, Z1
+	VPMULLQ 128(R12)(BX*1), Z2, Z2
+	VPMULLQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VPMULLQ     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -15749,6 +10542,8 @@ TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -15756,8 +10551,6 @@ TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -15766,169 +10559,138 @@ pair:
 	VPMINSQ   64(R9)(BX*1), Z1, Z1
 	VPMINSQ   128(R9)(BX*1), Z2, Z2
 	VPMINSQ   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINSQ (R10)(BX*1), Z0, Z0
-	VPMINSQ 64(R10)(BX*1), Z1, Z1
-	VPMINSQ 128(R10)(BX*1), Z2, Z2
-	VPMINSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINSQ (R12)(BX*1), Z0, Z0
+	VPMINSQ 64(R12)(BX*1), Z1, Z1
+	VPMINSQ 128(R12)(BX*1), Z2, Z2
+	VPMINSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VPMINSQ     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minU64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -15939,6 +10701,8 @@ TEXT ·minU64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -15946,8 +10710,6 @@ TEXT ·minU64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -15956,169 +10718,138 @@ pair:
 	VPMINUQ   64(R9)(BX*1), Z1, Z1
 	VPMINUQ   128(R9)(BX*1), Z2, Z2
 	VPMINUQ   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMINUQ (R10)(BX*1), Z0, Z0
-	VPMINUQ 64(R10)(BX*1), Z1, Z1
-	VPMINUQ 128(R10)(BX*1), Z2, Z2
-	VPMINUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMINUQ (R12)(BX*1), Z0, Z0
+	VPMINUQ 64(R12)(BX*1), Z1, Z1
+	VPMINUQ 128(R12)(BX*1), Z2, Z2
+	VPMINUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VPMINUQ     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -16129,6 +10860,8 @@ TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -16136,8 +10869,6 @@ TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -16146,169 +10877,138 @@ pair:
 	VPMAXSQ   64(R9)(BX*1), Z1, Z1
 	VPMAXSQ   128(R9)(BX*1), Z2, Z2
 	VPMAXSQ   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXSQ (R10)(BX*1), Z0, Z0
-	VPMAXSQ 64(R10)(BX*1), Z1, Z1
-	VPMAXSQ 128(R10)(BX*1), Z2, Z2
-	VPMAXSQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXSQ (R12)(BX*1), Z0, Z0
+	VPMAXSQ 64(R12)(BX*1), Z1, Z1
+	VPMAXSQ 128(R12)(BX*1), Z2, Z2
+	VPMAXSQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VPMAXSQ     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxU64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -16319,6 +11019,8 @@ TEXT ·maxU64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -16326,8 +11028,6 @@ TEXT ·maxU64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -16336,169 +11036,138 @@ pair:
 	VPMAXUQ   64(R9)(BX*1), Z1, Z1
 	VPMAXUQ   128(R9)(BX*1), Z2, Z2
 	VPMAXUQ   192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VPMAXUQ (R10)(BX*1), Z0, Z0
-	VPMAXUQ 64(R10)(BX*1), Z1, Z1
-	VPMAXUQ 128(R10)(BX*1), Z2, Z2
-	VPMAXUQ 192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VPMAXUQ (R12)(BX*1), Z0, Z0
+	VPMAXUQ 64(R12)(BX*1), Z1, Z1
+	VPMAXUQ 128(R12)(BX*1), Z2, Z2
+	VPMAXUQ 192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VPMAXUQ     Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -16509,6 +11178,8 @@ TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -16516,8 +11187,6 @@ TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -16526,169 +11195,162 @@ pair:
 	VADDPS    64(R9)(BX*1), Z1, Z1
 	VADDPS    128(R9)(BX*1), Z2, Z2
 	VADDPS    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VADDPS  (R10)(BX*1), Z0, Z0
-	VADDPS  64(R10)(BX*1), Z1, Z1
-	VADDPS  128(R10)(BX*1), Z2, Z2
-	VADDPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VADDPS  (R12)(BX*1), Z0, Z0
+	VADDPS  64(R12)(BX*1), Z1, Z1
+	VADDPS  128(R12)(BX*1), Z2, Z2
+	VADDPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, R8
+	BZHIQ       SI, R8, R8
+	KMOVQ       R8, K1
+	MOVQ        (CX), R9
+	VMOVDQU32.Z (R9)(BX*1), K1, Z0
+	MOVL        $0x00000001, R8
+	CMPQ        DX, R8
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(R8*8), R9
+	VMOVDQU32.Z (R9)(BX*1), K1, Z1
 	VADDPS      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        R8
+	CMPQ        R8, DX
+	JLT         source
 
-stepFinish:
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X1, X1, X1
+	VCVTSI2SSQ   R8, X1, X1
+	VBROADCASTSS X1, Z1
+	VDIVPS       Z1, Z0, Z0
+
+finished:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+special:
+	MOVQ         div+40(FP), R10
+	VXORPS       X4, X4, X4
+	VCVTSI2SSQ   R10, X4, X4
+	VBROADCASTSS X4, Z4
+	VDIVPS       Z4, Z0, Z0
+	VDIVPS       Z4, Z1, Z1
+	VDIVPS       Z4, Z2, Z2
+	VDIVPS       Z4, Z3, Z3
+	JMP          pack
+
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -16699,6 +11361,8 @@ TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -16706,8 +11370,6 @@ TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -16716,985 +11378,162 @@ pair:
 	VADDPD    64(R9)(BX*1), Z1, Z1
 	VADDPD    128(R9)(BX*1), Z2, Z2
 	VADDPD    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VADDPD  (R10)(BX*1), Z0, Z0
-	VADDPD  64(R10)(BX*1), Z1, Z1
-	VADDPD  128(R10)(BX*1), Z2, Z2
-	VADDPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VADDPD  (R12)(BX*1), Z0, Z0
+	VADDPD  64(R12)(BX*1), Z1, Z1
+	VADDPD  128(R12)(BX*1), Z2, Z2
+	VADDPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, R8
+	BZHIQ       SI, R8, R8
+	KMOVQ       R8, K1
+	MOVQ        (CX), R9
+	VMOVDQU64.Z (R9)(BX*1), K1, Z0
+	MOVL        $0x00000001, R8
+	CMPQ        DX, R8
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(R8*8), R9
+	VMOVDQU64.Z (R9)(BX*1), K1, Z1
 	VADDPD      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        R8
+	CMPQ        R8, DX
+	JLT         source
 
-stepFinish:
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X1, X1, X1
+	VCVTSI2SDQ   R8, X1, X1
+	VBROADCASTSD X1, Z1
+	VDIVPD       Z1, Z0, Z0
+
+finished:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·sumF16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
+special:
+	MOVQ         div+40(FP), R10
+	VXORPS       X4, X4, X4
+	VCVTSI2SDQ   R10, X4, X4
+	VBROADCASTSD X4, Z4
+	VDIVPD       Z4, Z0, Z0
+	VDIVPD       Z4, Z1, Z1
+	VDIVPD       Z4, Z2, Z2
+	VDIVPD       Z4, Z3, Z3
+	JMP          pack
 
-pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	VCVTPH2PS (R8)(BX*1), Z0
-	VCVTPH2PS 32(R8)(BX*1), Z1
-	VCVTPH2PS 64(R8)(BX*1), Z2
-	VCVTPH2PS 96(R8)(BX*1), Z3
-	VCVTPH2PS 128(R8)(BX*1), Z4
-	VCVTPH2PS 160(R8)(BX*1), Z5
-	VCVTPH2PS 192(R8)(BX*1), Z6
-	VCVTPH2PS 224(R8)(BX*1), Z7
-	VCVTPH2PS (R9)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R9)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R9)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R9)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R9)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R9)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R9)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R9)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	TESTQ     DI, DI
-	JNE       pairAround
-	VCVTPS2PH $0x00, Z0, (AX)
-	VCVTPS2PH $0x00, Z1, 32(AX)
-	VCVTPS2PH $0x00, Z2, 64(AX)
-	VCVTPS2PH $0x00, Z3, 96(AX)
-	VCVTPS2PH $0x00, Z4, 128(AX)
-	VCVTPS2PH $0x00, Z5, 160(AX)
-	VCVTPS2PH $0x00, Z6, 192(AX)
-	VCVTPS2PH $0x00, Z7, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-
-pairAround:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVNTDQ  Y0, (AX)
-	VCVTPS2PH $0x00, Z1, Y0
-	VMOVNTDQ  Y0, 32(AX)
-	VCVTPS2PH $0x00, Z2, Y0
-	VMOVNTDQ  Y0, 64(AX)
-	VCVTPS2PH $0x00, Z3, Y0
-	VMOVNTDQ  Y0, 96(AX)
-	VCVTPS2PH $0x00, Z4, Y0
-	VMOVNTDQ  Y0, 128(AX)
-	VCVTPS2PH $0x00, Z5, Y0
-	VMOVNTDQ  Y0, 160(AX)
-	VCVTPS2PH $0x00, Z6, Y0
-	VMOVNTDQ  Y0, 192(AX)
-	VCVTPS2PH $0x00, Z7, Y0
-	VMOVNTDQ  Y0, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Z0
-	VCVTPH2PS 32(R10)(BX*1), Z1
-	VCVTPH2PS 64(R10)(BX*1), Z2
-	VCVTPH2PS 96(R10)(BX*1), Z3
-	VCVTPH2PS 128(R10)(BX*1), Z4
-	VCVTPH2PS 160(R10)(BX*1), Z5
-	VCVTPH2PS 192(R10)(BX*1), Z6
-	VCVTPH2PS 224(R10)(BX*1), Z7
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Z0, (AX)
-	VCVTPS2PH $0x00, Z1, 32(AX)
-	VCVTPS2PH $0x00, Z2, 64(AX)
-	VCVTPS2PH $0x00, Z3, 96(AX)
-	VCVTPS2PH $0x00, Z4, 128(AX)
-	VCVTPS2PH $0x00, Z5, 160(AX)
-	VCVTPS2PH $0x00, Z6, 192(AX)
-	VCVTPS2PH $0x00, Z7, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVNTDQ  Y0, (AX)
-	VCVTPS2PH $0x00, Z1, Y0
-	VMOVNTDQ  Y0, 32(AX)
-	VCVTPS2PH $0x00, Z2, Y0
-	VMOVNTDQ  Y0, 64(AX)
-	VCVTPS2PH $0x00, Z3, Y0
-	VMOVNTDQ  Y0, 96(AX)
-	VCVTPS2PH $0x00, Z4, Y0
-	VMOVNTDQ  Y0, 128(AX)
-	VCVTPS2PH $0x00, Z5, Y0
-	VMOVNTDQ  Y0, 160(AX)
-	VCVTPS2PH $0x00, Z6, Y0
-	VMOVNTDQ  Y0, 192(AX)
-	VCVTPS2PH $0x00, Z7, Y0
-	VMOVNTDQ  Y0, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y0
-	VCVTPH2PS   Y0, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y1
-	VCVTPH2PS   Y1, Z1
-	VADDPS      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVDQU16 Y0, K1, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	VMOVDQU64  (R8)(BX*1), Z5
-	VPSLLD     $0x10, Z5, Z4
-	VPANDD     Z0, Z5, Z5
-	VMOVDQU64  64(R8)(BX*1), Z7
-	VPSLLD     $0x10, Z7, Z6
-	VPANDD     Z0, Z7, Z7
-	VMOVDQU64  128(R8)(BX*1), Z9
-	VPSLLD     $0x10, Z9, Z8
-	VPANDD     Z0, Z9, Z9
-	VMOVDQU64  192(R8)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VMOVDQU64  (R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VADDPS     Z12, Z4, Z4
-	VADDPS     Z13, Z5, Z5
-	VMOVDQU64  64(R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VADDPS     Z12, Z6, Z6
-	VADDPS     Z13, Z7, Z7
-	VMOVDQU64  128(R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VADDPS     Z12, Z8, Z8
-	VADDPS     Z13, Z9, Z9
-	VMOVDQU64  192(R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VADDPS     Z12, Z10, Z10
-	VADDPS     Z13, Z11, Z11
-	TESTQ      DI, DI
-	JNE        pairAround
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVDQU64  Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-
-pairAround:
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVNTDQ   Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPSLLD    $0x10, Z5, Z4
-	VPANDD    Z0, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z7
-	VPSLLD    $0x10, Z7, Z6
-	VPANDD    Z0, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z9
-	VPSLLD    $0x10, Z9, Z8
-	VPANDD    Z0, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
-	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
-	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
-	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
-	VADDPS    Z13, Z11, Z11
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ      DI, DI
-	JNE        blockAround
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVDQU64  Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-blockAround:
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVNTDQ   Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
-	VPSLLD      $0x10, Z5, Z4
-	VPANDD      Z0, Z5, Z5
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z7
-	VPSLLD      $0x10, Z7, Z6
-	VPANDD      Z0, Z7, Z7
-	VADDPS      Z6, Z4, Z4
-	VADDPS      Z7, Z5, Z5
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VPTESTMD   Z3, Z4, K2
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K2, Z4
-	VPTESTMD   Z3, Z5, K2
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K2, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU16  Z4, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, BX
-	SUBQ       $0x00000020, SI
-	JMP        steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
 
 // func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -17705,6 +11544,8 @@ TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000040, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -17712,8 +11553,6 @@ TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -17722,169 +11561,138 @@ pair:
 	VMULPS    64(R9)(BX*1), Z1, Z1
 	VMULPS    128(R9)(BX*1), Z2, Z2
 	VMULPS    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VMULPS  (R10)(BX*1), Z0, Z0
-	VMULPS  64(R10)(BX*1), Z1, Z1
-	VMULPS  128(R10)(BX*1), Z2, Z2
-	VMULPS  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VMULPS  (R12)(BX*1), Z0, Z0
+	VMULPS  64(R12)(BX*1), Z1, Z1
+	VMULPS  128(R12)(BX*1), Z2, Z2
+	VMULPS  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
 	VMULPS      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
 // func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
 	MOVQ    srcs+8(FP), CX
@@ -17895,6 +11703,8 @@ TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
+	SUBQ    $0x00000020, SI
+	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
 	MOVQ    (CX), R8
@@ -17902,8 +11712,6 @@ TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z0
 	VMOVDQU64 64(R8)(BX*1), Z1
 	VMOVDQU64 128(R8)(BX*1), Z2
@@ -17912,989 +11720,140 @@ pair:
 	VMULPD    64(R9)(BX*1), Z1, Z1
 	VMULPD    128(R9)(BX*1), Z2, Z2
 	VMULPD    192(R9)(BX*1), Z3, Z3
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
 	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z0
-	VMOVDQU64 64(R10)(BX*1), Z1
-	VMOVDQU64 128(R10)(BX*1), Z2
-	VMOVDQU64 192(R10)(BX*1), Z3
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z0
+	VMOVDQU64 64(R12)(BX*1), Z1
+	VMOVDQU64 128(R12)(BX*1), Z2
+	VMOVDQU64 192(R12)(BX*1), Z3
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x02
-	JE      blockFinish
+	MOVQ    8(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x02
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x03
-	JE      blockFinish
+	MOVQ    16(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x03
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x04
-	JE      blockFinish
+	MOVQ    24(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x04
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x05
-	JE      blockFinish
+	MOVQ    32(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x05
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x06
-	JE      blockFinish
+	MOVQ    40(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x06
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x07
-	JE      blockFinish
+	MOVQ    48(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x07
+	JE      finish
 	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VMULPD  (R10)(BX*1), Z0, Z0
-	VMULPD  64(R10)(BX*1), Z1, Z1
-	VMULPD  128(R10)(BX*1), Z2, Z2
-	VMULPD  192(R10)(BX*1), Z3, Z3
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
+	MOVQ    56(R10), R12
+	VMULPD  (R12)(BX*1), Z0, Z0
+	VMULPD  64(R12)(BX*1), Z1, Z1
+	VMULPD  128(R12)(BX*1), Z2, Z2
+	VMULPD  192(R12)(BX*1), Z3, Z3
+	CMPQ    R11, $0x08
+	JE      finish
+	ADDQ    $0x38, R10
+	SUBQ    $0x07, R11
+	JMP     sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
 	VMULPD      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z0, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·prodF16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	VCVTPH2PS (R8)(BX*1), Z0
-	VCVTPH2PS 32(R8)(BX*1), Z1
-	VCVTPH2PS 64(R8)(BX*1), Z2
-	VCVTPH2PS 96(R8)(BX*1), Z3
-	VCVTPH2PS 128(R8)(BX*1), Z4
-	VCVTPH2PS 160(R8)(BX*1), Z5
-	VCVTPH2PS 192(R8)(BX*1), Z6
-	VCVTPH2PS 224(R8)(BX*1), Z7
-	VCVTPH2PS (R9)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R9)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R9)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R9)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R9)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R9)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R9)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R9)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	TESTQ     DI, DI
-	JNE       pairAround
-	VCVTPS2PH $0x00, Z0, (AX)
-	VCVTPS2PH $0x00, Z1, 32(AX)
-	VCVTPS2PH $0x00, Z2, 64(AX)
-	VCVTPS2PH $0x00, Z3, 96(AX)
-	VCVTPS2PH $0x00, Z4, 128(AX)
-	VCVTPS2PH $0x00, Z5, 160(AX)
-	VCVTPS2PH $0x00, Z6, 192(AX)
-	VCVTPS2PH $0x00, Z7, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-
-pairAround:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVNTDQ  Y0, (AX)
-	VCVTPS2PH $0x00, Z1, Y0
-	VMOVNTDQ  Y0, 32(AX)
-	VCVTPS2PH $0x00, Z2, Y0
-	VMOVNTDQ  Y0, 64(AX)
-	VCVTPS2PH $0x00, Z3, Y0
-	VMOVNTDQ  Y0, 96(AX)
-	VCVTPS2PH $0x00, Z4, Y0
-	VMOVNTDQ  Y0, 128(AX)
-	VCVTPS2PH $0x00, Z5, Y0
-	VMOVNTDQ  Y0, 160(AX)
-	VCVTPS2PH $0x00, Z6, Y0
-	VMOVNTDQ  Y0, 192(AX)
-	VCVTPS2PH $0x00, Z7, Y0
-	VMOVNTDQ  Y0, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Z0
-	VCVTPH2PS 32(R10)(BX*1), Z1
-	VCVTPH2PS 64(R10)(BX*1), Z2
-	VCVTPH2PS 96(R10)(BX*1), Z3
-	VCVTPH2PS 128(R10)(BX*1), Z4
-	VCVTPH2PS 160(R10)(BX*1), Z5
-	VCVTPH2PS 192(R10)(BX*1), Z6
-	VCVTPH2PS 224(R10)(BX*1), Z7
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z8
-	VMULPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R10)(BX*1), Z8
-	VMULPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R10)(BX*1), Z8
-	VMULPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R10)(BX*1), Z8
-	VMULPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R10)(BX*1), Z8
-	VMULPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R10)(BX*1), Z8
-	VMULPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R10)(BX*1), Z8
-	VMULPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	VMULPS    Z8, Z7, Z7
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Z0, (AX)
-	VCVTPS2PH $0x00, Z1, 32(AX)
-	VCVTPS2PH $0x00, Z2, 64(AX)
-	VCVTPS2PH $0x00, Z3, 96(AX)
-	VCVTPS2PH $0x00, Z4, 128(AX)
-	VCVTPS2PH $0x00, Z5, 160(AX)
-	VCVTPS2PH $0x00, Z6, 192(AX)
-	VCVTPS2PH $0x00, Z7, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVNTDQ  Y0, (AX)
-	VCVTPS2PH $0x00, Z1, Y0
-	VMOVNTDQ  Y0, 32(AX)
-	VCVTPS2PH $0x00, Z2, Y0
-	VMOVNTDQ  Y0, 64(AX)
-	VCVTPS2PH $0x00, Z3, Y0
-	VMOVNTDQ  Y0, 96(AX)
-	VCVTPS2PH $0x00, Z4, Y0
-	VMOVNTDQ  Y0, 128(AX)
-	VCVTPS2PH $0x00, Z5, Y0
-	VMOVNTDQ  Y0, 160(AX)
-	VCVTPS2PH $0x00, Z6, Y0
-	VMOVNTDQ  Y0, 192(AX)
-	VCVTPS2PH $0x00, Z7, Y0
-	VMOVNTDQ  Y0, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y0
-	VCVTPH2PS   Y0, Z0
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y1
-	VCVTPH2PS   Y1, Z1
-	VMULPS      Z1, Z0, Z0
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVDQU16 Y0, K1, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	VMOVDQU64  (R8)(BX*1), Z5
-	VPSLLD     $0x10, Z5, Z4
-	VPANDD     Z0, Z5, Z5
-	VMOVDQU64  64(R8)(BX*1), Z7
-	VPSLLD     $0x10, Z7, Z6
-	VPANDD     Z0, Z7, Z7
-	VMOVDQU64  128(R8)(BX*1), Z9
-	VPSLLD     $0x10, Z9, Z8
-	VPANDD     Z0, Z9, Z9
-	VMOVDQU64  192(R8)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VMOVDQU64  (R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VMULPS     Z12, Z4, Z4
-	VMULPS     Z13, Z5, Z5
-	VMOVDQU64  64(R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VMULPS     Z12, Z6, Z6
-	VMULPS     Z13, Z7, Z7
-	VMOVDQU64  128(R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VMULPS     Z12, Z8, Z8
-	VMULPS     Z13, Z9, Z9
-	VMOVDQU64  192(R9)(BX*1), Z13
-	VPSLLD     $0x10, Z13, Z12
-	VPANDD     Z0, Z13, Z13
-	VMULPS     Z12, Z10, Z10
-	VMULPS     Z13, Z11, Z11
-	TESTQ      DI, DI
-	JNE        pairAround
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVDQU64  Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-
-pairAround:
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVNTDQ   Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z5
-	VPSLLD    $0x10, Z5, Z4
-	VPANDD    Z0, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z7
-	VPSLLD    $0x10, Z7, Z6
-	VPANDD    Z0, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z9
-	VPSLLD    $0x10, Z9, Z8
-	VPANDD    Z0, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z4, Z4
-	VMULPS    Z13, Z5, Z5
-	VMOVDQU64 64(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z6, Z6
-	VMULPS    Z13, Z7, Z7
-	VMOVDQU64 128(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z8, Z8
-	VMULPS    Z13, Z9, Z9
-	VMOVDQU64 192(R10)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VMULPS    Z12, Z10, Z10
-	VMULPS    Z13, Z11, Z11
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ      DI, DI
-	JNE        blockAround
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVDQU64  Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-blockAround:
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, (AX)
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 64(AX)
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 128(AX)
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	VMOVNTDQ   Z10, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
-	VPSLLD      $0x10, Z5, Z4
-	VPANDD      Z0, Z5, Z5
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z7
-	VPSLLD      $0x10, Z7, Z6
-	VPANDD      Z0, Z7, Z7
-	VMULPS      Z6, Z4, Z4
-	VMULPS      Z7, Z5, Z5
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VPTESTMD   Z3, Z4, K2
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K2, Z4
-	VPTESTMD   Z3, Z5, K2
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K2, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU16  Z4, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, BX
-	SUBQ       $0x00000020, SI
-	JMP        steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+around:
+	VMOVNTDQ Z0, (AX)
+	VMOVNTDQ Z1, 64(AX)
+	VMOVNTDQ Z2, 128(AX)
+	VMOVNTDQ Z3, 192(AX)
+	JMP      next
 
 // func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
+	VPBROADCASTD c7fc00000<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -18904,6 +11863,8 @@ TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000040, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -18911,8 +11872,6 @@ TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z1
 	VMOVDQU64 64(R8)(BX*1), Z2
 	VMOVDQU64 128(R8)(BX*1), Z3
@@ -18929,231 +11888,198 @@ pair:
 	VCMPPS    $0x03, 192(R9)(BX*1), Z4, K1
 	VRANGEPS  $0x04, 192(R9)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
 	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z1
+	VMOVDQU64 64(R12)(BX*1), Z2
+	VMOVDQU64 128(R12)(BX*1), Z3
+	VMOVDQU64 192(R12)(BX*1), Z4
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      8(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      16(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      24(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
+	CMPQ      R11, $0x04
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      32(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
+	CMPQ      R11, $0x05
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      40(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
+	CMPQ      R11, $0x06
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      48(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
+	CMPQ      R11, $0x07
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      56(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	CMPQ      R11, $0x08
+	JE        finish
+	ADDQ      $0x38, R10
+	SUBQ      $0x07, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z2
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z2
 	VCMPPS      $0x03, Z2, Z1, K2
 	VRANGEPS    $0x04, Z2, Z1, Z1
 	VMOVDQA32   Z0, K2, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z1, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
+	JMP      next
+
 // func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
-	MOVQ         $0x7ff8000000000000, AX
-	VMOVQ        AX, X0
-	VPBROADCASTQ X0, Z0
+	VPBROADCASTQ c7ff8000000000000<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -19163,6 +12089,8 @@ TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -19170,8 +12098,6 @@ TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z1
 	VMOVDQU64 64(R8)(BX*1), Z2
 	VMOVDQU64 128(R8)(BX*1), Z3
@@ -19188,1204 +12114,198 @@ pair:
 	VCMPPD    $0x03, 192(R9)(BX*1), Z4, K1
 	VRANGEPD  $0x04, 192(R9)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
 	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z1
+	VMOVDQU64 64(R12)(BX*1), Z2
+	VMOVDQU64 128(R12)(BX*1), Z3
+	VMOVDQU64 192(R12)(BX*1), Z4
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      8(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      16(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      24(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
+	CMPQ      R11, $0x04
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      32(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
+	CMPQ      R11, $0x05
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      40(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
+	CMPQ      R11, $0x06
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      48(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
+	CMPQ      R11, $0x07
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R10)(BX*1), Z1, Z1
+	MOVQ      56(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	CMPQ      R11, $0x08
+	JE        finish
+	ADDQ      $0x38, R10
+	SUBQ      $0x07, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z2
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z2
 	VCMPPD      $0x03, Z2, Z1, K2
 	VRANGEPD    $0x04, Z2, Z1, Z1
 	VMOVDQA64   Z0, K2, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z1, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func minF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·minF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	VCVTPH2PS (R8)(BX*1), Z1
-	VCVTPH2PS 32(R8)(BX*1), Z2
-	VCVTPH2PS 64(R8)(BX*1), Z3
-	VCVTPH2PS 96(R8)(BX*1), Z4
-	VCVTPH2PS 128(R8)(BX*1), Z5
-	VCVTPH2PS 160(R8)(BX*1), Z6
-	VCVTPH2PS 192(R8)(BX*1), Z7
-	VCVTPH2PS 224(R8)(BX*1), Z8
-	VCVTPH2PS (R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	TESTQ     DI, DI
-	JNE       pairAround
-	VCVTPS2PH $0x00, Z1, (AX)
-	VCVTPS2PH $0x00, Z2, 32(AX)
-	VCVTPS2PH $0x00, Z3, 64(AX)
-	VCVTPS2PH $0x00, Z4, 96(AX)
-	VCVTPS2PH $0x00, Z5, 128(AX)
-	VCVTPS2PH $0x00, Z6, 160(AX)
-	VCVTPS2PH $0x00, Z7, 192(AX)
-	VCVTPS2PH $0x00, Z8, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-
-pairAround:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVNTDQ  Y1, (AX)
-	VCVTPS2PH $0x00, Z2, Y1
-	VMOVNTDQ  Y1, 32(AX)
-	VCVTPS2PH $0x00, Z3, Y1
-	VMOVNTDQ  Y1, 64(AX)
-	VCVTPS2PH $0x00, Z4, Y1
-	VMOVNTDQ  Y1, 96(AX)
-	VCVTPS2PH $0x00, Z5, Y1
-	VMOVNTDQ  Y1, 128(AX)
-	VCVTPS2PH $0x00, Z6, Y1
-	VMOVNTDQ  Y1, 160(AX)
-	VCVTPS2PH $0x00, Z7, Y1
-	VMOVNTDQ  Y1, 192(AX)
-	VCVTPS2PH $0x00, Z8, Y1
-	VMOVNTDQ  Y1, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Z1
-	VCVTPH2PS 32(R10)(BX*1), Z2
-	VCVTPH2PS 64(R10)(BX*1), Z3
-	VCVTPH2PS 96(R10)(BX*1), Z4
-	VCVTPH2PS 128(R10)(BX*1), Z5
-	VCVTPH2PS 160(R10)(BX*1), Z6
-	VCVTPH2PS 192(R10)(BX*1), Z7
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x04, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x04, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x04, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x04, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x04, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x04, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x04, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x04, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Z1, (AX)
-	VCVTPS2PH $0x00, Z2, 32(AX)
-	VCVTPS2PH $0x00, Z3, 64(AX)
-	VCVTPS2PH $0x00, Z4, 96(AX)
-	VCVTPS2PH $0x00, Z5, 128(AX)
-	VCVTPS2PH $0x00, Z6, 160(AX)
-	VCVTPS2PH $0x00, Z7, 192(AX)
-	VCVTPS2PH $0x00, Z8, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVNTDQ  Y1, (AX)
-	VCVTPS2PH $0x00, Z2, Y1
-	VMOVNTDQ  Y1, 32(AX)
-	VCVTPS2PH $0x00, Z3, Y1
-	VMOVNTDQ  Y1, 64(AX)
-	VCVTPS2PH $0x00, Z4, Y1
-	VMOVNTDQ  Y1, 96(AX)
-	VCVTPS2PH $0x00, Z5, Y1
-	VMOVNTDQ  Y1, 128(AX)
-	VCVTPS2PH $0x00, Z6, Y1
-	VMOVNTDQ  Y1, 160(AX)
-	VCVTPS2PH $0x00, Z7, Y1
-	VMOVNTDQ  Y1, 192(AX)
-	VCVTPS2PH $0x00, Z8, Y1
-	VMOVNTDQ  Y1, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y1
-	VCVTPH2PS   Y1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y2
-	VCVTPH2PS   Y2, Z2
-	VCMPPS      $0x03, Z2, Z1, K2
-	VRANGEPS    $0x04, Z2, Z1, Z1
-	VMOVDQA32   Z0, K2, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVDQU16 Y1, K1, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func minBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·minBF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	VMOVDQU64  (R8)(BX*1), Z3
-	VPSLLD     $0x10, Z3, Z2
-	VPANDD     Z0, Z3, Z3
-	VMOVDQU64  64(R8)(BX*1), Z5
-	VPSLLD     $0x10, Z5, Z4
-	VPANDD     Z0, Z5, Z5
-	VMOVDQU64  128(R8)(BX*1), Z7
-	VPSLLD     $0x10, Z7, Z6
-	VPANDD     Z0, Z7, Z7
-	VMOVDQU64  192(R8)(BX*1), Z9
-	VPSLLD     $0x10, Z9, Z8
-	VPANDD     Z0, Z9, Z9
-	VMOVDQU64  (R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z2, K1
-	VRANGEPS   $0x04, Z10, Z2, Z2
-	VMOVDQA32  Z1, K1, Z2
-	VCMPPS     $0x03, Z11, Z3, K1
-	VRANGEPS   $0x04, Z11, Z3, Z3
-	VMOVDQA32  Z1, K1, Z3
-	VMOVDQU64  64(R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z4, K1
-	VRANGEPS   $0x04, Z10, Z4, Z4
-	VMOVDQA32  Z1, K1, Z4
-	VCMPPS     $0x03, Z11, Z5, K1
-	VRANGEPS   $0x04, Z11, Z5, Z5
-	VMOVDQA32  Z1, K1, Z5
-	VMOVDQU64  128(R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z6, K1
-	VRANGEPS   $0x04, Z10, Z6, Z6
-	VMOVDQA32  Z1, K1, Z6
-	VCMPPS     $0x03, Z11, Z7, K1
-	VRANGEPS   $0x04, Z11, Z7, Z7
-	VMOVDQA32  Z1, K1, Z7
-	VMOVDQU64  192(R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z8, K1
-	VRANGEPS   $0x04, Z10, Z8, Z8
-	VMOVDQA32  Z1, K1, Z8
-	VCMPPS     $0x03, Z11, Z9, K1
-	VRANGEPS   $0x04, Z11, Z9, Z9
-	VMOVDQA32  Z1, K1, Z9
-	TESTQ      DI, DI
-	JNE        pairAround
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVDQU64  Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-
-pairAround:
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVNTDQ   Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z3
-	VPSLLD    $0x10, Z3, Z2
-	VPANDD    Z0, Z3, Z3
-	VMOVDQU64 64(R10)(BX*1), Z5
-	VPSLLD    $0x10, Z5, Z4
-	VPANDD    Z0, Z5, Z5
-	VMOVDQU64 128(R10)(BX*1), Z7
-	VPSLLD    $0x10, Z7, Z6
-	VPANDD    Z0, Z7, Z7
-	VMOVDQU64 192(R10)(BX*1), Z9
-	VPSLLD    $0x10, Z9, Z8
-	VPANDD    Z0, Z9, Z9
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x04, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x04, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x04, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x04, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x04, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x04, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x04, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x04, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ      DI, DI
-	JNE        blockAround
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVDQU64  Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-blockAround:
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVNTDQ   Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z3
-	VPSLLD      $0x10, Z3, Z2
-	VPANDD      Z0, Z3, Z3
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
-	VPSLLD      $0x10, Z5, Z4
-	VPANDD      Z0, Z5, Z5
-	VCMPPS      $0x03, Z4, Z2, K2
-	VRANGEPS    $0x04, Z4, Z2, Z2
-	VMOVDQA32   Z1, K2, Z2
-	VCMPPS      $0x03, Z5, Z3, K2
-	VRANGEPS    $0x04, Z5, Z3, Z3
-	VMOVDQA32   Z1, K2, Z3
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVDQU16  Z2, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, BX
-	SUBQ       $0x00000020, SI
-	JMP        steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
+	JMP      next
 
 // func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
+	VPBROADCASTD c7fc00000<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -20395,6 +12315,8 @@ TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000040, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -20402,8 +12324,6 @@ TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z1
 	VMOVDQU64 64(R8)(BX*1), Z2
 	VMOVDQU64 128(R8)(BX*1), Z3
@@ -20420,231 +12340,198 @@ pair:
 	VCMPPS    $0x03, 192(R9)(BX*1), Z4, K1
 	VRANGEPS  $0x05, 192(R9)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
 	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000040, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z1
+	VMOVDQU64 64(R12)(BX*1), Z2
+	VMOVDQU64 128(R12)(BX*1), Z3
+	VMOVDQU64 192(R12)(BX*1), Z4
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      8(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      16(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      24(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
+	CMPQ      R11, $0x04
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      32(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
+	CMPQ      R11, $0x05
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      40(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
+	CMPQ      R11, $0x06
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      48(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
+	CMPQ      R11, $0x07
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCMPPS    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      56(R10), R12
+	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	CMPQ      R11, $0x08
+	JE        finish
+	ADDQ      $0x38, R10
+	SUBQ      $0x07, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
+rest:
+	ADDQ $0x00000040, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z1
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z2
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU32.Z (R8)(BX*1), K1, Z2
 	VCMPPS      $0x03, Z2, Z1, K2
 	VRANGEPS    $0x05, Z2, Z1, Z1
 	VMOVDQA32   Z0, K2, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU32 Z1, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
+	JMP      next
+
 // func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
-	MOVQ         $0x7ff8000000000000, AX
-	VMOVQ        AX, X0
-	VPBROADCASTQ X0, Z0
+	VPBROADCASTQ c7ff8000000000000<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -20654,6 +12541,8 @@ TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -20661,8 +12550,6 @@ TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
 	VMOVDQU64 (R8)(BX*1), Z1
 	VMOVDQU64 64(R8)(BX*1), Z2
 	VMOVDQU64 128(R8)(BX*1), Z3
@@ -20679,696 +12566,431 @@ pair:
 	VCMPPD    $0x03, 192(R9)(BX*1), Z4, K1
 	VRANGEPD  $0x05, 192(R9)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
+
+finish:
+	TESTB     $0x01, DI
+	JNE       around
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
 	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
 
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000020, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z1
+	VMOVDQU64 64(R12)(BX*1), Z2
+	VMOVDQU64 128(R12)(BX*1), Z3
+	VMOVDQU64 192(R12)(BX*1), Z4
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      8(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      16(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      24(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x04
-	JE        blockFinish
+	CMPQ      R11, $0x04
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      32(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x05
-	JE        blockFinish
+	CMPQ      R11, $0x05
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      40(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x06
-	JE        blockFinish
+	CMPQ      R11, $0x06
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      48(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x07
-	JE        blockFinish
+	CMPQ      R11, $0x07
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCMPPD    $0x03, (R10)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R10)(BX*1), Z1, Z1
+	MOVQ      56(R10), R12
+	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
+	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
 	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R10)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R10)(BX*1), Z2, Z2
+	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
+	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
 	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R10)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R10)(BX*1), Z3, Z3
+	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
+	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
 	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R10)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R10)(BX*1), Z4, Z4
+	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
+	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
 	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	CMPQ      R11, $0x08
+	JE        finish
+	ADDQ      $0x38, R10
+	SUBQ      $0x07, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
+rest:
+	ADDQ $0x00000020, SI
+	JLE  done
 
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z1
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z2
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU64.Z (R8)(BX*1), K1, Z2
 	VCMPPD      $0x03, Z2, Z1, K2
 	VRANGEPD    $0x05, Z2, Z1, Z1
 	VMOVDQA64   Z0, K2, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VMOVDQU64 Z1, K1, (AX)
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000008, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func maxF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·maxF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
+	JMP      next
+
+// func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
+TEXT ·sumF16AVX512(SB), NOSPLIT, $0-56
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
 
 pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	VCVTPH2PS (R8)(BX*1), Z1
-	VCVTPH2PS 32(R8)(BX*1), Z2
-	VCVTPH2PS 64(R8)(BX*1), Z3
-	VCVTPH2PS 96(R8)(BX*1), Z4
-	VCVTPH2PS 128(R8)(BX*1), Z5
-	VCVTPH2PS 160(R8)(BX*1), Z6
-	VCVTPH2PS 192(R8)(BX*1), Z7
-	VCVTPH2PS 224(R8)(BX*1), Z8
-	VCVTPH2PS (R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R9)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	TESTQ     DI, DI
-	JNE       pairAround
-	VCVTPS2PH $0x00, Z1, (AX)
-	VCVTPS2PH $0x00, Z2, 32(AX)
-	VCVTPS2PH $0x00, Z3, 64(AX)
-	VCVTPS2PH $0x00, Z4, 96(AX)
-	VCVTPS2PH $0x00, Z5, 128(AX)
-	VCVTPS2PH $0x00, Z6, 160(AX)
-	VCVTPS2PH $0x00, Z7, 192(AX)
-	VCVTPS2PH $0x00, Z8, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
+	VCVTPH2PS (R8)(BX*1), Z0
+	VCVTPH2PS 32(R8)(BX*1), Z1
+	VCVTPH2PS 64(R8)(BX*1), Z2
+	VCVTPH2PS 96(R8)(BX*1), Z3
+	VCVTPH2PS 128(R8)(BX*1), Z4
+	VCVTPH2PS 160(R8)(BX*1), Z5
+	VCVTPH2PS 192(R8)(BX*1), Z6
+	VCVTPH2PS 224(R8)(BX*1), Z7
+	VCVTPH2PS (R9)(BX*1), Z8
+	VADDPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R9)(BX*1), Z8
+	VADDPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R9)(BX*1), Z8
+	VADDPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R9)(BX*1), Z8
+	VADDPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R9)(BX*1), Z8
+	VADDPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R9)(BX*1), Z8
+	VADDPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R9)(BX*1), Z8
+	VADDPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R9)(BX*1), Z8
+	VADDPS    Z8, Z7, Z7
 
-pairAround:
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
+	VCVTPS2PH $0x00, Z0, Y0
 	VCVTPS2PH $0x00, Z1, Y1
-	VMOVNTDQ  Y1, (AX)
-	VCVTPS2PH $0x00, Z2, Y1
-	VMOVNTDQ  Y1, 32(AX)
-	VCVTPS2PH $0x00, Z3, Y1
-	VMOVNTDQ  Y1, 64(AX)
-	VCVTPS2PH $0x00, Z4, Y1
-	VMOVNTDQ  Y1, 96(AX)
-	VCVTPS2PH $0x00, Z5, Y1
-	VMOVNTDQ  Y1, 128(AX)
-	VCVTPS2PH $0x00, Z6, Y1
-	VMOVNTDQ  Y1, 160(AX)
-	VCVTPS2PH $0x00, Z7, Y1
-	VMOVNTDQ  Y1, 192(AX)
-	VCVTPS2PH $0x00, Z8, Y1
-	VMOVNTDQ  Y1, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
+	VCVTPS2PH $0x00, Z2, Y2
+	VCVTPS2PH $0x00, Z3, Y3
+	VCVTPS2PH $0x00, Z4, Y4
+	VCVTPS2PH $0x00, Z5, Y5
+	VCVTPS2PH $0x00, Z6, Y6
+	VCVTPS2PH $0x00, Z7, Y7
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU   Y0, (AX)
+	VMOVDQU   Y1, 32(AX)
+	VMOVDQU   Y2, 64(AX)
+	VMOVDQU   Y3, 96(AX)
+	VMOVDQU   Y4, 128(AX)
+	VMOVDQU   Y5, 160(AX)
+	VMOVDQU   Y6, 192(AX)
+	VMOVDQU   Y7, 224(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Z1
-	VCVTPH2PS 32(R10)(BX*1), Z2
-	VCVTPH2PS 64(R10)(BX*1), Z3
-	VCVTPH2PS 96(R10)(BX*1), Z4
-	VCVTPH2PS 128(R10)(BX*1), Z5
-	VCVTPH2PS 160(R10)(BX*1), Z6
-	VCVTPH2PS 192(R10)(BX*1), Z7
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VCVTPH2PS (R12)(BX*1), Z0
+	VCVTPH2PS 32(R12)(BX*1), Z1
+	VCVTPH2PS 64(R12)(BX*1), Z2
+	VCVTPH2PS 96(R12)(BX*1), Z3
+	VCVTPH2PS 128(R12)(BX*1), Z4
+	VCVTPH2PS 160(R12)(BX*1), Z5
+	VCVTPH2PS 192(R12)(BX*1), Z6
+	VCVTPH2PS 224(R12)(BX*1), Z7
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	MOVQ      8(R10), R12
+	VCVTPH2PS (R12)(BX*1), Z8
+	VADDPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R12)(BX*1), Z8
+	VADDPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R12)(BX*1), Z8
+	VADDPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R12)(BX*1), Z8
+	VADDPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R12)(BX*1), Z8
+	VADDPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R12)(BX*1), Z8
+	VADDPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R12)(BX*1), Z8
+	VADDPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R12)(BX*1), Z8
+	VADDPS    Z8, Z7, Z7
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	MOVQ      16(R10), R12
+	VCVTPH2PS (R12)(BX*1), Z8
+	VADDPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R12)(BX*1), Z8
+	VADDPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R12)(BX*1), Z8
+	VADDPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R12)(BX*1), Z8
+	VADDPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R12)(BX*1), Z8
+	VADDPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R12)(BX*1), Z8
+	VADDPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R12)(BX*1), Z8
+	VADDPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R12)(BX*1), Z8
+	VADDPS    Z8, Z7, Z7
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z1, K1
-	VRANGEPS  $0x05, Z9, Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z2, K1
-	VRANGEPS  $0x05, Z9, Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z3, K1
-	VRANGEPS  $0x05, Z9, Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z4, K1
-	VRANGEPS  $0x05, Z9, Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z5, K1
-	VRANGEPS  $0x05, Z9, Z5, Z5
-	VMOVDQA32 Z0, K1, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z6, K1
-	VRANGEPS  $0x05, Z9, Z6, Z6
-	VMOVDQA32 Z0, K1, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z7, K1
-	VRANGEPS  $0x05, Z9, Z7, Z7
-	VMOVDQA32 Z0, K1, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VCMPPS    $0x03, Z9, Z8, K1
-	VRANGEPS  $0x05, Z9, Z8, Z8
-	VMOVDQA32 Z0, K1, Z8
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	MOVQ      24(R10), R12
+	VCVTPH2PS (R12)(BX*1), Z8
+	VADDPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R12)(BX*1), Z8
+	VADDPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R12)(BX*1), Z8
+	VADDPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R12)(BX*1), Z8
+	VADDPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R12)(BX*1), Z8
+	VADDPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R12)(BX*1), Z8
+	VADDPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R12)(BX*1), Z8
+	VADDPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R12)(BX*1), Z8
+	VADDPS    Z8, Z7, Z7
+	CMPQ      R11, $0x04
+	JE        finish
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Z1, (AX)
-	VCVTPS2PH $0x00, Z2, 32(AX)
-	VCVTPS2PH $0x00, Z3, 64(AX)
-	VCVTPS2PH $0x00, Z4, 96(AX)
-	VCVTPS2PH $0x00, Z5, 128(AX)
-	VCVTPS2PH $0x00, Z6, 160(AX)
-	VCVTPS2PH $0x00, Z7, 192(AX)
-	VCVTPS2PH $0x00, Z8, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVNTDQ  Y1, (AX)
-	VCVTPS2PH $0x00, Z2, Y1
-	VMOVNTDQ  Y1, 32(AX)
-	VCVTPS2PH $0x00, Z3, Y1
-	VMOVNTDQ  Y1, 64(AX)
-	VCVTPS2PH $0x00, Z4, Y1
-	VMOVNTDQ  Y1, 96(AX)
-	VCVTPS2PH $0x00, Z5, Y1
-	VMOVNTDQ  Y1, 128(AX)
-	VCVTPS2PH $0x00, Z6, Y1
-	VMOVNTDQ  Y1, 160(AX)
-	VCVTPS2PH $0x00, Z7, Y1
-	VMOVNTDQ  Y1, 192(AX)
-	VCVTPS2PH $0x00, Z8, Y1
-	VMOVNTDQ  Y1, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+step:
+	MOVQ        $-1, R8
+	BZHIQ       SI, R8, R8
+	KMOVQ       R8, K1
+	MOVQ        (CX), R9
+	VMOVDQU16.Z (R9)(BX*1), K1, Y0
+	VCVTPH2PS   Y0, Z0
+	MOVL        $0x00000001, R8
+	CMPQ        DX, R8
+	JE          folded
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y1
+source:
+	MOVQ        (CX)(R8*8), R9
+	VMOVDQU16.Z (R9)(BX*1), K1, Y1
 	VCVTPH2PS   Y1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
+	VADDPS      Z1, Z0, Z0
+	INCQ        R8
+	CMPQ        R8, DX
+	JLT         source
 
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y2
-	VCVTPH2PS   Y2, Z2
-	VCMPPS      $0x03, Z2, Z1, K2
-	VRANGEPS    $0x05, Z2, Z1, Z1
-	VMOVDQA32   Z0, K2, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X1, X1, X1
+	VCVTSI2SSQ   R8, X1, X1
+	VBROADCASTSS X1, Z1
+	VDIVPS       Z1, Z0, Z0
 
-stepFinish:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVDQU16 Y1, K1, (AX)
+finished:
+	VCVTPS2PH $0x00, Z0, Y0
+	VMOVDQU16 Y0, K1, (AX)
 	ADDQ      $0x00000020, AX
 	ADDQ      $0x00000020, BX
 	SUBQ      $0x00000010, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func maxBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2, CMOV, MMX+
-TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
+special:
+	MOVQ         div+40(FP), R10
+	VXORPS       X8, X8, X8
+	VCVTSI2SSQ   R10, X8, X8
+	VBROADCASTSS X8, Z8
+	VDIVPS       Z8, Z0, Z0
+	VDIVPS       Z8, Z1, Z1
+	VDIVPS       Z8, Z2, Z2
+	VDIVPS       Z8, Z3, Z3
+	VDIVPS       Z8, Z4, Z4
+	VDIVPS       Z8, Z5, Z5
+	VDIVPS       Z8, Z6, Z6
+	VDIVPS       Z8, Z7, Z7
+	JMP          pack
+
+around:
+	VMOVNTDQ Y0, (AX)
+	VMOVNTDQ Y1, 32(AX)
+	VMOVNTDQ Y2, 64(AX)
+	VMOVNTDQ Y3, 96(AX)
+	VMOVNTDQ Y4, 128(AX)
+	VMOVNTDQ Y5, 160(AX)
+	VMOVNTDQ Y6, 192(AX)
+	VMOVNTDQ Y7, 224(AX)
+	JMP      next
+
+// func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-56
+	VPBROADCASTD cffff0000<>+0(SB), Z0
+	VPBROADCASTD c00000001<>+0(SB), Z1
+	VPBROADCASTD c00007fff<>+0(SB), Z2
+	VPBROADCASTD c00010000<>+0(SB), Z3
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -21378,6 +13000,8 @@ TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -21385,1790 +13009,475 @@ TEXT ·maxBF16AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	VMOVDQU64  (R8)(BX*1), Z3
-	VPSLLD     $0x10, Z3, Z2
-	VPANDD     Z0, Z3, Z3
-	VMOVDQU64  64(R8)(BX*1), Z5
-	VPSLLD     $0x10, Z5, Z4
-	VPANDD     Z0, Z5, Z5
-	VMOVDQU64  128(R8)(BX*1), Z7
-	VPSLLD     $0x10, Z7, Z6
-	VPANDD     Z0, Z7, Z7
-	VMOVDQU64  192(R8)(BX*1), Z9
-	VPSLLD     $0x10, Z9, Z8
-	VPANDD     Z0, Z9, Z9
-	VMOVDQU64  (R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z2, K1
-	VRANGEPS   $0x05, Z10, Z2, Z2
-	VMOVDQA32  Z1, K1, Z2
-	VCMPPS     $0x03, Z11, Z3, K1
-	VRANGEPS   $0x05, Z11, Z3, Z3
-	VMOVDQA32  Z1, K1, Z3
-	VMOVDQU64  64(R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z4, K1
-	VRANGEPS   $0x05, Z10, Z4, Z4
-	VMOVDQA32  Z1, K1, Z4
-	VCMPPS     $0x03, Z11, Z5, K1
-	VRANGEPS   $0x05, Z11, Z5, Z5
-	VMOVDQA32  Z1, K1, Z5
-	VMOVDQU64  128(R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z6, K1
-	VRANGEPS   $0x05, Z10, Z6, Z6
-	VMOVDQA32  Z1, K1, Z6
-	VCMPPS     $0x03, Z11, Z7, K1
-	VRANGEPS   $0x05, Z11, Z7, Z7
-	VMOVDQA32  Z1, K1, Z7
-	VMOVDQU64  192(R9)(BX*1), Z11
-	VPSLLD     $0x10, Z11, Z10
-	VPANDD     Z0, Z11, Z11
-	VCMPPS     $0x03, Z10, Z8, K1
-	VRANGEPS   $0x05, Z10, Z8, Z8
-	VMOVDQA32  Z1, K1, Z8
-	VCMPPS     $0x03, Z11, Z9, K1
-	VRANGEPS   $0x05, Z11, Z9, Z9
-	VMOVDQA32  Z1, K1, Z9
-	TESTQ      DI, DI
-	JNE        pairAround
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVDQU64  Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-
-pairAround:
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVNTDQ   Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z3
-	VPSLLD    $0x10, Z3, Z2
-	VPANDD    Z0, Z3, Z3
-	VMOVDQU64 64(R10)(BX*1), Z5
+	VMOVDQU64 (R8)(BX*1), Z5
 	VPSLLD    $0x10, Z5, Z4
 	VPANDD    Z0, Z5, Z5
-	VMOVDQU64 128(R10)(BX*1), Z7
+	VMOVDQU64 64(R8)(BX*1), Z7
 	VPSLLD    $0x10, Z7, Z6
 	VPANDD    Z0, Z7, Z7
-	VMOVDQU64 192(R10)(BX*1), Z9
+	VMOVDQU64 128(R8)(BX*1), Z9
 	VPSLLD    $0x10, Z9, Z8
 	VPANDD    Z0, Z9, Z9
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	VMOVDQU64 192(R8)(BX*1), Z11
+	VPSLLD    $0x10, Z11, Z10
+	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 (R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z4, Z4
+	VADDPS    Z13, Z5, Z5
+	VMOVDQU64 64(R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z6, Z6
+	VADDPS    Z13, Z7, Z7
+	VMOVDQU64 128(R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z8, Z8
+	VADDPS    Z13, Z9, Z9
+	VMOVDQU64 192(R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z10, Z10
+	VADDPS    Z13, Z11, Z11
 
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z2, K1
-	VRANGEPS  $0x05, Z10, Z2, Z2
-	VMOVDQA32 Z1, K1, Z2
-	VCMPPS    $0x03, Z11, Z3, K1
-	VRANGEPS  $0x05, Z11, Z3, Z3
-	VMOVDQA32 Z1, K1, Z3
-	VMOVDQU64 64(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z4, K1
-	VRANGEPS  $0x05, Z10, Z4, Z4
-	VMOVDQA32 Z1, K1, Z4
-	VCMPPS    $0x03, Z11, Z5, K1
-	VRANGEPS  $0x05, Z11, Z5, Z5
-	VMOVDQA32 Z1, K1, Z5
-	VMOVDQU64 128(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z6, K1
-	VRANGEPS  $0x05, Z10, Z6, Z6
-	VMOVDQA32 Z1, K1, Z6
-	VCMPPS    $0x03, Z11, Z7, K1
-	VRANGEPS  $0x05, Z11, Z7, Z7
-	VMOVDQA32 Z1, K1, Z7
-	VMOVDQU64 192(R10)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VCMPPS    $0x03, Z10, Z8, K1
-	VRANGEPS  $0x05, Z10, Z8, Z8
-	VMOVDQA32 Z1, K1, Z8
-	VCMPPS    $0x03, Z11, Z9, K1
-	VRANGEPS  $0x05, Z11, Z9, Z9
-	VMOVDQA32 Z1, K1, Z9
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+finish:
+	TESTB $0x02, DI
+	JNE   special
 
-blockFinish:
-	TESTQ      DI, DI
-	JNE        blockAround
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVDQU64  Z2, (AX)
+pack:
+	VPTESTMD   Z3, Z4, K1
+	VPADDD     Z2, Z4, Z4
+	VPADDD     Z1, Z4, K1, Z4
+	VPTESTMD   Z3, Z5, K1
+	VPADDD     Z2, Z5, Z5
+	VPADDD     Z1, Z5, K1, Z5
 	VPSRLD     $0x10, Z4, Z4
 	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU64  Z4, 64(AX)
+	VPTESTMD   Z3, Z6, K1
+	VPADDD     Z2, Z6, Z6
+	VPADDD     Z1, Z6, K1, Z6
+	VPTESTMD   Z3, Z7, K1
+	VPADDD     Z2, Z7, Z7
+	VPADDD     Z1, Z7, K1, Z7
 	VPSRLD     $0x10, Z6, Z6
 	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVDQU64  Z6, 128(AX)
+	VPTESTMD   Z3, Z8, K1
+	VPADDD     Z2, Z8, Z8
+	VPADDD     Z1, Z8, K1, Z8
+	VPTESTMD   Z3, Z9, K1
+	VPADDD     Z2, Z9, Z9
+	VPADDD     Z1, Z9, K1, Z9
 	VPSRLD     $0x10, Z8, Z8
 	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVDQU64  Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
+	VPTESTMD   Z3, Z10, K1
+	VPADDD     Z2, Z10, Z10
+	VPADDD     Z1, Z10, K1, Z10
+	VPTESTMD   Z3, Z11, K1
+	VPADDD     Z2, Z11, Z11
+	VPADDD     Z1, Z11, K1, Z11
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	TESTB      $0x01, DI
+	JNE        around
+	VMOVDQU64  Z4, (AX)
+	VMOVDQU64  Z6, 64(AX)
+	VMOVDQU64  Z8, 128(AX)
+	VMOVDQU64  Z10, 192(AX)
 
-blockAround:
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVNTDQ   Z2, (AX)
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVNTDQ   Z4, 64(AX)
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
-	VMOVNTDQ   Z6, 128(AX)
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
-	VMOVNTDQ   Z8, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
+	PCALIGN $0x40
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z3
-	VPSLLD      $0x10, Z3, Z2
-	VPANDD      Z0, Z3, Z3
-	CMPQ        R9, $0x01
-	JE          stepFinish
+block:
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z5
+	VPSLLD    $0x10, Z5, Z4
+	VPANDD    Z0, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z7
+	VPSLLD    $0x10, Z7, Z6
+	VPANDD    Z0, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z9
+	VPSLLD    $0x10, Z9, Z8
+	VPANDD    Z0, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z11
+	VPSLLD    $0x10, Z11, Z10
+	VPANDD    Z0, Z11, Z11
+	CMPQ      R11, $0x01
+	JE        finish
 
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z4, Z4
+	VADDPS    Z13, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z6, Z6
+	VADDPS    Z13, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z8, Z8
+	VADDPS    Z13, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z10, Z10
+	VADDPS    Z13, Z11, Z11
+	CMPQ      R11, $0x02
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      16(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z4, Z4
+	VADDPS    Z13, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z6, Z6
+	VADDPS    Z13, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z8, Z8
+	VADDPS    Z13, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z10, Z10
+	VADDPS    Z13, Z11, Z11
+	CMPQ      R11, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z4, Z4
+	VADDPS    Z13, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z6, Z6
+	VADDPS    Z13, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z8, Z8
+	VADDPS    Z13, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VADDPS    Z12, Z10, Z10
+	VADDPS    Z13, Z11, Z11
+	CMPQ      R11, $0x04
+	JE        finish
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
+	JMP       sources
+
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
+
+step:
+	MOVQ        $-1, R8
+	BZHIQ       SI, R8, R8
+	KMOVQ       R8, K1
+	MOVQ        (CX), R9
+	VMOVDQU16.Z (R9)(BX*1), K1, Z5
 	VPSLLD      $0x10, Z5, Z4
 	VPANDD      Z0, Z5, Z5
-	VCMPPS      $0x03, Z4, Z2, K2
-	VRANGEPS    $0x05, Z4, Z2, Z2
-	VMOVDQA32   Z1, K2, Z2
-	VCMPPS      $0x03, Z5, Z3, K2
-	VRANGEPS    $0x05, Z5, Z3, Z3
-	VMOVDQA32   Z1, K2, Z3
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	MOVL        $0x00000001, R8
+	CMPQ        DX, R8
+	JE          folded
 
-stepFinish:
-	VPSRLD     $0x10, Z2, Z2
-	VPTERNLOGD $0xf8, Z0, Z3, Z2
-	VMOVDQU16  Z2, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, BX
-	SUBQ       $0x00000020, SI
-	JMP        steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgF32AVX512(SB), NOSPLIT, $0-56
-	MOVQ         div+40(FP), AX
-	VXORPS       X0, X0, X0
-	VCVTSI2SSQ   AX, X0, X0
-	VBROADCASTSS X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x02, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	VMOVDQU64 (R8)(BX*1), Z1
-	VMOVDQU64 64(R8)(BX*1), Z2
-	VMOVDQU64 128(R8)(BX*1), Z3
-	VMOVDQU64 192(R8)(BX*1), Z4
-	VADDPS    (R9)(BX*1), Z1, Z1
-	VADDPS    64(R9)(BX*1), Z2, Z2
-	VADDPS    128(R9)(BX*1), Z3, Z3
-	VADDPS    192(R9)(BX*1), Z4, Z4
-	VDIVPS    Z0, Z1, Z1
-	VDIVPS    Z0, Z2, Z2
-	VDIVPS    Z0, Z3, Z3
-	VDIVPS    Z0, Z4, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       pair
-
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x05
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x06
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x07
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VADDPS  (R10)(BX*1), Z1, Z1
-	VADDPS  64(R10)(BX*1), Z2, Z2
-	VADDPS  128(R10)(BX*1), Z3, Z3
-	VADDPS  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
-
-blockFinish:
-	VDIVPS    Z0, Z1, Z1
-	VDIVPS    Z0, Z2, Z2
-	VDIVPS    Z0, Z3, Z3
-	VDIVPS    Z0, Z4, Z4
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000040, SI
-	JMP       block
-
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000040, SI
-	JMP      block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU32.Z (R10)(BX*1), K1, Z2
-	VADDPS      Z2, Z1, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VDIVPS    Z0, Z1, Z1
-	VMOVDQU32 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgF64AVX512(SB), NOSPLIT, $0-56
-	MOVQ         div+40(FP), AX
-	VXORPS       X0, X0, X0
-	VCVTSI2SDQ   AX, X0, X0
-	VBROADCASTSD X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x03, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	VMOVDQU64 (R8)(BX*1), Z1
-	VMOVDQU64 64(R8)(BX*1), Z2
-	VMOVDQU64 128(R8)(BX*1), Z3
-	VMOVDQU64 192(R8)(BX*1), Z4
-	VADDPD    (R9)(BX*1), Z1, Z1
-	VADDPD    64(R9)(BX*1), Z2, Z2
-	VADDPD    128(R9)(BX*1), Z3, Z3
-	VADDPD    192(R9)(BX*1), Z4, Z4
-	VDIVPD    Z0, Z1, Z1
-	VDIVPD    Z0, Z2, Z2
-	VDIVPD    Z0, Z3, Z3
-	VDIVPD    Z0, Z4, Z4
-	TESTQ     DI, DI
-	JNE       pairAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       pair
-
-pairAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000020
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z1
-	VMOVDQU64 64(R10)(BX*1), Z2
-	VMOVDQU64 128(R10)(BX*1), Z3
-	VMOVDQU64 192(R10)(BX*1), Z4
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x02
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x03
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x04
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    32(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x05
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    40(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x06
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    48(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x07
-	JE      blockFinish
-	PCALIGN $0x20
-	MOVQ    56(R8), R10
-	VADDPD  (R10)(BX*1), Z1, Z1
-	VADDPD  64(R10)(BX*1), Z2, Z2
-	VADDPD  128(R10)(BX*1), Z3, Z3
-	VADDPD  192(R10)(BX*1), Z4, Z4
-	CMPQ    R9, $0x08
-	JE      blockFinish
-	ADDQ    $0x38, R8
-	SUBQ    $0x07, R9
-	JMP     blockSources
-
-blockFinish:
-	VDIVPD    Z0, Z1, Z1
-	VDIVPD    Z0, Z2, Z2
-	VDIVPD    Z0, Z3, Z3
-	VDIVPD    Z0, Z4, Z4
-	TESTQ     DI, DI
-	JNE       blockAround
-	VMOVDQU64 Z1, (AX)
-	VMOVDQU64 Z2, 64(AX)
-	VMOVDQU64 Z3, 128(AX)
-	VMOVDQU64 Z4, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000020, SI
-	JMP       block
-
-blockAround:
-	VMOVNTDQ Z1, (AX)
-	VMOVNTDQ Z2, 64(AX)
-	VMOVNTDQ Z3, 128(AX)
-	VMOVNTDQ Z4, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000020, SI
-	JMP      block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000008, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU64.Z (R10)(BX*1), K1, Z2
-	VADDPD      Z2, Z1, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VDIVPD    Z0, Z1, Z1
-	VMOVDQU64 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·avgF16AVX512(SB), NOSPLIT, $0-56
-	MOVQ         div+40(FP), AX
-	VXORPS       X0, X0, X0
-	VCVTSI2SSQ   AX, X0, X0
-	VBROADCASTSS X0, Z0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	VCVTPH2PS (R8)(BX*1), Z1
-	VCVTPH2PS 32(R8)(BX*1), Z2
-	VCVTPH2PS 64(R8)(BX*1), Z3
-	VCVTPH2PS 96(R8)(BX*1), Z4
-	VCVTPH2PS 128(R8)(BX*1), Z5
-	VCVTPH2PS 160(R8)(BX*1), Z6
-	VCVTPH2PS 192(R8)(BX*1), Z7
-	VCVTPH2PS 224(R8)(BX*1), Z8
-	VCVTPH2PS (R9)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R9)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R9)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R9)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R9)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R9)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R9)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R9)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	VDIVPS    Z0, Z1, Z1
-	VDIVPS    Z0, Z2, Z2
-	VDIVPS    Z0, Z3, Z3
-	VDIVPS    Z0, Z4, Z4
-	VDIVPS    Z0, Z5, Z5
-	VDIVPS    Z0, Z6, Z6
-	VDIVPS    Z0, Z7, Z7
-	VDIVPS    Z0, Z8, Z8
-	TESTQ     DI, DI
-	JNE       pairAround
-	VCVTPS2PH $0x00, Z1, (AX)
-	VCVTPS2PH $0x00, Z2, 32(AX)
-	VCVTPS2PH $0x00, Z3, 64(AX)
-	VCVTPS2PH $0x00, Z4, 96(AX)
-	VCVTPS2PH $0x00, Z5, 128(AX)
-	VCVTPS2PH $0x00, Z6, 160(AX)
-	VCVTPS2PH $0x00, Z7, 192(AX)
-	VCVTPS2PH $0x00, Z8, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-
-pairAround:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVNTDQ  Y1, (AX)
-	VCVTPS2PH $0x00, Z2, Y1
-	VMOVNTDQ  Y1, 32(AX)
-	VCVTPS2PH $0x00, Z3, Y1
-	VMOVNTDQ  Y1, 64(AX)
-	VCVTPS2PH $0x00, Z4, Y1
-	VMOVNTDQ  Y1, 96(AX)
-	VCVTPS2PH $0x00, Z5, Y1
-	VMOVNTDQ  Y1, 128(AX)
-	VCVTPS2PH $0x00, Z6, Y1
-	VMOVNTDQ  Y1, 160(AX)
-	VCVTPS2PH $0x00, Z7, Y1
-	VMOVNTDQ  Y1, 192(AX)
-	VCVTPS2PH $0x00, Z8, Y1
-	VMOVNTDQ  Y1, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Z1
-	VCVTPH2PS 32(R10)(BX*1), Z2
-	VCVTPH2PS 64(R10)(BX*1), Z3
-	VCVTPH2PS 96(R10)(BX*1), Z4
-	VCVTPH2PS 128(R10)(BX*1), Z5
-	VCVTPH2PS 160(R10)(BX*1), Z6
-	VCVTPH2PS 192(R10)(BX*1), Z7
-	VCVTPH2PS 224(R10)(BX*1), Z8
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VCVTPH2PS (R10)(BX*1), Z9
-	VADDPS    Z9, Z1, Z1
-	VCVTPH2PS 32(R10)(BX*1), Z9
-	VADDPS    Z9, Z2, Z2
-	VCVTPH2PS 64(R10)(BX*1), Z9
-	VADDPS    Z9, Z3, Z3
-	VCVTPH2PS 96(R10)(BX*1), Z9
-	VADDPS    Z9, Z4, Z4
-	VCVTPH2PS 128(R10)(BX*1), Z9
-	VADDPS    Z9, Z5, Z5
-	VCVTPH2PS 160(R10)(BX*1), Z9
-	VADDPS    Z9, Z6, Z6
-	VCVTPH2PS 192(R10)(BX*1), Z9
-	VADDPS    Z9, Z7, Z7
-	VCVTPH2PS 224(R10)(BX*1), Z9
-	VADDPS    Z9, Z8, Z8
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	VDIVPS    Z0, Z1, Z1
-	VDIVPS    Z0, Z2, Z2
-	VDIVPS    Z0, Z3, Z3
-	VDIVPS    Z0, Z4, Z4
-	VDIVPS    Z0, Z5, Z5
-	VDIVPS    Z0, Z6, Z6
-	VDIVPS    Z0, Z7, Z7
-	VDIVPS    Z0, Z8, Z8
-	TESTQ     DI, DI
-	JNE       blockAround
-	VCVTPS2PH $0x00, Z1, (AX)
-	VCVTPS2PH $0x00, Z2, 32(AX)
-	VCVTPS2PH $0x00, Z3, 64(AX)
-	VCVTPS2PH $0x00, Z4, 96(AX)
-	VCVTPS2PH $0x00, Z5, 128(AX)
-	VCVTPS2PH $0x00, Z6, 160(AX)
-	VCVTPS2PH $0x00, Z7, 192(AX)
-	VCVTPS2PH $0x00, Z8, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-blockAround:
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVNTDQ  Y1, (AX)
-	VCVTPS2PH $0x00, Z2, Y1
-	VMOVNTDQ  Y1, 32(AX)
-	VCVTPS2PH $0x00, Z3, Y1
-	VMOVNTDQ  Y1, 64(AX)
-	VCVTPS2PH $0x00, Z4, Y1
-	VMOVNTDQ  Y1, 96(AX)
-	VCVTPS2PH $0x00, Z5, Y1
-	VMOVNTDQ  Y1, 128(AX)
-	VCVTPS2PH $0x00, Z6, Y1
-	VMOVNTDQ  Y1, 160(AX)
-	VCVTPS2PH $0x00, Z7, Y1
-	VMOVNTDQ  Y1, 192(AX)
-	VCVTPS2PH $0x00, Z8, Y1
-	VMOVNTDQ  Y1, 224(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000010, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y1
-	VCVTPH2PS   Y1, Z1
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Y2
-	VCVTPH2PS   Y2, Z2
-	VADDPS      Z2, Z1, Z1
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
-
-stepFinish:
-	VDIVPS    Z0, Z1, Z1
-	VCVTPS2PH $0x00, Z1, Y1
-	VMOVDQU16 Y1, K1, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
-	JMP       steps
-
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
-	VZEROUPPER
-	RET
-
-// func avgBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgBF16AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVQ         div+40(FP), AX
-	VXORPS       X4, X4, X4
-	VCVTSI2SSQ   AX, X4, X4
-	VBROADCASTSS X4, Z4
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	VMOVDQU64  (R8)(BX*1), Z6
-	VPSLLD     $0x10, Z6, Z5
-	VPANDD     Z0, Z6, Z6
-	VMOVDQU64  64(R8)(BX*1), Z8
-	VPSLLD     $0x10, Z8, Z7
-	VPANDD     Z0, Z8, Z8
-	VMOVDQU64  128(R8)(BX*1), Z10
-	VPSLLD     $0x10, Z10, Z9
-	VPANDD     Z0, Z10, Z10
-	VMOVDQU64  192(R8)(BX*1), Z12
-	VPSLLD     $0x10, Z12, Z11
-	VPANDD     Z0, Z12, Z12
-	VMOVDQU64  (R9)(BX*1), Z14
-	VPSLLD     $0x10, Z14, Z13
-	VPANDD     Z0, Z14, Z14
-	VADDPS     Z13, Z5, Z5
-	VADDPS     Z14, Z6, Z6
-	VMOVDQU64  64(R9)(BX*1), Z14
-	VPSLLD     $0x10, Z14, Z13
-	VPANDD     Z0, Z14, Z14
-	VADDPS     Z13, Z7, Z7
-	VADDPS     Z14, Z8, Z8
-	VMOVDQU64  128(R9)(BX*1), Z14
-	VPSLLD     $0x10, Z14, Z13
-	VPANDD     Z0, Z14, Z14
-	VADDPS     Z13, Z9, Z9
-	VADDPS     Z14, Z10, Z10
-	VMOVDQU64  192(R9)(BX*1), Z14
-	VPSLLD     $0x10, Z14, Z13
-	VPANDD     Z0, Z14, Z14
-	VADDPS     Z13, Z11, Z11
-	VADDPS     Z14, Z12, Z12
-	VDIVPS     Z4, Z5, Z5
-	VDIVPS     Z4, Z6, Z6
-	VDIVPS     Z4, Z7, Z7
-	VDIVPS     Z4, Z8, Z8
-	VDIVPS     Z4, Z9, Z9
-	VDIVPS     Z4, Z10, Z10
-	VDIVPS     Z4, Z11, Z11
-	VDIVPS     Z4, Z12, Z12
-	TESTQ      DI, DI
-	JNE        pairAround
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPSRLD     $0x10, Z5, Z5
-	VPTERNLOGD $0xf8, Z0, Z6, Z5
-	VMOVDQU64  Z5, (AX)
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPSRLD     $0x10, Z7, Z7
-	VPTERNLOGD $0xf8, Z0, Z8, Z7
-	VMOVDQU64  Z7, 64(AX)
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPSRLD     $0x10, Z9, Z9
-	VPTERNLOGD $0xf8, Z0, Z10, Z9
-	VMOVDQU64  Z9, 128(AX)
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPTESTMD   Z3, Z12, K1
-	VPADDD     Z2, Z12, Z12
-	VPADDD     Z1, Z12, K1, Z12
-	VPSRLD     $0x10, Z11, Z11
-	VPTERNLOGD $0xf8, Z0, Z12, Z11
-	VMOVDQU64  Z11, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-
-pairAround:
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPSRLD     $0x10, Z5, Z5
-	VPTERNLOGD $0xf8, Z0, Z6, Z5
-	VMOVNTDQ   Z5, (AX)
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPSRLD     $0x10, Z7, Z7
-	VPTERNLOGD $0xf8, Z0, Z8, Z7
-	VMOVNTDQ   Z7, 64(AX)
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPSRLD     $0x10, Z9, Z9
-	VPTERNLOGD $0xf8, Z0, Z10, Z9
-	VMOVNTDQ   Z9, 128(AX)
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPTESTMD   Z3, Z12, K1
-	VPADDD     Z2, Z12, Z12
-	VPADDD     Z1, Z12, K1, Z12
-	VPSRLD     $0x10, Z11, Z11
-	VPTERNLOGD $0xf8, Z0, Z12, Z11
-	VMOVNTDQ   Z11, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        pair
-	PCALIGN $0x40
-
-block:
-	CMPQ      SI, $0x00000080
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU64 (R10)(BX*1), Z6
-	VPSLLD    $0x10, Z6, Z5
-	VPANDD    Z0, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z8
-	VPSLLD    $0x10, Z8, Z7
-	VPANDD    Z0, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z10
-	VPSLLD    $0x10, Z10, Z9
-	VPANDD    Z0, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z12
-	VPSLLD    $0x10, Z12, Z11
-	VPANDD    Z0, Z12, Z12
-	CMPQ      R9, $0x01
-	JE        blockFinish
-
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU64 (R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z5, Z5
-	VADDPS    Z14, Z6, Z6
-	VMOVDQU64 64(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z7, Z7
-	VADDPS    Z14, Z8, Z8
-	VMOVDQU64 128(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z9, Z9
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU64 192(R10)(BX*1), Z14
-	VPSLLD    $0x10, Z14, Z13
-	VPANDD    Z0, Z14, Z14
-	VADDPS    Z13, Z11, Z11
-	VADDPS    Z14, Z12, Z12
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	VDIVPS     Z4, Z5, Z5
-	VDIVPS     Z4, Z6, Z6
-	VDIVPS     Z4, Z7, Z7
-	VDIVPS     Z4, Z8, Z8
-	VDIVPS     Z4, Z9, Z9
-	VDIVPS     Z4, Z10, Z10
-	VDIVPS     Z4, Z11, Z11
-	VDIVPS     Z4, Z12, Z12
-	TESTQ      DI, DI
-	JNE        blockAround
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPSRLD     $0x10, Z5, Z5
-	VPTERNLOGD $0xf8, Z0, Z6, Z5
-	VMOVDQU64  Z5, (AX)
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPSRLD     $0x10, Z7, Z7
-	VPTERNLOGD $0xf8, Z0, Z8, Z7
-	VMOVDQU64  Z7, 64(AX)
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPSRLD     $0x10, Z9, Z9
-	VPTERNLOGD $0xf8, Z0, Z10, Z9
-	VMOVDQU64  Z9, 128(AX)
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPTESTMD   Z3, Z12, K1
-	VPADDD     Z2, Z12, Z12
-	VPADDD     Z1, Z12, K1, Z12
-	VPSRLD     $0x10, Z11, Z11
-	VPTERNLOGD $0xf8, Z0, Z12, Z11
-	VMOVDQU64  Z11, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-blockAround:
-	VPTESTMD   Z3, Z5, K1
-	VPADDD     Z2, Z5, Z5
-	VPADDD     Z1, Z5, K1, Z5
-	VPTESTMD   Z3, Z6, K1
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K1, Z6
-	VPSRLD     $0x10, Z5, Z5
-	VPTERNLOGD $0xf8, Z0, Z6, Z5
-	VMOVNTDQ   Z5, (AX)
-	VPTESTMD   Z3, Z7, K1
-	VPADDD     Z2, Z7, Z7
-	VPADDD     Z1, Z7, K1, Z7
-	VPTESTMD   Z3, Z8, K1
-	VPADDD     Z2, Z8, Z8
-	VPADDD     Z1, Z8, K1, Z8
-	VPSRLD     $0x10, Z7, Z7
-	VPTERNLOGD $0xf8, Z0, Z8, Z7
-	VMOVNTDQ   Z7, 64(AX)
-	VPTESTMD   Z3, Z9, K1
-	VPADDD     Z2, Z9, Z9
-	VPADDD     Z1, Z9, K1, Z9
-	VPTESTMD   Z3, Z10, K1
-	VPADDD     Z2, Z10, Z10
-	VPADDD     Z1, Z10, K1, Z10
-	VPSRLD     $0x10, Z9, Z9
-	VPTERNLOGD $0xf8, Z0, Z10, Z9
-	VMOVNTDQ   Z9, 128(AX)
-	VPTESTMD   Z3, Z11, K1
-	VPADDD     Z2, Z11, Z11
-	VPADDD     Z1, Z11, K1, Z11
-	VPTESTMD   Z3, Z12, K1
-	VPADDD     Z2, Z12, Z12
-	VPADDD     Z1, Z12, K1, Z12
-	VPSRLD     $0x10, Z11, Z11
-	VPTERNLOGD $0xf8, Z0, Z12, Z11
-	VMOVNTDQ   Z11, 192(AX)
-	ADDQ       $0x00000100, AX
-	ADDQ       $0x00000100, BX
-	SUBQ       $0x00000080, SI
-	JMP        block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z6
-	VPSLLD      $0x10, Z6, Z5
-	VPANDD      Z0, Z6, Z6
-	CMPQ        R9, $0x01
-	JE          stepFinish
-
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z8
-	VPSLLD      $0x10, Z8, Z7
-	VPANDD      Z0, Z8, Z8
+source:
+	MOVQ        (CX)(R8*8), R9
+	VMOVDQU16.Z (R9)(BX*1), K1, Z7
+	VPSLLD      $0x10, Z7, Z6
+	VPANDD      Z0, Z7, Z7
+	VADDPS      Z6, Z4, Z4
 	VADDPS      Z7, Z5, Z5
-	VADDPS      Z8, Z6, Z6
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        R8
+	CMPQ        R8, DX
+	JLT         source
 
-stepFinish:
-	VDIVPS     Z4, Z5, Z5
-	VDIVPS     Z4, Z6, Z6
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X6, X6, X6
+	VCVTSI2SSQ   R8, X6, X6
+	VBROADCASTSS X6, Z6
+	VDIVPS       Z6, Z4, Z4
+	VDIVPS       Z6, Z5, Z5
+
+finished:
+	VPTESTMD   Z3, Z4, K2
+	VPADDD     Z2, Z4, Z4
+	VPADDD     Z1, Z4, K2, Z4
 	VPTESTMD   Z3, Z5, K2
 	VPADDD     Z2, Z5, Z5
 	VPADDD     Z1, Z5, K2, Z5
-	VPTESTMD   Z3, Z6, K2
-	VPADDD     Z2, Z6, Z6
-	VPADDD     Z1, Z6, K2, Z6
-	VPSRLD     $0x10, Z5, Z5
-	VPTERNLOGD $0xf8, Z0, Z6, Z5
-	VMOVDQU16  Z5, K1, (AX)
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VMOVDQU16  Z4, K1, (AX)
 	ADDQ       $0x00000040, AX
 	ADDQ       $0x00000040, BX
 	SUBQ       $0x00000020, SI
-	JMP        steps
+	JGT        step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x43800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x3b800000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x7fffffff, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x43f00000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X4
-	VPBROADCASTD X4, Z4
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, Y5
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X6
-	VPBROADCASTW X6, Y6
-	MOVL         $0x0000003f, AX
-	VMOVD        AX, X7
-	VPBROADCASTW X7, Y7
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X8
-	VPBROADCASTW X8, Y8
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X9
-	VPBROADCASTW X9, Y9
+special:
+	MOVQ         div+40(FP), R10
+	VXORPS       X12, X12, X12
+	VCVTSI2SSQ   R10, X12, X12
+	VBROADCASTSS X12, Z12
+	VDIVPS       Z12, Z4, Z4
+	VDIVPS       Z12, Z5, Z5
+	VDIVPS       Z12, Z6, Z6
+	VDIVPS       Z12, Z7, Z7
+	VDIVPS       Z12, Z8, Z8
+	VDIVPS       Z12, Z9, Z9
+	VDIVPS       Z12, Z10, Z10
+	VDIVPS       Z12, Z11, Z11
+	JMP          pack
+
+around:
+	VMOVNTDQ Z4, (AX)
+	VMOVNTDQ Z6, 64(AX)
+	VMOVNTDQ Z8, 128(AX)
+	VMOVNTDQ Z10, 192(AX)
+	JMP      next
+
+// func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
+TEXT ·prodF16AVX512(SB), NOSPLIT, $0-56
+	MOVQ    dst+0(FP), AX
+	MOVQ    srcs+8(FP), CX
+	MOVQ    k+16(FP), DX
+	MOVQ    lo+24(FP), BX
+	MOVQ    hi+32(FP), SI
+	MOVQ    mode+48(FP), DI
+	SUBQ    BX, SI
+	SHLQ    $0x01, BX
+	ADDQ    BX, AX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JNE     block
+	MOVQ    (CX), R8
+	MOVQ    8(CX), R9
+	PCALIGN $0x40
+
+pair:
+	VCVTPH2PS (R8)(BX*1), Z0
+	VCVTPH2PS 32(R8)(BX*1), Z1
+	VCVTPH2PS 64(R8)(BX*1), Z2
+	VCVTPH2PS 96(R8)(BX*1), Z3
+	VCVTPH2PS 128(R8)(BX*1), Z4
+	VCVTPH2PS 160(R8)(BX*1), Z5
+	VCVTPH2PS 192(R8)(BX*1), Z6
+	VCVTPH2PS 224(R8)(BX*1), Z7
+	VCVTPH2PS (R9)(BX*1), Z8
+	VMULPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R9)(BX*1), Z8
+	VMULPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R9)(BX*1), Z8
+	VMULPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R9)(BX*1), Z8
+	VMULPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R9)(BX*1), Z8
+	VMULPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R9)(BX*1), Z8
+	VMULPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R9)(BX*1), Z8
+	VMULPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R9)(BX*1), Z8
+	VMULPS    Z8, Z7, Z7
+
+finish:
+	VCVTPS2PH $0x00, Z0, Y0
+	VCVTPS2PH $0x00, Z1, Y1
+	VCVTPS2PH $0x00, Z2, Y2
+	VCVTPS2PH $0x00, Z3, Y3
+	VCVTPS2PH $0x00, Z4, Y4
+	VCVTPS2PH $0x00, Z5, Y5
+	VCVTPS2PH $0x00, Z6, Y6
+	VCVTPS2PH $0x00, Z7, Y7
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU   Y0, (AX)
+	VMOVDQU   Y1, 32(AX)
+	VMOVDQU   Y2, 64(AX)
+	VMOVDQU   Y3, 96(AX)
+	VMOVDQU   Y4, 128(AX)
+	VMOVDQU   Y5, 160(AX)
+	VMOVDQU   Y6, 192(AX)
+	VMOVDQU   Y7, 224(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
+	PCALIGN $0x40
+
+block:
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VCVTPH2PS (R12)(BX*1), Z0
+	VCVTPH2PS 32(R12)(BX*1), Z1
+	VCVTPH2PS 64(R12)(BX*1), Z2
+	VCVTPH2PS 96(R12)(BX*1), Z3
+	VCVTPH2PS 128(R12)(BX*1), Z4
+	VCVTPH2PS 160(R12)(BX*1), Z5
+	VCVTPH2PS 192(R12)(BX*1), Z6
+	VCVTPH2PS 224(R12)(BX*1), Z7
+	CMPQ      R11, $0x01
+	JE        finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R10), R12
+	VCVTPH2PS (R12)(BX*1), Z8
+	VMULPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R12)(BX*1), Z8
+	VMULPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R12)(BX*1), Z8
+	VMULPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R12)(BX*1), Z8
+	VMULPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R12)(BX*1), Z8
+	VMULPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R12)(BX*1), Z8
+	VMULPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R12)(BX*1), Z8
+	VMULPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R12)(BX*1), Z8
+	VMULPS    Z8, Z7, Z7
+	CMPQ      R11, $0x02
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      16(R10), R12
+	VCVTPH2PS (R12)(BX*1), Z8
+	VMULPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R12)(BX*1), Z8
+	VMULPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R12)(BX*1), Z8
+	VMULPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R12)(BX*1), Z8
+	VMULPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R12)(BX*1), Z8
+	VMULPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R12)(BX*1), Z8
+	VMULPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R12)(BX*1), Z8
+	VMULPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R12)(BX*1), Z8
+	VMULPS    Z8, Z7, Z7
+	CMPQ      R11, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R10), R12
+	VCVTPH2PS (R12)(BX*1), Z8
+	VMULPS    Z8, Z0, Z0
+	VCVTPH2PS 32(R12)(BX*1), Z8
+	VMULPS    Z8, Z1, Z1
+	VCVTPH2PS 64(R12)(BX*1), Z8
+	VMULPS    Z8, Z2, Z2
+	VCVTPH2PS 96(R12)(BX*1), Z8
+	VMULPS    Z8, Z3, Z3
+	VCVTPH2PS 128(R12)(BX*1), Z8
+	VMULPS    Z8, Z4, Z4
+	VCVTPH2PS 160(R12)(BX*1), Z8
+	VMULPS    Z8, Z5, Z5
+	VCVTPH2PS 192(R12)(BX*1), Z8
+	VMULPS    Z8, Z6, Z6
+	VCVTPH2PS 224(R12)(BX*1), Z8
+	VMULPS    Z8, Z7, Z7
+	CMPQ      R11, $0x04
+	JE        finish
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
+	JMP       sources
+
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
+
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Y0
+	VCVTPH2PS   Y0, Z0
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
+
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Y1
+	VCVTPH2PS   Y1, Z1
+	VMULPS      Z1, Z0, Z0
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
+
+folded:
+	VCVTPS2PH $0x00, Z0, Y0
+	VMOVDQU16 Y0, K1, (AX)
+	ADDQ      $0x00000020, AX
+	ADDQ      $0x00000020, BX
+	SUBQ      $0x00000010, SI
+	JGT       step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y0, (AX)
+	VMOVNTDQ Y1, 32(AX)
+	VMOVNTDQ Y2, 64(AX)
+	VMOVNTDQ Y3, 96(AX)
+	VMOVNTDQ Y4, 128(AX)
+	VMOVNTDQ Y5, 160(AX)
+	VMOVNTDQ Y6, 192(AX)
+	VMOVNTDQ Y7, 224(AX)
+	JMP      next
+
+// func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-56
+	VPBROADCASTD cffff0000<>+0(SB), Z0
+	VPBROADCASTD c00000001<>+0(SB), Z1
+	VPBROADCASTD c00007fff<>+0(SB), Z2
+	VPBROADCASTD c00010000<>+0(SB), Z3
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -23176,7 +13485,10 @@ TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	MOVQ         mode+48(FP), DI
 	SUBQ         BX, SI
+	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -23184,1478 +13496,753 @@ TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ        SI, $0x00000040
-	JLT         steps
-	VMOVDQU     (R8)(BX*1), X10
-	VPMOVSXBW   X10, Y10
-	VPSLLW      $0x07, Y10, Y10
-	VPANDD      Y5, Y10, Y10
-	VCVTPH2PS   Y10, Z10
-	VMULPS      Z0, Z10, Z10
-	VPANDD      Z2, Z10, Z11
-	VCMPPS      $0x00, Z3, Z11, K1
-	VPORD       Z4, Z10, K1, Z10
-	VMOVDQU     16(R8)(BX*1), X11
-	VPMOVSXBW   X11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPANDD      Y5, Y11, Y11
-	VCVTPH2PS   Y11, Z11
-	VMULPS      Z0, Z11, Z11
-	VPANDD      Z2, Z11, Z12
-	VCMPPS      $0x00, Z3, Z12, K1
-	VPORD       Z4, Z11, K1, Z11
-	VMOVDQU     32(R8)(BX*1), X12
-	VPMOVSXBW   X12, Y12
-	VPSLLW      $0x07, Y12, Y12
-	VPANDD      Y5, Y12, Y12
-	VCVTPH2PS   Y12, Z12
-	VMULPS      Z0, Z12, Z12
-	VPANDD      Z2, Z12, Z13
-	VCMPPS      $0x00, Z3, Z13, K1
-	VPORD       Z4, Z12, K1, Z12
-	VMOVDQU     48(R8)(BX*1), X13
-	VPMOVSXBW   X13, Y13
-	VPSLLW      $0x07, Y13, Y13
-	VPANDD      Y5, Y13, Y13
-	VCVTPH2PS   Y13, Z13
-	VMULPS      Z0, Z13, Z13
-	VPANDD      Z2, Z13, Z14
-	VCMPPS      $0x00, Z3, Z14, K1
-	VPORD       Z4, Z13, K1, Z13
-	VMOVDQU     (R9)(BX*1), X14
-	VPMOVSXBW   X14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPANDD      Y5, Y14, Y14
-	VCVTPH2PS   Y14, Z14
-	VMULPS      Z0, Z14, Z14
-	VPANDD      Z2, Z14, Z15
-	VCMPPS      $0x00, Z3, Z15, K1
-	VPORD       Z4, Z14, K1, Z14
-	VADDPS      Z14, Z10, Z10
-	VMOVDQU     16(R9)(BX*1), X14
-	VPMOVSXBW   X14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPANDD      Y5, Y14, Y14
-	VCVTPH2PS   Y14, Z14
-	VMULPS      Z0, Z14, Z14
-	VPANDD      Z2, Z14, Z15
-	VCMPPS      $0x00, Z3, Z15, K1
-	VPORD       Z4, Z14, K1, Z14
-	VADDPS      Z14, Z11, Z11
-	VMOVDQU     32(R9)(BX*1), X14
-	VPMOVSXBW   X14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPANDD      Y5, Y14, Y14
-	VCVTPH2PS   Y14, Z14
-	VMULPS      Z0, Z14, Z14
-	VPANDD      Z2, Z14, Z15
-	VCMPPS      $0x00, Z3, Z15, K1
-	VPORD       Z4, Z14, K1, Z14
-	VADDPS      Z14, Z12, Z12
-	VMOVDQU     48(R9)(BX*1), X14
-	VPMOVSXBW   X14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPANDD      Y5, Y14, Y14
-	VCVTPH2PS   Y14, Z14
-	VMULPS      Z0, Z14, Z14
-	VPANDD      Z2, Z14, Z15
-	VCMPPS      $0x00, Z3, Z15, K1
-	VPORD       Z4, Z14, K1, Z14
-	VADDPS      Z14, Z13, Z13
-	TESTQ       DI, DI
-	JNE         pairAround
-	VMULPS      Z1, Z10, Z10
-	VCVTPS2PH   $0x03, Z10, Y15
-	VCVTPH2PS   Y15, Z14
-	VCMPPS      $0x04, Z10, Z14, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y15, Y15
-	VPAND       Y8, Y15, Y10
-	VPSRLW      $0x07, Y10, Y14
-	VPAND       Y6, Y14, Y14
-	VPADDW      Y7, Y14, Y14
-	VPADDW      Y10, Y14, Y14
-	VPSRLW      $0x07, Y14, Y14
-	VPMINUW     Y9, Y14, Y14
-	VPSRLW      $0x0f, Y15, Y15
-	VPSLLW      $0x07, Y15, Y15
-	VPOR        Y15, Y14, Y14
-	VPMOVWB     Y14, X10
-	VMOVDQU     X10, (AX)
-	VMULPS      Z1, Z11, Z11
-	VCVTPS2PH   $0x03, Z11, Y14
-	VCVTPH2PS   Y14, Z10
-	VCMPPS      $0x04, Z11, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y14, Y14
-	VPAND       Y8, Y14, Y10
-	VPSRLW      $0x07, Y10, Y11
-	VPAND       Y6, Y11, Y11
-	VPADDW      Y7, Y11, Y11
-	VPADDW      Y10, Y11, Y11
-	VPSRLW      $0x07, Y11, Y11
-	VPMINUW     Y9, Y11, Y11
-	VPSRLW      $0x0f, Y14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPOR        Y14, Y11, Y11
-	VPMOVWB     Y11, X10
-	VMOVDQU     X10, 16(AX)
-	VMULPS      Z1, Z12, Z12
-	VCVTPS2PH   $0x03, Z12, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z12, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVDQU     X10, 32(AX)
-	VMULPS      Z1, Z13, Z13
-	VCVTPS2PH   $0x03, Z13, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z13, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVDQU     X10, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         pair
+	VMOVDQU64 (R8)(BX*1), Z5
+	VPSLLD    $0x10, Z5, Z4
+	VPANDD    Z0, Z5, Z5
+	VMOVDQU64 64(R8)(BX*1), Z7
+	VPSLLD    $0x10, Z7, Z6
+	VPANDD    Z0, Z7, Z7
+	VMOVDQU64 128(R8)(BX*1), Z9
+	VPSLLD    $0x10, Z9, Z8
+	VPANDD    Z0, Z9, Z9
+	VMOVDQU64 192(R8)(BX*1), Z11
+	VPSLLD    $0x10, Z11, Z10
+	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 (R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z4, Z4
+	VMULPS    Z13, Z5, Z5
+	VMOVDQU64 64(R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z6, Z6
+	VMULPS    Z13, Z7, Z7
+	VMOVDQU64 128(R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z8, Z8
+	VMULPS    Z13, Z9, Z9
+	VMOVDQU64 192(R9)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z10, Z10
+	VMULPS    Z13, Z11, Z11
 
-pairAround:
-	VMULPS      Z1, Z10, Z10
-	VCVTPS2PH   $0x03, Z10, Y15
-	VCVTPH2PS   Y15, Z14
-	VCMPPS      $0x04, Z10, Z14, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y15, Y15
-	VPAND       Y8, Y15, Y10
-	VPSRLW      $0x07, Y10, Y14
-	VPAND       Y6, Y14, Y14
-	VPADDW      Y7, Y14, Y14
-	VPADDW      Y10, Y14, Y14
-	VPSRLW      $0x07, Y14, Y14
-	VPMINUW     Y9, Y14, Y14
-	VPSRLW      $0x0f, Y15, Y15
-	VPSLLW      $0x07, Y15, Y15
-	VPOR        Y15, Y14, Y14
-	VPMOVWB     Y14, X10
-	VMOVNTDQ    X10, (AX)
-	VMULPS      Z1, Z11, Z11
-	VCVTPS2PH   $0x03, Z11, Y14
-	VCVTPH2PS   Y14, Z10
-	VCMPPS      $0x04, Z11, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y14, Y14
-	VPAND       Y8, Y14, Y10
-	VPSRLW      $0x07, Y10, Y11
-	VPAND       Y6, Y11, Y11
-	VPADDW      Y7, Y11, Y11
-	VPADDW      Y10, Y11, Y11
-	VPSRLW      $0x07, Y11, Y11
-	VPMINUW     Y9, Y11, Y11
-	VPSRLW      $0x0f, Y14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPOR        Y14, Y11, Y11
-	VPMOVWB     Y11, X10
-	VMOVNTDQ    X10, 16(AX)
-	VMULPS      Z1, Z12, Z12
-	VCVTPS2PH   $0x03, Z12, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z12, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVNTDQ    X10, 32(AX)
-	VMULPS      Z1, Z13, Z13
-	VCVTPS2PH   $0x03, Z13, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z13, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVNTDQ    X10, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         pair
+finish:
+	VPTESTMD   Z3, Z4, K1
+	VPADDD     Z2, Z4, Z4
+	VPADDD     Z1, Z4, K1, Z4
+	VPTESTMD   Z3, Z5, K1
+	VPADDD     Z2, Z5, Z5
+	VPADDD     Z1, Z5, K1, Z5
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VPTESTMD   Z3, Z6, K1
+	VPADDD     Z2, Z6, Z6
+	VPADDD     Z1, Z6, K1, Z6
+	VPTESTMD   Z3, Z7, K1
+	VPADDD     Z2, Z7, Z7
+	VPADDD     Z1, Z7, K1, Z7
+	VPSRLD     $0x10, Z6, Z6
+	VPTERNLOGD $0xf8, Z0, Z7, Z6
+	VPTESTMD   Z3, Z8, K1
+	VPADDD     Z2, Z8, Z8
+	VPADDD     Z1, Z8, K1, Z8
+	VPTESTMD   Z3, Z9, K1
+	VPADDD     Z2, Z9, Z9
+	VPADDD     Z1, Z9, K1, Z9
+	VPSRLD     $0x10, Z8, Z8
+	VPTERNLOGD $0xf8, Z0, Z9, Z8
+	VPTESTMD   Z3, Z10, K1
+	VPADDD     Z2, Z10, Z10
+	VPADDD     Z1, Z10, K1, Z10
+	VPTESTMD   Z3, Z11, K1
+	VPADDD     Z2, Z11, Z11
+	VPADDD     Z1, Z11, K1, Z11
+	VPSRLD     $0x10, Z10, Z10
+	VPTERNLOGD $0xf8, Z0, Z11, Z10
+	TESTB      $0x01, DI
+	JNE        around
+	VMOVDQU64  Z4, (AX)
+	VMOVDQU64  Z6, 64(AX)
+	VMOVDQU64  Z8, 128(AX)
+	VMOVDQU64  Z10, 192(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU   (R10)(BX*1), X10
-	VPMOVSXBW X10, Y10
-	VPSLLW    $0x07, Y10, Y10
-	VPANDD    Y5, Y10, Y10
-	VCVTPH2PS Y10, Z10
-	VMULPS    Z0, Z10, Z10
-	VPANDD    Z2, Z10, Z11
-	VCMPPS    $0x00, Z3, Z11, K1
-	VPORD     Z4, Z10, K1, Z10
-	VMOVDQU   16(R10)(BX*1), X11
-	VPMOVSXBW X11, Y11
-	VPSLLW    $0x07, Y11, Y11
-	VPANDD    Y5, Y11, Y11
-	VCVTPH2PS Y11, Z11
-	VMULPS    Z0, Z11, Z11
-	VPANDD    Z2, Z11, Z12
-	VCMPPS    $0x00, Z3, Z12, K1
-	VPORD     Z4, Z11, K1, Z11
-	VMOVDQU   32(R10)(BX*1), X12
-	VPMOVSXBW X12, Y12
-	VPSLLW    $0x07, Y12, Y12
-	VPANDD    Y5, Y12, Y12
-	VCVTPH2PS Y12, Z12
-	VMULPS    Z0, Z12, Z12
-	VPANDD    Z2, Z12, Z13
-	VCMPPS    $0x00, Z3, Z13, K1
-	VPORD     Z4, Z12, K1, Z12
-	VMOVDQU   48(R10)(BX*1), X13
-	VPMOVSXBW X13, Y13
-	VPSLLW    $0x07, Y13, Y13
-	VPANDD    Y5, Y13, Y13
-	VCVTPH2PS Y13, Z13
-	VMULPS    Z0, Z13, Z13
-	VPANDD    Z2, Z13, Z14
-	VCMPPS    $0x00, Z3, Z14, K1
-	VPORD     Z4, Z13, K1, Z13
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ      CX, R10
+	MOVQ      DX, R11
+	MOVQ      (R10), R12
+	VMOVDQU64 (R12)(BX*1), Z5
+	VPSLLD    $0x10, Z5, Z4
+	VPANDD    Z0, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z7
+	VPSLLD    $0x10, Z7, Z6
+	VPANDD    Z0, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z9
+	VPSLLD    $0x10, Z9, Z8
+	VPANDD    Z0, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z11
+	VPSLLD    $0x10, Z11, Z10
+	VPANDD    Z0, Z11, Z11
+	CMPQ      R11, $0x01
+	JE        finish
 
-blockSources:
+sources:
 	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x02
-	JE        blockFinish
+	MOVQ      8(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z4, Z4
+	VMULPS    Z13, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z6, Z6
+	VMULPS    Z13, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z8, Z8
+	VMULPS    Z13, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z10, Z10
+	VMULPS    Z13, Z11, Z11
+	CMPQ      R11, $0x02
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x03
-	JE        blockFinish
+	MOVQ      16(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z4, Z4
+	VMULPS    Z13, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z6, Z6
+	VMULPS    Z13, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z8, Z8
+	VMULPS    Z13, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z10, Z10
+	VMULPS    Z13, Z11, Z11
+	CMPQ      R11, $0x03
+	JE        finish
 	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU   (R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z10, Z10
-	VMOVDQU   16(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z11, Z11
-	VMOVDQU   32(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z12, Z12
-	VMOVDQU   48(R10)(BX*1), X14
-	VPMOVSXBW X14, Y14
-	VPSLLW    $0x07, Y14, Y14
-	VPANDD    Y5, Y14, Y14
-	VCVTPH2PS Y14, Z14
-	VMULPS    Z0, Z14, Z14
-	VPANDD    Z2, Z14, Z15
-	VCMPPS    $0x00, Z3, Z15, K1
-	VPORD     Z4, Z14, K1, Z14
-	VADDPS    Z14, Z13, Z13
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
+	MOVQ      24(R10), R12
+	VMOVDQU64 (R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z4, Z4
+	VMULPS    Z13, Z5, Z5
+	VMOVDQU64 64(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z6, Z6
+	VMULPS    Z13, Z7, Z7
+	VMOVDQU64 128(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z8, Z8
+	VMULPS    Z13, Z9, Z9
+	VMOVDQU64 192(R12)(BX*1), Z13
+	VPSLLD    $0x10, Z13, Z12
+	VPANDD    Z0, Z13, Z13
+	VMULPS    Z12, Z10, Z10
+	VMULPS    Z13, Z11, Z11
+	CMPQ      R11, $0x04
+	JE        finish
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
+	JMP       sources
 
-blockFinish:
-	TESTQ       DI, DI
-	JNE         blockAround
-	VMULPS      Z1, Z10, Z10
-	VCVTPS2PH   $0x03, Z10, Y15
-	VCVTPH2PS   Y15, Z14
-	VCMPPS      $0x04, Z10, Z14, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y15, Y15
-	VPAND       Y8, Y15, Y10
-	VPSRLW      $0x07, Y10, Y14
-	VPAND       Y6, Y14, Y14
-	VPADDW      Y7, Y14, Y14
-	VPADDW      Y10, Y14, Y14
-	VPSRLW      $0x07, Y14, Y14
-	VPMINUW     Y9, Y14, Y14
-	VPSRLW      $0x0f, Y15, Y15
-	VPSLLW      $0x07, Y15, Y15
-	VPOR        Y15, Y14, Y14
-	VPMOVWB     Y14, X10
-	VMOVDQU     X10, (AX)
-	VMULPS      Z1, Z11, Z11
-	VCVTPS2PH   $0x03, Z11, Y14
-	VCVTPH2PS   Y14, Z10
-	VCMPPS      $0x04, Z11, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y14, Y14
-	VPAND       Y8, Y14, Y10
-	VPSRLW      $0x07, Y10, Y11
-	VPAND       Y6, Y11, Y11
-	VPADDW      Y7, Y11, Y11
-	VPADDW      Y10, Y11, Y11
-	VPSRLW      $0x07, Y11, Y11
-	VPMINUW     Y9, Y11, Y11
-	VPSRLW      $0x0f, Y14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPOR        Y14, Y11, Y11
-	VPMOVWB     Y11, X10
-	VMOVDQU     X10, 16(AX)
-	VMULPS      Z1, Z12, Z12
-	VCVTPS2PH   $0x03, Z12, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z12, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVDQU     X10, 32(AX)
-	VMULPS      Z1, Z13, Z13
-	VCVTPS2PH   $0x03, Z13, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z13, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVDQU     X10, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockAround:
-	VMULPS      Z1, Z10, Z10
-	VCVTPS2PH   $0x03, Z10, Y15
-	VCVTPH2PS   Y15, Z14
-	VCMPPS      $0x04, Z10, Z14, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y15, Y15
-	VPAND       Y8, Y15, Y10
-	VPSRLW      $0x07, Y10, Y14
-	VPAND       Y6, Y14, Y14
-	VPADDW      Y7, Y14, Y14
-	VPADDW      Y10, Y14, Y14
-	VPSRLW      $0x07, Y14, Y14
-	VPMINUW     Y9, Y14, Y14
-	VPSRLW      $0x0f, Y15, Y15
-	VPSLLW      $0x07, Y15, Y15
-	VPOR        Y15, Y14, Y14
-	VPMOVWB     Y14, X10
-	VMOVNTDQ    X10, (AX)
-	VMULPS      Z1, Z11, Z11
-	VCVTPS2PH   $0x03, Z11, Y14
-	VCVTPH2PS   Y14, Z10
-	VCMPPS      $0x04, Z11, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y14, Y14
-	VPAND       Y8, Y14, Y10
-	VPSRLW      $0x07, Y10, Y11
-	VPAND       Y6, Y11, Y11
-	VPADDW      Y7, Y11, Y11
-	VPADDW      Y10, Y11, Y11
-	VPSRLW      $0x07, Y11, Y11
-	VPMINUW     Y9, Y11, Y11
-	VPSRLW      $0x0f, Y14, Y14
-	VPSLLW      $0x07, Y14, Y14
-	VPOR        Y14, Y11, Y11
-	VPMOVWB     Y11, X10
-	VMOVNTDQ    X10, 16(AX)
-	VMULPS      Z1, Z12, Z12
-	VCVTPS2PH   $0x03, Z12, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z12, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVNTDQ    X10, 32(AX)
-	VMULPS      Z1, Z13, Z13
-	VCVTPS2PH   $0x03, Z13, Y11
-	VCVTPH2PS   Y11, Z10
-	VCMPPS      $0x04, Z13, Z10, K1
-	VMOVDQU16.Z Y6, K1, Y10
-	VPOR        Y10, Y11, Y11
-	VPAND       Y8, Y11, Y10
-	VPSRLW      $0x07, Y10, Y12
-	VPAND       Y6, Y12, Y12
-	VPADDW      Y7, Y12, Y12
-	VPADDW      Y10, Y12, Y12
-	VPSRLW      $0x07, Y12, Y12
-	VPMINUW     Y9, Y12, Y12
-	VPSRLW      $0x0f, Y11, Y11
-	VPSLLW      $0x07, Y11, Y11
-	VPOR        Y11, Y12, Y12
-	VPMOVWB     Y12, X10
-	VMOVNTDQ    X10, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         block
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z5
+	VPSLLD      $0x10, Z5, Z4
+	VPANDD      Z0, Z5, Z5
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000010, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, X10
-	VPMOVSXBW  X10, Y10
-	VPSLLW     $0x07, Y10, Y10
-	VPANDD     Y5, Y10, Y10
-	VCVTPH2PS  Y10, Z10
-	VMULPS     Z0, Z10, Z10
-	VPANDD     Z2, Z10, Z11
-	VCMPPS     $0x00, Z3, Z11, K2
-	VPORD      Z4, Z10, K2, Z10
-	CMPQ       R9, $0x01
-	JE         stepFinish
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z7
+	VPSLLD      $0x10, Z7, Z6
+	VPANDD      Z0, Z7, Z7
+	VMULPS      Z6, Z4, Z4
+	VMULPS      Z7, Z5, Z5
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, X11
-	VPMOVSXBW  X11, Y11
-	VPSLLW     $0x07, Y11, Y11
-	VPANDD     Y5, Y11, Y11
-	VCVTPH2PS  Y11, Z11
-	VMULPS     Z0, Z11, Z11
-	VPANDD     Z2, Z11, Z12
-	VCMPPS     $0x00, Z3, Z12, K2
-	VPORD      Z4, Z11, K2, Z11
-	VADDPS     Z11, Z10, Z10
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
-
-stepFinish:
-	VMULPS      Z1, Z10, Z10
-	VCVTPS2PH   $0x03, Z10, Y12
-	VCVTPH2PS   Y12, Z11
-	VCMPPS      $0x04, Z10, Z11, K2
-	VMOVDQU16.Z Y6, K2, Y10
-	VPOR        Y10, Y12, Y12
-	VPAND       Y8, Y12, Y10
-	VPSRLW      $0x07, Y10, Y11
-	VPAND       Y6, Y11, Y11
-	VPADDW      Y7, Y11, Y11
-	VPADDW      Y10, Y11, Y11
-	VPSRLW      $0x07, Y11, Y11
-	VPMINUW     Y9, Y11, Y11
-	VPSRLW      $0x0f, Y12, Y12
-	VPSLLW      $0x07, Y12, Y12
-	VPOR        Y12, Y11, Y11
-	VPMOVWB     Y11, X10
-	VMOVDQU8    X10, K1, (AX)
-	ADDQ        $0x00000010, AX
-	ADDQ        $0x00000010, BX
-	SUBQ        $0x00000010, SI
-	JMP         steps
+folded:
+	VPTESTMD   Z3, Z4, K2
+	VPADDD     Z2, Z4, Z4
+	VPADDD     Z1, Z4, K2, Z4
+	VPTESTMD   Z3, Z5, K2
+	VPADDD     Z2, Z5, Z5
+	VPADDD     Z1, Z5, K2, Z5
+	VPSRLD     $0x10, Z4, Z4
+	VPTERNLOGD $0xf8, Z0, Z5, Z4
+	VMOVDQU16  Z4, K1, (AX)
+	ADDQ       $0x00000040, AX
+	ADDQ       $0x00000040, BX
+	SUBQ       $0x00000020, SI
+	JGT        step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV, MMX+
-TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, Y1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTW X2, Y2
-	MOVL         $0x0000007e, AX
-	VMOVD        AX, X3
-	VPBROADCASTW X3, Y3
+around:
+	VMOVNTDQ Z4, (AX)
+	VMOVNTDQ Z6, 64(AX)
+	VMOVNTDQ Z8, 128(AX)
+	VMOVNTDQ Z10, 192(AX)
+	JMP      next
+
+// func minOrderedAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·minOrderedAVX512(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         orderMin<>+0(SB), CX
+	ANDL         $0x08, AX
+	VPBROADCASTW (CX)(AX*1), Z0
+	VPBROADCASTW 2(CX)(AX*1), Z1
+	VPBROADCASTW 4(CX)(AX*1), Z2
+	VPBROADCASTD c7fff7fff<>+0(SB), Z3
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x01, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000080, R8
+	JLT          rest
+	CMPQ         SI, $0x02
 	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
+	MOVQ         (CX), DX
+	MOVQ         8(CX), BX
 	PCALIGN      $0x40
 
 pair:
-	CMPQ        SI, $0x00000040
-	JLT         steps
-	VMOVDQU     (R8)(BX*1), X4
-	VPMOVZXBW   X4, Y4
-	VPSLLW      $0x08, Y4, Y4
-	VCVTPH2PS   Y4, Z4
-	VMOVDQU     16(R8)(BX*1), X5
-	VPMOVZXBW   X5, Y5
-	VPSLLW      $0x08, Y5, Y5
-	VCVTPH2PS   Y5, Z5
-	VMOVDQU     32(R8)(BX*1), X6
-	VPMOVZXBW   X6, Y6
-	VPSLLW      $0x08, Y6, Y6
-	VCVTPH2PS   Y6, Z6
-	VMOVDQU     48(R8)(BX*1), X7
-	VPMOVZXBW   X7, Y7
-	VPSLLW      $0x08, Y7, Y7
-	VCVTPH2PS   Y7, Z7
-	VMOVDQU     (R9)(BX*1), X8
-	VPMOVZXBW   X8, Y8
-	VPSLLW      $0x08, Y8, Y8
-	VCVTPH2PS   Y8, Z8
-	VADDPS      Z8, Z4, Z4
-	VMOVDQU     16(R9)(BX*1), X8
-	VPMOVZXBW   X8, Y8
-	VPSLLW      $0x08, Y8, Y8
-	VCVTPH2PS   Y8, Z8
-	VADDPS      Z8, Z5, Z5
-	VMOVDQU     32(R9)(BX*1), X8
-	VPMOVZXBW   X8, Y8
-	VPSLLW      $0x08, Y8, Y8
-	VCVTPH2PS   Y8, Z8
-	VADDPS      Z8, Z6, Z6
-	VMOVDQU     48(R9)(BX*1), X8
-	VPMOVZXBW   X8, Y8
-	VPSLLW      $0x08, Y8, Y8
-	VCVTPH2PS   Y8, Z8
-	VADDPS      Z8, Z7, Z7
-	TESTQ       DI, DI
-	JNE         pairAround
-	VCVTPS2PH   $0x03, Z4, Y9
-	VCVTPH2PS   Y9, Z8
-	VCMPPS      $0x04, Z4, Z8, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y9, Y9
-	VPAND       Y2, Y9, Y4
-	VPSRLW      $0x08, Y4, Y8
-	VPAND       Y0, Y8, Y8
-	VPADDW      Y1, Y8, Y8
-	VPADDW      Y4, Y8, Y8
-	VPSRLW      $0x08, Y8, Y8
-	VPMINUW     Y3, Y8, Y8
-	VPSRLW      $0x0f, Y9, Y9
-	VPSLLW      $0x07, Y9, Y9
-	VPOR        Y9, Y8, Y8
-	VPMOVWB     Y8, X4
-	VMOVDQU     X4, (AX)
-	VCVTPS2PH   $0x03, Z5, Y8
-	VCVTPH2PS   Y8, Z4
-	VCMPPS      $0x04, Z5, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y8, Y8
-	VPAND       Y2, Y8, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y8, Y8
-	VPSLLW      $0x07, Y8, Y8
-	VPOR        Y8, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU     X4, 16(AX)
-	VCVTPS2PH   $0x03, Z6, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z6, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVDQU     X4, 32(AX)
-	VCVTPS2PH   $0x03, Z7, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z7, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVDQU     X4, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         pair
+	VMOVDQU64  (DX)(DI*1), Z4
+	VPSRAW     $0x0f, Z4, Z5
+	VPTERNLOGD $0x78, Z3, Z5, Z4
+	VPADDW     Z0, Z4, Z4
+	VMOVDQU64  64(DX)(DI*1), Z5
+	VPSRAW     $0x0f, Z5, Z6
+	VPTERNLOGD $0x78, Z3, Z6, Z5
+	VPADDW     Z0, Z5, Z5
+	VMOVDQU64  128(DX)(DI*1), Z6
+	VPSRAW     $0x0f, Z6, Z7
+	VPTERNLOGD $0x78, Z3, Z7, Z6
+	VPADDW     Z0, Z6, Z6
+	VMOVDQU64  192(DX)(DI*1), Z7
+	VPSRAW     $0x0f, Z7, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z7
+	VPADDW     Z0, Z7, Z7
+	VMOVDQU64  (BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z4, Z4
+	VMOVDQU64  64(BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z5, Z5
+	VMOVDQU64  128(BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z6, Z6
+	VMOVDQU64  192(BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z7, Z7
 
-pairAround:
-	VCVTPS2PH   $0x03, Z4, Y9
-	VCVTPH2PS   Y9, Z8
-	VCMPPS      $0x04, Z4, Z8, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y9, Y9
-	VPAND       Y2, Y9, Y4
-	VPSRLW      $0x08, Y4, Y8
-	VPAND       Y0, Y8, Y8
-	VPADDW      Y1, Y8, Y8
-	VPADDW      Y4, Y8, Y8
-	VPSRLW      $0x08, Y8, Y8
-	VPMINUW     Y3, Y8, Y8
-	VPSRLW      $0x0f, Y9, Y9
-	VPSLLW      $0x07, Y9, Y9
-	VPOR        Y9, Y8, Y8
-	VPMOVWB     Y8, X4
-	VMOVNTDQ    X4, (AX)
-	VCVTPS2PH   $0x03, Z5, Y8
-	VCVTPH2PS   Y8, Z4
-	VCMPPS      $0x04, Z5, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y8, Y8
-	VPAND       Y2, Y8, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y8, Y8
-	VPSLLW      $0x07, Y8, Y8
-	VPOR        Y8, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVNTDQ    X4, 16(AX)
-	VCVTPS2PH   $0x03, Z6, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z6, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVNTDQ    X4, 32(AX)
-	VCVTPS2PH   $0x03, Z7, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z7, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVNTDQ    X4, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         pair
+finish:
+	VPCMPGTW   Z4, Z1, K1
+	VPSUBW     Z0, Z4, Z4
+	VPSRAW     $0x0f, Z4, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z4
+	VMOVDQU16  Z2, K1, Z4
+	VPCMPGTW   Z5, Z1, K1
+	VPSUBW     Z0, Z5, Z5
+	VPSRAW     $0x0f, Z5, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z5
+	VMOVDQU16  Z2, K1, Z5
+	VPCMPGTW   Z6, Z1, K1
+	VPSUBW     Z0, Z6, Z6
+	VPSRAW     $0x0f, Z6, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z6
+	VMOVDQU16  Z2, K1, Z6
+	VPCMPGTW   Z7, Z1, K1
+	VPSUBW     Z0, Z7, Z7
+	VPSRAW     $0x0f, Z7, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z7
+	VMOVDQU16  Z2, K1, Z7
+	TESTB      $0x01, R9
+	JNE        around
+	VMOVDQU64  Z4, (AX)
+	VMOVDQU64  Z5, 64(AX)
+	VMOVDQU64  Z6, 128(AX)
+	VMOVDQU64  Z7, 192(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000080, R8
+	JLT     rest
+	CMPQ    SI, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ      SI, $0x00000040
-	JLT       steps
-	MOVQ      CX, R8
-	MOVQ      DX, R9
-	MOVQ      (R8), R10
-	VMOVDQU   (R10)(BX*1), X4
-	VPMOVZXBW X4, Y4
-	VPSLLW    $0x08, Y4, Y4
-	VCVTPH2PS Y4, Z4
-	VMOVDQU   16(R10)(BX*1), X5
-	VPMOVZXBW X5, Y5
-	VPSLLW    $0x08, Y5, Y5
-	VCVTPH2PS Y5, Z5
-	VMOVDQU   32(R10)(BX*1), X6
-	VPMOVZXBW X6, Y6
-	VPSLLW    $0x08, Y6, Y6
-	VCVTPH2PS Y6, Z6
-	VMOVDQU   48(R10)(BX*1), X7
-	VPMOVZXBW X7, Y7
-	VPSLLW    $0x08, Y7, Y7
-	VCVTPH2PS Y7, Z7
-	CMPQ      R9, $0x01
-	JE        blockFinish
+	MOVQ       CX, R10
+	MOVQ       SI, R11
+	MOVQ       (R10), R12
+	VMOVDQU64  (R12)(DI*1), Z4
+	VPSRAW     $0x0f, Z4, Z5
+	VPTERNLOGD $0x78, Z3, Z5, Z4
+	VPADDW     Z0, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z5
+	VPSRAW     $0x0f, Z5, Z6
+	VPTERNLOGD $0x78, Z3, Z6, Z5
+	VPADDW     Z0, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z6
+	VPSRAW     $0x0f, Z6, Z7
+	VPTERNLOGD $0x78, Z3, Z7, Z6
+	VPADDW     Z0, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z7
+	VPSRAW     $0x0f, Z7, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z7
+	VPADDW     Z0, Z7, Z7
+	CMPQ       R11, $0x01
+	JE         finish
 
-blockSources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x02
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      16(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x03
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      24(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x04
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      32(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x05
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      40(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x06
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      48(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x07
-	JE        blockFinish
-	PCALIGN   $0x20
-	MOVQ      56(R8), R10
-	VMOVDQU   (R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z4, Z4
-	VMOVDQU   16(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z5, Z5
-	VMOVDQU   32(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z6, Z6
-	VMOVDQU   48(R10)(BX*1), X8
-	VPMOVZXBW X8, Y8
-	VPSLLW    $0x08, Y8, Y8
-	VCVTPH2PS Y8, Z8
-	VADDPS    Z8, Z7, Z7
-	CMPQ      R9, $0x08
-	JE        blockFinish
-	ADDQ      $0x38, R8
-	SUBQ      $0x07, R9
-	JMP       blockSources
-
-blockFinish:
-	TESTQ       DI, DI
-	JNE         blockAround
-	VCVTPS2PH   $0x03, Z4, Y9
-	VCVTPH2PS   Y9, Z8
-	VCMPPS      $0x04, Z4, Z8, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y9, Y9
-	VPAND       Y2, Y9, Y4
-	VPSRLW      $0x08, Y4, Y8
-	VPAND       Y0, Y8, Y8
-	VPADDW      Y1, Y8, Y8
-	VPADDW      Y4, Y8, Y8
-	VPSRLW      $0x08, Y8, Y8
-	VPMINUW     Y3, Y8, Y8
-	VPSRLW      $0x0f, Y9, Y9
-	VPSLLW      $0x07, Y9, Y9
-	VPOR        Y9, Y8, Y8
-	VPMOVWB     Y8, X4
-	VMOVDQU     X4, (AX)
-	VCVTPS2PH   $0x03, Z5, Y8
-	VCVTPH2PS   Y8, Z4
-	VCMPPS      $0x04, Z5, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y8, Y8
-	VPAND       Y2, Y8, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y8, Y8
-	VPSLLW      $0x07, Y8, Y8
-	VPOR        Y8, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU     X4, 16(AX)
-	VCVTPS2PH   $0x03, Z6, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z6, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVDQU     X4, 32(AX)
-	VCVTPS2PH   $0x03, Z7, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z7, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVDQU     X4, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         block
-
-blockAround:
-	VCVTPS2PH   $0x03, Z4, Y9
-	VCVTPH2PS   Y9, Z8
-	VCMPPS      $0x04, Z4, Z8, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y9, Y9
-	VPAND       Y2, Y9, Y4
-	VPSRLW      $0x08, Y4, Y8
-	VPAND       Y0, Y8, Y8
-	VPADDW      Y1, Y8, Y8
-	VPADDW      Y4, Y8, Y8
-	VPSRLW      $0x08, Y8, Y8
-	VPMINUW     Y3, Y8, Y8
-	VPSRLW      $0x0f, Y9, Y9
-	VPSLLW      $0x07, Y9, Y9
-	VPOR        Y9, Y8, Y8
-	VPMOVWB     Y8, X4
-	VMOVNTDQ    X4, (AX)
-	VCVTPS2PH   $0x03, Z5, Y8
-	VCVTPH2PS   Y8, Z4
-	VCMPPS      $0x04, Z5, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y8, Y8
-	VPAND       Y2, Y8, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y8, Y8
-	VPSLLW      $0x07, Y8, Y8
-	VPOR        Y8, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVNTDQ    X4, 16(AX)
-	VCVTPS2PH   $0x03, Z6, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z6, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVNTDQ    X4, 32(AX)
-	VCVTPS2PH   $0x03, Z7, Y5
-	VCVTPH2PS   Y5, Z4
-	VCMPPS      $0x04, Z7, Z4, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y5, Y5
-	VPAND       Y2, Y5, Y4
-	VPSRLW      $0x08, Y4, Y6
-	VPAND       Y0, Y6, Y6
-	VPADDW      Y1, Y6, Y6
-	VPADDW      Y4, Y6, Y6
-	VPSRLW      $0x08, Y6, Y6
-	VPMINUW     Y3, Y6, Y6
-	VPSRLW      $0x0f, Y5, Y5
-	VPSLLW      $0x07, Y5, Y5
-	VPOR        Y5, Y6, Y6
-	VPMOVWB     Y6, X4
-	VMOVNTDQ    X4, 48(AX)
-	ADDQ        $0x00000040, AX
-	ADDQ        $0x00000040, BX
-	SUBQ        $0x00000040, SI
-	JMP         block
-
-steps:
-	TESTQ      SI, SI
-	JLE        done
-	MOVQ       $0x00000010, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
-	MOVQ       $-1, R9
-	BZHIQ      R8, R9, R9
-	KMOVQ      R9, K1
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, X4
-	VPMOVZXBW  X4, Y4
-	VPSLLW     $0x08, Y4, Y4
-	VCVTPH2PS  Y4, Z4
-	CMPQ       R9, $0x01
-	JE         stepFinish
-
-stepSources:
+sources:
 	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU8.Z (R10)(BX*1), K1, X5
-	VPMOVZXBW  X5, Y5
-	VPSLLW     $0x08, Y5, Y5
-	VCVTPH2PS  Y5, Z5
-	VADDPS     Z5, Z4, Z4
-	CMPQ       R9, $0x02
-	JE         stepFinish
-	ADDQ       $0x08, R8
-	SUBQ       $0x01, R9
-	JMP        stepSources
+	MOVQ       8(R10), R12
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z7, Z7
+	CMPQ       R11, $0x02
+	JE         finish
+	PCALIGN    $0x20
+	MOVQ       16(R10), R12
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z7, Z7
+	CMPQ       R11, $0x03
+	JE         finish
+	PCALIGN    $0x20
+	MOVQ       24(R10), R12
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMINSW    Z8, Z7, Z7
+	CMPQ       R11, $0x04
+	JE         finish
+	ADDQ       $0x18, R10
+	SUBQ       $0x03, R11
+	JMP        sources
 
-stepFinish:
-	VCVTPS2PH   $0x03, Z4, Y6
-	VCVTPH2PS   Y6, Z5
-	VCMPPS      $0x04, Z4, Z5, K2
-	VMOVDQU16.Z Y0, K2, Y4
-	VPOR        Y4, Y6, Y6
-	VPAND       Y2, Y6, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y6, Y6
-	VPSLLW      $0x07, Y6, Y6
-	VPOR        Y6, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU8    X4, K1, (AX)
-	ADDQ        $0x00000010, AX
-	ADDQ        $0x00000010, BX
-	SUBQ        $0x00000010, SI
-	JMP         steps
+rest:
+	ADDQ $0x00000080, R8
+	JLE  done
+
+step:
+	MOVQ        $-1, DX
+	BZHIQ       R8, DX, DX
+	KMOVQ       DX, K1
+	MOVQ        (CX), BX
+	VMOVDQU16.Z (BX)(DI*1), K1, Z4
+	VPSRAW      $0x0f, Z4, Z5
+	VPTERNLOGD  $0x78, Z3, Z5, Z4
+	VPADDW      Z0, Z4, Z4
+	MOVL        $0x00000001, DX
+	CMPQ        SI, DX
+	JE          folded
+
+source:
+	MOVQ        (CX)(DX*8), BX
+	VMOVDQU16.Z (BX)(DI*1), K1, Z5
+	VPSRAW      $0x0f, Z5, Z6
+	VPTERNLOGD  $0x78, Z3, Z6, Z5
+	VPADDW      Z0, Z5, Z5
+	VPMINSW     Z5, Z4, Z4
+	INCQ        DX
+	CMPQ        DX, SI
+	JLT         source
+
+folded:
+	VPCMPGTW   Z4, Z1, K2
+	VPSUBW     Z0, Z4, Z4
+	VPSRAW     $0x0f, Z4, Z5
+	VPTERNLOGD $0x78, Z3, Z5, Z4
+	VMOVDQU16  Z2, K2, Z4
+	VMOVDQU16  Z4, K1, (AX)
+	ADDQ       $0x00000040, AX
+	ADDQ       $0x00000040, DI
+	SUBQ       $0x00000020, R8
+	JGT        step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
+
+around:
+	VMOVNTDQ Z4, (AX)
+	VMOVNTDQ Z5, 64(AX)
+	VMOVNTDQ Z6, 128(AX)
+	VMOVNTDQ Z7, 192(AX)
+	JMP      next
+
+// func maxOrderedAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·maxOrderedAVX512(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         orderMax<>+0(SB), CX
+	ANDL         $0x08, AX
+	VPBROADCASTW (CX)(AX*1), Z0
+	VPBROADCASTW 2(CX)(AX*1), Z1
+	VPBROADCASTW 4(CX)(AX*1), Z2
+	VPBROADCASTD c7fff7fff<>+0(SB), Z3
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x01, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000080, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (CX), DX
+	MOVQ         8(CX), BX
+	PCALIGN      $0x40
+
+pair:
+	VMOVDQU64  (DX)(DI*1), Z4
+	VPSRAW     $0x0f, Z4, Z5
+	VPTERNLOGD $0x78, Z3, Z5, Z4
+	VPADDW     Z0, Z4, Z4
+	VMOVDQU64  64(DX)(DI*1), Z5
+	VPSRAW     $0x0f, Z5, Z6
+	VPTERNLOGD $0x78, Z3, Z6, Z5
+	VPADDW     Z0, Z5, Z5
+	VMOVDQU64  128(DX)(DI*1), Z6
+	VPSRAW     $0x0f, Z6, Z7
+	VPTERNLOGD $0x78, Z3, Z7, Z6
+	VPADDW     Z0, Z6, Z6
+	VMOVDQU64  192(DX)(DI*1), Z7
+	VPSRAW     $0x0f, Z7, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z7
+	VPADDW     Z0, Z7, Z7
+	VMOVDQU64  (BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z4, Z4
+	VMOVDQU64  64(BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z5, Z5
+	VMOVDQU64  128(BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z6, Z6
+	VMOVDQU64  192(BX)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z7, Z7
+
+finish:
+	VPCMPGTW   Z1, Z4, K1
+	VPSUBW     Z0, Z4, Z4
+	VPSRAW     $0x0f, Z4, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z4
+	VMOVDQU16  Z2, K1, Z4
+	VPCMPGTW   Z1, Z5, K1
+	VPSUBW     Z0, Z5, Z5
+	VPSRAW     $0x0f, Z5, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z5
+	VMOVDQU16  Z2, K1, Z5
+	VPCMPGTW   Z1, Z6, K1
+	VPSUBW     Z0, Z6, Z6
+	VPSRAW     $0x0f, Z6, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z6
+	VMOVDQU16  Z2, K1, Z6
+	VPCMPGTW   Z1, Z7, K1
+	VPSUBW     Z0, Z7, Z7
+	VPSRAW     $0x0f, Z7, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z7
+	VMOVDQU16  Z2, K1, Z7
+	TESTB      $0x01, R9
+	JNE        around
+	VMOVDQU64  Z4, (AX)
+	VMOVDQU64  Z5, 64(AX)
+	VMOVDQU64  Z6, 128(AX)
+	VMOVDQU64  Z7, 192(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000080, R8
+	JLT     rest
+	CMPQ    SI, $0x02
+	JE      pair
+	PCALIGN $0x40
+
+block:
+	MOVQ       CX, R10
+	MOVQ       SI, R11
+	MOVQ       (R10), R12
+	VMOVDQU64  (R12)(DI*1), Z4
+	VPSRAW     $0x0f, Z4, Z5
+	VPTERNLOGD $0x78, Z3, Z5, Z4
+	VPADDW     Z0, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z5
+	VPSRAW     $0x0f, Z5, Z6
+	VPTERNLOGD $0x78, Z3, Z6, Z5
+	VPADDW     Z0, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z6
+	VPSRAW     $0x0f, Z6, Z7
+	VPTERNLOGD $0x78, Z3, Z7, Z6
+	VPADDW     Z0, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z7
+	VPSRAW     $0x0f, Z7, Z8
+	VPTERNLOGD $0x78, Z3, Z8, Z7
+	VPADDW     Z0, Z7, Z7
+	CMPQ       R11, $0x01
+	JE         finish
+
+sources:
+	PCALIGN    $0x20
+	MOVQ       8(R10), R12
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z7, Z7
+	CMPQ       R11, $0x02
+	JE         finish
+	PCALIGN    $0x20
+	MOVQ       16(R10), R12
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z7, Z7
+	CMPQ       R11, $0x03
+	JE         finish
+	PCALIGN    $0x20
+	MOVQ       24(R10), R12
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z4, Z4
+	VMOVDQU64  64(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z5, Z5
+	VMOVDQU64  128(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z6, Z6
+	VMOVDQU64  192(R12)(DI*1), Z8
+	VPSRAW     $0x0f, Z8, Z9
+	VPTERNLOGD $0x78, Z3, Z9, Z8
+	VPADDW     Z0, Z8, Z8
+	VPMAXSW    Z8, Z7, Z7
+	CMPQ       R11, $0x04
+	JE         finish
+	ADDQ       $0x18, R10
+	SUBQ       $0x03, R11
+	JMP        sources
+
+rest:
+	ADDQ $0x00000080, R8
+	JLE  done
+
+step:
+	MOVQ        $-1, DX
+	BZHIQ       R8, DX, DX
+	KMOVQ       DX, K1
+	MOVQ        (CX), BX
+	VMOVDQU16.Z (BX)(DI*1), K1, Z4
+	VPSRAW      $0x0f, Z4, Z5
+	VPTERNLOGD  $0x78, Z3, Z5, Z4
+	VPADDW      Z0, Z4, Z4
+	MOVL        $0x00000001, DX
+	CMPQ        SI, DX
+	JE          folded
+
+source:
+	MOVQ        (CX)(DX*8), BX
+	VMOVDQU16.Z (BX)(DI*1), K1, Z5
+	VPSRAW      $0x0f, Z5, Z6
+	VPTERNLOGD  $0x78, Z3, Z6, Z5
+	VPADDW      Z0, Z5, Z5
+	VPMAXSW     Z5, Z4, Z4
+	INCQ        DX
+	CMPQ        DX, SI
+	JLT         source
+
+folded:
+	VPCMPGTW   Z1, Z4, K2
+	VPSUBW     Z0, Z4, Z4
+	VPSRAW     $0x0f, Z4, Z5
+	VPTERNLOGD $0x78, Z3, Z5, Z4
+	VMOVDQU16  Z2, K2, Z4
+	VMOVDQU16  Z4, K1, (AX)
+	ADDQ       $0x00000040, AX
+	ADDQ       $0x00000040, DI
+	SUBQ       $0x00000020, R8
+	JGT        step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Z4, (AX)
+	VMOVNTDQ Z5, 64(AX)
+	VMOVNTDQ Z6, 128(AX)
+	VMOVNTDQ Z7, 192(AX)
+	JMP      next
 
 // func widenF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·widenF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
+	SUBQ $0x00000040, DX
+	JLT  rest
 
 block:
-	CMPQ      DX, $0x00000040
-	JLT       steps
 	VCVTPH2PS (CX), Z0
 	VMOVDQU64 Z0, (AX)
 	VCVTPH2PS 32(CX), Z0
@@ -24667,17 +14254,17 @@ block:
 	ADDQ      $0x00000080, CX
 	ADDQ      $0x00000100, AX
 	SUBQ      $0x00000040, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000040, DX
 
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, BX
-	CMPQ        DX, BX
-	CMOVQLT     DX, BX
-	MOVQ        $-1, SI
-	BZHIQ       BX, SI, SI
-	KMOVQ       SI, K1
+	MOVQ        $-1, BX
+	BZHIQ       DX, BX, BX
+	KMOVQ       BX, K1
 	VMOVDQU16.Z (CX), K1, Y0
 	VCVTPH2PS   Y0, Z0
 	VMOVDQU32   Z0, K1, (AX)
@@ -24691,42 +14278,46 @@ done:
 	RET
 
 // func narrowF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·narrowF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
+	SUBQ $0x00000040, DX
+	JLT  rest
 
 block:
-	CMPQ      DX, $0x00000040
-	JLT       steps
 	VMOVDQU64 (CX), Z0
-	VCVTPS2PH $0x00, Z0, (AX)
+	VCVTPS2PH $0x00, Z0, Y0
+	VMOVDQU   Y0, (AX)
 	VMOVDQU64 64(CX), Z0
-	VCVTPS2PH $0x00, Z0, 32(AX)
+	VCVTPS2PH $0x00, Z0, Y0
+	VMOVDQU   Y0, 32(AX)
 	VMOVDQU64 128(CX), Z0
-	VCVTPS2PH $0x00, Z0, 64(AX)
+	VCVTPS2PH $0x00, Z0, Y0
+	VMOVDQU   Y0, 64(AX)
 	VMOVDQU64 192(CX), Z0
-	VCVTPS2PH $0x00, Z0, 96(AX)
-	ADDQ      $0x00000100, CX
+	VCVTPS2PH $0x00, Z0, Y0
+	VMOVDQU   Y0, 96(AX)
 	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000100, CX
 	SUBQ      $0x00000040, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000040, DX
 
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, BX
-	CMPQ        DX, BX
-	CMOVQLT     DX, BX
-	MOVQ        $-1, SI
-	BZHIQ       BX, SI, SI
-	KMOVQ       SI, K1
+	MOVQ        $-1, BX
+	BZHIQ       DX, BX, BX
+	KMOVQ       BX, K1
 	VMOVDQU32.Z (CX), K1, Z0
 	VCVTPS2PH   $0x00, Z0, Y0
 	VMOVDQU16   Y0, K1, (AX)
-	ADDQ        $0x00000040, CX
 	ADDQ        $0x00000020, AX
+	ADDQ        $0x00000040, CX
 	SUBQ        $0x00000010, DX
 	JMP         steps
 
@@ -24735,27 +14326,19 @@ done:
 	RET
 
 // func widenBF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·widenBF16AVX512(SB), NOSPLIT, $0-24
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00400000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
+	VPBROADCASTD c00000001<>+0(SB), Z0
+	VPBROADCASTD c00007fff<>+0(SB), Z0
+	VPBROADCASTD c00400000<>+0(SB), Z0
+	VPBROADCASTD c00010000<>+0(SB), Z0
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x00000040, DX
+	JLT          rest
 
 block:
-	CMPQ      DX, $0x00000040
-	JLT       steps
 	VPMOVZXWD (CX), Z0
 	VPSLLD    $0x10, Z0, Z0
 	VMOVDQU64 Z0, (AX)
@@ -24771,17 +14354,17 @@ block:
 	ADDQ      $0x00000080, CX
 	ADDQ      $0x00000100, AX
 	SUBQ      $0x00000040, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000040, DX
 
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, BX
-	CMPQ        DX, BX
-	CMOVQLT     DX, BX
-	MOVQ        $-1, SI
-	BZHIQ       BX, SI, SI
-	KMOVQ       SI, K1
+	MOVQ        $-1, BX
+	BZHIQ       DX, BX, BX
+	KMOVQ       BX, K1
 	VMOVDQU16.Z (CX), K1, Y0
 	VPMOVZXWD   Y0, Z0
 	VPSLLD      $0x10, Z0, Z0
@@ -24796,27 +14379,19 @@ done:
 	RET
 
 // func narrowBF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·narrowBF16AVX512(SB), NOSPLIT, $0-24
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00400000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
+	VPBROADCASTD c00000001<>+0(SB), Z0
+	VPBROADCASTD c00007fff<>+0(SB), Z1
+	VPBROADCASTD c00400000<>+0(SB), Z2
+	VPBROADCASTD c00010000<>+0(SB), Z3
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x00000040, DX
+	JLT          rest
 
 block:
-	CMPQ      DX, $0x00000040
-	JLT       steps
 	VMOVDQU64 (CX), Z4
 	VCMPPS    $0x07, Z4, Z4, K1
 	VPTESTMD  Z3, Z4, K1, K3
@@ -24857,20 +14432,20 @@ block:
 	VPSRLD    $0x10, Z4, Z4
 	VPMOVDW   Z4, Y4
 	VMOVDQU   Y4, 96(AX)
-	ADDQ      $0x00000100, CX
 	ADDQ      $0x00000080, AX
+	ADDQ      $0x00000100, CX
 	SUBQ      $0x00000040, DX
-	JMP       block
+	JGE       block
+
+rest:
+	ADDQ $0x00000040, DX
 
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, BX
-	CMPQ        DX, BX
-	CMOVQLT     DX, BX
-	MOVQ        $-1, SI
-	BZHIQ       BX, SI, SI
-	KMOVQ       SI, K1
+	MOVQ        $-1, BX
+	BZHIQ       DX, BX, BX
+	KMOVQ       BX, K1
 	VMOVDQU32.Z (CX), K1, Z4
 	VCMPPS      $0x07, Z4, Z4, K2
 	VPTESTMD    Z3, Z4, K2, K4
@@ -24881,8 +14456,8 @@ steps:
 	VPSRLD      $0x10, Z4, Z4
 	VPMOVDW     Z4, Y4
 	VMOVDQU16   Y4, K1, (AX)
-	ADDQ        $0x00000040, CX
 	ADDQ        $0x00000020, AX
+	ADDQ        $0x00000040, CX
 	SUBQ        $0x00000010, DX
 	JMP         steps
 
@@ -24890,100 +14465,116 @@ done:
 	VZEROUPPER
 	RET
 
+// func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
+	VPBROADCASTD c43800000<>+0(SB), Z0
+	VPBROADCASTD c3b800000<>+0(SB), Z1
+	VPBROADCASTD c7fffffff<>+0(SB), Z2
+	VPBROADCASTD c43f00000<>+0(SB), Z3
+	VPBROADCASTD c7fc00000<>+0(SB), Z4
+	VPBROADCASTW cbf80<>+0(SB), Y5
+	VPBROADCASTW c0001<>+0(SB), Y6
+	VPBROADCASTW c003f<>+0(SB), Y7
+	VPBROADCASTW c7fff<>+0(SB), Y8
+	VPBROADCASTW c007f<>+0(SB), Y9
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	SUBQ         BX, SI
+	ADDQ         BX, AX
+
+step:
+	MOVQ       $0x00000010, R8
+	CMPQ       SI, R8
+	CMOVQLT    SI, R8
+	MOVQ       $-1, DI
+	BZHIQ      R8, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, X10
+	VPMOVSXBW  X10, Y10
+	VPSLLW     $0x07, Y10, Y10
+	VPANDD     Y5, Y10, Y10
+	VCVTPH2PS  Y10, Z10
+	VMULPS     Z0, Z10, Z10
+	VPANDD     Z2, Z10, Z11
+	VCMPPS     $0x00, Z3, Z11, K2
+	VPORD      Z4, Z10, K2, Z10
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
+
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, X11
+	VPMOVSXBW  X11, Y11
+	VPSLLW     $0x07, Y11, Y11
+	VPANDD     Y5, Y11, Y11
+	VCVTPH2PS  Y11, Z11
+	VMULPS     Z0, Z11, Z11
+	VPANDD     Z2, Z11, Z12
+	VCMPPS     $0x00, Z3, Z12, K2
+	VPORD      Z4, Z11, K2, Z11
+	VADDPS     Z11, Z10, Z10
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
+
+folded:
+	VMULPS      Z1, Z10, Z10
+	VCVTPS2PH   $0x03, Z10, Y12
+	VCVTPH2PS   Y12, Z11
+	VCMPPS      $0x04, Z10, Z11, K2
+	VMOVDQU16.Z Y6, K2, Y10
+	VPOR        Y10, Y12, Y12
+	VPAND       Y8, Y12, Y10
+	VPSRLW      $0x07, Y10, Y11
+	VPAND       Y6, Y11, Y11
+	VPADDW      Y7, Y11, Y11
+	VPADDW      Y10, Y11, Y11
+	VPSRLW      $0x07, Y11, Y11
+	VPMINUW     Y9, Y11, Y11
+	VPSRLW      $0x0f, Y12, Y12
+	VPSLLW      $0x07, Y12, Y12
+	VPOR        Y12, Y11, Y11
+	VPMOVWB     Y11, X10
+	VMOVDQU8    X10, K1, (AX)
+	ADDQ        $0x00000010, AX
+	ADDQ        $0x00000010, BX
+	SUBQ        $0x00000010, SI
+	JGT         step
+	VZEROUPPER
+	RET
+
 // func widenE4M3AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
 TEXT ·widenE4M3AVX512(SB), NOSPLIT, $0-24
-	MOVL         $0x43800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x3b800000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x7fffffff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x43f00000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X4
-	VPBROADCASTW X4, Y4
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, Y5
-	MOVL         $0x0000003f, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, Y5
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, Y5
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X5
-	VPBROADCASTW X5, Y5
+	VPBROADCASTD c43800000<>+0(SB), Z0
+	VPBROADCASTD c3b800000<>+0(SB), Z1
+	VPBROADCASTD c7fffffff<>+0(SB), Z1
+	VPBROADCASTD c43f00000<>+0(SB), Z2
+	VPBROADCASTD c7fc00000<>+0(SB), Z3
+	VPBROADCASTW cbf80<>+0(SB), Y4
+	VPBROADCASTW c0001<>+0(SB), Y5
+	VPBROADCASTW c003f<>+0(SB), Y5
+	VPBROADCASTW c7fff<>+0(SB), Y5
+	VPBROADCASTW c007f<>+0(SB), Y5
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
 
-block:
-	CMPQ      DX, $0x00000040
-	JLT       steps
-	VMOVDQU   (CX), X5
-	VPMOVSXBW X5, Y5
-	VPSLLW    $0x07, Y5, Y5
-	VPANDD    Y4, Y5, Y5
-	VCVTPH2PS Y5, Z5
-	VMULPS    Z0, Z5, Z5
-	VPANDD    Z1, Z5, Z6
-	VCMPPS    $0x00, Z2, Z6, K1
-	VPORD     Z3, Z5, K1, Z5
-	VMOVDQU64 Z5, (AX)
-	VMOVDQU   16(CX), X5
-	VPMOVSXBW X5, Y5
-	VPSLLW    $0x07, Y5, Y5
-	VPANDD    Y4, Y5, Y5
-	VCVTPH2PS Y5, Z5
-	VMULPS    Z0, Z5, Z5
-	VPANDD    Z1, Z5, Z6
-	VCMPPS    $0x00, Z2, Z6, K1
-	VPORD     Z3, Z5, K1, Z5
-	VMOVDQU64 Z5, 64(AX)
-	VMOVDQU   32(CX), X5
-	VPMOVSXBW X5, Y5
-	VPSLLW    $0x07, Y5, Y5
-	VPANDD    Y4, Y5, Y5
-	VCVTPH2PS Y5, Z5
-	VMULPS    Z0, Z5, Z5
-	VPANDD    Z1, Z5, Z6
-	VCMPPS    $0x00, Z2, Z6, K1
-	VPORD     Z3, Z5, K1, Z5
-	VMOVDQU64 Z5, 128(AX)
-	VMOVDQU   48(CX), X5
-	VPMOVSXBW X5, Y5
-	VPSLLW    $0x07, Y5, Y5
-	VPANDD    Y4, Y5, Y5
-	VCVTPH2PS Y5, Z5
-	VMULPS    Z0, Z5, Z5
-	VPANDD    Z1, Z5, Z6
-	VCMPPS    $0x00, Z2, Z6, K1
-	VPORD     Z3, Z5, K1, Z5
-	VMOVDQU64 Z5, 192(AX)
-	ADDQ      $0x00000040, CX
-	ADDQ      $0x00000100, AX
-	SUBQ      $0x00000040, DX
-	JMP       block
-
 steps:
 	TESTQ      DX, DX
 	JLE        done
-	MOVQ       $0x00000010, BX
-	CMPQ       DX, BX
-	CMOVQLT    DX, BX
-	MOVQ       $-1, SI
-	BZHIQ      BX, SI, SI
-	KMOVQ      SI, K1
+	MOVQ       $0x00000010, SI
+	CMPQ       DX, SI
+	CMOVQLT    DX, SI
+	MOVQ       $-1, BX
+	BZHIQ      SI, BX, BX
+	KMOVQ      BX, K1
 	VMOVDQU8.Z (CX), K1, X5
 	VPMOVSXBW  X5, Y5
 	VPSLLW     $0x07, Y5, Y5
@@ -25006,133 +14597,29 @@ done:
 // func narrowE4M3AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
 TEXT ·narrowE4M3AVX512(SB), NOSPLIT, $0-24
-	MOVL         $0x43800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x3b800000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x7fffffff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x43f00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x7fc00000, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, Y1
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, Y1
-	MOVL         $0x0000003f, AX
-	VMOVD        AX, X2
-	VPBROADCASTW X2, Y2
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X3
-	VPBROADCASTW X3, Y3
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X4
-	VPBROADCASTW X4, Y4
+	VPBROADCASTD c43800000<>+0(SB), Z0
+	VPBROADCASTD c3b800000<>+0(SB), Z0
+	VPBROADCASTD c7fffffff<>+0(SB), Z1
+	VPBROADCASTD c43f00000<>+0(SB), Z1
+	VPBROADCASTD c7fc00000<>+0(SB), Z1
+	VPBROADCASTW cbf80<>+0(SB), Y1
+	VPBROADCASTW c0001<>+0(SB), Y1
+	VPBROADCASTW c003f<>+0(SB), Y2
+	VPBROADCASTW c7fff<>+0(SB), Y3
+	VPBROADCASTW c007f<>+0(SB), Y4
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
 
-block:
-	CMPQ        DX, $0x00000040
-	JLT         steps
-	VMOVDQU64   (CX), Z5
-	VMULPS      Z0, Z5, Z5
-	VCVTPS2PH   $0x03, Z5, Y7
-	VCVTPH2PS   Y7, Z6
-	VCMPPS      $0x04, Z5, Z6, K1
-	VMOVDQU16.Z Y1, K1, Y5
-	VPOR        Y5, Y7, Y7
-	VPAND       Y3, Y7, Y5
-	VPSRLW      $0x07, Y5, Y6
-	VPAND       Y1, Y6, Y6
-	VPADDW      Y2, Y6, Y6
-	VPADDW      Y5, Y6, Y6
-	VPSRLW      $0x07, Y6, Y6
-	VPMINUW     Y4, Y6, Y6
-	VPSRLW      $0x0f, Y7, Y7
-	VPSLLW      $0x07, Y7, Y7
-	VPOR        Y7, Y6, Y6
-	VPMOVWB     Y6, X5
-	VMOVDQU     X5, (AX)
-	VMOVDQU64   64(CX), Z5
-	VMULPS      Z0, Z5, Z5
-	VCVTPS2PH   $0x03, Z5, Y7
-	VCVTPH2PS   Y7, Z6
-	VCMPPS      $0x04, Z5, Z6, K1
-	VMOVDQU16.Z Y1, K1, Y5
-	VPOR        Y5, Y7, Y7
-	VPAND       Y3, Y7, Y5
-	VPSRLW      $0x07, Y5, Y6
-	VPAND       Y1, Y6, Y6
-	VPADDW      Y2, Y6, Y6
-	VPADDW      Y5, Y6, Y6
-	VPSRLW      $0x07, Y6, Y6
-	VPMINUW     Y4, Y6, Y6
-	VPSRLW      $0x0f, Y7, Y7
-	VPSLLW      $0x07, Y7, Y7
-	VPOR        Y7, Y6, Y6
-	VPMOVWB     Y6, X5
-	VMOVDQU     X5, 16(AX)
-	VMOVDQU64   128(CX), Z5
-	VMULPS      Z0, Z5, Z5
-	VCVTPS2PH   $0x03, Z5, Y7
-	VCVTPH2PS   Y7, Z6
-	VCMPPS      $0x04, Z5, Z6, K1
-	VMOVDQU16.Z Y1, K1, Y5
-	VPOR        Y5, Y7, Y7
-	VPAND       Y3, Y7, Y5
-	VPSRLW      $0x07, Y5, Y6
-	VPAND       Y1, Y6, Y6
-	VPADDW      Y2, Y6, Y6
-	VPADDW      Y5, Y6, Y6
-	VPSRLW      $0x07, Y6, Y6
-	VPMINUW     Y4, Y6, Y6
-	VPSRLW      $0x0f, Y7, Y7
-	VPSLLW      $0x07, Y7, Y7
-	VPOR        Y7, Y6, Y6
-	VPMOVWB     Y6, X5
-	VMOVDQU     X5, 32(AX)
-	VMOVDQU64   192(CX), Z5
-	VMULPS      Z0, Z5, Z5
-	VCVTPS2PH   $0x03, Z5, Y7
-	VCVTPH2PS   Y7, Z6
-	VCMPPS      $0x04, Z5, Z6, K1
-	VMOVDQU16.Z Y1, K1, Y5
-	VPOR        Y5, Y7, Y7
-	VPAND       Y3, Y7, Y5
-	VPSRLW      $0x07, Y5, Y6
-	VPAND       Y1, Y6, Y6
-	VPADDW      Y2, Y6, Y6
-	VPADDW      Y5, Y6, Y6
-	VPSRLW      $0x07, Y6, Y6
-	VPMINUW     Y4, Y6, Y6
-	VPSRLW      $0x0f, Y7, Y7
-	VPSLLW      $0x07, Y7, Y7
-	VPOR        Y7, Y6, Y6
-	VPMOVWB     Y6, X5
-	VMOVDQU     X5, 48(AX)
-	ADDQ        $0x00000100, CX
-	ADDQ        $0x00000040, AX
-	SUBQ        $0x00000040, DX
-	JMP         block
-
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, BX
-	CMPQ        DX, BX
-	CMOVQLT     DX, BX
-	MOVQ        $-1, SI
-	BZHIQ       BX, SI, SI
-	KMOVQ       SI, K1
+	MOVQ        $0x00000010, SI
+	CMPQ        DX, SI
+	CMOVQLT     DX, SI
+	MOVQ        $-1, BX
+	BZHIQ       SI, BX, BX
+	KMOVQ       BX, K1
 	VMOVDQU32.Z (CX), K1, Z5
 	VMULPS      Z0, Z5, Z5
 	VCVTPS2PH   $0x03, Z5, Y7
@@ -25152,8 +14639,8 @@ steps:
 	VPOR        Y7, Y6, Y6
 	VPMOVWB     Y6, X5
 	VMOVDQU8    X5, K1, (AX)
-	ADDQ        $0x00000040, CX
 	ADDQ        $0x00000010, AX
+	ADDQ        $0x00000040, CX
 	SUBQ        $0x00000010, DX
 	JMP         steps
 
@@ -25161,65 +14648,95 @@ done:
 	VZEROUPPER
 	RET
 
+// func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
+	VPBROADCASTW cbf80<>+0(SB), Y0
+	VPBROADCASTW c0001<>+0(SB), Y0
+	VPBROADCASTW c007f<>+0(SB), Y1
+	VPBROADCASTW c7fff<>+0(SB), Y2
+	VPBROADCASTW c007e<>+0(SB), Y3
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	SUBQ         BX, SI
+	ADDQ         BX, AX
+
+step:
+	MOVQ       $0x00000010, R8
+	CMPQ       SI, R8
+	CMOVQLT    SI, R8
+	MOVQ       $-1, DI
+	BZHIQ      R8, DI, DI
+	KMOVQ      DI, K1
+	MOVQ       (CX), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, X4
+	VPMOVZXBW  X4, Y4
+	VPSLLW     $0x08, Y4, Y4
+	VCVTPH2PS  Y4, Z4
+	MOVL       $0x00000001, DI
+	CMPQ       DX, DI
+	JE         folded
+
+source:
+	MOVQ       (CX)(DI*8), R8
+	VMOVDQU8.Z (R8)(BX*1), K1, X5
+	VPMOVZXBW  X5, Y5
+	VPSLLW     $0x08, Y5, Y5
+	VCVTPH2PS  Y5, Z5
+	VADDPS     Z5, Z4, Z4
+	INCQ       DI
+	CMPQ       DI, DX
+	JLT        source
+
+folded:
+	VCVTPS2PH   $0x03, Z4, Y6
+	VCVTPH2PS   Y6, Z5
+	VCMPPS      $0x04, Z4, Z5, K2
+	VMOVDQU16.Z Y0, K2, Y4
+	VPOR        Y4, Y6, Y6
+	VPAND       Y2, Y6, Y4
+	VPSRLW      $0x08, Y4, Y5
+	VPAND       Y0, Y5, Y5
+	VPADDW      Y1, Y5, Y5
+	VPADDW      Y4, Y5, Y5
+	VPSRLW      $0x08, Y5, Y5
+	VPMINUW     Y3, Y5, Y5
+	VPSRLW      $0x0f, Y6, Y6
+	VPSLLW      $0x07, Y6, Y6
+	VPOR        Y6, Y5, Y5
+	VPMOVWB     Y5, X4
+	VMOVDQU8    X4, K1, (AX)
+	ADDQ        $0x00000010, AX
+	ADDQ        $0x00000010, BX
+	SUBQ        $0x00000010, SI
+	JGT         step
+	VZEROUPPER
+	RET
+
 // func widenE5M2AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
 TEXT ·widenE5M2AVX512(SB), NOSPLIT, $0-24
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x0000007e, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
+	VPBROADCASTW cbf80<>+0(SB), Y0
+	VPBROADCASTW c0001<>+0(SB), Y0
+	VPBROADCASTW c007f<>+0(SB), Y0
+	VPBROADCASTW c7fff<>+0(SB), Y0
+	VPBROADCASTW c007e<>+0(SB), Y0
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
 
-block:
-	CMPQ      DX, $0x00000040
-	JLT       steps
-	VMOVDQU   (CX), X0
-	VPMOVZXBW X0, Y0
-	VPSLLW    $0x08, Y0, Y0
-	VCVTPH2PS Y0, Z0
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU   16(CX), X0
-	VPMOVZXBW X0, Y0
-	VPSLLW    $0x08, Y0, Y0
-	VCVTPH2PS Y0, Z0
-	VMOVDQU64 Z0, 64(AX)
-	VMOVDQU   32(CX), X0
-	VPMOVZXBW X0, Y0
-	VPSLLW    $0x08, Y0, Y0
-	VCVTPH2PS Y0, Z0
-	VMOVDQU64 Z0, 128(AX)
-	VMOVDQU   48(CX), X0
-	VPMOVZXBW X0, Y0
-	VPSLLW    $0x08, Y0, Y0
-	VCVTPH2PS Y0, Z0
-	VMOVDQU64 Z0, 192(AX)
-	ADDQ      $0x00000040, CX
-	ADDQ      $0x00000100, AX
-	SUBQ      $0x00000040, DX
-	JMP       block
-
 steps:
 	TESTQ      DX, DX
 	JLE        done
-	MOVQ       $0x00000010, BX
-	CMPQ       DX, BX
-	CMOVQLT    DX, BX
-	MOVQ       $-1, SI
-	BZHIQ      BX, SI, SI
-	KMOVQ      SI, K1
+	MOVQ       $0x00000010, SI
+	CMPQ       DX, SI
+	CMOVQLT    DX, SI
+	MOVQ       $-1, BX
+	BZHIQ      SI, BX, BX
+	KMOVQ      BX, K1
 	VMOVDQU8.Z (CX), K1, X0
 	VPMOVZXBW  X0, Y0
 	VPSLLW     $0x08, Y0, Y0
@@ -25237,114 +14754,24 @@ done:
 // func narrowE5M2AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
 TEXT ·narrowE5M2AVX512(SB), NOSPLIT, $0-24
-	MOVL         $0x0000bf80, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTW X0, Y0
-	MOVL         $0x0000007f, AX
-	VMOVD        AX, X1
-	VPBROADCASTW X1, Y1
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X2
-	VPBROADCASTW X2, Y2
-	MOVL         $0x0000007e, AX
-	VMOVD        AX, X3
-	VPBROADCASTW X3, Y3
+	VPBROADCASTW cbf80<>+0(SB), Y0
+	VPBROADCASTW c0001<>+0(SB), Y0
+	VPBROADCASTW c007f<>+0(SB), Y1
+	VPBROADCASTW c7fff<>+0(SB), Y2
+	VPBROADCASTW c007e<>+0(SB), Y3
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
 
-block:
-	CMPQ        DX, $0x00000040
-	JLT         steps
-	VMOVDQU64   (CX), Z4
-	VCVTPS2PH   $0x03, Z4, Y6
-	VCVTPH2PS   Y6, Z5
-	VCMPPS      $0x04, Z4, Z5, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y6, Y6
-	VPAND       Y2, Y6, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y6, Y6
-	VPSLLW      $0x07, Y6, Y6
-	VPOR        Y6, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU     X4, (AX)
-	VMOVDQU64   64(CX), Z4
-	VCVTPS2PH   $0x03, Z4, Y6
-	VCVTPH2PS   Y6, Z5
-	VCMPPS      $0x04, Z4, Z5, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y6, Y6
-	VPAND       Y2, Y6, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y6, Y6
-	VPSLLW      $0x07, Y6, Y6
-	VPOR        Y6, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU     X4, 16(AX)
-	VMOVDQU64   128(CX), Z4
-	VCVTPS2PH   $0x03, Z4, Y6
-	VCVTPH2PS   Y6, Z5
-	VCMPPS      $0x04, Z4, Z5, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y6, Y6
-	VPAND       Y2, Y6, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y6, Y6
-	VPSLLW      $0x07, Y6, Y6
-	VPOR        Y6, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU     X4, 32(AX)
-	VMOVDQU64   192(CX), Z4
-	VCVTPS2PH   $0x03, Z4, Y6
-	VCVTPH2PS   Y6, Z5
-	VCMPPS      $0x04, Z4, Z5, K1
-	VMOVDQU16.Z Y0, K1, Y4
-	VPOR        Y4, Y6, Y6
-	VPAND       Y2, Y6, Y4
-	VPSRLW      $0x08, Y4, Y5
-	VPAND       Y0, Y5, Y5
-	VPADDW      Y1, Y5, Y5
-	VPADDW      Y4, Y5, Y5
-	VPSRLW      $0x08, Y5, Y5
-	VPMINUW     Y3, Y5, Y5
-	VPSRLW      $0x0f, Y6, Y6
-	VPSLLW      $0x07, Y6, Y6
-	VPOR        Y6, Y5, Y5
-	VPMOVWB     Y5, X4
-	VMOVDQU     X4, 48(AX)
-	ADDQ        $0x00000100, CX
-	ADDQ        $0x00000040, AX
-	SUBQ        $0x00000040, DX
-	JMP         block
-
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, BX
-	CMPQ        DX, BX
-	CMOVQLT     DX, BX
-	MOVQ        $-1, SI
-	BZHIQ       BX, SI, SI
-	KMOVQ       SI, K1
+	MOVQ        $0x00000010, SI
+	CMPQ        DX, SI
+	CMOVQLT     DX, SI
+	MOVQ        $-1, BX
+	BZHIQ       SI, BX, BX
+	KMOVQ       BX, K1
 	VMOVDQU32.Z (CX), K1, Z4
 	VCVTPS2PH   $0x03, Z4, Y6
 	VCVTPH2PS   Y6, Z5
@@ -25363,8 +14790,8 @@ steps:
 	VPOR        Y6, Y5, Y5
 	VPMOVWB     Y5, X4
 	VMOVDQU8    X4, K1, (AX)
-	ADDQ        $0x00000040, CX
 	ADDQ        $0x00000010, AX
+	ADDQ        $0x00000040, CX
 	SUBQ        $0x00000010, DX
 	JMP         steps
 
@@ -25373,35 +14800,13 @@ done:
 	RET
 
 // func sumBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumBF16AVX512BF16(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00000000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVL         $0x7fff7fff, AX
-	VMOVD        AX, X4
-	VPBROADCASTD X4, Z4
+	VPBROADCASTD c00000001<>+0(SB), Z0
+	VPBROADCASTD c00007fff<>+0(SB), Z1
+	VPBROADCASTD c00010000<>+0(SB), Z2
+	VPBROADCASTD c00000000<>+0(SB), Z3
+	VPBROADCASTD c7fff7fff<>+0(SB), Z4
 	VMOVDQU64    interleave<>+0(SB), Z5
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
@@ -25412,6 +14817,8 @@ TEXT ·sumBF16AVX512BF16(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -25419,527 +14826,210 @@ TEXT ·sumBF16AVX512BF16(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ           SI, $0x00000080
-	JLT            steps
-	VMOVDQU64      (R8)(BX*1), Z7
-	VPUNPCKLWD     Z7, Z3, Z6
-	VPUNPCKHWD     Z7, Z3, Z7
-	VMOVDQU64      64(R8)(BX*1), Z9
-	VPUNPCKLWD     Z9, Z3, Z8
-	VPUNPCKHWD     Z9, Z3, Z9
-	VMOVDQU64      128(R8)(BX*1), Z11
-	VPUNPCKLWD     Z11, Z3, Z10
-	VPUNPCKHWD     Z11, Z3, Z11
-	VMOVDQU64      192(R8)(BX*1), Z13
-	VPUNPCKLWD     Z13, Z3, Z12
-	VPUNPCKHWD     Z13, Z3, Z13
-	VMOVDQU64      (R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VADDPS         Z14, Z6, Z6
-	VADDPS         Z15, Z7, Z7
-	VMOVDQU64      64(R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VADDPS         Z14, Z8, Z8
-	VADDPS         Z15, Z9, Z9
-	VMOVDQU64      128(R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VADDPS         Z14, Z10, Z10
-	VADDPS         Z15, Z11, Z11
-	VMOVDQU64      192(R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VADDPS         Z14, Z12, Z12
-	VADDPS         Z15, Z13, Z13
+	VMOVDQU64  (R8)(BX*1), Z7
+	VPUNPCKLWD Z7, Z3, Z6
+	VPUNPCKHWD Z7, Z3, Z7
+	VMOVDQU64  64(R8)(BX*1), Z9
+	VPUNPCKLWD Z9, Z3, Z8
+	VPUNPCKHWD Z9, Z3, Z9
+	VMOVDQU64  128(R8)(BX*1), Z11
+	VPUNPCKLWD Z11, Z3, Z10
+	VPUNPCKHWD Z11, Z3, Z11
+	VMOVDQU64  192(R8)(BX*1), Z13
+	VPUNPCKLWD Z13, Z3, Z12
+	VPUNPCKHWD Z13, Z3, Z13
+	VMOVDQU64  (R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VADDPS     Z14, Z6, Z6
+	VADDPS     Z15, Z7, Z7
+	VMOVDQU64  64(R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VADDPS     Z14, Z8, Z8
+	VADDPS     Z15, Z9, Z9
+	VMOVDQU64  128(R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VADDPS     Z14, Z10, Z10
+	VADDPS     Z15, Z11, Z11
+	VMOVDQU64  192(R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VADDPS     Z14, Z12, Z12
+	VADDPS     Z15, Z13, Z13
+
+finish:
+	TESTB $0x02, DI
+	JNE   special
+
+pack:
 	BYTE $0x62; BYTE $0x72; BYTE $0x47; BYTE $0x48; BYTE $0x72; BYTE $0xf6; // VCVTNE2PS2BF16 Z6, Z7, Z14
-	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
 	VPTESTMW       Z4, Z14, K1
 	VPERMQ         Z14, Z5, Z14
+	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
 	VPTESTMW       Z4, Z15, K1, K1
 	VPERMQ         Z15, Z5, Z15
+	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
 	VPTESTMW       Z4, Z16, K1, K1
 	VPERMQ         Z16, Z5, Z16
+	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
 	VPTESTMW       Z4, Z17, K1, K1
 	VPERMQ         Z17, Z5, Z17
 	KORTESTD       K1, K1
-	JCC            pairInexact
-	TESTQ          DI, DI
-	JNE            pairPackedAround
-	VMOVDQU64      Z14, (AX)
-	VMOVDQU64      Z15, 64(AX)
-	VMOVDQU64      Z16, 128(AX)
-	VMOVDQU64      Z17, 192(AX)
-	ADDQ           $0x00000100, AX
-	ADDQ           $0x00000100, BX
-	SUBQ           $0x00000080, SI
-	JMP            pair
+	JCC            inexact
 
-pairPackedAround:
-	VMOVNTDQ Z14, (AX)
-	VMOVNTDQ Z15, 64(AX)
-	VMOVNTDQ Z16, 128(AX)
-	VMOVNTDQ Z17, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+packed:
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU64 Z14, (AX)
+	VMOVDQU64 Z15, 64(AX)
+	VMOVDQU64 Z16, 128(AX)
+	VMOVDQU64 Z17, 192(AX)
 
-pairInexact:
-	TESTQ     DI, DI
-	JNE       pairAround
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVDQU64 Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVDQU64 Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVDQU64 Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVDQU64 Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-
-pairAround:
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVNTDQ  Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVNTDQ  Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVNTDQ  Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVNTDQ  Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU64  (R10)(BX*1), Z7
+	MOVQ       CX, R10
+	MOVQ       DX, R11
+	MOVQ       (R10), R12
+	VMOVDQU64  (R12)(BX*1), Z7
 	VPUNPCKLWD Z7, Z3, Z6
 	VPUNPCKHWD Z7, Z3, Z7
-	VMOVDQU64  64(R10)(BX*1), Z9
+	VMOVDQU64  64(R12)(BX*1), Z9
 	VPUNPCKLWD Z9, Z3, Z8
 	VPUNPCKHWD Z9, Z3, Z9
-	VMOVDQU64  128(R10)(BX*1), Z11
+	VMOVDQU64  128(R12)(BX*1), Z11
 	VPUNPCKLWD Z11, Z3, Z10
 	VPUNPCKHWD Z11, Z3, Z11
-	VMOVDQU64  192(R10)(BX*1), Z13
+	VMOVDQU64  192(R12)(BX*1), Z13
 	VPUNPCKLWD Z13, Z3, Z12
 	VPUNPCKHWD Z13, Z3, Z13
-	CMPQ       R9, $0x01
-	JE         blockFinish
+	CMPQ       R11, $0x01
+	JE         finish
 
-blockSources:
+sources:
 	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
+	MOVQ       8(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z6, Z6
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
+	VMOVDQU64  64(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z8, Z8
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
+	VMOVDQU64  128(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z10, Z10
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
+	VMOVDQU64  192(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z12, Z12
 	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x02
-	JE         blockFinish
+	CMPQ       R11, $0x02
+	JE         finish
 	PCALIGN    $0x20
-	MOVQ       16(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
+	MOVQ       16(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z6, Z6
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
+	VMOVDQU64  64(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z8, Z8
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
+	VMOVDQU64  128(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z10, Z10
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
+	VMOVDQU64  192(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z12, Z12
 	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x03
-	JE         blockFinish
+	CMPQ       R11, $0x03
+	JE         finish
 	PCALIGN    $0x20
-	MOVQ       24(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
+	MOVQ       24(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z6, Z6
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
+	VMOVDQU64  64(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z8, Z8
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
+	VMOVDQU64  128(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z10, Z10
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
+	VMOVDQU64  192(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VADDPS     Z14, Z12, Z12
 	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x04
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       32(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
-	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
-	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
-	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
-	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x05
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       40(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
-	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
-	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
-	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
-	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x06
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       48(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
-	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
-	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
-	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
-	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x07
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       56(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
-	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
-	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
-	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
-	VADDPS     Z15, Z13, Z13
-	CMPQ       R9, $0x08
-	JE         blockFinish
-	ADDQ       $0x38, R8
-	SUBQ       $0x07, R9
-	JMP        blockSources
+	CMPQ       R11, $0x04
+	JE         finish
+	ADDQ       $0x18, R10
+	SUBQ       $0x03, R11
+	JMP        sources
 
-blockFinish:
-	BYTE $0x62; BYTE $0x72; BYTE $0x47; BYTE $0x48; BYTE $0x72; BYTE $0xf6; // VCVTNE2PS2BF16 Z6, Z7, Z14
-	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
-	VPTESTMW       Z4, Z14, K1
-	VPERMQ         Z14, Z5, Z14
-	VPTESTMW       Z4, Z15, K1, K1
-	VPERMQ         Z15, Z5, Z15
-	VPTESTMW       Z4, Z16, K1, K1
-	VPERMQ         Z16, Z5, Z16
-	VPTESTMW       Z4, Z17, K1, K1
-	VPERMQ         Z17, Z5, Z17
-	KORTESTD       K1, K1
-	JCC            blockInexact
-	TESTQ          DI, DI
-	JNE            blockPackedAround
-	VMOVDQU64      Z14, (AX)
-	VMOVDQU64      Z15, 64(AX)
-	VMOVDQU64      Z16, 128(AX)
-	VMOVDQU64      Z17, 192(AX)
-	ADDQ           $0x00000100, AX
-	ADDQ           $0x00000100, BX
-	SUBQ           $0x00000080, SI
-	JMP            block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockPackedAround:
-	VMOVNTDQ Z14, (AX)
-	VMOVNTDQ Z15, 64(AX)
-	VMOVNTDQ Z16, 128(AX)
-	VMOVNTDQ Z17, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-blockInexact:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVDQU64 Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVDQU64 Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVDQU64 Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVDQU64 Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-blockAround:
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVNTDQ  Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVNTDQ  Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVNTDQ  Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVNTDQ  Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z7
+step:
+	MOVQ        $-1, R8
+	BZHIQ       SI, R8, R8
+	KMOVQ       R8, K1
+	MOVQ        (CX), R9
+	VMOVDQU16.Z (R9)(BX*1), K1, Z7
 	VPUNPCKLWD  Z7, Z3, Z6
 	VPUNPCKHWD  Z7, Z3, Z7
-	CMPQ        R9, $0x01
-	JE          stepFinish
+	MOVL        $0x00000001, R8
+	CMPQ        DX, R8
+	JE          folded
 
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
+source:
+	MOVQ        (CX)(R8*8), R9
+	VMOVDQU16.Z (R9)(BX*1), K1, Z5
 	VPUNPCKLWD  Z5, Z3, Z4
 	VPUNPCKHWD  Z5, Z3, Z5
 	VADDPS      Z4, Z6, Z6
 	VADDPS      Z5, Z7, Z7
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        R8
+	CMPQ        R8, DX
+	JLT         source
 
-stepFinish:
+folded:
+	TESTB        $0x02, DI
+	JE           finished
+	MOVQ         div+40(FP), R8
+	VXORPS       X4, X4, X4
+	VCVTSI2SSQ   R8, X4, X4
+	VBROADCASTSS X4, Z4
+	VDIVPS       Z4, Z6, Z6
+	VDIVPS       Z4, Z7, Z7
+
+finished:
 	VPTESTMD  Z2, Z6, K2
 	VPADDD    Z1, Z6, Z6
 	VPADDD    Z0, Z6, K2, Z6
@@ -25953,47 +15043,85 @@ stepFinish:
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
+special:
+	MOVQ         div+40(FP), R10
+	VXORPS       X14, X14, X14
+	VCVTSI2SSQ   R10, X14, X14
+	VBROADCASTSS X14, Z14
+	VDIVPS       Z14, Z6, Z6
+	VDIVPS       Z14, Z7, Z7
+	VDIVPS       Z14, Z8, Z8
+	VDIVPS       Z14, Z9, Z9
+	VDIVPS       Z14, Z10, Z10
+	VDIVPS       Z14, Z11, Z11
+	VDIVPS       Z14, Z12, Z12
+	VDIVPS       Z14, Z13, Z13
+	JMP          pack
+
+inexact:
+	VPTESTMD  Z2, Z6, K1
+	VPADDD    Z1, Z6, Z6
+	VPADDD    Z0, Z6, K1, Z6
+	VPSRLD    $0x10, Z6, Z6
+	VPTESTMD  Z2, Z7, K1
+	VPADDD    Z1, Z7, Z7
+	VPADDD    Z0, Z7, K1, Z7
+	VPSRLD    $0x10, Z7, Z7
+	VPACKUSDW Z7, Z6, Z6
+	VPTESTMD  Z2, Z8, K1
+	VPADDD    Z1, Z8, Z8
+	VPADDD    Z0, Z8, K1, Z8
+	VPSRLD    $0x10, Z8, Z8
+	VPTESTMD  Z2, Z9, K1
+	VPADDD    Z1, Z9, Z9
+	VPADDD    Z0, Z9, K1, Z9
+	VPSRLD    $0x10, Z9, Z9
+	VPACKUSDW Z9, Z8, Z8
+	VPTESTMD  Z2, Z10, K1
+	VPADDD    Z1, Z10, Z10
+	VPADDD    Z0, Z10, K1, Z10
+	VPSRLD    $0x10, Z10, Z10
+	VPTESTMD  Z2, Z11, K1
+	VPADDD    Z1, Z11, Z11
+	VPADDD    Z0, Z11, K1, Z11
+	VPSRLD    $0x10, Z11, Z11
+	VPACKUSDW Z11, Z10, Z10
+	VPTESTMD  Z2, Z12, K1
+	VPADDD    Z1, Z12, Z12
+	VPADDD    Z0, Z12, K1, Z12
+	VPSRLD    $0x10, Z12, Z12
+	VPTESTMD  Z2, Z13, K1
+	VPADDD    Z1, Z13, Z13
+	VPADDD    Z0, Z13, K1, Z13
+	VPSRLD    $0x10, Z13, Z13
+	VPACKUSDW Z13, Z12, Z12
+	VMOVDQA64 Z6, Z14
+	VMOVDQA64 Z8, Z15
+	VMOVDQA64 Z10, Z16
+	VMOVDQA64 Z12, Z17
+	JMP       packed
+
+around:
+	VMOVNTDQ Z14, (AX)
+	VMOVNTDQ Z15, 64(AX)
+	VMOVNTDQ Z16, 128(AX)
+	VMOVNTDQ Z17, 192(AX)
+	JMP      next
+
 // func prodBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
+// Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodBF16AVX512BF16(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00000000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVL         $0x7fff7fff, AX
-	VMOVD        AX, X4
-	VPBROADCASTD X4, Z4
+	VPBROADCASTD c00000001<>+0(SB), Z0
+	VPBROADCASTD c00007fff<>+0(SB), Z1
+	VPBROADCASTD c00010000<>+0(SB), Z2
+	VPBROADCASTD c00000000<>+0(SB), Z3
+	VPBROADCASTD c7fff7fff<>+0(SB), Z4
 	VMOVDQU64    interleave<>+0(SB), Z5
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
@@ -26004,6 +15132,8 @@ TEXT ·prodBF16AVX512BF16(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
 	MOVQ         (CX), R8
@@ -26011,527 +15141,196 @@ TEXT ·prodBF16AVX512BF16(SB), NOSPLIT, $0-56
 	PCALIGN      $0x40
 
 pair:
-	CMPQ           SI, $0x00000080
-	JLT            steps
-	VMOVDQU64      (R8)(BX*1), Z7
-	VPUNPCKLWD     Z7, Z3, Z6
-	VPUNPCKHWD     Z7, Z3, Z7
-	VMOVDQU64      64(R8)(BX*1), Z9
-	VPUNPCKLWD     Z9, Z3, Z8
-	VPUNPCKHWD     Z9, Z3, Z9
-	VMOVDQU64      128(R8)(BX*1), Z11
-	VPUNPCKLWD     Z11, Z3, Z10
-	VPUNPCKHWD     Z11, Z3, Z11
-	VMOVDQU64      192(R8)(BX*1), Z13
-	VPUNPCKLWD     Z13, Z3, Z12
-	VPUNPCKHWD     Z13, Z3, Z13
-	VMOVDQU64      (R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VMULPS         Z14, Z6, Z6
-	VMULPS         Z15, Z7, Z7
-	VMOVDQU64      64(R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VMULPS         Z14, Z8, Z8
-	VMULPS         Z15, Z9, Z9
-	VMOVDQU64      128(R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VMULPS         Z14, Z10, Z10
-	VMULPS         Z15, Z11, Z11
-	VMOVDQU64      192(R9)(BX*1), Z15
-	VPUNPCKLWD     Z15, Z3, Z14
-	VPUNPCKHWD     Z15, Z3, Z15
-	VMULPS         Z14, Z12, Z12
-	VMULPS         Z15, Z13, Z13
+	VMOVDQU64  (R8)(BX*1), Z7
+	VPUNPCKLWD Z7, Z3, Z6
+	VPUNPCKHWD Z7, Z3, Z7
+	VMOVDQU64  64(R8)(BX*1), Z9
+	VPUNPCKLWD Z9, Z3, Z8
+	VPUNPCKHWD Z9, Z3, Z9
+	VMOVDQU64  128(R8)(BX*1), Z11
+	VPUNPCKLWD Z11, Z3, Z10
+	VPUNPCKHWD Z11, Z3, Z11
+	VMOVDQU64  192(R8)(BX*1), Z13
+	VPUNPCKLWD Z13, Z3, Z12
+	VPUNPCKHWD Z13, Z3, Z13
+	VMOVDQU64  (R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VMULPS     Z14, Z6, Z6
+	VMULPS     Z15, Z7, Z7
+	VMOVDQU64  64(R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VMULPS     Z14, Z8, Z8
+	VMULPS     Z15, Z9, Z9
+	VMOVDQU64  128(R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VMULPS     Z14, Z10, Z10
+	VMULPS     Z15, Z11, Z11
+	VMOVDQU64  192(R9)(BX*1), Z15
+	VPUNPCKLWD Z15, Z3, Z14
+	VPUNPCKHWD Z15, Z3, Z15
+	VMULPS     Z14, Z12, Z12
+	VMULPS     Z15, Z13, Z13
+
+finish:
 	BYTE $0x62; BYTE $0x72; BYTE $0x47; BYTE $0x48; BYTE $0x72; BYTE $0xf6; // VCVTNE2PS2BF16 Z6, Z7, Z14
-	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
 	VPTESTMW       Z4, Z14, K1
 	VPERMQ         Z14, Z5, Z14
+	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
 	VPTESTMW       Z4, Z15, K1, K1
 	VPERMQ         Z15, Z5, Z15
+	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
 	VPTESTMW       Z4, Z16, K1, K1
 	VPERMQ         Z16, Z5, Z16
+	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
 	VPTESTMW       Z4, Z17, K1, K1
 	VPERMQ         Z17, Z5, Z17
 	KORTESTD       K1, K1
-	JCC            pairInexact
-	TESTQ          DI, DI
-	JNE            pairPackedAround
-	VMOVDQU64      Z14, (AX)
-	VMOVDQU64      Z15, 64(AX)
-	VMOVDQU64      Z16, 128(AX)
-	VMOVDQU64      Z17, 192(AX)
-	ADDQ           $0x00000100, AX
-	ADDQ           $0x00000100, BX
-	SUBQ           $0x00000080, SI
-	JMP            pair
+	JCC            inexact
 
-pairPackedAround:
-	VMOVNTDQ Z14, (AX)
-	VMOVNTDQ Z15, 64(AX)
-	VMOVNTDQ Z16, 128(AX)
-	VMOVNTDQ Z17, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
+packed:
+	TESTB     $0x01, DI
+	JNE       around
+	VMOVDQU64 Z14, (AX)
+	VMOVDQU64 Z15, 64(AX)
+	VMOVDQU64 Z16, 128(AX)
+	VMOVDQU64 Z17, 192(AX)
 
-pairInexact:
-	TESTQ     DI, DI
-	JNE       pairAround
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVDQU64 Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVDQU64 Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVDQU64 Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVDQU64 Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-
-pairAround:
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVNTDQ  Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVNTDQ  Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVNTDQ  Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVNTDQ  Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, BX
+	SUBQ    $0x00000080, SI
+	JLT     rest
+	CMPQ    DX, $0x02
+	JE      pair
 	PCALIGN $0x40
 
 block:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU64  (R10)(BX*1), Z7
+	MOVQ       CX, R10
+	MOVQ       DX, R11
+	MOVQ       (R10), R12
+	VMOVDQU64  (R12)(BX*1), Z7
 	VPUNPCKLWD Z7, Z3, Z6
 	VPUNPCKHWD Z7, Z3, Z7
-	VMOVDQU64  64(R10)(BX*1), Z9
+	VMOVDQU64  64(R12)(BX*1), Z9
 	VPUNPCKLWD Z9, Z3, Z8
 	VPUNPCKHWD Z9, Z3, Z9
-	VMOVDQU64  128(R10)(BX*1), Z11
+	VMOVDQU64  128(R12)(BX*1), Z11
 	VPUNPCKLWD Z11, Z3, Z10
 	VPUNPCKHWD Z11, Z3, Z11
-	VMOVDQU64  192(R10)(BX*1), Z13
+	VMOVDQU64  192(R12)(BX*1), Z13
 	VPUNPCKLWD Z13, Z3, Z12
 	VPUNPCKHWD Z13, Z3, Z13
-	CMPQ       R9, $0x01
-	JE         blockFinish
+	CMPQ       R11, $0x01
+	JE         finish
 
-blockSources:
+sources:
 	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
+	MOVQ       8(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z6, Z6
 	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
+	VMOVDQU64  64(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z8, Z8
 	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
+	VMOVDQU64  128(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z10, Z10
 	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
+	VMOVDQU64  192(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z12, Z12
 	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x02
-	JE         blockFinish
+	CMPQ       R11, $0x02
+	JE         finish
 	PCALIGN    $0x20
-	MOVQ       16(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
+	MOVQ       16(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z6, Z6
 	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
+	VMOVDQU64  64(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z8, Z8
 	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
+	VMOVDQU64  128(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z10, Z10
 	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
+	VMOVDQU64  192(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z12, Z12
 	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x03
-	JE         blockFinish
+	CMPQ       R11, $0x03
+	JE         finish
 	PCALIGN    $0x20
-	MOVQ       24(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
+	MOVQ       24(R10), R12
+	VMOVDQU64  (R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z6, Z6
 	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
+	VMOVDQU64  64(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z8, Z8
 	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
+	VMOVDQU64  128(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z10, Z10
 	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
+	VMOVDQU64  192(R12)(BX*1), Z15
 	VPUNPCKLWD Z15, Z3, Z14
 	VPUNPCKHWD Z15, Z3, Z15
 	VMULPS     Z14, Z12, Z12
 	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x04
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       32(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z6, Z6
-	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z8, Z8
-	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z10, Z10
-	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z12, Z12
-	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x05
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       40(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z6, Z6
-	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z8, Z8
-	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z10, Z10
-	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z12, Z12
-	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x06
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       48(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z6, Z6
-	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z8, Z8
-	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z10, Z10
-	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z12, Z12
-	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x07
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       56(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z6, Z6
-	VMULPS     Z15, Z7, Z7
-	VMOVDQU64  64(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z8, Z8
-	VMULPS     Z15, Z9, Z9
-	VMOVDQU64  128(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z10, Z10
-	VMULPS     Z15, Z11, Z11
-	VMOVDQU64  192(R10)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VMULPS     Z14, Z12, Z12
-	VMULPS     Z15, Z13, Z13
-	CMPQ       R9, $0x08
-	JE         blockFinish
-	ADDQ       $0x38, R8
-	SUBQ       $0x07, R9
-	JMP        blockSources
+	CMPQ       R11, $0x04
+	JE         finish
+	ADDQ       $0x18, R10
+	SUBQ       $0x03, R11
+	JMP        sources
 
-blockFinish:
-	BYTE $0x62; BYTE $0x72; BYTE $0x47; BYTE $0x48; BYTE $0x72; BYTE $0xf6; // VCVTNE2PS2BF16 Z6, Z7, Z14
-	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
-	VPTESTMW       Z4, Z14, K1
-	VPERMQ         Z14, Z5, Z14
-	VPTESTMW       Z4, Z15, K1, K1
-	VPERMQ         Z15, Z5, Z15
-	VPTESTMW       Z4, Z16, K1, K1
-	VPERMQ         Z16, Z5, Z16
-	VPTESTMW       Z4, Z17, K1, K1
-	VPERMQ         Z17, Z5, Z17
-	KORTESTD       K1, K1
-	JCC            blockInexact
-	TESTQ          DI, DI
-	JNE            blockPackedAround
-	VMOVDQU64      Z14, (AX)
-	VMOVDQU64      Z15, 64(AX)
-	VMOVDQU64      Z16, 128(AX)
-	VMOVDQU64      Z17, 192(AX)
-	ADDQ           $0x00000100, AX
-	ADDQ           $0x00000100, BX
-	SUBQ           $0x00000080, SI
-	JMP            block
+rest:
+	ADDQ $0x00000080, SI
+	JLE  done
 
-blockPackedAround:
-	VMOVNTDQ Z14, (AX)
-	VMOVNTDQ Z15, 64(AX)
-	VMOVNTDQ Z16, 128(AX)
-	VMOVNTDQ Z17, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
-
-blockInexact:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVDQU64 Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVDQU64 Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVDQU64 Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVDQU64 Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-blockAround:
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVNTDQ  Z6, (AX)
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
-	VMOVNTDQ  Z8, 64(AX)
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
-	VMOVNTDQ  Z10, 128(AX)
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVNTDQ  Z12, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
-
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z7
+step:
+	MOVQ        $-1, DI
+	BZHIQ       SI, DI, DI
+	KMOVQ       DI, K1
+	MOVQ        (CX), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z7
 	VPUNPCKLWD  Z7, Z3, Z6
 	VPUNPCKHWD  Z7, Z3, Z7
-	CMPQ        R9, $0x01
-	JE          stepFinish
+	MOVL        $0x00000001, DI
+	CMPQ        DX, DI
+	JE          folded
 
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
+source:
+	MOVQ        (CX)(DI*8), R8
+	VMOVDQU16.Z (R8)(BX*1), K1, Z5
 	VPUNPCKLWD  Z5, Z3, Z4
 	VPUNPCKHWD  Z5, Z3, Z5
 	VMULPS      Z4, Z6, Z6
 	VMULPS      Z5, Z7, Z7
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+	INCQ        DI
+	CMPQ        DI, DX
+	JLT         source
 
-stepFinish:
+folded:
 	VPTESTMD  Z2, Z6, K2
 	VPADDD    Z1, Z6, Z6
 	VPADDD    Z0, Z6, K2, Z6
@@ -26545,627 +15344,154 @@ stepFinish:
 	ADDQ      $0x00000040, AX
 	ADDQ      $0x00000040, BX
 	SUBQ      $0x00000020, SI
-	JMP       steps
+	JGT       step
 
 done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
-
-return:
 	VZEROUPPER
 	RET
 
-// func avgBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2, CMOV, MMX+
-TEXT ·avgBF16AVX512BF16(SB), NOSPLIT, $0-56
-	MOVL         $0xffff0000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00000001, AX
-	VMOVD        AX, X0
-	VPBROADCASTD X0, Z0
-	MOVL         $0x00007fff, AX
-	VMOVD        AX, X1
-	VPBROADCASTD X1, Z1
-	MOVL         $0x00010000, AX
-	VMOVD        AX, X2
-	VPBROADCASTD X2, Z2
-	MOVL         $0x00000000, AX
-	VMOVD        AX, X3
-	VPBROADCASTD X3, Z3
-	MOVL         $0x7fff7fff, AX
-	VMOVD        AX, X4
-	VPBROADCASTD X4, Z4
-	VMOVDQU64    interleave<>+0(SB), Z5
-	MOVQ         div+40(FP), AX
-	VXORPS       X6, X6, X6
-	VCVTSI2SSQ   AX, X6, X6
-	VBROADCASTSS X6, Z6
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	CMPQ         DX, $0x02
-	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
-	PCALIGN      $0x40
-
-pair:
-	CMPQ           SI, $0x00000080
-	JLT            steps
-	VMOVDQU64      (R8)(BX*1), Z8
-	VPUNPCKLWD     Z8, Z3, Z7
-	VPUNPCKHWD     Z8, Z3, Z8
-	VMOVDQU64      64(R8)(BX*1), Z10
-	VPUNPCKLWD     Z10, Z3, Z9
-	VPUNPCKHWD     Z10, Z3, Z10
-	VMOVDQU64      128(R8)(BX*1), Z12
-	VPUNPCKLWD     Z12, Z3, Z11
-	VPUNPCKHWD     Z12, Z3, Z12
-	VMOVDQU64      192(R8)(BX*1), Z14
-	VPUNPCKLWD     Z14, Z3, Z13
-	VPUNPCKHWD     Z14, Z3, Z14
-	VMOVDQU64      (R9)(BX*1), Z16
-	VPUNPCKLWD     Z16, Z3, Z15
-	VPUNPCKHWD     Z16, Z3, Z16
-	VADDPS         Z15, Z7, Z7
-	VADDPS         Z16, Z8, Z8
-	VMOVDQU64      64(R9)(BX*1), Z16
-	VPUNPCKLWD     Z16, Z3, Z15
-	VPUNPCKHWD     Z16, Z3, Z16
-	VADDPS         Z15, Z9, Z9
-	VADDPS         Z16, Z10, Z10
-	VMOVDQU64      128(R9)(BX*1), Z16
-	VPUNPCKLWD     Z16, Z3, Z15
-	VPUNPCKHWD     Z16, Z3, Z16
-	VADDPS         Z15, Z11, Z11
-	VADDPS         Z16, Z12, Z12
-	VMOVDQU64      192(R9)(BX*1), Z16
-	VPUNPCKLWD     Z16, Z3, Z15
-	VPUNPCKHWD     Z16, Z3, Z16
-	VADDPS         Z15, Z13, Z13
-	VADDPS         Z16, Z14, Z14
-	VDIVPS         Z6, Z7, Z7
-	VDIVPS         Z6, Z8, Z8
-	VDIVPS         Z6, Z9, Z9
-	VDIVPS         Z6, Z10, Z10
-	VDIVPS         Z6, Z11, Z11
-	VDIVPS         Z6, Z12, Z12
-	VDIVPS         Z6, Z13, Z13
-	VDIVPS         Z6, Z14, Z14
-	BYTE $0x62; BYTE $0x72; BYTE $0x3f; BYTE $0x48; BYTE $0x72; BYTE $0xff; // VCVTNE2PS2BF16 Z7, Z8, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x2f; BYTE $0x48; BYTE $0x72; BYTE $0xc1; // VCVTNE2PS2BF16 Z9, Z10, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x1f; BYTE $0x48; BYTE $0x72; BYTE $0xcb; // VCVTNE2PS2BF16 Z11, Z12, Z17
-	BYTE $0x62; BYTE $0xc2; BYTE $0x0f; BYTE $0x48; BYTE $0x72; BYTE $0xd5; // VCVTNE2PS2BF16 Z13, Z14, Z18
-	VPTESTMW       Z4, Z15, K1
-	VPERMQ         Z15, Z5, Z15
-	VPTESTMW       Z4, Z16, K1, K1
-	VPERMQ         Z16, Z5, Z16
-	VPTESTMW       Z4, Z17, K1, K1
-	VPERMQ         Z17, Z5, Z17
-	VPTESTMW       Z4, Z18, K1, K1
-	VPERMQ         Z18, Z5, Z18
-	KORTESTD       K1, K1
-	JCC            pairInexact
-	TESTQ          DI, DI
-	JNE            pairPackedAround
-	VMOVDQU64      Z15, (AX)
-	VMOVDQU64      Z16, 64(AX)
-	VMOVDQU64      Z17, 128(AX)
-	VMOVDQU64      Z18, 192(AX)
-	ADDQ           $0x00000100, AX
-	ADDQ           $0x00000100, BX
-	SUBQ           $0x00000080, SI
-	JMP            pair
-
-pairPackedAround:
-	VMOVNTDQ Z15, (AX)
-	VMOVNTDQ Z16, 64(AX)
-	VMOVNTDQ Z17, 128(AX)
-	VMOVNTDQ Z18, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      pair
-
-pairInexact:
-	TESTQ     DI, DI
-	JNE       pairAround
+inexact:
+	VPTESTMD  Z2, Z6, K1
+	VPADDD    Z1, Z6, Z6
+	VPADDD    Z0, Z6, K1, Z6
+	VPSRLD    $0x10, Z6, Z6
 	VPTESTMD  Z2, Z7, K1
 	VPADDD    Z1, Z7, Z7
 	VPADDD    Z0, Z7, K1, Z7
 	VPSRLD    $0x10, Z7, Z7
+	VPACKUSDW Z7, Z6, Z6
 	VPTESTMD  Z2, Z8, K1
 	VPADDD    Z1, Z8, Z8
 	VPADDD    Z0, Z8, K1, Z8
 	VPSRLD    $0x10, Z8, Z8
-	VPACKUSDW Z8, Z7, Z7
-	VMOVDQU64 Z7, (AX)
 	VPTESTMD  Z2, Z9, K1
 	VPADDD    Z1, Z9, Z9
 	VPADDD    Z0, Z9, K1, Z9
 	VPSRLD    $0x10, Z9, Z9
+	VPACKUSDW Z9, Z8, Z8
 	VPTESTMD  Z2, Z10, K1
 	VPADDD    Z1, Z10, Z10
 	VPADDD    Z0, Z10, K1, Z10
 	VPSRLD    $0x10, Z10, Z10
-	VPACKUSDW Z10, Z9, Z9
-	VMOVDQU64 Z9, 64(AX)
 	VPTESTMD  Z2, Z11, K1
 	VPADDD    Z1, Z11, Z11
 	VPADDD    Z0, Z11, K1, Z11
 	VPSRLD    $0x10, Z11, Z11
+	VPACKUSDW Z11, Z10, Z10
 	VPTESTMD  Z2, Z12, K1
 	VPADDD    Z1, Z12, Z12
 	VPADDD    Z0, Z12, K1, Z12
 	VPSRLD    $0x10, Z12, Z12
-	VPACKUSDW Z12, Z11, Z11
-	VMOVDQU64 Z11, 128(AX)
 	VPTESTMD  Z2, Z13, K1
 	VPADDD    Z1, Z13, Z13
 	VPADDD    Z0, Z13, K1, Z13
 	VPSRLD    $0x10, Z13, Z13
-	VPTESTMD  Z2, Z14, K1
-	VPADDD    Z1, Z14, Z14
-	VPADDD    Z0, Z14, K1, Z14
-	VPSRLD    $0x10, Z14, Z14
-	VPACKUSDW Z14, Z13, Z13
-	VMOVDQU64 Z13, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
+	VPACKUSDW Z13, Z12, Z12
+	VMOVDQA64 Z6, Z14
+	VMOVDQA64 Z8, Z15
+	VMOVDQA64 Z10, Z16
+	VMOVDQA64 Z12, Z17
+	JMP       packed
 
-pairAround:
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPACKUSDW Z8, Z7, Z7
-	VMOVNTDQ  Z7, (AX)
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPACKUSDW Z10, Z9, Z9
-	VMOVNTDQ  Z9, 64(AX)
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPACKUSDW Z12, Z11, Z11
-	VMOVNTDQ  Z11, 128(AX)
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPTESTMD  Z2, Z14, K1
-	VPADDD    Z1, Z14, Z14
-	VPADDD    Z0, Z14, K1, Z14
-	VPSRLD    $0x10, Z14, Z14
-	VPACKUSDW Z14, Z13, Z13
-	VMOVNTDQ  Z13, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       pair
-	PCALIGN $0x40
+around:
+	VMOVNTDQ Z14, (AX)
+	VMOVNTDQ Z15, 64(AX)
+	VMOVNTDQ Z16, 128(AX)
+	VMOVNTDQ Z17, 192(AX)
+	JMP      next
 
-block:
-	CMPQ       SI, $0x00000080
-	JLT        steps
-	MOVQ       CX, R8
-	MOVQ       DX, R9
-	MOVQ       (R8), R10
-	VMOVDQU64  (R10)(BX*1), Z8
-	VPUNPCKLWD Z8, Z3, Z7
-	VPUNPCKHWD Z8, Z3, Z8
-	VMOVDQU64  64(R10)(BX*1), Z10
-	VPUNPCKLWD Z10, Z3, Z9
-	VPUNPCKHWD Z10, Z3, Z10
-	VMOVDQU64  128(R10)(BX*1), Z12
-	VPUNPCKLWD Z12, Z3, Z11
-	VPUNPCKHWD Z12, Z3, Z12
-	VMOVDQU64  192(R10)(BX*1), Z14
-	VPUNPCKLWD Z14, Z3, Z13
-	VPUNPCKHWD Z14, Z3, Z14
-	CMPQ       R9, $0x01
-	JE         blockFinish
+DATA c00000000<>+0(SB)/4, $0x00000000
+GLOBL c00000000<>(SB), RODATA|NOPTR, $4
 
-blockSources:
-	PCALIGN    $0x20
-	MOVQ       8(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x02
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       16(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x03
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       24(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x04
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       32(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x05
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       40(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x06
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       48(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x07
-	JE         blockFinish
-	PCALIGN    $0x20
-	MOVQ       56(R8), R10
-	VMOVDQU64  (R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z7, Z7
-	VADDPS     Z16, Z8, Z8
-	VMOVDQU64  64(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z9, Z9
-	VADDPS     Z16, Z10, Z10
-	VMOVDQU64  128(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z11, Z11
-	VADDPS     Z16, Z12, Z12
-	VMOVDQU64  192(R10)(BX*1), Z16
-	VPUNPCKLWD Z16, Z3, Z15
-	VPUNPCKHWD Z16, Z3, Z16
-	VADDPS     Z15, Z13, Z13
-	VADDPS     Z16, Z14, Z14
-	CMPQ       R9, $0x08
-	JE         blockFinish
-	ADDQ       $0x38, R8
-	SUBQ       $0x07, R9
-	JMP        blockSources
+DATA c00000001<>+0(SB)/4, $0x00000001
+GLOBL c00000001<>(SB), RODATA|NOPTR, $4
 
-blockFinish:
-	VDIVPS         Z6, Z7, Z7
-	VDIVPS         Z6, Z8, Z8
-	VDIVPS         Z6, Z9, Z9
-	VDIVPS         Z6, Z10, Z10
-	VDIVPS         Z6, Z11, Z11
-	VDIVPS         Z6, Z12, Z12
-	VDIVPS         Z6, Z13, Z13
-	VDIVPS         Z6, Z14, Z14
-	BYTE $0x62; BYTE $0x72; BYTE $0x3f; BYTE $0x48; BYTE $0x72; BYTE $0xff; // VCVTNE2PS2BF16 Z7, Z8, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x2f; BYTE $0x48; BYTE $0x72; BYTE $0xc1; // VCVTNE2PS2BF16 Z9, Z10, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x1f; BYTE $0x48; BYTE $0x72; BYTE $0xcb; // VCVTNE2PS2BF16 Z11, Z12, Z17
-	BYTE $0x62; BYTE $0xc2; BYTE $0x0f; BYTE $0x48; BYTE $0x72; BYTE $0xd5; // VCVTNE2PS2BF16 Z13, Z14, Z18
-	VPTESTMW       Z4, Z15, K1
-	VPERMQ         Z15, Z5, Z15
-	VPTESTMW       Z4, Z16, K1, K1
-	VPERMQ         Z16, Z5, Z16
-	VPTESTMW       Z4, Z17, K1, K1
-	VPERMQ         Z17, Z5, Z17
-	VPTESTMW       Z4, Z18, K1, K1
-	VPERMQ         Z18, Z5, Z18
-	KORTESTD       K1, K1
-	JCC            blockInexact
-	TESTQ          DI, DI
-	JNE            blockPackedAround
-	VMOVDQU64      Z15, (AX)
-	VMOVDQU64      Z16, 64(AX)
-	VMOVDQU64      Z17, 128(AX)
-	VMOVDQU64      Z18, 192(AX)
-	ADDQ           $0x00000100, AX
-	ADDQ           $0x00000100, BX
-	SUBQ           $0x00000080, SI
-	JMP            block
+DATA c00007fff<>+0(SB)/4, $0x00007fff
+GLOBL c00007fff<>(SB), RODATA|NOPTR, $4
 
-blockPackedAround:
-	VMOVNTDQ Z15, (AX)
-	VMOVNTDQ Z16, 64(AX)
-	VMOVNTDQ Z17, 128(AX)
-	VMOVNTDQ Z18, 192(AX)
-	ADDQ     $0x00000100, AX
-	ADDQ     $0x00000100, BX
-	SUBQ     $0x00000080, SI
-	JMP      block
+DATA c0001<>+0(SB)/2, $0x0001
+GLOBL c0001<>(SB), RODATA|NOPTR, $2
 
-blockInexact:
-	TESTQ     DI, DI
-	JNE       blockAround
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPACKUSDW Z8, Z7, Z7
-	VMOVDQU64 Z7, (AX)
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPACKUSDW Z10, Z9, Z9
-	VMOVDQU64 Z9, 64(AX)
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPACKUSDW Z12, Z11, Z11
-	VMOVDQU64 Z11, 128(AX)
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPTESTMD  Z2, Z14, K1
-	VPADDD    Z1, Z14, Z14
-	VPADDD    Z0, Z14, K1, Z14
-	VPSRLD    $0x10, Z14, Z14
-	VPACKUSDW Z14, Z13, Z13
-	VMOVDQU64 Z13, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+DATA c00010000<>+0(SB)/4, $0x00010000
+GLOBL c00010000<>(SB), RODATA|NOPTR, $4
 
-blockAround:
-	VPTESTMD  Z2, Z7, K1
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K1, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPTESTMD  Z2, Z8, K1
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K1, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPACKUSDW Z8, Z7, Z7
-	VMOVNTDQ  Z7, (AX)
-	VPTESTMD  Z2, Z9, K1
-	VPADDD    Z1, Z9, Z9
-	VPADDD    Z0, Z9, K1, Z9
-	VPSRLD    $0x10, Z9, Z9
-	VPTESTMD  Z2, Z10, K1
-	VPADDD    Z1, Z10, Z10
-	VPADDD    Z0, Z10, K1, Z10
-	VPSRLD    $0x10, Z10, Z10
-	VPACKUSDW Z10, Z9, Z9
-	VMOVNTDQ  Z9, 64(AX)
-	VPTESTMD  Z2, Z11, K1
-	VPADDD    Z1, Z11, Z11
-	VPADDD    Z0, Z11, K1, Z11
-	VPSRLD    $0x10, Z11, Z11
-	VPTESTMD  Z2, Z12, K1
-	VPADDD    Z1, Z12, Z12
-	VPADDD    Z0, Z12, K1, Z12
-	VPSRLD    $0x10, Z12, Z12
-	VPACKUSDW Z12, Z11, Z11
-	VMOVNTDQ  Z11, 128(AX)
-	VPTESTMD  Z2, Z13, K1
-	VPADDD    Z1, Z13, Z13
-	VPADDD    Z0, Z13, K1, Z13
-	VPSRLD    $0x10, Z13, Z13
-	VPTESTMD  Z2, Z14, K1
-	VPADDD    Z1, Z14, Z14
-	VPADDD    Z0, Z14, K1, Z14
-	VPSRLD    $0x10, Z14, Z14
-	VPACKUSDW Z14, Z13, Z13
-	VMOVNTDQ  Z13, 192(AX)
-	ADDQ      $0x00000100, AX
-	ADDQ      $0x00000100, BX
-	SUBQ      $0x00000080, SI
-	JMP       block
+DATA c003f<>+0(SB)/2, $0x003f
+GLOBL c003f<>(SB), RODATA|NOPTR, $2
 
-steps:
-	TESTQ       SI, SI
-	JLE         done
-	MOVQ        $0x00000020, R8
-	CMPQ        SI, R8
-	CMOVQLT     SI, R8
-	MOVQ        $-1, R9
-	BZHIQ       R8, R9, R9
-	KMOVQ       R9, K1
-	MOVQ        CX, R8
-	MOVQ        DX, R9
-	MOVQ        (R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z8
-	VPUNPCKLWD  Z8, Z3, Z7
-	VPUNPCKHWD  Z8, Z3, Z8
-	CMPQ        R9, $0x01
-	JE          stepFinish
+DATA c00400000<>+0(SB)/4, $0x00400000
+GLOBL c00400000<>(SB), RODATA|NOPTR, $4
 
-stepSources:
-	PCALIGN     $0x20
-	MOVQ        8(R8), R10
-	VMOVDQU16.Z (R10)(BX*1), K1, Z5
-	VPUNPCKLWD  Z5, Z3, Z4
-	VPUNPCKHWD  Z5, Z3, Z5
-	VADDPS      Z4, Z7, Z7
-	VADDPS      Z5, Z8, Z8
-	CMPQ        R9, $0x02
-	JE          stepFinish
-	ADDQ        $0x08, R8
-	SUBQ        $0x01, R9
-	JMP         stepSources
+DATA c007e<>+0(SB)/2, $0x007e
+GLOBL c007e<>(SB), RODATA|NOPTR, $2
 
-stepFinish:
-	VDIVPS    Z6, Z7, Z7
-	VDIVPS    Z6, Z8, Z8
-	VPTESTMD  Z2, Z7, K2
-	VPADDD    Z1, Z7, Z7
-	VPADDD    Z0, Z7, K2, Z7
-	VPSRLD    $0x10, Z7, Z7
-	VPTESTMD  Z2, Z8, K2
-	VPADDD    Z1, Z8, Z8
-	VPADDD    Z0, Z8, K2, Z8
-	VPSRLD    $0x10, Z8, Z8
-	VPACKUSDW Z8, Z7, Z7
-	VMOVDQU16 Z7, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
-	JMP       steps
+DATA c007f<>+0(SB)/2, $0x007f
+GLOBL c007f<>(SB), RODATA|NOPTR, $2
 
-done:
-	TESTQ DI, DI
-	JE    return
-	SFENCE
+DATA c01010101<>+0(SB)/4, $0x01010101
+GLOBL c01010101<>(SB), RODATA|NOPTR, $4
 
-return:
-	VZEROUPPER
-	RET
+DATA c3b800000<>+0(SB)/4, $0x3b800000
+GLOBL c3b800000<>(SB), RODATA|NOPTR, $4
+
+DATA c43800000<>+0(SB)/4, $0x43800000
+GLOBL c43800000<>(SB), RODATA|NOPTR, $4
+
+DATA c43f00000<>+0(SB)/4, $0x43f00000
+GLOBL c43f00000<>(SB), RODATA|NOPTR, $4
+
+DATA c7fc00000<>+0(SB)/4, $0x7fc00000
+GLOBL c7fc00000<>(SB), RODATA|NOPTR, $4
+
+DATA c7ff8000000000000<>+0(SB)/8, $0x7ff8000000000000
+GLOBL c7ff8000000000000<>(SB), RODATA|NOPTR, $8
+
+DATA c7fff<>+0(SB)/2, $0x7fff
+GLOBL c7fff<>(SB), RODATA|NOPTR, $2
+
+DATA c7fff7fff<>+0(SB)/4, $0x7fff7fff
+GLOBL c7fff7fff<>(SB), RODATA|NOPTR, $4
+
+DATA c7fffffff<>+0(SB)/4, $0x7fffffff
+GLOBL c7fffffff<>(SB), RODATA|NOPTR, $4
+
+DATA c8000000000000000<>+0(SB)/8, $0x8000000000000000
+GLOBL c8000000000000000<>(SB), RODATA|NOPTR, $8
+
+DATA cbf80<>+0(SB)/2, $0xbf80
+GLOBL cbf80<>(SB), RODATA|NOPTR, $2
+
+DATA cff00ff00<>+0(SB)/4, $0xff00ff00
+GLOBL cff00ff00<>(SB), RODATA|NOPTR, $4
+
+DATA cffff0000<>+0(SB)/4, $0xffff0000
+GLOBL cffff0000<>(SB), RODATA|NOPTR, $4
+
+DATA interleave<>+0(SB)/8, $0x0000000000000000
+DATA interleave<>+8(SB)/8, $0x0000000000000004
+DATA interleave<>+16(SB)/8, $0x0000000000000001
+DATA interleave<>+24(SB)/8, $0x0000000000000005
+DATA interleave<>+32(SB)/8, $0x0000000000000002
+DATA interleave<>+40(SB)/8, $0x0000000000000006
+DATA interleave<>+48(SB)/8, $0x0000000000000003
+DATA interleave<>+56(SB)/8, $0x0000000000000007
+GLOBL interleave<>(SB), RODATA|NOPTR, $64
+
+DATA orderMax<>+0(SB)/2, $0xfc01
+DATA orderMax<>+2(SB)/2, $0x7801
+DATA orderMax<>+4(SB)/2, $0x7e00
+DATA orderMax<>+6(SB)/2, $0x0000
+DATA orderMax<>+8(SB)/2, $0xff81
+DATA orderMax<>+10(SB)/2, $0x7f01
+DATA orderMax<>+12(SB)/2, $0x7fc0
+DATA orderMax<>+14(SB)/2, $0x0000
+GLOBL orderMax<>(SB), RODATA|NOPTR, $16
+
+DATA orderMin<>+0(SB)/2, $0x03ff
+DATA orderMin<>+2(SB)/2, $0x87fe
+DATA orderMin<>+4(SB)/2, $0x7e00
+DATA orderMin<>+6(SB)/2, $0x0000
+DATA orderMin<>+8(SB)/2, $0x007f
+DATA orderMin<>+10(SB)/2, $0x80fe
+DATA orderMin<>+12(SB)/2, $0x7fc0
+DATA orderMin<>+14(SB)/2, $0x0000
+GLOBL orderMin<>(SB), RODATA|NOPTR, $16

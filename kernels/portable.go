@@ -10,11 +10,14 @@ import (
 // same elements of dst. div is what Avg divides by; other operations ignore it.
 type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
-// The modes say how a kernel stores. Results do not depend on them, and the portable kernels ignore
-// them.
+// The flags of mode say how a kernel of this level stores and which of the operations that share it
+// is meant. internal/gen has the same ones; the portable kernels ignore them.
 const (
-	cached = 0
-	around = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
+	cached   = 0
+	around   = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
+	divide   = 2 // Avg: the sum is divided by div
+	truth    = 4 // Bool: any byte but 0 is true
+	bfloat16 = 8 // Min and Max of 16-bit floats: they are BFloat16
 )
 
 type integer interface {

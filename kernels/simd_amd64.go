@@ -73,12 +73,12 @@ func (l level) reducers() *reducers {
 				continue
 			}
 			r := reduction{op: op, dt: dt, size: dt.Size(), unit: dt.Size(), kernel: k[op][dt],
-				rest: portableKernel(op, dt)}
+				rest: portableKernel(op, dt), mode: variant(op, dt)}
 			switch {
 			case op >= BitAnd && dt != Bool: // bytes are bytes
 				r.unit, r.kernel, r.rest = 1, k[op][Uint8], portableKernel(op, Uint8)
 			case op == Avg && r.kernel == nil:
-				r.kernel, r.rest, r.divide = k[Sum][dt], portableKernel(Sum, dt), true
+				r.kernel, r.rest, r.divide, r.mode = k[Sum][dt], portableKernel(Sum, dt), true, cached
 			}
 			if !l.masked {
 				r.lanes = r.step()
@@ -121,14 +121,32 @@ type reduction struct {
 	lanes  int    // the kernel does multiples of this, rest the others; 0: the kernel does all
 	kernel kernel // vectors
 	rest   kernel // Go
+	mode   int    // flags that the kernel needs for op on dt
 	divide bool   // an Avg of integers: sums, then divides
 	stream bool
+}
+
+// variant returns the flags that select op on dt in the kernel that it shares with others.
+func variant(op Op, dt DType) int {
+	switch {
+	case op == Avg:
+		return divide
+	case dt == Bool && op != BitXor:
+		return truth
+	case dt == BFloat16 && (op == Min || op == Max):
+		return bfloat16
+	}
+	return cached
 }
 
 // step returns the elements of one step of the AVX2 kernels.
 func (r *reduction) step() int {
 	switch r.dt {
-	case Float16, Float8E4M3, Float8E5M2:
+	case Float16:
+		if r.op != Min && r.op != Max {
+			return 8
+		}
+	case Float8E4M3, Float8E5M2:
 		return 8
 	}
 	return 32 / r.unit
@@ -147,7 +165,7 @@ const (
 )
 
 func (r reduction) reducer() Reducer {
-	kernel, per := r.kernel, r.size/r.unit
+	kernel, mode, per := r.kernel, r.mode, r.size/r.unit
 	direct := straighten / r.size // elements up to which one call of the kernel does all, or all but the rest
 	if r.divide {
 		direct = 0
@@ -166,7 +184,7 @@ func (r reduction) reducer() Reducer {
 			n *= per
 			mid := n &^ odd
 			if mid > 0 {
-				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), cached)
+				kernel(dst, &srcs[0], len(srcs), 0, mid, len(srcs), mode)
 			}
 			if mid < n {
 				r.rest(dst, &srcs[0], len(srcs), mid, n, len(srcs), cached)
@@ -179,7 +197,7 @@ func (r reduction) reducer() Reducer {
 
 // long reduces n units of any number.
 func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
-	lo, most, mode := 0, piece/r.unit, cached
+	lo, most, mode := 0, piece/r.unit, r.mode
 	if r.divide {
 		most = straighten / r.unit // the sums are still in the nearest cache when they are divided
 	}
@@ -187,14 +205,17 @@ func (r *reduction) long(dst unsafe.Pointer, srcs []unsafe.Pointer, n int) {
 		skew := int(-uintptr(dst) & 63)
 		if skew%r.unit == 0 {
 			lo = skew / r.unit
-			r.piece(dst, srcs, 0, lo, cached)
+			r.piece(dst, srcs, 0, lo, mode)
 		}
 		if r.stream && bytes*(len(srcs)+1) >= farBytes && !r.divide && skew%r.unit == 0 && !slices.Contains(srcs, dst) {
-			mode = around
+			mode |= around
 		}
 	}
 	for ; lo < n; lo += most {
 		r.piece(dst, srcs, lo, min(n, lo+most), mode)
+	}
+	if mode&around != 0 {
+		fence()
 	}
 }
 
@@ -235,21 +256,21 @@ func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
 			switch {
 			case lo == hi:
 			case l.masked && dt == Float32:
-				avgF32AVX512(dst, &p, 1, lo, hi, divisor, cached)
+				sumF32AVX512(dst, &p, 1, lo, hi, divisor, divide)
 			case l.masked && dt == Float64:
-				avgF64AVX512(dst, &p, 1, lo, hi, divisor, cached)
+				sumF64AVX512(dst, &p, 1, lo, hi, divisor, divide)
 			case l.masked && dt == Float16:
-				avgF16AVX512(dst, &p, 1, lo, hi, divisor, cached)
+				sumF16AVX512(dst, &p, 1, lo, hi, divisor, divide)
 			case l.masked:
-				avgBF16AVX512(dst, &p, 1, lo, hi, divisor, cached)
+				sumBF16AVX512(dst, &p, 1, lo, hi, divisor, divide)
 			case dt == Float32:
-				avgF32AVX2(dst, &p, 1, lo, hi, divisor, cached)
+				sumF32AVX2(dst, &p, 1, lo, hi, divisor, divide)
 			case dt == Float64:
-				avgF64AVX2(dst, &p, 1, lo, hi, divisor, cached)
+				sumF64AVX2(dst, &p, 1, lo, hi, divisor, divide)
 			case dt == Float16:
-				avgF16AVX2(dst, &p, 1, lo, hi, divisor, cached)
+				sumF16AVX2(dst, &p, 1, lo, hi, divisor, divide)
 			default:
-				avgBF16AVX2(dst, &p, 1, lo, hi, divisor, cached)
+				sumBF16AVX2(dst, &p, 1, lo, hi, divisor, divide)
 			}
 			if rest := min(n, lo+most) - hi; rest > 0 {
 				scaleSmall(dt, unsafe.Add(dst, hi*size), rest, divisor)

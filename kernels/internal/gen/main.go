@@ -11,6 +11,11 @@
 // a branch that is always predicted leaves after the last: processors prefetch by the address of
 // the load instruction, and one load that goes from buffer to buffer looks to them like no stream
 // at all. Written so, the kernels need no prefetches of their own.
+//
+// All blocks of a kernel end in the same code. What only some calls need, such as the division of
+// Avg or the stores around the caches, stands behind the end of the function; flags in mode select
+// it. Operations that differ in nothing else share a kernel: Avg is Sum with a division, Float16
+// and BFloat16 share Min and Max, and the operations on bools are those on bytes.
 package main
 
 import (
@@ -18,10 +23,11 @@ import (
 	"flag"
 	"fmt"
 	"go/format"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
-	"sort"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -57,12 +63,16 @@ type isa struct {
 	wide  bool
 }
 
-// slots is the number of sources that have loads of their own in a block.
-func (i isa) slots() int {
-	if i.wide {
+// slots is the number of sources that have loads of their own in a block. Where a source takes many
+// instructions, its memory is not what the kernel waits for.
+func (i isa) slots(direct bool) int {
+	switch {
+	case i.wide && direct:
 		return 8
+	case i.wide || direct:
+		return 4
 	}
-	return 4
+	return 2
 }
 
 func (i isa) vec() reg.VecVirtual {
@@ -74,19 +84,36 @@ func (i isa) vec() reg.VecVirtual {
 
 // bcast fills a vector with a 32-bit constant.
 func (i isa) bcast(v uint32) reg.VecVirtual {
-	r, x, d := GP32(), XMM(), i.vec()
-	MOVL(U32(v), r)
-	VMOVD(r, x)
-	VPBROADCASTD(x, d)
+	d := i.vec()
+	VPBROADCASTD(constant(fmt.Sprintf("c%08x", v), U32(v)), d)
 	return d
 }
 
 func (i isa) bcast64(v uint64) reg.VecVirtual {
-	r, x, d := GP64(), XMM(), i.vec()
-	MOVQ(U64(v), r)
-	VMOVQ(r, x)
-	VPBROADCASTQ(x, d)
+	d := i.vec()
+	VPBROADCASTQ(constant(fmt.Sprintf("c%016x", v), U64(v)), d)
 	return d
+}
+
+// constants are the data that constant has been asked for.
+var constants = map[string][]Constant{}
+
+// constant returns the address of data that have the name.
+func constant(name string, data ...Constant) Mem {
+	constants[name] = data
+	return NewDataAddr(Symbol{Name: name, Static: true}, 0)
+}
+
+// writeConstants defines what constant was asked for.
+func writeConstants() {
+	for _, name := range slices.Sorted(maps.Keys(constants)) {
+		GLOBL(name, attr.RODATA|attr.NOPTR)
+		at := 0
+		for _, c := range constants[name] {
+			DATA(at, c)
+			at += c.Bytes()
+		}
+	}
 }
 
 func (i isa) and(a Op, b, d Op) {
@@ -172,76 +199,151 @@ type storage struct {
 	size  int // bytes of an element
 	lanes int // elements of a step
 	regs  int // registers of a step
-	block int // steps of a block
+	block int // steps of a block; 0: there are none, all is done step by step
 	// direct: the elements are used as they lie, an instruction may take them from memory
 	direct bool
-	nt     bool // whether a step can be stored around the caches
 	// load reads a step; k is the mask or nil
 	load func(m Mem, k Op, d []reg.VecVirtual)
-	// store writes a step and may destroy a
-	store func(a []reg.VecVirtual, m Mem, k Op, nt bool)
-	// pack, if there is one, makes a block of results ready to be stored and leaves acc alone, or
-	// jumps to the label inexact where only store is right
-	pack func(acc [][]reg.VecVirtual, inexact string) []reg.VecVirtual
+	// pack makes a step of results ready to be stored and may destroy a
+	pack func(a []reg.VecVirtual) Op
+	// quick, if there is one, packs a block and leaves acc alone, or jumps to the label inexact
+	// where only pack is right
+	quick func(acc [][]reg.VecVirtual, inexact string) []Op
 }
 
-// native is the storage of types that have instructions of their own.
-func (i isa) native(size int, isBool bool) storage {
-	s := storage{size: size, lanes: i.width / size, regs: 1, block: 256 / i.width, direct: !isBool, nt: true}
-	var ones reg.VecVirtual
-	if isBool {
-		ones = i.bcast(0x01010101)
+// write stores what pack returned; k is the mask or nil.
+func (s storage) write(v Op, m Mem, k Op) {
+	switch {
+	case k != nil:
+		storeMasked(s.size, v, k, m)
+	case s.lanes*s.size == 8:
+		VMOVQ(v, m)
+	default:
+		store(v, m, false)
 	}
+}
+
+// plain packs what needs no packing.
+func plain(a []reg.VecVirtual) Op { return a[0] }
+
+// native is the storage of types that have instructions of their own.
+func (i isa) native(size int) storage {
+	s := storage{size: size, lanes: i.width / size, regs: 1, block: 256 / i.width, direct: true, pack: plain}
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
 			loadMasked(size, m, k, d[0])
 		} else {
 			load(m, d[0])
 		}
-		if isBool { // any byte but 0 is true
-			VPMINUB(ones, d[0], d[0])
-		}
-	}
-	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
-		if k != nil {
-			storeMasked(size, a[0], k, m)
-		} else {
-			store(a[0], m, nt)
-		}
 	}
 	return s
 }
 
+// truths is the storage of bools as 0 and 1: any byte but 0 is true.
+func (i isa) truths() storage {
+	s := i.native(1)
+	s.direct = false
+	ones, bytes := i.bcast(0x01010101), s.load
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		bytes(m, k, d)
+		VPMINUB(ones, d[0], d[0])
+	}
+	return s
+}
+
+// half is the lower half of a vector.
+func (i isa) half(v reg.VecVirtual) Op {
+	if i.wide {
+		return v.AsY()
+	}
+	return v.AsX()
+}
+
 // f16 converts with the instructions for it.
 func (i isa) f16() storage {
-	s := storage{size: 2, lanes: i.width / 4, regs: 1, block: 8, nt: true}
-	half := func() reg.VecVirtual {
-		if i.wide {
-			return YMM()
-		}
-		return XMM()
-	}
+	s := storage{size: 2, lanes: i.width / 4, regs: 1, block: 8}
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k == nil {
 			VCVTPH2PS(m, d[0])
 			return
 		}
-		h := half()
-		loadMasked(2, m, k, h)
-		VCVTPH2PS(h, d[0])
+		loadMasked(2, m, k, i.half(d[0]))
+		VCVTPH2PS(i.half(d[0]), d[0])
 	}
-	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
-		if k == nil && !nt {
-			VCVTPS2PH(Imm(0), a[0], m)
-			return
-		}
-		h := half()
+	s.pack = func(a []reg.VecVirtual) Op {
+		h := i.half(a[0])
 		VCVTPS2PH(Imm(0), a[0], h)
-		if k != nil {
-			storeMasked(2, h, k, m)
-		} else {
-			store(h, m, true)
+		return h
+	}
+	return s
+}
+
+// ordered is the storage of 16-bit floats, of both kinds, for Min and Max. It makes them integers
+// of the same order, with -0 before +0: all bits but the sign of negative ones are inverted. The
+// distance from infinity to the last pattern is then added or subtracted, which carries the NaNs of
+// the other sign around, so that all NaNs come before (Min) or after (Max) the numbers and one of
+// them is the result if there is any.
+func (i isa) ordered(max bool) storage {
+	s := storage{size: 2, lanes: i.width / 2, regs: 1, block: 256 / i.width}
+	var table []Constant // for Float16 and for BFloat16
+	name := "orderMin"
+	for _, inf := range []uint16{0x7c00, 0x7f80} {
+		shift := 0x7fff - inf
+		last := 0x7fff - inf - 1 - inf // where -infinity is
+		if max {
+			name = "orderMax"
+			shift, last = -shift, inf-shift
 		}
+		table = append(table, U16(shift), U16(last), U16(inf|inf>>1), U16(0))
+	}
+	at := constant(name, table...)
+	kind, base := GP64(), GP64()
+	Load(Param("mode"), kind)
+	LEAQ(at, base)
+	ANDL(Imm(bfloat16), kind.As32())
+	shift, last, canon := i.vec(), i.vec(), i.vec()
+	for j, v := range []reg.VecVirtual{shift, last, canon} {
+		VPBROADCASTW(Mem{Base: base, Index: kind, Scale: 1, Disp: 2 * j}, v)
+	}
+	magnitude := i.bcast(0x7fff7fff)
+	exchange := func(x reg.VecVirtual) { // between floats and integers, in both directions
+		t := i.vec()
+		VPSRAW(Imm(15), x, t)
+		if i.wide {
+			VPTERNLOGD(Imm(0x78), magnitude, t, x) // x ^ t&magnitude
+		} else {
+			VPAND(magnitude, t, t)
+			VPXOR(t, x, x)
+		}
+	}
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k != nil {
+			loadMasked(2, m, k, d[0])
+		} else {
+			load(m, d[0])
+		}
+		exchange(d[0])
+		VPADDW(shift, d[0], d[0])
+	}
+	s.pack = func(a []reg.VecVirtual) Op {
+		x, small, large := a[0], Op(a[0]), Op(last)
+		if max {
+			small, large = large, small
+		}
+		if i.wide {
+			nan := K()
+			VPCMPGTW(small, large, nan)
+			VPSUBW(shift, x, x)
+			exchange(x)
+			VMOVDQU16(canon, nan, x)
+		} else {
+			nan := i.vec()
+			VPCMPGTW(small, large, nan)
+			VPSUBW(shift, x, x)
+			exchange(x)
+			VPBLENDVB(nan, canon, x, x)
+		}
+		return x
 	}
 	return s
 }
@@ -293,18 +395,13 @@ func (i isa) rounder(anyNaN bool) func(x reg.VecVirtual) {
 }
 
 // bf16 widens the even elements of a vector into one register and the odd ones into another, so
-// that nothing crosses lanes. exact says that the results are bfloat16 already, as those of Min and
-// Max are.
-func (i isa) bf16(exact bool) storage {
-	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 4, nt: true}
+// that nothing crosses lanes.
+func (i isa) bf16() storage {
+	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 4}
 	if !i.wide {
 		s.block = 2
 	}
-	upper := i.bcast(0xffff0000)
-	round := func(reg.VecVirtual) {}
-	if !exact {
-		round = i.rounder(false)
-	}
+	upper, round := i.bcast(0xffff0000), i.rounder(false)
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
 			loadMasked(2, m, k, d[1])
@@ -314,7 +411,7 @@ func (i isa) bf16(exact bool) storage {
 		VPSLLD(Imm(16), d[1], d[0])
 		i.and(upper, d[1], d[1])
 	}
-	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+	s.pack = func(a []reg.VecVirtual) Op {
 		round(a[0])
 		round(a[1])
 		VPSRLD(Imm(16), a[0], a[0])
@@ -323,11 +420,7 @@ func (i isa) bf16(exact bool) storage {
 		} else {
 			VPBLENDW(Imm(0xaa), a[1], a[0], a[0])
 		}
-		if k != nil {
-			storeMasked(2, a[0], k, m)
-		} else {
-			store(a[0], m, nt)
-		}
+		return a[0]
 	}
 	return s
 }
@@ -337,9 +430,13 @@ func (i isa) bf16(exact bool) storage {
 // the long way. Widening is by interleaving with zeros, the cheapest there is on Zen 5: inside each
 // 16 bytes one register holds the lower elements, another the upper ones.
 func (i isa) bf16Native() storage {
-	s := i.bf16(false)
+	s := storage{size: 2, lanes: i.width / 2, regs: 2, block: 4}
 	round, zero, mag, order := i.rounder(false), i.bcast(0), i.bcast(0x7fff7fff), i.vec()
-	VMOVDQU64(NewDataAddr(Symbol{Name: "interleave", Static: true}, 0), order)
+	var halves []Constant // the order in which VPERMQ brings the halves of a vector together
+	for j := range 8 {
+		halves = append(halves, U64(j/2+j%2*4))
+	}
+	VMOVDQU64(constant("interleave", halves...), order)
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
 			loadMasked(2, m, k, d[1])
@@ -349,46 +446,32 @@ func (i isa) bf16Native() storage {
 		VPUNPCKLWD(d[1], zero, d[0])
 		VPUNPCKHWD(d[1], zero, d[1])
 	}
-	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+	s.pack = func(a []reg.VecVirtual) Op {
 		for _, x := range a {
 			round(x)
 			VPSRLD(Imm(16), x, x)
 		}
 		VPACKUSDW(a[1], a[0], a[0])
-		if k != nil {
-			storeMasked(2, a[0], k, m)
-		} else {
-			store(a[0], m, nt)
-		}
+		return a[0]
 	}
-	s.pack = func(acc [][]reg.VecVirtual, inexact string) (packed []reg.VecVirtual) {
-		for _, a := range acc {
+	s.quick = func(acc [][]reg.VecVirtual, inexact string) (packed []Op) {
+		nonzero := K()
+		for j, a := range acc {
 			x := i.vec()
 			vcvtne2ps2bf16(a[0], a[1], x) // all the lower elements, then all the upper ones
-			packed = append(packed, x)
-		}
-		nonzero := K()
-		for j, x := range packed {
 			if j == 0 {
 				VPTESTMW(mag, x, nonzero)
 			} else {
 				VPTESTMW(mag, x, nonzero, nonzero)
 			}
 			VPERMQ(x, order, x)
+			packed = append(packed, x)
 		}
 		KORTESTD(nonzero, nonzero)
 		JCC(LabelRef(inexact)) // not all ones
 		return packed
 	}
 	return s
-}
-
-// interleave writes the order in which VPERMQ brings the halves of a vector together.
-func interleave() {
-	GLOBL("interleave", attr.RODATA|attr.NOPTR)
-	for j := range 8 {
-		DATA(8*j, U64(j/2+j%2*4))
-	}
 }
 
 // vcvtne2ps2bf16 rounds lo into the lower half of d and hi into the upper one. Neither avo nor Go's
@@ -429,22 +512,20 @@ func encode(asm []byte) []byte {
 // "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008):
 // truncated, and its last bit set if anything was lost.
 func (i isa) f8(e4m3 bool) storage {
-	s := storage{size: 1, lanes: i.width / 4, regs: 1, block: 4, nt: i.wide}
+	s := storage{size: 1, lanes: i.width / 4, regs: 1}
 	words := func() reg.VecVirtual { // a vector of lanes 16-bit words
 		if i.wide {
 			return YMM()
 		}
 		return XMM()
 	}
-	bcast := func(v uint32) reg.VecVirtual {
-		r, x, d := GP32(), XMM(), words()
-		MOVL(U32(v), r)
-		VMOVD(r, x)
-		VPBROADCASTW(x, d)
+	bcast := func(v uint16) reg.VecVirtual {
+		d := words()
+		VPBROADCASTW(constant(fmt.Sprintf("c%04x", v), U16(v)), d)
 		return d
 	}
 	var up, down, nan, magF, magic reg.VecVirtual
-	shift, limit := uint64(8), uint32(0x7e) // the limit is where all NaNs go
+	shift, limit := uint64(8), uint16(0x7e) // the limit is where all NaNs go
 	if e4m3 {
 		shift, limit = 7, 0x7f
 		up, down = i.bcast(0x43800000), i.bcast(0x3b800000) // 2^8, 2^-8
@@ -489,7 +570,7 @@ func (i isa) f8(e4m3 bool) storage {
 			VPOR(t, d[0], d[0])
 		}
 	}
-	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+	s.pack = func(a []reg.VecVirtual) Op {
 		x, back, h, t := a[0], i.vec(), words(), words()
 		if e4m3 {
 			VMULPS(down, x, x)
@@ -520,17 +601,12 @@ func (i isa) f8(e4m3 bool) storage {
 		VPSLLW(Imm(7), h, h)
 		VPOR(h, r, r)
 		b := XMM()
-		switch {
-		case !i.wide:
+		if i.wide {
+			VPMOVWB(r, b)
+		} else {
 			VPACKUSWB(r, r, b)
-			VMOVQ(b, m)
-		case k != nil:
-			VPMOVWB(r, b)
-			storeMasked(1, b, k, m)
-		default:
-			VPMOVWB(r, b)
-			store(b, m, nt)
 		}
+		return b
 	}
 	return s
 }
@@ -540,7 +616,29 @@ type operator struct {
 	// apply sets acc = acc op x. x may be memory if direct.
 	apply  func(x Op, acc reg.VecVirtual)
 	direct bool
-	finish func(acc reg.VecVirtual) // nil if there is nothing to do after the last source
+	// finish is done after the last source in calls whose mode has the flag; nil if there is nothing
+	// to do
+	flag   uint8
+	finish func(acc []reg.VecVirtual)
+}
+
+// The flags of mode, as in package kernels.
+const (
+	around   = 1
+	divide   = 2
+	truth    = 4
+	bfloat16 = 8
+)
+
+// truthful adds to o what bools need that were combined as bytes: any byte but 0 becomes 1.
+func (i isa) truthful(o operator) operator {
+	o.flag, o.finish = truth, func(acc []reg.VecVirtual) {
+		ones := i.bcast(0x01010101)
+		for _, a := range acc {
+			VPMINUB(ones, a, a)
+		}
+	}
+	return o
 }
 
 func (i isa) operator(op string, l lane) operator {
@@ -556,24 +654,26 @@ func (i isa) operator(op string, l lane) operator {
 	case op == "xor":
 		return operator{apply: func(x Op, acc reg.VecVirtual) { i.xor(x, acc, acc) }, direct: true}
 	case l.kind == 'f' && op == "sum":
-		return simple([]func(...Op){2: VADDPS, 3: VADDPD}[index])
-	case l.kind == 'f' && op == "prod":
-		return simple([]func(...Op){2: VMULPS, 3: VMULPD}[index])
-	case l.kind == 'f' && op == "avg":
 		o := simple([]func(...Op){2: VADDPS, 3: VADDPD}[index])
-		n, x, by := GP64(), XMM(), i.vec()
-		Load(Param("div"), n)
-		VXORPS(x, x, x)
-		if l.size == 4 {
-			VCVTSI2SSQ(n, x, x)
-			VBROADCASTSS(x, by)
-			o.finish = func(acc reg.VecVirtual) { VDIVPS(by, acc, acc) }
-		} else {
-			VCVTSI2SDQ(n, x, x)
-			VBROADCASTSD(x, by)
-			o.finish = func(acc reg.VecVirtual) { VDIVPD(by, acc, acc) }
+		o.flag, o.finish = divide, func(acc []reg.VecVirtual) {
+			n, x, by := Load(Param("div"), GP64()), XMM(), i.vec()
+			VXORPS(x, x, x)
+			quotient := VDIVPS
+			if l.size == 4 {
+				VCVTSI2SSQ(n, x, x)
+				VBROADCASTSS(x, by)
+			} else {
+				VCVTSI2SDQ(n, x, x)
+				VBROADCASTSD(x, by)
+				quotient = VDIVPD
+			}
+			for _, a := range acc {
+				quotient(by, a, a)
+			}
 		}
 		return o
+	case l.kind == 'f' && op == "prod":
+		return simple([]func(...Op){2: VMULPS, 3: VMULPD}[index])
 	case l.kind == 'f':
 		return i.floatMinMax(op == "max", l.size == 8)
 	case op == "sum":
@@ -697,47 +797,53 @@ func (i isa) floatMinMax(max, double bool) operator {
 	}}
 }
 
-// mask returns the mask of the first rem elements of a step, all if there are more.
-func mask(rem reg.Register, lanes int) reg.OpmaskVirtual {
-	n, m, k := GP64(), GP64(), K()
-	MOVQ(U32(lanes), n)
-	CMPQ(rem, n)
-	CMOVQLT(rem, n)
+// mask returns the mask of the first rem elements of a step, all if there are more. rem is less than
+// 256 unless many.
+func mask(rem reg.Register, lanes int, many bool) reg.OpmaskVirtual {
+	m, k := GP64(), K()
+	if many {
+		n := GP64()
+		MOVQ(U32(lanes), n)
+		CMPQ(rem, n)
+		CMOVQLT(rem, n)
+		rem = n
+	}
 	MOVQ(I32(-1), m)
-	BZHIQ(n, m, m)
+	BZHIQ(rem, m, m)
 	KMOVQ(m, k)
 	return k
 }
 
 // kernel writes one function. make is called inside it, so that constants stand in registers.
-func (i isa) kernel(name string, parts func() (storage, operator)) string {
+func (i isa) kernel(name string, make func() (storage, operator)) string {
 	name += i.name
 	text(name, kernelSig)
-	s, o := parts()
+	s, o := make()
+	step := s.lanes * s.size // bytes
 	dst := Load(Param("dst"), GP64())
 	srcs := Load(Param("srcs"), GP64())
 	count := Load(Param("k"), GP64())
 	pos := Load(Param("lo"), GP64())
 	rem := Load(Param("hi"), GP64())
-	mode := Load(Param("mode"), GP64())
+	var mode reg.GPVirtual
+	if s.block > 0 || o.finish != nil {
+		mode = GP64()
+		Load(Param("mode"), mode)
+	}
 	SUBQ(pos, rem)
 	if sh := map[int]uint64{2: 1, 4: 2, 8: 3}[s.size]; sh != 0 {
 		SHLQ(Imm(sh), pos)
 	}
 	ADDQ(pos, dst)
 
+	// acc is the accumulators of a block, all those of its first n steps.
 	var acc [][]reg.VecVirtual
-	for range s.block {
-		var a []reg.VecVirtual
-		for range s.regs {
-			a = append(a, i.vec())
-		}
-		acc = append(acc, a)
+	for range max(1, s.block) {
+		acc = append(acc, i.vecs(s.regs))
 	}
-	step := s.lanes * s.size
-
+	all := func(n int) []reg.VecVirtual { return slices.Concat(acc[:n]...) }
+	// first and fold take steps of the source at p into acc.
 	at := func(p reg.Register, j int) Mem { return Mem{Base: p, Index: pos, Scale: 1, Disp: j * step} }
-	// first and fold take steps of the source at p into acc, finish ends the last one.
 	first := func(p reg.Register, steps int, k Op) {
 		for j := range steps {
 			s.load(at(p, j), k, acc[j])
@@ -749,128 +855,183 @@ func (i isa) kernel(name string, parts func() (storage, operator)) string {
 				o.apply(at(p, j), acc[j][0])
 				continue
 			}
-			var x []reg.VecVirtual
-			for range s.regs {
-				x = append(x, i.vec())
-			}
+			x := i.vecs(s.regs)
 			s.load(at(p, j), k, x)
 			for r := range x {
 				o.apply(x[r], acc[j][r])
 			}
 		}
 	}
-	finish := func(steps int) {
-		if o.finish != nil {
-			for j := range steps {
-				for _, a := range acc[j] {
-					o.finish(a)
-				}
-			}
-		}
+	// branch jumps to the label if mode has the flag.
+	branch := func(flag uint8, label string) {
+		TESTB(Imm(uint64(flag)), mode.As8())
+		JNE(LabelRef(label))
 	}
-	// body reduces steps of all sources into acc. slots is the number of sources that have code of
-	// their own.
-	body := func(label string, steps, slots int, k Op) {
+	advance := func(steps int) {
+		ADDQ(U32(step*steps), dst)
+		ADDQ(U32(step*steps), pos)
+		SUBQ(U32(s.lanes*steps), rem)
+	}
+
+	// Blocks. rem is less by one block here, so that its sign says whether there is one more.
+	var after []func() // what stands behind the end of the function
+	block := func() {
 		cur, left, p := GP64(), GP64(), GP64()
+		align(64)
+		Label("block")
 		MOVQ(srcs, cur)
 		MOVQ(count, left)
 		MOVQ(Mem{Base: cur}, p)
-		first(p, steps, k)
+		first(p, s.block, nil)
 		CMPQ(left, Imm(1))
-		JE(LabelRef(label + "Finish"))
-		Label(label + "Sources")
+		JE(LabelRef("finish"))
+		Label("sources")
+		slots := i.slots(s.direct && o.direct)
 		for slot := 1; slot < slots; slot++ {
 			align(32)
 			MOVQ(Mem{Base: cur, Disp: 8 * slot}, p)
-			fold(p, steps, k)
+			fold(p, s.block, nil)
 			CMPQ(left, Imm(uint64(slot+1)))
-			JE(LabelRef(label + "Finish"))
+			JE(LabelRef("finish"))
 		}
 		ADDQ(Imm(uint64(8*(slots-1))), cur)
 		SUBQ(Imm(uint64(slots-1)), left)
-		JMP(LabelRef(label + "Sources"))
-		Label(label + "Finish")
-		finish(steps)
+		JMP(LabelRef("sources"))
 	}
-	// end stores the block in acc, around the caches if mode says so, and goes on at the label
-	// loop.
-	end := func(loop string) {
-		each := func(nt bool, f func(j int, m Mem, nt bool)) {
-			for j := range s.block {
-				f(j, Mem{Base: dst, Disp: j * step}, nt)
-			}
-			ADDQ(U32(step*s.block), dst)
-			ADDQ(U32(step*s.block), pos)
-			SUBQ(U32(s.lanes*s.block), rem)
-			JMP(LabelRef(loop))
+	end := func() {
+		Label("finish")
+		if o.finish != nil {
+			branch(o.flag, "special")
+			after = append(after, func() {
+				Label("special")
+				o.finish(all(s.block))
+				JMP(LabelRef("pack"))
+			})
+			Label("pack")
 		}
-		both := func(label string, f func(j int, m Mem, nt bool)) {
-			if s.nt {
-				TESTQ(mode, mode)
-				JNE(LabelRef(loop + label))
+		var packed []Op
+		pack := func() (v []Op) {
+			for _, a := range acc {
+				v = append(v, s.pack(a))
 			}
-			each(false, f)
-			if s.nt {
-				Label(loop + label)
-				each(true, f)
+			return v
+		}
+		if s.quick == nil {
+			packed = pack()
+		} else {
+			packed = s.quick(acc, "inexact")
+			Label("packed")
+			after = append(after, func() {
+				Label("inexact")
+				for j, v := range pack() {
+					VMOVDQA64(v, packed[j])
+				}
+				JMP(LabelRef("packed"))
+			})
+		}
+		branch(around, "around")
+		for j, v := range packed {
+			store(v, Mem{Base: dst, Disp: j * step}, false)
+		}
+		Label("next")
+		after = append(after, func() {
+			Label("around")
+			for j, v := range packed {
+				store(v, Mem{Base: dst, Disp: j * step}, true)
 			}
-		}
-		if s.pack != nil {
-			packed := s.pack(acc, loop+"Inexact")
-			both("PackedAround", func(j int, m Mem, nt bool) { store(packed[j], m, nt) })
-			Label(loop + "Inexact")
-		}
-		both("Around", func(j int, m Mem, nt bool) { s.store(acc[j], m, nil, nt) })
+			JMP(LabelRef("next"))
+		})
+		advance(s.block)
 	}
-	begin := func(loop string) {
-		align(64)
-		Label(loop)
-		CMPQ(rem, U32(s.lanes*s.block))
-		JLT(LabelRef("steps"))
-	}
-	if i.wide { // two sources, the most frequent case, in the nearest cache, where jumps and loads of addresses count
+	size := s.lanes * s.block
+	switch {
+	case s.block == 0:
+	case i.wide:
+		// Two sources are the most frequent case; in the nearest cache, jumps and loads of addresses
+		// count.
+		SUBQ(U32(size), rem)
+		JLT(LabelRef("rest"))
 		p0, p1 := GP64(), GP64()
 		CMPQ(count, Imm(2))
 		JNE(LabelRef("block"))
 		MOVQ(Mem{Base: srcs}, p0)
 		MOVQ(Mem{Base: srcs, Disp: 8}, p1)
-		begin("pair")
+		align(64)
+		Label("pair")
 		first(p0, s.block, nil)
 		fold(p1, s.block, nil)
-		finish(s.block)
-		end("pair")
+		end()
+		JLT(LabelRef("rest"))
+		CMPQ(count, Imm(2))
+		JE(LabelRef("pair"))
+		block()
+	default:
+		SUBQ(U32(size), rem)
+		JLT(LabelRef("rest"))
+		block()
+		end()
+		JGE(LabelRef("block"))
 	}
-	begin("block")
-	body("block", s.block, i.slots(), nil)
-	end("block")
 
-	Label("steps")
+	// Steps, masked or less by one step.
+	Label("rest")
+	switch {
+	case !i.wide && s.block == 0:
+		SUBQ(U32(s.lanes), rem)
+		JLT(LabelRef("done"))
+	case !i.wide:
+		ADDQ(U32(size-s.lanes), rem)
+		JLT(LabelRef("done"))
+	case s.block > 0:
+		ADDQ(U32(size), rem)
+		JLE(LabelRef("done"))
+	}
+	Label("step")
 	var k Op
 	if i.wide {
-		TESTQ(rem, rem)
-		JLE(LabelRef("done"))
-		k = mask(rem, s.lanes)
+		k = mask(rem, s.lanes, s.block == 0)
+	}
+	n, p := GP64(), GP64()
+	MOVQ(Mem{Base: srcs}, p)
+	first(p, 1, k)
+	MOVL(U32(1), n.As32())
+	CMPQ(count, n)
+	JE(LabelRef("folded"))
+	Label("source")
+	MOVQ(Mem{Base: srcs, Index: n, Scale: 8}, p)
+	fold(p, 1, k)
+	INCQ(n)
+	CMPQ(n, count)
+	JLT(LabelRef("source"))
+	Label("folded")
+	if o.finish != nil {
+		TESTB(Imm(uint64(o.flag)), mode.As8())
+		JE(LabelRef("finished"))
+		o.finish(all(1))
+		Label("finished")
+	}
+	s.write(s.pack(acc[0]), Mem{Base: dst}, k)
+	advance(1)
+	if i.wide {
+		JGT(LabelRef("step"))
 	} else {
-		CMPQ(rem, U32(s.lanes))
-		JLT(LabelRef("done"))
+		JGE(LabelRef("step"))
 	}
-	body("step", 1, 2, k)
-	s.store(acc[0], Mem{Base: dst}, k, false)
-	ADDQ(U32(step), dst)
-	ADDQ(U32(step), pos)
-	SUBQ(U32(s.lanes), rem)
-	JMP(LabelRef("steps"))
-
 	Label("done")
-	if s.nt {
-		TESTQ(mode, mode)
-		JE(LabelRef("return"))
-		SFENCE() // streamed stores are not ordered before later ones otherwise
-		Label("return")
-	}
 	VZEROUPPER()
 	RET()
+	for _, f := range after {
+		f()
+	}
 	return name
+}
+
+// vecs returns n vectors.
+func (i isa) vecs(n int) (v []reg.VecVirtual) {
+	for range n {
+		v = append(v, i.vec())
+	}
+	return v
 }
 
 // align fills up with no-ops to a multiple of n bytes: processors tell loads apart by some bits of
@@ -886,50 +1047,52 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 		text(dir+name+i.name, convertSig)
 		s := make()
 		dst, src, rem := Load(Param("dst"), GP64()), Load(Param("src"), GP64()), Load(Param("n"), GP64())
-		f32 := i.width
 		one := func(j int, k Op) {
-			x := []reg.VecVirtual{i.vec()}
+			x := i.vecs(1)
+			small, large := j*s.lanes*s.size, j*i.width
 			if dir == "widen" {
-				s.load(Mem{Base: src, Disp: j * s.lanes * s.size}, k, x)
+				s.load(Mem{Base: src, Disp: small}, k, x)
 				if k != nil {
-					storeMasked(4, x[0], k, Mem{Base: dst, Disp: j * f32})
+					storeMasked(4, x[0], k, Mem{Base: dst, Disp: large})
 				} else {
-					store(x[0], Mem{Base: dst, Disp: j * f32}, false)
+					store(x[0], Mem{Base: dst, Disp: large}, false)
 				}
 				return
 			}
 			if k != nil {
-				loadMasked(4, Mem{Base: src, Disp: j * f32}, k, x[0])
+				loadMasked(4, Mem{Base: src, Disp: large}, k, x[0])
 			} else {
-				load(Mem{Base: src, Disp: j * f32}, x[0])
+				load(Mem{Base: src, Disp: large}, x[0])
 			}
-			s.store(x, Mem{Base: dst, Disp: j * s.lanes * s.size}, k, false)
+			s.write(s.pack(x), Mem{Base: dst, Disp: small}, k)
 		}
 		advance := func(steps int) {
-			small, large := steps*s.lanes*s.size, steps*f32
-			if dir == "widen" {
-				ADDQ(U32(small), src)
-				ADDQ(U32(large), dst)
-			} else {
-				ADDQ(U32(large), src)
-				ADDQ(U32(small), dst)
+			small, large := src, dst
+			if dir == "narrow" {
+				small, large = dst, src
 			}
+			ADDQ(U32(steps*s.lanes*s.size), small)
+			ADDQ(U32(steps*i.width), large)
 			SUBQ(U32(steps*s.lanes), rem)
 		}
-		Label("block")
-		CMPQ(rem, U32(4*s.lanes))
-		JLT(LabelRef("steps"))
-		for j := range 4 {
-			one(j, nil)
+		if s.block > 0 {
+			SUBQ(U32(s.block*s.lanes), rem)
+			JLT(LabelRef("rest"))
+			Label("block")
+			for j := range s.block {
+				one(j, nil)
+			}
+			advance(s.block)
+			JGE(LabelRef("block"))
+			Label("rest")
+			ADDQ(U32(s.block*s.lanes), rem)
 		}
-		advance(4)
-		JMP(LabelRef("block"))
 		Label("steps")
 		var k Op
 		if i.wide {
 			TESTQ(rem, rem)
 			JLE(LabelRef("done"))
-			k = mask(rem, s.lanes)
+			k = mask(rem, s.lanes, s.block == 0)
 		} else {
 			CMPQ(rem, U32(s.lanes))
 			JLT(LabelRef("done"))
@@ -946,35 +1109,28 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 
 // bf16Plain is bfloat16 in the order of memory, for the conversions.
 func (i isa) bf16Plain() storage {
-	s := storage{size: 2, lanes: i.width / 4, regs: 1}
+	s := storage{size: 2, lanes: i.width / 4, regs: 1, block: 4}
 	round := i.rounder(true)
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
-			h := YMM()
-			loadMasked(2, m, k, h)
-			VPMOVZXWD(h, d[0])
+			loadMasked(2, m, k, i.half(d[0]))
+			VPMOVZXWD(i.half(d[0]), d[0])
 		} else {
 			VPMOVZXWD(m, d[0])
 		}
 		VPSLLD(Imm(16), d[0], d[0])
 	}
-	s.store = func(a []reg.VecVirtual, m Mem, k Op, nt bool) {
+	s.pack = func(a []reg.VecVirtual) Op {
 		round(a[0])
 		VPSRLD(Imm(16), a[0], a[0])
-		if !i.wide {
-			hi := XMM()
-			VEXTRACTI128(Imm(1), a[0], hi)
-			VPACKUSDW(hi, a[0].AsX(), hi)
-			VMOVDQU(hi, m)
-			return
+		if i.wide {
+			VPMOVDW(a[0], a[0].AsY())
+			return a[0].AsY()
 		}
-		h := YMM()
-		VPMOVDW(a[0], h)
-		if k != nil {
-			storeMasked(2, h, k, m)
-		} else {
-			VMOVDQU(h, m)
-		}
+		hi := XMM()
+		VEXTRACTI128(Imm(1), a[0], hi)
+		VPACKUSDW(hi, a[0].AsX(), hi)
+		return hi
 	}
 	return s
 }
@@ -1004,6 +1160,13 @@ func copyNT() {
 	RET()
 }
 
+// fence orders the stores around the caches before all later ones.
+func fence() {
+	text("fence", "func()")
+	SFENCE()
+	RET()
+}
+
 // cpuid reports whether the processor has F16C and BMI2, of which golang.org/x/sys/cpu knows only
 // the latter.
 func cpuid() {
@@ -1030,100 +1193,112 @@ func main() {
 	ConstraintExpr("!purego")
 	cpuid()
 	copyNT()
-	interleave()
+	fence()
 
 	entries := map[string][]string{} // level -> lines
 	for _, i := range []isa{{"AVX2", 32, false}, {"AVX512", 64, true}} {
 		add := func(op, dt, fn string) {
 			entries[i.name] = append(entries[i.name], fmt.Sprintf("t[%s][%s] = %s", op, dt, fn))
 		}
-		for _, o := range []string{"And", "Or", "Xor"} {
-			lower := map[string]string{"And": "and", "Or": "or", "Xor": "xor"}[o]
-			add("Bit"+o, "Uint8", i.kernel("bit"+o, func() (storage, operator) {
-				return i.native(1, false),
-					i.operator(lower, lane{'u', 1})
-			}))
-			fn := i.kernel("bool"+o, func() (storage, operator) {
-				return i.native(1, true),
-					i.operator(lower, lane{'b', 1})
-			})
-			for _, op := range map[string][]string{"And": {"Product", "Min", "BitAnd"}, "Or": {"Sum", "Max", "BitOr"},
-				"Xor": {"BitXor"}}[o] {
-				add(op, "Bool", fn)
-			}
+		// kernel writes what reduces elements of s with the operation op on lanes l.
+		kernel := func(name string, s func() storage, op string, l lane) string {
+			return i.kernel(op+name, func() (storage, operator) { return s(), i.operator(op, l) })
 		}
-		for _, size := range []int{1, 2, 4, 8} {
-			for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}} {
-				fn := i.kernel(fmt.Sprintf("%s%d", o[1], 8*size), func() (storage,
-					operator) {
-					return i.native(size, false), i.operator(o[1], lane{'u', size})
-				})
-				add(o[0], fmt.Sprintf("Int%d", 8*size), fn)
-				add(o[0], fmt.Sprintf("Uint%d", 8*size), fn)
-			}
-			for _, o := range [][2]string{{"Min", "min"}, {"Max", "max"}} {
-				for _, kind := range "iu" {
-					fn := i.kernel(fmt.Sprintf("%s%c%d", o[1], kind-'a'+'A', 8*size), func() (storage, operator) {
-						return i.native(size, false), i.operator(o[1], lane{byte(kind), size})
-					})
-					add(o[0], fmt.Sprintf("%s%d", map[rune]string{'i': "Int", 'u': "Uint"}[kind], 8*size), fn)
+		native := func(size int) func() storage { return func() storage { return i.native(size) } }
+
+		for _, o := range []string{"And", "Or", "Xor"} {
+			lower := strings.ToLower(o)
+			fn := i.kernel(lower, func() (storage, operator) {
+				op := i.operator(lower, lane{'u', 1})
+				if o == "Or" {
+					op = i.truthful(op)
+				}
+				return i.native(1), op
+			})
+			add("Bit"+o, "Uint8", fn)
+			if o == "Or" {
+				for _, op := range []string{"Sum", "Max", "BitOr"} {
+					add(op, "Bool", fn)
 				}
 			}
 		}
-		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Min", "min"}, {"Max", "max"},
-			{"Avg", "avg"}} {
-			exact := o[0] == "Min" || o[0] == "Max"
-			add(o[0], "Float32", i.kernel(o[1]+"F32", func() (storage, operator) {
-				return i.native(4, false),
-					i.operator(o[1], lane{'f', 4})
-			}))
-			add(o[0], "Float64", i.kernel(o[1]+"F64", func() (storage, operator) {
-				return i.native(8, false),
-					i.operator(o[1], lane{'f', 8})
-			}))
-			add(o[0], "Float16", i.kernel(o[1]+"F16", func() (storage, operator) {
-				return i.f16(),
-					i.operator(o[1], lane{'f', 4})
-			}))
-			add(o[0], "BFloat16", i.kernel(o[1]+"BF16", func() (storage, operator) {
-				return i.bf16(exact),
-					i.operator(o[1], lane{'f', 4})
-			}))
+		add("BitXor", "Bool", kernel("Bool", i.truths, "xor", lane{'u', 1}))
+		for _, size := range []int{1, 2, 4, 8} {
+			bits := strconv.Itoa(8 * size)
+			for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}} {
+				fn := kernel(bits, native(size), o[1], lane{'u', size})
+				add(o[0], "Int"+bits, fn)
+				add(o[0], "Uint"+bits, fn)
+			}
+			for _, o := range [][2]string{{"Min", "min"}, {"Max", "max"}} {
+				add(o[0], "Int"+bits, kernel("I"+bits, native(size), o[1], lane{'i', size}))
+				fn := i.kernel(o[1]+"U"+bits, func() (storage, operator) {
+					op := i.operator(o[1], lane{'u', size})
+					if size == 1 && o[0] == "Min" {
+						op = i.truthful(op)
+					}
+					return i.native(size), op
+				})
+				add(o[0], "Uint"+bits, fn)
+				if size == 1 && o[0] == "Min" { // the least byte is 0 if one of them is
+					for _, op := range []string{"Product", "Min", "BitAnd"} {
+						add(op, "Bool", fn)
+					}
+				}
+			}
 		}
-		add("Sum", "Float8E4M3", i.kernel("sumE4M3", func() (storage, operator) {
-			return i.f8(true),
-				i.operator("sum", lane{'f', 4})
-		}))
-		add("Sum", "Float8E5M2", i.kernel("sumE5M2", func() (storage, operator) {
-			return i.f8(false),
-				i.operator("sum", lane{'f', 4})
-		}))
-		for _, c := range []struct {
+		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Min", "min"}, {"Max", "max"}} {
+			add(o[0], "Float32", kernel("F32", native(4), o[1], lane{'f', 4}))
+			add(o[0], "Float64", kernel("F64", native(8), o[1], lane{'f', 8}))
+		}
+		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}} {
+			add(o[0], "Float16", kernel("F16", i.f16, o[1], lane{'f', 4}))
+			add(o[0], "BFloat16", kernel("BF16", i.bf16, o[1], lane{'f', 4}))
+		}
+		for _, o := range [][2]string{{"Min", "min"}, {"Max", "max"}} {
+			fn := kernel("Ordered", func() storage { return i.ordered(o[0] == "Max") }, o[1], lane{'i', 2})
+			add(o[0], "Float16", fn)
+			add(o[0], "BFloat16", fn)
+		}
+		for _, f := range []struct {
 			dt, name string
 			make     func() storage
-		}{{"Float16", "F16", i.f16}, {"BFloat16", "BF16", i.bf16Plain},
+		}{
+			{"Float16", "F16", func() storage { s := i.f16(); s.block = 4; return s }},
+			{"BFloat16", "BF16", i.bf16Plain},
 			{"Float8E4M3", "E4M3", func() storage { return i.f8(true) }},
-			{"Float8E5M2", "E5M2", func() storage { return i.f8(false) }}} {
-			w, n := i.converters(c.name, c.make)
-			entries[i.name] = append(entries[i.name], fmt.Sprintf("widen[%s], narrow[%s] = %s, %s", c.dt, c.dt, w, n))
+			{"Float8E5M2", "E5M2", func() storage { return i.f8(false) }},
+		} {
+			if strings.HasPrefix(f.dt, "Float8") {
+				add("Sum", f.dt, i.kernel("sum"+f.name, func() (storage, operator) {
+					o := i.operator("sum", lane{'f', 4})
+					o.finish = nil // there is no Avg
+					return f.make(), o
+				}))
+			}
+			w, n := i.converters(f.name, f.make)
+			entries[i.name] = append(entries[i.name], fmt.Sprintf("widen[%s], narrow[%s] = %s, %s", f.dt, f.dt, w, n))
+		}
+		for _, dt := range []string{"Float32", "Float64", "Float16", "BFloat16"} {
+			add("Avg", dt, "t[Sum]["+dt+"]")
 		}
 	}
 
 	native := isa{"AVX512BF16", 64, true}
-	for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Avg", "avg"}} {
+	for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}} {
 		fn := native.kernel(o[1]+"BF16", func() (storage, operator) {
-			return native.bf16Native(),
-				native.operator(o[1], lane{'f', 4})
+			return native.bf16Native(), native.operator(o[1], lane{'f', 4})
 		})
 		entries[native.name] = append(entries[native.name], fmt.Sprintf("t[%s][BFloat16] = %s", o[0], fn))
 	}
+	entries[native.name] = append(entries[native.name], "t[Avg][BFloat16] = t[Sum][BFloat16]")
+	writeConstants()
 
 	Generate()
 	var b bytes.Buffer
 	b.WriteString("// Code generated by internal/gen. DO NOT EDIT.\n\n//go:build !purego\n\npackage " +
 		"kernels\n\nimport \"unsafe\"\n")
 	for _, level := range []string{"AVX2", "AVX512", native.name} {
-		sort.Strings(entries[level])
 		fmt.Fprintf(&b, "\n// fill%s enters the kernels of this level. Bit operations are entered as those of bytes.\n",
 			level)
 		fmt.Fprintf(&b, "func fill%s(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src "+
