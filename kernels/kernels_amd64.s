@@ -131,7 +131,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -176,7 +176,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -259,12 +259,10 @@ sources:
 	JMP     sources
 
 finish:
-	TESTB $0x04, DI
+	TESTB $0x05, DI
 	JNE   special
 
-pack:
-	TESTB   $0x01, DI
-	JNE     around
+save:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -316,6 +314,8 @@ done:
 	RET
 
 special:
+	TESTB        $0x04, DI
+	JE           around
 	VPBROADCASTD c01010101<>+0(SB), Y8
 	VPMINUB      Y8, Y0, Y0
 	VPMINUB      Y8, Y1, Y1
@@ -325,7 +325,8 @@ special:
 	VPMINUB      Y8, Y5, Y5
 	VPMINUB      Y8, Y6, Y6
 	VPMINUB      Y8, Y7, Y7
-	JMP          pack
+	TESTB        $0x01, DI
+	JE           save
 
 around:
 	VMOVNTDQ Y0, (AX)
@@ -411,7 +412,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -456,7 +457,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -541,7 +542,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -589,7 +590,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -673,7 +674,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -718,7 +719,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -827,7 +828,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -878,7 +879,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -962,7 +963,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1007,7 +1008,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1090,12 +1091,10 @@ sources:
 	JMP     sources
 
 finish:
-	TESTB $0x04, DI
+	TESTB $0x05, DI
 	JNE   special
 
-pack:
-	TESTB   $0x01, DI
-	JNE     around
+save:
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1147,6 +1146,8 @@ done:
 	RET
 
 special:
+	TESTB        $0x04, DI
+	JE           around
 	VPBROADCASTD c01010101<>+0(SB), Y8
 	VPMINUB      Y8, Y0, Y0
 	VPMINUB      Y8, Y1, Y1
@@ -1156,7 +1157,8 @@ special:
 	VPMINUB      Y8, Y5, Y5
 	VPMINUB      Y8, Y6, Y6
 	VPMINUB      Y8, Y7, Y7
-	JMP          pack
+	TESTB        $0x01, DI
+	JE           save
 
 around:
 	VMOVNTDQ Y0, (AX)
@@ -1242,7 +1244,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1287,7 +1289,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1371,7 +1373,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1416,7 +1418,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1501,7 +1503,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1546,7 +1548,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1631,7 +1633,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1676,7 +1678,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1761,7 +1763,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1806,7 +1808,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -1891,7 +1893,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -1936,7 +1938,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2021,7 +2023,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2066,7 +2068,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2151,7 +2153,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2196,7 +2198,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2281,7 +2283,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2326,7 +2328,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2411,7 +2413,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2456,7 +2458,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2541,7 +2543,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2586,7 +2588,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2671,7 +2673,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2716,7 +2718,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2801,7 +2803,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2846,7 +2848,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -2931,7 +2933,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -2976,7 +2978,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3061,7 +3063,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3106,7 +3108,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3231,7 +3233,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3284,7 +3286,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3361,7 +3363,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3408,7 +3410,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3502,7 +3504,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -3551,7 +3553,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -3628,7 +3630,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -3675,7 +3677,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -3769,7 +3771,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -3818,7 +3820,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -3832,69 +3834,73 @@ around:
 // func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	PCALIGN $0x40
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x02, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000040, SI
+	JLT          rest
+	PCALIGN      $0x40
 
 block:
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
+	VMOVDQU (R10)(BX*1), Y1
+	VMOVDQU 32(R10)(BX*1), Y2
+	VMOVDQU 64(R10)(BX*1), Y3
+	VMOVDQU 96(R10)(BX*1), Y4
+	VMOVDQU 128(R10)(BX*1), Y5
+	VMOVDQU 160(R10)(BX*1), Y6
+	VMOVDQU 192(R10)(BX*1), Y7
+	VMOVDQU 224(R10)(BX*1), Y8
 	CMPQ    R9, $0x01
 	JE      finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VADDPS  (R10)(BX*1), Y0, Y0
-	VADDPS  32(R10)(BX*1), Y1, Y1
-	VADDPS  64(R10)(BX*1), Y2, Y2
-	VADDPS  96(R10)(BX*1), Y3, Y3
-	VADDPS  128(R10)(BX*1), Y4, Y4
-	VADDPS  160(R10)(BX*1), Y5, Y5
-	VADDPS  192(R10)(BX*1), Y6, Y6
-	VADDPS  224(R10)(BX*1), Y7, Y7
+	VADDPS  (R10)(BX*1), Y1, Y1
+	VADDPS  32(R10)(BX*1), Y2, Y2
+	VADDPS  64(R10)(BX*1), Y3, Y3
+	VADDPS  96(R10)(BX*1), Y4, Y4
+	VADDPS  128(R10)(BX*1), Y5, Y5
+	VADDPS  160(R10)(BX*1), Y6, Y6
+	VADDPS  192(R10)(BX*1), Y7, Y7
+	VADDPS  224(R10)(BX*1), Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
-	VADDPS  (R10)(BX*1), Y0, Y0
-	VADDPS  32(R10)(BX*1), Y1, Y1
-	VADDPS  64(R10)(BX*1), Y2, Y2
-	VADDPS  96(R10)(BX*1), Y3, Y3
-	VADDPS  128(R10)(BX*1), Y4, Y4
-	VADDPS  160(R10)(BX*1), Y5, Y5
-	VADDPS  192(R10)(BX*1), Y6, Y6
-	VADDPS  224(R10)(BX*1), Y7, Y7
+	VADDPS  (R10)(BX*1), Y1, Y1
+	VADDPS  32(R10)(BX*1), Y2, Y2
+	VADDPS  64(R10)(BX*1), Y3, Y3
+	VADDPS  96(R10)(BX*1), Y4, Y4
+	VADDPS  128(R10)(BX*1), Y5, Y5
+	VADDPS  160(R10)(BX*1), Y6, Y6
+	VADDPS  192(R10)(BX*1), Y7, Y7
+	VADDPS  224(R10)(BX*1), Y8, Y8
 	CMPQ    R9, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
-	VADDPS  (R10)(BX*1), Y0, Y0
-	VADDPS  32(R10)(BX*1), Y1, Y1
-	VADDPS  64(R10)(BX*1), Y2, Y2
-	VADDPS  96(R10)(BX*1), Y3, Y3
-	VADDPS  128(R10)(BX*1), Y4, Y4
-	VADDPS  160(R10)(BX*1), Y5, Y5
-	VADDPS  192(R10)(BX*1), Y6, Y6
-	VADDPS  224(R10)(BX*1), Y7, Y7
+	VADDPS  (R10)(BX*1), Y1, Y1
+	VADDPS  32(R10)(BX*1), Y2, Y2
+	VADDPS  64(R10)(BX*1), Y3, Y3
+	VADDPS  96(R10)(BX*1), Y4, Y4
+	VADDPS  128(R10)(BX*1), Y5, Y5
+	VADDPS  160(R10)(BX*1), Y6, Y6
+	VADDPS  192(R10)(BX*1), Y7, Y7
+	VADDPS  224(R10)(BX*1), Y8, Y8
 	CMPQ    R9, $0x04
 	JE      finish
 	ADDQ    $0x18, R8
@@ -3902,20 +3908,18 @@ sources:
 	JMP     sources
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x03, DI
 	JNE   special
 
-pack:
-	TESTB   $0x01, DI
-	JNE     around
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
+save:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
 
 next:
 	ADDQ $0x00000100, AX
@@ -3929,29 +3933,25 @@ rest:
 
 step:
 	MOVQ    (CX), R9
-	VMOVDQU (R9)(BX*1), Y0
+	VMOVDQU (R9)(BX*1), Y1
 	MOVL    $0x00000001, R8
 	CMPQ    DX, R8
 	JE      folded
 
 source:
 	MOVQ   (CX)(R8*8), R9
-	VADDPS (R9)(BX*1), Y0, Y0
+	VADDPS (R9)(BX*1), Y1, Y1
 	INCQ   R8
 	CMPQ   R8, DX
 	JLT    source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X1, X1, X1
-	VCVTSI2SSQ   R8, X1, X1
-	VBROADCASTSS X1, Y1
-	VDIVPS       Y1, Y0, Y0
+	TESTB  $0x02, DI
+	JE     finished
+	VDIVPS Y0, Y1, Y1
 
 finished:
-	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, (AX)
 	ADDQ    $0x00000020, AX
 	ADDQ    $0x00000020, BX
 	SUBQ    $0x00000008, SI
@@ -3962,97 +3962,100 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R8
-	VXORPS       X8, X8, X8
-	VCVTSI2SSQ   R8, X8, X8
-	VBROADCASTSS X8, Y8
-	VDIVPS       Y8, Y0, Y0
-	VDIVPS       Y8, Y1, Y1
-	VDIVPS       Y8, Y2, Y2
-	VDIVPS       Y8, Y3, Y3
-	VDIVPS       Y8, Y4, Y4
-	VDIVPS       Y8, Y5, Y5
-	VDIVPS       Y8, Y6, Y6
-	VDIVPS       Y8, Y7, Y7
-	JMP          pack
+	TESTB  $0x02, DI
+	JE     around
+	VDIVPS Y0, Y1, Y1
+	VDIVPS Y0, Y2, Y2
+	VDIVPS Y0, Y3, Y3
+	VDIVPS Y0, Y4, Y4
+	VDIVPS Y0, Y5, Y5
+	VDIVPS Y0, Y6, Y6
+	VDIVPS Y0, Y7, Y7
+	VDIVPS Y0, Y8, Y8
+	TESTB  $0x01, DI
+	JE     save
 
 around:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
 // func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
-	JLT     rest
-	PCALIGN $0x40
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SDQ   AX, X0, X0
+	VBROADCASTSD X0, Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x03, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000020, SI
+	JLT          rest
+	PCALIGN      $0x40
 
 block:
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
+	VMOVDQU (R10)(BX*1), Y1
+	VMOVDQU 32(R10)(BX*1), Y2
+	VMOVDQU 64(R10)(BX*1), Y3
+	VMOVDQU 96(R10)(BX*1), Y4
+	VMOVDQU 128(R10)(BX*1), Y5
+	VMOVDQU 160(R10)(BX*1), Y6
+	VMOVDQU 192(R10)(BX*1), Y7
+	VMOVDQU 224(R10)(BX*1), Y8
 	CMPQ    R9, $0x01
 	JE      finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VADDPD  (R10)(BX*1), Y0, Y0
-	VADDPD  32(R10)(BX*1), Y1, Y1
-	VADDPD  64(R10)(BX*1), Y2, Y2
-	VADDPD  96(R10)(BX*1), Y3, Y3
-	VADDPD  128(R10)(BX*1), Y4, Y4
-	VADDPD  160(R10)(BX*1), Y5, Y5
-	VADDPD  192(R10)(BX*1), Y6, Y6
-	VADDPD  224(R10)(BX*1), Y7, Y7
+	VADDPD  (R10)(BX*1), Y1, Y1
+	VADDPD  32(R10)(BX*1), Y2, Y2
+	VADDPD  64(R10)(BX*1), Y3, Y3
+	VADDPD  96(R10)(BX*1), Y4, Y4
+	VADDPD  128(R10)(BX*1), Y5, Y5
+	VADDPD  160(R10)(BX*1), Y6, Y6
+	VADDPD  192(R10)(BX*1), Y7, Y7
+	VADDPD  224(R10)(BX*1), Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
-	VADDPD  (R10)(BX*1), Y0, Y0
-	VADDPD  32(R10)(BX*1), Y1, Y1
-	VADDPD  64(R10)(BX*1), Y2, Y2
-	VADDPD  96(R10)(BX*1), Y3, Y3
-	VADDPD  128(R10)(BX*1), Y4, Y4
-	VADDPD  160(R10)(BX*1), Y5, Y5
-	VADDPD  192(R10)(BX*1), Y6, Y6
-	VADDPD  224(R10)(BX*1), Y7, Y7
+	VADDPD  (R10)(BX*1), Y1, Y1
+	VADDPD  32(R10)(BX*1), Y2, Y2
+	VADDPD  64(R10)(BX*1), Y3, Y3
+	VADDPD  96(R10)(BX*1), Y4, Y4
+	VADDPD  128(R10)(BX*1), Y5, Y5
+	VADDPD  160(R10)(BX*1), Y6, Y6
+	VADDPD  192(R10)(BX*1), Y7, Y7
+	VADDPD  224(R10)(BX*1), Y8, Y8
 	CMPQ    R9, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
-	VADDPD  (R10)(BX*1), Y0, Y0
-	VADDPD  32(R10)(BX*1), Y1, Y1
-	VADDPD  64(R10)(BX*1), Y2, Y2
-	VADDPD  96(R10)(BX*1), Y3, Y3
-	VADDPD  128(R10)(BX*1), Y4, Y4
-	VADDPD  160(R10)(BX*1), Y5, Y5
-	VADDPD  192(R10)(BX*1), Y6, Y6
-	VADDPD  224(R10)(BX*1), Y7, Y7
+	VADDPD  (R10)(BX*1), Y1, Y1
+	VADDPD  32(R10)(BX*1), Y2, Y2
+	VADDPD  64(R10)(BX*1), Y3, Y3
+	VADDPD  96(R10)(BX*1), Y4, Y4
+	VADDPD  128(R10)(BX*1), Y5, Y5
+	VADDPD  160(R10)(BX*1), Y6, Y6
+	VADDPD  192(R10)(BX*1), Y7, Y7
+	VADDPD  224(R10)(BX*1), Y8, Y8
 	CMPQ    R9, $0x04
 	JE      finish
 	ADDQ    $0x18, R8
@@ -4060,20 +4063,18 @@ sources:
 	JMP     sources
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x03, DI
 	JNE   special
 
-pack:
-	TESTB   $0x01, DI
-	JNE     around
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
+save:
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
 
 next:
 	ADDQ $0x00000100, AX
@@ -4087,29 +4088,25 @@ rest:
 
 step:
 	MOVQ    (CX), R9
-	VMOVDQU (R9)(BX*1), Y0
+	VMOVDQU (R9)(BX*1), Y1
 	MOVL    $0x00000001, R8
 	CMPQ    DX, R8
 	JE      folded
 
 source:
 	MOVQ   (CX)(R8*8), R9
-	VADDPD (R9)(BX*1), Y0, Y0
+	VADDPD (R9)(BX*1), Y1, Y1
 	INCQ   R8
 	CMPQ   R8, DX
 	JLT    source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X1, X1, X1
-	VCVTSI2SDQ   R8, X1, X1
-	VBROADCASTSD X1, Y1
-	VDIVPD       Y1, Y0, Y0
+	TESTB  $0x02, DI
+	JE     finished
+	VDIVPD Y0, Y1, Y1
 
 finished:
-	VMOVDQU Y0, (AX)
+	VMOVDQU Y1, (AX)
 	ADDQ    $0x00000020, AX
 	ADDQ    $0x00000020, BX
 	SUBQ    $0x00000004, SI
@@ -4120,29 +4117,28 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R8
-	VXORPS       X8, X8, X8
-	VCVTSI2SDQ   R8, X8, X8
-	VBROADCASTSD X8, Y8
-	VDIVPD       Y8, Y0, Y0
-	VDIVPD       Y8, Y1, Y1
-	VDIVPD       Y8, Y2, Y2
-	VDIVPD       Y8, Y3, Y3
-	VDIVPD       Y8, Y4, Y4
-	VDIVPD       Y8, Y5, Y5
-	VDIVPD       Y8, Y6, Y6
-	VDIVPD       Y8, Y7, Y7
-	JMP          pack
+	TESTB  $0x02, DI
+	JE     around
+	VDIVPD Y0, Y1, Y1
+	VDIVPD Y0, Y2, Y2
+	VDIVPD Y0, Y3, Y3
+	VDIVPD Y0, Y4, Y4
+	VDIVPD Y0, Y5, Y5
+	VDIVPD Y0, Y6, Y6
+	VDIVPD Y0, Y7, Y7
+	VDIVPD Y0, Y8, Y8
+	TESTB  $0x01, DI
+	JE     save
 
 around:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
 // func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -4219,7 +4215,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4264,7 +4260,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -4349,7 +4345,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y0, (AX)
 	VMOVDQU Y1, 32(AX)
 	VMOVDQU Y2, 64(AX)
@@ -4394,7 +4390,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y0, (AX)
 	VMOVNTDQ Y1, 32(AX)
 	VMOVNTDQ Y2, 64(AX)
@@ -4496,7 +4492,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4546,7 +4542,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -4648,7 +4644,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4698,7 +4694,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -4800,7 +4796,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -4850,7 +4846,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -4952,7 +4948,7 @@ sources:
 
 finish:
 	TESTB   $0x01, DI
-	JNE     around
+	JNE     special
 	VMOVDQU Y1, (AX)
 	VMOVDQU Y2, 32(AX)
 	VMOVDQU Y3, 64(AX)
@@ -5002,7 +4998,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Y1, (AX)
 	VMOVNTDQ Y2, 32(AX)
 	VMOVNTDQ Y3, 64(AX)
@@ -5016,53 +5012,57 @@ around:
 // func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C
 TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	PCALIGN $0x40
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x01, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000040, SI
+	JLT          rest
+	PCALIGN      $0x40
 
 block:
 	MOVQ      CX, R8
 	MOVQ      DX, R9
 	MOVQ      (R8), R10
-	VCVTPH2PS (R10)(BX*1), Y0
-	VCVTPH2PS 16(R10)(BX*1), Y1
-	VCVTPH2PS 32(R10)(BX*1), Y2
-	VCVTPH2PS 48(R10)(BX*1), Y3
-	VCVTPH2PS 64(R10)(BX*1), Y4
-	VCVTPH2PS 80(R10)(BX*1), Y5
-	VCVTPH2PS 96(R10)(BX*1), Y6
-	VCVTPH2PS 112(R10)(BX*1), Y7
+	VCVTPH2PS (R10)(BX*1), Y1
+	VCVTPH2PS 16(R10)(BX*1), Y2
+	VCVTPH2PS 32(R10)(BX*1), Y3
+	VCVTPH2PS 48(R10)(BX*1), Y4
+	VCVTPH2PS 64(R10)(BX*1), Y5
+	VCVTPH2PS 80(R10)(BX*1), Y6
+	VCVTPH2PS 96(R10)(BX*1), Y7
+	VCVTPH2PS 112(R10)(BX*1), Y8
 	CMPQ      R9, $0x01
 	JE        finish
 
 sources:
 	PCALIGN   $0x20
 	MOVQ      8(R8), R10
-	VCVTPH2PS (R10)(BX*1), Y8
-	VADDPS    Y8, Y0, Y0
-	VCVTPH2PS 16(R10)(BX*1), Y8
-	VADDPS    Y8, Y1, Y1
-	VCVTPH2PS 32(R10)(BX*1), Y8
-	VADDPS    Y8, Y2, Y2
-	VCVTPH2PS 48(R10)(BX*1), Y8
-	VADDPS    Y8, Y3, Y3
-	VCVTPH2PS 64(R10)(BX*1), Y8
-	VADDPS    Y8, Y4, Y4
-	VCVTPH2PS 80(R10)(BX*1), Y8
-	VADDPS    Y8, Y5, Y5
-	VCVTPH2PS 96(R10)(BX*1), Y8
-	VADDPS    Y8, Y6, Y6
-	VCVTPH2PS 112(R10)(BX*1), Y8
-	VADDPS    Y8, Y7, Y7
+	VCVTPH2PS (R10)(BX*1), Y9
+	VADDPS    Y9, Y1, Y1
+	VCVTPH2PS 16(R10)(BX*1), Y9
+	VADDPS    Y9, Y2, Y2
+	VCVTPH2PS 32(R10)(BX*1), Y9
+	VADDPS    Y9, Y3, Y3
+	VCVTPH2PS 48(R10)(BX*1), Y9
+	VADDPS    Y9, Y4, Y4
+	VCVTPH2PS 64(R10)(BX*1), Y9
+	VADDPS    Y9, Y5, Y5
+	VCVTPH2PS 80(R10)(BX*1), Y9
+	VADDPS    Y9, Y6, Y6
+	VCVTPH2PS 96(R10)(BX*1), Y9
+	VADDPS    Y9, Y7, Y7
+	VCVTPH2PS 112(R10)(BX*1), Y9
+	VADDPS    Y9, Y8, Y8
 	CMPQ      R9, $0x02
 	JE        finish
 	ADDQ      $0x08, R8
@@ -5070,28 +5070,18 @@ sources:
 	JMP       sources
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x03, DI
 	JNE   special
 
-pack:
-	VCVTPS2PH $0x00, Y0, X0
-	VCVTPS2PH $0x00, Y1, X1
-	VCVTPS2PH $0x00, Y2, X2
-	VCVTPS2PH $0x00, Y3, X3
-	VCVTPS2PH $0x00, Y4, X4
-	VCVTPS2PH $0x00, Y5, X5
-	VCVTPS2PH $0x00, Y6, X6
-	VCVTPS2PH $0x00, Y7, X7
-	TESTB     $0x01, DI
-	JNE       around
-	VMOVDQU   X0, (AX)
-	VMOVDQU   X1, 16(AX)
-	VMOVDQU   X2, 32(AX)
-	VMOVDQU   X3, 48(AX)
-	VMOVDQU   X4, 64(AX)
-	VMOVDQU   X5, 80(AX)
-	VMOVDQU   X6, 96(AX)
-	VMOVDQU   X7, 112(AX)
+save:
+	VCVTPS2PH $0x00, Y1, (AX)
+	VCVTPS2PH $0x00, Y2, 16(AX)
+	VCVTPS2PH $0x00, Y3, 32(AX)
+	VCVTPS2PH $0x00, Y4, 48(AX)
+	VCVTPS2PH $0x00, Y5, 64(AX)
+	VCVTPS2PH $0x00, Y6, 80(AX)
+	VCVTPS2PH $0x00, Y7, 96(AX)
+	VCVTPS2PH $0x00, Y8, 112(AX)
 
 next:
 	ADDQ $0x00000080, AX
@@ -5105,31 +5095,27 @@ rest:
 
 step:
 	MOVQ      (CX), R9
-	VCVTPH2PS (R9)(BX*1), Y0
+	VCVTPH2PS (R9)(BX*1), Y1
 	MOVL      $0x00000001, R8
 	CMPQ      DX, R8
 	JE        folded
 
 source:
 	MOVQ      (CX)(R8*8), R9
-	VCVTPH2PS (R9)(BX*1), Y1
-	VADDPS    Y1, Y0, Y0
+	VCVTPH2PS (R9)(BX*1), Y2
+	VADDPS    Y2, Y1, Y1
 	INCQ      R8
 	CMPQ      R8, DX
 	JLT       source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X1, X1, X1
-	VCVTSI2SSQ   R8, X1, X1
-	VBROADCASTSS X1, Y1
-	VDIVPS       Y1, Y0, Y0
+	TESTB  $0x02, DI
+	JE     finished
+	VDIVPS Y0, Y1, Y1
 
 finished:
-	VCVTPS2PH $0x00, Y0, X0
-	VMOVDQU   X0, (AX)
+	VCVTPS2PH $0x00, Y1, X1
+	VMOVDQU   X1, (AX)
 	ADDQ      $0x00000010, AX
 	ADDQ      $0x00000010, BX
 	SUBQ      $0x00000008, SI
@@ -5140,30 +5126,37 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R8
-	VXORPS       X8, X8, X8
-	VCVTSI2SSQ   R8, X8, X8
-	VBROADCASTSS X8, Y8
-	VDIVPS       Y8, Y0, Y0
-	VDIVPS       Y8, Y1, Y1
-	VDIVPS       Y8, Y2, Y2
-	VDIVPS       Y8, Y3, Y3
-	VDIVPS       Y8, Y4, Y4
-	VDIVPS       Y8, Y5, Y5
-	VDIVPS       Y8, Y6, Y6
-	VDIVPS       Y8, Y7, Y7
-	JMP          pack
+	TESTB  $0x02, DI
+	JE     around
+	VDIVPS Y0, Y1, Y1
+	VDIVPS Y0, Y2, Y2
+	VDIVPS Y0, Y3, Y3
+	VDIVPS Y0, Y4, Y4
+	VDIVPS Y0, Y5, Y5
+	VDIVPS Y0, Y6, Y6
+	VDIVPS Y0, Y7, Y7
+	VDIVPS Y0, Y8, Y8
+	TESTB  $0x01, DI
+	JE     save
 
 around:
-	VMOVNTDQ X0, (AX)
-	VMOVNTDQ X1, 16(AX)
-	VMOVNTDQ X2, 32(AX)
-	VMOVNTDQ X3, 48(AX)
-	VMOVNTDQ X4, 64(AX)
-	VMOVNTDQ X5, 80(AX)
-	VMOVNTDQ X6, 96(AX)
-	VMOVNTDQ X7, 112(AX)
-	JMP      next
+	VCVTPS2PH $0x00, Y1, X1
+	VCVTPS2PH $0x00, Y2, X2
+	VCVTPS2PH $0x00, Y3, X3
+	VCVTPS2PH $0x00, Y4, X4
+	VCVTPS2PH $0x00, Y5, X5
+	VCVTPS2PH $0x00, Y6, X6
+	VCVTPS2PH $0x00, Y7, X7
+	VCVTPS2PH $0x00, Y8, X8
+	VMOVNTDQ  X1, (AX)
+	VMOVNTDQ  X2, 16(AX)
+	VMOVNTDQ  X3, 32(AX)
+	VMOVNTDQ  X4, 48(AX)
+	VMOVNTDQ  X5, 64(AX)
+	VMOVNTDQ  X6, 80(AX)
+	VMOVNTDQ  X7, 96(AX)
+	VMOVNTDQ  X8, 112(AX)
+	JMP       next
 
 // func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
@@ -5171,6 +5164,10 @@ TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD cffff0000<>+0(SB), Y0
 	VPBROADCASTD c00000001<>+0(SB), Y1
 	VPBROADCASTD c00007fff<>+0(SB), Y2
+	MOVQ         div+40(FP), AX
+	VXORPS       X3, X3, X3
+	VCVTSI2SSQ   AX, X3, X3
+	VBROADCASTSS X3, Y3
 	MOVQ         dst+0(FP), AX
 	MOVQ         srcs+8(FP), CX
 	MOVQ         k+16(FP), DX
@@ -5188,28 +5185,28 @@ block:
 	MOVQ    CX, R8
 	MOVQ    DX, R9
 	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y4
-	VPSLLD  $0x10, Y4, Y3
-	VPAND   Y0, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y6
-	VPSLLD  $0x10, Y6, Y5
-	VPAND   Y0, Y6, Y6
+	VMOVDQU (R10)(BX*1), Y5
+	VPSLLD  $0x10, Y5, Y4
+	VPAND   Y0, Y5, Y5
+	VMOVDQU 32(R10)(BX*1), Y7
+	VPSLLD  $0x10, Y7, Y6
+	VPAND   Y0, Y7, Y7
 	CMPQ    R9, $0x01
 	JE      finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y3, Y3
+	VMOVDQU (R10)(BX*1), Y9
+	VPSLLD  $0x10, Y9, Y8
+	VPAND   Y0, Y9, Y9
 	VADDPS  Y8, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y8
-	VPSLLD  $0x10, Y8, Y7
-	VPAND   Y0, Y8, Y8
-	VADDPS  Y7, Y5, Y5
+	VADDPS  Y9, Y5, Y5
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPSLLD  $0x10, Y9, Y8
+	VPAND   Y0, Y9, Y9
 	VADDPS  Y8, Y6, Y6
+	VADDPS  Y9, Y7, Y7
 	CMPQ    R9, $0x02
 	JE      finish
 	ADDQ    $0x08, R8
@@ -5221,30 +5218,30 @@ finish:
 	JNE   special
 
 pack:
-	VPSRLD   $0x10, Y3, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y3, Y3
-	VPSRLD   $0x10, Y4, Y7
-	VPAND    Y1, Y7, Y7
-	VPADDD   Y2, Y7, Y7
-	VPADDD   Y7, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VPSRLD   $0x10, Y5, Y4
-	VPAND    Y1, Y4, Y4
-	VPADDD   Y2, Y4, Y4
-	VPADDD   Y4, Y5, Y5
-	VPSRLD   $0x10, Y6, Y4
-	VPAND    Y1, Y4, Y4
-	VPADDD   Y2, Y4, Y4
-	VPADDD   Y4, Y6, Y6
-	VPSRLD   $0x10, Y5, Y5
-	VPBLENDW $0xaa, Y6, Y5, Y5
+	VPSRLD   $0x10, Y4, Y8
+	VPAND    Y1, Y8, Y8
+	VPADDD   Y2, Y8, Y8
+	VPADDD   Y8, Y4, Y4
+	VPSRLD   $0x10, Y5, Y8
+	VPAND    Y1, Y8, Y8
+	VPADDD   Y2, Y8, Y8
+	VPADDD   Y8, Y5, Y5
+	VPSRLD   $0x10, Y4, Y4
+	VPBLENDW $0xaa, Y5, Y4, Y4
+	VPSRLD   $0x10, Y6, Y5
+	VPAND    Y1, Y5, Y5
+	VPADDD   Y2, Y5, Y5
+	VPADDD   Y5, Y6, Y6
+	VPSRLD   $0x10, Y7, Y5
+	VPAND    Y1, Y5, Y5
+	VPADDD   Y2, Y5, Y5
+	VPADDD   Y5, Y7, Y7
+	VPSRLD   $0x10, Y6, Y6
+	VPBLENDW $0xaa, Y7, Y6, Y6
 	TESTB    $0x01, DI
 	JNE      around
-	VMOVDQU  Y3, (AX)
-	VMOVDQU  Y5, 32(AX)
+	VMOVDQU  Y4, (AX)
+	VMOVDQU  Y6, 32(AX)
 
 next:
 	ADDQ $0x00000040, AX
@@ -5258,46 +5255,42 @@ rest:
 
 step:
 	MOVQ    (CX), R9
-	VMOVDQU (R9)(BX*1), Y4
-	VPSLLD  $0x10, Y4, Y3
-	VPAND   Y0, Y4, Y4
+	VMOVDQU (R9)(BX*1), Y5
+	VPSLLD  $0x10, Y5, Y4
+	VPAND   Y0, Y5, Y5
 	MOVL    $0x00000001, R8
 	CMPQ    DX, R8
 	JE      folded
 
 source:
 	MOVQ    (CX)(R8*8), R9
-	VMOVDQU (R9)(BX*1), Y6
-	VPSLLD  $0x10, Y6, Y5
-	VPAND   Y0, Y6, Y6
-	VADDPS  Y5, Y3, Y3
+	VMOVDQU (R9)(BX*1), Y7
+	VPSLLD  $0x10, Y7, Y6
+	VPAND   Y0, Y7, Y7
 	VADDPS  Y6, Y4, Y4
+	VADDPS  Y7, Y5, Y5
 	INCQ    R8
 	CMPQ    R8, DX
 	JLT     source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X5, X5, X5
-	VCVTSI2SSQ   R8, X5, X5
-	VBROADCASTSS X5, Y5
-	VDIVPS       Y5, Y3, Y3
-	VDIVPS       Y5, Y4, Y4
+	TESTB  $0x02, DI
+	JE     finished
+	VDIVPS Y3, Y4, Y4
+	VDIVPS Y3, Y5, Y5
 
 finished:
-	VPSRLD   $0x10, Y3, Y5
-	VPAND    Y1, Y5, Y5
-	VPADDD   Y2, Y5, Y5
-	VPADDD   Y5, Y3, Y3
-	VPSRLD   $0x10, Y4, Y5
-	VPAND    Y1, Y5, Y5
-	VPADDD   Y2, Y5, Y5
-	VPADDD   Y5, Y4, Y4
-	VPSRLD   $0x10, Y3, Y3
-	VPBLENDW $0xaa, Y4, Y3, Y3
-	VMOVDQU  Y3, (AX)
+	VPSRLD   $0x10, Y4, Y6
+	VPAND    Y1, Y6, Y6
+	VPADDD   Y2, Y6, Y6
+	VPADDD   Y6, Y4, Y4
+	VPSRLD   $0x10, Y5, Y6
+	VPAND    Y1, Y6, Y6
+	VPADDD   Y2, Y6, Y6
+	VPADDD   Y6, Y5, Y5
+	VPSRLD   $0x10, Y4, Y4
+	VPBLENDW $0xaa, Y5, Y4, Y4
+	VMOVDQU  Y4, (AX)
 	ADDQ     $0x00000020, AX
 	ADDQ     $0x00000020, BX
 	SUBQ     $0x00000010, SI
@@ -5308,19 +5301,15 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R8
-	VXORPS       X7, X7, X7
-	VCVTSI2SSQ   R8, X7, X7
-	VBROADCASTSS X7, Y7
-	VDIVPS       Y7, Y3, Y3
-	VDIVPS       Y7, Y4, Y4
-	VDIVPS       Y7, Y5, Y5
-	VDIVPS       Y7, Y6, Y6
-	JMP          pack
+	VDIVPS Y3, Y4, Y4
+	VDIVPS Y3, Y5, Y5
+	VDIVPS Y3, Y6, Y6
+	VDIVPS Y3, Y7, Y7
+	JMP    pack
 
 around:
-	VMOVNTDQ Y3, (AX)
-	VMOVNTDQ Y5, 32(AX)
+	VMOVNTDQ Y4, (AX)
+	VMOVNTDQ Y6, 32(AX)
 	JMP      next
 
 // func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -5380,24 +5369,16 @@ sources:
 	JMP       sources
 
 finish:
-	VCVTPS2PH $0x00, Y0, X0
-	VCVTPS2PH $0x00, Y1, X1
-	VCVTPS2PH $0x00, Y2, X2
-	VCVTPS2PH $0x00, Y3, X3
-	VCVTPS2PH $0x00, Y4, X4
-	VCVTPS2PH $0x00, Y5, X5
-	VCVTPS2PH $0x00, Y6, X6
-	VCVTPS2PH $0x00, Y7, X7
 	TESTB     $0x01, DI
-	JNE       around
-	VMOVDQU   X0, (AX)
-	VMOVDQU   X1, 16(AX)
-	VMOVDQU   X2, 32(AX)
-	VMOVDQU   X3, 48(AX)
-	VMOVDQU   X4, 64(AX)
-	VMOVDQU   X5, 80(AX)
-	VMOVDQU   X6, 96(AX)
-	VMOVDQU   X7, 112(AX)
+	JNE       special
+	VCVTPS2PH $0x00, Y0, (AX)
+	VCVTPS2PH $0x00, Y1, 16(AX)
+	VCVTPS2PH $0x00, Y2, 32(AX)
+	VCVTPS2PH $0x00, Y3, 48(AX)
+	VCVTPS2PH $0x00, Y4, 64(AX)
+	VCVTPS2PH $0x00, Y5, 80(AX)
+	VCVTPS2PH $0x00, Y6, 96(AX)
+	VCVTPS2PH $0x00, Y7, 112(AX)
 
 next:
 	ADDQ $0x00000080, AX
@@ -5436,16 +5417,24 @@ done:
 	VZEROUPPER
 	RET
 
-around:
-	VMOVNTDQ X0, (AX)
-	VMOVNTDQ X1, 16(AX)
-	VMOVNTDQ X2, 32(AX)
-	VMOVNTDQ X3, 48(AX)
-	VMOVNTDQ X4, 64(AX)
-	VMOVNTDQ X5, 80(AX)
-	VMOVNTDQ X6, 96(AX)
-	VMOVNTDQ X7, 112(AX)
-	JMP      next
+special:
+	VCVTPS2PH $0x00, Y0, X0
+	VCVTPS2PH $0x00, Y1, X1
+	VCVTPS2PH $0x00, Y2, X2
+	VCVTPS2PH $0x00, Y3, X3
+	VCVTPS2PH $0x00, Y4, X4
+	VCVTPS2PH $0x00, Y5, X5
+	VCVTPS2PH $0x00, Y6, X6
+	VCVTPS2PH $0x00, Y7, X7
+	VMOVNTDQ  X0, (AX)
+	VMOVNTDQ  X1, 16(AX)
+	VMOVNTDQ  X2, 32(AX)
+	VMOVNTDQ  X3, 48(AX)
+	VMOVNTDQ  X4, 64(AX)
+	VMOVNTDQ  X5, 80(AX)
+	VMOVNTDQ  X6, 96(AX)
+	VMOVNTDQ  X7, 112(AX)
+	JMP       next
 
 // func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
@@ -6310,6 +6299,10 @@ done:
 // func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C
 TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Y0
 	VPBROADCASTD c43800000<>+0(SB), Y0
 	VPBROADCASTD c3b800000<>+0(SB), Y1
 	VPBROADCASTD c7fffffff<>+0(SB), Y2
@@ -6486,6 +6479,10 @@ done:
 // func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C
 TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Y0
 	VPBROADCASTW cbf80<>+0(SB), X0
 	VPBROADCASTW c0001<>+0(SB), X0
 	VPBROADCASTW c007f<>+0(SB), X1
@@ -6655,7 +6652,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -6775,7 +6772,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -6812,12 +6809,10 @@ pair:
 	VPORD     192(R9)(BX*1), Z3, Z3
 
 finish:
-	TESTB $0x04, DI
+	TESTB $0x05, DI
 	JNE   special
 
-pack:
-	TESTB     $0x01, DI
-	JNE       around
+save:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -6944,12 +6939,15 @@ done:
 	RET
 
 special:
+	TESTB        $0x04, DI
+	JE           around
 	VPBROADCASTD c01010101<>+0(SB), Z4
 	VPMINUB      Z4, Z0, Z0
 	VPMINUB      Z4, Z1, Z1
 	VPMINUB      Z4, Z2, Z2
 	VPMINUB      Z4, Z3, Z3
-	JMP          pack
+	TESTB        $0x01, DI
+	JE           save
 
 around:
 	VMOVNTDQ Z0, (AX)
@@ -6989,7 +6987,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -7109,7 +7107,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -7160,7 +7158,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -7278,7 +7276,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -7316,7 +7314,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -7436,7 +7434,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -7495,7 +7493,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -7647,7 +7645,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -7685,7 +7683,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -7805,7 +7803,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -7842,12 +7840,10 @@ pair:
 	VPMINUB   192(R9)(BX*1), Z3, Z3
 
 finish:
-	TESTB $0x04, DI
+	TESTB $0x05, DI
 	JNE   special
 
-pack:
-	TESTB     $0x01, DI
-	JNE       around
+save:
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -7974,12 +7970,15 @@ done:
 	RET
 
 special:
+	TESTB        $0x04, DI
+	JE           around
 	VPBROADCASTD c01010101<>+0(SB), Z4
 	VPMINUB      Z4, Z0, Z0
 	VPMINUB      Z4, Z1, Z1
 	VPMINUB      Z4, Z2, Z2
 	VPMINUB      Z4, Z3, Z3
-	JMP          pack
+	TESTB        $0x01, DI
+	JE           save
 
 around:
 	VMOVNTDQ Z0, (AX)
@@ -8019,7 +8018,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8139,7 +8138,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8177,7 +8176,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8297,7 +8296,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8336,7 +8335,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8456,7 +8455,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8495,7 +8494,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8615,7 +8614,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8654,7 +8653,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8774,7 +8773,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8813,7 +8812,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -8933,7 +8932,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -8972,7 +8971,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9092,7 +9091,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9131,7 +9130,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9251,7 +9250,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9290,7 +9289,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9410,7 +9409,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9449,7 +9448,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9569,7 +9568,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9608,7 +9607,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9728,7 +9727,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9767,7 +9766,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -9887,7 +9886,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -9926,7 +9925,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10046,7 +10045,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10085,7 +10084,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10205,7 +10204,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10244,7 +10243,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10364,7 +10363,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10403,7 +10402,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10523,7 +10522,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10562,7 +10561,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10682,7 +10681,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10721,7 +10720,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -10841,7 +10840,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -10880,7 +10879,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11000,7 +10999,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11039,7 +11038,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11159,7 +11158,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11169,120 +11168,122 @@ around:
 // func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), BX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x02, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000040, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (BX), CX
+	MOVQ         8(BX), DX
+	PCALIGN      $0x40
 
 pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VADDPS    (R9)(BX*1), Z0, Z0
-	VADDPS    64(R9)(BX*1), Z1, Z1
-	VADDPS    128(R9)(BX*1), Z2, Z2
-	VADDPS    192(R9)(BX*1), Z3, Z3
+	VMOVDQU64 (CX)(DI*1), Z1
+	VMOVDQU64 64(CX)(DI*1), Z2
+	VMOVDQU64 128(CX)(DI*1), Z3
+	VMOVDQU64 192(CX)(DI*1), Z4
+	VADDPS    (DX)(DI*1), Z1, Z1
+	VADDPS    64(DX)(DI*1), Z2, Z2
+	VADDPS    128(DX)(DI*1), Z3, Z3
+	VADDPS    192(DX)(DI*1), Z4, Z4
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x03, R9
 	JNE   special
 
-pack:
-	TESTB     $0x01, DI
-	JNE       around
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
+save:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000040, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
+	MOVQ      BX, R10
+	MOVQ      SI, R11
 	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
+	VMOVDQU64 (R12)(DI*1), Z1
+	VMOVDQU64 64(R12)(DI*1), Z2
+	VMOVDQU64 128(R12)(DI*1), Z3
+	VMOVDQU64 192(R12)(DI*1), Z4
 	CMPQ      R11, $0x01
 	JE        finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x04
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    32(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x05
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    40(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x06
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    48(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x07
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    56(R10), R12
-	VADDPS  (R12)(BX*1), Z0, Z0
-	VADDPS  64(R12)(BX*1), Z1, Z1
-	VADDPS  128(R12)(BX*1), Z2, Z2
-	VADDPS  192(R12)(BX*1), Z3, Z3
+	VADDPS  (R12)(DI*1), Z1, Z1
+	VADDPS  64(R12)(DI*1), Z2, Z2
+	VADDPS  128(R12)(DI*1), Z3, Z3
+	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x08
 	JE      finish
 	ADDQ    $0x38, R10
@@ -11290,41 +11291,37 @@ sources:
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x00000040, R8
 	JLE  done
 
 step:
-	MOVQ        $-1, R8
-	BZHIQ       SI, R8, R8
-	KMOVQ       R8, K1
-	MOVQ        (CX), R9
-	VMOVDQU32.Z (R9)(BX*1), K1, Z0
-	MOVL        $0x00000001, R8
-	CMPQ        DX, R8
+	MOVQ        $-1, CX
+	BZHIQ       R8, CX, CX
+	KMOVQ       CX, K1
+	MOVQ        (BX), DX
+	VMOVDQU32.Z (DX)(DI*1), K1, Z1
+	MOVL        $0x00000001, CX
+	CMPQ        SI, CX
 	JE          folded
 
 source:
-	MOVQ        (CX)(R8*8), R9
-	VMOVDQU32.Z (R9)(BX*1), K1, Z1
-	VADDPS      Z1, Z0, Z0
-	INCQ        R8
-	CMPQ        R8, DX
+	MOVQ        (BX)(CX*8), DX
+	VMOVDQU32.Z (DX)(DI*1), K1, Z2
+	VADDPS      Z2, Z1, Z1
+	INCQ        CX
+	CMPQ        CX, SI
 	JLT         source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X1, X1, X1
-	VCVTSI2SSQ   R8, X1, X1
-	VBROADCASTSS X1, Z1
-	VDIVPS       Z1, Z0, Z0
+	TESTB  $0x02, R9
+	JE     finished
+	VDIVPS Z0, Z1, Z1
 
 finished:
-	VMOVDQU32 Z0, K1, (AX)
+	VMOVDQU32 Z1, K1, (AX)
 	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x00000040, DI
+	SUBQ      $0x00000010, R8
 	JGT       step
 
 done:
@@ -11332,140 +11329,141 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R10
-	VXORPS       X4, X4, X4
-	VCVTSI2SSQ   R10, X4, X4
-	VBROADCASTSS X4, Z4
-	VDIVPS       Z4, Z0, Z0
-	VDIVPS       Z4, Z1, Z1
-	VDIVPS       Z4, Z2, Z2
-	VDIVPS       Z4, Z3, Z3
-	JMP          pack
+	TESTB  $0x02, R9
+	JE     around
+	VDIVPS Z0, Z1, Z1
+	VDIVPS Z0, Z2, Z2
+	VDIVPS Z0, Z3, Z3
+	VDIVPS Z0, Z4, Z4
+	TESTB  $0x01, R9
+	JE     save
 
 around:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
 // func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SDQ   AX, X0, X0
+	VBROADCASTSD X0, Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), BX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x03, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000020, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (BX), CX
+	MOVQ         8(BX), DX
+	PCALIGN      $0x40
 
 pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VADDPD    (R9)(BX*1), Z0, Z0
-	VADDPD    64(R9)(BX*1), Z1, Z1
-	VADDPD    128(R9)(BX*1), Z2, Z2
-	VADDPD    192(R9)(BX*1), Z3, Z3
+	VMOVDQU64 (CX)(DI*1), Z1
+	VMOVDQU64 64(CX)(DI*1), Z2
+	VMOVDQU64 128(CX)(DI*1), Z3
+	VMOVDQU64 192(CX)(DI*1), Z4
+	VADDPD    (DX)(DI*1), Z1, Z1
+	VADDPD    64(DX)(DI*1), Z2, Z2
+	VADDPD    128(DX)(DI*1), Z3, Z3
+	VADDPD    192(DX)(DI*1), Z4, Z4
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x03, R9
 	JNE   special
 
-pack:
-	TESTB     $0x01, DI
-	JNE       around
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
+save:
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000020, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
+	MOVQ      BX, R10
+	MOVQ      SI, R11
 	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
+	VMOVDQU64 (R12)(DI*1), Z1
+	VMOVDQU64 64(R12)(DI*1), Z2
+	VMOVDQU64 128(R12)(DI*1), Z3
+	VMOVDQU64 192(R12)(DI*1), Z4
 	CMPQ      R11, $0x01
 	JE        finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x04
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    32(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x05
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    40(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x06
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    48(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x07
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    56(R10), R12
-	VADDPD  (R12)(BX*1), Z0, Z0
-	VADDPD  64(R12)(BX*1), Z1, Z1
-	VADDPD  128(R12)(BX*1), Z2, Z2
-	VADDPD  192(R12)(BX*1), Z3, Z3
+	VADDPD  (R12)(DI*1), Z1, Z1
+	VADDPD  64(R12)(DI*1), Z2, Z2
+	VADDPD  128(R12)(DI*1), Z3, Z3
+	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x08
 	JE      finish
 	ADDQ    $0x38, R10
@@ -11473,41 +11471,37 @@ sources:
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x00000020, R8
 	JLE  done
 
 step:
-	MOVQ        $-1, R8
-	BZHIQ       SI, R8, R8
-	KMOVQ       R8, K1
-	MOVQ        (CX), R9
-	VMOVDQU64.Z (R9)(BX*1), K1, Z0
-	MOVL        $0x00000001, R8
-	CMPQ        DX, R8
+	MOVQ        $-1, CX
+	BZHIQ       R8, CX, CX
+	KMOVQ       CX, K1
+	MOVQ        (BX), DX
+	VMOVDQU64.Z (DX)(DI*1), K1, Z1
+	MOVL        $0x00000001, CX
+	CMPQ        SI, CX
 	JE          folded
 
 source:
-	MOVQ        (CX)(R8*8), R9
-	VMOVDQU64.Z (R9)(BX*1), K1, Z1
-	VADDPD      Z1, Z0, Z0
-	INCQ        R8
-	CMPQ        R8, DX
+	MOVQ        (BX)(CX*8), DX
+	VMOVDQU64.Z (DX)(DI*1), K1, Z2
+	VADDPD      Z2, Z1, Z1
+	INCQ        CX
+	CMPQ        CX, SI
 	JLT         source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X1, X1, X1
-	VCVTSI2SDQ   R8, X1, X1
-	VBROADCASTSD X1, Z1
-	VDIVPD       Z1, Z0, Z0
+	TESTB  $0x02, R9
+	JE     finished
+	VDIVPD Z0, Z1, Z1
 
 finished:
-	VMOVDQU64 Z0, K1, (AX)
+	VMOVDQU64 Z1, K1, (AX)
 	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x00000040, DI
+	SUBQ      $0x00000008, R8
 	JGT       step
 
 done:
@@ -11515,21 +11509,20 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R10
-	VXORPS       X4, X4, X4
-	VCVTSI2SDQ   R10, X4, X4
-	VBROADCASTSD X4, Z4
-	VDIVPD       Z4, Z0, Z0
-	VDIVPD       Z4, Z1, Z1
-	VDIVPD       Z4, Z2, Z2
-	VDIVPD       Z4, Z3, Z3
-	JMP          pack
+	TESTB  $0x02, R9
+	JE     around
+	VDIVPD Z0, Z1, Z1
+	VDIVPD Z0, Z2, Z2
+	VDIVPD Z0, Z3, Z3
+	VDIVPD Z0, Z4, Z4
+	TESTB  $0x01, R9
+	JE     save
 
 around:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
 // func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -11564,7 +11557,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11684,7 +11677,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11723,7 +11716,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z0, (AX)
 	VMOVDQU64 Z1, 64(AX)
 	VMOVDQU64 Z2, 128(AX)
@@ -11843,7 +11836,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z0, (AX)
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
@@ -11891,7 +11884,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -12069,7 +12062,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -12117,7 +12110,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -12295,7 +12288,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -12343,7 +12336,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -12521,7 +12514,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -12569,7 +12562,7 @@ pair:
 
 finish:
 	TESTB     $0x01, DI
-	JNE       around
+	JNE       special
 	VMOVDQU64 Z1, (AX)
 	VMOVDQU64 Z2, 64(AX)
 	VMOVDQU64 Z3, 128(AX)
@@ -12747,7 +12740,7 @@ done:
 	VZEROUPPER
 	RET
 
-around:
+special:
 	VMOVNTDQ Z1, (AX)
 	VMOVNTDQ Z2, 64(AX)
 	VMOVNTDQ Z3, 128(AX)
@@ -12757,156 +12750,150 @@ around:
 // func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·sumF16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), BX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x01, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000080, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (BX), CX
+	MOVQ         8(BX), DX
+	PCALIGN      $0x40
 
 pair:
-	VCVTPH2PS (R8)(BX*1), Z0
-	VCVTPH2PS 32(R8)(BX*1), Z1
-	VCVTPH2PS 64(R8)(BX*1), Z2
-	VCVTPH2PS 96(R8)(BX*1), Z3
-	VCVTPH2PS 128(R8)(BX*1), Z4
-	VCVTPH2PS 160(R8)(BX*1), Z5
-	VCVTPH2PS 192(R8)(BX*1), Z6
-	VCVTPH2PS 224(R8)(BX*1), Z7
-	VCVTPH2PS (R9)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R9)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R9)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R9)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R9)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R9)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R9)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R9)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
+	VCVTPH2PS (CX)(DI*1), Z1
+	VCVTPH2PS 32(CX)(DI*1), Z2
+	VCVTPH2PS 64(CX)(DI*1), Z3
+	VCVTPH2PS 96(CX)(DI*1), Z4
+	VCVTPH2PS 128(CX)(DI*1), Z5
+	VCVTPH2PS 160(CX)(DI*1), Z6
+	VCVTPH2PS 192(CX)(DI*1), Z7
+	VCVTPH2PS 224(CX)(DI*1), Z8
+	VCVTPH2PS (DX)(DI*1), Z9
+	VADDPS    Z9, Z1, Z1
+	VCVTPH2PS 32(DX)(DI*1), Z9
+	VADDPS    Z9, Z2, Z2
+	VCVTPH2PS 64(DX)(DI*1), Z9
+	VADDPS    Z9, Z3, Z3
+	VCVTPH2PS 96(DX)(DI*1), Z9
+	VADDPS    Z9, Z4, Z4
+	VCVTPH2PS 128(DX)(DI*1), Z9
+	VADDPS    Z9, Z5, Z5
+	VCVTPH2PS 160(DX)(DI*1), Z9
+	VADDPS    Z9, Z6, Z6
+	VCVTPH2PS 192(DX)(DI*1), Z9
+	VADDPS    Z9, Z7, Z7
+	VCVTPH2PS 224(DX)(DI*1), Z9
+	VADDPS    Z9, Z8, Z8
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x03, R9
 	JNE   special
 
-pack:
-	VCVTPS2PH $0x00, Z0, Y0
-	VCVTPS2PH $0x00, Z1, Y1
-	VCVTPS2PH $0x00, Z2, Y2
-	VCVTPS2PH $0x00, Z3, Y3
-	VCVTPS2PH $0x00, Z4, Y4
-	VCVTPS2PH $0x00, Z5, Y5
-	VCVTPS2PH $0x00, Z6, Y6
-	VCVTPS2PH $0x00, Z7, Y7
-	TESTB     $0x01, DI
-	JNE       around
-	VMOVDQU   Y0, (AX)
-	VMOVDQU   Y1, 32(AX)
-	VMOVDQU   Y2, 64(AX)
-	VMOVDQU   Y3, 96(AX)
-	VMOVDQU   Y4, 128(AX)
-	VMOVDQU   Y5, 160(AX)
-	VMOVDQU   Y6, 192(AX)
-	VMOVDQU   Y7, 224(AX)
+save:
+	VCVTPS2PH $0x00, Z1, (AX)
+	VCVTPS2PH $0x00, Z2, 32(AX)
+	VCVTPS2PH $0x00, Z3, 64(AX)
+	VCVTPS2PH $0x00, Z4, 96(AX)
+	VCVTPS2PH $0x00, Z5, 128(AX)
+	VCVTPS2PH $0x00, Z6, 160(AX)
+	VCVTPS2PH $0x00, Z7, 192(AX)
+	VCVTPS2PH $0x00, Z8, 224(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000080, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
+	MOVQ      BX, R10
+	MOVQ      SI, R11
 	MOVQ      (R10), R12
-	VCVTPH2PS (R12)(BX*1), Z0
-	VCVTPH2PS 32(R12)(BX*1), Z1
-	VCVTPH2PS 64(R12)(BX*1), Z2
-	VCVTPH2PS 96(R12)(BX*1), Z3
-	VCVTPH2PS 128(R12)(BX*1), Z4
-	VCVTPH2PS 160(R12)(BX*1), Z5
-	VCVTPH2PS 192(R12)(BX*1), Z6
-	VCVTPH2PS 224(R12)(BX*1), Z7
+	VCVTPH2PS (R12)(DI*1), Z1
+	VCVTPH2PS 32(R12)(DI*1), Z2
+	VCVTPH2PS 64(R12)(DI*1), Z3
+	VCVTPH2PS 96(R12)(DI*1), Z4
+	VCVTPH2PS 128(R12)(DI*1), Z5
+	VCVTPH2PS 160(R12)(DI*1), Z6
+	VCVTPH2PS 192(R12)(DI*1), Z7
+	VCVTPH2PS 224(R12)(DI*1), Z8
 	CMPQ      R11, $0x01
 	JE        finish
 
 sources:
 	PCALIGN   $0x20
 	MOVQ      8(R10), R12
-	VCVTPH2PS (R12)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R12)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R12)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R12)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R12)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R12)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R12)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R12)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
+	VCVTPH2PS (R12)(DI*1), Z9
+	VADDPS    Z9, Z1, Z1
+	VCVTPH2PS 32(R12)(DI*1), Z9
+	VADDPS    Z9, Z2, Z2
+	VCVTPH2PS 64(R12)(DI*1), Z9
+	VADDPS    Z9, Z3, Z3
+	VCVTPH2PS 96(R12)(DI*1), Z9
+	VADDPS    Z9, Z4, Z4
+	VCVTPH2PS 128(R12)(DI*1), Z9
+	VADDPS    Z9, Z5, Z5
+	VCVTPH2PS 160(R12)(DI*1), Z9
+	VADDPS    Z9, Z6, Z6
+	VCVTPH2PS 192(R12)(DI*1), Z9
+	VADDPS    Z9, Z7, Z7
+	VCVTPH2PS 224(R12)(DI*1), Z9
+	VADDPS    Z9, Z8, Z8
 	CMPQ      R11, $0x02
 	JE        finish
 	PCALIGN   $0x20
 	MOVQ      16(R10), R12
-	VCVTPH2PS (R12)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R12)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R12)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R12)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R12)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R12)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R12)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R12)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
+	VCVTPH2PS (R12)(DI*1), Z9
+	VADDPS    Z9, Z1, Z1
+	VCVTPH2PS 32(R12)(DI*1), Z9
+	VADDPS    Z9, Z2, Z2
+	VCVTPH2PS 64(R12)(DI*1), Z9
+	VADDPS    Z9, Z3, Z3
+	VCVTPH2PS 96(R12)(DI*1), Z9
+	VADDPS    Z9, Z4, Z4
+	VCVTPH2PS 128(R12)(DI*1), Z9
+	VADDPS    Z9, Z5, Z5
+	VCVTPH2PS 160(R12)(DI*1), Z9
+	VADDPS    Z9, Z6, Z6
+	VCVTPH2PS 192(R12)(DI*1), Z9
+	VADDPS    Z9, Z7, Z7
+	VCVTPH2PS 224(R12)(DI*1), Z9
+	VADDPS    Z9, Z8, Z8
 	CMPQ      R11, $0x03
 	JE        finish
 	PCALIGN   $0x20
 	MOVQ      24(R10), R12
-	VCVTPH2PS (R12)(BX*1), Z8
-	VADDPS    Z8, Z0, Z0
-	VCVTPH2PS 32(R12)(BX*1), Z8
-	VADDPS    Z8, Z1, Z1
-	VCVTPH2PS 64(R12)(BX*1), Z8
-	VADDPS    Z8, Z2, Z2
-	VCVTPH2PS 96(R12)(BX*1), Z8
-	VADDPS    Z8, Z3, Z3
-	VCVTPH2PS 128(R12)(BX*1), Z8
-	VADDPS    Z8, Z4, Z4
-	VCVTPH2PS 160(R12)(BX*1), Z8
-	VADDPS    Z8, Z5, Z5
-	VCVTPH2PS 192(R12)(BX*1), Z8
-	VADDPS    Z8, Z6, Z6
-	VCVTPH2PS 224(R12)(BX*1), Z8
-	VADDPS    Z8, Z7, Z7
+	VCVTPH2PS (R12)(DI*1), Z9
+	VADDPS    Z9, Z1, Z1
+	VCVTPH2PS 32(R12)(DI*1), Z9
+	VADDPS    Z9, Z2, Z2
+	VCVTPH2PS 64(R12)(DI*1), Z9
+	VADDPS    Z9, Z3, Z3
+	VCVTPH2PS 96(R12)(DI*1), Z9
+	VADDPS    Z9, Z4, Z4
+	VCVTPH2PS 128(R12)(DI*1), Z9
+	VADDPS    Z9, Z5, Z5
+	VCVTPH2PS 160(R12)(DI*1), Z9
+	VADDPS    Z9, Z6, Z6
+	VCVTPH2PS 192(R12)(DI*1), Z9
+	VADDPS    Z9, Z7, Z7
+	VCVTPH2PS 224(R12)(DI*1), Z9
+	VADDPS    Z9, Z8, Z8
 	CMPQ      R11, $0x04
 	JE        finish
 	ADDQ      $0x18, R10
@@ -12914,44 +12901,40 @@ sources:
 	JMP       sources
 
 rest:
-	ADDQ $0x00000080, SI
+	ADDQ $0x00000080, R8
 	JLE  done
 
 step:
-	MOVQ        $-1, R8
-	BZHIQ       SI, R8, R8
-	KMOVQ       R8, K1
-	MOVQ        (CX), R9
-	VMOVDQU16.Z (R9)(BX*1), K1, Y0
-	VCVTPH2PS   Y0, Z0
-	MOVL        $0x00000001, R8
-	CMPQ        DX, R8
+	MOVQ        $-1, CX
+	BZHIQ       R8, CX, CX
+	KMOVQ       CX, K1
+	MOVQ        (BX), DX
+	VMOVDQU16.Z (DX)(DI*1), K1, Y1
+	VCVTPH2PS   Y1, Z1
+	MOVL        $0x00000001, CX
+	CMPQ        SI, CX
 	JE          folded
 
 source:
-	MOVQ        (CX)(R8*8), R9
-	VMOVDQU16.Z (R9)(BX*1), K1, Y1
-	VCVTPH2PS   Y1, Z1
-	VADDPS      Z1, Z0, Z0
-	INCQ        R8
-	CMPQ        R8, DX
+	MOVQ        (BX)(CX*8), DX
+	VMOVDQU16.Z (DX)(DI*1), K1, Y2
+	VCVTPH2PS   Y2, Z2
+	VADDPS      Z2, Z1, Z1
+	INCQ        CX
+	CMPQ        CX, SI
 	JLT         source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X1, X1, X1
-	VCVTSI2SSQ   R8, X1, X1
-	VBROADCASTSS X1, Z1
-	VDIVPS       Z1, Z0, Z0
+	TESTB  $0x02, R9
+	JE     finished
+	VDIVPS Z0, Z1, Z1
 
 finished:
-	VCVTPS2PH $0x00, Z0, Y0
-	VMOVDQU16 Y0, K1, (AX)
+	VCVTPS2PH $0x00, Z1, Y1
+	VMOVDQU16 Y1, K1, (AX)
 	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x00000020, DI
+	SUBQ      $0x00000010, R8
 	JGT       step
 
 done:
@@ -12959,30 +12942,37 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R10
-	VXORPS       X8, X8, X8
-	VCVTSI2SSQ   R10, X8, X8
-	VBROADCASTSS X8, Z8
-	VDIVPS       Z8, Z0, Z0
-	VDIVPS       Z8, Z1, Z1
-	VDIVPS       Z8, Z2, Z2
-	VDIVPS       Z8, Z3, Z3
-	VDIVPS       Z8, Z4, Z4
-	VDIVPS       Z8, Z5, Z5
-	VDIVPS       Z8, Z6, Z6
-	VDIVPS       Z8, Z7, Z7
-	JMP          pack
+	TESTB  $0x02, R9
+	JE     around
+	VDIVPS Z0, Z1, Z1
+	VDIVPS Z0, Z2, Z2
+	VDIVPS Z0, Z3, Z3
+	VDIVPS Z0, Z4, Z4
+	VDIVPS Z0, Z5, Z5
+	VDIVPS Z0, Z6, Z6
+	VDIVPS Z0, Z7, Z7
+	VDIVPS Z0, Z8, Z8
+	TESTB  $0x01, R9
+	JE     save
 
 around:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
+	VCVTPS2PH $0x00, Z1, Y1
+	VCVTPS2PH $0x00, Z2, Y2
+	VCVTPS2PH $0x00, Z3, Y3
+	VCVTPS2PH $0x00, Z4, Y4
+	VCVTPS2PH $0x00, Z5, Y5
+	VCVTPS2PH $0x00, Z6, Y6
+	VCVTPS2PH $0x00, Z7, Y7
+	VCVTPS2PH $0x00, Z8, Y8
+	VMOVNTDQ  Y1, (AX)
+	VMOVNTDQ  Y2, 32(AX)
+	VMOVNTDQ  Y3, 64(AX)
+	VMOVNTDQ  Y4, 96(AX)
+	VMOVNTDQ  Y5, 128(AX)
+	VMOVNTDQ  Y6, 160(AX)
+	VMOVNTDQ  Y7, 192(AX)
+	VMOVNTDQ  Y8, 224(AX)
+	JMP       next
 
 // func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
@@ -12991,200 +12981,204 @@ TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD c00000001<>+0(SB), Z1
 	VPBROADCASTD c00007fff<>+0(SB), Z2
 	VPBROADCASTD c00010000<>+0(SB), Z3
+	MOVQ         div+40(FP), AX
+	VXORPS       X4, X4, X4
+	VCVTSI2SSQ   AX, X4, X4
+	VBROADCASTSS X4, Z4
 	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	SUBQ         $0x00000080, SI
+	MOVQ         srcs+8(FP), BX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x01, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000080, R8
 	JLT          rest
-	CMPQ         DX, $0x02
+	CMPQ         SI, $0x02
 	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
+	MOVQ         (BX), CX
+	MOVQ         8(BX), DX
 	PCALIGN      $0x40
 
 pair:
-	VMOVDQU64 (R8)(BX*1), Z5
-	VPSLLD    $0x10, Z5, Z4
-	VPANDD    Z0, Z5, Z5
-	VMOVDQU64 64(R8)(BX*1), Z7
-	VPSLLD    $0x10, Z7, Z6
-	VPANDD    Z0, Z7, Z7
-	VMOVDQU64 128(R8)(BX*1), Z9
-	VPSLLD    $0x10, Z9, Z8
-	VPANDD    Z0, Z9, Z9
-	VMOVDQU64 192(R8)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
-	VMOVDQU64 (R9)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
+	VMOVDQU64 (CX)(DI*1), Z6
+	VPSLLD    $0x10, Z6, Z5
+	VPANDD    Z0, Z6, Z6
+	VMOVDQU64 64(CX)(DI*1), Z8
+	VPSLLD    $0x10, Z8, Z7
+	VPANDD    Z0, Z8, Z8
+	VMOVDQU64 128(CX)(DI*1), Z10
+	VPSLLD    $0x10, Z10, Z9
+	VPANDD    Z0, Z10, Z10
+	VMOVDQU64 192(CX)(DI*1), Z12
+	VPSLLD    $0x10, Z12, Z11
+	VPANDD    Z0, Z12, Z12
+	VMOVDQU64 (DX)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R9)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
+	VADDPS    Z14, Z6, Z6
+	VMOVDQU64 64(DX)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R9)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
+	VADDPS    Z14, Z8, Z8
+	VMOVDQU64 128(DX)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R9)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
+	VADDPS    Z14, Z10, Z10
+	VMOVDQU64 192(DX)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z11, Z11
+	VADDPS    Z14, Z12, Z12
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x02, R9
 	JNE   special
 
 pack:
-	VPTESTMD   Z3, Z4, K1
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K1, Z4
 	VPTESTMD   Z3, Z5, K1
 	VPADDD     Z2, Z5, Z5
 	VPADDD     Z1, Z5, K1, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
 	VPTESTMD   Z3, Z6, K1
 	VPADDD     Z2, Z6, Z6
 	VPADDD     Z1, Z6, K1, Z6
+	VPSRLD     $0x10, Z5, Z5
+	VPTERNLOGD $0xf8, Z0, Z6, Z5
 	VPTESTMD   Z3, Z7, K1
 	VPADDD     Z2, Z7, Z7
 	VPADDD     Z1, Z7, K1, Z7
-	VPSRLD     $0x10, Z6, Z6
-	VPTERNLOGD $0xf8, Z0, Z7, Z6
 	VPTESTMD   Z3, Z8, K1
 	VPADDD     Z2, Z8, Z8
 	VPADDD     Z1, Z8, K1, Z8
+	VPSRLD     $0x10, Z7, Z7
+	VPTERNLOGD $0xf8, Z0, Z8, Z7
 	VPTESTMD   Z3, Z9, K1
 	VPADDD     Z2, Z9, Z9
 	VPADDD     Z1, Z9, K1, Z9
-	VPSRLD     $0x10, Z8, Z8
-	VPTERNLOGD $0xf8, Z0, Z9, Z8
 	VPTESTMD   Z3, Z10, K1
 	VPADDD     Z2, Z10, Z10
 	VPADDD     Z1, Z10, K1, Z10
+	VPSRLD     $0x10, Z9, Z9
+	VPTERNLOGD $0xf8, Z0, Z10, Z9
 	VPTESTMD   Z3, Z11, K1
 	VPADDD     Z2, Z11, Z11
 	VPADDD     Z1, Z11, K1, Z11
-	VPSRLD     $0x10, Z10, Z10
-	VPTERNLOGD $0xf8, Z0, Z11, Z10
-	TESTB      $0x01, DI
+	VPTESTMD   Z3, Z12, K1
+	VPADDD     Z2, Z12, Z12
+	VPADDD     Z1, Z12, K1, Z12
+	VPSRLD     $0x10, Z11, Z11
+	VPTERNLOGD $0xf8, Z0, Z12, Z11
+	TESTB      $0x01, R9
 	JNE        around
-	VMOVDQU64  Z4, (AX)
-	VMOVDQU64  Z6, 64(AX)
-	VMOVDQU64  Z8, 128(AX)
-	VMOVDQU64  Z10, 192(AX)
+	VMOVDQU64  Z5, (AX)
+	VMOVDQU64  Z7, 64(AX)
+	VMOVDQU64  Z9, 128(AX)
+	VMOVDQU64  Z11, 192(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000080, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
+	MOVQ      BX, R10
+	MOVQ      SI, R11
 	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z5
-	VPSLLD    $0x10, Z5, Z4
-	VPANDD    Z0, Z5, Z5
-	VMOVDQU64 64(R12)(BX*1), Z7
-	VPSLLD    $0x10, Z7, Z6
-	VPANDD    Z0, Z7, Z7
-	VMOVDQU64 128(R12)(BX*1), Z9
-	VPSLLD    $0x10, Z9, Z8
-	VPANDD    Z0, Z9, Z9
-	VMOVDQU64 192(R12)(BX*1), Z11
-	VPSLLD    $0x10, Z11, Z10
-	VPANDD    Z0, Z11, Z11
+	VMOVDQU64 (R12)(DI*1), Z6
+	VPSLLD    $0x10, Z6, Z5
+	VPANDD    Z0, Z6, Z6
+	VMOVDQU64 64(R12)(DI*1), Z8
+	VPSLLD    $0x10, Z8, Z7
+	VPANDD    Z0, Z8, Z8
+	VMOVDQU64 128(R12)(DI*1), Z10
+	VPSLLD    $0x10, Z10, Z9
+	VPANDD    Z0, Z10, Z10
+	VMOVDQU64 192(R12)(DI*1), Z12
+	VPSLLD    $0x10, Z12, Z11
+	VPANDD    Z0, Z12, Z12
 	CMPQ      R11, $0x01
 	JE        finish
 
 sources:
 	PCALIGN   $0x20
 	MOVQ      8(R10), R12
-	VMOVDQU64 (R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
+	VMOVDQU64 (R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
+	VADDPS    Z14, Z6, Z6
+	VMOVDQU64 64(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
+	VADDPS    Z14, Z8, Z8
+	VMOVDQU64 128(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
+	VADDPS    Z14, Z10, Z10
+	VMOVDQU64 192(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z11, Z11
+	VADDPS    Z14, Z12, Z12
 	CMPQ      R11, $0x02
 	JE        finish
 	PCALIGN   $0x20
 	MOVQ      16(R10), R12
-	VMOVDQU64 (R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
+	VMOVDQU64 (R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
+	VADDPS    Z14, Z6, Z6
+	VMOVDQU64 64(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
+	VADDPS    Z14, Z8, Z8
+	VMOVDQU64 128(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
+	VADDPS    Z14, Z10, Z10
+	VMOVDQU64 192(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z11, Z11
+	VADDPS    Z14, Z12, Z12
 	CMPQ      R11, $0x03
 	JE        finish
 	PCALIGN   $0x20
 	MOVQ      24(R10), R12
-	VMOVDQU64 (R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z4, Z4
+	VMOVDQU64 (R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z5, Z5
-	VMOVDQU64 64(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z6, Z6
+	VADDPS    Z14, Z6, Z6
+	VMOVDQU64 64(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z7, Z7
-	VMOVDQU64 128(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z8, Z8
+	VADDPS    Z14, Z8, Z8
+	VMOVDQU64 128(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z9, Z9
-	VMOVDQU64 192(R12)(BX*1), Z13
-	VPSLLD    $0x10, Z13, Z12
-	VPANDD    Z0, Z13, Z13
-	VADDPS    Z12, Z10, Z10
+	VADDPS    Z14, Z10, Z10
+	VMOVDQU64 192(R12)(DI*1), Z14
+	VPSLLD    $0x10, Z14, Z13
+	VPANDD    Z0, Z14, Z14
 	VADDPS    Z13, Z11, Z11
+	VADDPS    Z14, Z12, Z12
 	CMPQ      R11, $0x04
 	JE        finish
 	ADDQ      $0x18, R10
@@ -13192,55 +13186,51 @@ sources:
 	JMP       sources
 
 rest:
-	ADDQ $0x00000080, SI
+	ADDQ $0x00000080, R8
 	JLE  done
 
 step:
-	MOVQ        $-1, R8
-	BZHIQ       SI, R8, R8
-	KMOVQ       R8, K1
-	MOVQ        (CX), R9
-	VMOVDQU16.Z (R9)(BX*1), K1, Z5
-	VPSLLD      $0x10, Z5, Z4
-	VPANDD      Z0, Z5, Z5
-	MOVL        $0x00000001, R8
-	CMPQ        DX, R8
+	MOVQ        $-1, CX
+	BZHIQ       R8, CX, CX
+	KMOVQ       CX, K1
+	MOVQ        (BX), DX
+	VMOVDQU16.Z (DX)(DI*1), K1, Z6
+	VPSLLD      $0x10, Z6, Z5
+	VPANDD      Z0, Z6, Z6
+	MOVL        $0x00000001, CX
+	CMPQ        SI, CX
 	JE          folded
 
 source:
-	MOVQ        (CX)(R8*8), R9
-	VMOVDQU16.Z (R9)(BX*1), K1, Z7
-	VPSLLD      $0x10, Z7, Z6
-	VPANDD      Z0, Z7, Z7
-	VADDPS      Z6, Z4, Z4
+	MOVQ        (BX)(CX*8), DX
+	VMOVDQU16.Z (DX)(DI*1), K1, Z8
+	VPSLLD      $0x10, Z8, Z7
+	VPANDD      Z0, Z8, Z8
 	VADDPS      Z7, Z5, Z5
-	INCQ        R8
-	CMPQ        R8, DX
+	VADDPS      Z8, Z6, Z6
+	INCQ        CX
+	CMPQ        CX, SI
 	JLT         source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X6, X6, X6
-	VCVTSI2SSQ   R8, X6, X6
-	VBROADCASTSS X6, Z6
-	VDIVPS       Z6, Z4, Z4
-	VDIVPS       Z6, Z5, Z5
+	TESTB  $0x02, R9
+	JE     finished
+	VDIVPS Z4, Z5, Z5
+	VDIVPS Z4, Z6, Z6
 
 finished:
-	VPTESTMD   Z3, Z4, K2
-	VPADDD     Z2, Z4, Z4
-	VPADDD     Z1, Z4, K2, Z4
 	VPTESTMD   Z3, Z5, K2
 	VPADDD     Z2, Z5, Z5
 	VPADDD     Z1, Z5, K2, Z5
-	VPSRLD     $0x10, Z4, Z4
-	VPTERNLOGD $0xf8, Z0, Z5, Z4
-	VMOVDQU16  Z4, K1, (AX)
+	VPTESTMD   Z3, Z6, K2
+	VPADDD     Z2, Z6, Z6
+	VPADDD     Z1, Z6, K2, Z6
+	VPSRLD     $0x10, Z5, Z5
+	VPTERNLOGD $0xf8, Z0, Z6, Z5
+	VMOVDQU16  Z5, K1, (AX)
 	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, BX
-	SUBQ       $0x00000020, SI
+	ADDQ       $0x00000040, DI
+	SUBQ       $0x00000020, R8
 	JGT        step
 
 done:
@@ -13248,25 +13238,21 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R10
-	VXORPS       X12, X12, X12
-	VCVTSI2SSQ   R10, X12, X12
-	VBROADCASTSS X12, Z12
-	VDIVPS       Z12, Z4, Z4
-	VDIVPS       Z12, Z5, Z5
-	VDIVPS       Z12, Z6, Z6
-	VDIVPS       Z12, Z7, Z7
-	VDIVPS       Z12, Z8, Z8
-	VDIVPS       Z12, Z9, Z9
-	VDIVPS       Z12, Z10, Z10
-	VDIVPS       Z12, Z11, Z11
-	JMP          pack
+	VDIVPS Z4, Z5, Z5
+	VDIVPS Z4, Z6, Z6
+	VDIVPS Z4, Z7, Z7
+	VDIVPS Z4, Z8, Z8
+	VDIVPS Z4, Z9, Z9
+	VDIVPS Z4, Z10, Z10
+	VDIVPS Z4, Z11, Z11
+	VDIVPS Z4, Z12, Z12
+	JMP    pack
 
 around:
-	VMOVNTDQ Z4, (AX)
-	VMOVNTDQ Z6, 64(AX)
-	VMOVNTDQ Z8, 128(AX)
-	VMOVNTDQ Z10, 192(AX)
+	VMOVNTDQ Z5, (AX)
+	VMOVNTDQ Z7, 64(AX)
+	VMOVNTDQ Z9, 128(AX)
+	VMOVNTDQ Z11, 192(AX)
 	JMP      next
 
 // func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -13316,24 +13302,16 @@ pair:
 	VMULPS    Z8, Z7, Z7
 
 finish:
-	VCVTPS2PH $0x00, Z0, Y0
-	VCVTPS2PH $0x00, Z1, Y1
-	VCVTPS2PH $0x00, Z2, Y2
-	VCVTPS2PH $0x00, Z3, Y3
-	VCVTPS2PH $0x00, Z4, Y4
-	VCVTPS2PH $0x00, Z5, Y5
-	VCVTPS2PH $0x00, Z6, Y6
-	VCVTPS2PH $0x00, Z7, Y7
 	TESTB     $0x01, DI
-	JNE       around
-	VMOVDQU   Y0, (AX)
-	VMOVDQU   Y1, 32(AX)
-	VMOVDQU   Y2, 64(AX)
-	VMOVDQU   Y3, 96(AX)
-	VMOVDQU   Y4, 128(AX)
-	VMOVDQU   Y5, 160(AX)
-	VMOVDQU   Y6, 192(AX)
-	VMOVDQU   Y7, 224(AX)
+	JNE       special
+	VCVTPS2PH $0x00, Z0, (AX)
+	VCVTPS2PH $0x00, Z1, 32(AX)
+	VCVTPS2PH $0x00, Z2, 64(AX)
+	VCVTPS2PH $0x00, Z3, 96(AX)
+	VCVTPS2PH $0x00, Z4, 128(AX)
+	VCVTPS2PH $0x00, Z5, 160(AX)
+	VCVTPS2PH $0x00, Z6, 192(AX)
+	VCVTPS2PH $0x00, Z7, 224(AX)
 
 next:
 	ADDQ    $0x00000100, AX
@@ -13460,16 +13438,24 @@ done:
 	VZEROUPPER
 	RET
 
-around:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
+special:
+	VCVTPS2PH $0x00, Z0, Y0
+	VCVTPS2PH $0x00, Z1, Y1
+	VCVTPS2PH $0x00, Z2, Y2
+	VCVTPS2PH $0x00, Z3, Y3
+	VCVTPS2PH $0x00, Z4, Y4
+	VCVTPS2PH $0x00, Z5, Y5
+	VCVTPS2PH $0x00, Z6, Y6
+	VCVTPS2PH $0x00, Z7, Y7
+	VMOVNTDQ  Y0, (AX)
+	VMOVNTDQ  Y1, 32(AX)
+	VMOVNTDQ  Y2, 64(AX)
+	VMOVNTDQ  Y3, 96(AX)
+	VMOVNTDQ  Y4, 128(AX)
+	VMOVNTDQ  Y5, 160(AX)
+	VMOVNTDQ  Y6, 192(AX)
+	VMOVNTDQ  Y7, 224(AX)
+	JMP       next
 
 // func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
@@ -14468,6 +14454,10 @@ done:
 // func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
 TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Z0
 	VPBROADCASTD c43800000<>+0(SB), Z0
 	VPBROADCASTD c3b800000<>+0(SB), Z1
 	VPBROADCASTD c7fffffff<>+0(SB), Z2
@@ -14651,6 +14641,10 @@ done:
 // func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
 TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
+	MOVQ         div+40(FP), AX
+	VXORPS       X0, X0, X0
+	VCVTSI2SSQ   AX, X0, X0
+	VBROADCASTSS X0, Z0
 	VPBROADCASTW cbf80<>+0(SB), Y0
 	VPBROADCASTW c0001<>+0(SB), Y0
 	VPBROADCASTW c007f<>+0(SB), Y1
@@ -14808,184 +14802,188 @@ TEXT ·sumBF16AVX512BF16(SB), NOSPLIT, $0-56
 	VPBROADCASTD c00000000<>+0(SB), Z3
 	VPBROADCASTD c7fff7fff<>+0(SB), Z4
 	VMOVDQU64    interleave<>+0(SB), Z5
+	MOVQ         div+40(FP), AX
+	VXORPS       X6, X6, X6
+	VCVTSI2SSQ   AX, X6, X6
+	VBROADCASTSS X6, Z6
 	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x01, BX
-	ADDQ         BX, AX
-	SUBQ         $0x00000080, SI
+	MOVQ         srcs+8(FP), BX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x01, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000080, R8
 	JLT          rest
-	CMPQ         DX, $0x02
+	CMPQ         SI, $0x02
 	JNE          block
-	MOVQ         (CX), R8
-	MOVQ         8(CX), R9
+	MOVQ         (BX), CX
+	MOVQ         8(BX), DX
 	PCALIGN      $0x40
 
 pair:
-	VMOVDQU64  (R8)(BX*1), Z7
-	VPUNPCKLWD Z7, Z3, Z6
-	VPUNPCKHWD Z7, Z3, Z7
-	VMOVDQU64  64(R8)(BX*1), Z9
-	VPUNPCKLWD Z9, Z3, Z8
-	VPUNPCKHWD Z9, Z3, Z9
-	VMOVDQU64  128(R8)(BX*1), Z11
-	VPUNPCKLWD Z11, Z3, Z10
-	VPUNPCKHWD Z11, Z3, Z11
-	VMOVDQU64  192(R8)(BX*1), Z13
-	VPUNPCKLWD Z13, Z3, Z12
-	VPUNPCKHWD Z13, Z3, Z13
-	VMOVDQU64  (R9)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
+	VMOVDQU64  (CX)(DI*1), Z8
+	VPUNPCKLWD Z8, Z3, Z7
+	VPUNPCKHWD Z8, Z3, Z8
+	VMOVDQU64  64(CX)(DI*1), Z10
+	VPUNPCKLWD Z10, Z3, Z9
+	VPUNPCKHWD Z10, Z3, Z10
+	VMOVDQU64  128(CX)(DI*1), Z12
+	VPUNPCKLWD Z12, Z3, Z11
+	VPUNPCKHWD Z12, Z3, Z12
+	VMOVDQU64  192(CX)(DI*1), Z14
+	VPUNPCKLWD Z14, Z3, Z13
+	VPUNPCKHWD Z14, Z3, Z14
+	VMOVDQU64  (DX)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R9)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
+	VADDPS     Z16, Z8, Z8
+	VMOVDQU64  64(DX)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R9)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
+	VADDPS     Z16, Z10, Z10
+	VMOVDQU64  128(DX)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R9)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
+	VADDPS     Z16, Z12, Z12
+	VMOVDQU64  192(DX)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z13, Z13
+	VADDPS     Z16, Z14, Z14
 
 finish:
-	TESTB $0x02, DI
+	TESTB $0x02, R9
 	JNE   special
 
 pack:
-	BYTE $0x62; BYTE $0x72; BYTE $0x47; BYTE $0x48; BYTE $0x72; BYTE $0xf6; // VCVTNE2PS2BF16 Z6, Z7, Z14
-	VPTESTMW       Z4, Z14, K1
-	VPERMQ         Z14, Z5, Z14
-	BYTE $0x62; BYTE $0x52; BYTE $0x37; BYTE $0x48; BYTE $0x72; BYTE $0xf8; // VCVTNE2PS2BF16 Z8, Z9, Z15
-	VPTESTMW       Z4, Z15, K1, K1
+	BYTE $0x62; BYTE $0x72; BYTE $0x3f; BYTE $0x48; BYTE $0x72; BYTE $0xff; // VCVTNE2PS2BF16 Z7, Z8, Z15
+	VPTESTMW       Z4, Z15, K1
 	VPERMQ         Z15, Z5, Z15
-	BYTE $0x62; BYTE $0xc2; BYTE $0x27; BYTE $0x48; BYTE $0x72; BYTE $0xc2; // VCVTNE2PS2BF16 Z10, Z11, Z16
+	BYTE $0x62; BYTE $0xc2; BYTE $0x2f; BYTE $0x48; BYTE $0x72; BYTE $0xc1; // VCVTNE2PS2BF16 Z9, Z10, Z16
 	VPTESTMW       Z4, Z16, K1, K1
 	VPERMQ         Z16, Z5, Z16
-	BYTE $0x62; BYTE $0xc2; BYTE $0x17; BYTE $0x48; BYTE $0x72; BYTE $0xcc; // VCVTNE2PS2BF16 Z12, Z13, Z17
+	BYTE $0x62; BYTE $0xc2; BYTE $0x1f; BYTE $0x48; BYTE $0x72; BYTE $0xcb; // VCVTNE2PS2BF16 Z11, Z12, Z17
 	VPTESTMW       Z4, Z17, K1, K1
 	VPERMQ         Z17, Z5, Z17
+	BYTE $0x62; BYTE $0xc2; BYTE $0x0f; BYTE $0x48; BYTE $0x72; BYTE $0xd5; // VCVTNE2PS2BF16 Z13, Z14, Z18
+	VPTESTMW       Z4, Z18, K1, K1
+	VPERMQ         Z18, Z5, Z18
 	KORTESTD       K1, K1
 	JCC            inexact
 
 packed:
-	TESTB     $0x01, DI
+	TESTB     $0x01, R9
 	JNE       around
-	VMOVDQU64 Z14, (AX)
-	VMOVDQU64 Z15, 64(AX)
-	VMOVDQU64 Z16, 128(AX)
-	VMOVDQU64 Z17, 192(AX)
+	VMOVDQU64 Z15, (AX)
+	VMOVDQU64 Z16, 64(AX)
+	VMOVDQU64 Z17, 128(AX)
+	VMOVDQU64 Z18, 192(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000080, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ       CX, R10
-	MOVQ       DX, R11
+	MOVQ       BX, R10
+	MOVQ       SI, R11
 	MOVQ       (R10), R12
-	VMOVDQU64  (R12)(BX*1), Z7
-	VPUNPCKLWD Z7, Z3, Z6
-	VPUNPCKHWD Z7, Z3, Z7
-	VMOVDQU64  64(R12)(BX*1), Z9
-	VPUNPCKLWD Z9, Z3, Z8
-	VPUNPCKHWD Z9, Z3, Z9
-	VMOVDQU64  128(R12)(BX*1), Z11
-	VPUNPCKLWD Z11, Z3, Z10
-	VPUNPCKHWD Z11, Z3, Z11
-	VMOVDQU64  192(R12)(BX*1), Z13
-	VPUNPCKLWD Z13, Z3, Z12
-	VPUNPCKHWD Z13, Z3, Z13
+	VMOVDQU64  (R12)(DI*1), Z8
+	VPUNPCKLWD Z8, Z3, Z7
+	VPUNPCKHWD Z8, Z3, Z8
+	VMOVDQU64  64(R12)(DI*1), Z10
+	VPUNPCKLWD Z10, Z3, Z9
+	VPUNPCKHWD Z10, Z3, Z10
+	VMOVDQU64  128(R12)(DI*1), Z12
+	VPUNPCKLWD Z12, Z3, Z11
+	VPUNPCKHWD Z12, Z3, Z12
+	VMOVDQU64  192(R12)(DI*1), Z14
+	VPUNPCKLWD Z14, Z3, Z13
+	VPUNPCKHWD Z14, Z3, Z14
 	CMPQ       R11, $0x01
 	JE         finish
 
 sources:
 	PCALIGN    $0x20
 	MOVQ       8(R10), R12
-	VMOVDQU64  (R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
+	VMOVDQU64  (R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
+	VADDPS     Z16, Z8, Z8
+	VMOVDQU64  64(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
+	VADDPS     Z16, Z10, Z10
+	VMOVDQU64  128(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
+	VADDPS     Z16, Z12, Z12
+	VMOVDQU64  192(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z13, Z13
+	VADDPS     Z16, Z14, Z14
 	CMPQ       R11, $0x02
 	JE         finish
 	PCALIGN    $0x20
 	MOVQ       16(R10), R12
-	VMOVDQU64  (R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
+	VMOVDQU64  (R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
+	VADDPS     Z16, Z8, Z8
+	VMOVDQU64  64(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
+	VADDPS     Z16, Z10, Z10
+	VMOVDQU64  128(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
+	VADDPS     Z16, Z12, Z12
+	VMOVDQU64  192(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z13, Z13
+	VADDPS     Z16, Z14, Z14
 	CMPQ       R11, $0x03
 	JE         finish
 	PCALIGN    $0x20
 	MOVQ       24(R10), R12
-	VMOVDQU64  (R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z6, Z6
+	VMOVDQU64  (R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z7, Z7
-	VMOVDQU64  64(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z8, Z8
+	VADDPS     Z16, Z8, Z8
+	VMOVDQU64  64(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z9, Z9
-	VMOVDQU64  128(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z10, Z10
+	VADDPS     Z16, Z10, Z10
+	VMOVDQU64  128(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z11, Z11
-	VMOVDQU64  192(R12)(BX*1), Z15
-	VPUNPCKLWD Z15, Z3, Z14
-	VPUNPCKHWD Z15, Z3, Z15
-	VADDPS     Z14, Z12, Z12
+	VADDPS     Z16, Z12, Z12
+	VMOVDQU64  192(R12)(DI*1), Z16
+	VPUNPCKLWD Z16, Z3, Z15
+	VPUNPCKHWD Z16, Z3, Z16
 	VADDPS     Z15, Z13, Z13
+	VADDPS     Z16, Z14, Z14
 	CMPQ       R11, $0x04
 	JE         finish
 	ADDQ       $0x18, R10
@@ -14993,56 +14991,52 @@ sources:
 	JMP        sources
 
 rest:
-	ADDQ $0x00000080, SI
+	ADDQ $0x00000080, R8
 	JLE  done
 
 step:
-	MOVQ        $-1, R8
-	BZHIQ       SI, R8, R8
-	KMOVQ       R8, K1
-	MOVQ        (CX), R9
-	VMOVDQU16.Z (R9)(BX*1), K1, Z7
-	VPUNPCKLWD  Z7, Z3, Z6
-	VPUNPCKHWD  Z7, Z3, Z7
-	MOVL        $0x00000001, R8
-	CMPQ        DX, R8
+	MOVQ        $-1, CX
+	BZHIQ       R8, CX, CX
+	KMOVQ       CX, K1
+	MOVQ        (BX), DX
+	VMOVDQU16.Z (DX)(DI*1), K1, Z8
+	VPUNPCKLWD  Z8, Z3, Z7
+	VPUNPCKHWD  Z8, Z3, Z8
+	MOVL        $0x00000001, CX
+	CMPQ        SI, CX
 	JE          folded
 
 source:
-	MOVQ        (CX)(R8*8), R9
-	VMOVDQU16.Z (R9)(BX*1), K1, Z5
+	MOVQ        (BX)(CX*8), DX
+	VMOVDQU16.Z (DX)(DI*1), K1, Z5
 	VPUNPCKLWD  Z5, Z3, Z4
 	VPUNPCKHWD  Z5, Z3, Z5
-	VADDPS      Z4, Z6, Z6
-	VADDPS      Z5, Z7, Z7
-	INCQ        R8
-	CMPQ        R8, DX
+	VADDPS      Z4, Z7, Z7
+	VADDPS      Z5, Z8, Z8
+	INCQ        CX
+	CMPQ        CX, SI
 	JLT         source
 
 folded:
-	TESTB        $0x02, DI
-	JE           finished
-	MOVQ         div+40(FP), R8
-	VXORPS       X4, X4, X4
-	VCVTSI2SSQ   R8, X4, X4
-	VBROADCASTSS X4, Z4
-	VDIVPS       Z4, Z6, Z6
-	VDIVPS       Z4, Z7, Z7
+	TESTB  $0x02, R9
+	JE     finished
+	VDIVPS Z6, Z7, Z7
+	VDIVPS Z6, Z8, Z8
 
 finished:
-	VPTESTMD  Z2, Z6, K2
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K2, Z6
-	VPSRLD    $0x10, Z6, Z6
 	VPTESTMD  Z2, Z7, K2
 	VPADDD    Z1, Z7, Z7
 	VPADDD    Z0, Z7, K2, Z7
 	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
-	VMOVDQU16 Z6, K1, (AX)
+	VPTESTMD  Z2, Z8, K2
+	VPADDD    Z1, Z8, Z8
+	VPADDD    Z0, Z8, K2, Z8
+	VPSRLD    $0x10, Z8, Z8
+	VPACKUSDW Z8, Z7, Z7
+	VMOVDQU16 Z7, K1, (AX)
 	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
+	ADDQ      $0x00000040, DI
+	SUBQ      $0x00000020, R8
 	JGT       step
 
 done:
@@ -15050,68 +15044,64 @@ done:
 	RET
 
 special:
-	MOVQ         div+40(FP), R10
-	VXORPS       X14, X14, X14
-	VCVTSI2SSQ   R10, X14, X14
-	VBROADCASTSS X14, Z14
-	VDIVPS       Z14, Z6, Z6
-	VDIVPS       Z14, Z7, Z7
-	VDIVPS       Z14, Z8, Z8
-	VDIVPS       Z14, Z9, Z9
-	VDIVPS       Z14, Z10, Z10
-	VDIVPS       Z14, Z11, Z11
-	VDIVPS       Z14, Z12, Z12
-	VDIVPS       Z14, Z13, Z13
-	JMP          pack
+	VDIVPS Z6, Z7, Z7
+	VDIVPS Z6, Z8, Z8
+	VDIVPS Z6, Z9, Z9
+	VDIVPS Z6, Z10, Z10
+	VDIVPS Z6, Z11, Z11
+	VDIVPS Z6, Z12, Z12
+	VDIVPS Z6, Z13, Z13
+	VDIVPS Z6, Z14, Z14
+	JMP    pack
 
 inexact:
-	VPTESTMD  Z2, Z6, K1
-	VPADDD    Z1, Z6, Z6
-	VPADDD    Z0, Z6, K1, Z6
-	VPSRLD    $0x10, Z6, Z6
 	VPTESTMD  Z2, Z7, K1
 	VPADDD    Z1, Z7, Z7
 	VPADDD    Z0, Z7, K1, Z7
 	VPSRLD    $0x10, Z7, Z7
-	VPACKUSDW Z7, Z6, Z6
 	VPTESTMD  Z2, Z8, K1
 	VPADDD    Z1, Z8, Z8
 	VPADDD    Z0, Z8, K1, Z8
 	VPSRLD    $0x10, Z8, Z8
+	VPACKUSDW Z8, Z7, Z7
 	VPTESTMD  Z2, Z9, K1
 	VPADDD    Z1, Z9, Z9
 	VPADDD    Z0, Z9, K1, Z9
 	VPSRLD    $0x10, Z9, Z9
-	VPACKUSDW Z9, Z8, Z8
 	VPTESTMD  Z2, Z10, K1
 	VPADDD    Z1, Z10, Z10
 	VPADDD    Z0, Z10, K1, Z10
 	VPSRLD    $0x10, Z10, Z10
+	VPACKUSDW Z10, Z9, Z9
 	VPTESTMD  Z2, Z11, K1
 	VPADDD    Z1, Z11, Z11
 	VPADDD    Z0, Z11, K1, Z11
 	VPSRLD    $0x10, Z11, Z11
-	VPACKUSDW Z11, Z10, Z10
 	VPTESTMD  Z2, Z12, K1
 	VPADDD    Z1, Z12, Z12
 	VPADDD    Z0, Z12, K1, Z12
 	VPSRLD    $0x10, Z12, Z12
+	VPACKUSDW Z12, Z11, Z11
 	VPTESTMD  Z2, Z13, K1
 	VPADDD    Z1, Z13, Z13
 	VPADDD    Z0, Z13, K1, Z13
 	VPSRLD    $0x10, Z13, Z13
-	VPACKUSDW Z13, Z12, Z12
-	VMOVDQA64 Z6, Z14
-	VMOVDQA64 Z8, Z15
-	VMOVDQA64 Z10, Z16
-	VMOVDQA64 Z12, Z17
+	VPTESTMD  Z2, Z14, K1
+	VPADDD    Z1, Z14, Z14
+	VPADDD    Z0, Z14, K1, Z14
+	VPSRLD    $0x10, Z14, Z14
+	VPACKUSDW Z14, Z13, Z13
+	VMOVDQA64 Z7, Z15
+	VMOVDQA64 Z9, Z16
+	VMOVDQA64 Z11, Z17
+	VMOVDQA64 Z13, Z18
 	JMP       packed
 
 around:
-	VMOVNTDQ Z14, (AX)
-	VMOVNTDQ Z15, 64(AX)
-	VMOVNTDQ Z16, 128(AX)
-	VMOVNTDQ Z17, 192(AX)
+	VMOVNTDQ Z15, (AX)
+	VMOVNTDQ Z16, 64(AX)
+	VMOVNTDQ Z17, 128(AX)
+	VMOVNTDQ Z18, 192(AX)
 	JMP      next
 
 // func prodBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)

@@ -206,6 +206,8 @@ type storage struct {
 	load func(m Mem, k Op, d []reg.VecVirtual)
 	// pack makes a step of results ready to be stored and may destroy a
 	pack func(a []reg.VecVirtual) Op
+	// save packs a step and stores it with one instruction, if there is such a one
+	save func(a []reg.VecVirtual, m Mem)
 	// quick, if there is one, packs a block and leaves acc alone, or jumps to the label inexact
 	// where only pack is right
 	quick func(acc [][]reg.VecVirtual, inexact string) []Op
@@ -229,6 +231,7 @@ func plain(a []reg.VecVirtual) Op { return a[0] }
 // native is the storage of types that have instructions of their own.
 func (i isa) native(size int) storage {
 	s := storage{size: size, lanes: i.width / size, regs: 1, block: 256 / i.width, direct: true, pack: plain}
+	s.save = func(a []reg.VecVirtual, m Mem) { store(a[0], m, false) }
 	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
 		if k != nil {
 			loadMasked(size, m, k, d[0])
@@ -275,6 +278,7 @@ func (i isa) f16() storage {
 		VCVTPS2PH(Imm(0), a[0], h)
 		return h
 	}
+	s.save = func(a []reg.VecVirtual, m Mem) { VCVTPS2PH(Imm(0), a[0], m) }
 	return s
 }
 
@@ -655,18 +659,19 @@ func (i isa) operator(op string, l lane) operator {
 		return operator{apply: func(x Op, acc reg.VecVirtual) { i.xor(x, acc, acc) }, direct: true}
 	case l.kind == 'f' && op == "sum":
 		o := simple([]func(...Op){2: VADDPS, 3: VADDPD}[index])
+		n, x, by := GP64(), XMM(), i.vec()
+		Load(Param("div"), n)
+		VXORPS(x, x, x)
+		quotient := VDIVPS
+		if l.size == 4 {
+			VCVTSI2SSQ(n, x, x)
+			VBROADCASTSS(x, by)
+		} else {
+			VCVTSI2SDQ(n, x, x)
+			VBROADCASTSD(x, by)
+			quotient = VDIVPD
+		}
 		o.flag, o.finish = divide, func(acc []reg.VecVirtual) {
-			n, x, by := Load(Param("div"), GP64()), XMM(), i.vec()
-			VXORPS(x, x, x)
-			quotient := VDIVPS
-			if l.size == 4 {
-				VCVTSI2SSQ(n, x, x)
-				VBROADCASTSS(x, by)
-			} else {
-				VCVTSI2SDQ(n, x, x)
-				VBROADCASTSD(x, by)
-				quotient = VDIVPD
-			}
 			for _, a := range acc {
 				quotient(by, a, a)
 			}
@@ -862,9 +867,9 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 			}
 		}
 	}
-	// branch jumps to the label if mode has the flag.
-	branch := func(flag uint8, label string) {
-		TESTB(Imm(uint64(flag)), mode.As8())
+	// test jumps to the label if mode has one of the flags.
+	test := func(flags uint8, label string) {
+		TESTB(Imm(uint64(flags)), mode.As8())
 		JNE(LabelRef(label))
 	}
 	advance := func(steps int) {
@@ -900,15 +905,6 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	}
 	end := func() {
 		Label("finish")
-		if o.finish != nil {
-			branch(o.flag, "special")
-			after = append(after, func() {
-				Label("special")
-				o.finish(all(s.block))
-				JMP(LabelRef("pack"))
-			})
-			Label("pack")
-		}
 		var packed []Op
 		pack := func() (v []Op) {
 			for _, a := range acc {
@@ -916,31 +912,64 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 			}
 			return v
 		}
-		if s.quick == nil {
-			packed = pack()
-		} else {
-			packed = s.quick(acc, "inexact")
-			Label("packed")
+		if s.save != nil { // one test for all that is rare
+			flags := uint8(around)
+			if o.finish != nil {
+				flags |= o.flag
+			}
+			test(flags, "special")
+			Label("save")
+			for j, a := range acc {
+				s.save(a, Mem{Base: dst, Disp: j * step})
+			}
 			after = append(after, func() {
-				Label("inexact")
-				for j, v := range pack() {
-					VMOVDQA64(v, packed[j])
+				Label("special")
+				if o.finish != nil {
+					TESTB(Imm(uint64(o.flag)), mode.As8())
+					JE(LabelRef("around"))
+					o.finish(all(s.block))
+					TESTB(Imm(around), mode.As8())
+					JE(LabelRef("save"))
+					Label("around")
 				}
-				JMP(LabelRef("packed"))
+				packed = pack()
 			})
+		} else {
+			if o.finish != nil {
+				test(o.flag, "special")
+				after = append(after, func() {
+					Label("special")
+					o.finish(all(s.block))
+					JMP(LabelRef("pack"))
+				})
+				Label("pack")
+			}
+			if s.quick == nil {
+				packed = pack()
+			} else {
+				packed = s.quick(acc, "inexact")
+				Label("packed")
+				after = append(after, func() {
+					Label("inexact")
+					for j, v := range pack() {
+						VMOVDQA64(v, packed[j])
+					}
+					JMP(LabelRef("packed"))
+				})
+			}
+			test(around, "around")
+			for j, v := range packed {
+				store(v, Mem{Base: dst, Disp: j * step}, false)
+			}
+			after = append(after, func() { Label("around") })
 		}
-		branch(around, "around")
-		for j, v := range packed {
-			store(v, Mem{Base: dst, Disp: j * step}, false)
-		}
-		Label("next")
 		after = append(after, func() {
-			Label("around")
 			for j, v := range packed {
 				store(v, Mem{Base: dst, Disp: j * step}, true)
 			}
 			JMP(LabelRef("next"))
 		})
+		Label("next")
 		advance(s.block)
 	}
 	size := s.lanes * s.block
