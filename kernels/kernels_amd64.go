@@ -19,37 +19,41 @@ func fillAVX2(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, 
 	t[Sum][Uint8] = sum8AVX2
 	t[Product][Int8] = prod8AVX2
 	t[Product][Uint8] = prod8AVX2
-	t[Min][Int8] = minI8AVX2
-	t[Min][Uint8] = minU8AVX2
-	t[Product][Bool] = minU8AVX2
-	t[Min][Bool] = minU8AVX2
-	t[BitAnd][Bool] = minU8AVX2
-	t[Max][Int8] = maxI8AVX2
-	t[Max][Uint8] = maxU8AVX2
+	t[Min][Int8] = order8AVX2
+	t[Min][Uint8] = order8AVX2
+	t[Max][Int8] = order8AVX2
+	t[Max][Uint8] = order8AVX2
+	t[Product][Bool] = order8AVX2
+	t[Min][Bool] = order8AVX2
+	t[BitAnd][Bool] = order8AVX2
 	t[Sum][Int16] = sum16AVX2
 	t[Sum][Uint16] = sum16AVX2
 	t[Product][Int16] = prod16AVX2
 	t[Product][Uint16] = prod16AVX2
-	t[Min][Int16] = minI16AVX2
-	t[Min][Uint16] = minU16AVX2
-	t[Max][Int16] = maxI16AVX2
-	t[Max][Uint16] = maxU16AVX2
+	t[Min][Int16] = order16AVX2
+	t[Min][Uint16] = order16AVX2
+	t[Max][Int16] = order16AVX2
+	t[Max][Uint16] = order16AVX2
 	t[Sum][Int32] = sum32AVX2
 	t[Sum][Uint32] = sum32AVX2
 	t[Product][Int32] = prod32AVX2
 	t[Product][Uint32] = prod32AVX2
+	t[Min][Int32] = order32AVX2
+	t[Min][Uint32] = order32AVX2
+	t[Max][Int32] = order32AVX2
+	t[Max][Uint32] = order32AVX2
 	t[Min][Int32] = minI32AVX2
-	t[Min][Uint32] = minU32AVX2
 	t[Max][Int32] = maxI32AVX2
-	t[Max][Uint32] = maxU32AVX2
 	t[Sum][Int64] = sum64AVX2
 	t[Sum][Uint64] = sum64AVX2
 	t[Product][Int64] = prod64AVX2
 	t[Product][Uint64] = prod64AVX2
+	t[Min][Int64] = order64AVX2
+	t[Min][Uint64] = order64AVX2
+	t[Max][Int64] = order64AVX2
+	t[Max][Uint64] = order64AVX2
 	t[Min][Int64] = minI64AVX2
-	t[Min][Uint64] = minU64AVX2
 	t[Max][Int64] = maxI64AVX2
-	t[Max][Uint64] = maxU64AVX2
 	t[Sum][Float32] = sumF32AVX2
 	t[Sum][Float64] = sumF64AVX2
 	t[Product][Float32] = prodF32AVX2
@@ -91,37 +95,41 @@ func fillAVX512(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst
 	t[Sum][Uint8] = sum8AVX512
 	t[Product][Int8] = prod8AVX512
 	t[Product][Uint8] = prod8AVX512
-	t[Min][Int8] = minI8AVX512
-	t[Min][Uint8] = minU8AVX512
-	t[Product][Bool] = minU8AVX512
-	t[Min][Bool] = minU8AVX512
-	t[BitAnd][Bool] = minU8AVX512
-	t[Max][Int8] = maxI8AVX512
-	t[Max][Uint8] = maxU8AVX512
+	t[Min][Int8] = order8AVX512
+	t[Min][Uint8] = order8AVX512
+	t[Max][Int8] = order8AVX512
+	t[Max][Uint8] = order8AVX512
+	t[Product][Bool] = order8AVX512
+	t[Min][Bool] = order8AVX512
+	t[BitAnd][Bool] = order8AVX512
 	t[Sum][Int16] = sum16AVX512
 	t[Sum][Uint16] = sum16AVX512
 	t[Product][Int16] = prod16AVX512
 	t[Product][Uint16] = prod16AVX512
-	t[Min][Int16] = minI16AVX512
-	t[Min][Uint16] = minU16AVX512
-	t[Max][Int16] = maxI16AVX512
-	t[Max][Uint16] = maxU16AVX512
+	t[Min][Int16] = order16AVX512
+	t[Min][Uint16] = order16AVX512
+	t[Max][Int16] = order16AVX512
+	t[Max][Uint16] = order16AVX512
 	t[Sum][Int32] = sum32AVX512
 	t[Sum][Uint32] = sum32AVX512
 	t[Product][Int32] = prod32AVX512
 	t[Product][Uint32] = prod32AVX512
+	t[Min][Int32] = order32AVX512
+	t[Min][Uint32] = order32AVX512
+	t[Max][Int32] = order32AVX512
+	t[Max][Uint32] = order32AVX512
 	t[Min][Int32] = minI32AVX512
-	t[Min][Uint32] = minU32AVX512
 	t[Max][Int32] = maxI32AVX512
-	t[Max][Uint32] = maxU32AVX512
 	t[Sum][Int64] = sum64AVX512
 	t[Sum][Uint64] = sum64AVX512
 	t[Product][Int64] = prod64AVX512
 	t[Product][Uint64] = prod64AVX512
+	t[Min][Int64] = order64AVX512
+	t[Min][Uint64] = order64AVX512
+	t[Max][Int64] = order64AVX512
+	t[Max][Uint64] = order64AVX512
 	t[Min][Int64] = minI64AVX512
-	t[Min][Uint64] = minU64AVX512
 	t[Max][Int64] = maxI64AVX512
-	t[Max][Uint64] = maxU64AVX512
 	t[Sum][Float32] = sumF32AVX512
 	t[Sum][Float64] = sumF64AVX512
 	t[Product][Float32] = prodF32AVX512
@@ -185,16 +193,7 @@ func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int
 func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func order8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -203,16 +202,7 @@ func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode in
 func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func order16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -221,16 +211,13 @@ func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode in
 func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
+func order32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
 func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -239,16 +226,13 @@ func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode in
 func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
+func order64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
 func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -341,16 +325,7 @@ func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode i
 func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func order8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -359,16 +334,7 @@ func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode 
 func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+func order16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -377,16 +343,13 @@ func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode 
 func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
+func order32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
 func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
@@ -395,16 +358,13 @@ func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode 
 func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
+func order64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
+
+//go:noescape
 func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
-func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
 func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
-
-//go:noescape
-func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
 //go:noescape
 func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)

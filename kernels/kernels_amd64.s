@@ -12,7 +12,7 @@ TEXT ·cpuidF16C(SB), NOSPLIT, $0-1
 	CPUID
 	MOVL CX, AX
 	SHRL $0x1d, AX
-	ANDL $0x00000001, AX
+	ANDL $0x01, AX
 	MOVB AL, ret+0(FP)
 	RET
 
@@ -167,9 +167,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -304,9 +304,9 @@ folded:
 
 finished:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -448,9 +448,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -536,8 +536,64 @@ sources:
 	VPXOR   Y9, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMOVDQU (R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y1, Y1
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y2, Y2
+	VMOVDQU 64(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y3, Y3
+	VMOVDQU 96(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y4, Y4
+	VMOVDQU 128(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y5, Y5
+	VMOVDQU 160(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y6, Y6
+	VMOVDQU 192(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y7, Y7
+	VMOVDQU 224(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMOVDQU (R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y1, Y1
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y2, Y2
+	VMOVDQU 64(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y3, Y3
+	VMOVDQU 96(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y4, Y4
+	VMOVDQU 128(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y5, Y5
+	VMOVDQU 160(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y6, Y6
+	VMOVDQU 192(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y7, Y7
+	VMOVDQU 224(R10)(BX*1), Y9
+	VPMINUB Y0, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
 	JMP     sources
 
 finish:
@@ -581,9 +637,9 @@ source:
 
 folded:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -710,9 +766,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -822,8 +878,128 @@ sources:
 	VPOR    Y10, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMOVDQU (R10)(BX*1), Y9
+	VPAND   Y0, Y1, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y1, Y1
+	VPANDN  Y1, Y0, Y1
+	VPOR    Y10, Y1, Y1
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPAND   Y0, Y2, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y2, Y2
+	VPANDN  Y2, Y0, Y2
+	VPOR    Y10, Y2, Y2
+	VMOVDQU 64(R10)(BX*1), Y9
+	VPAND   Y0, Y3, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y3, Y3
+	VPANDN  Y3, Y0, Y3
+	VPOR    Y10, Y3, Y3
+	VMOVDQU 96(R10)(BX*1), Y9
+	VPAND   Y0, Y4, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y4, Y4
+	VPANDN  Y4, Y0, Y4
+	VPOR    Y10, Y4, Y4
+	VMOVDQU 128(R10)(BX*1), Y9
+	VPAND   Y0, Y5, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y5, Y5
+	VPANDN  Y5, Y0, Y5
+	VPOR    Y10, Y5, Y5
+	VMOVDQU 160(R10)(BX*1), Y9
+	VPAND   Y0, Y6, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y6, Y6
+	VPANDN  Y6, Y0, Y6
+	VPOR    Y10, Y6, Y6
+	VMOVDQU 192(R10)(BX*1), Y9
+	VPAND   Y0, Y7, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y7, Y7
+	VPANDN  Y7, Y0, Y7
+	VPOR    Y10, Y7, Y7
+	VMOVDQU 224(R10)(BX*1), Y9
+	VPAND   Y0, Y8, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y8, Y8
+	VPANDN  Y8, Y0, Y8
+	VPOR    Y10, Y8, Y8
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMOVDQU (R10)(BX*1), Y9
+	VPAND   Y0, Y1, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y1, Y1
+	VPANDN  Y1, Y0, Y1
+	VPOR    Y10, Y1, Y1
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPAND   Y0, Y2, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y2, Y2
+	VPANDN  Y2, Y0, Y2
+	VPOR    Y10, Y2, Y2
+	VMOVDQU 64(R10)(BX*1), Y9
+	VPAND   Y0, Y3, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y3, Y3
+	VPANDN  Y3, Y0, Y3
+	VPOR    Y10, Y3, Y3
+	VMOVDQU 96(R10)(BX*1), Y9
+	VPAND   Y0, Y4, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y4, Y4
+	VPANDN  Y4, Y0, Y4
+	VPOR    Y10, Y4, Y4
+	VMOVDQU 128(R10)(BX*1), Y9
+	VPAND   Y0, Y5, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y5, Y5
+	VPANDN  Y5, Y0, Y5
+	VPOR    Y10, Y5, Y5
+	VMOVDQU 160(R10)(BX*1), Y9
+	VPAND   Y0, Y6, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y6, Y6
+	VPANDN  Y6, Y0, Y6
+	VPOR    Y10, Y6, Y6
+	VMOVDQU 192(R10)(BX*1), Y9
+	VPAND   Y0, Y7, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y7, Y7
+	VPANDN  Y7, Y0, Y7
+	VPOR    Y10, Y7, Y7
+	VMOVDQU 224(R10)(BX*1), Y9
+	VPAND   Y0, Y8, Y10
+	VPSRLW  $0x08, Y9, Y11
+	VPMULLW Y11, Y10, Y10
+	VPMULLW Y9, Y8, Y8
+	VPANDN  Y8, Y0, Y8
+	VPOR    Y10, Y8, Y8
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
 	JMP     sources
 
 finish:
@@ -870,9 +1046,9 @@ source:
 
 folded:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -890,71 +1066,99 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func minI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// func order8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
-TEXT ·minI8AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	PCALIGN $0x40
+TEXT ·order8AVX2(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip1<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	ADDQ         BX, AX
+	SUBQ         $0x00000100, SI
+	JLT          rest
+	PCALIGN      $0x40
 
 block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
+	MOVQ  CX, R8
+	MOVQ  DX, R9
+	MOVQ  (R8), R10
+	VPXOR (R10)(BX*1), Y0, Y1
+	VPXOR 32(R10)(BX*1), Y0, Y2
+	VPXOR 64(R10)(BX*1), Y0, Y3
+	VPXOR 96(R10)(BX*1), Y0, Y4
+	VPXOR 128(R10)(BX*1), Y0, Y5
+	VPXOR 160(R10)(BX*1), Y0, Y6
+	VPXOR 192(R10)(BX*1), Y0, Y7
+	VPXOR 224(R10)(BX*1), Y0, Y8
+	CMPQ  R9, $0x01
+	JE    finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VPMINSB (R10)(BX*1), Y0, Y0
-	VPMINSB 32(R10)(BX*1), Y1, Y1
-	VPMINSB 64(R10)(BX*1), Y2, Y2
-	VPMINSB 96(R10)(BX*1), Y3, Y3
-	VPMINSB 128(R10)(BX*1), Y4, Y4
-	VPMINSB 160(R10)(BX*1), Y5, Y5
-	VPMINSB 192(R10)(BX*1), Y6, Y6
-	VPMINSB 224(R10)(BX*1), Y7, Y7
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
-	VPMINSB (R10)(BX*1), Y0, Y0
-	VPMINSB 32(R10)(BX*1), Y1, Y1
-	VPMINSB 64(R10)(BX*1), Y2, Y2
-	VPMINSB 96(R10)(BX*1), Y3, Y3
-	VPMINSB 128(R10)(BX*1), Y4, Y4
-	VPMINSB 160(R10)(BX*1), Y5, Y5
-	VPMINSB 192(R10)(BX*1), Y6, Y6
-	VPMINSB 224(R10)(BX*1), Y7, Y7
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y8, Y8
 	CMPQ    R9, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
-	VPMINSB (R10)(BX*1), Y0, Y0
-	VPMINSB 32(R10)(BX*1), Y1, Y1
-	VPMINSB 64(R10)(BX*1), Y2, Y2
-	VPMINSB 96(R10)(BX*1), Y3, Y3
-	VPMINSB 128(R10)(BX*1), Y4, Y4
-	VPMINSB 160(R10)(BX*1), Y5, Y5
-	VPMINSB 192(R10)(BX*1), Y6, Y6
-	VPMINSB 224(R10)(BX*1), Y7, Y7
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUB Y9, Y8, Y8
 	CMPQ    R9, $0x04
 	JE      finish
 	ADDQ    $0x18, R8
@@ -962,147 +1166,28 @@ sources:
 	JMP     sources
 
 finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JGE  block
-
-rest:
-	ADDQ $0x000000e0, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMINSB (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func minU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·minU8AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUB (R10)(BX*1), Y0, Y0
-	VPMINUB 32(R10)(BX*1), Y1, Y1
-	VPMINUB 64(R10)(BX*1), Y2, Y2
-	VPMINUB 96(R10)(BX*1), Y3, Y3
-	VPMINUB 128(R10)(BX*1), Y4, Y4
-	VPMINUB 160(R10)(BX*1), Y5, Y5
-	VPMINUB 192(R10)(BX*1), Y6, Y6
-	VPMINUB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUB (R10)(BX*1), Y0, Y0
-	VPMINUB 32(R10)(BX*1), Y1, Y1
-	VPMINUB 64(R10)(BX*1), Y2, Y2
-	VPMINUB 96(R10)(BX*1), Y3, Y3
-	VPMINUB 128(R10)(BX*1), Y4, Y4
-	VPMINUB 160(R10)(BX*1), Y5, Y5
-	VPMINUB 192(R10)(BX*1), Y6, Y6
-	VPMINUB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUB (R10)(BX*1), Y0, Y0
-	VPMINUB 32(R10)(BX*1), Y1, Y1
-	VPMINUB 64(R10)(BX*1), Y2, Y2
-	VPMINUB 96(R10)(BX*1), Y3, Y3
-	VPMINUB 128(R10)(BX*1), Y4, Y4
-	VPMINUB 160(R10)(BX*1), Y5, Y5
-	VPMINUB 192(R10)(BX*1), Y6, Y6
-	VPMINUB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB $0x05, DI
+	TESTB $0x04, DI
 	JNE   special
 
-save:
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
+pack:
+	VPXOR   Y0, Y1, Y1
+	VPXOR   Y0, Y2, Y2
+	VPXOR   Y0, Y3, Y3
+	VPXOR   Y0, Y4, Y4
+	VPXOR   Y0, Y5, Y5
+	VPXOR   Y0, Y6, Y6
+	VPXOR   Y0, Y7, Y7
+	VPXOR   Y0, Y8, Y8
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
 
 next:
 	ADDQ $0x00000100, AX
@@ -1115,15 +1200,16 @@ rest:
 	JLT  done
 
 step:
-	MOVQ    (CX), R9
-	VMOVDQU (R9)(BX*1), Y0
-	MOVL    $0x00000001, R8
-	CMPQ    DX, R8
-	JE      folded
+	MOVQ  (CX), R9
+	VPXOR (R9)(BX*1), Y0, Y1
+	MOVL  $0x00000001, R8
+	CMPQ  DX, R8
+	JE    folded
 
 source:
 	MOVQ    (CX)(R8*8), R9
-	VPMINUB (R9)(BX*1), Y0, Y0
+	VPXOR   (R9)(BX*1), Y0, Y2
+	VPMINUB Y2, Y1, Y1
 	INCQ    R8
 	CMPQ    R8, DX
 	JLT     source
@@ -1131,14 +1217,15 @@ source:
 folded:
 	TESTB        $0x04, DI
 	JE           finished
-	VPBROADCASTD c01010101<>+0(SB), Y1
-	VPMINUB      Y1, Y0, Y0
+	VPBROADCASTD c01010101<>+0(SB), Y2
+	VPMINUB      Y2, Y1, Y1
 
 finished:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
+	VPXOR   Y0, Y1, Y1
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x20, SI
 	JGE     step
 
 done:
@@ -1146,287 +1233,26 @@ done:
 	RET
 
 special:
-	TESTB        $0x04, DI
-	JE           around
-	VPBROADCASTD c01010101<>+0(SB), Y8
-	VPMINUB      Y8, Y0, Y0
-	VPMINUB      Y8, Y1, Y1
-	VPMINUB      Y8, Y2, Y2
-	VPMINUB      Y8, Y3, Y3
-	VPMINUB      Y8, Y4, Y4
-	VPMINUB      Y8, Y5, Y5
-	VPMINUB      Y8, Y6, Y6
-	VPMINUB      Y8, Y7, Y7
-	TESTB        $0x01, DI
-	JE           save
+	VPBROADCASTD c01010101<>+0(SB), Y9
+	VPMINUB      Y9, Y1, Y1
+	VPMINUB      Y9, Y2, Y2
+	VPMINUB      Y9, Y3, Y3
+	VPMINUB      Y9, Y4, Y4
+	VPMINUB      Y9, Y5, Y5
+	VPMINUB      Y9, Y6, Y6
+	VPMINUB      Y9, Y7, Y7
+	VPMINUB      Y9, Y8, Y8
+	JMP          pack
 
 around:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func maxI8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·maxI8AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSB (R10)(BX*1), Y0, Y0
-	VPMAXSB 32(R10)(BX*1), Y1, Y1
-	VPMAXSB 64(R10)(BX*1), Y2, Y2
-	VPMAXSB 96(R10)(BX*1), Y3, Y3
-	VPMAXSB 128(R10)(BX*1), Y4, Y4
-	VPMAXSB 160(R10)(BX*1), Y5, Y5
-	VPMAXSB 192(R10)(BX*1), Y6, Y6
-	VPMAXSB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXSB (R10)(BX*1), Y0, Y0
-	VPMAXSB 32(R10)(BX*1), Y1, Y1
-	VPMAXSB 64(R10)(BX*1), Y2, Y2
-	VPMAXSB 96(R10)(BX*1), Y3, Y3
-	VPMAXSB 128(R10)(BX*1), Y4, Y4
-	VPMAXSB 160(R10)(BX*1), Y5, Y5
-	VPMAXSB 192(R10)(BX*1), Y6, Y6
-	VPMAXSB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXSB (R10)(BX*1), Y0, Y0
-	VPMAXSB 32(R10)(BX*1), Y1, Y1
-	VPMAXSB 64(R10)(BX*1), Y2, Y2
-	VPMAXSB 96(R10)(BX*1), Y3, Y3
-	VPMAXSB 128(R10)(BX*1), Y4, Y4
-	VPMAXSB 160(R10)(BX*1), Y5, Y5
-	VPMAXSB 192(R10)(BX*1), Y6, Y6
-	VPMAXSB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JGE  block
-
-rest:
-	ADDQ $0x000000e0, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMAXSB (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func maxU8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·maxU8AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUB (R10)(BX*1), Y0, Y0
-	VPMAXUB 32(R10)(BX*1), Y1, Y1
-	VPMAXUB 64(R10)(BX*1), Y2, Y2
-	VPMAXUB 96(R10)(BX*1), Y3, Y3
-	VPMAXUB 128(R10)(BX*1), Y4, Y4
-	VPMAXUB 160(R10)(BX*1), Y5, Y5
-	VPMAXUB 192(R10)(BX*1), Y6, Y6
-	VPMAXUB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUB (R10)(BX*1), Y0, Y0
-	VPMAXUB 32(R10)(BX*1), Y1, Y1
-	VPMAXUB 64(R10)(BX*1), Y2, Y2
-	VPMAXUB 96(R10)(BX*1), Y3, Y3
-	VPMAXUB 128(R10)(BX*1), Y4, Y4
-	VPMAXUB 160(R10)(BX*1), Y5, Y5
-	VPMAXUB 192(R10)(BX*1), Y6, Y6
-	VPMAXUB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUB (R10)(BX*1), Y0, Y0
-	VPMAXUB 32(R10)(BX*1), Y1, Y1
-	VPMAXUB 64(R10)(BX*1), Y2, Y2
-	VPMAXUB 96(R10)(BX*1), Y3, Y3
-	VPMAXUB 128(R10)(BX*1), Y4, Y4
-	VPMAXUB 160(R10)(BX*1), Y5, Y5
-	VPMAXUB 192(R10)(BX*1), Y6, Y6
-	VPMAXUB 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000100, SI
-	JGE  block
-
-rest:
-	ADDQ $0x000000e0, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMAXUB (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000020, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
 // func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -1520,7 +1346,7 @@ next:
 	JGE  block
 
 rest:
-	ADDQ $0x00000070, SI
+	ADDQ $0x70, SI
 	JLT  done
 
 step:
@@ -1539,9 +1365,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x10, SI
 	JGE     step
 
 done:
@@ -1650,7 +1476,7 @@ next:
 	JGE  block
 
 rest:
-	ADDQ $0x00000070, SI
+	ADDQ $0x70, SI
 	JLT  done
 
 step:
@@ -1669,9 +1495,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x10, SI
 	JGE     step
 
 done:
@@ -1689,72 +1515,100 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func minI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// func order16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
-TEXT ·minI16AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	PCALIGN $0x40
+TEXT ·order16AVX2(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip2<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x01, BX
+	ADDQ         BX, AX
+	SUBQ         $0x00000080, SI
+	JLT          rest
+	PCALIGN      $0x40
 
 block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
+	MOVQ  CX, R8
+	MOVQ  DX, R9
+	MOVQ  (R8), R10
+	VPXOR (R10)(BX*1), Y0, Y1
+	VPXOR 32(R10)(BX*1), Y0, Y2
+	VPXOR 64(R10)(BX*1), Y0, Y3
+	VPXOR 96(R10)(BX*1), Y0, Y4
+	VPXOR 128(R10)(BX*1), Y0, Y5
+	VPXOR 160(R10)(BX*1), Y0, Y6
+	VPXOR 192(R10)(BX*1), Y0, Y7
+	VPXOR 224(R10)(BX*1), Y0, Y8
+	CMPQ  R9, $0x01
+	JE    finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VPMINSW (R10)(BX*1), Y0, Y0
-	VPMINSW 32(R10)(BX*1), Y1, Y1
-	VPMINSW 64(R10)(BX*1), Y2, Y2
-	VPMINSW 96(R10)(BX*1), Y3, Y3
-	VPMINSW 128(R10)(BX*1), Y4, Y4
-	VPMINSW 160(R10)(BX*1), Y5, Y5
-	VPMINSW 192(R10)(BX*1), Y6, Y6
-	VPMINSW 224(R10)(BX*1), Y7, Y7
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R8), R10
-	VPMINSW (R10)(BX*1), Y0, Y0
-	VPMINSW 32(R10)(BX*1), Y1, Y1
-	VPMINSW 64(R10)(BX*1), Y2, Y2
-	VPMINSW 96(R10)(BX*1), Y3, Y3
-	VPMINSW 128(R10)(BX*1), Y4, Y4
-	VPMINSW 160(R10)(BX*1), Y5, Y5
-	VPMINSW 192(R10)(BX*1), Y6, Y6
-	VPMINSW 224(R10)(BX*1), Y7, Y7
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y8, Y8
 	CMPQ    R9, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R8), R10
-	VPMINSW (R10)(BX*1), Y0, Y0
-	VPMINSW 32(R10)(BX*1), Y1, Y1
-	VPMINSW 64(R10)(BX*1), Y2, Y2
-	VPMINSW 96(R10)(BX*1), Y3, Y3
-	VPMINSW 128(R10)(BX*1), Y4, Y4
-	VPMINSW 160(R10)(BX*1), Y5, Y5
-	VPMINSW 192(R10)(BX*1), Y6, Y6
-	VPMINSW 224(R10)(BX*1), Y7, Y7
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUW Y9, Y8, Y8
 	CMPQ    R9, $0x04
 	JE      finish
 	ADDQ    $0x18, R8
@@ -1762,16 +1616,24 @@ sources:
 	JMP     sources
 
 finish:
+	VPXOR   Y0, Y1, Y1
+	VPXOR   Y0, Y2, Y2
+	VPXOR   Y0, Y3, Y3
+	VPXOR   Y0, Y4, Y4
+	VPXOR   Y0, Y5, Y5
+	VPXOR   Y0, Y6, Y6
+	VPXOR   Y0, Y7, Y7
+	VPXOR   Y0, Y8, Y8
 	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
 
 next:
 	ADDQ $0x00000100, AX
@@ -1780,433 +1642,45 @@ next:
 	JGE  block
 
 rest:
-	ADDQ $0x00000070, SI
+	ADDQ $0x70, SI
 	JLT  done
 
 step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
+	MOVQ  (CX), R8
+	VPXOR (R8)(BX*1), Y0, Y1
+	MOVL  $0x00000001, DI
+	CMPQ  DX, DI
+	JE    folded
 
 source:
 	MOVQ    (CX)(DI*8), R8
-	VPMINSW (R8)(BX*1), Y0, Y0
+	VPXOR   (R8)(BX*1), Y0, Y2
+	VPMINUW Y2, Y1, Y1
 	INCQ    DI
 	CMPQ    DI, DX
 	JLT     source
 
 folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
+	VPXOR   Y0, Y1, Y1
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x10, SI
 	JGE     step
 
 done:
 	VZEROUPPER
 	RET
 
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func minU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·minU16AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUW (R10)(BX*1), Y0, Y0
-	VPMINUW 32(R10)(BX*1), Y1, Y1
-	VPMINUW 64(R10)(BX*1), Y2, Y2
-	VPMINUW 96(R10)(BX*1), Y3, Y3
-	VPMINUW 128(R10)(BX*1), Y4, Y4
-	VPMINUW 160(R10)(BX*1), Y5, Y5
-	VPMINUW 192(R10)(BX*1), Y6, Y6
-	VPMINUW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUW (R10)(BX*1), Y0, Y0
-	VPMINUW 32(R10)(BX*1), Y1, Y1
-	VPMINUW 64(R10)(BX*1), Y2, Y2
-	VPMINUW 96(R10)(BX*1), Y3, Y3
-	VPMINUW 128(R10)(BX*1), Y4, Y4
-	VPMINUW 160(R10)(BX*1), Y5, Y5
-	VPMINUW 192(R10)(BX*1), Y6, Y6
-	VPMINUW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUW (R10)(BX*1), Y0, Y0
-	VPMINUW 32(R10)(BX*1), Y1, Y1
-	VPMINUW 64(R10)(BX*1), Y2, Y2
-	VPMINUW 96(R10)(BX*1), Y3, Y3
-	VPMINUW 128(R10)(BX*1), Y4, Y4
-	VPMINUW 160(R10)(BX*1), Y5, Y5
-	VPMINUW 192(R10)(BX*1), Y6, Y6
-	VPMINUW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JGE  block
-
-rest:
-	ADDQ $0x00000070, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMINUW (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func maxI16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·maxI16AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXSW (R10)(BX*1), Y0, Y0
-	VPMAXSW 32(R10)(BX*1), Y1, Y1
-	VPMAXSW 64(R10)(BX*1), Y2, Y2
-	VPMAXSW 96(R10)(BX*1), Y3, Y3
-	VPMAXSW 128(R10)(BX*1), Y4, Y4
-	VPMAXSW 160(R10)(BX*1), Y5, Y5
-	VPMAXSW 192(R10)(BX*1), Y6, Y6
-	VPMAXSW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXSW (R10)(BX*1), Y0, Y0
-	VPMAXSW 32(R10)(BX*1), Y1, Y1
-	VPMAXSW 64(R10)(BX*1), Y2, Y2
-	VPMAXSW 96(R10)(BX*1), Y3, Y3
-	VPMAXSW 128(R10)(BX*1), Y4, Y4
-	VPMAXSW 160(R10)(BX*1), Y5, Y5
-	VPMAXSW 192(R10)(BX*1), Y6, Y6
-	VPMAXSW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXSW (R10)(BX*1), Y0, Y0
-	VPMAXSW 32(R10)(BX*1), Y1, Y1
-	VPMAXSW 64(R10)(BX*1), Y2, Y2
-	VPMAXSW 96(R10)(BX*1), Y3, Y3
-	VPMAXSW 128(R10)(BX*1), Y4, Y4
-	VPMAXSW 160(R10)(BX*1), Y5, Y5
-	VPMAXSW 192(R10)(BX*1), Y6, Y6
-	VPMAXSW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JGE  block
-
-rest:
-	ADDQ $0x00000070, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMAXSW (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func maxU16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·maxU16AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUW (R10)(BX*1), Y0, Y0
-	VPMAXUW 32(R10)(BX*1), Y1, Y1
-	VPMAXUW 64(R10)(BX*1), Y2, Y2
-	VPMAXUW 96(R10)(BX*1), Y3, Y3
-	VPMAXUW 128(R10)(BX*1), Y4, Y4
-	VPMAXUW 160(R10)(BX*1), Y5, Y5
-	VPMAXUW 192(R10)(BX*1), Y6, Y6
-	VPMAXUW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUW (R10)(BX*1), Y0, Y0
-	VPMAXUW 32(R10)(BX*1), Y1, Y1
-	VPMAXUW 64(R10)(BX*1), Y2, Y2
-	VPMAXUW 96(R10)(BX*1), Y3, Y3
-	VPMAXUW 128(R10)(BX*1), Y4, Y4
-	VPMAXUW 160(R10)(BX*1), Y5, Y5
-	VPMAXUW 192(R10)(BX*1), Y6, Y6
-	VPMAXUW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUW (R10)(BX*1), Y0, Y0
-	VPMAXUW 32(R10)(BX*1), Y1, Y1
-	VPMAXUW 64(R10)(BX*1), Y2, Y2
-	VPMAXUW 96(R10)(BX*1), Y3, Y3
-	VPMAXUW 128(R10)(BX*1), Y4, Y4
-	VPMAXUW 160(R10)(BX*1), Y5, Y5
-	VPMAXUW 192(R10)(BX*1), Y6, Y6
-	VPMAXUW 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
-	JGE  block
-
-rest:
-	ADDQ $0x00000070, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMAXUW (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000010, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
 // func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -2221,7 +1695,7 @@ TEXT ·sum32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -2296,11 +1770,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -2319,9 +1793,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -2351,7 +1825,7 @@ TEXT ·prod32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -2426,11 +1900,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -2449,9 +1923,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -2469,6 +1943,174 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
+// func order32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·order32AVX2(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip4<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x02, BX
+	ADDQ         BX, AX
+	SUBQ         $0x40, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ  CX, R8
+	MOVQ  DX, R9
+	MOVQ  (R8), R10
+	VPXOR (R10)(BX*1), Y0, Y1
+	VPXOR 32(R10)(BX*1), Y0, Y2
+	VPXOR 64(R10)(BX*1), Y0, Y3
+	VPXOR 96(R10)(BX*1), Y0, Y4
+	VPXOR 128(R10)(BX*1), Y0, Y5
+	VPXOR 160(R10)(BX*1), Y0, Y6
+	VPXOR 192(R10)(BX*1), Y0, Y7
+	VPXOR 224(R10)(BX*1), Y0, Y8
+	CMPQ  R9, $0x01
+	JE    finish
+
+sources:
+	PCALIGN $0x20
+	MOVQ    8(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y8, Y8
+	CMPQ    R9, $0x02
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y8, Y8
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VPXOR   (R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y1, Y1
+	VPXOR   32(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y2, Y2
+	VPXOR   64(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y3, Y3
+	VPXOR   96(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y4, Y4
+	VPXOR   128(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y5, Y5
+	VPXOR   160(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y6, Y6
+	VPXOR   192(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y7, Y7
+	VPXOR   224(R10)(BX*1), Y0, Y9
+	VPMINUD Y9, Y8, Y8
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
+	JMP     sources
+
+finish:
+	VPXOR   Y0, Y1, Y1
+	VPXOR   Y0, Y2, Y2
+	VPXOR   Y0, Y3, Y3
+	VPXOR   Y0, Y4, Y4
+	VPXOR   Y0, Y5, Y5
+	VPXOR   Y0, Y6, Y6
+	VPXOR   Y0, Y7, Y7
+	VPXOR   Y0, Y8, Y8
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JGE  block
+
+rest:
+	ADDQ $0x38, SI
+	JLT  done
+
+step:
+	MOVQ  (CX), R8
+	VPXOR (R8)(BX*1), Y0, Y1
+	MOVL  $0x00000001, DI
+	CMPQ  DX, DI
+	JE    folded
+
+source:
+	MOVQ    (CX)(DI*8), R8
+	VPXOR   (R8)(BX*1), Y0, Y2
+	VPMINUD Y2, Y1, Y1
+	INCQ    DI
+	CMPQ    DI, DX
+	JLT     source
+
+folded:
+	VPXOR   Y0, Y1, Y1
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
 // func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
@@ -2481,7 +2123,7 @@ TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -2556,11 +2198,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -2579,139 +2221,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func minU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·minU32AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMINUD (R10)(BX*1), Y0, Y0
-	VPMINUD 32(R10)(BX*1), Y1, Y1
-	VPMINUD 64(R10)(BX*1), Y2, Y2
-	VPMINUD 96(R10)(BX*1), Y3, Y3
-	VPMINUD 128(R10)(BX*1), Y4, Y4
-	VPMINUD 160(R10)(BX*1), Y5, Y5
-	VPMINUD 192(R10)(BX*1), Y6, Y6
-	VPMINUD 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMINUD (R10)(BX*1), Y0, Y0
-	VPMINUD 32(R10)(BX*1), Y1, Y1
-	VPMINUD 64(R10)(BX*1), Y2, Y2
-	VPMINUD 96(R10)(BX*1), Y3, Y3
-	VPMINUD 128(R10)(BX*1), Y4, Y4
-	VPMINUD 160(R10)(BX*1), Y5, Y5
-	VPMINUD 192(R10)(BX*1), Y6, Y6
-	VPMINUD 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMINUD (R10)(BX*1), Y0, Y0
-	VPMINUD 32(R10)(BX*1), Y1, Y1
-	VPMINUD 64(R10)(BX*1), Y2, Y2
-	VPMINUD 96(R10)(BX*1), Y3, Y3
-	VPMINUD 128(R10)(BX*1), Y4, Y4
-	VPMINUD 160(R10)(BX*1), Y5, Y5
-	VPMINUD 192(R10)(BX*1), Y6, Y6
-	VPMINUD 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JGE  block
-
-rest:
-	ADDQ $0x00000038, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMINUD (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -2741,7 +2253,7 @@ TEXT ·maxI32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -2816,11 +2328,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -2839,139 +2351,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y0, (AX)
-	VMOVNTDQ Y1, 32(AX)
-	VMOVNTDQ Y2, 64(AX)
-	VMOVNTDQ Y3, 96(AX)
-	VMOVNTDQ Y4, 128(AX)
-	VMOVNTDQ Y5, 160(AX)
-	VMOVNTDQ Y6, 192(AX)
-	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func maxU32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·maxU32AVX2(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	PCALIGN $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y0
-	VMOVDQU 32(R10)(BX*1), Y1
-	VMOVDQU 64(R10)(BX*1), Y2
-	VMOVDQU 96(R10)(BX*1), Y3
-	VMOVDQU 128(R10)(BX*1), Y4
-	VMOVDQU 160(R10)(BX*1), Y5
-	VMOVDQU 192(R10)(BX*1), Y6
-	VMOVDQU 224(R10)(BX*1), Y7
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R8), R10
-	VPMAXUD (R10)(BX*1), Y0, Y0
-	VPMAXUD 32(R10)(BX*1), Y1, Y1
-	VPMAXUD 64(R10)(BX*1), Y2, Y2
-	VPMAXUD 96(R10)(BX*1), Y3, Y3
-	VPMAXUD 128(R10)(BX*1), Y4, Y4
-	VPMAXUD 160(R10)(BX*1), Y5, Y5
-	VPMAXUD 192(R10)(BX*1), Y6, Y6
-	VPMAXUD 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VPMAXUD (R10)(BX*1), Y0, Y0
-	VPMAXUD 32(R10)(BX*1), Y1, Y1
-	VPMAXUD 64(R10)(BX*1), Y2, Y2
-	VPMAXUD 96(R10)(BX*1), Y3, Y3
-	VPMAXUD 128(R10)(BX*1), Y4, Y4
-	VPMAXUD 160(R10)(BX*1), Y5, Y5
-	VPMAXUD 192(R10)(BX*1), Y6, Y6
-	VPMAXUD 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VPMAXUD (R10)(BX*1), Y0, Y0
-	VPMAXUD 32(R10)(BX*1), Y1, Y1
-	VPMAXUD 64(R10)(BX*1), Y2, Y2
-	VPMAXUD 96(R10)(BX*1), Y3, Y3
-	VPMAXUD 128(R10)(BX*1), Y4, Y4
-	VPMAXUD 160(R10)(BX*1), Y5, Y5
-	VPMAXUD 192(R10)(BX*1), Y6, Y6
-	VPMAXUD 224(R10)(BX*1), Y7, Y7
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
-	JMP     sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y0, (AX)
-	VMOVDQU Y1, 32(AX)
-	VMOVDQU Y2, 64(AX)
-	VMOVDQU Y3, 96(AX)
-	VMOVDQU Y4, 128(AX)
-	VMOVDQU Y5, 160(AX)
-	VMOVDQU Y6, 192(AX)
-	VMOVDQU Y7, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
-	JGE  block
-
-rest:
-	ADDQ $0x00000038, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y0
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ    (CX)(DI*8), R8
-	VPMAXUD (R8)(BX*1), Y0, Y0
-	INCQ    DI
-	CMPQ    DI, DX
-	JLT     source
-
-folded:
-	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -3001,7 +2383,7 @@ TEXT ·sum64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -3076,11 +2458,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -3099,9 +2481,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -3131,7 +2513,7 @@ TEXT ·prod64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -3227,8 +2609,160 @@ sources:
 	VPADDQ   Y9, Y7, Y7
 	CMPQ     R9, $0x02
 	JE       finish
-	ADDQ     $0x08, R8
-	SUBQ     $0x01, R9
+	PCALIGN  $0x20
+	MOVQ     16(R8), R10
+	VMOVDQU  (R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y0, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y0, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y0, Y0
+	VPADDQ   Y9, Y0, Y0
+	VMOVDQU  32(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y1, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y1, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y1, Y1
+	VPADDQ   Y9, Y1, Y1
+	VMOVDQU  64(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y2, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y2, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y2, Y2
+	VPADDQ   Y9, Y2, Y2
+	VMOVDQU  96(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y3, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y3, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y3, Y3
+	VPADDQ   Y9, Y3, Y3
+	VMOVDQU  128(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y4, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y4, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y4, Y4
+	VPADDQ   Y9, Y4, Y4
+	VMOVDQU  160(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y5, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y5, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y5, Y5
+	VPADDQ   Y9, Y5, Y5
+	VMOVDQU  192(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y6, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y6, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y6, Y6
+	VPADDQ   Y9, Y6, Y6
+	VMOVDQU  224(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y7, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y7, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y7, Y7
+	VPADDQ   Y9, Y7, Y7
+	CMPQ     R9, $0x03
+	JE       finish
+	PCALIGN  $0x20
+	MOVQ     24(R8), R10
+	VMOVDQU  (R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y0, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y0, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y0, Y0
+	VPADDQ   Y9, Y0, Y0
+	VMOVDQU  32(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y1, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y1, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y1, Y1
+	VPADDQ   Y9, Y1, Y1
+	VMOVDQU  64(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y2, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y2, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y2, Y2
+	VPADDQ   Y9, Y2, Y2
+	VMOVDQU  96(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y3, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y3, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y3, Y3
+	VPADDQ   Y9, Y3, Y3
+	VMOVDQU  128(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y4, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y4, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y4, Y4
+	VPADDQ   Y9, Y4, Y4
+	VMOVDQU  160(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y5, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y5, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y5, Y5
+	VPADDQ   Y9, Y5, Y5
+	VMOVDQU  192(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y6, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y6, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y6, Y6
+	VPADDQ   Y9, Y6, Y6
+	VMOVDQU  224(R10)(BX*1), Y8
+	VPSRLQ   $0x20, Y7, Y9
+	VPMULUDQ Y8, Y9, Y9
+	VPSRLQ   $0x20, Y8, Y10
+	VPMULUDQ Y7, Y10, Y10
+	VPADDQ   Y10, Y9, Y9
+	VPSLLQ   $0x20, Y9, Y9
+	VPMULUDQ Y8, Y7, Y7
+	VPADDQ   Y9, Y7, Y7
+	CMPQ     R9, $0x04
+	JE       finish
+	ADDQ     $0x18, R8
+	SUBQ     $0x03, R9
 	JMP      sources
 
 finish:
@@ -3246,11 +2780,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -3277,9 +2811,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -3297,6 +2831,199 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
+// func order64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX2
+TEXT ·order64AVX2(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip8<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Y0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), DX
+	MOVQ         lo+24(FP), BX
+	MOVQ         hi+32(FP), SI
+	MOVQ         mode+48(FP), DI
+	SUBQ         BX, SI
+	SHLQ         $0x03, BX
+	ADDQ         BX, AX
+	SUBQ         $0x20, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ  CX, R8
+	MOVQ  DX, R9
+	MOVQ  (R8), R10
+	VPXOR (R10)(BX*1), Y0, Y1
+	VPXOR 32(R10)(BX*1), Y0, Y2
+	VPXOR 64(R10)(BX*1), Y0, Y3
+	VPXOR 96(R10)(BX*1), Y0, Y4
+	VPXOR 128(R10)(BX*1), Y0, Y5
+	VPXOR 160(R10)(BX*1), Y0, Y6
+	VPXOR 192(R10)(BX*1), Y0, Y7
+	VPXOR 224(R10)(BX*1), Y0, Y8
+	CMPQ  R9, $0x01
+	JE    finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(R8), R10
+	VPXOR     (R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y1, Y10
+	VBLENDVPD Y10, Y9, Y1, Y1
+	VPXOR     32(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y2, Y10
+	VBLENDVPD Y10, Y9, Y2, Y2
+	VPXOR     64(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y3, Y10
+	VBLENDVPD Y10, Y9, Y3, Y3
+	VPXOR     96(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y4, Y10
+	VBLENDVPD Y10, Y9, Y4, Y4
+	VPXOR     128(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y5, Y10
+	VBLENDVPD Y10, Y9, Y5, Y5
+	VPXOR     160(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y6, Y10
+	VBLENDVPD Y10, Y9, Y6, Y6
+	VPXOR     192(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y7, Y10
+	VBLENDVPD Y10, Y9, Y7, Y7
+	VPXOR     224(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y8, Y10
+	VBLENDVPD Y10, Y9, Y8, Y8
+	CMPQ      R9, $0x02
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VPXOR     (R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y1, Y10
+	VBLENDVPD Y10, Y9, Y1, Y1
+	VPXOR     32(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y2, Y10
+	VBLENDVPD Y10, Y9, Y2, Y2
+	VPXOR     64(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y3, Y10
+	VBLENDVPD Y10, Y9, Y3, Y3
+	VPXOR     96(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y4, Y10
+	VBLENDVPD Y10, Y9, Y4, Y4
+	VPXOR     128(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y5, Y10
+	VBLENDVPD Y10, Y9, Y5, Y5
+	VPXOR     160(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y6, Y10
+	VBLENDVPD Y10, Y9, Y6, Y6
+	VPXOR     192(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y7, Y10
+	VBLENDVPD Y10, Y9, Y7, Y7
+	VPXOR     224(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y8, Y10
+	VBLENDVPD Y10, Y9, Y8, Y8
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VPXOR     (R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y1, Y10
+	VBLENDVPD Y10, Y9, Y1, Y1
+	VPXOR     32(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y2, Y10
+	VBLENDVPD Y10, Y9, Y2, Y2
+	VPXOR     64(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y3, Y10
+	VBLENDVPD Y10, Y9, Y3, Y3
+	VPXOR     96(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y4, Y10
+	VBLENDVPD Y10, Y9, Y4, Y4
+	VPXOR     128(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y5, Y10
+	VBLENDVPD Y10, Y9, Y5, Y5
+	VPXOR     160(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y6, Y10
+	VBLENDVPD Y10, Y9, Y6, Y6
+	VPXOR     192(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y7, Y10
+	VBLENDVPD Y10, Y9, Y7, Y7
+	VPXOR     224(R10)(BX*1), Y0, Y9
+	VPCMPGTQ  Y9, Y8, Y10
+	VBLENDVPD Y10, Y9, Y8, Y8
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
+	JMP       sources
+
+finish:
+	VPXOR   Y0, Y1, Y1
+	VPXOR   Y0, Y2, Y2
+	VPXOR   Y0, Y3, Y3
+	VPXOR   Y0, Y4, Y4
+	VPXOR   Y0, Y5, Y5
+	VPXOR   Y0, Y6, Y6
+	VPXOR   Y0, Y7, Y7
+	VPXOR   Y0, Y8, Y8
+	TESTB   $0x01, DI
+	JNE     around
+	VMOVDQU Y1, (AX)
+	VMOVDQU Y2, 32(AX)
+	VMOVDQU Y3, 64(AX)
+	VMOVDQU Y4, 96(AX)
+	VMOVDQU Y5, 128(AX)
+	VMOVDQU Y6, 160(AX)
+	VMOVDQU Y7, 192(AX)
+	VMOVDQU Y8, 224(AX)
+
+next:
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JGE  block
+
+rest:
+	ADDQ $0x1c, SI
+	JLT  done
+
+step:
+	MOVQ  (CX), R8
+	VPXOR (R8)(BX*1), Y0, Y1
+	MOVL  $0x00000001, DI
+	CMPQ  DX, DI
+	JE    folded
+
+source:
+	MOVQ      (CX)(DI*8), R8
+	VPXOR     (R8)(BX*1), Y0, Y2
+	VPCMPGTQ  Y2, Y1, Y3
+	VBLENDVPD Y3, Y2, Y1, Y1
+	INCQ      DI
+	CMPQ      DI, DX
+	JLT       source
+
+folded:
+	VPXOR   Y0, Y1, Y1
+	VMOVDQU Y1, (AX)
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
+	JGE     step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Y1, (AX)
+	VMOVNTDQ Y2, 32(AX)
+	VMOVNTDQ Y3, 64(AX)
+	VMOVNTDQ Y4, 96(AX)
+	VMOVNTDQ Y5, 128(AX)
+	VMOVNTDQ Y6, 160(AX)
+	VMOVNTDQ Y7, 192(AX)
+	VMOVNTDQ Y8, 224(AX)
+	JMP      next
+
 // func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
@@ -3309,7 +3036,7 @@ TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -3357,8 +3084,64 @@ sources:
 	VBLENDVPD Y9, Y8, Y7, Y7
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VMOVDQU   (R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y0, Y9
+	VBLENDVPD Y9, Y8, Y0, Y0
+	VMOVDQU   32(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y1, Y9
+	VBLENDVPD Y9, Y8, Y1, Y1
+	VMOVDQU   64(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y2, Y9
+	VBLENDVPD Y9, Y8, Y2, Y2
+	VMOVDQU   96(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y3, Y9
+	VBLENDVPD Y9, Y8, Y3, Y3
+	VMOVDQU   128(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y4, Y9
+	VBLENDVPD Y9, Y8, Y4, Y4
+	VMOVDQU   160(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y5, Y9
+	VBLENDVPD Y9, Y8, Y5, Y5
+	VMOVDQU   192(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y6, Y9
+	VBLENDVPD Y9, Y8, Y6, Y6
+	VMOVDQU   224(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y7, Y9
+	VBLENDVPD Y9, Y8, Y7, Y7
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VMOVDQU   (R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y0, Y9
+	VBLENDVPD Y9, Y8, Y0, Y0
+	VMOVDQU   32(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y1, Y9
+	VBLENDVPD Y9, Y8, Y1, Y1
+	VMOVDQU   64(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y2, Y9
+	VBLENDVPD Y9, Y8, Y2, Y2
+	VMOVDQU   96(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y3, Y9
+	VBLENDVPD Y9, Y8, Y3, Y3
+	VMOVDQU   128(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y4, Y9
+	VBLENDVPD Y9, Y8, Y4, Y4
+	VMOVDQU   160(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y5, Y9
+	VBLENDVPD Y9, Y8, Y5, Y5
+	VMOVDQU   192(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y6, Y9
+	VBLENDVPD Y9, Y8, Y6, Y6
+	VMOVDQU   224(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y7, Y9
+	VBLENDVPD Y9, Y8, Y7, Y7
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -3376,11 +3159,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -3401,9 +3184,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -3421,149 +3204,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func minU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·minU64AVX2(SB), NOSPLIT, $0-56
-	VPBROADCASTQ c8000000000000000<>+0(SB), Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x03, BX
-	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
-	JLT          rest
-	PCALIGN      $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VPXOR     Y0, Y1, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y1, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VPXOR     Y0, Y2, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y2, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VPXOR     Y0, Y3, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y3, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VPXOR     Y0, Y4, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y4, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VPXOR     Y0, Y5, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y5, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VPXOR     Y0, Y6, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y6, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VPXOR     Y0, Y7, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y7, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VPXOR     Y0, Y8, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y9, Y8, Y8
-	CMPQ      R9, $0x02
-	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JGE  block
-
-rest:
-	ADDQ $0x0000001c, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y1
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ      (CX)(DI*8), R8
-	VMOVDQU   (R8)(BX*1), Y2
-	VPXOR     Y0, Y1, Y3
-	VPXOR     Y0, Y2, Y4
-	VPCMPGTQ  Y4, Y3, Y3
-	VBLENDVPD Y3, Y2, Y1, Y1
-	INCQ      DI
-	CMPQ      DI, DX
-	JLT       source
-
-folded:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
-	JMP      next
-
 // func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
@@ -3576,7 +3216,7 @@ TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -3624,8 +3264,64 @@ sources:
 	VBLENDVPD Y9, Y7, Y8, Y7
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VMOVDQU   (R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y0, Y9
+	VBLENDVPD Y9, Y0, Y8, Y0
+	VMOVDQU   32(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y1, Y9
+	VBLENDVPD Y9, Y1, Y8, Y1
+	VMOVDQU   64(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y2, Y9
+	VBLENDVPD Y9, Y2, Y8, Y2
+	VMOVDQU   96(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y3, Y9
+	VBLENDVPD Y9, Y3, Y8, Y3
+	VMOVDQU   128(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y4, Y9
+	VBLENDVPD Y9, Y4, Y8, Y4
+	VMOVDQU   160(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y5, Y9
+	VBLENDVPD Y9, Y5, Y8, Y5
+	VMOVDQU   192(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y6, Y9
+	VBLENDVPD Y9, Y6, Y8, Y6
+	VMOVDQU   224(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y7, Y9
+	VBLENDVPD Y9, Y7, Y8, Y7
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VMOVDQU   (R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y0, Y9
+	VBLENDVPD Y9, Y0, Y8, Y0
+	VMOVDQU   32(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y1, Y9
+	VBLENDVPD Y9, Y1, Y8, Y1
+	VMOVDQU   64(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y2, Y9
+	VBLENDVPD Y9, Y2, Y8, Y2
+	VMOVDQU   96(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y3, Y9
+	VBLENDVPD Y9, Y3, Y8, Y3
+	VMOVDQU   128(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y4, Y9
+	VBLENDVPD Y9, Y4, Y8, Y4
+	VMOVDQU   160(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y5, Y9
+	VBLENDVPD Y9, Y5, Y8, Y5
+	VMOVDQU   192(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y6, Y9
+	VBLENDVPD Y9, Y6, Y8, Y6
+	VMOVDQU   224(R10)(BX*1), Y8
+	VPCMPGTQ  Y8, Y7, Y9
+	VBLENDVPD Y9, Y7, Y8, Y7
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -3643,11 +3339,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -3668,9 +3364,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -3686,149 +3382,6 @@ special:
 	VMOVNTDQ Y5, 160(AX)
 	VMOVNTDQ Y6, 192(AX)
 	VMOVNTDQ Y7, 224(AX)
-	JMP      next
-
-// func maxU64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2
-TEXT ·maxU64AVX2(SB), NOSPLIT, $0-56
-	VPBROADCASTQ c8000000000000000<>+0(SB), Y0
-	MOVQ         dst+0(FP), AX
-	MOVQ         srcs+8(FP), CX
-	MOVQ         k+16(FP), DX
-	MOVQ         lo+24(FP), BX
-	MOVQ         hi+32(FP), SI
-	MOVQ         mode+48(FP), DI
-	SUBQ         BX, SI
-	SHLQ         $0x03, BX
-	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
-	JLT          rest
-	PCALIGN      $0x40
-
-block:
-	MOVQ    CX, R8
-	MOVQ    DX, R9
-	MOVQ    (R8), R10
-	VMOVDQU (R10)(BX*1), Y1
-	VMOVDQU 32(R10)(BX*1), Y2
-	VMOVDQU 64(R10)(BX*1), Y3
-	VMOVDQU 96(R10)(BX*1), Y4
-	VMOVDQU 128(R10)(BX*1), Y5
-	VMOVDQU 160(R10)(BX*1), Y6
-	VMOVDQU 192(R10)(BX*1), Y7
-	VMOVDQU 224(R10)(BX*1), Y8
-	CMPQ    R9, $0x01
-	JE      finish
-
-sources:
-	PCALIGN   $0x20
-	MOVQ      8(R8), R10
-	VMOVDQU   (R10)(BX*1), Y9
-	VPXOR     Y0, Y1, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y1, Y9, Y1
-	VMOVDQU   32(R10)(BX*1), Y9
-	VPXOR     Y0, Y2, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y2, Y9, Y2
-	VMOVDQU   64(R10)(BX*1), Y9
-	VPXOR     Y0, Y3, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y3, Y9, Y3
-	VMOVDQU   96(R10)(BX*1), Y9
-	VPXOR     Y0, Y4, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y4, Y9, Y4
-	VMOVDQU   128(R10)(BX*1), Y9
-	VPXOR     Y0, Y5, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y5, Y9, Y5
-	VMOVDQU   160(R10)(BX*1), Y9
-	VPXOR     Y0, Y6, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y6, Y9, Y6
-	VMOVDQU   192(R10)(BX*1), Y9
-	VPXOR     Y0, Y7, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y7, Y9, Y7
-	VMOVDQU   224(R10)(BX*1), Y9
-	VPXOR     Y0, Y8, Y10
-	VPXOR     Y0, Y9, Y11
-	VPCMPGTQ  Y11, Y10, Y10
-	VBLENDVPD Y10, Y8, Y9, Y8
-	CMPQ      R9, $0x02
-	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
-	JMP       sources
-
-finish:
-	TESTB   $0x01, DI
-	JNE     special
-	VMOVDQU Y1, (AX)
-	VMOVDQU Y2, 32(AX)
-	VMOVDQU Y3, 64(AX)
-	VMOVDQU Y4, 96(AX)
-	VMOVDQU Y5, 128(AX)
-	VMOVDQU Y6, 160(AX)
-	VMOVDQU Y7, 192(AX)
-	VMOVDQU Y8, 224(AX)
-
-next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
-	JGE  block
-
-rest:
-	ADDQ $0x0000001c, SI
-	JLT  done
-
-step:
-	MOVQ    (CX), R8
-	VMOVDQU (R8)(BX*1), Y1
-	MOVL    $0x00000001, DI
-	CMPQ    DX, DI
-	JE      folded
-
-source:
-	MOVQ      (CX)(DI*8), R8
-	VMOVDQU   (R8)(BX*1), Y2
-	VPXOR     Y0, Y1, Y3
-	VPXOR     Y0, Y2, Y4
-	VPCMPGTQ  Y4, Y3, Y3
-	VBLENDVPD Y3, Y1, Y2, Y1
-	INCQ      DI
-	CMPQ      DI, DX
-	JLT       source
-
-folded:
-	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
-	JGE     step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Y1, (AX)
-	VMOVNTDQ Y2, 32(AX)
-	VMOVNTDQ Y3, 64(AX)
-	VMOVNTDQ Y4, 96(AX)
-	VMOVNTDQ Y5, 128(AX)
-	VMOVNTDQ Y6, 160(AX)
-	VMOVNTDQ Y7, 192(AX)
-	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
 // func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -3847,7 +3400,7 @@ TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000040, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -3924,11 +3477,11 @@ save:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -3952,9 +3505,9 @@ folded:
 
 finished:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -4002,7 +3555,7 @@ TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -4079,11 +3632,11 @@ save:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -4107,9 +3660,9 @@ folded:
 
 finished:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -4153,7 +3706,7 @@ TEXT ·prodF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -4228,11 +3781,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -4251,9 +3804,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -4283,7 +3836,7 @@ TEXT ·prodF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -4358,11 +3911,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -4381,9 +3934,9 @@ source:
 
 folded:
 	VMOVDQU Y0, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -4414,7 +3967,7 @@ TEXT ·minF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000040, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -4486,8 +4039,112 @@ sources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMINPS    Y9, Y1, Y10
+	VMINPS    Y1, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y1, Y11
+	VBLENDVPS Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMINPS    Y9, Y2, Y10
+	VMINPS    Y2, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y2, Y11
+	VBLENDVPS Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMINPS    Y9, Y3, Y10
+	VMINPS    Y3, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y3, Y11
+	VBLENDVPS Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMINPS    Y9, Y4, Y10
+	VMINPS    Y4, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y4, Y11
+	VBLENDVPS Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMINPS    Y9, Y5, Y10
+	VMINPS    Y5, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y5, Y11
+	VBLENDVPS Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMINPS    Y9, Y6, Y10
+	VMINPS    Y6, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y6, Y11
+	VBLENDVPS Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMINPS    Y9, Y7, Y10
+	VMINPS    Y7, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y7, Y11
+	VBLENDVPS Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMINPS    Y9, Y8, Y10
+	VMINPS    Y8, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y8, Y11
+	VBLENDVPS Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMINPS    Y9, Y1, Y10
+	VMINPS    Y1, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y1, Y11
+	VBLENDVPS Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMINPS    Y9, Y2, Y10
+	VMINPS    Y2, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y2, Y11
+	VBLENDVPS Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMINPS    Y9, Y3, Y10
+	VMINPS    Y3, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y3, Y11
+	VBLENDVPS Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMINPS    Y9, Y4, Y10
+	VMINPS    Y4, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y4, Y11
+	VBLENDVPS Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMINPS    Y9, Y5, Y10
+	VMINPS    Y5, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y5, Y11
+	VBLENDVPS Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMINPS    Y9, Y6, Y10
+	VMINPS    Y6, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y6, Y11
+	VBLENDVPS Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMINPS    Y9, Y7, Y10
+	VMINPS    Y7, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y7, Y11
+	VBLENDVPS Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMINPS    Y9, Y8, Y10
+	VMINPS    Y8, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y8, Y11
+	VBLENDVPS Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -4505,11 +4162,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -4533,9 +4190,9 @@ source:
 
 folded:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -4566,7 +4223,7 @@ TEXT ·minF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -4638,8 +4295,112 @@ sources:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMINPD    Y9, Y1, Y10
+	VMINPD    Y1, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y1, Y11
+	VBLENDVPD Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMINPD    Y9, Y2, Y10
+	VMINPD    Y2, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y2, Y11
+	VBLENDVPD Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMINPD    Y9, Y3, Y10
+	VMINPD    Y3, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y3, Y11
+	VBLENDVPD Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMINPD    Y9, Y4, Y10
+	VMINPD    Y4, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y4, Y11
+	VBLENDVPD Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMINPD    Y9, Y5, Y10
+	VMINPD    Y5, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y5, Y11
+	VBLENDVPD Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMINPD    Y9, Y6, Y10
+	VMINPD    Y6, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y6, Y11
+	VBLENDVPD Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMINPD    Y9, Y7, Y10
+	VMINPD    Y7, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y7, Y11
+	VBLENDVPD Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMINPD    Y9, Y8, Y10
+	VMINPD    Y8, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y8, Y11
+	VBLENDVPD Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMINPD    Y9, Y1, Y10
+	VMINPD    Y1, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y1, Y11
+	VBLENDVPD Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMINPD    Y9, Y2, Y10
+	VMINPD    Y2, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y2, Y11
+	VBLENDVPD Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMINPD    Y9, Y3, Y10
+	VMINPD    Y3, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y3, Y11
+	VBLENDVPD Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMINPD    Y9, Y4, Y10
+	VMINPD    Y4, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y4, Y11
+	VBLENDVPD Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMINPD    Y9, Y5, Y10
+	VMINPD    Y5, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y5, Y11
+	VBLENDVPD Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMINPD    Y9, Y6, Y10
+	VMINPD    Y6, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y6, Y11
+	VBLENDVPD Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMINPD    Y9, Y7, Y10
+	VMINPD    Y7, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y7, Y11
+	VBLENDVPD Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMINPD    Y9, Y8, Y10
+	VMINPD    Y8, Y9, Y11
+	VPOR      Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y8, Y11
+	VBLENDVPD Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -4657,11 +4418,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -4685,9 +4446,9 @@ source:
 
 folded:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -4718,7 +4479,7 @@ TEXT ·maxF32AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000040, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -4790,8 +4551,112 @@ sources:
 	VBLENDVPS Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMAXPS    Y9, Y1, Y10
+	VMAXPS    Y1, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y1, Y11
+	VBLENDVPS Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMAXPS    Y9, Y2, Y10
+	VMAXPS    Y2, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y2, Y11
+	VBLENDVPS Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMAXPS    Y9, Y3, Y10
+	VMAXPS    Y3, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y3, Y11
+	VBLENDVPS Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMAXPS    Y9, Y4, Y10
+	VMAXPS    Y4, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y4, Y11
+	VBLENDVPS Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMAXPS    Y9, Y5, Y10
+	VMAXPS    Y5, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y5, Y11
+	VBLENDVPS Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMAXPS    Y9, Y6, Y10
+	VMAXPS    Y6, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y6, Y11
+	VBLENDVPS Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMAXPS    Y9, Y7, Y10
+	VMAXPS    Y7, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y7, Y11
+	VBLENDVPS Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMAXPS    Y9, Y8, Y10
+	VMAXPS    Y8, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y8, Y11
+	VBLENDVPS Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMAXPS    Y9, Y1, Y10
+	VMAXPS    Y1, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y1, Y11
+	VBLENDVPS Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMAXPS    Y9, Y2, Y10
+	VMAXPS    Y2, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y2, Y11
+	VBLENDVPS Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMAXPS    Y9, Y3, Y10
+	VMAXPS    Y3, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y3, Y11
+	VBLENDVPS Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMAXPS    Y9, Y4, Y10
+	VMAXPS    Y4, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y4, Y11
+	VBLENDVPS Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMAXPS    Y9, Y5, Y10
+	VMAXPS    Y5, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y5, Y11
+	VBLENDVPS Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMAXPS    Y9, Y6, Y10
+	VMAXPS    Y6, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y6, Y11
+	VBLENDVPS Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMAXPS    Y9, Y7, Y10
+	VMAXPS    Y7, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y7, Y11
+	VBLENDVPS Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMAXPS    Y9, Y8, Y10
+	VMAXPS    Y8, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPS    $0x03, Y9, Y8, Y11
+	VBLENDVPS Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -4809,11 +4674,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -4837,9 +4702,9 @@ source:
 
 folded:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000008, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x08, SI
 	JGE     step
 
 done:
@@ -4870,7 +4735,7 @@ TEXT ·maxF64AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -4942,8 +4807,112 @@ sources:
 	VBLENDVPD Y11, Y0, Y10, Y8
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMAXPD    Y9, Y1, Y10
+	VMAXPD    Y1, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y1, Y11
+	VBLENDVPD Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMAXPD    Y9, Y2, Y10
+	VMAXPD    Y2, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y2, Y11
+	VBLENDVPD Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMAXPD    Y9, Y3, Y10
+	VMAXPD    Y3, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y3, Y11
+	VBLENDVPD Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMAXPD    Y9, Y4, Y10
+	VMAXPD    Y4, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y4, Y11
+	VBLENDVPD Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMAXPD    Y9, Y5, Y10
+	VMAXPD    Y5, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y5, Y11
+	VBLENDVPD Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMAXPD    Y9, Y6, Y10
+	VMAXPD    Y6, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y6, Y11
+	VBLENDVPD Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMAXPD    Y9, Y7, Y10
+	VMAXPD    Y7, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y7, Y11
+	VBLENDVPD Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMAXPD    Y9, Y8, Y10
+	VMAXPD    Y8, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y8, Y11
+	VBLENDVPD Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VMOVDQU   (R10)(BX*1), Y9
+	VMAXPD    Y9, Y1, Y10
+	VMAXPD    Y1, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y1, Y11
+	VBLENDVPD Y11, Y0, Y10, Y1
+	VMOVDQU   32(R10)(BX*1), Y9
+	VMAXPD    Y9, Y2, Y10
+	VMAXPD    Y2, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y2, Y11
+	VBLENDVPD Y11, Y0, Y10, Y2
+	VMOVDQU   64(R10)(BX*1), Y9
+	VMAXPD    Y9, Y3, Y10
+	VMAXPD    Y3, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y3, Y11
+	VBLENDVPD Y11, Y0, Y10, Y3
+	VMOVDQU   96(R10)(BX*1), Y9
+	VMAXPD    Y9, Y4, Y10
+	VMAXPD    Y4, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y4, Y11
+	VBLENDVPD Y11, Y0, Y10, Y4
+	VMOVDQU   128(R10)(BX*1), Y9
+	VMAXPD    Y9, Y5, Y10
+	VMAXPD    Y5, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y5, Y11
+	VBLENDVPD Y11, Y0, Y10, Y5
+	VMOVDQU   160(R10)(BX*1), Y9
+	VMAXPD    Y9, Y6, Y10
+	VMAXPD    Y6, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y6, Y11
+	VBLENDVPD Y11, Y0, Y10, Y6
+	VMOVDQU   192(R10)(BX*1), Y9
+	VMAXPD    Y9, Y7, Y10
+	VMAXPD    Y7, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y7, Y11
+	VBLENDVPD Y11, Y0, Y10, Y7
+	VMOVDQU   224(R10)(BX*1), Y9
+	VMAXPD    Y9, Y8, Y10
+	VMAXPD    Y8, Y9, Y11
+	VPAND     Y10, Y11, Y10
+	VCMPPD    $0x03, Y9, Y8, Y11
+	VBLENDVPD Y11, Y0, Y10, Y8
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -4961,11 +4930,11 @@ finish:
 next:
 	ADDQ $0x00000100, AX
 	ADDQ $0x00000100, BX
-	SUBQ $0x00000020, SI
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x0000001c, SI
+	ADDQ $0x1c, SI
 	JLT  done
 
 step:
@@ -4989,9 +4958,9 @@ source:
 
 folded:
 	VMOVDQU Y1, (AX)
-	ADDQ    $0x00000020, AX
-	ADDQ    $0x00000020, BX
-	SUBQ    $0x00000004, SI
+	ADDQ    $0x20, AX
+	ADDQ    $0x20, BX
+	SUBQ    $0x04, SI
 	JGE     step
 
 done:
@@ -5025,7 +4994,7 @@ TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000040, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -5065,8 +5034,48 @@ sources:
 	VADDPS    Y9, Y8, Y8
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VCVTPH2PS (R10)(BX*1), Y9
+	VADDPS    Y9, Y1, Y1
+	VCVTPH2PS 16(R10)(BX*1), Y9
+	VADDPS    Y9, Y2, Y2
+	VCVTPH2PS 32(R10)(BX*1), Y9
+	VADDPS    Y9, Y3, Y3
+	VCVTPH2PS 48(R10)(BX*1), Y9
+	VADDPS    Y9, Y4, Y4
+	VCVTPH2PS 64(R10)(BX*1), Y9
+	VADDPS    Y9, Y5, Y5
+	VCVTPH2PS 80(R10)(BX*1), Y9
+	VADDPS    Y9, Y6, Y6
+	VCVTPH2PS 96(R10)(BX*1), Y9
+	VADDPS    Y9, Y7, Y7
+	VCVTPH2PS 112(R10)(BX*1), Y9
+	VADDPS    Y9, Y8, Y8
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VCVTPH2PS (R10)(BX*1), Y9
+	VADDPS    Y9, Y1, Y1
+	VCVTPH2PS 16(R10)(BX*1), Y9
+	VADDPS    Y9, Y2, Y2
+	VCVTPH2PS 32(R10)(BX*1), Y9
+	VADDPS    Y9, Y3, Y3
+	VCVTPH2PS 48(R10)(BX*1), Y9
+	VADDPS    Y9, Y4, Y4
+	VCVTPH2PS 64(R10)(BX*1), Y9
+	VADDPS    Y9, Y5, Y5
+	VCVTPH2PS 80(R10)(BX*1), Y9
+	VADDPS    Y9, Y6, Y6
+	VCVTPH2PS 96(R10)(BX*1), Y9
+	VADDPS    Y9, Y7, Y7
+	VCVTPH2PS 112(R10)(BX*1), Y9
+	VADDPS    Y9, Y8, Y8
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -5086,11 +5095,11 @@ save:
 next:
 	ADDQ $0x00000080, AX
 	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -5116,9 +5125,9 @@ folded:
 finished:
 	VCVTPS2PH $0x00, Y1, X1
 	VMOVDQU   X1, (AX)
-	ADDQ      $0x00000010, AX
-	ADDQ      $0x00000010, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x10, AX
+	ADDQ      $0x10, BX
+	SUBQ      $0x08, SI
 	JGE       step
 
 done:
@@ -5177,7 +5186,7 @@ TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -5209,8 +5218,36 @@ sources:
 	VADDPS  Y9, Y7, Y7
 	CMPQ    R9, $0x02
 	JE      finish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMOVDQU (R10)(BX*1), Y9
+	VPSLLD  $0x10, Y9, Y8
+	VPAND   Y0, Y9, Y9
+	VADDPS  Y8, Y4, Y4
+	VADDPS  Y9, Y5, Y5
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPSLLD  $0x10, Y9, Y8
+	VPAND   Y0, Y9, Y9
+	VADDPS  Y8, Y6, Y6
+	VADDPS  Y9, Y7, Y7
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMOVDQU (R10)(BX*1), Y9
+	VPSLLD  $0x10, Y9, Y8
+	VPAND   Y0, Y9, Y9
+	VADDPS  Y8, Y4, Y4
+	VADDPS  Y9, Y5, Y5
+	VMOVDQU 32(R10)(BX*1), Y9
+	VPSLLD  $0x10, Y9, Y8
+	VPAND   Y0, Y9, Y9
+	VADDPS  Y8, Y6, Y6
+	VADDPS  Y9, Y7, Y7
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
 	JMP     sources
 
 finish:
@@ -5244,13 +5281,13 @@ pack:
 	VMOVDQU  Y6, 32(AX)
 
 next:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
+	ADDQ $0x40, AX
+	ADDQ $0x40, BX
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000010, SI
+	ADDQ $0x10, SI
 	JLT  done
 
 step:
@@ -5291,9 +5328,9 @@ finished:
 	VPSRLD   $0x10, Y4, Y4
 	VPBLENDW $0xaa, Y5, Y4, Y4
 	VMOVDQU  Y4, (AX)
-	ADDQ     $0x00000020, AX
-	ADDQ     $0x00000020, BX
-	SUBQ     $0x00000010, SI
+	ADDQ     $0x20, AX
+	ADDQ     $0x20, BX
+	SUBQ     $0x10, SI
 	JGE      step
 
 done:
@@ -5324,7 +5361,7 @@ TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x01, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	PCALIGN $0x40
 
@@ -5364,8 +5401,48 @@ sources:
 	VMULPS    Y8, Y7, Y7
 	CMPQ      R9, $0x02
 	JE        finish
-	ADDQ      $0x08, R8
-	SUBQ      $0x01, R9
+	PCALIGN   $0x20
+	MOVQ      16(R8), R10
+	VCVTPH2PS (R10)(BX*1), Y8
+	VMULPS    Y8, Y0, Y0
+	VCVTPH2PS 16(R10)(BX*1), Y8
+	VMULPS    Y8, Y1, Y1
+	VCVTPH2PS 32(R10)(BX*1), Y8
+	VMULPS    Y8, Y2, Y2
+	VCVTPH2PS 48(R10)(BX*1), Y8
+	VMULPS    Y8, Y3, Y3
+	VCVTPH2PS 64(R10)(BX*1), Y8
+	VMULPS    Y8, Y4, Y4
+	VCVTPH2PS 80(R10)(BX*1), Y8
+	VMULPS    Y8, Y5, Y5
+	VCVTPH2PS 96(R10)(BX*1), Y8
+	VMULPS    Y8, Y6, Y6
+	VCVTPH2PS 112(R10)(BX*1), Y8
+	VMULPS    Y8, Y7, Y7
+	CMPQ      R9, $0x03
+	JE        finish
+	PCALIGN   $0x20
+	MOVQ      24(R8), R10
+	VCVTPH2PS (R10)(BX*1), Y8
+	VMULPS    Y8, Y0, Y0
+	VCVTPH2PS 16(R10)(BX*1), Y8
+	VMULPS    Y8, Y1, Y1
+	VCVTPH2PS 32(R10)(BX*1), Y8
+	VMULPS    Y8, Y2, Y2
+	VCVTPH2PS 48(R10)(BX*1), Y8
+	VMULPS    Y8, Y3, Y3
+	VCVTPH2PS 64(R10)(BX*1), Y8
+	VMULPS    Y8, Y4, Y4
+	VCVTPH2PS 80(R10)(BX*1), Y8
+	VMULPS    Y8, Y5, Y5
+	VCVTPH2PS 96(R10)(BX*1), Y8
+	VMULPS    Y8, Y6, Y6
+	VCVTPH2PS 112(R10)(BX*1), Y8
+	VMULPS    Y8, Y7, Y7
+	CMPQ      R9, $0x04
+	JE        finish
+	ADDQ      $0x18, R8
+	SUBQ      $0x03, R9
 	JMP       sources
 
 finish:
@@ -5383,11 +5460,11 @@ finish:
 next:
 	ADDQ $0x00000080, AX
 	ADDQ $0x00000080, BX
-	SUBQ $0x00000040, SI
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000038, SI
+	ADDQ $0x38, SI
 	JLT  done
 
 step:
@@ -5408,9 +5485,9 @@ source:
 folded:
 	VCVTPS2PH $0x00, Y0, X0
 	VMOVDQU   X0, (AX)
-	ADDQ      $0x00000010, AX
-	ADDQ      $0x00000010, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x10, AX
+	ADDQ      $0x10, BX
+	SUBQ      $0x08, SI
 	JGE       step
 
 done:
@@ -5451,7 +5528,7 @@ TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -5483,8 +5560,36 @@ sources:
 	VMULPS  Y8, Y6, Y6
 	CMPQ    R9, $0x02
 	JE      finish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMOVDQU (R10)(BX*1), Y8
+	VPSLLD  $0x10, Y8, Y7
+	VPAND   Y0, Y8, Y8
+	VMULPS  Y7, Y3, Y3
+	VMULPS  Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSLLD  $0x10, Y8, Y7
+	VPAND   Y0, Y8, Y8
+	VMULPS  Y7, Y5, Y5
+	VMULPS  Y8, Y6, Y6
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMOVDQU (R10)(BX*1), Y8
+	VPSLLD  $0x10, Y8, Y7
+	VPAND   Y0, Y8, Y8
+	VMULPS  Y7, Y3, Y3
+	VMULPS  Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSLLD  $0x10, Y8, Y7
+	VPAND   Y0, Y8, Y8
+	VMULPS  Y7, Y5, Y5
+	VMULPS  Y8, Y6, Y6
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
 	JMP     sources
 
 finish:
@@ -5514,13 +5619,13 @@ finish:
 	VMOVDQU  Y5, 32(AX)
 
 next:
-	ADDQ $0x00000040, AX
-	ADDQ $0x00000040, BX
-	SUBQ $0x00000020, SI
+	ADDQ $0x40, AX
+	ADDQ $0x40, BX
+	SUBQ $0x20, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000010, SI
+	ADDQ $0x10, SI
 	JLT  done
 
 step:
@@ -5555,9 +5660,9 @@ folded:
 	VPSRLD   $0x10, Y3, Y3
 	VPBLENDW $0xaa, Y4, Y3, Y3
 	VMOVDQU  Y3, (AX)
-	ADDQ     $0x00000020, AX
-	ADDQ     $0x00000020, BX
-	SUBQ     $0x00000010, SI
+	ADDQ     $0x20, AX
+	ADDQ     $0x20, BX
+	SUBQ     $0x10, SI
 	JGE      step
 
 done:
@@ -5574,7 +5679,7 @@ around:
 TEXT ·minOrderedAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
 	LEAQ         orderMin<>+0(SB), CX
-	ANDL         $0x08, AX
+	ANDL         $-8, AX
 	VPBROADCASTW (CX)(AX*1), Y0
 	VPBROADCASTW 2(CX)(AX*1), Y1
 	VPBROADCASTW 4(CX)(AX*1), Y2
@@ -5588,7 +5693,7 @@ TEXT ·minOrderedAVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000080, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -5616,154 +5721,138 @@ block:
 	VPAND   Y3, Y8, Y8
 	VPXOR   Y8, Y7, Y7
 	VPADDW  Y0, Y7, Y7
-	VMOVDQU 128(R10)(BX*1), Y8
-	VPSRAW  $0x0f, Y8, Y9
-	VPAND   Y3, Y9, Y9
-	VPXOR   Y9, Y8, Y8
-	VPADDW  Y0, Y8, Y8
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPSRAW  $0x0f, Y9, Y10
-	VPAND   Y3, Y10, Y10
-	VPXOR   Y10, Y9, Y9
-	VPADDW  Y0, Y9, Y9
-	VMOVDQU 192(R10)(BX*1), Y10
-	VPSRAW  $0x0f, Y10, Y11
-	VPAND   Y3, Y11, Y11
-	VPXOR   Y11, Y10, Y10
-	VPADDW  Y0, Y10, Y10
-	VMOVDQU 224(R10)(BX*1), Y11
-	VPSRAW  $0x0f, Y11, Y12
-	VPAND   Y3, Y12, Y12
-	VPXOR   Y12, Y11, Y11
-	VPADDW  Y0, Y11, Y11
 	CMPQ    R9, $0x01
 	JE      finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y5, Y5
-	VMOVDQU 64(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y6, Y6
-	VMOVDQU 96(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y7, Y7
-	VMOVDQU 128(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y8, Y8
-	VMOVDQU 160(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y9, Y9
-	VMOVDQU 192(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y10, Y10
-	VMOVDQU 224(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMINSW Y12, Y11, Y11
+	VMOVDQU (R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y7, Y7
 	CMPQ    R9, $0x02
 	JE      finish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMOVDQU (R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y7, Y7
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMOVDQU (R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMINSW Y8, Y7, Y7
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
 	JMP     sources
 
 finish:
-	VPCMPGTW  Y4, Y1, Y12
+	VPCMPGTW  Y4, Y1, Y8
 	VPSUBW    Y0, Y4, Y4
-	VPSRAW    $0x0f, Y4, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y4, Y4
-	VPBLENDVB Y12, Y2, Y4, Y4
-	VPCMPGTW  Y5, Y1, Y12
+	VPSRAW    $0x0f, Y4, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y4, Y4
+	VPBLENDVB Y8, Y2, Y4, Y4
+	VPCMPGTW  Y5, Y1, Y8
 	VPSUBW    Y0, Y5, Y5
-	VPSRAW    $0x0f, Y5, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y5, Y5
-	VPBLENDVB Y12, Y2, Y5, Y5
-	VPCMPGTW  Y6, Y1, Y12
+	VPSRAW    $0x0f, Y5, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y5, Y5
+	VPBLENDVB Y8, Y2, Y5, Y5
+	VPCMPGTW  Y6, Y1, Y8
 	VPSUBW    Y0, Y6, Y6
-	VPSRAW    $0x0f, Y6, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y6, Y6
-	VPBLENDVB Y12, Y2, Y6, Y6
-	VPCMPGTW  Y7, Y1, Y12
+	VPSRAW    $0x0f, Y6, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y6, Y6
+	VPBLENDVB Y8, Y2, Y6, Y6
+	VPCMPGTW  Y7, Y1, Y8
 	VPSUBW    Y0, Y7, Y7
-	VPSRAW    $0x0f, Y7, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y7, Y7
-	VPBLENDVB Y12, Y2, Y7, Y7
-	VPCMPGTW  Y8, Y1, Y12
-	VPSUBW    Y0, Y8, Y8
-	VPSRAW    $0x0f, Y8, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y8, Y8
-	VPBLENDVB Y12, Y2, Y8, Y8
-	VPCMPGTW  Y9, Y1, Y12
-	VPSUBW    Y0, Y9, Y9
-	VPSRAW    $0x0f, Y9, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y9, Y9
-	VPBLENDVB Y12, Y2, Y9, Y9
-	VPCMPGTW  Y10, Y1, Y12
-	VPSUBW    Y0, Y10, Y10
-	VPSRAW    $0x0f, Y10, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y10, Y10
-	VPBLENDVB Y12, Y2, Y10, Y10
-	VPCMPGTW  Y11, Y1, Y12
-	VPSUBW    Y0, Y11, Y11
-	VPSRAW    $0x0f, Y11, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y11, Y11
-	VPBLENDVB Y12, Y2, Y11, Y11
+	VPSRAW    $0x0f, Y7, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y7, Y7
+	VPBLENDVB Y8, Y2, Y7, Y7
 	TESTB     $0x01, DI
 	JNE       around
 	VMOVDQU   Y4, (AX)
 	VMOVDQU   Y5, 32(AX)
 	VMOVDQU   Y6, 64(AX)
 	VMOVDQU   Y7, 96(AX)
-	VMOVDQU   Y8, 128(AX)
-	VMOVDQU   Y9, 160(AX)
-	VMOVDQU   Y10, 192(AX)
-	VMOVDQU   Y11, 224(AX)
 
 next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
+	ADDQ $0x00000080, AX
+	ADDQ $0x00000080, BX
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000070, SI
+	ADDQ $0x30, SI
 	JLT  done
 
 step:
@@ -5797,9 +5886,9 @@ folded:
 	VPXOR     Y6, Y4, Y4
 	VPBLENDVB Y5, Y2, Y4, Y4
 	VMOVDQU   Y4, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x20, AX
+	ADDQ      $0x20, BX
+	SUBQ      $0x10, SI
 	JGE       step
 
 done:
@@ -5811,10 +5900,6 @@ around:
 	VMOVNTDQ Y5, 32(AX)
 	VMOVNTDQ Y6, 64(AX)
 	VMOVNTDQ Y7, 96(AX)
-	VMOVNTDQ Y8, 128(AX)
-	VMOVNTDQ Y9, 160(AX)
-	VMOVNTDQ Y10, 192(AX)
-	VMOVNTDQ Y11, 224(AX)
 	JMP      next
 
 // func maxOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -5822,7 +5907,7 @@ around:
 TEXT ·maxOrderedAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
 	LEAQ         orderMax<>+0(SB), CX
-	ANDL         $0x08, AX
+	ANDL         $-8, AX
 	VPBROADCASTW (CX)(AX*1), Y0
 	VPBROADCASTW 2(CX)(AX*1), Y1
 	VPBROADCASTW 4(CX)(AX*1), Y2
@@ -5836,7 +5921,7 @@ TEXT ·maxOrderedAVX2(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x01, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000080, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	PCALIGN      $0x40
 
@@ -5864,154 +5949,138 @@ block:
 	VPAND   Y3, Y8, Y8
 	VPXOR   Y8, Y7, Y7
 	VPADDW  Y0, Y7, Y7
-	VMOVDQU 128(R10)(BX*1), Y8
-	VPSRAW  $0x0f, Y8, Y9
-	VPAND   Y3, Y9, Y9
-	VPXOR   Y9, Y8, Y8
-	VPADDW  Y0, Y8, Y8
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPSRAW  $0x0f, Y9, Y10
-	VPAND   Y3, Y10, Y10
-	VPXOR   Y10, Y9, Y9
-	VPADDW  Y0, Y9, Y9
-	VMOVDQU 192(R10)(BX*1), Y10
-	VPSRAW  $0x0f, Y10, Y11
-	VPAND   Y3, Y11, Y11
-	VPXOR   Y11, Y10, Y10
-	VPADDW  Y0, Y10, Y10
-	VMOVDQU 224(R10)(BX*1), Y11
-	VPSRAW  $0x0f, Y11, Y12
-	VPAND   Y3, Y12, Y12
-	VPXOR   Y12, Y11, Y11
-	VPADDW  Y0, Y11, Y11
 	CMPQ    R9, $0x01
 	JE      finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R8), R10
-	VMOVDQU (R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y4, Y4
-	VMOVDQU 32(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y5, Y5
-	VMOVDQU 64(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y6, Y6
-	VMOVDQU 96(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y7, Y7
-	VMOVDQU 128(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y8, Y8
-	VMOVDQU 160(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y9, Y9
-	VMOVDQU 192(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y10, Y10
-	VMOVDQU 224(R10)(BX*1), Y12
-	VPSRAW  $0x0f, Y12, Y13
-	VPAND   Y3, Y13, Y13
-	VPXOR   Y13, Y12, Y12
-	VPADDW  Y0, Y12, Y12
-	VPMAXSW Y12, Y11, Y11
+	VMOVDQU (R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y7, Y7
 	CMPQ    R9, $0x02
 	JE      finish
-	ADDQ    $0x08, R8
-	SUBQ    $0x01, R9
+	PCALIGN $0x20
+	MOVQ    16(R8), R10
+	VMOVDQU (R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y7, Y7
+	CMPQ    R9, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R8), R10
+	VMOVDQU (R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y4, Y4
+	VMOVDQU 32(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y5, Y5
+	VMOVDQU 64(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y6, Y6
+	VMOVDQU 96(R10)(BX*1), Y8
+	VPSRAW  $0x0f, Y8, Y9
+	VPAND   Y3, Y9, Y9
+	VPXOR   Y9, Y8, Y8
+	VPADDW  Y0, Y8, Y8
+	VPMAXSW Y8, Y7, Y7
+	CMPQ    R9, $0x04
+	JE      finish
+	ADDQ    $0x18, R8
+	SUBQ    $0x03, R9
 	JMP     sources
 
 finish:
-	VPCMPGTW  Y1, Y4, Y12
+	VPCMPGTW  Y1, Y4, Y8
 	VPSUBW    Y0, Y4, Y4
-	VPSRAW    $0x0f, Y4, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y4, Y4
-	VPBLENDVB Y12, Y2, Y4, Y4
-	VPCMPGTW  Y1, Y5, Y12
+	VPSRAW    $0x0f, Y4, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y4, Y4
+	VPBLENDVB Y8, Y2, Y4, Y4
+	VPCMPGTW  Y1, Y5, Y8
 	VPSUBW    Y0, Y5, Y5
-	VPSRAW    $0x0f, Y5, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y5, Y5
-	VPBLENDVB Y12, Y2, Y5, Y5
-	VPCMPGTW  Y1, Y6, Y12
+	VPSRAW    $0x0f, Y5, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y5, Y5
+	VPBLENDVB Y8, Y2, Y5, Y5
+	VPCMPGTW  Y1, Y6, Y8
 	VPSUBW    Y0, Y6, Y6
-	VPSRAW    $0x0f, Y6, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y6, Y6
-	VPBLENDVB Y12, Y2, Y6, Y6
-	VPCMPGTW  Y1, Y7, Y12
+	VPSRAW    $0x0f, Y6, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y6, Y6
+	VPBLENDVB Y8, Y2, Y6, Y6
+	VPCMPGTW  Y1, Y7, Y8
 	VPSUBW    Y0, Y7, Y7
-	VPSRAW    $0x0f, Y7, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y7, Y7
-	VPBLENDVB Y12, Y2, Y7, Y7
-	VPCMPGTW  Y1, Y8, Y12
-	VPSUBW    Y0, Y8, Y8
-	VPSRAW    $0x0f, Y8, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y8, Y8
-	VPBLENDVB Y12, Y2, Y8, Y8
-	VPCMPGTW  Y1, Y9, Y12
-	VPSUBW    Y0, Y9, Y9
-	VPSRAW    $0x0f, Y9, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y9, Y9
-	VPBLENDVB Y12, Y2, Y9, Y9
-	VPCMPGTW  Y1, Y10, Y12
-	VPSUBW    Y0, Y10, Y10
-	VPSRAW    $0x0f, Y10, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y10, Y10
-	VPBLENDVB Y12, Y2, Y10, Y10
-	VPCMPGTW  Y1, Y11, Y12
-	VPSUBW    Y0, Y11, Y11
-	VPSRAW    $0x0f, Y11, Y13
-	VPAND     Y3, Y13, Y13
-	VPXOR     Y13, Y11, Y11
-	VPBLENDVB Y12, Y2, Y11, Y11
+	VPSRAW    $0x0f, Y7, Y9
+	VPAND     Y3, Y9, Y9
+	VPXOR     Y9, Y7, Y7
+	VPBLENDVB Y8, Y2, Y7, Y7
 	TESTB     $0x01, DI
 	JNE       around
 	VMOVDQU   Y4, (AX)
 	VMOVDQU   Y5, 32(AX)
 	VMOVDQU   Y6, 64(AX)
 	VMOVDQU   Y7, 96(AX)
-	VMOVDQU   Y8, 128(AX)
-	VMOVDQU   Y9, 160(AX)
-	VMOVDQU   Y10, 192(AX)
-	VMOVDQU   Y11, 224(AX)
 
 next:
-	ADDQ $0x00000100, AX
-	ADDQ $0x00000100, BX
-	SUBQ $0x00000080, SI
+	ADDQ $0x00000080, AX
+	ADDQ $0x00000080, BX
+	SUBQ $0x40, SI
 	JGE  block
 
 rest:
-	ADDQ $0x00000070, SI
+	ADDQ $0x30, SI
 	JLT  done
 
 step:
@@ -6045,9 +6114,9 @@ folded:
 	VPXOR     Y6, Y4, Y4
 	VPBLENDVB Y5, Y2, Y4, Y4
 	VMOVDQU   Y4, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x20, AX
+	ADDQ      $0x20, BX
+	SUBQ      $0x10, SI
 	JGE       step
 
 done:
@@ -6059,10 +6128,6 @@ around:
 	VMOVNTDQ Y5, 32(AX)
 	VMOVNTDQ Y6, 64(AX)
 	VMOVNTDQ Y7, 96(AX)
-	VMOVNTDQ Y8, 128(AX)
-	VMOVNTDQ Y9, 160(AX)
-	VMOVNTDQ Y10, 192(AX)
-	VMOVNTDQ Y11, 224(AX)
 	JMP      next
 
 // func widenF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
@@ -6071,7 +6136,7 @@ TEXT ·widenF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
-	SUBQ $0x00000020, DX
+	SUBQ $0x20, DX
 	JLT  rest
 
 block:
@@ -6083,22 +6148,22 @@ block:
 	VMOVDQU   Y0, 64(AX)
 	VCVTPH2PS 48(CX), Y0
 	VMOVDQU   Y0, 96(AX)
-	ADDQ      $0x00000040, CX
+	ADDQ      $0x40, CX
 	ADDQ      $0x00000080, AX
-	SUBQ      $0x00000020, DX
+	SUBQ      $0x20, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000020, DX
+	ADDQ $0x20, DX
 
 steps:
-	CMPQ      DX, $0x00000008
+	CMPQ      DX, $0x08
 	JLT       done
 	VCVTPH2PS (CX), Y0
 	VMOVDQU   Y0, (AX)
-	ADDQ      $0x00000010, CX
-	ADDQ      $0x00000020, AX
-	SUBQ      $0x00000008, DX
+	ADDQ      $0x10, CX
+	ADDQ      $0x20, AX
+	SUBQ      $0x08, DX
 	JMP       steps
 
 done:
@@ -6111,7 +6176,7 @@ TEXT ·narrowF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
-	SUBQ $0x00000020, DX
+	SUBQ $0x20, DX
 	JLT  rest
 
 block:
@@ -6127,23 +6192,23 @@ block:
 	VMOVDQU   96(CX), Y0
 	VCVTPS2PH $0x00, Y0, X0
 	VMOVDQU   X0, 48(AX)
-	ADDQ      $0x00000040, AX
+	ADDQ      $0x40, AX
 	ADDQ      $0x00000080, CX
-	SUBQ      $0x00000020, DX
+	SUBQ      $0x20, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000020, DX
+	ADDQ $0x20, DX
 
 steps:
-	CMPQ      DX, $0x00000008
+	CMPQ      DX, $0x08
 	JLT       done
 	VMOVDQU   (CX), Y0
 	VCVTPS2PH $0x00, Y0, X0
 	VMOVDQU   X0, (AX)
-	ADDQ      $0x00000010, AX
-	ADDQ      $0x00000020, CX
-	SUBQ      $0x00000008, DX
+	ADDQ      $0x10, AX
+	ADDQ      $0x20, CX
+	SUBQ      $0x08, DX
 	JMP       steps
 
 done:
@@ -6159,7 +6224,7 @@ TEXT ·widenBF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-	SUBQ         $0x00000020, DX
+	SUBQ         $0x20, DX
 	JLT          rest
 
 block:
@@ -6175,23 +6240,23 @@ block:
 	VPMOVZXWD 48(CX), Y0
 	VPSLLD    $0x10, Y0, Y0
 	VMOVDQU   Y0, 96(AX)
-	ADDQ      $0x00000040, CX
+	ADDQ      $0x40, CX
 	ADDQ      $0x00000080, AX
-	SUBQ      $0x00000020, DX
+	SUBQ      $0x20, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000020, DX
+	ADDQ $0x20, DX
 
 steps:
-	CMPQ      DX, $0x00000008
+	CMPQ      DX, $0x08
 	JLT       done
 	VPMOVZXWD (CX), Y0
 	VPSLLD    $0x10, Y0, Y0
 	VMOVDQU   Y0, (AX)
-	ADDQ      $0x00000010, CX
-	ADDQ      $0x00000020, AX
-	SUBQ      $0x00000008, DX
+	ADDQ      $0x10, CX
+	ADDQ      $0x20, AX
+	SUBQ      $0x08, DX
 	JMP       steps
 
 done:
@@ -6207,7 +6272,7 @@ TEXT ·narrowBF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-	SUBQ         $0x00000020, DX
+	SUBQ         $0x20, DX
 	JLT          rest
 
 block:
@@ -6263,16 +6328,16 @@ block:
 	VEXTRACTI128 $0x01, Y3, X4
 	VPACKUSDW    X4, X3, X4
 	VMOVDQU      X4, 48(AX)
-	ADDQ         $0x00000040, AX
+	ADDQ         $0x40, AX
 	ADDQ         $0x00000080, CX
-	SUBQ         $0x00000020, DX
+	SUBQ         $0x20, DX
 	JGE          block
 
 rest:
-	ADDQ $0x00000020, DX
+	ADDQ $0x20, DX
 
 steps:
-	CMPQ         DX, $0x00000008
+	CMPQ         DX, $0x08
 	JLT          done
 	VMOVDQU      (CX), Y3
 	VPSRLD       $0x10, Y3, Y4
@@ -6287,9 +6352,9 @@ steps:
 	VEXTRACTI128 $0x01, Y3, X4
 	VPACKUSDW    X4, X3, X4
 	VMOVDQU      X4, (AX)
-	ADDQ         $0x00000010, AX
-	ADDQ         $0x00000020, CX
-	SUBQ         $0x00000008, DX
+	ADDQ         $0x10, AX
+	ADDQ         $0x20, CX
+	SUBQ         $0x08, DX
 	JMP          steps
 
 done:
@@ -6320,7 +6385,7 @@ TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
-	SUBQ         $0x00000008, SI
+	SUBQ         $0x08, SI
 	JLT          done
 
 step:
@@ -6377,9 +6442,9 @@ folded:
 	VPOR         X12, X11, X11
 	VPACKUSWB    X11, X11, X10
 	VMOVQ        X10, (AX)
-	ADDQ         $0x00000008, AX
-	ADDQ         $0x00000008, BX
-	SUBQ         $0x00000008, SI
+	ADDQ         $0x08, AX
+	ADDQ         $0x08, BX
+	SUBQ         $0x08, SI
 	JGE          step
 
 done:
@@ -6404,7 +6469,7 @@ TEXT ·widenE4M3AVX2(SB), NOSPLIT, $0-24
 	MOVQ         n+16(FP), DX
 
 steps:
-	CMPQ      DX, $0x00000008
+	CMPQ      DX, $0x08
 	JLT       done
 	VMOVQ     (CX), X5
 	VPMOVSXBW X5, X5
@@ -6417,9 +6482,9 @@ steps:
 	VPAND     Y3, Y6, Y6
 	VPOR      Y6, Y5, Y5
 	VMOVDQU   Y5, (AX)
-	ADDQ      $0x00000008, CX
-	ADDQ      $0x00000020, AX
-	SUBQ      $0x00000008, DX
+	ADDQ      $0x08, CX
+	ADDQ      $0x20, AX
+	SUBQ      $0x08, DX
 	JMP       steps
 
 done:
@@ -6444,7 +6509,7 @@ TEXT ·narrowE4M3AVX2(SB), NOSPLIT, $0-24
 	MOVQ         n+16(FP), DX
 
 steps:
-	CMPQ         DX, $0x00000008
+	CMPQ         DX, $0x08
 	JLT          done
 	VMOVDQU      (CX), Y5
 	VMULPS       Y0, Y5, Y5
@@ -6467,9 +6532,9 @@ steps:
 	VPOR         X7, X6, X6
 	VPACKUSWB    X6, X6, X5
 	VMOVQ        X5, (AX)
-	ADDQ         $0x00000008, AX
-	ADDQ         $0x00000020, CX
-	SUBQ         $0x00000008, DX
+	ADDQ         $0x08, AX
+	ADDQ         $0x20, CX
+	SUBQ         $0x08, DX
 	JMP          steps
 
 done:
@@ -6495,7 +6560,7 @@ TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
-	SUBQ         $0x00000008, SI
+	SUBQ         $0x08, SI
 	JLT          done
 
 step:
@@ -6539,9 +6604,9 @@ folded:
 	VPOR         X6, X5, X5
 	VPACKUSWB    X5, X5, X4
 	VMOVQ        X4, (AX)
-	ADDQ         $0x00000008, AX
-	ADDQ         $0x00000008, BX
-	SUBQ         $0x00000008, SI
+	ADDQ         $0x08, AX
+	ADDQ         $0x08, BX
+	SUBQ         $0x08, SI
 	JGE          step
 
 done:
@@ -6561,16 +6626,16 @@ TEXT ·widenE5M2AVX2(SB), NOSPLIT, $0-24
 	MOVQ         n+16(FP), DX
 
 steps:
-	CMPQ      DX, $0x00000008
+	CMPQ      DX, $0x08
 	JLT       done
 	VMOVQ     (CX), X0
 	VPMOVZXBW X0, X0
 	VPSLLW    $0x08, X0, X0
 	VCVTPH2PS X0, Y0
 	VMOVDQU   Y0, (AX)
-	ADDQ      $0x00000008, CX
-	ADDQ      $0x00000020, AX
-	SUBQ      $0x00000008, DX
+	ADDQ      $0x08, CX
+	ADDQ      $0x20, AX
+	SUBQ      $0x08, DX
 	JMP       steps
 
 done:
@@ -6590,7 +6655,7 @@ TEXT ·narrowE5M2AVX2(SB), NOSPLIT, $0-24
 	MOVQ         n+16(FP), DX
 
 steps:
-	CMPQ         DX, $0x00000008
+	CMPQ         DX, $0x08
 	JLT          done
 	VMOVDQU      (CX), Y4
 	VCVTPS2PH    $0x03, Y4, X6
@@ -6612,9 +6677,9 @@ steps:
 	VPOR         X6, X5, X5
 	VPACKUSWB    X5, X5, X4
 	VMOVQ        X4, (AX)
-	ADDQ         $0x00000008, AX
-	ADDQ         $0x00000020, CX
-	SUBQ         $0x00000008, DX
+	ADDQ         $0x08, AX
+	ADDQ         $0x20, CX
+	SUBQ         $0x08, DX
 	JMP          steps
 
 done:
@@ -6703,40 +6768,8 @@ sources:
 	VPANDD  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPANDD  (R12)(BX*1), Z0, Z0
-	VPANDD  64(R12)(BX*1), Z1, Z1
-	VPANDD  128(R12)(BX*1), Z2, Z2
-	VPANDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPANDD  (R12)(BX*1), Z0, Z0
-	VPANDD  64(R12)(BX*1), Z1, Z1
-	VPANDD  128(R12)(BX*1), Z2, Z2
-	VPANDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPANDD  (R12)(BX*1), Z0, Z0
-	VPANDD  64(R12)(BX*1), Z1, Z1
-	VPANDD  128(R12)(BX*1), Z2, Z2
-	VPANDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPANDD  (R12)(BX*1), Z0, Z0
-	VPANDD  64(R12)(BX*1), Z1, Z1
-	VPANDD  128(R12)(BX*1), Z2, Z2
-	VPANDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
@@ -6763,9 +6796,9 @@ source:
 
 folded:
 	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, BX
+	SUBQ     $0x40, SI
 	JGT      step
 
 done:
@@ -6863,40 +6896,8 @@ sources:
 	VPORD   192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPORD   (R12)(BX*1), Z0, Z0
-	VPORD   64(R12)(BX*1), Z1, Z1
-	VPORD   128(R12)(BX*1), Z2, Z2
-	VPORD   192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPORD   (R12)(BX*1), Z0, Z0
-	VPORD   64(R12)(BX*1), Z1, Z1
-	VPORD   128(R12)(BX*1), Z2, Z2
-	VPORD   192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPORD   (R12)(BX*1), Z0, Z0
-	VPORD   64(R12)(BX*1), Z1, Z1
-	VPORD   128(R12)(BX*1), Z2, Z2
-	VPORD   192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPORD   (R12)(BX*1), Z0, Z0
-	VPORD   64(R12)(BX*1), Z1, Z1
-	VPORD   128(R12)(BX*1), Z2, Z2
-	VPORD   192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
@@ -6929,9 +6930,9 @@ folded:
 
 finished:
 	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, BX
+	SUBQ     $0x40, SI
 	JGT      step
 
 done:
@@ -7038,40 +7039,8 @@ sources:
 	VPXORD  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPXORD  (R12)(BX*1), Z0, Z0
-	VPXORD  64(R12)(BX*1), Z1, Z1
-	VPXORD  128(R12)(BX*1), Z2, Z2
-	VPXORD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPXORD  (R12)(BX*1), Z0, Z0
-	VPXORD  64(R12)(BX*1), Z1, Z1
-	VPXORD  128(R12)(BX*1), Z2, Z2
-	VPXORD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPXORD  (R12)(BX*1), Z0, Z0
-	VPXORD  64(R12)(BX*1), Z1, Z1
-	VPXORD  128(R12)(BX*1), Z2, Z2
-	VPXORD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPXORD  (R12)(BX*1), Z0, Z0
-	VPXORD  64(R12)(BX*1), Z1, Z1
-	VPXORD  128(R12)(BX*1), Z2, Z2
-	VPXORD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
@@ -7098,9 +7067,9 @@ source:
 
 folded:
 	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, BX
+	SUBQ     $0x40, SI
 	JGT      step
 
 done:
@@ -7267,9 +7236,9 @@ source:
 
 folded:
 	VMOVDQU8 Z1, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, BX
+	SUBQ     $0x40, SI
 	JGT      step
 
 done:
@@ -7365,40 +7334,8 @@ sources:
 	VPADDB  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPADDB  (R12)(BX*1), Z0, Z0
-	VPADDB  64(R12)(BX*1), Z1, Z1
-	VPADDB  128(R12)(BX*1), Z2, Z2
-	VPADDB  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPADDB  (R12)(BX*1), Z0, Z0
-	VPADDB  64(R12)(BX*1), Z1, Z1
-	VPADDB  128(R12)(BX*1), Z2, Z2
-	VPADDB  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPADDB  (R12)(BX*1), Z0, Z0
-	VPADDB  64(R12)(BX*1), Z1, Z1
-	VPADDB  128(R12)(BX*1), Z2, Z2
-	VPADDB  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPADDB  (R12)(BX*1), Z0, Z0
-	VPADDB  64(R12)(BX*1), Z1, Z1
-	VPADDB  128(R12)(BX*1), Z2, Z2
-	VPADDB  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
@@ -7425,9 +7362,9 @@ source:
 
 folded:
 	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, BX
+	SUBQ     $0x40, SI
 	JGT      step
 
 done:
@@ -7636,9 +7573,9 @@ source:
 
 folded:
 	VMOVDQU8 Z1, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, BX
+	SUBQ     $0x40, SI
 	JGT      step
 
 done:
@@ -7652,317 +7589,156 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func minI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// func order8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·minI8AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
+TEXT ·order8AVX512(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip1<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	ADDQ         DI, AX
+	SUBQ         $0x00000100, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (CX), DX
+	MOVQ         8(CX), BX
+	PCALIGN      $0x40
 
 pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMINSB   (R9)(BX*1), Z0, Z0
-	VPMINSB   64(R9)(BX*1), Z1, Z1
-	VPMINSB   128(R9)(BX*1), Z2, Z2
-	VPMINSB   192(R9)(BX*1), Z3, Z3
+	VPXORD  (DX)(DI*1), Z0, Z1
+	VPXORD  64(DX)(DI*1), Z0, Z2
+	VPXORD  128(DX)(DI*1), Z0, Z3
+	VPXORD  192(DX)(DI*1), Z0, Z4
+	VPXORD  (BX)(DI*1), Z0, Z5
+	VPMINUB Z5, Z1, Z1
+	VPXORD  64(BX)(DI*1), Z0, Z5
+	VPMINUB Z5, Z2, Z2
+	VPXORD  128(BX)(DI*1), Z0, Z5
+	VPMINUB Z5, Z3, Z3
+	VPXORD  192(BX)(DI*1), Z0, Z5
+	VPMINUB Z5, Z4, Z4
 
 finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINSB (R12)(BX*1), Z0, Z0
-	VPMINSB 64(R12)(BX*1), Z1, Z1
-	VPMINSB 128(R12)(BX*1), Z2, Z2
-	VPMINSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000100, SI
-	JLE  done
-
-step:
-	MOVQ       $-1, DI
-	BZHIQ      SI, DI, DI
-	KMOVQ      DI, K1
-	MOVQ       (CX), R8
-	VMOVDQU8.Z (R8)(BX*1), K1, Z0
-	MOVL       $0x00000001, DI
-	CMPQ       DX, DI
-	JE         folded
-
-source:
-	MOVQ       (CX)(DI*8), R8
-	VMOVDQU8.Z (R8)(BX*1), K1, Z1
-	VPMINSB    Z1, Z0, Z0
-	INCQ       DI
-	CMPQ       DI, DX
-	JLT        source
-
-folded:
-	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
-	JGT      step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func minU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·minU8AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMINUB   (R9)(BX*1), Z0, Z0
-	VPMINUB   64(R9)(BX*1), Z1, Z1
-	VPMINUB   128(R9)(BX*1), Z2, Z2
-	VPMINUB   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB $0x05, DI
+	TESTB $0x04, R9
 	JNE   special
 
-save:
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
+pack:
+	VPXORD    Z0, Z1, Z1
+	VPXORD    Z0, Z2, Z2
+	VPXORD    Z0, Z3, Z3
+	VPXORD    Z0, Z4, Z4
+	TESTB     $0x01, R9
+	JNE       around
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000100, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
+	MOVQ   CX, R10
+	MOVQ   SI, R11
+	MOVQ   (R10), R12
+	VPXORD (R12)(DI*1), Z0, Z1
+	VPXORD 64(R12)(DI*1), Z0, Z2
+	VPXORD 128(R12)(DI*1), Z0, Z3
+	VPXORD 192(R12)(DI*1), Z0, Z4
+	CMPQ   R11, $0x01
+	JE     finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z4, Z4
 	CMPQ    R11, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z4, Z4
 	CMPQ    R11, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUB Z5, Z4, Z4
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINUB (R12)(BX*1), Z0, Z0
-	VPMINUB 64(R12)(BX*1), Z1, Z1
-	VPMINUB 128(R12)(BX*1), Z2, Z2
-	VPMINUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000100, SI
+	ADDQ $0x00000100, R8
 	JLE  done
 
 step:
-	MOVQ       $-1, R8
-	BZHIQ      SI, R8, R8
-	KMOVQ      R8, K1
-	MOVQ       (CX), R9
-	VMOVDQU8.Z (R9)(BX*1), K1, Z0
-	MOVL       $0x00000001, R8
-	CMPQ       DX, R8
+	MOVQ       $-1, DX
+	BZHIQ      R8, DX, DX
+	KMOVQ      DX, K1
+	MOVQ       (CX), BX
+	VMOVDQU8.Z (BX)(DI*1), K1, Z1
+	VPXORD     Z1, Z0, Z1
+	MOVL       $0x00000001, DX
+	CMPQ       SI, DX
 	JE         folded
 
 source:
-	MOVQ       (CX)(R8*8), R9
-	VMOVDQU8.Z (R9)(BX*1), K1, Z1
-	VPMINUB    Z1, Z0, Z0
-	INCQ       R8
-	CMPQ       R8, DX
+	MOVQ       (CX)(DX*8), BX
+	VMOVDQU8.Z (BX)(DI*1), K1, Z2
+	VPXORD     Z2, Z0, Z2
+	VPMINUB    Z2, Z1, Z1
+	INCQ       DX
+	CMPQ       DX, SI
 	JLT        source
 
 folded:
-	TESTB        $0x04, DI
+	TESTB        $0x04, R9
 	JE           finished
-	VPBROADCASTD c01010101<>+0(SB), Z1
-	VPMINUB      Z1, Z0, Z0
+	VPBROADCASTD c01010101<>+0(SB), Z2
+	VPMINUB      Z2, Z1, Z1
 
 finished:
-	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
+	VPXORD   Z0, Z1, Z1
+	VMOVDQU8 Z1, K1, (AX)
+	ADDQ     $0x40, AX
+	ADDQ     $0x40, DI
+	SUBQ     $0x40, R8
 	JGT      step
 
 done:
@@ -7970,337 +7746,18 @@ done:
 	RET
 
 special:
-	TESTB        $0x04, DI
-	JE           around
-	VPBROADCASTD c01010101<>+0(SB), Z4
-	VPMINUB      Z4, Z0, Z0
-	VPMINUB      Z4, Z1, Z1
-	VPMINUB      Z4, Z2, Z2
-	VPMINUB      Z4, Z3, Z3
-	TESTB        $0x01, DI
-	JE           save
+	VPBROADCASTD c01010101<>+0(SB), Z5
+	VPMINUB      Z5, Z1, Z1
+	VPMINUB      Z5, Z2, Z2
+	VPMINUB      Z5, Z3, Z3
+	VPMINUB      Z5, Z4, Z4
+	JMP          pack
 
 around:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func maxI8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·maxI8AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMAXSB   (R9)(BX*1), Z0, Z0
-	VPMAXSB   64(R9)(BX*1), Z1, Z1
-	VPMAXSB   128(R9)(BX*1), Z2, Z2
-	VPMAXSB   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXSB (R12)(BX*1), Z0, Z0
-	VPMAXSB 64(R12)(BX*1), Z1, Z1
-	VPMAXSB 128(R12)(BX*1), Z2, Z2
-	VPMAXSB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000100, SI
-	JLE  done
-
-step:
-	MOVQ       $-1, DI
-	BZHIQ      SI, DI, DI
-	KMOVQ      DI, K1
-	MOVQ       (CX), R8
-	VMOVDQU8.Z (R8)(BX*1), K1, Z0
-	MOVL       $0x00000001, DI
-	CMPQ       DX, DI
-	JE         folded
-
-source:
-	MOVQ       (CX)(DI*8), R8
-	VMOVDQU8.Z (R8)(BX*1), K1, Z1
-	VPMAXSB    Z1, Z0, Z0
-	INCQ       DI
-	CMPQ       DI, DX
-	JLT        source
-
-folded:
-	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
-	JGT      step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func maxU8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·maxU8AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	ADDQ    BX, AX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMAXUB   (R9)(BX*1), Z0, Z0
-	VPMAXUB   64(R9)(BX*1), Z1, Z1
-	VPMAXUB   128(R9)(BX*1), Z2, Z2
-	VPMAXUB   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXUB (R12)(BX*1), Z0, Z0
-	VPMAXUB 64(R12)(BX*1), Z1, Z1
-	VPMAXUB 128(R12)(BX*1), Z2, Z2
-	VPMAXUB 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000100, SI
-	JLE  done
-
-step:
-	MOVQ       $-1, DI
-	BZHIQ      SI, DI, DI
-	KMOVQ      DI, K1
-	MOVQ       (CX), R8
-	VMOVDQU8.Z (R8)(BX*1), K1, Z0
-	MOVL       $0x00000001, DI
-	CMPQ       DX, DI
-	JE         folded
-
-source:
-	MOVQ       (CX)(DI*8), R8
-	VMOVDQU8.Z (R8)(BX*1), K1, Z1
-	VPMAXUB    Z1, Z0, Z0
-	INCQ       DI
-	CMPQ       DI, DX
-	JLT        source
-
-folded:
-	VMOVDQU8 Z0, K1, (AX)
-	ADDQ     $0x00000040, AX
-	ADDQ     $0x00000040, BX
-	SUBQ     $0x00000040, SI
-	JGT      step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
 // func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -8386,40 +7843,8 @@ sources:
 	VPADDW  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPADDW  (R12)(BX*1), Z0, Z0
-	VPADDW  64(R12)(BX*1), Z1, Z1
-	VPADDW  128(R12)(BX*1), Z2, Z2
-	VPADDW  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPADDW  (R12)(BX*1), Z0, Z0
-	VPADDW  64(R12)(BX*1), Z1, Z1
-	VPADDW  128(R12)(BX*1), Z2, Z2
-	VPADDW  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPADDW  (R12)(BX*1), Z0, Z0
-	VPADDW  64(R12)(BX*1), Z1, Z1
-	VPADDW  128(R12)(BX*1), Z2, Z2
-	VPADDW  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPADDW  (R12)(BX*1), Z0, Z0
-	VPADDW  64(R12)(BX*1), Z1, Z1
-	VPADDW  128(R12)(BX*1), Z2, Z2
-	VPADDW  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
@@ -8446,9 +7871,9 @@ source:
 
 folded:
 	VMOVDQU16 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x20, SI
 	JGT       step
 
 done:
@@ -8545,40 +7970,8 @@ sources:
 	VPMULLW 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMULLW (R12)(BX*1), Z0, Z0
-	VPMULLW 64(R12)(BX*1), Z1, Z1
-	VPMULLW 128(R12)(BX*1), Z2, Z2
-	VPMULLW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMULLW (R12)(BX*1), Z0, Z0
-	VPMULLW 64(R12)(BX*1), Z1, Z1
-	VPMULLW 128(R12)(BX*1), Z2, Z2
-	VPMULLW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMULLW (R12)(BX*1), Z0, Z0
-	VPMULLW 64(R12)(BX*1), Z1, Z1
-	VPMULLW 128(R12)(BX*1), Z2, Z2
-	VPMULLW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMULLW (R12)(BX*1), Z0, Z0
-	VPMULLW 64(R12)(BX*1), Z1, Z1
-	VPMULLW 128(R12)(BX*1), Z2, Z2
-	VPMULLW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
@@ -8605,9 +7998,9 @@ source:
 
 folded:
 	VMOVDQU16 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x20, SI
 	JGT       step
 
 done:
@@ -8621,640 +8014,158 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func minI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// func order16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·minI16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
+TEXT ·order16AVX512(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip2<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x01, DI
+	ADDQ         DI, AX
+	SUBQ         $0x00000080, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (CX), DX
+	MOVQ         8(CX), BX
+	PCALIGN      $0x40
 
 pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMINSW   (R9)(BX*1), Z0, Z0
-	VPMINSW   64(R9)(BX*1), Z1, Z1
-	VPMINSW   128(R9)(BX*1), Z2, Z2
-	VPMINSW   192(R9)(BX*1), Z3, Z3
+	VPXORD  (DX)(DI*1), Z0, Z1
+	VPXORD  64(DX)(DI*1), Z0, Z2
+	VPXORD  128(DX)(DI*1), Z0, Z3
+	VPXORD  192(DX)(DI*1), Z0, Z4
+	VPXORD  (BX)(DI*1), Z0, Z5
+	VPMINUW Z5, Z1, Z1
+	VPXORD  64(BX)(DI*1), Z0, Z5
+	VPMINUW Z5, Z2, Z2
+	VPXORD  128(BX)(DI*1), Z0, Z5
+	VPMINUW Z5, Z3, Z3
+	VPXORD  192(BX)(DI*1), Z0, Z5
+	VPMINUW Z5, Z4, Z4
 
 finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
+	VPXORD    Z0, Z1, Z1
+	VPXORD    Z0, Z2, Z2
+	VPXORD    Z0, Z3, Z3
+	VPXORD    Z0, Z4, Z4
+	TESTB     $0x01, R9
+	JNE       around
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
 
 next:
 	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x00000080, R8
 	JLT     rest
-	CMPQ    DX, $0x02
+	CMPQ    SI, $0x02
 	JE      pair
 	PCALIGN $0x40
 
 block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
+	MOVQ   CX, R10
+	MOVQ   SI, R11
+	MOVQ   (R10), R12
+	VPXORD (R12)(DI*1), Z0, Z1
+	VPXORD 64(R12)(DI*1), Z0, Z2
+	VPXORD 128(R12)(DI*1), Z0, Z3
+	VPXORD 192(R12)(DI*1), Z0, Z4
+	CMPQ   R11, $0x01
+	JE     finish
 
 sources:
 	PCALIGN $0x20
 	MOVQ    8(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z4, Z4
 	CMPQ    R11, $0x02
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    16(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z4, Z4
 	CMPQ    R11, $0x03
 	JE      finish
 	PCALIGN $0x20
 	MOVQ    24(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUW Z5, Z4, Z4
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINSW (R12)(BX*1), Z0, Z0
-	VPMINSW 64(R12)(BX*1), Z1, Z1
-	VPMINSW 128(R12)(BX*1), Z2, Z2
-	VPMINSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000080, SI
+	ADDQ $0x00000080, R8
 	JLE  done
 
 step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
+	MOVQ        $-1, DX
+	BZHIQ       R8, DX, DX
+	KMOVQ       DX, K1
+	MOVQ        (CX), BX
+	VMOVDQU16.Z (BX)(DI*1), K1, Z1
+	VPXORD      Z1, Z0, Z1
+	MOVL        $0x00000001, DX
+	CMPQ        SI, DX
 	JE          folded
 
 source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z1
-	VPMINSW     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
+	MOVQ        (CX)(DX*8), BX
+	VMOVDQU16.Z (BX)(DI*1), K1, Z2
+	VPXORD      Z2, Z0, Z2
+	VPMINUW     Z2, Z1, Z1
+	INCQ        DX
+	CMPQ        DX, SI
 	JLT         source
 
 folded:
-	VMOVDQU16 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
+	VPXORD    Z0, Z1, Z1
+	VMOVDQU16 Z1, K1, (AX)
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, DI
+	SUBQ      $0x20, R8
 	JGT       step
 
 done:
 	VZEROUPPER
 	RET
 
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func minU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·minU16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMINUW   (R9)(BX*1), Z0, Z0
-	VPMINUW   64(R9)(BX*1), Z1, Z1
-	VPMINUW   128(R9)(BX*1), Z2, Z2
-	VPMINUW   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINUW (R12)(BX*1), Z0, Z0
-	VPMINUW 64(R12)(BX*1), Z1, Z1
-	VPMINUW 128(R12)(BX*1), Z2, Z2
-	VPMINUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000080, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z1
-	VPMINUW     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU16 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func maxI16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·maxI16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMAXSW   (R9)(BX*1), Z0, Z0
-	VPMAXSW   64(R9)(BX*1), Z1, Z1
-	VPMAXSW   128(R9)(BX*1), Z2, Z2
-	VPMAXSW   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXSW (R12)(BX*1), Z0, Z0
-	VPMAXSW 64(R12)(BX*1), Z1, Z1
-	VPMAXSW 128(R12)(BX*1), Z2, Z2
-	VPMAXSW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000080, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z1
-	VPMAXSW     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU16 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func maxU16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·maxU16AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x01, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMAXUW   (R9)(BX*1), Z0, Z0
-	VPMAXUW   64(R9)(BX*1), Z1, Z1
-	VPMAXUW   128(R9)(BX*1), Z2, Z2
-	VPMAXUW   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXUW (R12)(BX*1), Z0, Z0
-	VPMAXUW 64(R12)(BX*1), Z1, Z1
-	VPMAXUW 128(R12)(BX*1), Z2, Z2
-	VPMAXUW 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000080, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU16.Z (R8)(BX*1), K1, Z1
-	VPMAXUW     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU16 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
 // func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -9269,7 +8180,7 @@ TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -9298,7 +8209,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -9340,44 +8251,12 @@ sources:
 	VPADDD  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPADDD  (R12)(BX*1), Z0, Z0
-	VPADDD  64(R12)(BX*1), Z1, Z1
-	VPADDD  128(R12)(BX*1), Z2, Z2
-	VPADDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPADDD  (R12)(BX*1), Z0, Z0
-	VPADDD  64(R12)(BX*1), Z1, Z1
-	VPADDD  128(R12)(BX*1), Z2, Z2
-	VPADDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPADDD  (R12)(BX*1), Z0, Z0
-	VPADDD  64(R12)(BX*1), Z1, Z1
-	VPADDD  128(R12)(BX*1), Z2, Z2
-	VPADDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPADDD  (R12)(BX*1), Z0, Z0
-	VPADDD  64(R12)(BX*1), Z1, Z1
-	VPADDD  128(R12)(BX*1), Z2, Z2
-	VPADDD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -9400,9 +8279,9 @@ source:
 
 folded:
 	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -9428,7 +8307,7 @@ TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -9457,7 +8336,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -9499,44 +8378,12 @@ sources:
 	VPMULLD 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMULLD (R12)(BX*1), Z0, Z0
-	VPMULLD 64(R12)(BX*1), Z1, Z1
-	VPMULLD 128(R12)(BX*1), Z2, Z2
-	VPMULLD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMULLD (R12)(BX*1), Z0, Z0
-	VPMULLD 64(R12)(BX*1), Z1, Z1
-	VPMULLD 128(R12)(BX*1), Z2, Z2
-	VPMULLD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMULLD (R12)(BX*1), Z0, Z0
-	VPMULLD 64(R12)(BX*1), Z1, Z1
-	VPMULLD 128(R12)(BX*1), Z2, Z2
-	VPMULLD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMULLD (R12)(BX*1), Z0, Z0
-	VPMULLD 64(R12)(BX*1), Z1, Z1
-	VPMULLD 128(R12)(BX*1), Z2, Z2
-	VPMULLD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -9559,9 +8406,9 @@ source:
 
 folded:
 	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -9573,6 +8420,160 @@ special:
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
 	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
+// func order32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·order32AVX512(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip4<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x02, DI
+	ADDQ         DI, AX
+	SUBQ         $0x40, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (CX), DX
+	MOVQ         8(CX), BX
+	PCALIGN      $0x40
+
+pair:
+	VPXORD  (DX)(DI*1), Z0, Z1
+	VPXORD  64(DX)(DI*1), Z0, Z2
+	VPXORD  128(DX)(DI*1), Z0, Z3
+	VPXORD  192(DX)(DI*1), Z0, Z4
+	VPXORD  (BX)(DI*1), Z0, Z5
+	VPMINUD Z5, Z1, Z1
+	VPXORD  64(BX)(DI*1), Z0, Z5
+	VPMINUD Z5, Z2, Z2
+	VPXORD  128(BX)(DI*1), Z0, Z5
+	VPMINUD Z5, Z3, Z3
+	VPXORD  192(BX)(DI*1), Z0, Z5
+	VPMINUD Z5, Z4, Z4
+
+finish:
+	VPXORD    Z0, Z1, Z1
+	VPXORD    Z0, Z2, Z2
+	VPXORD    Z0, Z3, Z3
+	VPXORD    Z0, Z4, Z4
+	TESTB     $0x01, R9
+	JNE       around
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x40, R8
+	JLT     rest
+	CMPQ    SI, $0x02
+	JE      pair
+	PCALIGN $0x40
+
+block:
+	MOVQ   CX, R10
+	MOVQ   SI, R11
+	MOVQ   (R10), R12
+	VPXORD (R12)(DI*1), Z0, Z1
+	VPXORD 64(R12)(DI*1), Z0, Z2
+	VPXORD 128(R12)(DI*1), Z0, Z3
+	VPXORD 192(R12)(DI*1), Z0, Z4
+	CMPQ   R11, $0x01
+	JE     finish
+
+sources:
+	PCALIGN $0x20
+	MOVQ    8(R10), R12
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z4, Z4
+	CMPQ    R11, $0x02
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    16(R10), R12
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z4, Z4
+	CMPQ    R11, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R10), R12
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINUD Z5, Z4, Z4
+	CMPQ    R11, $0x04
+	JE      finish
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
+	JMP     sources
+
+rest:
+	ADDQ $0x40, R8
+	JLE  done
+
+step:
+	MOVQ        $-1, DX
+	BZHIQ       R8, DX, DX
+	KMOVQ       DX, K1
+	MOVQ        (CX), BX
+	VMOVDQU32.Z (BX)(DI*1), K1, Z1
+	VPXORD      Z1, Z0, Z1
+	MOVL        $0x00000001, DX
+	CMPQ        SI, DX
+	JE          folded
+
+source:
+	MOVQ        (CX)(DX*8), BX
+	VMOVDQU32.Z (BX)(DI*1), K1, Z2
+	VPXORD      Z2, Z0, Z2
+	VPMINUD     Z2, Z1, Z1
+	INCQ        DX
+	CMPQ        DX, SI
+	JLT         source
+
+folded:
+	VPXORD    Z0, Z1, Z1
+	VMOVDQU32 Z1, K1, (AX)
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, DI
+	SUBQ      $0x10, R8
+	JGT       step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
 // func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -9587,7 +8588,7 @@ TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -9616,7 +8617,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -9658,44 +8659,12 @@ sources:
 	VPMINSD 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINSD (R12)(BX*1), Z0, Z0
-	VPMINSD 64(R12)(BX*1), Z1, Z1
-	VPMINSD 128(R12)(BX*1), Z2, Z2
-	VPMINSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINSD (R12)(BX*1), Z0, Z0
-	VPMINSD 64(R12)(BX*1), Z1, Z1
-	VPMINSD 128(R12)(BX*1), Z2, Z2
-	VPMINSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINSD (R12)(BX*1), Z0, Z0
-	VPMINSD 64(R12)(BX*1), Z1, Z1
-	VPMINSD 128(R12)(BX*1), Z2, Z2
-	VPMINSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINSD (R12)(BX*1), Z0, Z0
-	VPMINSD 64(R12)(BX*1), Z1, Z1
-	VPMINSD 128(R12)(BX*1), Z2, Z2
-	VPMINSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -9718,168 +8687,9 @@ source:
 
 folded:
 	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func minU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·minU32AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMINUD   (R9)(BX*1), Z0, Z0
-	VPMINUD   64(R9)(BX*1), Z1, Z1
-	VPMINUD   128(R9)(BX*1), Z2, Z2
-	VPMINUD   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINUD (R12)(BX*1), Z0, Z0
-	VPMINUD 64(R12)(BX*1), Z1, Z1
-	VPMINUD 128(R12)(BX*1), Z2, Z2
-	VPMINUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000040, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU32.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU32.Z (R8)(BX*1), K1, Z1
-	VPMINUD     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -9905,7 +8715,7 @@ TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -9934,7 +8744,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -9976,44 +8786,12 @@ sources:
 	VPMAXSD 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXSD (R12)(BX*1), Z0, Z0
-	VPMAXSD 64(R12)(BX*1), Z1, Z1
-	VPMAXSD 128(R12)(BX*1), Z2, Z2
-	VPMAXSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXSD (R12)(BX*1), Z0, Z0
-	VPMAXSD 64(R12)(BX*1), Z1, Z1
-	VPMAXSD 128(R12)(BX*1), Z2, Z2
-	VPMAXSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXSD (R12)(BX*1), Z0, Z0
-	VPMAXSD 64(R12)(BX*1), Z1, Z1
-	VPMAXSD 128(R12)(BX*1), Z2, Z2
-	VPMAXSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXSD (R12)(BX*1), Z0, Z0
-	VPMAXSD 64(R12)(BX*1), Z1, Z1
-	VPMAXSD 128(R12)(BX*1), Z2, Z2
-	VPMAXSD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -10036,168 +8814,9 @@ source:
 
 folded:
 	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func maxU32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·maxU32AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x02, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMAXUD   (R9)(BX*1), Z0, Z0
-	VPMAXUD   64(R9)(BX*1), Z1, Z1
-	VPMAXUD   128(R9)(BX*1), Z2, Z2
-	VPMAXUD   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXUD (R12)(BX*1), Z0, Z0
-	VPMAXUD 64(R12)(BX*1), Z1, Z1
-	VPMAXUD 128(R12)(BX*1), Z2, Z2
-	VPMAXUD 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000040, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU32.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU32.Z (R8)(BX*1), K1, Z1
-	VPMAXUD     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -10223,7 +8842,7 @@ TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -10252,7 +8871,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -10294,44 +8913,12 @@ sources:
 	VPADDQ  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPADDQ  (R12)(BX*1), Z0, Z0
-	VPADDQ  64(R12)(BX*1), Z1, Z1
-	VPADDQ  128(R12)(BX*1), Z2, Z2
-	VPADDQ  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPADDQ  (R12)(BX*1), Z0, Z0
-	VPADDQ  64(R12)(BX*1), Z1, Z1
-	VPADDQ  128(R12)(BX*1), Z2, Z2
-	VPADDQ  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPADDQ  (R12)(BX*1), Z0, Z0
-	VPADDQ  64(R12)(BX*1), Z1, Z1
-	VPADDQ  128(R12)(BX*1), Z2, Z2
-	VPADDQ  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPADDQ  (R12)(BX*1), Z0, Z0
-	VPADDQ  64(R12)(BX*1), Z1, Z1
-	VPADDQ  128(R12)(BX*1), Z2, Z2
-	VPADDQ  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -10354,9 +8941,9 @@ source:
 
 folded:
 	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -10382,7 +8969,7 @@ TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -10411,7 +8998,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -10453,44 +9040,12 @@ sources:
 	VPMULLQ 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMULLQ (R12)(BX*1), Z0, Z0
-	VPMULLQ 64(R12)(BX*1), Z1, Z1
-	VPMULLQ 128(R12)(BX*1), Z2, Z2
-	VPMULLQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMULLQ (R12)(BX*1), Z0, Z0
-	VPMULLQ 64(R12)(BX*1), Z1, Z1
-	VPMULLQ 128(R12)(BX*1), Z2, Z2
-	VPMULLQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMULLQ (R12)(BX*1), Z0, Z0
-	VPMULLQ 64(R12)(BX*1), Z1, Z1
-	VPMULLQ 128(R12)(BX*1), Z2, Z2
-	VPMULLQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMULLQ (R12)(BX*1), Z0, Z0
-	VPMULLQ 64(R12)(BX*1), Z1, Z1
-	VPMULLQ 128(R12)(BX*1), Z2, Z2
-	VPMULLQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -10513,9 +9068,9 @@ source:
 
 folded:
 	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -10527,6 +9082,160 @@ special:
 	VMOVNTDQ Z1, 64(AX)
 	VMOVNTDQ Z2, 128(AX)
 	VMOVNTDQ Z3, 192(AX)
+	JMP      next
+
+// func order64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
+// Requires: AVX, AVX512BW, AVX512F, BMI2
+TEXT ·order64AVX512(SB), NOSPLIT, $0-56
+	MOVQ         mode+48(FP), AX
+	LEAQ         flip8<>+0(SB), CX
+	ANDL         $-8, AX
+	VPBROADCASTQ (CX)(AX*1), Z0
+	MOVQ         dst+0(FP), AX
+	MOVQ         srcs+8(FP), CX
+	MOVQ         k+16(FP), SI
+	MOVQ         lo+24(FP), DI
+	MOVQ         hi+32(FP), R8
+	MOVQ         mode+48(FP), R9
+	SUBQ         DI, R8
+	SHLQ         $0x03, DI
+	ADDQ         DI, AX
+	SUBQ         $0x20, R8
+	JLT          rest
+	CMPQ         SI, $0x02
+	JNE          block
+	MOVQ         (CX), DX
+	MOVQ         8(CX), BX
+	PCALIGN      $0x40
+
+pair:
+	VPXORD  (DX)(DI*1), Z0, Z1
+	VPXORD  64(DX)(DI*1), Z0, Z2
+	VPXORD  128(DX)(DI*1), Z0, Z3
+	VPXORD  192(DX)(DI*1), Z0, Z4
+	VPXORD  (BX)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z1, Z1
+	VPXORD  64(BX)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z2, Z2
+	VPXORD  128(BX)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z3, Z3
+	VPXORD  192(BX)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z4, Z4
+
+finish:
+	VPXORD    Z0, Z1, Z1
+	VPXORD    Z0, Z2, Z2
+	VPXORD    Z0, Z3, Z3
+	VPXORD    Z0, Z4, Z4
+	TESTB     $0x01, R9
+	JNE       around
+	VMOVDQU64 Z1, (AX)
+	VMOVDQU64 Z2, 64(AX)
+	VMOVDQU64 Z3, 128(AX)
+	VMOVDQU64 Z4, 192(AX)
+
+next:
+	ADDQ    $0x00000100, AX
+	ADDQ    $0x00000100, DI
+	SUBQ    $0x20, R8
+	JLT     rest
+	CMPQ    SI, $0x02
+	JE      pair
+	PCALIGN $0x40
+
+block:
+	MOVQ   CX, R10
+	MOVQ   SI, R11
+	MOVQ   (R10), R12
+	VPXORD (R12)(DI*1), Z0, Z1
+	VPXORD 64(R12)(DI*1), Z0, Z2
+	VPXORD 128(R12)(DI*1), Z0, Z3
+	VPXORD 192(R12)(DI*1), Z0, Z4
+	CMPQ   R11, $0x01
+	JE     finish
+
+sources:
+	PCALIGN $0x20
+	MOVQ    8(R10), R12
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z4, Z4
+	CMPQ    R11, $0x02
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    16(R10), R12
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z4, Z4
+	CMPQ    R11, $0x03
+	JE      finish
+	PCALIGN $0x20
+	MOVQ    24(R10), R12
+	VPXORD  (R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z1, Z1
+	VPXORD  64(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z2, Z2
+	VPXORD  128(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z3, Z3
+	VPXORD  192(R12)(DI*1), Z0, Z5
+	VPMINSQ Z5, Z4, Z4
+	CMPQ    R11, $0x04
+	JE      finish
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
+	JMP     sources
+
+rest:
+	ADDQ $0x20, R8
+	JLE  done
+
+step:
+	MOVQ        $-1, DX
+	BZHIQ       R8, DX, DX
+	KMOVQ       DX, K1
+	MOVQ        (CX), BX
+	VMOVDQU64.Z (BX)(DI*1), K1, Z1
+	VPXORD      Z1, Z0, Z1
+	MOVL        $0x00000001, DX
+	CMPQ        SI, DX
+	JE          folded
+
+source:
+	MOVQ        (CX)(DX*8), BX
+	VMOVDQU64.Z (BX)(DI*1), K1, Z2
+	VPXORD      Z2, Z0, Z2
+	VPMINSQ     Z2, Z1, Z1
+	INCQ        DX
+	CMPQ        DX, SI
+	JLT         source
+
+folded:
+	VPXORD    Z0, Z1, Z1
+	VMOVDQU64 Z1, K1, (AX)
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, DI
+	SUBQ      $0x08, R8
+	JGT       step
+
+done:
+	VZEROUPPER
+	RET
+
+around:
+	VMOVNTDQ Z1, (AX)
+	VMOVNTDQ Z2, 64(AX)
+	VMOVNTDQ Z3, 128(AX)
+	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
 // func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
@@ -10541,7 +9250,7 @@ TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -10570,7 +9279,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -10612,44 +9321,12 @@ sources:
 	VPMINSQ 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINSQ (R12)(BX*1), Z0, Z0
-	VPMINSQ 64(R12)(BX*1), Z1, Z1
-	VPMINSQ 128(R12)(BX*1), Z2, Z2
-	VPMINSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINSQ (R12)(BX*1), Z0, Z0
-	VPMINSQ 64(R12)(BX*1), Z1, Z1
-	VPMINSQ 128(R12)(BX*1), Z2, Z2
-	VPMINSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINSQ (R12)(BX*1), Z0, Z0
-	VPMINSQ 64(R12)(BX*1), Z1, Z1
-	VPMINSQ 128(R12)(BX*1), Z2, Z2
-	VPMINSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINSQ (R12)(BX*1), Z0, Z0
-	VPMINSQ 64(R12)(BX*1), Z1, Z1
-	VPMINSQ 128(R12)(BX*1), Z2, Z2
-	VPMINSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -10672,168 +9349,9 @@ source:
 
 folded:
 	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func minU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·minU64AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMINUQ   (R9)(BX*1), Z0, Z0
-	VPMINUQ   64(R9)(BX*1), Z1, Z1
-	VPMINUQ   128(R9)(BX*1), Z2, Z2
-	VPMINUQ   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMINUQ (R12)(BX*1), Z0, Z0
-	VPMINUQ 64(R12)(BX*1), Z1, Z1
-	VPMINUQ 128(R12)(BX*1), Z2, Z2
-	VPMINUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000020, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU64.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU64.Z (R8)(BX*1), K1, Z1
-	VPMINUQ     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -10859,7 +9377,7 @@ TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -10888,7 +9406,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -10930,44 +9448,12 @@ sources:
 	VPMAXSQ 192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXSQ (R12)(BX*1), Z0, Z0
-	VPMAXSQ 64(R12)(BX*1), Z1, Z1
-	VPMAXSQ 128(R12)(BX*1), Z2, Z2
-	VPMAXSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXSQ (R12)(BX*1), Z0, Z0
-	VPMAXSQ 64(R12)(BX*1), Z1, Z1
-	VPMAXSQ 128(R12)(BX*1), Z2, Z2
-	VPMAXSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXSQ (R12)(BX*1), Z0, Z0
-	VPMAXSQ 64(R12)(BX*1), Z1, Z1
-	VPMAXSQ 128(R12)(BX*1), Z2, Z2
-	VPMAXSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXSQ (R12)(BX*1), Z0, Z0
-	VPMAXSQ 64(R12)(BX*1), Z1, Z1
-	VPMAXSQ 128(R12)(BX*1), Z2, Z2
-	VPMAXSQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -10990,168 +9476,9 @@ source:
 
 folded:
 	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
-	JGT       step
-
-done:
-	VZEROUPPER
-	RET
-
-special:
-	VMOVNTDQ Z0, (AX)
-	VMOVNTDQ Z1, 64(AX)
-	VMOVNTDQ Z2, 128(AX)
-	VMOVNTDQ Z3, 192(AX)
-	JMP      next
-
-// func maxU64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX512BW, AVX512F, BMI2
-TEXT ·maxU64AVX512(SB), NOSPLIT, $0-56
-	MOVQ    dst+0(FP), AX
-	MOVQ    srcs+8(FP), CX
-	MOVQ    k+16(FP), DX
-	MOVQ    lo+24(FP), BX
-	MOVQ    hi+32(FP), SI
-	MOVQ    mode+48(FP), DI
-	SUBQ    BX, SI
-	SHLQ    $0x03, BX
-	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JNE     block
-	MOVQ    (CX), R8
-	MOVQ    8(CX), R9
-	PCALIGN $0x40
-
-pair:
-	VMOVDQU64 (R8)(BX*1), Z0
-	VMOVDQU64 64(R8)(BX*1), Z1
-	VMOVDQU64 128(R8)(BX*1), Z2
-	VMOVDQU64 192(R8)(BX*1), Z3
-	VPMAXUQ   (R9)(BX*1), Z0, Z0
-	VPMAXUQ   64(R9)(BX*1), Z1, Z1
-	VPMAXUQ   128(R9)(BX*1), Z2, Z2
-	VPMAXUQ   192(R9)(BX*1), Z3, Z3
-
-finish:
-	TESTB     $0x01, DI
-	JNE       special
-	VMOVDQU64 Z0, (AX)
-	VMOVDQU64 Z1, 64(AX)
-	VMOVDQU64 Z2, 128(AX)
-	VMOVDQU64 Z3, 192(AX)
-
-next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
-	PCALIGN $0x40
-
-block:
-	MOVQ      CX, R10
-	MOVQ      DX, R11
-	MOVQ      (R10), R12
-	VMOVDQU64 (R12)(BX*1), Z0
-	VMOVDQU64 64(R12)(BX*1), Z1
-	VMOVDQU64 128(R12)(BX*1), Z2
-	VMOVDQU64 192(R12)(BX*1), Z3
-	CMPQ      R11, $0x01
-	JE        finish
-
-sources:
-	PCALIGN $0x20
-	MOVQ    8(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x02
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x04
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VPMAXUQ (R12)(BX*1), Z0, Z0
-	VPMAXUQ 64(R12)(BX*1), Z1, Z1
-	VPMAXUQ 128(R12)(BX*1), Z2, Z2
-	VPMAXUQ 192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
-	JMP     sources
-
-rest:
-	ADDQ $0x00000020, SI
-	JLE  done
-
-step:
-	MOVQ        $-1, DI
-	BZHIQ       SI, DI, DI
-	KMOVQ       DI, K1
-	MOVQ        (CX), R8
-	VMOVDQU64.Z (R8)(BX*1), K1, Z0
-	MOVL        $0x00000001, DI
-	CMPQ        DX, DI
-	JE          folded
-
-source:
-	MOVQ        (CX)(DI*8), R8
-	VMOVDQU64.Z (R8)(BX*1), K1, Z1
-	VPMAXUQ     Z1, Z0, Z0
-	INCQ        DI
-	CMPQ        DI, DX
-	JLT         source
-
-folded:
-	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -11181,7 +9508,7 @@ TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ         DI, R8
 	SHLQ         $0x02, DI
 	ADDQ         DI, AX
-	SUBQ         $0x00000040, R8
+	SUBQ         $0x40, R8
 	JLT          rest
 	CMPQ         SI, $0x02
 	JNE          block
@@ -11212,7 +9539,7 @@ save:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000040, R8
+	SUBQ    $0x40, R8
 	JLT     rest
 	CMPQ    SI, $0x02
 	JE      pair
@@ -11254,44 +9581,12 @@ sources:
 	VADDPS  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VADDPS  (R12)(DI*1), Z1, Z1
-	VADDPS  64(R12)(DI*1), Z2, Z2
-	VADDPS  128(R12)(DI*1), Z3, Z3
-	VADDPS  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VADDPS  (R12)(DI*1), Z1, Z1
-	VADDPS  64(R12)(DI*1), Z2, Z2
-	VADDPS  128(R12)(DI*1), Z3, Z3
-	VADDPS  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VADDPS  (R12)(DI*1), Z1, Z1
-	VADDPS  64(R12)(DI*1), Z2, Z2
-	VADDPS  128(R12)(DI*1), Z3, Z3
-	VADDPS  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VADDPS  (R12)(DI*1), Z1, Z1
-	VADDPS  64(R12)(DI*1), Z2, Z2
-	VADDPS  128(R12)(DI*1), Z3, Z3
-	VADDPS  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, R8
+	ADDQ $0x40, R8
 	JLE  done
 
 step:
@@ -11319,9 +9614,9 @@ folded:
 
 finished:
 	VMOVDQU32 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, DI
-	SUBQ      $0x00000010, R8
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, DI
+	SUBQ      $0x10, R8
 	JGT       step
 
 done:
@@ -11361,7 +9656,7 @@ TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ         DI, R8
 	SHLQ         $0x03, DI
 	ADDQ         DI, AX
-	SUBQ         $0x00000020, R8
+	SUBQ         $0x20, R8
 	JLT          rest
 	CMPQ         SI, $0x02
 	JNE          block
@@ -11392,7 +9687,7 @@ save:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000020, R8
+	SUBQ    $0x20, R8
 	JLT     rest
 	CMPQ    SI, $0x02
 	JE      pair
@@ -11434,44 +9729,12 @@ sources:
 	VADDPD  192(R12)(DI*1), Z4, Z4
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VADDPD  (R12)(DI*1), Z1, Z1
-	VADDPD  64(R12)(DI*1), Z2, Z2
-	VADDPD  128(R12)(DI*1), Z3, Z3
-	VADDPD  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VADDPD  (R12)(DI*1), Z1, Z1
-	VADDPD  64(R12)(DI*1), Z2, Z2
-	VADDPD  128(R12)(DI*1), Z3, Z3
-	VADDPD  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VADDPD  (R12)(DI*1), Z1, Z1
-	VADDPD  64(R12)(DI*1), Z2, Z2
-	VADDPD  128(R12)(DI*1), Z3, Z3
-	VADDPD  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VADDPD  (R12)(DI*1), Z1, Z1
-	VADDPD  64(R12)(DI*1), Z2, Z2
-	VADDPD  128(R12)(DI*1), Z3, Z3
-	VADDPD  192(R12)(DI*1), Z4, Z4
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, R8
+	ADDQ $0x20, R8
 	JLE  done
 
 step:
@@ -11499,9 +9762,9 @@ folded:
 
 finished:
 	VMOVDQU64 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, DI
-	SUBQ      $0x00000008, R8
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, DI
+	SUBQ      $0x08, R8
 	JGT       step
 
 done:
@@ -11537,7 +9800,7 @@ TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x02, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -11566,7 +9829,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -11608,44 +9871,12 @@ sources:
 	VMULPS  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VMULPS  (R12)(BX*1), Z0, Z0
-	VMULPS  64(R12)(BX*1), Z1, Z1
-	VMULPS  128(R12)(BX*1), Z2, Z2
-	VMULPS  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VMULPS  (R12)(BX*1), Z0, Z0
-	VMULPS  64(R12)(BX*1), Z1, Z1
-	VMULPS  128(R12)(BX*1), Z2, Z2
-	VMULPS  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VMULPS  (R12)(BX*1), Z0, Z0
-	VMULPS  64(R12)(BX*1), Z1, Z1
-	VMULPS  128(R12)(BX*1), Z2, Z2
-	VMULPS  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VMULPS  (R12)(BX*1), Z0, Z0
-	VMULPS  64(R12)(BX*1), Z1, Z1
-	VMULPS  128(R12)(BX*1), Z2, Z2
-	VMULPS  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -11668,9 +9899,9 @@ source:
 
 folded:
 	VMOVDQU32 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -11696,7 +9927,7 @@ TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ    BX, SI
 	SHLQ    $0x03, BX
 	ADDQ    BX, AX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JNE     block
@@ -11725,7 +9956,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -11767,44 +9998,12 @@ sources:
 	VMULPD  192(R12)(BX*1), Z3, Z3
 	CMPQ    R11, $0x04
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    32(R10), R12
-	VMULPD  (R12)(BX*1), Z0, Z0
-	VMULPD  64(R12)(BX*1), Z1, Z1
-	VMULPD  128(R12)(BX*1), Z2, Z2
-	VMULPD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x05
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    40(R10), R12
-	VMULPD  (R12)(BX*1), Z0, Z0
-	VMULPD  64(R12)(BX*1), Z1, Z1
-	VMULPD  128(R12)(BX*1), Z2, Z2
-	VMULPD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x06
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    48(R10), R12
-	VMULPD  (R12)(BX*1), Z0, Z0
-	VMULPD  64(R12)(BX*1), Z1, Z1
-	VMULPD  128(R12)(BX*1), Z2, Z2
-	VMULPD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x07
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    56(R10), R12
-	VMULPD  (R12)(BX*1), Z0, Z0
-	VMULPD  64(R12)(BX*1), Z1, Z1
-	VMULPD  128(R12)(BX*1), Z2, Z2
-	VMULPD  192(R12)(BX*1), Z3, Z3
-	CMPQ    R11, $0x08
-	JE      finish
-	ADDQ    $0x38, R10
-	SUBQ    $0x07, R11
+	ADDQ    $0x18, R10
+	SUBQ    $0x03, R11
 	JMP     sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -11827,9 +10026,9 @@ source:
 
 folded:
 	VMOVDQU64 Z0, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -11856,7 +10055,7 @@ TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000040, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
@@ -11893,7 +10092,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -11959,76 +10158,12 @@ sources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R11, $0x04
 	JE        finish
-	PCALIGN   $0x20
-	MOVQ      32(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x05
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      40(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x06
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      48(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x07
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      56(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x08
-	JE        finish
-	ADDQ      $0x38, R10
-	SUBQ      $0x07, R11
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
 	JMP       sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -12053,9 +10188,9 @@ source:
 
 folded:
 	VMOVDQU32 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -12082,7 +10217,7 @@ TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
@@ -12119,7 +10254,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -12185,76 +10320,12 @@ sources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R11, $0x04
 	JE        finish
-	PCALIGN   $0x20
-	MOVQ      32(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x05
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      40(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x06
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      48(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x07
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      56(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x04, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x04, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x04, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x04, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x08
-	JE        finish
-	ADDQ      $0x38, R10
-	SUBQ      $0x07, R11
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
 	JMP       sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -12279,9 +10350,9 @@ source:
 
 folded:
 	VMOVDQU64 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -12308,7 +10379,7 @@ TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x02, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000040, SI
+	SUBQ         $0x40, SI
 	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
@@ -12345,7 +10416,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000040, SI
+	SUBQ    $0x40, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -12411,76 +10482,12 @@ sources:
 	VMOVDQA32 Z0, K1, Z4
 	CMPQ      R11, $0x04
 	JE        finish
-	PCALIGN   $0x20
-	MOVQ      32(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x05
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      40(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x06
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      48(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x07
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      56(R10), R12
-	VCMPPS    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPS  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA32 Z0, K1, Z1
-	VCMPPS    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPS  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA32 Z0, K1, Z2
-	VCMPPS    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPS  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA32 Z0, K1, Z3
-	VCMPPS    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPS  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA32 Z0, K1, Z4
-	CMPQ      R11, $0x08
-	JE        finish
-	ADDQ      $0x38, R10
-	SUBQ      $0x07, R11
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
 	JMP       sources
 
 rest:
-	ADDQ $0x00000040, SI
+	ADDQ $0x40, SI
 	JLE  done
 
 step:
@@ -12505,9 +10512,9 @@ source:
 
 folded:
 	VMOVDQU32 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -12534,7 +10541,7 @@ TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
 	SUBQ         BX, SI
 	SHLQ         $0x03, BX
 	ADDQ         BX, AX
-	SUBQ         $0x00000020, SI
+	SUBQ         $0x20, SI
 	JLT          rest
 	CMPQ         DX, $0x02
 	JNE          block
@@ -12571,7 +10578,7 @@ finish:
 next:
 	ADDQ    $0x00000100, AX
 	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000020, SI
+	SUBQ    $0x20, SI
 	JLT     rest
 	CMPQ    DX, $0x02
 	JE      pair
@@ -12637,76 +10644,12 @@ sources:
 	VMOVDQA64 Z0, K1, Z4
 	CMPQ      R11, $0x04
 	JE        finish
-	PCALIGN   $0x20
-	MOVQ      32(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x05
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      40(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x06
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      48(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x07
-	JE        finish
-	PCALIGN   $0x20
-	MOVQ      56(R10), R12
-	VCMPPD    $0x03, (R12)(BX*1), Z1, K1
-	VRANGEPD  $0x05, (R12)(BX*1), Z1, Z1
-	VMOVDQA64 Z0, K1, Z1
-	VCMPPD    $0x03, 64(R12)(BX*1), Z2, K1
-	VRANGEPD  $0x05, 64(R12)(BX*1), Z2, Z2
-	VMOVDQA64 Z0, K1, Z2
-	VCMPPD    $0x03, 128(R12)(BX*1), Z3, K1
-	VRANGEPD  $0x05, 128(R12)(BX*1), Z3, Z3
-	VMOVDQA64 Z0, K1, Z3
-	VCMPPD    $0x03, 192(R12)(BX*1), Z4, K1
-	VRANGEPD  $0x05, 192(R12)(BX*1), Z4, Z4
-	VMOVDQA64 Z0, K1, Z4
-	CMPQ      R11, $0x08
-	JE        finish
-	ADDQ      $0x38, R10
-	SUBQ      $0x07, R11
+	ADDQ      $0x18, R10
+	SUBQ      $0x03, R11
 	JMP       sources
 
 rest:
-	ADDQ $0x00000020, SI
+	ADDQ $0x20, SI
 	JLE  done
 
 step:
@@ -12731,9 +10674,9 @@ source:
 
 folded:
 	VMOVDQU64 Z1, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000008, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x08, SI
 	JGT       step
 
 done:
@@ -12932,9 +10875,9 @@ folded:
 finished:
 	VCVTPS2PH $0x00, Z1, Y1
 	VMOVDQU16 Y1, K1, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, DI
-	SUBQ      $0x00000010, R8
+	ADDQ      $0x20, AX
+	ADDQ      $0x20, DI
+	SUBQ      $0x10, R8
 	JGT       step
 
 done:
@@ -13228,9 +11171,9 @@ finished:
 	VPSRLD     $0x10, Z5, Z5
 	VPTERNLOGD $0xf8, Z0, Z6, Z5
 	VMOVDQU16  Z5, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, DI
-	SUBQ       $0x00000020, R8
+	ADDQ       $0x40, AX
+	ADDQ       $0x40, DI
+	SUBQ       $0x20, R8
 	JGT        step
 
 done:
@@ -13429,9 +11372,9 @@ source:
 folded:
 	VCVTPS2PH $0x00, Z0, Y0
 	VMOVDQU16 Y0, K1, (AX)
-	ADDQ      $0x00000020, AX
-	ADDQ      $0x00000020, BX
-	SUBQ      $0x00000010, SI
+	ADDQ      $0x20, AX
+	ADDQ      $0x20, BX
+	SUBQ      $0x10, SI
 	JGT       step
 
 done:
@@ -13697,9 +11640,9 @@ folded:
 	VPSRLD     $0x10, Z4, Z4
 	VPTERNLOGD $0xf8, Z0, Z5, Z4
 	VMOVDQU16  Z4, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, BX
-	SUBQ       $0x00000020, SI
+	ADDQ       $0x40, AX
+	ADDQ       $0x40, BX
+	SUBQ       $0x20, SI
 	JGT        step
 
 done:
@@ -13718,7 +11661,7 @@ around:
 TEXT ·minOrderedAVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
 	LEAQ         orderMin<>+0(SB), CX
-	ANDL         $0x08, AX
+	ANDL         $-8, AX
 	VPBROADCASTW (CX)(AX*1), Z0
 	VPBROADCASTW 2(CX)(AX*1), Z1
 	VPBROADCASTW 4(CX)(AX*1), Z2
@@ -13950,9 +11893,9 @@ folded:
 	VPTERNLOGD $0x78, Z3, Z5, Z4
 	VMOVDQU16  Z2, K2, Z4
 	VMOVDQU16  Z4, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, DI
-	SUBQ       $0x00000020, R8
+	ADDQ       $0x40, AX
+	ADDQ       $0x40, DI
+	SUBQ       $0x20, R8
 	JGT        step
 
 done:
@@ -13971,7 +11914,7 @@ around:
 TEXT ·maxOrderedAVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
 	LEAQ         orderMax<>+0(SB), CX
-	ANDL         $0x08, AX
+	ANDL         $-8, AX
 	VPBROADCASTW (CX)(AX*1), Z0
 	VPBROADCASTW 2(CX)(AX*1), Z1
 	VPBROADCASTW 4(CX)(AX*1), Z2
@@ -14203,9 +12146,9 @@ folded:
 	VPTERNLOGD $0x78, Z3, Z5, Z4
 	VMOVDQU16  Z2, K2, Z4
 	VMOVDQU16  Z4, K1, (AX)
-	ADDQ       $0x00000040, AX
-	ADDQ       $0x00000040, DI
-	SUBQ       $0x00000020, R8
+	ADDQ       $0x40, AX
+	ADDQ       $0x40, DI
+	SUBQ       $0x20, R8
 	JGT        step
 
 done:
@@ -14225,7 +12168,7 @@ TEXT ·widenF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
-	SUBQ $0x00000040, DX
+	SUBQ $0x40, DX
 	JLT  rest
 
 block:
@@ -14239,11 +12182,11 @@ block:
 	VMOVDQU64 Z0, 192(AX)
 	ADDQ      $0x00000080, CX
 	ADDQ      $0x00000100, AX
-	SUBQ      $0x00000040, DX
+	SUBQ      $0x40, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000040, DX
+	ADDQ $0x40, DX
 
 steps:
 	TESTQ       DX, DX
@@ -14254,9 +12197,9 @@ steps:
 	VMOVDQU16.Z (CX), K1, Y0
 	VCVTPH2PS   Y0, Z0
 	VMOVDQU32   Z0, K1, (AX)
-	ADDQ        $0x00000020, CX
-	ADDQ        $0x00000040, AX
-	SUBQ        $0x00000010, DX
+	ADDQ        $0x20, CX
+	ADDQ        $0x40, AX
+	SUBQ        $0x10, DX
 	JMP         steps
 
 done:
@@ -14269,7 +12212,7 @@ TEXT ·narrowF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
 	MOVQ src+8(FP), CX
 	MOVQ n+16(FP), DX
-	SUBQ $0x00000040, DX
+	SUBQ $0x40, DX
 	JLT  rest
 
 block:
@@ -14287,11 +12230,11 @@ block:
 	VMOVDQU   Y0, 96(AX)
 	ADDQ      $0x00000080, AX
 	ADDQ      $0x00000100, CX
-	SUBQ      $0x00000040, DX
+	SUBQ      $0x40, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000040, DX
+	ADDQ $0x40, DX
 
 steps:
 	TESTQ       DX, DX
@@ -14302,9 +12245,9 @@ steps:
 	VMOVDQU32.Z (CX), K1, Z0
 	VCVTPS2PH   $0x00, Z0, Y0
 	VMOVDQU16   Y0, K1, (AX)
-	ADDQ        $0x00000020, AX
-	ADDQ        $0x00000040, CX
-	SUBQ        $0x00000010, DX
+	ADDQ        $0x20, AX
+	ADDQ        $0x40, CX
+	SUBQ        $0x10, DX
 	JMP         steps
 
 done:
@@ -14321,7 +12264,7 @@ TEXT ·widenBF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-	SUBQ         $0x00000040, DX
+	SUBQ         $0x40, DX
 	JLT          rest
 
 block:
@@ -14339,11 +12282,11 @@ block:
 	VMOVDQU64 Z0, 192(AX)
 	ADDQ      $0x00000080, CX
 	ADDQ      $0x00000100, AX
-	SUBQ      $0x00000040, DX
+	SUBQ      $0x40, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000040, DX
+	ADDQ $0x40, DX
 
 steps:
 	TESTQ       DX, DX
@@ -14355,9 +12298,9 @@ steps:
 	VPMOVZXWD   Y0, Z0
 	VPSLLD      $0x10, Z0, Z0
 	VMOVDQU32   Z0, K1, (AX)
-	ADDQ        $0x00000020, CX
-	ADDQ        $0x00000040, AX
-	SUBQ        $0x00000010, DX
+	ADDQ        $0x20, CX
+	ADDQ        $0x40, AX
+	SUBQ        $0x10, DX
 	JMP         steps
 
 done:
@@ -14374,7 +12317,7 @@ TEXT ·narrowBF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
-	SUBQ         $0x00000040, DX
+	SUBQ         $0x40, DX
 	JLT          rest
 
 block:
@@ -14420,11 +12363,11 @@ block:
 	VMOVDQU   Y4, 96(AX)
 	ADDQ      $0x00000080, AX
 	ADDQ      $0x00000100, CX
-	SUBQ      $0x00000040, DX
+	SUBQ      $0x40, DX
 	JGE       block
 
 rest:
-	ADDQ $0x00000040, DX
+	ADDQ $0x40, DX
 
 steps:
 	TESTQ       DX, DX
@@ -14442,9 +12385,9 @@ steps:
 	VPSRLD      $0x10, Z4, Z4
 	VPMOVDW     Z4, Y4
 	VMOVDQU16   Y4, K1, (AX)
-	ADDQ        $0x00000020, AX
-	ADDQ        $0x00000040, CX
-	SUBQ        $0x00000010, DX
+	ADDQ        $0x20, AX
+	ADDQ        $0x40, CX
+	SUBQ        $0x10, DX
 	JMP         steps
 
 done:
@@ -14532,9 +12475,9 @@ folded:
 	VPOR        Y12, Y11, Y11
 	VPMOVWB     Y11, X10
 	VMOVDQU8    X10, K1, (AX)
-	ADDQ        $0x00000010, AX
-	ADDQ        $0x00000010, BX
-	SUBQ        $0x00000010, SI
+	ADDQ        $0x10, AX
+	ADDQ        $0x10, BX
+	SUBQ        $0x10, SI
 	JGT         step
 	VZEROUPPER
 	RET
@@ -14575,9 +12518,9 @@ steps:
 	VCMPPS     $0x00, Z2, Z6, K2
 	VPORD      Z3, Z5, K2, Z5
 	VMOVDQU32  Z5, K1, (AX)
-	ADDQ       $0x00000010, CX
-	ADDQ       $0x00000040, AX
-	SUBQ       $0x00000010, DX
+	ADDQ       $0x10, CX
+	ADDQ       $0x40, AX
+	SUBQ       $0x10, DX
 	JMP        steps
 
 done:
@@ -14629,9 +12572,9 @@ steps:
 	VPOR        Y7, Y6, Y6
 	VPMOVWB     Y6, X5
 	VMOVDQU8    X5, K1, (AX)
-	ADDQ        $0x00000010, AX
-	ADDQ        $0x00000040, CX
-	SUBQ        $0x00000010, DX
+	ADDQ        $0x10, AX
+	ADDQ        $0x40, CX
+	SUBQ        $0x10, DX
 	JMP         steps
 
 done:
@@ -14703,9 +12646,9 @@ folded:
 	VPOR        Y6, Y5, Y5
 	VPMOVWB     Y5, X4
 	VMOVDQU8    X4, K1, (AX)
-	ADDQ        $0x00000010, AX
-	ADDQ        $0x00000010, BX
-	SUBQ        $0x00000010, SI
+	ADDQ        $0x10, AX
+	ADDQ        $0x10, BX
+	SUBQ        $0x10, SI
 	JGT         step
 	VZEROUPPER
 	RET
@@ -14736,9 +12679,9 @@ steps:
 	VPSLLW     $0x08, Y0, Y0
 	VCVTPH2PS  Y0, Z0
 	VMOVDQU32  Z0, K1, (AX)
-	ADDQ       $0x00000010, CX
-	ADDQ       $0x00000040, AX
-	SUBQ       $0x00000010, DX
+	ADDQ       $0x10, CX
+	ADDQ       $0x40, AX
+	SUBQ       $0x10, DX
 	JMP        steps
 
 done:
@@ -14784,9 +12727,9 @@ steps:
 	VPOR        Y6, Y5, Y5
 	VPMOVWB     Y5, X4
 	VMOVDQU8    X4, K1, (AX)
-	ADDQ        $0x00000010, AX
-	ADDQ        $0x00000040, CX
-	SUBQ        $0x00000010, DX
+	ADDQ        $0x10, AX
+	ADDQ        $0x40, CX
+	SUBQ        $0x10, DX
 	JMP         steps
 
 done:
@@ -15034,9 +12977,9 @@ finished:
 	VPSRLD    $0x10, Z8, Z8
 	VPACKUSDW Z8, Z7, Z7
 	VMOVDQU16 Z7, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, DI
-	SUBQ      $0x00000020, R8
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, DI
+	SUBQ      $0x20, R8
 	JGT       step
 
 done:
@@ -15331,9 +13274,9 @@ folded:
 	VPSRLD    $0x10, Z7, Z7
 	VPACKUSDW Z7, Z6, Z6
 	VMOVDQU16 Z6, K1, (AX)
-	ADDQ      $0x00000040, AX
-	ADDQ      $0x00000040, BX
-	SUBQ      $0x00000020, SI
+	ADDQ      $0x40, AX
+	ADDQ      $0x40, BX
+	SUBQ      $0x20, SI
 	JGT       step
 
 done:
@@ -15444,9 +13387,6 @@ GLOBL c7fff7fff<>(SB), RODATA|NOPTR, $4
 DATA c7fffffff<>+0(SB)/4, $0x7fffffff
 GLOBL c7fffffff<>(SB), RODATA|NOPTR, $4
 
-DATA c8000000000000000<>+0(SB)/8, $0x8000000000000000
-GLOBL c8000000000000000<>(SB), RODATA|NOPTR, $8
-
 DATA cbf80<>+0(SB)/2, $0xbf80
 GLOBL cbf80<>(SB), RODATA|NOPTR, $2
 
@@ -15455,6 +13395,30 @@ GLOBL cff00ff00<>(SB), RODATA|NOPTR, $4
 
 DATA cffff0000<>+0(SB)/4, $0xffff0000
 GLOBL cffff0000<>(SB), RODATA|NOPTR, $4
+
+DATA flip1<>+0(SB)/8, $0x0000000000000000
+DATA flip1<>+8(SB)/8, $0xffffffffffffffff
+DATA flip1<>+16(SB)/8, $0x8080808080808080
+DATA flip1<>+24(SB)/8, $0x7f7f7f7f7f7f7f7f
+GLOBL flip1<>(SB), RODATA|NOPTR, $32
+
+DATA flip2<>+0(SB)/8, $0x0000000000000000
+DATA flip2<>+8(SB)/8, $0xffffffffffffffff
+DATA flip2<>+16(SB)/8, $0x8000800080008000
+DATA flip2<>+24(SB)/8, $0x7fff7fff7fff7fff
+GLOBL flip2<>(SB), RODATA|NOPTR, $32
+
+DATA flip4<>+0(SB)/8, $0x0000000000000000
+DATA flip4<>+8(SB)/8, $0xffffffffffffffff
+DATA flip4<>+16(SB)/8, $0x8000000080000000
+DATA flip4<>+24(SB)/8, $0x7fffffff7fffffff
+GLOBL flip4<>(SB), RODATA|NOPTR, $32
+
+DATA flip8<>+0(SB)/8, $0x0000000000000000
+DATA flip8<>+8(SB)/8, $0xffffffffffffffff
+DATA flip8<>+16(SB)/8, $0x8000000000000000
+DATA flip8<>+24(SB)/8, $0x7fffffffffffffff
+GLOBL flip8<>(SB), RODATA|NOPTR, $32
 
 DATA interleave<>+0(SB)/8, $0x0000000000000000
 DATA interleave<>+8(SB)/8, $0x0000000000000004

@@ -13,11 +13,11 @@ type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode 
 // The flags of mode say how a kernel of this level stores and which of the operations that share it
 // is meant. internal/gen has the same ones; the portable kernels ignore them.
 const (
-	cached   = 0
-	around   = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
-	divide   = 2 // Avg: the sum is divided by div
-	truth    = 4 // Bool: any byte but 0 is true
-	bfloat16 = 8 // Min and Max of 16-bit floats: they are BFloat16
+	cached = 0
+	around = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
+	divide = 2 // Avg: the sum is divided by div
+	truth  = 4 // Bool: any byte but 0 is true
+	row    = 8 // times the number of the row of constants, for kernels that have several
 )
 
 type integer interface {

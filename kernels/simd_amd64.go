@@ -133,10 +133,22 @@ func variant(op Op, dt DType) int {
 		return divide
 	case dt == Bool && op != BitXor:
 		return truth
-	case dt == BFloat16 && (op == Min || op == Max):
-		return bfloat16
+	case op != Min && op != Max:
+		return cached
+	case dt == BFloat16:
+		return row
+	case dt > Uint64:
+		return cached
 	}
-	return cached
+	// The kernel is Min of unsigned integers, or of signed ones if they have 64 bits.
+	n := 0
+	if op == Max {
+		n = 1
+	}
+	if (dt <= Int64) != (dt.Size() == 8) {
+		n += 2
+	}
+	return n * row
 }
 
 // step returns the elements of one step of the AVX2 kernels.

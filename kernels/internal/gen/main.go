@@ -63,17 +63,8 @@ type isa struct {
 	wide  bool
 }
 
-// slots is the number of sources that have loads of their own in a block. Where a source takes many
-// instructions, its memory is not what the kernel waits for.
-func (i isa) slots(direct bool) int {
-	switch {
-	case i.wide && direct:
-		return 8
-	case i.wide || direct:
-		return 4
-	}
-	return 2
-}
+// slots is the number of sources that have loads of their own in a block.
+const slots = 4
 
 func (i isa) vec() reg.VecVirtual {
 	if i.wide {
@@ -138,6 +129,14 @@ func (i isa) xor(a Op, b, d Op) {
 	} else {
 		VPXOR(a, b, d)
 	}
+}
+
+// imm is the constant n >= 0 in as few bytes as instructions have for it.
+func imm(n int) Constant {
+	if n < 128 {
+		return U8(n)
+	}
+	return U32(n)
 }
 
 // lane is the type that the arithmetic is done in: 'i' and 'u' integers, 'f' floats, 'b' bools.
@@ -242,6 +241,40 @@ func (i isa) native(size int) storage {
 	return s
 }
 
+// flipped is the storage of integers for a kernel of Min that does Max too, and both of the integers
+// of the other signedness: some bits of all elements are inverted. The rows are Min and Max of the
+// kernel's own kind, then of the other one.
+func (i isa) flipped(size int) storage {
+	s := i.native(size)
+	s.direct, s.save = false, nil
+	top := uint64(0x8080808080808080)
+	switch size {
+	case 2:
+		top = 0x8000800080008000
+	case 4:
+		top = 0x8000000080000000
+	case 8:
+		top = 1 << 63
+	}
+	base, kind := choose(fmt.Sprintf("flip%d", size), U64(0), U64(1<<64-1), U64(top), U64(^top))
+	flip := i.vec()
+	VPBROADCASTQ(Mem{Base: base, Index: kind, Scale: 1}, flip)
+	bits := s.load
+	s.load = func(m Mem, k Op, d []reg.VecVirtual) {
+		if k != nil {
+			bits(m, k, d)
+			i.xor(d[0], flip, d[0])
+		} else {
+			i.xor(m, flip, d[0])
+		}
+	}
+	s.pack = func(a []reg.VecVirtual) Op {
+		i.xor(flip, a[0], a[0])
+		return a[0]
+	}
+	return s
+}
+
 // truths is the storage of bools as 0 and 1: any byte but 0 is true.
 func (i isa) truths() storage {
 	s := i.native(1)
@@ -288,7 +321,7 @@ func (i isa) f16() storage {
 // the other sign around, so that all NaNs come before (Min) or after (Max) the numbers and one of
 // them is the result if there is any.
 func (i isa) ordered(max bool) storage {
-	s := storage{size: 2, lanes: i.width / 2, regs: 1, block: 256 / i.width}
+	s := storage{size: 2, lanes: i.width / 2, regs: 1, block: 4}
 	var table []Constant // for Float16 and for BFloat16
 	name := "orderMin"
 	for _, inf := range []uint16{0x7c00, 0x7f80} {
@@ -300,11 +333,7 @@ func (i isa) ordered(max bool) storage {
 		}
 		table = append(table, U16(shift), U16(last), U16(inf|inf>>1), U16(0))
 	}
-	at := constant(name, table...)
-	kind, base := GP64(), GP64()
-	Load(Param("mode"), kind)
-	LEAQ(at, base)
-	ANDL(Imm(bfloat16), kind.As32())
+	base, kind := choose(name, table...)
 	shift, last, canon := i.vec(), i.vec(), i.vec()
 	for j, v := range []reg.VecVirtual{shift, last, canon} {
 		VPBROADCASTW(Mem{Base: base, Index: kind, Scale: 1, Disp: 2 * j}, v)
@@ -628,11 +657,23 @@ type operator struct {
 
 // The flags of mode, as in package kernels.
 const (
-	around   = 1
-	divide   = 2
-	truth    = 4
-	bfloat16 = 8
+	around = 1
+	divide = 2
+	truth  = 4
 )
+
+// row is the bytes of a row of the table that row reads.
+const row = 8
+
+// choose returns the address of that row of the table which mode, above its flags, has the number
+// of. It is base+index.
+func choose(name string, table ...Constant) (base, index reg.GPVirtual) {
+	index, base = GP64(), GP64()
+	Load(Param("mode"), index)
+	LEAQ(constant(name, table...), base)
+	ANDL(I8(-row), index.As32())
+	return base, index
+}
 
 // truthful adds to o what bools need that were combined as bytes: any byte but 0 becomes 1.
 func (i isa) truthful(o operator) operator {
@@ -873,9 +914,9 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 		JNE(LabelRef(label))
 	}
 	advance := func(steps int) {
-		ADDQ(U32(step*steps), dst)
-		ADDQ(U32(step*steps), pos)
-		SUBQ(U32(s.lanes*steps), rem)
+		ADDQ(imm(step*steps), dst)
+		ADDQ(imm(step*steps), pos)
+		SUBQ(imm(s.lanes*steps), rem)
 	}
 
 	// Blocks. rem is less by one block here, so that its sign says whether there is one more.
@@ -891,7 +932,6 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 		CMPQ(left, Imm(1))
 		JE(LabelRef("finish"))
 		Label("sources")
-		slots := i.slots(s.direct && o.direct)
 		for slot := 1; slot < slots; slot++ {
 			align(32)
 			MOVQ(Mem{Base: cur, Disp: 8 * slot}, p)
@@ -899,8 +939,8 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 			CMPQ(left, Imm(uint64(slot+1)))
 			JE(LabelRef("finish"))
 		}
-		ADDQ(Imm(uint64(8*(slots-1))), cur)
-		SUBQ(Imm(uint64(slots-1)), left)
+		ADDQ(imm(8*(slots-1)), cur)
+		SUBQ(imm(slots-1), left)
 		JMP(LabelRef("sources"))
 	}
 	end := func() {
@@ -978,7 +1018,7 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	case i.wide:
 		// Two sources are the most frequent case; in the nearest cache, jumps and loads of addresses
 		// count.
-		SUBQ(U32(size), rem)
+		SUBQ(imm(size), rem)
 		JLT(LabelRef("rest"))
 		p0, p1 := GP64(), GP64()
 		CMPQ(count, Imm(2))
@@ -995,7 +1035,7 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 		JE(LabelRef("pair"))
 		block()
 	default:
-		SUBQ(U32(size), rem)
+		SUBQ(imm(size), rem)
 		JLT(LabelRef("rest"))
 		block()
 		end()
@@ -1006,13 +1046,13 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	Label("rest")
 	switch {
 	case !i.wide && s.block == 0:
-		SUBQ(U32(s.lanes), rem)
+		SUBQ(imm(s.lanes), rem)
 		JLT(LabelRef("done"))
 	case !i.wide:
-		ADDQ(U32(size-s.lanes), rem)
+		ADDQ(imm(size-s.lanes), rem)
 		JLT(LabelRef("done"))
 	case s.block > 0:
-		ADDQ(U32(size), rem)
+		ADDQ(imm(size), rem)
 		JLE(LabelRef("done"))
 	}
 	Label("step")
@@ -1100,12 +1140,12 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 			if dir == "narrow" {
 				small, large = dst, src
 			}
-			ADDQ(U32(steps*s.lanes*s.size), small)
-			ADDQ(U32(steps*i.width), large)
-			SUBQ(U32(steps*s.lanes), rem)
+			ADDQ(imm(steps*s.lanes*s.size), small)
+			ADDQ(imm(steps*i.width), large)
+			SUBQ(imm(steps*s.lanes), rem)
 		}
 		if s.block > 0 {
-			SUBQ(U32(s.block*s.lanes), rem)
+			SUBQ(imm(s.block*s.lanes), rem)
 			JLT(LabelRef("rest"))
 			Label("block")
 			for j := range s.block {
@@ -1114,7 +1154,7 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 			advance(s.block)
 			JGE(LabelRef("block"))
 			Label("rest")
-			ADDQ(U32(s.block*s.lanes), rem)
+			ADDQ(imm(s.block*s.lanes), rem)
 		}
 		Label("steps")
 		var k Op
@@ -1123,7 +1163,7 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 			JLE(LabelRef("done"))
 			k = mask(rem, s.lanes, s.block == 0)
 		} else {
-			CMPQ(rem, U32(s.lanes))
+			CMPQ(rem, imm(s.lanes))
 			JLT(LabelRef("done"))
 		}
 		one(0, k)
@@ -1169,7 +1209,7 @@ func copyNT() {
 	text("copyNTAVX2", convertSig)
 	dst, src, n := Load(Param("dst"), GP64()), Load(Param("src"), GP64()), Load(Param("n"), GP64())
 	Label("loop")
-	CMPQ(n, U32(256))
+	CMPQ(n, imm(256))
 	JLT(LabelRef("done"))
 	var v []reg.VecVirtual
 	for j := range 8 {
@@ -1179,9 +1219,9 @@ func copyNT() {
 	for j := range 8 {
 		VMOVNTDQ(v[j], Mem{Base: dst, Disp: 32 * j})
 	}
-	ADDQ(U32(256), src)
-	ADDQ(U32(256), dst)
-	SUBQ(U32(256), n)
+	ADDQ(imm(256), src)
+	ADDQ(imm(256), dst)
+	SUBQ(imm(256), n)
 	JMP(LabelRef("loop"))
 	Label("done")
 	SFENCE()
@@ -1206,7 +1246,7 @@ func cpuid() {
 	r := GP32()
 	MOVL(reg.ECX, r)
 	SHRL(Imm(29), r)
-	ANDL(U32(1), r)
+	ANDL(imm(1), r)
 	Store(r.As8(), ReturnIndex(0))
 	RET()
 }
@@ -1259,21 +1299,29 @@ func main() {
 				add(o[0], "Int"+bits, fn)
 				add(o[0], "Uint"+bits, fn)
 			}
-			for _, o := range [][2]string{{"Min", "min"}, {"Max", "max"}} {
-				add(o[0], "Int"+bits, kernel("I"+bits, native(size), o[1], lane{'i', size}))
-				fn := i.kernel(o[1]+"U"+bits, func() (storage, operator) {
-					op := i.operator(o[1], lane{'u', size})
-					if size == 1 && o[0] == "Min" {
-						op = i.truthful(op)
-					}
-					return i.native(size), op
-				})
-				add(o[0], "Uint"+bits, fn)
-				if size == 1 && o[0] == "Min" { // the least byte is 0 if one of them is
-					for _, op := range []string{"Product", "Min", "BitAnd"} {
-						add(op, "Bool", fn)
-					}
+			kind := byte('u')
+			if size == 8 {
+				kind = 'i' // AVX2 has no comparison of others
+			}
+			fn := i.kernel("order"+bits, func() (storage, operator) {
+				op := i.operator("min", lane{kind, size})
+				if size == 1 {
+					op = i.truthful(op)
 				}
+				return i.flipped(size), op
+			})
+			for _, op := range []string{"Min", "Max"} {
+				add(op, "Int"+bits, fn)
+				add(op, "Uint"+bits, fn)
+			}
+			switch size {
+			case 1: // the least byte is 0 if one of them is
+				for _, op := range []string{"Product", "Min", "BitAnd"} {
+					add(op, "Bool", fn)
+				}
+			case 4, 8: // these types are frequent enough for kernels of their own
+				add("Min", "Int"+bits, kernel("I"+bits, native(size), "min", lane{'i', size}))
+				add("Max", "Int"+bits, kernel("I"+bits, native(size), "max", lane{'i', size}))
 			}
 		}
 		for _, o := range [][2]string{{"Sum", "sum"}, {"Product", "prod"}, {"Min", "min"}, {"Max", "max"}} {
