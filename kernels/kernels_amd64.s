@@ -6724,12 +6724,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -6852,12 +6853,13 @@ save:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -6995,12 +6997,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -7134,12 +7137,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -7290,12 +7294,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -7437,12 +7442,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000100, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000100, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -7643,12 +7649,13 @@ pack:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000100, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000100, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -7799,12 +7806,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -7926,12 +7934,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8065,12 +8074,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000080, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000080, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8207,12 +8217,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8334,12 +8345,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8473,12 +8485,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x40, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x40, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8615,12 +8628,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8742,12 +8756,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8869,12 +8884,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -8996,12 +9012,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9135,12 +9152,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x20, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x20, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9277,12 +9295,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9404,12 +9423,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9537,12 +9557,13 @@ save:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x40, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x40, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9685,12 +9706,13 @@ save:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x20, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x20, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9827,12 +9849,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -9954,12 +9977,13 @@ finish:
 	VMOVDQU64 Z3, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -10090,12 +10114,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -10252,12 +10277,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -10414,12 +10440,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x40, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x40, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -10576,12 +10603,13 @@ finish:
 	VMOVDQU64 Z4, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x20, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x20, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -10755,12 +10783,13 @@ save:
 	VCVTPS2PH $0x00, Z8, 224(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000080, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000080, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -11024,12 +11053,13 @@ pack:
 	VMOVDQU64  Z11, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000080, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000080, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -11257,12 +11287,13 @@ finish:
 	VCVTPS2PH $0x00, Z7, 224(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -11499,12 +11530,13 @@ finish:
 	VMOVDQU64  Z10, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -11750,12 +11782,13 @@ finish:
 	VMOVDQU64  Z7, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000080, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000080, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -12003,12 +12036,13 @@ finish:
 	VMOVDQU64  Z7, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000080, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000080, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -12829,12 +12863,13 @@ packed:
 	VMOVDQU64 Z18, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, DI
-	SUBQ    $0x00000080, R8
-	JLT     rest
-	CMPQ    SI, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, DI
+	SUBQ $0x00000080, R8
+	JLT  rest
+	CMPQ SI, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:
@@ -13132,12 +13167,13 @@ packed:
 	VMOVDQU64 Z17, 192(AX)
 
 next:
-	ADDQ    $0x00000100, AX
-	ADDQ    $0x00000100, BX
-	SUBQ    $0x00000080, SI
-	JLT     rest
-	CMPQ    DX, $0x02
-	JE      pair
+	ADDQ $0x00000100, AX
+	ADDQ $0x00000100, BX
+	SUBQ $0x00000080, SI
+	JLT  rest
+	CMPQ DX, $0x02
+	JE   pair
+	JMP  block
 	PCALIGN $0x40
 
 block:

@@ -1033,6 +1033,7 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 		JLT(LabelRef("rest"))
 		CMPQ(count, Imm(2))
 		JE(LabelRef("pair"))
+		JMP(LabelRef("block")) // over what align adds
 		block()
 	default:
 		SUBQ(imm(size), rem)
