@@ -49,10 +49,16 @@
 // The assembly is written by internal/gen (go generate). All kernels have one shape: a block of
 // accumulators lies in vector registers, every source is added to it in turn, and the block is
 // stored, so that memory is read once and written once whatever the number of sources, and 16-bit
-// floats stay float32 in registers from the first source to the last. The sources of a block have
-// code of their own each, up to eight (AVX2: four), since processors prefetch by the address of the
-// load instruction; prefetches of ours made it slower. Tails are masked (AVX-512) or left to the
+// floats stay float32 in registers from the first source to the last. The first sources of a block,
+// up to four, have code of their own each, since processors prefetch by the address of the load
+// instruction; prefetches of ours made it slower. Tails are masked (AVX-512) or left to the
 // portable kernel (AVX2).
+//
+// Operations share kernels where that costs the frequent ones nothing: Avg is Sum and a division,
+// signed and unsigned integers share Sum and Product, the operations on Bool are those on bytes.
+// Min and Max of integers that are neither Int32 nor Int64 are one kernel, which inverts some bits of
+// each element before and after; in the nearest cache it takes a third longer than one for each
+// would. Min and Max of Float16 and BFloat16 compare their bits as integers.
 //
 // BFloat16 is rounded by the instruction of AVX512_BF16 where the machine has it. That instruction
 // takes subnormals for zeros; a block that it leaves a zero in is rounded again from the

@@ -4,7 +4,6 @@
 
 #include "textflag.h"
 
-// func cpuidF16C() bool
 // Requires: CPUID
 TEXT ·cpuidF16C(SB), NOSPLIT, $0-1
 	MOVL $0x00000001, AX
@@ -16,7 +15,6 @@ TEXT ·cpuidF16C(SB), NOSPLIT, $0-1
 	MOVB AL, ret+0(FP)
 	RET
 
-// func copyNTAVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, MMX+
 TEXT ·copyNTAVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
@@ -52,13 +50,11 @@ done:
 	VZEROUPPER
 	RET
 
-// func fence()
 // Requires: MMX+
 TEXT ·fence(SB), NOSPLIT, $0
 	SFENCE
 	RET
 
-// func andAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·andAVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -187,7 +183,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func orAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·orAVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -339,7 +334,6 @@ around:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func xorAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·xorAVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -468,7 +462,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func xorBoolAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·xorBoolAVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD c01010101<>+0(SB), Y0
@@ -657,7 +650,6 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func sum8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sum8AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -786,7 +778,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func prod8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·prod8AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD cff00ff00<>+0(SB), Y0
@@ -878,128 +869,8 @@ sources:
 	VPOR    Y10, Y8, Y8
 	CMPQ    R9, $0x02
 	JE      finish
-	PCALIGN $0x20
-	MOVQ    16(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPAND   Y0, Y1, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y1, Y1
-	VPANDN  Y1, Y0, Y1
-	VPOR    Y10, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPAND   Y0, Y2, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y2, Y2
-	VPANDN  Y2, Y0, Y2
-	VPOR    Y10, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPAND   Y0, Y3, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y3, Y3
-	VPANDN  Y3, Y0, Y3
-	VPOR    Y10, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPAND   Y0, Y4, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y4, Y4
-	VPANDN  Y4, Y0, Y4
-	VPOR    Y10, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPAND   Y0, Y5, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y5, Y5
-	VPANDN  Y5, Y0, Y5
-	VPOR    Y10, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPAND   Y0, Y6, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y6, Y6
-	VPANDN  Y6, Y0, Y6
-	VPOR    Y10, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPAND   Y0, Y7, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y7, Y7
-	VPANDN  Y7, Y0, Y7
-	VPOR    Y10, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPAND   Y0, Y8, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y8, Y8
-	VPANDN  Y8, Y0, Y8
-	VPOR    Y10, Y8, Y8
-	CMPQ    R9, $0x03
-	JE      finish
-	PCALIGN $0x20
-	MOVQ    24(R8), R10
-	VMOVDQU (R10)(BX*1), Y9
-	VPAND   Y0, Y1, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y1, Y1
-	VPANDN  Y1, Y0, Y1
-	VPOR    Y10, Y1, Y1
-	VMOVDQU 32(R10)(BX*1), Y9
-	VPAND   Y0, Y2, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y2, Y2
-	VPANDN  Y2, Y0, Y2
-	VPOR    Y10, Y2, Y2
-	VMOVDQU 64(R10)(BX*1), Y9
-	VPAND   Y0, Y3, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y3, Y3
-	VPANDN  Y3, Y0, Y3
-	VPOR    Y10, Y3, Y3
-	VMOVDQU 96(R10)(BX*1), Y9
-	VPAND   Y0, Y4, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y4, Y4
-	VPANDN  Y4, Y0, Y4
-	VPOR    Y10, Y4, Y4
-	VMOVDQU 128(R10)(BX*1), Y9
-	VPAND   Y0, Y5, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y5, Y5
-	VPANDN  Y5, Y0, Y5
-	VPOR    Y10, Y5, Y5
-	VMOVDQU 160(R10)(BX*1), Y9
-	VPAND   Y0, Y6, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y6, Y6
-	VPANDN  Y6, Y0, Y6
-	VPOR    Y10, Y6, Y6
-	VMOVDQU 192(R10)(BX*1), Y9
-	VPAND   Y0, Y7, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y7, Y7
-	VPANDN  Y7, Y0, Y7
-	VPOR    Y10, Y7, Y7
-	VMOVDQU 224(R10)(BX*1), Y9
-	VPAND   Y0, Y8, Y10
-	VPSRLW  $0x08, Y9, Y11
-	VPMULLW Y11, Y10, Y10
-	VPMULLW Y9, Y8, Y8
-	VPANDN  Y8, Y0, Y8
-	VPOR    Y10, Y8, Y8
-	CMPQ    R9, $0x04
-	JE      finish
-	ADDQ    $0x18, R8
-	SUBQ    $0x03, R9
+	ADDQ    $0x08, R8
+	SUBQ    $0x01, R9
 	JMP     sources
 
 finish:
@@ -1066,7 +937,6 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func order8AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·order8AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -1255,7 +1125,6 @@ around:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func sum16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sum16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -1385,7 +1254,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func prod16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·prod16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -1515,7 +1383,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func order16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·order16AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -1683,7 +1550,6 @@ around:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func sum32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sum32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -1813,7 +1679,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func prod32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·prod32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -1943,7 +1808,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func order32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·order32AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -2111,7 +1975,6 @@ around:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func minI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minI32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -2241,7 +2104,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func maxI32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·maxI32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -2371,7 +2233,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func sum64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sum64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -2501,7 +2362,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func prod64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·prod64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -2831,7 +2691,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func order64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·order64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -3024,7 +2883,6 @@ around:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func minI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minI64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -3204,7 +3062,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func maxI64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·maxI64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -3384,7 +3241,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func sumF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sumF32AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -3539,7 +3395,6 @@ around:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func sumF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sumF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -3694,7 +3549,6 @@ around:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func prodF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX
 TEXT ·prodF32AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -3824,7 +3678,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func prodF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX
 TEXT ·prodF64AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -3954,7 +3807,6 @@ special:
 	VMOVNTDQ Y7, 224(AX)
 	JMP      next
 
-// func minF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minF32AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD c7fc00000<>+0(SB), Y0
@@ -4210,7 +4062,6 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func minF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minF64AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTQ c7ff8000000000000<>+0(SB), Y0
@@ -4466,7 +4317,6 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func maxF32AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·maxF32AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD c7fc00000<>+0(SB), Y0
@@ -4722,7 +4572,6 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func maxF64AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·maxF64AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTQ c7ff8000000000000<>+0(SB), Y0
@@ -4978,7 +4827,6 @@ special:
 	VMOVNTDQ Y8, 224(AX)
 	JMP      next
 
-// func sumF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C
 TEXT ·sumF16AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -5167,7 +5015,6 @@ around:
 	VMOVNTDQ  X8, 112(AX)
 	JMP       next
 
-// func sumBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·sumBF16AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD cffff0000<>+0(SB), Y0
@@ -5349,7 +5196,6 @@ around:
 	VMOVNTDQ Y6, 32(AX)
 	JMP      next
 
-// func prodF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, F16C
 TEXT ·prodF16AVX2(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -5513,7 +5359,6 @@ special:
 	VMOVNTDQ  X7, 112(AX)
 	JMP       next
 
-// func prodBF16AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·prodBF16AVX2(SB), NOSPLIT, $0-56
 	VPBROADCASTD cffff0000<>+0(SB), Y0
@@ -5674,7 +5519,6 @@ around:
 	VMOVNTDQ Y5, 32(AX)
 	JMP      next
 
-// func minOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·minOrderedAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -5902,7 +5746,6 @@ around:
 	VMOVNTDQ Y7, 96(AX)
 	JMP      next
 
-// func maxOrderedAVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2
 TEXT ·maxOrderedAVX2(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -6130,7 +5973,6 @@ around:
 	VMOVNTDQ Y7, 96(AX)
 	JMP      next
 
-// func widenF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, F16C
 TEXT ·widenF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
@@ -6170,7 +6012,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, F16C
 TEXT ·narrowF16AVX2(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
@@ -6215,7 +6056,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func widenBF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2
 TEXT ·widenBF16AVX2(SB), NOSPLIT, $0-24
 	VPBROADCASTD c00000001<>+0(SB), Y0
@@ -6263,7 +6103,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowBF16AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2
 TEXT ·narrowBF16AVX2(SB), NOSPLIT, $0-24
 	VPBROADCASTD c00000001<>+0(SB), Y0
@@ -6361,7 +6200,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func sumE4M3AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C
 TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -6385,8 +6223,117 @@ TEXT ·sumE4M3AVX2(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
-	SUBQ         $0x08, SI
-	JLT          done
+	SUBQ         $0x10, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ      CX, DI
+	MOVQ      DX, R8
+	MOVQ      (DI), R9
+	VMOVQ     (R9)(BX*1), X10
+	VPMOVSXBW X10, X10
+	VPSLLW    $0x07, X10, X10
+	VPAND     X5, X10, X10
+	VCVTPH2PS X10, Y10
+	VMULPS    Y0, Y10, Y10
+	VPAND     Y2, Y10, Y11
+	VCMPPS    $0x00, Y3, Y11, Y11
+	VPAND     Y4, Y11, Y11
+	VPOR      Y11, Y10, Y10
+	VMOVQ     8(R9)(BX*1), X11
+	VPMOVSXBW X11, X11
+	VPSLLW    $0x07, X11, X11
+	VPAND     X5, X11, X11
+	VCVTPH2PS X11, Y11
+	VMULPS    Y0, Y11, Y11
+	VPAND     Y2, Y11, Y12
+	VCMPPS    $0x00, Y3, Y12, Y12
+	VPAND     Y4, Y12, Y12
+	VPOR      Y12, Y11, Y11
+	CMPQ      R8, $0x01
+	JE        finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(DI), R9
+	VMOVQ     (R9)(BX*1), X12
+	VPMOVSXBW X12, X12
+	VPSLLW    $0x07, X12, X12
+	VPAND     X5, X12, X12
+	VCVTPH2PS X12, Y12
+	VMULPS    Y0, Y12, Y12
+	VPAND     Y2, Y12, Y13
+	VCMPPS    $0x00, Y3, Y13, Y13
+	VPAND     Y4, Y13, Y13
+	VPOR      Y13, Y12, Y12
+	VADDPS    Y12, Y10, Y10
+	VMOVQ     8(R9)(BX*1), X12
+	VPMOVSXBW X12, X12
+	VPSLLW    $0x07, X12, X12
+	VPAND     X5, X12, X12
+	VCVTPH2PS X12, Y12
+	VMULPS    Y0, Y12, Y12
+	VPAND     Y2, Y12, Y13
+	VCMPPS    $0x00, Y3, Y13, Y13
+	VPAND     Y4, Y13, Y13
+	VPOR      Y13, Y12, Y12
+	VADDPS    Y12, Y11, Y11
+	CMPQ      R8, $0x02
+	JE        finish
+	ADDQ      $0x08, DI
+	SUBQ      $0x01, R8
+	JMP       sources
+
+finish:
+	VMULPS       Y1, Y10, Y10
+	VCVTPS2PH    $0x03, Y10, X13
+	VCVTPH2PS    X13, Y12
+	VCMPPS       $0x04, Y10, Y12, Y12
+	VEXTRACTI128 $0x01, Y12, X10
+	VPACKSSDW    X10, X12, X10
+	VPSRLW       $0x0f, X10, X10
+	VPOR         X10, X13, X13
+	VPAND        X8, X13, X10
+	VPSRLW       $0x07, X10, X12
+	VPAND        X6, X12, X12
+	VPADDW       X7, X12, X12
+	VPADDW       X10, X12, X12
+	VPSRLW       $0x07, X12, X12
+	VPMINUW      X9, X12, X12
+	VPSRLW       $0x0f, X13, X13
+	VPSLLW       $0x07, X13, X13
+	VPOR         X13, X12, X12
+	VPACKUSWB    X12, X12, X10
+	VMULPS       Y1, Y11, Y11
+	VCVTPS2PH    $0x03, Y11, X13
+	VCVTPH2PS    X13, Y12
+	VCMPPS       $0x04, Y11, Y12, Y12
+	VEXTRACTI128 $0x01, Y12, X11
+	VPACKSSDW    X11, X12, X11
+	VPSRLW       $0x0f, X11, X11
+	VPOR         X11, X13, X13
+	VPAND        X8, X13, X11
+	VPSRLW       $0x07, X11, X12
+	VPAND        X6, X12, X12
+	VPADDW       X7, X12, X12
+	VPADDW       X11, X12, X12
+	VPSRLW       $0x07, X12, X12
+	VPMINUW      X9, X12, X12
+	VPSRLW       $0x0f, X13, X13
+	VPSLLW       $0x07, X13, X13
+	VPOR         X13, X12, X12
+	VPACKUSWB    X12, X12, X11
+	VMOVQ        X10, (AX)
+	VMOVQ        X11, 8(AX)
+	ADDQ         $0x10, AX
+	ADDQ         $0x10, BX
+	SUBQ         $0x10, SI
+	JGE          block
+
+rest:
+	ADDQ $0x08, SI
+	JLT  done
 
 step:
 	MOVQ      (CX), R8
@@ -6451,7 +6398,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func widenE4M3AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·widenE4M3AVX2(SB), NOSPLIT, $0-24
 	VPBROADCASTD c43800000<>+0(SB), Y0
@@ -6467,6 +6413,39 @@ TEXT ·widenE4M3AVX2(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x10, DX
+	JLT          rest
+
+block:
+	VMOVQ     (CX), X5
+	VPMOVSXBW X5, X5
+	VPSLLW    $0x07, X5, X5
+	VPAND     X4, X5, X5
+	VCVTPH2PS X5, Y5
+	VMULPS    Y0, Y5, Y5
+	VPAND     Y1, Y5, Y6
+	VCMPPS    $0x00, Y2, Y6, Y6
+	VPAND     Y3, Y6, Y6
+	VPOR      Y6, Y5, Y5
+	VMOVDQU   Y5, (AX)
+	VMOVQ     8(CX), X5
+	VPMOVSXBW X5, X5
+	VPSLLW    $0x07, X5, X5
+	VPAND     X4, X5, X5
+	VCVTPH2PS X5, Y5
+	VMULPS    Y0, Y5, Y5
+	VPAND     Y1, Y5, Y6
+	VCMPPS    $0x00, Y2, Y6, Y6
+	VPAND     Y3, Y6, Y6
+	VPOR      Y6, Y5, Y5
+	VMOVDQU   Y5, 32(AX)
+	ADDQ      $0x10, CX
+	ADDQ      $0x40, AX
+	SUBQ      $0x10, DX
+	JGE       block
+
+rest:
+	ADDQ $0x10, DX
 
 steps:
 	CMPQ      DX, $0x08
@@ -6491,7 +6470,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowE4M3AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·narrowE4M3AVX2(SB), NOSPLIT, $0-24
 	VPBROADCASTD c43800000<>+0(SB), Y0
@@ -6507,6 +6485,59 @@ TEXT ·narrowE4M3AVX2(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x10, DX
+	JLT          rest
+
+block:
+	VMOVDQU      (CX), Y5
+	VMULPS       Y0, Y5, Y5
+	VCVTPS2PH    $0x03, Y5, X7
+	VCVTPH2PS    X7, Y6
+	VCMPPS       $0x04, Y5, Y6, Y6
+	VEXTRACTI128 $0x01, Y6, X5
+	VPACKSSDW    X5, X6, X5
+	VPSRLW       $0x0f, X5, X5
+	VPOR         X5, X7, X7
+	VPAND        X3, X7, X5
+	VPSRLW       $0x07, X5, X6
+	VPAND        X1, X6, X6
+	VPADDW       X2, X6, X6
+	VPADDW       X5, X6, X6
+	VPSRLW       $0x07, X6, X6
+	VPMINUW      X4, X6, X6
+	VPSRLW       $0x0f, X7, X7
+	VPSLLW       $0x07, X7, X7
+	VPOR         X7, X6, X6
+	VPACKUSWB    X6, X6, X5
+	VMOVQ        X5, (AX)
+	VMOVDQU      32(CX), Y5
+	VMULPS       Y0, Y5, Y5
+	VCVTPS2PH    $0x03, Y5, X7
+	VCVTPH2PS    X7, Y6
+	VCMPPS       $0x04, Y5, Y6, Y6
+	VEXTRACTI128 $0x01, Y6, X5
+	VPACKSSDW    X5, X6, X5
+	VPSRLW       $0x0f, X5, X5
+	VPOR         X5, X7, X7
+	VPAND        X3, X7, X5
+	VPSRLW       $0x07, X5, X6
+	VPAND        X1, X6, X6
+	VPADDW       X2, X6, X6
+	VPADDW       X5, X6, X6
+	VPSRLW       $0x07, X6, X6
+	VPMINUW      X4, X6, X6
+	VPSRLW       $0x0f, X7, X7
+	VPSLLW       $0x07, X7, X7
+	VPOR         X7, X6, X6
+	VPACKUSWB    X6, X6, X5
+	VMOVQ        X5, 8(AX)
+	ADDQ         $0x10, AX
+	ADDQ         $0x40, CX
+	SUBQ         $0x10, DX
+	JGE          block
+
+rest:
+	ADDQ $0x10, DX
 
 steps:
 	CMPQ         DX, $0x08
@@ -6541,7 +6572,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func sumE5M2AVX2(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX2, F16C
 TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -6560,8 +6590,91 @@ TEXT ·sumE5M2AVX2(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
-	SUBQ         $0x08, SI
-	JLT          done
+	SUBQ         $0x10, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ      CX, DI
+	MOVQ      DX, R8
+	MOVQ      (DI), R9
+	VMOVQ     (R9)(BX*1), X4
+	VPMOVZXBW X4, X4
+	VPSLLW    $0x08, X4, X4
+	VCVTPH2PS X4, Y4
+	VMOVQ     8(R9)(BX*1), X5
+	VPMOVZXBW X5, X5
+	VPSLLW    $0x08, X5, X5
+	VCVTPH2PS X5, Y5
+	CMPQ      R8, $0x01
+	JE        finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(DI), R9
+	VMOVQ     (R9)(BX*1), X6
+	VPMOVZXBW X6, X6
+	VPSLLW    $0x08, X6, X6
+	VCVTPH2PS X6, Y6
+	VADDPS    Y6, Y4, Y4
+	VMOVQ     8(R9)(BX*1), X6
+	VPMOVZXBW X6, X6
+	VPSLLW    $0x08, X6, X6
+	VCVTPH2PS X6, Y6
+	VADDPS    Y6, Y5, Y5
+	CMPQ      R8, $0x02
+	JE        finish
+	ADDQ      $0x08, DI
+	SUBQ      $0x01, R8
+	JMP       sources
+
+finish:
+	VCVTPS2PH    $0x03, Y4, X7
+	VCVTPH2PS    X7, Y6
+	VCMPPS       $0x04, Y4, Y6, Y6
+	VEXTRACTI128 $0x01, Y6, X4
+	VPACKSSDW    X4, X6, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X7, X7
+	VPAND        X2, X7, X4
+	VPSRLW       $0x08, X4, X6
+	VPAND        X0, X6, X6
+	VPADDW       X1, X6, X6
+	VPADDW       X4, X6, X6
+	VPSRLW       $0x08, X6, X6
+	VPMINUW      X3, X6, X6
+	VPSRLW       $0x0f, X7, X7
+	VPSLLW       $0x07, X7, X7
+	VPOR         X7, X6, X6
+	VPACKUSWB    X6, X6, X4
+	VCVTPS2PH    $0x03, Y5, X7
+	VCVTPH2PS    X7, Y6
+	VCMPPS       $0x04, Y5, Y6, Y6
+	VEXTRACTI128 $0x01, Y6, X5
+	VPACKSSDW    X5, X6, X5
+	VPSRLW       $0x0f, X5, X5
+	VPOR         X5, X7, X7
+	VPAND        X2, X7, X5
+	VPSRLW       $0x08, X5, X6
+	VPAND        X0, X6, X6
+	VPADDW       X1, X6, X6
+	VPADDW       X5, X6, X6
+	VPSRLW       $0x08, X6, X6
+	VPMINUW      X3, X6, X6
+	VPSRLW       $0x0f, X7, X7
+	VPSLLW       $0x07, X7, X7
+	VPOR         X7, X6, X6
+	VPACKUSWB    X6, X6, X5
+	VMOVQ        X4, (AX)
+	VMOVQ        X5, 8(AX)
+	ADDQ         $0x10, AX
+	ADDQ         $0x10, BX
+	SUBQ         $0x10, SI
+	JGE          block
+
+rest:
+	ADDQ $0x08, SI
+	JLT  done
 
 step:
 	MOVQ      (CX), R8
@@ -6613,7 +6726,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func widenE5M2AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·widenE5M2AVX2(SB), NOSPLIT, $0-24
 	VPBROADCASTW cbf80<>+0(SB), X0
@@ -6624,6 +6736,27 @@ TEXT ·widenE5M2AVX2(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x10, DX
+	JLT          rest
+
+block:
+	VMOVQ     (CX), X0
+	VPMOVZXBW X0, X0
+	VPSLLW    $0x08, X0, X0
+	VCVTPH2PS X0, Y0
+	VMOVDQU   Y0, (AX)
+	VMOVQ     8(CX), X0
+	VPMOVZXBW X0, X0
+	VPSLLW    $0x08, X0, X0
+	VCVTPH2PS X0, Y0
+	VMOVDQU   Y0, 32(AX)
+	ADDQ      $0x10, CX
+	ADDQ      $0x40, AX
+	SUBQ      $0x10, DX
+	JGE       block
+
+rest:
+	ADDQ $0x10, DX
 
 steps:
 	CMPQ      DX, $0x08
@@ -6642,7 +6775,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowE5M2AVX2(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX2, F16C
 TEXT ·narrowE5M2AVX2(SB), NOSPLIT, $0-24
 	VPBROADCASTW cbf80<>+0(SB), X0
@@ -6653,6 +6785,57 @@ TEXT ·narrowE5M2AVX2(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x10, DX
+	JLT          rest
+
+block:
+	VMOVDQU      (CX), Y4
+	VCVTPS2PH    $0x03, Y4, X6
+	VCVTPH2PS    X6, Y5
+	VCMPPS       $0x04, Y4, Y5, Y5
+	VEXTRACTI128 $0x01, Y5, X4
+	VPACKSSDW    X4, X5, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X6, X6
+	VPAND        X2, X6, X4
+	VPSRLW       $0x08, X4, X5
+	VPAND        X0, X5, X5
+	VPADDW       X1, X5, X5
+	VPADDW       X4, X5, X5
+	VPSRLW       $0x08, X5, X5
+	VPMINUW      X3, X5, X5
+	VPSRLW       $0x0f, X6, X6
+	VPSLLW       $0x07, X6, X6
+	VPOR         X6, X5, X5
+	VPACKUSWB    X5, X5, X4
+	VMOVQ        X4, (AX)
+	VMOVDQU      32(CX), Y4
+	VCVTPS2PH    $0x03, Y4, X6
+	VCVTPH2PS    X6, Y5
+	VCMPPS       $0x04, Y4, Y5, Y5
+	VEXTRACTI128 $0x01, Y5, X4
+	VPACKSSDW    X4, X5, X4
+	VPSRLW       $0x0f, X4, X4
+	VPOR         X4, X6, X6
+	VPAND        X2, X6, X4
+	VPSRLW       $0x08, X4, X5
+	VPAND        X0, X5, X5
+	VPADDW       X1, X5, X5
+	VPADDW       X4, X5, X5
+	VPSRLW       $0x08, X5, X5
+	VPMINUW      X3, X5, X5
+	VPSRLW       $0x0f, X6, X6
+	VPSLLW       $0x07, X6, X6
+	VPOR         X6, X5, X5
+	VPACKUSWB    X5, X5, X4
+	VMOVQ        X4, 8(AX)
+	ADDQ         $0x10, AX
+	ADDQ         $0x40, CX
+	SUBQ         $0x10, DX
+	JGE          block
+
+rest:
+	ADDQ $0x10, DX
 
 steps:
 	CMPQ         DX, $0x08
@@ -6686,7 +6869,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func andAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·andAVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -6813,7 +6995,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func orAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·orAVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -6959,7 +7140,6 @@ around:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func xorAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·xorAVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -7086,7 +7266,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func xorBoolAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·xorBoolAVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD c01010101<>+0(SB), Z0
@@ -7256,7 +7435,6 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func sum8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum8AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -7383,7 +7561,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func prod8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prod8AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD cff00ff00<>+0(SB), Z0
@@ -7491,64 +7668,8 @@ sources:
 	VPTERNLOGD $0xdc, Z0, Z6, Z4
 	CMPQ       R11, $0x02
 	JE         finish
-	PCALIGN    $0x20
-	MOVQ       16(R10), R12
-	VMOVDQU64  (R12)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R12)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R12)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R12)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R11, $0x03
-	JE         finish
-	PCALIGN    $0x20
-	MOVQ       24(R10), R12
-	VMOVDQU64  (R12)(BX*1), Z5
-	VPANDD     Z0, Z1, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z1, Z1
-	VPTERNLOGD $0xdc, Z0, Z6, Z1
-	VMOVDQU64  64(R12)(BX*1), Z5
-	VPANDD     Z0, Z2, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z2, Z2
-	VPTERNLOGD $0xdc, Z0, Z6, Z2
-	VMOVDQU64  128(R12)(BX*1), Z5
-	VPANDD     Z0, Z3, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z3, Z3
-	VPTERNLOGD $0xdc, Z0, Z6, Z3
-	VMOVDQU64  192(R12)(BX*1), Z5
-	VPANDD     Z0, Z4, Z6
-	VPSRLW     $0x08, Z5, Z7
-	VPMULLW    Z7, Z6, Z6
-	VPMULLW    Z5, Z4, Z4
-	VPTERNLOGD $0xdc, Z0, Z6, Z4
-	CMPQ       R11, $0x04
-	JE         finish
-	ADDQ       $0x18, R10
-	SUBQ       $0x03, R11
+	ADDQ       $0x08, R10
+	SUBQ       $0x01, R11
 	JMP        sources
 
 rest:
@@ -7595,7 +7716,6 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func order8AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·order8AVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -7767,7 +7887,6 @@ around:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func sum16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -7895,7 +8014,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func prod16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prod16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -8023,7 +8141,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func order16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·order16AVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -8178,7 +8295,6 @@ around:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func sum32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -8306,7 +8422,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func prod32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prod32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -8434,7 +8549,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func order32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·order32AVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -8589,7 +8703,6 @@ around:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func minI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minI32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -8717,7 +8830,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func maxI32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxI32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -8845,7 +8957,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func sum64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sum64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -8973,7 +9084,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func prod64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·prod64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -9101,7 +9211,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func order64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·order64AVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -9256,7 +9365,6 @@ around:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func minI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minI64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -9384,7 +9492,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func maxI64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxI64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -9512,7 +9619,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func sumF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumF32AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -9661,7 +9767,6 @@ around:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func sumF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -9810,7 +9915,6 @@ around:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func prodF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodF32AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -9938,7 +10042,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func prodF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodF64AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -10066,7 +10169,6 @@ special:
 	VMOVNTDQ Z3, 192(AX)
 	JMP      next
 
-// func minF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·minF32AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD c7fc00000<>+0(SB), Z0
@@ -10229,7 +10331,6 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func minF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·minF64AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTQ c7ff8000000000000<>+0(SB), Z0
@@ -10392,7 +10493,6 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func maxF32AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·maxF32AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD c7fc00000<>+0(SB), Z0
@@ -10555,7 +10655,6 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func maxF64AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512DQ, AVX512F, BMI2
 TEXT ·maxF64AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTQ c7ff8000000000000<>+0(SB), Z0
@@ -10718,7 +10817,6 @@ special:
 	VMOVNTDQ Z4, 192(AX)
 	JMP      next
 
-// func sumF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·sumF16AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
@@ -10946,7 +11044,6 @@ around:
 	VMOVNTDQ  Y8, 224(AX)
 	JMP       next
 
-// func sumBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumBF16AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD cffff0000<>+0(SB), Z0
@@ -11228,7 +11325,6 @@ around:
 	VMOVNTDQ Z11, 192(AX)
 	JMP      next
 
-// func prodF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·prodF16AVX512(SB), NOSPLIT, $0-56
 	MOVQ    dst+0(FP), AX
@@ -11431,7 +11527,6 @@ special:
 	VMOVNTDQ  Y7, 224(AX)
 	JMP       next
 
-// func prodBF16AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodBF16AVX512(SB), NOSPLIT, $0-56
 	VPBROADCASTD cffff0000<>+0(SB), Z0
@@ -11688,7 +11783,6 @@ around:
 	VMOVNTDQ Z10, 192(AX)
 	JMP      next
 
-// func minOrderedAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·minOrderedAVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -11942,7 +12036,6 @@ around:
 	VMOVNTDQ Z7, 192(AX)
 	JMP      next
 
-// func maxOrderedAVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·maxOrderedAVX512(SB), NOSPLIT, $0-56
 	MOVQ         mode+48(FP), AX
@@ -12196,7 +12289,6 @@ around:
 	VMOVNTDQ Z7, 192(AX)
 	JMP      next
 
-// func widenF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·widenF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
@@ -12240,7 +12332,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·narrowF16AVX512(SB), NOSPLIT, $0-24
 	MOVQ dst+0(FP), AX
@@ -12288,7 +12379,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func widenBF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·widenBF16AVX512(SB), NOSPLIT, $0-24
 	VPBROADCASTD c00000001<>+0(SB), Z0
@@ -12341,7 +12431,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowBF16AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
 // Requires: AVX, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·narrowBF16AVX512(SB), NOSPLIT, $0-24
 	VPBROADCASTD c00000001<>+0(SB), Z0
@@ -12428,8 +12517,7 @@ done:
 	VZEROUPPER
 	RET
 
-// func sumE4M3AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
@@ -12452,13 +12540,113 @@ TEXT ·sumE4M3AVX512(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	SUBQ         $0x20, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ      CX, DI
+	MOVQ      DX, R8
+	MOVQ      (DI), R9
+	VMOVDQU   (R9)(BX*1), X10
+	VPMOVSXBW X10, Y10
+	VPSLLW    $0x07, Y10, Y10
+	VPANDD    Y5, Y10, Y10
+	VCVTPH2PS Y10, Z10
+	VMULPS    Z0, Z10, Z10
+	VPANDD    Z2, Z10, Z11
+	VCMPPS    $0x00, Z3, Z11, K1
+	VPORD     Z4, Z10, K1, Z10
+	VMOVDQU   16(R9)(BX*1), X11
+	VPMOVSXBW X11, Y11
+	VPSLLW    $0x07, Y11, Y11
+	VPANDD    Y5, Y11, Y11
+	VCVTPH2PS Y11, Z11
+	VMULPS    Z0, Z11, Z11
+	VPANDD    Z2, Z11, Z12
+	VCMPPS    $0x00, Z3, Z12, K1
+	VPORD     Z4, Z11, K1, Z11
+	CMPQ      R8, $0x01
+	JE        finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(DI), R9
+	VMOVDQU   (R9)(BX*1), X12
+	VPMOVSXBW X12, Y12
+	VPSLLW    $0x07, Y12, Y12
+	VPANDD    Y5, Y12, Y12
+	VCVTPH2PS Y12, Z12
+	VMULPS    Z0, Z12, Z12
+	VPANDD    Z2, Z12, Z13
+	VCMPPS    $0x00, Z3, Z13, K1
+	VPORD     Z4, Z12, K1, Z12
+	VADDPS    Z12, Z10, Z10
+	VMOVDQU   16(R9)(BX*1), X12
+	VPMOVSXBW X12, Y12
+	VPSLLW    $0x07, Y12, Y12
+	VPANDD    Y5, Y12, Y12
+	VCVTPH2PS Y12, Z12
+	VMULPS    Z0, Z12, Z12
+	VPANDD    Z2, Z12, Z13
+	VCMPPS    $0x00, Z3, Z13, K1
+	VPORD     Z4, Z12, K1, Z12
+	VADDPS    Z12, Z11, Z11
+	CMPQ      R8, $0x02
+	JE        finish
+	ADDQ      $0x08, DI
+	SUBQ      $0x01, R8
+	JMP       sources
+
+finish:
+	VMULPS      Z1, Z10, Z10
+	VCVTPS2PH   $0x03, Z10, Y13
+	VCVTPH2PS   Y13, Z12
+	VCMPPS      $0x04, Z10, Z12, K1
+	VMOVDQU16.Z Y6, K1, Y10
+	VPOR        Y10, Y13, Y13
+	VPAND       Y8, Y13, Y10
+	VPSRLW      $0x07, Y10, Y12
+	VPAND       Y6, Y12, Y12
+	VPADDW      Y7, Y12, Y12
+	VPADDW      Y10, Y12, Y12
+	VPSRLW      $0x07, Y12, Y12
+	VPMINUW     Y9, Y12, Y12
+	VPSRLW      $0x0f, Y13, Y13
+	VPSLLW      $0x07, Y13, Y13
+	VPOR        Y13, Y12, Y12
+	VPMOVWB     Y12, X10
+	VMULPS      Z1, Z11, Z11
+	VCVTPS2PH   $0x03, Z11, Y13
+	VCVTPH2PS   Y13, Z12
+	VCMPPS      $0x04, Z11, Z12, K1
+	VMOVDQU16.Z Y6, K1, Y11
+	VPOR        Y11, Y13, Y13
+	VPAND       Y8, Y13, Y11
+	VPSRLW      $0x07, Y11, Y12
+	VPAND       Y6, Y12, Y12
+	VPADDW      Y7, Y12, Y12
+	VPADDW      Y11, Y12, Y12
+	VPSRLW      $0x07, Y12, Y12
+	VPMINUW     Y9, Y12, Y12
+	VPSRLW      $0x0f, Y13, Y13
+	VPSLLW      $0x07, Y13, Y13
+	VPOR        Y13, Y12, Y12
+	VPMOVWB     Y12, X11
+	VMOVDQU     X10, (AX)
+	VMOVDQU     X11, 16(AX)
+	ADDQ        $0x20, AX
+	ADDQ        $0x20, BX
+	SUBQ        $0x20, SI
+	JGE         block
+
+rest:
+	ADDQ $0x20, SI
+	JLE  done
 
 step:
-	MOVQ       $0x00000010, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
 	MOVQ       $-1, DI
-	BZHIQ      R8, DI, DI
+	BZHIQ      SI, DI, DI
 	KMOVQ      DI, K1
 	MOVQ       (CX), R8
 	VMOVDQU8.Z (R8)(BX*1), K1, X10
@@ -12513,11 +12701,12 @@ folded:
 	ADDQ        $0x10, BX
 	SUBQ        $0x10, SI
 	JGT         step
+
+done:
 	VZEROUPPER
 	RET
 
-// func widenE4M3AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·widenE4M3AVX512(SB), NOSPLIT, $0-24
 	VPBROADCASTD c43800000<>+0(SB), Z0
 	VPBROADCASTD c3b800000<>+0(SB), Z1
@@ -12532,15 +12721,43 @@ TEXT ·widenE4M3AVX512(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x20, DX
+	JLT          rest
+
+block:
+	VMOVDQU   (CX), X5
+	VPMOVSXBW X5, Y5
+	VPSLLW    $0x07, Y5, Y5
+	VPANDD    Y4, Y5, Y5
+	VCVTPH2PS Y5, Z5
+	VMULPS    Z0, Z5, Z5
+	VPANDD    Z1, Z5, Z6
+	VCMPPS    $0x00, Z2, Z6, K1
+	VPORD     Z3, Z5, K1, Z5
+	VMOVDQU64 Z5, (AX)
+	VMOVDQU   16(CX), X5
+	VPMOVSXBW X5, Y5
+	VPSLLW    $0x07, Y5, Y5
+	VPANDD    Y4, Y5, Y5
+	VCVTPH2PS Y5, Z5
+	VMULPS    Z0, Z5, Z5
+	VPANDD    Z1, Z5, Z6
+	VCMPPS    $0x00, Z2, Z6, K1
+	VPORD     Z3, Z5, K1, Z5
+	VMOVDQU64 Z5, 64(AX)
+	ADDQ      $0x20, CX
+	ADDQ      $0x00000080, AX
+	SUBQ      $0x20, DX
+	JGE       block
+
+rest:
+	ADDQ $0x20, DX
 
 steps:
 	TESTQ      DX, DX
 	JLE        done
-	MOVQ       $0x00000010, SI
-	CMPQ       DX, SI
-	CMOVQLT    DX, SI
 	MOVQ       $-1, BX
-	BZHIQ      SI, BX, BX
+	BZHIQ      DX, BX, BX
 	KMOVQ      BX, K1
 	VMOVDQU8.Z (CX), K1, X5
 	VPMOVSXBW  X5, Y5
@@ -12561,8 +12778,7 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowE4M3AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·narrowE4M3AVX512(SB), NOSPLIT, $0-24
 	VPBROADCASTD c43800000<>+0(SB), Z0
 	VPBROADCASTD c3b800000<>+0(SB), Z0
@@ -12577,15 +12793,61 @@ TEXT ·narrowE4M3AVX512(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x20, DX
+	JLT          rest
+
+block:
+	VMOVDQU64   (CX), Z5
+	VMULPS      Z0, Z5, Z5
+	VCVTPS2PH   $0x03, Z5, Y7
+	VCVTPH2PS   Y7, Z6
+	VCMPPS      $0x04, Z5, Z6, K1
+	VMOVDQU16.Z Y1, K1, Y5
+	VPOR        Y5, Y7, Y7
+	VPAND       Y3, Y7, Y5
+	VPSRLW      $0x07, Y5, Y6
+	VPAND       Y1, Y6, Y6
+	VPADDW      Y2, Y6, Y6
+	VPADDW      Y5, Y6, Y6
+	VPSRLW      $0x07, Y6, Y6
+	VPMINUW     Y4, Y6, Y6
+	VPSRLW      $0x0f, Y7, Y7
+	VPSLLW      $0x07, Y7, Y7
+	VPOR        Y7, Y6, Y6
+	VPMOVWB     Y6, X5
+	VMOVDQU     X5, (AX)
+	VMOVDQU64   64(CX), Z5
+	VMULPS      Z0, Z5, Z5
+	VCVTPS2PH   $0x03, Z5, Y7
+	VCVTPH2PS   Y7, Z6
+	VCMPPS      $0x04, Z5, Z6, K1
+	VMOVDQU16.Z Y1, K1, Y5
+	VPOR        Y5, Y7, Y7
+	VPAND       Y3, Y7, Y5
+	VPSRLW      $0x07, Y5, Y6
+	VPAND       Y1, Y6, Y6
+	VPADDW      Y2, Y6, Y6
+	VPADDW      Y5, Y6, Y6
+	VPSRLW      $0x07, Y6, Y6
+	VPMINUW     Y4, Y6, Y6
+	VPSRLW      $0x0f, Y7, Y7
+	VPSLLW      $0x07, Y7, Y7
+	VPOR        Y7, Y6, Y6
+	VPMOVWB     Y6, X5
+	VMOVDQU     X5, 16(AX)
+	ADDQ        $0x20, AX
+	ADDQ        $0x00000080, CX
+	SUBQ        $0x20, DX
+	JGE         block
+
+rest:
+	ADDQ $0x20, DX
 
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, SI
-	CMPQ        DX, SI
-	CMOVQLT     DX, SI
 	MOVQ        $-1, BX
-	BZHIQ       SI, BX, BX
+	BZHIQ       DX, BX, BX
 	KMOVQ       BX, K1
 	VMOVDQU32.Z (CX), K1, Z5
 	VMULPS      Z0, Z5, Z5
@@ -12615,8 +12877,7 @@ done:
 	VZEROUPPER
 	RET
 
-// func sumE5M2AVX512(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
 	MOVQ         div+40(FP), AX
 	VXORPS       X0, X0, X0
@@ -12634,13 +12895,91 @@ TEXT ·sumE5M2AVX512(SB), NOSPLIT, $0-56
 	MOVQ         hi+32(FP), SI
 	SUBQ         BX, SI
 	ADDQ         BX, AX
+	SUBQ         $0x20, SI
+	JLT          rest
+	PCALIGN      $0x40
+
+block:
+	MOVQ      CX, DI
+	MOVQ      DX, R8
+	MOVQ      (DI), R9
+	VMOVDQU   (R9)(BX*1), X4
+	VPMOVZXBW X4, Y4
+	VPSLLW    $0x08, Y4, Y4
+	VCVTPH2PS Y4, Z4
+	VMOVDQU   16(R9)(BX*1), X5
+	VPMOVZXBW X5, Y5
+	VPSLLW    $0x08, Y5, Y5
+	VCVTPH2PS Y5, Z5
+	CMPQ      R8, $0x01
+	JE        finish
+
+sources:
+	PCALIGN   $0x20
+	MOVQ      8(DI), R9
+	VMOVDQU   (R9)(BX*1), X6
+	VPMOVZXBW X6, Y6
+	VPSLLW    $0x08, Y6, Y6
+	VCVTPH2PS Y6, Z6
+	VADDPS    Z6, Z4, Z4
+	VMOVDQU   16(R9)(BX*1), X6
+	VPMOVZXBW X6, Y6
+	VPSLLW    $0x08, Y6, Y6
+	VCVTPH2PS Y6, Z6
+	VADDPS    Z6, Z5, Z5
+	CMPQ      R8, $0x02
+	JE        finish
+	ADDQ      $0x08, DI
+	SUBQ      $0x01, R8
+	JMP       sources
+
+finish:
+	VCVTPS2PH   $0x03, Z4, Y7
+	VCVTPH2PS   Y7, Z6
+	VCMPPS      $0x04, Z4, Z6, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y7, Y7
+	VPAND       Y2, Y7, Y4
+	VPSRLW      $0x08, Y4, Y6
+	VPAND       Y0, Y6, Y6
+	VPADDW      Y1, Y6, Y6
+	VPADDW      Y4, Y6, Y6
+	VPSRLW      $0x08, Y6, Y6
+	VPMINUW     Y3, Y6, Y6
+	VPSRLW      $0x0f, Y7, Y7
+	VPSLLW      $0x07, Y7, Y7
+	VPOR        Y7, Y6, Y6
+	VPMOVWB     Y6, X4
+	VCVTPS2PH   $0x03, Z5, Y7
+	VCVTPH2PS   Y7, Z6
+	VCMPPS      $0x04, Z5, Z6, K1
+	VMOVDQU16.Z Y0, K1, Y5
+	VPOR        Y5, Y7, Y7
+	VPAND       Y2, Y7, Y5
+	VPSRLW      $0x08, Y5, Y6
+	VPAND       Y0, Y6, Y6
+	VPADDW      Y1, Y6, Y6
+	VPADDW      Y5, Y6, Y6
+	VPSRLW      $0x08, Y6, Y6
+	VPMINUW     Y3, Y6, Y6
+	VPSRLW      $0x0f, Y7, Y7
+	VPSLLW      $0x07, Y7, Y7
+	VPOR        Y7, Y6, Y6
+	VPMOVWB     Y6, X5
+	VMOVDQU     X4, (AX)
+	VMOVDQU     X5, 16(AX)
+	ADDQ        $0x20, AX
+	ADDQ        $0x20, BX
+	SUBQ        $0x20, SI
+	JGE         block
+
+rest:
+	ADDQ $0x20, SI
+	JLE  done
 
 step:
-	MOVQ       $0x00000010, R8
-	CMPQ       SI, R8
-	CMOVQLT    SI, R8
 	MOVQ       $-1, DI
-	BZHIQ      R8, DI, DI
+	BZHIQ      SI, DI, DI
 	KMOVQ      DI, K1
 	MOVQ       (CX), R8
 	VMOVDQU8.Z (R8)(BX*1), K1, X4
@@ -12684,11 +13023,12 @@ folded:
 	ADDQ        $0x10, BX
 	SUBQ        $0x10, SI
 	JGT         step
+
+done:
 	VZEROUPPER
 	RET
 
-// func widenE5M2AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·widenE5M2AVX512(SB), NOSPLIT, $0-24
 	VPBROADCASTW cbf80<>+0(SB), Y0
 	VPBROADCASTW c0001<>+0(SB), Y0
@@ -12698,15 +13038,33 @@ TEXT ·widenE5M2AVX512(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x20, DX
+	JLT          rest
+
+block:
+	VMOVDQU   (CX), X0
+	VPMOVZXBW X0, Y0
+	VPSLLW    $0x08, Y0, Y0
+	VCVTPH2PS Y0, Z0
+	VMOVDQU64 Z0, (AX)
+	VMOVDQU   16(CX), X0
+	VPMOVZXBW X0, Y0
+	VPSLLW    $0x08, Y0, Y0
+	VCVTPH2PS Y0, Z0
+	VMOVDQU64 Z0, 64(AX)
+	ADDQ      $0x20, CX
+	ADDQ      $0x00000080, AX
+	SUBQ      $0x20, DX
+	JGE       block
+
+rest:
+	ADDQ $0x20, DX
 
 steps:
 	TESTQ      DX, DX
 	JLE        done
-	MOVQ       $0x00000010, SI
-	CMPQ       DX, SI
-	CMOVQLT    DX, SI
 	MOVQ       $-1, BX
-	BZHIQ      SI, BX, BX
+	BZHIQ      DX, BX, BX
 	KMOVQ      BX, K1
 	VMOVDQU8.Z (CX), K1, X0
 	VPMOVZXBW  X0, Y0
@@ -12722,8 +13080,7 @@ done:
 	VZEROUPPER
 	RET
 
-// func narrowE5M2AVX512(dst unsafe.Pointer, src unsafe.Pointer, n int)
-// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2, CMOV
+// Requires: AVX, AVX2, AVX512BW, AVX512F, AVX512VL, BMI2
 TEXT ·narrowE5M2AVX512(SB), NOSPLIT, $0-24
 	VPBROADCASTW cbf80<>+0(SB), Y0
 	VPBROADCASTW c0001<>+0(SB), Y0
@@ -12733,15 +13090,59 @@ TEXT ·narrowE5M2AVX512(SB), NOSPLIT, $0-24
 	MOVQ         dst+0(FP), AX
 	MOVQ         src+8(FP), CX
 	MOVQ         n+16(FP), DX
+	SUBQ         $0x20, DX
+	JLT          rest
+
+block:
+	VMOVDQU64   (CX), Z4
+	VCVTPS2PH   $0x03, Z4, Y6
+	VCVTPH2PS   Y6, Z5
+	VCMPPS      $0x04, Z4, Z5, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y6, Y6
+	VPAND       Y2, Y6, Y4
+	VPSRLW      $0x08, Y4, Y5
+	VPAND       Y0, Y5, Y5
+	VPADDW      Y1, Y5, Y5
+	VPADDW      Y4, Y5, Y5
+	VPSRLW      $0x08, Y5, Y5
+	VPMINUW     Y3, Y5, Y5
+	VPSRLW      $0x0f, Y6, Y6
+	VPSLLW      $0x07, Y6, Y6
+	VPOR        Y6, Y5, Y5
+	VPMOVWB     Y5, X4
+	VMOVDQU     X4, (AX)
+	VMOVDQU64   64(CX), Z4
+	VCVTPS2PH   $0x03, Z4, Y6
+	VCVTPH2PS   Y6, Z5
+	VCMPPS      $0x04, Z4, Z5, K1
+	VMOVDQU16.Z Y0, K1, Y4
+	VPOR        Y4, Y6, Y6
+	VPAND       Y2, Y6, Y4
+	VPSRLW      $0x08, Y4, Y5
+	VPAND       Y0, Y5, Y5
+	VPADDW      Y1, Y5, Y5
+	VPADDW      Y4, Y5, Y5
+	VPSRLW      $0x08, Y5, Y5
+	VPMINUW     Y3, Y5, Y5
+	VPSRLW      $0x0f, Y6, Y6
+	VPSLLW      $0x07, Y6, Y6
+	VPOR        Y6, Y5, Y5
+	VPMOVWB     Y5, X4
+	VMOVDQU     X4, 16(AX)
+	ADDQ        $0x20, AX
+	ADDQ        $0x00000080, CX
+	SUBQ        $0x20, DX
+	JGE         block
+
+rest:
+	ADDQ $0x20, DX
 
 steps:
 	TESTQ       DX, DX
 	JLE         done
-	MOVQ        $0x00000010, SI
-	CMPQ        DX, SI
-	CMOVQLT     DX, SI
 	MOVQ        $-1, BX
-	BZHIQ       SI, BX, BX
+	BZHIQ       DX, BX, BX
 	KMOVQ       BX, K1
 	VMOVDQU32.Z (CX), K1, Z4
 	VCVTPS2PH   $0x03, Z4, Y6
@@ -12770,7 +13171,6 @@ done:
 	VZEROUPPER
 	RET
 
-// func sumBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·sumBF16AVX512BF16(SB), NOSPLIT, $0-56
 	VPBROADCASTD c00000001<>+0(SB), Z0
@@ -13082,7 +13482,6 @@ around:
 	VMOVNTDQ Z18, 192(AX)
 	JMP      next
 
-// func prodBF16AVX512BF16(dst unsafe.Pointer, srcs *unsafe.Pointer, k int, lo int, hi int, div int, mode int)
 // Requires: AVX, AVX512BW, AVX512F, BMI2
 TEXT ·prodBF16AVX512BF16(SB), NOSPLIT, $0-56
 	VPBROADCASTD c00000001<>+0(SB), Z0

@@ -198,7 +198,9 @@ type storage struct {
 	size  int // bytes of an element
 	lanes int // elements of a step
 	regs  int // registers of a step
-	block int // steps of a block; 0: there are none, all is done step by step
+	block int // steps of a block
+	// heavy: a source takes so many instructions that its memory is not what the kernel waits for
+	heavy bool
 	// direct: the elements are used as they lie, an instruction may take them from memory
 	direct bool
 	// load reads a step; k is the mask or nil
@@ -545,7 +547,7 @@ func encode(asm []byte) []byte {
 // "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008):
 // truncated, and its last bit set if anything was lost.
 func (i isa) f8(e4m3 bool) storage {
-	s := storage{size: 1, lanes: i.width / 4, regs: 1}
+	s := storage{size: 1, lanes: i.width / 4, regs: 1, block: 2, heavy: true}
 	words := func() reg.VecVirtual { // a vector of lanes 16-bit words
 		if i.wide {
 			return YMM()
@@ -649,6 +651,8 @@ type operator struct {
 	// apply sets acc = acc op x. x may be memory if direct.
 	apply  func(x Op, acc reg.VecVirtual)
 	direct bool
+	// heavy: it takes so many instructions that memory is not what the kernel waits for
+	heavy bool
 	// finish is done after the last source in calls whose mode has the flag; nil if there is nothing
 	// to do
 	flag   uint8
@@ -726,7 +730,7 @@ func (i isa) operator(op string, l lane) operator {
 		return simple([]func(...Op){VPADDB, VPADDW, VPADDD, VPADDQ}[index])
 	case op == "prod" && l.size == 1:
 		odd := i.bcast(0xff00ff00)
-		return operator{apply: func(x Op, acc reg.VecVirtual) {
+		return operator{heavy: true, apply: func(x Op, acc reg.VecVirtual) {
 			// The odd bytes are multiplied in the upper half of their word, the even ones in the
 			// lower.
 			a, b := i.vec(), i.vec()
@@ -844,16 +848,9 @@ func (i isa) floatMinMax(max, double bool) operator {
 }
 
 // mask returns the mask of the first rem elements of a step, all if there are more. rem is less than
-// 256 unless many.
-func mask(rem reg.Register, lanes int, many bool) reg.OpmaskVirtual {
+// 256, of which BZHI takes the last 8 bits.
+func mask(rem reg.Register) reg.OpmaskVirtual {
 	m, k := GP64(), K()
-	if many {
-		n := GP64()
-		MOVQ(U32(lanes), n)
-		CMPQ(rem, n)
-		CMOVQLT(rem, n)
-		rem = n
-	}
 	MOVQ(I32(-1), m)
 	BZHIQ(rem, m, m)
 	KMOVQ(m, k)
@@ -872,7 +869,7 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	pos := Load(Param("lo"), GP64())
 	rem := Load(Param("hi"), GP64())
 	var mode reg.GPVirtual
-	if s.block > 0 || o.finish != nil {
+	if !s.heavy || o.finish != nil {
 		mode = GP64()
 		Load(Param("mode"), mode)
 	}
@@ -884,7 +881,7 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 
 	// acc is the accumulators of a block, all those of its first n steps.
 	var acc [][]reg.VecVirtual
-	for range max(1, s.block) {
+	for range s.block {
 		acc = append(acc, i.vecs(s.regs))
 	}
 	all := func(n int) []reg.VecVirtual { return slices.Concat(acc[:n]...) }
@@ -932,6 +929,10 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 		CMPQ(left, Imm(1))
 		JE(LabelRef("finish"))
 		Label("sources")
+		slots := slots
+		if s.heavy || o.heavy {
+			slots = 2
+		}
 		for slot := 1; slot < slots; slot++ {
 			align(32)
 			MOVQ(Mem{Base: cur, Disp: 8 * slot}, p)
@@ -997,29 +998,32 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 					JMP(LabelRef("packed"))
 				})
 			}
-			test(around, "around")
-			for j, v := range packed {
-				store(v, Mem{Base: dst, Disp: j * step}, false)
+			if !s.heavy {
+				test(around, "around")
+				after = append(after, func() { Label("around") })
 			}
-			after = append(after, func() { Label("around") })
+			for j, v := range packed {
+				s.write(v, Mem{Base: dst, Disp: j * step}, nil)
+			}
 		}
-		after = append(after, func() {
-			for j, v := range packed {
-				store(v, Mem{Base: dst, Disp: j * step}, true)
-			}
-			JMP(LabelRef("next"))
-		})
-		Label("next")
+		if !s.heavy {
+			after = append(after, func() {
+				for j, v := range packed {
+					store(v, Mem{Base: dst, Disp: j * step}, true)
+				}
+				JMP(LabelRef("next"))
+			})
+			Label("next")
+		}
 		advance(s.block)
 	}
 	size := s.lanes * s.block
+	SUBQ(imm(size), rem)
+	JLT(LabelRef("rest"))
 	switch {
-	case s.block == 0:
-	case i.wide:
+	case i.wide && !s.heavy:
 		// Two sources are the most frequent case; in the nearest cache, jumps and loads of addresses
 		// count.
-		SUBQ(imm(size), rem)
-		JLT(LabelRef("rest"))
 		p0, p1 := GP64(), GP64()
 		CMPQ(count, Imm(2))
 		JNE(LabelRef("block"))
@@ -1036,8 +1040,6 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 		JMP(LabelRef("block")) // over what align adds
 		block()
 	default:
-		SUBQ(imm(size), rem)
-		JLT(LabelRef("rest"))
 		block()
 		end()
 		JGE(LabelRef("block"))
@@ -1045,21 +1047,17 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 
 	// Steps, masked or less by one step.
 	Label("rest")
-	switch {
-	case !i.wide && s.block == 0:
-		SUBQ(imm(s.lanes), rem)
-		JLT(LabelRef("done"))
-	case !i.wide:
-		ADDQ(imm(size-s.lanes), rem)
-		JLT(LabelRef("done"))
-	case s.block > 0:
+	if i.wide {
 		ADDQ(imm(size), rem)
 		JLE(LabelRef("done"))
+	} else {
+		ADDQ(imm(size-s.lanes), rem)
+		JLT(LabelRef("done"))
 	}
 	Label("step")
 	var k Op
 	if i.wide {
-		k = mask(rem, s.lanes, s.block == 0)
+		k = mask(rem)
 	}
 	n, p := GP64(), GP64()
 	MOVQ(Mem{Base: srcs}, p)
@@ -1145,24 +1143,22 @@ func (i isa) converters(name string, make func() storage) (widen, narrow string)
 			ADDQ(imm(steps*i.width), large)
 			SUBQ(imm(steps*s.lanes), rem)
 		}
-		if s.block > 0 {
-			SUBQ(imm(s.block*s.lanes), rem)
-			JLT(LabelRef("rest"))
-			Label("block")
-			for j := range s.block {
-				one(j, nil)
-			}
-			advance(s.block)
-			JGE(LabelRef("block"))
-			Label("rest")
-			ADDQ(imm(s.block*s.lanes), rem)
+		SUBQ(imm(s.block*s.lanes), rem)
+		JLT(LabelRef("rest"))
+		Label("block")
+		for j := range s.block {
+			one(j, nil)
 		}
+		advance(s.block)
+		JGE(LabelRef("block"))
+		Label("rest")
+		ADDQ(imm(s.block*s.lanes), rem)
 		Label("steps")
 		var k Op
 		if i.wide {
 			TESTQ(rem, rem)
 			JLE(LabelRef("done"))
-			k = mask(rem, s.lanes, s.block == 0)
+			k = mask(rem)
 		} else {
 			CMPQ(rem, imm(s.lanes))
 			JLT(LabelRef("done"))
@@ -1229,6 +1225,9 @@ func copyNT() {
 	VZEROUPPER()
 	RET()
 }
+
+// signature is avo's comment before each function, which repeats the declaration.
+var signature = regexp.MustCompile(`(?m)^// func .*\n`)
 
 // fence orders the stores around the caches before all later ones.
 func fence() {
@@ -1395,10 +1394,7 @@ func main() {
 		code, err = os.ReadFile(raw)
 	}
 	if err == nil {
-		code = bytes.ReplaceAll(code, []byte("(dst uintptr, srcs uintptr,"),
-			[]byte("(dst unsafe.Pointer, srcs *unsafe.Pointer,"))
-		code = bytes.ReplaceAll(code, []byte("(dst uintptr, src uintptr,"),
-			[]byte("(dst unsafe.Pointer, src unsafe.Pointer,"))
+		code = signature.ReplaceAll(code, nil)
 		err = replace([2]string{*asm, *decl}, [2][]byte{encode(code), src})
 	}
 	os.Remove(raw)
