@@ -1,7 +1,0 @@
-//go:build !unix
-
-package observe
-
-import "os"
-
-var dumpSignal os.Signal // there is none
