@@ -56,9 +56,9 @@
 //
 // Operations share kernels where that costs the frequent ones nothing: Avg is Sum and a division,
 // signed and unsigned integers share Sum and Product, the operations on Bool are those on bytes.
-// Min and Max of integers that are neither Int32 nor Int64 are one kernel, which inverts some bits of
-// each element before and after; in the nearest cache it takes a third longer than one for each
-// would. Min and Max of Float16 and BFloat16 compare their bits as integers.
+// Min and Max of integers other than Int32 and Int64 are one kernel for each size, which inverts
+// some bits of each element before and after; in the nearest cache that takes a third longer than
+// separate kernels would. Min and Max of Float16 and BFloat16 compare the bits as integers.
 //
 // BFloat16 is rounded by the instruction of AVX512_BF16 where the machine has it. That instruction
 // takes subnormals for zeros; a block that it leaves a zero in is rounded again from the

@@ -243,9 +243,9 @@ func (i isa) native(size int) storage {
 	return s
 }
 
-// flipped is the storage of integers for a kernel of Min that does Max too, and both of the integers
-// of the other signedness: some bits of all elements are inverted. The rows are Min and Max of the
-// kernel's own kind, then of the other one.
+// flipped is the storage of integers for a kernel of Min that does Max too, and both for the
+// integers of the other signedness: some bits of all elements are inverted. The rows are Min and
+// Max of the kernel's own kind, then of the other one.
 func (i isa) flipped(size int) storage {
 	s := i.native(size)
 	s.direct, s.save = false, nil
@@ -847,8 +847,8 @@ func (i isa) floatMinMax(max, double bool) operator {
 	}}
 }
 
-// mask returns the mask of the first rem elements of a step, all if there are more. rem is less than
-// 256, of which BZHI takes the last 8 bits.
+// mask returns the mask of the first rem elements of a step, all if there are more. rem is less
+// than 256: BZHI takes 8 bits of it.
 func mask(rem reg.Register) reg.OpmaskVirtual {
 	m, k := GP64(), K()
 	MOVQ(I32(-1), m)
@@ -879,7 +879,7 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	}
 	ADDQ(pos, dst)
 
-	// acc is the accumulators of a block, all those of its first n steps.
+	// acc is the accumulators of a block by step, all(n) those of its first n steps.
 	var acc [][]reg.VecVirtual
 	for range s.block {
 		acc = append(acc, i.vecs(s.regs))
