@@ -382,7 +382,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 		nil, nil, false, false, nil, false, false, nil, time.Time{}
 	pr.linkNo++
 	pr.numbers, pr.free, pr.in = 0, nil, nil
-	pr.transfers.paths = pathsOf(l, transport)
+	pr.transfers.attach(pathsOf(l, transport))
 	p.links = append(p.links, pr)
 	p.tune(l)
 	pr.counts.transport = transport
