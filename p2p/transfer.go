@@ -56,14 +56,47 @@ func pathsOf(l Link, transport string) []Path {
 
 // transfers is what a peer has under way with remote memory.
 type transfers struct {
-	paths []Path // of the link
+	paths []Path    // of the link
+	now   Immediate // the first path, if it is one and can move host memory
 	next  uint64
-	m     map[uint64]*Transfer
+	open  []*Transfer // in no order
+}
+
+// attach takes the paths of a new link.
+func (ts *transfers) attach(paths []Path) {
+	ts.paths, ts.now = paths, nil
+	if len(paths) > 0 && paths[0].Spec.carries(mem.Anywhere, mem.Anywhere) {
+		ts.now, _ = paths[0].OneSided.(Immediate)
+	}
+}
+
+// take takes the transfer with id from those that are open, nil if it was cancelled.
+func (ts *transfers) take(id uint64) *Transfer {
+	for i, t := range ts.open {
+		if t.id == id {
+			last := len(ts.open) - 1
+			ts.open[i], ts.open[last] = ts.open[last], nil
+			ts.open = ts.open[:last]
+			return t
+		}
+	}
+	return nil
 }
 
 // path chooses the way for n bytes between local and remote, of which to, unless it is nil, has the
 // keys. The error says why there is none.
 func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSided, error) {
+	ts := &pr.transfers
+	if len(ts.paths) == 1 && (to == nil || to.Has(ts.paths[0].Spec.Name)) {
+		if s := &ts.paths[0].Spec; s.carries(local, remote) {
+			return ts.paths[0].OneSided, nil
+		}
+	}
+	return pr.choose(local, remote, to, n)
+}
+
+// choose is path where there are several, or none.
+func (pr *peer) choose(local, remote mem.Location, to *mem.Remote, n int) (OneSided, error) {
 	ts := &pr.transfers
 	var specs [8]PathSpec
 	var index [8]int
@@ -71,7 +104,7 @@ func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSide
 	for i := range ts.paths {
 		s := &ts.paths[i].Spec
 		if to != nil {
-			if _, ok := to.Key(s.Name); !ok {
+			if !to.Has(s.Name) {
 				continue
 			}
 		}
@@ -83,7 +116,7 @@ func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSide
 	if i := ChoosePath(specs[:k], local, remote, n); i >= 0 {
 		return ts.paths[index[i]].OneSided, nil
 	}
-	return nil, &PeerError{pr.rank, fmt.Errorf("no path of the %d over %s moves memory between %s here and %s there: %w",
+	return nil, &PeerError{pr.rank, fmt.Errorf("none of %d paths over %s moves memory between %s here and %s there: %w",
 		len(ts.paths), pr.counts.transport, local, remote, errors.ErrUnsupported)}
 }
 
@@ -111,10 +144,7 @@ func (c *Channel) beginTransfer(w *Wait, t *Transfer, slot int, choose func(*pee
 			case err == nil:
 				ts.next++
 				t.by, t.id = by, ts.next
-				if ts.m == nil {
-					ts.m = map[uint64]*Transfer{}
-				}
-				ts.m[t.id] = t
+				ts.open = append(ts.open, t)
 				p.collect(pr)
 				return nil
 			case errors.Is(err, ErrPeerGone), errors.Is(err, ErrClosed): // polling takes the link down, with the reason
@@ -159,6 +189,11 @@ func gonePeer(err error) error {
 // Whether the target has to make progress depends on the path: over tcp its proxy places the data
 // when somebody there polls, in shared memory it has nothing to do.
 func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error {
+	pr := c.stream(slot).pr
+	if now := pr.transfers.now; now != nil && c.err == nil && now.PutNow(local, to, offset, s) {
+		*t = Transfer{pr: pr, done: true, bytes: local.Len()}
+		return nil
+	}
 	at := to
 	if at == nil || s.At != nil && local.Len() == 0 {
 		at = s.At
@@ -216,10 +251,14 @@ func (p *Proxy) CancelTransfer(t *Transfer) {
 	t.by.Cancel(t.id)
 	p.collect(t.pr)
 	if !t.done {
-		delete(t.pr.transfers.m, t.id)
+		t.pr.transfers.take(t.id)
 		t.done, t.err = true, ErrCancelled
 	}
 }
+
+// wordPolls is how often WaitWord looks at its word, while it may poll without giving its core away,
+// before it polls the links.
+const wordPolls = 30
 
 // WaitWord blocks until reached accepts the value of word, host memory of this rank that the rank in
 // slot signals to, and returns the value. An error is a *PeerError if that rank is gone, or why the
@@ -228,6 +267,10 @@ func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(
 	st := c.stream(slot)
 	for {
 		v := word.Load()
+		for i := 0; i < wordPolls && !reached(v) && c.p.hot(w) && !w.try; i++ {
+			pause()
+			v = word.Load()
+		}
 		if reached(v) {
 			w.calm()
 			return v, nil
@@ -254,7 +297,7 @@ func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(
 // collect takes the completions of a peer's transfers, and reports whether there were any.
 func (p *Proxy) collect(pr *peer) bool {
 	ts := &pr.transfers
-	if len(ts.m) == 0 {
+	if len(ts.open) == 0 {
 		return false
 	}
 	any := false
@@ -262,8 +305,7 @@ func (p *Proxy) collect(pr *peer) bool {
 		for {
 			n := ts.paths[i].Poll(p.ended[:])
 			for _, c := range p.ended[:n] {
-				if t := ts.m[c.ID]; t != nil { // else it was cancelled
-					delete(ts.m, c.ID)
+				if t := ts.take(c.ID); t != nil {
 					t.done, t.bytes = true, c.Bytes
 					if t.err = c.Err; c.Err != nil && errors.Is(c.Err, ErrPeerGone) {
 						t.err = &PeerError{pr.rank, c.Err}
@@ -284,11 +326,11 @@ func (p *Proxy) collect(pr *peer) bool {
 func (p *Proxy) lose(pr *peer, err error) {
 	p.collect(pr) // what has ended well
 	ts := &pr.transfers
-	for id, t := range ts.m {
-		delete(ts.m, id)
+	for _, t := range ts.open {
 		t.done, t.err = true, err
 	}
-	ts.paths = nil
+	clear(ts.open)
+	ts.open, ts.paths, ts.now = ts.open[:0], nil, nil
 }
 
 // finish lets go of what transfers hold in a link that is closed, and that nobody uses any more.

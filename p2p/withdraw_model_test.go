@@ -157,8 +157,8 @@ func withdraws(orders []order, buffers bool, drains []string) string {
 		}
 		return ""
 	}
-	empty := func() [2]map[string]int { return [2]map[string]int{{}, {}} }
-	return run(state{memory: map[string]int{"grant": granted, "busy": 0}, done: [2]map[string]bool{{}, {}}, got: empty()})
+	return run(state{memory: map[string]int{"grant": granted, "busy": 0}, done: [2]map[string]bool{{}, {}},
+		got: [2]map[string]int{{}, {}}})
 }
 
 // TestWithdrawOrder: with the orders that package shm documents nothing changes after Withdraw, on a
@@ -170,6 +170,10 @@ func TestWithdrawOrder(t *testing.T) {
 		if bad := withdraws(all, buffers, words); bad != "" {
 			t.Errorf("buffers %v: %s", buffers, bad)
 		}
+	}
+	late := []string{"raise1", "raise2", "clear"} // what says that an access is over may stay in a buffer
+	if bad := withdraws(all, true, late); bad != "" {
+		t.Errorf("lowering late: %s", bad)
 	}
 	for _, o := range withdrawOrder {
 		without := slices.DeleteFunc(slices.Clone(all), func(p order) bool { return p == o })
