@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -116,9 +117,17 @@ func launched(code int, err error) error {
 
 // options checks the flags, which say what is wrong with them in their own names.
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
+	given := cmd.Flags().Changed
+	outer := bootstrap.Launch{Size: 1}
+	if !given("nnodes") && !given("node-rank") {
+		var err error
+		if outer, err = bootstrap.NodeFromEnv(getenv); err != nil {
+			return launch.Options{}, usagef(cmd, "%v; or give --nnodes and --node-rank", err)
+		}
+		f.nodes, f.node = outer.Size, outer.Rank
+	}
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
 		Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
-	given := cmd.Flags().Changed
 	store, from := f.store, "--store"
 	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" &&
 		(strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
@@ -135,13 +144,16 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	case f.node < 0 || f.node >= f.nodes:
 		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1,
 			f.nodes)
-	case f.nodes > 1 && !given("node-rank"):
+	case f.nodes > 1 && outer.Size < 2 && !given("node-rank"):
 		return o, usagef(cmd, "--nnodes %d needs --node-rank, this node's number", f.nodes)
 	case f.rdzv != "" && store != "":
 		return o, usagef(cmd, "--rdzv and --store exclude each other: node 0 serves a store, or there is one")
-	case f.nodes > 1 && f.rdzv == "" && store == "":
+	case outer.Size > 1 && f.rdzv == "" && store == "" && !outer.Meets():
+		return o, usagef(cmd, "%s started this command on %d nodes, but does not say where they can meet: give --rdzv "+
+			"HOST:PORT, the address of the first (or --store URL)", outer.Source, outer.Size)
+	case f.nodes > 1 && outer.Size < 2 && f.rdzv == "" && store == "":
 		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
-	case f.nodes == 1 && f.rdzv != "":
+	case f.nodes == 1 && f.rdzv != "" && outer.Source == "none":
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
 	case f.onFailure != "end" && f.onFailure != "shrink" && f.onFailure != "retry":
 		return o, usagef(cmd, "--on-failure %s: expected end, shrink or retry", f.onFailure)
@@ -179,7 +191,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		}
 	}
 	if o.Job == "" {
-		o.Job = getenv("TUTTI_JOB")
+		o.Job = cmp.Or(getenv("TUTTI_JOB"), outer.Job)
 	}
 	if o.Job != "" {
 		if err := bootstrap.CheckJob(o.Job); err != nil {
@@ -193,10 +205,16 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	if o.Secret, err = f.secret(getenv); err != nil {
 		return o, usagef(cmd, "%v", err)
 	}
-	if o.Secret == "" && f.nodes > 1 {
+	private := false // the nodes can tell each other a secret
+	if outer.Size > 1 && f.rdzv == "" && store == "" {
+		o.Meet = &outer
+		if _, _, private, err = outer.MeetingHost(); err != nil {
+			return o, usagef(cmd, "%v", err)
+		}
+	}
+	if o.Secret == "" && f.nodes > 1 && !private {
 		return o, usagef(cmd, "several nodes need a secret that they share: set TUTTI_SECRET or give "+
-			"--secret-file FILE with the same contents on all of them (head -c 32 /dev/urandom | xxd -p -c "+
-			"64 makes one)")
+			"--secret-file FILE with the same contents on all of them (tutti secret makes one)")
 	}
 	if f.transport != "" {
 		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)
