@@ -227,6 +227,9 @@ func (l *launcher) hear(ctx context.Context) error {
 	return l.interruptible(ctx, func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeoutCause(ctx, meetTime, fmt.Errorf("no word from it within %v", meetTime))
 		defer cancel()
+		if !l.Quiet {
+			l.say(fmt.Sprintf("looking for node 0 of %d", l.Nodes))
+		}
 		store, secret, err := l.Meet.Hear(ctx)
 		if err != nil {
 			return err
