@@ -21,7 +21,7 @@ job on one node by itself. For several nodes pass it in the environment (TUTTI_S
 (TUTTI_SECRET_FILE, or tutti run --secret-file), never as an argument: everybody on the machine can read those.`,
 		Example: `  export TUTTI_SECRET=$(tutti secret)                      in a batch script; srun and mpirun pass it on
   tutti secret --file ~/job.secret                         on a file system that all nodes share
-  kubectl create secret generic train --from-literal=secret=$(tutti secret)`,
+  tutti secret | kubectl create secret generic train --from-file=secret=/dev/stdin`,
 		Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if file == "" {
