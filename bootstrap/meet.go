@@ -86,17 +86,19 @@ func (l *Launch) way() way {
 // Meets reports whether the launcher says enough for Meet.
 func (l *Launch) Meets() bool { return l.way() != noWay }
 
+// MeetsInPrivate reports whether Meet needs no secret: nobody but the processes of the launch hears
+// what rank 0 tells.
+func (l *Launch) MeetsInPrivate() bool { how := l.way(); return how == byHost || how == byPMI }
+
 // HowToMeet says, where Meets is false, what to set. A launcher without a key-value space that this
 // package knows does not tell the ranks of several hosts about each other.
 func (l *Launch) HowToMeet() string {
-	const hint = "start the ranks with tutti run, or set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
-	switch l.Source {
-	case "openmpi", "pmix":
-		return "Open MPI's launcher (PMIx) does not tell ranks of several hosts where to meet: " +
-			"mpirun -n HOSTS --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM, or set " +
-			"TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
+	const set = "set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
+	if l.Source == "openmpi" || l.Source == "pmix" {
+		return "the launcher (PMIx) does not tell ranks of several hosts where to meet: start one tutti run on each, " +
+			"as mpirun --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM does, or " + set
 	}
-	return hint
+	return "start the ranks with tutti run, or " + set
 }
 
 // Meet brings the processes of a launch together that were told of no store (Launch.Store). The one
@@ -173,13 +175,8 @@ func (l *Launch) Hear(ctx context.Context) (store, secret string, err error) {
 }
 
 // MeetingHost is the address at which rank 0 of the launch serves a store that the others reach, and
-// its port: a range as of ports.ParseSpec. private says that Tell may carry the secret. It is only
-// for those whose Meets is true.
-func (l *Launch) MeetingHost() (host, port string, private bool, err error) {
-	how := l.way()
-	host, port, err = l.meetingHost(how)
-	return host, port, how != byName, err
-}
+// its port, 0 for any that is free. It is only for those whose Meets is true.
+func (l *Launch) MeetingHost() (host, port string, err error) { return l.meetingHost(l.way()) }
 
 func (l *Launch) meetingHost(how way) (host, port string, err error) {
 	switch how {

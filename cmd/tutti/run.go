@@ -43,10 +43,15 @@ A .go file or a directory of Go files is built first. The exit code is 0, or tha
 failed first (128+S if it was killed by signal S). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which
 have --grace to end before they are killed; a second one kills them at once. With --on-failure shrink or retry the others go on
 when a rank dies; the exit code is then 0 if a rank ends well and so do all that are there by then.
-No process that a rank has started outlives the command, even if the command is killed.`,
+No process that a rank has started outlives the command, even if the command is killed.
+
+Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and, except from Open MPI
+on several hosts, the meeting point from them. The nodes need a secret that they share (tutti secret), unless they are on one host
+or the launcher has a key-value space (PMI) that carries one.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
-  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train`,
+  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train
+  srun -N 2 --ntasks-per-node=1 tutti run -n 4 ./train     with TUTTI_SECRET in the environment`,
 		DisableFlagsInUseLine: true,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -70,8 +75,9 @@ No process that a rank has started outlives the command, even if the command is 
 	fl := c.Flags()
 	fl.SetInterspersed(false) // what follows PROGRAM is the program's
 	fl.IntVarP(&f.n, "ranks", "n", 0, "ranks on this node")
-	fl.IntVar(&f.nodes, "nnodes", 1, "nodes of the job; each has a tutti run of its own")
-	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1")
+	fl.IntVar(&f.nodes, "nnodes", 0, "nodes of the job; each has a tutti run of its own (default: as the launcher "+
+		"says that started this one, else 1)")
+	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1 (default: as the launcher says, else 0)")
 	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
 	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; "+
 		"default: TUTTI_STORE if it is such a URL)")
@@ -125,6 +131,8 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 			return launch.Options{}, usagef(cmd, "%v; or give --nnodes and --node-rank", err)
 		}
 		f.nodes, f.node = outer.Size, outer.Rank
+	} else if !given("nnodes") {
+		f.nodes = 1
 	}
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
 		Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
@@ -205,14 +213,10 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	if o.Secret, err = f.secret(getenv); err != nil {
 		return o, usagef(cmd, "%v", err)
 	}
-	private := false // the nodes can tell each other a secret
 	if outer.Size > 1 && f.rdzv == "" && store == "" {
 		o.Meet = &outer
-		if _, _, private, err = outer.MeetingHost(); err != nil {
-			return o, usagef(cmd, "%v", err)
-		}
 	}
-	if o.Secret == "" && f.nodes > 1 && !private {
+	if o.Secret == "" && f.nodes > 1 && (o.Meet == nil || !o.Meet.MeetsInPrivate()) {
 		return o, usagef(cmd, "several nodes need a secret that they share: set TUTTI_SECRET or give "+
 			"--secret-file FILE with the same contents on all of them (tutti secret makes one)")
 	}

@@ -125,7 +125,7 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 		conf := embed.Config{Dir: l.temp, Secret: secret}
 		switch {
 		case l.Meet != nil && l.Node == 0:
-			if host, conf.Ports, _, err = l.Meet.MeetingHost(); err != nil {
+			if host, conf.Ports, err = l.Meet.MeetingHost(); err != nil {
 				return nil, err
 			}
 			conf.Host, conf.Advertise = bootstrap.ListenHost(ctx, host), host
