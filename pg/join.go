@@ -40,7 +40,9 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 		}
 		g, err := s.join(ctx)
 		if err != nil {
-			s.part()
+			pctx, cancel := context.WithTimeout(ctx, partSoon)
+			defer cancel()
+			s.part(pctx)
 		}
 		return g, err
 	}
@@ -374,7 +376,7 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	again, err := Join(ctx, cfg)
 	if err != nil {
 		j.settings.meeting = meeting
-		j.settings.part()
+		j.settings.part(ctx)
 		return nil, err
 	}
 	again.job.settings.meeting = meeting

@@ -160,12 +160,16 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	return nil
 }
 
-// part leaves the meeting: where this rank serves the store, when the others have left.
-func (s *settings) part() {
-	ctx, cancel := s.within(context.Background())
+// part leaves the meeting: where this rank serves the store, when the others have left, or ctx or
+// Config.Timeout ends.
+func (s *settings) part(ctx context.Context) {
+	ctx, cancel := s.within(ctx)
 	defer cancel()
 	s.meeting.Close(ctx)
 }
+
+// partSoon is how long a rank that could not join lets the others find out why they cannot.
+const partSoon = time.Second
 
 // within bounds ctx by Config.Timeout.
 func (s *settings) within(ctx context.Context) (context.Context, context.CancelFunc) {

@@ -36,7 +36,7 @@ import (
 // Variable is in the environment of every process that Start has started and, unless they remove
 // it, of what these have started. Its value is the mark of this process; where this process has a
 // mark itself its own follows after a dot.
-const Variable = "TUTTI_PROCTEST"
+const Variable = "PROCTEST_MARK"
 
 // keeperName is argv[0] of a keeper.
 const keeperName = "tutti-proctest-keeper"

@@ -146,7 +146,8 @@ func host(t *testing.T, names ...string) []string {
 	}
 	hosts := file(t, "hosts", "127.0.0.1 "+strings.Join(append(names, self), " ")+"\n", 0o644)
 	// Not by "ip netns exec", which hides the control groups that Slurm wants.
-	return []string{"nsenter", "--net=/run/netns/" + h.Name, "unshare", "-m", "sh", "-c", `mount --bind "$0" /etc/hosts && exec "$@"`, hosts}
+	return []string{"nsenter", "--net=/run/netns/" + h.Name, "unshare", "-m", "sh", "-c",
+		`mount --bind "$0" /etc/hosts && exec "$@"`, hosts}
 }
 
 // torchrun is what the real one does with the flags of our example, on one host.
