@@ -373,3 +373,20 @@ func TestInvitationsAreChecked(t *testing.T) {
 		}
 	}
 }
+
+func TestLaunchersThatDoNotSayWhereToMeet(t *testing.T) {
+	for env, says := range map[string]string{
+		"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1": "mpirun --map-by ppr:1:node tutti run",
+		"PMI_RANK=0 PMI_SIZE=2":               "TUTTI_STORE",
+		"JOB_COMPLETION_INDEX=0 TUTTI_SIZE=2": "tutti run",
+	} {
+		l, err := FromEnv(vars(env))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Meet(t.Context(), nil, nil); err == nil || !strings.Contains(err.Error(), says) ||
+			strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: %v; want one line with %q", env, err, says)
+		}
+	}
+}
