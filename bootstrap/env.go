@@ -280,8 +280,10 @@ func (e env) job(l *Launch, by *launcher) string {
 		if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); by.source == "slurm" && step != "" {
 			v += "." + step
 		}
-		// Open MPI 4 makes the names of its launches of 16 bits, but draws a random key for each too.
-		if key := strings.TrimSpace(e.get("OMPI_MCA_orte_precondition_transports")); by.source == "openmpi" && key != "" {
+		// Open MPI 4 makes the names of its launches of 16 bits, but draws a random key for each
+		// too.
+		key := strings.TrimSpace(e.get("OMPI_MCA_orte_precondition_transports"))
+		if by.source == "openmpi" && key != "" {
 			v += "." + key
 		}
 		return v

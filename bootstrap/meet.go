@@ -103,8 +103,9 @@ func (l *Launch) HowToMeet() string {
 
 // Meet brings the processes of a launch together that were told of no store (Launch.Store). The one
 // with rank 0 serves a store from its memory until Meeting.Close; the others return when they know
-// where it is. secret is the job's; nil lets rank 0 make one where the way to the others is private:
-// on one host, where only processes of the same user are told, and through the launcher's PMI.
+// where it is. secret is the job's; nil lets rank 0 make one where the way to the others is
+// private: on one host, where only processes of the same user are told, and through the launcher's
+// PMI.
 //
 // Each way is open once for a launch: through PMI, which serves one program for each rank, and on a
 // host while rank 0 is there. Meet blocks until ctx ends.
@@ -153,8 +154,8 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 }
 
 // Tell lets the other processes of the launch know of a store that rank 0, which calls it, has
-// brought; they call Hear. secret is not sent if it is "". stop ends that; until then processes that
-// are started later may hear it too.
+// brought; they call Hear. secret is not sent if it is "". stop ends that; until then processes
+// that are started later may hear it too.
 func (l *Launch) Tell(ctx context.Context, store, secret string) (stop func(), err error) {
 	if stop, err = l.tell(ctx, l.way(), invitation{Store: store, Secret: secret}); err != nil {
 		return nil, fmt.Errorf("telling the other nodes where to meet: %w", err)
@@ -174,8 +175,8 @@ func (l *Launch) Hear(ctx context.Context) (store, secret string, err error) {
 	return text.Store, text.Secret, nil
 }
 
-// MeetingHost is the address at which rank 0 of the launch serves a store that the others reach, and
-// its port, 0 for any that is free. It is only for those whose Meets is true.
+// MeetingHost is the address at which rank 0 of the launch serves a store that the others reach,
+// and its port, 0 for any that is free. It is only for those whose Meets is true.
 func (l *Launch) MeetingHost() (host, port string, err error) { return l.meetingHost(l.way()) }
 
 func (l *Launch) meetingHost(how way) (host, port string, err error) {
@@ -222,11 +223,11 @@ func (i invitation) meeting(secret []byte) (*Meeting, error) {
 	m := &Meeting{Store: i.Store, Secret: secret}
 	switch {
 	case i.Secret != "" && len(secret) > 0:
-		return nil, errors.New("this process was given a job secret and rank 0 was not: set TUTTI_SECRET for all ranks or " +
-			"for none")
+		return nil, errors.New("this process was given a job secret and rank 0 was not: set TUTTI_SECRET for all " +
+			"ranks or for none")
 	case i.Secret == "" && len(secret) == 0:
-		return nil, errors.New("rank 0 was given a job secret and this process was not: set TUTTI_SECRET for all ranks or " +
-			"for none")
+		return nil, errors.New("rank 0 was given a job secret and this process was not: set TUTTI_SECRET for all " +
+			"ranks or for none")
 	case i.Secret != "":
 		var err error
 		if m.Secret, err = ParseSecret(i.Secret); err != nil {

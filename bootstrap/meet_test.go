@@ -27,32 +27,35 @@ func meetContext(t *testing.T) context.Context {
 }
 
 func TestWaysToMeet(t *testing.T) {
+	const torch = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 "
+	const id = "TORCHELASTIC_RUN_ID=x "
+	const pmi1 = "PMI_RANK=0 PMI_SIZE=2 "
+	const step = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7 "
+	const ompi = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 PMIX_NAMESPACE=7 "
 	for env, want := range map[string]struct {
 		way  way
 		name string
 	}{
 		"RANK=0 WORLD_SIZE=2": {noWay, ""},
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2":                                      {noWay, ""},
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 TUTTI_JOB=j":                          {byHost, "j"},
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x":                {byHost, "torchrun-x"},
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x TUTTI_JOB=j":    {byHost, "torchrun-x"},
-		"RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1":          {noWay, "torchrun-h-1"},
-		"RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1 TORCHELASTIC_RUN_ID=x": {byName, "torchrun-x"},
-		"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 TORCHELASTIC_RUN_ID=x":                {noWay, "torchrun-x"},
-		"PMI_RANK=0 PMI_SIZE=2 PMI_FD=9 PMI_JOBID=5":                                               {byPMI, "pmi-5"},
-		"PMI_RANK=0 PMI_SIZE=2 PMI_FD=9":                                                           {byPMI, ""},
-		"PMI_RANK=0 PMI_SIZE=2 PMI_FD=9 PMI_JOBID=5 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2":           {byHost, "pmi-5"},
-		"PMI_RANK=0 PMI_SIZE=2":              {noWay, ""},
-		"PMI_PORT=h:1 PMI_ID=1 TUTTI_SIZE=2": {byPMI, ""},
-		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4]": {byName, "slurm-7.0"},
-		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4":  {noWay, "slurm-7.0"},
-		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODELIST=n[3-4]":                                {noWay, ""},
-		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_TASKS_PER_NODE=2": {byHost,
-			"slurm-7"},
-		"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=7 OMPI_COMM_WORLD_LOCAL_SIZE=1": {noWay, "openmpi-7"},
-		"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=7 OMPI_COMM_WORLD_LOCAL_SIZE=2 " +
-			"OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_MCA_orte_precondition_transports=ab-cd": {byHost, "openmpi-7.ab-cd"},
-		"TUTTI_STANDBY=0 TUTTI_SIZE=2 TUTTI_JOB=j": {noWay, "j"},
+		"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 " + id: {noWay, "torchrun-x"},
+		torch + "LOCAL_WORLD_SIZE=2":                                {noWay, ""},
+		torch + "LOCAL_WORLD_SIZE=2 TUTTI_JOB=j":                    {byHost, "j"},
+		torch + "LOCAL_WORLD_SIZE=2 " + id:                          {byHost, "torchrun-x"},
+		torch + "LOCAL_WORLD_SIZE=2 TUTTI_JOB=j " + id:              {byHost, "torchrun-x"},
+		torch + "LOCAL_WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1":    {noWay, "torchrun-h-1"},
+		torch + "MASTER_ADDR=h MASTER_PORT=1 " + id:                 {byName, "torchrun-x"},
+		pmi1:                          {noWay, ""},
+		pmi1 + "PMI_FD=9":             {byPMI, ""},
+		pmi1 + "PMI_FD=9 PMI_JOBID=5": {byPMI, "pmi-5"},
+		pmi1 + "PMI_FD=9 PMI_JOBID=5 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2":              {byHost, "pmi-5"},
+		"PMI_PORT=h:1 PMI_ID=1 TUTTI_SIZE=2":                                           {byPMI, ""},
+		step + "SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4]":                                 {byName, "slurm-7.0"},
+		step + "SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4":                                  {noWay, "slurm-7.0"},
+		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODELIST=n[3-4]":                          {noWay, ""},
+		step + "SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2":                 {byHost, "slurm-7"},
+		ompi + "OMPI_COMM_WORLD_LOCAL_SIZE=1":                                          {noWay, "openmpi-7"},
+		ompi + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_orte_precondition_transports=ab": {byHost, "openmpi-7.ab"},
+		"TUTTI_STANDBY=0 TUTTI_SIZE=2 TUTTI_JOB=j":                                     {noWay, "j"},
 	} {
 		l, err := FromEnv(vars(env))
 		if err != nil {
@@ -82,8 +85,9 @@ func TestNodeFromEnv(t *testing.T) {
 		// The script of a batch job.
 		"SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_NNODES=2 SLURM_NTASKS=2": {Size: 1, LocalRank: -1,
 			Source: "none"},
-		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1 PMIX_NAMESPACE=5 TUTTI_IFNAME=eth0": {
-			Rank: 1, Size: 2, LocalRank: -1, LocalSize: 1, Job: "openmpi-5", Source: "openmpi", name: "openmpi-5",
+		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1 PMIX_NAMESPACE=5 " +
+			"TUTTI_IFNAME=eth0": {Rank: 1, Size: 2, LocalRank: -1, LocalSize: 1, Job: "openmpi-5", Source: "openmpi",
+			name:       "openmpi-5",
 			Interfaces: "eth0"},
 	} {
 		got, err := NodeFromEnv(vars(env))
@@ -91,10 +95,11 @@ func TestNodeFromEnv(t *testing.T) {
 			t.Errorf("%s: %+v, %v\nwant %+v", env, got, err, want)
 		}
 	}
+	const two = "SLURM_STEP_NUM_NODES=2 "
 	for env, says := range map[string]string{
-		step + "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=4":                                                       "--ntasks-per-node=1",
-		"SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NODEID=2 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2": "SLURM_NODEID=2",
-		"OMPI_COMM_WORLD_SIZE=2": "OMPI_COMM_WORLD_RANK",
+		step + two + "SLURM_STEP_NUM_TASKS=4":                                             "--ntasks-per-node=1",
+		strings.Replace(step, "NODEID=1", "NODEID=2", 1) + two + "SLURM_STEP_NUM_TASKS=2": "SLURM_NODEID=2",
+		"OMPI_COMM_WORLD_SIZE=2":                                                          "OMPI_COMM_WORLD_RANK",
 	} {
 		if got, err := NodeFromEnv(vars(env)); err == nil || !strings.Contains(err.Error(), says) {
 			t.Errorf("%s: %+v, %v; want an error with %q", env, got, err, says)
@@ -207,7 +212,8 @@ func TestNobodyMeetsWithoutRankZero(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	if _, err := l.Meet(ctx, nil, nil); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), l.Job) {
+	if _, err := l.Meet(ctx, nil, nil); !errors.Is(err, context.DeadlineExceeded) ||
+		!strings.Contains(err.Error(), l.Job) {
 		t.Error(err)
 	}
 }
@@ -357,7 +363,8 @@ func TestLaunchersTellOfTheirStore(t *testing.T) {
 			}
 			stop <- f
 		}()
-		if store, secret, err := second.Hear(ctx); err != nil || store != "tutti://h:1" || secret != "the secret of a job" {
+		store, secret, err := second.Hear(ctx)
+		if err != nil || store != "tutti://h:1" || secret != "the secret of a job" {
 			t.Errorf("%s: heard %q, %q, %v", what, store, secret, err)
 		}
 		if f := <-stop; f != nil {
@@ -375,8 +382,9 @@ func TestInvitationsAreChecked(t *testing.T) {
 }
 
 func TestLaunchersThatDoNotSayWhereToMeet(t *testing.T) {
+	const ompi = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1"
 	for env, says := range map[string]string{
-		"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1": "mpirun --map-by ppr:1:node tutti run",
+		ompi:                                  "mpirun --map-by ppr:1:node tutti run",
 		"PMI_RANK=0 PMI_SIZE=2":               "TUTTI_STORE",
 		"JOB_COMPLETION_INDEX=0 TUTTI_SIZE=2": "tutti run",
 	} {

@@ -8,8 +8,9 @@ import (
 
 // NodeFromEnv reads, for a launcher of ranks that another launcher has started once on each node,
 // what the other one says: in the Launch that it returns Rank is the number of this node, Size that
-// of the nodes and Job the name of the job. It understands Open MPI, PMI and steps of Slurm; Size is 1
-// where none of them started this process. Its parts that Meet, Tell and Hear need are set too.
+// of the nodes and Job the name of the job. It understands Open MPI, PMI and steps of Slurm; Size
+// is 1 where none of them started this process. Its parts that Meet, Tell and Hear need are set
+// too.
 func NodeFromEnv(getenv func(string) string) (Launch, error) {
 	// What speaks of ranks is not about this process.
 	mine := func(name string) bool {
@@ -44,11 +45,12 @@ func NodeFromEnv(getenv func(string) string) (Launch, error) {
 		return l, err
 	}
 	if l.Size != nodes {
-		return Launch{}, fmt.Errorf("environment: srun started %d tasks on %d nodes (%s), and each of them would start the "+
-			"ranks of a node: give srun --ntasks-per-node=1", l.Size, nodes, name)
+		return Launch{}, fmt.Errorf("environment: srun started %d tasks on %d nodes (%s), and each of them would "+
+			"start the ranks of a node: give srun --ntasks-per-node=1", l.Size, nodes, name)
 	}
 	if _, l.Rank, err = e.number([]string{"SLURM_NODEID"}, 0); err == nil && l.Rank >= nodes {
-		err = fmt.Errorf("environment: SLURM_NODEID=%d contradicts %s=%d: nodes are 0..%d", l.Rank, name, nodes, nodes-1)
+		err = fmt.Errorf("environment: SLURM_NODEID=%d contradicts %s=%d: nodes are 0..%d", l.Rank, name, nodes,
+			nodes-1)
 	}
 	return l, err
 }

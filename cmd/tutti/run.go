@@ -45,9 +45,9 @@ have --grace to end before they are killed; a second one kills them at once. Wit
 when a rank dies; the exit code is then 0 if a rank ends well and so do all that are there by then.
 No process that a rank has started outlives the command, even if the command is killed.
 
-Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and, except from Open MPI
-on several hosts, the meeting point from them. The nodes need a secret that they share (tutti secret), unless they are on one host
-or the launcher has a key-value space (PMI) that carries one.`,
+Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and,
+except from Open MPI on several hosts, the meeting point from them. The nodes need a secret that they
+share (tutti secret), unless they are on one host or the launcher has a key-value space (PMI) for it.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
   tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train

@@ -669,7 +669,8 @@ func TestUsage(t *testing.T) {
 
 func TestHelp(t *testing.T) {
 	s := newStage(t)
-	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "secret --help", "env", "version"} {
+	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "secret --help", "env",
+		"version"} {
 		j := s.run(strings.Fields(args)...)
 		j.end(0)
 		if out := j.stdout.String(); len(out) < 10 || j.stderr.String() != "" {

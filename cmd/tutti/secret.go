@@ -16,11 +16,12 @@ func newSecret() *cobra.Command {
 		Short: "Make a secret for a job",
 		Long: `Print a fresh secret, 256 random bits as hex digits, or write it to a new file that only you can read.
 
-All processes of a job have the same secret, and every connection proves to know it. tutti run makes one for a
-job on one node by itself. For several nodes pass it in the environment (TUTTI_SECRET) or by a file that all can read
-(TUTTI_SECRET_FILE, or tutti run --secret-file), never as an argument: everybody on the machine can read those.`,
-		Example: `  export TUTTI_SECRET=$(tutti secret)                      in a batch script; srun and mpirun pass it on
-  tutti secret --file ~/job.secret                         on a file system that all nodes share
+All processes of a job have the same secret, and every connection proves to know it. tutti run makes
+one for a job on one node by itself. For several nodes pass it in the environment (TUTTI_SECRET) or
+as a file that all of them can read (TUTTI_SECRET_FILE, or tutti run --secret-file), never as an
+argument: everybody on the machine can read those.`,
+		Example: `  export TUTTI_SECRET=$(tutti secret)     in a batch script; srun and mpirun pass it on
+  tutti secret --file ~/job.secret        on a file system that all nodes share
   tutti secret | kubectl create secret generic train --from-file=secret=/dev/stdin`,
 		Args: noArgs, DisableFlagsInUseLine: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -55,8 +55,8 @@ var keeper struct {
 	life *os.File // its standard input ends when this is closed, with this process
 }
 
-// Keep starts this process's keeper, unless it runs. Start does it too; who counts descriptors calls
-// it before.
+// Keep starts this process's keeper, unless it runs. Start does it too; who counts descriptors
+// calls it before.
 func Keep() error {
 	_, err := mark()
 	return err
@@ -175,8 +175,8 @@ type Process struct {
 
 // Start starts cmd, and waits for its end in a goroutine of its own. Unless cmd.SysProcAttr is set
 // the process heads a process group of its own, so that a Ctrl-C at the tests' terminal is the
-// tests' alone. The caller leaves cmd.Wait to the Process, and so does not read from cmd.StdoutPipe,
-// which Wait closes.
+// tests' alone. The caller leaves cmd.Wait to the Process, and so does not read from
+// cmd.StdoutPipe, which Wait closes.
 func Start(cmd *exec.Cmd) (*Process, error) { return start(cmd, false) }
 
 // StartGroup is Start for a process whose group ends with it: what it leaves there is killed.

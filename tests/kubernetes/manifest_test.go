@@ -18,8 +18,8 @@ import (
 
 const manifest = "../../examples/launch/kubernetes.yaml"
 
-// decode reads the manifest; a field that Kubernetes does not know, or one that is there twice, is an
-// error.
+// decode reads the manifest; a field that Kubernetes does not know, or one that is there twice, is
+// an error.
 func decode(t *testing.T, text []byte) (service corev1.Service, job batchv1.Job, err error) {
 	t.Helper()
 	for part := range bytes.SplitSeq(text, []byte("\n---\n")) {

@@ -1,8 +1,8 @@
 //go:build linux
 
-// Package launchers runs the files of examples/launch with the launchers that they are for, as far as
-// these can be had here: Slurm, Open MPI and MPICH are the real ones, on one machine; systemd reads its
-// unit; torchrun is played. Kubernetes' manifest is tested in tests/kubernetes.
+// Package launchers runs the files of examples/launch with the launchers that they are for, as far
+// as these can be had here: Slurm, Open MPI and MPICH are the real ones, on one machine; systemd
+// reads its unit; torchrun is played. Kubernetes' manifest is tested in tests/kubernetes.
 package launchers
 
 import (
@@ -63,7 +63,8 @@ func file(t *testing.T, name, text string, mode os.FileMode) string {
 func summed(t *testing.T, n int, printed string) {
 	t.Helper()
 	for r := range n {
-		if want := fmt.Sprintf("rank %d of %d: the ranks sum to %d\n", r, n, n*(n-1)/2); strings.Count(printed, want) != 1 {
+		want := fmt.Sprintf("rank %d of %d: the ranks sum to %d\n", r, n, n*(n-1)/2)
+		if strings.Count(printed, want) != 1 {
 			t.Errorf("%q is not printed once, but\n%s", want, printed)
 			return
 		}
@@ -101,8 +102,8 @@ func TestMPIOnSeveralHosts(t *testing.T) {
 		hosts  string
 		env    []string
 	}{
-		// Hosts other than this one are reached by a program that does not go there. Open MPI takes a
-		// name that leads here for this one: the other has none.
+		// Hosts other than this one are reached by a program that does not go there. Open MPI takes
+		// a name that leads here for this one: the other has none.
 		"openmpi.sh": {"mpirun.openmpi", "localhost,other", append(asRoot, "OMPI_MCA_plm=rsh",
 			"OMPI_MCA_plm_rsh_agent="+file(t, "reach", "#!/bin/sh\nshift\nexec sh -c \"$*\"\n", 0o755),
 			"TUTTI_SECRET_FILE="+file(t, "secret", bootstrap.NewSecret()+"\n", 0o600), "PORT=29417")},
@@ -194,7 +195,8 @@ func TestTorchrun(t *testing.T) {
 			bootstrap.NewSecret()+"\n", 0o600)}
 		var all []*rig.Process
 		for node := range 2 {
-			all = append(all, s.StartIn(on, append(env, fmt.Sprint("NODE=", node)), example(t, "torchrun.sh"), "2", hello))
+			all = append(all, s.StartIn(on, append(env, fmt.Sprint("NODE=", node)), example(t, "torchrun.sh"), "2",
+				hello))
 		}
 		printed := ""
 		for _, p := range all {
@@ -243,8 +245,8 @@ func TestSystemdUnit(t *testing.T) {
 	_, command, _ := strings.Cut(string(text), "\nExecStart=")
 	command, _, _ = strings.Cut(command, "\n")
 	secret := file(t, "secret", bootstrap.NewSecret()+"\n", 0o600)
-	argv := strings.Fields(strings.NewReplacer("${NODE}", "0", "%d/secret", secret, "/usr/local/bin/train", "/no/program").
-		Replace(command))
+	argv := strings.Fields(strings.NewReplacer("${NODE}", "0", "%d/secret", secret,
+		"/usr/local/bin/train", "/no/program").Replace(command))
 	s := rig.New(t)
 	p := s.Start(nil, append([]string{rig.Tutti(t)}, argv[1:]...)...)
 	p.End(127)

@@ -165,8 +165,8 @@ func TestSlurm(t *testing.T) {
 	t.Run("two steps at once", func(t *testing.T) {
 		var all []*rig.Process
 		for i := range 2 {
-			all = append(all, c.start("env", fmt.Sprint("N=", i), "srun", "--nodes=2", "--ntasks-per-node=1", "--mpi=pmi2",
-				"tutti", "run", "-n", "1", "--", hello))
+			all = append(all, c.start("env", fmt.Sprint("N=", i), "srun", "--nodes=2", "--ntasks-per-node=1",
+				"--mpi=pmi2", "tutti", "run", "-n", "1", "--", hello))
 		}
 		for _, p := range all {
 			p.End(0)

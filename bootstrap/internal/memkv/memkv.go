@@ -1,7 +1,7 @@
-// Package memkv serves the part of etcd's API that package bootstrap's stores use, from memory: keys
-// with revisions, transactions, leases and watches. It is what rank 0 of a job serves where nobody
-// has brought a store, so that a program does not link etcd's server for it. What it does not know
-// it refuses with code Unimplemented.
+// Package memkv serves the part of etcd's API that package bootstrap's stores use, from memory:
+// keys with revisions, transactions, leases and watches. It is what rank 0 of a job serves where
+// nobody has brought a store, so that a program does not link etcd's server for it. What it does
+// not know it refuses with code Unimplemented.
 //
 // The data is the process's: it is gone with it.
 package memkv
@@ -453,8 +453,8 @@ func (s *Server) LeaseKeepAlive(stream pb.Lease_LeaseKeepAliveServer) error {
 	}
 }
 
-// LeaseTimeToLive implements etcd's Lease. It tells the whole time for which a lease was granted, not
-// what is left of it.
+// LeaseTimeToLive implements etcd's Lease. It tells the whole time for which a lease was granted,
+// not what is left of it.
 func (s *Server) LeaseTimeToLive(_ context.Context, r *pb.LeaseTimeToLiveRequest) (*pb.LeaseTimeToLiveResponse, error) {
 	if r.Keys {
 		return nil, unknown("the keys of a lease")
@@ -597,7 +597,8 @@ func (s *Server) begin(r *pb.WatchCreateRequest, q *queue, own map[int64]*watch,
 		return
 	}
 	if r.StartRevision > 0 && r.StartRevision <= s.compacted {
-		q.put(&pb.WatchResponse{Header: s.headerLocked(), WatchId: w.id, Canceled: true, CompactRevision: s.compacted + 1})
+		q.put(&pb.WatchResponse{Header: s.headerLocked(), WatchId: w.id, Canceled: true,
+			CompactRevision: s.compacted + 1})
 		return
 	}
 	if r.StartRevision > 0 {

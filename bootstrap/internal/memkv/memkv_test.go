@@ -190,7 +190,8 @@ func TestWatchTellsWhatHappenedSinceItsRevision(t *testing.T) {
 	if r := w.next(t); len(r.Events) != 1 || string(r.Events[0].Kv.Key) != "k/2" {
 		t.Fatal(r)
 	}
-	if _, err := s.DeleteRange(t.Context(), &pb.DeleteRangeRequest{Key: []byte("k/"), RangeEnd: []byte("k0")}); err != nil {
+	all := &pb.DeleteRangeRequest{Key: []byte("k/"), RangeEnd: []byte("k0")}
+	if _, err := s.DeleteRange(t.Context(), all); err != nil {
 		t.Fatal(err)
 	}
 	r := w.next(t)

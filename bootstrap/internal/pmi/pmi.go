@@ -118,8 +118,8 @@ func Dial(ctx context.Context, a Address) (_ *Client, err error) {
 	return c, nil
 }
 
-// adopt makes a connection of an inherited descriptor, which it closes. If that is no socket it stays:
-// it is somebody else's then.
+// adopt makes a connection of an inherited descriptor, which it closes. If that is no socket it
+// stays: it is somebody else's then.
 func adopt(fd int) (net.Conn, error) {
 	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {

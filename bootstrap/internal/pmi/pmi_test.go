@@ -182,7 +182,8 @@ func TestConnectionByPort(t *testing.T) {
 
 func TestAnswersThatAreNone(t *testing.T) {
 	for command, answers := range map[string][]string{
-		"init":           {"cmd=response_to_init rc=-1", "cmd=init_ack rc=0", "nonsense", "cmd=a cmd=b", strings.Repeat("a=b ", 10)},
+		"init": {"cmd=response_to_init rc=-1", "cmd=init_ack rc=0", "nonsense", "cmd=a cmd=b",
+			strings.Repeat("a=b ", 10)},
 		"get_maxes":      {"cmd=maxes", "cmd=maxes keylen_max=x vallen_max=1", "cmd=maxes keylen_max=1 vallen_max=0"},
 		"get_my_kvsname": {"cmd=my_kvsname", "cmd=my_kvsname kvsname="},
 		"put":            {"cmd=put_result rc=1 msg=no", "cmd=get_result rc=0"},

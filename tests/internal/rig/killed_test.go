@@ -18,8 +18,8 @@ import (
 // victim makes TestJobOfAKilledTest run.
 const victim = "RIG_VICTIM"
 
-// A job with a launcher, whose ranks have met, and a rank without: their test tells who there is, and
-// is killed by the test below.
+// A job with a launcher, whose ranks have met, and a rank without: their test tells who there is,
+// and is killed by the test below.
 func TestJobOfAKilledTest(t *testing.T) {
 	if os.Getenv(victim) == "" {
 		return // it is a part of the next test

@@ -29,12 +29,12 @@ const (
 	Site     StoreKind = "etcd"  // a site's own, which lets everybody in
 )
 
-// Store starts a store as a process of the stage, which ends by a SIGTERM. prefix is that of StartIn;
-// host is where an embedded one listens, 127.0.0.1 if "".
+// Store starts a store as a process of the stage, which ends by a SIGTERM. prefix is that of
+// StartIn; host is where an embedded one listens, 127.0.0.1 if "".
 func (s *Stage) Store(prefix []string, kind StoreKind, secret, host string) (p *Process, address string) {
 	s.t.Helper()
-	p = s.StartIn(prefix, []string{storeVariable + "=" + string(kind), "TUTTI_SECRET=" + secret, hostVariable + "=" + host},
-		Self(s.t))
+	env := []string{storeVariable + "=" + string(kind), "TUTTI_SECRET=" + secret, hostVariable + "=" + host}
+	p = s.StartIn(prefix, env, Self(s.t))
 	p.Out.Await(s.t, "\n")
 	return p, strings.TrimPrefix(strings.TrimSpace(p.Out.String()), "at ")
 }

@@ -239,9 +239,11 @@ func (l *launcher) hear(ctx context.Context) error {
 		case err != nil:
 			return fmt.Errorf("node 0 says where to meet: %w", err)
 		case secret == "" && l.Secret == "":
-			return errors.New("node 0 was given a secret and this node was not: set TUTTI_SECRET on all nodes or on none")
+			return errors.New("node 0 was given a secret and this node was not: set TUTTI_SECRET on all nodes or " +
+				"on none")
 		case secret != "" && l.Secret != "":
-			return errors.New("this node was given a secret and node 0 was not: set TUTTI_SECRET on all nodes or on none")
+			return errors.New("this node was given a secret and node 0 was not: set TUTTI_SECRET on all nodes or " +
+				"on none")
 		}
 		l.Rendezvous, l.Secret = addr.Endpoints[0], cmp.Or(l.Secret, secret)
 		return nil
@@ -428,7 +430,8 @@ func (l *launcher) impatient(ctx context.Context, address string, patience time.
 		if host, _, err := net.SplitHostPort(l.Rendezvous); err == nil {
 			text += ": is node 0 started, and is that its address (--rdzv)?"
 			if _, err := net.DefaultResolver.LookupIP(ctx, "ip", host); err != nil && ctx.Err() == nil {
-				text = fmt.Sprintf("the host name of the meeting point %s (--rdzv) does not resolve yet: %v", l.Rendezvous, err)
+				text = fmt.Sprintf("the host name of the meeting point %s (--rdzv) does not resolve yet: %v",
+					l.Rendezvous, err)
 			} else {
 				pause(ctx, 5*time.Second)
 			}
