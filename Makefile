@@ -3,6 +3,8 @@ BIN     := bin
 # Debian packages: the compiler for cgo, network namespaces and traffic control, and what the peer programs are built and run with.
 DEPS       := gcc g++ libc6-dev iproute2 iputils-ping procps util-linux ca-certificates
 PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev
+# What starts examples/launch.
+LAUNCH_DEPS := slurm-wlm munge openmpi-bin mpich systemd
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
@@ -23,6 +25,7 @@ test: lint test-unit test-race test-purego ## everything that CI runs; names wha
 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(LONGEST) ./...
+	cd tests/kubernetes && $(GO) test -count=1 ./...
 
 test-race: ## the packages with the race detector
 	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
@@ -78,7 +81,7 @@ plots: ## draw docs/plots/*.svg from what bench-peers measured last
 
 deps: ## install the Debian packages that building and testing need (as root)
 	$(APT_GET) update -qq
-	$(APT_GET) install -y -qq --no-install-recommends $(DEPS)
+	$(APT_GET) install -y -qq --no-install-recommends $(DEPS) $(LAUNCH_DEPS)
 
 deps-peers: deps ## also those of bench-peers
 	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)

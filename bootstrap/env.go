@@ -18,6 +18,7 @@ import (
 	"strings"
 	"time"
 
+	"tutti/bootstrap/internal/pmi"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
@@ -52,6 +53,11 @@ type Launch struct {
 	StorePassword        string
 	StoreCA              string // paths of PEM files
 	StoreCert, StoreKey  string
+
+	// What Meet needs.
+	name  string      // of this launch, which no other has at the same time; "": nothing names it
+	named bool        // MasterAddr is the host of rank 0, where a port may be opened
+	pmi   pmi.Address // the launcher's key-value space
 }
 
 // Variable documents one environment variable.
@@ -130,6 +136,7 @@ var launchers = []launcher{
 		localRank: []string{"PMI_LOCAL_RANK", "MPI_LOCALRANKID"},
 		localSize: []string{"PMI_LOCAL_SIZE", "MPI_LOCALNRANKS"},
 		job:       []string{"PMI_JOBID", "PMI_KVSNAME", "PALS_APID", "FLUX_JOB_ID"}},
+	{source: "pmi", rank: []string{"PMI_ID"}, sizeElsewhere: true, job: []string{"PMI_JOBID"}}, // mpiexec -pmi-port
 	{source: "slurm", rank: []string{"SLURM_PROCID"}, size: []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS",
 		"SLURM_NPROCS"}, localRank: []string{"SLURM_LOCALID"},
 		job: []string{"SLURM_JOB_ID", "SLURM_JOBID"}},
@@ -242,6 +249,9 @@ func (e env) place(l *Launch) error {
 			return fmt.Errorf("environment: %s=%d contradicts %s=%d: ranks are 0..%d", rankName, rank, sizeName, n, n-1)
 		}
 		l.Rank, l.Size, l.Source, by = rank, n, k.source, &launchers[i]
+		if k.source == "pmi" {
+			l.pmi = pmi.FromEnv(e.get)
+		}
 		if err := e.local(l, k, sizeName); err != nil {
 			return err
 		}
@@ -255,8 +265,11 @@ func (e env) place(l *Launch) error {
 		return err
 	}
 	if name := e.job(l, by); name != "" {
-		l.Job = cleanJob(by.source + "-" + name)
+		l.name = cleanJob(by.source + "-" + name)
+		l.Job = l.name
 	}
+	_, torchrun := e.first([]string{"TORCHELASTIC_RUN_ID"}) // not another that sets RANK and MASTER_ADDR
+	l.named = l.MasterAddr != "" && (by.source == "slurm" || torchrun != "")
 	return nil
 }
 
@@ -266,6 +279,12 @@ func (e env) job(l *Launch, by *launcher) string {
 	if name, v := e.first(by.job); name != "" && v != "none" { // torchrun's default is "none"
 		if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); by.source == "slurm" && step != "" {
 			v += "." + step
+		}
+		// Open MPI 4 makes the names of its launches of 16 bits, but draws a random key for each
+		// too.
+		key := strings.TrimSpace(e.get("OMPI_MCA_orte_precondition_transports"))
+		if by.source == "openmpi" && key != "" {
+			v += "." + key
 		}
 		return v
 	}
@@ -418,32 +437,12 @@ func (e env) master(l *Launch) error {
 		return fmt.Errorf("environment: MASTER_PORT=%d is set but MASTER_ADDR is not: set both or neither", port)
 	case addr == "" && l.Source == "slurm":
 		_, list := e.first([]string{"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"})
-		addr = firstHost(list)
+		if hosts, err := ExpandHosts(list); err == nil {
+			addr = hosts[0]
+		}
 	}
 	l.MasterAddr, l.MasterPort = addr, port
 	return nil
-}
-
-// firstHost returns the first host of a Slurm host list such as "node[07-09,12],login"; "" if it is
-// malformed.
-func firstHost(list string) string {
-	var host strings.Builder
-	for i := 0; i < len(list) && list[i] != ','; i++ {
-		if list[i] != '[' {
-			host.WriteByte(list[i])
-			continue
-		}
-		inside, _, closed := strings.Cut(list[i+1:], "]")
-		if !closed {
-			return ""
-		}
-		i += len(inside) + 1
-		if end := strings.IndexAny(inside, ",-"); end >= 0 {
-			inside = inside[:end]
-		}
-		host.WriteString(inside)
-	}
-	return host.String()
 }
 
 var jobName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,128}$`)
@@ -497,7 +496,9 @@ func (e env) settings(l *Launch) error {
 		if err := CheckJob(job); err != nil {
 			return fmt.Errorf("environment: TUTTI_JOB: %w", err)
 		}
-		l.Job = job
+		if l.Job = job; l.name == "" {
+			l.name = job
+		}
 	}
 	if l.Store != "" {
 		if _, err := ParseStore(l.Store); err != nil {

@@ -11,3 +11,12 @@ func EndLease(ctx context.Context, s Store) error {
 	_, err := e.c.Revoke(ctx, e.lease)
 	return err
 }
+
+// ServeStore serves a store from this process's memory, as rank 0 of a Meeting does.
+func ServeStore(ctx context.Context, secret []byte) (address string, stop func(), err error) {
+	s, err := serveStore(ctx, "127.0.0.1", "0", secret, nil)
+	if err != nil {
+		return "", nil, err
+	}
+	return s.address, s.close, nil
+}

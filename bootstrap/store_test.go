@@ -45,6 +45,17 @@ func each(t *testing.T, f func(t *testing.T, b *backend)) {
 				bootstrap.StoreConfig{OpTimeout: time.Second})
 		}, func() { e.Close() }, nil})
 	})
+	t.Run("meeting", func(t *testing.T) {
+		address, stop, err := bootstrap.ServeStore(context30(t), secret)
+		if err != nil {
+			t.Fatal(err)
+		}
+		stop = sync.OnceFunc(stop)
+		t.Cleanup(stop)
+		f(t, &backend{"meeting", func(t testing.TB) bootstrap.Store {
+			return dial(t, nil, bootstrap.StoreConfig{Address: address, OpTimeout: time.Second})
+		}, stop, nil})
+	})
 	t.Run("site", func(t *testing.T) {
 		s := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 		p := newProxy(t, strings.TrimPrefix(s.Address, "etcds://"))

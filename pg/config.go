@@ -21,7 +21,10 @@ type Config struct {
 	// one.
 	Job string
 	// StoreAddr is the store's address, "etcd://host:port,host:port" ("etcds://" for TLS). Default
-	// TUTTI_STORE, else etcd://MASTER_ADDR:MASTER_PORT. A group of one rank needs none.
+	// TUTTI_STORE. Without one, ranks meet through their launcher, if it says how: then rank 0
+	// serves a store until the others have closed their groups, for which its own Close waits, and
+	// the job ends with rank 0. Else the default is etcd://MASTER_ADDR:MASTER_PORT. A group of one
+	// rank needs none.
 	StoreAddr string
 	// Store is a store of the program's own, in the place of one at StoreAddr: a map that all ranks
 	// see, or, if it is a bootstrap.Elastic, one with leases. Over the former a job is fixed: it
@@ -36,7 +39,8 @@ type Config struct {
 	StoreTLS *tls.Config
 	// Secret is what every connection of the job proves to know, at least 16 bytes. Default
 	// TUTTI_SECRET or the contents of TUTTI_SECRET_FILE. A group of more than one process has no
-	// default beyond these: without a secret Join fails.
+	// default beyond these, unless its ranks meet where nobody else can (see StoreAddr): without a
+	// secret Join fails.
 	Secret []byte
 	// Transport restricts the links: "auto" (default: the best that reaches the peer), or names of
 	// transports, separated by commas, the preferred one first: "shm", "tcp". Default

@@ -175,6 +175,7 @@ func (j *job) release() error {
 	last := j.refs == 0
 	j.mu.Unlock()
 	if last {
+		defer j.settings.part(context.Background())
 		return j.shut()
 	}
 	return nil

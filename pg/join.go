@@ -35,7 +35,16 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 		return nil, err
 	}
 	if !s.launch.Standby {
-		return s.join(ctx)
+		if err := s.meet(ctx); err != nil {
+			return nil, err
+		}
+		g, err := s.join(ctx)
+		if err != nil {
+			pctx, cancel := context.WithTimeout(ctx, partSoon)
+			defer cancel()
+			s.part(pctx)
+		}
+		return g, err
 	}
 	for {
 		js, err := s.session()
@@ -357,10 +366,19 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 		all = append(all, o)
 	}
 	j.proxy.Unlock()
+	meeting := j.settings.meeting // goes on
+	j.settings.meeting = nil
 	for _, o := range all {
 		o.Close()
 	}
 	cfg := j.settings.Config
 	cfg.Rank = j.session.Self.Rank
-	return Join(ctx, cfg)
+	again, err := Join(ctx, cfg)
+	if err != nil {
+		j.settings.meeting = meeting
+		j.settings.part(ctx)
+		return nil, err
+	}
+	again.job.settings.meeting = meeting
+	return again, nil
 }

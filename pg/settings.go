@@ -1,6 +1,7 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,6 +22,8 @@ type settings struct {
 	launch bootstrap.Launch
 	algo   collectives.Algo
 	kinds  []registry.Kind // transports
+
+	meeting *bootstrap.Meeting // where ranks without a store meet; nil: they have one
 }
 
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
@@ -60,7 +63,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 		s.Job = "default"
 	}
 	def(&s.StoreAddr, l.Store, "")
-	if s.StoreAddr == "" && l.MasterAddr != "" && l.MasterPort > 0 {
+	if s.StoreAddr == "" && l.MasterAddr != "" && l.MasterPort > 0 && !l.Meets() {
 		s.StoreAddr = fmt.Sprintf("etcd://%s:%d", l.MasterAddr, l.MasterPort)
 	}
 	def(&s.StoreUser, l.StoreUser, "")
@@ -126,6 +129,8 @@ func (s *settings) session() (*join.Settings, error) {
 		return js, nil
 	}
 	switch {
+	case s.Store == nil && s.StoreAddr == "" && s.launch.Source != "none" && s.launch.Source != "tutti":
+		return nil, errors.New("no store: " + s.launch.HowToMeet())
 	case len(s.Secret) == 0:
 		return nil, errors.New("no job secret: set TUTTI_SECRET (the same for all ranks, at least 16 bytes), or " +
 			"start the ranks with tutti run")
@@ -138,6 +143,40 @@ func (s *settings) session() (*join.Settings, error) {
 		return nil, errors.New("no store: set TUTTI_STORE=etcd://HOST:PORT, or start the ranks with tutti run")
 	}
 	return js, nil
+}
+
+// meet finds a store for ranks that were given none, where their launcher says how they meet.
+func (s *settings) meet(ctx context.Context) (err error) {
+	l := &s.launch
+	if s.Store != nil || s.StoreAddr != "" || s.MaxSize < 2 || !l.Meets() || s.Rank != l.Rank || s.Size != l.Size {
+		return nil
+	}
+	ctx, cancel := s.within(ctx)
+	defer cancel()
+	if s.meeting, err = l.Meet(ctx, s.Secret, s.Logger); err != nil {
+		return s.failed(err)
+	}
+	s.StoreAddr, s.Secret, s.Job = s.meeting.Store, s.meeting.Secret, cmp.Or(s.Job, "default")
+	return nil
+}
+
+// part leaves the meeting: where this rank serves the store, when the others have left, or ctx or
+// Config.Timeout ends.
+func (s *settings) part(ctx context.Context) {
+	ctx, cancel := s.within(ctx)
+	defer cancel()
+	s.meeting.Close(ctx)
+}
+
+// partSoon is how long a rank that could not join lets the others find out why they cannot.
+const partSoon = time.Second
+
+// within bounds ctx by Config.Timeout.
+func (s *settings) within(ctx context.Context) (context.Context, context.CancelFunc) {
+	if s.Timeout > 0 {
+		return context.WithTimeout(ctx, s.Timeout)
+	}
+	return context.WithCancel(ctx)
 }
 
 // fixed reports whether the job's store cannot tell who is gone.

@@ -20,6 +20,7 @@ import (
 	"go.uber.org/zap"
 
 	"tutti/bootstrap"
+	"tutti/internal/proctest"
 )
 
 const childDir = "EMBED_TEST_CHILD_DIR"
@@ -203,16 +204,20 @@ func TestKilled(t *testing.T) {
 	dir := t.TempDir()
 	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), childDir+"="+dir)
-	out, err := cmd.StdoutPipe()
+	out, theirs, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := cmd.Start(); err != nil {
+	defer out.Close()
+	cmd.Stdout = theirs
+	p, err := proctest.Start(cmd)
+	theirs.Close()
+	if err != nil {
 		t.Fatal(err)
 	}
 	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || !strings.HasPrefix(line, "tutti://") {
-		cmd.Process.Kill()
+		p.Kill()
 		t.Fatal(line, err)
 	}
 	address := strings.TrimSpace(line)
@@ -220,8 +225,8 @@ func TestKilled(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
-	cmd.Process.Kill()
-	cmd.Wait()
+	p.Kill()
+	p.Wait()
 	if err == nil {
 		if err := c.Put(t.Context(), "k", nil, false); !errors.Is(err, bootstrap.ErrStoreAway) {
 			t.Errorf("Put to a killed store: %v", err)

@@ -108,7 +108,7 @@ func newRoot() *cobra.Command {
 		return &usageError{cmd, err}
 	})
 	root.SetHelpCommand(&cobra.Command{Hidden: true})
-	root.AddCommand(newRun(), newBench(), newTune(), newStatus(), newDoctor(), newEnv(), newVersion())
+	root.AddCommand(newRun(), newBench(), newTune(), newStatus(), newDoctor(), newSecret(), newEnv(), newVersion())
 	root.SetUsageTemplate(usageTemplate)
 	root.SetHelpTemplate("{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}\n\n{{end}}{{.UsageString}}")
 	for _, c := range root.Commands() {

@@ -24,6 +24,7 @@ import (
 
 	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/internal/proctest"
 	"tutti/pg"
 )
 
@@ -268,9 +269,10 @@ func (s *stage) empty() {
 type tutti struct {
 	t        *testing.T
 	cmd      *exec.Cmd
+	started  *proctest.Process
 	stdout   buffer
 	stderr   buffer
-	finished chan struct{}
+	finished <-chan struct{}
 }
 
 // buffer collects what is printed and lets a test wait for something in it.
@@ -321,7 +323,7 @@ func (b *buffer) await(t *testing.T, text string) {
 // command prepares tutti with these arguments; its programs are puppets of this stage if they are
 // this binary.
 func (s *stage) command(args ...string) *tutti {
-	t := &tutti{t: s.t, finished: make(chan struct{})}
+	t := &tutti{t: s.t}
 	t.cmd = exec.Command("/proc/self/exe", args...)
 	for _, kv := range os.Environ() {
 		if !strings.HasPrefix(kv, "TUTTI_") {
@@ -337,15 +339,13 @@ func (s *stage) command(args ...string) *tutti {
 
 func (t *tutti) start() *tutti {
 	t.t.Helper()
-	if err := t.cmd.Start(); err != nil {
+	var err error
+	if t.started, err = proctest.Start(t.cmd); err != nil {
 		t.t.Fatal(err)
 	}
-	go func() {
-		t.cmd.Wait()
-		close(t.finished)
-	}()
+	t.finished = t.started.Done()
 	t.t.Cleanup(func() {
-		t.cmd.Process.Kill()
+		t.started.Signal(syscall.SIGKILL)
 		<-t.finished
 	})
 	return t
@@ -377,7 +377,7 @@ func (t *tutti) says(text string) {
 
 func (t *tutti) signal(s syscall.Signal) {
 	t.t.Helper()
-	if err := t.cmd.Process.Signal(s); err != nil {
+	if err := t.started.Signal(s); err != nil {
 		t.t.Fatal(err)
 	}
 }

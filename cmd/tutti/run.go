@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -42,10 +43,15 @@ A .go file or a directory of Go files is built first. The exit code is 0, or tha
 failed first (128+S if it was killed by signal S). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which
 have --grace to end before they are killed; a second one kills them at once. With --on-failure shrink or retry the others go on
 when a rank dies; the exit code is then 0 if a rank ends well and so do all that are there by then.
-No process that a rank has started outlives the command, even if the command is killed.`,
+No process that a rank has started outlives the command, even if the command is killed.
+
+Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and,
+except from Open MPI on several hosts, the meeting point from them. The nodes need a secret that they
+share (tutti secret), unless they are on one host or the launcher has a key-value space (PMI) for it.`,
 		Example: `  tutti run -n 4 ./train --epochs 3
   tutti run -n 4 ./examples/train                          a Go program, built first
-  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train`,
+  tutti run -n 8 --nnodes 2 --node-rank 0 --rdzv head:29400 --secret-file s ./train
+  srun -N 2 --ntasks-per-node=1 tutti run -n 4 ./train     with TUTTI_SECRET in the environment`,
 		DisableFlagsInUseLine: true,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
@@ -69,8 +75,9 @@ No process that a rank has started outlives the command, even if the command is 
 	fl := c.Flags()
 	fl.SetInterspersed(false) // what follows PROGRAM is the program's
 	fl.IntVarP(&f.n, "ranks", "n", 0, "ranks on this node")
-	fl.IntVar(&f.nodes, "nnodes", 1, "nodes of the job; each has a tutti run of its own")
-	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1")
+	fl.IntVar(&f.nodes, "nnodes", 0, "nodes of the job; each has a tutti run of its own (default: as the launcher "+
+		"says that started this one, else 1)")
+	fl.IntVar(&f.node, "node-rank", 0, "number of this node, 0..nnodes-1 (default: as the launcher says, else 0)")
 	fl.StringVar(&f.rdzv, "rdzv", "", "`HOST:PORT` where node 0 serves the job's store and all meet")
 	fl.StringVar(&f.store, "store", "", "`URL` of a store to use instead (etcd://HOST:PORT,… or etcds://…; "+
 		"default: TUTTI_STORE if it is such a URL)")
@@ -116,9 +123,19 @@ func launched(code int, err error) error {
 
 // options checks the flags, which say what is wrong with them in their own names.
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
+	given := cmd.Flags().Changed
+	outer := bootstrap.Launch{Size: 1}
+	if !given("nnodes") && !given("node-rank") {
+		var err error
+		if outer, err = bootstrap.NodeFromEnv(getenv); err != nil {
+			return launch.Options{}, usagef(cmd, "%v; or give --nnodes and --node-rank", err)
+		}
+		f.nodes, f.node = outer.Size, outer.Rank
+	} else if !given("nnodes") {
+		f.nodes = 1
+	}
 	o := launch.Options{N: f.n, Nodes: f.nodes, Node: f.node, Job: f.job, NoPrefix: f.noPrefix, LogDir: f.logDir,
 		Bind: f.bind == "core", Grace: f.grace, Quiet: f.quiet}
-	given := cmd.Flags().Changed
 	store, from := f.store, "--store"
 	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" &&
 		(strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
@@ -135,13 +152,16 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	case f.node < 0 || f.node >= f.nodes:
 		return o, usagef(cmd, "--node-rank %d: expected 0..%d, there are %d nodes (--nnodes)", f.node, f.nodes-1,
 			f.nodes)
-	case f.nodes > 1 && !given("node-rank"):
+	case f.nodes > 1 && outer.Size < 2 && !given("node-rank"):
 		return o, usagef(cmd, "--nnodes %d needs --node-rank, this node's number", f.nodes)
 	case f.rdzv != "" && store != "":
 		return o, usagef(cmd, "--rdzv and --store exclude each other: node 0 serves a store, or there is one")
-	case f.nodes > 1 && f.rdzv == "" && store == "":
+	case outer.Size > 1 && f.rdzv == "" && store == "" && !outer.Meets():
+		return o, usagef(cmd, "%s started this command on %d nodes, but does not say where they can meet: give --rdzv "+
+			"HOST:PORT, the address of the first (or --store URL)", outer.Source, outer.Size)
+	case f.nodes > 1 && outer.Size < 2 && f.rdzv == "" && store == "":
 		return o, usagef(cmd, "--nnodes %d needs --rdzv HOST:PORT, the address of node 0 (or --store URL)", f.nodes)
-	case f.nodes == 1 && f.rdzv != "":
+	case f.nodes == 1 && f.rdzv != "" && outer.Source == "none":
 		return o, usagef(cmd, "--rdzv is for several nodes: give --nnodes and --node-rank too")
 	case f.onFailure != "end" && f.onFailure != "shrink" && f.onFailure != "retry":
 		return o, usagef(cmd, "--on-failure %s: expected end, shrink or retry", f.onFailure)
@@ -179,7 +199,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		}
 	}
 	if o.Job == "" {
-		o.Job = getenv("TUTTI_JOB")
+		o.Job = cmp.Or(getenv("TUTTI_JOB"), outer.Job)
 	}
 	if o.Job != "" {
 		if err := bootstrap.CheckJob(o.Job); err != nil {
@@ -193,10 +213,12 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	if o.Secret, err = f.secret(getenv); err != nil {
 		return o, usagef(cmd, "%v", err)
 	}
-	if o.Secret == "" && f.nodes > 1 {
+	if outer.Size > 1 && f.rdzv == "" && store == "" {
+		o.Meet = &outer
+	}
+	if o.Secret == "" && f.nodes > 1 && (o.Meet == nil || !o.Meet.MeetsInPrivate()) {
 		return o, usagef(cmd, "several nodes need a secret that they share: set TUTTI_SECRET or give "+
-			"--secret-file FILE with the same contents on all of them (head -c 32 /dev/urandom | xxd -p -c "+
-			"64 makes one)")
+			"--secret-file FILE with the same contents on all of them (tutti secret makes one)")
 	}
 	if f.transport != "" {
 		o.Env = append(o.Env, "TUTTI_TRANSPORT="+f.transport)

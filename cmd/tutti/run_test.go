@@ -650,6 +650,8 @@ func TestUsage(t *testing.T) {
 		{"bench --root 2", "--root 2: expected 0..1"},
 		{"bench x", "takes no arguments"},
 		{"doctor now", "takes no arguments"},
+		{"secret now", "takes no arguments"},
+		{"secret --file /no/such/directory/f", "--file: open /no/such/directory/f: no such file"},
 		{"wat", `there is no command "wat"`},
 		{"benhc", "did you mean bench?"},
 	} {
@@ -667,7 +669,8 @@ func TestUsage(t *testing.T) {
 
 func TestHelp(t *testing.T) {
 	s := newStage(t)
-	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "env", "version"} {
+	for _, args := range []string{"", "--help", "run --help", "bench --help", "doctor --help", "secret --help", "env",
+		"version"} {
 		j := s.run(strings.Fields(args)...)
 		j.end(0)
 		if out := j.stdout.String(); len(out) < 10 || j.stderr.String() != "" {

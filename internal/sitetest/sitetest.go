@@ -14,6 +14,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"fmt"
 	"math/big"
 	"net"
 	"net/url"
@@ -64,14 +65,7 @@ type Site struct {
 func Start(t testing.TB, cfg Config) *Site {
 	t.Helper()
 	s := &Site{users: cfg.Users}
-	c := embed.NewConfig()
-	c.Name = "site"
-	c.Dir = t.TempDir()
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
-	c.TickMs, c.ElectionMs = 10, 50
-	c.UnsafeNoFsync = true
-	c.EnableGRPCGateway = false
-	c.BcryptCost = 4 // the least, in time too
+	c := config(t.TempDir(), "http")
 	if cfg.Quota > 0 {
 		c.QuotaBackendBytes = cfg.Quota
 	}
@@ -81,6 +75,7 @@ func Start(t testing.TB, cfg Config) *Site {
 	scheme := "http"
 	if cfg.TLS || cfg.ClientCerts {
 		scheme = "https"
+		listen(c, scheme)
 		s.Authority = NewAuthority(t)
 		s.CA = s.Authority.File
 		tls := &c.ClientTLSInfo
@@ -90,30 +85,67 @@ func Start(t testing.TB, cfg Config) *Site {
 			s.Cert, s.Key = s.Authority.Issue(t, Certificate{Name: User})
 		}
 	}
-	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"} // a name: a single member has no peers
-	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
-	c.InitialCluster = c.Name + "=" + peer.String()
-	client := url.URL{Scheme: scheme, Host: "127.0.0.1:0"}
-	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
-	e, err := embed.StartEtcd(c)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	at, stop, err := start(ctx, c)
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		e.Server.HardStop() // not waiting for clients
-		e.Close()
-	})
-	select {
-	case <-e.Server.ReadyNotify():
-	case <-time.After(patience):
-		t.Fatal("the site's etcd does not come up")
-	}
-	at := e.Clients[0].Addr().String()
+	t.Cleanup(stop)
 	s.Address = map[string]string{"http": "etcd://", "https": "etcds://"}[scheme] + at
 	if cfg.Users {
 		s.makeUsers(t, scheme+"://"+at)
 	}
 	return s
+}
+
+// Serve starts a site where everybody is let in and nothing is encrypted, with its data in dir, for
+// a process that is nothing else. It returns when the site serves, at most until ctx ends.
+func Serve(ctx context.Context, dir string) (address string, stop func(), err error) {
+	at, stop, err := start(ctx, config(dir, "http"))
+	return "etcd://" + at, stop, err
+}
+
+// config is that of a server of one member with its data in dir.
+func config(dir, scheme string) *embed.Config {
+	c := embed.NewConfig()
+	c.Name = "site"
+	c.Dir = dir
+	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
+	c.TickMs, c.ElectionMs = 10, 50
+	c.UnsafeNoFsync = true
+	c.EnableGRPCGateway = false
+	c.BcryptCost = 4                                     // the least, in time too
+	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"} // a name: a single member has no peers
+	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
+	c.InitialCluster = c.Name + "=" + peer.String()
+	listen(c, scheme)
+	return c
+}
+
+// listen has the kernel choose the port.
+func listen(c *embed.Config, scheme string) {
+	client := url.URL{Scheme: scheme, Host: "127.0.0.1:0"}
+	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
+}
+
+// start starts a server and returns HOST:PORT when it serves.
+func start(ctx context.Context, c *embed.Config) (at string, stop func(), err error) {
+	e, err := embed.StartEtcd(c)
+	if err != nil {
+		return "", nil, err
+	}
+	stop = func() {
+		e.Server.HardStop() // not waiting for clients
+		e.Close()
+	}
+	select {
+	case <-e.Server.ReadyNotify():
+		return e.Clients[0].Addr().String(), stop, nil
+	case <-ctx.Done():
+		stop()
+		return "", nil, fmt.Errorf("the site's etcd does not come up: %w", context.Cause(ctx))
+	}
 }
 
 // makeUsers makes root and User, and closes the door to everybody else.

@@ -57,15 +57,14 @@ func (h *hammered) busy() uint64 { return h.l.words.at(busyAt, 1-h.l.side).Load(
 func (h *hammered) stop(t *testing.T) {
 	t.Helper()
 	h.until(t, "the child to be in the middle of a put", func() bool {
-		h.cmd.Process.Signal(unix.SIGSTOP)
-		var info unix.Siginfo
-		if err := unix.Waitid(unix.P_PID, h.cmd.Process.Pid, &info, unix.WSTOPPED|unix.WNOWAIT, nil); err != nil {
+		if err := h.started.Signal(unix.SIGSTOP); err != nil {
 			t.Fatal(err)
 		}
+		h.started.Stopped()
 		if h.busy()%2 == 1 {
 			return true
 		}
-		h.cmd.Process.Signal(unix.SIGCONT)
+		h.started.Signal(unix.SIGCONT)
 		return false
 	})
 }
@@ -109,7 +108,7 @@ func TestWithdrawFromAStoppedProcess(t *testing.T) {
 		!strings.Contains(err.Error(), "rank 1") {
 		t.Fatalf("Withdraw while the child is in the middle of a put: %v", err)
 	}
-	h.cmd.Process.Signal(unix.SIGCONT)
+	h.started.Signal(unix.SIGCONT)
 	if err := h.withdraw(linktest.Patience); err != nil {
 		t.Fatal(err)
 	}
@@ -121,7 +120,7 @@ func TestWithdrawFromAKilledProcess(t *testing.T) {
 	for range 5 {
 		h := hammer(t)
 		h.stop(t)
-		h.cmd.Process.Kill()
+		h.started.Kill()
 		if err := h.withdraw(linktest.Patience); err != nil {
 			t.Fatal(err)
 		}
@@ -145,12 +144,12 @@ func TestWithdrawAfterClose(t *testing.T) {
 			if err := h.withdraw(20 * time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
 				t.Fatalf("Withdraw while the child is in the middle of a put: %v", err)
 			}
-			h.cmd.Process.Signal(sig)
+			h.started.Signal(sig)
 			if err := h.withdraw(linktest.Patience); err != nil {
 				t.Fatal(err)
 			}
 			before := bytes.Clone(h.r.Bytes())
-			h.cmd.Wait() // it ends with its link
+			h.started.Wait() // it ends with its link
 			if !bytes.Equal(before, h.r.Bytes()) {
 				t.Error("the memory has changed after Withdraw")
 			}

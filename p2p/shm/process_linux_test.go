@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/linktest"
@@ -33,6 +34,10 @@ func TestMain(m *testing.M) {
 			os.Exit(1)
 		}
 		os.Exit(0)
+	}
+	if err := proctest.Keep(); err != nil { // before a test counts descriptors
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
 	}
 	os.Exit(m.Run())
 }
@@ -157,10 +162,10 @@ func child(role string) error {
 // process is a child with the link to it.
 type process struct {
 	*linktest.End
-	cmd  *exec.Cmd
-	out  *bufio.Scanner
-	name string // of its socket
-	node *linktest.Node
+	started *proctest.Process
+	out     *bufio.Scanner
+	name    string // of its socket
+	node    *linktest.Node
 }
 
 func start(t testing.TB, role string) process {
@@ -172,18 +177,21 @@ func start(t testing.TB, role string) process {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := cmd.StdoutPipe()
+	out, theirs, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := cmd.Start(); err != nil {
+	t.Cleanup(func() { out.Close() })
+	cmd.Stdout = theirs
+	started, err := proctest.Start(cmd)
+	theirs.Close()
+	if err != nil {
 		t.Fatal(err)
 	}
-	p := process{cmd: cmd, out: bufio.NewScanner(out)}
+	p := process{started: started, out: bufio.NewScanner(out)}
 	t.Cleanup(func() {
 		in.Close()
-		cmd.Process.Kill()
-		cmd.Wait()
+		p.kill()
 	})
 	to := p2p.Identity{Rank: 1}
 	var ep string
@@ -218,6 +226,12 @@ func start(t testing.TB, role string) process {
 	return p
 }
 
+// kill ends the child and returns when it is gone.
+func (p *process) kill() {
+	p.started.Kill()
+	p.started.Wait()
+}
+
 // A child of a rank that has inherited its sockets does not keep the rank alive when it is killed.
 func TestKilledWhileAChildHasTheSocket(t *testing.T) {
 	p := start(t, "heir")
@@ -229,8 +243,7 @@ func TestKilledWhileAChildHasTheSocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Kill(heir, unix.SIGKILL)
-	p.cmd.Process.Kill()
-	p.cmd.Wait()
+	p.kill()
 	if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
 		t.Errorf("%v, %v; want an error that wraps ErrPeerGone", h, err)
 	}
@@ -280,8 +293,7 @@ func TestKilled(t *testing.T) {
 		if !p.out.Scan() || p.out.Text() != "sent" {
 			t.Fatal("the child did not send")
 		}
-		p.cmd.Process.Kill()
-		p.cmd.Wait()
+		p.kill()
 		for i := range 20 {
 			h, b, err := p.Wait()
 			if err != nil {
@@ -306,7 +318,7 @@ func TestKilled(t *testing.T) {
 		}
 		for p.Arm() {
 		}
-		p.cmd.Process.Kill()
+		p.started.Kill()
 		if err := p.Host.Sleep(); err != nil {
 			t.Fatal(err)
 		}
@@ -328,7 +340,7 @@ func TestKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 			if i == 500 {
-				p.cmd.Process.Kill()
+				p.started.Kill()
 			}
 		}
 	})
@@ -378,7 +390,7 @@ func TestRegionOfProcess(t *testing.T) {
 		if _, _, err := p.Wait(); err != nil {
 			t.Fatal(err)
 		}
-		p.cmd.Process.Kill()
+		p.started.Kill()
 		if _, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
 			t.Fatal(err)
 		}

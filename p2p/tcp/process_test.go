@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/proctest"
 	"tutti/p2p"
 )
 
@@ -31,7 +32,7 @@ func childKind() string { return os.Getenv("TUTTI_TEST_CHILD") }
 
 // process is a child.
 type process struct {
-	*exec.Cmd
+	*proctest.Process
 	in  io.WriteCloser
 	out *bufio.Reader
 }
@@ -56,13 +57,19 @@ func child(t testing.TB, kind string, prepare ...func(*exec.Cmd)) *process {
 		f(cmd)
 	}
 	in := must(cmd.StdinPipe())
-	out := must(cmd.StdoutPipe())
-	if err := cmd.Start(); err != nil {
+	out, theirs, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stdout = theirs
+	p, err := proctest.Start(cmd)
+	theirs.Close()
+	if err != nil {
 		t.Skipf("cannot start a %s process: %v", kind, err)
 	}
-	end := time.AfterFunc(patience, func() { cmd.Process.Kill() })
-	t.Cleanup(func() { end.Stop(); in.Close(); cmd.Process.Kill(); cmd.Wait() })
-	return &process{cmd, in, bufio.NewReader(out)}
+	end := time.AfterFunc(patience, p.Kill)
+	t.Cleanup(func() { end.Stop(); in.Close(); p.Kill(); p.Wait(); out.Close() })
+	return &process{p, in, bufio.NewReader(out)}
 }
 
 // childLink listens as rank 1, says where, and returns the first link.
@@ -99,7 +106,7 @@ func TestKill(t *testing.T) {
 		if asleep && l.Arm() {
 			t.Fatal("something to do on an idle link")
 		}
-		p.Process.Kill()
+		p.Kill()
 		if asleep {
 			select {
 			case <-n.woken:

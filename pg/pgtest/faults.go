@@ -145,7 +145,7 @@ func (l *launch) execute(ctx context.Context, r *relay, o order) error {
 		if err := p.signal(syscall.SIGSTOP); err != nil {
 			return err
 		}
-		awaitStop(p.cmd.Process.Pid) // the signal may take its time
+		p.stopped() // the signal may take its time
 		r.after(o.For, func() { p.signal(syscall.SIGCONT) })
 		return nil
 	case "await":
@@ -175,8 +175,16 @@ func (l *launch) execute(ctx context.Context, r *relay, o order) error {
 func (p *process) signal(s syscall.Signal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !p.alive {
+	if p.started == nil || p.started.Signal(s) != nil {
 		return fmt.Errorf("rank %d is not running", p.rank)
 	}
-	return p.cmd.Process.Signal(s)
+	return nil
+}
+
+// stopped returns when a process stands still that a signal was sent to.
+func (p *process) stopped() {
+	p.mu.Lock()
+	started := p.started
+	p.mu.Unlock()
+	started.Stopped()
 }

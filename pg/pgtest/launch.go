@@ -10,13 +10,14 @@ import (
 	"os"
 	"os/exec"
 	"regexp"
-	"runtime"
 	"slices"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
+
+	"tutti/internal/proctest"
 )
 
 // launch runs n processes and watches over them.
@@ -83,9 +84,9 @@ type process struct {
 	err     error         // of Start or Wait
 	done    chan struct{} // closed when all of the above is final
 
-	mu    sync.Mutex
-	alive bool   // started and not reaped: its number is its own
-	ended string // why it was ended by this process, "" if it was not
+	mu      sync.Mutex
+	started *proctest.Process // nil before
+	ended   string            // why it was ended by this process, "" if it was not
 }
 
 // run starts the ranks and returns when all are gone. It fails the test, at once, unless all ended
@@ -109,10 +110,6 @@ func (l *launch) run() []*process {
 		l.now[p.rank] = p
 		l.mu.Unlock()
 		go func() {
-			// A process that dies with its parent dies with the thread that started it: that thread
-			// must not end before.
-			runtime.LockOSThread()
-			defer runtime.UnlockOSThread()
 			p.err = p.live()
 			close(p.done)
 			gone <- p
@@ -193,7 +190,6 @@ func (l *launch) prepare(rank int) *process {
 		c.Env = append(c.Env, l.relay.variable(rank))
 	}
 	c.WaitDelay = 2 * time.Second // for what left the process group and still holds the output open
-	c.SysProcAttr = ownGroup()
 	return p
 }
 
@@ -208,24 +204,15 @@ func (p *process) live() error {
 	p.mu.Lock()
 	if p.ended != "" { // before it began
 		err = errors.New("not started")
-	} else if err = p.cmd.Start(); err == nil {
-		p.alive = true
+	} else {
+		p.started, err = proctest.StartGroup(p.cmd)
 	}
 	p.mu.Unlock()
 	writer.Close()
 	if err != nil {
 		return err
 	}
-	if awaitExit(p.cmd.Process.Pid) {
-		p.mu.Lock()
-		kill(p.cmd.Process.Pid) // what it started and left behind
-		p.alive = false
-		p.mu.Unlock()
-	}
-	err = p.cmd.Wait()
-	p.mu.Lock()
-	p.alive = false
-	p.mu.Unlock()
+	err = p.started.Wait()
 	for _, w := range p.writers {
 		w.flush()
 	}
@@ -251,19 +238,15 @@ func (p *process) mark(why string) {
 // its stacks and, when patience ends, killed. One is ended after the other, so that their stacks do
 // not mix.
 func (p *process) end(patience <-chan struct{}) {
-	p.mu.Lock()
-	if p.alive {
-		p.cmd.Process.Signal(syscall.SIGQUIT)
-	}
-	p.mu.Unlock()
+	p.signal(syscall.SIGQUIT)
 	select {
 	case <-p.done:
 		return
 	case <-patience:
 	}
 	p.mu.Lock()
-	if p.alive {
-		kill(p.cmd.Process.Pid)
+	if p.started != nil {
+		p.started.Kill()
 	}
 	p.mu.Unlock()
 	<-p.done

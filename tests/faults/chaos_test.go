@@ -54,17 +54,17 @@ func TestChaos(t *testing.T) {
 			t.Logf("to have the same faults again: -chaos.seed %#x -chaos.events %d", seed, *chaosEvents)
 			c := &chaos{t: t, s: rig.New(t), rnd: rand.New(rand.NewPCG(seed, 0)), did: map[string]int{}}
 			var enter []string
+			host := ""
 			if transport == "tcp" {
 				c.net = rig.NewSwitch(t, chaosRanks+1) // the last is the store's
 				enter = c.net.Hosts[chaosRanks].Enter()
-				c.env = append(c.env, hostVariable+"="+c.net.Address(chaosRanks))
+				host = c.net.Address(chaosRanks)
 			}
 			c.env = append(c.env, "TUTTI_SECRET="+secret, "TUTTI_JOB=chaos", "TUTTI_TRANSPORT="+transport,
 				"WORLD_SIZE="+strconv.Itoa(chaosRanks), "TUTTI_ON_FAILURE=shrink", "TUTTI_LEASE=2s",
 				"TUTTI_TIMEOUT=20s", "TUTTI_LOG="+*chaosLog)
-			store := c.s.StartIn(enter, append(c.env, storeVariable+"=tutti"), rig.Self(t))
-			store.Out.Await(t, "\n")
-			c.env = append(c.env, "TUTTI_STORE="+strings.TrimPrefix(strings.TrimSpace(store.Out.String()), "at "))
+			store, address := c.s.Store(enter, rig.Embedded, secret, host)
+			c.env = append(c.env, "TUTTI_STORE="+address)
 			for r := range chaosRanks {
 				c.launch(r)
 			}

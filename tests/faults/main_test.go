@@ -7,102 +7,23 @@
 package faults
 
 import (
-	"context"
-	"fmt"
-	"net/url"
-	"os"
-	"os/signal"
-	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
-	"go.etcd.io/etcd/server/v3/embed"
-	"go.uber.org/zap"
-
 	"tutti/bootstrap"
-	store "tutti/bootstrap/embed"
-	"tutti/internal/ports"
 	"tutti/tests/internal/rig"
 )
 
-// storeVariable makes the test binary a store that runs until it gets a SIGTERM: "tutti", the
-// embedded one with the job's secret, or "etcd", a site's own, where everybody is let in.
-// hostVariable is the address where the first listens.
-const storeVariable, hostVariable = "FAULTS_STORE", "FAULTS_STORE_HOST"
-
-func TestMain(m *testing.M) {
-	if kind := os.Getenv(storeVariable); kind != "" {
-		address, end, err := serve(kind)
-		if err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		fmt.Printf("at %s\n", address)
-		enough := make(chan os.Signal, 1)
-		signal.Notify(enough, syscall.SIGTERM)
-		<-enough
-		end()
-		os.Exit(0)
-	}
-	rig.Main(m, nil)
-}
-
-func serve(kind string) (address string, end func(), err error) {
-	ctx, cancel := context.WithTimeout(context.Background(), rig.Patience)
-	defer cancel()
-	if kind == "tutti" {
-		raw, err := bootstrap.ParseSecret(os.Getenv("TUTTI_SECRET"))
-		if err != nil {
-			return "", nil, err
-		}
-		s, err := store.Start(ctx, store.Config{Secret: raw, Host: os.Getenv(hostVariable)})
-		if err != nil {
-			return "", nil, err
-		}
-		return s.Address(), func() { s.Close() }, nil
-	}
-	l, err := ports.Listen(ctx, "127.0.0.1", ports.Spec{})
-	if err != nil {
-		return "", nil, err
-	}
-	client := url.URL{Scheme: "http", Host: l.Addr().String()}
-	l.Close()
-	dir, err := os.MkdirTemp("", "etcd")
-	if err != nil {
-		return "", nil, err
-	}
-	c := embed.NewConfig()
-	c.Dir = filepath.Join(dir, "data")
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
-	c.UnsafeNoFsync = true
-	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
-	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"}
-	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
-	c.InitialCluster = c.InitialClusterFromName(c.Name)
-	c.TickMs, c.ElectionMs = 10, 50
-	e, err := embed.StartEtcd(c)
-	if err != nil {
-		return "", nil, err
-	}
-	select {
-	case <-e.Server.ReadyNotify():
-		return "etcd://" + client.Host, e.Close, nil
-	case <-ctx.Done():
-		return "", nil, ctx.Err()
-	}
-}
+func TestMain(m *testing.M) { rig.Main(m, nil) }
 
 var secret = bootstrap.NewSecret()
 
 // startStore starts a store as a process of the stage.
-func startStore(t *testing.T, s *rig.Stage, kind string) (p *rig.Process, address string) {
+func startStore(t *testing.T, s *rig.Stage, kind rig.StoreKind) (p *rig.Process, address string) {
 	t.Helper()
-	p = s.Start([]string{storeVariable + "=" + kind, "TUTTI_SECRET=" + secret}, rig.Self(t))
-	p.Out.Await(t, "\n")
-	return p, strings.TrimPrefix(strings.TrimSpace(p.Out.String()), "at ")
+	return s.Store(nil, kind, secret, "")
 }
 
 // startRank starts a rank without a launcher. More settings override those that are usual.

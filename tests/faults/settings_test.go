@@ -15,7 +15,7 @@ import (
 // TestWrongSecret gives one rank another secret.
 func TestWrongSecret(t *testing.T) {
 	t.Parallel()
-	for _, kind := range []string{"tutti", "etcd"} {
+	for _, kind := range []rig.StoreKind{rig.Embedded, rig.Site} {
 		for _, odd := range []int{0, 2} {
 			t.Run(fmt.Sprintf("%s/rank %d", kind, odd), func(t *testing.T) {
 				t.Parallel()
@@ -49,7 +49,7 @@ func TestDisagreement(t *testing.T) {
 	t.Run("size", func(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
-		_, address := startStore(t, s, "tutti")
+		_, address := startStore(t, s, rig.Embedded)
 		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=3s")
 		startRank(t, s, address, 1, 3, "TUTTI_TIMEOUT=3s")
 		ranks := s.Arrive(2)
@@ -72,7 +72,7 @@ func TestDisagreement(t *testing.T) {
 	t.Run("algorithm", func(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
-		_, address := startStore(t, s, "tutti")
+		_, address := startStore(t, s, rig.Embedded)
 		for r := range 3 {
 			more := []string{"TUTTI_TIMEOUT=5s"}
 			if r == 1 {
@@ -87,7 +87,7 @@ func TestDisagreement(t *testing.T) {
 	t.Run("number used twice", func(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
-		_, address := startStore(t, s, "tutti")
+		_, address := startStore(t, s, rig.Embedded)
 		startRank(t, s, address, 0, 2)
 		startRank(t, s, address, 1, 2)
 		ranks := s.Arrive(2)
@@ -114,7 +114,7 @@ func TestPorts(t *testing.T) {
 	t.Run("taken", func(t *testing.T) {
 		t.Parallel()
 		s := rig.New(t)
-		_, address := startStore(t, s, "tutti")
+		_, address := startStore(t, s, rig.Embedded)
 		startRank(t, s, address, 0, 2, "TUTTI_TIMEOUT=3s")
 		startRank(t, s, address, 1, 2, "TUTTI_TIMEOUT=3s", "TUTTI_PORT="+strconv.Itoa(port))
 		ranks := s.Arrive(2)

@@ -22,7 +22,7 @@ func TestStoreAway(t *testing.T) {
 			t.Run("collectives go on", func(t *testing.T) {
 				t.Parallel()
 				s := rig.New(t)
-				store, address := startStore(t, s, "tutti")
+				store, address := startStore(t, s, rig.Embedded)
 				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", "4", "--store", address, "--transport", "tcp",
 					"--timeout", "20s")
 				ranks := s.Arrive(4)
@@ -49,7 +49,7 @@ func TestStoreAway(t *testing.T) {
 				t.Parallel()
 				const n, timeout = 16, 3 * time.Second
 				s := rig.New(t)
-				store, address := startStore(t, s, "tutti")
+				store, address := startStore(t, s, rig.Embedded)
 				job := s.Run([]string{"TUTTI_SECRET=" + secret}, "-n", strconv.Itoa(n), "--store", address, "--timeout",
 					timeout.String())
 				ranks := s.Arrive(n)
@@ -98,7 +98,7 @@ func TestStoreAway(t *testing.T) {
 func TestTwoJobs(t *testing.T) {
 	t.Parallel()
 	s := rig.New(t)
-	store, address := startStore(t, s, "tutti")
+	store, address := startStore(t, s, rig.Embedded)
 	const n = 3
 	var jobs [2]*rig.Process
 	var ranks [2][]*rig.Rank

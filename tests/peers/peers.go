@@ -19,6 +19,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"tutti/internal/proctest"
 )
 
 //go:embed src
@@ -91,8 +93,7 @@ type workshop struct {
 	dir          string // programs
 	tmp, shm     string // files of running peers: sockets and sessions; shared memory
 	tutti        string
-	mark         string // in the environment of all that is started: see sweep
-	fresh        int    // counts rendezvous directories
+	fresh        int // counts rendezvous directories
 	versions     map[string]string
 	notes        []string
 	moduleFolder string
@@ -117,12 +118,11 @@ func newWorkshop(o options) (*workshop, error) {
 	if w.shm, err = os.MkdirTemp("/dev/shm", "peers-"); err != nil {
 		w.shm = w.tmp
 	}
-	w.mark = "PEERS_RUN=" + filepath.Base(w.tmp)
 	return w, nil
 }
 
 func (w *workshop) close() {
-	w.sweep()
+	proctest.KillAll()
 	os.RemoveAll(w.tmp)
 	os.RemoveAll(w.shm)
 }
@@ -333,24 +333,27 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 // fails, it kills them all with their process groups. It returns what they printed, in the order of
 // the commands.
 func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
-	defer w.sweep()
+	// Launchers put their ranks into process groups and sessions of their own, where killing the
+	// launcher's group does not reach them.
+	defer proctest.KillAll()
 	ctx, cancel := context.WithTimeout(ctx, w.o.Deadline)
 	defer cancel()
 	outs, errs := make([]bytes.Buffer, len(l.argv)), make([]error, len(l.argv))
 	var wg sync.WaitGroup
 	for i, argv := range l.argv {
 		cmd := command(ctx, argv)
-		cmd.Env = append(append(os.Environ(), "TMPDIR="+w.tmp, w.mark), l.env...)
+		cmd.Env = append(append(os.Environ(), "TMPDIR="+w.tmp), l.env...)
 		cmd.Dir = w.tmp // where a crashing peer may drop its core
 		var stderr bytes.Buffer
 		cmd.Stdout, cmd.Stderr = &outs[i], &stderr
-		if err := cmd.Start(); err != nil {
+		p, err := proctest.Start(cmd)
+		if err != nil {
 			errs[i] = err
 			cancel()
 			break
 		}
 		wg.Go(func() {
-			err := cmd.Wait()
+			err := p.Wait()
 			if err != nil && ctx.Err() != nil {
 				err = context.Cause(ctx)
 			}
@@ -390,42 +393,7 @@ func tail(b []byte) string {
 // command is argv in a process group of its own, which is killed as a whole when ctx ends.
 func command(ctx context.Context, argv []string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	cmd.WaitDelay = 2 * time.Second // for pipes that a killed launcher's ranks still hold
 	return cmd
-}
-
-// sweep kills every process that still carries this run's mark in its environment: launchers put
-// their ranks into process groups and sessions of their own, where killing the launcher's group
-// does not reach them. It returns how many there were.
-func (w *workshop) sweep() (killed int) {
-	for range 10 { // a process that forks while we look is found the next time
-		n := 0
-		envs, err := filepath.Glob("/proc/[0-9]*/environ")
-		if err != nil {
-			return killed
-		}
-		for _, path := range envs {
-			pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
-			if err != nil || pid == os.Getpid() {
-				continue
-			}
-			p, err := os.FindProcess(pid) // holds on to this process, though the number may be reused
-			if err != nil {
-				continue
-			}
-			env, err := os.ReadFile(path) // fails or is empty if it is gone, a zombie, or another user's
-			if err == nil && bytes.Contains(append([]byte{0}, env...), []byte("\x00"+w.mark+"\x00")) &&
-				p.Kill() == nil {
-				n++
-			}
-			p.Release()
-		}
-		if n == 0 {
-			return killed
-		}
-		killed += n
-	}
-	return killed
 }

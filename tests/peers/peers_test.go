@@ -19,6 +19,8 @@ import (
 	"time"
 
 	"pgregory.net/rapid"
+
+	"tutti/internal/proctest"
 )
 
 func TestParseOptions(t *testing.T) {
@@ -426,7 +428,7 @@ func TestRunLeavesNothing(t *testing.T) {
 	if _, err := w.run(t.Context(), launch{argv: [][]string{{"/does/not/exist"}}}); err == nil {
 		t.Error("a program that does not exist ran")
 	}
-	if n := w.sweep(); n != 0 {
+	if n := proctest.KillAll(); n != 0 {
 		t.Errorf("%d processes were left", n)
 	}
 }

@@ -59,16 +59,11 @@ type event struct {
 	err  error // its end
 }
 
-// StoreVariable makes the test binary a store.
-const StoreVariable = "TORTURE_STORE"
-
-// storeHost is the address where it listens.
-const storeHost = "TORTURE_STORE_HOST"
-
 func newStage(t *testing.T, transport, secret string) *stage {
 	s := &stage{t: t, rig: rig.New(t), transport: transport, secret: secret, members: map[int]*member{},
 		lives: map[int]int{}, events: make(chan event, 64)}
-	var enter, env []string
+	var enter []string
+	host := ""
 	switch transport {
 	case "tcp":
 		s.hosts = maxRanks
@@ -79,11 +74,9 @@ func newStage(t *testing.T, transport, secret string) *stage {
 		s.net = rig.NewSwitch(t, s.hosts+1) // the last is the store's
 		s.net.LaySlow()
 		enter = s.net.Hosts[s.hosts].Enter()
-		env = append(env, storeHost+"="+s.net.Address(s.hosts))
+		host = s.net.Address(s.hosts)
 	}
-	s.store = s.rig.StartIn(enter, append(env, StoreVariable+"="+secret), rig.Self(t))
-	s.store.Out.Await(t, "\n")
-	s.address = strings.TrimPrefix(strings.TrimSpace(s.store.Out.String()), "at ")
+	s.store, s.address = s.rig.Store(enter, rig.Embedded, secret, host)
 	return s
 }
 

@@ -3,20 +3,13 @@
 package torture
 
 import (
-	"context"
 	"flag"
-	"fmt"
 	"math/rand/v2"
-	"os"
-	"os/signal"
 	"regexp"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
-	"tutti/bootstrap"
-	store "tutti/bootstrap/embed"
 	"tutti/tests/internal/rig"
 )
 
@@ -36,35 +29,7 @@ var (
 	shrinking = flag.Duration("torture.shrink", time.Minute, "how long a failing program is made smaller")
 )
 
-func TestMain(m *testing.M) {
-	if secret := os.Getenv(StoreVariable); secret != "" {
-		if err := serve(secret); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		os.Exit(0)
-	}
-	rig.Main(m, Play)
-}
-
-// serve is a store until it gets a SIGTERM.
-func serve(secret string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), rig.Patience)
-	defer cancel()
-	raw, err := bootstrap.ParseSecret(secret)
-	if err != nil {
-		return err
-	}
-	s, err := store.Start(ctx, store.Config{Secret: raw, Host: os.Getenv(storeHost)})
-	if err != nil {
-		return err
-	}
-	fmt.Printf("at %s\n", s.Address())
-	enough := make(chan os.Signal, 1)
-	signal.Notify(enough, syscall.SIGTERM)
-	<-enough
-	return s.Close()
-}
+func TestMain(m *testing.M) { rig.Main(m, Play) }
 
 // TestTorture runs random programs. For hours:
 //

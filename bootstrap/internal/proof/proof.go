@@ -44,6 +44,10 @@ type Conn struct {
 func (c *Conn) Close() error {
 	c.l.mu.Lock()
 	delete(c.l.open, c)
+	if len(c.l.open) == 0 && c.l.none != nil {
+		close(c.l.none)
+		c.l.none = nil
+	}
 	c.l.mu.Unlock()
 	return c.Conn.Close()
 }
@@ -57,6 +61,7 @@ type Listener struct {
 	once   sync.Once
 	mu     sync.Mutex
 	open   map[*Conn]struct{}
+	none   chan struct{} // closed when open becomes empty; nil: nobody waits for that
 }
 
 // Listen begins to accept on l, which it owns from then on.
@@ -123,6 +128,26 @@ func (p *Listener) CloseAll() {
 	p.mu.Unlock()
 	for _, c := range conns {
 		c.Close()
+	}
+}
+
+// Wait returns nil when no connection that was accepted is open, or an error when ctx ends.
+func (p *Listener) Wait(ctx context.Context) error {
+	p.mu.Lock()
+	if len(p.open) == 0 {
+		p.mu.Unlock()
+		return nil
+	}
+	if p.none == nil {
+		p.none = make(chan struct{})
+	}
+	none := p.none
+	p.mu.Unlock()
+	select {
+	case <-none:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
 	}
 }
 

@@ -27,9 +27,12 @@ const (
 // is handed over to it by the verb "play", and the test's end is what Rank.Play returns.
 type Part func(out *json.Encoder, in *json.Decoder) (code int)
 
-// Main is the end of a TestMain. It makes the test binary a rank where a Stage has started it. part
-// may be nil.
+// Main is the end of a TestMain. It makes the test binary a rank, or a store, where a Stage has
+// started it as one. part may be nil.
 func Main(m *testing.M, part Part) {
+	if kind := os.Getenv(storeVariable); kind != "" {
+		os.Exit(storeMain(StoreKind(kind)))
+	}
 	if path := os.Getenv(controlVariable); path != "" {
 		os.Exit(rankMain(path, part))
 	}

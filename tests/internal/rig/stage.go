@@ -23,6 +23,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"tutti/internal/proctest"
 )
 
 // Patience bounds every wait. No test depends on its value; it is what a hang costs.
@@ -52,14 +54,14 @@ func New(t *testing.T) *Stage {
 	s := &Stage{t: t, mark: rand.Text(), dir: dir, seen: sockets{}}
 	t.Cleanup(func() {
 		for _, p := range s.all {
-			p.cmd.Process.Kill()
+			p.started.Signal(syscall.SIGKILL)
 		}
 		s.killAll()
 		for _, p := range s.all {
 			select {
-			case <-p.done:
+			case <-p.started.Done():
 			case <-time.After(Patience):
-				t.Errorf("pid %d does not die", p.cmd.Process.Pid)
+				t.Errorf("pid %d does not die", p.PID())
 			}
 		}
 		if t.Failed() {
@@ -187,11 +189,11 @@ func Tutti(t *testing.T) string {
 
 // Process is a process of a stage, most often a launcher.
 type Process struct {
-	t    *testing.T
-	cmd  *exec.Cmd
-	done chan struct{}
-	Out  Output // standard output
-	Err  Output // standard error
+	t       *testing.T
+	cmd     *exec.Cmd
+	started *proctest.Process
+	Out     Output // standard output
+	Err     Output // standard error
 }
 
 // Output is what a process prints, readable while it does.
@@ -268,19 +270,15 @@ func (s *Stage) Start(env []string, argv ...string) *Process {
 func (s *Stage) StartIn(prefix, env []string, argv ...string) *Process {
 	s.t.Helper()
 	argv = slices.Concat(prefix, s.private(), argv)
-	p := &Process{t: s.t, cmd: exec.Command(argv[0], argv[1:]...), done: make(chan struct{})}
+	p := &Process{t: s.t, cmd: exec.Command(argv[0], argv[1:]...)}
 	p.cmd.Env = s.environment(env)
 	p.cmd.Dir = Module(s.t)
 	p.cmd.Stdout, p.cmd.Stderr = &p.Out, &p.Err
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a Ctrl-C at the tests' terminal is the tests'
 	p.cmd.WaitDelay = Patience
-	if err := p.cmd.Start(); err != nil {
+	var err error
+	if p.started, err = proctest.Start(p.cmd); err != nil {
 		s.t.Fatal(err)
 	}
-	go func() {
-		p.cmd.Wait()
-		close(p.done)
-	}()
 	s.all = append(s.all, p)
 	return p
 }
@@ -311,12 +309,12 @@ func (s *Stage) Run(env []string, flags ...string) *Process {
 }
 
 // PID is the process's number.
-func (p *Process) PID() int { return p.cmd.Process.Pid }
+func (p *Process) PID() int { return p.started.PID() }
 
 // Signal sends a signal.
 func (p *Process) Signal(sig syscall.Signal) {
 	p.t.Helper()
-	if err := p.cmd.Process.Signal(sig); err != nil {
+	if err := p.started.Signal(sig); err != nil {
 		p.t.Fatal(err)
 	}
 }
@@ -324,7 +322,7 @@ func (p *Process) Signal(sig syscall.Signal) {
 // Kill ends the process, if it has not ended.
 func (p *Process) Kill() {
 	p.t.Helper()
-	p.cmd.Process.Kill()
+	p.started.Signal(syscall.SIGKILL)
 	p.Wait()
 }
 
@@ -333,7 +331,7 @@ func (p *Process) Kill() {
 func (p *Process) Wait() int {
 	p.t.Helper()
 	select {
-	case <-p.done:
+	case <-p.started.Done():
 	case <-time.After(Patience):
 		p.t.Fatalf("pid %d does not end", p.PID())
 	}

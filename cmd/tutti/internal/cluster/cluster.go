@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"net/url"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,20 +17,13 @@ import (
 	"time"
 
 	clientv3 "go.etcd.io/etcd/client/v3"
-	"go.etcd.io/etcd/server/v3/embed"
 	"go.uber.org/zap"
+
+	"tutti/bootstrap/embed"
 )
 
 // variable makes a process a member; it holds a member as JSON.
 const variable = "TUTTI_ETCD_MEMBER"
-
-// An election takes this long or twice that, as is usual between machines of one room.
-const heartbeat, election = 10, 100 // milliseconds
-
-type member struct {
-	Name, Dir, Client, Peer string
-	Cluster                 string // all members
-}
 
 // MemberMain is the life of a member's process, if this is one: until its standard input ends. It
 // returns the exit code.
@@ -48,19 +40,11 @@ func MemberMain() (code int, is bool) {
 }
 
 func serve(text string) error {
-	var m member
+	var m embed.Member
 	if err := json.Unmarshal([]byte(text), &m); err != nil {
 		return err
 	}
-	c := embed.NewConfig()
-	c.Name, c.Dir, c.InitialCluster = m.Name, m.Dir, m.Cluster
-	at := func(address string) []url.URL { return []url.URL{{Scheme: "http", Host: address}} }
-	c.ListenClientUrls, c.AdvertiseClientUrls = at(m.Client), at(m.Client)
-	c.ListenPeerUrls, c.AdvertisePeerUrls = at(m.Peer), at(m.Peer)
-	c.TickMs, c.ElectionMs = heartbeat, election
-	c.UnsafeNoFsync = true
-	c.ZapLoggerBuilder = embed.NewZapLoggerBuilder(zap.NewNop())
-	e, err := embed.StartEtcd(c)
+	e, err := embed.StartMember(m)
 	if err != nil {
 		return err
 	}
@@ -82,7 +66,7 @@ func serve(text string) error {
 type Cluster struct {
 	self    string
 	dir     string
-	members []member
+	members []embed.Member
 	running []*process
 }
 
@@ -107,7 +91,7 @@ func Start(ctx context.Context, self string, n int) (*Cluster, error) {
 	}
 	var all []string
 	for i := range n {
-		m := member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)), Client: ports[2*i],
+		m := embed.Member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)), Client: ports[2*i],
 			Peer: ports[2*i+1]}
 		c.members = append(c.members, m)
 		all = append(all, m.Name+"=http://"+m.Peer)

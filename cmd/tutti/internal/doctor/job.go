@@ -162,10 +162,12 @@ func environment(_ context.Context, h *Host) outcome {
 	detail := fmt.Sprintf("rank %d of %d of job %s, by the variables of %s", l.Rank, l.Size,
 		cmp.Or(l.Job, "(without a name)"), l.Source)
 	switch {
+	case l.Size > 1 && l.Store == "" && l.Meets() && (l.Secret != nil || l.MeetsInPrivate()):
+		return found(detail + "; the ranks need no store: they meet through their launcher")
 	case l.Size > 1 && l.Secret == nil:
 		return warn(detail+"; no secret", "a job of several processes needs TUTTI_SECRET or TUTTI_SECRET_FILE")
 	case l.Size > 1 && l.Store == "" && l.MasterAddr == "":
-		return warn(detail+"; no store", "set TUTTI_STORE, or MASTER_ADDR and MASTER_PORT")
+		return warn(detail+"; no store", l.HowToMeet())
 	case l.Size > 1 && l.Job == "":
 		return warn(detail, l.JobMissing().Error())
 	}

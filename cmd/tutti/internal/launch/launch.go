@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/bootstrap"
 )
 
 // Exit codes beside the ranks' own; a rank killed by signal s counts as 128+s, as in shells.
@@ -41,9 +43,13 @@ type Options struct {
 	Store       string // address of an existing store; "" to serve one
 	// name of the job; "" for a random one (one node) or "default" (several that share a served
 	// store)
-	Job    string
-	Secret string // textual form; "" for a random one (one node only)
-	Env    []string
+	Job string
+	// textual form; "" for a random one, with several nodes only if Meet carries it to the others
+	Secret string
+	// Meet is how the nodes meet that another launcher has started: instead of Rendezvous, and
+	// without Store
+	Meet *bootstrap.Launch
+	Env  []string
 
 	Stdin          *os.File // for this node's first rank; nil: nothing
 	Stdout, Stderr *os.File
@@ -95,6 +101,7 @@ type launcher struct {
 	temp        string
 	signals     chan os.Signal
 	hold        *store // the store, or this node's part in it
+	told        func() // ends what tells the other nodes where it is
 	out         *Output
 
 	ranks    []rank
@@ -661,7 +668,9 @@ func inherit(own []string, siteStore bool, instead []string) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 		"TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
 		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_RESTART", "TUTTI_JOB", "TUTTI_STORE",
-		"TUTTI_SECRET", "TUTTI_SECRET_FILE"}
+		"TUTTI_SECRET", "TUTTI_SECRET_FILE",
+		// a connection that this process has, and may have used
+		"PMI_FD", "PMI_PORT", "PMI_ID", "PMI_RANK", "PMI_SIZE"}
 	if !siteStore {
 		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT",
 			"TUTTI_STORE_KEY")

@@ -91,8 +91,15 @@ type store struct {
 
 // environment makes the store, meets the other nodes, and returns the environment of local rank i.
 func (l *launcher) environment(ctx context.Context) (func(i int) []string, error) {
+	fresh := "" // what the other nodes do not know
+	if l.Meet != nil && l.Node > 0 {
+		if err := l.hear(ctx); err != nil {
+			return nil, err
+		}
+	}
 	if l.Secret == "" {
 		l.Secret = bootstrap.NewSecret()
+		fresh = l.Secret
 	}
 	secret, err := bootstrap.ParseSecret(l.Secret)
 	if err != nil {
@@ -116,18 +123,34 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	address, host := l.Store, "127.0.0.1"
 	if address == "" {
 		conf := embed.Config{Dir: l.temp, Secret: secret}
-		if l.Nodes > 1 {
+		switch {
+		case l.Meet != nil && l.Node == 0:
+			if host, conf.Ports, err = l.Meet.MeetingHost(); err != nil {
+				return nil, err
+			}
+			conf.Host, conf.Advertise = bootstrap.ListenHost(ctx, host), host
+		case l.Nodes > 1:
 			address = "tutti://" + l.Rendezvous
 			if host, conf.Ports, err = net.SplitHostPort(l.Rendezvous); err != nil {
 				return nil, err
 			}
-			conf.Host, conf.Advertise = listenHost(ctx, host), host
+			conf.Host, conf.Advertise = bootstrap.ListenHost(ctx, host), host
 		}
 		if l.Node == 0 {
 			if s.server, err = embed.Start(ctx, conf); err != nil {
+				if l.Meet != nil && conf.Ports != "0" {
+					err = fmt.Errorf("%w (another place to meet: --rdzv HOST:PORT, the same on all nodes)", err)
+				}
 				return nil, fmt.Errorf("start the job's store: %w", err)
 			}
 			address = s.server.Address()
+			if l.Meet != nil {
+				l.Rendezvous = strings.TrimPrefix(address, "tutti://")
+				if err := l.invite(ctx, address, fresh); err != nil {
+					return nil, err
+				}
+				defer l.told()
+			}
 		}
 	} else if l.Nodes > 1 {
 		if host, err = publicAddress(); err != nil {
@@ -185,16 +208,46 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	}, nil
 }
 
-// listenHost is where node 0 listens if the others reach it as host. A name often means a loopback
-// address to the very machine it names, hence all.
-func listenHost(ctx context.Context, host string) string {
-	if net.ParseIP(host) != nil {
-		return host
-	}
-	if v4, err := net.DefaultResolver.LookupIP(ctx, "ip4", host); err == nil && len(v4) > 0 {
-		return "0.0.0.0"
-	}
-	return "::"
+// meetTime bounds how long nodes wait for each other.
+const meetTime = 5 * time.Minute
+
+// invite tells the other nodes of the store, and of the secret if they have none. They may hear it
+// until l.told is called.
+func (l *launcher) invite(ctx context.Context, store, secret string) error {
+	return l.interruptible(ctx, func(ctx context.Context) (err error) {
+		ctx, cancel := context.WithTimeoutCause(ctx, meetTime, fmt.Errorf("not all have come within %v", meetTime))
+		defer cancel()
+		l.told, err = l.Meet.Tell(ctx, store, secret)
+		return err
+	})
+}
+
+// hear learns from node 0 where its store is, and the secret unless this node has one.
+func (l *launcher) hear(ctx context.Context) error {
+	return l.interruptible(ctx, func(ctx context.Context) error {
+		ctx, cancel := context.WithTimeoutCause(ctx, meetTime, fmt.Errorf("no word from it within %v", meetTime))
+		defer cancel()
+		if !l.Quiet {
+			l.say(fmt.Sprintf("looking for node 0 of %d", l.Nodes))
+		}
+		store, secret, err := l.Meet.Hear(ctx)
+		if err != nil {
+			return err
+		}
+		addr, err := bootstrap.ParseStore(store)
+		switch {
+		case err != nil:
+			return fmt.Errorf("node 0 says where to meet: %w", err)
+		case secret == "" && l.Secret == "":
+			return errors.New("node 0 was given a secret and this node was not: set TUTTI_SECRET on all nodes or " +
+				"on none")
+		case secret != "" && l.Secret != "":
+			return errors.New("this node was given a secret and node 0 was not: set TUTTI_SECRET on all nodes or " +
+				"on none")
+		}
+		l.Rendezvous, l.Secret = addr.Endpoints[0], cmp.Or(l.Secret, secret)
+		return nil
+	})
 }
 
 func publicAddress() (string, error) {
@@ -253,7 +306,7 @@ func (l *launcher) storeConfig(address string, secret []byte) (bootstrap.StoreCo
 // meet announces this node and waits for the others. It returns what node 0 says the master's
 // address is.
 func (s *store) meet(ctx context.Context, l *launcher, address string, secret []byte, master string) (string, error) {
-	patience := 5 * time.Minute
+	patience := meetTime
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
 	defer cancel()
 	cfg, err := l.storeConfig(address, secret)
@@ -375,9 +428,10 @@ func (l *launcher) impatient(ctx context.Context, address string, patience time.
 	done.Go(func() {
 		text := fmt.Sprintf("the job's store at %s does not answer yet", address)
 		if host, _, err := net.SplitHostPort(l.Rendezvous); err == nil {
-			text += ": is node 0 started, and --rdzv its address?"
+			text += ": is node 0 started, and is that its address (--rdzv)?"
 			if _, err := net.DefaultResolver.LookupIP(ctx, "ip", host); err != nil && ctx.Err() == nil {
-				text = fmt.Sprintf("the host name in --rdzv %s does not resolve yet: %v", l.Rendezvous, err)
+				text = fmt.Sprintf("the host name of the meeting point %s (--rdzv) does not resolve yet: %v",
+					l.Rendezvous, err)
 			} else {
 				pause(ctx, 5*time.Second)
 			}

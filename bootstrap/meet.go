@@ -1,0 +1,445 @@
+package bootstrap
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/keepalive"
+
+	"tutti/bootstrap/internal/memkv"
+	"tutti/bootstrap/internal/pmi"
+	"tutti/bootstrap/internal/proof"
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+	"tutti/internal/trust"
+)
+
+// Meeting is where the processes of one launch meet that were told of no store: the first of them
+// serves one, and the others learn from it, or from their launcher, where it is.
+type Meeting struct {
+	Store  string // address of the store
+	Secret []byte // the job's secret
+
+	stop   func() // stops to tell the others; nil: nothing to stop
+	served *servedStore
+}
+
+// Close leaves the meeting. The process that serves the store waits until the others have closed
+// their handles on it, or have ended, at most until ctx ends; the store is gone then. A nil Meeting
+// may be closed.
+func (m *Meeting) Close(ctx context.Context) {
+	if m == nil {
+		return
+	}
+	if m.served != nil {
+		m.served.l.Wait(ctx) // who is still there loses the store, and is told so
+	}
+	m.end()
+}
+
+func (m *Meeting) end() {
+	if m.stop != nil {
+		m.stop()
+	}
+	if m.served != nil {
+		m.served.close()
+	}
+}
+
+// way is how processes of a launch find their meeting.
+type way int
+
+const (
+	noWay  way = iota
+	byHost     // they are all on one host: a Unix socket that is named after the launch
+	byPMI      // the launcher has a key-value space for them
+	byName     // the launcher names the first one's host: a port there that follows from the launch's name
+)
+
+func (l *Launch) way() way {
+	switch {
+	case l.Size < 2 || l.Standby:
+		return noWay
+	case l.LocalSize == l.Size && l.LocalRank >= 0 && l.name != "":
+		return byHost
+	case l.pmi != (pmi.Address{}):
+		return byPMI
+	case l.named && l.name != "":
+		return byName
+	}
+	return noWay
+}
+
+// Meets reports whether the launcher says enough for Meet.
+func (l *Launch) Meets() bool { return l.way() != noWay }
+
+// MeetsInPrivate reports whether Meet needs no secret: nobody but the processes of the launch hears
+// what rank 0 tells.
+func (l *Launch) MeetsInPrivate() bool { how := l.way(); return how == byHost || how == byPMI }
+
+// HowToMeet says, where Meets is false, what to set. A launcher without a key-value space that this
+// package knows does not tell the ranks of several hosts about each other.
+func (l *Launch) HowToMeet() string {
+	const set = "set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
+	if l.Source == "openmpi" || l.Source == "pmix" {
+		return "the launcher (PMIx) does not tell ranks of several hosts where to meet: start one tutti run on each, " +
+			"as mpirun --map-by ppr:1:node tutti run -n RANKS --rdzv HOST:PORT PROGRAM does, or " + set
+	}
+	return "start the ranks with tutti run, or " + set
+}
+
+// Meet brings the processes of a launch together that were told of no store (Launch.Store). The one
+// with rank 0 serves a store from its memory until Meeting.Close; the others return when they know
+// where it is. secret is the job's; nil lets rank 0 make one where the way to the others is
+// private: on one host, where only processes of the same user are told, and through the launcher's
+// PMI.
+//
+// Each way is open once for a launch: through PMI, which serves one program for each rank, and on a
+// host while rank 0 is there. Meet blocks until ctx ends.
+func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
+	how := l.way()
+	if how == noWay {
+		return nil, errors.New("no store: " + l.HowToMeet())
+	}
+	if how == byName && len(secret) == 0 {
+		return nil, fmt.Errorf("no job secret: the ranks of several hosts need one that they share: set TUTTI_SECRET "+
+			"to what tutti secret prints, the same for all (the launcher, %s, does not carry one)", l.Source)
+	}
+	if l.Rank != 0 {
+		text, err := l.hear(ctx, how)
+		if err != nil {
+			return nil, fmt.Errorf("meeting rank 0: %w", err)
+		}
+		m, err := text.meeting(secret)
+		if err != nil {
+			return nil, fmt.Errorf("meeting rank 0: %w", err)
+		}
+		return m, nil
+	}
+	own := secret
+	if len(own) == 0 {
+		own = []byte(NewSecret())
+	}
+	host, port, err := l.meetingHost(how)
+	if err != nil {
+		return nil, err
+	}
+	served, err := serveStore(ctx, host, port, own, log)
+	if err != nil {
+		return nil, fmt.Errorf("serving the job's store: %w", err)
+	}
+	m := &Meeting{Store: served.address, Secret: own, served: served}
+	text := invitation{Store: m.Store}
+	if len(secret) == 0 {
+		text.Secret = hex.EncodeToString(own)
+	}
+	if m.stop, err = l.tell(ctx, how, text); err != nil {
+		m.end()
+		return nil, fmt.Errorf("telling the other ranks where to meet: %w", err)
+	}
+	return m, nil
+}
+
+// Tell lets the other processes of the launch know of a store that rank 0, which calls it, has
+// brought; they call Hear. secret is not sent if it is "". stop ends that; until then processes
+// that are started later may hear it too.
+func (l *Launch) Tell(ctx context.Context, store, secret string) (stop func(), err error) {
+	if stop, err = l.tell(ctx, l.way(), invitation{Store: store, Secret: secret}); err != nil {
+		return nil, fmt.Errorf("telling the other nodes where to meet: %w", err)
+	}
+	if stop == nil {
+		stop = func() {}
+	}
+	return stop, nil
+}
+
+// Hear returns what rank 0 of the launch told by Tell.
+func (l *Launch) Hear(ctx context.Context) (store, secret string, err error) {
+	text, err := l.hear(ctx, l.way())
+	if err != nil {
+		return "", "", fmt.Errorf("meeting the first node: %w", err)
+	}
+	return text.Store, text.Secret, nil
+}
+
+// MeetingHost is the address at which rank 0 of the launch serves a store that the others reach,
+// and its port, 0 for any that is free. It is only for those whose Meets is true.
+func (l *Launch) MeetingHost() (host, port string, err error) { return l.meetingHost(l.way()) }
+
+func (l *Launch) meetingHost(how way) (host, port string, err error) {
+	switch how {
+	case byHost:
+		return "127.0.0.1", "0", nil
+	case byName:
+		return l.MasterAddr, meetingPort(l.name), nil
+	}
+	if l.LocalSize == l.Size {
+		return "127.0.0.1", "0", nil
+	}
+	filter, err := ifname.Parse(l.Interfaces)
+	if err != nil {
+		return "", "", err
+	}
+	addrs, err := filter.Addrs()
+	if err != nil {
+		return "", "", err
+	}
+	return addrs[0].String(), "0", nil
+}
+
+// meetingPort is the port where the processes of a launch of this name meet: below those that Linux
+// hands out by itself, and above most that services have.
+func meetingPort(name string) string {
+	sum := sha256.Sum256([]byte(name))
+	return strconv.Itoa(20000 + (int(sum[0])<<8|int(sum[1]))%10000)
+}
+
+// invitation is what rank 0 tells the others.
+type invitation struct {
+	Store  string
+	Secret string `json:",omitempty"` // textual form
+}
+
+// maxInvitation is more bytes than an invitation has.
+const maxInvitation = 1000
+
+func (i invitation) meeting(secret []byte) (*Meeting, error) {
+	if _, err := ParseStore(i.Store); err != nil {
+		return nil, err
+	}
+	m := &Meeting{Store: i.Store, Secret: secret}
+	switch {
+	case i.Secret != "" && len(secret) > 0:
+		return nil, errors.New("this process was given a job secret and rank 0 was not: set TUTTI_SECRET for all " +
+			"ranks or for none")
+	case i.Secret == "" && len(secret) == 0:
+		return nil, errors.New("rank 0 was given a job secret and this process was not: set TUTTI_SECRET for all " +
+			"ranks or for none")
+	case i.Secret != "":
+		var err error
+		if m.Secret, err = ParseSecret(i.Secret); err != nil {
+			return nil, err
+		}
+	}
+	return m, nil
+}
+
+// kvsKey is the key of the invitation in the launcher's key-value space.
+const kvsKey = "tutti-meeting"
+
+func (l *Launch) tell(ctx context.Context, how way, i invitation) (stop func(), err error) {
+	b, err := json.Marshal(i)
+	if err != nil {
+		return nil, err
+	}
+	switch how {
+	case byHost:
+		return inviteHost(ctx, l.name, b)
+	case byPMI:
+		_, err = exchange(ctx, l.pmi, hex.EncodeToString(b))
+	}
+	return nil, err
+}
+
+func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
+	var b []byte
+	switch how {
+	case byHost:
+		b, err = hearHost(ctx, l.name)
+	case byPMI:
+		var text string
+		if text, err = exchange(ctx, l.pmi, ""); err == nil {
+			b, err = hex.DecodeString(text)
+		}
+	case byName:
+		return invitation{Store: "tutti://" + net.JoinHostPort(l.MasterAddr, meetingPort(l.name))}, nil
+	default:
+		err = errors.New(l.HowToMeet())
+	}
+	if err == nil {
+		err = json.Unmarshal(b, &i)
+	}
+	return i, err
+}
+
+// exchange puts text, unless it is "", into the launcher's key-value space, and returns what is
+// there when all processes of the launch have come.
+func exchange(ctx context.Context, a pmi.Address, text string) (got string, err error) {
+	c, err := pmi.Dial(ctx, a)
+	if err != nil {
+		return "", err
+	}
+	defer func() {
+		if cerr := c.Close(); err == nil {
+			err = cerr
+		}
+	}()
+	if text != "" {
+		if err := c.Put(ctx, kvsKey, text); err != nil {
+			return "", err
+		}
+	}
+	if err := c.Barrier(ctx); err != nil {
+		return "", err
+	}
+	return c.Get(ctx, kvsKey)
+}
+
+// meetingSocket is the abstract Unix socket of a launch on this host, in this network namespace.
+func meetingSocket(name string) *net.UnixAddr {
+	sum := sha256.Sum256([]byte(strconv.Itoa(os.Getuid()) + "\x00" + name))
+	return &net.UnixAddr{Net: "unix", Name: "@tutti-meeting-" + hex.EncodeToString(sum[:16])}
+}
+
+// tellTime bounds what telling one process takes.
+const tellTime = 5 * time.Second
+
+// inviteHost tells text to all processes of this user on this host that ask, until stop.
+func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err error) {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", meetingSocket(name).Name)
+	if err != nil {
+		return nil, fmt.Errorf("another process of this user is rank 0 of launch %s on this host: set TUTTI_JOB to "+
+			"another name: %w", name, err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				c.SetDeadline(time.Now().Add(tellTime))
+				if peerUser(c.(*net.UnixConn)) == nil {
+					c.Write(text)
+				}
+			})
+		}
+	}()
+	return func() {
+		l.Close()
+		<-done
+	}, nil
+}
+
+// hearHost returns what rank 0 tells by inviteHost, as soon as it does.
+func hearHost(ctx context.Context, name string) ([]byte, error) {
+	at := meetingSocket(name)
+	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
+		c, err := (&net.Dialer{}).DialContext(ctx, "unix", at.Name)
+		if err == nil {
+			defer c.Close()
+			if err := peerUser(c.(*net.UnixConn)); err != nil {
+				return nil, fmt.Errorf("launch %s on this host: %w", name, err)
+			}
+			c.SetDeadline(time.Now().Add(tellTime))
+			b, err := io.ReadAll(io.LimitReader(c, maxInvitation))
+			if err == nil && len(b) == 0 {
+				err = io.ErrUnexpectedEOF
+			}
+			return b, err
+		}
+		if !sleep(ctx, pause) {
+			return nil, fmt.Errorf("no process of launch %s on this host says where to meet: %w (%w)", name,
+				context.Cause(ctx), err)
+		}
+	}
+}
+
+// servedStore is a store that this process serves from its memory.
+type servedStore struct {
+	address string
+	l       *proof.Listener
+	g       *grpc.Server
+	kv      *memkv.Server
+	done    chan struct{}
+}
+
+// ListenHost is where a process listens that others reach as host. A name often means a loopback
+// address to the very machine that it names, hence all addresses then.
+func ListenHost(ctx context.Context, host string) string {
+	if net.ParseIP(host) != nil {
+		return host
+	}
+	if v4, err := net.DefaultResolver.LookupIP(ctx, "ip4", host); err == nil && len(v4) > 0 {
+		return "0.0.0.0"
+	}
+	return "::"
+}
+
+// peerUser returns an error unless the other end of a Unix socket is a process of this user.
+func peerUser(c *net.UnixConn) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var cred *unix.Ucred
+	if cerr := raw.Control(func(fd uintptr) {
+		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); cerr != nil {
+		return cerr
+	}
+	if err == nil && int(cred.Uid) != os.Getuid() {
+		err = fmt.Errorf("who has its name is a process of user %d, not of user %d", cred.Uid, os.Getuid())
+	}
+	return err
+}
+
+// serveStore serves a store at one of the ports.
+func serveStore(ctx context.Context, host, port string, secret []byte, log *slog.Logger) (*servedStore, error) {
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
+	spec, err := ports.ParseSpec(port)
+	if err != nil {
+		return nil, err
+	}
+	l, err := ports.Listen(ctx, ListenHost(ctx, host), spec)
+	if err != nil {
+		return nil, err
+	}
+	at := net.JoinHostPort(host, strconv.Itoa(l.Addr().(*net.TCPAddr).Port))
+	s := &servedStore{address: "tutti://" + at, kv: memkv.New(), done: make(chan struct{}),
+		g: grpc.NewServer(grpc.Creds(proof.Credentials{}), grpc.ConnectionTimeout(proof.Timeout),
+			grpc.MaxRecvMsgSize(4*MaxValue),
+			grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second}),
+			grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: time.Second,
+				PermitWithoutStream: true}))}
+	s.l = proof.Listen(l, proof.Config{Secret: secret, Purpose: StorePurpose, Refused: trust.LogRefused(log, "store"),
+		Admit: func(conn net.Conn, h trust.Hello) error {
+			if !StoreMeant(h, at, conn.LocalAddr()) {
+				return &trust.Refusal{Code: 1, Text: "the connection was meant for another store than " + at}
+			}
+			return nil
+		}})
+	s.kv.Register(s.g)
+	go func() {
+		defer close(s.done)
+		s.g.Serve(s.l)
+	}()
+	return s, nil
+}
+
+func (s *servedStore) close() {
+	s.l.CloseAll()
+	s.g.Stop()
+	<-s.done
+	s.kv.Close()
+}

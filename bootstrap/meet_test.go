@@ -1,0 +1,400 @@
+package bootstrap
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/bootstrap/internal/pmi"
+)
+
+const meetPatience = 30 * time.Second
+
+func meetContext(t *testing.T) context.Context {
+	ctx, cancel := context.WithTimeout(t.Context(), meetPatience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+func TestWaysToMeet(t *testing.T) {
+	const torch = "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 "
+	const id = "TORCHELASTIC_RUN_ID=x "
+	const pmi1 = "PMI_RANK=0 PMI_SIZE=2 "
+	const step = "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=7 "
+	const ompi = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 PMIX_NAMESPACE=7 "
+	for env, want := range map[string]struct {
+		way  way
+		name string
+	}{
+		"RANK=0 WORLD_SIZE=2": {noWay, ""},
+		"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 " + id: {noWay, "torchrun-x"},
+		torch + "LOCAL_WORLD_SIZE=2":                                {noWay, ""},
+		torch + "LOCAL_WORLD_SIZE=2 TUTTI_JOB=j":                    {byHost, "j"},
+		torch + "LOCAL_WORLD_SIZE=2 " + id:                          {byHost, "torchrun-x"},
+		torch + "LOCAL_WORLD_SIZE=2 TUTTI_JOB=j " + id:              {byHost, "torchrun-x"},
+		torch + "LOCAL_WORLD_SIZE=1 MASTER_ADDR=h MASTER_PORT=1":    {noWay, "torchrun-h-1"},
+		torch + "MASTER_ADDR=h MASTER_PORT=1 " + id:                 {byName, "torchrun-x"},
+		pmi1:                          {noWay, ""},
+		pmi1 + "PMI_FD=9":             {byPMI, ""},
+		pmi1 + "PMI_FD=9 PMI_JOBID=5": {byPMI, "pmi-5"},
+		pmi1 + "PMI_FD=9 PMI_JOBID=5 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2":              {byHost, "pmi-5"},
+		"PMI_PORT=h:1 PMI_ID=1 TUTTI_SIZE=2":                                           {byPMI, ""},
+		step + "SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4]":                                 {byName, "slurm-7.0"},
+		step + "SLURM_STEP_ID=0 SLURM_NODELIST=n[3-4":                                  {noWay, "slurm-7.0"},
+		"SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_NODELIST=n[3-4]":                          {noWay, ""},
+		step + "SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_TASKS_PER_NODE=2":                 {byHost, "slurm-7"},
+		ompi + "OMPI_COMM_WORLD_LOCAL_SIZE=1":                                          {noWay, "openmpi-7"},
+		ompi + "OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_MCA_orte_precondition_transports=ab": {byHost, "openmpi-7.ab"},
+		"TUTTI_STANDBY=0 TUTTI_SIZE=2 TUTTI_JOB=j":                                     {noWay, "j"},
+	} {
+		l, err := FromEnv(vars(env))
+		if err != nil {
+			t.Errorf("%s: %v", env, err)
+			continue
+		}
+		if l.way() != want.way || l.name != want.name || l.Meets() != (want.way != noWay) {
+			t.Errorf("%s: way %d of launch %q, want %d of %q", env, l.way(), l.name, want.way, want.name)
+		}
+	}
+}
+
+func TestNodeFromEnv(t *testing.T) {
+	const step = "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=n[3-4] SLURM_PROCID=1 SLURM_NODEID=1 " +
+		"SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_LOCALID=0 "
+	for env, want := range map[string]Launch{
+		"": {Size: 1, LocalRank: -1, Source: "none"},
+		// Where a rank would be; the ranks of this launcher are others.
+		"RANK=1 WORLD_SIZE=2":          {Size: 1, LocalRank: -1, Source: "none"},
+		"TUTTI_RANK=1 TUTTI_SIZE=2":    {Size: 1, LocalRank: -1, Source: "none"},
+		"TUTTI_SIZE=7 TUTTI_STANDBY=2": {Size: 1, LocalRank: -1, Source: "none"},
+		"JOB_COMPLETION_INDEX=1":       {Size: 1, LocalRank: -1, Source: "none"},
+		step + "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2": {Rank: 1, Size: 2, LocalSize: 1, MasterAddr: "n3",
+			Job: "slurm-7.0", Source: "slurm", name: "slurm-7.0", named: true},
+		step + "SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2 PMI_RANK=1 PMI_SIZE=2 PMI_FD=9 PMI_JOBID=7.0": {Rank: 1,
+			Size: 2, LocalRank: -1, Job: "pmi-7.0", Source: "pmi", name: "pmi-7.0", pmi: pmi.Address{FD: 9}},
+		// The script of a batch job.
+		"SLURM_JOB_ID=7 SLURM_PROCID=0 SLURM_NODEID=0 SLURM_NNODES=2 SLURM_NTASKS=2": {Size: 1, LocalRank: -1,
+			Source: "none"},
+		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1 PMIX_NAMESPACE=5 " +
+			"TUTTI_IFNAME=eth0": {Rank: 1, Size: 2, LocalRank: -1, LocalSize: 1, Job: "openmpi-5", Source: "openmpi",
+			name:       "openmpi-5",
+			Interfaces: "eth0"},
+	} {
+		got, err := NodeFromEnv(vars(env))
+		if err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %+v, %v\nwant %+v", env, got, err, want)
+		}
+	}
+	const two = "SLURM_STEP_NUM_NODES=2 "
+	for env, says := range map[string]string{
+		step + two + "SLURM_STEP_NUM_TASKS=4":                                             "--ntasks-per-node=1",
+		strings.Replace(step, "NODEID=1", "NODEID=2", 1) + two + "SLURM_STEP_NUM_TASKS=2": "SLURM_NODEID=2",
+		"OMPI_COMM_WORLD_SIZE=2":                                                          "OMPI_COMM_WORLD_RANK",
+	} {
+		if got, err := NodeFromEnv(vars(env)); err == nil || !strings.Contains(err.Error(), says) {
+			t.Errorf("%s: %+v, %v; want an error with %q", env, got, err, says)
+		}
+	}
+}
+
+// fresh is a name that no other launch on this host has.
+func fresh(t *testing.T) string { return fmt.Sprintf("%s-%d", t.Name(), os.Getpid()) }
+
+// together has n ranks meet, of which rank i is launched as env says.
+func together(t *testing.T, env func(i int) string, n int, secrets [][]byte) ([]*Meeting, []error) {
+	t.Helper()
+	ctx := meetContext(t)
+	all, errs := make([]*Meeting, n), make([]error, n)
+	var wg sync.WaitGroup
+	for i := range n {
+		l, err := FromEnv(vars(env(i)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		wg.Go(func() {
+			all[i], errs[i] = l.Meet(ctx, secrets[i], nil)
+		})
+	}
+	wg.Wait()
+	return all, errs
+}
+
+// meets checks that ranks have met: what one puts into the store the other finds there.
+func meets(t *testing.T, all []*Meeting) {
+	t.Helper()
+	ctx := meetContext(t)
+	var stores []Store
+	for i, m := range all {
+		s, err := DialStore(ctx, StoreConfig{Address: m.Store, Job: "j", Secret: m.Secret, Rank: i})
+		if err != nil {
+			t.Fatalf("rank %d: %v", i, err)
+		}
+		stores = append(stores, s)
+	}
+	if err := stores[0].Put(ctx, "k", []byte("v"), false); err != nil {
+		t.Error(err)
+	}
+	for i, s := range stores {
+		if v, err := s.Wait(ctx, "k"); err != nil || string(v) != "v" {
+			t.Errorf("rank %d finds %q, %v", i, v, err)
+		}
+	}
+	// Rank 0 stays until the others have left.
+	stores[0].Close()
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		all[0].Close(ctx)
+	}()
+	for i, s := range stores[1:] {
+		if v, err := s.Get(ctx, "k"); err != nil || string(v) != "v" {
+			t.Errorf("rank %d finds %q, %v, while rank 0 leaves", i+1, v, err)
+		}
+		s.Close()
+		all[i+1].Close(ctx)
+	}
+	<-left
+	if c, err := net.Dial("tcp", strings.TrimPrefix(all[0].Store, "tutti://")); err == nil {
+		c.Close()
+		t.Error("the store is still there")
+	}
+}
+
+func TestRanksOfOneHostMeet(t *testing.T) {
+	name := fresh(t)
+	all, errs := together(t, func(i int) string {
+		return fmt.Sprintf("RANK=%d WORLD_SIZE=3 LOCAL_RANK=%d LOCAL_WORLD_SIZE=3 TUTTI_JOB=%s", i, i, name)
+	}, 3, make([][]byte, 3))
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	if len(all[0].Secret) < 32 || !bytes.Equal(all[0].Secret, all[2].Secret) {
+		t.Errorf("the secrets are %d and %d bytes", len(all[0].Secret), len(all[2].Secret))
+	}
+	meets(t, all)
+}
+
+func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
+	env := "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 TUTTI_JOB=" + fresh(t)
+	a, err := FromEnv(vars(env))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx := meetContext(t)
+	m, err := a.Meet(ctx, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := a.Meet(ctx, nil, nil); err == nil || !strings.Contains(err.Error(), a.Job) {
+		t.Errorf("a second rank 0: %v", err)
+	}
+	m.Close(ctx)
+	if m, err = a.Meet(ctx, nil, nil); err != nil {
+		t.Errorf("a later launch of that name: %v", err)
+	}
+	m.Close(ctx)
+}
+
+func TestNobodyMeetsWithoutRankZero(t *testing.T) {
+	l, err := FromEnv(vars("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TUTTI_JOB=" + fresh(t)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	if _, err := l.Meet(ctx, nil, nil); !errors.Is(err, context.DeadlineExceeded) ||
+		!strings.Contains(err.Error(), l.Job) {
+		t.Error(err)
+	}
+}
+
+func TestSecretsAreGivenToAllOrNone(t *testing.T) {
+	secret := []byte("a secret for the tests of this package")
+	for _, given := range [][2][]byte{{secret, nil}, {nil, secret}} {
+		name := fresh(t)
+		all, errs := together(t, func(i int) string {
+			return fmt.Sprintf("RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d LOCAL_WORLD_SIZE=2 TUTTI_JOB=%s", i, i, name)
+		}, 2, given[:])
+		if errs[0] != nil {
+			t.Fatal(errs[0])
+		}
+		if errs[1] == nil || !strings.Contains(errs[1].Error(), "TUTTI_SECRET") {
+			t.Errorf("rank 1: %v", errs[1])
+		}
+		all[0].Close(t.Context())
+	}
+}
+
+func TestRanksMeetWhereTheLauncherNamesAHost(t *testing.T) {
+	secret := []byte("a secret for the tests of this package")
+	env := func(i int) string {
+		return fmt.Sprintf("SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%d", i, os.Getpid())
+	}
+	all, errs := together(t, env, 2, [][]byte{secret, secret})
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	meets(t, all)
+	_, errs = together(t, env, 2, make([][]byte, 2))
+	for i, err := range errs {
+		if err == nil || !strings.Contains(err.Error(), "tutti secret") {
+			t.Errorf("rank %d without a secret: %v", i, err)
+		}
+	}
+}
+
+func TestMeetingPortsStayClearOfOthers(t *testing.T) {
+	seen := map[string]bool{}
+	for i := range 1000 {
+		port := meetingPort(fmt.Sprint("slurm-", i))
+		if port < "20000" || port > "29999" || len(port) != 5 {
+			t.Fatal(port)
+		}
+		seen[port] = true
+	}
+	if len(seen) < 900 {
+		t.Errorf("1000 launches have %d ports", len(seen))
+	}
+}
+
+// A launcher with a key-value space for two processes.
+func kvsLauncher(t *testing.T) (fds [2]int) {
+	values, inside := map[string]string{}, []*os.File{}
+	var mu sync.Mutex
+	for i := range fds {
+		pair, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		fds[i] = pair[1]
+		f := os.NewFile(uintptr(pair[0]), "launcher")
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			var buf [4096]byte
+			for {
+				n, err := f.Read(buf[:])
+				if err != nil || n == 0 {
+					return
+				}
+				ask := map[string]string{}
+				for word := range strings.FieldsSeq(string(buf[:n])) {
+					k, v, _ := strings.Cut(word, "=")
+					ask[k] = v
+				}
+				mu.Lock()
+				switch ask["cmd"] {
+				case "init":
+					fmt.Fprintln(f, "cmd=response_to_init rc=0")
+				case "get_maxes":
+					fmt.Fprintln(f, "cmd=maxes keylen_max=64 vallen_max=1024")
+				case "get_my_kvsname":
+					fmt.Fprintln(f, "cmd=my_kvsname kvsname=k")
+				case "put":
+					values[ask["key"]] = ask["value"]
+					fmt.Fprintln(f, "cmd=put_result rc=0")
+				case "get":
+					fmt.Fprintln(f, "cmd=get_result rc=0 value="+values[ask["key"]])
+				case "barrier_in":
+					if inside = append(inside, f); len(inside) == len(fds) {
+						for _, in := range inside {
+							fmt.Fprintln(in, "cmd=barrier_out")
+						}
+					}
+				case "finalize":
+					fmt.Fprintln(f, "cmd=finalize_ack")
+				}
+				mu.Unlock()
+			}
+		}()
+		t.Cleanup(func() {
+			<-done // the process has left
+			f.Close()
+		})
+	}
+	return fds
+}
+
+func TestRanksMeetThroughTheLaunchersKeyValueSpace(t *testing.T) {
+	fds := kvsLauncher(t)
+	all, errs := together(t, func(i int) string {
+		return fmt.Sprintf("PMI_RANK=%d PMI_SIZE=2 PMI_FD=%d TUTTI_IFNAME=lo", i, fds[i])
+	}, 2, make([][]byte, 2))
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	meets(t, all)
+}
+
+func TestLaunchersTellOfTheirStore(t *testing.T) {
+	fds := kvsLauncher(t)
+	name := fresh(t)
+	for what, env := range map[string]func(i int) string{
+		"one host": func(i int) string {
+			return fmt.Sprintf("OMPI_COMM_WORLD_RANK=%d OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=%d "+
+				"OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=%s", i, i, name)
+		},
+		"PMI": func(i int) string { return fmt.Sprintf("PMI_RANK=%d PMI_SIZE=2 PMI_FD=%d", i, fds[i]) },
+	} {
+		ctx := meetContext(t)
+		first, err := NodeFromEnv(vars(env(0)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		second, err := NodeFromEnv(vars(env(1)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		stop := make(chan func(), 1)
+		go func() {
+			f, err := first.Tell(ctx, "tutti://h:1", "the secret of a job")
+			if err != nil {
+				t.Errorf("%s: %v", what, err)
+			}
+			stop <- f
+		}()
+		store, secret, err := second.Hear(ctx)
+		if err != nil || store != "tutti://h:1" || secret != "the secret of a job" {
+			t.Errorf("%s: heard %q, %q, %v", what, store, secret, err)
+		}
+		if f := <-stop; f != nil {
+			f()
+		}
+	}
+}
+
+func TestInvitationsAreChecked(t *testing.T) {
+	for _, i := range []invitation{{}, {Store: "http://h:1"}, {Store: "tutti://h:1", Secret: "short"}} {
+		if m, err := i.meeting(nil); err == nil {
+			t.Errorf("%+v: %+v", i, m)
+		}
+	}
+}
+
+func TestLaunchersThatDoNotSayWhereToMeet(t *testing.T) {
+	const ompi = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1"
+	for env, says := range map[string]string{
+		ompi:                                  "mpirun --map-by ppr:1:node tutti run",
+		"PMI_RANK=0 PMI_SIZE=2":               "TUTTI_STORE",
+		"JOB_COMPLETION_INDEX=0 TUTTI_SIZE=2": "tutti run",
+	} {
+		l, err := FromEnv(vars(env))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := l.Meet(t.Context(), nil, nil); err == nil || !strings.Contains(err.Error(), says) ||
+			strings.Contains(err.Error(), "\n") {
+			t.Errorf("%s: %v; want one line with %q", env, err, says)
+		}
+	}
+}

@@ -1,0 +1,56 @@
+package bootstrap
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// NodeFromEnv reads, for a launcher of ranks that another launcher has started once on each node,
+// what the other one says: in the Launch that it returns Rank is the number of this node, Size that
+// of the nodes and Job the name of the job. It understands Open MPI, PMI and steps of Slurm; Size
+// is 1 where none of them started this process. Its parts that Meet, Tell and Hear need are set
+// too.
+func NodeFromEnv(getenv func(string) string) (Launch, error) {
+	// What speaks of ranks is not about this process.
+	mine := func(name string) bool {
+		for _, prefix := range []string{"OMPI_", "PMI_", "MPI_LOCAL", "PMIX_NAMESPACE", "PALS_", "FLUX_", "SLURM_"} {
+			if strings.HasPrefix(name, prefix) {
+				return true
+			}
+		}
+		return name == "TUTTI_IFNAME"
+	}
+	e := env{get: func(name string) string {
+		if !mine(name) {
+			return ""
+		}
+		return getenv(name)
+	}}
+	l := Launch{Size: 1, LocalRank: -1, Source: "none"}
+	if err := e.place(&l); err != nil {
+		return Launch{}, err
+	}
+	l.Interfaces = strings.TrimSpace(e.get("TUTTI_IFNAME"))
+	_, step := e.first([]string{"SLURM_STEP_ID", "SLURM_STEPID"})
+	if l.Source != "slurm" && (l.Source != "pmi" || step == "") {
+		return l, nil
+	}
+	// In the script of a batch job there are Slurm's variables of the allocation, but no step.
+	if _, err := strconv.ParseUint(step, 10, 32); err != nil {
+		return Launch{Size: 1, LocalRank: -1, Source: "none"}, nil
+	}
+	name, nodes, err := e.number([]string{"SLURM_STEP_NUM_NODES", "SLURM_NNODES"}, 1)
+	if err != nil || name == "" {
+		return l, err
+	}
+	if l.Size != nodes {
+		return Launch{}, fmt.Errorf("environment: srun started %d tasks on %d nodes (%s), and each of them would "+
+			"start the ranks of a node: give srun --ntasks-per-node=1", l.Size, nodes, name)
+	}
+	if _, l.Rank, err = e.number([]string{"SLURM_NODEID"}, 0); err == nil && l.Rank >= nodes {
+		err = fmt.Errorf("environment: SLURM_NODEID=%d contradicts %s=%d: nodes are 0..%d", l.Rank, name, nodes,
+			nodes-1)
+	}
+	return l, err
+}

@@ -1,0 +1,152 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"tutti/bootstrap"
+)
+
+// Two launchers that Open MPI's has started on this host, without a flag or a secret.
+func TestRunFindsTheNodesOfAnotherLauncher(t *testing.T) {
+	s := newStage(t)
+	start := func(node int) *tutti {
+		j := s.command("run", "-n", "2", self(t))
+		j.cmd.Env = append(j.cmd.Env, fmt.Sprintf("OMPI_COMM_WORLD_RANK=%d", node), "OMPI_COMM_WORLD_SIZE=2",
+			fmt.Sprintf("OMPI_COMM_WORLD_LOCAL_RANK=%d", node), "OMPI_COMM_WORLD_LOCAL_SIZE=2",
+			fmt.Sprintf("PMIX_NAMESPACE=test-%d", os.Getpid()))
+		return j.start()
+	}
+	b, a := start(1), start(0)
+	all := s.arrive(4)
+	for i, p := range all {
+		if p.Env["LOCAL_RANK"] != fmt.Sprint(i%2) || p.Env["WORLD_SIZE"] != "4" ||
+			p.Env["TUTTI_STORE"] != all[0].Env["TUTTI_STORE"] || p.Env["TUTTI_SECRET"] != all[0].Env["TUTTI_SECRET"] ||
+			p.Env["TUTTI_JOB"] != fmt.Sprintf("openmpi-test-%d", os.Getpid()) {
+			t.Errorf("rank %d: %v", i, p.Env)
+		}
+	}
+	for _, p := range all {
+		p.tell("join")
+	}
+	for _, p := range all {
+		if got := p.hear(); got != "ok" {
+			t.Errorf("rank %s joins: %s", p.rank(), got)
+		}
+	}
+	for _, p := range all {
+		p.tell("exit 0")
+	}
+	a.end(0)
+	b.end(0)
+	s.empty()
+}
+
+func TestRunInASlurmStep(t *testing.T) {
+	const step = "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=localhost,n2 SLURM_STEP_NUM_NODES=2 " +
+		"SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_LOCALID=0"
+	node := func(s *stage, n int, env string, args ...string) *tutti {
+		j := s.command(append(append([]string{"run", "-n", "1"}, args...), self(t))...)
+		j.cmd.Env = append(j.cmd.Env, strings.Fields(step)...)
+		j.cmd.Env = append(j.cmd.Env, fmt.Sprintf("SLURM_NODEID=%d", n), fmt.Sprintf("SLURM_PROCID=%d", n))
+		j.cmd.Env = append(j.cmd.Env, strings.Fields(env)...)
+		return j.start()
+	}
+	t.Run("needs the job's secret alone", func(t *testing.T) {
+		s := newStage(t)
+		// The number of this process keeps others that run this test from meeting here.
+		env := fmt.Sprintf("SLURM_STEP_NUM_TASKS=2 SLURM_JOB_ID=%d TUTTI_SECRET=%s", os.Getpid(), bootstrap.NewSecret())
+		a, b := node(s, 0, env), node(s, 1, env)
+		for i, p := range s.arrive(2) {
+			if p.Env["TUTTI_JOB"] != fmt.Sprintf("slurm-%d.0", os.Getpid()) ||
+				!strings.HasPrefix(p.Env["TUTTI_STORE"], "tutti://localhost:2") {
+				t.Errorf("rank %d: %v", i, p.Env)
+			}
+			p.tell("exit 0")
+		}
+		a.end(0)
+		b.end(0)
+		s.empty()
+	})
+	t.Run("without a secret", func(t *testing.T) {
+		s := newStage(t)
+		j := node(s, 0, "SLURM_STEP_NUM_TASKS=2")
+		j.end(codeUsage)
+		j.says("tutti secret makes one")
+	})
+	t.Run("with several tasks a node", func(t *testing.T) {
+		s := newStage(t)
+		j := node(s, 0, "SLURM_STEP_NUM_TASKS=4")
+		j.end(codeUsage)
+		j.says("--ntasks-per-node=1")
+	})
+	t.Run("flags are preferred", func(t *testing.T) {
+		s := newStage(t)
+		j := node(s, 1, "SLURM_STEP_NUM_TASKS=4", "--nnodes", "1", "--node-rank", "0")
+		p := s.arrive(1)[0]
+		if p.Env["WORLD_SIZE"] != "1" {
+			t.Errorf("%v", p.Env)
+		}
+		p.tell("exit 0")
+		j.end(0)
+	})
+}
+
+func TestRunOnSeveralHostsOfOpenMPI(t *testing.T) {
+	s := newStage(t)
+	j := s.command("run", "-n", "1", self(t))
+	j.cmd.Env = append(j.cmd.Env, "OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_SIZE=1")
+	j.start()
+	j.end(codeUsage)
+	j.says("give --rdzv HOST:PORT")
+}
+
+func TestRunInterruptedBeforeTheOtherNodesCome(t *testing.T) {
+	s := newStage(t)
+	j := s.command("run", "-n", "1", self(t))
+	j.cmd.Env = append(j.cmd.Env, "OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=1",
+		"OMPI_COMM_WORLD_LOCAL_SIZE=2", fmt.Sprintf("PMIX_NAMESPACE=absent-%d", os.Getpid()))
+	j.start()
+	j.stderr.await(t, "looking for node 0")
+	j.signal(syscall.SIGINT)
+	j.end(130)
+	s.empty()
+}
+
+func TestSecret(t *testing.T) {
+	s := newStage(t)
+	seen := map[string]bool{}
+	for range 2 {
+		j := s.run("secret")
+		j.end(0)
+		text := strings.TrimSuffix(j.stdout.String(), "\n")
+		if raw, err := bootstrap.ParseSecret(text); err != nil || len(raw) != 32 || seen[text] {
+			t.Errorf("tutti secret prints %q: %d bytes, %v", text, len(raw), err)
+		}
+		seen[text] = true
+	}
+	file := filepath.Join(t.TempDir(), "secret")
+	j := s.run("secret", "--file", file)
+	j.end(0)
+	info, err := os.Stat(file)
+	if err != nil || info.Mode() != 0o600 || j.stdout.String() != "" {
+		t.Errorf("%v, %v; stdout %q", info, err, j.stdout.String())
+	}
+	before, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := bootstrap.FromEnv(func(name string) string { return map[string]string{"TUTTI_SECRET_FILE": file}[name] })
+	if err != nil || len(l.Secret) != 32 {
+		t.Errorf("the file is read as %d bytes, %v", len(l.Secret), err)
+	}
+	j = s.run("secret", "--file", file)
+	j.end(codeUsage)
+	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {
+		t.Errorf("a secret that was there is now %q, %v", after, err)
+	}
+}

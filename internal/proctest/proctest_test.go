@@ -1,0 +1,176 @@
+//go:build linux
+
+package proctest
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// patience bounds every wait; no test depends on its value.
+const patience = 30 * time.Second
+
+// role tells this binary what to be for a test.
+const role = "PROCTEST_ROLE"
+
+func TestMain(m *testing.M) {
+	switch os.Getenv(role) {
+	case "":
+		os.Exit(m.Run())
+	case "parent":
+		parent()
+	case "child":
+		child()
+	}
+	select {} // until it is killed
+}
+
+// parent is a test binary that has started one process, which tells the numbers of all.
+func parent() {
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), role+"=child")
+	cmd.Stdout = os.Stdout
+	if _, err := Start(cmd); err != nil {
+		fmt.Println(err)
+	}
+}
+
+// child has a process of its own in another session, and one in this test binary's way.
+func child() {
+	pids := []int{os.Getpid()}
+	stray := exec.Command("/proc/self/exe")
+	stray.Env = append(os.Environ(), role+"=stray")
+	stray.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	err := stray.Start()
+	if err == nil {
+		pids = append(pids, stray.Process.Pid)
+		nested := exec.Command("/proc/self/exe")
+		nested.Env = append(os.Environ(), role+"=nested")
+		var p *Process
+		if p, err = Start(nested); err == nil {
+			pids = append(pids, p.PID())
+		}
+	}
+	fmt.Println(pids, err)
+}
+
+// ended returns a function that waits for the end of a process that is not this one's child.
+func ended(t *testing.T, pid int) func() {
+	t.Helper()
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		t.Fatalf("process %d: %v", pid, err)
+	}
+	t.Cleanup(func() { unix.Close(fd) })
+	return func() {
+		t.Helper()
+		err := error(unix.EINTR)
+		n := 0
+		for errors.Is(err, unix.EINTR) {
+			n, err = unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, int(patience.Milliseconds()))
+		}
+		if n != 1 {
+			line, _ := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+			t.Errorf("process %d (%q) does not end: %v", pid, line, err)
+			unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0)
+		}
+	}
+}
+
+func TestAllProcessesEndWhenTheirStarterIsKilled(t *testing.T) {
+	// Not by Start: nothing but what is under test may end these.
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), role+"=parent")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(out).ReadString('\n')
+	numbers, found := strings.CutSuffix(strings.TrimPrefix(line, "["), "] <nil>\n")
+	fields := strings.Fields(numbers)
+	if err != nil || !found || len(fields) != 3 {
+		cmd.Process.Kill()
+		cmd.Wait()
+		t.Fatalf("the processes tell %q, %v", line, err)
+	}
+	var waits []func()
+	for _, f := range fields {
+		pid, err := strconv.Atoi(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		waits = append(waits, ended(t, pid))
+	}
+	cmd.Process.Kill()
+	cmd.Wait()
+	for _, wait := range waits {
+		wait()
+	}
+}
+
+func TestSignalAfterTheEndReachesNobody(t *testing.T) {
+	p, err := Start(exec.Command("/bin/true"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Wait(); err != nil {
+		t.Error(err)
+	}
+	if err := p.Signal(syscall.SIGKILL); !errors.Is(err, ErrEnded) {
+		t.Errorf("signal to a process that has ended: %v", err)
+	}
+	p.Kill()
+	p.Stopped() // does not block
+}
+
+func TestStartGroupEndsTheGroupWithItsLeader(t *testing.T) {
+	out, theirs, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	cmd := exec.Command("/bin/sh", "-c", "sleep 1000 & echo $!")
+	cmd.Stdout = theirs // which the sleeping one has too, and nobody else
+	p, err := StartGroup(cmd)
+	theirs.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Wait(); err != nil {
+		t.Error(err)
+	}
+	out.SetReadDeadline(time.Now().Add(patience))
+	if text, err := io.ReadAll(out); err != nil {
+		t.Errorf("what was left in the group lives on: %q, %v", text, err)
+	}
+}
+
+func TestMarked(t *testing.T) {
+	for env, want := range map[string]bool{
+		Variable + "=a":             true,
+		"X=1\x00" + Variable + "=a": true,
+		Variable + "=a.b":           true,
+		Variable + "=ab":            false,
+		Variable + "=b.a":           false,
+		"X" + Variable + "=a":       false,
+		"":                          false,
+	} {
+		if got := marked([]byte(env+"\x00"), "a"); got != want {
+			t.Errorf("%q: %v, want %v", env, got, want)
+		}
+	}
+}
