@@ -8,9 +8,9 @@
 //
 // # The contract of a plan
 //
-// Steps run in order; see Step and Verb. A Send may block until its Recv is posted, and plans are
-// free of deadlock even then: they post a Recv before the Send on which a peer's matching progress
-// could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data for
+// A plan is a graph; see Step and Verb. A Send may block until its Recv is posted, and plans are
+// free of deadlock even then, also for who runs the steps one by one: they post a Recv before the
+// Send on which a peer's matching progress could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data for
 // the caller's Out arrives there, and bounces through scratch memory only to be combined or passed
 // on in bulk. In is never written, and where Kind lets In and Out be one memory, a range of Out is
 // overwritten only after the last use of the same range of In. Scratch memory (Plan.Tmp) is bounded
@@ -34,7 +34,7 @@
 // same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the
 // active ranks in slot order, a Combine folds its sources from left to right, and
 //
-//   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
+//   - flat, direct, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block
 //     first, whatever the root;
 //   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs,
@@ -61,6 +61,9 @@
 //   - direct: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
 //     all vectors and then loads the other parts of the result from those who folded them: S/n
 //     loads for each of the n, and S(n-1)/n more; nothing is copied on the way.
+//   - onesided: as flat, by Puts into the receivers' memory. An allreduce is a two-shot whose
+//     contributions go to scratch memory for two chunks, with results for acknowledgements. For
+//     links that write into a peer's memory, as RDMA's do.
 //   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned;
 //     2(n-1) a per chunk, 2S(n-1)/n B, each element folded once. Round c of the software pipeline
 //     sends contribution c, folds c-1, and sends result c-1. For a broadcast it is van de Geijn's
