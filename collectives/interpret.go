@@ -18,8 +18,10 @@ type Schedule struct {
 	Eager bool   // a Send never waits; else it waits until its Recv is posted
 	// Late: any step begins that may, and completes some time later. Else a rank does one step after
 	// the other, to its end but for the Late verbs
-	Late  bool
-	Grain int // unless Late: bytes of a Copy or Combine that a rank does in one turn, a multiple of Elem; 0: all of them
+	Late bool
+	// Grain, unless Late: bytes of a Copy or Combine that a rank does in one turn, a multiple of
+	// Elem; 0: all of them
+	Grain int
 	// Combine folds srcs, in order, into dst, which may be one of them. final is Step.Final.
 	Combine func(dst []byte, srcs [][]byte, final bool)
 }
@@ -97,7 +99,6 @@ type rank struct {
 	tmp     []byte
 	base    [2][]int
 	pc, off int // unless late
-	begun   []bool
 	done    []bool
 	left    int // steps that have not completed
 	lent    map[Ref][]byte
@@ -120,7 +121,7 @@ type flight struct {
 
 func newRank(p *Plan, i int, mem Memory) *rank {
 	n := len(p.Steps)
-	r := &rank{Plan: p, i: i, mem: mem, tmp: make([]byte, p.Tmp), begun: make([]bool, n), done: make([]bool, n), left: n,
+	r := &rank{Plan: p, i: i, mem: mem, tmp: make([]byte, p.Tmp), done: make([]bool, n), left: n,
 		lent: map[Ref][]byte{}, blocked: make([]int, n), keeps: make([][]int32, n), order: make([]int, n),
 		next: map[[2]int32]int{}}
 	count := map[[2]int32]int{}
@@ -320,7 +321,6 @@ func (r *rank) sending(peer int32) (n int) {
 // begin begins step j of r.
 func (m *machine) begin(r *rank, j int) {
 	s := &r.Steps[j]
-	r.begun[j] = true
 	r.next[s.lane()]++
 	peer := r.Shape.index(int(s.Peer))
 	switch s.Verb {

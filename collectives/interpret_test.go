@@ -103,7 +103,8 @@ func TestFindsBadPlans(t *testing.T) {
 		{"not marked onesided", AllGather, OneSided, func(ps []*Plan) { ps[0].OneSided = false }, "not marked"},
 		{"puts into a peer's In", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Put, 0).Dst.Buf = PeerIn },
 			"the wrong memory"},
-		{"puts past the end", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Put, 0).Dst.Off++ }, "passes the end"},
+		{"puts past the end", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Put, 0).Dst.Off++ },
+			"passes the end"},
 		{"puts past the end of scratch memory", AllReduce, OneSided, func(ps []*Plan) {
 			find(ps[0], Put, 0).Dst.Off = ps[1].Tmp
 		}, "passes the end"},

@@ -142,7 +142,8 @@ func (m *machine) prove() error {
 					return nil
 				}
 				from := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
-				used[owner.i] = append(used[owner.i], access{o.first[r.i] + j, r.i, from, from + uintptr(len(b)), write})
+				used[owner.i] = append(used[owner.i],
+					access{o.first[r.i] + j, r.i, from, from + uintptr(len(b)), write})
 				return nil
 			}
 			for _, f := range s.reads() {
@@ -169,13 +170,14 @@ func (m *machine) prove() error {
 		}
 		for i, a := range list {
 			if a.by != owner && !last.has(a.step) {
-				return fmt.Errorf("collectives: %s %s: rank %d leaves while rank %d uses the same memory of it (step %d: %v)",
-					m.ranks[0].Algo, m.ranks[0].Shape.Kind, name(owner), name(a.by), a.step-o.first[a.by],
-					m.ranks[a.by].Steps[a.step-o.first[a.by]])
+				at := a.step - o.first[a.by]
+				return fmt.Errorf("collectives: %s %s: rank %d leaves while rank %d uses the same memory of it "+
+					"(step %d: %v)", m.ranks[0].Algo, m.ranks[0].Shape.Kind, name(owner), name(a.by), at,
+					m.ranks[a.by].Steps[at])
 			}
 			for _, b := range list[:i] {
-				if a.by != b.by && (a.write || b.write) && a.from < b.to && b.from < a.to && !o.begin[a.step].has(b.step) &&
-					!o.begin[b.step].has(a.step) {
+				if a.by != b.by && (a.write || b.write) && a.from < b.to && b.from < a.to &&
+					!o.begin[a.step].has(b.step) && !o.begin[b.step].has(a.step) {
 					return fmt.Errorf("collectives: %s %s: ranks %d and %d use the same memory of rank %d at the same "+
 						"time (steps %d and %d)", m.ranks[0].Algo, m.ranks[0].Shape.Kind, name(a.by), name(b.by),
 						name(owner), a.step-o.first[a.by], b.step-o.first[b.by])

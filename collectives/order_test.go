@@ -105,7 +105,8 @@ func unordered(plans []*Plan) string {
 				if r.Buf.Remote() {
 					there.Buf, there.Peer = r.Buf-PeerIn, 0
 				}
-				uses = append(uses, use{n, owner, plans[owner].Shape.key(there), there, write, local})
+				key := plans[owner].Shape.key(there)
+				uses = append(uses, use{n, owner, key, there, write, local})
 			}
 			for _, r := range s.reads() {
 				note(r, false, false)
@@ -126,7 +127,8 @@ func unordered(plans []*Plan) string {
 			}
 		}
 		for _, b := range uses[:i] {
-			if a.at != b.at && a.owner == b.owner && (a.at.rank == b.at.rank || !a.local && !b.local) && a.key == b.key && (a.write || b.write) &&
+			if a.at != b.at && a.owner == b.owner && a.key == b.key && (a.write || b.write) &&
+				(a.at.rank == b.at.rank || !a.local && !b.local) &&
 				a.ref.Off < b.ref.Off+b.ref.Len && b.ref.Off < a.ref.Off+a.ref.Len &&
 				!before[a.at][b.at] && !before[b.at][a.at] {
 				return fmt.Sprintf("%v and %v of rank %d", a.at, b.at, a.owner)
@@ -183,12 +185,12 @@ func TestEveryNeedCounts(t *testing.T) {
 									found++
 								}
 								if why != "" && err == nil {
-									t.Fatalf("%v\n%v\nwithout need %d of step %d: %s, and the proof finds nothing", c, p,
-										needs[d], j, why)
+									t.Fatalf("%v\n%v\nwithout need %d of step %d: %s, and the proof finds nothing",
+										c, p, needs[d], j, why)
 								}
 								if why == "" && err != nil && !c.shape.Empty() {
-									t.Fatalf("%v\n%v\nwithout need %d of step %d the proof finds %v, and there is nothing", c, p,
-										needs[d], j, err)
+									t.Fatalf("%v\n%v\nwithout need %d of step %d the proof finds %v, and there is "+
+										"nothing", c, p, needs[d], j, err)
 								}
 							}
 						}

@@ -385,7 +385,8 @@ func draw(r *rand.Rand, k Kind, a Algo, n int) call {
 			s.Counts[i] = []int{0, 1, r.IntN(20)}[r.IntN(3)]
 		}
 	}
-	c := call{algo: a, alias: r.IntN(2) == 0, how: Schedule{Seed: r.Uint64(), Eager: r.IntN(2) == 0, Late: r.IntN(2) == 0,
+	c := call{algo: a, alias: r.IntN(2) == 0, how: Schedule{Seed: r.Uint64(), Eager: r.IntN(2) == 0,
+		Late:  r.IntN(2) == 0,
 		Grain: s.Elem * []int{0, 1, 5}[r.IntN(3)]}}
 	if k == AllToAllV {
 		for range n {

@@ -136,7 +136,8 @@ func Reducible(op kernels.Op, dt kernels.DType, dst Memory, srcs []Memory, divis
 	case !kernels.Supported(op, dt) || divisor != 0 && !kernels.Supported(kernels.Avg, dt):
 		return fmt.Errorf("device: %v of %v divided by %d is not defined", op, dt, divisor)
 	case dst.Len()%dt.Size() != 0:
-		return fmt.Errorf("device: %v of %v: %d bytes are no whole number of elements: %w", op, dt, dst.Len(), ErrMemory)
+		return fmt.Errorf("device: %v of %v: %d bytes are no whole number of elements: %w", op, dt, dst.Len(),
+			ErrMemory)
 	case divisor < 0:
 		return fmt.Errorf("device: a reduction divided by %d, want 0 (not at all) or more", divisor)
 	}

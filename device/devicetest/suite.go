@@ -203,7 +203,8 @@ func testReductions(t *testing.T, h Harness) {
 				want := make([]byte, size)
 				must(t, Fold(kernels.Sum, dt, want, host, divisor))
 				dst := h.alloc(t, size)
-				must(t, s.Reduce(kernels.Sum, dt, dst, srcs, divisor), s.Reduce(kernels.Sum, dt, srcs[n-1], srcs, divisor))
+				must(t, s.Reduce(kernels.Sum, dt, dst, srcs, divisor),
+					s.Reduce(kernels.Sum, dt, srcs[n-1], srcs, divisor))
 				finish(t, s)
 				for what, m := range map[string]device.Memory{"elsewhere": dst, "in place": srcs[n-1]} {
 					if got := h.Bytes(m); !bytes.Equal(got, want) {

@@ -57,7 +57,6 @@ type message struct {
 	step int
 	mem  device.Memory
 	got  []byte
-	sent bool
 }
 
 type put struct {
@@ -231,9 +230,9 @@ type trial struct {
 
 func (c trial) String() string {
 	s := c.shape
-	return fmt.Sprintf("%v %v %v of %v, active %v of %d, root %d, count %d %v %v, chunk %d, hosts %v, alias %v, late %v, "+
-		"seed %d", s.Kind, c.algo, c.op, c.dtype, s.Active, s.Size, s.Root, s.Count, s.Counts, s.RecvCounts, s.Chunk,
-		s.Hosts, c.alias, c.late, c.seed)
+	return fmt.Sprintf("%v %v %v of %v, active %v of %d, root %d, count %d %v %v, chunk %d, hosts %v, alias %v, "+
+		"late %v, seed %d", s.Kind, c.algo, c.op, c.dtype, s.Active, s.Size, s.Root, s.Count, s.Counts, s.RecvCounts,
+		s.Chunk, s.Hosts, c.alias, c.late, c.seed)
 }
 
 func sizes(s collectives.Shape, buf collectives.Buf) (base []int) {
@@ -280,7 +279,7 @@ func (c trial) run(t *testing.T) error {
 		n := &node{net: net, i: i, plan: plan}
 		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: device.Memory.Bytes}
 		if c.late {
-			d := devicetest.NewLate(device.Location(fmt.Sprintf("cuda:%d", 0)), rng.Uint64(), 30*time.Microsecond)
+			d := devicetest.NewLate("cuda:0", rng.Uint64(), 30*time.Microsecond)
 			if i > 0 && plan.Direct { // peers' memory is loaded where it is: one device for all
 				d = net.nodes[0].harness.Device.(*devicetest.Late)
 			}
@@ -351,7 +350,8 @@ func (c trial) run(t *testing.T) error {
 				return
 			}
 			defer s.Close()
-			if errs[i] = New(n.plan).Run(ctx, Call{Stream: s, Exchange: n, At: n.at, Op: c.op, DType: c.dtype}); errs[i] != nil {
+			errs[i] = New(n.plan).Run(ctx, Call{Stream: s, Exchange: n, At: n.at, Op: c.op, DType: c.dtype})
+			if errs[i] != nil {
 				return
 			}
 			net.mu.Lock() // the memory is the caller's again: nobody uses it any more
@@ -391,8 +391,8 @@ func TestPlansOnStreams(t *testing.T) {
 				}
 				for n := 1; n <= 8; n++ {
 					for range tries {
-						c := trial{algo: a, op: kernels.Sum, dtype: kernels.Int64, alias: r.IntN(2) == 0, late: r.IntN(4) > 0,
-							seed: r.Uint64()}
+						c := trial{algo: a, op: kernels.Sum, dtype: kernels.Int64, alias: r.IntN(2) == 0,
+							late: r.IntN(4) > 0, seed: r.Uint64()}
 						switch r.IntN(3) {
 						case 0:
 							c.op = kernels.Avg

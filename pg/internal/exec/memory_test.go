@@ -129,8 +129,7 @@ func TestLongMemoryIsMovedWithoutTheLock(t *testing.T) {
 		had := make(chan struct{})
 		go func() {
 			for _, r := range all {
-				r.proxy.Lock()
-				r.proxy.Unlock()
+				r.proxy.Closed() // takes the lock
 			}
 			close(had)
 		}()
