@@ -76,10 +76,11 @@
 //
 // # Waiting
 //
-// There is no thread of progress. Who waits polls, the awaited link most often, and whatever comes
-// is delivered, to whomever it belongs. Polling is hot for a few microseconds, where every local
-// rank has a core; then it yields the core between polls; after half a millisecond without progress
-// it arms the links and sleeps: a peer that sends to an armed link rings its bell. A [Wait] carries
+// There is no thread of progress, unless Config.Progress asks for one. Who waits polls, the awaited
+// link most often, and whatever comes is delivered, to whomever it belongs. Polling is hot for a few
+// microseconds, where every local rank has a core; then it yields the core between polls; after half
+// a millisecond without progress it arms the links and sleeps: a peer that sends to an armed link
+// rings its bell. A [Wait] carries
 // the bounds, a context and a timeout, and every blocking call takes one. Waking, polling and
 // delivering allocate nothing.
 //

@@ -97,6 +97,9 @@ type Config struct {
 	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30
 	// s.
 	ConnectTimeout time.Duration
+	// Progress has a goroutine of the proxy's make progress while nobody waits, from Listen to Close.
+	// It sleeps while nothing comes; peers then have to wake it.
+	Progress bool
 	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so
 	// that a transport notices when the peer's host does not answer. Default 0: never.
 	Heartbeat time.Duration
@@ -120,9 +123,9 @@ type Clients interface {
 func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 512<<10) }
 
 // Proxy is a rank's engine for all traffic with its peers. It owns the links, matches what is sent
-// with what is awaited, keeps the credits and makes progress: there is no thread of its own,
-// whoever waits polls. All state is under one lock, held while polling and matching but never while
-// sleeping.
+// with what is awaited, keeps the credits and makes progress: there is no thread of its own but with
+// Config.Progress, whoever waits polls. All state is under one lock, held while polling and matching
+// but never while sleeping.
 type Proxy struct {
 	cfg       Config
 	log       *slog.Logger
@@ -266,7 +269,21 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 		}
 		p.endpoints[t.Name()] = ep
 	}
+	if p.cfg.Progress {
+		p.wg.Go(p.attend)
+	}
 	return p.endpoints, nil
+}
+
+// attend makes progress on all links until Close.
+func (p *Proxy) attend() {
+	var w Wait
+	w.Reset(p.ctx, 0, true)
+	w.idle = true
+	p.Lock()
+	defer p.Unlock()
+	for p.progress(&w, nil) == nil {
+	}
 }
 
 // SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the

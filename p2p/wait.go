@@ -35,6 +35,7 @@ type Wait struct {
 	guest   context.Context // see Attend
 	try     bool
 	lazy    bool
+	idle    bool      // nothing is waited for: no heartbeats
 	linking bool      // the awaited peer has no link yet
 	spins   int       // looks in vain since there was progress
 	busy    int       // progress since Reset
@@ -282,7 +283,9 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	p.sleepMu.Lock()
 	p.sleepers = append(p.sleepers, w)
 	p.sleepMu.Unlock()
-	p.beat(w.blame.on, now)
+	if !w.idle {
+		p.beat(w.blame.on, now)
+	}
 	ready := false
 	for _, pr := range p.links {
 		if pr.lent != nil {
