@@ -151,6 +151,7 @@ type Proxy struct {
 	tickets  atomic.Uint64 // the latest of any exposure
 	wanted   atomic.Int32  // goroutines in Lock
 	behind   atomic.Int32  // goroutines in regain
+	working  atomic.Int32  // goroutines between Leave and Return
 
 	ended [16]Completion // being taken from a link
 
@@ -342,6 +343,20 @@ func (p *Proxy) regain() {
 		p.mu.Lock()
 		p.behind.Add(-1)
 	}
+}
+
+// Leave gives up the lock for who is going to move much memory without it, and Return takes it
+// again. Meanwhile waiters that find nothing sleep and do not yield first: the kernel runs a thread
+// that wakes before one that computes, but not one that yields.
+func (p *Proxy) Leave() {
+	p.working.Add(1)
+	p.mu.Unlock()
+}
+
+// Return is Leave's counterpart.
+func (p *Proxy) Return() {
+	p.Lock()
+	p.working.Add(-1)
 }
 
 // Unlock is Lock's counterpart.

@@ -219,7 +219,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 	switch {
 	case hot && waited < hotFor:
 		return nil
-	case waited < yieldFor:
+	case waited < yieldFor && p.working.Load() == 0:
 		p.mu.Unlock()
 		if p.cfg.Threads {
 			runtime.Gosched()

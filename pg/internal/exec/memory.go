@@ -80,8 +80,8 @@ func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 		r.held += n
 		return nil
 	}
-	r.proxy.Unlock()
-	defer r.proxy.Lock()
+	r.proxy.Leave()
+	defer r.proxy.Return()
 	piece := turnEvery
 	if n <= cachedCopy {
 		piece = cachedPiece
@@ -98,8 +98,8 @@ func (r *Runner) convert(f func(dt kernels.DType, dst, src unsafe.Pointer, n int
 		r.held += n * size
 		return nil
 	}
-	r.proxy.Unlock()
-	defer r.proxy.Lock()
+	r.proxy.Leave()
+	defer r.proxy.Return()
 	return r.pieces(n*size, turnEvery, func(at, n int) {
 		at, n = at/size, n/size
 		f(dt, unsafe.Add(dst, at*toSize), unsafe.Add(src, at*fromSize), n)
@@ -166,8 +166,8 @@ func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernel
 
 // unlockedFold folds n bytes at offset at of sources that are the call's own.
 func (r *Runner) unlockedFold(f fold, at, n int) error {
-	r.proxy.Unlock()
-	defer r.proxy.Lock()
+	r.proxy.Leave()
+	defer r.proxy.Return()
 	return r.pieces(n, turnEvery, func(from, n int) {
 		for j := range r.ptrs {
 			if from > 0 { // never past the end of a memory
