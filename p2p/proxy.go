@@ -100,6 +100,9 @@ type Config struct {
 	// Progress has a goroutine of the proxy's make progress while nobody waits, from Listen to Close.
 	// It sleeps while nothing comes; peers then have to wake it.
 	Progress bool
+	// Turn is the number of bytes that are moved with the lock before others get it who want it. To
+	// hand the lock over takes another thread to wake. Default 512 KiB, some tens of microseconds.
+	Turn int
 	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so
 	// that a transport notices when the peer's host does not answer. Default 0: never.
 	Heartbeat time.Duration
@@ -152,6 +155,7 @@ type Proxy struct {
 	wanted   atomic.Int32  // goroutines in Lock
 	behind   atomic.Int32  // goroutines in regain
 	working  atomic.Int32  // goroutines between Leave and Return
+	moved    int           // bytes since the last turn
 
 	ended [16]Completion // being taken from a link
 
@@ -242,6 +246,9 @@ func New(cfg Config) *Proxy {
 	if cfg.ConnectTimeout == 0 {
 		cfg.ConnectTimeout = patience
 	}
+	if cfg.Turn == 0 {
+		cfg.Turn = 512 << 10
+	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -322,10 +329,8 @@ func (p *Proxy) Lock() {
 	}
 }
 
-// Yield gives the lock to whoever waits for it, if anybody does, and reports whether it did. For who
-// holds the lock for long without waiting for a peer: between two pieces of memory that it moves.
-// With the lock.
-func (p *Proxy) Yield() bool {
+// yield gives the lock to whoever waits for it, if anybody does, and reports whether it did.
+func (p *Proxy) yield() bool {
 	if p.wanted.Load() == 0 && p.behind.Load() == 0 {
 		return false
 	}

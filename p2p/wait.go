@@ -168,11 +168,26 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 // advanced is giveWay after progress, which may be somebody else's: it does not go on for ever.
 func (p *Proxy) advanced(w *Wait) error {
 	w.spins = 0
-	p.Yield()
+	p.Moved(0)
 	if w.busy++; w.busy%checks != 0 {
 		return nil
 	}
+	if p.wanted.Load() > 0 {
+		p.mu.Unlock()
+		runtime.Gosched()
+		p.regain()
+	}
 	return w.over(time.Now())
+}
+
+// Moved counts n bytes that the caller has moved with the lock. Now and then it gives the lock to
+// whoever waits for it, if anybody does, and reports that it did. With the lock.
+func (p *Proxy) Moved(n int) bool {
+	if p.moved += n; p.moved < p.cfg.Turn {
+		return false
+	}
+	p.moved = 0
+	return p.yield()
 }
 
 // rush polls one link a few times, as fast as it can, and reports whether anything came.

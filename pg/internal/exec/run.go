@@ -76,7 +76,7 @@ type Runner struct {
 	sending int      // slot that a Send waits for, -1: none
 	prog    *program // running; nil between operations
 	next    int      // the step that is under way, or comes next
-	held    int      // bytes moved with the lock since others had a turn
+	worked  int      // bytes that the step that runs has made with the lock
 	dirty   bool     // the operation works in place and has begun to write
 	mapped  mapped   // the peers' memories, in a direct plan
 }
@@ -578,7 +578,6 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
 					return err
 				}
-				r.held += prog.Steps[n].Dst.Len
 			}
 		}
 		if inPlace && s.Dst.Buf == collectives.Out {
@@ -599,7 +598,6 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				return err
 			}
 			r.sending = -1
-			r.held += s.Src.Len
 		case collectives.Copy:
 			if err := r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len); err != nil {
 				return err
@@ -614,7 +612,10 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				r.coll.ReleaseRecv(&r.recvs[n])
 			}
 		}
-		r.turn()
+		if r.worked > 0 {
+			r.proxy.Moved(r.worked)
+			r.worked = 0
+		}
 	}
 	r.next = len(prog.Steps)
 	for _, n := range prog.recvs {
