@@ -71,8 +71,8 @@
 // All state is under one lock, which the caller takes for a sequence of calls. A link is therefore
 // used by one goroutine at a time. The lock is given up whenever a waiter yields or sleeps, and
 // sooner if another goroutine wants it; who moves memory for long gives it up meanwhile
-// (Proxy.Leave), or between two pieces (Proxy.Moved). Memory that a link lends must not be read without it. Methods that take
-// it themselves say so.
+// (Proxy.Leave), or between two pieces (Proxy.Moved). Memory that a link lends must not be read
+// without it. Methods that take it themselves say so.
 //
 // # Waiting
 //
