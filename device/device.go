@@ -8,7 +8,7 @@
 //
 //	s, err := d.Stream()
 //	s.WaitValue(arrived, 1)                  // the network has filled b
-//	s.Reduce(kernels.Sum, kernels.Float32, a, []device.Memory{a, b}, 0)
+//	s.Reduce(kernels.Sum, kernels.Float32, a, []mem.Memory{a, b}, 0)
 //	s.WriteValue(reduced, 1)                 // the network may send a
 //
 // The host is a device too ([NewHost]): its streams do what they can in the call itself. Package
@@ -22,16 +22,17 @@ import (
 	"errors"
 
 	"tutti/kernels"
+	"tutti/mem"
 )
 
 // A Device has memory and works on it. Its methods may be called by any goroutine.
 type Device interface {
-	// Location is where its memory is.
-	Location() Location
+	// mem.Location is where its memory is.
+	Location() mem.Location
 	// Alloc returns n bytes of the device's memory, whose content is undefined.
-	Alloc(n int) (Memory, error)
+	Alloc(n int) (mem.Memory, error)
 	// Free gives back what Alloc returned. No stream may be using it. An error wraps ErrMemory.
-	Free(m Memory) error
+	Free(m mem.Memory) error
 	// Stream makes a stream. The caller closes it.
 	Stream() (Stream, error)
 }
@@ -41,16 +42,16 @@ type Device interface {
 // ErrClosed or why an earlier piece of work failed.
 type Stream interface {
 	// Copy copies src to dst, which has the same length and overlaps it not at all or exactly.
-	Copy(dst, src Memory) error
+	Copy(dst, src mem.Memory) error
 	// Reduce folds srcs, in their order, into dst, and divides by divisor if that is not 0. All have
 	// the same length; dst may be exactly one of srcs and overlaps no other. What op means on dt,
 	// and the bits of its result, package kernels defines. srcs is not kept.
-	Reduce(op kernels.Op, dt kernels.DType, dst Memory, srcs []Memory, divisor int) error
+	Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error
 	// WaitValue holds up what comes after it until word, which is host memory, has the value v or a
 	// larger one. What was written before that value was stored is visible to what comes after.
-	WaitValue(word Memory, v uint64) error
+	WaitValue(word mem.Memory, v uint64) error
 	// WriteValue stores v to word when all before it is done, and visible to whoever sees v.
-	WriteValue(word Memory, v uint64) error
+	WriteValue(word mem.Memory, v uint64) error
 	// Record returns an event that is over when all before it is done.
 	Record() (Event, error)
 	// Close ends the stream. Work that has not begun is dropped, and events that wait for it fail

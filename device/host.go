@@ -9,6 +9,7 @@ import (
 	"unsafe"
 
 	"tutti/kernels"
+	"tutti/mem"
 )
 
 // NewHost returns the host as a device. Its streams work in the caller's goroutine: in the call
@@ -17,17 +18,17 @@ func NewHost() Device { return host{} }
 
 type host struct{}
 
-func (host) Location() Location { return Anywhere }
+func (host) Location() mem.Location { return mem.Anywhere }
 
-func (host) Alloc(n int) (Memory, error) {
+func (host) Alloc(n int) (mem.Memory, error) {
 	if n < 0 {
-		return Memory{}, fmt.Errorf("device: allocating %d bytes: %w", n, ErrMemory)
+		return mem.Memory{}, fmt.Errorf("device: allocating %d bytes: %w", n, ErrMemory)
 	}
-	words := make([]uint64, (n+WordSize-1)/WordSize) // aligned for every type
-	return Host(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), n)), nil
+	words := make([]uint64, (n+mem.WordSize-1)/mem.WordSize) // aligned for every type
+	return mem.Host(unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), n), mem.Anywhere), nil
 }
 
-func (host) Free(m Memory) error {
+func (host) Free(m mem.Memory) error {
 	if !m.Loc().Host() {
 		return fmt.Errorf("device: freeing %d bytes at %q as host memory: %w", m.Len(), m.Loc(), ErrMemory)
 	}
@@ -47,7 +48,7 @@ type hostStream struct {
 
 // A task is work, and what it waits for. word is nil: for nothing.
 type task struct {
-	word Memory
+	word mem.Memory
 	at   uint64
 	run  func()
 }
@@ -70,7 +71,7 @@ func (s *hostStream) advance() {
 	n := 0
 	for ; n < len(s.queue); n++ {
 		t := &s.queue[n]
-		if t.word.Len() > 0 && t.word.Word().Load() < t.at {
+		if t.word.Len() > 0 && t.word.Word(0).Load() < t.at {
 			break
 		}
 		if t.run != nil {
@@ -83,7 +84,7 @@ func (s *hostStream) advance() {
 }
 
 // usable checks that memories are the host's and have dst's length.
-func usable(dst Memory, srcs ...Memory) error {
+func usable(dst mem.Memory, srcs ...mem.Memory) error {
 	if !dst.Loc().Host() {
 		return fmt.Errorf("device: host: memory at %q: %w", dst.Loc(), ErrMemory)
 	}
@@ -98,14 +99,14 @@ func usable(dst Memory, srcs ...Memory) error {
 	return nil
 }
 
-func (s *hostStream) Copy(dst, src Memory) error {
+func (s *hostStream) Copy(dst, src mem.Memory) error {
 	if err := usable(dst, src); err != nil {
 		return err
 	}
 	return s.take(task{run: func() { copy(dst.Bytes(), src.Bytes()) }})
 }
 
-func (s *hostStream) Reduce(op kernels.Op, dt kernels.DType, dst Memory, srcs []Memory, divisor int) error {
+func (s *hostStream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
 	if err := usable(dst, srcs...); err != nil {
 		return err
 	}
@@ -118,18 +119,19 @@ func (s *hostStream) Reduce(op kernels.Op, dt kernels.DType, dst Memory, srcs []
 	}
 	ptrs := make([]unsafe.Pointer, len(srcs))
 	for i, m := range srcs {
-		ptrs[i] = m.host
+		ptrs[i] = unsafe.Pointer(unsafe.SliceData(m.Bytes()))
 	}
+	to, n := unsafe.Pointer(unsafe.SliceData(dst.Bytes())), dst.Len()/dt.Size()
 	return s.take(task{run: func() {
-		fold(dst.host, ptrs, dst.n/dt.Size())
+		fold(to, ptrs, n)
 		if divisor > 0 {
-			kernels.Scale(dt, dst.host, dst.n/dt.Size(), divisor)
+			kernels.Scale(dt, to, n, divisor)
 		}
 	}})
 }
 
 // Reducible checks what does not depend on where memory is of a reduction: for devices.
-func Reducible(op kernels.Op, dt kernels.DType, dst Memory, srcs []Memory, divisor int) error {
+func Reducible(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
 	switch {
 	case len(srcs) == 0:
 		return fmt.Errorf("device: %v of %v: no sources; pass at least one: %w", op, dt, ErrMemory)
@@ -144,18 +146,18 @@ func Reducible(op kernels.Op, dt kernels.DType, dst Memory, srcs []Memory, divis
 	return nil
 }
 
-func (s *hostStream) WaitValue(word Memory, v uint64) error {
-	if !word.Loc().Host() || word.Len() != WordSize {
+func (s *hostStream) WaitValue(word mem.Memory, v uint64) error {
+	if !word.Loc().Host() || word.Len() != mem.WordSize {
 		return fmt.Errorf("device: host: %d bytes at %q are no word to wait for: %w", word.Len(), word.Loc(), ErrMemory)
 	}
 	return s.take(task{word: word, at: v})
 }
 
-func (s *hostStream) WriteValue(word Memory, v uint64) error {
-	if !word.Loc().Host() || word.Len() != WordSize {
+func (s *hostStream) WriteValue(word mem.Memory, v uint64) error {
+	if !word.Loc().Host() || word.Len() != mem.WordSize {
 		return fmt.Errorf("device: host: %d bytes at %q are no word to write: %w", word.Len(), word.Loc(), ErrMemory)
 	}
-	return s.take(task{run: func() { word.Word().Store(v) }})
+	return s.take(task{run: func() { word.Word(0).Store(v) }})
 }
 
 func (s *hostStream) Record() (Event, error) {

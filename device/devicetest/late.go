@@ -12,13 +12,14 @@ import (
 
 	"tutti/device"
 	"tutti/kernels"
+	"tutti/mem"
 )
 
 // Late is a device whose memory is no host memory, and whose streams are goroutines: what they are
 // given they do late. Memory is rubbish until something was written to it, and from when a stream
 // begins to write it until it has. Sources are read when a piece of work begins or when it ends.
 type Late struct {
-	loc   device.Location
+	loc   mem.Location
 	pause time.Duration
 
 	mu     sync.Mutex
@@ -34,17 +35,17 @@ type block struct {
 
 // NewLate makes a device at loc, "cuda:0" or the like. Its choices depend on seed and on how its
 // goroutines run. Now and then it pauses, for up to pause.
-func NewLate(loc device.Location, seed uint64, pause time.Duration) *Late {
+func NewLate(loc mem.Location, seed uint64, pause time.Duration) *Late {
 	return &Late{loc: loc, pause: pause, rng: rand.New(rand.NewPCG(seed, 0x1a7e)), next: 1 << 20}
 }
 
 // Location implements device.Device.
-func (d *Late) Location() device.Location { return d.loc }
+func (d *Late) Location() mem.Location { return d.loc }
 
 // Alloc implements device.Device. There is room between any two of its memories.
-func (d *Late) Alloc(n int) (device.Memory, error) {
+func (d *Late) Alloc(n int) (mem.Memory, error) {
 	if n < 0 {
-		return device.Memory{}, fmt.Errorf("late: allocating %d bytes: %w", n, device.ErrMemory)
+		return mem.Memory{}, fmt.Errorf("late: allocating %d bytes: %w", n, device.ErrMemory)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -52,11 +53,11 @@ func (d *Late) Alloc(n int) (device.Memory, error) {
 	d.next += uint64(n+4095)&^4095 + 4096
 	d.spoil(b.mem)
 	d.blocks = append(d.blocks, b)
-	return device.At(b.at, n, d.loc), nil
+	return mem.Device(b.at, n, d.loc), nil
 }
 
 // Free implements device.Device.
-func (d *Late) Free(m device.Memory) error {
+func (d *Late) Free(m mem.Memory) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for i, b := range d.blocks {
@@ -71,7 +72,7 @@ func (d *Late) Free(m device.Memory) error {
 
 // Bytes returns the content of memory of d, as a network adapter gets at it: without regard to the
 // streams.
-func (d *Late) Bytes(m device.Memory) []byte {
+func (d *Late) Bytes(m mem.Memory) []byte {
 	b, err := d.find(m)
 	if err != nil {
 		panic(err)
@@ -79,7 +80,7 @@ func (d *Late) Bytes(m device.Memory) []byte {
 	return b
 }
 
-func (d *Late) find(m device.Memory) ([]byte, error) {
+func (d *Late) find(m mem.Memory) ([]byte, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if m.Loc() == d.loc {
@@ -178,7 +179,7 @@ func (s *stream) take(f func()) error {
 }
 
 // work has f make dst of srcs.
-func (s *stream) work(dst device.Memory, srcs []device.Memory, f func(dst []byte, srcs [][]byte)) error {
+func (s *stream) work(dst mem.Memory, srcs []mem.Memory, f func(dst []byte, srcs [][]byte)) error {
 	to, err := s.d.find(dst)
 	if err != nil {
 		return err
@@ -208,11 +209,11 @@ func (s *stream) work(dst device.Memory, srcs []device.Memory, f func(dst []byte
 	})
 }
 
-func (s *stream) Copy(dst, src device.Memory) error {
-	return s.work(dst, []device.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
+func (s *stream) Copy(dst, src mem.Memory) error {
+	return s.work(dst, []mem.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
 }
 
-func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst device.Memory, srcs []device.Memory, divisor int) error {
+func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
 	if err := device.Reducible(op, dt, dst, srcs, divisor); err != nil {
 		return err
 	}
@@ -223,12 +224,12 @@ func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst device.Memory, srcs
 	})
 }
 
-func (s *stream) WaitValue(word device.Memory, v uint64) error {
-	if !word.Loc().Host() || word.Len() != device.WordSize {
+func (s *stream) WaitValue(word mem.Memory, v uint64) error {
+	if !word.Loc().Host() || word.Len() != mem.WordSize {
 		return fmt.Errorf("late: %d bytes at %q are no word to wait for: %w", word.Len(), word.Loc(), device.ErrMemory)
 	}
 	return s.take(func() {
-		for n := 0; word.Word().Load() < v; n++ {
+		for n := 0; word.Word(0).Load() < v; n++ {
 			select {
 			case <-s.closing:
 				return
@@ -241,11 +242,11 @@ func (s *stream) WaitValue(word device.Memory, v uint64) error {
 	})
 }
 
-func (s *stream) WriteValue(word device.Memory, v uint64) error {
-	if !word.Loc().Host() || word.Len() != device.WordSize {
+func (s *stream) WriteValue(word mem.Memory, v uint64) error {
+	if !word.Loc().Host() || word.Len() != mem.WordSize {
 		return fmt.Errorf("late: %d bytes at %q are no word to write: %w", word.Len(), word.Loc(), device.ErrMemory)
 	}
-	return s.take(func() { word.Word().Store(v) })
+	return s.take(func() { word.Word(0).Store(v) })
 }
 
 func (s *stream) Record() (device.Event, error) {

@@ -12,6 +12,7 @@ import (
 
 	"tutti/device"
 	"tutti/kernels"
+	"tutti/mem"
 )
 
 // Fold is what Stream.Reduce does, on bytes of the host. dst may be one of srcs.
@@ -31,7 +32,7 @@ const patience = 30 * time.Second
 // A Harness is a device under test, and how a test gets at its memory when no stream uses it.
 type Harness struct {
 	Device device.Device
-	Bytes  func(device.Memory) []byte
+	Bytes  func(mem.Memory) []byte
 }
 
 // Suite tests that a device keeps its contract.
@@ -44,7 +45,7 @@ func Suite(t *testing.T, open func(t *testing.T) Harness) {
 	}
 }
 
-func (h Harness) alloc(t *testing.T, n int) device.Memory {
+func (h Harness) alloc(t *testing.T, n int) mem.Memory {
 	t.Helper()
 	m, err := h.Device.Alloc(n)
 	if err != nil {
@@ -101,7 +102,7 @@ func testMemory(t *testing.T, h Harness) {
 	if _, err := h.Device.Alloc(-1); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("less than no memory: %v", err)
 	}
-	other := device.At(1<<40, 8, "cuda:7")
+	other := mem.Device(1<<40, 8, "cuda:7")
 	if err := h.Device.Free(other); !errors.Is(err, device.ErrMemory) {
 		t.Errorf("freeing another device's memory: %v", err)
 	}
@@ -111,13 +112,13 @@ func testMemory(t *testing.T, h Harness) {
 func testOrder(t *testing.T, h Harness) {
 	s, r := h.stream(t), rand.New(rand.NewPCG(1, 2))
 	const cells, size, moves = 8, 64, 300
-	mem := h.alloc(t, cells*size)
+	all := h.alloc(t, cells*size)
 	want := make([][]byte, cells)
 	for i := range want {
 		want[i] = bytes.Repeat([]byte{byte(i + 1)}, size)
-		copy(h.Bytes(mem.Slice(i*size, size)), want[i])
+		copy(h.Bytes(all.Slice(i*size, size)), want[i])
 	}
-	cell := func(i int) device.Memory { return mem.Slice(i*size, size) }
+	cell := func(i int) mem.Memory { return all.Slice(i*size, size) }
 	for range moves {
 		a, b, c := r.IntN(cells), r.IntN(cells), r.IntN(cells)
 		if r.IntN(2) == 0 {
@@ -125,7 +126,7 @@ func testOrder(t *testing.T, h Harness) {
 			want[a] = slices.Clone(want[b])
 			continue
 		}
-		must(t, s.Reduce(kernels.Sum, kernels.Uint32, cell(a), []device.Memory{cell(b), cell(c)}, 0))
+		must(t, s.Reduce(kernels.Sum, kernels.Uint32, cell(a), []mem.Memory{cell(b), cell(c)}, 0))
 		sum := make([]byte, size)
 		must(t, Fold(kernels.Sum, kernels.Uint32, sum, [][]byte{want[b], want[c]}, 0))
 		want[a] = sum
@@ -149,7 +150,7 @@ func testWords(t *testing.T, h Harness) {
 	for i := uint64(1); i <= rounds; i++ {
 		must(t, a.WaitValue(filled, i), a.Copy(y, x), a.WriteValue(copied, i))
 		must(t, b.WaitValue(copied, i),
-			b.Reduce(kernels.Sum, kernels.Uint8, x, []device.Memory{y, y}, 0), b.WriteValue(back, i))
+			b.Reduce(kernels.Sum, kernels.Uint8, x, []mem.Memory{y, y}, 0), b.WriteValue(back, i))
 	}
 	events := []device.Event{}
 	for _, s := range []device.Stream{a, b} {
@@ -159,9 +160,9 @@ func testWords(t *testing.T, h Harness) {
 	}
 	for i := uint64(1); i <= rounds; i++ {
 		copy(h.Bytes(x), bytes.Repeat([]byte{byte(i)}, size))
-		filled.Word().Store(i)
-		for until := time.Now().Add(patience); back.Word().Load() < i; {
-			if events[0].Done(); events[1].Done() && back.Word().Load() < i || time.Now().After(until) {
+		filled.Word(0).Store(i)
+		for until := time.Now().Add(patience); back.Word(0).Load() < i; {
+			if events[0].Done(); events[1].Done() && back.Word(0).Load() < i || time.Now().After(until) {
 				t.Fatalf("round %d: the streams stand still", i)
 			}
 		}
@@ -178,13 +179,13 @@ func testEvents(t *testing.T, h Harness) {
 	must(t, err, s.WaitValue(gate, 2))
 	after, err := s.Record()
 	must(t, err, before.Wait(t.Context()))
-	gate.Word().Store(1)
+	gate.Word(0).Store(1)
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Millisecond)
 	defer cancel()
 	if err := after.Wait(ctx); !errors.Is(err, context.DeadlineExceeded) || after.Done() {
 		t.Errorf("an event behind a word with a smaller value: %v", err)
 	}
-	gate.Word().Store(3)
+	gate.Word(0).Store(3)
 	must(t, after.Wait(t.Context()))
 }
 
@@ -194,7 +195,7 @@ func testReductions(t *testing.T, h Harness) {
 		for n := 1; n <= 4; n++ {
 			for _, divisor := range []int{0, 3} {
 				const size = 120
-				srcs, host := make([]device.Memory, n), make([][]byte, n)
+				srcs, host := make([]mem.Memory, n), make([][]byte, n)
 				for i := range srcs {
 					srcs[i] = h.alloc(t, size)
 					host[i] = bytes.Repeat([]byte{1, 0x40, 2, 0x41}, size/4)
@@ -206,7 +207,7 @@ func testReductions(t *testing.T, h Harness) {
 				must(t, s.Reduce(kernels.Sum, dt, dst, srcs, divisor),
 					s.Reduce(kernels.Sum, dt, srcs[n-1], srcs, divisor))
 				finish(t, s)
-				for what, m := range map[string]device.Memory{"elsewhere": dst, "in place": srcs[n-1]} {
+				for what, m := range map[string]mem.Memory{"elsewhere": dst, "in place": srcs[n-1]} {
 					if got := h.Bytes(m); !bytes.Equal(got, want) {
 						t.Errorf("%d sources of %v over %d, %s: %x, want %x", n, dt, divisor, what, got[:8], want[:8])
 					}
@@ -218,15 +219,15 @@ func testReductions(t *testing.T, h Harness) {
 
 func testRefusals(t *testing.T, h Harness) {
 	s := h.stream(t)
-	m, short, other := h.alloc(t, 8), h.alloc(t, 4), device.At(1<<40, 8, "cuda:7")
+	m, short, other := h.alloc(t, 8), h.alloc(t, 4), mem.Device(1<<40, 8, "cuda:7")
 	for what, err := range map[string]error{
 		"a copy of another length":          s.Copy(m, short),
 		"a copy from another device":        s.Copy(m, other),
 		"a copy to another device":          s.Copy(other, m),
 		"a reduction of nothing":            s.Reduce(kernels.Sum, kernels.Int8, m, nil, 0),
-		"a reduction of another length":     s.Reduce(kernels.Sum, kernels.Int8, m, []device.Memory{m, short}, 0),
-		"a reduction of parts of elements":  s.Reduce(kernels.Sum, kernels.Int64, short, []device.Memory{short}, 0),
-		"a word of the wrong length":        s.WaitValue(device.Host(make([]byte, 4)), 1),
+		"a reduction of another length":     s.Reduce(kernels.Sum, kernels.Int8, m, []mem.Memory{m, short}, 0),
+		"a reduction of parts of elements":  s.Reduce(kernels.Sum, kernels.Int64, short, []mem.Memory{short}, 0),
+		"a word of the wrong length":        s.WaitValue(mem.Host(make([]byte, 4), mem.Anywhere), 1),
 		"a word to write on another device": s.WriteValue(other, 1),
 	} {
 		if !errors.Is(err, device.ErrMemory) {
@@ -234,11 +235,11 @@ func testRefusals(t *testing.T, h Harness) {
 		}
 	}
 	for what, err := range map[string]error{
-		"a reduction that is not defined":    s.Reduce(kernels.BitAnd, kernels.Float32, m, []device.Memory{m}, 0),
-		"a division that is not defined":     s.Reduce(kernels.Sum, kernels.Bool, m, []device.Memory{m}, 2),
-		"a division by less than nothing":    s.Reduce(kernels.Sum, kernels.Int8, m, []device.Memory{m}, -1),
-		"a reduction of no elements at all":  s.Reduce(kernels.Sum, 0, m, []device.Memory{m}, 0),
-		"a reduction by no operation at all": s.Reduce(0, kernels.Int8, m, []device.Memory{m}, 0),
+		"a reduction that is not defined":    s.Reduce(kernels.BitAnd, kernels.Float32, m, []mem.Memory{m}, 0),
+		"a division that is not defined":     s.Reduce(kernels.Sum, kernels.Bool, m, []mem.Memory{m}, 2),
+		"a division by less than nothing":    s.Reduce(kernels.Sum, kernels.Int8, m, []mem.Memory{m}, -1),
+		"a reduction of no elements at all":  s.Reduce(kernels.Sum, 0, m, []mem.Memory{m}, 0),
+		"a reduction by no operation at all": s.Reduce(0, kernels.Int8, m, []mem.Memory{m}, 0),
 	} {
 		if err == nil {
 			t.Errorf("%s was taken", what)
@@ -259,7 +260,7 @@ func testClosing(t *testing.T, h Harness) {
 	if err := e.Wait(t.Context()); !errors.Is(err, device.ErrClosed) || !e.Done() {
 		t.Errorf("an event of a stream that was closed: %v", err)
 	}
-	gate.Word().Store(1)
+	gate.Word(0).Store(1)
 	if err := s.Copy(m, src); !errors.Is(err, device.ErrClosed) {
 		t.Errorf("work for a stream that was closed: %v", err)
 	}

@@ -8,13 +8,14 @@ import (
 
 	"tutti/device"
 	"tutti/device/devicetest"
+	"tutti/mem"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestHost(t *testing.T) {
 	devicetest.Suite(t, func(*testing.T) devicetest.Harness {
-		return devicetest.Harness{Device: device.NewHost(), Bytes: device.Memory.Bytes}
+		return devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
 	})
 }
 

@@ -18,6 +18,7 @@ import (
 	"tutti/collectives"
 	"tutti/device"
 	"tutti/kernels"
+	"tutti/mem"
 )
 
 // An Exchange is the network of one rank during one call. Steps are named by their index in the
@@ -26,10 +27,10 @@ import (
 // Send, Recv, Put and WaitSignal begin what the verbs of package collectives say; Poll reports when
 // it has completed. Steps of one verb and one peer are begun in the plan's order.
 type Exchange interface {
-	Send(step, peer int, src device.Memory)
-	Recv(step, peer int, dst device.Memory)
+	Send(step, peer int, src mem.Memory)
+	Recv(step, peer int, dst mem.Memory)
 	// Put writes src into dst, which is a peer's memory.
-	Put(step int, dst collectives.Ref, src device.Memory)
+	Put(step int, dst collectives.Ref, src mem.Memory)
 	// Signal adds one to this rank's counter at peer.
 	Signal(peer int)
 	// WaitSignal begins to wait until peer's counter here is one more than for the WaitSignal before.
@@ -47,7 +48,7 @@ type Call struct {
 	Exchange Exchange
 	// At returns the memory of a range: In, Out or Tmp; in a Direct plan PeerIn and PeerOut too, as
 	// the device can load them.
-	At func(collectives.Ref) device.Memory
+	At func(collectives.Ref) mem.Memory
 	// Op and DType are what Combine steps do. Avg over the active ranks is a Sum that the last step
 	// over a range divides.
 	Op    kernels.Op
@@ -57,10 +58,10 @@ type Call struct {
 // A Program is a plan made ready to run on streams, by one goroutine at a time.
 type Program struct {
 	plan  *collectives.Plan
-	local []bool          // by step: it is the stream's
-	tells []bool          // by step of the stream: a step of the network needs it
-	lanes [][]int32       // the network's steps that begin in order
-	words []device.Memory // by step: the number of the latest run that has completed it
+	local []bool       // by step: it is the stream's
+	tells []bool       // by step of the stream: a step of the network needs it
+	lanes [][]int32    // the network's steps that begin in order
+	words []mem.Memory // by step: the number of the latest run that has completed it
 	runs  uint64
 }
 
@@ -127,7 +128,7 @@ func (p *Program) Run(ctx context.Context, c Call) error {
 func (p *Program) stop(c *Call, why error) error {
 	c.Exchange.Cancel()
 	for _, w := range p.words {
-		w.Word().Store(p.runs)
+		w.Word(0).Store(p.runs)
 	}
 	end, err := c.Stream.Record()
 	if err == nil {
@@ -177,7 +178,7 @@ func (p *Program) work(c *Call, s *collectives.Step) error {
 		}
 		return c.Stream.Copy(dst, src)
 	}
-	srcs := make([]device.Memory, len(s.Srcs))
+	srcs := make([]mem.Memory, len(s.Srcs))
 	for i, r := range s.Srcs {
 		srcs[i] = c.At(r)
 	}
@@ -199,7 +200,7 @@ func (p *Program) drive(ctx context.Context, c *Call, end device.Event) error {
 		left += len(l)
 	}
 	done := func(step int) {
-		p.words[step].Word().Store(p.runs)
+		p.words[step].Word(0).Store(p.runs)
 		left--
 	}
 	var timer *time.Timer
@@ -244,7 +245,7 @@ func (p *Program) drive(ctx context.Context, c *Call, end device.Event) error {
 // ready reports whether all that a step needs has completed.
 func (p *Program) ready(step int32) bool {
 	for _, d := range p.plan.Steps[step].Needs {
-		if p.words[d].Word().Load() < p.runs {
+		if p.words[d].Word(0).Load() < p.runs {
 			return false
 		}
 	}

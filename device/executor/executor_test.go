@@ -17,6 +17,7 @@ import (
 	"tutti/device"
 	"tutti/device/devicetest"
 	"tutti/kernels"
+	"tutti/mem"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -28,7 +29,7 @@ type node struct {
 	harness devicetest.Harness
 	plan    *collectives.Plan
 	base    [2][]int // where the parts of In and Out begin
-	mem     [3]device.Memory
+	mem     [3]mem.Memory
 	done    []int // steps that have completed, for Poll
 }
 
@@ -55,16 +56,16 @@ type link struct {
 // message is a Send, a Recv or a WaitSignal. got: a Send whose data was read.
 type message struct {
 	step int
-	mem  device.Memory
+	mem  mem.Memory
 	got  []byte
 }
 
 type put struct {
 	from *node
 	step int
-	dst  device.Memory
+	dst  mem.Memory
 	at   *node
-	src  device.Memory
+	src  mem.Memory
 }
 
 func (n *network) link(from, to *node) *link {
@@ -81,9 +82,9 @@ func (n *node) peer(slot int) *node {
 }
 
 // at resolves a range of this node's memories, or of a peer's.
-func (n *node) at(r collectives.Ref) device.Memory {
+func (n *node) at(r collectives.Ref) mem.Memory {
 	if r.Len == 0 {
-		return device.Memory{}
+		return mem.Memory{}
 	}
 	if r.Buf.Remote() {
 		owner := n.peer(int(r.Peer))
@@ -97,14 +98,14 @@ func (n *node) at(r collectives.Ref) device.Memory {
 	return n.mem[r.Buf].Slice(off, r.Len)
 }
 
-func (n *node) Send(step, peer int, src device.Memory) {
+func (n *node) Send(step, peer int, src mem.Memory) {
 	n.net.mu.Lock()
 	defer n.net.mu.Unlock()
 	l := n.net.link(n, n.peer(peer))
 	l.sends = append(l.sends, message{step: step, mem: src})
 }
 
-func (n *node) Recv(step, peer int, dst device.Memory) {
+func (n *node) Recv(step, peer int, dst mem.Memory) {
 	n.net.mu.Lock()
 	defer n.net.mu.Unlock()
 	if dst.Len() > 0 {
@@ -114,13 +115,13 @@ func (n *node) Recv(step, peer int, dst device.Memory) {
 	l.recvs = append(l.recvs, message{step: step, mem: dst})
 }
 
-func (n *node) spoil(m device.Memory) {
+func (n *node) spoil(m mem.Memory) {
 	for i, b := 0, n.harness.Bytes(m); i < len(b); i++ {
 		b[i] = byte(n.net.rng.Uint32())
 	}
 }
 
-func (n *node) Put(step int, dst collectives.Ref, src device.Memory) {
+func (n *node) Put(step int, dst collectives.Ref, src mem.Memory) {
 	n.net.mu.Lock()
 	defer n.net.mu.Unlock()
 	owner := n.peer(int(dst.Peer))
@@ -277,7 +278,7 @@ func (c trial) run(t *testing.T) error {
 			return err
 		}
 		n := &node{net: net, i: i, plan: plan}
-		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: device.Memory.Bytes}
+		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
 		if c.late {
 			d := devicetest.NewLate("cuda:0", rng.Uint64(), 30*time.Microsecond)
 			if i > 0 && plan.Direct { // peers' memory is loaded where it is: one device for all
@@ -435,7 +436,7 @@ func pair(t *testing.T, late bool) (*node, device.Stream) {
 			t.Fatal(err)
 		}
 		n := &node{net: net, i: i, plan: plan, base: [2][]int{{0, 1024}, {0, 1024}}}
-		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: device.Memory.Bytes}
+		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
 		if late {
 			d := devicetest.NewLate("cuda:0", 1, 30*time.Microsecond)
 			n.harness = devicetest.Harness{Device: d, Bytes: d.Bytes}
