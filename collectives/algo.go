@@ -26,12 +26,24 @@ const (
 	Bruck         // ceil(log2 n) messages, each of many parts
 	Dissemination // ceil(log2 n) rounds of signals
 	Hierarchical  // inside each host, between hosts, inside each host
+	OneSided      // puts into the peers' memory, and signals
 	numAlgos
 )
 
 var algoNames = [numAlgos]string{"auto", "flat", "direct", "twoshot", "pairwise", "doubling", "halving", "ring", "tree",
 	"chain",
-	"bruck", "dissemination", "hierarchical"}
+	"bruck", "dissemination", "hierarchical", "onesided"}
+
+// Requires returns what must hold where the algorithm is to run: Always, IfMapped or IfPuts.
+func (a Algo) Requires() Condition {
+	switch a {
+	case Direct:
+		return IfMapped
+	case OneSided:
+		return IfPuts
+	}
+	return Always
+}
 
 // Valid reports whether a is one of the algorithms above, Auto included.
 func (a Algo) Valid() bool { return a < numAlgos }
@@ -67,22 +79,23 @@ func ParseKind(name string) (Kind, error) {
 // makers holds the plan makers. They run with at least two active ranks and something to move.
 var makers = [numKinds][numAlgos]func(*builder){
 	AllReduce: {Flat: flatAllReduce, Direct: directAllReduce, TwoShot: twoShotAllReduce, Doubling: doublingAllReduce,
-		Halving: halvingAllReduce, Ring: ringAllReduce, Tree: treeAllReduce, Hierarchical: hierAllReduce},
+		Halving: halvingAllReduce, Ring: ringAllReduce, Tree: treeAllReduce, Hierarchical: hierAllReduce,
+		OneSided: oneSidedAllReduce},
 	ReduceScatter: {Flat: pairwiseReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter,
 		Ring: ringReduceScatter},
 	AllGather: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
-		Bruck:        bruckAllGather,
-		Hierarchical: hierAllGather},
-	AllToAll: {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll},
+		Bruck: bruckAllGather, Hierarchical: hierAllGather, OneSided: oneSidedAllGather},
+	AllToAll: {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll,
+		OneSided: oneSidedAllToAll},
 	Broadcast: {Flat: flatBroadcast, Direct: directBroadcast, TwoShot: twoShotBroadcast, Tree: treeBroadcast,
-		Chain: chainBroadcast, Hierarchical: hierBroadcast},
+		Chain: chainBroadcast, Hierarchical: hierBroadcast, OneSided: oneSidedBroadcast},
 	Reduce: {Flat: flatReduce, Direct: directReduce, TwoShot: twoShotReduce, Tree: treeReduce, Chain: chainReduce,
 		Hierarchical: hierReduce},
-	Gather:  {Flat: flatGather, Direct: directGather, Tree: treeGather},
-	Scatter: {Flat: flatScatter, Direct: directScatter, Tree: treeScatter},
+	Gather:  {Flat: flatGather, Direct: directGather, Tree: treeGather, OneSided: oneSidedGather},
+	Scatter: {Flat: flatScatter, Direct: directScatter, Tree: treeScatter, OneSided: oneSidedScatter},
 	Barrier: {Flat: flatBarrier, Tree: treeBarrier, Dissemination: disseminationBarrier, Hierarchical: hierBarrier},
 	AllGatherV: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
-		Hierarchical: hierAllGather},
+		Hierarchical: hierAllGather, OneSided: oneSidedAllGather},
 	AllToAllV: {Flat: flatAllToAll, Pairwise: pairwiseAllToAll},
 }
 

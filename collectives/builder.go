@@ -3,7 +3,7 @@ package collectives
 import (
 	"fmt"
 	"math"
-	"sort"
+	"slices"
 )
 
 // A team is the ranks that one phase of a plan is for, and this rank's place among them.
@@ -17,49 +17,17 @@ func (t team) n() int { return len(t.slots) }
 // peer returns the slot d places after me, round the team; d may be negative.
 func (t team) at(d int) int { return ((t.me+d)%len(t.slots) + len(t.slots)) % len(t.slots) }
 
-// memKey names one part of one memory of this rank. Buffers that may be the same memory share a
-// key.
+// memKey names one part of one memory, of this rank or of peer. Buffers that may be the same memory
+// share a key.
 type memKey struct {
 	buf  Buf
+	peer int32
 	part int32
 }
 
-// span is a byte range that a Recv, step, is going to fill.
-type span struct {
-	off, end int
-	step     int32
-}
-
-// arrivals are the spans of Recvs that no step has waited for, by memory, ascending and disjoint.
-type arrivals map[memKey][]span
-
-// meeting returns the indices [i, j) of the spans of k that overlap [off, end).
-func (a arrivals) meeting(k memKey, off, end int) (i, j int) {
-	ps := a[k]
-	i = sort.Search(len(ps), func(i int) bool { return ps[i].end > off })
-	for j = i; j < len(ps) && ps[j].off < end; j++ {
-	}
-	return i, j
-}
-
-func (a arrivals) drop(k memKey, i, j int) {
-	if j > i {
-		a[k] = append(a[k][:i], a[k][j:]...)
-	}
-}
-
-func (a arrivals) add(k memKey, s span) {
-	ps := a[k]
-	i := sort.Search(len(ps), func(i int) bool { return ps[i].off >= s.off })
-	ps = append(ps, span{})
-	copy(ps[i+1:], ps[i:])
-	ps[i] = s
-	a[k] = ps
-}
-
-// A builder makes one plan. It keeps track of which ranges wait for a message, and so fills in
-// Needs; it drops steps without bytes, which their other side drops too, but for whole parts of
-// lengths that ranks may not agree on (sendPart); the first error sticks in err.
+// A builder makes one plan. It keeps track of which steps use which ranges, and so fills in Needs;
+// it drops steps without bytes, which their other side drops too, but for whole parts of lengths
+// that ranks may not agree on (sendPart); the first error sticks in err.
 type builder struct {
 	Shape
 	plan    *Plan
@@ -67,13 +35,15 @@ type builder struct {
 	n, me   int // of all
 	chunk   int // pipelining grain, bytes, a multiple of Elem
 	top     int // scratch memory in use
-	pending arrivals
-	after   []int32 // signals that the next step has to wait for
+	used    frontier
+	after   []int32 // what all steps need that are added from now on
+	touched []int32 // steps that used peers' memory since the last signals: these need them
+	needs   []int32 // of the step that is being added
 	err     error
 }
 
 func newBuilder(a Algo, s Shape) *builder {
-	b := &builder{Shape: s, plan: &Plan{Shape: s, Algo: a}, n: len(s.Active), me: s.index(s.Rank), pending: arrivals{}}
+	b := &builder{Shape: s, plan: &Plan{Shape: s, Algo: a}, n: len(s.Active), me: s.index(s.Rank), used: frontier{}}
 	b.all = team{s.Active, b.me}
 	if b.chunk = s.Chunk; b.chunk == 0 {
 		b.chunk = DefaultChunk
@@ -96,38 +66,39 @@ func (b *builder) fail(err error) {
 func (s *Shape) key(r Ref) memKey {
 	switch {
 	case r.Buf == In && (s.Kind == AllReduce || s.Kind == Reduce):
-		return memKey{Out, r.Part}
+		return memKey{Out, 0, r.Part}
 	case r.Buf == In && (s.Kind == AllGather || s.Kind == AllGatherV || s.Kind == Gather && s.Rank == s.Root):
-		return memKey{Out, int32(s.Rank)}
+		return memKey{Out, 0, int32(s.Rank)}
 	case r.Buf == Out && s.Kind == Scatter && s.Rank == s.Root:
-		return memKey{In, int32(s.Rank)}
+		return memKey{In, 0, int32(s.Rank)}
 	}
-	return memKey{r.Buf, r.Part}
+	return memKey{r.Buf, r.Peer, r.Part}
 }
 
-// touch adds to needs the Recvs that fill any of r and have not been waited for.
-func (b *builder) touch(needs []int32, r Ref) []int32 {
-	k := b.key(r)
-	if r.Len == 0 || len(b.pending[k]) == 0 {
-		return needs
-	}
-	i, j := b.pending.meeting(k, r.Off, r.Off+r.Len)
-	for _, p := range b.pending[k][i:j] {
-		needs = append(needs, p.step)
-	}
-	b.pending.drop(k, i, j)
-	return needs
+// touch has the next step need those that it must not run beside, for it reads r or writes it.
+func (b *builder) touch(r Ref, write bool) {
+	next := int32(len(b.plan.Steps))
+	b.used.use(b.Shape.key(r), r.Off, r.Off+r.Len, next, write, func(step int32) { b.needs = append(b.needs, step) })
 }
 
+// add adds a step whose ranges were touched.
 func (b *builder) add(s Step) int32 {
-	s.Needs = append(s.Needs, b.after...)
-	b.after = b.after[:0]
+	needs := append(b.needs, b.after...)
+	b.needs = needs[:0]
 	if len(b.plan.Steps) >= MaxSteps {
 		b.fail(b.tooLong())
 		return 0
 	}
+	if len(needs) > 0 {
+		slices.Sort(needs)
+		s.Needs = slices.Clone(slices.Compact(needs))
+	}
 	b.plan.Steps = append(b.plan.Steps, s)
-	return int32(len(b.plan.Steps) - 1)
+	step := int32(len(b.plan.Steps) - 1)
+	if s.Verb == Put || s.Src.Buf.Remote() || slices.ContainsFunc(s.Srcs, func(r Ref) bool { return r.Buf.Remote() }) {
+		b.touched = append(b.touched, step)
+	}
+	return step
 }
 
 func (b *builder) tooLong() error {
@@ -138,7 +109,8 @@ func (b *builder) tooLong() error {
 
 func (b *builder) send(peer int, src Ref) {
 	if src.Len > 0 {
-		b.add(Step{Verb: Send, Peer: int32(peer), Src: src, Needs: b.touch(nil, src)})
+		b.touch(src, false)
+		b.add(Step{Verb: Send, Peer: int32(peer), Src: src})
 	}
 }
 
@@ -151,9 +123,8 @@ func (b *builder) post(peer int, dst Ref, once bool) int32 {
 	if dst.Len == 0 {
 		return -1
 	}
-	step := b.add(Step{Verb: Recv, Peer: int32(peer), Dst: dst, Once: once, Needs: b.touch(nil, dst)})
-	b.pending.add(b.key(dst), span{dst.Off, dst.Off + dst.Len, step})
-	return step
+	b.touch(dst, true)
+	return b.add(Step{Verb: Recv, Peer: int32(peer), Dst: dst, Once: once})
 }
 
 // sendPart and recvPart are send and recv for one part, or for its first chunk, where parts differ
@@ -178,7 +149,19 @@ func (b *builder) recvPart(peer int, dst Ref) int32 {
 // then.
 func (b *builder) copy(dst, src Ref) {
 	if src.Len > 0 {
-		b.add(Step{Verb: Copy, Dst: dst, Src: src, Needs: b.touch(b.touch(nil, src), dst)})
+		b.touch(src, false)
+		b.touch(dst, true)
+		b.add(Step{Verb: Copy, Dst: dst, Src: src})
+	}
+}
+
+// put writes src into peer's memory dst.
+func (b *builder) put(peer int, dst, src Ref) {
+	b.plan.OneSided = true
+	if src.Len > 0 {
+		b.touch(src, false)
+		b.touch(dst, true)
+		b.add(Step{Verb: Put, Peer: int32(peer), Dst: dst, Src: src})
 	}
 }
 
@@ -187,18 +170,35 @@ func (b *builder) combine(final bool, dst Ref, srcs []Ref) {
 	if dst.Len == 0 {
 		return
 	}
-	var needs []int32
 	for _, r := range srcs {
-		needs = b.touch(needs, r)
+		b.touch(r, false)
 	}
-	needs = b.touch(needs, dst)
-	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs, Needs: needs})
+	b.touch(dst, true)
+	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs})
 }
 
-// signal sends nothing but the fact to peer; await posts the Recv of one. The next step waits for
-// what is in b.after.
-func (b *builder) signal(peer int)      { b.add(Step{Verb: Send, Peer: int32(peer)}) }
+// signal sends nothing but the fact to peer, after all use of peers' memory; await posts the Recv of
+// one.
+func (b *builder) signal(peer int) {
+	b.needs = append(b.needs, b.touched...)
+	b.add(Step{Verb: Send, Peer: int32(peer)})
+}
+
 func (b *builder) await(peer int) int32 { return b.add(Step{Verb: Recv, Peer: int32(peer)}) }
+
+// notify is a Signal to peer after all Puts to it since the last; expect is the WaitSignal of one.
+func (b *builder) notify(peer int) {
+	b.touched = slices.DeleteFunc(b.touched, func(step int32) bool {
+		to := int(b.plan.Steps[step].Peer) == peer
+		if to {
+			b.needs = append(b.needs, step)
+		}
+		return to
+	})
+	b.add(Step{Verb: Signal, Peer: int32(peer)})
+}
+
+func (b *builder) expect(peer int) int32 { return b.add(Step{Verb: WaitSignal, Peer: int32(peer)}) }
 
 // tmp takes n bytes of scratch memory on a cache line of their own. Setting b.top back releases
 // what was taken since.
@@ -260,11 +260,12 @@ func (b *builder) mine(buf Buf, part int) Ref {
 // far is the part of a peer's In or Out.
 func (b *builder) far(buf Buf, peer, part int) Ref {
 	b.plan.Direct = true
-	r := Ref{Buf: PeerIn, Peer: int32(peer), Part: int32(part), Len: b.PartBytes(buf, peer, part)}
-	if buf == Out {
-		r.Buf = PeerOut
-	}
-	return r
+	return b.there(buf, peer, part)
+}
+
+// there is far in a plan that puts.
+func (b *builder) there(buf Buf, peer, part int) Ref {
+	return Ref{Buf: PeerIn + buf, Peer: int32(peer), Part: int32(part), Len: b.PartBytes(buf, peer, part)}
 }
 
 // split divides count elements into n parts and returns their n+1 bounds in bytes: in whole cache

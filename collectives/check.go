@@ -2,6 +2,7 @@ package collectives
 
 import (
 	"fmt"
+	"slices"
 	"sort"
 )
 
@@ -48,14 +49,14 @@ func (rs *ranges) remove(off, end int) {
 }
 
 // Check reports the first breach, by this one plan, of the contract that Shape, Step and Ref
-// describe: ranges within their buffers; In never written; no range read or written while a Recv
-// that the step does not wait for may fill it; scratch memory written before it is read; Once true;
-// peers' memory never written, and something sent after it was read; In not read where Out has been
-// written and both may be the same memory; Combine's sources in ranges equal to Dst or apart from
-// it. What only all ranks' plans together show, Interpret finds.
+// describe: ranges within their buffers; In never written; two steps that use the same bytes, one of
+// them writing, ordered by Needs; scratch memory written before it is read; Once true; peers' memory
+// loaded and put into only by plans that say so, and something sent after it was loaded; In not read
+// where Out has been written and both may be the same memory; Combine's sources in ranges equal to
+// Dst or apart from it. What only all ranks' plans together show, Interpret finds.
 func (p *Plan) Check() error {
-	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, open: arrivals{},
-		lent: map[int]int{}}
+	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, used: frontier{},
+		lent: map[int]int{}, seen: make([]int32, len(p.Steps))}
 	if err := p.Shape.Validate(); err != nil {
 		return err
 	}
@@ -80,9 +81,32 @@ type checker struct {
 	*Plan
 	written   map[memKey]*ranges // Tmp, but for what was lent and is gone
 	clobbered map[memKey]*ranges // where In may have been overwritten through Out
-	open      arrivals
+	used      frontier
 	lent      map[int]int // Once Recvs not yet read
-	unsaid    bool        // peers' memory was read, and nothing has been sent since
+	unsaid    bool        // peers' memory was loaded, and nothing has been sent since
+	seen      []int32     // by step: the step for which follows came by last
+	stack     []int32
+}
+
+// follows reports whether step i begins only after step d has completed.
+func (c *checker) follows(i, d int32) bool {
+	mark := i + 1
+	c.stack = append(c.stack[:0], i)
+	for len(c.stack) > 0 {
+		at := c.stack[len(c.stack)-1]
+		c.stack = c.stack[:len(c.stack)-1]
+		needs := c.Steps[at].Needs
+		if _, found := slices.BinarySearch(needs, d); found {
+			return true
+		}
+		for _, n := range needs {
+			if n > d && c.seen[n] != mark {
+				c.seen[n] = mark
+				c.stack = append(c.stack, n)
+			}
+		}
+	}
+	return false
 }
 
 func set(m map[memKey]*ranges, k memKey) *ranges {
@@ -102,14 +126,19 @@ func (c *checker) bounds(r Ref, write bool) error {
 		}
 	case In, Out:
 		size = c.Shape.PartBytes(r.Buf, c.Shape.Rank, int(r.Part))
-	case PeerIn, PeerOut:
-		if !c.Direct {
+	case PeerIn, PeerOut, PeerTmp:
+		if !write && !c.Direct {
 			return fmt.Errorf("%v in a plan that is not marked Direct", r)
+		}
+		if write && !c.OneSided {
+			return fmt.Errorf("%v is written, but is a peer's, and the plan is not marked OneSided", r)
 		}
 		if c.Shape.index(int(r.Peer)) < 0 || int(r.Peer) == c.Shape.Rank {
 			return fmt.Errorf("%v: no such peer", r)
 		}
-		size = c.Shape.PartBytes(r.Buf-PeerIn, int(r.Peer), int(r.Part))
+		if size = c.Shape.PartBytes(r.Buf-PeerIn, int(r.Peer), int(r.Part)); r.Buf == PeerTmp {
+			size = r.Off + r.Len // what it is, the peer's plan says
+		}
 	default:
 		return fmt.Errorf("%v: no such memory", r)
 	}
@@ -119,10 +148,7 @@ func (c *checker) bounds(r Ref, write bool) error {
 	if write && r.Buf == In {
 		return fmt.Errorf("%v is written, but is the caller's to read only", r)
 	}
-	if write && (r.Buf == PeerIn || r.Buf == PeerOut) {
-		return fmt.Errorf("%v is written, but is a peer's", r)
-	}
-	c.unsaid = c.unsaid || !write && r.Len > 0 && (r.Buf == PeerIn || r.Buf == PeerOut)
+	c.unsaid = c.unsaid || !write && r.Len > 0 && r.Buf.Remote()
 	return nil
 }
 
@@ -132,8 +158,19 @@ func (c *checker) use(i int, r Ref, write bool) error {
 		return err
 	}
 	k, end := c.Shape.key(r), r.Off+r.Len
-	if a, b := c.open.meeting(k, r.Off, end); a < b {
-		return fmt.Errorf("%v: step %d may still fill it", r, c.open[k][a].step)
+	var unordered error
+	c.used.use(k, r.Off, end, int32(i), write, func(step int32) {
+		if c.follows(int32(i), step) {
+			return
+		}
+		what := "uses"
+		if c.Steps[step].Verb == Recv {
+			what = "may still fill"
+		}
+		unordered = fmt.Errorf("%v: step %d %s it, which is not ordered before", r, step, what)
+	})
+	if unordered != nil {
+		return unordered
 	}
 	if r.Buf == Tmp {
 		var gone []int
@@ -142,12 +179,12 @@ func (c *checker) use(i int, r Ref, write bool) error {
 			if d.Off >= end || r.Off >= d.Off+d.Len {
 				continue
 			}
-			if write || d != r {
-				return fmt.Errorf("%v: step %d said that %v is read once, as it is", r, j, d)
+			if write || d != r || c.Steps[i].Verb != Combine {
+				return fmt.Errorf("%v: step %d said that %v is combined once, as it is", r, j, d)
 			}
 			gone = append(gone, j)
 		}
-		if !write && !set(c.written, k).covers(r.Off, end) {
+		if !write && !c.OneSided && !set(c.written, k).covers(r.Off, end) { // else peers write to it too
 			return fmt.Errorf("%v: not all of it was written", r)
 		}
 		for _, j := range gone {
@@ -172,31 +209,37 @@ func (c *checker) wrote(r Ref) {
 }
 
 func (c *checker) step(i int, s *Step) error {
-	for _, n := range s.Needs {
-		if n < 0 || int(n) >= i || c.Steps[n].Verb != Recv {
-			return fmt.Errorf("needs %d, which is no earlier Recv", n)
-		}
-		d := c.Steps[n].Dst
-		k := c.Shape.key(d)
-		for a, b := c.open.meeting(k, d.Off, d.Off+d.Len); a < b; a++ {
-			if c.open[k][a].step == n {
-				c.open.drop(k, a, a+1)
-				break
-			}
+	for j, n := range s.Needs {
+		if n < 0 || int(n) >= i || j > 0 && n <= s.Needs[j-1] {
+			return fmt.Errorf("needs %d, which is no earlier step, or not in ascending order", n)
 		}
 	}
-	if s.Verb == Send || s.Verb == Recv {
+	switch s.Verb {
+	case Send, Recv, Put, Signal, WaitSignal:
 		if c.Shape.index(int(s.Peer)) < 0 || int(s.Peer) == c.Shape.Rank {
 			return fmt.Errorf("no such peer")
 		}
 	}
 	switch s.Verb {
 	case Send:
-		if s.Src.Buf == PeerIn || s.Src.Buf == PeerOut {
+		if s.Src.Buf.Remote() {
 			return fmt.Errorf("sends a peer's memory")
 		}
 		c.unsaid = false
 		return c.use(i, s.Src, false)
+	case Signal, WaitSignal:
+		return nil
+	case Put:
+		if s.Src.Buf.Remote() || s.Dst.Buf != PeerOut && s.Dst.Buf != PeerTmp || s.Dst.Peer != s.Peer {
+			return fmt.Errorf("puts from or into the wrong memory")
+		}
+		if s.Src.Len != s.Dst.Len || s.Src.Len == 0 {
+			return fmt.Errorf("puts %d bytes into %d", s.Src.Len, s.Dst.Len)
+		}
+		if err := c.use(i, s.Src, false); err != nil {
+			return err
+		}
+		return c.use(i, s.Dst, true)
 	case Recv:
 		if s.Dst.Len == 0 {
 			return nil
@@ -208,7 +251,6 @@ func (c *checker) step(i int, s *Step) error {
 			return err
 		}
 		c.wrote(s.Dst)
-		c.open.add(c.Shape.key(s.Dst), span{s.Dst.Off, s.Dst.Off + s.Dst.Len, int32(i)})
 		if s.Once {
 			c.lent[i] = i
 		}

@@ -4,6 +4,7 @@ package collectives
 // Caps, so they hold only what all ranks know to be true of all.
 type Caps struct {
 	Mapped       bool // every active rank's In and Out can be loaded by all the others
+	Puts         bool // every active rank's Out and scratch memory can be put into by all the others
 	SharedMemory bool // all links are memory, none a wire
 	Cores        int  // processors that the ranks of one host share; 0: as many as ranks
 }
@@ -20,6 +21,8 @@ type Caps struct {
 //   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring
 //     has the same bytes in 2(n-1) rounds, but only two neighbours: it is for so many ranks that
 //     n-1 peers at once choke a wire. halving is in between.
+//   - onesided moves as many bytes as flat, without the receiver's help and without a copy; but all
+//     have to enter first.
 //   - chain is the best broadcast of long vectors on links that carry both directions at once, tree
 //     of short ones.
 var defaults = [numKinds][]Rule{
@@ -53,6 +56,7 @@ var defaults = [numKinds][]Rule{
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 8, 16 << 10, Flat},
 		{IfMapped, 0, 0, 0, Direct},
+		{IfPuts, 0, 0, 0, OneSided},
 		{Always, 0, 8, 0, Flat},
 		{Always, 0, 0, 64 << 10, Bruck},
 		{Always, 0, 64, 0, Pairwise},
@@ -62,6 +66,7 @@ var defaults = [numKinds][]Rule{
 		{IfLevels, 0, 0, 0, Hierarchical},
 		{Always, 0, 8, 16 << 10, Flat},
 		{IfMapped, 0, 0, 0, Direct},
+		{IfPuts, 0, 0, 0, OneSided},
 		{Always, 0, 8, 0, Flat},
 		{Always, 0, 64, 0, Pairwise},
 		{Always, 0, 0, 0, Ring},
@@ -69,6 +74,7 @@ var defaults = [numKinds][]Rule{
 	AllToAll: {
 		{Always, 0, 8, 16 << 10, Flat},
 		{IfMapped, 0, 0, 0, Direct},
+		{IfPuts, 0, 0, 0, OneSided},
 		{Always, 0, 8, 0, Flat},
 		{Always, 0, 0, 16 << 10, Bruck},
 		{Always, 0, 0, 0, Pairwise},

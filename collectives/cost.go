@@ -22,27 +22,39 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 		pc    int
 		taken []bool
 	}
-	type pair struct{ from, to int }
+	type pair struct {
+		from, to int
+		word     bool // signals
+	}
 	sent := map[pair][]float64{} // when the n-th message can be taken in
 	ranks := make([]state, len(plans))
 	nth := make([][]int, len(plans)) // by Recv step: the how-manieth from its peer
 	for i, p := range plans {
 		ranks[i].taken = make([]bool, len(p.Steps))
 		nth[i] = make([]int, len(p.Steps))
-		from := map[int32]int{}
+		from, words := map[int32]int{}, map[int32]int{}
 		for j := range p.Steps {
-			if s := &p.Steps[j]; s.Verb == Recv {
+			switch s := &p.Steps[j]; s.Verb {
+			case Recv:
 				nth[i][j] = from[s.Peer]
 				from[s.Peer]++
+			case WaitSignal:
+				nth[i][j] = words[s.Peer]
+				words[s.Peer]++
 			}
 		}
 	}
-	take := func(i, j int) bool { // rank i waits for its Recv step j
+	placed := make([]map[int]float64, len(plans)) // when Puts complete
+	take := func(i, j int) bool {                 // rank i waits for its step j
 		r, s := &ranks[i], &plans[i].Steps[j]
-		if r.taken[j] {
+		if s.Verb == Put {
+			r.now = max(r.now, placed[i][j])
 			return true
 		}
-		msgs := sent[pair{plans[i].Shape.index(int(s.Peer)), i}]
+		if !s.Verb.Late() || r.taken[j] {
+			return true
+		}
+		msgs := sent[pair{plans[i].Shape.index(int(s.Peer)), i, s.Verb == WaitSignal}]
 		if len(msgs) <= nth[i][j] {
 			return false
 		}
@@ -58,6 +70,9 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 			for ; r.pc < len(p.Steps); r.pc++ {
 				s := &p.Steps[r.pc]
 				for _, n := range s.Needs {
+					if s.Verb == Signal && p.Steps[n].Verb == Put {
+						continue
+					}
 					if !take(i, int(n)) {
 						continue next
 					}
@@ -65,7 +80,17 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 				switch s.Verb {
 				case Send:
 					r.now += net.Overhead + float64(s.Src.Len)*net.Byte
-					k := pair{i, p.Shape.index(int(s.Peer))}
+					k := pair{i, p.Shape.index(int(s.Peer)), false}
+					sent[k] = append(sent[k], r.now+net.Latency)
+				case Put: // the bytes cost the other side nothing
+					r.now += net.Overhead + float64(s.Src.Len)*net.Byte
+					if placed[i] == nil {
+						placed[i] = map[int]float64{}
+					}
+					placed[i][r.pc] = r.now + net.Latency
+				case Signal: // goes after the Puts over the same way: it does not wait until they are known to be there
+					r.now += net.Overhead
+					k := pair{i, p.Shape.index(int(s.Peer)), true}
 					sent[k] = append(sent[k], r.now+net.Latency)
 				case Copy:
 					r.now += 2 * float64(s.Src.Len) * net.Memory
@@ -79,7 +104,7 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 	end := 0.0
 	for i, p := range plans {
 		for j := range p.Steps {
-			if ranks[i].pc < len(p.Steps) || p.Steps[j].Verb == Recv && !take(i, j) {
+			if ranks[i].pc < len(p.Steps) || !take(i, j) {
 				return 0, fmt.Errorf("collectives: %s %s: rank %d waits for ever", p.Algo, p.Shape.Kind, p.Shape.Rank)
 			}
 		}

@@ -1,5 +1,5 @@
-// Package collectives turns a collective operation into a plan: the list of steps (send, recv,
-// copy, combine over byte ranges) that one rank carries out. It is pure: no I/O, no clock, no
+// Package collectives turns a collective operation into a plan: the graph of steps (send, recv, copy,
+// combine, put, signal over byte ranges) that one rank carries out. It is pure: no I/O, no clock, no
 // goroutine, no memory but its own. Build is a function of an algorithm and a Shape, which is all
 // that the ranks of a call agree on plus which of them this one is; ranks that agree get plans that
 // fit together, without ever talking about it. A plan is data, so one and the same plan is run by a
@@ -8,24 +8,26 @@
 //
 // # The contract of a plan
 //
-// Steps run in order; see Step and Verb. A Send may block until its Recv is posted, and plans are
-// free of deadlock even then: they post a Recv before the Send on which a peer's matching progress
-// could wait. Between two ranks, the n-th Send meets the n-th Recv, of the same length. Data for
-// the caller's Out arrives there, and bounces through scratch memory only to be combined or passed
-// on in bulk. In is never written, and where Kind lets In and Out be one memory, a range of Out is
-// overwritten only after the last use of the same range of In. Scratch memory (Plan.Tmp) is bounded
-// by the ranks times a few Shape.Chunk (bruck: times log2(n)), whatever the vector's length; a
-// plan's number of steps depends on the vector's length only by the number of chunks, and MaxSteps
-// bounds it: longer vectors are cut into blocks, one plan run per block. Offsets are relative to a
-// part, so that a block of parts needs no plan of its own. What moves nothing has no step, and
-// ranks that have nothing to do for each other do not talk, with two exceptions, by which ranks
-// that have called different things find out: a call of nothing at all (Shape.Empty) is a barrier,
-// whatever its algorithm; and an empty part of an AllGatherV or AllToAllV is sent as a signal.
+// A plan is a graph; see Step and Verb. A Send may block until its Recv is posted, and plans are
+// free of deadlock even then, also for who runs the steps one by one: they post a Recv before the
+// Send on which a peer's matching progress could wait. Between two ranks, the n-th Send meets the
+// n-th Recv, of the same length. Data for the caller's Out arrives there, and bounces through
+// scratch memory only to be combined or passed on in bulk. In is never written, and where Kind lets
+// In and Out be one memory, a range of Out is overwritten only after the last use of the same range
+// of In. Scratch memory (Plan.Tmp) is bounded by the ranks times a few Shape.Chunk (bruck: times
+// log2(n)), whatever the vector's length; a plan's number of steps depends on the vector's length
+// only by the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, one
+// plan run per block. Offsets are relative to a part, so that a block of parts needs no plan of its
+// own. What moves nothing has no step, and ranks that have nothing to do for each other do not
+// talk, with two exceptions, by which ranks that have called different things find out: a call of
+// nothing at all (Shape.Empty) is a barrier, whatever its algorithm; and an empty part of an
+// AllGatherV or AllToAllV is sent as a signal.
 //
 // Direct plans load the peers' In and Out (PeerIn, PeerOut) and never store to them. They rely on
 // every rank having entered the operation before the first step. Whoever has loaded sends something
 // afterwards, and signals at the end see to it that no rank leaves while a peer still uses its
-// memory.
+// memory. One-sided plans put into the peers' Out and Tmp (PeerOut, PeerTmp), and rely on the same.
+// A rank may leave when its Puts have completed and it has seen all signals that are due to it.
 //
 // # Order of reduction
 //
@@ -34,7 +36,7 @@
 // same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the
 // active ranks in slot order, a Combine folds its sources from left to right, and
 //
-//   - flat, direct, twoshot, pairwise: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
+//   - flat, direct, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block
 //     first, whatever the root;
 //   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs,
@@ -61,6 +63,9 @@
 //   - direct: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
 //     all vectors and then loads the other parts of the result from those who folded them: S/n
 //     loads for each of the n, and S(n-1)/n more; nothing is copied on the way.
+//   - onesided: as flat, by Puts into the receivers' memory. An allreduce is a two-shot whose
+//     contributions go to scratch memory for two chunks, with results for acknowledgements. For
+//     links that write into a peer's memory, as RDMA's do.
 //   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned;
 //     2(n-1) a per chunk, 2S(n-1)/n B, each element folded once. Round c of the software pipeline
 //     sends contribution c, folds c-1, and sends result c-1. For a broadcast it is van de Geijn's

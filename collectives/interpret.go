@@ -16,7 +16,12 @@ type Memory struct{ In, Out []byte }
 type Schedule struct {
 	Seed  uint64 // picks who goes next and when a message arrives; the same seed gives the same run
 	Eager bool   // a Send never waits; else it waits until its Recv is posted
-	Grain int    // bytes of a Copy or Combine that a rank does in one turn, a multiple of Elem; 0: all of them
+	// Late: any step begins that may, and completes some time later. Else a rank does one step after
+	// the other, to its end but for the Late verbs
+	Late bool
+	// Grain, unless Late: bytes of a Copy or Combine that a rank does in one turn, a multiple of
+	// Elem; 0: all of them
+	Grain int
 	// Combine folds srcs, in order, into dst, which may be one of them. final is Step.Final.
 	Combine func(dst []byte, srcs [][]byte, final bool)
 }
@@ -24,13 +29,25 @@ type Schedule struct {
 // Interpret runs the plans of all ranks of one call, plans[i] and mem[i] for the i-th active slot,
 // in plain memory, with their steps in a random order among those that the contract allows, and
 // leaves the results in mem. It reports what is wrong with the plans: what Check finds, a deadlock,
-// messages that nobody receives, lengths that differ, and conflicting accesses to directly mapped
-// memory that no signal orders, leaving the operation while a peer still uses the memory included;
-// a barrier, or another call of nothing, that somebody leaves before all have entered. A posted
-// Recv fills its range with rubbish at once, and messages into Once ranges are now and then lent
+// messages that nobody receives, lengths that differ, and conflicting accesses to peers' memory that
+// the plans together do not order, leaving the operation while a peer still uses the memory
+// included; a barrier, or another call of nothing, that somebody leaves before all have entered. A
+// range that a step is going to fill holds rubbish from the step's begin to its end, a late step
+// reads its sources at its begin or at its end, and messages into Once ranges are now and then lent
 // instead of copied, so that a plan that relies on luck ends with wrong bytes.
 func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
-	m := &machine{how: how, rng: rand.New(rand.NewPCG(how.Seed, 0x7474)), links: map[[2]int]*link{}}
+	m := &machine{how: how, rng: rand.New(rand.NewPCG(how.Seed, 0x7474)), links: map[lane]*link{}}
+	if err := m.load(plans, mem); err != nil {
+		return err
+	}
+	if err := m.prove(); err != nil {
+		return err
+	}
+	return m.run()
+}
+
+// load checks the plans one by one and takes them over.
+func (m *machine) load(plans []*Plan, mem []Memory) error {
 	if len(plans) == 0 || len(plans) != len(plans[0].Shape.Active) || len(mem) != len(plans) {
 		return fmt.Errorf("collectives: %d plans and %d memories; want one of each for every active slot", len(plans),
 			len(mem))
@@ -44,8 +61,8 @@ func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 			fmt.Sprint(a.Shape.Active) != fmt.Sprint(b.Shape.Active) || b.Shape.Rank != b.Shape.Active[i] {
 			return fmt.Errorf("collectives: plan %d is not of the same call, or not in the order of the slots", i)
 		}
-		r := &rank{Plan: p, i: i, mem: mem[i], tmp: make([]byte, p.Tmp), from: make([]*message, len(p.Steps)),
-			lent: map[Ref][]byte{}}
+		r := newRank(p, i, mem[i])
+		m.spoil(r.tmp)
 		for _, buf := range []Buf{In, Out} {
 			base := []int{0}
 			for part := range p.Shape.Parts(buf, p.Shape.Rank) {
@@ -58,21 +75,20 @@ func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 			}
 			r.base[buf] = base
 		}
-		r.clock = make([]uint32, len(plans))
-		m.direct = m.direct || p.Direct
 		m.ranks = append(m.ranks, r)
 	}
-	return m.run()
+	return nil
 }
 
-type message struct {
-	data  []byte
-	clock []uint32
+// A lane is one direction between two ranks, by index, for messages or for signals.
+type lane struct {
+	from, to int
+	signals  bool
 }
 
 type link struct {
-	posted []int // the receiver's Recv steps without a message yet
-	queue  []*message
+	posted []int // the receiver's steps without a message yet
+	queue  [][]byte
 	listed bool // among machine.ready
 }
 
@@ -82,30 +98,56 @@ type rank struct {
 	mem     Memory
 	tmp     []byte
 	base    [2][]int
-	pc, off int
-	from    []*message // by Recv step: what has arrived
-	open    int        // Recvs posted whose message has not
+	pc, off int // unless late
+	done    []bool
+	left    int // steps that have not completed
 	lent    map[Ref][]byte
-	clock   []uint32 // vector clock: steps of each rank known to have happened
-	log     []access // to this rank's In and Out
-	ended   bool
+
+	// What is for late steps: those that need nothing more and have not begun, how much each of the
+	// others needs, whom each keeps; and in which order those begin that have an order.
+	ready   []int
+	blocked []int
+	keeps   [][]int32
+	order   []int // by step: its number among those of its verb and peer
+	next    map[[2]int32]int
+	flying  []flight
 }
 
-// An access is what a rank did to a range of addresses at one moment of its own clock.
-type access struct {
-	by       int
-	when     uint32
-	from, to uintptr
-	write    bool
+// A flight is a step that has begun, with what it has read already, nil: nothing.
+type flight struct {
+	step int
+	srcs [][]byte
 }
+
+func newRank(p *Plan, i int, mem Memory) *rank {
+	n := len(p.Steps)
+	r := &rank{Plan: p, i: i, mem: mem, tmp: make([]byte, p.Tmp), done: make([]bool, n), left: n,
+		lent: map[Ref][]byte{}, blocked: make([]int, n), keeps: make([][]int32, n), order: make([]int, n),
+		next: map[[2]int32]int{}}
+	count := map[[2]int32]int{}
+	for j := range p.Steps {
+		s := &p.Steps[j]
+		if r.blocked[j] = len(s.Needs); len(s.Needs) == 0 {
+			r.ready = append(r.ready, j)
+		}
+		for _, d := range s.Needs {
+			r.keeps[d] = append(r.keeps[d], int32(j))
+		}
+		r.order[j] = count[s.lane()]
+		count[s.lane()]++
+	}
+	return r
+}
+
+// lane is what steps have in common that begin in the order of the plan.
+func (s *Step) lane() [2]int32 { return [2]int32{int32(s.Verb), s.Peer} }
 
 type machine struct {
-	how    Schedule
-	rng    *rand.Rand
-	ranks  []*rank
-	links  map[[2]int]*link // by indices of sender and receiver
-	ready  []*delivery
-	direct bool
+	how   Schedule
+	rng   *rand.Rand
+	ranks []*rank
+	links map[lane]*link
+	ready []*delivery
 }
 
 type delivery struct {
@@ -113,12 +155,11 @@ type delivery struct {
 	to *rank
 }
 
-func (m *machine) link(from, to int) *link {
-	k := [2]int{from, to}
-	if m.links[k] == nil {
-		m.links[k] = &link{}
+func (m *machine) link(at lane) *link {
+	if m.links[at] == nil {
+		m.links[at] = &link{}
 	}
-	return m.links[k]
+	return m.links[at]
 }
 
 func (m *machine) list(l *link, to *rank) {
@@ -130,30 +171,35 @@ func (m *machine) list(l *link, to *rank) {
 
 func (m *machine) run() error {
 	left := len(m.ranks)
+	for _, r := range m.ranks {
+		if r.left == 0 {
+			left--
+		}
+	}
 	for left > 0 {
 		if k := len(m.ready); k > 0 && m.rng.IntN(2) == 0 {
-			if err := m.deliver(m.rng.IntN(k)); err != nil {
+			if r, err := m.deliver(m.rng.IntN(k)); err != nil {
 				return err
+			} else if r.left == 0 {
+				left--
 			}
 			continue
 		}
 		moved := false
 		for i, start := 0, m.rng.IntN(len(m.ranks)); i < len(m.ranks) && !moved; i++ {
 			r := m.ranks[(start+i)%len(m.ranks)]
-			if r.ended {
+			if r.left == 0 {
 				continue
 			}
-			var err error
-			if moved, err = m.turn(r); err != nil {
-				return err
-			}
-			if r.ended {
+			if moved = m.turn(r); r.left == 0 {
 				left--
 			}
 		}
 		if !moved && len(m.ready) > 0 {
-			if err := m.deliver(m.rng.IntN(len(m.ready))); err != nil {
+			if r, err := m.deliver(m.rng.IntN(len(m.ready))); err != nil {
 				return err
+			} else if r.left == 0 {
+				left--
 			}
 		} else if !moved && left > 0 {
 			return m.deadlock()
@@ -163,7 +209,7 @@ func (m *machine) run() error {
 		if len(l.queue) > 0 {
 			return fmt.Errorf("collectives: %s %s: rank %d never receives %d messages of rank %d", m.ranks[0].Algo,
 				m.ranks[0].Shape.Kind,
-				m.ranks[k[1]].Shape.Rank, len(l.queue), m.ranks[k[0]].Shape.Rank)
+				m.ranks[k.to].Shape.Rank, len(l.queue), m.ranks[k.from].Shape.Rank)
 		}
 	}
 	return nil
@@ -172,47 +218,58 @@ func (m *machine) run() error {
 func (m *machine) deadlock() error {
 	var w strings.Builder
 	for _, r := range m.ranks {
-		if r.pc < len(r.Steps) {
-			fmt.Fprintf(&w, "\nrank %d at step %d: %v", r.Shape.Rank, r.pc, r.Steps[r.pc])
-		} else if !r.ended {
-			fmt.Fprintf(&w, "\nrank %d at the end, with messages to come", r.Shape.Rank)
+		for j := range r.Steps {
+			if !r.done[j] {
+				fmt.Fprintf(&w, "\nrank %d at step %d: %v", r.Shape.Rank, j, r.Steps[j])
+				break
+			}
 		}
 	}
 	return fmt.Errorf("collectives: %s %s: deadlock:%s", m.ranks[0].Algo, m.ranks[0].Shape.Kind, w.String())
 }
 
-func (m *machine) deliver(i int) error {
+// complete ends step j.
+func (r *rank) complete(j int) {
+	r.done[j] = true
+	r.left--
+	for _, k := range r.keeps[j] {
+		if r.blocked[k]--; r.blocked[k] == 0 {
+			r.ready = append(r.ready, int(k))
+		}
+	}
+}
+
+func (m *machine) deliver(i int) (*rank, error) {
 	d := m.ready[i]
 	m.ready[i] = m.ready[len(m.ready)-1]
 	m.ready = m.ready[:len(m.ready)-1]
 	step, msg := d.posted[0], d.queue[0]
 	d.posted, d.queue, d.listed = d.posted[1:], d.queue[1:], false
 	st := &d.to.Steps[step]
-	if len(msg.data) != st.Dst.Len {
-		return fmt.Errorf("collectives: %s %s: rank %d, step %d (%v): got %d bytes", d.to.Algo, d.to.Shape.Kind,
-			d.to.Shape.Rank, step, st, len(msg.data))
+	if len(msg) != st.Dst.Len {
+		return nil, fmt.Errorf("collectives: %s %s: rank %d, step %d (%v): got %d bytes", d.to.Algo, d.to.Shape.Kind,
+			d.to.Shape.Rank, step, st, len(msg))
 	}
 	if st.Once && m.rng.IntN(2) == 0 {
-		d.to.lent[st.Dst] = msg.data
+		d.to.lent[st.Dst] = msg
 	} else {
-		copy(m.memory(d.to, st.Dst), msg.data)
+		copy(m.memory(d.to, st.Dst), msg)
 	}
-	d.to.from[step] = msg
-	d.to.open--
+	d.to.complete(step)
 	m.list(d.link, d.to)
-	return nil
+	return d.to, nil
 }
 
 func (m *machine) memory(r *rank, f Ref) []byte {
 	owner, buf := r, f.Buf
-	if buf == PeerIn || buf == PeerOut {
+	if buf.Remote() {
 		owner, buf = m.ranks[r.Shape.index(int(f.Peer))], buf-PeerIn
 	}
 	if f.Len == 0 {
 		return nil
 	}
 	if buf == Tmp {
-		return r.tmp[f.Off : f.Off+f.Len]
+		return owner.tmp[f.Off : f.Off+f.Len]
 	}
 	at := owner.base[buf][f.Part] + f.Off
 	return [][]byte{owner.mem.In, owner.mem.Out}[buf][at : at+f.Len : at+f.Len]
@@ -226,79 +283,179 @@ func (m *machine) source(r *rank, f Ref) []byte {
 	return m.memory(r, f)
 }
 
-func (r *rank) join(msg *message) {
-	for i, t := range msg.clock {
-		r.clock[i] = max(r.clock[i], t)
+// reads returns what a step reads.
+func (s *Step) reads() []Ref {
+	if s.Verb == Combine {
+		return s.Srcs
+	}
+	return []Ref{s.Src}
+}
+
+// may reports whether step j of r, which needs nothing more, can begin now.
+func (m *machine) may(r *rank, j int) bool {
+	s := &r.Steps[j]
+	switch s.Verb {
+	case Copy, Combine, Put:
+		return true
+	}
+	if m.how.Late && r.next[s.lane()] != r.order[j] {
+		return false
+	}
+	if s.Verb == Send && !m.how.Eager {
+		l := m.link(lane{r.i, r.Shape.index(int(s.Peer)), false})
+		return len(l.posted) > len(l.queue)+r.sending(s.Peer)
+	}
+	return true
+}
+
+// sending returns how many Sends to a peer have begun that have not completed.
+func (r *rank) sending(peer int32) (n int) {
+	for _, f := range r.flying {
+		if s := &r.Steps[f.step]; s.Verb == Send && s.Peer == peer {
+			n++
+		}
+	}
+	return n
+}
+
+// begin begins step j of r.
+func (m *machine) begin(r *rank, j int) {
+	s := &r.Steps[j]
+	r.next[s.lane()]++
+	peer := r.Shape.index(int(s.Peer))
+	switch s.Verb {
+	case Recv, WaitSignal:
+		m.spoil(m.memory(r, s.Dst))
+		l := m.link(lane{peer, r.i, s.Verb == WaitSignal})
+		l.posted = append(l.posted, j)
+		m.list(l, r)
+		return
+	case Signal:
+		m.say(lane{r.i, peer, true}, nil)
+		r.complete(j)
+		return
+	}
+	f := flight{step: j}
+	dst := m.memory(r, s.Dst)
+	same := s.Verb == Copy && m.inPlace(r, s)
+	early := m.rng.IntN(2) == 0
+	for _, ref := range s.reads() {
+		early = early || overlapping(dst, m.source(r, ref)) && !same
+	}
+	if early {
+		for _, ref := range s.reads() {
+			f.srcs = append(f.srcs, bytes.Clone(m.source(r, ref)))
+		}
+	}
+	if s.Verb != Send && !same {
+		m.spoil(dst)
+	}
+	r.flying = append(r.flying, f)
+}
+
+func overlapping(a, b []byte) bool {
+	if len(a) == 0 || len(b) == 0 {
+		return false
+	}
+	x, y := uintptr(unsafe.Pointer(&a[0])), uintptr(unsafe.Pointer(&b[0]))
+	return x < y+uintptr(len(b)) && y < x+uintptr(len(a))
+}
+
+func (m *machine) spoil(b []byte) {
+	for i := range b {
+		b[i] = byte(m.rng.Uint32())
+	}
+}
+
+func (m *machine) say(at lane, msg []byte) {
+	l := m.link(at)
+	l.queue = append(l.queue, msg)
+	m.list(l, m.ranks[at.to])
+}
+
+// finish completes the k-th step of r that has begun: of the Sends to one peer, the first.
+func (m *machine) finish(r *rank, k int) {
+	f := r.flying[k]
+	s := &r.Steps[f.step]
+	for i := range k {
+		if o := &r.Steps[r.flying[i].step]; s.Verb == Send && o.lane() == s.lane() {
+			k, f = i, r.flying[i]
+			s = o
+			break
+		}
+	}
+	r.flying = append(r.flying[:k], r.flying[k+1:]...)
+	srcs := f.srcs
+	if srcs == nil {
+		for _, ref := range s.reads() {
+			srcs = append(srcs, m.source(r, ref))
+		}
+	}
+	switch dst := m.memory(r, s.Dst); s.Verb {
+	case Send:
+		m.say(lane{r.i, r.Shape.index(int(s.Peer)), false}, bytes.Clone(srcs[0]))
+	case Copy, Put:
+		copy(dst, srcs[0])
+	case Combine:
+		m.how.Combine(dst, srcs, s.Final)
+	}
+	r.read(s)
+	r.complete(f.step)
+}
+
+// read gives back what was lent for a step.
+func (r *rank) read(s *Step) {
+	for _, f := range s.reads() {
+		if f.Buf == Tmp {
+			delete(r.lent, f)
+		}
 	}
 }
 
 // turn lets r do one thing. It reports whether it could.
-func (m *machine) turn(r *rank) (bool, error) {
-	if r.pc == len(r.Steps) {
-		if r.open > 0 {
-			return false, nil
-		}
-		for _, msg := range r.from {
-			if msg != nil {
-				r.join(msg)
+func (m *machine) turn(r *rank) bool {
+	if n := len(r.flying); n > 0 && m.rng.IntN(2) == 0 {
+		m.finish(r, m.rng.IntN(n))
+		return true
+	}
+	if m.how.Late {
+		for i, start := 0, m.rng.IntN(max(1, len(r.ready))); i < len(r.ready); i++ {
+			k := (start + i) % len(r.ready)
+			if j := r.ready[k]; m.may(r, j) {
+				r.ready[k] = r.ready[len(r.ready)-1]
+				r.ready = r.ready[:len(r.ready)-1]
+				m.begin(r, j)
+				return true
 			}
 		}
-		r.ended = true
-		for j, t := range r.clock {
-			if t == 0 && j != r.i && r.Shape.Empty() {
-				return false, fmt.Errorf("collectives: %s %s of nothing: rank %d leaves without knowing that "+
-					"rank %d has entered", r.Algo, r.Shape.Kind, r.Shape.Rank, r.Shape.Active[j])
-			}
+	} else if r.pc < len(r.Steps) && r.blocked[r.pc] == 0 && m.may(r, r.pc) {
+		if m.step(r, r.pc) {
+			r.pc++
+			r.off = 0
 		}
-		for _, b := range [][]byte{r.mem.In, r.mem.Out} { // from now on they are the caller's again
-			if err := m.touch(r, r, b, true); err != nil {
-				return false, err
-			}
-		}
-		return true, nil
+		return true
 	}
-	s := &r.Steps[r.pc]
-	for _, n := range s.Needs {
-		if r.from[n] == nil {
-			return false, nil
-		}
+	if n := len(r.flying); n > 0 {
+		m.finish(r, m.rng.IntN(n))
+		return true
 	}
-	peer := r.Shape.index(int(s.Peer))
-	if s.Verb == Send && !m.how.Eager {
-		if l := m.link(r.i, peer); len(l.posted) <= len(l.queue) {
-			return false, nil
-		}
-	}
-	if r.off == 0 {
-		for _, n := range s.Needs {
-			r.join(r.from[n])
-		}
-		if err := m.accesses(r, s); err != nil {
-			return false, err
-		}
-	}
-	end := true
+	return false
+}
+
+// step does a piece of step j and reports whether that was the last, or the step is late.
+func (m *machine) step(r *rank, j int) (end bool) {
+	s := &r.Steps[j]
 	switch s.Verb {
+	case Recv, Put, Signal, WaitSignal:
+		m.begin(r, j)
+		return true
 	case Send:
-		l := m.link(r.i, peer)
-		msg := &message{data: bytes.Clone(m.source(r, s.Src))}
-		r.clock[r.i]++
-		msg.clock = append(msg.clock, r.clock...)
-		l.queue = append(l.queue, msg)
-		m.list(l, m.ranks[peer])
-		delete(r.lent, s.Src)
-	case Recv:
-		dst := m.memory(r, s.Dst)
-		for i := range dst {
-			dst[i] = byte(m.rng.Uint32())
-		}
-		l := m.link(peer, r.i)
-		l.posted = append(l.posted, r.pc)
-		r.open++
-		m.list(l, r)
+		m.say(lane{r.i, r.Shape.index(int(s.Peer)), false}, bytes.Clone(m.source(r, s.Src)))
+		end = true
 	case Copy:
 		dst, src := m.memory(r, s.Dst), m.source(r, s.Src)
-		if from, to := r.piece(m.how.Grain, len(dst)); len(dst) > 0 && &dst[0] != &src[0] {
+		if end = m.inPlace(r, s); !end {
+			from, to := r.piece(m.how.Grain, len(dst))
 			copy(dst[from:to], src[from:to])
 			end = to == len(dst)
 		}
@@ -308,21 +465,14 @@ func (m *machine) turn(r *rank) (bool, error) {
 		for i, f := range s.Srcs {
 			srcs[i] = m.source(r, f)[from:to]
 		}
-		dst := m.memory(r, s.Dst)
-		m.how.Combine(dst[from:to], srcs, s.Final)
+		m.how.Combine(m.memory(r, s.Dst)[from:to], srcs, s.Final)
 		end = to == s.Dst.Len
 	}
 	if end {
-		for _, f := range append([]Ref{s.Src}, s.Srcs...) {
-			if f.Buf == Tmp {
-				delete(r.lent, f)
-			}
-		}
-		r.pc++
-		r.off = 0
-		r.clock[r.i]++
+		r.read(s)
+		r.complete(j)
 	}
-	return true, nil
+	return end
 }
 
 // piece is what one turn does of a step of n bytes.
@@ -333,50 +483,4 @@ func (r *rank) piece(grain, n int) (from, to int) {
 	}
 	r.off = to
 	return from, to
-}
-
-// accesses notes what step s of r does to mapped memory, its own and its peers'.
-func (m *machine) accesses(r *rank, s *Step) error {
-	if !m.direct {
-		return nil
-	}
-	note := func(f Ref, write bool) error {
-		owner := r
-		switch f.Buf {
-		case Tmp:
-			return nil
-		case PeerIn, PeerOut:
-			owner = m.ranks[r.Shape.index(int(f.Peer))]
-		}
-		return m.touch(r, owner, m.memory(r, f), write)
-	}
-	for _, f := range append([]Ref{s.Src}, s.Srcs...) {
-		if err := note(f, false); err != nil {
-			return err
-		}
-	}
-	if dst := m.memory(r, s.Dst); s.Verb == Send || s.Verb == Copy && len(dst) > 0 &&
-		&dst[0] == &m.memory(r, s.Src)[0] {
-		return nil // nothing written
-	}
-	return note(s.Dst, true)
-}
-
-// touch checks an access of r to memory of owner against what other ranks did to it without a
-// signal in between.
-func (m *machine) touch(r, owner *rank, b []byte, write bool) error {
-	if len(b) == 0 || !m.direct {
-		return nil
-	}
-	from := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
-	to := from + uintptr(len(b))
-	for _, a := range owner.log {
-		if a.by != r.i && a.from < to && from < a.to && (a.write || write) && r.clock[a.by] <= a.when {
-			return fmt.Errorf("collectives: %s %s: ranks %d and %d use the same memory of rank %d at the same "+
-				"time (rank %d at step %d of %d)", r.Algo, r.Shape.Kind,
-				m.ranks[a.by].Shape.Rank, r.Shape.Rank, owner.Shape.Rank, r.Shape.Rank, r.pc, len(r.Steps))
-		}
-	}
-	owner.log = append(owner.log, access{r.i, r.clock[r.i], from, to, write})
-	return nil
 }

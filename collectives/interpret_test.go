@@ -21,12 +21,23 @@ func TestFindsBadPlans(t *testing.T) {
 	remove := func(p *Plan, i int) {
 		p.Steps = append(p.Steps[:i:i], p.Steps[i+1:]...)
 		for j := range p.Steps {
-			for k, n := range p.Steps[j].Needs {
+			var needs []int32
+			for _, n := range p.Steps[j].Needs {
 				if int(n) > i {
-					p.Steps[j].Needs[k]--
+					n--
+				} else if int(n) == i {
+					continue
 				}
+				needs = append(needs, n)
 			}
+			p.Steps[j].Needs = needs
 		}
+	}
+	all := func(p *Plan) (needs []int32) {
+		for i := range p.Steps {
+			needs = append(needs, int32(i))
+		}
+		return needs
 	}
 	for _, c := range []struct {
 		name  string
@@ -38,21 +49,27 @@ func TestFindsBadPlans(t *testing.T) {
 		{"deadlock", AllReduce, Flat, func(ps []*Plan) { // Sends before Recvs
 			for _, p := range ps {
 				p.Steps[0], p.Steps[1] = p.Steps[1], p.Steps[0]
-				p.Steps[2].Needs = []int32{1}
 			}
 		}, "deadlock"},
 		{"no Send", AllReduce, Flat, func(ps []*Plan) { remove(ps[0], 1) }, "deadlock"},
 		{"no Recv", AllGather, Flat, func(ps []*Plan) { remove(ps[0], 1) }, "deadlock"},
 		{"length", Broadcast, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Len-- }, "bytes"},
 		{"no Needs", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Needs = nil }, "may still fill"},
-		{"Needs a Send", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Needs = []int32{1} },
-			"no earlier Recv"},
+		{"needs itself", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Needs = []int32{2} },
+			"no earlier step"},
+		{"does not wait until what it overwrites is sent", AllReduce, Flat, func(ps []*Plan) {
+			find(ps[0], Combine, 0).Needs = []int32{0}
+		}, "is not ordered before"},
+		{"sends what may be lent", AllReduce, Flat, func(ps []*Plan) {
+			p := ps[0]
+			p.Steps = append(p.Steps[:2], Step{Verb: Send, Peer: 1, Src: p.Steps[0].Dst, Needs: []int32{0}})
+		}, "is combined once"},
 		{"writes In", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Combine, 0).Dst.Buf = In }, "read only"},
 		{"past the end", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Off++ }, "passes the end"},
 		{"negative", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Off = -1 }, "passes the end"},
 		{"part", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Src.Part = 1 }, "passes the end"},
 		{"peer", AllReduce, Flat, func(ps []*Plan) { find(ps[0], Send, 0).Peer = 0 }, "no such peer"},
-		{"scratch never written", AllReduce, Flat, func(ps []*Plan) { remove(ps[0], 0) }, "needs 0"},
+		{"scratch never written", AllReduce, Flat, func(ps []*Plan) { remove(ps[0], 0) }, "not all of it was written"},
 		{"reads rubbish", AllReduce, Doubling, func(ps []*Plan) { find(ps[0], Send, 0).Src.Buf = Tmp },
 			"may still fill"},
 		{"sources overlap Dst", AllReduce, Flat, func(ps []*Plan) {
@@ -64,15 +81,14 @@ func TestFindsBadPlans(t *testing.T) {
 			s.Srcs[0].Off += 4
 		}, "overlaps"},
 		{"read twice", AllReduce, Flat, func(ps []*Plan) {
-			ps[0].Steps = append(ps[0].Steps, Step{Verb: Send, Peer: 1, Src: find(ps[0], Recv, 0).Dst})
-			ps[0].Steps[0].Once = true
-			ps[1].Steps = append(ps[1].Steps, Step{Verb: Recv, Peer: 0, Dst: Ref{Buf: Tmp,
-				Len: ps[1].Steps[0].Dst.Len}})
+			c := *find(ps[0], Combine, 0)
+			c.Needs, c.Srcs = all(ps[0]), []Ref{ps[0].Steps[0].Dst}
+			ps[0].Steps = append(ps[0].Steps, c)
 		}, "not all of it was written"},
 		{"never read", AllReduce, Flat, func(ps []*Plan) { ps[0].Steps = ps[0].Steps[:2] }, "read once"},
 		{"overwrites In", AllReduce, Flat, func(ps []*Plan) {
 			p := ps[0]
-			p.Steps = append(p.Steps, Step{Verb: Send, Peer: 1, Src: find(p, Send, 0).Src})
+			p.Steps = append(p.Steps, Step{Verb: Send, Peer: 1, Src: find(p, Send, 0).Src, Needs: all(p)})
 		}, "overwritten"},
 		{"not marked direct", AllReduce, Direct, func(ps []*Plan) { ps[0].Direct = false }, "not marked"},
 		{"leaves early", ReduceScatter, Direct, func(ps []*Plan) { remove(ps[1], 0) }, "same memory"},
@@ -82,8 +98,26 @@ func TestFindsBadPlans(t *testing.T) {
 		}, "a peer's"},
 		{"says nothing after a load", AllReduce, Direct, func(ps []*Plan) {
 			s := find(ps[0], Combine, 0)
-			ps[0].Steps = append(ps[0].Steps, Step{Verb: Copy, Dst: s.Dst, Src: s.Srcs[1]})
+			ps[0].Steps = append(ps[0].Steps, Step{Verb: Copy, Dst: s.Dst, Src: s.Srcs[1], Needs: all(ps[0])})
 		}, "sends nothing afterwards"},
+		{"not marked onesided", AllGather, OneSided, func(ps []*Plan) { ps[0].OneSided = false }, "not marked"},
+		{"puts into a peer's In", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Put, 0).Dst.Buf = PeerIn },
+			"the wrong memory"},
+		{"puts past the end", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Put, 0).Dst.Off++ },
+			"passes the end"},
+		{"puts past the end of scratch memory", AllReduce, OneSided, func(ps []*Plan) {
+			find(ps[0], Put, 0).Dst.Off = ps[1].Tmp
+		}, "passes the end"},
+		{"tells before it has put", AllGather, OneSided, func(ps []*Plan) { find(ps[0], Signal, 0).Needs = nil },
+			"same memory"},
+		{"tells nobody", AllGather, OneSided, func(ps []*Plan) {
+			remove(ps[0], 2)
+			remove(ps[1], 0)
+		}, "same memory"},
+		{"waits for what nobody tells", AllGather, OneSided, func(ps []*Plan) { remove(ps[0], 2) }, "deadlock"},
+		{"combines what is not there", AllReduce, OneSided, func(ps []*Plan) {
+			find(ps[0], Combine, 0).Needs = find(ps[0], Combine, 0).Needs[1:]
+		}, "same memory"},
 		{"no barrier", Barrier, Flat, func(ps []*Plan) { ps[0].Steps, ps[1].Steps = nil, nil }, "has entered"},
 		{"too many messages", Barrier, Flat, func(ps []*Plan) {
 			ps[0].Steps = append(ps[0].Steps, Step{Verb: Send, Peer: 1})

@@ -1,5 +1,7 @@
 package collectives
 
+import "slices"
+
 // The plans that only move: AllGather(V), AllToAll(V), Broadcast, Gather, Scatter, Barrier.
 
 // own is this rank's one part in In.
@@ -41,13 +43,13 @@ func (b *builder) rotate(src, dst func(p int) Ref, w int) {
 	for d := 1; d < b.n; d++ {
 		if d > w {
 			if got[d-w] >= 0 {
-				b.after = append(b.after, got[d-w])
+				b.after = []int32{got[d-w]}
 			}
 			post(d)
-			b.after = b.after[:0]
 		}
 		p := b.all.at(d)
 		b.sendPart(b.Active[p], src(p))
+		b.after = nil
 	}
 }
 
@@ -304,8 +306,8 @@ func flatBarrier(b *builder) { b.meetFlat(b.all)() }
 // disseminationBarrier: in round k each rank signals the one 2^k places on.
 func disseminationBarrier(b *builder) { b.meetDissemination(b.all)() }
 
-// meet posts the Recvs of a barrier among t and returns what does the rest of it: the step after
-// that waits for the barrier's end. One round of n-1 signals is quickest among few.
+// meet posts the Recvs of a barrier among t and returns what does the rest of it: all steps after
+// that wait for the barrier's end. One round of n-1 signals is quickest among few.
 func (b *builder) meet(t team) func() {
 	if t.n() <= 4 {
 		return b.meetFlat(t)
@@ -322,7 +324,8 @@ func (b *builder) meetFlat(t team) func() {
 		for d := 1; d < t.n(); d++ {
 			b.signal(t.slots[t.at(d)])
 		}
-		b.after = append(b.after, got...)
+		b.touched = nil
+		b.after = slices.Concat(b.after, got)
 	}
 }
 
@@ -334,8 +337,9 @@ func (b *builder) meetDissemination(t team) func() {
 	return func() {
 		for i, k := 0, 1; k < t.n(); i, k = i+1, k*2 {
 			b.signal(t.slots[t.at(k)])
-			b.after = append(b.after, got[i])
+			b.after = append(slices.Clip(b.after), got[i])
 		}
+		b.touched = nil
 	}
 }
 

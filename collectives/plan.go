@@ -78,23 +78,28 @@ type Shape struct {
 // Buf names one of the memories that a plan works on.
 type Buf uint8
 
-// The memories of a plan. PeerIn and PeerOut are the In and Out of Ref.Peer, loaded where they are
-// and never stored to: only plans of direct algorithms use them, and only after every rank has
-// entered the operation. A rank that has read them sends something afterwards: before that Send the
-// runner makes sure that their owner was still in the operation.
+// The memories of a plan. PeerIn, PeerOut and PeerTmp are those of Ref.Peer, where they are: only
+// plans that are Direct load PeerIn and PeerOut, and only plans that are OneSided put into PeerOut
+// and PeerTmp, and both only after every rank has entered the operation. A rank that has loaded
+// sends something afterwards: before that Send the runner makes sure that their owner was still in
+// the operation.
 const (
 	In Buf = iota
 	Out
 	Tmp
 	PeerIn
 	PeerOut
+	PeerTmp
 )
+
+// Remote reports whether b is a peer's memory.
+func (b Buf) Remote() bool { return b >= PeerIn }
 
 // Ref is a byte range. Its address is the start of part Part of Buf, plus Off. Buffers without
 // parts, and Tmp, have the one part 0.
 type Ref struct {
 	Buf  Buf
-	Peer int32 // slot of the owner, for PeerIn and PeerOut; else 0
+	Peer int32 // slot of the owner, if Buf is Remote; else 0
 	Part int32
 	Off  int
 	Len  int
@@ -105,31 +110,49 @@ type Verb uint8
 
 // The verbs.
 //
-// Send hands Src to Peer; it may block until Peer has posted the matching Recv (plans must be free
-// of deadlock under that reading), and when it is done Src may be overwritten. Recv posts Dst for
-// the next message of Peer and does not block; the n-th Recv from a peer gets its n-th Send. Send
-// and Recv with Len 0 are pure signals. Copy copies Src to Dst; where both are the same memory it
-// does nothing. Combine folds Srcs, in their order, into Dst.
+// Send hands Src to Peer; it may wait until Peer has posted the matching Recv (plans must be free
+// of deadlock under that reading), and when it has completed Src may be overwritten. Recv posts Dst
+// for the next message of Peer, and completes when that is there; the n-th Recv from a peer gets its
+// n-th Send. Send and Recv with Len 0 are pure signals. Copy copies Src to Dst; where both are the
+// same memory it does nothing. Combine folds Srcs, in their order, into Dst.
+//
+// Put writes Src into Dst, which is Peer's; it completes when the data is there and Peer can see it.
+// Signal adds one to a counter of this rank at Peer, and completes at once; the n-th WaitSignal for
+// a peer completes when Peer's n-th Signal is there. What a Signal needs, the peer can see after the
+// WaitSignal.
 const (
 	Send Verb = iota + 1
 	Recv
 	Copy
 	Combine
+	Put
+	Signal
+	WaitSignal
 )
 
-// Step is one instruction. A rank runs its steps in order; before a step, everything in Needs has
-// completed; at the plan's end every Recv has completed.
+// Late reports whether a step of this verb is only begun by who runs it, and completes when a peer
+// or the network has done its part.
+func (v Verb) Late() bool { return v == Recv || v == Put || v == WaitSignal }
+
+// Step is a node of a plan's graph. It may begin when everything in Needs has completed, whatever
+// stands before it in the plan, but Sends to one peer begin in the order of the plan, as do Recvs
+// from one peer, Signals to one and WaitSignals for one. A plan is complete when all its steps are.
+// Two steps that use the same bytes, one of them writing, are ordered by Needs alone, directly or
+// over other steps.
+//
+// The order of the steps is one of those that the graph allows, and one in which a runner that
+// begins them one by one, and waits for all but the Late verbs, meets no deadlock.
 type Step struct {
 	Verb  Verb
-	Peer  int32 // Send, Recv: slot of the other side
+	Peer  int32 // Send, Recv, Put, Signal, WaitSignal: slot of the other side
 	Final bool  // Combine: the last one over this range (an average divides here)
-	// Recv: Dst is in Tmp and read by exactly one later step, so a runner may lend the message to
+	// Recv: Dst is in Tmp and read by exactly one later Combine, so a runner may lend the message to
 	// it instead of copying
 	Once  bool
-	Dst   Ref     // Recv, Copy, Combine
-	Src   Ref     // Send, Copy
+	Dst   Ref     // Recv, Copy, Combine, Put
+	Src   Ref     // Send, Copy, Put
 	Srcs  []Ref   // Combine, at least one; never overlapping Dst but as exactly the same range
-	Needs []int32 // indices of earlier Recv steps whose data (or signal) this step depends on
+	Needs []int32 // indices of earlier steps, ascending
 }
 
 // Plan is what one rank does in one collective: data, not code. It is immutable and may be shared.
@@ -138,5 +161,7 @@ type Plan struct {
 	Algo   Algo
 	Steps  []Step
 	Tmp    int  // bytes of scratch memory
-	Direct bool // uses PeerIn or PeerOut
+	Direct bool // loads PeerIn or PeerOut
+
+	OneSided bool // puts into PeerOut or PeerTmp
 }

@@ -85,7 +85,7 @@ func TestGolden(t *testing.T) {
 				}
 				return p.String()
 			}
-			c := Caps{Mapped: d.HasArg("mapped"), SharedMemory: d.HasArg("memory")}
+			c := Caps{Mapped: d.HasArg("mapped"), SharedMemory: d.HasArg("memory"), Puts: d.HasArg("puts")}
 			one("cores", &c.Cores)
 			var w strings.Builder
 			last := Auto
@@ -194,15 +194,15 @@ func TestChooseAgrees(t *testing.T) {
 		n := 1 + r.IntN(1+r.IntN(100))
 		c := draw(r, Kinds()[r.IntN(len(Kinds()))], Algo(r.IntN(int(numAlgos))), n)
 		c.shape.Count, c.shape.Elem = 1<<r.IntN(20), 4
-		caps := Caps{r.IntN(2) == 0, r.IntN(2) == 0, r.IntN(9)}
+		caps := Caps{r.IntN(3) == 0, r.IntN(3) == 0, r.IntN(2) == 0, r.IntN(9)}
 		first := c.rank(0)
 		a := Choose(first, caps)
 		seen[a] = true
 		if makers[first.Kind][a] == nil {
 			t.Fatalf("%v has no %v", first.Kind, a)
 		}
-		if a == Direct && !caps.Mapped {
-			t.Fatalf("%v: direct without mapped memory", c)
+		if a == Direct && !caps.Mapped || a == OneSided && !caps.Puts {
+			t.Fatalf("%v: %v with %+v", c, a, caps)
 		}
 		if b := Choose(c.rank(n-1), caps); b != a {
 			t.Fatalf("%v: rank %d chooses %v, another %v", c, n-1, b, a)

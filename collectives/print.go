@@ -16,23 +16,29 @@ func (v Verb) String() string {
 		return "copy"
 	case Combine:
 		return "combine"
+	case Put:
+		return "put"
+	case Signal:
+		return "signal"
+	case WaitSignal:
+		return "waitsignal"
 	}
 	return fmt.Sprintf("verb(%d)", uint8(v))
 }
 
 // String returns the memory's name as plans print it.
 func (b Buf) String() string {
-	if b > PeerOut {
+	if b > PeerTmp {
 		return fmt.Sprintf("buf(%d)", uint8(b))
 	}
-	return [...]string{"in", "out", "tmp", "in", "out"}[b]
+	return [...]string{"in", "out", "tmp", "in", "out", "tmp"}[b]
 }
 
 // String returns for example "out[0:64]", "out.2[0:64]" in part 2, "in@3.2[0:64]" at peer 3.
 func (r Ref) String() string {
 	var s strings.Builder
 	s.WriteString(r.Buf.String())
-	if r.Buf == PeerIn || r.Buf == PeerOut {
+	if r.Buf.Remote() {
 		fmt.Fprintf(&s, "@%d", r.Peer)
 	}
 	if r.Part != 0 {
@@ -70,6 +76,12 @@ func (s Step) String() string {
 		fmt.Fprintf(&w, "copy %v = %v", s.Dst, s.Src)
 	case Combine:
 		fmt.Fprintf(&w, "combine %s = %s", s.Dst, join(s.Srcs, " + "))
+	case Put:
+		fmt.Fprintf(&w, "put %v = %v", s.Dst, s.Src)
+	case Signal:
+		fmt.Fprintf(&w, "notify -> %d", s.Peer)
+	case WaitSignal:
+		fmt.Fprintf(&w, "expect <- %d", s.Peer)
 	default:
 		w.WriteString(s.Verb.String())
 	}
@@ -108,6 +120,9 @@ func (p *Plan) String() string {
 	}
 	if p.Direct {
 		w.WriteString(", direct")
+	}
+	if p.OneSided {
+		w.WriteString(", onesided")
 	}
 	w.WriteByte('\n')
 	for i, st := range p.Steps {

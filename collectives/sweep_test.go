@@ -183,9 +183,9 @@ type call struct {
 
 func (c call) String() string {
 	return fmt.Sprintf("%s %s active %v of %d root %d elem %d count %d counts %v hosts %v chunk %d alias %v "+
-		"eager %v grain %d seed %d", c.algo, c.shape.Kind,
+		"eager %v late %v grain %d seed %d", c.algo, c.shape.Kind,
 		c.shape.Active, c.shape.Size, c.shape.Root, c.shape.Elem, c.shape.Count, c.shape.Counts, c.shape.Hosts,
-		c.shape.Chunk, c.alias, c.how.Eager, c.how.Grain, c.how.Seed)
+		c.shape.Chunk, c.alias, c.how.Eager, c.how.Late, c.how.Grain, c.how.Seed)
 }
 
 func (c call) rank(i int) Shape {
@@ -215,21 +215,18 @@ func size(s Shape, b Buf) (n int) {
 // value is element e of part `part` of slot's In.
 func value(slot, part, e int) uint64 { return leaf(slot, part<<16|e) }
 
-// run builds, interprets and compares.
-func (c call) run() error {
+// setUp returns the plans of all ranks, their memories, and what Out is to be.
+func (c call) setUp() (plans []*Plan, mem []Memory, want [][]byte, err error) {
 	n := len(c.shape.Active)
-	var plans []*Plan
-	var mem []Memory
-	var want [][]byte
 	w := c.shape.Elem
 	for i := range n {
 		s := c.rank(i)
 		p, err := Build(c.algo, s)
 		if err != nil {
-			return err
+			return nil, nil, nil, err
 		}
 		if p.Tmp > 0 && c.algo != Bruck && c.algo != Tree && p.Tmp > 2*(n+4)*(max(newBuilder(c.algo, s).chunk, w)+63) {
-			return fmt.Errorf("%d bytes of scratch memory are too many", p.Tmp)
+			return nil, nil, nil, fmt.Errorf("%d bytes of scratch memory are too many", p.Tmp)
 		}
 		plans = append(plans, p)
 		m := Memory{make([]byte, size(s, In)), make([]byte, size(s, Out))}
@@ -272,6 +269,17 @@ func (c call) run() error {
 		mem = append(mem, m)
 		want = append(want, c.want(s, m.Out))
 	}
+	return plans, mem, want, nil
+}
+
+// run builds, interprets and compares.
+func (c call) run() error {
+	n := len(c.shape.Active)
+	plans, mem, want, err := c.setUp()
+	if err != nil {
+		return err
+	}
+	w := c.shape.Elem
 	before := make([][]byte, n)
 	for i := range mem {
 		before[i] = bytes.Clone(mem[i].In)
@@ -378,6 +386,7 @@ func draw(r *rand.Rand, k Kind, a Algo, n int) call {
 		}
 	}
 	c := call{algo: a, alias: r.IntN(2) == 0, how: Schedule{Seed: r.Uint64(), Eager: r.IntN(2) == 0,
+		Late:  r.IntN(2) == 0,
 		Grain: s.Elem * []int{0, 1, 5}[r.IntN(3)]}}
 	if k == AllToAllV {
 		for range n {

@@ -31,10 +31,11 @@ const (
 	IfCrowded
 	IfLevels  // several hosts, and several ranks on at least one
 	IfOneHost // all ranks on one host, however they are linked
+	IfPuts    // Caps.Puts
 	numConditions
 )
 
-var conditionNames = [numConditions]string{"always", "mapped", "memory", "crowded", "levels", "onehost"}
+var conditionNames = [numConditions]string{"always", "mapped", "memory", "crowded", "levels", "onehost", "puts"}
 
 // String returns the name that a table's JSON uses.
 func (c Condition) String() string {
@@ -94,7 +95,7 @@ func clip(b []byte) string { return string(b[:min(len(b), 64)]) }
 
 // Table says which algorithm is for which call: by kind a list of rules, the first of which that
 // holds decides; where none does it is Flat, which every kind has. A Table is immutable and valid:
-// every algorithm in it has a plan for its kind, and Direct stands only behind IfMapped. A nil
+// every algorithm in it has a plan for its kind, and stands only behind what it Requires. A nil
 // *Table is the default one.
 type Table struct {
 	rules [numKinds][]Rule
@@ -145,8 +146,8 @@ func (r Rule) check(k Kind) error {
 		return fmt.Errorf("up to %d bytes, want 0 or more", r.MaxBytes)
 	case !r.Algo.Valid() || makers[k][r.Algo] == nil:
 		return fmt.Errorf("no %v plan; there are %v", r.Algo, Algorithms(k))
-	case r.Algo == Direct && r.When != IfMapped:
-		return fmt.Errorf("direct %v, want it only where memory is %v", r.When, IfMapped)
+	case r.Algo.Requires() != Always && r.When != r.Algo.Requires():
+		return fmt.Errorf("%v %v, want it only where memory is %v", r.Algo, r.When, r.Algo.Requires())
 	}
 	return nil
 }
@@ -216,8 +217,8 @@ func (t *Table) UnmarshalJSON(b []byte) error {
 }
 
 // Choose returns the algorithm for a call. It looks only at what all ranks share: never at s.Rank,
-// nor at the counts of an AllToAllV. It never returns Direct without c.Mapped, nor an algorithm
-// without a plan for s.Kind. For a shape that Build refuses the answer means nothing.
+// nor at the counts of an AllToAllV. It never returns an algorithm that Requires what c has not, nor
+// one without a plan for s.Kind. For a shape that Build refuses the answer means nothing.
 func (t *Table) Choose(s Shape, c Caps) Algo {
 	if !s.Kind.Valid() {
 		return Auto
@@ -252,6 +253,8 @@ func (t *Table) Choose(s Shape, c Caps) Algo {
 			holds = hosts > 1 && most > 1
 		case IfOneHost:
 			holds = hosts == 1
+		case IfPuts:
+			holds = c.Puts
 		}
 		if holds && n >= r.MinRanks && (r.MaxRanks == 0 || n <= r.MaxRanks) &&
 			(r.MaxBytes == 0 || total <= r.MaxBytes) {

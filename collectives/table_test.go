@@ -26,8 +26,8 @@ func drawRules(t *rapid.T) map[Kind][]Rule {
 			if rapid.Bool().Draw(t, "bounded") {
 				r.MaxRanks = r.MinRanks + rapid.IntRange(0, 9).Draw(t, "more")
 			}
-			if r.Algo == Direct {
-				r.When = IfMapped
+			if c := r.Algo.Requires(); c != Always {
+				r.When = c
 			}
 			list = append(list, r)
 		}
@@ -48,14 +48,14 @@ func TestTableChooses(t *testing.T) {
 		for range 50 {
 			n := 1 + r.IntN(20)
 			c := draw(r, Kinds()[r.IntN(len(Kinds()))], Algo(r.IntN(int(numAlgos))), n)
-			caps := Caps{r.IntN(2) == 0, r.IntN(2) == 0, r.IntN(9)}
+			caps := Caps{r.IntN(3) == 0, r.IntN(3) == 0, r.IntN(2) == 0, r.IntN(9)}
 			first := c.rank(0)
 			a := table.Choose(first, caps)
 			if makers[first.Kind][a] == nil {
 				t.Fatalf("%v has no %v", first.Kind, a)
 			}
-			if a == Direct && !caps.Mapped {
-				t.Fatalf("%v: direct without mapped memory", c)
+			if a == Direct && !caps.Mapped || a == OneSided && !caps.Puts {
+				t.Fatalf("%v: %v with %+v", c, a, caps)
 			}
 			if b := table.Choose(c.rank(n-1), caps); b != a {
 				t.Fatalf("%v: rank %d chooses %v, another %v", c, n-1, b, a)
@@ -209,7 +209,7 @@ func FuzzTable(f *testing.F) {
 		}
 		for _, k := range Kinds() {
 			s := Shape{Kind: k, Size: 64, Active: upTo(1 + n&63), Elem: 4, Count: count}
-			if a := table.Choose(s, Caps{Cores: 2}); makers[k][a] == nil || a == Direct {
+			if a := table.Choose(s, Caps{Cores: 2}); makers[k][a] == nil || a.Requires() != Always {
 				t.Fatalf("%v for %v of %s", a, k, b)
 			}
 		}

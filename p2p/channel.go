@@ -711,8 +711,8 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
 		}
 		if c.p.rush(w, pr) {
-			if !r.done { // much is coming: others get their turn between
-				c.p.Yield()
+			if !r.done {
+				c.p.Moved(0)
 			}
 			continue
 		}
@@ -755,11 +755,12 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 				h.Flags |= flagHint
 			}
 			if c.push(st, &h, buf[off:off+n]) {
+				c.p.moved += n
 				if off += n; h.Flags&flagLast != 0 {
 					w.calm()
 					return nil
 				}
-				c.p.Yield()
+				c.p.Moved(0)
 				continue
 			}
 			if pr.lent != nil { // its credit, or room, may be behind what we hold up

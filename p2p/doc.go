@@ -70,16 +70,17 @@
 //
 // All state is under one lock, which the caller takes for a sequence of calls. A link is therefore
 // used by one goroutine at a time. The lock is given up whenever a waiter yields or sleeps, and
-// sooner if another goroutine wants it; who moves memory for long gives it up meanwhile, or between
-// two pieces (Proxy.Yield). Memory that a link lends must not be read without it. Methods that take
-// it themselves say so.
+// sooner if another goroutine wants it; who moves memory for long gives it up meanwhile
+// (Proxy.Leave), or between two pieces (Proxy.Moved). Memory that a link lends must not be read
+// without it. Methods that take it themselves say so.
 //
 // # Waiting
 //
-// There is no thread of progress. Who waits polls, the awaited link most often, and whatever comes
-// is delivered, to whomever it belongs. Polling is hot for a few microseconds, where every local
-// rank has a core; then it yields the core between polls; after half a millisecond without progress
-// it arms the links and sleeps: a peer that sends to an armed link rings its bell. A [Wait] carries
+// There is no thread of progress, unless Config.Progress asks for one. Who waits polls, the awaited
+// link most often, and whatever comes is delivered, to whomever it belongs. Polling is hot for a few
+// microseconds, where every local rank has a core; then it yields the core between polls; after half
+// a millisecond without progress it arms the links and sleeps: a peer that sends to an armed link
+// rings its bell. A [Wait] carries
 // the bounds, a context and a timeout, and every blocking call takes one. Waking, polling and
 // delivering allocate nothing.
 //

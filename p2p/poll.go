@@ -85,6 +85,7 @@ func (p *Proxy) fill(pr *peer) bool {
 	if n == 0 {
 		return false
 	}
+	p.moved += n
 	if pr.left -= n; pr.dst != nil {
 		pr.dst = pr.dst[n:]
 	}
@@ -106,6 +107,7 @@ func (p *Proxy) take(pr *peer, payload, dst []byte) {
 		return
 	}
 	copy(dst, payload)
+	p.moved += len(payload)
 	p.finish(pr)
 }
 

@@ -97,6 +97,12 @@ type Config struct {
 	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30
 	// s.
 	ConnectTimeout time.Duration
+	// Progress has a goroutine of the proxy's make progress while nobody waits, from Listen to Close.
+	// It sleeps while nothing comes; peers then have to wake it.
+	Progress bool
+	// Turn is the number of bytes that are moved with the lock before others get it who want it. To
+	// hand the lock over takes another thread to wake. Default 512 KiB, some tens of microseconds.
+	Turn int
 	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so
 	// that a transport notices when the peer's host does not answer. Default 0: never.
 	Heartbeat time.Duration
@@ -120,9 +126,9 @@ type Clients interface {
 func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 512<<10) }
 
 // Proxy is a rank's engine for all traffic with its peers. It owns the links, matches what is sent
-// with what is awaited, keeps the credits and makes progress: there is no thread of its own,
-// whoever waits polls. All state is under one lock, held while polling and matching but never while
-// sleeping.
+// with what is awaited, keeps the credits and makes progress: there is no thread of its own but with
+// Config.Progress, whoever waits polls. All state is under one lock, held while polling and matching
+// but never while sleeping.
 type Proxy struct {
 	cfg       Config
 	log       *slog.Logger
@@ -148,6 +154,8 @@ type Proxy struct {
 	tickets  atomic.Uint64 // the latest of any exposure
 	wanted   atomic.Int32  // goroutines in Lock
 	behind   atomic.Int32  // goroutines in regain
+	working  atomic.Int32  // goroutines between Leave and Return
+	moved    int           // bytes since the last turn
 
 	ended [16]Completion // being taken from a link
 
@@ -238,6 +246,9 @@ func New(cfg Config) *Proxy {
 	if cfg.ConnectTimeout == 0 {
 		cfg.ConnectTimeout = patience
 	}
+	if cfg.Turn == 0 {
+		cfg.Turn = 512 << 10
+	}
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
@@ -266,7 +277,21 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 		}
 		p.endpoints[t.Name()] = ep
 	}
+	if p.cfg.Progress {
+		p.wg.Go(p.attend)
+	}
 	return p.endpoints, nil
+}
+
+// attend makes progress on all links until Close.
+func (p *Proxy) attend() {
+	var w Wait
+	w.Reset(p.ctx, 0, true)
+	w.idle = true
+	p.Lock()
+	defer p.Unlock()
+	for p.progress(&w, nil) == nil {
+	}
 }
 
 // SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the
@@ -304,10 +329,8 @@ func (p *Proxy) Lock() {
 	}
 }
 
-// Yield gives the lock to whoever waits for it, if anybody does, and reports whether it did. For who
-// holds the lock for long without waiting for a peer: between two pieces of memory that it moves.
-// With the lock.
-func (p *Proxy) Yield() bool {
+// yield gives the lock to whoever waits for it, if anybody does, and reports whether it did.
+func (p *Proxy) yield() bool {
 	if p.wanted.Load() == 0 && p.behind.Load() == 0 {
 		return false
 	}
@@ -325,6 +348,20 @@ func (p *Proxy) regain() {
 		p.mu.Lock()
 		p.behind.Add(-1)
 	}
+}
+
+// Leave gives up the lock for who is going to move much memory without it, and Return takes it
+// again. Meanwhile waiters that find nothing sleep and do not yield first: the kernel runs a thread
+// that wakes before one that computes, but not one that yields.
+func (p *Proxy) Leave() {
+	p.working.Add(1)
+	p.mu.Unlock()
+}
+
+// Return is Leave's counterpart.
+func (p *Proxy) Return() {
+	p.Lock()
+	p.working.Add(-1)
 }
 
 // Unlock is Lock's counterpart.

@@ -35,6 +35,7 @@ type Wait struct {
 	guest   context.Context // see Attend
 	try     bool
 	lazy    bool
+	idle    bool      // nothing is waited for: no heartbeats
 	linking bool      // the awaited peer has no link yet
 	spins   int       // looks in vain since there was progress
 	busy    int       // progress since Reset
@@ -167,11 +168,26 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 // advanced is giveWay after progress, which may be somebody else's: it does not go on for ever.
 func (p *Proxy) advanced(w *Wait) error {
 	w.spins = 0
-	p.Yield()
+	p.Moved(0)
 	if w.busy++; w.busy%checks != 0 {
 		return nil
 	}
+	if p.wanted.Load() > 0 {
+		p.mu.Unlock()
+		runtime.Gosched()
+		p.regain()
+	}
 	return w.over(time.Now())
+}
+
+// Moved counts n bytes that the caller has moved with the lock. Now and then it gives the lock to
+// whoever waits for it, if anybody does, and reports that it did. With the lock.
+func (p *Proxy) Moved(n int) bool {
+	if p.moved += n; p.moved < p.cfg.Turn {
+		return false
+	}
+	p.moved = 0
+	return p.yield()
 }
 
 // rush polls one link a few times, as fast as it can, and reports whether anything came.
@@ -218,7 +234,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 	switch {
 	case hot && waited < hotFor:
 		return nil
-	case waited < yieldFor:
+	case waited < yieldFor && p.working.Load() == 0:
 		p.mu.Unlock()
 		if p.cfg.Threads {
 			runtime.Gosched()
@@ -282,7 +298,9 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	p.sleepMu.Lock()
 	p.sleepers = append(p.sleepers, w)
 	p.sleepMu.Unlock()
-	p.beat(w.blame.on, now)
+	if !w.idle {
+		p.beat(w.blame.on, now)
+	}
 	ready := false
 	for _, pr := range p.links {
 		if pr.lent != nil {

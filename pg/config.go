@@ -92,6 +92,11 @@ type Config struct {
 	// while others stand between an operation and the agreement on it counts one agreement less than
 	// they do. Default TUTTI_AUTO_ADMIT; the same at all ranks.
 	AutoAdmit bool
+	// Progress has a goroutine of this rank take in what peers send while the program computes. It
+	// sleeps while nothing comes. Without it that happens in calls of this package, which is enough
+	// where nobody waits for a rank that is in none, and a little faster: a peer need not wake a rank
+	// that does not sleep. Default: no.
+	Progress bool
 	// LeaseTTL is how long the store takes a silent rank for alive. Default 3 s.
 	LeaseTTL time.Duration
 	// LogDir is a directory for flight records. The last operations are recorded there in a file

@@ -319,7 +319,8 @@ func Local(n int, cfg Config) ([]*Group, error) {
 		return nil, err
 	}
 	fail := func(err error) ([]*Group, error) { return nil, fmt.Errorf("%d local ranks: %w", n, err) }
-	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger})
+	sessions, err := join.Local(n, &join.Settings{Size: n, MaxSize: n, Algo: s.algo, Logger: s.Logger,
+		Progress: s.Progress})
 	if err != nil {
 		return fail(err)
 	}

@@ -123,6 +123,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 // session is what these settings say of how to join.
 func (s *settings) session() (*join.Settings, error) {
 	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Secret: s.Secret, Transports: s.transports,
+		Progress:   s.Progress,
 		Interfaces: s.Interfaces, Ports: s.Ports, Timeout: s.Timeout, Window: s.Window,
 		Survives: s.OnFailure != Report, Algo: s.algo, Dial: s.Dialer, Logger: s.Logger, OpenStore: s.openStore}
 	if s.MaxSize == 1 {

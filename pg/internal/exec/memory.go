@@ -27,9 +27,9 @@ const (
 	// unlockedFrom is the number of bytes of a result from which on it is made without the lock. To
 	// give the lock up and to take it again costs some 30 ns.
 	unlockedFrom = 32 << 10
-	// lockedFor is the number of bytes that are moved with the lock before others get it who want
-	// it.
-	lockedFor = 32 << 10
+	// lockedFor is the number of bytes of lent messages that are read before others may get the lock
+	// who want it.
+	lockedFor = 64 << 10
 	// turnEvery is the number of bytes of a result after which it is looked whether the operation may
 	// go on.
 	turnEvery = 2 << 20
@@ -41,14 +41,6 @@ const (
 
 // testHookUnlocked is called without the lock, before memory is moved.
 var testHookUnlocked = func() {}
-
-// turn gives the lock to others who want it if many bytes were moved with it.
-func (r *Runner) turn() {
-	if r.held >= lockedFor {
-		r.held = 0
-		r.proxy.Yield()
-	}
-}
 
 // pieces calls f for one piece after the other of n bytes, as long as the operation may go on.
 // Between two it gives the processor up if that is the only one that Go uses. With several, those
@@ -77,11 +69,11 @@ func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 	}
 	if n < unlockedFrom {
 		kernels.Copy(dst, src, n)
-		r.held += n
+		r.proxy.Moved(n)
 		return nil
 	}
-	r.proxy.Unlock()
-	defer r.proxy.Lock()
+	r.proxy.Leave()
+	defer r.proxy.Return()
 	piece := turnEvery
 	if n <= cachedCopy {
 		piece = cachedPiece
@@ -95,11 +87,11 @@ func (r *Runner) convert(f func(dt kernels.DType, dst, src unsafe.Pointer, n int
 	dt, size := r.cur.DType, max(toSize, fromSize)
 	if n*size < unlockedFrom {
 		f(dt, dst, src, n)
-		r.held += n * size
+		r.proxy.Moved(n * size)
 		return nil
 	}
-	r.proxy.Unlock()
-	defer r.proxy.Lock()
+	r.proxy.Leave()
+	defer r.proxy.Return()
 	return r.pieces(n*size, turnEvery, func(at, n int) {
 		at, n = at/size, n/size
 		f(dt, unsafe.Add(dst, at*toSize), unsafe.Add(src, at*fromSize), n)
@@ -147,7 +139,7 @@ func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernel
 	if n < unlockedFrom {
 		r.sources(prog, i, s, 0)
 		f.do(r.ptrs, 0, n)
-		r.held += n * len(s.Srcs)
+		r.worked = n
 		return nil
 	}
 	piece := max(lockedFor/len(s.Srcs)&^63, 64) / f.size * f.size
@@ -157,7 +149,7 @@ func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernel
 		}
 		k := min(piece, n-at)
 		f.do(r.ptrs, at, k)
-		if at+k < n && r.proxy.Yield() && !r.holds(prog.lent[i]) {
+		if r.proxy.Moved(k*len(s.Srcs)) && at+k < n && !r.holds(prog.lent[i]) {
 			return r.failed()
 		}
 	}
@@ -166,8 +158,8 @@ func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernel
 
 // unlockedFold folds n bytes at offset at of sources that are the call's own.
 func (r *Runner) unlockedFold(f fold, at, n int) error {
-	r.proxy.Unlock()
-	defer r.proxy.Lock()
+	r.proxy.Leave()
+	defer r.proxy.Return()
 	return r.pieces(n, turnEvery, func(from, n int) {
 		for j := range r.ptrs {
 			if from > 0 { // never past the end of a memory

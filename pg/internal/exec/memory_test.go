@@ -52,7 +52,7 @@ func ranks(t *testing.T, n, groups int, memory bool) []*rank {
 		everyone[r] = r
 		all[r] = &rank{proxy: p2p.New(p2p.Config{Self: id(r), Size: n, Secret: bytes.Repeat([]byte("s"), 32),
 			Transports: []p2p.Transport{inproc.New(inproc.Config{RingBytes: 512 << 10})}, Threads: true,
-			Oversubscribed: true, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
+			Oversubscribed: true, Turn: 16 << 10, Resolve: func(_ context.Context, rank int) (p2p.Peer, error) {
 				return p2p.Peer{Identity: id(rank), Endpoints: all[rank].proxy.Endpoints()}, nil
 			}})}
 	}
@@ -129,8 +129,7 @@ func TestLongMemoryIsMovedWithoutTheLock(t *testing.T) {
 		had := make(chan struct{})
 		go func() {
 			for _, r := range all {
-				r.proxy.Lock()
-				r.proxy.Unlock()
+				r.proxy.Closed() // takes the lock
 			}
 			close(had)
 		}()

@@ -76,7 +76,7 @@ type Runner struct {
 	sending int      // slot that a Send waits for, -1: none
 	prog    *program // running; nil between operations
 	next    int      // the step that is under way, or comes next
-	held    int      // bytes moved with the lock since others had a turn
+	worked  int      // bytes that the step that runs has made with the lock
 	dirty   bool     // the operation works in place and has begun to write
 	mapped  mapped   // the peers' memories, in a direct plan
 }
@@ -184,17 +184,18 @@ type program struct {
 	// by Combine step: for each of its sources the Recv step whose message may be used where it lies,
 	// or -1
 	lent  [][]int32
-	lends []bool  // by Recv step: its message may be used so
-	recvs []int32 // all Recv steps
-	sure  []bool  // by step, in a direct plan: a Send that tells what was made of memory read since the last
-	loads []load  // the peers whose memory a direct plan loads, ascending
+	lends []bool    // by Recv step: its message may be used so
+	waits [][]int32 // by step: the Recv steps that it needs; all others are over when it begins
+	recvs []int32   // all Recv steps
+	sure  []bool    // by step, in a direct plan: a Send that tells what was made of memory read since the last
+	loads []load    // the peers whose memory a direct plan loads, ascending
 }
 
 // onePass reports whether an algorithm combines every element once, from all ranks; in the others
 // partial results travel.
 func onePass(a collectives.Algo) bool {
 	switch a {
-	case collectives.Flat, collectives.Direct, collectives.TwoShot, collectives.Pairwise:
+	case collectives.Flat, collectives.Direct, collectives.TwoShot, collectives.Pairwise, collectives.OneSided:
 		return true
 	}
 	return false
@@ -210,10 +211,16 @@ type planKey struct {
 
 func compile(p *collectives.Plan) *program {
 	n := len(p.Steps)
-	prog := &program{Plan: p, lent: make([][]int32, n), lends: make([]bool, n), sure: make([]bool, n)}
+	prog := &program{Plan: p, lent: make([][]int32, n), lends: make([]bool, n), waits: make([][]int32, n),
+		sure: make([]bool, n)}
 	loaded := false
 	for i := range p.Steps {
 		s := &p.Steps[i]
+		for _, n := range s.Needs {
+			if p.Steps[n].Verb == collectives.Recv {
+				prog.waits[i] = append(prog.waits[i], n)
+			}
+		}
 		srcs := s.Srcs
 		for _, ref := range append([]collectives.Ref{s.Src}, srcs...) {
 			loaded = prog.note(ref) || loaded
@@ -232,7 +239,7 @@ func compile(p *collectives.Plan) *program {
 		lent := make([]int32, len(srcs))
 		for j := range srcs {
 			lent[j] = -1
-			for _, n := range s.Needs {
+			for _, n := range prog.waits[i] {
 				if q := &p.Steps[n]; q.Once && q.Dst == srcs[j] && q.Dst.Len > 0 {
 					lent[j], prog.lends[n] = n, true
 				}
@@ -353,7 +360,8 @@ func (r *Runner) choose(mapped bool) collectives.Algo {
 	s := r.shape(c.Kind, c.DType.Size(), c.Count)
 	caps := r.set.Caps
 	caps.Mapped = mapped
-	if forced := r.set.Algo; forced != collectives.Auto && (forced != collectives.Direct || mapped) {
+	if forced := r.set.Algo; forced.Requires() == collectives.Always && forced != collectives.Auto ||
+		forced == collectives.Direct && mapped {
 		for _, a := range collectives.Algorithms(c.Kind) {
 			if a == forced {
 				return a
@@ -565,12 +573,11 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 	for i := first; i < len(prog.Steps); i++ {
 		r.next = i
 		s := &prog.Steps[i]
-		for _, n := range s.Needs {
+		for _, n := range prog.waits[i] {
 			if !r.recvs[n].Done() {
 				if err := r.coll.WaitRecv(r.wait, &r.recvs[n]); err != nil {
 					return err
 				}
-				r.held += prog.Steps[n].Dst.Len
 			}
 		}
 		if inPlace && s.Dst.Buf == collectives.Out {
@@ -591,7 +598,6 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				return err
 			}
 			r.sending = -1
-			r.held += s.Src.Len
 		case collectives.Copy:
 			if err := r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len); err != nil {
 				return err
@@ -606,7 +612,10 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 				r.coll.ReleaseRecv(&r.recvs[n])
 			}
 		}
-		r.turn()
+		if r.worked > 0 {
+			r.proxy.Moved(r.worked)
+			r.worked = 0
+		}
 	}
 	r.next = len(prog.Steps)
 	for _, n := range prog.recvs {

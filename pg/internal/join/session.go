@@ -34,6 +34,7 @@ type Settings struct {
 	Timeout             time.Duration // of joining; 0: none
 	Window              time.Duration // how long two live ranks may be unable to reach each other
 	Survives            bool          // the job goes on when a rank is lost
+	Progress            bool          // the proxy has a goroutine of its own
 	Algo                collectives.Algo
 	Table               *collectives.Table // what this rank would use, if all others have it; nil: the default
 	Dial                dial.Func          // makes the connections; nil: net.Dialer
@@ -88,7 +89,7 @@ func New(s *Settings) *Session {
 func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
 	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Secret, Resolve: ss.resolve,
-		Logger: s.Logger, Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second),
+		Logger: s.Logger, Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second), Progress: s.Progress,
 		Patient:        func() bool { return !ss.Met() },
 		Oversubscribed: true} // until it is known who is where
 	if s.Survives { // a rank that cannot be reached is lost as soon as one whose link breaks

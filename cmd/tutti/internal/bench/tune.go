@@ -133,7 +133,7 @@ func (t *tuner) sizes(k collectives.Kind) []int {
 // among so many ranks.
 func (t *tuner) contenders(k collectives.Kind) []collectives.Algo {
 	return slices.DeleteFunc(collectives.Algorithms(k), func(a collectives.Algo) bool {
-		return a == collectives.Direct || a == collectives.Hierarchical || t.same(k, a) != a
+		return a.Requires() != collectives.Always || a == collectives.Hierarchical || t.same(k, a) != a
 	})
 }
 
@@ -153,7 +153,7 @@ next:
 		if _, ok := stands[a]; ok {
 			continue
 		}
-		if a == collectives.Direct || a == collectives.Hierarchical { // these stand for none but themselves
+		if a.Requires() != collectives.Always || a == collectives.Hierarchical { // these stand for none but themselves
 			stands[a] = a
 			continue
 		}

@@ -1,0 +1,300 @@
+// Package devicetest is for tests of devices and of what runs on them: a device that does everything
+// as late and as badly as its contract allows, and a suite of tests that every device passes.
+package devicetest
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"sync"
+	"time"
+
+	"tutti/device"
+	"tutti/kernels"
+	"tutti/mem"
+)
+
+// Late is a device whose memory is no host memory, and whose streams are goroutines: what they are
+// given they do late. Memory is rubbish until something was written to it, and from when a stream
+// begins to write it until it has. Sources are read when a piece of work begins or when it ends.
+type Late struct {
+	loc   mem.Location
+	pause time.Duration
+
+	mu     sync.Mutex
+	rng    *rand.Rand
+	next   uint64 // address
+	blocks []block
+}
+
+type block struct {
+	at  uint64
+	mem []byte
+}
+
+// NewLate makes a device at loc, "cuda:0" or the like. Its choices depend on seed and on how its
+// goroutines run. Now and then it pauses, for up to pause.
+func NewLate(loc mem.Location, seed uint64, pause time.Duration) *Late {
+	return &Late{loc: loc, pause: pause, rng: rand.New(rand.NewPCG(seed, 0x1a7e)), next: 1 << 20}
+}
+
+// Location implements device.Device.
+func (d *Late) Location() mem.Location { return d.loc }
+
+// Alloc implements device.Device. There is room between any two of its memories.
+func (d *Late) Alloc(n int) (mem.Memory, error) {
+	if n < 0 {
+		return mem.Memory{}, fmt.Errorf("late: allocating %d bytes: %w", n, device.ErrMemory)
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	b := block{d.next, make([]byte, n)}
+	d.next += uint64(n+4095)&^4095 + 4096
+	d.spoil(b.mem)
+	d.blocks = append(d.blocks, b)
+	return mem.Device(b.at, n, d.loc), nil
+}
+
+// Free implements device.Device.
+func (d *Late) Free(m mem.Memory) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for i, b := range d.blocks {
+		if m.Loc() == d.loc && b.at == m.Address() && len(b.mem) == m.Len() {
+			d.spoil(b.mem)
+			d.blocks = append(d.blocks[:i], d.blocks[i+1:]...)
+			return nil
+		}
+	}
+	return fmt.Errorf("late: freeing %d bytes at %q that were not allocated so: %w", m.Len(), m.Loc(), device.ErrMemory)
+}
+
+// Bytes returns the content of memory of d, as a network adapter gets at it: without regard to the
+// streams.
+func (d *Late) Bytes(m mem.Memory) []byte {
+	b, err := d.find(m)
+	if err != nil {
+		panic(err)
+	}
+	return b
+}
+
+func (d *Late) find(m mem.Memory) ([]byte, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if m.Loc() == d.loc {
+		for _, b := range d.blocks {
+			if off := m.Address() - b.at; m.Address() >= b.at && off <= uint64(len(b.mem)) &&
+				uint64(m.Len()) <= uint64(len(b.mem))-off {
+				return b.mem[off : off+uint64(m.Len()) : off+uint64(m.Len())], nil
+			}
+		}
+	}
+	return nil, fmt.Errorf("late: %d bytes at %q that are not allocated: %w", m.Len(), m.Loc(), device.ErrMemory)
+}
+
+// spoil fills b with rubbish. With the lock.
+func (d *Late) spoil(b []byte) {
+	x := d.rng.Uint64()
+	for i := range b {
+		x = x*6364136223846793005 + 1442695040888963407
+		b[i] = byte(x >> 56)
+	}
+}
+
+// choose returns a number below n.
+func (d *Late) choose(n int) int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.rng.IntN(n)
+}
+
+// tarry takes some time.
+func (d *Late) tarry() {
+	for range d.choose(4) {
+		runtime.Gosched()
+	}
+	if d.pause > 0 && d.choose(8) == 0 {
+		time.Sleep(time.Duration(d.choose(int(d.pause))))
+	}
+}
+
+// Stream implements device.Device.
+func (d *Late) Stream() (device.Stream, error) {
+	s := &stream{d: d, more: make(chan struct{}, 1), closing: make(chan struct{}), ended: make(chan struct{})}
+	go s.run()
+	return s, nil
+}
+
+type stream struct {
+	d       *Late
+	more    chan struct{} // there may be something in queue
+	closing chan struct{} // closed by Close
+	ended   chan struct{} // closed when the goroutine has ended
+
+	mu     sync.Mutex
+	queue  []func()
+	closed bool
+}
+
+func (s *stream) run() {
+	defer close(s.ended)
+	for {
+		s.mu.Lock()
+		var f func()
+		if len(s.queue) > 0 && !s.closed {
+			f = s.queue[0]
+			s.queue = s.queue[1:]
+		}
+		closed := s.closed
+		s.mu.Unlock()
+		switch {
+		case closed:
+			return
+		case f != nil:
+			s.d.tarry()
+			f()
+			continue
+		}
+		select {
+		case <-s.more:
+		case <-s.closing:
+		}
+	}
+}
+
+func (s *stream) take(f func()) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return fmt.Errorf("late: %w", device.ErrClosed)
+	}
+	s.queue = append(s.queue, f)
+	select {
+	case s.more <- struct{}{}:
+	default:
+	}
+	return nil
+}
+
+// work has f make dst of srcs.
+func (s *stream) work(dst mem.Memory, srcs []mem.Memory, f func(dst []byte, srcs [][]byte)) error {
+	to, err := s.d.find(dst)
+	if err != nil {
+		return err
+	}
+	from := make([][]byte, len(srcs))
+	early := false // has to read the sources when it begins, for it spoils them
+	for i, m := range srcs {
+		if from[i], err = s.d.find(m); err != nil {
+			return err
+		}
+		if m.Len() != dst.Len() {
+			return fmt.Errorf("late: %d bytes where the destination has %d: %w", m.Len(), dst.Len(), device.ErrMemory)
+		}
+		early = early || m.Address() == dst.Address()
+	}
+	return s.take(func() {
+		if early || s.d.choose(2) == 0 {
+			for i, b := range from {
+				from[i] = append([]byte(nil), b...)
+			}
+		}
+		s.d.mu.Lock()
+		s.d.spoil(to)
+		s.d.mu.Unlock()
+		s.d.tarry()
+		f(to, from)
+	})
+}
+
+func (s *stream) Copy(dst, src mem.Memory) error {
+	return s.work(dst, []mem.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
+}
+
+func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
+	if err := device.Reducible(op, dt, dst, srcs, divisor); err != nil {
+		return err
+	}
+	return s.work(dst, srcs, func(dst []byte, srcs [][]byte) {
+		if err := Fold(op, dt, dst, srcs, divisor); err != nil {
+			panic(err) // it was checked
+		}
+	})
+}
+
+func (s *stream) WaitValue(word mem.Memory, v uint64) error {
+	if !word.Loc().Host() || word.Len() != mem.WordSize {
+		return fmt.Errorf("late: %d bytes at %q are no word to wait for: %w", word.Len(), word.Loc(), device.ErrMemory)
+	}
+	return s.take(func() {
+		for n := 0; word.Word(0).Load() < v; n++ {
+			select {
+			case <-s.closing:
+				return
+			default:
+			}
+			if runtime.Gosched(); n > 100 {
+				time.Sleep(20 * time.Microsecond)
+			}
+		}
+	})
+}
+
+func (s *stream) WriteValue(word mem.Memory, v uint64) error {
+	if !word.Loc().Host() || word.Len() != mem.WordSize {
+		return fmt.Errorf("late: %d bytes at %q are no word to write: %w", word.Len(), word.Loc(), device.ErrMemory)
+	}
+	return s.take(func() { word.Word(0).Store(v) })
+}
+
+func (s *stream) Record() (device.Event, error) {
+	e := &event{s: s, over: make(chan struct{})}
+	if err := s.take(func() { close(e.over) }); err != nil {
+		return nil, err
+	}
+	return e, nil
+}
+
+func (s *stream) Close() error {
+	s.mu.Lock()
+	if !s.closed {
+		s.closed, s.queue = true, nil
+		close(s.closing)
+	}
+	s.mu.Unlock()
+	<-s.ended
+	return nil
+}
+
+type event struct {
+	s    *stream
+	over chan struct{}
+}
+
+func (e *event) Done() bool {
+	select {
+	case <-e.over:
+	case <-e.s.ended:
+	default:
+		return false
+	}
+	return true
+}
+
+func (e *event) Wait(ctx context.Context) error {
+	select {
+	case <-e.over:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-e.s.ended:
+	}
+	select {
+	case <-e.over:
+		return nil
+	default:
+		return fmt.Errorf("late: %w", device.ErrClosed)
+	}
+}

@@ -1,0 +1,273 @@
+package devicetest
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+	"unsafe"
+
+	"tutti/device"
+	"tutti/kernels"
+	"tutti/mem"
+)
+
+// Fold is what Stream.Reduce does, on bytes of the host. dst may be one of srcs.
+func Fold(op kernels.Op, dt kernels.DType, dst []byte, srcs [][]byte, divisor int) error {
+	if err := kernels.Reduce(op, dt, dst, srcs...); err != nil {
+		return err
+	}
+	if divisor > 0 {
+		kernels.Scale(dt, unsafe.Pointer(unsafe.SliceData(dst)), len(dst)/dt.Size(), divisor)
+	}
+	return nil
+}
+
+// patience bounds what ends at once when all is well.
+const patience = 30 * time.Second
+
+// A Harness is a device under test, and how a test gets at its memory when no stream uses it.
+type Harness struct {
+	Device device.Device
+	Bytes  func(mem.Memory) []byte
+}
+
+// Suite tests that a device keeps its contract.
+func Suite(t *testing.T, open func(t *testing.T) Harness) {
+	for name, f := range map[string]func(t *testing.T, h Harness){
+		"memory": testMemory, "order": testOrder, "words": testWords, "events": testEvents,
+		"reductions": testReductions, "refusals": testRefusals, "closing": testClosing,
+	} {
+		t.Run(name, func(t *testing.T) { f(t, open(t)) })
+	}
+}
+
+func (h Harness) alloc(t *testing.T, n int) mem.Memory {
+	t.Helper()
+	m, err := h.Device.Alloc(n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func (h Harness) stream(t *testing.T) device.Stream {
+	t.Helper()
+	s, err := h.Device.Stream()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// finish waits until all that s was given is done.
+func finish(t *testing.T, s device.Stream) {
+	t.Helper()
+	e, err := s.Record()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	if err := e.Wait(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if !e.Done() {
+		t.Fatal("an event that was waited for is not over")
+	}
+}
+
+func must(t *testing.T, errs ...error) {
+	t.Helper()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func testMemory(t *testing.T, h Harness) {
+	for _, n := range []int{0, 1, 7, 4096, 1 << 20} {
+		m := h.alloc(t, n)
+		if m.Len() != n || m.Loc() != h.Device.Location() {
+			t.Errorf("%d bytes at %q, want %d at %q", m.Len(), m.Loc(), n, h.Device.Location())
+		}
+		if got := len(h.Bytes(m.Slice(n/3, n/2))); got != n/2 {
+			t.Errorf("a slice of %d bytes, want %d", got, n/2)
+		}
+		must(t, h.Device.Free(m))
+	}
+	if _, err := h.Device.Alloc(-1); !errors.Is(err, device.ErrMemory) {
+		t.Errorf("less than no memory: %v", err)
+	}
+	other := mem.Device(1<<40, 8, "cuda:7")
+	if err := h.Device.Free(other); !errors.Is(err, device.ErrMemory) {
+		t.Errorf("freeing another device's memory: %v", err)
+	}
+}
+
+// testOrder moves numbers about in a random order that one stream keeps.
+func testOrder(t *testing.T, h Harness) {
+	s, r := h.stream(t), rand.New(rand.NewPCG(1, 2))
+	const cells, size, moves = 8, 64, 300
+	all := h.alloc(t, cells*size)
+	want := make([][]byte, cells)
+	for i := range want {
+		want[i] = bytes.Repeat([]byte{byte(i + 1)}, size)
+		copy(h.Bytes(all.Slice(i*size, size)), want[i])
+	}
+	cell := func(i int) mem.Memory { return all.Slice(i*size, size) }
+	for range moves {
+		a, b, c := r.IntN(cells), r.IntN(cells), r.IntN(cells)
+		if r.IntN(2) == 0 {
+			must(t, s.Copy(cell(a), cell(b)))
+			want[a] = slices.Clone(want[b])
+			continue
+		}
+		must(t, s.Reduce(kernels.Sum, kernels.Uint32, cell(a), []mem.Memory{cell(b), cell(c)}, 0))
+		sum := make([]byte, size)
+		must(t, Fold(kernels.Sum, kernels.Uint32, sum, [][]byte{want[b], want[c]}, 0))
+		want[a] = sum
+	}
+	finish(t, s)
+	for i := range want {
+		if got := h.Bytes(cell(i)); !bytes.Equal(got, want[i]) {
+			t.Fatalf("cell %d holds %x, want %x", i, got, want[i])
+		}
+	}
+}
+
+// testWords hands data to and fro between two streams and the host: nobody looks before the word
+// says so.
+func testWords(t *testing.T, h Harness) {
+	const rounds, size = 50, 256
+	a, b := h.stream(t), h.stream(t)
+	x, y := h.alloc(t, size), h.alloc(t, size)
+	words := device.Words(3)
+	filled, copied, back := words[0], words[1], words[2]
+	for i := uint64(1); i <= rounds; i++ {
+		must(t, a.WaitValue(filled, i), a.Copy(y, x), a.WriteValue(copied, i))
+		must(t, b.WaitValue(copied, i),
+			b.Reduce(kernels.Sum, kernels.Uint8, x, []mem.Memory{y, y}, 0), b.WriteValue(back, i))
+	}
+	events := []device.Event{}
+	for _, s := range []device.Stream{a, b} {
+		e, err := s.Record()
+		must(t, err)
+		events = append(events, e)
+	}
+	for i := uint64(1); i <= rounds; i++ {
+		copy(h.Bytes(x), bytes.Repeat([]byte{byte(i)}, size))
+		filled.Word(0).Store(i)
+		for until := time.Now().Add(patience); back.Word(0).Load() < i; {
+			if events[0].Done(); events[1].Done() && back.Word(0).Load() < i || time.Now().After(until) {
+				t.Fatalf("round %d: the streams stand still", i)
+			}
+		}
+		if got := h.Bytes(x); !bytes.Equal(got, bytes.Repeat([]byte{byte(2 * i)}, size)) {
+			t.Fatalf("round %d: %x", i, got[:8])
+		}
+	}
+}
+
+func testEvents(t *testing.T, h Harness) {
+	s := h.stream(t)
+	gate := device.Words(1)[0]
+	before, err := s.Record()
+	must(t, err, s.WaitValue(gate, 2))
+	after, err := s.Record()
+	must(t, err, before.Wait(t.Context()))
+	gate.Word(0).Store(1)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Millisecond)
+	defer cancel()
+	if err := after.Wait(ctx); !errors.Is(err, context.DeadlineExceeded) || after.Done() {
+		t.Errorf("an event behind a word with a smaller value: %v", err)
+	}
+	gate.Word(0).Store(3)
+	must(t, after.Wait(t.Context()))
+}
+
+func testReductions(t *testing.T, h Harness) {
+	s := h.stream(t)
+	for _, dt := range []kernels.DType{kernels.Float32, kernels.BFloat16, kernels.Int64, kernels.Uint8} {
+		for n := 1; n <= 4; n++ {
+			for _, divisor := range []int{0, 3} {
+				const size = 120
+				srcs, host := make([]mem.Memory, n), make([][]byte, n)
+				for i := range srcs {
+					srcs[i] = h.alloc(t, size)
+					host[i] = bytes.Repeat([]byte{1, 0x40, 2, 0x41}, size/4)
+					copy(h.Bytes(srcs[i]), host[i])
+				}
+				want := make([]byte, size)
+				must(t, Fold(kernels.Sum, dt, want, host, divisor))
+				dst := h.alloc(t, size)
+				must(t, s.Reduce(kernels.Sum, dt, dst, srcs, divisor),
+					s.Reduce(kernels.Sum, dt, srcs[n-1], srcs, divisor))
+				finish(t, s)
+				for what, m := range map[string]mem.Memory{"elsewhere": dst, "in place": srcs[n-1]} {
+					if got := h.Bytes(m); !bytes.Equal(got, want) {
+						t.Errorf("%d sources of %v over %d, %s: %x, want %x", n, dt, divisor, what, got[:8], want[:8])
+					}
+				}
+			}
+		}
+	}
+}
+
+func testRefusals(t *testing.T, h Harness) {
+	s := h.stream(t)
+	m, short, other := h.alloc(t, 8), h.alloc(t, 4), mem.Device(1<<40, 8, "cuda:7")
+	for what, err := range map[string]error{
+		"a copy of another length":          s.Copy(m, short),
+		"a copy from another device":        s.Copy(m, other),
+		"a copy to another device":          s.Copy(other, m),
+		"a reduction of nothing":            s.Reduce(kernels.Sum, kernels.Int8, m, nil, 0),
+		"a reduction of another length":     s.Reduce(kernels.Sum, kernels.Int8, m, []mem.Memory{m, short}, 0),
+		"a reduction of parts of elements":  s.Reduce(kernels.Sum, kernels.Int64, short, []mem.Memory{short}, 0),
+		"a word of the wrong length":        s.WaitValue(mem.Host(make([]byte, 4), mem.Anywhere), 1),
+		"a word to write on another device": s.WriteValue(other, 1),
+	} {
+		if !errors.Is(err, device.ErrMemory) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for what, err := range map[string]error{
+		"a reduction that is not defined":    s.Reduce(kernels.BitAnd, kernels.Float32, m, []mem.Memory{m}, 0),
+		"a division that is not defined":     s.Reduce(kernels.Sum, kernels.Bool, m, []mem.Memory{m}, 2),
+		"a division by less than nothing":    s.Reduce(kernels.Sum, kernels.Int8, m, []mem.Memory{m}, -1),
+		"a reduction of no elements at all":  s.Reduce(kernels.Sum, 0, m, []mem.Memory{m}, 0),
+		"a reduction by no operation at all": s.Reduce(0, kernels.Int8, m, []mem.Memory{m}, 0),
+	} {
+		if err == nil {
+			t.Errorf("%s was taken", what)
+		}
+	}
+	finish(t, s)
+}
+
+func testClosing(t *testing.T, h Harness) {
+	s := h.stream(t)
+	m := h.alloc(t, 8)
+	before := bytes.Clone(h.Bytes(m))
+	src := h.alloc(t, 8)
+	gate := device.Words(1)[0]
+	must(t, s.WaitValue(gate, 1), s.Copy(m, src))
+	e, err := s.Record()
+	must(t, err, s.Close(), s.Close())
+	if err := e.Wait(t.Context()); !errors.Is(err, device.ErrClosed) || !e.Done() {
+		t.Errorf("an event of a stream that was closed: %v", err)
+	}
+	gate.Word(0).Store(1)
+	if err := s.Copy(m, src); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("work for a stream that was closed: %v", err)
+	}
+	if _, err := s.Record(); !errors.Is(err, device.ErrClosed) {
+		t.Errorf("an event of a stream that was closed: %v", err)
+	}
+	if !bytes.Equal(h.Bytes(m), before) {
+		t.Error("a stream that was closed did what it was held up before")
+	}
+}
