@@ -83,6 +83,12 @@ func (r *Remote) Key(path string) ([]byte, bool) {
 	return nil, false
 }
 
+// Has reports whether there is a key for path.
+func (r *Remote) Has(path string) bool {
+	_, ok := r.Key(path)
+	return ok
+}
+
 // ErrRemote says that bytes or a value describe no remote.
 var ErrRemote = errors.New("malformed description of remote memory")
 

@@ -31,6 +31,12 @@ func kindOf(l mem.Location) LocationKinds {
 	return DeviceMemory
 }
 
+// carries reports whether the path leads from local to remote at all.
+func (s *PathSpec) carries(local, remote mem.Location) bool {
+	return s.Local&kindOf(local) != 0 && s.Remote&kindOf(remote) != 0 &&
+		!(s.Device && (local == mem.Anywhere || remote == mem.Anywhere))
+}
+
 // ChoosePath returns the index of the path for a transfer of n bytes between memory at local on this
 // side and at remote on the peer's, -1 if none carries it. paths are in order of preference. Memory
 // at Anywhere takes no path that depends on a device.
@@ -38,8 +44,7 @@ func ChoosePath(paths []PathSpec, local, remote mem.Location, n int) int {
 	fallback := -1
 	for i := range paths {
 		s := &paths[i]
-		if s.Local&kindOf(local) == 0 || s.Remote&kindOf(remote) == 0 ||
-			s.Device && (local == mem.Anywhere || remote == mem.Anywhere) {
+		if !s.carries(local, remote) {
 			continue
 		}
 		if n >= s.Least {

@@ -58,12 +58,36 @@ func pathsOf(l Link, transport string) []Path {
 type transfers struct {
 	paths []Path // of the link
 	next  uint64
-	m     map[uint64]*Transfer
+	open  []*Transfer // in no order
+}
+
+// take takes the transfer with id from those that are open, nil if it was cancelled.
+func (ts *transfers) take(id uint64) *Transfer {
+	for i, t := range ts.open {
+		if t.id == id {
+			last := len(ts.open) - 1
+			ts.open[i], ts.open[last] = ts.open[last], nil
+			ts.open = ts.open[:last]
+			return t
+		}
+	}
+	return nil
 }
 
 // path chooses the way for n bytes between local and remote, of which to, unless it is nil, has the
 // keys. The error says why there is none.
 func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSided, error) {
+	ts := &pr.transfers
+	if len(ts.paths) == 1 && (to == nil || to.Has(ts.paths[0].Spec.Name)) {
+		if s := &ts.paths[0].Spec; s.carries(local, remote) {
+			return ts.paths[0].OneSided, nil
+		}
+	}
+	return pr.choose(local, remote, to, n)
+}
+
+// choose is path where there are several, or none.
+func (pr *peer) choose(local, remote mem.Location, to *mem.Remote, n int) (OneSided, error) {
 	ts := &pr.transfers
 	var specs [8]PathSpec
 	var index [8]int
@@ -71,7 +95,7 @@ func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSide
 	for i := range ts.paths {
 		s := &ts.paths[i].Spec
 		if to != nil {
-			if _, ok := to.Key(s.Name); !ok {
+			if !to.Has(s.Name) {
 				continue
 			}
 		}
@@ -111,10 +135,7 @@ func (c *Channel) beginTransfer(w *Wait, t *Transfer, slot int, choose func(*pee
 			case err == nil:
 				ts.next++
 				t.by, t.id = by, ts.next
-				if ts.m == nil {
-					ts.m = map[uint64]*Transfer{}
-				}
-				ts.m[t.id] = t
+				ts.open = append(ts.open, t)
 				p.collect(pr)
 				return nil
 			case errors.Is(err, ErrPeerGone), errors.Is(err, ErrClosed): // polling takes the link down, with the reason
@@ -216,7 +237,7 @@ func (p *Proxy) CancelTransfer(t *Transfer) {
 	t.by.Cancel(t.id)
 	p.collect(t.pr)
 	if !t.done {
-		delete(t.pr.transfers.m, t.id)
+		t.pr.transfers.take(t.id)
 		t.done, t.err = true, ErrCancelled
 	}
 }
@@ -254,7 +275,7 @@ func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(
 // collect takes the completions of a peer's transfers, and reports whether there were any.
 func (p *Proxy) collect(pr *peer) bool {
 	ts := &pr.transfers
-	if len(ts.m) == 0 {
+	if len(ts.open) == 0 {
 		return false
 	}
 	any := false
@@ -262,8 +283,7 @@ func (p *Proxy) collect(pr *peer) bool {
 		for {
 			n := ts.paths[i].Poll(p.ended[:])
 			for _, c := range p.ended[:n] {
-				if t := ts.m[c.ID]; t != nil { // else it was cancelled
-					delete(ts.m, c.ID)
+				if t := ts.take(c.ID); t != nil {
 					t.done, t.bytes = true, c.Bytes
 					if t.err = c.Err; c.Err != nil && errors.Is(c.Err, ErrPeerGone) {
 						t.err = &PeerError{pr.rank, c.Err}
@@ -284,11 +304,11 @@ func (p *Proxy) collect(pr *peer) bool {
 func (p *Proxy) lose(pr *peer, err error) {
 	p.collect(pr) // what has ended well
 	ts := &pr.transfers
-	for id, t := range ts.m {
-		delete(ts.m, id)
+	for _, t := range ts.open {
 		t.done, t.err = true, err
 	}
-	ts.paths = nil
+	clear(ts.open)
+	ts.open, ts.paths = ts.open[:0], nil
 }
 
 // finish lets go of what transfers hold in a link that is closed, and that nobody uses any more.

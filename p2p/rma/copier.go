@@ -3,15 +3,12 @@ package rma
 import (
 	"errors"
 	"fmt"
-	"unsafe"
-
 	"sync/atomic"
+	"unsafe"
 
 	"tutti/mem"
 	"tutti/p2p"
 )
-
-var errUnsupported = errors.ErrUnsupported
 
 // Target is memory of a peer that this process can access: an Entry, or a mapping with the owner's
 // consent. Enter and Leave bracket each access; Enter's errors are ErrRevoked, ErrRights, ErrBounds
@@ -70,12 +67,13 @@ func (c *Copier) begin(id uint64) (*copyOp, error) {
 	if len(c.ops)+len(c.done) >= p2p.MaxOutstanding {
 		return nil, p2p.ErrAgain
 	}
-	o := new(copyOp)
 	if n := len(c.spare); n > 0 {
-		o, c.spare = c.spare[n-1], c.spare[:n-1]
+		o := c.spare[n-1] // free has cleared it
+		c.spare = c.spare[:n-1]
+		o.id = id
+		return o, nil
 	}
-	*o = copyOp{id: id}
-	return o, nil
+	return &copyOp{id: id}, nil
 }
 
 func (c *Copier) free(o *copyOp) {

@@ -600,9 +600,11 @@ func (f *Frames) begin(id uint64, kind opKind) (*frameOp, error) {
 	}
 	f.busy++
 	f.number++
-	o := new(frameOp)
+	var o *frameOp
 	if n := len(f.spare); n > 0 {
 		o, f.spare = f.spare[n-1], f.spare[:n-1]
+	} else {
+		o = new(frameOp)
 	}
 	*o = frameOp{id: id, number: f.number, slot: uint32(slot), kind: kind}
 	f.ops[slot] = o

@@ -1,6 +1,7 @@
 package rma
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 
@@ -29,7 +30,7 @@ type Entry struct {
 // Expose adds the range of r that x describes.
 func (t *Table) Expose(r *mem.Region, x *mem.Remote) error {
 	if !r.Loc().Host() {
-		return fmt.Errorf("memory at %s: %w", r.Loc(), errUnsupported)
+		return fmt.Errorf("memory at %s: %w", r.Loc(), errors.ErrUnsupported)
 	}
 	e := &Entry{mem: r.Slice(int(x.Base), int(x.Len)).Bytes(), id: x.ID, rights: x.Rights, base: x.Base, n: x.Len,
 		open: true}

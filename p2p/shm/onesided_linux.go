@@ -337,9 +337,11 @@ func (l *link) Reach(x *mem.Remote, rights mem.Rights) (rma.Target, error) {
 		b.Release()
 		err = fmt.Errorf("%w: a record at %d of %d bytes", mem.ErrRemote, at, len(b.Mem))
 	case err == nil && b != nil && data != nil:
-		t := new(target)
+		var t *target
 		if n := len(l.spare); n > 0 {
 			t, l.spare = l.spare[n-1], l.spare[:n-1]
+		} else {
+			t = new(target)
 		}
 		*t = target{l, data, b, b.Mem[at : at+recordSize], x.ID, x.Generation}
 		return t, nil
