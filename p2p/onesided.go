@@ -103,6 +103,14 @@ type Putter interface {
 	Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error
 }
 
+// Immediate is a Putter that can end small puts at once, as one can that writes to the peer's memory
+// itself.
+type Immediate interface {
+	// PutNow is Put for a transfer that takes no longer than a microsecond or so. True: it has ended
+	// well, and all puts before it; there is no completion. False: nothing was begun, use Put.
+	PutNow(local mem.Memory, to *mem.Remote, offset uint64, s Signal) bool
+}
+
 // Getter is a link that can read memory which the peer has exposed.
 type Getter interface {
 	// Get begins to copy from offset of from to local, which belongs to the link until the

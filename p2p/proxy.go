@@ -412,7 +412,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	}
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, time.Time{}
 	pr.linkNo++
-	pr.transfers.paths = pathsOf(l, transport)
+	pr.transfers.attach(pathsOf(l, transport))
 	p.links = append(p.links, pr)
 	p.tune(l)
 	pr.counts.transport = transport

@@ -56,9 +56,18 @@ func pathsOf(l Link, transport string) []Path {
 
 // transfers is what a peer has under way with remote memory.
 type transfers struct {
-	paths []Path // of the link
+	paths []Path    // of the link
+	now   Immediate // the first path, if it is one and can move host memory
 	next  uint64
 	open  []*Transfer // in no order
+}
+
+// attach takes the paths of a new link.
+func (ts *transfers) attach(paths []Path) {
+	ts.paths, ts.now = paths, nil
+	if len(paths) > 0 && paths[0].Spec.carries(mem.Anywhere, mem.Anywhere) {
+		ts.now, _ = paths[0].OneSided.(Immediate)
+	}
 }
 
 // take takes the transfer with id from those that are open, nil if it was cancelled.
@@ -180,6 +189,11 @@ func gonePeer(err error) error {
 // Whether the target has to make progress depends on the path: over tcp its proxy places the data
 // when somebody there polls, in shared memory it has nothing to do.
 func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error {
+	pr := c.stream(slot).pr
+	if now := pr.transfers.now; now != nil && c.err == nil && now.PutNow(local, to, offset, s) {
+		*t = Transfer{pr: pr, done: true, bytes: local.Len()}
+		return nil
+	}
 	at := to
 	if at == nil || s.At != nil && local.Len() == 0 {
 		at = s.At
@@ -242,6 +256,10 @@ func (p *Proxy) CancelTransfer(t *Transfer) {
 	}
 }
 
+// wordPolls is how often WaitWord looks at its word, while it may poll without giving its core away,
+// before it polls the links.
+const wordPolls = 30
+
 // WaitWord blocks until reached accepts the value of word, host memory of this rank that the rank in
 // slot signals to, and returns the value. An error is a *PeerError if that rank is gone, or why the
 // channel failed or w must not wait any longer. With the lock, which it gives up while it waits.
@@ -249,6 +267,10 @@ func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(
 	st := c.stream(slot)
 	for {
 		v := word.Load()
+		for i := 0; i < wordPolls && !reached(v) && c.p.hot(w) && !w.try; i++ {
+			pause()
+			v = word.Load()
+		}
 		if reached(v) {
 			w.calm()
 			return v, nil
@@ -308,7 +330,7 @@ func (p *Proxy) lose(pr *peer, err error) {
 		t.done, t.err = true, err
 	}
 	clear(ts.open)
-	ts.open, ts.paths = ts.open[:0], nil
+	ts.open, ts.paths, ts.now = ts.open[:0], nil, nil
 }
 
 // finish lets go of what transfers hold in a link that is closed, and that nobody uses any more.

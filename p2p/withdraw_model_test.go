@@ -171,6 +171,10 @@ func TestWithdrawOrder(t *testing.T) {
 			t.Errorf("buffers %v: %s", buffers, bad)
 		}
 	}
+	late := []string{"raise1", "raise2", "clear"} // what says that an access is over may stay in a buffer
+	if bad := withdraws(all, true, late); bad != "" {
+		t.Errorf("lowering late: %s", bad)
+	}
 	for _, o := range withdrawOrder {
 		without := slices.DeleteFunc(slices.Clone(all), func(p order) bool { return p == o })
 		if withdraws(without, false, nil) == "" {

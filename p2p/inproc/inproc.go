@@ -231,8 +231,9 @@ type link struct {
 	host  p2p.Host
 	table *rma.Table // what this end's rank has exposed
 	peer  *link
-	news  atomic.Uint64 // signals that the peer has written, or times that it has
-	heard uint64        // of these, when Arm looked last
+	news  uint64 // how often the peer has written signals, by the peer
+	heard uint64 // of these, when Arm looked last
+	told  uint64 // what the peer's news is
 }
 
 func (l *link) wake() {
@@ -265,8 +266,8 @@ func (l *link) Drop(rma.Target) {}
 
 // Signalled implements rma.Reach. A peer that sleeps looks at news after it has armed the link.
 func (l *link) Signalled() {
-	l.peer.news.Add(1)
-	l.Nudge()
+	l.told++
+	l.Nudge(&l.peer.news, l.told)
 }
 
 // over says why nothing may be put or got any more.
@@ -277,7 +278,7 @@ func (l *link) Arm() bool {
 	if l.Ready() || l.End.Arm() {
 		return true
 	}
-	if n := l.news.Load(); n != l.heard {
+	if n := atomic.LoadUint64(&l.news); n != l.heard {
 		l.heard = n
 		l.Disarm()
 		return true

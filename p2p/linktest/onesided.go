@@ -861,6 +861,10 @@ func (s suite) revoke(t *testing.T) {
 					return err
 				}
 				ids[id] = true
+				if now, ok := x.Rma.(p2p.Immediate); ok {
+					k := x.next % 8
+					now.PutNow(mem.Host(locals[k][:8+k], mem.Anywhere), to, uint64(n)-64, p2p.Signal{At: to, Value: k})
+				}
 				if err := x.Turn(); err != nil {
 					return err
 				}
@@ -917,6 +921,79 @@ func (s suite) revoke(t *testing.T) {
 		}
 		clear(b)
 		to = y.Expose(t, r, 0, n, mem.Read|mem.Write|mem.Signal)
+	}
+}
+
+// now: a put that ends at once is there at once, whole and with its signal, or not at all.
+func (s suite) now(t *testing.T) {
+	x, y := Sides(t, s.open)
+	if x == nil {
+		return
+	}
+	now, ok := x.Rma.(p2p.Immediate)
+	if !ok {
+		t.Logf("links of %s put nothing at once, and do not say that they do", x.Node.T.Name())
+		return
+	}
+	const n = 4096
+	r := y.Alloc(t, n)
+	to := y.Expose(t, r, 64, n-128, mem.Write|mem.Signal)
+	local := make([]byte, n)
+	put := func(size int, off uint64, sig p2p.Signal) bool {
+		return now.PutNow(mem.Host(local[:size], mem.Anywhere), to, off, sig)
+	}
+	for deadline := time.Now().Add(Patience); !put(8, 0, p2p.Signal{}); { // until the link knows the memory
+		if err := x.turns(); err != nil {
+			t.Fatal(err)
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("nothing can be put at once")
+		}
+	}
+	for round, size := range []int{0, 1, 8, 64, 1000, n - 256} {
+		fill(local[:size], round)
+		if !put(size, 64, p2p.Signal{At: to, Value: uint64(round + 1)}) {
+			t.Fatalf("%d bytes and a signal cannot be put at once", size)
+		}
+		if v := r.Word(64).Load(); v != uint64(round+1) || !filled(r.Bytes()[128:128+size], round) {
+			t.Fatalf("%d bytes: they are not there, or the signal is %d", size, v)
+		}
+		if !y.Arm() {
+			t.Error("Arm does not say that a signal has come")
+		}
+		y.Disarm()
+	}
+	before := bytes.Clone(r.Bytes())
+	forged := *to
+	forged.Len = n
+	quiet := y.Expose(t, r, 0, n, mem.Write)
+	for what, done := range map[string]bool{
+		"nothing":                put(0, 0, p2p.Signal{}),
+		"beyond the end":         put(8, n-128-7, p2p.Signal{}),
+		"far away":               put(8, math.MaxUint64-3, p2p.Signal{}),
+		"signal not aligned":     put(8, 0, p2p.Signal{At: to, Offset: 4, Value: 99}),
+		"signal behind the end":  put(8, 0, p2p.Signal{At: to, Offset: n, Value: 99}),
+		"a forged length":        now.PutNow(mem.Host(local[:8], mem.Anywhere), &forged, n-128, p2p.Signal{}),
+		"a signal without right": put(8, 0, p2p.Signal{At: quiet, Value: 99}),
+		"device memory":          now.PutNow(mem.Device(8, 8, "cuda:0"), to, 0, p2p.Signal{}),
+	} {
+		if done {
+			t.Errorf("%s: it was put", what)
+		}
+	}
+	if err := y.Withdraw(to); err != nil {
+		t.Fatal(err)
+	}
+	if put(8, 0, p2p.Signal{}) || put(0, 0, p2p.Signal{At: to, Value: 99}) {
+		t.Error("something was put to memory that was withdrawn")
+	}
+	if !bytes.Equal(before, r.Bytes()) {
+		t.Error("memory has changed")
+	}
+	y.Close()
+	x.Close()
+	if put(8, 0, p2p.Signal{}) {
+		t.Error("something was put over a link that is closed")
 	}
 }
 

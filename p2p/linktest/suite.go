@@ -34,7 +34,7 @@ func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose},
 		{"Regions", s.regions}, {"Allocations", s.allocations},
 		{"Put", s.put}, {"Get", s.get}, {"Signal", s.signal}, {"Strong", s.strong}, {"Completion", s.completion},
-		{"ClosedHere", s.closedHere}, {"Revoke", s.revoke}, {"Flush", s.flush},
+		{"ClosedHere", s.closedHere}, {"Revoke", s.revoke}, {"Flush", s.flush}, {"Now", s.now},
 	} {
 		NoLeaks(t, c.name, c.f)
 	}

@@ -384,13 +384,23 @@ func (e *End) ring() {
 	}
 }
 
-// Nudge rings the bell of an end that is armed, as a frame would: for what this end has stored to
-// memory that both share. Whoever sleeps there must have looked at that memory after Arm.
-func (e *End) Nudge() {
+// Nudge stores v to word, in memory that both ends share, and rings the bell of an end that is armed,
+// as a frame would. Whoever sleeps there must look at word after Arm.
+func (e *End) Nudge(word *uint64, v uint64) {
+	if e.light {
+		storeRelease(word, v)
+	} else {
+		atomic.StoreUint64(word, v)
+		e.light = e.fence && atomic.LoadUint32(e.fences[1]) == 1
+	}
 	if atomic.LoadUint32(e.arm[1]) != 0 {
 		e.ring()
 	}
 }
+
+// StoreRelease stores v to p behind all loads and stores before it, and, where the processor can do
+// that, waits for none of them.
+func StoreRelease(p *uint64, v uint64) { storeRelease(p, v) }
 
 // Answer says that the other end's bell was heard; call it before waking the sleeper. From any
 // goroutine.

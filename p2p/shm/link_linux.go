@@ -52,10 +52,13 @@ type link struct {
 	heard  uint64      // of the peer's news, when Arm looked last
 	told   uint64      // news of ours
 	spare  []*target
+	stale  atomic.Bool // the peer has freed a region
 
 	storing sync.Mutex // held while this end accesses a chunk of the peer's memory
 	stopped bool       // it accesses nothing any more. Under storing, as what follows
 	raised  uint64     // the word that says so
+	recent  [4]*target // of PutNow
+	next    int
 }
 
 // importKey names a region of the peer, mapped for reading or for writing too.
@@ -278,6 +281,7 @@ func (l *link) take(m message, fd int) error {
 func (l *link) drop(id uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.stale.Store(true)
 	for _, key := range [...]importKey{{id, false}, {id, true}} {
 		if r := l.imports[key]; r != nil && (r.mapping != nil || r.err != nil) {
 			if r.mapping != nil {
@@ -352,6 +356,7 @@ func (l *link) Close() error {
 		l.closed = true
 		l.mu.Unlock()
 		l.cease()
+		l.forget()
 		l.words.at(gateAt, l.side).Store(1)
 		l.sock.conn.Close()
 		if l.process != nil {

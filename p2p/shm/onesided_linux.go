@@ -15,6 +15,7 @@ import (
 
 	"tutti/mem"
 	"tutti/p2p"
+	"tutti/p2p/ring"
 	"tutti/p2p/rma"
 )
 
@@ -41,12 +42,13 @@ import (
 //
 //	storer  busy odd before the loads of gate and grant    amd64: XCHG is a full barrier; arm64: STLR, then LDAR
 //	storer  these loads before the accesses of the chunk   amd64: loads are not passed; arm64: LDAR (acquire)
-//	storer  the accesses before busy even                  amd64: stores stay in order, XCHG; arm64: STLR (release)
+//	storer  the accesses before busy even                  amd64: stores stay in order; arm64: STLR (release)
 //	owner   grant 0 before the loads of busy               amd64: XCHG; arm64: STLR, then LDAR
 //	owner   these loads before it uses the memory          amd64: loads are not passed; arm64: LDAR (acquire)
 //
 // Loads and stores of words are those of sync/atomic, which are sequentially consistent on every
-// processor that Go knows; the instructions are what they become. String stores (REP MOVS) are in
+// processor that Go knows; the instructions are what they become. Only busy even is a store with
+// release (ring.StoreRelease), which has to wait for nothing. String stores (REP MOVS) are in
 // order with discrete stores that follow them. TestWithdrawOrder explores all interleavings, and
 // finds that no pair can be left out.
 //
@@ -68,8 +70,10 @@ const (
 type words []byte
 
 func (w words) at(off, side int) *atomic.Uint64 {
-	return (*atomic.Uint64)(unsafe.Pointer(&w[off+side*wordSpacing]))
+	return (*atomic.Uint64)(unsafe.Pointer(w.raw(off, side)))
 }
+
+func (w words) raw(off, side int) *uint64 { return (*uint64)(unsafe.Pointer(&w[off+side*wordSpacing])) }
 
 // A grant is a record of a board:
 //
@@ -405,9 +409,122 @@ func (t *target) look(rights mem.Rights, off, n uint64) ([]byte, error) {
 // Leave implements rma.Target.
 func (t *target) Leave() {
 	l := t.l
+	l.lower()
+	l.storing.Unlock()
+}
+
+// lower says that the access has ended: a store behind all accesses before it.
+func (l *link) lower() {
+	l.raised++
+	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised)
+}
+
+// nowMax is up to how many bytes PutNow puts.
+const nowMax = 4 << 10
+
+// PutNow implements p2p.Immediate.
+func (l *link) PutNow(local mem.Memory, to *mem.Remote, offset uint64, s p2p.Signal) bool {
+	n := local.Len()
+	if n > nowMax || n == 0 && s.At == nil || !local.Loc().Host() || l.Ready() ||
+		n > 0 && p2p.CheckAccess("put", to, mem.Write, offset, uint64(n)) != nil ||
+		s.At != nil && p2p.CheckAccess("signal", s.At, mem.Signal, s.Offset, mem.WordSize) != nil {
+		return false
+	}
+	if l.stale.Load() {
+		l.forget()
+	}
+	l.storing.Lock()
+	for known := false; ; known = true {
+		if l.stopped {
+			l.storing.Unlock()
+			return false
+		}
+		if (n == 0 || l.recall(to) != nil) && (s.At == nil || l.recall(s.At) != nil) {
+			break
+		}
+		l.storing.Unlock()
+		if known || !l.know(to, n > 0) || !l.know(s.At, s.At != nil) {
+			return false
+		}
+		l.storing.Lock()
+	}
+	defer l.storing.Unlock()
 	l.raised++
 	l.words.at(busyAt, l.side).Store(l.raised)
+	defer l.lower()
+	var data, word []byte
+	var err error
+	if n > 0 {
+		if data, err = l.recall(to).look(mem.Write, offset, uint64(n)); err != nil {
+			return false // Put finds the same, and says so
+		}
+	}
+	if s.At != nil {
+		if word, err = l.recall(s.At).look(mem.Signal, s.Offset, mem.WordSize); err != nil {
+			return false
+		}
+	}
+	copy(data, local.Bytes())
+	if word != nil {
+		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(word))), s.Value)
+		l.Signalled()
+	}
+	return true
+}
+
+// recall returns the target of x among those that were used last, nil if it is not there. Under
+// storing.
+func (l *link) recall(x *mem.Remote) *target {
+	for _, t := range &l.recent {
+		if t != nil && t.generation == x.Generation && t.id == x.ID {
+			return t
+		}
+	}
+	return nil
+}
+
+// know has recall find the target of x, if that is needed, unless it takes time.
+func (l *link) know(x *mem.Remote, needed bool) bool {
+	if !needed {
+		return true
+	}
+	l.storing.Lock()
+	known := l.recall(x) != nil
 	l.storing.Unlock()
+	if known {
+		return true
+	}
+	t, err := l.Reach(x, mem.Write)
+	if err != nil || t == nil {
+		return false
+	}
+	l.storing.Lock()
+	defer l.storing.Unlock()
+	if l.stopped {
+		l.Drop(t)
+		return false
+	}
+	at := &l.recent[l.next%len(l.recent)]
+	l.next++
+	if *at != nil {
+		l.Drop(*at)
+	}
+	*at = t.(*target)
+	return true
+}
+
+// forget lets go of what recall would find.
+func (l *link) forget() {
+	l.storing.Lock()
+	defer l.storing.Unlock()
+	l.stale.Store(false)
+	for i, t := range l.recent {
+		if t != nil {
+			t.data.Release()
+			t.board.Release()
+			l.recent[i] = nil
+		}
+	}
 }
 
 // cease has this end access nothing of the peer any more. It waits for a chunk that is under way.
@@ -420,8 +537,7 @@ func (l *link) cease() {
 // Signalled implements rma.Reach. A peer that sleeps looks at news after it has armed the link.
 func (l *link) Signalled() {
 	l.told++
-	l.words.at(newsAt, l.side).Store(l.told)
-	l.Nudge()
+	l.Nudge(l.words.raw(newsAt, l.side), l.told)
 }
 
 // over says why nothing may be put or got any more, nil while it may.
@@ -439,6 +555,9 @@ func (l *link) over() error {
 
 // Arm implements p2p.Link.
 func (l *link) Arm() bool {
+	if l.stale.Load() {
+		l.forget()
+	}
 	if l.Ready() || l.End.Arm() {
 		return true
 	}
