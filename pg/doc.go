@@ -120,6 +120,8 @@
 // messages: some tens of MiB a rank for rings and early messages, and scratch for a few blocks of 8
 // MiB. A call like the one before allocates nothing.
 //
+// A [Window] is memory that ranks put to, get from and signal without the other side's taking part.
+//
 // # The same bits
 //
 // A reduction folds its contributions in an order that ranks, sizes and the algorithm fix, never
