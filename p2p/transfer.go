@@ -116,7 +116,7 @@ func (pr *peer) choose(local, remote mem.Location, to *mem.Remote, n int) (OneSi
 	if i := ChoosePath(specs[:k], local, remote, n); i >= 0 {
 		return ts.paths[index[i]].OneSided, nil
 	}
-	return nil, &PeerError{pr.rank, fmt.Errorf("no path of the %d over %s moves memory between %s here and %s there: %w",
+	return nil, &PeerError{pr.rank, fmt.Errorf("none of %d paths over %s moves memory between %s here and %s there: %w",
 		len(ts.paths), pr.counts.transport, local, remote, errors.ErrUnsupported)}
 }
 

@@ -115,7 +115,7 @@ func TestTransfers(t *testing.T) {
 					return err
 				}
 				if !put.Done() || put.Err() != nil || put.Bytes() != len(local) {
-					return fmt.Errorf("a put that was flushed: done %v, %d bytes, %v", put.Done(), put.Bytes(), put.Err())
+					return fmt.Errorf("a put that was flushed: %v, %d bytes, %v", put.Done(), put.Bytes(), put.Err())
 				}
 				if _, err := q.c.WaitWord(w, 0, back.Word(0), func(v uint64) bool { return v >= i }); err != nil {
 					return err
@@ -125,7 +125,8 @@ func TestTransfers(t *testing.T) {
 			if err := q.c.Get(w, &get, 0, mem.Host(got, mem.Anywhere), x, 64); err != nil {
 				return err
 			}
-			if err := q.c.WaitTransfer(w, &get); err != nil || !bytes.Equal(got, bytes.Repeat([]byte{rounds}, len(got))) {
+			err := q.c.WaitTransfer(w, &get)
+			if err != nil || !bytes.Equal(got, bytes.Repeat([]byte{rounds}, len(got))) {
 				return fmt.Errorf("get: %w, or other bytes", err)
 			}
 			if err := q.c.Put(w, &put, 0, mem.Memory{}, nil, 0, p2p.Signal{At: x, Value: rounds + 1}); err != nil {
@@ -185,7 +186,8 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 		elsewhere := *x
 		elsewhere.Keys = []mem.Key{{Path: "nvlink"}}
 		var peer *p2p.PeerError
-		if err := try(&elsewhere, 0); !errors.Is(err, errors.ErrUnsupported) || !errors.As(err, &peer) || peer.Rank != 0 {
+		err := try(&elsewhere, 0)
+		if !errors.Is(err, errors.ErrUnsupported) || !errors.As(err, &peer) || peer.Rank != 0 {
 			t.Errorf("no path: %v", err)
 		}
 		if err := with(q, func(w *p2p.Wait) error {
@@ -193,8 +195,8 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 		}); !errors.Is(err, errors.ErrUnsupported) {
 			t.Errorf("memory of a device: %v", err)
 		}
-		if _, err := p.Expose(mem.NewRegion(9, mem.Device(1, 8, "cuda:0"), false, false, nil), 0, 8, mem.Read); !errors.Is(
-			err, errors.ErrUnsupported) {
+		device := mem.NewRegion(9, mem.Device(1, 8, "cuda:0"), false, false, nil)
+		if _, err := p.Expose(device, 0, 8, mem.Read); !errors.Is(err, errors.ErrUnsupported) {
 			t.Errorf("exposing memory of a device: %v", err)
 		}
 		if err := try(x, 0); err != nil {
@@ -288,10 +290,12 @@ func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
 	}()
 	buf := make([]byte, n)
 	var get p2p.Transfer
-	if err := with(q, func(w *p2p.Wait) error { return q.c.Get(w, &get, 0, mem.Host(buf[:8], mem.Anywhere), x, 0) }); err != nil {
-		t.Fatal(err)
-	}
-	if err := with(q, func(w *p2p.Wait) error { return q.c.WaitTransfer(w, &get) }); err != nil {
+	if err := with(q, func(w *p2p.Wait) error {
+		if err := q.c.Get(w, &get, 0, mem.Host(buf[:8], mem.Anywhere), x, 0); err != nil {
+			return err
+		}
+		return q.c.WaitTransfer(w, &get)
+	}); err != nil {
 		t.Fatal(err)
 	}
 	cancel()

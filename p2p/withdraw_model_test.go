@@ -157,8 +157,8 @@ func withdraws(orders []order, buffers bool, drains []string) string {
 		}
 		return ""
 	}
-	empty := func() [2]map[string]int { return [2]map[string]int{{}, {}} }
-	return run(state{memory: map[string]int{"grant": granted, "busy": 0}, done: [2]map[string]bool{{}, {}}, got: empty()})
+	return run(state{memory: map[string]int{"grant": granted, "busy": 0}, done: [2]map[string]bool{{}, {}},
+		got: [2]map[string]int{{}, {}}})
 }
 
 // TestWithdrawOrder: with the orders that package shm documents nothing changes after Withdraw, on a

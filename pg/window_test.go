@@ -236,7 +236,8 @@ func TestWindowOutlivesALostRank(t *testing.T) {
 				}
 				for round := uint64(1); round <= 2; round++ { // in both views
 					for _, to := range []int{0, 1, 3} {
-						if err := w.PutSignal(ctx, to, 100*g.Rank(), bytes.Repeat([]byte{byte(round)}, 100), 5); err != nil {
+						x := bytes.Repeat([]byte{byte(round)}, 100)
+						if err := w.PutSignal(ctx, to, 100*g.Rank(), x, 5); err != nil {
 							t.Fatal(err)
 						}
 					}

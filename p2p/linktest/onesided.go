@@ -352,10 +352,11 @@ func (s suite) refused(t *testing.T, x, y *Side, right mem.Rights) {
 		off  uint64
 		want error
 	}{
-		"a length that was enlarged":  {longer, 1, p2p.ErrBounds},
-		"an end that was moved":       {longer, n, p2p.ErrBounds},
-		"rights that were added":      {forged(other, func(r *mem.Remote) { r.Rights |= right }), 0, p2p.ErrRights},
-		"a generation that never was": {forged(good, func(r *mem.Remote) { r.Generation += 1 << 40 }), 0, p2p.ErrRevoked},
+		"a length that was enlarged": {longer, 1, p2p.ErrBounds},
+		"an end that was moved":      {longer, n, p2p.ErrBounds},
+		"rights that were added":     {forged(other, func(r *mem.Remote) { r.Rights |= right }), 0, p2p.ErrRights},
+		"a generation that never was": {forged(good, func(r *mem.Remote) { r.Generation += 1 << 40 }), 0,
+			p2p.ErrRevoked},
 		"another one's generation": {forged(good, func(r *mem.Remote) { r.Generation = quiet.Generation; r.ID++ }), 0,
 			p2p.ErrRevoked},
 		"a region that never was": {forged(good, func(r *mem.Remote) { r.ID++ }), 0, p2p.ErrRevoked},

@@ -52,7 +52,6 @@ type copyOp struct {
 	word     Target
 	strong   bool
 	flush    bool
-	told     bool // Cancel was called
 	finished bool
 }
 

@@ -169,7 +169,8 @@ func TestRefusedFramesEndTheirOperation(t *testing.T) {
 		"signal not aligned": {[]sent{frame(frameSignal, flagLast, 0, 4, nil)}, statusBounds | statusSignal},
 		"second piece": {[]sent{frame(framePut, 0, 0, size, data), frame(framePut, flagLast, 0, 0, data)},
 			statusBounds},
-		"signal after refused data": {[]sent{frame(framePut, flagLast|flagSignal, 0, size, append(record(7, 3, 0, 1), data...))},
+		"signal after refused data": {
+			[]sent{frame(framePut, flagLast|flagSignal, 0, size, append(record(7, 3, 0, 1), data...))},
 			statusBounds},
 		"get behind the end": {[]sent{with(frame(frameGet, 0, 0, 1, nil), func(h *p2p.Header) { h.Count = size })},
 			statusBounds},

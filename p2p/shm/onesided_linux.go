@@ -400,8 +400,8 @@ func (t *target) look(rights mem.Rights, off, n uint64) ([]byte, error) {
 	case n > length || off > length-n || rights == mem.Signal && (base+off)%mem.WordSize != 0:
 		return nil, p2p.ErrBounds
 	case length > size || base > size-length:
-		return nil, fmt.Errorf("%w: %v exposes %d bytes at %d of a region of %d", p2p.ErrProtocol, t.l.peer, length, base,
-			size)
+		return nil, fmt.Errorf("%w: %v exposes %d bytes at %d of a region of %d", p2p.ErrProtocol, t.l.peer, length,
+			base, size)
 	}
 	return t.data.Mem[base+off:][:n], nil
 }

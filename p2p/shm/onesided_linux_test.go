@@ -243,7 +243,9 @@ func TestGrantsAreUsedAgain(t *testing.T) {
 			if err := tr.Withdraw(t.Context(), x); err != nil {
 				t.Fatal(err)
 			}
-			open[i] = &mem.Remote{ID: r.ID, Generation: x.Generation + 10_000, Len: 64, Rights: mem.Write, Loc: mem.Anywhere}
+			next := *x
+			next.Generation += 10_000
+			open[i] = &next
 			if _, err := tr.Expose(r, open[i]); err != nil {
 				t.Fatal(err)
 			}
