@@ -257,6 +257,9 @@ func (f *Frames) Recv() (*p2p.Header, []byte, error) {
 		}
 		switch h.Service {
 		case 0:
+			if f.pending() { // a peer that sends without end holds nothing up
+				f.pump()
+			}
 			return h, payload, nil
 		case Service:
 		default:

@@ -212,6 +212,19 @@ func TestUnansweredOperationsAreBounded(t *testing.T) {
 	}
 }
 
+// TestAnswersPassFramesThatComeWithoutEnd: a peer that sends frame after frame keeps nobody from
+// learning that a put is placed.
+func TestAnswersPassFramesThatComeWithoutEnd(t *testing.T) {
+	f, w, _, _, _ := target()
+	w.in = []sent{frame(framePut, flagLast, 0, 0, []byte{1}), {p2p.Header{Kind: 1}, nil}, {p2p.Header{Kind: 2}, nil}}
+	if h, _, err := f.Recv(); err != nil || h == nil || h.Kind != 1 {
+		t.Fatal(h, err)
+	}
+	if len(w.out) != 1 || w.out[0].h.Kind != frameDone {
+		t.Errorf("the put is not answered while other frames come: %+v", w.out)
+	}
+}
+
 // FuzzFrames: whatever a peer sends, nothing panics, and no byte changes outside of what it may
 // write and what was asked of it.
 func FuzzFrames(f *testing.F) {

@@ -48,7 +48,6 @@ type link struct {
 	side   int
 	pid    int         // of the peer, 0: not known
 	ceased atomic.Bool // the peer's end came: it accesses nothing of ours
-	left   atomic.Bool // this end was closed first, while the peer did
 	heard  uint64      // of the peer's news, when Arm looked last
 	told   uint64      // news of ours
 	spare  []*target

@@ -275,7 +275,6 @@ func (x *exports) leave(l *link) bool {
 		x.end()
 		return true
 	}
-	l.left.Store(true)
 	x.leavers = append(x.leavers, l)
 	return false
 }

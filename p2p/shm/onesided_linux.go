@@ -219,7 +219,7 @@ type storing struct {
 
 // over reports whether the access has ended.
 func (s *storing) over() bool {
-	return s.l.words.at(busyAt, 1-s.l.side).Load() != s.busy || s.l.ceased.Load() || s.l.left.Load() && gone(s.l.pid)
+	return s.l.words.at(busyAt, 1-s.l.side).Load() != s.busy || s.l.ceased.Load()
 }
 
 // gone reports whether a process has ended, as far as can be told.
@@ -285,7 +285,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 func (x *exports) prune() {
 	x.leavers = slices.DeleteFunc(x.leavers, func(l *link) bool {
 		s := storing{l, l.words.at(busyAt, 1-l.side).Load()}
-		return s.busy%2 == 0 || s.over()
+		return s.busy%2 == 0 || s.over() || gone(l.pid)
 	})
 }
 
@@ -303,7 +303,7 @@ func (s *storing) wait(ctx context.Context) error {
 		t.Reset(pause)
 		select {
 		case <-t.C:
-			if s.over() {
+			if s.over() || gone(s.l.pid) {
 				return nil
 			}
 		case <-ctx.Done():
