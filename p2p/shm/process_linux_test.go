@@ -226,12 +226,6 @@ func start(t testing.TB, role string) process {
 	return p
 }
 
-// kill ends the child and returns when it is gone.
-func (p *process) kill() {
-	p.started.Kill()
-	p.started.Wait()
-}
-
 // A child of a rank that has inherited its sockets does not keep the rank alive when it is killed.
 func TestKilledWhileAChildHasTheSocket(t *testing.T) {
 	p := start(t, "heir")
@@ -243,13 +237,20 @@ func TestKilledWhileAChildHasTheSocket(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Kill(heir, unix.SIGKILL)
-	p.kill()
+	p.started.Signal(unix.SIGKILL) // it alone, not its process group
+	p.started.Wait()
 	if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
 		t.Errorf("%v, %v; want an error that wraps ErrPeerGone", h, err)
 	}
 	if err := unix.Kill(heir, 0); err != nil {
 		t.Errorf("the one that inherited the socket had ended: %v", err)
 	}
+}
+
+// kill ends the child and returns when it is gone.
+func (p *process) kill() {
+	p.started.Kill()
+	p.started.Wait()
 }
 
 // traces lists what there is on the machine of a rank that listened as name.
