@@ -9,8 +9,7 @@ STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
-# The packages whose tests take longest go first, so that none of them runs alone at the end. Most wait
-# for most of their time, so that three run at once on two processors.
+# The packages whose tests take longest go first, so that none of them runs alone at the end.
 LONGEST     := ./tests/matrix ./tests/faults ./pg
 
 .PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
@@ -25,11 +24,11 @@ build: ## bin/tutti and all packages
 test: lint test-unit test-race test-purego ## everything that CI runs; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
-	@$(GO) run ./tests/report -- $(GO) test -p 3 -count=1 -timeout 15m $(LONGEST) ./...
+	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(LONGEST) ./...
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
 test-race: ## the packages with the race detector
-	@$(GO) run ./tests/report -- $(GO) test -p 3 -short -race -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
+	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...

@@ -433,7 +433,7 @@ func TestUnknownHost(t *testing.T) {
 			j := &job{Stage: rig.New(t)}
 			p := j.node(t, a, node, "head.invalid:29400", []string{"TUTTI_SECRET=" + bootstrap.NewSecret()})
 			// Names of hosts that are yet to start may come later, hence no error at once.
-			p.Err.Await(t, "the host name in --rdzv head.invalid:29400 does not resolve yet: lookup head.invalid")
+			p.Err.Await(t, "the host name of the meeting point head.invalid:29400 (--rdzv) does not resolve yet: lookup head.invalid")
 			p.Signal(syscall.SIGINT)
 			p.End(128 + int(syscall.SIGINT))
 			j.Clean()
