@@ -402,10 +402,15 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation,
 		ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
 	pause, auth := firstPause, 0
+	var last error // why the latest attempt failed that was not cut short by the end of ctx
 	for {
 		eps, err := c.round(ctx, addrs, hello)
 		if err == nil {
 			return eps, nil
+		}
+		var late net.Error
+		if last == nil || ctx.Err() == nil && !(errors.As(err, &late) && late.Timeout()) {
+			last = err
 		}
 		var final *finalError
 		if errors.Is(err, ErrAuth) {
@@ -415,7 +420,7 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 			return nil, fmt.Errorf("%s at %v: %w", name, addrs, err)
 		}
 		if !sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {
-			return nil, fmt.Errorf("%s at %v: %w; last attempt: %w", name, addrs, context.Cause(ctx), err)
+			return nil, fmt.Errorf("%s at %v: %w; last attempt: %w", name, addrs, context.Cause(ctx), last)
 		}
 		pause = min(2*pause, longestPause)
 	}

@@ -74,7 +74,7 @@ type tuner struct {
 // algorithms, which are for several, are left out. Every rank of g calls it, with all ranks on one
 // host; all get the same rules. Contenders take turns round by round and medians count. Every
 // algorithm's result is checked; a wrong one is an error. report is called at rank 0. When time has
-// run out by half as much again, collectives that are left have no rules.
+// run out by half as much again, collectives that are left have no rules; the first one always has.
 func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 	report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
 	if g.Rank() != 0 {
@@ -109,7 +109,7 @@ func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 		if err != nil {
 			return nil, err
 		}
-		if elapsed > spec.Time*3/2 {
+		if len(rules) > 0 && elapsed > spec.Time*3/2 {
 			break
 		}
 		own, err := t.kind(ctx, k)
