@@ -84,7 +84,7 @@ func TestSiteRefusals(t *testing.T) {
 		{"no TLS to a store with", "etcd" + strings.TrimPrefix(certs.Address, "etcds"), "use " + certs.Address},
 	} {
 		s, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: c.address, Job: "test",
-			DialTimeout: 300 * time.Millisecond})
+			DialTimeout: 2 * time.Second})
 		if err == nil {
 			s.Close()
 		}
