@@ -1,8 +1,8 @@
-// Package bootstrap brings the ranks of a job together: what the launch environment says about this
-// process, the store that is the job's small shared truth, the registration of ranks in it, and the
-// RPC by which two ranks exchange the descriptors of their transports.
+// Package bootstrap brings the ranks of a job together. It reads the launch environment, connects
+// to the store with the job's shared state, registers ranks in it, and provides the RPC by which
+// two ranks exchange the endpoints of their transports.
 //
-// The way into a job:
+// How a process joins a job:
 //
 //	launch, err := bootstrap.FromEnv(os.Getenv)              // who am I: torchrun, mpirun, Slurm, Kubernetes, tutti run
 //	meeting, err := launch.Meet(ctx, …)                      // where no store was named: rank 0 serves one
@@ -12,8 +12,8 @@
 //	peer, err := bootstrap.Lookup(ctx, store, slot)          // wait for a peer's key
 //	endpoints, err := client.Describe(ctx, peer)             // and ask it, on demand, how its transports are reached
 //
-// The store carries O(1) keys a rank and nothing large: transport descriptors travel by RPC between
-// those two ranks that need them.
+// The store holds O(1) small keys for each rank: transport endpoints travel by RPC between the two
+// ranks that need them.
 //
 // # Keys
 //
@@ -25,6 +25,6 @@
 // # Trust
 //
 // Every connection of the RPC, and every one to the store that the launcher embeds (tutti://
-// addresses), proves the job's secret by package trust before a byte of gRPC is read. A site's own
-// etcd (etcd://, etcds://) is authenticated by its means: user and password, TLS certificates.
+// addresses), proves the job's secret by package trust before gRPC begins. A site's own etcd
+// (etcd://, etcds://) uses its own authentication: user and password, TLS certificates.
 package bootstrap

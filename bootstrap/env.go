@@ -24,18 +24,19 @@ import (
 	"tutti/internal/trust"
 )
 
-// Launch is what the environment says about this process's place in the job and about how the job
-// is to run. A setting that the environment does not make is its type's zero value, but for
-// LocalRank, which is then -1.
+// Launch holds what the environment says about this process's place in the job and the job's
+// settings. A setting that is missing is its type's zero value, except for LocalRank, which is then
+// -1.
 type Launch struct {
-	Rank, Size           int    // slot and number of slots; 0 of 1 where nothing launched this process
+	Rank, Size           int    // slot and number of slots; 0 of 1 without a launcher
 	LocalRank, LocalSize int    // place among the ranks of this machine; -1 and 0: unknown
-	Job                  string // name of the job, fit for a key; "" where nothing names it: see JobMissing
+	Job                  string // name of the job, valid in a key; "" if there is none: see JobMissing
 	Secret               []byte // the job's secret, nil if none is set
 	Store                string // address of the store, see DialStore
-	MasterAddr           string // host of rank 0 as the launcher names it, "" if it does not
+	MasterAddr           string // host of rank 0 as the launcher names it, or ""
 	MasterPort           int    // the launcher's rendezvous port there, 0 if unknown
-	// who said so: "tutti", "torchrun", "openmpi", "pmi", "pmix", "slurm", "kubernetes" or "none"
+	// Source is the origin: "tutti", "torchrun", "openmpi", "pmi", "pmix", "slurm", "kubernetes" or
+	// "none".
 	Source               string
 	Transport, Algorithm string        // restrictions, as written
 	Tuning               string        // path of a measured table of algorithms, as written
@@ -54,17 +55,16 @@ type Launch struct {
 	StoreCA              string // paths of PEM files
 	StoreCert, StoreKey  string
 
-	// What Meet needs.
-	name  string      // of this launch, which no other has at the same time; "": nothing names it
-	named bool        // MasterAddr is the host of rank 0, where a port may be opened
+	// For Meet.
+	name  string      // of this launch, unique at any time; "": unknown
+	named bool        // MasterAddr is the host of rank 0, and a port may be opened there
 	pmi   pmi.Address // the launcher's key-value space
 }
 
 // Variable documents one environment variable.
 type Variable struct{ Name, Meaning, Default string }
 
-// Variables lists every TUTTI_* variable. It is the one place where they are written down; README
-// and `tutti doctor` print it.
+// Variables lists every TUTTI_* variable. It is the only list: README and `tutti doctor` print it.
 func Variables() []Variable {
 	return []Variable{
 		{"TUTTI_RANK", "slot of this process, 0..TUTTI_SIZE-1; with TUTTI_SIZE it overrides every launcher",
@@ -75,7 +75,7 @@ func Variables() []Variable {
 		{"TUTTI_LOCAL_SIZE", "number of ranks on this machine", "the launcher's"},
 		{"TUTTI_JOB", "name of the job, under which its ranks meet in the store: letters, digits, '.', '_', '-', " +
 			"at most 128",
-			"from what the launcher says of the launch; if that is nothing, it must be set"},
+			"from the launcher's variables; without any, it must be set"},
 		{"TUTTI_STORE", "address of the store: tutti://HOST:PORT (embedded by tutti run), etcd://HOST:PORT,… or " +
 			"etcds://HOST:PORT,… (a site's own, plain or TLS)", "none"},
 		{"TUTTI_SECRET", "the job's secret, which every connection proves to know: at least 16 bytes of text, or " +
@@ -84,7 +84,7 @@ func Variables() []Variable {
 		{"TUTTI_TRANSPORT", "transports to use: auto, or a list such as shm,tcp", "auto"},
 		{"TUTTI_ALGO", "algorithm to force where the collective has it", "by size and topology"},
 		{"TUTTI_TUNE", "file with measured choices of algorithms, written by tutti tune; off: none",
-			"tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it is there"},
+			"tutti/tune.json in $XDG_CONFIG_HOME or ~/.config, if it exists"},
 		{"TUTTI_IFNAME", "network interfaces to use: names, NAME*, addresses, networks; ^ excludes (^docker0,lo)",
 			"all that are up"},
 		{"TUTTI_PORT", "port to listen on: 29500, a range 29500-29600, or 0 for the kernel's choice", "0"},
@@ -95,12 +95,12 @@ func Variables() []Variable {
 		{"TUTTI_UNIFORM",
 			"1: every collective has the same outcome at all survivors, for a small exchange after each", "0"},
 		{"TUTTI_MAX_SIZE", "number of ranks that the job may grow to", "TUTTI_SIZE"},
-		{"TUTTI_AUTO_ADMIT", "1: ranks that wait to join come in between two operations, without Admit", "0"},
+		{"TUTTI_AUTO_ADMIT", "1: waiting ranks are admitted between two operations, without Admit", "0"},
 		{"TUTTI_STANDBY", "number of this spare process, which has no rank: it waits for a slot that becomes free",
 			"none"},
 		{"TUTTI_LOG", "log level on standard error: debug, info, warn, error or off", "warn"},
-		{"TUTTI_LOG_DIR", "directory for flight records: what a rank did last, as files that outlive it; also " +
-			"written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
+		{"TUTTI_LOG_DIR", "directory for flight records: the last operations of a rank, in files that outlive it; " +
+			"also written on a timeout and on SIGUSR1", "none; tutti run --log-dir sets it"},
 		{"TUTTI_METRICS", "address at which a rank serves Prometheus metrics: 127.0.0.1:9400, a range " +
 			"127.0.0.1:9400-9407 (port and local rank), or :0", "none"},
 		{"TUTTI_STORE_USER", "user of a site's etcd", "none"},
@@ -111,8 +111,8 @@ func Variables() []Variable {
 	}
 }
 
-// launcher is one way in which launchers tell a process its place. Of each list the first variable
-// that is set counts.
+// launcher describes how a launcher tells a process its place. Of each list the first variable that
+// is set counts.
 type launcher struct {
 	source                           string
 	rank, size, localRank, localSize []string
@@ -121,8 +121,8 @@ type launcher struct {
 }
 
 // launchers in order of precedence. torchrun's set wins over everything else. mpirun inside a Slurm
-// allocation leaves Slurm's variables of the batch step in the environment, where they count nodes
-// rather than ranks: hence the MPI launchers come before Slurm.
+// allocation leaves Slurm's variables of the batch step in the environment, which count nodes and
+// not ranks: hence the MPI launchers come before Slurm.
 var launchers = []launcher{
 	{source: "tutti", rank: []string{"TUTTI_RANK"}, size: []string{"TUTTI_SIZE"},
 		localRank: []string{"TUTTI_LOCAL_RANK"}, localSize: []string{"TUTTI_LOCAL_SIZE"}},
@@ -147,11 +147,11 @@ var launchers = []launcher{
 }
 
 // FromEnv reads the environment through getenv (os.Getenv; "" means not set). Its only other inputs
-// are the file that TUTTI_SECRET_FILE names and, to name a job of MPICH's mpiexec, the command
-// lines of the processes that this one descends from. Of several launchers the first complete one
-// of this order counts: TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open
-// MPI; PMI (MPICH, Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. Half a set is an
-// error that names what is missing, a contradiction one that names both variables. Without any the
+// are the file of TUTTI_SECRET_FILE and, to name a job of MPICH's mpiexec, the command lines of
+// this process's ancestors. Of several launchers the first complete one counts, in this order:
+// TUTTI_RANK and TUTTI_SIZE; RANK and WORLD_SIZE as torchrun sets them; Open MPI; PMI (MPICH,
+// Hydra, Intel MPI, Cray); Slurm; PMIx; a Kubernetes indexed job. An incomplete set is an error
+// that names what is missing, a contradiction one that names both variables. Without any the
 // process is rank 0 of 1. No error contains a secret or a password.
 func FromEnv(getenv func(string) string) (Launch, error) {
 	e := env{get: getenv}
@@ -226,7 +226,7 @@ func (e env) place(l *Launch) error {
 		case own && rankName == "":
 			continue // TUTTI_SIZE alone completes or confirms a launcher's set
 		case rankName == "" && (k.source == "slurm" || k.sizeElsewhere):
-			continue // salloc's shell has SLURM_NTASKS and no rank: not launched by srun
+			continue // salloc's shell has SLURM_NTASKS and no rank: not a step
 		case rankName == "":
 			return fmt.Errorf("environment: %s=%d is set but %s is not: set both, as the launcher does, or neither",
 				sizeName, n, k.rank[0])
@@ -268,20 +268,19 @@ func (e env) place(l *Launch) error {
 		l.name = cleanJob(by.source + "-" + name)
 		l.Job = l.name
 	}
-	_, torchrun := e.first([]string{"TORCHELASTIC_RUN_ID"}) // not another that sets RANK and MASTER_ADDR
+	_, torchrun := e.first([]string{"TORCHELASTIC_RUN_ID"}) // other launchers set RANK and MASTER_ADDR, too
 	l.named = l.MasterAddr != "" && (by.source == "slurm" || torchrun != "")
 	return nil
 }
 
-// job makes a name of what the launcher says of the launch; no other launch that uses the same
-// store at the same time has it. "": there is nothing to make one of.
+// job returns a name for the launch from the launcher's variables, different from all other
+// launches that use the same store at the same time; "" if there are no such variables.
 func (e env) job(l *Launch, by *launcher) string {
 	if name, v := e.first(by.job); name != "" && v != "none" { // torchrun's default is "none"
 		if step := strings.TrimSpace(e.get("SLURM_STEP_ID")); by.source == "slurm" && step != "" {
 			v += "." + step
 		}
-		// Open MPI 4 makes the names of its launches of 16 bits, but draws a random key for each
-		// too.
+		// Open MPI 4 names its launches by 16 bits, but also draws a random key for each.
 		key := strings.TrimSpace(e.get("OMPI_MCA_orte_precondition_transports"))
 		if by.source == "openmpi" && key != "" {
 			v += "." + key
@@ -293,7 +292,7 @@ func (e env) job(l *Launch, by *launcher) string {
 		if at := hydra(os.Getppid()); at != "" {
 			return at
 		}
-	case "kubernetes": // where the name of a pod of an indexed job is JOB-INDEX
+	case "kubernetes": // the name of an indexed job's pod is JOB-INDEX
 		if v, ok := strings.CutSuffix(strings.TrimSpace(e.get("HOSTNAME")), "-"+strconv.Itoa(l.Rank)); ok && v != "" {
 			return v
 		}
@@ -304,7 +303,7 @@ func (e env) job(l *Launch, by *launcher) string {
 	return ""
 }
 
-// meetingPoint makes a name of where the ranks of a launch meet, which is held as long as it lasts.
+// meetingPoint returns a name for the meeting point of a launch, which is occupied while it runs.
 func meetingPoint(host, port string) string {
 	name := host + "-" + port
 	if ip, err := netip.ParseAddr(host); err == nil && ip.IsLoopback() || strings.EqualFold(host, "localhost") {
@@ -315,8 +314,8 @@ func meetingPoint(host, port string) string {
 }
 
 // hydra returns a name for the launch of MPICH's and Intel MPI's mpiexec that process pid belongs
-// to, "" if it does to none. They name it in no variable, but the proxies between mpiexec and the
-// ranks are told, on all hosts alike, where mpiexec listens.
+// to, or "". No variable names the launch, but the proxies between mpiexec and the ranks know, on
+// all hosts, where mpiexec listens.
 func hydra(pid int) string {
 	for range 16 { // shells and scripts may be in between
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
@@ -342,7 +341,7 @@ func hydra(pid int) string {
 	return ""
 }
 
-// hydraProxy takes mpiexec's address out of a proxy's command line; "": it is none.
+// hydraProxy returns mpiexec's address from a proxy's command line; "": it is no proxy.
 func hydraProxy(args []string) string {
 	if base := filepath.Base(args[0]); base != "hydra_pmi_proxy" && base != "hydra_bstrap_proxy" {
 		return ""
@@ -363,7 +362,7 @@ func hydraProxy(args []string) string {
 	return meetingPoint(host, port)
 }
 
-// local reads the place on this machine, which every launcher may leave open.
+// local reads the place on this machine, which every launcher may omit.
 func (e env) local(l *Launch, k launcher, sizeName string) error {
 	own := launchers[0]
 	rankName, rank, err := e.number(append(own.localRank[:1:1], k.localRank...), 0)
@@ -397,8 +396,8 @@ func (e env) local(l *Launch, k launcher, sizeName string) error {
 	return nil
 }
 
-// slurmTasksHere reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which is written like
-// "2(x3),1"; size 0 if Slurm does not say.
+// slurmTasksHere reads this node's entry of SLURM_STEP_TASKS_PER_NODE, which has the form
+// "2(x3),1"; size 0 if it is not set.
 func (e env) slurmTasksHere() (name string, size int, err error) {
 	name, v := e.first([]string{"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"})
 	nodeName, node, err := e.number([]string{"SLURM_NODEID"}, 0)
@@ -447,7 +446,7 @@ func (e env) master(l *Launch) error {
 
 var jobName = regexp.MustCompile(`^[A-Za-z0-9._-]{1,128}$`)
 
-// CheckJob says what is wrong with a job's name, which becomes part of keys.
+// CheckJob validates a job's name, which becomes part of keys.
 func CheckJob(name string) error {
 	if !jobName.MatchString(name) {
 		return fmt.Errorf("job name %q: expected 1 to 128 letters, digits, '.', '_' or '-'", clip(name))
@@ -455,8 +454,8 @@ func CheckJob(name string) error {
 	return nil
 }
 
-// JobMissing says that a job has no name. Ranks of other jobs that have none either would be taken
-// for its own in a store that they share.
+// JobMissing returns the error for a job without a name. In a shared store it could not be told
+// from other jobs without a name.
 func (l Launch) JobMissing() error {
 	who := "nothing names the job"
 	if l.Source != "none" && l.Source != "tutti" && l.Source != "" {
@@ -466,11 +465,11 @@ func (l Launch) JobMissing() error {
 		who)
 }
 
-// shortened is how a name ends that cleanJob has made of another.
+// shortened matches the end of names that cleanJob has shortened.
 var shortened = regexp.MustCompile(`\.[0-9a-f]{16}$`)
 
-// cleanJob makes a launcher's job id fit for a key. Different ids stay different: one that does not
-// fit as it is ends in a hash of the whole.
+// cleanJob makes a launcher's job id valid in a key. Different ids stay different: an invalid one
+// is cut, and ends in a hash of the whole.
 func cleanJob(s string) string {
 	if jobName.MatchString(s) && !shortened.MatchString(s) {
 		return s
@@ -564,7 +563,7 @@ func duration(name, s string) (time.Duration, error) {
 		return 0, nil
 	}
 	d, err := time.ParseDuration(s)
-	// also what ParseDuration takes without a unit: "0"
+	// This includes a value without a unit that ParseDuration accepts: "0".
 	if n, nerr := strconv.ParseFloat(s, 64); nerr == nil && n > -1e9 && n < 1e9 {
 		d, err = time.Duration(n*float64(time.Second)), nil
 	}
@@ -609,7 +608,7 @@ func (e env) secret() ([]byte, error) {
 }
 
 // ParseSecret reads a job's secret from its textual form: hex digits of at least trust.MinSecret
-// bytes, or any other text of that length, taken as it is. The error does not contain it.
+// bytes, or any other text of that length, taken literally. The error does not contain it.
 func ParseSecret(text string) ([]byte, error) {
 	if b, err := hex.DecodeString(text); err == nil && len(b) >= trust.MinSecret {
 		return b, nil
@@ -621,8 +620,8 @@ func ParseSecret(text string) ([]byte, error) {
 	return []byte(text), nil
 }
 
-// NewSecret returns a fresh secret in the textual form that ParseSecret and TUTTI_SECRET take: 64
-// hex digits, 256 random bits.
+// NewSecret returns a new secret in the textual form of ParseSecret and TUTTI_SECRET: 64 hex
+// digits, 256 random bits.
 func NewSecret() string {
 	var b [32]byte
 	rand.Read(b[:])
@@ -635,11 +634,11 @@ type StoreAddr struct {
 	Endpoints []string // HOST:PORT each, at least one
 }
 
-// String returns the address as it is written.
+// String returns the address in its textual form.
 func (a StoreAddr) String() string { return a.Scheme + "://" + strings.Join(a.Endpoints, ",") }
 
-// ParseStore reads tutti://HOST:PORT, etcd://HOST:PORT,HOST:PORT or etcds://…; the port may be left
-// out of etcd's (2379).
+// ParseStore reads tutti://HOST:PORT, etcd://HOST:PORT,HOST:PORT or etcds://…; etcd's port is
+// optional (2379).
 func ParseStore(s string) (StoreAddr, error) {
 	scheme, rest, ok := strings.Cut(s, "://")
 	if !ok || scheme != "tutti" && scheme != "etcd" && scheme != "etcds" {

@@ -378,8 +378,7 @@ func FuzzFromEnv(f *testing.F) {
 	})
 }
 
-// What this package says about variables is said once: nothing else in it spells a TUTTI_ name that
-// is not in the table.
+// Every TUTTI_ name in this package's source is in the table of variables.
 func TestNoUnknownVariable(t *testing.T) {
 	var known []string
 	for _, v := range Variables() {

@@ -40,21 +40,22 @@ const (
 // job's secret: see trust.Client.
 const StorePurpose = "store"
 
-// StoreHello is what a connection to an embedded store says of itself: rank, the endpoint as it was
-// given, HOST:PORT, and where the connection has led to. Both name the store that is meant.
+// StoreHello is the hello of a connection to an embedded store: the rank, the endpoint as it was
+// given, HOST:PORT, and the remote address of the connection. Both addresses identify the intended
+// store.
 func StoreHello(rank int, endpoint string, remote net.Addr) trust.Hello {
 	return trust.Hello{FromRank: uint32(rank), ToIncarnation: nameStore(endpoint), Extra: nameStore(remote.String())}
 }
 
-// StoreMeant reports whether h comes from an end that meant the store which is known as endpoint
-// and has accepted the connection at local. Either will do: a store may have several names, and its
-// address may be translated on the way. A proof that was made for another store fits neither.
+// StoreMeant reports whether h was made for the store that is known as endpoint and has accepted
+// the connection at local. One match is sufficient: a store may have several names, and its address
+// may be translated on the way. A proof for another store matches neither.
 func StoreMeant(h trust.Hello, endpoint string, local net.Addr) bool {
 	return h.ToIncarnation == nameStore(endpoint) || h.Extra == nameStore(local.String())
 }
 
-// nameStore makes a number of a store's HOST:PORT. A loopback address is one of this network
-// namespace of this machine.
+// nameStore hashes a store's HOST:PORT. For a loopback address the hash includes the network
+// namespace and the machine.
 func nameStore(endpoint string) uint64 {
 	scope := ""
 	host, port, err := net.SplitHostPort(endpoint)
@@ -71,23 +72,24 @@ func nameStore(endpoint string) uint64 {
 	return binary.LittleEndian.Uint64(sum[:])
 }
 
-// StoreConfig says which store to dial and as whom.
+// StoreConfig selects the store, and the identity of its client.
 type StoreConfig struct {
 	Address  string      // see ParseStore
-	Job      string      // the job, whose keys alone this handle sees
+	Job      string      // the job; the handle sees only its keys
 	Secret   []byte      // the job's secret, needed for tutti:// addresses
-	Rank     int         // who this is; for the store's log only
+	Rank     int         // of this process; for the store's log only
 	User     string      // of a site's etcd; "": no user
 	Password string      // that user's
 	TLS      *tls.Config // for etcds://; nil: built from the three files, or the system's authorities
 	CA       string      // PEM files; "": none
 	Cert     string
 	Key      string
-	// LeaseTTL is how long the store takes this process for alive when it is silent, in whole
+	// LeaseTTL is how long the store takes this process to be alive when it is silent, in whole
 	// seconds, rounded up; default DefaultLeaseTTL. The store may grant more: see Store.TTL.
 	LeaseTTL    time.Duration
 	DialTimeout time.Duration // bounds DialStore in addition to its ctx; default DefaultDialTimeout
-	// bounds every operation but Wait and Watch in addition to its ctx; default DefaultOpTimeout
+	// OpTimeout bounds every operation except Wait and Watch, in addition to its ctx; default
+	// DefaultOpTimeout.
 	OpTimeout time.Duration
 	Dial      dial.Func    // makes the connections; nil: net.Dialer
 	Logger    *slog.Logger // nil: nothing is logged
@@ -106,20 +108,20 @@ type etcdStore struct {
 	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
 	lost   chan struct{}
-	ended  chan struct{} // the lease was lost or the handle closed: watches end
+	ended  chan struct{} // closed when the lease was lost or the handle closed: watches end
 	wg     sync.WaitGroup
 	mu     sync.Mutex
 	err    error // why the lease was lost
 	closed bool
 
 	sharing sync.Mutex
-	shared  clientv3.LeaseID // the job's, while it is known; under sharing
+	shared  clientv3.LeaseID // the job's, if it is known; under sharing
 }
 
-// DialStore connects to an etcd store and takes a lease there, which it keeps alive until Close. It
-// blocks until the store has granted the lease, at most until ctx or DialTimeout ends; a store that
-// is not there yet is tried again until then. The error names the endpoints; it wraps ErrStoreAway
-// if the store could not be reached and trust.ErrAuth if the secret is not the store's.
+// DialStore connects to an etcd store and takes a lease, which it keeps alive until Close. It
+// blocks until the store has granted the lease, or ctx or DialTimeout ends; until then it retries a
+// store that cannot be reached. The error names the endpoints. It wraps ErrStoreAway if the store
+// could not be reached and trust.ErrAuth if the secret is not the store's.
 func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	addr, err := ParseStore(cfg.Address)
 	if err != nil {
@@ -160,7 +162,8 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	for i, ep := range addr.Endpoints {
 		endpoints[i] = map[bool]string{false: "http://", true: "https://"}[addr.Scheme == "etcds"] + ep
 	}
-	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank, alone: len(addr.Endpoints) == 1,
+	d := &dialer{via: cfg.Dial, secret: cfg.Secret, prove: addr.Scheme == "tutti", rank: cfg.Rank,
+		alone:   len(addr.Endpoints) == 1,
 		refused: func(err error) { abort(&refusal{err}) }}
 	conf := clientv3.Config{
 		Endpoints:            endpoints,
@@ -189,8 +192,8 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	s := &etcdStore{addr: addr, prefix: Prefix(cfg.Job), user: cfg.User, op: op, log: log, lost: make(chan struct{}),
 		ended: make(chan struct{})}
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	// New checks the password before it returns and knows no ctx but one that ends the client: it
-	// is run under one that ends when the dialling is given up.
+	// New checks the password before it returns, and only the client's own ctx ends it. So this ctx
+	// ends when dialling is given up.
 	conf.Context = s.ctx
 	stop := context.AfterFunc(dctx, s.cancel)
 	s.c, err = clientv3.New(conf)
@@ -211,7 +214,7 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 			return nil, fmt.Errorf("store %v: %w", addr, no.error)
 		}
 		text := s.reason(err)
-		if last := d.last.Load(); last != nil { // says more than that time was up
+		if last := d.last.Load(); last != nil { // more specific than the timeout
 			text = last.Error()
 		}
 		switch {
@@ -237,12 +240,12 @@ func DialStore(ctx context.Context, cfg StoreConfig) (Store, error) {
 	return s, nil
 }
 
-// grantWait bounds the first request for a lease, and is doubled for each that follows: what a
-// cluster was asked while it had no leader it may never answer. A lease that is granted too late
-// ends by itself.
+// grantWait bounds the first request for a lease, and is doubled for each further one: a cluster
+// may never answer a request that it got while it had no leader. A lease that is granted too late
+// expires.
 const grantWait = 250 * time.Millisecond
 
-// grant takes the lease; it tries again until the store answers or ctx ends.
+// grant takes the lease. It retries until the store answers or ctx ends.
 func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	pause := 5 * time.Millisecond
 	for wait := grantWait; ; wait *= 2 {
@@ -263,8 +266,8 @@ func (s *etcdStore) grant(ctx context.Context, ttl time.Duration) error {
 	}
 }
 
-// enlist makes this handle known, so that what is the job's stays. A user who may not write has
-// nothing there, and may still read.
+// enlist registers this handle, so that the job's keys stay. A user without write access holds
+// nothing, and may still read.
 func (s *etcdStore) enlist(ctx context.Context) error {
 	_, err := s.c.Put(ctx, fmt.Sprintf("%s%s%016x", s.prefix, handleKeys, int64(s.lease)), "",
 		clientv3.WithLease(s.lease))
@@ -274,8 +277,7 @@ func (s *etcdStore) enlist(ctx context.Context) error {
 	return err
 }
 
-// share runs f under the job's lease, which all handles keep alive. Where there is none f's is
-// made.
+// share runs f under the job's lease, which all handles keep alive. If there is none it takes one.
 func (s *etcdStore) share(ctx context.Context, f func(clientv3.LeaseID) error) error {
 	for again := false; ; again = true {
 		id, err := s.sharedLease(ctx)
@@ -293,7 +295,7 @@ func (s *etcdStore) share(ctx context.Context, f func(clientv3.LeaseID) error) e
 	}
 }
 
-// sharedLease finds the job's lease, or makes one.
+// sharedLease returns the job's lease, or takes one.
 func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 	s.sharing.Lock()
 	defer s.sharing.Unlock()
@@ -319,7 +321,7 @@ func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 		if err != nil {
 			return 0, err
 		}
-		if !t.Succeeded { // another was faster
+		if !t.Succeeded { // another handle was faster
 			s.c.Revoke(ctx, id)
 			kvs := t.Responses[0].GetResponseRange().GetKvs()
 			if len(kvs) == 0 {
@@ -345,8 +347,8 @@ func (s *etcdStore) sharedLease(ctx context.Context) (clientv3.LeaseID, error) {
 	return id, nil
 }
 
-// dissolve removes what is the job's if no handle is open any more, in one step: a key that is not
-// under the job's lease says that one is.
+// dissolve removes the job's keys in one step if no handle is open any more. Every open handle has
+// a key that is not under the job's lease.
 func (s *etcdStore) dissolve(ctx context.Context) error {
 	r, err := s.c.Get(ctx, s.prefix+leaseKey)
 	if err != nil || len(r.Kvs) == 0 {
@@ -362,7 +364,7 @@ func (s *etcdStore) dissolve(ctx context.Context) error {
 	return err
 }
 
-// sleep waits for d; false: ctx ended first.
+// sleep waits for d. It returns false if ctx ended first.
 func sleep(ctx context.Context, d time.Duration) bool {
 	t := time.NewTimer(d)
 	defer t.Stop()
@@ -374,7 +376,7 @@ func sleep(ctx context.Context, d time.Duration) bool {
 	}
 }
 
-// proofTimeout bounds the proof of the secret on a fresh connection.
+// proofTimeout bounds the proof of the secret on a new connection.
 const proofTimeout = 5 * time.Second
 
 // prove runs the dialling half of trust on conn until ctx ends, at most proofTimeout.
@@ -393,9 +395,9 @@ func prove(ctx context.Context, conn net.Conn, secret []byte, purpose string, h 
 	return err
 }
 
-// keep drains the answers to keep-alives and finds out when the lease is lost: the store says so,
-// or it is silent for a TTL and does not answer then either. A process that was not run for a
-// while, while its lease lived on, takes it up again.
+// keep reads the answers to keep-alives and detects the loss of the lease: the store reports it, or
+// is silent for a TTL and does not answer a final request. If the process was stopped while its
+// lease stayed valid, keep continues with it.
 func (s *etcdStore) keep(answers <-chan *clientv3.LeaseKeepAliveResponse) {
 	defer s.wg.Done()
 	silent := time.NewTimer(s.ttl)
@@ -427,7 +429,7 @@ func (s *etcdStore) keep(answers <-chan *clientv3.LeaseKeepAliveResponse) {
 	}
 }
 
-// checkLease asks the store for the lease; the error says why it is to be taken for lost.
+// checkLease asks the store for the lease. The error says why it is lost.
 func (s *etcdStore) checkLease() error {
 	ctx, cancel := context.WithTimeout(s.ctx, leaseCheck)
 	defer cancel()
@@ -441,10 +443,10 @@ func (s *etcdStore) checkLease() error {
 	return fmt.Errorf("%w: %w: store %v was silent for %v", ErrLeaseLost, ErrStoreAway, s.addr, s.ttl)
 }
 
-// leaseCheck is how long a silent store has for the last question before the lease is given up.
+// leaseCheck bounds the final request to a silent store before the lease counts as lost.
 const leaseCheck = 500 * time.Millisecond
 
-// lose reports the loss of the lease, unless the handle is being closed.
+// lose records the loss of the lease, unless the handle is being closed.
 func (s *etcdStore) lose(why error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -457,7 +459,7 @@ func (s *etcdStore) lose(why error) {
 	s.log.Warn("store lease lost", "err", why)
 }
 
-// away says whether err means that the store could not be reached, rather than that it said no.
+// away reports whether err means that the store could not be reached, as opposed to a refusal.
 func away(err error) bool {
 	if errors.Is(err, clientv3.ErrNoAvailableEndpoints) || errors.Is(err, context.DeadlineExceeded) {
 		return true
@@ -470,13 +472,13 @@ func away(err error) bool {
 	return c == codes.Unavailable || c == codes.DeadlineExceeded || c == codes.Canceled
 }
 
-// reason is the text of err without gRPC's decoration, and says what to do about a store that knows
-// its users.
+// reason returns the text of err without gRPC's decoration, with advice if the store requires a
+// user.
 func (s *etcdStore) reason(err error) string {
 	const variables = "TUTTI_STORE_USER and TUTTI_STORE_PASSWORD"
 	switch {
 	case errors.Is(err, rpctypes.ErrUserEmpty):
-		return "it asks who we are: set " + variables
+		return "it requires a user: set " + variables
 	case errors.Is(err, rpctypes.ErrAuthFailed):
 		return fmt.Sprintf("user %q and the password are not known there: check %s", s.user, variables)
 	case errors.Is(err, rpctypes.ErrPermissionDenied):
@@ -494,9 +496,9 @@ func (s *etcdStore) reason(err error) string {
 	return err.Error()
 }
 
-// do runs one operation in bounded time and names its failure.
+// do runs one operation in bounded time and describes its failure.
 func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(ctx context.Context) error) error {
-	if err := checkKey(key); err != nil {
+	if err := CheckKey(key); err != nil {
 		return err
 	}
 	s.mu.Lock()
@@ -524,7 +526,7 @@ func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(c
 	case errors.Is(err, ErrConflict), errors.Is(err, ErrNoKey):
 		return err
 	case errors.Is(err, rpctypes.ErrLeaseNotFound):
-		return fmt.Errorf("store %v: %s %s: %w", s.addr, op, key, ErrLeaseLost) // keep will find out
+		return fmt.Errorf("store %v: %s %s: %w", s.addr, op, key, ErrLeaseLost) // keep will notice it
 	case errors.Is(ctx.Err(), context.Canceled):
 		return fmt.Errorf("store: %s %s: %w", op, key, context.Cause(ctx))
 	case ctx.Err() != nil:
@@ -535,7 +537,7 @@ func (s *etcdStore) do(ctx context.Context, op, key string, lease bool, f func(c
 	return fmt.Errorf("store %v: %s %s: %s", s.addr, op, key, s.reason(err))
 }
 
-// under runs f with the lease that a value is to have: this handle's own, or the job's.
+// under runs f with the lease for a value: this handle's own, or the job's.
 func (s *etcdStore) under(ctx context.Context, own bool, f func(clientv3.OpOption) error) error {
 	if own {
 		return f(clientv3.WithLease(s.lease))
@@ -544,7 +546,7 @@ func (s *etcdStore) under(ctx context.Context, own bool, f func(clientv3.OpOptio
 }
 
 func (s *etcdStore) Put(ctx context.Context, key string, value []byte, lease bool) error {
-	if err := checkPut(key, value); err != nil {
+	if err := CheckPut(key, value); err != nil {
 		return err
 	}
 	return s.do(ctx, "put", key, lease, func(ctx context.Context) error {
@@ -571,7 +573,7 @@ func (s *etcdStore) CompareAndSwap(ctx context.Context, key string, old, new []b
 }
 
 func (s *etcdStore) swap(ctx context.Context, op, key string, is clientv3.Cmp, value []byte, lease bool) error {
-	if err := checkPut(key, value); err != nil {
+	if err := CheckPut(key, value); err != nil {
 		return err
 	}
 	return s.do(ctx, op, key, lease, func(ctx context.Context) error {
@@ -639,14 +641,14 @@ func (s *etcdStore) Wait(ctx context.Context, key string) ([]byte, error) {
 	if err == nil || !errors.Is(err, ErrNoKey) {
 		return v, err
 	}
-	return wait(ctx, s, key)
+	return WaitByWatch(ctx, s, key)
 }
 
 func (s *etcdStore) Watch(ctx context.Context, key string) <-chan Event {
 	out := make(chan Event, 1)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	err := checkKey(key)
+	err := CheckKey(key)
 	if s.closed {
 		err = fmt.Errorf("store: watch %s: %w", key, ErrStoreClosed)
 	}
@@ -655,24 +657,24 @@ func (s *etcdStore) Watch(ctx context.Context, key string) <-chan Event {
 		close(out)
 		return out
 	}
-	box := newMailbox()
+	box := NewMailbox()
 	wctx, cancel := context.WithCancel(ctx)
 	s.wg.Add(2)
 	go func() {
 		defer s.wg.Done()
 		if err := s.follow(wctx, key, box); wctx.Err() == nil {
-			box.put(Event{Key: key, Err: err})
+			box.Put(Event{Key: key, Err: err})
 		}
 	}()
 	go func() {
 		defer s.wg.Done()
 		defer cancel()
-		box.run(ctx, s.ended, s.why, out)
+		box.Run(ctx, s.ended, s.why, out)
 	}()
 	return out
 }
 
-// why says why watches end.
+// why returns why watches end.
 func (s *etcdStore) why() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -682,15 +684,15 @@ func (s *etcdStore) why() error {
 	return ErrStoreClosed
 }
 
-// follow feeds box with key's state and its changes until ctx ends or the store cannot be reached.
-// A watch that the store breaks off (it compacted its history, or lost its leader) is taken up
-// again from the state at that time.
-func (s *etcdStore) follow(ctx context.Context, key string, box *mailbox) error {
+// follow sends key's state and its changes to box until ctx ends or the store cannot be reached. A
+// watch that the store cancels (it compacted its history, or lost its leader) is restarted from the
+// state at that time.
+func (s *etcdStore) follow(ctx context.Context, key string, box *Mailbox) error {
 	var opts []clientv3.OpOption
 	if strings.HasSuffix(key, "/") {
 		opts = append(opts, clientv3.WithPrefix())
 	}
-	known := map[string]bool{} // keys that have been reported as existing
+	known := map[string]bool{} // keys that were reported as existing
 	for {
 		var r *clientv3.GetResponse
 		err := s.do(ctx, "watch", key, false, func(ctx context.Context) (err error) {
@@ -704,15 +706,15 @@ func (s *etcdStore) follow(ctx context.Context, key string, box *mailbox) error 
 		for _, kv := range r.Kvs {
 			k := strings.TrimPrefix(string(kv.Key), s.prefix)
 			now[k] = true
-			box.put(Event{Key: k, Value: append([]byte{}, kv.Value...), Exists: true})
+			box.Put(Event{Key: k, Value: append([]byte{}, kv.Value...), Exists: true})
 		}
 		for k := range known {
 			if !now[k] {
-				box.put(Event{Key: k})
+				box.Put(Event{Key: k})
 			}
 		}
 		if len(opts) == 0 && len(r.Kvs) == 0 && !known[key] {
-			box.put(Event{Key: key})
+			box.Put(Event{Key: key})
 		}
 		known = now
 		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key,
@@ -725,7 +727,7 @@ func (s *etcdStore) follow(ctx context.Context, key string, box *mailbox) error 
 				} else {
 					delete(known, k)
 				}
-				box.put(e)
+				box.Put(e)
 			}
 		}
 		if !sleep(ctx, 20*time.Millisecond) {
@@ -760,15 +762,15 @@ func (s *etcdStore) Close() error {
 	}
 	s.mu.Unlock()
 	var err error
-	// A lease that was lost may live a little longer in the store, and with it what it holds.
+	// A lost lease may stay in the store for a while, with its keys.
 	if st := s.c.ActiveConnection().GetState(); st == connectivity.Ready || st == connectivity.Idle && !lost {
 		ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-		if _, err = s.c.Revoke(ctx, s.lease); errors.Is(err, rpctypes.ErrLeaseNotFound) { // it has ended by itself
+		if _, err = s.c.Revoke(ctx, s.lease); errors.Is(err, rpctypes.ErrLeaseNotFound) { // it has expired
 			err = nil
 		}
 		if err == nil {
-			if e := s.dissolve(ctx); e != nil { // it goes with the job's lease
-				s.log.Debug("what the job left in the store stays for a while", "err", e)
+			if e := s.dissolve(ctx); e != nil { // otherwise the job's lease expires with them
+				s.log.Debug("the job's keys stay in the store for a while", "err", e)
 			}
 		}
 		if lost {

@@ -13,32 +13,32 @@ import (
 	"time"
 )
 
-// KV is the least that ranks need to find each other: a map that all of them see, as PyTorch's c10d
-// stores are. It has neither leases nor a list of its keys, so a job over it is fixed: it ends with
-// the first rank that is lost. Methods may be called concurrently, and end with ctx. Values belong to
-// the caller. An empty value stands for none.
+// KV is the minimal store with which ranks find each other: a map that all of them see, like
+// PyTorch's c10d stores. It has neither leases nor a list of its keys, so that a job over it is
+// fixed: it ends with the first lost rank. Methods may be called concurrently, and return when ctx
+// ends. Values belong to the caller. An empty value stands for a missing one.
 type KV interface {
-	// Set sets key, whatever it was.
+	// Set sets key unconditionally.
 	Set(ctx context.Context, key string, value []byte) error
-	// Get returns the value of key, empty if it has none. It does not wait for one.
+	// Get returns the value of key, empty if it has none. It does not wait.
 	Get(ctx context.Context, key string) ([]byte, error)
 	// Wait returns the value of key as soon as it has one.
 	Wait(ctx context.Context, key string) ([]byte, error)
-	// CompareAndSet sets key to desired if its value is expected, in one step, and returns the value
-	// that it has then. An empty expected is the value of a key that has none.
+	// CompareAndSet sets key to desired if its value is expected, atomically, and returns the
+	// resulting value. An empty expected matches a missing key.
 	CompareAndSet(ctx context.Context, key string, expected, desired []byte) (current []byte, err error)
 }
 
-// Elastic is a KV whose jobs can lose ranks and take others in.
+// Elastic is a store for jobs that can lose and admit ranks.
 type Elastic interface {
 	KV
-	// Open returns a handle with a lease of its own, which its user closes. It is called again when
+	// Open returns a handle with its own lease, which the caller closes. It is called again after
 	// the lease was lost.
 	Open(ctx context.Context) (Store, error)
 }
 
 // OpenStore returns a handle on a caller's store for a job: kv's own if it is Elastic, else one
-// without leases that fits a fixed job. Keys begin with Prefix(job).
+// without leases for a fixed job. Keys begin with Prefix(job).
 func OpenStore(ctx context.Context, kv KV, job string) (Store, error) {
 	if e, ok := kv.(Elastic); ok {
 		return e.Open(ctx)
@@ -46,19 +46,19 @@ func OpenStore(ctx context.Context, kv KV, job string) (Store, error) {
 	return &fixedStore{kv: kv, prefix: Prefix(job), owned: map[string]bool{}}, nil
 }
 
-// fixedStore makes the Store of a fixed job of a KV. What it holds goes with Close alone.
+// fixedStore implements the Store of a fixed job over a KV. Only Close removes its keys.
 type fixedStore struct {
 	kv     KV
 	prefix string
 
 	mu    sync.Mutex
-	owned map[string]bool // what goes with Close
+	owned map[string]bool // the keys that Close removes
 }
 
-// closeFixed bounds what Close takes.
+// closeFixed bounds the time of Close.
 const closeFixed = 2 * time.Second
 
-// pollKV is between two looks at a key that is watched: a KV does not tell of changes.
+// pollKV is the interval of polling a watched key: a KV does not report changes.
 const pollKV = 50 * time.Millisecond
 
 // fail explains an error of the KV.
@@ -79,7 +79,7 @@ func (s *fixedStore) Put(ctx context.Context, key string, value []byte, lease bo
 
 func (s *fixedStore) Create(ctx context.Context, key string, value []byte, lease bool) error {
 	err := s.CompareAndSwap(ctx, key, nil, value)
-	if !errors.Is(err, ErrConflict) { // after another error it may be there
+	if !errors.Is(err, ErrConflict) { // after other errors the key may exist
 		s.own(key, lease)
 	}
 	return err
@@ -126,7 +126,7 @@ func (s *fixedStore) Wait(ctx context.Context, key string) ([]byte, error) {
 	return b, s.fail(ctx, "wait for", key, err)
 }
 
-// List lists the ranks: a KV does not know its keys, but the job's size.
+// List lists only the ranks, by the job's size: a KV cannot list its keys.
 func (s *fixedStore) List(ctx context.Context, prefix string) (map[string][]byte, error) {
 	if prefix != RankKeys {
 		return nil, fmt.Errorf("list %s in the caller's store: %w", prefix, errors.ErrUnsupported)
@@ -154,10 +154,10 @@ func (s *fixedStore) List(ctx context.Context, prefix string) (map[string][]byte
 	return all, nil
 }
 
-// maxFixed bounds the size of a job that a store is believed.
+// maxFixed bounds the job's size that a store may claim.
 const maxFixed = 1 << 16
 
-// Watch looks at one key now and again.
+// Watch polls one key.
 func (s *fixedStore) Watch(ctx context.Context, key string) <-chan Event {
 	events := make(chan Event, 1)
 	go func() {

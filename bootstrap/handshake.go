@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"cmp"
 	"context"
-	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -15,6 +14,7 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sync/semaphore"
@@ -26,8 +26,10 @@ import (
 
 	"tutti/bootstrap/internal/proof"
 	"tutti/internal/dial"
+	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
+	"tutti/internal/route"
 	"tutti/internal/trust"
 )
 
@@ -35,24 +37,22 @@ const (
 	rpcPurpose = "rpc"
 	rpcMethod  = "/tutti.Handshake/Describe"
 
-	// MaxEndpoints and MaxEndpointSize limit what Describe carries: transports, and bytes of one
+	// MaxEndpoints and MaxEndpointSize bound the answer of Describe: transports, and bytes of one
 	// descriptor.
 	MaxEndpoints    = 16
 	MaxEndpointSize = 4096
 	maxTransport    = 32 // bytes of a transport's name
 	maxMessage      = 1 + MaxEndpoints*(2+maxTransport+2+MaxEndpointSize) + 64
-
-	codeStale = 3 // trust.Refusal: unknown incarnation
 )
 
-// ErrStale says that a connection was meant for, or comes from, an incarnation that is not the one
-// known: look the peer up again.
-var ErrStale = errors.New("unknown incarnation")
+// ErrStale says that a connection was made to, or by, another incarnation than the known one: look
+// the peer up again.
+var ErrStale = trust.ErrStale
 
 // ErrAuth says that a peer, or the embedded store, does not know the job's secret.
 var ErrAuth = trust.ErrAuth
 
-// Endpoints are a rank's transport descriptors by the transport's name. Each is opaque to all but
+// Endpoints holds a rank's transport descriptors by the transport's name. Each is opaque except to
 // that transport.
 type Endpoints map[string][]byte
 
@@ -68,8 +68,7 @@ type (
 	}
 )
 
-// wire is the codec of the service: fixed layouts of two messages, checked before anything is taken
-// from them.
+// wire is the codec of the service: fixed layouts of two messages, validated before use.
 type wire struct{}
 
 func (wire) Name() string { return "tutti" }
@@ -162,7 +161,7 @@ func (m *describeReply) decode(b []byte) error {
 	return nil
 }
 
-// ServerConfig says who answers and where.
+// ServerConfig describes the rank that answers.
 type ServerConfig struct {
 	Rank        int
 	Incarnation uint64
@@ -170,15 +169,16 @@ type ServerConfig struct {
 	Interfaces  string // see ifname.Parse: addresses to listen on and to publish; default all
 	Ports       string // see ports.ParseSpec; default "0"
 	// Describe returns the descriptors for the rank that asks. It may be called concurrently and
-	// must end with ctx. Its error goes to the asker as text, who does not ask again.
+	// must return when ctx ends. Its error is final, and sent to the client as text.
 	Describe func(ctx context.Context, from int, incarnation uint64) (Endpoints, error)
-	// Status returns what the rank does, with at most ops of its last operations, for whoever knows
-	// the secret. It is called once at a time and must end with ctx. nil: nobody is told.
+	// Status returns the state of the rank, with at most ops of its last operations, for clients
+	// that know the secret. It is called once at a time and must return when ctx ends. nil: there
+	// is no answer.
 	Status func(ctx context.Context, ops int) ([]byte, error)
-	Logger *slog.Logger // nil: nothing is logged
+	Logger *slog.Logger // nil: no logging
 }
 
-// Server answers peers that ask how this rank's transports are reached.
+// Server answers peers that ask for the endpoints of this rank's transports.
 type Server struct {
 	cfg   ServerConfig
 	l     *proof.Listener
@@ -191,8 +191,8 @@ type Server struct {
 	strangers atomic.Int64
 }
 
-// Serve opens the handshake endpoint. When it returns, the endpoint has answered this process
-// itself with its incarnation. It blocks at most until ctx ends.
+// Serve opens the handshake endpoint. Before it returns, it has connected to the endpoint with this
+// incarnation. It blocks until ctx ends at the latest.
 func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	spec, err := ports.ParseSpec(cfg.Ports)
 	if err != nil {
@@ -217,7 +217,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	host := "" // several addresses need one socket on all, which turns away what arrives at the others
+	host := "" // several addresses need one socket on all, which refuses connections to the others
 	if len(ips) == 1 {
 		host = ips[0].String()
 	}
@@ -258,7 +258,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	}, s)
 	go func() {
 		defer close(s.done)
-		s.g.Serve(s.l) // ends with the listener
+		s.g.Serve(s.l) // returns when the listener is closed
 	}()
 	if err := s.check(ctx, ips[len(ips)-1], port); err != nil {
 		s.Close()
@@ -267,8 +267,8 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	return s, nil
 }
 
-// Strangers is how many connections were refused because they did not prove the job's secret: if
-// ranks do not find each other, that is a likely reason.
+// Strangers returns the number of connections that were refused because they did not prove the
+// job's secret. If ranks do not find each other, a wrong secret is a likely reason.
 func (s *Server) Strangers() int { return int(s.strangers.Load()) }
 
 // pickyListener accepts only connections to some of this machine's addresses.
@@ -290,10 +290,10 @@ func (l *pickyListener) Accept() (net.Conn, error) {
 	}
 }
 
-// admit refuses what is meant for another incarnation; Describe decides about who asks.
+// admit refuses connections to another incarnation; Describe decides on the client.
 func (s *Server) admit(_ net.Conn, h trust.Hello) error {
 	if int64(h.ToRank) != int64(s.cfg.Rank) || h.ToIncarnation != s.cfg.Incarnation || h.FromIncarnation == 0 {
-		return &trust.Refusal{Code: codeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank "+
+		return &trust.Refusal{Code: trust.CodeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank "+
 			"%d (incarnation %016x)",
 			s.cfg.Rank, s.cfg.Incarnation, h.ToRank, h.ToIncarnation)}
 	}
@@ -329,8 +329,8 @@ func serveDescribe(srv any, ctx context.Context, decode func(any) error, _ grpc.
 	return reply, nil
 }
 
-// check lets the endpoint answer itself. If it listens on all addresses any of them shows that; the
-// last is the nearest.
+// check connects to the endpoint. If it listens on all addresses any of them will do; the last is
+// the nearest.
 func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
 	addr := netip.AddrPortFrom(ip, port).String()
 	self := trust.Hello{FromRank: uint32(s.cfg.Rank), ToRank: uint32(s.cfg.Rank), FromIncarnation: s.cfg.Incarnation,
@@ -350,7 +350,7 @@ func (s *Server) check(ctx context.Context, ip netip.Addr, port uint16) error {
 // Addrs returns the addresses to publish, IP:PORT, best first.
 func (s *Server) Addrs() []string { return slices.Clone(s.addrs) }
 
-// Close ends the endpoint and its connections, and returns when no call runs any more. Idempotent.
+// Close ends the endpoint and its connections, and returns when no call is running. Idempotent.
 func (s *Server) Close() {
 	s.once.Do(func() {
 		s.l.CloseAll()
@@ -359,22 +359,22 @@ func (s *Server) Close() {
 	<-s.done
 }
 
-// ClientConfig says who asks.
+// ClientConfig describes the client.
 type ClientConfig struct {
-	Self   Record // its Addrs do not matter
+	Self   Record // its Addrs are not used
 	Secret []byte
 	Dial   dial.Func // makes the connections; nil: net.Dialer
 }
 
-// Client asks peers how their transports are reached. It keeps no connection between calls and may
-// be used concurrently.
+// Client asks peers for the endpoints of their transports. It keeps no connection between calls and
+// may be used concurrently.
 type Client struct{ cfg ClientConfig }
 
 // NewClient returns a client. It does no I/O.
 func NewClient(cfg ClientConfig) *Client { return &Client{cfg} }
 
-// attempts bounds the connections being made by this process: a mesh of many ranks comes up at
-// once, and every one of them would dial all others.
+// attempts bounds the connections that this process makes at a time: when many ranks start at once,
+// each dials all others.
 var attempts = semaphore.NewWeighted(16)
 
 const (
@@ -382,13 +382,13 @@ const (
 	attemptStagger = 150 * time.Millisecond // before the next address is tried beside one that does not answer
 	firstPause     = 5 * time.Millisecond
 	longestPause   = 500 * time.Millisecond
-	authRounds     = 3 // a peer that ends looks like one with another secret for a moment
+	authRounds     = 3 // a peer that ends briefly looks like one with another secret
 )
 
-// Describe asks the rank that published to for its descriptors. A peer that cannot be reached is
-// tried again until ctx ends: it may be starting. An error that wraps ErrStale says that another
-// incarnation answers there, ErrAuth that the peer does not know the job's secret, *SizeError that
-// it was told another size; other errors name the peer and its addresses.
+// Describe asks the rank that published to for its descriptors. It retries a peer that cannot be
+// reached until ctx ends, because it may be starting. An error that wraps ErrStale says that
+// another incarnation answers there, ErrAuth that the peer does not know the job's secret,
+// *SizeError that it has another job size; other errors name the peer and its addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	name := to.name()
 	if to.Size != c.cfg.Self.Size {
@@ -402,7 +402,7 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation,
 		ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
 	pause, auth := firstPause, 0
-	var last error // why the latest attempt failed that was not cut short by the end of ctx
+	var last error // of the latest attempt that the end of ctx did not cut short
 	for {
 		eps, err := c.round(ctx, addrs, hello)
 		if err == nil {
@@ -426,13 +426,13 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	}
 }
 
-// finalError is a peer's authenticated "no".
+// finalError is a peer's authenticated refusal.
 type finalError struct{ text string }
 
 func (e *finalError) Error() string { return "the peer says: " + e.text }
 
-// round tries all addresses, one after the other and beside those that are slow to answer, and
-// takes the first that works.
+// round tries the addresses one after the other, without waiting long for slow ones, and uses the
+// first that works.
 func (c *Client) round(ctx context.Context, addrs []string, hello trust.Hello) (Endpoints, error) {
 	if err := attempts.Acquire(ctx, 1); err != nil {
 		return nil, context.Cause(ctx)
@@ -483,7 +483,7 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 			case r.err == nil && won == nil:
 				won = r.conn
 				if running > 0 {
-					cancel() // of the others; the call has a bound of its own
+					cancel() // ends the other attempts; the call has its own bound
 				}
 			case r.err == nil:
 				r.conn.Close()
@@ -496,7 +496,8 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 		}
 	}
 	if won == nil {
-		// Misdirected attempts say less than one that got somewhere: what is definite comes first.
+		// Misdirected attempts say less than one that got somewhere, so the definite errors come
+		// first.
 		slices.SortStableFunc(errs, func(a, b error) int { return cmp.Compare(weight(b), weight(a)) })
 		return nil, errs[0]
 	}
@@ -514,7 +515,8 @@ func weight(err error) int {
 }
 
 // dialPeer connects to a peer's endpoint and proves the secret there.
-func dialPeer(ctx context.Context, via dial.Func, addr string, secret []byte, h trust.Hello) (conn net.Conn, err error) {
+func dialPeer(ctx context.Context, via dial.Func, addr string, secret []byte, h trust.Hello) (conn net.Conn,
+	err error) {
 	err = trust.Redial(ctx, func() error {
 		conn, err = dialPeerOnce(ctx, via, addr, secret, h)
 		return err
@@ -530,7 +532,7 @@ func dialPeerOnce(ctx context.Context, via dial.Func, addr string, secret []byte
 	if err := prove(ctx, conn, secret, rpcPurpose, h); err != nil {
 		conn.Close()
 		var r *trust.Refusal
-		if errors.As(err, &r) && r.Code == codeStale {
+		if errors.As(err, &r) && r.Code == trust.CodeStale {
 			err = fmt.Errorf("%w (the peer says: %s)", ErrStale, r.Text)
 		}
 		return nil, fmt.Errorf("%s: %w", addr, err)
@@ -538,11 +540,9 @@ func dialPeerOnce(ctx context.Context, via dial.Func, addr string, secret []byte
 	return conn, nil
 }
 
-// describe asks over a proved connection, which it owns and closes.
+// describe asks over an authenticated connection, which it owns and closes.
 func describe(ctx context.Context, conn net.Conn, incarnation uint64) (Endpoints, error) {
-	var nonce [8]byte
-	rand.Read(nonce[:])
-	req, reply := &describeRequest{binary.LittleEndian.Uint64(nonce[:])}, &describeReply{}
+	req, reply := &describeRequest{ident.New()}, &describeReply{}
 	if err := call(ctx, conn, rpcMethod, req, reply, maxMessage); err != nil {
 		return nil, err
 	}
@@ -552,8 +552,8 @@ func describe(ctx context.Context, conn net.Conn, incarnation uint64) (Endpoints
 	return reply.endpoints, nil
 }
 
-// call makes one call over a proved connection, which it owns and closes. The answer has at most
-// limit bytes.
+// call makes one call over an authenticated connection, which it owns and closes. limit bounds the
+// answer in bytes.
 func call(ctx context.Context, conn net.Conn, method string, req, reply any, limit int) error {
 	defer conn.Close()
 	var once sync.Once
@@ -563,7 +563,7 @@ func call(ctx context.Context, conn net.Conn, method string, req, reply any, lim
 			once.Do(func() { c, err = conn, nil })
 			return c, err
 		}),
-		grpc.WithTransportCredentials(insecure.NewCredentials()), // the proof is behind us
+		grpc.WithTransportCredentials(insecure.NewCredentials()), // the connection is authenticated
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(wire{}), grpc.MaxCallRecvMsgSize(limit)),
 		grpc.WithReadBufferSize(4096), grpc.WithWriteBufferSize(4096),
 		grpc.WithDisableServiceConfig(), grpc.WithDisableRetry(), grpc.WithMaxHeaderListSize(4096),
@@ -585,62 +585,32 @@ func call(ctx context.Context, conn net.Conn, method string, req, reply any, lim
 	return nil
 }
 
-// order returns those of a record's addresses that a route leads to, nearest first: loopback if
-// both share it, then networks of our own, then the rest, each in the publisher's order. Another
-// machine's loopback address would lead to ourselves.
+// order returns those of a record's addresses that a route leads to, best first.
 func (c *Client) order(to Record) []string {
-	same := to.Network != "" && to.Network == c.cfg.Self.Network
-	own := ownNetworks()
-	type ranked struct {
-		addr  string
-		class int
+	here := route.This(ifname.Filter{})
+	where := route.Unknown
+	if to.Network != "" && c.cfg.Self.Network != "" {
+		where = route.Elsewhere
+		if to.Network == c.cfg.Self.Network {
+			where = route.Here
+		}
 	}
-	var out []ranked
+	var paths []route.Path
 	for _, a := range to.Addrs {
 		ap, err := netip.ParseAddrPort(a)
 		if err != nil {
 			continue
 		}
-		ip := ap.Addr().Unmap()
-		class := 2
-		switch {
-		case ip.IsLoopback() && !same:
-			continue
-		case ip.IsLoopback():
-			class = 0
-		case slices.ContainsFunc(own, func(p netip.Prefix) bool { return p.Contains(ip) }):
-			class = 1
-		case !routed(a):
-			continue
+		p, err := here.Judge(netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()), where)
+		// Without a descriptor the route is not known, and the dial gives the reason.
+		if err == nil || errors.Is(err, syscall.EMFILE) {
+			paths = append(paths, p)
 		}
-		out = append(out, ranked{a, class})
 	}
-	slices.SortStableFunc(out, func(a, b ranked) int { return cmp.Compare(a.class, b.class) })
-	addrs := make([]string, len(out))
-	for i, r := range out {
-		addrs[i] = r.addr
+	slices.SortStableFunc(paths, route.Compare)
+	addrs := make([]string, len(paths))
+	for i, p := range paths {
+		addrs[i] = p.To.String()
 	}
 	return addrs
-}
-
-// ownNetworks lists the networks this machine is on, but for loopback.
-func ownNetworks() (out []netip.Prefix) {
-	addrs, _ := net.InterfaceAddrs()
-	for _, a := range addrs {
-		if n, ok := a.(*net.IPNet); ok && !n.IP.IsLoopback() {
-			if p, err := netip.ParsePrefix(n.String()); err == nil {
-				out = append(out, p.Masked())
-			}
-		}
-	}
-	return out
-}
-
-// routed asks the kernel for a route to addr; nothing is sent.
-func routed(addr string) bool {
-	c, err := net.Dial("udp", addr)
-	if err == nil {
-		c.Close()
-	}
-	return err == nil
 }

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/bootstrap/storetest"
 	"tutti/internal/ident"
 	"tutti/internal/trust"
 )
@@ -166,7 +167,8 @@ func TestDescribeEarly(t *testing.T) {
 	}
 }
 
-// Of several addresses the one that leads to the peer counts, whoever listens at the others.
+// Of several addresses Describe uses the one that leads to the peer, and ignores answers of other
+// processes.
 func TestDescribeMisleadingAddresses(t *testing.T) {
 	_, other := rank(t, 0, 3, fixed(nil)) // another rank
 	silent, err := net.Listen("tcp", "127.0.0.1:0")
@@ -279,8 +281,8 @@ func TestServeAddresses(t *testing.T) {
 	}
 }
 
-// Whoever knows the secret may still send nonsense over the proved connection, and gets an end or
-// an error; others are served meanwhile.
+// A client that knows the secret may send garbage over the authenticated connection. It gets an end
+// or an error; other clients are served meanwhile.
 func TestServerGarbage(t *testing.T) {
 	_, peer := rank(t, 1, 2, fixed(nil))
 	preface := "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -336,11 +338,14 @@ func TestServerCloseWhileDescribing(t *testing.T) {
 	}
 }
 
-// A mesh of 64 ranks comes up at once, none of them with more connections under way than the
+// A mesh of many ranks comes up at once, none of them with more connections under way than the
 // process allows itself.
 func TestMesh(t *testing.T) {
-	const n = 64
-	m := bootstrap.NewMemStore()
+	n := 64
+	if testing.Short() {
+		n = 24
+	}
+	m := storetest.NewMemory()
 	var now, most atomic.Int32
 	ctx := context30(t)
 	var wg sync.WaitGroup

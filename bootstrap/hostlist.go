@@ -6,12 +6,12 @@ import (
 	"strings"
 )
 
-// maxHosts bounds the hosts of a list, which a few bytes can make any number of.
+// maxHosts bounds the hosts of a list: a few bytes can describe any number.
 const maxHosts = 1 << 16
 
-// ExpandHosts returns the hosts of a list as Slurm writes it in SLURM_JOB_NODELIST, in its order:
-// names divided by commas, where brackets stand for each of the numbers in them, such as
-// "gpu[007-009,12],login" or "r[1-2]n[0-3]". Numbers keep their leading zeros.
+// ExpandHosts returns the hosts of a list in the format of Slurm's SLURM_JOB_NODELIST, in order:
+// names separated by commas, with numbers in brackets, such as "gpu[007-009,12],login" or
+// "r[1-2]n[0-3]". Numbers keep their leading zeros.
 func ExpandHosts(list string) ([]string, error) {
 	bad := func(why string) error { return fmt.Errorf("host list %q: %s", clip(list), why) }
 	var hosts []string
@@ -29,7 +29,7 @@ func ExpandHosts(list string) ([]string, error) {
 			if name = ""; !bracket {
 				break
 			}
-			inside, name, _ = strings.Cut(inside, "]") // cutHost has seen it
+			inside, name, _ = strings.Cut(inside, "]") // cutHost has checked it
 			numbers, err := expandNumbers(inside)
 			if err != nil {
 				return nil, bad(err.Error())
@@ -55,7 +55,7 @@ func ExpandHosts(list string) ([]string, error) {
 	}
 }
 
-// cutHost divides a list after its first name; after begins with the comma, "" at the end.
+// cutHost splits a list after its first name; after begins with the comma, or is "" at the end.
 func cutHost(list string) (name, after string, err error) {
 	end, open := len(list), false
 scan:

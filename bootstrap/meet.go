@@ -13,44 +13,59 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/keepalive"
 
 	"tutti/bootstrap/internal/memkv"
 	"tutti/bootstrap/internal/pmi"
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
 )
 
-// Meeting is where the processes of one launch meet that were told of no store: the first of them
-// serves one, and the others learn from it, or from their launcher, where it is.
+// Meeting is the meeting of a launch's processes without a configured store: rank 0 serves a store,
+// and the others learn its address from it, or from their launcher.
 type Meeting struct {
 	Store  string // address of the store
 	Secret []byte // the job's secret
 
-	stop   func() // stops to tell the others; nil: nothing to stop
+	stop   func() // stops inviting the others; nil: not inviting
 	served *servedStore
+	later  sync.Once // of CloseLater
+	over   atomic.Bool
 }
 
 // Close leaves the meeting. The process that serves the store waits until the others have closed
-// their handles on it, or have ended, at most until ctx ends; the store is gone then. A nil Meeting
-// may be closed.
+// their handles on it, or have ended, or ctx ends; then the store ends. A nil Meeting may be
+// closed.
 func (m *Meeting) Close(ctx context.Context) {
 	if m == nil {
 		return
 	}
 	if m.served != nil {
-		m.served.l.Wait(ctx) // who is still there loses the store, and is told so
+		m.served.l.Wait(ctx) // handles that are still open lose the store, and get an error
 	}
 	m.end()
 }
 
+// CloseLater closes the meeting as Close does, in the background and whenever the others have left
+// the store. Until then processes that know of the store can use it.
+func (m *Meeting) CloseLater() {
+	if m != nil {
+		m.later.Do(func() { go m.Close(context.Background()) })
+	}
+}
+
+// Over reports whether a store that this process served is closed.
+func (m *Meeting) Over() bool { return m != nil && m.served != nil && m.over.Load() }
+
 func (m *Meeting) end() {
+	m.over.Store(true)
 	if m.stop != nil {
 		m.stop()
 	}
@@ -59,14 +74,14 @@ func (m *Meeting) end() {
 	}
 }
 
-// way is how processes of a launch find their meeting.
+// way is how the processes of a launch meet.
 type way int
 
 const (
 	noWay  way = iota
-	byHost     // they are all on one host: a Unix socket that is named after the launch
-	byPMI      // the launcher has a key-value space for them
-	byName     // the launcher names the first one's host: a port there that follows from the launch's name
+	byHost     // all on one host: a Unix socket named after the launch
+	byPMI      // the launcher has a key-value space
+	byName     // the launcher names the first host: a port there, derived from the launch's name
 )
 
 func (l *Launch) way() way {
@@ -83,15 +98,15 @@ func (l *Launch) way() way {
 	return noWay
 }
 
-// Meets reports whether the launcher says enough for Meet.
+// Meets reports whether the launcher's variables suffice for Meet.
 func (l *Launch) Meets() bool { return l.way() != noWay }
 
-// MeetsInPrivate reports whether Meet needs no secret: nobody but the processes of the launch hears
-// what rank 0 tells.
+// MeetsInPrivate reports whether Meet needs no secret: only the processes of the launch can receive
+// rank 0's invitation.
 func (l *Launch) MeetsInPrivate() bool { how := l.way(); return how == byHost || how == byPMI }
 
-// HowToMeet says, where Meets is false, what to set. A launcher without a key-value space that this
-// package knows does not tell the ranks of several hosts about each other.
+// HowToMeet says what to set if Meets is false. A launcher without a key-value space that this
+// package supports does not tell the ranks of several hosts about each other.
 func (l *Launch) HowToMeet() string {
 	const set = "set TUTTI_STORE=etcd://HOST:PORT and TUTTI_SECRET"
 	if l.Source == "openmpi" || l.Source == "pmix" {
@@ -101,14 +116,13 @@ func (l *Launch) HowToMeet() string {
 	return "start the ranks with tutti run, or " + set
 }
 
-// Meet brings the processes of a launch together that were told of no store (Launch.Store). The one
-// with rank 0 serves a store from its memory until Meeting.Close; the others return when they know
-// where it is. secret is the job's; nil lets rank 0 make one where the way to the others is
-// private: on one host, where only processes of the same user are told, and through the launcher's
-// PMI.
+// Meet brings the processes of a launch without a configured store (Launch.Store) together. Rank 0
+// serves a store from its memory until Meeting.Close; the others return when they know its address.
+// secret is the job's; nil lets rank 0 make one if the invitation is private: on one host, where
+// only processes of the same user receive it, and through the launcher's PMI.
 //
-// Each way is open once for a launch: through PMI, which serves one program for each rank, and on a
-// host while rank 0 is there. Meet blocks until ctx ends.
+// A launch can meet once through PMI, which serves one program for each rank; on a host it can
+// while rank 0 is there. Meet blocks until ctx ends.
 func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Meeting, error) {
 	how := l.way()
 	if how == noWay {
@@ -153,9 +167,9 @@ func (l *Launch) Meet(ctx context.Context, secret []byte, log *slog.Logger) (*Me
 	return m, nil
 }
 
-// Tell lets the other processes of the launch know of a store that rank 0, which calls it, has
-// brought; they call Hear. secret is not sent if it is "". stop ends that; until then processes
-// that are started later may hear it too.
+// Tell announces a store to the other processes of the launch, which call Hear. Rank 0 calls it.
+// secret is not sent if it is "". stop ends the announcement; until then processes that start later
+// may receive it, too.
 func (l *Launch) Tell(ctx context.Context, store, secret string) (stop func(), err error) {
 	if stop, err = l.tell(ctx, l.way(), invitation{Store: store, Secret: secret}); err != nil {
 		return nil, fmt.Errorf("telling the other nodes where to meet: %w", err)
@@ -166,7 +180,7 @@ func (l *Launch) Tell(ctx context.Context, store, secret string) (stop func(), e
 	return stop, nil
 }
 
-// Hear returns what rank 0 of the launch told by Tell.
+// Hear returns what rank 0 of the launch announced by Tell.
 func (l *Launch) Hear(ctx context.Context) (store, secret string, err error) {
 	text, err := l.hear(ctx, l.way())
 	if err != nil {
@@ -175,8 +189,8 @@ func (l *Launch) Hear(ctx context.Context) (store, secret string, err error) {
 	return text.Store, text.Secret, nil
 }
 
-// MeetingHost is the address at which rank 0 of the launch serves a store that the others reach,
-// and its port, 0 for any that is free. It is only for those whose Meets is true.
+// MeetingHost returns the address at which rank 0 of the launch serves a store that the others
+// reach, and its port, 0 for any free one. It requires Meets.
 func (l *Launch) MeetingHost() (host, port string, err error) { return l.meetingHost(l.way()) }
 
 func (l *Launch) meetingHost(how way) (host, port string, err error) {
@@ -200,20 +214,20 @@ func (l *Launch) meetingHost(how way) (host, port string, err error) {
 	return addrs[0].String(), "0", nil
 }
 
-// meetingPort is the port where the processes of a launch of this name meet: below those that Linux
-// hands out by itself, and above most that services have.
+// meetingPort returns the port at which the processes of a launch of this name meet: below Linux's
+// ephemeral ports, and above most services.
 func meetingPort(name string) string {
 	sum := sha256.Sum256([]byte(name))
 	return strconv.Itoa(20000 + (int(sum[0])<<8|int(sum[1]))%10000)
 }
 
-// invitation is what rank 0 tells the others.
+// invitation is the message of rank 0 to the others.
 type invitation struct {
 	Store  string
 	Secret string `json:",omitempty"` // textual form
 }
 
-// maxInvitation is more bytes than an invitation has.
+// maxInvitation bounds the size of an invitation in bytes.
 const maxInvitation = 1000
 
 func (i invitation) meeting(secret []byte) (*Meeting, error) {
@@ -275,8 +289,8 @@ func (l *Launch) hear(ctx context.Context, how way) (i invitation, err error) {
 	return i, err
 }
 
-// exchange puts text, unless it is "", into the launcher's key-value space, and returns what is
-// there when all processes of the launch have come.
+// exchange puts text, unless it is "", into the launcher's key-value space, and returns the value
+// when all processes of the launch have come.
 func exchange(ctx context.Context, a pmi.Address, text string) (got string, err error) {
 	c, err := pmi.Dial(ctx, a)
 	if err != nil {
@@ -298,16 +312,17 @@ func exchange(ctx context.Context, a pmi.Address, text string) (got string, err 
 	return c.Get(ctx, kvsKey)
 }
 
-// meetingSocket is the abstract Unix socket of a launch on this host, in this network namespace.
+// meetingSocket returns the abstract Unix socket of a launch on this host, in this network
+// namespace.
 func meetingSocket(name string) *net.UnixAddr {
 	sum := sha256.Sum256([]byte(strconv.Itoa(os.Getuid()) + "\x00" + name))
 	return &net.UnixAddr{Net: "unix", Name: "@tutti-meeting-" + hex.EncodeToString(sum[:16])}
 }
 
-// tellTime bounds what telling one process takes.
+// tellTime bounds the delivery to one process.
 const tellTime = 5 * time.Second
 
-// inviteHost tells text to all processes of this user on this host that ask, until stop.
+// inviteHost sends text to all processes of this user on this host that ask, until stop.
 func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err error) {
 	l, err := (&net.ListenConfig{}).Listen(ctx, "unix", meetingSocket(name).Name)
 	if err != nil {
@@ -339,7 +354,7 @@ func inviteHost(ctx context.Context, name string, text []byte) (stop func(), err
 	}, nil
 }
 
-// hearHost returns what rank 0 tells by inviteHost, as soon as it does.
+// hearHost waits for and returns the text of inviteHost.
 func hearHost(ctx context.Context, name string) ([]byte, error) {
 	at := meetingSocket(name)
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, 200*time.Millisecond) {
@@ -372,8 +387,8 @@ type servedStore struct {
 	done    chan struct{}
 }
 
-// ListenHost is where a process listens that others reach as host. A name often means a loopback
-// address to the very machine that it names, hence all addresses then.
+// ListenHost returns the address on which to listen so that others reach host. On the machine that
+// it names, a name often resolves to a loopback address; the result is then all addresses.
 func ListenHost(ctx context.Context, host string) string {
 	if net.ParseIP(host) != nil {
 		return host
@@ -390,14 +405,9 @@ func peerUser(c *net.UnixConn) error {
 	if err != nil {
 		return err
 	}
-	var cred *unix.Ucred
-	if cerr := raw.Control(func(fd uintptr) {
-		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
-	}); cerr != nil {
-		return cerr
-	}
+	cred, err := ident.Peer(raw)
 	if err == nil && int(cred.Uid) != os.Getuid() {
-		err = fmt.Errorf("who has its name is a process of user %d, not of user %d", cred.Uid, os.Getuid())
+		err = fmt.Errorf("its name belongs to a process of user %d, not of user %d", cred.Uid, os.Getuid())
 	}
 	return err
 }

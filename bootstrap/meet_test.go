@@ -205,7 +205,7 @@ func TestTwoLaunchesOfOneNameDoNotMeet(t *testing.T) {
 	m.Close(ctx)
 }
 
-func TestNobodyMeetsWithoutRankZero(t *testing.T) {
+func TestMeetWithoutRankZeroTimesOut(t *testing.T) {
 	l, err := FromEnv(vars("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TUTTI_JOB=" + fresh(t)))
 	if err != nil {
 		t.Fatal(err)
@@ -218,7 +218,7 @@ func TestNobodyMeetsWithoutRankZero(t *testing.T) {
 	}
 }
 
-func TestSecretsAreGivenToAllOrNone(t *testing.T) {
+func TestSecretOfSomeRanksOnlyIsRefused(t *testing.T) {
 	secret := []byte("a secret for the tests of this package")
 	for _, given := range [][2][]byte{{secret, nil}, {nil, secret}} {
 		name := fresh(t)
@@ -235,7 +235,7 @@ func TestSecretsAreGivenToAllOrNone(t *testing.T) {
 	}
 }
 
-func TestRanksMeetWhereTheLauncherNamesAHost(t *testing.T) {
+func TestRanksMeetAtHostNamedByLauncher(t *testing.T) {
 	secret := []byte("a secret for the tests of this package")
 	env := func(i int) string {
 		return fmt.Sprintf("SLURM_PROCID=%d SLURM_NTASKS=2 SLURM_NODELIST=localhost,n2 SLURM_JOB_ID=%d", i, os.Getpid())
@@ -325,7 +325,7 @@ func kvsLauncher(t *testing.T) (fds [2]int) {
 	return fds
 }
 
-func TestRanksMeetThroughTheLaunchersKeyValueSpace(t *testing.T) {
+func TestRanksMeetThroughKeyValueSpace(t *testing.T) {
 	fds := kvsLauncher(t)
 	all, errs := together(t, func(i int) string {
 		return fmt.Sprintf("PMI_RANK=%d PMI_SIZE=2 PMI_FD=%d TUTTI_IFNAME=lo", i, fds[i])
@@ -381,7 +381,7 @@ func TestInvitationsAreChecked(t *testing.T) {
 	}
 }
 
-func TestLaunchersThatDoNotSayWhereToMeet(t *testing.T) {
+func TestMeetingPointIsRequired(t *testing.T) {
 	const ompi = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_SIZE=1"
 	for env, says := range map[string]string{
 		ompi:                                  "mpirun --map-by ppr:1:node tutti run",

@@ -6,13 +6,12 @@ import (
 	"strings"
 )
 
-// NodeFromEnv reads, for a launcher of ranks that another launcher has started once on each node,
-// what the other one says: in the Launch that it returns Rank is the number of this node, Size that
-// of the nodes and Job the name of the job. It understands Open MPI, PMI and steps of Slurm; Size
-// is 1 where none of them started this process. Its parts that Meet, Tell and Hear need are set
-// too.
+// NodeFromEnv reads the environment of a launcher of ranks that another launcher has started once
+// on each node. In the Launch that it returns, Rank is the number of this node, Size the number of
+// nodes, and Job the name of the job. It supports Open MPI, PMI and steps of Slurm; without them
+// Size is 1. It also sets the fields that Meet, Tell and Hear need.
 func NodeFromEnv(getenv func(string) string) (Launch, error) {
-	// What speaks of ranks is not about this process.
+	// Variables about ranks do not describe this process.
 	mine := func(name string) bool {
 		for _, prefix := range []string{"OMPI_", "PMI_", "MPI_LOCAL", "PMIX_NAMESPACE", "PALS_", "FLUX_", "SLURM_"} {
 			if strings.HasPrefix(name, prefix) {
@@ -36,7 +35,7 @@ func NodeFromEnv(getenv func(string) string) (Launch, error) {
 	if l.Source != "slurm" && (l.Source != "pmi" || step == "") {
 		return l, nil
 	}
-	// In the script of a batch job there are Slurm's variables of the allocation, but no step.
+	// The script of a batch job has Slurm's variables of the allocation, but is no step.
 	if _, err := strconv.ParseUint(step, 10, 32); err != nil {
 		return Launch{Size: 1, LocalRank: -1, Source: "none"}, nil
 	}

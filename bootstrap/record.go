@@ -22,9 +22,9 @@ type Record struct {
 	Size        int      // the job's, as this rank knows it
 	Incarnation uint64   // never 0
 	Addrs       []string // of its handshake RPC, IP:PORT, in the order of the publisher's preference; at most MaxAddrs
-	Host        string   // host name, for people
-	Machine     string   // machine it runs on: equal for processes under one kernel
-	Network     string   // network namespace it runs in: equal for processes that share loopback
+	Host        string   // host name, for display
+	Machine     string   // equal for processes under one kernel
+	Network     string   // network namespace: equal for processes that share loopback
 	PID         int
 	Version     string // of the library
 }
@@ -36,8 +36,8 @@ const (
 	maxName   = 255
 )
 
-// recordJSON is a Record as it is stored. 64-bit numbers are hexadecimal strings: not every reader
-// of JSON keeps them otherwise.
+// recordJSON is the stored form of a Record. 64-bit numbers are hexadecimal strings, because some
+// JSON readers would round them.
 type recordJSON struct {
 	Rank        int      `json:"rank"`
 	Size        int      `json:"size"`
@@ -50,7 +50,7 @@ type recordJSON struct {
 	Version     string   `json:"version,omitempty"`
 }
 
-// Encode returns the record as it is stored, JSON.
+// Encode returns the stored form of the record, JSON.
 func (r Record) Encode() ([]byte, error) {
 	if err := r.check(); err != nil {
 		return nil, err
@@ -63,8 +63,8 @@ func (r Record) Encode() ([]byte, error) {
 	return b, err
 }
 
-// DecodeRecord reads what Encode wrote and trusts none of it: fields that a later version may add
-// are ignored, everything else is checked.
+// DecodeRecord reads and validates the result of Encode. Unknown fields are ignored, for later
+// versions.
 func DecodeRecord(b []byte) (Record, error) {
 	if len(b) > maxRecord {
 		return Record{}, fmt.Errorf("record of %d bytes, at most %d", len(b), maxRecord)
@@ -106,16 +106,15 @@ func (r *Record) check() error {
 	return nil
 }
 
-// holder describes who r is to a person.
+// holder describes the process of r.
 func (r *Record) holder() string {
 	return fmt.Sprintf("incarnation %016x, pid %d on %s", r.Incarnation, r.PID, r.Host)
 }
 
-// name is r to a person.
+// name describes the rank of r.
 func (r *Record) name() string { return fmt.Sprintf("rank %d (%s)", r.Rank, r.holder()) }
 
-// NewRecord fills in what a process knows of itself without being told: host, machine, network and
-// pid.
+// NewRecord returns a record with what a process knows of itself: host, machine, network and pid.
 func NewRecord(rank, size int, incarnation uint64, addrs []string) Record {
 	p := here()
 	return Record{Rank: rank, Size: size, Incarnation: incarnation, Addrs: addrs, Host: p[0], Machine: p[1],
@@ -123,7 +122,7 @@ func NewRecord(rank, size int, incarnation uint64, addrs []string) Record {
 }
 
 // here returns host name, machine and network of this process. The machine is its kernel's boot id,
-// which containers share; a network is a namespace of it.
+// which containers share; a network is a network namespace.
 var here = sync.OnceValue(func() [3]string {
 	host, err := os.Hostname()
 	if err != nil || len(host) > maxName {
@@ -139,10 +138,10 @@ var here = sync.OnceValue(func() [3]string {
 // RankKey is the key of a slot's Record, SizeKey that of the job's size.
 func RankKey(slot int) string { return RankKeys + strconv.Itoa(slot) }
 
-// RankKeys begins the keys of all Records.
+// RankKeys is the prefix of the keys of all Records.
 const RankKeys = "ranks/"
 
-// SizeKey holds the number of ranks.
+// SizeKey is the key of the number of ranks.
 const SizeKey = "size"
 
 // SlotError says that another live process holds the slot.
@@ -162,13 +161,13 @@ func (e *SizeError) Error() string {
 }
 
 // VacantKeys is the prefix of the keys by which a launcher says that a rank is gone for good before
-// all ranks have met: a process on standby may take its place.
+// all ranks have met, so that a process on standby may take its place.
 const VacantKeys = "vacant/"
 
-// Register publishes r under the lease of s. If the slot is held by another incarnation Register
-// waits for it to go, a lease's TTL and a second at most, since the holder may be dead already;
-// then it returns a *SlotError. It returns a *SizeError, and publishes nothing, if ranks of the job
-// were told another size.
+// Register publishes r under the lease of s. If another incarnation holds the slot, Register waits
+// for it to go, at most a lease's TTL and a second, since the holder may be dead; then it returns a
+// *SlotError. If other ranks of the job have another size, it returns a *SizeError and publishes
+// nothing.
 func Register(ctx context.Context, s Store, r Record) error {
 	value, err := r.Encode()
 	if err != nil {
@@ -177,7 +176,7 @@ func Register(ctx context.Context, s Store, r Record) error {
 	if err := takeSlot(ctx, s, r, value); err != nil {
 		return err
 	}
-	// The record comes first: whoever finds another size in the store is then sure to find the
+	// The record comes first: a rank that finds another size in the store is then sure to find the
 	// record of the rank that wrote it, if that is alive.
 	if err := agreeSize(ctx, s, r); err != nil {
 		dctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Second)
@@ -205,8 +204,8 @@ func takeSlot(ctx context.Context, s Store, r Record, value []byte) error {
 			return fmt.Errorf("rank %d is taken by something that is no rank of this library: key %s: %w", r.Rank, key,
 				err)
 		}
-		// under an earlier lease, with which it would go; or an earlier attempt got through
-		// although its answer did not
+		// The key is under an earlier lease, and would go with it, or an earlier attempt succeeded
+		// without an answer.
 		if holder.Incarnation == r.Incarnation {
 			if err := s.CompareAndSwap(ctx, key, c.Current, nil); err != nil && !errors.Is(err, ErrConflict) {
 				return err
@@ -240,8 +239,8 @@ func waitGone(ctx context.Context, s Store, key string, old []byte) (bool, error
 	return false, nil
 }
 
-// agreeSize writes the job's size or compares. The key may outlive the ranks: a size that no live
-// rank stands for is replaced.
+// agreeSize writes the job's size or compares it. The key may outlive the ranks: a size without a
+// live rank is replaced.
 func agreeSize(ctx context.Context, s Store, r Record) error {
 	own := []byte(strconv.Itoa(r.Size))
 	err := s.Create(ctx, SizeKey, own, false)

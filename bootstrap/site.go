@@ -19,7 +19,7 @@ import (
 	"tutti/internal/trust"
 )
 
-// tls returns how to speak TLS with the store at addr; nil: not at all.
+// tls returns the TLS configuration for the store at addr; nil: no TLS.
 func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
 	if addr.Scheme != "etcds" {
 		if cfg.CA != "" || cfg.Cert != "" {
@@ -51,19 +51,19 @@ func (cfg *StoreConfig) tls(addr StoreAddr) (*tls.Config, error) {
 	return c, nil
 }
 
-// dialer makes the connections to the store, proves the secret on them where the store is one of
-// ours, and knows why they fail, which gRPC, trying again and again, does not tell.
+// dialer makes the connections to the store, proves the secret to an embedded store, and records
+// why connections fail, which gRPC hides behind its retries.
 type dialer struct {
 	via     dial.Func
 	secret  []byte
 	prove   bool
 	rank    int
-	alone   bool         // the store has one endpoint
-	refused func(error)  // told of a "no" that no further attempt will mend
-	last    atomic.Error // why the latest attempt failed; nil: it is connected
+	alone   bool         // the store has only one endpoint
+	refused func(error)  // called with a refusal that further attempts cannot change
+	last    atomic.Error // the error of the latest attempt; nil: connected
 }
 
-// refusal is the store's "no", or ours to a store that is not who it should be.
+// refusal is an error that the store returned, or that this end found in a wrong store.
 type refusal struct{ error }
 
 func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
@@ -86,8 +86,7 @@ func (d *dialer) dial(ctx context.Context, addr string) (net.Conn, error) {
 	return conn, nil
 }
 
-// watchedTLS are TLS credentials that tell the dialer what they find wrong, and what the store says
-// about ours.
+// watchedTLS are TLS credentials that report certificate errors to the dialer, of either side.
 type watchedTLS struct {
 	credentials.TransportCredentials
 	d *dialer
@@ -109,7 +108,7 @@ func (w *watchedTLS) Clone() credentials.TransportCredentials {
 	return &watchedTLS{w.TransportCredentials.Clone(), w.d}
 }
 
-// watchedConn is a connection after its handshake, when (by TLS 1.3) the store's opinion of our
+// watchedConn is a connection after its handshake. In TLS 1.3 the store's verdict on this end's
 // certificate is still to come.
 type watchedConn struct {
 	net.Conn
@@ -124,13 +123,13 @@ func (c *watchedConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// isAlert reports whether err is what the other end of a TLS connection complained of.
+// isAlert reports whether err is a TLS alert of the other end.
 func isAlert(err error) bool {
 	var op *net.OpError
 	return errors.As(err, &op) && op.Op == "remote error"
 }
 
-// failed takes notice of a TLS connection that failed; certificates that are wrong stay so.
+// failed records a failed TLS connection. Certificate errors are permanent.
 func (d *dialer) failed(err error) {
 	var plain tls.RecordHeaderError
 	var cert *tls.CertificateVerificationError
@@ -154,17 +153,17 @@ func (d *dialer) failed(err error) {
 		final = isAlert(err)
 	}
 	d.last.Store(err)
-	if final && d.alone { // of several members another may be in order
+	if final && d.alone { // another of several members may work
 		d.refused(err)
 	}
 }
 
-// speaksTLS finds out whether TLS is spoken at endpoint, to explain why nothing else was understood
-// there. Nothing is sent over the connection.
+// speaksTLS finds out whether endpoint speaks TLS, to explain why another protocol failed. It sends
+// no data.
 func speaksTLS(ctx context.Context, endpoint string) bool {
 	ctx, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
 	defer cancel()
-	d := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true}} // whoever it is
+	d := tls.Dialer{Config: &tls.Config{InsecureSkipVerify: true}} // any certificate will do
 	conn, err := d.DialContext(ctx, "tcp", endpoint)
 	if err == nil {
 		conn.Close()

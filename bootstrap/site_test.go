@@ -27,8 +27,8 @@ func siteConfig(s *sitetest.Site) bootstrap.StoreConfig {
 	return c
 }
 
-// What is wrong between a rank and a site's store is said at once, in words that name the remedy:
-// nobody waits for a timeout to learn of a wrong password.
+// A wrong configuration of a rank for a site's store is an immediate error that names the remedy,
+// without a timeout.
 func TestSiteRefusals(t *testing.T) {
 	certs := sitetest.Start(t, sitetest.Config{ClientCerts: true, Users: true})
 	users := sitetest.Start(t, sitetest.Config{Users: true})

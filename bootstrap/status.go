@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
-	"crypto/rand"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -15,16 +14,17 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tutti/internal/ident"
 	"tutti/internal/trust"
 )
 
 const (
 	statusMethod = "/tutti.Handshake/Status"
 
-	// MaxStatus limits what Status carries: bytes of an answer as it travels, compressed. A rank
-	// that has more to say leaves operations out.
+	// MaxStatus bounds the compressed answer of Status in bytes. A rank with more to report leaves
+	// operations out.
 	MaxStatus = 1 << 20
-	// MaxStatusText limits the same answer uncompressed.
+	// MaxStatusText bounds the same answer uncompressed.
 	MaxStatusText = 8 << 20
 )
 
@@ -104,20 +104,16 @@ func serveStatus(srv any, ctx context.Context, decode func(any) error, _ grpc.Un
 	}
 }
 
-// Status asks the rank that published to what it does, with at most so many of its last operations.
-// It asks once: a rank that cannot be reached, or that has not answered when ctx ends, is an error,
-// as with Describe. Whoever knows the job's secret may ask, a rank of the job or not; the asker's
-// Self need have no more than an Incarnation and where it is. The answer is that of
-// ServerConfig.Status, at most MaxStatusText bytes.
+// Status asks the rank that published to for its state, with at most ops of its last operations. It
+// asks once: a rank that cannot be reached, or has not answered when ctx ends, is an error, as with
+// Describe. Any client that knows the job's secret may ask; its Self needs only an Incarnation and
+// its location. The answer is that of ServerConfig.Status, at most MaxStatusText bytes.
 func (c *Client) Status(ctx context.Context, to Record, ops int) ([]byte, error) {
 	addrs := c.order(to)
 	if len(addrs) == 0 {
 		return nil, fmt.Errorf("%s: no address of %q can be reached from here", to.name(), to.Addrs)
 	}
-	var nonce [8]byte
-	rand.Read(nonce[:])
-	req, reply := &statusRequest{binary.LittleEndian.Uint64(nonce[:]), uint32(min(max(ops, 0), math.MaxInt32))},
-		&statusReply{}
+	req, reply := &statusRequest{ident.New(), uint32(min(max(ops, 0), math.MaxInt32))}, &statusReply{}
 	hello := trust.Hello{FromRank: uint32(c.cfg.Self.Rank), FromIncarnation: c.cfg.Self.Incarnation,
 		ToRank: uint32(to.Rank), ToIncarnation: to.Incarnation}
 	conn, err := c.reach(ctx, addrs, hello)

@@ -28,7 +28,7 @@ func statusRank(t *testing.T, f func(ctx context.Context, ops int) ([]byte, erro
 	return NewRecord(1, 2, 99, s.Addrs())
 }
 
-// stranger is somebody who knows the secret and is no rank.
+// stranger is a client that knows the secret and is not a rank.
 func stranger(secret []byte) *Client {
 	self := NewRecord(-1, 0, 77, nil)
 	return NewClient(ClientConfig{Self: self, Secret: secret})
@@ -110,8 +110,8 @@ func TestStatusErrors(t *testing.T) {
 	}
 }
 
-// TestStatusHangs asks a rank that does not answer: the asker's ctx ends that, also for whoever
-// asks beside.
+// TestStatusHangs asks a rank that does not answer: the client's ctx ends that, also for concurrent
+// clients.
 func TestStatusHangs(t *testing.T) {
 	began := make(chan struct{}, 1)
 	rec := statusRank(t, func(ctx context.Context, _ int) ([]byte, error) {

@@ -8,57 +8,56 @@ import (
 	"time"
 )
 
-// Store is one process's handle on the small shared truth of a job. Keys are relative to the job
-// (see Prefix); values are at most MaxValue bytes. What is put with lease true lives as long as
-// this handle's lease: it goes when the handle is closed, and within the lease's TTL when the
-// process dies or cannot reach the store. All else is the job's: it goes when the last handle on
-// the job is closed, and within JobTTL when the last process that has one dies, or when no such
-// process has reached the store for so long. All methods may be called concurrently.
+// Store is one process's handle on the shared state of a job. Keys are relative to the job (see
+// Prefix); values are at most MaxValue bytes. A key that is put with lease true exists while this
+// handle's lease does: it goes when the handle is closed, and within the lease's TTL when the
+// process dies or cannot reach the store. All other keys belong to the job: they go when the last
+// handle on the job is closed, or JobTTL after the last process with a handle died or last reached
+// the store. All methods may be called concurrently.
 //
-// Every method ends when its ctx ends, and returns an error that wraps ErrStoreAway, after a
-// bounded time, when the store cannot be reached. After such an error a write may or may not have
-// happened. Values returned belong to the caller.
+// Every method returns when its ctx ends. If the store cannot be reached, it returns an error that
+// wraps ErrStoreAway after a bounded time. After such an error a write may or may not have
+// happened. Returned values belong to the caller.
 type Store interface {
-	// Put sets key, whatever it was.
+	// Put sets key unconditionally.
 	Put(ctx context.Context, key string, value []byte, lease bool) error
-	// Create sets key if it does not exist; else it returns a *ConflictError with the value that is
-	// there.
+	// Create sets key if it does not exist; else it returns a *ConflictError with the present
+	// value.
 	Create(ctx context.Context, key string, value []byte, lease bool) error
 	// Get returns the value of key; an error that wraps ErrNoKey if there is none.
 	Get(ctx context.Context, key string) ([]byte, error)
 	// List returns the keys that begin with prefix ("ranks/") and their values.
 	List(ctx context.Context, prefix string) (map[string][]byte, error)
-	// CompareAndSwap replaces old by new, which is the job's, in one step; else it returns a
-	// *ConflictError with the value that is there. A nil old means that key must not exist, a nil
-	// new removes it.
+	// CompareAndSwap replaces old by new, which belongs to the job, atomically; else it returns a
+	// *ConflictError with the present value. A nil old means that key must not exist, a nil new
+	// removes it.
 	CompareAndSwap(ctx context.Context, key string, old, new []byte) error
-	// Delete removes key; it is no error if there is none.
+	// Delete removes key; a missing key is no error.
 	Delete(ctx context.Context, key string) error
 	// Wait returns the value of key as soon as it exists.
 	Wait(ctx context.Context, key string) ([]byte, error)
-	// Watch reports key's present state (also that it does not exist) and then its changes, in
-	// order, until ctx ends; then the channel is closed. Of changes that come faster than the
-	// receiver takes them only the last is reported. If key ends in "/", the states of all keys
-	// below it are reported, each key for itself; ones that do not exist are not. When the lease is
-	// lost or the handle closed the watch ends, and its last event carries Err.
+	// Watch reports key's present state (even if it does not exist) and then its changes, in order,
+	// until ctx ends; then the channel is closed. Of changes that come faster than the receiver
+	// takes them only the last is reported. If key ends in "/", the states of all existing keys
+	// below it are reported, each separately. When the lease is lost or the handle closed the watch
+	// ends, and its last event carries Err.
 	Watch(ctx context.Context, key string) <-chan Event
 	// TTL is the lease's time to live as the store granted it.
 	TTL() time.Duration
-	// Lost is closed when the lease has gone, by expiry or because the store could not be reached
-	// for a TTL: what this handle put under its lease is to be taken for removed. It stays open at
-	// Close.
+	// Lost is closed when the lease is lost, because it expired or the store could not be reached
+	// for a TTL: keys under the lease count as removed. Close does not close it.
 	Lost() <-chan struct{}
-	// Err says why the lease was lost; nil before.
+	// Err returns why the lease was lost; nil before.
 	Err() error
-	// Close gives the lease back, which removes what was put under it, and releases the handle.
-	// Watches end. It takes bounded time. Idempotent.
+	// Close returns the lease, which removes the keys under it, and releases the handle. Watches
+	// end. It takes bounded time. Idempotent.
 	Close() error
 }
 
 // Event is the state of one key.
 type Event struct {
 	Key    string
-	Value  []byte // the receiver's
+	Value  []byte // belongs to the receiver
 	Exists bool
 	Err    error // not nil: the watch ended
 }
@@ -66,12 +65,12 @@ type Event struct {
 // MaxValue is the largest value of a key in bytes.
 const MaxValue = 64 << 10
 
-// JobTTL is how long what belongs to a job as a whole outlives the last process that had a handle
-// on it and did not close it. It is longer than a store that is away should take to come back.
+// JobTTL is how long a job's keys outlive its last process with a handle that was not closed. A
+// store that is away should come back earlier.
 const JobTTL = time.Hour
 
-// Keys of the store's own, which List and Watch do not show: the job's lease is that of leaseKey,
-// and each handle has a key below handleKeys under its own.
+// Keys of the store itself, which List and Watch do not show: leaseKey holds the job's lease, and
+// each handle has a key below handleKeys under its own lease.
 const (
 	ownKeys    = ".store/"
 	leaseKey   = ownKeys + "lease"
@@ -102,19 +101,22 @@ func (e *ConflictError) Error() string {
 
 func (e *ConflictError) Unwrap() error { return ErrConflict }
 
-// Prefix returns the beginning of all keys of a job.
+// Prefix returns the prefix of all keys of a job.
 func Prefix(job string) string { return "/tutti/" + job + "/" }
 
-func checkKey(key string) error {
+// CheckKey returns an error unless a Store takes key: 1 to 256 bytes without NUL. Keys that begin
+// with ".store/" are the store's own.
+func CheckKey(key string) error {
 	if key == "" || len(key) > 256 || strings.ContainsRune(key, 0) || strings.HasPrefix(key, ownKeys) {
 		return fmt.Errorf("key %q: expected 1 to 256 bytes without NUL that do not begin with %s", clip(key), ownKeys)
 	}
 	return nil
 }
 
-func checkPut(key string, value []byte) error {
+// CheckPut returns an error unless a Store takes key, and a value as long as this one.
+func CheckPut(key string, value []byte) error {
 	if len(value) > MaxValue {
 		return fmt.Errorf("key %s: a value of %d bytes is too long: at most %d", key, len(value), MaxValue)
 	}
-	return checkKey(key)
+	return CheckKey(key)
 }

@@ -16,7 +16,9 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/bootstrap/storetest"
 	"tutti/internal/ident"
+	"tutti/internal/ports"
 	"tutti/internal/sitetest"
 	"tutti/internal/trust"
 )
@@ -31,7 +33,7 @@ type backend struct {
 
 func each(t *testing.T, f func(t *testing.T, b *backend)) {
 	t.Run("memory", func(t *testing.T) {
-		m := bootstrap.NewMemStore()
+		m := storetest.NewMemory()
 		f(t, &backend{"memory", func(t testing.TB) bootstrap.Store {
 			s := m.Open()
 			t.Cleanup(func() { s.Close() })
@@ -238,7 +240,7 @@ func TestStoreWait(t *testing.T) {
 		if v, err := s.Wait(ctx, "k"); err != nil || string(v) != "v" {
 			t.Errorf("Wait for what is there: %q, %v", v, err)
 		}
-		short, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+		short, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
 		defer cancel()
 		if _, err := s.Wait(short, "never"); !errors.Is(err, context.DeadlineExceeded) ||
 			!strings.Contains(err.Error(), "never") {
@@ -255,7 +257,7 @@ func TestStoreWatch(t *testing.T) {
 		if e := next(t, one); e.Exists {
 			t.Fatalf("%+v", e)
 		}
-		for i := range 200 { // more than anybody takes in between
+		for i := range 200 { // more than the receiver takes in between
 			if err := o.Put(ctx, "d/1", []byte(strconv.Itoa(i)), false); err != nil {
 				t.Fatal(err)
 			}
@@ -340,8 +342,8 @@ func TestStoreClose(t *testing.T) {
 	})
 }
 
-// What is the job's stays while anybody has a handle, and goes with the last one.
-func TestStoreForgetsTheJobWithItsLastHandle(t *testing.T) {
+// The job's keys stay while a handle is open, and go with the last one.
+func TestStoreForgetsJobWithLastHandle(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, s, o := context30(t), b.open(t), b.open(t)
 		if err := s.CompareAndSwap(ctx, "view", nil, []byte("1")); err != nil {
@@ -423,8 +425,8 @@ func TestStoreLeaves(t *testing.T) {
 	})
 }
 
-func TestMemStoreExpire(t *testing.T) {
-	m := bootstrap.NewMemStore()
+func TestExpireEndsAHandlesLease(t *testing.T) {
+	m := storetest.NewMemory()
 	a, b := m.Open(), m.Open()
 	defer b.Close()
 	defer a.Close()
@@ -476,8 +478,8 @@ func TestEtcdPartition(t *testing.T) {
 	}
 }
 
-// A lease that the store ends while everything works is lost too: the handle learns it, and what
-// needs no lease goes on.
+// A lease that the store ends is lost even if everything else works: the handle notices it, and
+// operations without a lease still work.
 func TestEtcdLeaseRevoked(t *testing.T) {
 	p, direct := startEtcdBehind(t)
 	s := dial(t, nil, bootstrap.StoreConfig{Address: "tutti://" + p.Addr()})
@@ -501,7 +503,7 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	if err := s.Put(ctx, "k", nil, true); !errors.Is(err, bootstrap.ErrLeaseLost) {
 		t.Errorf("Put under the lost lease: %v", err)
 	}
-	// What needs no lease goes on.
+	// Operations without a lease still work.
 	err := s.Put(ctx, "k", nil, false)
 	// a connection may still be breaking; its write is not repeated for us
 	for errors.Is(err, bootstrap.ErrStoreAway) && ctx.Err() == nil {
@@ -512,8 +514,8 @@ func TestEtcdLeaseRevoked(t *testing.T) {
 	}
 }
 
-// A handle that takes its lease for lost before the store does takes what the lease holds along
-// when it is closed: who comes back at once must not find it, and lose it later.
+// A handle that counts its lease as lost before the store does removes the lease's keys when it is
+// closed: a process that comes back at once must not find them, and lose them later.
 func TestEtcdLostLeaseEndsAtClose(t *testing.T) {
 	e := startEtcd(t)
 	s, far, ctx := dial(t, e, bootstrap.StoreConfig{LeaseTTL: time.Minute}), dial(t, e, bootstrap.StoreConfig{}),
@@ -532,7 +534,7 @@ func TestEtcdLostLeaseEndsAtClose(t *testing.T) {
 
 // The store may have ended the lease when the handle is closed, before the handle knows it: then
 // there is nothing left to give back, which is no failure.
-func TestEtcdCloseAfterTheLeaseEnded(t *testing.T) {
+func TestEtcdCloseAfterLeaseEnded(t *testing.T) {
 	s, ctx := dial(t, startEtcd(t), bootstrap.StoreConfig{LeaseTTL: time.Minute}), context30(t)
 	if err := s.Put(ctx, "k", nil, true); err != nil {
 		t.Fatal(err)
@@ -603,8 +605,8 @@ func TestDialStoreFailures(t *testing.T) {
 	}
 }
 
-// A proof that was made for one store convinces no other that has the same secret, whoever passes
-// it on.
+// A proof that was made for one store is not accepted by another with the same secret, if it is
+// forwarded.
 func TestProofForAnotherStore(t *testing.T) {
 	e := startEtcd(t)
 	p := newProxy(t, strings.TrimPrefix(e.Address(), "tutti://"))
@@ -621,7 +623,7 @@ func TestProofForAnotherStore(t *testing.T) {
 }
 
 // A store is meant by its published address, or by the one that the connection led to.
-func TestStoreMeant(t *testing.T) {
+func TestStoreAddressIsChecked(t *testing.T) {
 	at := func(s string) net.Addr { return net.TCPAddrFromAddrPort(netip.MustParseAddrPort(s)) }
 	for _, c := range []struct {
 		endpoint, remote string // as the dialler has it
@@ -644,24 +646,23 @@ func TestStoreMeant(t *testing.T) {
 
 // A store that comes up after its clients began to dial is found.
 func TestDialStoreEarly(t *testing.T) {
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	at, err := ports.Reserve()
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, port, _ := net.SplitHostPort(l.Addr().String())
-	l.Close()
+	defer at.Close()
 	dialled := make(chan error, 1)
 	go func() {
-		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://127.0.0.1:" + port,
+		s, err := bootstrap.DialStore(context.Background(), bootstrap.StoreConfig{Address: "tutti://" + at.Address(),
 			Job: "j", Secret: secret, DialTimeout: patience})
 		if err == nil {
 			err = s.Close()
 		}
 		dialled <- err
 	}()
-	e, err := embed.Start(context30(t), embed.Config{Secret: secret, Ports: port, Dir: t.TempDir()})
+	e, err := embed.Start(context30(t), embed.Config{Secret: secret, Ports: fmt.Sprint(at.Port), Dir: t.TempDir()})
 	if err != nil {
-		t.Skip("somebody else took the port: ", err)
+		t.Fatal(err)
 	}
 	defer e.Close()
 	if err := <-dialled; err != nil {
@@ -703,7 +704,7 @@ func TestRegister(t *testing.T) {
 			t.Errorf("a refused rank stays: %q, %v", l, err)
 		}
 		// The slot is taken.
-		short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+		short, cancel := context.WithTimeout(ctx, 500*time.Millisecond) // the store has answered by then
 		defer cancel()
 		var slot *bootstrap.SlotError
 		err := bootstrap.Register(short, o, rec(1, 3))
@@ -726,13 +727,13 @@ func TestRegister(t *testing.T) {
 			t.Errorf("%+v, %v", r, err)
 		}
 		// A rank that never comes.
-		short, cancel = context.WithTimeout(ctx, 20*time.Millisecond)
+		short, cancel = context.WithTimeout(ctx, 500*time.Millisecond)
 		defer cancel()
 		if _, err := bootstrap.Lookup(short, o, 2); !errors.Is(err, context.DeadlineExceeded) ||
 			!strings.Contains(err.Error(), "rank 2 never registered") {
 			t.Errorf("Lookup in vain: %v", err)
 		}
-		// What others wrote is not trusted.
+		// Records of other processes are validated.
 		if err := o.Put(ctx, bootstrap.RankKey(2), []byte(`{"rank":1,"size":3,"incarnation":"7"}`), false); err != nil {
 			t.Fatal(err)
 		}
@@ -762,8 +763,8 @@ func TestRegisterTaken(t *testing.T) {
 	}
 }
 
-// A life that registers through another handle is registered under that one's lease: its record
-// outlives the first.
+// An incarnation that registers through another handle is registered under that handle's lease: its
+// record outlives the first handle.
 func TestRegisterAgain(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, first, second := context30(t), b.open(t), b.open(t)
@@ -811,7 +812,7 @@ func TestRegisterStaleSize(t *testing.T) {
 func TestRegisterSizeRace(t *testing.T) {
 	ctx := context30(t)
 	for range 200 {
-		m := bootstrap.NewMemStore()
+		m := storetest.NewMemory()
 		errs := make([]error, 2)
 		var wg sync.WaitGroup
 		for r := range errs {

@@ -6,18 +6,21 @@ import (
 	"sync"
 )
 
-// mailbox carries the events of one watch from the store to the receiver, at most one a key: the
-// newest, in the order in which the keys first changed.
-type mailbox struct {
+// A Mailbox helps to implement Store.Watch. It carries the events of one watch from the store to the
+// receiver. It holds at most one event a key, the newest, in the order in which the keys first
+// changed.
+type Mailbox struct {
 	mu    sync.Mutex
 	order []string
 	last  map[string]Event
 	more  chan struct{} // holds one token after put
 }
 
-func newMailbox() *mailbox { return &mailbox{last: map[string]Event{}, more: make(chan struct{}, 1)} }
+// NewMailbox returns an empty Mailbox.
+func NewMailbox() *Mailbox { return &Mailbox{last: map[string]Event{}, more: make(chan struct{}, 1)} }
 
-func (m *mailbox) put(events ...Event) {
+// Put adds events. It does not block.
+func (m *Mailbox) Put(events ...Event) {
 	m.mu.Lock()
 	for _, e := range events {
 		if _, ok := m.last[e.Key]; !ok {
@@ -32,7 +35,7 @@ func (m *mailbox) put(events ...Event) {
 	}
 }
 
-func (m *mailbox) pop() (Event, bool) {
+func (m *Mailbox) pop() (Event, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if len(m.order) == 0 {
@@ -44,8 +47,8 @@ func (m *mailbox) pop() (Event, bool) {
 	return e, true
 }
 
-// newer takes the event that supersedes e, if there is one.
-func (m *mailbox) newer(e Event) Event {
+// newer returns the event that supersedes e, or e.
+func (m *Mailbox) newer(e Event) Event {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	n, ok := m.last[e.Key]
@@ -62,16 +65,17 @@ func (m *mailbox) newer(e Event) Event {
 	return n
 }
 
-// run delivers to out, which must have room for one event, until ctx ends, end is closed or an
-// event with Err was delivered, and closes it. If end is closed the last event carries why.
-func (m *mailbox) run(ctx context.Context, end <-chan struct{}, why func() error, out chan Event) {
+// Run delivers the events to out until ctx ends, end is closed, or an event with Err has been
+// delivered. Then it closes out. If end is closed the last event carries why(). out must have room
+// for one event.
+func (m *Mailbox) Run(ctx context.Context, end <-chan struct{}, why func() error, out chan Event) {
 	defer close(out)
 	final := func() {
 		for {
 			select {
 			case out <- Event{Err: why()}:
 				return
-			default: // nobody takes the event before it, which this one makes worthless
+			default: // the receiver has not taken the last event, which this one replaces
 				select {
 				case <-out:
 				default:
@@ -110,8 +114,8 @@ func (m *mailbox) run(ctx context.Context, end <-chan struct{}, why func() error
 	}
 }
 
-// wait is Store.Wait by a watch.
-func wait(ctx context.Context, s Store, key string) ([]byte, error) {
+// WaitByWatch implements Store.Wait by Store.Watch.
+func WaitByWatch(ctx context.Context, s Store, key string) ([]byte, error) {
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	for e := range s.Watch(wctx, key) {

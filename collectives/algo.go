@@ -10,12 +10,13 @@ import (
 // Algo names a family of plans.
 type Algo uint8
 
-// The algorithms; doc.go tells where each comes from and in which order it combines.
+// The algorithms. doc.go describes each, with its origin and its order of reduction.
 const (
-	Auto   Algo = iota // let Choose decide
-	Flat               // one shot: whatever a rank needs comes straight from its source, all messages at once
-	Direct             // loads and stores on the peers' mapped memory
-	// every rank finishes one part straight from all sources, then shares it; pipelined in chunks
+	Auto Algo = iota // Choose decides
+	// All messages at once, each from the rank that has the data straight to the one that needs it.
+	OneShot
+	LoadStore // loads from the peers' mapped memory
+	// Every rank reduces one part straight from all sources, then shares it; pipelined in chunks.
 	TwoShot
 	Pairwise      // one part from each peer in rotated rounds
 	Doubling      // recursive doubling
@@ -25,48 +26,152 @@ const (
 	Chain         // chain, pipelined in chunks
 	Bruck         // ceil(log2 n) messages, each of many parts
 	Dissemination // ceil(log2 n) rounds of signals
-	Hierarchical  // inside each host, between hosts, inside each host
+	Hierarchical  // within each host, between hosts, within each host
 	OneSided      // puts into the peers' memory, and signals
 	numAlgos
 )
 
-var algoNames = [numAlgos]string{"auto", "flat", "direct", "twoshot", "pairwise", "doubling", "halving", "ring", "tree",
-	"chain",
-	"bruck", "dissemination", "hierarchical", "onesided"}
+// plans are the functions of one algorithm that build plans, by kind. They run with at least two
+// active ranks and some data.
+type plans [numKinds]func(*builder)
 
-// Requires returns what must hold where the algorithm is to run: Always, IfMapped or IfPuts.
-func (a Algo) Requires() Condition {
-	switch a {
-	case Direct:
-		return IfMapped
-	case OneSided:
-		return IfPuts
-	}
-	return Always
+// algos describes the algorithms. DefaultTable has the rules by which they are chosen.
+var algos = [numAlgos]struct {
+	name     string
+	former   string    // an old name that programs and tuning files may contain
+	requires Condition // under which it can run: Always, IfMapped or IfPuts
+	onePass  bool      // every element is combined once, from all ranks; else partial results travel
+	makers   plans
+}{
+	Auto: {name: "auto"},
+	OneShot: {
+		name: "oneshot", former: "flat", onePass: true,
+		makers: plans{
+			AllReduce: oneShotAllReduce, ReduceScatter: pairwiseReduceScatter, AllGather: oneShotAllGather,
+			AllToAll: oneShotAllToAll, Broadcast: oneShotBroadcast, Reduce: oneShotReduce, Gather: oneShotGather,
+			Scatter: oneShotScatter, Barrier: oneShotBarrier, AllGatherV: oneShotAllGather,
+			AllToAllV: oneShotAllToAll,
+		},
+	},
+	LoadStore: {
+		name: "loadstore", former: "direct", requires: IfMapped, onePass: true,
+		makers: plans{
+			AllReduce: loadStoreAllReduce, ReduceScatter: loadStoreReduceScatter, AllGather: loadStoreAllGather,
+			AllToAll: loadStoreAllToAll, Broadcast: loadStoreBroadcast, Reduce: loadStoreReduce,
+			Gather: loadStoreGather, Scatter: loadStoreScatter, AllGatherV: loadStoreAllGather,
+		},
+	},
+	TwoShot: {
+		name: "twoshot", onePass: true,
+		makers: plans{
+			AllReduce: twoShotAllReduce, Broadcast: twoShotBroadcast, Reduce: twoShotReduce,
+		},
+	},
+	Pairwise: {
+		name: "pairwise", onePass: true,
+		makers: plans{
+			ReduceScatter: pairwiseReduceScatter, AllGather: pairwiseAllGather, AllToAll: pairwiseAllToAll,
+			AllGatherV: pairwiseAllGather, AllToAllV: pairwiseAllToAll,
+		},
+	},
+	Doubling: {
+		name: "doubling",
+		makers: plans{
+			AllReduce: doublingAllReduce,
+		},
+	},
+	Halving: {
+		name: "halving",
+		makers: plans{
+			AllReduce: halvingAllReduce,
+		},
+	},
+	Ring: {
+		name: "ring",
+		makers: plans{
+			AllReduce: ringAllReduce, ReduceScatter: ringReduceScatter, AllGather: ringAllGather,
+			AllGatherV: ringAllGather,
+		},
+	},
+	Tree: {
+		name: "tree",
+		makers: plans{
+			AllReduce: treeAllReduce, Broadcast: treeBroadcast, Reduce: treeReduce, Gather: treeGather,
+			Scatter: treeScatter, Barrier: treeBarrier,
+		},
+	},
+	Chain: {
+		name: "chain",
+		makers: plans{
+			Broadcast: chainBroadcast, Reduce: chainReduce,
+		},
+	},
+	Bruck: {
+		name: "bruck",
+		makers: plans{
+			AllGather: bruckAllGather, AllToAll: bruckAllToAll,
+		},
+	},
+	Dissemination: {
+		name: "dissemination",
+		makers: plans{
+			Barrier: disseminationBarrier,
+		},
+	},
+	Hierarchical: {
+		name: "hierarchical",
+		makers: plans{
+			AllReduce: hierAllReduce, AllGather: hierAllGather, Broadcast: hierBroadcast, Reduce: hierReduce,
+			Barrier: hierBarrier, AllGatherV: hierAllGather,
+		},
+	},
+	OneSided: {
+		name: "onesided", requires: IfPuts, onePass: true,
+		makers: plans{
+			AllReduce: oneSidedAllReduce, AllGather: oneSidedAllGather, AllToAll: oneSidedAllToAll,
+			Broadcast: oneSidedBroadcast, Gather: oneSidedGather, Scatter: oneSidedScatter,
+			AllGatherV: oneSidedAllGather,
+		},
+	},
 }
+
+// Requires returns the condition under which the algorithm can run: Always, IfMapped or IfPuts.
+func (a Algo) Requires() Condition {
+	if !a.Valid() {
+		return Always
+	}
+	return algos[a].requires
+}
+
+// OnePass reports whether an algorithm combines every element once, from all ranks. In the others
+// partial results travel.
+func (a Algo) OnePass() bool { return a.Valid() && algos[a].onePass }
 
 // Valid reports whether a is one of the algorithms above, Auto included.
 func (a Algo) Valid() bool { return a < numAlgos }
 
-// String returns the name that ParseAlgo understands.
+// String returns the algorithm's name.
 func (a Algo) String() string {
 	if !a.Valid() {
 		return fmt.Sprintf("algo(%d)", uint8(a))
 	}
-	return algoNames[a]
+	return algos[a].name
 }
 
-// ParseAlgo returns the algorithm of that name. Its error lists the right names.
+// ParseAlgo returns the algorithm of a name, which may be a former one. Its error lists the present
+// names.
 func ParseAlgo(name string) (Algo, error) {
-	for a, n := range algoNames {
-		if n == name {
+	var names []string
+	for a := range algos {
+		if row := &algos[a]; name == row.name || name != "" && name == row.former {
 			return Algo(a), nil
 		}
+		names = append(names, algos[a].name)
 	}
-	return Auto, fmt.Errorf("collectives: no algorithm %q; there are %s", name, strings.Join(algoNames[:], ", "))
+	return Auto, fmt.Errorf("collectives: no algorithm %q; there are %s", name, strings.Join(names, ", "))
 }
 
-// ParseKind returns the collective of that name. Its error lists the right names.
+// ParseKind returns the collective of a name. Its error lists the valid names.
 func ParseKind(name string) (Kind, error) {
 	for k := Kind(1); k < numKinds; k++ {
 		if kindNames[k] == name {
@@ -76,36 +181,13 @@ func ParseKind(name string) (Kind, error) {
 	return 0, fmt.Errorf("collectives: no collective %q; there are %s", name, strings.Join(kindNames[1:], ", "))
 }
 
-// makers holds the plan makers. They run with at least two active ranks and something to move.
-var makers = [numKinds][numAlgos]func(*builder){
-	AllReduce: {Flat: flatAllReduce, Direct: directAllReduce, TwoShot: twoShotAllReduce, Doubling: doublingAllReduce,
-		Halving: halvingAllReduce, Ring: ringAllReduce, Tree: treeAllReduce, Hierarchical: hierAllReduce,
-		OneSided: oneSidedAllReduce},
-	ReduceScatter: {Flat: pairwiseReduceScatter, Direct: directReduceScatter, Pairwise: pairwiseReduceScatter,
-		Ring: ringReduceScatter},
-	AllGather: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
-		Bruck: bruckAllGather, Hierarchical: hierAllGather, OneSided: oneSidedAllGather},
-	AllToAll: {Flat: flatAllToAll, Direct: directAllToAll, Pairwise: pairwiseAllToAll, Bruck: bruckAllToAll,
-		OneSided: oneSidedAllToAll},
-	Broadcast: {Flat: flatBroadcast, Direct: directBroadcast, TwoShot: twoShotBroadcast, Tree: treeBroadcast,
-		Chain: chainBroadcast, Hierarchical: hierBroadcast, OneSided: oneSidedBroadcast},
-	Reduce: {Flat: flatReduce, Direct: directReduce, TwoShot: twoShotReduce, Tree: treeReduce, Chain: chainReduce,
-		Hierarchical: hierReduce},
-	Gather:  {Flat: flatGather, Direct: directGather, Tree: treeGather, OneSided: oneSidedGather},
-	Scatter: {Flat: flatScatter, Direct: directScatter, Tree: treeScatter, OneSided: oneSidedScatter},
-	Barrier: {Flat: flatBarrier, Tree: treeBarrier, Dissemination: disseminationBarrier, Hierarchical: hierBarrier},
-	AllGatherV: {Flat: flatAllGather, Direct: directAllGather, Pairwise: pairwiseAllGather, Ring: ringAllGather,
-		Hierarchical: hierAllGather, OneSided: oneSidedAllGather},
-	AllToAllV: {Flat: flatAllToAll, Pairwise: pairwiseAllToAll},
-}
-
-// Algorithms returns the algorithms that have a plan for k, in the order of their numbers. Each
-// works for any number of ranks.
+// Algorithms returns the algorithms that have a plan for k, in numerical order. Each works for any
+// number of ranks.
 func Algorithms(k Kind) []Algo {
 	var all []Algo
 	if k.Valid() {
-		for a, f := range makers[k] {
-			if f != nil {
+		for a := range algos {
+			if algos[a].makers[k] != nil {
 				all = append(all, Algo(a))
 			}
 		}
@@ -114,25 +196,24 @@ func Algorithms(k Kind) []Algo {
 }
 
 const (
-	// DefaultChunk is the pipelining grain in bytes of a Shape that names none: large enough that a
-	// message's fixed cost is small beside moving it, small enough that the chunks in flight stay
-	// in a core's private cache.
+	// DefaultChunk is the pipelining grain in bytes of a Shape without one: large enough that a
+	// message's fixed cost is small, and small enough that the chunks in flight stay in a core's
+	// private cache.
 	DefaultChunk = 64 << 10
 	// MaxChunk bounds Shape.Chunk, and with it the scratch memory of a plan.
 	MaxChunk = 1 << 30
 	// MaxSize bounds the slots of a group.
 	MaxSize = 1 << 20
-	// MaxSteps bounds the steps of one plan; a vector that would need more is to be cut into
-	// blocks.
+	// MaxSteps bounds the steps of one plan. Longer vectors must be cut into blocks.
 	MaxSteps = 1 << 18
 
 	maxBytes = math.MaxInt >> 7 // of one buffer, so that offsets can be added without overflow
 )
 
-// ErrShape is what errors.Is finds in every error about a shape that makes no sense.
+// ErrShape is wrapped by all errors about invalid shapes.
 var ErrShape = errors.New("bad shape")
 
-// ErrTooLong is what errors.Is finds when a plan would have more than MaxSteps steps.
+// ErrTooLong is wrapped by the error for a plan of more than MaxSteps steps.
 var ErrTooLong = errors.New("plan too long")
 
 func (s Shape) bad(format string, args ...any) error {
@@ -158,11 +239,10 @@ func (s Shape) index(slot int) int {
 // rooted reports whether the kind has a root.
 func (k Kind) rooted() bool { return k == Broadcast || k == Reduce || k == Gather || k == Scatter }
 
-// Reduces reports whether the kind combines elements, and so needs an operator.
+// Reduces reports whether the kind combines elements, and needs a reduction.
 func (k Kind) Reduces() bool { return k == AllReduce || k == ReduceScatter || k == Reduce }
 
-// Validate reports what is wrong with s, whoever made it: the error wraps ErrShape and names the
-// field.
+// Validate checks s, which may come from anywhere. The error wraps ErrShape and names the field.
 func (s Shape) Validate() error {
 	if !s.Kind.Valid() {
 		return s.bad("Kind %d is none", uint8(s.Kind))
@@ -235,8 +315,8 @@ func (s Shape) Validate() error {
 // varies reports whether the parts of a kind may differ in length.
 func (k Kind) varies() bool { return k == AllGatherV || k == AllToAllV }
 
-// Empty reports whether, as all ranks know, no rank has anything to move or reduce: such a call is
-// a barrier. Of an AllToAllV no rank knows that.
+// Empty reports whether all ranks know that there is no data: such a call is a barrier. It is false
+// for an AllToAllV, of which no rank knows that.
 func (s Shape) Empty() bool {
 	switch s.Kind {
 	case Barrier:
@@ -254,11 +334,11 @@ func (s Shape) Empty() bool {
 	return s.Count == 0
 }
 
-// Parts returns how many parts buffer In or Out has on the rank slot; 0 where it has no such
+// Parts returns the number of parts of buffer In or Out on the rank slot; 0 if the rank has no such
 // buffer.
 func (s Shape) Parts(buf Buf, slot int) int {
 	all, one := s.Size, 1
-	if s.Kind.rooted() && slot != s.Root { // the far side of a rooted kind
+	if s.Kind.rooted() && slot != s.Root { // a rank other than the root
 		all = 0
 		if s.Kind == Reduce && buf == Out || s.Kind == Broadcast && buf == In {
 			one = 0
@@ -288,8 +368,8 @@ func (s Shape) Parts(buf Buf, slot int) int {
 	return 0
 }
 
-// PartBytes returns the bytes of one part of buffer In or Out of the rank slot. What another rank's
-// buffers hold in an AllToAllV is not known here: 0.
+// PartBytes returns the bytes of one part of buffer In or Out of the rank slot; 0 for other ranks'
+// buffers of an AllToAllV, which are unknown.
 func (s Shape) PartBytes(buf Buf, slot, part int) int {
 	if part < 0 || part >= s.Parts(buf, slot) {
 		return 0
@@ -309,10 +389,10 @@ func (s Shape) PartBytes(buf Buf, slot, part int) int {
 	return s.Count * s.Elem
 }
 
-// Build makes the plan of s.Rank by algorithm a. It is a pure function: all ranks that call it with
-// the same a and shapes that agree get plans that fit together. Auto stands for Choose(s, Caps{}).
-// The plan shares the slices of s, which must not change any more. Errors: ErrShape; ErrTooLong; or
-// a has no plan for the kind (the text lists those that have).
+// Build makes the plan of s.Rank by algorithm a. It is a pure function: ranks with the same a and
+// matching shapes get plans that match. Auto stands for Choose(s, Caps{}). The plan shares the
+// slices of s, which must not change afterwards. Errors: ErrShape; ErrTooLong; or a has no plan for
+// the kind (the text lists the algorithms that have).
 func Build(a Algo, s Shape) (*Plan, error) {
 	if err := s.Validate(); err != nil {
 		return nil, err
@@ -320,17 +400,17 @@ func Build(a Algo, s Shape) (*Plan, error) {
 	if a == Auto {
 		a = Choose(s, Caps{})
 	}
-	if !a.Valid() || makers[s.Kind][a] == nil {
+	if !a.Valid() || algos[a].makers[s.Kind] == nil {
 		return nil, fmt.Errorf("collectives: %s has no %s plan; it has %v", s.Kind, a, Algorithms(s.Kind))
 	}
 	b := newBuilder(a, s)
 	switch {
 	case b.n == 1:
 		b.alone()
-	case s.Empty() && s.Kind != Barrier: // whatever the algorithm
+	case s.Empty() && s.Kind != Barrier: // with any algorithm
 		b.meet(b.all)()
 	default:
-		makers[s.Kind][a](b)
+		algos[a].makers[s.Kind](b)
 	}
 	if b.err != nil {
 		return nil, b.err

@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// A team is the ranks that one phase of a plan is for, and this rank's place among them.
+// A team is the ranks of one phase of a plan, and this rank's place among them.
 type team struct {
 	slots []int
 	me    int // index in slots; -1: not a member
@@ -14,30 +14,30 @@ type team struct {
 
 func (t team) n() int { return len(t.slots) }
 
-// peer returns the slot d places after me, round the team; d may be negative.
+// at returns the slot d places after this rank's, cyclically; d may be negative.
 func (t team) at(d int) int { return ((t.me+d)%len(t.slots) + len(t.slots)) % len(t.slots) }
 
 // memKey names one part of one memory, of this rank or of peer. Buffers that may be the same memory
-// share a key.
+// have the same key.
 type memKey struct {
 	buf  Buf
 	peer int32
 	part int32
 }
 
-// A builder makes one plan. It keeps track of which steps use which ranges, and so fills in Needs;
-// it drops steps without bytes, which their other side drops too, but for whole parts of lengths
-// that ranks may not agree on (sendPart); the first error sticks in err.
+// A builder makes one plan. It records which steps use which ranges, and derives Needs from that.
+// It drops steps without bytes, as the peer's builder does, except whole parts of lengths that
+// ranks may not agree on (sendPart). The first error stays in err.
 type builder struct {
 	Shape
 	plan    *Plan
 	all     team
-	n, me   int // of all
+	n, me   int // number of all ranks, and this rank's index
 	chunk   int // pipelining grain, bytes, a multiple of Elem
 	top     int // scratch memory in use
 	used    frontier
-	after   []int32 // what all steps need that are added from now on
-	touched []int32 // steps that used peers' memory since the last signals: these need them
+	after   []int32 // needs of all steps added from now on
+	touched []int32 // steps that used peers' memory since the last signals, which need them
 	needs   []int32 // of the step that is being added
 	err     error
 }
@@ -62,7 +62,7 @@ func (b *builder) fail(err error) {
 	}
 }
 
-// key maps buffers that callers may alias, see Kind, to one key.
+// key returns the key of r; buffers that callers may alias, see Kind, have one key.
 func (s *Shape) key(r Ref) memKey {
 	switch {
 	case r.Buf == In && (s.Kind == AllReduce || s.Kind == Reduce):
@@ -75,7 +75,7 @@ func (s *Shape) key(r Ref) memKey {
 	return memKey{r.Buf, r.Peer, r.Part}
 }
 
-// touch has the next step need those that it must not run beside, for it reads r or writes it.
+// touch makes the next step need the steps that conflict with its use of r.
 func (b *builder) touch(r Ref, write bool) {
 	next := int32(len(b.plan.Steps))
 	b.used.use(b.Shape.key(r), r.Off, r.Off+r.Len, next, write, func(step int32) { b.needs = append(b.needs, step) })
@@ -127,9 +127,9 @@ func (b *builder) post(peer int, dst Ref, once bool) int32 {
 	return b.add(Step{Verb: Recv, Peer: int32(peer), Dst: dst, Once: once})
 }
 
-// sendPart and recvPart are send and recv for one part, or for its first chunk, where parts differ
-// in length: without bytes it is a signal, so that ranks which do not agree on the lengths find
-// out.
+// sendPart and recvPart are send and recv for one part, or its first chunk, of a kind whose parts
+// differ in length. Without bytes they are a signal, so that ranks which disagree on the lengths
+// notice it.
 func (b *builder) sendPart(peer int, src Ref) {
 	if src.Len == 0 && b.Kind.varies() {
 		b.signal(peer)
@@ -145,8 +145,7 @@ func (b *builder) recvPart(peer int, dst Ref) int32 {
 	return b.recv(peer, dst)
 }
 
-// copy moves src to dst. A rank's own part that may be in place already costs the runner nothing
-// then.
+// copy moves src to dst. If they are the same memory the step costs nothing.
 func (b *builder) copy(dst, src Ref) {
 	if src.Len > 0 {
 		b.touch(src, false)
@@ -165,8 +164,8 @@ func (b *builder) put(peer int, dst, src Ref) {
 	}
 }
 
-// combine folds srcs, in their order, into dst.
-func (b *builder) combine(final bool, dst Ref, srcs []Ref) {
+// reduce folds srcs, in their order, into dst.
+func (b *builder) reduce(final bool, dst Ref, srcs []Ref) {
 	if dst.Len == 0 {
 		return
 	}
@@ -174,11 +173,10 @@ func (b *builder) combine(final bool, dst Ref, srcs []Ref) {
 		b.touch(r, false)
 	}
 	b.touch(dst, true)
-	b.add(Step{Verb: Combine, Final: final, Dst: dst, Srcs: srcs})
+	b.add(Step{Verb: ReduceInto, Final: final, Dst: dst, Srcs: srcs})
 }
 
-// signal sends nothing but the fact to peer, after all use of peers' memory; await posts the Recv of
-// one.
+// signal sends an empty message to peer, after all use of peers' memory; await posts its Recv.
 func (b *builder) signal(peer int) {
 	b.needs = append(b.needs, b.touched...)
 	b.add(Step{Verb: Send, Peer: int32(peer)})
@@ -186,7 +184,7 @@ func (b *builder) signal(peer int) {
 
 func (b *builder) await(peer int) int32 { return b.add(Step{Verb: Recv, Peer: int32(peer)}) }
 
-// notify is a Signal to peer after all Puts to it since the last; expect is the WaitSignal of one.
+// notify is a Signal to peer after all Puts to it since the last; expect is its WaitSignal.
 func (b *builder) notify(peer int) {
 	b.touched = slices.DeleteFunc(b.touched, func(step int32) bool {
 		to := int(b.plan.Steps[step].Peer) == peer
@@ -200,8 +198,8 @@ func (b *builder) notify(peer int) {
 
 func (b *builder) expect(peer int) int32 { return b.add(Step{Verb: WaitSignal, Peer: int32(peer)}) }
 
-// tmp takes n bytes of scratch memory on a cache line of their own. Setting b.top back releases
-// what was taken since.
+// tmp allocates n bytes of scratch memory on their own cache lines. Resetting b.top frees what was
+// allocated since.
 func (b *builder) tmp(n int) Ref {
 	if n > math.MaxInt-64-b.top {
 		b.fail(b.bad("scratch memory would pass the address space; lower Chunk"))
@@ -213,7 +211,7 @@ func (b *builder) tmp(n int) Ref {
 	return r
 }
 
-// slots takes n scratch ranges of size bytes each.
+// slots allocates n scratch ranges of size bytes each.
 func (b *builder) slots(n, size int) []Ref {
 	if size > 0 && n > (math.MaxInt-b.top)/(size+64) {
 		b.fail(b.bad("scratch memory would pass the address space; lower Chunk"))
@@ -226,8 +224,8 @@ func (b *builder) slots(n, size int) []Ref {
 	return rs
 }
 
-// chunks returns into how many chunks of b.chunk bytes a range of size bytes falls, when one chunk
-// costs about steps steps; none when the plan would be too long.
+// chunks returns the number of chunks of b.chunk bytes in a range of size bytes, when one chunk
+// needs about steps steps; 0 if the plan would be too long.
 func (b *builder) chunks(size, steps int) int {
 	k := (size-1)/b.chunk + 1
 	if size == 0 {
@@ -252,25 +250,25 @@ func (r Ref) sub(off, n int) Ref {
 	return r
 }
 
-// mine and theirs are this rank's part of In or Out numbered slot, whole.
+// mine returns this rank's part of In or Out, as a whole.
 func (b *builder) mine(buf Buf, part int) Ref {
 	return Ref{Buf: buf, Part: int32(part), Len: b.PartBytes(buf, b.Rank, part)}
 }
 
-// far is the part of a peer's In or Out.
+// far returns a part of a peer's In or Out.
 func (b *builder) far(buf Buf, peer, part int) Ref {
-	b.plan.Direct = true
+	b.plan.LoadStore = true
 	return b.there(buf, peer, part)
 }
 
-// there is far in a plan that puts.
+// there is far for plans that put.
 func (b *builder) there(buf Buf, peer, part int) Ref {
 	return Ref{Buf: PeerIn + buf, Peer: int32(peer), Part: int32(part), Len: b.PartBytes(buf, peer, part)}
 }
 
-// split divides count elements into n parts and returns their n+1 bounds in bytes: in whole cache
-// lines where each part gets at least one, else by elements. Parts differ by at most one unit; the
-// last takes what is less than a unit.
+// split divides count elements into n parts and returns their n+1 bounds in bytes: multiples of a
+// cache line if each part gets at least one, else of an element. Parts differ by at most one unit;
+// the last one takes the remainder.
 func split(count, n, elem int) []int {
 	unit := 64 / gcd(64, elem)
 	if count/unit < n {
@@ -304,7 +302,7 @@ func gcd(a, b int) int {
 
 func lcm(a, b int) int { return a / gcd(a, b) * b }
 
-// alone is every plan of a single active rank.
+// alone is the plan of a single active rank.
 func (b *builder) alone() {
 	out, in := b.mine(Out, b.Rank), b.mine(In, b.Rank)
 	if b.Parts(In, b.Rank) == 1 {
@@ -315,7 +313,7 @@ func (b *builder) alone() {
 	}
 	switch {
 	case b.Kind.Reduces():
-		b.combine(true, out, []Ref{in})
+		b.reduce(true, out, []Ref{in})
 	case b.Kind != Broadcast && b.Kind != Barrier:
 		b.copy(out, in)
 	}

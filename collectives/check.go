@@ -48,12 +48,13 @@ func (rs *ranges) remove(off, end int) {
 	*rs = left
 }
 
-// Check reports the first breach, by this one plan, of the contract that Shape, Step and Ref
-// describe: ranges within their buffers; In never written; two steps that use the same bytes, one of
-// them writing, ordered by Needs; scratch memory written before it is read; Once true; peers' memory
-// loaded and put into only by plans that say so, and something sent after it was loaded; In not read
-// where Out has been written and both may be the same memory; Combine's sources in ranges equal to
-// Dst or apart from it. What only all ranks' plans together show, Interpret finds.
+// Check returns the first violation, by this plan alone, of the contract that Shape, Step and Ref
+// describe: ranges are within their buffers; In is never written; two steps that use the same
+// bytes, one of them writing, are ordered by Needs; scratch memory is written before it is read;
+// Once is true; peers' memory is accessed only by plans that declare it, and a message follows
+// every load from it; In is not read after Out was written if both may be the same memory; a source
+// of ReduceInto is Dst or disjoint from it. Interpret finds violations by all ranks' plans
+// together.
 func (p *Plan) Check() error {
 	c := checker{Plan: p, written: map[memKey]*ranges{}, clobbered: map[memKey]*ranges{}, used: frontier{},
 		lent: map[int]int{}, seen: make([]int32, len(p.Steps))}
@@ -71,7 +72,7 @@ func (p *Plan) Check() error {
 			p.Algo, p.Shape.Kind, p.Shape.Rank)
 	}
 	for i := range c.lent {
-		return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): nobody reads what is to be read once", p.Algo,
+		return fmt.Errorf("collectives: %s %s of rank %d: step %d (%v): no step reads a Once Recv", p.Algo,
 			p.Shape.Kind, p.Shape.Rank, i, p.Steps[i])
 	}
 	return nil
@@ -79,12 +80,12 @@ func (p *Plan) Check() error {
 
 type checker struct {
 	*Plan
-	written   map[memKey]*ranges // Tmp, but for what was lent and is gone
-	clobbered map[memKey]*ranges // where In may have been overwritten through Out
+	written   map[memKey]*ranges // Tmp, except ended loans
+	clobbered map[memKey]*ranges // parts of In that may have been overwritten through Out
 	used      frontier
 	lent      map[int]int // Once Recvs not yet read
-	unsaid    bool        // peers' memory was loaded, and nothing has been sent since
-	seen      []int32     // by step: the step for which follows came by last
+	unsaid    bool        // no message followed the last load from peers' memory
+	seen      []int32     // by step: the step for which follows last visited it
 	stack     []int32
 }
 
@@ -127,8 +128,8 @@ func (c *checker) bounds(r Ref, write bool) error {
 	case In, Out:
 		size = c.Shape.PartBytes(r.Buf, c.Shape.Rank, int(r.Part))
 	case PeerIn, PeerOut, PeerTmp:
-		if !write && !c.Direct {
-			return fmt.Errorf("%v in a plan that is not marked Direct", r)
+		if !write && !c.LoadStore {
+			return fmt.Errorf("%v in a plan that is not marked LoadStore", r)
 		}
 		if write && !c.OneSided {
 			return fmt.Errorf("%v is written, but is a peer's, and the plan is not marked OneSided", r)
@@ -137,7 +138,7 @@ func (c *checker) bounds(r Ref, write bool) error {
 			return fmt.Errorf("%v: no such peer", r)
 		}
 		if size = c.Shape.PartBytes(r.Buf-PeerIn, int(r.Peer), int(r.Part)); r.Buf == PeerTmp {
-			size = r.Off + r.Len // what it is, the peer's plan says
+			size = r.Off + r.Len // the peer's plan knows its size
 		}
 	default:
 		return fmt.Errorf("%v: no such memory", r)
@@ -179,7 +180,7 @@ func (c *checker) use(i int, r Ref, write bool) error {
 			if d.Off >= end || r.Off >= d.Off+d.Len {
 				continue
 			}
-			if write || d != r || c.Steps[i].Verb != Combine {
+			if write || d != r || c.Steps[i].Verb != ReduceInto {
 				return fmt.Errorf("%v: step %d said that %v is combined once, as it is", r, j, d)
 			}
 			gone = append(gone, j)
@@ -198,7 +199,7 @@ func (c *checker) use(i int, r Ref, write bool) error {
 	return nil
 }
 
-// wrote notes that r has a new content.
+// wrote records that r has new contents.
 func (c *checker) wrote(r Ref) {
 	switch r.Buf {
 	case Tmp:
@@ -267,9 +268,9 @@ func (c *checker) step(i int, s *Step) error {
 		if c.Shape.key(s.Src) != c.Shape.key(s.Dst) || s.Src.Off != s.Dst.Off {
 			c.wrote(s.Dst)
 		}
-	case Combine:
+	case ReduceInto:
 		if len(s.Srcs) == 0 {
-			return fmt.Errorf("nothing to combine")
+			return fmt.Errorf("nothing to reduce")
 		}
 		for _, r := range s.Srcs {
 			if r.Len != s.Dst.Len {

@@ -1,27 +1,26 @@
 package collectives
 
-// Caps is what the links between the ranks of a call can do. Every rank must pass Choose the same
-// Caps, so they hold only what all ranks know to be true of all.
+// Caps are the capabilities of the links between the ranks of a call. Every rank must pass Choose
+// the same Caps, so they contain only what all ranks know of all ranks.
 type Caps struct {
 	Mapped       bool // every active rank's In and Out can be loaded by all the others
 	Puts         bool // every active rank's Out and scratch memory can be put into by all the others
-	SharedMemory bool // all links are memory, none a wire
+	SharedMemory bool // all links use memory, none a network
 	Cores        int  // processors that the ranks of one host share; 0: as many as ranks
 }
 
-// defaults are the rules of DefaultTable: the first that holds decides. Their reasoning, by the
-// costs a (one message), B (one byte moved) and g (one byte folded):
-//
-//   - flat has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among
+// defaults are the rules of DefaultTable: the first rule that holds decides. Their reasoning, in
+// terms of the costs a (one message), B (one byte moved) and g (one byte reduced):
+//   - oneshot has the fewest rounds, one, and moves and folds n-1 times the bytes: for a few KiB among
 //     few ranks nothing beats it.
-//   - direct moves the fewest bytes of all, but takes a round to enter, one to leave and in an
+//   - loadstore moves the fewest bytes of all, but takes a round to enter, one to leave and in an
 //     allreduce one between: worth it as soon as copying a message costs more than that, at some
 //     ten KiB.
 //   - doubling takes log2(n) rounds of all bytes: for short vectors of many ranks.
 //   - twoshot takes two rounds, 2(n-1)/n of the bytes in and out, and each byte folded once; ring
 //     has the same bytes in 2(n-1) rounds, but only two neighbours: it is for so many ranks that
 //     n-1 peers at once choke a wire. halving is in between.
-//   - onesided moves as many bytes as flat, without the receiver's help and without a copy; but all
+//   - onesided moves as many bytes as oneshot, without the receiver's help and without a copy; but all
 //     have to enter first.
 //   - chain is the best broadcast of long vectors on links that carry both directions at once, tree
 //     of short ones.
@@ -29,15 +28,15 @@ var defaults = [numKinds][]Rule{
 	AllReduce: {
 		{IfLevels, 0, 0, 8 << 10, Doubling},
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{IfMemory, 0, 4, 16 << 10, Flat},
-		{IfMemory, 0, 8, 4 << 10, Flat},
-		{IfMemory, 0, 2, 64 << 10, Flat},
+		{IfMemory, 0, 4, 16 << 10, OneShot},
+		{IfMemory, 0, 8, 4 << 10, OneShot},
+		{IfMemory, 0, 2, 64 << 10, OneShot},
 		{IfCrowded, 0, 0, 32 << 10, Doubling},
-		{Always, 0, 2, 16 << 10, Flat},
-		{Always, 0, 4, 8 << 10, Flat},
+		{Always, 0, 2, 16 << 10, OneShot},
+		{Always, 0, 4, 8 << 10, OneShot},
 		{IfMapped, 0, 0, 2 << 10, Doubling},
-		{IfMapped, 0, 0, 0, Direct},
-		{Always, 0, 2, 128 << 10, Flat},
+		{IfMapped, 0, 0, 0, LoadStore},
+		{Always, 0, 2, 128 << 10, OneShot},
 		{Always, 0, 0, 16 << 10, Doubling},
 		{Always, 0, 32, 0, TwoShot},
 		{IfMemory, 0, 0, 0, TwoShot},
@@ -46,7 +45,7 @@ var defaults = [numKinds][]Rule{
 	},
 	ReduceScatter: {
 		{Always, 0, 8, 16 << 10, Pairwise},
-		{IfMapped, 0, 0, 0, Direct},
+		{IfMapped, 0, 0, 0, LoadStore},
 		{Always, 0, 32, 0, Pairwise},
 		{IfMemory, 0, 0, 0, Pairwise},
 		{Always, 0, 0, 1 << 20, Pairwise},
@@ -54,41 +53,41 @@ var defaults = [numKinds][]Rule{
 	},
 	AllGather: {
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{Always, 0, 8, 16 << 10, Flat},
-		{IfMapped, 0, 0, 0, Direct},
+		{Always, 0, 8, 16 << 10, OneShot},
+		{IfMapped, 0, 0, 0, LoadStore},
 		{IfPuts, 0, 0, 0, OneSided},
-		{Always, 0, 8, 0, Flat},
+		{Always, 0, 8, 0, OneShot},
 		{Always, 0, 0, 64 << 10, Bruck},
 		{Always, 0, 64, 0, Pairwise},
 		{Always, 0, 0, 0, Ring},
 	},
 	AllGatherV: {
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{Always, 0, 8, 16 << 10, Flat},
-		{IfMapped, 0, 0, 0, Direct},
+		{Always, 0, 8, 16 << 10, OneShot},
+		{IfMapped, 0, 0, 0, LoadStore},
 		{IfPuts, 0, 0, 0, OneSided},
-		{Always, 0, 8, 0, Flat},
+		{Always, 0, 8, 0, OneShot},
 		{Always, 0, 64, 0, Pairwise},
 		{Always, 0, 0, 0, Ring},
 	},
 	AllToAll: {
-		{Always, 0, 8, 16 << 10, Flat},
-		{IfMapped, 0, 0, 0, Direct},
+		{Always, 0, 8, 16 << 10, OneShot},
+		{IfMapped, 0, 0, 0, LoadStore},
 		{IfPuts, 0, 0, 0, OneSided},
-		{Always, 0, 8, 0, Flat},
+		{Always, 0, 8, 0, OneShot},
 		{Always, 0, 0, 16 << 10, Bruck},
 		{Always, 0, 0, 0, Pairwise},
 	},
 	AllToAllV: {
-		{Always, 0, 8, 0, Flat},
+		{Always, 0, 8, 0, OneShot},
 		{Always, 0, 0, 0, Pairwise},
 	},
 	Broadcast: {
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{Always, 0, 2, 16 << 10, Flat},
-		{Always, 0, 4, 8 << 10, Flat},
+		{Always, 0, 2, 16 << 10, OneShot},
+		{Always, 0, 4, 8 << 10, OneShot},
 		{IfMapped, 0, 0, 16 << 10, Tree},
-		{IfMapped, 0, 0, 0, Direct},
+		{IfMapped, 0, 0, 0, LoadStore},
 		{Always, 0, 2, 0, Chain},
 		{Always, 0, 0, 64 << 10, Tree},
 		{Always, 0, 16, 0, TwoShot},
@@ -96,32 +95,32 @@ var defaults = [numKinds][]Rule{
 	},
 	Reduce: {
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{Always, 0, 4, 16 << 10, Flat},
+		{Always, 0, 4, 16 << 10, OneShot},
 		{IfMapped, 0, 0, 16 << 10, Tree},
-		{IfMapped, 0, 0, 0, Direct},
-		{Always, 0, 2, 0, Flat},
+		{IfMapped, 0, 0, 0, LoadStore},
+		{Always, 0, 2, 0, OneShot},
 		{Always, 0, 0, 64 << 10, Tree},
 		{Always, 0, 32, 0, TwoShot},
 		{Always, 0, 0, 0, Chain},
 	},
 	Gather: {
-		{Always, 0, 8, 64 << 10, Flat},
-		{IfMapped, 0, 0, 0, Direct},
-		{Always, 0, 32, 0, Flat},
+		{Always, 0, 8, 64 << 10, OneShot},
+		{IfMapped, 0, 0, 0, LoadStore},
+		{Always, 0, 32, 0, OneShot},
 		{Always, 0, 0, 64 << 10, Tree},
-		{Always, 0, 0, 0, Flat},
+		{Always, 0, 0, 0, OneShot},
 	},
 	Scatter: {
-		{Always, 0, 8, 64 << 10, Flat},
-		{IfMapped, 0, 0, 0, Direct},
-		{Always, 0, 32, 0, Flat},
+		{Always, 0, 8, 64 << 10, OneShot},
+		{IfMapped, 0, 0, 0, LoadStore},
+		{Always, 0, 32, 0, OneShot},
 		{Always, 0, 0, 64 << 10, Tree},
-		{Always, 0, 0, 0, Flat},
+		{Always, 0, 0, 0, OneShot},
 	},
 	Barrier: {
 		{IfLevels, 0, 0, 0, Hierarchical},
-		{Always, 0, 4, 0, Flat},
-		{IfCrowded, 0, 16, 0, Flat},
+		{Always, 0, 4, 0, OneShot},
+		{IfCrowded, 0, 16, 0, OneShot},
 		{Always, 0, 0, 0, Dissemination},
 	},
 }

@@ -2,20 +2,20 @@ package collectives
 
 import "fmt"
 
-// Net is a simple model of the links and ranks, after LogGP (A. Alexandrov et al., SPAA 1995), in
-// seconds. Each rank is one processor that does its steps one after the other; sending and
-// receiving a byte takes its time too.
+// Net is a simple model of links and ranks, after LogGP (A. Alexandrov et al., SPAA 1995), in
+// seconds. Each rank is one processor that runs its steps one after the other; sending and
+// receiving a byte take its time, too.
 type Net struct {
 	Overhead float64 // of the processor per message, at each end
-	Latency  float64 // from the end of a Send to the earliest moment at which the receiver can take the message in
-	Byte     float64 // to send a byte, and again to take it in
-	Memory   float64 // to read or write a byte in a Copy or Combine
+	Latency  float64 // from the end of a Send to the earliest moment at which the message can be received
+	Byte     float64 // to send a byte, and again to receive it
+	Memory   float64 // to read or write a byte in a Copy or ReduceInto
 }
 
-// Cost returns how long the plans of all ranks of one call take in the model when all start at
-// once: when the last rank is done. A message is taken in when a step first needs it, or at the
-// end. Cost runs no data and is quick; it knows nothing of shared wires, caches, or of Sends that
-// wait for their Recv. Plans that would deadlock are an error.
+// Cost returns the time of a call in the model: all ranks start at once, and it ends when the last
+// rank is done. A message is received when a step first needs it, or at the end. Cost runs no data
+// and is quick. It does not model shared wires, caches, or Sends that wait for their Recv. Plans
+// that would deadlock are an error.
 func Cost(plans []*Plan, net Net) (float64, error) {
 	type state struct {
 		now   float64
@@ -26,9 +26,9 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 		from, to int
 		word     bool // signals
 	}
-	sent := map[pair][]float64{} // when the n-th message can be taken in
+	sent := map[pair][]float64{} // when the n-th message can be received
 	ranks := make([]state, len(plans))
-	nth := make([][]int, len(plans)) // by Recv step: the how-manieth from its peer
+	nth := make([][]int, len(plans)) // by Recv step: its number among those from its peer
 	for i, p := range plans {
 		ranks[i].taken = make([]bool, len(p.Steps))
 		nth[i] = make([]int, len(p.Steps))
@@ -82,19 +82,19 @@ func Cost(plans []*Plan, net Net) (float64, error) {
 					r.now += net.Overhead + float64(s.Src.Len)*net.Byte
 					k := pair{i, p.Shape.index(int(s.Peer)), false}
 					sent[k] = append(sent[k], r.now+net.Latency)
-				case Put: // the bytes cost the other side nothing
+				case Put: // the bytes cost the target nothing
 					r.now += net.Overhead + float64(s.Src.Len)*net.Byte
 					if placed[i] == nil {
 						placed[i] = map[int]float64{}
 					}
 					placed[i][r.pc] = r.now + net.Latency
-				case Signal: // goes after the Puts over the same way: it does not wait until they are known to be there
+				case Signal: // follows the Puts on the same path, without waiting for their completion
 					r.now += net.Overhead
 					k := pair{i, p.Shape.index(int(s.Peer)), true}
 					sent[k] = append(sent[k], r.now+net.Latency)
 				case Copy:
 					r.now += 2 * float64(s.Src.Len) * net.Memory
-				case Combine:
+				case ReduceInto:
 					r.now += float64(len(s.Srcs)+1) * float64(s.Dst.Len) * net.Memory
 				}
 				progress = true

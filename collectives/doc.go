@@ -1,42 +1,41 @@
-// Package collectives turns a collective operation into a plan: the graph of steps (send, recv, copy,
-// combine, put, signal over byte ranges) that one rank carries out. It is pure: no I/O, no clock, no
-// goroutine, no memory but its own. Build is a function of an algorithm and a Shape, which is all
-// that the ranks of a call agree on plus which of them this one is; ranks that agree get plans that
-// fit together, without ever talking about it. A plan is data, so one and the same plan is run by a
-// process group over any link, run in memory by Interpret for every size up to 64 ranks, costed by
-// Cost, and printed by String.
+// Package collectives turns a collective operation into a plan: the graph of steps (send, recv,
+// copy, reduce, put, signal over byte ranges) that one rank carries out. It is pure: no I/O, no
+// clock, no goroutine, no shared memory. Build is a function of an algorithm and a Shape, which
+// holds what the ranks of a call agree on, and this rank's number. Ranks that agree get matching
+// plans without communication. A plan is data: a process group runs it over any link, Interpret
+// runs it in memory for every size up to 64 ranks, Cost estimates its time, and String prints it.
 //
 // # The contract of a plan
 //
-// A plan is a graph; see Step and Verb. A Send may block until its Recv is posted, and plans are
-// free of deadlock even then, also for who runs the steps one by one: they post a Recv before the
-// Send on which a peer's matching progress could wait. Between two ranks, the n-th Send meets the
-// n-th Recv, of the same length. Data for the caller's Out arrives there, and bounces through
-// scratch memory only to be combined or passed on in bulk. In is never written, and where Kind lets
-// In and Out be one memory, a range of Out is overwritten only after the last use of the same range
-// of In. Scratch memory (Plan.Tmp) is bounded by the ranks times a few Shape.Chunk (bruck: times
-// log2(n)), whatever the vector's length; a plan's number of steps depends on the vector's length
-// only by the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, one
-// plan run per block. Offsets are relative to a part, so that a block of parts needs no plan of its
-// own. What moves nothing has no step, and ranks that have nothing to do for each other do not
-// talk, with two exceptions, by which ranks that have called different things find out: a call of
-// nothing at all (Shape.Empty) is a barrier, whatever its algorithm; and an empty part of an
-// AllGatherV or AllToAllV is sent as a signal.
+// A plan is a graph; see Step and Verb. A Send may block until its Recv is posted; plans are free
+// of deadlock even then, and even if the steps run one by one: they post a Recv before the Send
+// that a peer's matching progress could wait for. Between two ranks, the n-th Send meets the n-th
+// Recv, of the same length. Data for the caller's Out arrives there, and uses scratch memory only
+// to be combined or passed on in bulk. In is never written, and if Kind allows In and Out to be one
+// memory, a range of Out is overwritten only after the last use of the same range of In. The size
+// of scratch memory (Plan.Tmp) is at most the number of ranks times a few Shape.Chunk (bruck: times
+// log2(n)), for any length of the vector. The number of steps depends on the vector's length only
+// by the number of chunks, and MaxSteps bounds it: longer vectors are cut into blocks, with one run
+// of the plan per block. Offsets are relative to a part, so that a block of parts needs no plan of
+// its own. Steps without data are omitted, with two exceptions that detect ranks with different
+// calls: a call without data (Shape.Empty) is a barrier, with any algorithm; and an empty part of
+// an AllGatherV or AllToAllV is sent as a signal.
 //
-// Direct plans load the peers' In and Out (PeerIn, PeerOut) and never store to them. They rely on
-// every rank having entered the operation before the first step. Whoever has loaded sends something
-// afterwards, and signals at the end see to it that no rank leaves while a peer still uses its
-// memory. One-sided plans put into the peers' Out and Tmp (PeerOut, PeerTmp), and rely on the same.
-// A rank may leave when its Puts have completed and it has seen all signals that are due to it.
+// LoadStore plans load the peers' In and Out (PeerIn, PeerOut) and never store to them. They
+// require that every rank has entered the operation before the first step. A rank that has loaded
+// sends a message afterwards, and signals at the end keep every rank in the operation while a peer
+// still uses its memory. One-sided plans put into the peers' Out and Tmp (PeerOut, PeerTmp), under
+// the same requirement. A rank may leave when its Puts have completed and it has received all
+// signals that are due to it.
 //
 // # Order of reduction
 //
-// The result is a function of the contributions alone: it does not depend on timing, and in an
+// The result is a function of the contributions alone, and does not depend on timing. In an
 // AllReduce every element is either computed by one rank and copied, or computed by several in the
 // same order, so that all ranks end with the same bits. With x0 ... x(n-1) the contributions of the
-// active ranks in slot order, a Combine folds its sources from left to right, and
+// active ranks in slot order, a ReduceInto combines its sources from left to right, and
 //
-//   - flat, direct, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one Combine;
+//   - oneshot, loadstore, twoshot, pairwise, onesided: ((x0 + x1) + x2) + ... + x(n-1), in one ReduceInto;
 //   - tree: the balanced tree over aligned blocks, (x0 + x1) + (x2 + x3) and so on, lower block
 //     first, whatever the root;
 //   - doubling, halving: the same, after the first n-2^k neighbours have been folded in pairs,
@@ -48,22 +47,22 @@
 //     by their lowest slot, from left to right if a lane of the vector is longer than a chunk, else
 //     as doubling (in a Reduce: as tree).
 //
-// Types that a Combine accumulates in a wider format are rounded between Combines, at points that
-// the algorithm and the shape fix. Final marks the last Combine over a range: an average divides
-// there.
+// Types that a ReduceInto accumulates in a wider format are rounded between ReduceIntos, at points
+// that the algorithm and the shape determine. Final marks the last ReduceInto over a range: an
+// average divides there.
 //
 // # The algorithms
 //
 // Costs are in messages (a) and bytes (B) of one rank for a vector of S bytes, or parts of S bytes,
 // and n ranks.
 //
-//   - flat: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so
+//   - oneshot: everyone sends everyone what it needs; one round, (n-1) a, S(n-1) B. For what is so
 //     short that only the number of rounds counts, and for two ranks, where no algorithm sends
 //     less.
-//   - direct: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
+//   - loadstore: each rank loads what it needs from where it is. In an allreduce it folds its n-th of
 //     all vectors and then loads the other parts of the result from those who folded them: S/n
 //     loads for each of the n, and S(n-1)/n more; nothing is copied on the way.
-//   - onesided: as flat, by Puts into the receivers' memory. An allreduce is a two-shot whose
+//   - onesided: as oneshot, by Puts into the receivers' memory. An allreduce is a two-shot whose
 //     contributions go to scratch memory for two chunks, with results for acknowledgements. For
 //     links that write into a peer's memory, as RDMA's do.
 //   - twoshot: reduce-scatter, then allgather, each by messages straight between the two concerned;
@@ -90,6 +89,6 @@
 //     host share the load: an AllReduce runs in as many lanes as the smallest host has ranks, an
 //     AllGather spreads the incoming parts over the host's ranks.
 //
-// Choose picks among them by a table of rules, DefaultTable or one that was measured (Table):
+// Choose selects an algorithm by a table of rules, DefaultTable or a measured one (Table):
 // conditions, number of ranks, bytes.
 package collectives

@@ -6,9 +6,9 @@ import (
 	"testing"
 )
 
-// TestNothingIsABarrier runs every algorithm of every kind over nothing: no rank leaves before all
-// have entered (Interpret checks it).
-func TestNothingIsABarrier(t *testing.T) {
+// TestEmptyCollectivesAreBarriers runs every algorithm of every kind over nothing: no rank leaves
+// before all have entered (Interpret checks it).
+func TestEmptyCollectivesAreBarriers(t *testing.T) {
 	for _, k := range Kinds() {
 		for _, a := range Algorithms(k) {
 			for _, n := range []int{1, 2, 3, 4, 5, 7, 8, 13, 32} {
@@ -36,9 +36,9 @@ func TestNothingIsABarrier(t *testing.T) {
 	}
 }
 
-// TestEmptyPartsAreHeard: where the lengths of parts are each rank's own word, every rank hears
-// from whoever owes it a part, empty or not.
-func TestEmptyPartsAreHeard(t *testing.T) {
+// TestEmptyPartsAreSent: if each rank alone knows the lengths of its parts, every rank gets a
+// message for each part that it is to receive, empty or not.
+func TestEmptyPartsAreSent(t *testing.T) {
 	count := func(p *Plan, v Verb, peer int) (n int) {
 		for i := range p.Steps {
 			s := &p.Steps[i]

@@ -5,7 +5,7 @@ import (
 	"sort"
 )
 
-// A frontier is which steps used which ranges last: what a later step has to be ordered after.
+// A frontier holds the steps that used each range last, which later steps have to be ordered after.
 type frontier map[memKey][]use
 
 // use is a range, the step that wrote it last, and those that have read it since.
@@ -15,16 +15,16 @@ type use struct {
 	readers  []int32
 }
 
-// use notes that step reads or writes [off, end) of k, and calls after for the earlier steps that it
-// must not run beside, some of them more than once: a reader for who wrote last, a writer for those
-// who have read since, or else for who wrote last. Whatever came before, these were ordered after.
+// use records that step reads or writes [off, end) of k, and calls after for the earlier steps that
+// it must follow, possibly repeatedly: a reader follows the last writer, a writer the readers
+// since, or else the last writer. Those follow all earlier ones.
 func (f frontier) use(k memKey, off, end int, step int32, write bool, after func(step int32)) {
 	if off >= end {
 		return
 	}
 	us := f[k]
 	i := sort.Search(len(us), func(i int) bool { return us[i].end > off })
-	if i < len(us) && us[i].off < off { // cut off what lies before
+	if i < len(us) && us[i].off < off { // split off the range before
 		before := us[i]
 		before.end = off
 		before.readers = slices.Clone(before.readers)
@@ -42,7 +42,7 @@ func (f frontier) use(k memKey, off, end int, step int32, write bool, after func
 			us = slices.Insert(us, j, use{off: at, end: to, writer: -1})
 		}
 		u := &us[j]
-		if u.end > end { // cut off what lies behind
+		if u.end > end { // split off the range behind
 			behind := *u
 			behind.off = end
 			behind.readers = slices.Clone(behind.readers)

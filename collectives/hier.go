@@ -1,7 +1,7 @@
 package collectives
 
-// The hierarchical plans: as little as possible crosses between hosts, and no rank of a host
-// carries more of it than its fellows. Hosts are ordered by their lowest active slot.
+// The hierarchical plans: as little data as possible crosses between hosts, and the ranks of a host
+// share it equally. Hosts are ordered by their lowest active slot.
 
 // hosts returns the active slots by host, the number of this rank's host, and its place there.
 func (b *builder) hosts() (groups [][]int, host, place int) {
@@ -25,10 +25,10 @@ func (b *builder) hosts() (groups [][]int, host, place int) {
 	return groups, host, place
 }
 
-// hierAllReduce: with L ranks on the smallest host, L lanes. Lane l of the vector is folded on each
-// host by the host's l-th rank, in slot order; the l-th ranks of all hosts then allreduce it
-// between them, by doubling if it is short, else as a two-shot, hosts in order; and share it with
-// their host.
+// hierAllReduce has L lanes, with L ranks on the smallest host. The l-th rank of each host reduces
+// lane l of its host's vectors, in slot order. The l-th ranks of all hosts then allreduce the lane,
+// by doubling if it is short, else as a two-shot, with hosts in order, and share it with their
+// hosts.
 func hierAllReduce(b *builder) {
 	groups, host, place := b.hosts()
 	lanes := b.n
@@ -67,7 +67,7 @@ func hierAllReduce(b *builder) {
 	}
 }
 
-// leader returns the place of the rank that speaks for host g: the root, or the lowest.
+// leader returns the place of the leader of host g: the root, or the lowest rank.
 func (b *builder) leader(group []int) int {
 	for i, slot := range group {
 		if slot == b.Root && b.Kind.rooted() {
@@ -113,7 +113,7 @@ func hierReduce(b *builder) {
 	b.reduceTree(nd, b.chunk)
 }
 
-// hierBarrier: signals gather on each host, its leader meets the others, signals spread.
+// hierBarrier gathers signals on each host, then the leaders meet, then signals spread.
 func hierBarrier(b *builder) {
 	nd, leaders := b.hierTree()
 	if leaders.me < 0 {
@@ -123,13 +123,13 @@ func hierBarrier(b *builder) {
 	b.signalTree(nd, b.meet(leaders))
 }
 
-// hierAllGather: a part crosses to each other host once, to the rank there whose place is the
-// sender's modulo the host's size, which passes it to its fellows.
+// hierAllGather sends a part to each other host once: to the rank whose place there is the sender's
+// place modulo the host's size, which passes it to the others of its host.
 func hierAllGather(b *builder) {
 	groups, host, place := b.hosts()
 	local := team{groups[host], place}
 	part := func(slot int) Ref { return b.mine(Out, slot) }
-	// carried yields the slots of other hosts whose parts come by way of the fellow at place p.
+	// carried yields the slots of other hosts whose parts arrive at place p.
 	carried := func(p int, yield func(slot int)) {
 		for d := 1; d < len(groups); d++ {
 			far := groups[(host+d)%len(groups)]

@@ -8,33 +8,33 @@ import (
 	"unsafe"
 )
 
-// Memory is one rank's In and Out, laid out as Kind says, parts of inactive slots included; Out may
-// be, or contain, In.
+// Memory is one rank's In and Out, laid out as Kind says, including parts of inactive slots. Out
+// may be, or contain, In.
 type Memory struct{ In, Out []byte }
 
-// Schedule says how Interpret runs the ranks against each other.
+// Schedule says in which order Interpret runs steps.
 type Schedule struct {
-	Seed  uint64 // picks who goes next and when a message arrives; the same seed gives the same run
-	Eager bool   // a Send never waits; else it waits until its Recv is posted
-	// Late: any step begins that may, and completes some time later. Else a rank does one step after
-	// the other, to its end but for the Late verbs
+	Seed  uint64 // selects the next rank and the arrival of messages; the same seed gives the same run
+	Eager bool   // a Send never blocks; else it waits until its Recv is posted
+	// Late: any step that may begin does, and completes some time later. Otherwise a rank runs one
+	// step after the other, and only the Late verbs complete later.
 	Late bool
-	// Grain, unless Late: bytes of a Copy or Combine that a rank does in one turn, a multiple of
-	// Elem; 0: all of them
+	// Grain, unless Late, is the number of bytes of a Copy or ReduceInto that a rank processes in
+	// one turn, a multiple of Elem; 0: all.
 	Grain int
-	// Combine folds srcs, in order, into dst, which may be one of them. final is Step.Final.
-	Combine func(dst []byte, srcs [][]byte, final bool)
+	// Fold combines srcs, in order, into dst, which may be one of them. final is Step.Final.
+	Fold func(dst []byte, srcs [][]byte, final bool)
 }
 
 // Interpret runs the plans of all ranks of one call, plans[i] and mem[i] for the i-th active slot,
-// in plain memory, with their steps in a random order among those that the contract allows, and
-// leaves the results in mem. It reports what is wrong with the plans: what Check finds, a deadlock,
-// messages that nobody receives, lengths that differ, and conflicting accesses to peers' memory that
-// the plans together do not order, leaving the operation while a peer still uses the memory
-// included; a barrier, or another call of nothing, that somebody leaves before all have entered. A
-// range that a step is going to fill holds rubbish from the step's begin to its end, a late step
-// reads its sources at its begin or at its end, and messages into Once ranges are now and then lent
-// instead of copied, so that a plan that relies on luck ends with wrong bytes.
+// in plain memory, with their steps in a random order that the contract allows, and leaves the
+// results in mem. It returns errors of the plans: violations that Check finds, a deadlock, messages
+// without a receiver, lengths that differ, conflicting accesses to peers' memory that the plans
+// together do not order, including leaving the operation while a peer still uses the memory, and a
+// barrier (or another call without data) that a rank leaves before all have entered. To expose
+// plans that work by chance, a range that a step will write holds garbage from the step's begin to
+// its end, a late step reads its sources at its begin or at its end, and messages into Once ranges
+// are sometimes lent instead of copied.
 func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 	m := &machine{how: how, rng: rand.New(rand.NewPCG(how.Seed, 0x7474)), links: map[lane]*link{}}
 	if err := m.load(plans, mem); err != nil {
@@ -46,7 +46,7 @@ func Interpret(plans []*Plan, mem []Memory, how Schedule) error {
 	return m.run()
 }
 
-// load checks the plans one by one and takes them over.
+// load checks each plan and takes it over.
 func (m *machine) load(plans []*Plan, mem []Memory) error {
 	if len(plans) == 0 || len(plans) != len(plans[0].Shape.Active) || len(mem) != len(plans) {
 		return fmt.Errorf("collectives: %d plans and %d memories; want one of each for every active slot", len(plans),
@@ -87,7 +87,7 @@ type lane struct {
 }
 
 type link struct {
-	posted []int // the receiver's steps without a message yet
+	posted []int // the receiver's steps without a message
 	queue  [][]byte
 	listed bool // among machine.ready
 }
@@ -103,8 +103,8 @@ type rank struct {
 	left    int // steps that have not completed
 	lent    map[Ref][]byte
 
-	// What is for late steps: those that need nothing more and have not begun, how much each of the
-	// others needs, whom each keeps; and in which order those begin that have an order.
+	// For late steps: those without open needs that have not begun, the number of open needs of
+	// each of the others, the steps that wait for each, and the order of steps that begin in order.
 	ready   []int
 	blocked []int
 	keeps   [][]int32
@@ -113,7 +113,7 @@ type rank struct {
 	flying  []flight
 }
 
-// A flight is a step that has begun, with what it has read already, nil: nothing.
+// A flight is a step that has begun, with the data that it has read, or nil.
 type flight struct {
 	step int
 	srcs [][]byte
@@ -139,7 +139,7 @@ func newRank(p *Plan, i int, mem Memory) *rank {
 	return r
 }
 
-// lane is what steps have in common that begin in the order of the plan.
+// lane returns a key of the steps that begin in the order of the plan.
 func (s *Step) lane() [2]int32 { return [2]int32{int32(s.Verb), s.Peer} }
 
 type machine struct {
@@ -275,7 +275,7 @@ func (m *machine) memory(r *rank, f Ref) []byte {
 	return [][]byte{owner.mem.In, owner.mem.Out}[buf][at : at+f.Len : at+f.Len]
 }
 
-// source is memory, or the message that was lent for it.
+// source returns the memory of f, or the message that was lent for it.
 func (m *machine) source(r *rank, f Ref) []byte {
 	if data, ok := r.lent[f]; ok && f.Buf == Tmp {
 		return data
@@ -283,19 +283,19 @@ func (m *machine) source(r *rank, f Ref) []byte {
 	return m.memory(r, f)
 }
 
-// reads returns what a step reads.
+// reads returns the ranges that a step reads.
 func (s *Step) reads() []Ref {
-	if s.Verb == Combine {
+	if s.Verb == ReduceInto {
 		return s.Srcs
 	}
 	return []Ref{s.Src}
 }
 
-// may reports whether step j of r, which needs nothing more, can begin now.
+// may reports whether step j of r, which has no open needs, can begin now.
 func (m *machine) may(r *rank, j int) bool {
 	s := &r.Steps[j]
 	switch s.Verb {
-	case Copy, Combine, Put:
+	case Copy, ReduceInto, Put:
 		return true
 	}
 	if m.how.Late && r.next[s.lane()] != r.order[j] {
@@ -373,7 +373,8 @@ func (m *machine) say(at lane, msg []byte) {
 	m.list(l, m.ranks[at.to])
 }
 
-// finish completes the k-th step of r that has begun: of the Sends to one peer, the first.
+// finish completes the k-th step of r that has begun or, for a Send, the first one to the same
+// peer.
 func (m *machine) finish(r *rank, k int) {
 	f := r.flying[k]
 	s := &r.Steps[f.step]
@@ -396,14 +397,14 @@ func (m *machine) finish(r *rank, k int) {
 		m.say(lane{r.i, r.Shape.index(int(s.Peer)), false}, bytes.Clone(srcs[0]))
 	case Copy, Put:
 		copy(dst, srcs[0])
-	case Combine:
-		m.how.Combine(dst, srcs, s.Final)
+	case ReduceInto:
+		m.how.Fold(dst, srcs, s.Final)
 	}
 	r.read(s)
 	r.complete(f.step)
 }
 
-// read gives back what was lent for a step.
+// read ends the loans of a step.
 func (r *rank) read(s *Step) {
 	for _, f := range s.reads() {
 		if f.Buf == Tmp {
@@ -412,7 +413,7 @@ func (r *rank) read(s *Step) {
 	}
 }
 
-// turn lets r do one thing. It reports whether it could.
+// turn lets r make one move. It reports whether it could.
 func (m *machine) turn(r *rank) bool {
 	if n := len(r.flying); n > 0 && m.rng.IntN(2) == 0 {
 		m.finish(r, m.rng.IntN(n))
@@ -442,7 +443,7 @@ func (m *machine) turn(r *rank) bool {
 	return false
 }
 
-// step does a piece of step j and reports whether that was the last, or the step is late.
+// step runs a piece of step j and reports whether that was the last, or the step is late.
 func (m *machine) step(r *rank, j int) (end bool) {
 	s := &r.Steps[j]
 	switch s.Verb {
@@ -459,13 +460,13 @@ func (m *machine) step(r *rank, j int) (end bool) {
 			copy(dst[from:to], src[from:to])
 			end = to == len(dst)
 		}
-	case Combine:
+	case ReduceInto:
 		from, to := r.piece(m.how.Grain, s.Dst.Len)
 		srcs := make([][]byte, len(s.Srcs))
 		for i, f := range s.Srcs {
 			srcs[i] = m.source(r, f)[from:to]
 		}
-		m.how.Combine(m.memory(r, s.Dst)[from:to], srcs, s.Final)
+		m.how.Fold(m.memory(r, s.Dst)[from:to], srcs, s.Final)
 		end = to == s.Dst.Len
 	}
 	if end {
@@ -475,7 +476,7 @@ func (m *machine) step(r *rank, j int) (end bool) {
 	return end
 }
 
-// piece is what one turn does of a step of n bytes.
+// piece returns the range that one turn processes of a step of n bytes.
 func (r *rank) piece(grain, n int) (from, to int) {
 	from, to = r.off, n
 	if grain > 0 {

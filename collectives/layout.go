@@ -1,6 +1,6 @@
 package collectives
 
-// Extent is how long a buffer of a collective is.
+// Extent is the kind of length of a collective's buffer.
 type Extent uint8
 
 // The extents.
@@ -12,8 +12,8 @@ const (
 	Packed               // Counts[r] elements for each slot r, without holes; RecvCounts[r] of what AllToAllV receives
 )
 
-// Layout is what the buffers of a collective look like. Where a buffer is at the root alone, other
-// ranks have none.
+// Layout describes the buffers of a collective. If a buffer is at the root only, other ranks have
+// none.
 type Layout struct {
 	In, Out             Extent
 	InAtRoot, OutAtRoot bool
@@ -33,7 +33,7 @@ var layouts = [...]Layout{
 	Barrier:       {},
 }
 
-// Layout returns what the buffers of the collective look like.
+// Layout returns the layout of the collective's buffers.
 func (k Kind) Layout() Layout {
 	if int(k) < len(layouts) {
 		return layouts[k]

@@ -2,28 +2,28 @@ package collectives
 
 import "slices"
 
-// The plans that only move: AllGather(V), AllToAll(V), Broadcast, Gather, Scatter, Barrier.
+// The plans without reduction: AllGather(V), AllToAll(V), Broadcast, Gather, Scatter, Barrier.
 
-// own is this rank's one part in In.
+// own returns this rank's only part of In.
 func (b *builder) own() Ref { return b.mine(In, 0) }
 
-// outPart is the part of active rank p in Out.
+// outPart returns the part of active rank p in Out.
 func (b *builder) outPart(p int) Ref { return b.mine(Out, b.Active[p]) }
 
-// flatAllGather sends the own part to everyone at once.
-func flatAllGather(b *builder) { b.rotate(func(int) Ref { return b.own() }, b.outPart, b.n) }
+// oneShotAllGather sends this rank's part to all others at once.
+func oneShotAllGather(b *builder) { b.rotate(func(int) Ref { return b.own() }, b.outPart, b.n) }
 
-// pairwiseAllGather is flatAllGather with few messages under way.
+// pairwiseAllGather is oneShotAllGather with few messages under way.
 func pairwiseAllGather(b *builder) { b.rotate(func(int) Ref { return b.own() }, b.outPart, window) }
 
-// flatAllToAll sends everyone its part at once.
-func flatAllToAll(b *builder) { b.rotate(b.inPart, b.outPart, b.n) }
+// oneShotAllToAll sends each other rank its part at once.
+func oneShotAllToAll(b *builder) { b.rotate(b.inPart, b.outPart, b.n) }
 
-// pairwiseAllToAll is flatAllToAll with few messages under way.
+// pairwiseAllToAll is oneShotAllToAll with few messages under way.
 func pairwiseAllToAll(b *builder) { b.rotate(b.inPart, b.outPart, window) }
 
-// window is how many rounds of a pairwise exchange a rank may be ahead of what it has received:
-// enough to cover a round's latency, few enough that a slow rank is not flooded.
+// window is the number of rounds of a pairwise exchange that a rank may be ahead of what it has
+// received: enough to cover a round's latency, few enough not to flood a slow rank.
 const window = 2
 
 // rotate sends src(me+d) to rank me+d and receives dst(me-d) from rank me-d, for d = 1, 2, ..., w
@@ -82,12 +82,12 @@ func bruckAllGather(b *builder) {
 	}
 }
 
-// bruckAllToAll: the part for the rank d places on travels 2^k places in every round k whose bit d
-// has; all parts that travel in a round are one message.
+// bruckAllToAll: the part for the rank d places ahead moves 2^k places in every round k whose bit
+// is set in d; all parts that move in a round are one message.
 func bruckAllToAll(b *builder) {
 	part := b.Count * b.Elem
 	grain := min(b.chunk, part)
-	half := 0 // the most parts that travel in one round
+	half := 0 // the largest number of parts that move in one round
 	for h := 1; h < b.n; h *= 2 {
 		m := 0
 		for d := 1; d < b.n; d++ {
@@ -95,14 +95,14 @@ func bruckAllToAll(b *builder) {
 		}
 		half = max(half, m)
 	}
-	var area []Ref // one landing area a round
+	var area []Ref // one receive area for each round
 	for h := 1; h < b.n; h *= 2 {
 		area = append(area, b.tmp(half*grain))
 	}
 	pack := b.tmp(half * grain)
 	for c := range b.chunks(part, 4*b.n) {
 		off, n := b.cut(part, c)
-		at := make([]Ref, b.n) // where the part that is d places from its goal is now
+		at := make([]Ref, b.n) // location of the part that is d places from its destination
 		for d := range at {
 			at[d] = b.inPart(b.all.at(d)).sub(off, n)
 		}
@@ -128,14 +128,14 @@ func bruckAllToAll(b *builder) {
 
 func (b *builder) spread(nd node, chunk int) { b.down(nd, b.mine(In, 0), b.mine(Out, 0), chunk) }
 
-// flatBroadcast: the root sends everyone the whole vector.
-func flatBroadcast(b *builder) {
+// oneShotBroadcast: the root sends the whole vector to each other rank.
+func oneShotBroadcast(b *builder) {
 	b.spread(b.linear(b.all, b.index(b.Root)), max(b.Count*b.Elem, b.chunk))
 }
 
 func treeBroadcast(b *builder) { b.spread(b.binomial(b.all, b.index(b.Root)), b.chunk) }
 
-// chainBroadcast: from the root upwards, round to the rank below it.
+// chainBroadcast passes the vector from the root upwards, cyclically to the rank below it.
 func chainBroadcast(b *builder) {
 	nd := node{parent: b.Active[b.all.at(-1)]}
 	if b.Rank == b.Root {
@@ -152,7 +152,7 @@ func chainBroadcast(b *builder) {
 func twoShotBroadcast(b *builder) {
 	root := b.index(b.Root)
 	bounds := split(b.Count, b.n-1, b.Elem)
-	// piece is chunk c of the part of the rank q places after the root.
+	// piece returns chunk c of the part of the rank q places after the root.
 	piece := func(r Ref, q, c int) Ref {
 		off, n := b.cut(bounds[q]-bounds[q-1], c)
 		return r.sub(bounds[q-1]+off, n)
@@ -193,7 +193,7 @@ func twoShotBroadcast(b *builder) {
 
 // Gather and Scatter.
 
-func flatGather(b *builder) {
+func oneShotGather(b *builder) {
 	if b.Rank != b.Root {
 		b.send(b.Root, b.own())
 		return
@@ -205,7 +205,7 @@ func flatGather(b *builder) {
 	b.copy(b.outPart(b.me), b.own())
 }
 
-func flatScatter(b *builder) {
+func oneShotScatter(b *builder) {
 	if b.Rank != b.Root {
 		b.recv(b.Root, b.mine(Out, 0))
 		return
@@ -300,14 +300,14 @@ func treeScatter(b *builder) {
 
 // Barriers: messages without bytes.
 
-// flatBarrier signals everyone.
-func flatBarrier(b *builder) { b.meetFlat(b.all)() }
+// oneShotBarrier signals all other ranks.
+func oneShotBarrier(b *builder) { b.meetFlat(b.all)() }
 
-// disseminationBarrier: in round k each rank signals the one 2^k places on.
+// disseminationBarrier: in round k each rank signals the one 2^k places ahead.
 func disseminationBarrier(b *builder) { b.meetDissemination(b.all)() }
 
-// meet posts the Recvs of a barrier among t and returns what does the rest of it: all steps after
-// that wait for the barrier's end. One round of n-1 signals is quickest among few.
+// meet posts the Recvs of a barrier among t and returns a function for the rest: all later steps
+// wait for the barrier's end. Among few ranks one round of n-1 signals is fastest.
 func (b *builder) meet(t team) func() {
 	if t.n() <= 4 {
 		return b.meetFlat(t)

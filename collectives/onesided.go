@@ -1,11 +1,11 @@
 package collectives
 
-// The one-sided plans: every rank has entered, and every rank's Out and Tmp can be put into. Ranks
-// only push: what a peer needs they put where it belongs, and signal. Nobody has to answer: a rank
-// is through when all its Puts have completed and all its peers have signalled. The peers are
-// visited in rotated order.
+// The one-sided plans require that every rank has entered, and every rank's Out and Tmp can be put
+// into. Ranks put data to where their peers need it, and signal. No answers are needed: a rank is
+// done when all its Puts have completed and all its peers have signalled. The peers are visited in
+// rotated order.
 
-// pass puts src into peer's memory dst and tells it, also where there is nothing to put.
+// pass puts src into peer's memory dst and signals, even without data.
 func (b *builder) pass(peer int, dst, src Ref) {
 	b.put(peer, dst, src)
 	b.notify(peer)
@@ -68,11 +68,11 @@ func oneSidedGather(b *builder) {
 	b.copy(b.outPart(b.me), b.own())
 }
 
-// oneSidedAllReduce is a two-shot: each rank folds one part, whose contributions its peers put into
-// its scratch memory, and puts the result into all peers' Out, chunk by chunk. There is room for two
-// chunks of each peer: chunk c goes where chunk c-2 was, when the result of that one is there. The
-// signals between any two ranks have one order on both sides: contribution c, result c-1,
-// contribution c+1, ... .
+// oneSidedAllReduce is a two-shot: each rank reduces one part, whose contributions its peers put
+// into its scratch memory, and puts the result into all peers' Out, chunk by chunk. Scratch memory
+// holds two chunks of each peer: chunk c replaces chunk c-2 when the result of that one has
+// arrived. The signals between any two ranks have the same order on both sides: contribution c,
+// result c-1, contribution c+1, ... .
 func oneSidedAllReduce(b *builder) {
 	n, me := b.n, b.me
 	bounds := split(b.Count, n, b.Elem)
@@ -82,7 +82,7 @@ func oneSidedAllReduce(b *builder) {
 		return r.sub(bounds[p]+off, k)
 	}
 	rounds := b.chunks(widest(bounds), 6*n)
-	slot := func(p, from, c int) Ref { // where rank p has chunk c of rank from's contribution
+	slot := func(p, from, c int) Ref { // place of chunk c of rank from's contribution at rank p
 		grain := (min(b.chunk, size(p)) + 63) &^ 63
 		_, k := b.cut(size(p), c)
 		return Ref{Buf: Tmp, Off: (c%2*(n-1) + (from-p+n)%n - 1) * grain, Len: k}
@@ -133,7 +133,7 @@ func oneSidedAllReduce(b *builder) {
 			}
 		}
 		b.needs = append(b.needs, contributed[prev]...)
-		b.combine(true, mine, srcs)
+		b.reduce(true, mine, srcs)
 		for d := 1; d < n; d++ {
 			p := b.Active[b.all.at(d)]
 			dst := part(b.there(Out, p, 0), me, prev)

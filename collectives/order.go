@@ -6,10 +6,10 @@ import (
 	"unsafe"
 )
 
-// Which step of which rank has completed before another one begins follows from the plans alone: a
-// step begins after all that it needs has completed, the n-th Recv from a peer completes after its
-// n-th Send has read its source, and the n-th WaitSignal after the n-th Signal. A vector clock over
-// all steps of all ranks is a set of steps: those that are known to be over.
+// The plans determine which steps have completed before another one begins: a step begins after
+// everything that it needs has completed, the n-th Recv from a peer completes after its n-th Send
+// has read its source, and the n-th WaitSignal after the n-th Signal. A vector clock over all steps
+// of all ranks is the set of steps that are known to have completed.
 
 // clock is a set of steps, by number over all ranks.
 type clock []uint64
@@ -23,14 +23,14 @@ func (c clock) join(o clock) {
 	}
 }
 
-// orders is when all steps begin and end.
+// orders holds the clocks of the begin and the end of all steps.
 type orders struct {
 	first []int   // number of each rank's first step; at the end, of all steps
-	begin []clock // what is over when a step begins
-	end   []clock // what is over when it has completed, itself included
+	begin []clock // steps that have completed when a step begins
+	end   []clock // steps that have completed when it has, itself included
 }
 
-// order finds out when all steps begin and end. It fails if some never do.
+// order computes the clocks of all steps. It fails if some never complete.
 func (m *machine) order() (*orders, error) {
 	o := &orders{first: []int{0}}
 	for _, r := range m.ranks {
@@ -101,20 +101,20 @@ func (m *machine) order() (*orders, error) {
 	return o, nil
 }
 
-// An access is what a step does to a range of addresses.
+// An access is a step's use of a range of addresses.
 type access struct {
 	step, by int // by: the index of the rank
 	from, to uintptr
 	write    bool
 }
 
-// prove shows that accesses to one rank's memory by several are ordered, and that nobody leaves a
-// call before peers are through with its memory, or of nothing before all have entered. What one
-// rank does to its own memory, Check has looked at.
+// prove checks that accesses of several ranks to one rank's memory are ordered, that no rank leaves
+// a call while peers use its memory, and that none leaves a call without data before all have
+// entered. Check covers the accesses of a rank to its own memory.
 func (m *machine) prove() error {
 	shared, empty := false, m.ranks[0].Shape.Empty()
 	for _, r := range m.ranks {
-		shared = shared || r.Direct || r.OneSided
+		shared = shared || r.LoadStore || r.OneSided
 	}
 	if !shared && !empty {
 		return nil
@@ -203,12 +203,12 @@ func (m *machine) prove() error {
 	return nil
 }
 
-// inPlace reports whether a Copy moves nothing, for its source is its destination.
+// inPlace reports whether a Copy has equal source and destination.
 func (m *machine) inPlace(r *rank, s *Step) bool {
 	return s.Dst.Len > 0 && &m.memory(r, s.Dst)[0] == &m.source(r, s.Src)[0]
 }
 
-// any reports whether any step from from to before to is in the set.
+// any reports whether the set contains a step in [from, to).
 func (c clock) any(from, to int) bool {
 	for n := from; n < to; {
 		w := c[n/64] >> (n % 64)

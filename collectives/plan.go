@@ -5,8 +5,9 @@ import "fmt"
 // Kind names a collective.
 type Kind uint8
 
-// The collectives. What In and Out hold, per kind (P = one part of Count elements; the parts of a
-// buffer are numbered by slot, and the part of an inactive slot is never read nor written):
+// The collectives, with the contents of In and Out of each (P = one part of Count elements; the
+// parts of a buffer are numbered by slot, and the part of an inactive slot is never read nor
+// written):
 //
 //	AllReduce      In: Count elements      Out: Count elements, may be the same memory as In
 //	ReduceScatter  In: Size parts          Out: one part
@@ -42,7 +43,7 @@ var kindNames = [numKinds]string{AllReduce: "allreduce", ReduceScatter: "reduces
 // Valid reports whether k is one of the kinds above.
 func (k Kind) Valid() bool { return k > 0 && k < numKinds }
 
-// String returns the name that the command line uses.
+// String returns the name of the collective.
 func (k Kind) String() string {
 	if !k.Valid() {
 		return fmt.Sprintf("kind(%d)", uint8(k))
@@ -59,8 +60,8 @@ func Kinds() []Kind {
 	return all
 }
 
-// Shape is everything that one rank's plan depends on. All ranks of a call have the same Shape but
-// for Rank (and, in AllToAllV, Counts and RecvCounts).
+// Shape holds everything that one rank's plan depends on. All ranks of a call have equal Shapes
+// except for Rank (and, in AllToAllV, Counts and RecvCounts).
 type Shape struct {
 	Kind       Kind
 	Size       int   // slots of the group, active or not
@@ -75,14 +76,13 @@ type Shape struct {
 	Chunk      int   // pipelining grain in bytes, 0: DefaultChunk
 }
 
-// Buf names one of the memories that a plan works on.
+// Buf names one of the memories of a plan.
 type Buf uint8
 
-// The memories of a plan. PeerIn, PeerOut and PeerTmp are those of Ref.Peer, where they are: only
-// plans that are Direct load PeerIn and PeerOut, and only plans that are OneSided put into PeerOut
-// and PeerTmp, and both only after every rank has entered the operation. A rank that has loaded
-// sends something afterwards: before that Send the runner makes sure that their owner was still in
-// the operation.
+// The memories of a plan. PeerIn, PeerOut and PeerTmp are memories of Ref.Peer. Only LoadStore
+// plans load PeerIn and PeerOut, only OneSided plans put into PeerOut and PeerTmp, and both only
+// after every rank has entered the operation. A rank that has loaded sends a message afterwards:
+// before that Send the runner checks that the owner was still in the operation.
 const (
 	In Buf = iota
 	Out
@@ -96,7 +96,7 @@ const (
 func (b Buf) Remote() bool { return b >= PeerIn }
 
 // Ref is a byte range. Its address is the start of part Part of Buf, plus Off. Buffers without
-// parts, and Tmp, have the one part 0.
+// parts, and Tmp, have only part 0.
 type Ref struct {
 	Buf  Buf
 	Peer int32 // slot of the owner, if Buf is Remote; else 0
@@ -105,63 +105,63 @@ type Ref struct {
 	Len  int
 }
 
-// Verb says what a Step does.
+// Verb is the kind of a Step.
 type Verb uint8
 
 // The verbs.
 //
-// Send hands Src to Peer; it may wait until Peer has posted the matching Recv (plans must be free
-// of deadlock under that reading), and when it has completed Src may be overwritten. Recv posts Dst
-// for the next message of Peer, and completes when that is there; the n-th Recv from a peer gets its
-// n-th Send. Send and Recv with Len 0 are pure signals. Copy copies Src to Dst; where both are the
-// same memory it does nothing. Combine folds Srcs, in their order, into Dst.
+// Send sends Src to Peer; it may wait until Peer has posted the matching Recv (plans must be free
+// of deadlock even then), and when it has completed Src may be overwritten. Recv posts Dst for the
+// next message of Peer, and completes when it has arrived; the n-th Recv from a peer gets its n-th
+// Send. Send and Recv with Len 0 are pure signals. Copy copies Src to Dst; if both are the same
+// memory it does nothing. ReduceInto combines Srcs, in their order, into Dst.
 //
-// Put writes Src into Dst, which is Peer's; it completes when the data is there and Peer can see it.
-// Signal adds one to a counter of this rank at Peer, and completes at once; the n-th WaitSignal for
-// a peer completes when Peer's n-th Signal is there. What a Signal needs, the peer can see after the
-// WaitSignal.
+// Put writes Src into Dst, memory of Peer; it completes when the data is placed and visible to
+// Peer. Signal adds one to a counter of this rank at Peer, and completes at once; the n-th
+// WaitSignal for a peer completes when Peer's n-th Signal has arrived. After the WaitSignal the
+// peer sees everything that the Signal needs.
 const (
 	Send Verb = iota + 1
 	Recv
 	Copy
-	Combine
+	ReduceInto
 	Put
 	Signal
 	WaitSignal
 )
 
-// Late reports whether a step of this verb is only begun by who runs it, and completes when a peer
-// or the network has done its part.
+// Late reports whether a runner only begins a step of this verb, and a peer or the network
+// completes it.
 func (v Verb) Late() bool { return v == Recv || v == Put || v == WaitSignal }
 
-// Step is a node of a plan's graph. It may begin when everything in Needs has completed, whatever
-// stands before it in the plan, but Sends to one peer begin in the order of the plan, as do Recvs
-// from one peer, Signals to one and WaitSignals for one. A plan is complete when all its steps are.
-// Two steps that use the same bytes, one of them writing, are ordered by Needs alone, directly or
-// over other steps.
+// Step is a node of a plan's graph. It may begin when everything in Needs has completed,
+// independently of earlier steps of the plan; but Sends to one peer begin in the order of the plan,
+// as do Recvs from one peer, Signals to one and WaitSignals for one. A plan is complete when all
+// its steps are. Two steps that use the same bytes, one of them writing, are ordered by Needs
+// alone, directly or indirectly.
 //
-// The order of the steps is one of those that the graph allows, and one in which a runner that
-// begins them one by one, and waits for all but the Late verbs, meets no deadlock.
+// The list of steps is in an order that the graph allows. A runner that begins the steps in this
+// order, and waits for all except the Late verbs, does not deadlock.
 type Step struct {
 	Verb  Verb
 	Peer  int32 // Send, Recv, Put, Signal, WaitSignal: slot of the other side
-	Final bool  // Combine: the last one over this range (an average divides here)
-	// Recv: Dst is in Tmp and read by exactly one later Combine, so a runner may lend the message to
-	// it instead of copying
+	Final bool  // ReduceInto: the last one over this range (an average divides here)
+	// Recv: Dst is in Tmp and read by exactly one later ReduceInto, so that a runner may lend the
+	// message to it instead of copying.
 	Once  bool
-	Dst   Ref     // Recv, Copy, Combine, Put
+	Dst   Ref     // Recv, Copy, ReduceInto, Put
 	Src   Ref     // Send, Copy, Put
-	Srcs  []Ref   // Combine, at least one; never overlapping Dst but as exactly the same range
+	Srcs  []Ref   // ReduceInto, at least one; each is Dst or disjoint from it
 	Needs []int32 // indices of earlier steps, ascending
 }
 
-// Plan is what one rank does in one collective: data, not code. It is immutable and may be shared.
+// Plan is the work of one rank in one collective, as data. It is immutable and may be shared.
 type Plan struct {
-	Shape  Shape
-	Algo   Algo
-	Steps  []Step
-	Tmp    int  // bytes of scratch memory
-	Direct bool // loads PeerIn or PeerOut
+	Shape     Shape
+	Algo      Algo
+	Steps     []Step
+	Tmp       int  // bytes of scratch memory
+	LoadStore bool // loads PeerIn or PeerOut
 
 	OneSided bool // puts into PeerOut or PeerTmp
 }

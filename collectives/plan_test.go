@@ -173,7 +173,7 @@ func TestShapeErrors(t *testing.T) {
 
 func TestTooLong(t *testing.T) {
 	s := Shape{Size: 4, Active: upTo(4), Elem: 1, Count: 1 << 50, Chunk: 1}
-	for k := range makers {
+	for k := range numKinds {
 		s.Kind = Kind(k)
 		for _, a := range Algorithms(s.Kind) {
 			s.Counts = []int{1 << 50, 1 << 50, 1 << 50, 1 << 50}
@@ -185,8 +185,8 @@ func TestTooLong(t *testing.T) {
 	}
 }
 
-// TestChooseAgrees: the choice is buildable, the same on all ranks, and direct only where memory is
-// mapped.
+// TestChooseAgrees: the choice is buildable, the same on all ranks, and loadstore only where memory
+// is mapped.
 func TestChooseAgrees(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	seen := map[Algo]bool{}
@@ -198,17 +198,17 @@ func TestChooseAgrees(t *testing.T) {
 		first := c.rank(0)
 		a := Choose(first, caps)
 		seen[a] = true
-		if makers[first.Kind][a] == nil {
+		if algos[a].makers[first.Kind] == nil {
 			t.Fatalf("%v has no %v", first.Kind, a)
 		}
-		if a == Direct && !caps.Mapped || a == OneSided && !caps.Puts {
+		if a == LoadStore && !caps.Mapped || a == OneSided && !caps.Puts {
 			t.Fatalf("%v: %v with %+v", c, a, caps)
 		}
 		if b := Choose(c.rank(n-1), caps); b != a {
 			t.Fatalf("%v: rank %d chooses %v, another %v", c, n-1, b, a)
 		}
 	}
-	for a := Flat; a < numAlgos; a++ {
+	for a := OneShot; a < numAlgos; a++ {
 		if !seen[a] {
 			t.Errorf("%v is never chosen", a)
 		}
@@ -244,15 +244,15 @@ func TestPlansStaySmall(t *testing.T) {
 	}
 	// The shortest possible plans where they matter most.
 	s := Shape{Kind: AllReduce, Size: 2, Active: upTo(2), Elem: 4, Count: 16}
-	for a, want := range map[Algo]int{Flat: 3, Direct: 6, Doubling: 3} {
+	for a, want := range map[Algo]int{OneShot: 3, LoadStore: 6, Doubling: 3} {
 		if p, _ := Build(a, s); len(p.Steps) != want {
 			t.Errorf("%v allreduce of two ranks has %d steps, want %d", a, len(p.Steps), want)
 		}
 	}
-	// Direct moves the least: of two ranks each loads the peer's half to fold it, and the other
+	// LoadStore moves the least: of two ranks each loads the peer's half to fold it, and the other
 	// half's result.
 	s.Count = 1 << 20
-	for _, p := range buildAll(t, Direct, s) {
+	for _, p := range buildAll(t, LoadStore, s) {
 		loads, stores := 0, 0
 		for _, st := range p.Steps {
 			for _, r := range append([]Ref{st.Src}, st.Srcs...) {
@@ -260,7 +260,7 @@ func TestPlansStaySmall(t *testing.T) {
 					loads += r.Len
 				}
 			}
-			if st.Verb == Combine || st.Verb == Copy {
+			if st.Verb == ReduceInto || st.Verb == Copy {
 				stores += st.Dst.Len
 			}
 		}
@@ -316,10 +316,10 @@ func TestCost(t *testing.T) {
 		near("halving", cost(Halving, AllReduce, n, 256, 0, Net{Latency: 1}), 2*log)
 		near("ring", cost(Ring, AllReduce, n, 256, 0, Net{Latency: 1}), 2*float64(n-1))
 		near("twoshot", cost(TwoShot, AllReduce, n, 256, 0, Net{Latency: 1}), 2)
-		near("flat", cost(Flat, AllReduce, n, 256, 0, Net{Latency: 1}), 1)
+		near("oneshot", cost(OneShot, AllReduce, n, 256, 0, Net{Latency: 1}), 1)
 		near("tree", cost(Tree, Broadcast, n, 256, 0, Net{Latency: 1}), log)
 		// A part is loaded from n ranks and stored, then the others' parts are loaded and stored.
-		near("direct", cost(Direct, AllReduce, n, 1<<13*n, 0, Net{Memory: 1}), 4*(1<<13)*float64(n+1+2*(n-1)))
+		near("loadstore", cost(LoadStore, AllReduce, n, 1<<13*n, 0, Net{Memory: 1}), 4*(1<<13)*float64(n+1+2*(n-1)))
 		// A byte out and in again, for all but the own part, twice.
 		near("ring bytes", cost(Ring, AllReduce, n, 64*n, 0, Net{Byte: 1}), 4*256*float64(n-1))
 		near("twoshot bytes", cost(TwoShot, AllReduce, n, 64*n, 0, Net{Byte: 1}), 4*256*float64(n-1))
@@ -374,7 +374,7 @@ func FuzzBuild(f *testing.F) {
 
 func BenchmarkBuild(b *testing.B) {
 	for _, n := range []int{2, 64} {
-		for _, a := range []Algo{Flat, TwoShot, Direct, Ring} {
+		for _, a := range []Algo{OneShot, TwoShot, LoadStore, Ring} {
 			b.Run(fmt.Sprintf("%v/%d", a, n), func(b *testing.B) {
 				s := Shape{Kind: AllReduce, Size: n, Active: upTo(n), Elem: 4, Count: 1 << 20}
 				b.ReportAllocs()

@@ -5,7 +5,7 @@ import (
 	"strings"
 )
 
-// String returns the verb as plans print it.
+// String returns the verb's name in printed plans.
 func (v Verb) String() string {
 	switch v {
 	case Send:
@@ -14,8 +14,8 @@ func (v Verb) String() string {
 		return "recv"
 	case Copy:
 		return "copy"
-	case Combine:
-		return "combine"
+	case ReduceInto:
+		return "reduce"
 	case Put:
 		return "put"
 	case Signal:
@@ -26,7 +26,7 @@ func (v Verb) String() string {
 	return fmt.Sprintf("verb(%d)", uint8(v))
 }
 
-// String returns the memory's name as plans print it.
+// String returns the memory's name in printed plans.
 func (b Buf) String() string {
 	if b > PeerTmp {
 		return fmt.Sprintf("buf(%d)", uint8(b))
@@ -74,8 +74,8 @@ func (s Step) String() string {
 		}
 	case Copy:
 		fmt.Fprintf(&w, "copy %v = %v", s.Dst, s.Src)
-	case Combine:
-		fmt.Fprintf(&w, "combine %s = %s", s.Dst, join(s.Srcs, " + "))
+	case ReduceInto:
+		fmt.Fprintf(&w, "reduce %s = %s", s.Dst, join(s.Srcs, " + "))
 	case Put:
 		fmt.Fprintf(&w, "put %v = %v", s.Dst, s.Src)
 	case Signal:
@@ -97,8 +97,7 @@ func (s Step) String() string {
 	return w.String()
 }
 
-// String returns the plan for a person to read: a line about it, then a numbered line for each
-// step.
+// String prints the plan: a summary line, then a numbered line for each step.
 func (p *Plan) String() string {
 	var w strings.Builder
 	s := &p.Shape
@@ -118,8 +117,8 @@ func (p *Plan) String() string {
 	if p.Tmp > 0 {
 		fmt.Fprintf(&w, ", tmp %d B", p.Tmp)
 	}
-	if p.Direct {
-		w.WriteString(", direct")
+	if p.LoadStore {
+		w.WriteString(", loadstore")
 	}
 	if p.OneSided {
 		w.WriteString(", onesided")

@@ -1,18 +1,18 @@
 package collectives
 
-// The plans that combine: AllReduce, ReduceScatter, Reduce. Wherever In and Out may be the same
-// memory, a range of Out is written (or its Recv posted) only after the last step that reads that
-// range of In.
+// The plans with reduction: AllReduce, ReduceScatter, Reduce. If In and Out may be the same memory,
+// a range of Out is written (or its Recv posted) only after the last step that reads that range of
+// In.
 
-// flatAllReduce sends the whole vector to everyone, and everyone folds all n in slot order: an
+// oneShotAllReduce sends the whole vector to all ranks, and each reduces all n in slot order: an
 // exchange in which each rank's part is the whole.
-func flatAllReduce(b *builder) {
+func oneShotAllReduce(b *builder) {
 	whole := func(int) Ref { return b.mine(In, 0) }
 	pairwise(b, exchange{team: b.all, size: b.partSize, src: whole, dst: b.outWhole, reduce: true, final: true})
 }
 
-// pairwiseReduceScatter is one message from each rank to each, and one fold in slot order. That is
-// what flat would be, too.
+// pairwiseReduceScatter sends one message from each rank to each, and reduces once in slot order. A
+// one-shot algorithm would be the same.
 func pairwiseReduceScatter(b *builder) {
 	pairwise(b, exchange{team: b.all, size: b.partSize, src: b.inPart, dst: b.outWhole, reduce: true, final: true})
 }
@@ -21,17 +21,17 @@ func (b *builder) partSize(int) int { return b.Count * b.Elem }
 func (b *builder) inPart(p int) Ref { return b.mine(In, b.Active[p]) }
 func (b *builder) outWhole(int) Ref { return b.mine(Out, 0) }
 
-// flatReduce sends all vectors to the root, which folds them in slot order.
-func flatReduce(b *builder) { b.reduceTree(b.linear(b.all, b.index(b.Root)), b.chunk) }
+// oneShotReduce sends all vectors to the root, which reduces them in slot order.
+func oneShotReduce(b *builder) { b.reduceTree(b.linear(b.all, b.index(b.Root)), b.chunk) }
 
-// twoShotAllReduce: each rank folds one part from all n sources, in slot order, and sends the
+// twoShotAllReduce: each rank reduces one part of all n sources, in slot order, and sends the
 // result to all.
 func twoShotAllReduce(b *builder) {
 	bounds := split(b.Count, b.n, b.Elem)
 	pairwise(b, over(b.all, bounds, b.mine(In, 0), b.mine(Out, 0), exchange{reduce: true, final: true, share: true}))
 }
 
-// twoShotReduce: each rank folds one part from all n sources, in slot order, and sends the result
+// twoShotReduce: each rank reduces one part of all n sources, in slot order, and sends the result
 // to the root.
 func twoShotReduce(b *builder) {
 	bounds := split(b.Count, b.n, b.Elem)
@@ -39,13 +39,13 @@ func twoShotReduce(b *builder) {
 		exchange{reduce: true, final: true, share: true, toRoot: true, root: b.index(b.Root)}))
 }
 
-// An exchange is a team's reduce-scatter, allgather, or both, by messages straight between the
-// member that has something and the one that needs it.
+// An exchange is a team's reduce-scatter, allgather, or both, by messages straight from the member
+// that has the data to the one that needs it.
 type exchange struct {
 	team
 	size   func(p int) int // bytes of part p, which member p finishes
-	src    func(p int) Ref // where this rank has its contribution to part p
-	dst    func(p int) Ref // where the finished part p goes
+	src    func(p int) Ref // this rank's contribution to part p
+	dst    func(p int) Ref // destination of the finished part p
 	reduce bool            // part p is a fold of all contributions; else dst of the own part already holds it
 	final  bool            // the fold is the last one over its range
 	share  bool            // the finished part goes to all members, or
@@ -53,7 +53,7 @@ type exchange struct {
 	root   int
 }
 
-// over is an exchange of the parts of one vector.
+// over returns an exchange of the parts of one vector.
 func over(t team, bounds []int, src, dst Ref, x exchange) exchange {
 	x.team = t
 	x.size = func(p int) int { return bounds[p+1] - bounds[p] }
@@ -62,11 +62,12 @@ func over(t team, bounds []int, src, dst Ref, x exchange) exchange {
 	return x
 }
 
-// pairwise plans an exchange as a software pipeline. In round c the contributions to chunk c leave,
-// chunk c-1 is folded, and its result leaves. Between any two ranks the order is the same on both
+// pairwise plans an exchange as a software pipeline. Round c sends the contributions to chunk c,
+// reduces chunk c-1, and sends its result. Between any two ranks the order is the same on both
 // sides: contribution c, result c-1, contribution c+1, ... . Every Recv of a round is posted before
-// the round's first Send that a peer's could wait for, so a Send waits only for ranks in earlier
-// rounds. Peers are visited in rotated order, so that not all send to the same one at once.
+// the round's first Send that a peer's could wait for, so that a Send waits only for ranks in
+// earlier rounds. Peers are visited in rotated order, so that the ranks do not all send to the same
+// one at once.
 func pairwise(b *builder, x exchange) {
 	n, me := x.n(), x.me
 	longest := 0
@@ -76,7 +77,7 @@ func pairwise(b *builder, x exchange) {
 	rounds := b.chunks(longest, 4*n)
 	own := x.size(me)
 	acc := x.dst(me)
-	bounce := x.toRoot && me != x.root // no memory of the caller's for results
+	bounce := x.toRoot && me != x.root // the caller has no memory for results
 	grain := min(b.chunk, own)
 	var got, out []Ref
 	if x.reduce {
@@ -123,7 +124,7 @@ func pairwise(b *builder, x exchange) {
 				srcs[x.at(-d)] = got[prev%2*(n-1)+d-1].sub(0, k)
 			}
 			srcs[me] = x.src(me).sub(off, k)
-			b.combine(x.final, result(prev), srcs)
+			b.reduce(x.final, result(prev), srcs)
 		}
 		if x.share {
 			for d := 1; d < n; d++ {
@@ -135,9 +136,8 @@ func pairwise(b *builder, x exchange) {
 	}
 }
 
-// The ring. Part p starts at rank p+1 and goes round to rank p, everyone folding its own
-// contribution onto what comes: the fold of part p is (x[p+1] + x[p+2]) + ... + x[p], indices
-// modulo n.
+// The ring. Part p starts at rank p+1 and moves round to rank p; each rank adds its own
+// contribution. The result of part p is (x[p+1] + x[p+2]) + ... + x[p], indices modulo n.
 
 func ringAllReduce(b *builder) {
 	in, out := b.mine(In, 0), b.mine(Out, 0)
@@ -150,16 +150,16 @@ func ringAllReduce(b *builder) {
 
 func ringReduceScatter(b *builder) { b.ring(b.Count*b.Elem, b.inPart, b.outWhole, false) }
 
-// ring reduces part me into dst(me); with gather the finished parts then go round once more. The
-// chunks of a part go round in groups, within a group round by round; with several chunks in the
-// group, the next one is sent before this one is folded.
+// ring reduces part me into dst(me); with gather the finished parts then move round once more. The
+// chunks of a part move in groups, within a group round by round. With several chunks in the group,
+// the next one is sent before this one is reduced.
 func (b *builder) ring(size int, src, dst func(p int) Ref, gather bool) {
 	left, right := b.Active[b.all.at(-1)], b.Active[b.all.at(1)]
 	k, last := b.chunks(size, 6*b.n), b.n-2
 	grain := min(b.chunk, size)
 	got := b.slots(2, grain)
 	group := k
-	var hold []Ref // partial folds between two rounds, where there is no Out to hold them: one group's worth
+	var hold []Ref // partial results between two rounds if there is no Out to hold them: for one group
 	if !gather {
 		group = min(k, 4)
 		if last > 0 {
@@ -193,7 +193,7 @@ func (b *builder) ring(size int, src, dst func(p int) Ref, gather bool) {
 		for ; folded < through; folded++ {
 			o := ops[folded+1]
 			mine := piece(src(b.all.at(-2-o.round)), o.chunk)
-			b.combine(o.round == last, partial(o), []Ref{got[(folded+1)%2].sub(0, mine.Len), mine})
+			b.reduce(o.round == last, partial(o), []Ref{got[(folded+1)%2].sub(0, mine.Len), mine})
 		}
 	}
 	for t, o := range ops {
@@ -213,7 +213,7 @@ func (b *builder) ring(size int, src, dst func(p int) Ref, gather bool) {
 }
 
 // ringShare passes the parts round: in round s each rank sends part me-s and receives part me-1-s,
-// k chunks each.
+// in k chunks each.
 func (b *builder) ringShare(k int, dst func(p int) Ref) {
 	left, right := b.Active[b.all.at(-1)], b.Active[b.all.at(1)]
 	for s := range b.n - 1 {
@@ -231,10 +231,10 @@ func (b *builder) ringShare(k int, dst func(p int) Ref) {
 	}
 }
 
-// Recursive doubling and halving. With n not a power of two, the first n-2^k pairs of neighbours
-// act as one: the upper rank hands its vector to the lower and gets the result back. Round k folds
-// two blocks of 2^k actors, the lower block's partial first, so the association is the balanced
-// tree over aligned blocks, in slot order.
+// Recursive doubling and halving. If n is not a power of two, the first n-2^k pairs of neighbours
+// act as one: the upper rank sends its vector to the lower and gets the result back. Round k
+// combines two blocks of 2^k actors, the lower block's partial result first, so that the
+// association is the balanced tree over aligned blocks, in slot order.
 
 // actors returns the number of actors, this rank's number among them (-1: it sits out), and the
 // team index of actor a.
@@ -284,7 +284,7 @@ func (b *builder) doubling(t team, src, dst Ref) {
 		if t.me < 2*rem {
 			b.borrow(t.slots[t.me+1], got[2].sub(0, n))
 			post(0)
-			b.combine(false, out, []Ref{cur, got[2].sub(0, n)})
+			b.reduce(false, out, []Ref{cur, got[2].sub(0, n)})
 			cur = out
 		} else {
 			post(0)
@@ -296,7 +296,7 @@ func (b *builder) doubling(t team, src, dst Ref) {
 			if id>>k&1 == 1 {
 				srcs[0], srcs[1] = srcs[1], srcs[0]
 			}
-			b.combine(2<<k >= count, out, srcs)
+			b.reduce(2<<k >= count, out, srcs)
 			cur = out
 		}
 		if t.me < 2*rem {
@@ -305,9 +305,9 @@ func (b *builder) doubling(t team, src, dst Ref) {
 	}
 }
 
-// halvingAllReduce: in round k neighbours 2^k apart split what they hold, each folding one half;
-// then the halves go back the same way. Nearest neighbours exchange most, and the blocks stay in
-// slot order.
+// halvingAllReduce: in round k neighbours 2^k apart split what they hold, and each reduces one
+// half; then the halves move back the same way. Nearest neighbours exchange most, and the blocks
+// stay in slot order.
 func halvingAllReduce(b *builder) {
 	count, id, index := b.all.actors()
 	rem := b.n - count
@@ -326,8 +326,8 @@ func halvingAllReduce(b *builder) {
 	}
 	got := b.slots(2, grain)
 	cur := in
-	// fold takes the peer's contribution to a range of cur, in chunks, while sending the peer the
-	// range that it keeps.
+	// fold receives the peer's contribution to a range of cur, in chunks, while it sends the peer
+	// the range that the peer keeps.
 	fold := func(peer int, keep, give Ref, peerFirst, final bool) {
 		rounds := b.chunks(max(keep.Len, give.Len), 8)
 		for c := 0; c <= rounds && rounds > 0; c++ {
@@ -345,7 +345,7 @@ func halvingAllReduce(b *builder) {
 			}
 			dst := mine
 			dst.Buf = Out
-			b.combine(final, dst, srcs)
+			b.reduce(final, dst, srcs)
 		}
 	}
 	if b.me < 2*rem {
@@ -385,9 +385,9 @@ func halvingAllReduce(b *builder) {
 
 // Trees.
 
-// A node is this rank's place in a tree that folds towards its root or spreads from it. Stages are
-// the folds on the way up: each lists slots in the order of the fold, this rank's own slot standing
-// for what it has so far.
+// A node is this rank's place in a tree that reduces towards its root or spreads from it. Stages
+// are the reductions on the way up: each lists slots in the order of the reduction; this rank's own
+// slot stands for its partial result.
 type node struct {
 	parent   int // slot; -1 at the root
 	stages   [][]int
@@ -396,10 +396,10 @@ type node struct {
 	lo, hi   int    // binomial: team indices of this rank's own subtree, [lo, hi)
 }
 
-// A limb is the members [lo, hi) of a team, behind child.
+// A limb is the subtree with members [lo, hi) of a team below child.
 type limb struct{ child, lo, hi int }
 
-// linear is the tree of depth one.
+// linear returns the tree of depth one.
 func (b *builder) linear(t team, root int) node {
 	if t.me != root {
 		return node{parent: t.slots[root]}
@@ -411,9 +411,9 @@ func (b *builder) linear(t team, root int) node {
 	return nd
 }
 
-// binomial is the tree over aligned blocks of 2^k members: the holders of a block's two halves
-// meet, and the root's half, or else the lower, holds the whole. The association of a fold is the
-// same whatever the root.
+// binomial returns the tree over aligned blocks of 2^k members: the holders of a block's two halves
+// meet, and the root's half, or else the lower, holds the whole. The association of a reduction
+// does not depend on the root.
 func (b *builder) binomial(t team, root int) node {
 	holder := func(lo, size int) int {
 		if lo <= root && root < lo+size {
@@ -450,8 +450,8 @@ func (b *builder) binomial(t team, root int) node {
 	return nd
 }
 
-// chains is two chains that end at the root, from the lowest member up and from the highest down:
-// the fold is ((x0+x1)+...) + x[root] + (...+(x[n-2]+x[n-1])).
+// chains returns two chains that end at the root, from the lowest member up and from the highest
+// down. The result is ((x0+x1)+...) + x[root] + (...+(x[n-2]+x[n-1])).
 func (b *builder) chains(t team, root int) node {
 	nd := node{parent: -1}
 	stage := []int{t.slots[t.me]}
@@ -472,8 +472,9 @@ func (b *builder) chains(t team, root int) node {
 	return nd
 }
 
-// up folds vectors towards the root of a tree, chunk by chunk; a chunk's messages are posted before
-// the previous chunk is folded. Where out is empty, partial folds wait in scratch memory.
+// up reduces vectors towards the root of a tree, chunk by chunk; a chunk's messages are posted
+// before the previous chunk is reduced. If out is empty, partial results are kept in scratch
+// memory.
 func (b *builder) up(nd node, in, out Ref, chunk int) {
 	from := 0
 	for _, st := range nd.stages {
@@ -523,7 +524,7 @@ func (b *builder) up(nd node, in, out Ref, chunk int) {
 					i++
 				}
 			}
-			b.combine(nd.parent < 0 && s == len(nd.stages)-1, dst, srcs)
+			b.reduce(nd.parent < 0 && s == len(nd.stages)-1, dst, srcs)
 			cur = dst
 		}
 		if nd.parent >= 0 {
@@ -532,8 +533,8 @@ func (b *builder) up(nd node, in, out Ref, chunk int) {
 	}
 }
 
-// down spreads src from the root of a tree; elsewhere it arrives in dst and goes on from there,
-// chunk by chunk.
+// down spreads src from the root of a tree, chunk by chunk; the other ranks receive it in dst and
+// pass it on.
 func (b *builder) down(nd node, src, dst Ref, chunk int) {
 	keep := b.chunk
 	defer func() { b.chunk = keep }()
@@ -561,7 +562,7 @@ func (b *builder) reduceTree(nd node, chunk int) { b.up(nd, b.mine(In, 0), b.min
 func treeReduce(b *builder)  { b.reduceTree(b.binomial(b.all, b.index(b.Root)), b.chunk) }
 func chainReduce(b *builder) { b.reduceTree(b.chains(b.all, b.index(b.Root)), b.chunk) }
 
-// treeAllReduce folds towards the lowest rank and spreads from there.
+// treeAllReduce reduces towards the lowest rank and spreads from there.
 func treeAllReduce(b *builder) {
 	nd := b.binomial(b.all, 0)
 	b.up(nd, b.mine(In, 0), b.mine(Out, 0), b.chunk)

@@ -32,8 +32,8 @@ func put(b []byte, x uint64) {
 	copy(b, w[:])
 }
 
-// combiner is Schedule.Combine for elements of w bytes, at most 8.
-func combiner(w int) func(dst []byte, srcs [][]byte, final bool) {
+// combiner is Schedule.ReduceInto for elements of w bytes, at most 8.
+func reducer(w int) func(dst []byte, srcs [][]byte, final bool) {
 	return func(dst []byte, srcs [][]byte, final bool) {
 		for i := 0; i < len(dst); i += w {
 			acc := word(srcs[0][i : i+w])
@@ -284,7 +284,7 @@ func (c call) run() error {
 	for i := range mem {
 		before[i] = bytes.Clone(mem[i].In)
 	}
-	c.how.Combine = combiner(w)
+	c.how.Fold = reducer(w)
 	if err := Interpret(plans, mem, c.how); err != nil {
 		return err
 	}
@@ -423,7 +423,10 @@ func TestSweep(t *testing.T) {
 				t.Parallel()
 				r := rand.New(rand.NewPCG(uint64(k), uint64(a)))
 				for n := 1; n <= 64; n++ {
-					tries := 1 + 300/(n*n)
+					if n > 24 && n%3 != 1 { // 31, 37, 64 and others stay
+						continue
+					}
+					tries := 1 + 200/(n*n)
 					if testing.Short() {
 						if tries = 1 + 40/(n*n); n > 20 && n%9 != 0 {
 							continue

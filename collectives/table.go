@@ -7,9 +7,9 @@ import (
 	"slices"
 )
 
-// A Rule of a Table: it holds for MinRanks to MaxRanks active ranks and up to MaxBytes bytes (of
-// the vector, or of all parts together where the kind has parts; an AllToAllV and a Barrier count
-// as 0), where When is true. A limit of 0 is none.
+// A Rule of a Table. It applies to MinRanks to MaxRanks active ranks and up to MaxBytes bytes (of
+// the vector, or of all parts together if the kind has parts; an AllToAllV and a Barrier count as
+// 0), if When is true. A limit of 0 means none.
 type Rule struct {
 	When     Condition `json:"when"`
 	MinRanks int       `json:"min_ranks,omitempty"`
@@ -18,7 +18,7 @@ type Rule struct {
 	Algo     Algo      `json:"algo"`
 }
 
-// Condition is what a Rule asks of the ranks beside their number.
+// Condition is a requirement of a Rule besides the number of ranks.
 type Condition uint8
 
 // The conditions.
@@ -26,11 +26,11 @@ const (
 	Always   Condition = iota
 	IfMapped           // Caps.Mapped
 	IfMemory           // Caps.SharedMemory
-	// more ranks on a host than processors: each round costs a wake-up, so few rounds win over few
-	// bytes
+	// More ranks on a host than processors: each round costs a wake-up, so that few rounds are
+	// better than few bytes.
 	IfCrowded
 	IfLevels  // several hosts, and several ranks on at least one
-	IfOneHost // all ranks on one host, however they are linked
+	IfOneHost // all ranks on one host, with any links
 	IfPuts    // Caps.Puts
 	numConditions
 )
@@ -45,7 +45,7 @@ func (c Condition) String() string {
 	return conditionNames[c]
 }
 
-// MarshalText returns the name, or an error for what is no condition.
+// MarshalText returns the name, or an error for an invalid condition.
 func (c Condition) MarshalText() ([]byte, error) {
 	if c >= numConditions {
 		return nil, fmt.Errorf("collectives: %v is none", c)
@@ -53,7 +53,7 @@ func (c Condition) MarshalText() ([]byte, error) {
 	return []byte(c.String()), nil
 }
 
-// UnmarshalText takes a name.
+// UnmarshalText accepts a name.
 func (c *Condition) UnmarshalText(b []byte) error {
 	i := slices.Index(conditionNames[:], string(b))
 	if i < 0 {
@@ -63,7 +63,7 @@ func (c *Condition) UnmarshalText(b []byte) error {
 	return nil
 }
 
-// MarshalText returns the name, or an error for what is no kind.
+// MarshalText returns the name, or an error for an invalid kind.
 func (k Kind) MarshalText() ([]byte, error) {
 	if !k.Valid() {
 		return nil, fmt.Errorf("collectives: %v is none", k)
@@ -71,13 +71,13 @@ func (k Kind) MarshalText() ([]byte, error) {
 	return []byte(k.String()), nil
 }
 
-// UnmarshalText is ParseKind.
+// UnmarshalText accepts a name; see ParseKind.
 func (k *Kind) UnmarshalText(b []byte) (err error) {
 	*k, err = ParseKind(clip(b))
 	return err
 }
 
-// MarshalText returns the name, or an error for what is no algorithm.
+// MarshalText returns the name, or an error for an invalid algorithm.
 func (a Algo) MarshalText() ([]byte, error) {
 	if !a.Valid() {
 		return nil, fmt.Errorf("collectives: %v is none", a)
@@ -85,7 +85,7 @@ func (a Algo) MarshalText() ([]byte, error) {
 	return []byte(a.String()), nil
 }
 
-// UnmarshalText is ParseAlgo.
+// UnmarshalText accepts a name; see ParseAlgo.
 func (a *Algo) UnmarshalText(b []byte) (err error) {
 	*a, err = ParseAlgo(clip(b))
 	return err
@@ -93,10 +93,10 @@ func (a *Algo) UnmarshalText(b []byte) (err error) {
 
 func clip(b []byte) string { return string(b[:min(len(b), 64)]) }
 
-// Table says which algorithm is for which call: by kind a list of rules, the first of which that
-// holds decides; where none does it is Flat, which every kind has. A Table is immutable and valid:
-// every algorithm in it has a plan for its kind, and stands only behind what it Requires. A nil
-// *Table is the default one.
+// Table selects the algorithm for a call. It has a list of rules for each kind: the first rule that
+// applies decides; if none does, the algorithm is OneShot, which every kind has. A Table is
+// immutable and valid: every algorithm in it has a plan for its kind, and appears only under the
+// condition that it Requires. A nil *Table is the default one.
 type Table struct {
 	rules [numKinds][]Rule
 	hash  uint64
@@ -105,8 +105,8 @@ type Table struct {
 // MaxRules bounds the rules of one kind.
 const MaxRules = 1024
 
-// NewTable makes a table of rules, which it copies. A kind that is not in them has the rules of
-// DefaultTable; one that is there without any rule is always Flat.
+// NewTable makes a table of rules, which it copies. A kind that is missing has the rules of
+// DefaultTable; a kind with an empty list is always OneShot.
 func NewTable(rules map[Kind][]Rule) (*Table, error) {
 	t := &Table{rules: defaults}
 	for k, list := range rules {
@@ -123,8 +123,8 @@ func NewTable(rules map[Kind][]Rule) (*Table, error) {
 		}
 		t.rules[k] = slices.Clone(list)
 	}
-	// FNV-1a over the canonical JSON: names, not numbers, so that the same rules have the same hash
-	// in every version that knows them.
+	// FNV-1a over the canonical JSON: it uses names instead of numbers, so that the same rules have
+	// the same hash in every version.
 	b, err := json.Marshal(t)
 	if err != nil {
 		return nil, err
@@ -144,7 +144,7 @@ func (r Rule) check(k Kind) error {
 		return fmt.Errorf("%d to %d ranks, want ascending numbers up to %d", r.MinRanks, r.MaxRanks, MaxSize)
 	case r.MaxBytes < 0:
 		return fmt.Errorf("up to %d bytes, want 0 or more", r.MaxBytes)
-	case !r.Algo.Valid() || makers[k][r.Algo] == nil:
+	case !r.Algo.Valid() || algos[r.Algo].makers[k] == nil:
 		return fmt.Errorf("no %v plan; there are %v", r.Algo, Algorithms(k))
 	case r.Algo.Requires() != Always && r.When != r.Algo.Requires():
 		return fmt.Errorf("%v %v, want it only where memory is %v", r.Algo, r.When, r.Algo.Requires())
@@ -152,7 +152,7 @@ func (r Rule) check(k Kind) error {
 	return nil
 }
 
-// defaultTable is made by init: the rules name plan makers, which name Choose.
+// defaultTable is set by init, because the rules refer to plan makers, which refer to Choose.
 var defaultTable *Table
 
 func init() {
@@ -164,12 +164,12 @@ func init() {
 	}
 	t, err := NewTable(own)
 	if err != nil {
-		panic(err) // unreachable: a test makes it too
+		panic(err) // unreachable: a test covers it
 	}
 	defaultTable = t
 }
 
-// DefaultTable returns the table that was reasoned out, not measured: choose.go tells how.
+// DefaultTable returns the built-in table, which is not measured: see choose.go.
 func DefaultTable() *Table { return defaultTable }
 
 func (t *Table) orDefault() *Table {
@@ -187,12 +187,12 @@ func (t *Table) Rules(k Kind) []Rule {
 	return slices.Clone(t.orDefault().rules[k])
 }
 
-// Hash identifies the rules: equal tables have equal hashes, also in other processes, on other
-// machines and in other versions.
+// Hash identifies the rules: equal tables have equal hashes, in all processes, machines and
+// versions.
 func (t *Table) Hash() uint64 { return t.orDefault().hash }
 
 // MarshalJSON writes the rules by kind: {"allreduce": [{"when": "mapped", "max_ranks": 8,
-// "max_bytes": 2048, "algo": "flat"}, …], …}. The same table gives the same bytes.
+// "max_bytes": 2048, "algo": "oneshot"}, …], …}. The same table gives the same bytes.
 func (t *Table) MarshalJSON() ([]byte, error) {
 	all := map[Kind][]Rule{}
 	for _, k := range Kinds() {
@@ -201,8 +201,7 @@ func (t *Table) MarshalJSON() ([]byte, error) {
 	return json.Marshal(all)
 }
 
-// UnmarshalJSON reads what MarshalJSON wrote and trusts none of it, see NewTable. t is one that
-// nobody else uses yet.
+// UnmarshalJSON reads and validates the result of MarshalJSON, see NewTable. t must not be in use.
 func (t *Table) UnmarshalJSON(b []byte) error {
 	var all map[Kind][]Rule
 	if err := json.Unmarshal(b, &all); err != nil {
@@ -216,9 +215,9 @@ func (t *Table) UnmarshalJSON(b []byte) error {
 	return nil
 }
 
-// Choose returns the algorithm for a call. It looks only at what all ranks share: never at s.Rank,
-// nor at the counts of an AllToAllV. It never returns an algorithm that Requires what c has not, nor
-// one without a plan for s.Kind. For a shape that Build refuses the answer means nothing.
+// Choose returns the algorithm for a call. It uses only what all ranks share: never s.Rank, nor the
+// counts of an AllToAllV. It never returns an algorithm that Requires what c lacks, nor one without
+// a plan for s.Kind. For an invalid shape the result is meaningless.
 func (t *Table) Choose(s Shape, c Caps) Algo {
 	if !s.Kind.Valid() {
 		return Auto
@@ -261,10 +260,10 @@ func (t *Table) Choose(s Shape, c Caps) Algo {
 			return r.Algo
 		}
 	}
-	return Flat
+	return OneShot
 }
 
-// spread returns how many hosts there are and the most ranks that share one.
+// spread returns the number of hosts and the largest number of ranks on one.
 func spread(hosts []int, n int) (count, most int) {
 	if hosts == nil {
 		return 1, n

@@ -37,7 +37,7 @@ func drawRules(t *rapid.T) map[Kind][]Rule {
 }
 
 // TestTableChooses: whatever the rules, a choice can be built, is the same on all ranks, and is
-// direct only where memory is mapped.
+// loadstore only where memory is mapped.
 func TestTableChooses(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		table, err := NewTable(drawRules(t))
@@ -51,10 +51,10 @@ func TestTableChooses(t *testing.T) {
 			caps := Caps{r.IntN(3) == 0, r.IntN(3) == 0, r.IntN(2) == 0, r.IntN(9)}
 			first := c.rank(0)
 			a := table.Choose(first, caps)
-			if makers[first.Kind][a] == nil {
+			if algos[a].makers[first.Kind] == nil {
 				t.Fatalf("%v has no %v", first.Kind, a)
 			}
-			if a == Direct && !caps.Mapped || a == OneSided && !caps.Puts {
+			if a == LoadStore && !caps.Mapped || a == OneSided && !caps.Puts {
 				t.Fatalf("%v: %v with %+v", c, a, caps)
 			}
 			if b := table.Choose(c.rank(n-1), caps); b != a {
@@ -103,17 +103,17 @@ func TestTableHash(t *testing.T) {
 	for _, k := range Kinds() {
 		rules[k] = nil
 	}
-	rules[AllReduce] = []Rule{{IfMapped, 2, 8, 4096, Direct}, {Algo: Ring}}
+	rules[AllReduce] = []Rule{{IfMapped, 2, 8, 4096, LoadStore}, {Algo: Ring}}
 	table, err := NewTable(rules)
 	if err != nil {
 		t.Fatal(err)
 	}
-	const want = 0xdedde58753abf5cf
+	const want = 0xab5b34d84642d703
 	if table.Hash() != want {
 		t.Errorf("hash %#x, want %#x", table.Hash(), uint64(want))
 	}
-	rules[AllReduce][0].Algo = Flat // the table has its own copy
-	if got := table.Rules(AllReduce)[0].Algo; got != Direct {
+	rules[AllReduce][0].Algo = OneShot // the table has its own copy
+	if got := table.Rules(AllReduce)[0].Algo; got != LoadStore {
 		t.Errorf("a rule became %v", got)
 	}
 	var none *Table
@@ -134,7 +134,7 @@ func TestTableHash(t *testing.T) {
 // TestTableRules: each part of a rule decides.
 func TestTableRules(t *testing.T) {
 	table, err := NewTable(map[Kind][]Rule{AllReduce: {
-		{IfMapped, 0, 0, 100, Direct}, {IfMemory, 4, 5, 0, Ring}, {IfCrowded, 0, 3, 0, Tree},
+		{IfMapped, 0, 0, 100, LoadStore}, {IfMemory, 4, 5, 0, Ring}, {IfCrowded, 0, 3, 0, Tree},
 		{IfLevels, 0, 0, 0, Hierarchical}, {IfOneHost, 0, 0, 50, Doubling}, {Always, 7, 0, 0, Halving}}})
 	if err != nil {
 		t.Fatal(err)
@@ -145,14 +145,15 @@ func TestTableRules(t *testing.T) {
 		caps     Caps
 		want     Algo
 	}{
-		{2, 100, nil, Caps{Mapped: true}, Direct}, {2, 104, nil, Caps{Mapped: true}, Flat}, {2, 100, nil, Caps{}, Flat},
+		{2, 100, nil, Caps{Mapped: true}, LoadStore}, {2, 104, nil, Caps{Mapped: true}, OneShot},
+		{2, 100, nil, Caps{}, OneShot},
 		{4, 1000, nil, Caps{SharedMemory: true}, Ring}, {5, 1000, nil, Caps{SharedMemory: true}, Ring},
-		{3, 1000, nil, Caps{SharedMemory: true}, Flat},
-		{6, 1000, nil, Caps{SharedMemory: true}, Flat}, {3, 1000, nil, Caps{Cores: 2}, Tree},
-		{3, 1000, nil, Caps{Cores: 3}, Flat}, {4, 1000, nil, Caps{Cores: 2}, Flat},
-		{4, 8, []int{0, 0, 1, 1}, Caps{}, Hierarchical}, {4, 8, []int{0, 1, 2, 3}, Caps{}, Flat},
+		{3, 1000, nil, Caps{SharedMemory: true}, OneShot},
+		{6, 1000, nil, Caps{SharedMemory: true}, OneShot}, {3, 1000, nil, Caps{Cores: 2}, Tree},
+		{3, 1000, nil, Caps{Cores: 3}, OneShot}, {4, 1000, nil, Caps{Cores: 2}, OneShot},
+		{4, 8, []int{0, 0, 1, 1}, Caps{}, Hierarchical}, {4, 8, []int{0, 1, 2, 3}, Caps{}, OneShot},
 		{4, 8, []int{7, 7, 7, 7}, Caps{}, Doubling}, {4, 8, nil, Caps{}, Doubling},
-		{8, 1000, nil, Caps{}, Halving}, {6, 1000, nil, Caps{}, Flat},
+		{8, 1000, nil, Caps{}, Halving}, {6, 1000, nil, Caps{}, OneShot},
 	} {
 		s := Shape{Kind: AllReduce, Size: c.n, Active: upTo(c.n), Elem: 4, Count: c.bytes / 4, Hosts: c.hosts}
 		if got := table.Choose(s, c.caps); got != c.want {
@@ -163,17 +164,17 @@ func TestTableRules(t *testing.T) {
 
 func TestTableRefuses(t *testing.T) {
 	for text, want := range map[string]string{
-		`{"allreduce": [{"when": "always", "algo": "bruck"}]}`:   "no bruck plan",
-		`{"allreduce": [{"when": "always", "algo": "auto"}]}`:    "no auto plan",
-		`{"allreduce": [{"when": "always"}]}`:                    "no auto plan",
-		`{"allreduce": [{"when": "memory", "algo": "direct"}]}`:  "only where memory is mapped",
-		`{"allreduce": [{"when": "sometimes", "algo": "flat"}]}`: "no condition",
-		`{"allreduce": [{"when": "always", "algo": "fast"}]}`:    "no algorithm",
+		`{"allreduce": [{"when": "always", "algo": "bruck"}]}`:      "no bruck plan",
+		`{"allreduce": [{"when": "always", "algo": "auto"}]}`:       "no auto plan",
+		`{"allreduce": [{"when": "always"}]}`:                       "no auto plan",
+		`{"allreduce": [{"when": "memory", "algo": "loadstore"}]}`:  "only where memory is mapped",
+		`{"allreduce": [{"when": "sometimes", "algo": "oneshot"}]}`: "no condition",
+		`{"allreduce": [{"when": "always", "algo": "fast"}]}`:       "no algorithm",
 		`{"allreduces": []}`: "no collective",
-		`{"allreduce": [{"when": "always", "algo": "flat", "max_bytes": -1}]}`:                   "-1 bytes",
-		`{"allreduce": [{"when": "always", "algo": "flat", "min_ranks": 3, "max_ranks": 2}]}`:    "3 to 2 ranks",
-		`{"allreduce": [{"when": "always", "algo": "flat", "max_ranks": 9999999}]}`:              "9999999 ranks",
-		`{"allreduce": [` + strings.Repeat(`{"algo": "flat"},`, MaxRules) + `{"algo": "flat"}]}`: "at most 1024",
+		`{"allreduce": [{"when": "always", "algo": "oneshot", "max_bytes": -1}]}`:                      "-1 bytes",
+		`{"allreduce": [{"when": "always", "algo": "oneshot", "min_ranks": 3, "max_ranks": 2}]}`:       "3 to 2 ranks",
+		`{"allreduce": [{"when": "always", "algo": "oneshot", "max_ranks": 9999999}]}`:                 "9999999 ranks",
+		`{"allreduce": [` + strings.Repeat(`{"algo": "oneshot"},`, MaxRules) + `{"algo": "oneshot"}]}`: "at most 1024",
 		`[]`: "cannot unmarshal",
 	} {
 		var table Table
@@ -184,7 +185,7 @@ func TestTableRefuses(t *testing.T) {
 	if _, err := NewTable(map[Kind][]Rule{99: nil}); err == nil {
 		t.Error("rules for no kind")
 	}
-	if _, err := NewTable(map[Kind][]Rule{AllReduce: {{When: numConditions, Algo: Flat}}}); err == nil {
+	if _, err := NewTable(map[Kind][]Rule{AllReduce: {{When: numConditions, Algo: OneShot}}}); err == nil {
 		t.Error("a rule with no condition")
 	}
 	var table Table // a kind that is not named has the default rules
@@ -201,7 +202,7 @@ func TestTableRefuses(t *testing.T) {
 }
 
 func FuzzTable(f *testing.F) {
-	f.Add([]byte(`{"allreduce": [{"when": "mapped", "algo": "direct", "max_bytes": 5}], "barrier": []}`), 3, 4)
+	f.Add([]byte(`{"allreduce": [{"when": "mapped", "algo": "loadstore", "max_bytes": 5}], "barrier": []}`), 3, 4)
 	f.Fuzz(func(t *testing.T, b []byte, n, count int) {
 		var table Table
 		if json.Unmarshal(b, &table) != nil || table.Hash() == 0 {
@@ -209,7 +210,7 @@ func FuzzTable(f *testing.F) {
 		}
 		for _, k := range Kinds() {
 			s := Shape{Kind: k, Size: 64, Active: upTo(1 + n&63), Elem: 4, Count: count}
-			if a := table.Choose(s, Caps{Cores: 2}); makers[k][a] == nil || a.Requires() != Always {
+			if a := table.Choose(s, Caps{Cores: 2}); algos[a].makers[k] == nil || a.Requires() != Always {
 				t.Fatalf("%v for %v of %s", a, k, b)
 			}
 		}

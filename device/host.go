@@ -3,17 +3,17 @@ package device
 import (
 	"context"
 	"fmt"
-	"runtime"
 	"sync"
 	"time"
 	"unsafe"
 
+	"tutti/internal/backoff"
 	"tutti/kernels"
 	"tutti/mem"
 )
 
 // NewHost returns the host as a device. Its streams work in the caller's goroutine: in the call
-// itself, or, while a WaitValue holds the stream up, in a later one or in an Event's.
+// itself or, while a WaitValue blocks the stream, in a later call or in an Event's.
 func NewHost() Device { return host{} }
 
 type host struct{}
@@ -37,23 +37,23 @@ func (host) Free(m mem.Memory) error {
 
 func (host) Stream() (Stream, error) { return &hostStream{}, nil }
 
-// hostStream is a queue that is empty but while its head waits for a word.
+// hostStream is a queue that is empty unless its head waits for a word.
 type hostStream struct {
 	mu     sync.Mutex
 	queue  []task
-	done   uint64 // tasks that are
+	done   uint64 // number of finished tasks
 	taken  uint64
 	closed bool
 }
 
-// A task is work, and what it waits for. word is nil: for nothing.
+// A task is a piece of work, and the word that it waits for, or nil.
 type task struct {
 	word mem.Memory
 	at   uint64
 	run  func()
 }
 
-// take puts a task into the queue and does what can be done.
+// take enqueues a task and runs what can run.
 func (s *hostStream) take(t task) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -66,7 +66,7 @@ func (s *hostStream) take(t task) error {
 	return nil
 }
 
-// advance works off the queue as far as its words allow. With the lock.
+// advance runs the queue as far as its words allow. With the lock.
 func (s *hostStream) advance() {
 	n := 0
 	for ; n < len(s.queue); n++ {
@@ -83,7 +83,7 @@ func (s *hostStream) advance() {
 	s.queue = s.queue[n:]
 }
 
-// usable checks that memories are the host's and have dst's length.
+// usable checks that memories are host memory and have dst's length.
 func usable(dst mem.Memory, srcs ...mem.Memory) error {
 	if !dst.Loc().Host() {
 		return fmt.Errorf("device: host: memory at %q: %w", dst.Loc(), ErrMemory)
@@ -130,7 +130,7 @@ func (s *hostStream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, src
 	}})
 }
 
-// Reducible checks what does not depend on where memory is of a reduction: for devices.
+// Reducible checks the arguments of a reduction, except for locations. For devices.
 func Reducible(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
 	switch {
 	case len(srcs) == 0:
@@ -179,7 +179,7 @@ func (s *hostStream) Close() error {
 
 type hostEvent struct {
 	s  *hostStream
-	at uint64 // tasks before it
+	at uint64 // number of tasks before it
 }
 
 func (e *hostEvent) Done() bool {
@@ -191,32 +191,18 @@ func (e *hostEvent) Done() bool {
 	return e.s.closed || e.s.done >= e.at
 }
 
-// How Wait waits: it yields for a while, and then sleeps.
+// yields and nap pace Wait.
 const (
 	yields = 100
 	nap    = 100 * time.Microsecond
 )
 
 func (e *hostEvent) Wait(ctx context.Context) error {
-	var timer *time.Timer
-	for n := 0; !e.Done(); n++ {
-		if n < yields {
-			if err := ctx.Err(); err != nil {
-				return err
-			}
-			runtime.Gosched()
-			continue
-		}
-		if timer == nil {
-			timer = time.NewTimer(nap)
-			defer timer.Stop()
-		} else {
-			timer.Reset(nap)
-		}
-		select {
-		case <-ctx.Done():
-			return ctx.Err()
-		case <-timer.C:
+	pace := backoff.Backoff{Yields: yields, Nap: nap}
+	defer pace.Stop()
+	for !e.Done() {
+		if err := pace.Wait(ctx); err != nil {
+			return err
 		}
 	}
 	e.s.mu.Lock()

@@ -7,8 +7,8 @@ import (
 	"tutti/mem"
 )
 
-// Words returns n zeroed words of host memory, each a Memory of mem.WordSize bytes: for streams to
-// wait for and to write.
+// Words returns n zeroed words of host memory, each a Memory of mem.WordSize bytes, for WaitValue
+// and WriteValue of streams.
 func Words(n int) []mem.Memory {
 	words := make([]atomic.Uint64, n)
 	all := make([]mem.Memory, n)

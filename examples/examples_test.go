@@ -132,3 +132,21 @@ func TestNoServerIsLinked(t *testing.T) {
 		t.Errorf("the examples depend on\n%s", out)
 	}
 }
+
+// Packages whose names end in "test" are for tests. The command and programs of ranks link none.
+func TestNoTestPackageIsLinked(t *testing.T) {
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "tutti/cmd/tutti", "./hello", "./train",
+		"./infer").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	deps := string(out)
+	if !strings.Contains(deps, "tutti/bootstrap\n") {
+		t.Errorf("bootstrap is not among the dependencies:\n%s", deps)
+	}
+	for dep := range strings.FieldsSeq(deps) {
+		if strings.HasPrefix(dep, "tutti/") && strings.HasSuffix(dep, "test") {
+			t.Errorf("%s is linked", dep)
+		}
+	}
+}

@@ -1,7 +1,7 @@
 // Package kernels does the arithmetic of collectives on host memory: it reduces n buffers into one,
-// for every data type and operation that the process group knows, at the speed of memory.
+// for every data type and operation of the process group, at the speed of memory.
 //
-// # What a reduction is
+// # Reductions
 //
 // A [Reducer] computes dst[i] = srcs[0][i] op srcs[1][i] op …, from left to right. The order is
 // part of the contract: the same inputs in the same order give the same bits on every machine,
@@ -17,7 +17,7 @@
 //	}
 //	add(dst, []unsafe.Pointer{mine, left, right}, n)
 //
-// # What the operations mean
+// # Operations
 //
 //   - Integers: Sum and Product wrap around. Avg is the wrapped sum, divided towards zero. Min,
 //     Max, and the bit operations are what they are called.
@@ -44,7 +44,7 @@
 // which is Sum, and ends in [Scale]. An algorithm whose stages are to round 16-bit floats only once
 // carries its partial sums as float32, between [Widen] and [Narrow].
 //
-// # How they work
+// # Implementation
 //
 // The assembly is written by internal/gen (go generate). All kernels have one shape: a block of
 // accumulators lies in vector registers, every source is added to it in turn, and the block is

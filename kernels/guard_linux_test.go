@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// beforeWall returns n bytes that end where the address space has a hole: whoever reads or writes
-// past them crashes.
+// beforeWall returns n bytes that end where the address space has a hole: an access past them
+// crashes.
 func beforeWall(t *testing.T, n int) []byte {
 	page := unix.Getpagesize()
 	data := (n + page - 1) &^ (page - 1)

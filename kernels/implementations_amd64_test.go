@@ -63,6 +63,31 @@ func TestModes(t *testing.T) {
 	}
 }
 
+// A type that a processor has no kernels for is reduced by the portable ones.
+func TestTypesWithoutVectorKernelsStayPortable(t *testing.T) {
+	for _, l := range levels() {
+		fill := l.fill
+		l.fill = func(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int)) {
+			fill(t, widen, narrow)
+			for op := range t {
+				t[op][Float8E5M2], t[op][BFloat16] = nil, nil
+			}
+			widen[Float8E5M2], narrow[Float8E5M2] = nil, nil
+		}
+		im := implementation{l.name + " with less", l.reducers()}
+		r := rand.New(rand.NewPCG(21, 22))
+		supported(func(op Op, dt DType) {
+			if dt != Float8E5M2 && dt != BFloat16 {
+				return
+			}
+			if err := compare(im, false, op, dt, 1000, -1, make([]int, 3),
+				func(b []byte) { draw(r, dt, b) }); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
 // TestAVX2UsesNoAVX512 reads the assembly: a register above 15 would silently select an encoding
 // that an AVX2 machine lacks.
 func TestAVX2UsesNoAVX512(t *testing.T) {

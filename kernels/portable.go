@@ -6,12 +6,12 @@ import (
 	"unsafe"
 )
 
-// A kernel reduces elements lo..hi-1 of k >= 1 sources, whose addresses stand at srcs, into the
-// same elements of dst. div is what Avg divides by; other operations ignore it.
+// A kernel reduces elements lo..hi-1 of k >= 1 sources, whose addresses are at srcs, into the same
+// elements of dst. div is the divisor of Avg; other operations ignore it.
 type kernel func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, mode int)
 
-// The flags of mode say how a kernel of this level stores and which of the operations that share it
-// is meant. internal/gen has the same ones; the portable kernels ignore them.
+// Flags of mode select how a kernel of this level stores, and one of the operations that share it.
+// internal/gen has the same flags; the portable kernels ignore them.
 const (
 	cached = 0
 	around = 1 // around the caches; dst+lo is aligned to 64 bytes and dst is no source
@@ -30,10 +30,10 @@ type float interface{ float32 | float64 }
 // cannot hold the partial result.
 const block = 128
 
-// view is the elements lo..lo+n-1 of the array at p, which may be unaligned.
+// view returns the elements lo..lo+n-1 of the array at p, which may be unaligned.
 func view[T any](p unsafe.Pointer, lo, n int) []T {
 	if n <= 0 {
-		return nil // an address just past the end is not one to form
+		return nil // a pointer just past the end is invalid
 	}
 	var t T
 	return unsafe.Slice((*T)(unsafe.Add(p, uintptr(lo)*unsafe.Sizeof(t))), n)
@@ -41,49 +41,10 @@ func view[T any](p unsafe.Pointer, lo, n int) []T {
 
 // portableKernel returns the Go kernel that defines op on dt, or nil where op is not defined on dt.
 func portableKernel(op Op, dt DType) kernel {
-	if !op.Valid() {
+	if !op.Valid() || !dt.Valid() {
 		return nil
 	}
-	switch dt {
-	case Int8:
-		return integerKernel[int8](op)
-	case Int16:
-		return integerKernel[int16](op)
-	case Int32:
-		return integerKernel[int32](op)
-	case Int64:
-		return integerKernel[int64](op)
-	case Uint8:
-		return integerKernel[uint8](op)
-	case Uint16:
-		return integerKernel[uint16](op)
-	case Uint32:
-		return integerKernel[uint32](op)
-	case Uint64:
-		return integerKernel[uint64](op)
-	case Float32:
-		return floatKernel[float32](op)
-	case Float64:
-		return floatKernel[float64](op)
-	case Float16, BFloat16:
-		if op <= Avg {
-			return smallFloatKernel(op, dt)
-		}
-	case Float8E4M3, Float8E5M2:
-		if op == Sum {
-			return smallFloatKernel(op, dt)
-		}
-	case Bool:
-		switch op {
-		case Sum, Max, BitOr:
-			return boolKernel(BitOr)
-		case Product, Min, BitAnd:
-			return boolKernel(BitAnd)
-		case BitXor:
-			return boolKernel(BitXor)
-		}
-	}
-	return nil
+	return dtypes[dt].reduce(op)
 }
 
 // late reports whether dst is one of the sources from the third on: the first two may be combined
@@ -341,33 +302,18 @@ func divideFloats[T float](d []T, div int) {
 	}
 }
 
-// scaleSmall divides n elements at p by divisor.
-func scaleSmall(dt DType, p unsafe.Pointer, n, divisor int) {
-	switch dt {
-	case Int8:
-		divideIntegers(view[int8](p, 0, n), divisor)
-	case Int16:
-		divideIntegers(view[int16](p, 0, n), divisor)
-	case Int32:
-		divideIntegers(view[int32](p, 0, n), divisor)
-	case Int64:
-		divideIntegers(view[int64](p, 0, n), divisor)
-	case Uint8:
-		divideIntegers(view[uint8](p, 0, n), divisor)
-	case Uint16:
-		divideIntegers(view[uint16](p, 0, n), divisor)
-	case Uint32:
-		divideIntegers(view[uint32](p, 0, n), divisor)
-	case Uint64:
-		divideIntegers(view[uint64](p, 0, n), divisor)
-	case Float32:
-		divideFloats(view[float32](p, 0, n), divisor)
-	case Float64:
-		divideFloats(view[float64](p, 0, n), divisor)
-	case Float16, BFloat16:
+func scaleIntegers[T integer](p unsafe.Pointer, n, divisor int) {
+	divideIntegers(view[T](p, 0, n), divisor)
+}
+
+func scaleFloats[T float](p unsafe.Pointer, n, divisor int) { divideFloats(view[T](p, 0, n), divisor) }
+
+// scaleSmall returns what divides small floats of this size.
+func scaleSmall(dt DType, size int) func(p unsafe.Pointer, n, divisor int) {
+	return func(p unsafe.Pointer, n, divisor int) {
 		var scratch [block]float32
 		for lo := 0; lo < n; lo += block {
-			x, q := scratch[:min(n-lo, block)], unsafe.Add(p, 2*lo)
+			x, q := scratch[:min(n-lo, block)], unsafe.Add(p, size*lo)
 			widenSmall(dt, x, q)
 			divideFloats(x, divisor)
 			narrowSmall(dt, q, x)
@@ -410,9 +356,19 @@ func canonical[T float]() T {
 	return T(math.Float64frombits(canon64))
 }
 
-// smallFloatKernel accumulates in float32 over all sources and rounds once.
-func smallFloatKernel(op Op, dt DType) kernel {
-	size := dt.Size()
+// smallKernels returns what makes the kernels of small floats of this size, for the operations up to
+// last.
+func smallKernels(dt DType, size int, last Op) func(op Op) kernel {
+	return func(op Op) kernel {
+		if op > last {
+			return nil
+		}
+		return smallKernel(op, dt, size)
+	}
+}
+
+// smallKernel accumulates in float32 over all sources and rounds once.
+func smallKernel(op Op, dt DType, size int) kernel {
 	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, div, _ int) {
 		s := unsafe.Slice(srcs, k)
 		var scratch, next [block]float32
@@ -432,55 +388,20 @@ func smallFloatKernel(op Op, dt DType) kernel {
 	}
 }
 
-// widenSmall converts len(d) small floats at src.
-func widenSmall(dt DType, d []float32, src unsafe.Pointer) {
-	switch dt {
-	case Float16:
-		for i, x := range view[F16](src, 0, len(d)) {
-			d[i] = x.Float32()
-		}
-	case BFloat16:
-		for i, x := range view[BF16](src, 0, len(d)) {
-			d[i] = x.Float32()
-		}
-	case Float8E4M3:
-		for i, x := range view[F8E4M3](src, 0, len(d)) {
-			d[i] = x.Float32()
-		}
-	case Float8E5M2:
-		for i, x := range view[F8E5M2](src, 0, len(d)) {
-			d[i] = x.Float32()
-		}
+// boolKernels returns the kernel that does op on bools.
+func boolKernels(op Op) kernel {
+	switch op {
+	case Sum, Max, BitOr:
+		return boolKernel(BitOr)
+	case Product, Min, BitAnd:
+		return boolKernel(BitAnd)
+	case BitXor:
+		return boolKernel(BitXor)
 	}
+	return nil
 }
 
-// narrowSmall rounds all of a to small floats at dst.
-func narrowSmall(dt DType, dst unsafe.Pointer, a []float32) {
-	switch dt {
-	case Float16:
-		d := view[F16](dst, 0, len(a))
-		for i, x := range a {
-			d[i] = F16From(x)
-		}
-	case BFloat16:
-		d := view[BF16](dst, 0, len(a))
-		for i, x := range a {
-			d[i] = BF16From(x)
-		}
-	case Float8E4M3:
-		d := view[F8E4M3](dst, 0, len(a))
-		for i, x := range a {
-			d[i] = F8E4M3From(x)
-		}
-	case Float8E5M2:
-		d := view[F8E5M2](dst, 0, len(a))
-		for i, x := range a {
-			d[i] = F8E5M2From(x)
-		}
-	}
-}
-
-// boolKernel takes any byte but 0 for true and answers 0 or 1.
+// boolKernel takes any byte but 0 for true and returns 0 or 1.
 func boolKernel(op Op) kernel {
 	return func(dst unsafe.Pointer, srcs *unsafe.Pointer, k, lo, hi, _, _ int) {
 		s := unsafe.Slice(srcs, k)

@@ -142,15 +142,15 @@ func Scale(dt DType, dst unsafe.Pointer, n int, divisor int) {
 	}
 }
 
-// Widen converts n elements of type dt (Float16, BFloat16, Float8E4M3, Float8E5M2, or Float32,
-// which is copied) at src to float32 at dst, exactly, as the methods Float32 do. dst and src must
-// not overlap. It panics on other types.
+// Widen converts n elements of type dt (a SmallFloat, or Float32, which is copied) at src to
+// float32 at dst, exactly, as the methods Float32 do. dst and src must not overlap. It panics on
+// other types.
 func Widen(dt DType, dst, src unsafe.Pointer, n int) {
 	convert("Widen", &active.widen, dt, dst, src, n)
 }
 
-// Narrow rounds n float32 at src to elements of type dt at dst, to nearest even, as F16From,
-// BF16From, F8E4M3From and F8E5M2From do. dst and src must not overlap, unless they are equal. It
+// Narrow rounds n float32 at src to elements of type dt at dst, to nearest even, as F16From and the
+// constructors of the other small floats do. dst and src must not overlap, unless they are equal. It
 // panics on the types that Widen panics on.
 func Narrow(dt DType, dst, src unsafe.Pointer, n int) {
 	convert("Narrow", &active.narrow, dt, dst, src, n)
@@ -162,8 +162,8 @@ func convert(name string, table *[numDTypes]func(dst, src unsafe.Pointer, n int)
 	case dt == Float32:
 		Copy(dst, src, max(0, n)*4)
 	case dt >= numDTypes || table[dt] == nil:
-		panic(fmt.Sprintf("kernels: %s of %v: not a small float; use float16, bfloat16, float8_e4m3, "+
-			"float8_e5m2 or float32", name, dt))
+		small := slices.DeleteFunc(DTypes(), func(d DType) bool { return !d.SmallFloat() })
+		panic(fmt.Sprintf("kernels: %s of %v: expected float32 or one of %v", name, dt, small))
 	case n > 0:
 		table[dt](dst, src, n)
 	}
@@ -203,10 +203,8 @@ func newPortable() *reducers {
 			}
 			t.reduce[op][dt], t.stream[op][dt] = r, r
 		}
-		if t.reduce[Avg][dt] != nil {
-			t.scale[dt] = func(dst unsafe.Pointer, n, divisor int) { scaleSmall(dt, dst, n, divisor) }
-		}
-		if slices.Contains([]DType{Float16, BFloat16, Float8E4M3, Float8E5M2}, dt) {
+		t.scale[dt] = dtypes[dt].scale
+		if dt.SmallFloat() {
 			t.widen[dt] = func(dst, src unsafe.Pointer, n int) { widenSmall(dt, view[float32](dst, 0, n), src) }
 			t.narrow[dt] = func(dst, src unsafe.Pointer, n int) { narrowSmall(dt, dst, view[float32](src, 0, n)) }
 		}

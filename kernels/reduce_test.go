@@ -68,20 +68,10 @@ func specials(dt DType) []uint64 {
 		}
 		return s
 	}
-	switch dt {
-	case Float32:
-		return floats(8, 23)
-	case Float64:
-		return floats(11, 52)
-	case Float16:
-		return floats(5, 10)
-	case BFloat16:
-		return floats(8, 7)
-	case Float8E4M3:
-		return floats(4, 3)
-	case Float8E5M2:
-		return floats(5, 2)
-	case Bool:
+	switch f := dt.Format(); dt.Class() {
+	case Float:
+		return floats(uint(f.Exponent), uint(f.Fraction))
+	case Boolean:
 		return []uint64{0, 1, 1, 0, 1, 2, 0x80, 0xff}
 	}
 	w := uint(dt.Size() * 8)
@@ -103,7 +93,8 @@ func fill(r *rand.Rand, dt DType, b []byte) {
 	}
 }
 
-// pools hold fill's elements for those who need many: making them takes longer than reducing them.
+// pools hold fill's elements for tests that need many, because making them takes longer than
+// reducing them.
 var pools [numDTypes][]byte
 
 // draw copies elements from the pool, from a random place on.
@@ -126,10 +117,10 @@ func want(op Op, dt DType, v []uint64) uint64 {
 	if len(v) == 1 && dt != Bool {
 		return v[0] & maskW
 	}
-	switch dt {
-	case Float32, Float64, Float16, BFloat16, Float8E4M3, Float8E5M2:
+	switch dt.Class() {
+	case Float:
 		return wantFloat(op, dt, v)
-	case Bool:
+	case Boolean:
 		trues := 0
 		for _, x := range v {
 			if byte(x) != 0 {
@@ -143,7 +134,7 @@ func want(op Op, dt DType, v []uint64) uint64 {
 		}
 		return 0
 	}
-	signed := dt <= Int64
+	signed := dt.Class() == Signed
 	extend := func(x uint64) uint64 {
 		if signed {
 			return uint64(int64(x<<(64-w)) >> (64 - w))
@@ -218,18 +209,9 @@ func wantFloat(op Op, dt DType, v []uint64) uint64 {
 			b, f = x, math.Float64frombits(x)
 		case Float32:
 			b, f = x&0xffffffff, float64(math.Float32frombits(uint32(x)))
-		case Float16:
-			f = float64(F16(x).Float32())
-			b = uint64(math.Float32bits(F16(x).Float32()))
-		case BFloat16:
-			f = float64(BF16(x).Float32())
-			b = x << 16 & 0xffffffff
-		case Float8E4M3:
-			f = float64(F8E4M3(x).Float32())
-			b = uint64(math.Float32bits(F8E4M3(x).Float32()))
-		case Float8E5M2:
-			f = float64(F8E5M2(x).Float32())
-			b = uint64(math.Float32bits(F8E5M2(x).Float32()))
+		default:
+			wide := smallOf(dt).widen(uint32(x))
+			b, f = uint64(math.Float32bits(wide)), float64(wide)
 		}
 		if f != f {
 			return num{f, b}
@@ -277,17 +259,10 @@ func wantFloat(op Op, dt DType, v []uint64) uint64 {
 	if acc.nan != 0 {
 		f = math.Float32frombits(uint32(acc.nan))
 	}
-	switch dt {
-	case Float16:
-		return uint64(F16From(f))
-	case BFloat16:
-		return uint64(BF16From(f))
-	case Float8E4M3:
-		return uint64(F8E4M3From(f))
-	case Float8E5M2:
-		return uint64(F8E5M2From(f))
+	if dt == Float32 {
+		return uint64(math.Float32bits(f))
 	}
-	return uint64(math.Float32bits(f))
+	return uint64(smallOf(dt).from(f))
 }
 
 func supported(f func(op Op, dt DType)) {
@@ -472,7 +447,7 @@ func FuzzReduce(f *testing.F) {
 // pairs of 8-bit floats.
 func TestSixteenBitPairs(t *testing.T) {
 	supported(func(op Op, dt DType) {
-		if dt < Float16 || dt > Float8E5M2 {
+		if !dt.SmallFloat() {
 			return
 		}
 		size := dt.Size()
@@ -594,7 +569,7 @@ func TestLevel(t *testing.T) {
 func TestWidenNarrow(t *testing.T) {
 	r := rand.New(rand.NewPCG(3, 4))
 	for _, im := range implementations {
-		for _, f := range formats() {
+		for _, f := range smallFloats() {
 			size, n := f.dt.Size(), 1<<f.bits
 			all, wide := make([]byte, n*size), make([]byte, n*4+1)[1:]
 			for i := range n {
@@ -671,10 +646,10 @@ func TestScale(t *testing.T) {
 						x := get(old, size, i)
 						var w uint64
 						switch {
-						case dt <= Int64:
+						case dt.Class() == Signed:
 							s := 64 - 8*uint(size)
 							w = uint64(int64(x<<s)>>s/int64(div)) << s >> s
-						case dt <= Uint64:
+						case dt.Class() == Unsigned:
 							w = x / uint64(div)
 						case dt == Float64:
 							if f := math.Float64frombits(x); f == f {
@@ -683,22 +658,19 @@ func TestScale(t *testing.T) {
 								w = x | quiet64
 							}
 						default:
-							var f float32
-							switch dt {
-							case Float32:
-								f = math.Float32frombits(uint32(x))
-							case Float16:
-								f = F16(x).Float32()
-							case BFloat16:
-								f = BF16(x).Float32()
+							f := math.Float32frombits(uint32(x))
+							if dt.SmallFloat() {
+								f = smallOf(dt).widen(uint32(x))
 							}
 							if f == f {
 								f /= float32(div)
 							} else {
 								f = math.Float32frombits(math.Float32bits(f) | quiet32)
 							}
-							w = map[DType]uint64{Float32: uint64(math.Float32bits(f)), Float16: uint64(F16From(f)),
-								BFloat16: uint64(BF16From(f))}[dt]
+							w = uint64(math.Float32bits(f))
+							if dt.SmallFloat() {
+								w = uint64(smallOf(dt).from(f))
+							}
 						}
 						if g := get(b, size, i); g != w {
 							t.Fatalf("%s: %v %#x by %d is %#x, want %#x", im.name, dt, x, div, g, w)
@@ -823,7 +795,7 @@ func TestNoAllocation(t *testing.T) {
 				if op == Avg {
 					Scale(dt, src[0], n, 3)
 				}
-				if dt >= Float16 && dt <= Float8E5M2 {
+				if dt.SmallFloat() {
 					Widen(dt, src[0], src[1], n)
 					Narrow(dt, src[0], src[1], n)
 				}

@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/cpu"
 )
 
-// The AVX-512 level asks for what every processor since Skylake-SP has. AVX512_BF16, of Cooper
+// The AVX-512 level requires what every processor since Skylake-SP has. AVX512_BF16, of Cooper
 // Lake, Sapphire Rapids and Zen 4 on, replaces three kernels of bfloat16.
 var (
 	hasAVX2   = cpu.X86.HasAVX2 && cpu.X86.HasBMI2 && cpuidF16C()
@@ -20,12 +20,12 @@ var (
 
 // A level is an instruction set that this machine can run.
 type level struct {
-	name   string // as Level says it, but for the suffix "+BF16"
+	name   string // as in Level, without the suffix "+BF16"
 	masked bool
 	fill   func(t *[numOps][numDTypes]kernel, widen, narrow *[numDTypes]func(dst, src unsafe.Pointer, n int))
 }
 
-// levels returns what this machine can run, the best last.
+// levels returns the levels of this machine, the best last.
 func levels() (l []level) {
 	if hasAVX2 {
 		l = append(l, level{"AVX2", false, fillAVX2})
@@ -60,7 +60,7 @@ func activeLevel() string {
 	return "portable"
 }
 
-// reducers makes the table of l. What l has no kernel for stays portable.
+// reducers returns the table of l. Pairs without a kernel in l stay portable.
 func (l level) reducers() *reducers {
 	t := new(reducers)
 	*t = *portable
@@ -79,6 +79,9 @@ func (l level) reducers() *reducers {
 				r.unit, r.kernel, r.rest = 1, k[op][Uint8], portableKernel(op, Uint8)
 			case op == Avg && r.kernel == nil:
 				r.kernel, r.rest, r.divide, r.mode = k[Sum][dt], portableKernel(Sum, dt), true, cached
+			}
+			if r.kernel == nil {
+				continue // portable
 			}
 			if !l.masked {
 				r.lanes = r.step()
@@ -112,12 +115,12 @@ func (l level) reducers() *reducers {
 	return t
 }
 
-// A reduction is what one Reducer knows.
+// A reduction is the data of one Reducer.
 type reduction struct {
 	op     Op
 	dt     DType
 	size   int    // bytes of an element
-	unit   int    // bytes of what the kernel counts as an element
+	unit   int    // bytes of an element of the kernel
 	lanes  int    // the kernel does multiples of this, rest the others; 0: the kernel does all
 	kernel kernel // vectors
 	rest   kernel // Go
@@ -137,7 +140,7 @@ func variant(op Op, dt DType) int {
 		return cached
 	case dt == BFloat16:
 		return row
-	case dt > Uint64:
+	case dt.Class() != Signed && dt.Class() != Unsigned:
 		return cached
 	}
 	// The kernel is Min of unsigned integers, or of signed ones if they have 64 bits.
@@ -145,7 +148,7 @@ func variant(op Op, dt DType) int {
 	if op == Max {
 		n = 1
 	}
-	if (dt <= Int64) != (dt.Size() == 8) {
+	if (dt.Class() == Signed) != (dt.Size() == 8) {
 		n += 2
 	}
 	return n * row
@@ -250,7 +253,7 @@ func (r *reduction) piece(dst unsafe.Pointer, srcs []unsafe.Pointer, lo, hi, mod
 		r.rest(dst, &srcs[0], len(srcs), mid, hi, len(srcs), cached)
 	}
 	if r.divide {
-		scaleSmall(r.dt, unsafe.Add(dst, lo*r.unit), hi-lo, len(srcs))
+		dtypes[r.dt].scale(unsafe.Add(dst, lo*r.unit), hi-lo, len(srcs))
 	}
 }
 
@@ -285,7 +288,7 @@ func (l level) scaler(dt DType) func(dst unsafe.Pointer, n, divisor int) {
 				sumBF16AVX2(dst, &p, 1, lo, hi, divisor, divide)
 			}
 			if rest := min(n, lo+most) - hi; rest > 0 {
-				scaleSmall(dt, unsafe.Add(dst, hi*size), rest, divisor)
+				dtypes[dt].scale(unsafe.Add(dst, hi*size), rest, divisor)
 			}
 		}
 	}

@@ -1,9 +1,9 @@
 // Package mem describes memory: where it is, how large it is, and what a peer may do with it.
 //
 // A [Memory] is a range at a [Location]. Host memory has bytes; device memory has an address that
-// only its device understands. A [Region] is memory that the transports of this process know. A
-// [Remote] is the description of a region of another process, small enough to travel in a control
-// message; what it allows is in its [Rights].
+// only its device can use. A [Region] is memory that is registered with the transports of this
+// process. A [Remote] describes a region of another process in a small message; its [Rights] say
+// what a peer may do.
 //
 // The package does no I/O, starts no goroutine and imports no other package of this module.
 package mem
@@ -14,7 +14,7 @@ import (
 	"strings"
 )
 
-// Location says where memory is: "*" (host memory of no particular place), "cpu:N" (NUMA node N) or
+// Location is where memory is: "*" (host memory without a preference), "cpu:N" (NUMA node N) or
 // "cuda:N" (GPU N).
 type Location string
 
@@ -24,7 +24,7 @@ const Anywhere Location = "*"
 // Host reports whether l is a location of host memory.
 func (l Location) Host() bool { return l == Anywhere || strings.HasPrefix(string(l), "cpu:") }
 
-// Validate returns an error that shows the accepted forms if l is none of them.
+// Validate returns an error that lists the valid forms if l has none of them.
 func (l Location) Validate() error {
 	if l == Anywhere {
 		return nil

@@ -118,7 +118,7 @@ func TestRemoteSurvivesItsEncoding(t *testing.T) {
 	}
 }
 
-func TestRemotesThatCannotBeAreRefused(t *testing.T) {
+func TestInvalidRemotesAreRefused(t *testing.T) {
 	for name, change := range map[string]func(*Remote){
 		"no id":          func(r *Remote) { r.ID = 0 },
 		"no generation":  func(r *Remote) { r.Generation = 0 },

@@ -6,8 +6,8 @@ import (
 	"unsafe"
 )
 
-// Memory is a range of memory. It is a value: it owns nothing, and a Memory of host memory keeps
-// the bytes reachable. The zero Memory is empty.
+// Memory is a range of memory. It is a value and owns nothing; a Memory of host memory keeps the
+// bytes reachable. The zero Memory is empty.
 type Memory struct {
 	loc    Location
 	n      int
@@ -16,7 +16,7 @@ type Memory struct {
 	region *Region        // nil: not registered
 }
 
-// Host describes b, which lies at loc. It panics if loc is no location of host memory.
+// Host describes b, at location loc. It panics if loc is no location of host memory.
 func Host(b []byte, loc Location) Memory {
 	if !loc.Host() {
 		panic(fmt.Sprintf("mem: host memory at %q, want \"*\" or \"cpu:N\"", string(loc)))
@@ -44,11 +44,11 @@ func (m Memory) Loc() Location {
 // Len returns the length in bytes.
 func (m Memory) Len() int { return m.n }
 
-// Region returns the region that the memory is a part of, nil if it is not known to be registered.
+// Region returns the region that contains the memory, nil if it is not known to be registered.
 func (m Memory) Region() *Region { return m.region }
 
-// Bytes returns host memory. It panics for device memory, whose addresses this processor must not
-// use: ask Loc().Host() first.
+// Bytes returns host memory. It panics for device memory, which this processor cannot access: check
+// Loc().Host() first.
 func (m Memory) Bytes() []byte {
 	if m.host == nil && m.n > 0 {
 		panic(fmt.Sprintf("mem: Bytes of device memory at %q", string(m.loc)))
@@ -64,7 +64,7 @@ func (m Memory) Address() uint64 {
 	return m.device
 }
 
-// Slice returns n bytes of m from offset off. It panics if m does not have them, as slicing does.
+// Slice returns n bytes of m from offset off. It panics if they are out of range, as slicing does.
 func (m Memory) Slice(off, n int) Memory {
 	if off < 0 || n < 0 || off > m.n-n {
 		panic(fmt.Sprintf("mem: %d bytes at offset %d of %d", n, off, m.n))
@@ -81,11 +81,11 @@ func (m Memory) Slice(off, n int) Memory {
 	return m
 }
 
-// WordSize is the size of a word that Word returns, and what its offset is a multiple of, in bytes.
+// WordSize is the size and the alignment of a word in bytes.
 const WordSize = 8
 
 // Word returns the 64-bit word at offset off of host memory, for atomic access: a signal. It panics
-// if m has no such word or the word is not aligned to WordSize.
+// if the word is out of range or not aligned to WordSize.
 func (m Memory) Word(off int) *atomic.Uint64 {
 	if off < 0 || off > m.n-WordSize {
 		panic(fmt.Sprintf("mem: word at offset %d of %d bytes", off, m.n))
@@ -97,7 +97,7 @@ func (m Memory) Word(off int) *atomic.Uint64 {
 	return (*atomic.Uint64)(p)
 }
 
-// Region is memory that a transport knows: registered, and where the transport can, open to peers.
+// Region is memory that is registered with a transport and, if that supports it, shared with peers.
 type Region struct {
 	Memory          // the local mapping; the allocator's until Free
 	ID       uint64 // unique in this incarnation, never 0
@@ -106,7 +106,7 @@ type Region struct {
 	free     func() error
 }
 
-// NewRegion describes m; free (may be nil) gives it back. For transports.
+// NewRegion describes m; free (may be nil) frees it. For transports.
 func NewRegion(id uint64, m Memory, shared, writable bool, free func() error) *Region {
 	r := &Region{Memory: m, ID: id, Shared: shared, Writable: writable, free: free}
 	r.Memory.region = r
@@ -114,7 +114,7 @@ func NewRegion(id uint64, m Memory, shared, writable bool, free func() error) *R
 }
 
 // Free unmaps the region here and asks the peers that have mapped it to do so too. Its memory must
-// not be touched afterwards. It does not wait for the peers. Idempotent only through the proxy.
+// not be accessed afterwards. It does not wait for the peers. Idempotent only through the proxy.
 func (r *Region) Free() error {
 	if r.free == nil {
 		return nil

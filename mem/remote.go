@@ -14,7 +14,7 @@ type Rights uint8
 const (
 	Read   Rights = 1 << iota // get from it
 	Write                     // put to it
-	Signal                    // write single words in it: signals
+	Signal                    // write single words: signals
 )
 
 const allRights = Read | Write | Signal
@@ -22,7 +22,7 @@ const allRights = Read | Write | Signal
 // Has reports whether r contains all rights of o.
 func (r Rights) Has(o Rights) bool { return r&o == o }
 
-// Validate returns an error unless r is one right or more, and nothing else.
+// Validate returns an error unless r has at least one right and no unknown ones.
 func (r Rights) Validate() error {
 	if r == 0 || r&^allRights != 0 {
 		return fmt.Errorf("rights %#x: want one or more of read, write and signal", uint8(r))
@@ -47,22 +47,22 @@ func (r Rights) String() string {
 	return strings.Join(s, "+")
 }
 
-// Remote describes memory of another process that this one may use. It is what Expose returns and
-// what travels to a peer. A Remote is good until it is withdrawn: its generation never comes back.
+// Remote describes memory of another process that this one may use. Expose returns it, and the
+// caller sends it to peers. It is valid until it is withdrawn: its generation is never reused.
 type Remote struct {
 	ID         uint64 // of the region, never 0
-	Generation uint64 // of the exposure, never 0; no two exposures of one incarnation have the same
-	Base       uint64 // where the exposed range begins in the region, in bytes
+	Generation uint64 // of the exposure, never 0; unique within an incarnation
+	Base       uint64 // offset of the exposed range in the region, in bytes
 	Len        uint64 // bytes of the exposed range
 	Rights     Rights
-	Loc        Location // where it is, on the peer's machine
-	Keys       []Key    // one for each path that leads to it, at most MaxKeys
+	Loc        Location // on the peer's machine
+	Keys       []Key    // one for each path to it, at most MaxKeys
 }
 
-// Key is what one path needs to reach the memory.
+// Key is what one path needs to access the memory.
 type Key struct {
-	Path string // 1 to MaxPath bytes; each path has one key at most
-	Blob []byte // the path's own business, at most MaxBlob bytes
+	Path string // 1 to MaxPath bytes; unique
+	Blob []byte // opaque except to the path, at most MaxBlob bytes
 }
 
 // Limits of a Remote.
@@ -89,14 +89,14 @@ func (r *Remote) Has(path string) bool {
 	return ok
 }
 
-// ErrRemote says that bytes or a value describe no remote.
+// ErrRemote says that an encoding or a value is not a valid Remote.
 var ErrRemote = errors.New("malformed description of remote memory")
 
 func malformed(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrRemote, fmt.Sprintf(format, args...))
 }
 
-// Validate says what is wrong with r; the error wraps ErrRemote.
+// Validate checks r; the error wraps ErrRemote.
 func (r *Remote) Validate() error {
 	switch {
 	case r.ID == 0 || r.Generation == 0:
@@ -164,9 +164,9 @@ func (r *Remote) AppendBinary(b []byte) ([]byte, error) {
 // MarshalBinary implements encoding.BinaryMarshaler.
 func (r *Remote) MarshalBinary() ([]byte, error) { return r.AppendBinary(nil) }
 
-// UnmarshalBinary reads what AppendBinary wrote, all of b and nothing else: a value has one
-// encoding. Nothing of b is kept. It implements encoding.BinaryUnmarshaler. An error wraps
-// ErrRemote, and r is then unchanged.
+// UnmarshalBinary reads the result of AppendBinary, all of b: every value has one encoding. It
+// keeps nothing of b. It implements encoding.BinaryUnmarshaler. An error wraps ErrRemote, and r is
+// then unchanged.
 func (r *Remote) UnmarshalBinary(b []byte) error {
 	le := binary.LittleEndian
 	if len(b) < remoteFixed || len(b) > MaxRemote {

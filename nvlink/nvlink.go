@@ -1,8 +1,8 @@
-// Package nvlink knows the machine's NVIDIA GPUs and the NVLinks between them.
+// Package nvlink lists the machine's NVIDIA GPUs and the NVLinks between them.
 //
-// The driver's management library (NVML) is found at run time: a program that links this package
-// starts on a machine without it, and is told so. Without cgo, or on another system than Linux,
-// there is none.
+// The driver's management library (NVML) is loaded at run time: a program that links this package
+// also starts on a machine without it, and gets an error. Without cgo, or on another system than
+// Linux, it is always an error.
 //
 // `tutti doctor` shows what it finds. The transport between GPUs will be here as well: a
 // p2p.Transport whose links map the memory of a peer's device, chosen by the locations of both

@@ -34,8 +34,8 @@ func devices(lib nvml.Interface) (s System, err error) {
 		if ret != nvml.SUCCESS {
 			return s, fmt.Errorf("GPU %d: %v", i, ret)
 		}
-		// What a device does not tell is left empty: virtual GPUs and old drivers do not know
-		// everything.
+		// Unsupported properties stay empty: virtual GPUs and old drivers do not report all of
+		// them.
 		o := Device{Index: i}
 		o.Name, _ = d.GetName()
 		o.UUID, _ = d.GetUUID()
@@ -55,7 +55,7 @@ func devices(lib nvml.Interface) (s System, err error) {
 	return s, nil
 }
 
-// explain says what a failed Init means to a person.
+// explain describes a failed Init.
 func explain(ret nvml.Return) string {
 	switch ret {
 	case nvml.ERROR_LIBRARY_NOT_FOUND:
@@ -70,7 +70,7 @@ func explain(ret nvml.Return) string {
 	return fmt.Sprintf("its initialisation returned %d", ret)
 }
 
-// busID writes the address as the rest of the system does, with a domain of four digits.
+// busID formats the address like the rest of the system, with a domain of four digits.
 func busID(p nvml.PciInfo) string {
 	return strings.ToLower(fmt.Sprintf("%04x:%02x:%02x.0", p.Domain, p.Bus, p.Device))
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml/mock/dgxa100"
 )
 
-func TestDevicesOfADGX(t *testing.T) {
+func TestDevicesOfDGX(t *testing.T) {
 	server := dgxa100.New()
 	server.InitFunc = func() nvml.Return { return nvml.SUCCESS }
 	server.ShutdownFunc = func() nvml.Return { return nvml.SUCCESS }

@@ -7,16 +7,16 @@ import (
 	"slices"
 )
 
-// Token identifies the operation that a message of the ordered lane belongs to. It travels in every
-// header; where the two ends differ, ranks have called different things.
+// Token identifies the operation of a message on the ordered lane. Every header carries it. If the
+// tokens of the two ends differ, the ranks have called different operations.
 type Token struct {
 	Seq   uint64 // number of the operation on its channel
 	Call  uint64 // what was called, packed by the caller
 	Count uint64 // elements, or a hash of counts
 }
 
-// Disagreement says that a peer's message belongs to another operation than the one it was awaited
-// for.
+// Disagreement says that a peer's message belongs to another operation than the receive that it
+// met.
 type Disagreement struct {
 	Rank         int // the peer, by slot of the channel
 	Theirs, Ours Token
@@ -36,30 +36,30 @@ type Aborted struct {
 
 func (e *Aborted) Error() string { return fmt.Sprintf("rank %d aborted", e.Rank) }
 
-// Channel is one conversation among some ranks, with its own order, credits and failure. It has two
-// uses, on separate channels: the ordered lane (PostRecv, WaitRecv, Send), where the n-th message
-// from a peer goes to the n-th receive posted for it, and the tagged lane (SendReq, RecvReq). All
-// methods need the proxy's lock but where they say otherwise; slots are positions in the channel's
-// list of ranks.
+// Channel is a stream of operations among some ranks, with its own order, credits and failure. A
+// channel uses one of two lanes: the ordered lane (PostRecv, WaitRecv, Send), where the n-th
+// message from a peer goes to the n-th receive posted for it, or the tagged lane (SendReq,
+// RecvReq). All methods need the proxy's lock unless they say otherwise. Slots are positions in the
+// channel's list of ranks.
 type Channel struct {
 	chanKey
-	tagged    bool // the tagged lane's; it outlives links
-	retired   bool // it is in the proxy's tables no more
+	tagged    bool // for the tagged lane; outlives links
+	retired   bool // removed from the proxy's tables
 	hint      bool // see Begin
 	p         *Proxy
-	ranks     []int // rank of each slot, -1 where nobody is; nil until opened
+	ranks     []int // rank of each slot, -1 for an empty one; nil until opened
 	slots     map[int]int
 	streams   map[int]*stream // by rank
 	fast      []*stream       // by slot
 	err       error
-	aborted   []byte // what we or a peer aborted with, for those who link up later
+	aborted   []byte // the payload of the abort, sent on links that come up later
 	now       Token  // the operation in progress or the last one
-	told      Token  // the operation that was announced last
+	told      Token  // the last announced operation
 	toldWaits uint64
 	hears     func(slot, key int, value []byte) // see OnNotice
 	window    int
 
-	// tagged lane
+	// Tagged lane.
 	posted  []*RecvReq // unmatched, in posting order
 	sends   map[uint64]*SendReq
 	recvs   map[uint64]*RecvReq
@@ -71,55 +71,55 @@ type stream struct {
 	c    *Channel
 	pr   *peer
 	slot int
-	out  uint32 // its number in what goes to the peer, while on is the number of the link
+	out  uint32 // its channel number on the link numbered on, in frames to the peer
 	on   uint64
-	in   uint32 // in what comes from the peer, while from is the number of the link
+	in   uint32 // its channel number on the link numbered from, in frames of the peer
 	from uint64
-	// credits, in cost units, wrapping
-	sent, acked uint32 // what we sent; what the peer took of it
-	taken, told uint32 // what we took; what we told it of that
-	held        int    // cost of what waits in early
+	// Credits, in cost units, wrapping.
+	sent, acked uint32 // sent by this rank; taken by the peer of that
+	taken, told uint32 // taken by this rank; of that, reported to the peer
+	held        int    // cost of the frames in early
 
 	posted recvRing // ordered lane, in posting order
-	early  []*early // arrived, not asked for yet
+	early  []*early // arrived before a receive was posted
 	sendq  []*SendReq
 	part   int // bytes sent of the message whose Send was suspended
 
 	left    bool   // the peer closed the channel
-	until   uint64 // the peer does not run this operation, nor any later one, in this epoch; 0: not known
-	lost    error  // the link over which this traffic went is down
+	until   uint64 // the peer runs neither this operation nor any later one in this epoch; 0: not known
+	lost    error  // why the link of this traffic went down
 	seen    Token  // of the last message that came
 	hasSeen bool
-	waits   Token  // the operation in which the peer said that it waits
-	waitFor uint64 // for whom, packed
+	waits   Token  // the operation in which the peer announced that it waits
+	waitFor uint64 // the slots that it waits for, packed
 	notices notices
 }
 
-// early is a frame that arrived before anybody asked for it.
+// early is a frame that arrived before a receive was posted for it.
 type early struct {
 	h      Header
 	buf    []byte // len is the payload's
 	order  uint64 // of arrival, over all peers
 	filled bool
-	paid   bool // an announcement that was taken before, and put back: its credit has been returned
+	paid   bool // an announcement that was matched before, and put back: its credit has been returned
 }
 
-// Recv is a receive of the ordered lane. The zero value is ready for PostRecv; it may be used again
+// Recv is a receive of the ordered lane. The zero value is ready for PostRecv. It may be reused
 // when it is done.
 type Recv struct {
 	st   *stream
 	buf  []byte
 	got  int
 	tok  Token
-	view []byte // where the message is: buf, or lent by the link
+	view []byte // the message: in buf, or lent by the link
 	lend bool
 	done bool
 }
 
-// Done reports whether the message is there.
+// Done reports whether the message has arrived.
 func (r *Recv) Done() bool { return r.done }
 
-// Posted reports whether r was ever posted since Forget.
+// Posted reports whether r was posted since the last Forget.
 func (r *Recv) Posted() bool { return r.buf != nil || r.st != nil }
 
 // recvRing is a queue of posted receives which allocates only to grow.
@@ -153,25 +153,25 @@ func (q *recvRing) pop() {
 	q.size--
 }
 
-// cost is what a frame with n bytes of payload takes of the credit: its bytes and its header's
+// cost is the credit that a frame with n bytes of payload takes: its bytes and its header's cache
 // line.
 func cost(n int) uint32 { return uint32(64 + n) }
 
-// Name names a channel, in the whole job and for ever: no two channels have the same one. Whoever
-// makes a channel takes a name from Proxy.Reserve and tells the other members; with Maker 0 it is
-// one that all ranks know from the beginning.
+// Name identifies a channel in the whole job. No two channels ever have the same name. The rank
+// that makes a channel takes a name from Proxy.Reserve and tells it to the other members. Names
+// with Maker 0 are known to all ranks.
 type Name struct {
 	Maker  uint64 // incarnation of the rank that reserved it
-	Number uint64 // among those that this life has reserved
+	Number uint64 // counts the names that this incarnation has reserved
 }
 
 func (n Name) String() string { return fmt.Sprintf("%x/%d", n.Maker, n.Number) }
 
-// Epoch is one life of a channel: the view that its members are in, and how many attempts of theirs
-// to enter that view failed before.
+// Epoch identifies a period of a channel: the view of its members, and the number of earlier
+// attempts to enter that view.
 type Epoch struct{ View, Attempt uint64 }
 
-// Before reports whether e is over when o has begun.
+// Before reports whether e precedes o.
 func (e Epoch) Before(o Epoch) bool {
 	return e.View < o.View || e.View == o.View && e.Attempt < o.Attempt
 }
@@ -182,17 +182,18 @@ type chanKey struct {
 	epoch Epoch
 }
 
-// floor is how far a channel has come: its oldest living epoch, or that it is closed.
+// floor is the state of a channel's name: its oldest open epoch, or that it is closed.
 type floor struct {
-	epoch  Epoch
+	epoch  Epoch // if closed, the last
 	closed bool
+	why    []byte // if closed: what the last epoch was aborted with; nil: it was not
 }
 
-// above reports whether epoch is over.
+// above reports whether epoch has ended.
 func (f floor) above(epoch Epoch) bool { return f.closed || epoch.Before(f.epoch) }
 
-// Reserve returns n names that no channel has had, with consecutive numbers: the first of them.
-// Takes the lock itself.
+// Reserve reserves n consecutive names that no channel has had, and returns the first. Takes the
+// lock itself.
 func (p *Proxy) Reserve(n int) Name {
 	p.Lock()
 	defer p.Unlock()
@@ -201,36 +202,59 @@ func (p *Proxy) Reserve(n int) Name {
 	return Name{p.cfg.Self.Incarnation, first}
 }
 
-// inbound is what a peer has said that it means by a number in its frames.
+// inbound is the meaning of a channel number in a peer's frames.
 type inbound struct {
 	key chanKey
 	st  *stream // nil: to be looked up
 }
 
-// maxInbound bounds the channels, and epochs of them, that a peer has numbers for at a time: those
-// that are open there.
+// maxInbound bounds the numbers that a peer may use at a time, one for each channel and epoch that
+// is open there.
 const maxInbound = 1 << 18
 
-// number returns what st is called in frames to its peer. A link's first frame of a channel is
-// preceded by one that says in full which channel it is.
+// number returns the number of st in frames to its peer. Before a link's first frame of a channel
+// it sends a frame with the channel's full name.
 func (p *Proxy) number(st *stream) uint32 {
-	pr := st.pr
-	if st.on != pr.linkNo {
-		if n := len(pr.free); n > 0 {
-			st.out, pr.free = pr.free[n-1], pr.free[:n-1]
-		} else {
-			st.out = pr.numbers
-			pr.numbers++
-		}
-		st.on = pr.linkNo
-		k := &st.c.chanKey
-		p.queue(pr, Header{Kind: frameOpen, Chan: st.out, Seq: k.name.Maker, Call: k.name.Number, Count: k.epoch.View,
-			Off: k.epoch.Attempt}, nil)
+	if pr := st.pr; st.on != pr.linkNo {
+		st.out, st.on = p.name(pr, &st.c.chanKey, 0), pr.linkNo
 	}
 	return st.out
 }
 
-// opened takes in what a peer means by a number from now on.
+// name assigns a number to a channel in frames to a peer, and sends the peer the channel's full
+// name.
+func (p *Proxy) name(pr *peer, k *chanKey, flags uint8) (n uint32) {
+	if last := len(pr.free) - 1; last >= 0 {
+		n, pr.free = pr.free[last], pr.free[:last]
+	} else {
+		n = pr.numbers
+		pr.numbers++
+	}
+	p.queue(pr, Header{Kind: frameOpen, Flags: flags, Chan: n, Seq: k.name.Maker, Call: k.name.Number,
+		Count: k.epoch.View, Off: k.epoch.Attempt}, nil)
+	return n
+}
+
+// introduce sends the peer the channel's full name, if there is a link and it has not been sent. A
+// peer that has closed the channel, perhaps before there was a link, answers with farewell.
+func (st *stream) introduce() {
+	if st.pr.link != nil && st.slot >= 0 && !st.c.retired {
+		st.c.p.number(st)
+	}
+}
+
+// farewell tells a peer that this rank has closed a channel, and what the channel was aborted with
+// if the peer is in the epoch that was aborted.
+func (p *Proxy) farewell(pr *peer, k *chanKey, f floor) {
+	n := p.name(pr, k, flagClosed)
+	if f.why != nil && f.epoch == k.epoch {
+		p.queue(pr, Header{Kind: frameAbort, Chan: n, Len: uint32(len(f.why))}, f.why)
+	}
+	p.queue(pr, Header{Kind: frameBye, Chan: n}, nil)
+	pr.free = append(pr.free, n)
+}
+
+// opened records the meaning of a channel number of a peer.
 func (p *Proxy) opened(pr *peer, h *Header) error {
 	n := uint32(len(pr.in))
 	if h.Len != 0 || h.Chan > n || h.Chan == n && n >= maxInbound {
@@ -240,14 +264,18 @@ func (p *Proxy) opened(pr *peer, h *Header) error {
 	if h.Chan == n {
 		pr.in = append(pr.in, inbound{})
 	}
-	pr.in[h.Chan] = inbound{key: chanKey{Name{h.Seq, h.Call}, Epoch{h.Count, h.Off}}}
+	key := chanKey{Name{h.Seq, h.Call}, Epoch{h.Count, h.Off}}
+	pr.in[h.Chan] = inbound{key: key}
+	if f := p.floors[key.name]; f.closed && h.Flags&flagClosed == 0 {
+		p.farewell(pr, &key, f)
+	}
 	return nil
 }
 
 // Open opens the channel of this name among ranks (this one included), for the ordered lane or, if
-// tagged, for the tagged one; every member opens it with the same list. What peers sent on it
-// before is kept. epoch counts the lives of the channel: only what was sent in the same one
-// arrives; see Next. Takes the lock itself.
+// tagged, for the tagged one. Every member opens it with the same list. Frames that peers sent on
+// it before are kept, and frames of other epochs are not delivered; see Next. Takes the lock
+// itself.
 func (p *Proxy) Open(name Name, epoch Epoch, ranks []int, tagged bool) (*Channel, error) {
 	p.Lock()
 	defer p.Unlock()
@@ -280,6 +308,7 @@ func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 		if st := c.streams[r]; st != nil {
 			st.slot = slot
 			c.fast[slot] = st
+			st.introduce()
 		}
 	}
 	for r := range c.streams {
@@ -290,20 +319,20 @@ func (p *Proxy) open(key chanKey, ranks []int, tagged bool) (*Channel, error) {
 	return c, nil
 }
 
-// ErrLeft says that a peer goes on in another epoch of the channel, and does not run the operation.
+// ErrLeft says that a peer has moved to another epoch of the channel, and does not run the
+// operation.
 var ErrLeft = errors.New("it goes on in another view")
 
-// Leave tells the members that this rank runs no operation after number last in this epoch: who
-// waits for it in a later one gets an error that wraps ErrLeft. What it has sent is still
-// delivered. With the lock.
+// Leave tells the members that this rank runs no operation after number last in this epoch: a peer
+// that waits for it in a later one gets an error that wraps ErrLeft. Messages that were sent before
+// are still delivered. With the lock.
 func (c *Channel) Leave(last uint64) {
 	for pr := range c.linked() {
 		c.control(pr, Header{Kind: frameLeave, Seq: last}, nil)
 	}
 }
 
-// leaves says why nothing of operation seq will come from the peer, or be taken by it, nil while it
-// may.
+// leaves returns why the peer will neither send nor take messages of operation seq, nil if it may.
 func (st *stream) leaves(seq uint64) error {
 	if st.until != 0 && seq >= st.until {
 		return &PeerError{st.pr.rank, ErrLeft}
@@ -317,9 +346,9 @@ func (c *Channel) Closed(slot int) bool {
 	return st != nil && st.left
 }
 
-// Next ends this epoch of an ordered channel and opens a later one among ranks, -1 where nobody is:
-// what is still under way in the old one is dropped, receives that are posted in it are withdrawn.
-// With the lock. c is not to be used afterwards.
+// Next ends this epoch of an ordered channel and opens a later one among ranks, with -1 for empty
+// slots. Messages under way in the old epoch are dropped, and its receives withdrawn. With the
+// lock. c must not be used afterwards.
 func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 	p := c.p
 	if p.closed {
@@ -327,7 +356,7 @@ func (c *Channel) Next(epoch Epoch, ranks []int) (*Channel, error) {
 	}
 	c.fail(ErrClosed)
 	c.retire()
-	for key, o := range p.chans { // of epochs that are skipped here
+	for key, o := range p.chans { // of epochs that are skipped
 		if key.name == c.name && key.epoch.Before(epoch) {
 			p.unopened--
 			o.retire()
@@ -363,21 +392,22 @@ func (c *Channel) streamOf(pr *peer) *stream {
 	if slot, ok := c.slots[pr.rank]; ok {
 		st.slot = slot
 		c.fast[slot] = st
+		st.introduce()
 	}
 	return st
 }
 
-// Err returns why the channel failed: *Aborted, *Disagreement, *PeerError, ErrClosed or what Fail
-// was given.
+// Err returns why the channel failed: *Aborted, *Disagreement, *PeerError, ErrClosed or the
+// argument of Fail.
 func (c *Channel) Err() error { return c.err }
 
-// Begin says which operation runs from now on; messages that arrive early are compared with it.
-// With hint set, every rank whose result depends on this one's data finds Hinted set when the
-// operation is over: the hint travels in the headers, along with the data and what is made of it.
+// Begin sets the operation that runs from now on. Messages that arrive early are compared with it.
+// With hint, every rank whose result depends on this one's data finds Hinted set when the operation
+// has ended: message headers pass the hint on with the data.
 func (c *Channel) Begin(t Token, hint bool) error {
 	c.now, c.hint = t, hint
 	if c.err == nil {
-		for _, st := range c.fast { // what came before we began
+		for _, st := range c.fast { // what arrived before the operation began
 			if st != nil && len(st.early) > 0 {
 				c.compare(st, &st.early[0].h)
 			}
@@ -389,12 +419,12 @@ func (c *Channel) Begin(t Token, hint bool) error {
 	return c.err
 }
 
-// Hinted reports whether this rank or one on whose data its result depends began the operation with
-// a hint.
+// Hinted reports whether this rank, or one whose data its result depends on, began the operation
+// with a hint.
 func (c *Channel) Hinted() bool { return c.hint }
 
-// Probe makes progress once, sleeping if there is none for long, and returns why the channel
-// failed, if it did.
+// Probe makes progress once, and sleeps after a long time without progress. It returns why the
+// channel failed, if it did.
 func (c *Channel) Probe(w *Wait) error {
 	if c.err != nil {
 		return c.err
@@ -405,7 +435,7 @@ func (c *Channel) Probe(w *Wait) error {
 	return c.err
 }
 
-// Seen returns the operation of the last message that came from slot.
+// Seen returns the operation of the last message from slot.
 func (c *Channel) Seen(slot int) (Token, bool) {
 	if st := c.fast[slot]; st != nil {
 		return st.seen, st.hasSeen
@@ -413,8 +443,7 @@ func (c *Channel) Seen(slot int) (Token, bool) {
 	return Token{}, false
 }
 
-// maxWaits is how many slots a status names at most, slotBits the room for each: its number and
-// one.
+// maxWaits bounds the slots in a status frame. Each takes slotBits: its number plus one.
 const (
 	maxWaits = 3
 	slotBits = 21
@@ -427,8 +456,8 @@ func packSlots(slots []int) (packed uint64) {
 	return packed
 }
 
-// Announce tells every linked member that this rank is in operation t and that slots (of which the
-// first three are told) keep it for long. It does nothing if that has been told already.
+// Announce tells every linked member that this rank has waited in operation t for slots for long.
+// Only the first three slots are sent. A repeated announcement is not sent again.
 func (c *Channel) Announce(t Token, slots []int) {
 	packed := packSlots(slots)
 	if c.told == t && c.toldWaits == packed {
@@ -440,8 +469,8 @@ func (c *Channel) Announce(t Token, slots []int) {
 	}
 }
 
-// WaitsFor returns who keeps the rank in slot, as it has announced in operation t, or in an earlier
-// one after which nothing has come from it; false if it has announced nothing.
+// WaitsFor returns the slots that the rank in slot waits for, as it announced in operation t, or in
+// an earlier one after which nothing has come from it; false if it has announced nothing.
 func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	st := c.fast[slot]
 	if st == nil || st.waits != t && (st.waits.Seq == 0 || st.waits.Seq >= t.Seq || st.seen.Seq > st.waits.Seq) {
@@ -455,8 +484,8 @@ func (c *Channel) WaitsFor(slot int, t Token) (slots []int, ok bool) {
 	return slots, true
 }
 
-// Abort fails the channel here and tells every linked member; those who link up later are told
-// then. payload (at most MaxAbort bytes) is kept.
+// Abort fails the channel and tells every linked member. Members that link up later are told then.
+// The channel keeps payload (at most MaxAbort bytes).
 func (c *Channel) Abort(cause error, payload []byte) {
 	if c.aborted == nil {
 		c.aborted = payload
@@ -471,7 +500,7 @@ func (c *Channel) Abort(cause error, payload []byte) {
 	c.fail(cause)
 }
 
-// Fail fails the channel here alone: whoever waits on it gets err. With the lock.
+// Fail fails the channel on this rank only: its waits return err. With the lock.
 func (c *Channel) Fail(err error) { c.fail(err) }
 
 func (c *Channel) fail(err error) {
@@ -481,8 +510,9 @@ func (c *Channel) fail(err error) {
 	}
 }
 
-// Close ends the channel: peers are told, pending operations fail with ErrClosed, what still
-// arrives is dropped. Takes the lock itself.
+// Close ends the channel: peers are told, pending operations fail with ErrClosed, later frames are
+// dropped. A peer whose link comes up later is told as well, when it uses the channel: that it is
+// closed, and what it was aborted with. Takes the lock itself.
 func (c *Channel) Close() {
 	c.p.Lock()
 	defer c.p.Unlock()
@@ -494,7 +524,7 @@ func (c *Channel) Close() {
 	}
 	c.fail(ErrClosed)
 	c.retire()
-	c.p.floors[c.name] = floor{closed: true}
+	c.p.floors[c.name] = floor{c.epoch, true, c.aborted}
 	for key, o := range c.p.chans {
 		if key.name == c.name {
 			c.p.unopened--
@@ -503,7 +533,7 @@ func (c *Channel) Close() {
 	}
 }
 
-// linked yields the members that there is a link to.
+// linked yields the members with a link.
 func (c *Channel) linked() iter.Seq[*peer] {
 	return func(yield func(*peer) bool) {
 		for _, r := range c.ranks {
@@ -514,12 +544,12 @@ func (c *Channel) linked() iter.Seq[*peer] {
 	}
 }
 
-// retire takes c out of the proxy's tables.
+// retire removes c from the proxy's tables.
 func (c *Channel) retire() {
 	c.Forget()
 	for _, st := range c.streams {
 		st.clear()
-		if st.pr.st == st { // a frame of ours that is still arriving is dropped
+		if st.pr.st == st { // drops a frame that is still arriving
 			st.pr.st = nil
 		}
 		for i, q := range st.pr.queued {
@@ -529,7 +559,7 @@ func (c *Channel) retire() {
 			}
 		}
 		st.pr.bulk = slices.DeleteFunc(st.pr.bulk, func(s *SendReq) bool { return s.st == st })
-		if pr := st.pr; pr.link != nil && st.on == pr.linkNo { // what comes after may have the number
+		if pr := st.pr; pr.link != nil && st.on == pr.linkNo { // no later frame uses the number before
 			pr.free = append(pr.free, st.out)
 		}
 		if pr := st.pr; pr.link != nil && st.from == pr.linkNo && pr.in[st.in].st == st {
@@ -540,7 +570,7 @@ func (c *Channel) retire() {
 	delete(c.p.chans, c.chanKey)
 }
 
-// clear drops what waits to be asked for.
+// clear drops the frames that no receive has matched.
 func (st *stream) clear() {
 	for _, e := range st.early {
 		if e.filled {
@@ -550,12 +580,12 @@ func (st *stream) clear() {
 	st.early, st.held = nil, 0
 }
 
-// sever ends the traffic with a peer whose link went down: what was under way is lost. What has
-// arrived whole may still be received.
+// sever ends the traffic with a peer whose link went down: messages under way are lost. Messages
+// that have arrived completely may still be received.
 func (c *Channel) sever(st *stream, err error) {
 	st.lost = err
 	if n := len(st.early); n > 0 && !st.early[n-1].filled {
-		st.early = st.early[:n-1] // the proxy had its buffer
+		st.early = st.early[:n-1] // the proxy filled its buffer
 	}
 	gone := &PeerError{st.pr.rank, err}
 	for _, r := range c.recvs {
@@ -575,8 +605,8 @@ func (c *Channel) sever(st *stream, err error) {
 	st.sendq = nil
 }
 
-// renew begins the traffic with a peer over a new link, with new accounts. What was lost of an
-// ordered channel stays lost.
+// renew begins the traffic with a peer over a new link, with new credits. Lost messages of an
+// ordered channel stay lost.
 func (c *Channel) renew(st *stream) {
 	st.clear()
 	fresh := stream{c: c, pr: st.pr, slot: st.slot, sendq: st.sendq, notices: st.notices}
@@ -586,8 +616,8 @@ func (c *Channel) renew(st *stream) {
 	*st = fresh
 }
 
-// Forget withdraws every receive that is posted on the ordered lane: afterwards the proxy touches
-// none of their buffers. It is how a failed operation ends.
+// Forget withdraws all receives of the ordered lane: afterwards the proxy uses none of their
+// buffers. A failed operation ends with it.
 func (c *Channel) Forget() {
 	for _, st := range c.streams {
 		for st.posted.size > 0 {
@@ -601,7 +631,7 @@ func (c *Channel) Forget() {
 	}
 }
 
-// drop detaches r from its link: what is still to come of its message is discarded.
+// drop detaches r from its link: the rest of its message is discarded.
 func (c *Channel) drop(r *Recv) {
 	pr := r.st.pr
 	if pr.lent == r {
@@ -614,7 +644,7 @@ func (c *Channel) drop(r *Recv) {
 }
 
 // PostRecv posts buf for the next message from slot. It does not block. lend allows the message to
-// stay where the link has it (see View); buf must be valid all the same. r and buf belong to the
+// stay in the link's memory (see View); buf must be valid in any case. r and buf belong to the
 // proxy until r is done and released, or Forget.
 func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) {
 	st := c.fast[slot]
@@ -628,7 +658,7 @@ func (c *Channel) PostRecv(r *Recv, slot int, tok Token, buf []byte, lend bool) 
 	}
 }
 
-// accepts checks that a frame continues r's message; if not the channel fails.
+// accepts checks that a frame continues r's message. If it does not, the channel fails.
 func (c *Channel) accepts(r *Recv, h *Header) bool {
 	if h.Flags&flagHint != 0 {
 		c.hint = true
@@ -646,7 +676,7 @@ func (c *Channel) accepts(r *Recv, h *Header) bool {
 	return true
 }
 
-// advance accounts for a frame that r has taken.
+// advance accounts for a frame that was added to r.
 func (c *Channel) advance(r *Recv, h *Header) {
 	r.got += int(h.Len)
 	if h.Flags&flagLast != 0 {
@@ -655,7 +685,7 @@ func (c *Channel) advance(r *Recv, h *Header) {
 	}
 }
 
-// compare looks at the operation of a message that nobody has asked for yet.
+// compare checks the operation of a message for which no receive is posted yet.
 func (c *Channel) compare(st *stream, h *Header) {
 	if h.Kind != frameData || c.now.Seq == 0 {
 		return
@@ -666,9 +696,9 @@ func (c *Channel) compare(st *stream, h *Header) {
 	}
 }
 
-// compareWait looks at the operation in which a peer has said that it waits. Calls that send each
-// other nothing, as where each of two ranks takes the other for the root of a gather, differ
-// nowhere else. A peer that waits in a later operation has sent all that it ever will of this one.
+// compareWait checks the operation in which a peer announced that it waits. It detects calls that
+// differ although no message passes, for example when each of two ranks takes the other for the
+// root of a gather. A peer that waits in a later operation has sent all its messages of this one.
 func (c *Channel) compareWait(st *stream) {
 	if c.now.Seq == 0 || c.err != nil {
 		return
@@ -680,11 +710,10 @@ func (c *Channel) compareWait(st *stream) {
 	}
 }
 
-// View returns r's message once it is done: in its own buffer, or lent by the link until
-// ReleaseRecv.
+// View returns r's message once it is done: in r's buffer, or lent by the link until ReleaseRecv.
 func (r *Recv) View() []byte { return r.view }
 
-// ReleaseRecv gives a lent message back. It does nothing for one that is in its own buffer.
+// ReleaseRecv returns a lent message. It does nothing for a message in r's buffer.
 func (c *Channel) ReleaseRecv(r *Recv) {
 	if pr := r.st.pr; pr.lent == r {
 		r.view = nil
@@ -692,7 +721,7 @@ func (c *Channel) ReleaseRecv(r *Recv) {
 	}
 }
 
-// WaitRecv blocks until r is done. Polling prefers r's link.
+// WaitRecv blocks until r is done. It polls r's link most often.
 func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 	for !r.done {
 		if c.err != nil {
@@ -708,7 +737,7 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 			}
 		}
 		if pr.lent != nil {
-			c.p.unlend(pr) // an earlier message in the way of the one that is needed now
+			c.p.unlend(pr) // an earlier loan blocks the message that is needed now
 		}
 		if c.p.rush(w, pr) {
 			if !r.done {
@@ -723,9 +752,9 @@ func (c *Channel) WaitRecv(w *Wait, r *Recv) error {
 	return nil
 }
 
-// Send sends buf to slot as one message. It blocks until the link has taken all of it: buf may then
-// be reused. After ErrSuspended the message may be sent in part; the next Send to slot is to be the
-// same one, and sends the rest.
+// Send sends buf to slot as one message. It blocks until the link has taken all of it; then buf may
+// be reused. After ErrSuspended the message may have been sent in part; the next Send to slot must
+// send the same message, and sends the rest.
 func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 	st := c.fast[slot]
 	if st == nil {
@@ -763,7 +792,7 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 				c.p.Moved(0)
 				continue
 			}
-			if pr.lent != nil { // its credit, or room, may be behind what we hold up
+			if pr.lent != nil { // its credit may be queued behind the loan
 				c.p.unlend(pr)
 			}
 		}
@@ -776,7 +805,7 @@ func (c *Channel) Send(w *Wait, slot int, tok Token, buf []byte) error {
 	}
 }
 
-// last reads what a peer said before it went, which may be why, and returns that, or else err.
+// last reads the peer's last frames. If they say why the peer left, it returns that, else err.
 func (c *Channel) last(pr *peer, err error) error {
 	for c.p.poll(pr) {
 	}
@@ -786,7 +815,7 @@ func (c *Channel) last(pr *peer, err error) error {
 	return err
 }
 
-// push transmits one frame that counts against the credit, if there is credit and room.
+// push transmits one frame that counts against the credit, if credit and room allow.
 func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 	n := cost(len(payload))
 	if c.retired || st.sent+n-st.acked > uint32(c.window) {
@@ -804,18 +833,18 @@ func (c *Channel) push(st *stream, h *Header, payload []byte) bool {
 	return true
 }
 
-// repay tells the peer what was taken, before its credit runs low.
+// repay returns credit to the peer before it runs low.
 func (p *Proxy) repay(st *stream) {
 	if st.taken-st.told >= uint32(st.c.window)/2 && st.pr.link != nil {
 		st.c.control(st.pr, Header{Kind: frameCredit}, nil)
 	}
 }
 
-// Ledger is the account of a channel with one peer, in cost units (bytes and 64 a frame), since the
-// beginning and wrapping. Of what was sent, Sent-Acked is in flight (never more than Window); of
-// what came, Held waits unasked for (never more than Window) and Taken is done with; Told is what
-// the peer knows of Taken. When the links are empty, what one end has Sent is what the other has
-// Taken and Held.
+// Ledger is the credit account of a channel with one peer, in cost units (bytes, and 64 a frame),
+// since the beginning and wrapping. Sent-Acked is in flight (never more than Window). Held has
+// arrived and waits for a receive (never more than Window), Taken has been received, and Told is
+// the part of Taken that the peer knows of. When the links are empty, one end's Sent is the other's
+// Taken plus Held.
 type Ledger struct {
 	Window            int
 	Sent, Acked       uint32
@@ -830,9 +859,9 @@ func (c *Channel) Ledger(slot int) Ledger {
 	return Ledger{c.window, st.sent, st.acked, st.taken, st.told, uint32(st.held)}
 }
 
-// Map returns region id of slot, mapped for loads, when the peer has answered; the caller releases
-// it. An error is a *PeerError, or why the channel failed or w must not wait any longer. With the
-// lock, which it gives up while it waits.
+// Map returns region id of slot, mapped for loads, when the peer has answered. The caller releases
+// it. The error is a *PeerError, why the channel failed, or why w has ended. With the lock, which
+// it releases while it waits.
 func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 	st := c.stream(slot)
 	pr := st.pr
@@ -844,7 +873,7 @@ func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 			return nil, err
 		}
 		if pr.lent != nil {
-			c.p.unlend(pr) // it would hold up why the peer is gone
+			c.p.unlend(pr) // the loan blocks frames that say why the peer is gone
 		}
 		if pr.link != nil {
 			l, ok := pr.link.(Mapper)
@@ -853,7 +882,7 @@ func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 			}
 			m, err := l.Map(id)
 			switch {
-			case errors.Is(err, ErrPeerGone) || errors.Is(err, ErrClosed): // polling takes the link down, with the reason
+			case errors.Is(err, ErrPeerGone) || errors.Is(err, ErrClosed): // polling takes the link down
 			case err != nil:
 				return nil, &PeerError{pr.rank, fmt.Errorf("mapping its memory: %w", err)}
 			case m != nil:
@@ -866,10 +895,9 @@ func (c *Channel) Map(w *Wait, slot int, id uint64) (*Mapping, error) {
 	}
 }
 
-// WaitLeft waits until it is known why the rank in slot left the operation of number seq before its
-// end, as it has been seen to: it has aborted, or closed, or gone over to another epoch, or its
-// link is down. It returns that, or why w must not wait any longer. With the lock, which it gives
-// up while it waits.
+// WaitLeft waits for the reason why the rank in slot left operation seq before its end: an abort, a
+// close, another epoch, or a link that went down. It returns that, or why w has ended. With the
+// lock, which it releases while it waits.
 func (c *Channel) WaitLeft(w *Wait, slot int, seq uint64) error {
 	st := c.stream(slot)
 	for {
@@ -883,7 +911,7 @@ func (c *Channel) WaitLeft(w *Wait, slot int, seq uint64) error {
 			return err
 		}
 		if st.pr.lent != nil {
-			c.p.unlend(st.pr) // it would hold up the reason
+			c.p.unlend(st.pr) // the loan blocks the reason
 		}
 		if err := c.p.progress(w, st.pr); err != nil {
 			return err

@@ -31,7 +31,7 @@ func (c *counter) Accepted(from p2p.Identity, l p2p.Link, transport string) {
 	c.links <- l
 }
 
-// A client is handed to who takes clients, and is no peer of the proxy; where nobody takes them it is
+// A client's link is passed to Config.Clients, and is no peer of the proxy; without Clients it is
 // refused.
 func TestClients(t *testing.T) {
 	me := linktest.NewHost(0)

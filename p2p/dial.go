@@ -12,11 +12,11 @@ import (
 	"tutti/internal/files"
 )
 
-// dialTieBreak is how long the higher rank of a pair waits for the lower one's connection before it dials itself:
-// both usually want the link at the same time.
+// dialTieBreak is how long the higher rank of a pair waits for the connection of the lower one
+// before it dials itself, because both usually need the link at the same time.
 const dialTieBreak = 15 * time.Millisecond
 
-// host is the proxy as one of its transports sees it.
+// host implements Host for one transport of the proxy.
 type host struct {
 	p         *Proxy
 	transport string
@@ -26,8 +26,8 @@ func (h *host) Self() Identity { return h.p.cfg.Self }
 func (h *host) Secret() []byte { return h.p.cfg.Secret }
 func (h *host) Wake()          { h.p.wakeAll() }
 
-// Region finds a shared region. It does not take the proxy's lock: a link of a rank in the same
-// process calls it with the lock of that one.
+// Region finds a shared region. It does not take the proxy's lock: a link of another rank in this
+// process calls it with the lock of that rank's proxy.
 func (h *host) Region(id uint64) (*Region, error) {
 	if r := h.p.regions.find(id); r != nil {
 		return r, nil
@@ -35,7 +35,7 @@ func (h *host) Region(id uint64) (*Region, error) {
 	return nil, ErrNoRegion
 }
 
-// Admit decides on an incoming connection. Of two that cross, the lower rank's survives.
+// Admit decides on an incoming connection. If two connections cross, the lower rank's survives.
 func (h *host) Admit(from Identity) error {
 	p := h.p
 	if from.Role == RoleClient {
@@ -73,7 +73,7 @@ func (pr *peer) expected() bool {
 	return !pr.admitted.IsZero() && time.Since(pr.admitted) < HandshakeTimeout
 }
 
-// Accepted takes an admitted connection's link into service.
+// Accepted attaches the link of an admitted connection.
 func (h *host) Accepted(from Identity, l Link) {
 	p := h.p
 	if from.Role == RoleClient {
@@ -83,8 +83,8 @@ func (h *host) Accepted(from Identity, l Link) {
 	p.attach(&p.peers[from.Rank], from, l, h.transport)
 }
 
-// connect sees to it that a link to the peer comes up or the peer fails. Called with the lock,
-// whenever somebody waits for a peer without a link; never blocks.
+// connect starts to dial the peer unless that is under way. Called with the lock whenever an
+// operation waits for a peer without a link; never blocks.
 func (p *Proxy) connect(pr *peer) {
 	if pr.link != nil || pr.err != nil || pr.dialing || p.closed || pr.rank == p.cfg.Self.Rank {
 		return
@@ -121,7 +121,7 @@ func (p *Proxy) connect(pr *peer) {
 	}()
 }
 
-// dial tries until there is a link, the peer is known to be gone or to refuse us, or ctx ends.
+// dial dials until there is a link, the peer is known to be gone or refuses, or ctx ends.
 func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 	pause := 2 * time.Millisecond
 	var last error
@@ -134,16 +134,16 @@ func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 		case p.linked(pr) || p.ctx.Err() != nil:
 			return nil
 		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
-		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil && !errors.Is(err, errRetry), errors.Is(err, ErrStale),
-			errors.Is(err, ErrAuth):
+		case errors.Is(err, errRetry) && !errors.Is(err, syscall.EMFILE):
+		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil, errors.Is(err, ErrStale), errors.Is(err, ErrAuth):
 			return err
-		case errors.Is(err, syscall.EMFILE): // the peer may have taken the attempt for a link, and will not take another
+		case errors.Is(err, syscall.EMFILE): // the peer may have accepted this attempt, and will not accept another
 			return files.Explain(err)
 		}
 		if last == nil || ctx.Err() == nil {
 			last = err
 		}
-		// A superseded dial waits for the other side's connection in the same way.
+		// A superseded dial waits for the peer's connection in the same way.
 		t := time.NewTimer(pause/2 + mrand.N(pause))
 		select {
 		case <-ctx.Done():
@@ -169,7 +169,7 @@ func (p *Proxy) linked(pr *peer) bool {
 	return pr.link != nil || pr.err != nil
 }
 
-// try looks the peer up and dials it once over the first transport that reaches it.
+// try looks the peer up and dials it once, over the first transport that reaches it.
 func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, error) {
 	select {
 	case p.dials <- struct{}{}:
@@ -179,6 +179,9 @@ func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, erro
 	}
 	to, err := p.cfg.Resolve(ctx, pr.rank)
 	if err != nil {
+		if errors.Is(err, ErrStale) { // the directory was behind, which the next question may change
+			err = fmt.Errorf("%w (%w)", err, errRetry)
+		}
 		return nil, Identity{}, "", err
 	}
 	p.Lock()
@@ -200,8 +203,8 @@ func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, erro
 			continue
 		}
 		l, err := t.Dial(ctx, to.Identity, ep)
-		if errors.Is(err, ErrPeerGone) {
-			err = fmt.Errorf("%w (%w)", err, errRetry) // the directory decides who is gone
+		if errors.Is(err, ErrPeerGone) && !errors.Is(err, ErrStale) {
+			err = fmt.Errorf("%w (%w)", err, errRetry) // the directory decides whether the peer is gone
 		}
 		return l, to.Identity, t.Name(), err
 	}

@@ -3,6 +3,9 @@ package p2p_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -22,7 +25,7 @@ func (nowhere) Dial(ctx context.Context, _ p2p.Identity, _ []byte) (p2p.Link, er
 }
 
 // A peer that cannot be reached has failed after ConnectTimeout, unless it may not have come yet.
-func TestWhoCannotBeReachedFails(t *testing.T) {
+func TestUnreachablePeerFails(t *testing.T) {
 	for _, patience := range []bool{false, true} {
 		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
 			Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
@@ -51,5 +54,40 @@ func TestWhoCannotBeReachedFails(t *testing.T) {
 			t.Errorf("with patience %v: %v", patience, err)
 		}
 		p.Close()
+	}
+}
+
+// refusing is a transport whose peers are other incarnations.
+type refusing struct{ nowhere }
+
+func (refusing) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, error) {
+	return nil, fmt.Errorf("not me: %w", p2p.ErrStale)
+}
+
+// A directory that knows an old incarnation is asked again. A peer that says so itself has failed.
+func TestStaleDirectoryIsAskedAgain(t *testing.T) {
+	var asked atomic.Int32
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+		Transports: []p2p.Transport{refusing{}},
+		Resolve: func(context.Context, int) (p2p.Peer, error) {
+			if asked.Add(1) < 3 {
+				return p2p.Peer{}, fmt.Errorf("old record: %w", p2p.ErrStale)
+			}
+			return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
+				Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+		}})
+	defer p.Close()
+	if _, err := p.Listen(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	c := open(t, p, 1, 2)
+	var r p2p.Recv
+	p.Lock()
+	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+	err := c.WaitRecv(patient(context.Background()), &r)
+	p.Unlock()
+	if !errors.As(err, new(*p2p.PeerError)) || !strings.Contains(err.Error(), "not me") || asked.Load() != 3 {
+		t.Errorf("asked %d times: %v", asked.Load(), err)
 	}
 }

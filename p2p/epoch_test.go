@@ -173,8 +173,8 @@ func TestEpochs(t *testing.T) {
 	}
 }
 
-// A dead rank's place is taken by another life: what was under way fails, what comes after works,
-// over the links that stay.
+// Another incarnation takes a dead rank's place: operations under way fail, later ones work, over
+// the links that stay.
 func TestReplacement(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b, c := w.settle(t, 0, 3, 1), w.settle(t, 1, 3, 2), w.settle(t, 2, 3, 3)
@@ -207,7 +207,7 @@ func TestReplacement(t *testing.T) {
 	}
 	a.Unlock()
 	for _, m := range []*member{a, c} {
-		m.Vacate(1, 0, p2p.ErrPeerGone)
+		m.MarkDead(1, 0, p2p.ErrPeerGone)
 	}
 	if err := a.lastEvent(); err == nil {
 		t.Error("nobody was told that the link is down")
@@ -215,8 +215,8 @@ func TestReplacement(t *testing.T) {
 
 	b = w.settle(t, 1, 3, 99)
 	ord[1], tag[1] = channel(t, b, 1, 2, 3, false), channel(t, b, 2, 0, 3, true)
-	b.Relink(0)
-	b.Relink(2)
+	b.Reconnect(0)
+	b.Reconnect(2)
 	b.Lock()
 	tag[1].PostMsg(&r, 0, 5, 0, big)
 	b.Unlock()
@@ -253,9 +253,9 @@ func TestReplacement(t *testing.T) {
 	}
 }
 
-// Two ranks that have lost their link and keep their lives link again, and what was lost stays
+// Two ranks that have lost their link and are both alive link again; messages that were lost stay
 // lost.
-func TestRelink(t *testing.T) {
+func TestReconnect(t *testing.T) {
 	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
 	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
 	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
@@ -276,8 +276,8 @@ func TestRelink(t *testing.T) {
 		x.m.Unlock()
 	}
 	a.cut.Store(false)
-	b.Relink(0)
-	a.Relink(1)
+	b.Reconnect(0)
+	a.Reconnect(1)
 	ca, cb = next(t, a, ca, 2, 0, ranks(2)), next(t, b, cb, 2, 0, ranks(2))
 	send(t, a, ca, 1, 1, "y")
 	recv(t, b, cb, 0, 1, "y")
@@ -288,8 +288,8 @@ func TestRelink(t *testing.T) {
 	}
 }
 
-// A hint reaches whoever's result depends on the hinting rank's data, along a chain.
-func TestHint(t *testing.T) {
+// A hint reaches every rank whose result depends on the hinting rank's data, along a chain.
+func TestHintsReachDependentRanks(t *testing.T) {
 	const n = 4
 	for hinting := range n {
 		all := cluster(t, n, 0, nil)

@@ -7,18 +7,18 @@ import (
 	"unsafe"
 )
 
-// An Exposure is how a rank lets its peers read buffers of an operation, and ends that at any
-// moment without asking them. It is a 64-bit word in memory that the peers map. Begin stores a
-// ticket there, a number that this rank never uses again, and the rank tells the ticket to the
-// peers along with where the buffers are. Withdraw stores another value.
+// An Exposure lets peers read the buffers of an operation, and can end that at any moment without
+// asking them. It is a 64-bit word in memory that the peers map. Begin stores a ticket there, a
+// number that this rank never uses again, and the rank sends the ticket to the peers along with the
+// addresses of the buffers. Withdraw stores another value.
 //
-// A peer reads the buffers and then looks at the word. If the ticket still stands there, the owner
-// had not left the operation when the data was read, so that the data is the operation's. Otherwise
-// the peer drops what it has read. Nobody stores into the owner's memory, so that a peer that is
-// slow, stopped or dead harms nobody. The scheme is that of a sequence lock (Linux seqlock_t) whose
-// readers give up instead of trying again.
+// A peer reads the buffers and then the word. If the word still has the ticket, the owner had not
+// left the operation when the data was read, so that the data is valid. Otherwise the peer discards
+// the data. Peers never store into the owner's memory, so that a slow, stopped or dead peer does no
+// harm. The scheme is that of a sequence lock (Linux seqlock_t) whose readers give up instead of
+// trying again.
 //
-// What must be ordered, and by what:
+// Required orders, and what provides them:
 //
 //	owner   the buffers' contents before the message                     the link commits with release
 //	owner   Begin's store before the message that tells the ticket      the link commits with release
@@ -28,7 +28,7 @@ import (
 //	reader  the loads of the data before the load of the word            amd64: loads stay in order, LFENCE against
 //	                                                                     string loads; arm64: DMB ISHLD
 //
-// On other processors no order is known here and nothing is exposed: see CanExpose.
+// On other processors the order is not known, and nothing is exposed: see CanExpose.
 type Exposure struct {
 	word  *atomic.Uint64
 	board *Region
@@ -36,23 +36,23 @@ type Exposure struct {
 	last  *atomic.Uint64 // the proxy's latest ticket
 }
 
-// CanExpose says whether this processor's memory order is one of those that Exposure knows.
+// CanExpose says whether Exposure works on this processor.
 const CanExpose = canExpose
 
-// Words are a cache line apart, so that the owner's stores to one disturb the readers of no other.
+// Words are a cache line apart, so that a store to one does not slow readers of another.
 const (
 	wordSpacing = 64
 	boardSize   = 64 << 10
 )
 
-// board hands out the words of one region.
+// board allocates the words of one region.
 type board struct {
 	region *Region
 	free   []int // offsets
 }
 
-// NewExposure returns an exposure for one operation at a time, which FreeExposure gives back. It
-// fails with errors.ErrUnsupported where peers cannot map this rank's memory. With the lock.
+// NewExposure returns an exposure for one operation at a time; FreeExposure frees it. It fails with
+// errors.ErrUnsupported if peers cannot map this rank's memory. With the lock.
 func (p *Proxy) NewExposure() (*Exposure, error) {
 	if !CanExpose {
 		return nil, fmt.Errorf("exposing memory on this processor: %w", errors.ErrUnsupported)
@@ -67,7 +67,7 @@ func (p *Proxy) NewExposure() (*Exposure, error) {
 			return p.exposure(b.region, off), nil
 		}
 	}
-	r, err := p.alloc(boardSize)
+	r, err := p.alloc(boardSize, false)
 	if err != nil {
 		return nil, err
 	}
@@ -88,8 +88,8 @@ func (p *Proxy) exposure(r *Region, off int) *Exposure {
 	return &Exposure{word: r.Word(off), board: r, off: off, last: &p.tickets}
 }
 
-// FreeExposure withdraws e and gives its word back. A word may be used again at once, for tickets
-// are not. With the lock.
+// FreeExposure withdraws e and frees its word. The word may be reused at once, because tickets
+// never are. With the lock.
 func (p *Proxy) FreeExposure(e *Exposure) {
 	if p.closed { // the boards are gone
 		return
@@ -102,20 +102,20 @@ func (p *Proxy) FreeExposure(e *Exposure) {
 	}
 }
 
-// Place returns where the peers find the word: the ID of a region of this rank, and the offset in
-// it.
+// Place returns the location of the word for peers: the ID of a region of this rank, and the offset
+// in it.
 func (e *Exposure) Place() (region uint64, off int) { return e.board.ID, e.off }
 
-// Begin opens the operation's buffers to whoever is told the ticket. It must precede that message.
+// Begin opens the operation's buffers to peers that get the ticket. It must precede the message
+// with the ticket.
 func (e *Exposure) Begin() (ticket uint64) {
 	ticket = e.last.Add(1)
 	e.word.Store(ticket)
 	return ticket
 }
 
-// Withdraw ends what Begin began: whatever a peer reads from now on it will not take for the
-// operation's data. The buffers may be written as soon as Withdraw has returned. It does not wait
-// for anybody.
+// Withdraw ends Begin: peers discard data that they read from now on. The buffers may be written as
+// soon as Withdraw has returned. It does not wait for peers.
 func (e *Exposure) Withdraw() {
 	e.word.Swap(0)
 	storeBarrier()
@@ -135,8 +135,8 @@ func NewTicket(board *Mapping, off int, value uint64) (Ticket, error) {
 	return Ticket{(*atomic.Uint64)(unsafe.Pointer(&board.Mem[off])), value}, nil
 }
 
-// Valid reports whether everything that this goroutine has read from the owner's buffers so far was
-// the operation's: the owner had not left it.
+// Valid reports whether everything that this goroutine has read from the owner's buffers is valid:
+// the owner had not left the operation.
 func (t Ticket) Valid() bool {
 	loadBarrier()
 	return t.word.Load() == t.value

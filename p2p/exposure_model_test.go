@@ -29,7 +29,7 @@ var (
 
 	ownerOrder = []order{{"fill0", "tell"}, {"fill1", "tell"}, {"begin", "tell"}, {"withdraw", "refill0"},
 		{"withdraw", "refill1"}}
-	// What a thread stores to one cell is seen in its order on every processor.
+	// All processors see one thread's stores to one cell in order.
 	coherence   = []order{{"begin", "withdraw"}}
 	readerOrder = []order{{"hear", "load0"}, {"hear", "load1"}, {"load0", "look"}, {"load1", "look"}}
 )

@@ -99,8 +99,8 @@ func TestExposureTickets(t *testing.T) {
 	}
 }
 
-// TestExposureRaces: a reader that races an owner who leaves at any moment never accepts what the
-// owner has written afterwards.
+// TestExposureRaces: a reader that races with an owner that leaves at any moment never accepts
+// later contents of the memory.
 func TestExposureRaces(t *testing.T) {
 	all := cluster(t, 2, 0, nil)
 	defer closeAll(all)

@@ -11,16 +11,16 @@ import (
 	"tutti/mem"
 )
 
-// Registrar is a transport that must know memory before it can move it (RDMA, GPU).
+// Registrar is a transport to which memory must be registered before transfers (RDMA, GPU).
 type Registrar interface {
-	// Register makes r known until Deregister. Called once a region.
+	// Register registers r until Deregister. Called once for a region.
 	Register(r *Region) error
 	Deregister(r *Region) error
 }
 
 // Control returns n bytes of zeroed memory for the engine's own use: slots, credits, pools,
-// scratch, synchronisation, warm-up. It is the only way to such memory, and it knows no location
-// but Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
+// scratch, synchronisation, warm-up. All such memory comes from here, and has the location
+// Anywhere: with a GPU's location a transport would choose a GPU path for plain host memory.
 func (p *Proxy) Control(n int) (*Region, error) {
 	r := heap(n)
 	return r, p.register(r)
@@ -31,7 +31,7 @@ func heap(n int) *Region {
 	return mem.NewRegion(ident.New(), mem.Host(make([]byte, n), Anywhere), false, false, func() error { return nil })
 }
 
-// Register makes the caller's memory known to the transports. The caller keeps it alive until
+// Register registers the caller's memory with the transports. The caller keeps it alive until
 // Deregister.
 func (p *Proxy) Register(m mem.Memory) (*Region, error) {
 	if err := m.Loc().Validate(); err != nil {
@@ -68,15 +68,15 @@ func (p *Proxy) Deregister(r *Region) error {
 	return errors.Join(errs...)
 }
 
-// Alloc returns a region of n bytes that peers can map where a transport can do that, else plain
+// Alloc returns a region of n bytes that peers can map if a transport supports that, else plain
 // memory. Free it with FreeRegion. Takes the lock itself.
-func (p *Proxy) Alloc(n int) (*Region, error) { return p.known(p.alloc(n)) }
+func (p *Proxy) Alloc(n int) (*Region, error) { return p.known(p.alloc(n, false)) }
 
 // AllocWritable returns a region of n bytes that can be exposed with every right. Free it with
 // FreeRegion. Takes the lock itself.
-func (p *Proxy) AllocWritable(n int) (*Region, error) { return p.known(p.allocWritable(n)) }
+func (p *Proxy) AllocWritable(n int) (*Region, error) { return p.known(p.alloc(n, true)) }
 
-// known notes a region that was allocated.
+// known adds an allocated region to the proxy's list.
 func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	if err != nil {
 		return nil, err
@@ -90,44 +90,34 @@ func (p *Proxy) known(r *Region, err error) (*Region, error) {
 	return r, nil
 }
 
-// Shares reports whether there is a transport whose memory peers can map.
+// Shares reports whether there is a transport for memory that peers can map.
 func (p *Proxy) Shares() bool {
 	return slices.ContainsFunc(p.cfg.Transports, func(t Transport) bool { _, ok := t.(Allocator); return ok })
 }
 
-// alloc is Alloc without noting the region.
-func (p *Proxy) alloc(n int) (*Region, error) {
+// alloc implements Alloc and, with writable, AllocWritable. It takes the first transport that makes
+// such memory, else plain memory.
+func (p *Proxy) alloc(n int, writable bool) (r *Region, err error) {
 	if n < 1 {
 		return nil, fmt.Errorf("region of %d bytes: want at least 1", n)
 	}
 	for _, t := range p.cfg.Transports {
-		if a, ok := t.(Allocator); ok {
-			return p.allocated(n, a.Alloc)
+		plain, shares := t.(Allocator)
+		open, opens := t.(WritableAllocator)
+		switch {
+		case writable && opens:
+			r, err = open.AllocWritable(n)
+		case !writable && shares:
+			r, err = plain.Alloc(n)
+		default:
+			continue
 		}
-	}
-	return p.allocated(n, nil)
-}
-
-// allocWritable is AllocWritable without noting the region.
-func (p *Proxy) allocWritable(n int) (*Region, error) {
-	if n < 1 {
-		return nil, fmt.Errorf("region of %d bytes: want at least 1", n)
-	}
-	for _, t := range p.cfg.Transports {
-		if a, ok := t.(WritableAllocator); ok {
-			return p.allocated(n, a.AllocWritable)
-		}
-	}
-	return p.allocated(n, nil)
-}
-
-// allocated registers the n bytes that alloc returns, or with nil plain memory.
-func (p *Proxy) allocated(n int, alloc func(int) (*Region, error)) (r *Region, err error) {
-	if alloc != nil {
-		if r, err = alloc(n); err != nil {
+		if err != nil {
 			return nil, fmt.Errorf("allocating %d bytes of shared memory: %w", n, err)
 		}
-	} else {
+		break
+	}
+	if r == nil {
 		r = heap(n)
 	}
 	if err := p.register(r); err != nil {
@@ -137,7 +127,7 @@ func (p *Proxy) allocated(n int, alloc func(int) (*Region, error)) (r *Region, e
 	return r, nil
 }
 
-// FreeRegion takes back what Alloc or AllocWritable returned and unmaps it. From any goroutine.
+// FreeRegion frees and unmaps a region of Alloc or AllocWritable. From any goroutine.
 func (p *Proxy) FreeRegion(r *Region) error {
 	if !p.regions.remove(r.ID) {
 		return ErrNoRegion
@@ -145,10 +135,10 @@ func (p *Proxy) FreeRegion(r *Region) error {
 	return errors.Join(p.Deregister(r), r.Free())
 }
 
-// Expose opens n bytes of r, from offset off, to peers that are told of it, with these rights. The
-// remote has a key for each transport through which peers can reach it; where there is none Expose
-// fails with errors.ErrUnsupported. r must not be freed before Withdraw has returned nil. The lock
-// must not be held.
+// Expose opens n bytes of r, from offset off, with these rights to peers that get the remote. The
+// remote has a key for each transport through which peers can reach the memory. If there is none,
+// Expose fails with errors.ErrUnsupported. r must not be freed before Withdraw has returned nil.
+// The lock must not be held.
 func (p *Proxy) Expose(r *Region, off, n int, rights mem.Rights) (*mem.Remote, error) {
 	if off < 0 || n < 0 || off > r.Len()-n {
 		return nil, fmt.Errorf("exposing %d bytes at offset %d of a region of %d: %w", n, off, r.Len(), ErrBounds)
@@ -178,9 +168,9 @@ func (p *Proxy) Expose(r *Region, off, n int, rights mem.Rights) (*mem.Remote, e
 	return x, nil
 }
 
-// Withdraw ends what Expose began. When it returns nil, no peer reads or writes the memory, and none
-// will. It blocks while peers do so, until ctx ends: then the memory must stay where it is, and
-// Withdraw may be called again. The lock must not be held.
+// Withdraw ends Expose. When it returns nil, no peer reads or writes the memory any more. It blocks
+// while peers do so, until ctx ends; then the memory must stay allocated, and Withdraw may be
+// called again. The lock must not be held.
 func (p *Proxy) Withdraw(ctx context.Context, x *mem.Remote) error {
 	var errs []error
 	for _, t := range p.cfg.Transports {
@@ -195,8 +185,8 @@ func (p *Proxy) Withdraw(ctx context.Context, x *mem.Remote) error {
 	return errors.Join(errs...)
 }
 
-// regions are those that peers may ask for, by ID. Their lock is a leaf: nothing else is taken under
-// it.
+// regions lists the regions that peers may ask for, by ID. Its lock is a leaf: no other lock is
+// taken under it.
 type regions struct {
 	mu sync.Mutex
 	m  map[uint64]*Region
@@ -211,7 +201,7 @@ func (t *regions) add(r *Region) {
 	t.m[r.ID] = r
 }
 
-// remove reports whether the region was there.
+// remove removes a region and reports whether it was there.
 func (t *regions) remove(id uint64) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()

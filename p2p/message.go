@@ -17,24 +17,24 @@ const (
 	AnyTag  = -1
 )
 
-// SendReq is a send of the tagged lane. Messages up to EagerMax travel at once, within the credit;
-// larger ones are announced, wait in the sender's memory, and go straight to the receiver's buffer
-// when that asks for them.
+// SendReq is a send of the tagged lane. Messages up to EagerMax are sent at once, within the
+// credit. Larger ones are announced, stay in the sender's memory, and are sent straight to the
+// receiver's buffer on request.
 //
-// A message is received whole or not at all. A receive that is cancelled while its message comes
-// leaves it to the next one that matches: announced, as the sender keeps it until the receiver has
-// said that it has all of it, or put aside. A sender that takes its message back leaves the receive
-// to the next message.
+// A message is received as a whole or not at all. If a receive is cancelled while its message
+// arrives, the next matching receive gets the message: the sender keeps an announced message until
+// the receiver confirms all of it, and an eager one is put aside. If a sender cancels its message,
+// the receive waits for the next one.
 type SendReq struct {
 	st     *stream
 	buf    []byte
 	tag    uint64
 	meta   uint64
 	id     uint64 // not 0: announced
-	remote uint64 // not 0: the receiver's id, we may send
+	remote uint64 // not 0: the receiver's id; it has asked for the data
 	off    int
 	done   bool
-	err    error // the link went down
+	err    error // why the link went down
 }
 
 // RecvReq is a receive of the tagged lane.
@@ -45,24 +45,24 @@ type RecvReq struct {
 	meta  uint64
 	st    *stream // of the sender, once matched
 	id    uint64  // not 0: of an announced message
-	rts   *early  // which is this
+	rts   *early  // the announcement
 	total int
 	got   int
 	done  bool
 	err   error
 
-	// Set when the receive is matched: the sender's slot, its tag, the message's bytes and meta.
+	// Set when the receive is matched: the sender's slot, its tag, the message's size and meta.
 	From  int
 	Tag   uint64
 	Bytes int
 	Meta  uint64
 }
 
-// EagerMax is the longest message of the tagged lane that is sent before it was asked for.
+// EagerMax is the largest size of a message of the tagged lane that is sent without a request.
 func (c *Channel) EagerMax() int { return min(c.window/8, 16<<10) }
 
-// PostSend queues buf for slot, behind what was queued for it before. meta must equal the
-// receive's. It does not block; buf belongs to the channel until WaitSend or CancelSend returns.
+// PostSend queues buf for slot, behind earlier messages to it. meta must equal the receive's. It
+// does not block; buf belongs to the channel until WaitSend or CancelSend returns.
 func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []byte) {
 	st := c.stream(slot)
 	*s = SendReq{st: st, buf: buf, tag: tag, meta: meta}
@@ -74,9 +74,9 @@ func (c *Channel) PostSend(s *SendReq, slot int, tag uint64, meta uint64, buf []
 	}
 }
 
-// pump passes on what waits to be sent to a peer, in order, as far as credit and room go, and
-// reports whether anything went: announcements and short messages of each channel, then data of the
-// messages that the peer has asked for.
+// pump sends queued messages to a peer, in order, as far as credit and room allow: announcements
+// and short messages of each channel, then data of the messages that the peer has asked for. It
+// reports whether it sent anything.
 func (p *Proxy) pump(pr *peer) bool {
 	any := false
 	for i := 0; i < len(pr.queued); {
@@ -101,7 +101,7 @@ func (p *Proxy) pump(pr *peer) bool {
 		}
 		any = true
 		s.st.told = s.st.taken
-		if s.off += n; s.off == len(s.buf) { // done when the peer says that it has it
+		if s.off += n; s.off == len(s.buf) { // done when the peer confirms it
 			pr.bulk = pr.bulk[:copy(pr.bulk, pr.bulk[1:])]
 		}
 	}
@@ -152,7 +152,7 @@ func (c *Channel) WaitSend(w *Wait, s *SendReq) error {
 	return nil
 }
 
-// CancelSend withdraws s: its buffer is not touched afterwards.
+// CancelSend withdraws s: its buffer is not used afterwards.
 func (c *Channel) CancelSend(s *SendReq) {
 	if s.done {
 		return
@@ -172,7 +172,7 @@ func (c *Channel) CancelSend(s *SendReq) {
 	s.done, s.buf = true, nil
 }
 
-// unasked ends the sending of an announced message's data.
+// unasked stops sending the data of an announced message.
 func (s *SendReq) unasked() {
 	pr := s.st.pr
 	for i, q := range pr.bulk {
@@ -183,11 +183,11 @@ func (s *SendReq) unasked() {
 	}
 }
 
-// clearToSend is the receiver's word on an announced message: that it is done with it, that it
-// wants it, or that it does not want it now.
+// clearToSend handles the receiver's answer to an announced message: it has all of it, it asks for
+// it, or it does not want it now.
 func (c *Channel) clearToSend(st *stream, h *Header) {
 	s := c.sends[h.Seq]
-	if s == nil || s.st != st { // taken back meanwhile: the cancellation is under way
+	if s == nil || s.st != st { // cancelled: the peer has yet to learn that
 		return
 	}
 	switch {
@@ -205,15 +205,15 @@ func (c *Channel) clearToSend(st *stream, h *Header) {
 	}
 }
 
-// received tells the sender of an announced message that all of it is here.
+// received tells the sender of an announced message that all of it has arrived.
 func (c *Channel) received(r *RecvReq) {
 	delete(c.recvs, r.id)
 	c.control(r.st.pr, Header{Kind: frameCTS, Seq: r.rts.h.Seq, Flags: flagDrop}, nil)
 	c.p.drain()
 }
 
-// cancelled handles a sender's withdrawal of an announced message. A receive that was about to get
-// it waits for another one.
+// cancelled handles a sender's withdrawal of an announced message. The receive that it was matched
+// with waits for another one.
 func (c *Channel) cancelled(st *stream, h *Header) {
 	for _, r := range c.recvs {
 		if r.st == st && r.rts.h.Seq == h.Seq {
@@ -247,7 +247,7 @@ func (c *Channel) match(st *stream, tag uint64) *RecvReq {
 	return nil
 }
 
-// bind gives the message that h begins to r.
+// bind matches r with the message that h begins.
 func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 	for i, q := range c.posted {
 		if q == r {
@@ -277,7 +277,7 @@ func (c *Channel) bind(r *RecvReq, st *stream, h *Header) {
 	}
 }
 
-// settle gives kept messages of one sender to the receives that match them.
+// settle matches kept messages of one sender with posted receives.
 func (c *Channel) settle(st *stream) {
 	for i := 0; i < len(st.early); {
 		e := st.early[i]
@@ -293,7 +293,7 @@ func (c *Channel) settle(st *stream) {
 	}
 }
 
-// consume gives kept message i to r.
+// consume matches kept message i with r.
 func (c *Channel) consume(r *RecvReq, st *stream, i int) {
 	e := st.early[i]
 	r.rts = e
@@ -334,12 +334,12 @@ func (c *Channel) PostMsg(r *RecvReq, slot int, tag int64, meta uint64, buf []by
 }
 
 // WaitMsg blocks until r is done. On error r is cancelled. ErrWrongSize: the message was consumed,
-// r says what it was.
+// r describes it.
 func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 	for !r.done {
 		err := r.err
 		if errors.Is(err, ErrWrongSize) {
-			err = nil // until it is consumed
+			err = nil // until the message is consumed
 		}
 		var pr *peer
 		switch {
@@ -354,12 +354,12 @@ func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 			pr = st.pr
 			err = st.gone()
 		default:
-			err = c.nobody()
+			err = c.noSender()
 		}
 		if err == nil {
 			err = c.p.progress(w, pr)
 		}
-		if err != nil && !r.done { // a message that is here at the last moment is not lost
+		if err != nil && !r.done { // a message that has arrived meanwhile is not lost
 			c.CancelRecv(r)
 			return err
 		}
@@ -367,7 +367,7 @@ func (c *Channel) WaitMsg(w *Wait, r *RecvReq) error {
 	return r.err
 }
 
-// unreachable says why nothing more can be sent to the peer, nil while it can.
+// unreachable returns why the peer cannot be sent to any more, or nil.
 func (st *stream) unreachable() error {
 	if err := st.pr.sendErr; err != nil && st.pr.err == nil {
 		return &PeerError{st.pr.rank, err}
@@ -375,7 +375,7 @@ func (st *stream) unreachable() error {
 	return st.gone()
 }
 
-// gone says why nothing more will come from the peer, nil while something may.
+// gone returns why the peer sends nothing any more, or nil.
 func (st *stream) gone() error {
 	switch {
 	case st.lost != nil:
@@ -388,8 +388,8 @@ func (st *stream) gone() error {
 	return nil
 }
 
-// nobody returns an error if no other member can send any more.
-func (c *Channel) nobody() error {
+// noSender returns an error if no other member can send any more.
+func (c *Channel) noSender() error {
 	var last error
 	for slot, rank := range c.ranks {
 		if rank == c.p.cfg.Self.Rank {
@@ -407,8 +407,8 @@ func (c *Channel) nobody() error {
 	return last
 }
 
-// CancelRecv withdraws r: its buffer is not touched afterwards. A message that was on its way to it
-// is left to the next receive that matches.
+// CancelRecv withdraws r: its buffer is not used afterwards. A message that was arriving for it
+// goes to the next receive that matches.
 func (c *Channel) CancelRecv(r *RecvReq) {
 	for i, q := range c.posted {
 		if q == r {
@@ -460,7 +460,7 @@ func (c *Channel) failRecv(r *RecvReq, err error) {
 	r.buf = nil
 }
 
-// detach has the rest of the frame that is arriving for r dropped.
+// detach drops the rest of the frame that is arriving for r.
 func (r *RecvReq) detach() {
 	if pr := r.st.pr; pr.target == r {
 		if h := &pr.cur; h.Kind == frameEager {

@@ -27,9 +27,9 @@ func tagged(t interface{ Fatal(...any) }, all []*p2p.Proxy) []*p2p.Channel {
 	return cs
 }
 
-// A receive that is cancelled, at whatever moment, loses nothing: the next one gets the whole
-// message, and the sender's is done only when somebody has it. So it is with sends that are
-// cancelled, of which nothing remains. What was behind keeps its order.
+// A receive that is cancelled at any moment loses nothing: the next one gets the whole message, and
+// the sender's request is done only when a receive has the message. A cancelled send leaves nothing
+// behind. Later messages keep their order.
 func TestCancelledMessagesAreWholeOrNot(t *testing.T) {
 	const window = 64 << 10
 	all := cluster(t, 2, window, nil)
@@ -97,7 +97,7 @@ func TestCancelledMessagesAreWholeOrNot(t *testing.T) {
 }
 
 // A message that arrives in the very look in which its receive gives up is received.
-func TestMessageAtTheLastMoment(t *testing.T) {
+func TestMessageArrivesAsReceiveIsCancelled(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
 	defer closeAll(all)
 	cs := tagged(t, all)
@@ -142,7 +142,7 @@ func TestMessageAtTheLastMoment(t *testing.T) {
 }
 
 // A sender that takes a message back while it is received leaves the receive to the next message.
-func TestReceiveOutlivesASendThatIsTakenBack(t *testing.T) {
+func TestReceiveSurvivesCancelledSend(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
 	defer closeAll(all)
 	cs := tagged(t, all)

@@ -2,24 +2,25 @@ package p2p
 
 import "fmt"
 
-// Notices are what a rank tells a peer of itself: a value for each of a few keys, of which the
-// latest counts. They need no receive, no credit and no operation: a rank takes them in whenever it
-// polls, before it has opened the channel too, and a link that comes up tells them again. So two
-// ranks that are linked for long enough know each other's latest values, whatever happened before.
+// Notices are values that a rank publishes to a peer, one for each of a few keys; the latest
+// counts. They need no receive, no credit and no operation. A rank receives them whenever it polls,
+// even before it has opened the channel, and a new link sends them again. So two ranks with a
+// working link know each other's latest values.
 
 const (
-	// NoticeKeys is how many keys there are: 0 to NoticeKeys-1.
+	// NoticeKeys is the number of keys: 0 to NoticeKeys-1.
 	NoticeKeys = 3
 	// MaxNotice is the longest value in bytes.
 	MaxNotice = 2048
 )
 
-// notices are what this rank has told a peer on a channel, and what it was told.
+// notices holds the values that this rank has sent to a peer on a channel, and those that it has
+// received.
 type notices struct{ told, heard [NoticeKeys][]byte }
 
-// Notice tells the ranks in slots, this one excepted, that key has value from now on. It does not
-// block; value is the channel's from then on. A rank that no link leads to learns of it when there
-// is one, which Notice does not ask for: see Reach. With the lock.
+// Notice sets the value of key for the ranks in slots, except this one. It does not block. value
+// belongs to the channel afterwards. A rank without a link gets the value when it has one; Notice
+// does not request the link: see Reach. With the lock.
 func (c *Channel) Notice(slots []int, key int, value []byte) {
 	if len(value) > MaxNotice {
 		panic(fmt.Sprintf("a notice of %d bytes, at most %d can be told", len(value), MaxNotice))
@@ -43,8 +44,8 @@ func (c *Channel) tell(st *stream, key int) {
 	c.control(st.pr, Header{Kind: frameNotice, Seq: uint64(key), Len: uint32(len(v))}, v)
 }
 
-// OnNotice sets who hears what peers tell, and tells what they have told before. f is called with
-// the lock by whoever polls, and must not block; value is f's.
+// OnNotice sets the handler for notices, and calls it for those that have arrived. Polling
+// goroutines call f with the lock; f must not block. value belongs to f.
 func (c *Channel) OnNotice(f func(slot, key int, value []byte)) {
 	c.hears = f
 	for slot, st := range c.fast {
@@ -56,7 +57,7 @@ func (c *Channel) OnNotice(f func(slot, key int, value []byte)) {
 	}
 }
 
-// noticed takes in what a peer tells.
+// noticed handles a notice.
 func (c *Channel) noticed(st *stream, key int, value []byte) {
 	st.notices.heard[key] = append([]byte{}, value...)
 	if c.hears != nil && c.ranks != nil && st.slot >= 0 {
@@ -64,13 +65,13 @@ func (c *Channel) noticed(st *stream, key int, value []byte) {
 	}
 }
 
-// Reach makes progress once, as Progress does, and has a link made with the rank in slot if there
-// is none. With the lock, which it may give up meanwhile.
+// Reach makes progress once, as Progress does, and requests a link to the rank in slot if there is
+// none. With the lock, which it may release meanwhile.
 func (c *Channel) Reach(w *Wait, slot int) error {
 	return c.p.progress(w, c.stream(slot).pr)
 }
 
-// checkNotice looks at the header of a frame that says it is a notice.
+// checkNotice validates the header of a notice.
 func checkNotice(pr *peer, h *Header) error {
 	if h.Seq >= NoticeKeys || h.Len == 0 || h.Len > MaxNotice {
 		return fmt.Errorf("%w: rank %d sent a notice of %d bytes for key %d", ErrProtocol, pr.rank, h.Len, h.Seq)

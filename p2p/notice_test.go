@@ -11,7 +11,7 @@ import (
 
 // A notice reaches a peer that has not opened the channel yet, of several the latest counts, and
 // long ones arrive whole.
-func TestNoticesTellTheLatestValue(t *testing.T) {
+func TestNoticesCarryLatestValue(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
 	defer closeAll(all)
 	name := p2p.Name{Number: 2}
@@ -61,8 +61,8 @@ func TestNoticesTellTheLatestValue(t *testing.T) {
 	}
 }
 
-// A link that comes up again tells the notices again; those of a life that is over are forgotten.
-func TestNoticesOutliveALink(t *testing.T) {
+// A link that comes up again sends the notices again; those of an old incarnation are dropped.
+func TestNoticesAreResentAfterReconnect(t *testing.T) {
 	all := cluster(t, 2, 64<<10, nil)
 	defer closeAll(all)
 	cs := tagged(t, all)
@@ -88,7 +88,7 @@ func TestNoticesOutliveALink(t *testing.T) {
 		t.Fatalf("heard %v", heard)
 	}
 	for r, p := range all { // both take the link for lost, and begin anew
-		p.Vacate(1-r, 0, p2p.ErrPeerGone)
+		p.MarkDead(1-r, 0, p2p.ErrPeerGone)
 	}
 	all[0].Lock()
 	cs[0].Notice([]int{1}, 0, []byte{2})

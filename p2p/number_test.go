@@ -17,7 +17,7 @@ func pair(t *testing.T) (a, b *member) {
 
 // Channels that come and go over one link take each other's numbers: what a link keeps for them is
 // bounded by how many are open at once.
-func TestNumbersOfChannelsAreUsedAgain(t *testing.T) {
+func TestChannelNumbersAreReused(t *testing.T) {
 	a, b := pair(t)
 	for i := range 500 {
 		name := a.Reserve(2)
@@ -47,7 +47,7 @@ func TestNumbersOfChannelsAreUsedAgain(t *testing.T) {
 	}
 }
 
-// Names that one rank reserves are never the same, nor are those of two ranks or of two lives.
+// Names are unique among those that one rank reserves, and across ranks and incarnations.
 func TestNamesAreReserved(t *testing.T) {
 	a, b := pair(t)
 	had := map[p2p.Name]bool{}
@@ -63,7 +63,7 @@ func TestNamesAreReserved(t *testing.T) {
 	}
 }
 
-// The accounts of credit wrap while traffic goes on.
+// The credit counters wrap while messages pass.
 func TestCreditWraps(t *testing.T) {
 	a, b := pair(t)
 	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
@@ -89,8 +89,8 @@ func TestCreditWraps(t *testing.T) {
 	}
 }
 
-// Whoever waits for a peer that says nothing sends it something now and then, so that a transport
-// can tell a host that does not answer.
+// A rank that waits for a silent peer sends it a frame from time to time, so that a transport can
+// detect a host that does not answer.
 func TestWaitersSendHeartbeats(t *testing.T) {
 	all := make([]*p2p.Proxy, 2)
 	id := func(r int) p2p.Identity { return p2p.Identity{Rank: r, Incarnation: uint64(r) + 1} }
@@ -139,8 +139,8 @@ func TestWaitersSendHeartbeats(t *testing.T) {
 	}
 }
 
-// Who is kept in an operation keeps those who are past it: what it has said counts until it gets
-// on.
+// A rank that waits in an operation delays ranks that are past it: its announcement counts until it
+// continues.
 func TestWaitsForOfAnEarlierOperation(t *testing.T) {
 	a, b := pair(t)
 	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)

@@ -8,27 +8,28 @@ import (
 	"tutti/mem"
 )
 
-// What a transport and a link can do with remote memory is a set of small interfaces beside
-// Transport and Link. A rank that exposes memory calls its transports (Exposer); a peer that got
-// the description calls the link to that rank (Putter, Getter, Completer, Flusher).
+// A set of small interfaces beside Transport and Link describes what they can do with remote
+// memory. A rank that exposes memory calls its transports (Exposer). A peer that has the
+// description calls its link to that rank (Putter, Getter, Completer, Flusher).
 //
 // The methods of links follow the rules of Link.Send: one goroutine at a time, no blocking, no
-// allocation when warm. Operations make progress in Recv, which takes what the peer sends, and in
-// Poll. At the target they need its progress too where frames carry the data (tcp): there memory is
-// written, and read, while the target's proxy polls the link.
+// allocation when warm. Operations make progress in Recv and in Poll. If frames carry the data
+// (tcp), they also need progress at the target, which reads and writes the memory while its proxy
+// polls the link.
 
 // Errors of operations on remote memory, wrapped.
 var (
-	// ErrAgain: the operation was not begun, for there is no room, or the link has yet to be told
-	// where the memory is. Try again after Poll has returned something, or Host.Wake was called.
+	// ErrAgain: the operation was not begun, because there is no room, or the link does not know
+	// the memory's location yet. Try again after Poll has returned completions, or Host.Wake was
+	// called.
 	ErrAgain = errors.New("no room for the operation now")
-	// ErrRevoked: the memory is not exposed: it was withdrawn, or the generation is another's.
+	// ErrRevoked: the memory is not exposed: it was withdrawn, or the generation is another one.
 	ErrRevoked = errors.New("memory is not exposed, or no longer")
-	// ErrRights: the memory is exposed, but not for this.
+	// ErrRights: the memory is exposed without the right for this operation.
 	ErrRights = errors.New("access right missing")
 	// ErrBounds: the operation reaches beyond the exposed range, or a signal's word is not aligned.
 	ErrBounds = errors.New("out of bounds")
-	// ErrCancelled: Cancel was called. A put may have been placed, in part or whole.
+	// ErrCancelled: Cancel was called. A put may have been placed in part or as a whole.
 	ErrCancelled = errors.New("operation cancelled")
 )
 
@@ -39,7 +40,7 @@ type AccessError struct {
 	Region     uint64 // of the peer
 	Generation uint64
 	Offset     uint64 // from the beginning of the exposed range
-	Length     uint64 // bytes that were to be moved
+	Length     uint64 // bytes of the operation
 	Err        error
 }
 
@@ -55,8 +56,7 @@ func NewAccessError(op string, to *mem.Remote, offset, length uint64, err error)
 	return &AccessError{Op: op, Region: to.ID, Generation: to.Generation, Offset: offset, Length: length, Err: err}
 }
 
-// CheckAccess says whether n bytes at offset of to may be used with rights, as far as to itself
-// says. The error is an *AccessError.
+// CheckAccess checks whether to allows rights on n bytes at offset. The error is an *AccessError.
 func CheckAccess(op string, to *mem.Remote, rights mem.Rights, offset, n uint64) error {
 	switch {
 	case !to.Rights.Has(rights):
@@ -70,70 +70,71 @@ func CheckAccess(op string, to *mem.Remote, rights mem.Rights, offset, n uint64)
 // Signal is a word that a put writes at the target. The zero Signal writes none.
 //
 // A word is 64 bits of host memory, aligned to 8 bytes, with one writer: a program keeps one for
-// each source and counter. Value is absolute, so that writing it again does no harm; the target
-// sees it by an atomic load (mem.Memory.Word), and with it everything that it is ordered after.
+// each source and counter. Value is absolute, so that it may be written twice. The target reads it
+// by an atomic load (mem.Memory.Word), and then sees everything that it is ordered after.
 type Signal struct {
 	At     *mem.Remote // memory exposed with mem.Signal; nil: no signal
 	Offset uint64      // of the word in the exposed range
 	Value  uint64
-	// Strong orders the signal after all puts that were begun before on this link; otherwise it
-	// follows its own put alone.
+	// Strong orders the signal after all puts that were begun before on this link. Otherwise it is
+	// ordered only after its own put, and after earlier signals to the same word.
 	Strong bool
 }
 
 // Completion says that an operation has ended.
 type Completion struct {
-	ID uint64 // as given when it was begun
-	// Bytes is how much was moved: everything if Err is nil.
+	ID uint64 // as given when the operation was begun
+	// Bytes is the number of bytes moved: all if Err is nil.
 	Bytes int
 	// Err is why the operation failed: an *AccessError, or an error that wraps ErrPeerGone,
-	// ErrClosed or ErrCancelled. A put that failed may have been placed in part, its signal was not
-	// written before all of it was.
+	// ErrClosed or ErrCancelled. A put that failed may have been placed in part; its signal is
+	// never written before all of its data.
 	Err error
 }
 
-// Putter is a link that can write to memory which the peer has exposed.
+// Putter is a link that can write to the peer's exposed memory.
 type Putter interface {
-	// Put begins to copy local to offset of to, and then to write s. local stays the caller's, who
-	// must not change it before the completion. ErrAgain: nothing was begun. Other errors say what
-	// is wrong with the arguments (an *AccessError where to itself does not allow it), or with the
-	// link; nothing was begun then either. The completion says that the data is placed and visible
-	// to the target's CPU, and the signal written. Puts end in any order. With mem.Memory{} and a
-	// signal it is a signal alone.
+	// Put begins to copy local to offset of to, and then to write s. The caller must not change
+	// local before the completion. ErrAgain: nothing was begun. Other errors concern the arguments
+	// (an *AccessError if to does not allow it) or the link; nothing was begun then either. The
+	// completion says that the data is placed and visible to the target's CPU, and the signal
+	// written. Puts end in any order. With mem.Memory{} and a signal only the signal is written.
 	Put(id uint64, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error
 }
 
-// Immediate is a Putter that can end small puts at once, as one can that writes to the peer's memory
-// itself.
+// Immediate is a Putter that can complete small puts at once, because it writes to the peer's
+// memory itself.
 type Immediate interface {
-	// PutNow is Put for a transfer that takes no longer than a microsecond or so. True: it has ended
-	// well, and all puts before it; there is no completion. False: nothing was begun, use Put.
-	PutNow(local mem.Memory, to *mem.Remote, offset uint64, s Signal) bool
+	// PutNow is Put of host memory for a transfer that takes about a microsecond; a nil s is no
+	// signal. True: it has succeeded, and all puts before it; there is no completion. False: nothing
+	// was begun, use Put.
+	PutNow(local []byte, to *mem.Remote, offset uint64, s *Signal) bool
 }
 
-// Getter is a link that can read memory which the peer has exposed.
+// Getter is a link that can read the peer's exposed memory.
 type Getter interface {
 	// Get begins to copy from offset of from to local, which belongs to the link until the
-	// completion, or until Cancel returns. Errors are as of Put.
+	// completion, or until Cancel returns. Errors are those of Put.
 	Get(id uint64, local mem.Memory, from *mem.Remote, offset uint64) error
 }
 
-// Completer is a link that says which operations have ended. Link.Arm returns true, or a wake
-// follows, when Poll may get further.
+// Completer is a link that reports which operations have ended. Link.Arm returns true, or a wake
+// follows, when Poll may make progress.
 type Completer interface {
-	// Poll makes progress and stores completions to out, and returns how many. Each operation that
-	// was begun has one. When the link has failed, and Recv has said so, or was closed, all that
-	// are left end with why.
+	// Poll makes progress, stores completions to out, and returns their number. Each operation has
+	// one. When Recv has returned the link's failure, or the link was closed, all remaining
+	// operations end with that error.
 	Poll(out []Completion) int
-	// Cancel ends the operations with id: their local memory is not touched after it has returned.
+	// Cancel ends the operations with id: their local memory is not used after it has returned.
 	// Their completions follow, with ErrCancelled unless they had ended before.
 	Cancel(id uint64)
 }
 
-// Flusher is a link that can tell when all that was put is placed.
+// Flusher is a link that reports when all puts are placed.
 type Flusher interface {
-	// FlushPuts begins an operation that ends when all puts that were begun before have ended. Where
-	// the target's memory is a device's, they are visible to the device then. ErrAgain as of Put.
+	// FlushPuts begins an operation that ends when all puts that were begun before have ended. If
+	// the target's memory belongs to a device, they are then visible to the device. ErrAgain is as
+	// in Put.
 	FlushPuts(id uint64) error
 }
 
@@ -148,24 +149,23 @@ type OneSided interface {
 // MaxOutstanding is how many operations on remote memory a link takes at a time.
 const MaxOutstanding = 128
 
-// Exposer is a transport whose links can reach memory that this rank has exposed. Its methods may be
+// Exposer is a transport whose links can reach exposed memory of this rank. Its methods may be
 // called from any goroutine; the proxy's lock must not be held.
 type Exposer interface {
-	// Expose opens the range of r that x describes (all of it but the keys, valid) to peers that
-	// learn of it, and returns the key for the path of this transport. It fails with
-	// errors.ErrUnsupported if peers cannot reach r through this transport. r must not be freed
-	// before Withdraw.
+	// Expose opens the range of r that x describes (x is valid, without keys) to peers, and returns
+	// the key for this transport's path. It fails with errors.ErrUnsupported if peers cannot reach
+	// r through this transport. r must not be freed before Withdraw.
 	Expose(r *mem.Region, x *mem.Remote) (key []byte, err error)
-	// Withdraw ends what Expose began. When it returns nil, nobody reads or writes the memory
-	// through this transport, and nobody will. It waits for peers that are just doing so, until ctx
-	// ends; then the memory must stay, and Withdraw be called again. A peer that is gone is not
-	// waited for.
+	// Withdraw ends Expose. When it returns nil, no peer reads or writes the memory through this
+	// transport any more. It waits for peers that are doing so, until ctx ends; then the memory
+	// must stay allocated, and Withdraw may be called again. It does not wait for peers that are
+	// gone.
 	Withdraw(ctx context.Context, x *mem.Remote) error
 }
 
-// WritableAllocator is a transport that can make memory which peers may be allowed to write.
+// WritableAllocator is a transport that can make memory for peers to write.
 type WritableAllocator interface {
 	// AllocWritable is Allocator.Alloc for a region that can be exposed with every right. Peers get
-	// it for writing only while it is exposed with mem.Write or mem.Signal.
+	// write access only while it is exposed with mem.Write or mem.Signal.
 	AllocWritable(n int) (*mem.Region, error)
 }

@@ -51,7 +51,7 @@ func TestPathFollowsFromLocationsAndSize(t *testing.T) {
 
 // Memory at Anywhere, as all control memory is, takes no path that depends on a device, whatever
 // paths there are, in whatever order.
-func TestControlMemoryTakesNoPathOfADevice(t *testing.T) {
+func TestControlMemoryTakesNoDevicePath(t *testing.T) {
 	var kinds []PathSpec
 	for _, k := range []LocationKinds{HostMemory, DeviceMemory, HostMemory | DeviceMemory} {
 		for _, device := range []bool{false, true} {

@@ -1,4 +1,4 @@
 package p2p
 
-// pause tells the core that this is a spin loop.
+// pause is the processor's hint for spin loops.
 func pause()

@@ -5,7 +5,7 @@ import "fmt"
 // pollAll makes progress on every link and reports whether there was any.
 func (p *Proxy) pollAll() bool {
 	any := false
-	for i := 0; i < len(p.links); i++ { // a link may go down, and out of the list, meanwhile
+	for i := 0; i < len(p.links); i++ { // a link may fail and leave the list
 		if p.poll(p.links[i]) {
 			any = true
 		}
@@ -68,7 +68,7 @@ func (p *Proxy) poll(pr *peer) bool {
 	return true
 }
 
-// fill takes more of a payload that comes piece by piece.
+// fill takes the next part of a payload that arrives in pieces.
 func (p *Proxy) fill(pr *peer) bool {
 	dst := pr.dst
 	if dst == nil {
@@ -98,7 +98,7 @@ func (p *Proxy) fill(pr *peer) bool {
 	return true
 }
 
-// take moves the current frame's payload to dst (nil: drops it), now or as it arrives; finish
+// take moves the current frame's payload to dst (nil: drops it), now or as it arrives. finish
 // follows.
 func (p *Proxy) take(pr *peer, payload, dst []byte) {
 	if payload == nil && pr.cur.Len > 0 {
@@ -111,7 +111,7 @@ func (p *Proxy) take(pr *peer, payload, dst []byte) {
 	p.finish(pr)
 }
 
-// finish ends the current frame, whose payload is where it belongs.
+// finish ends the current frame, whose payload is complete.
 func (p *Proxy) finish(pr *peer) {
 	pr.link.Release()
 	h := &pr.cur
@@ -119,7 +119,7 @@ func (p *Proxy) finish(pr *peer) {
 	st, to := pr.st, pr.target
 	pr.target = nil
 	switch {
-	case st == nil: // the channel was closed meanwhile
+	case st == nil: // the channel was closed
 		if e, ok := to.(*early); ok {
 			p.pool.put(e.buf)
 		}
@@ -155,12 +155,13 @@ func (e *early) placed(_ *Proxy, st *stream, _ *Header) {
 	st.c.arrived(st, e)
 }
 
-// deliver starts on a frame that the link offers. An error means that the peer broke the protocol.
+// deliver handles a frame that the link returned. An error means that the peer violated the
+// protocol.
 func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 	pr.cur = *h
 	h = &pr.cur
 	if h.Service != 0 {
-		return fmt.Errorf("%w: rank %d sent a frame of service %d, which nobody here serves", ErrProtocol, pr.rank,
+		return fmt.Errorf("%w: rank %d sent a frame of service %d, which is unknown here", ErrProtocol, pr.rank,
 			h.Service)
 	}
 	pr.counts.received(int(h.Len))
@@ -296,7 +297,7 @@ func (p *Proxy) deliver(pr *peer, h *Header, payload []byte) error {
 }
 
 // streamFor returns the peer's traffic on a channel, which may not be open yet; nil if the channel
-// was closed, or this epoch of it.
+// or this epoch of it was closed.
 func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 	c := p.chans[key]
 	if c == nil {
@@ -316,11 +317,11 @@ func (p *Proxy) streamFor(pr *peer, key chanKey) (*stream, error) {
 	return c.streamOf(pr), nil
 }
 
-// keep puts the current frame aside until somebody asks for it; the peer's credit bounds how much
-// that can be.
+// keep puts the current frame aside until a receive matches it. The peer's credit bounds the
+// memory.
 func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 	n := int(pr.cur.Len)
-	// Nobody asks for these: they are taken in when they are here.
+	// No receive matches these frames: they are handled on arrival.
 	unasked := pr.cur.Kind == frameAbort || pr.cur.Kind == frameNotice
 	if !unasked {
 		if st.held += int(cost(n)); st.held > st.c.window {
@@ -341,7 +342,8 @@ func (p *Proxy) keep(pr *peer, st *stream, payload []byte) error {
 	return nil
 }
 
-// arrived is called when a kept frame is complete: it may be what somebody asked for while it came.
+// arrived is called when a kept frame is complete. A receive may have been matched with it while it
+// arrived.
 func (c *Channel) arrived(st *stream, e *early) {
 	switch e.h.Kind {
 	case frameAbort:
@@ -359,7 +361,7 @@ func (c *Channel) arrived(st *stream, e *early) {
 	}
 }
 
-// takeEarly gives the oldest kept frame of the ordered lane to the receive that waits for it.
+// takeEarly delivers the oldest kept frame of the ordered lane to the receive that waits for it.
 func (p *Proxy) takeEarly(st *stream) {
 	e := st.early[0]
 	if r := st.posted.front(); st.c.accepts(r, &e.h) {
@@ -382,8 +384,8 @@ func (p *Proxy) dropEarly(st *stream, i int) {
 	p.repay(st)
 }
 
-// abortedBy records a peer's abort and passes it on to the members that we are linked with, once:
-// who waits for a rank that has aborted is linked with it.
+// abortedBy records a peer's abort and passes it on once to the linked members. A member that waits
+// for the aborting rank has a link to that rank.
 func (c *Channel) abortedBy(st *stream, payload []byte) {
 	c.Abort(&Aborted{Rank: st.slot, Payload: payload}, payload)
 }

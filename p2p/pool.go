@@ -5,8 +5,8 @@ import (
 	"math/bits"
 )
 
-// pool holds what arrives early, in control memory. Blocks come in powers of two; what is out is
-// bounded by the credits, what is kept by what was out.
+// pool keeps frames that arrive early, in control memory. Block sizes are powers of two. The
+// credits bound the blocks in use, and so the blocks kept for reuse.
 type pool struct {
 	control func(n int) (*Region, error)
 	regions []*Region

@@ -11,45 +11,45 @@ import (
 	"time"
 )
 
-// The frames of the proxy. Header fields that are not named are 0; Ack is always the credit of
-// (Chan, this direction's reverse).
+// The proxy's kinds of frames. Header fields that are not named are 0. Ack is always the credit of
+// the channel's other direction.
 const (
-	// ordered lane. Seq, Call, Count: the operation; Off: place in the message; flagLast on its
-	// last frame
+	// Ordered lane. Seq, Call, Count: the operation; Off: position in the message; flagLast on its
+	// last frame.
 	frameData   = iota + 1
 	frameCredit // carries only Ack
 	frameAbort  // the channel failed at the sender; payload: why
-	frameBye    // the sender closed the channel in good order
+	frameBye    // the sender closed the channel
 	frameEager  // tagged message, whole. Count: tag
 	frameRTS    // tagged message, announced. Count: tag, Seq: sender's id, Off: bytes
-	// Seq: sender's id, Off: receiver's id, 0: the receiver does not want it now, all of it is to
-	// come again; flagDrop: it has it, or does not want it at all
+	// Seq: sender's id, Off: receiver's id, 0: the receiver does not want it now, and all of it has
+	// to be sent again; flagDrop: the receiver has it, or does not want it at all.
 	frameCTS
 	frameBulk // data of an announced message. Seq: receiver's id, Off: place
-	// the sender has been waiting for long. Seq, Call, Count: in which operation; Off: for whom,
-	// see packSlots
+	// The sender has been waiting for long. Seq, Call, Count: the operation; Off: the slots that it
+	// waits for, see packSlots.
 	frameStatus
-	frameLeave  // the sender goes on in another epoch. Seq: the last operation that it has run in this one
-	frameCancel // the sender took an announced message back. Seq: sender's id, Off: receiver's id or 0
-	// nothing: somebody waits for the peer, and wants to know whether its host answers; of no
-	// channel
+	frameLeave  // the sender moved to another epoch. Seq: the last operation that it has run in this one
+	frameCancel // the sender cancelled an announced message. Seq: sender's id, Off: receiver's id or 0
+	// No content: a check whether the peer's host answers; of no channel.
 	frameBeat
-	// from now on Chan stands for this channel. Seq, Call: its name, Count, Off: its epoch; no
-	// credit
+	// Chan stands for this channel in later frames. Seq, Call: its name, Count, Off: its epoch; no
+	// credit. flagClosed: the sender has closed it, and the frames that follow say so.
 	frameOpen
-	frameNotice // payload: what key Seq of the sender is from now on; no credit
+	frameNotice // payload: the new value of the sender's key Seq; no credit
 )
 
 const (
 	flagLast = 1 << iota
 	flagDrop
 	flagHint // see Channel.Begin
+	flagClosed
 )
 
 // MaxAbort is the longest payload of Abort in bytes.
 const MaxAbort = 1024
 
-// maxUnopened bounds the channels that peers may use before this rank opens them.
+// maxUnopened bounds the channels with frames of peers that this rank has not opened yet.
 const maxUnopened = 4096
 
 // PeerError says that a peer's link failed or could not be made.
@@ -61,19 +61,20 @@ type PeerError struct {
 func (e *PeerError) Error() string { return fmt.Sprintf("rank %d: %v", e.Rank, e.Err) }
 func (e *PeerError) Unwrap() error { return e.Err }
 
-// Peer is what a directory knows of a rank.
+// Peer is the directory's entry of a rank.
 type Peer struct {
 	Identity
 	Endpoints map[string][]byte // by transport name
 }
 
-// Config is what a Proxy is made of. All fields without a default must be set.
+// Config describes a Proxy. All fields without a default must be set.
 type Config struct {
 	Self   Identity
 	Size   int // ranks of the job
 	Secret []byte
 	// Resolve asks the directory for a rank; it may block until ctx ends, and returns an error that
-	// wraps ErrPeerGone when the rank is known to be gone.
+	// wraps ErrPeerGone when the rank is known to be gone, and ErrStale when what it knows is out of
+	// date: then it is asked again.
 	Resolve func(ctx context.Context, rank int) (Peer, error)
 	// Transports in order of preference. The proxy owns them.
 	Transports []Transport
@@ -82,53 +83,53 @@ type Config struct {
 	Window int
 	// Oversubscribed says that there are more local ranks than cores: waiters then yield at once.
 	Oversubscribed bool
-	// Threads says that all ranks are goroutines of this process, so that yielding is the Go
-	// scheduler's business alone.
+	// Threads says that all ranks are goroutines of this process, so that yielding to the Go
+	// scheduler is sufficient.
 	Threads bool
-	// Notify hears of every link that comes up (err nil) or goes down, with the peer's incarnation.
-	// It is called with the proxy's lock and must not block.
+	// Notify is called for every link that comes up (err nil) or goes down, with the peer's
+	// incarnation. It is called with the proxy's lock and must not block.
 	Notify func(peer Identity, err error)
-	// Clients takes the links of programs that are no ranks. Default: they are refused.
+	// Clients receives the links of programs that are not ranks. Default: they are refused.
 	Clients Clients
-	// Patient, if it returns true, has a peer that refuses this rank as unknown dialled again: it
-	// may still believe in an earlier life of this rank. Who has not come yet is dialled for 30 s,
-	// too. Called by any goroutine, with or without the lock.
+	// Patient, if it returns true, makes the proxy dial a peer again that refuses this rank as
+	// unknown: the peer may still expect an earlier incarnation. A peer that has not started yet is
+	// dialled for 30 s in any case. Called by any goroutine, with or without the lock.
 	Patient func() bool
-	// ConnectTimeout bounds how long a peer that is being dialled may stay unreachable. Default 30
-	// s.
+	// ConnectTimeout bounds how long a peer may be unreachable while it is dialled. Default 30 s.
 	ConnectTimeout time.Duration
-	// Progress has a goroutine of the proxy's make progress while nobody waits, from Listen to Close.
-	// It sleeps while nothing comes; peers then have to wake it.
+	// Progress starts a goroutine that makes progress while no operation waits, from Listen to
+	// Close. It sleeps while no frames come; peers then have to wake it.
 	Progress bool
-	// Turn is the number of bytes that are moved with the lock before others get it who want it. To
-	// hand the lock over takes another thread to wake. Default 512 KiB, some tens of microseconds.
+	// Turn is the number of bytes that are moved with the lock before it is offered to other
+	// goroutines. Handing it over usually means waking another thread. Default 512 KiB, some tens
+	// of microseconds.
 	Turn int
-	// Heartbeat is how often a peer that somebody waits for is sent a frame that says nothing, so
-	// that a transport notices when the peer's host does not answer. Default 0: never.
+	// Heartbeat is the interval of empty frames to a peer that an operation waits for, so that a
+	// transport notices when the peer's host does not answer. Default 0: none.
 	Heartbeat time.Duration
-	// Linger bounds how long Vacate leaves a Distant link in service for what the peer may have sent
-	// before it left. Default 0: not at all.
+	// Linger bounds how long MarkDead keeps a Distant link for frames that the peer sent before it
+	// left. Default 0: not at all.
 	Linger time.Duration
 	Logger *slog.Logger // default: none
 }
 
-// Clients serves programs that know the job's secret and are no ranks. Its methods are called from
+// Clients serves programs that know the job's secret but are not ranks. Its methods are called from
 // any goroutine, without the proxy's lock.
 type Clients interface {
 	// Admit is Host.Admit for a client.
 	Admit(from Identity) error
-	// Accepted takes the link of an admitted client, and owns it from then on: the proxy neither
-	// polls nor closes it.
+	// Accepted passes the link of an admitted client to the callee, which owns it: the proxy
+	// neither polls nor closes it.
 	Accepted(from Identity, l Link, transport string)
 }
 
 // DefaultWindow is Config.Window's default for a job of size ranks.
 func DefaultWindow(size int) int { return min(max(64<<20/max(size, 1)&^4095, 32<<10), 512<<10) }
 
-// Proxy is a rank's engine for all traffic with its peers. It owns the links, matches what is sent
-// with what is awaited, keeps the credits and makes progress: there is no thread of its own but with
-// Config.Progress, whoever waits polls. All state is under one lock, held while polling and matching
-// but never while sleeping.
+// Proxy is a rank's engine for all traffic with its peers. It owns the links, matches messages with
+// receives, manages the credits and makes progress. It has no thread, except with Config.Progress:
+// waiters poll. All state is under one lock, which is held while polling and matching but never
+// while sleeping.
 type Proxy struct {
 	cfg       Config
 	log       *slog.Logger
@@ -136,13 +137,13 @@ type Proxy struct {
 	ctx       context.Context // ends at Close
 	cancel    context.CancelFunc
 	wg        sync.WaitGroup
-	dials     chan struct{} // bounds dialling
+	dials     chan struct{} // limits concurrent dials
 
 	mu       sync.Mutex
 	peers    []peer  // by rank
 	links    []*peer // those with a live link
 	chans    map[chanKey]*Channel
-	floors   map[Name]floor // of channels that were opened: what arrives below is dropped
+	floors   map[Name]floor // of channels that were opened: frames of earlier epochs are dropped
 	unopened int
 	reserved uint64 // names of channels
 	pool     pool
@@ -151,13 +152,13 @@ type Proxy struct {
 	closed   bool
 	regions  regions
 	boards   []board       // words of exposures
-	tickets  atomic.Uint64 // the latest of any exposure
+	tickets  atomic.Uint64 // the latest one of all exposures
 	wanted   atomic.Int32  // goroutines in Lock
 	behind   atomic.Int32  // goroutines in regain
 	working  atomic.Int32  // goroutines between Leave and Return
-	moved    int           // bytes since the last turn
+	moved    int           // bytes since the lock was last offered
 
-	ended [16]Completion // being taken from a link
+	ended [16]Completion // buffer for Poll
 
 	sleepMu  sync.Mutex
 	sleepers []*Wait
@@ -165,7 +166,7 @@ type Proxy struct {
 	draining bool // see drain
 }
 
-// peer is what the proxy knows of one rank.
+// peer is the proxy's state of one rank.
 type peer struct {
 	rank int
 	connection
@@ -176,55 +177,55 @@ type peer struct {
 }
 
 // connection is a peer's link, or why there is none. At most one of link and err is set. Without
-// either the peer is not linked yet: dialing and admitted say what is being done about that.
+// either the peer is not linked yet: dialing and admitted say whether that is under way.
 type connection struct {
-	id       Identity // zero Incarnation: not known yet
+	id       Identity // Incarnation 0: not known yet
 	link     Link
-	linkNo   uint64 // which of the peer's links that is
-	err      error  // the peer is gone, until Relink or Vacate says otherwise
-	vacant   bool   // any incarnation may link itself
+	linkNo   uint64 // counts the peer's links
+	err      error  // the peer has failed, until Reconnect or MarkDead
+	vacant   bool   // any incarnation may link
 	leaving  *leaving
-	was      error // err before Relink, until there is a link
-	bye      bool  // it said goodbye first
+	was      error // err before Reconnect, until there is a link
+	bye      bool  // it closed its channels first
 	dialing  bool
-	since    time.Time // link first wanted
-	admitted time.Time // an incoming connection was admitted, and is expected
+	since    time.Time // when the link was first wanted
+	admitted time.Time // when an incoming connection was admitted that has not become a link
 	stop     context.CancelFunc
-	beaten   time.Time // when a heartbeat was sent last
+	beaten   time.Time // time of the last heartbeat
 }
 
-// sender is what is to be sent to a peer. All of it ends with the link.
+// sender is the state of what is sent to a peer. It ends with the link.
 type sender struct {
-	numbers uint32     // of channels, that were given out over the link
-	free    []uint32   // those of them that nothing has any more
-	sendErr error      // sending failed; what has arrived is still read, then the link goes down
+	numbers uint32     // channel numbers given out on the link
+	free    []uint32   // those of them that are free again
+	sendErr error      // sending failed; frames that have arrived are read before the link goes down
 	refused bool       // the link had no room for the latest frame
-	unsent  bool       // the link keeps what it could not pass on
-	out     Header     // the frame that is being sent: on the heap once, not once a frame
+	unsent  bool       // the link has unsent data
+	out     Header     // the frame that is being sent; here to avoid an allocation for each frame
 	ctl     []ctl      // control frames that the link had no room for
-	queued  []*stream  // with messages of the tagged lane to begin
-	bulk    []*SendReq // that the peer has asked for
+	queued  []*stream  // streams with messages of the tagged lane to begin
+	bulk    []*SendReq // messages that the peer has asked for
 }
 
-// receiver is where what comes from a peer goes.
+// receiver is the state of what arrives from a peer.
 type receiver struct {
 	in     []inbound // by channel number
-	lent   *Recv     // has the current frame's payload in place; the link stands still
+	lent   *Recv     // it holds the current frame's payload in the link's memory, which blocks the link
 	cur    Header    // of the current frame
 	st     *stream   // of the current or last frame; nil: of a channel that was closed
-	target target    // what the current frame belongs to; nil: it is dropped
+	target target    // the destination of the current frame; nil: it is dropped
 	dst    []byte    // where the rest of the current frame goes
 	left   int       // bytes of it still to come, >= len(dst); what exceeds dst is dropped
 }
 
-// A target is what a frame with a payload belongs to: a *Recv of the ordered lane, a *RecvReq of the
-// tagged one, or an *early, which is kept until somebody asks for it.
+// A target is the destination of a frame with a payload: a *Recv of the ordered lane, a *RecvReq of
+// the tagged one, or an *early, which is kept until a receive matches it.
 type target interface {
-	// placed is called when the payload of frame h of st is where it belongs.
+	// placed is called when the payload of frame h of st is complete.
 	placed(p *Proxy, st *stream, h *Header)
 }
 
-// leaving is a peer that was vacated while its last frames may be under way.
+// leaving is a peer that was marked dead while its last frames may still arrive.
 type leaving struct {
 	why  error
 	over chan struct{} // closed when the link has gone down
@@ -235,10 +236,10 @@ type ctl struct {
 	payload []byte
 }
 
-// patience is how long a peer is dialled that may not have come yet.
+// patience bounds the dialling of a peer that may not have started yet.
 const patience = 30 * time.Second
 
-// New makes a proxy. It does nothing until Listen.
+// New makes a proxy. It is idle until Listen.
 func New(cfg Config) *Proxy {
 	if cfg.Window == 0 {
 		cfg.Window = DefaultWindow(cfg.Size)
@@ -270,7 +271,7 @@ func (p *Proxy) Listen(ctx context.Context) (map[string][]byte, error) {
 	for _, t := range p.cfg.Transports {
 		ep, err := t.Listen(ctx, &host{p, t.Name()})
 		if err != nil {
-			return nil, err // it names the transport
+			return nil, err // names the transport
 		}
 		if len(ep) > MaxEndpoint {
 			return nil, fmt.Errorf("%s: endpoint of %d bytes, at most %d are allowed", t.Name(), len(ep), MaxEndpoint)
@@ -294,8 +295,8 @@ func (p *Proxy) attend() {
 	}
 }
 
-// SetOversubscribed corrects Config.Oversubscribed once it is known how many ranks share the
-// machine. With the lock.
+// SetOversubscribed updates Config.Oversubscribed when the number of ranks on the machine is known.
+// With the lock.
 func (p *Proxy) SetOversubscribed(yes bool) {
 	p.cfg.Oversubscribed = yes
 	for _, pr := range p.links {
@@ -303,7 +304,7 @@ func (p *Proxy) SetOversubscribed(yes bool) {
 	}
 }
 
-// tune tells a link that this rank has a core of its own, if it has. With the lock.
+// tune tells a link if this rank has its own core. With the lock.
 func (p *Proxy) tune(l Link) {
 	if s, ok := l.(SeldomSleeper); ok && !p.cfg.Oversubscribed {
 		s.SleepSeldom()
@@ -320,7 +321,7 @@ func (p *Proxy) Closed() bool {
 // Endpoints returns what Listen returned.
 func (p *Proxy) Endpoints() map[string][]byte { return p.endpoints }
 
-// Lock and Unlock hold the proxy for a sequence of calls that says it needs that.
+// Lock locks the proxy for a sequence of calls that need the lock.
 func (p *Proxy) Lock() {
 	if !p.mu.TryLock() {
 		p.wanted.Add(1)
@@ -329,7 +330,7 @@ func (p *Proxy) Lock() {
 	}
 }
 
-// yield gives the lock to whoever waits for it, if anybody does, and reports whether it did.
+// yield offers the lock to goroutines in Lock, and reports whether there was one.
 func (p *Proxy) yield() bool {
 	if p.wanted.Load() == 0 && p.behind.Load() == 0 {
 		return false
@@ -340,8 +341,8 @@ func (p *Proxy) yield() bool {
 	return true
 }
 
-// regain takes the lock again for who gave it up while it waits for a peer. Those who spin do not
-// give it up sooner for that, as they do for Lock: they wait too, and deliver what comes for both.
+// regain takes the lock again after a wait released it. Waiters that spin do not release the lock
+// early for it, as they do for Lock: they wait too, and deliver frames for both.
 func (p *Proxy) regain() {
 	if !p.mu.TryLock() {
 		p.behind.Add(1)
@@ -350,26 +351,26 @@ func (p *Proxy) regain() {
 	}
 }
 
-// Leave gives up the lock for who is going to move much memory without it, and Return takes it
-// again. Meanwhile waiters that find nothing sleep and do not yield first: the kernel runs a thread
-// that wakes before one that computes, but not one that yields.
+// Leave releases the lock for a goroutine that moves much memory without it; Return takes it again.
+// Meanwhile idle waiters sleep at once instead of yielding first: the kernel prefers a thread that
+// wakes to one that computes, but not one that yields.
 func (p *Proxy) Leave() {
 	p.working.Add(1)
 	p.mu.Unlock()
 }
 
-// Return is Leave's counterpart.
+// Return undoes Leave.
 func (p *Proxy) Return() {
 	p.Lock()
 	p.working.Add(-1)
 }
 
-// Unlock is Lock's counterpart.
+// Unlock undoes Lock.
 func (p *Proxy) Unlock() { p.mu.Unlock() }
 
-// Close tells the peers goodbye, closes links, transports and regions made for control, and ends
-// every goroutine before it returns. Pending waits fail with ErrClosed. What was sent is still
-// delivered by the links, within their own bounds.
+// Close sends goodbyes, closes links, transports and control regions, and ends every goroutine
+// before it returns. Pending waits fail with ErrClosed. Links still deliver what was sent, within
+// their own bounds.
 func (p *Proxy) Close() error {
 	p.Lock()
 	if p.closed {
@@ -401,7 +402,7 @@ func (p *Proxy) Close() error {
 	p.Unlock()
 	p.wakeAll()
 	var first error
-	for _, t := range p.cfg.Transports { // no new links from here on
+	for _, t := range p.cfg.Transports { // no new links afterwards
 		if err := t.Close(); err != nil && first == nil {
 			first = err
 		}
@@ -426,7 +427,7 @@ func (p *Proxy) Close() error {
 	return first
 }
 
-// pending reports whether a link or the proxy still holds frames for a peer.
+// pending reports whether a link or the proxy still has frames to send.
 func (p *Proxy) pending() bool {
 	for _, pr := range p.links {
 		if pr.unsent || len(pr.ctl) > 0 && pr.sendErr == nil {
@@ -436,7 +437,7 @@ func (p *Proxy) pending() bool {
 	return false
 }
 
-// attach takes a new link into service, unless the peer already has one.
+// attach attaches a new link, unless the peer already has one.
 func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	p.Lock()
 	if p.closed || pr.link != nil || pr.err != nil && !pr.vacant {
@@ -445,7 +446,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 		return
 	}
 	if pr.stop != nil {
-		pr.stop() // our own dialling lost
+		pr.stop() // the peer's connection won
 	}
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, time.Time{}
 	pr.linkNo++
@@ -459,6 +460,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 			c.renew(st)
 		}
 		if st := c.streams[pr.rank]; st != nil {
+			st.introduce()
 			for key := range NoticeKeys {
 				c.tell(st, key)
 			}
@@ -474,7 +476,7 @@ func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
 	p.wakeAll()
 }
 
-// down takes a failed link out of service: evidence that the peer is gone.
+// down detaches a failed link: evidence that the peer is gone.
 func (p *Proxy) down(pr *peer, err error) {
 	if pr.link == nil {
 		return
@@ -508,10 +510,10 @@ func (p *Proxy) down(pr *peer, err error) {
 	p.wg.Add(1)
 	go func() { defer p.wg.Done(); l.Close(); finish(paths) }()
 	p.wakeAll()
-	if left != nil { // which was told when the peer was vacated
+	if left != nil { // it was told when the peer was marked dead
 		pr.leaving = nil
 		close(left.over)
-		pr.vacate(left.why)
+		pr.markDead(left.why)
 		return
 	}
 	if p.cfg.Notify != nil {
@@ -519,7 +521,7 @@ func (p *Proxy) down(pr *peer, err error) {
 	}
 }
 
-// unlend gives the payload that a Recv borrowed back to the link, keeping a copy.
+// unlend copies the payload that a Recv has on loan, and ends the loan.
 func (p *Proxy) unlend(pr *peer) {
 	r := pr.lent
 	if r == nil {
@@ -538,12 +540,12 @@ func (p *Proxy) returnLent(pr *peer) {
 	p.repay(st)
 }
 
-// Vacate says that this incarnation of rank is a member no more, or with 0 that none is. Its link, if
-// there is one, goes down because of why, waits for it fail then, and another incarnation may link
-// itself; one that is linked already stays. What the rank had sent is taken first: a Distant link
-// stays in service until the rank has ended it, Config.Linger is over or another incarnation comes.
-// Takes the lock itself.
-func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
+// MarkDead says that this incarnation of rank is no longer a member or, with 0, that there is none.
+// Its link goes down with the error why, which waits for it return, and another incarnation may
+// link; a link of another incarnation stays. Frames that the rank had sent are received first: a
+// Distant link stays until the rank has ended it, Config.Linger has passed, or another incarnation
+// links. Takes the lock itself.
+func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
@@ -552,7 +554,7 @@ func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
 		return
 	}
 	p.unlend(pr)
-	for until := time.Now().Add(readFor); p.poll(pr) && time.Now().Before(until); { // it may live, and go on sending
+	for until := time.Now().Add(readFor); p.poll(pr) && time.Now().Before(until); { // a live peer may continue to send
 	}
 	if _, distant := pr.link.(Distant); !distant || p.cfg.Linger <= 0 {
 		p.remove(pr, why)
@@ -580,39 +582,39 @@ func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
 	p.wakeAll()
 }
 
-// readFor is how long Vacate reads at once from a peer that goes on sending.
+// readFor bounds how long MarkDead reads from a peer that continues to send.
 const readFor = 50 * time.Millisecond
 
-// remove ends what is left of a peer's life.
+// remove ends the remaining state of a peer's incarnation.
 func (p *Proxy) remove(pr *peer, why error) {
 	p.down(pr, why)
 	for _, c := range p.chans {
 		if st := c.streams[pr.rank]; st != nil {
-			st.notices.heard = [NoticeKeys][]byte{} // of a life that is over
+			st.notices.heard = [NoticeKeys][]byte{} // of the old incarnation
 		}
 	}
 	if pr.stop != nil {
 		pr.stop()
 	}
-	pr.vacate(why)
+	pr.markDead(why)
 	p.wakeAll()
 }
 
-// vacate makes room for any incarnation.
-func (pr *peer) vacate(why error) {
+// markDead lets any incarnation link.
+func (pr *peer) markDead(why error) {
 	pr.err, pr.was, pr.vacant, pr.id, pr.since, pr.admitted = why, nil, true, Identity{}, time.Time{}, time.Time{}
 }
 
-// succeed ends the link of a peer that was vacated when another incarnation of it comes.
+// succeed ends the link of a peer that was marked dead when another incarnation links.
 func (p *Proxy) succeed(pr *peer, incarnation uint64) {
 	if pr.leaving != nil && pr.id.Incarnation != incarnation {
 		p.remove(pr, pr.leaving.why)
 	}
 }
 
-// Relink forgets why the link to rank failed, if it did, and makes one unless there is one. It does
-// not block; Config.Notify tells the outcome. Takes the lock itself.
-func (p *Proxy) Relink(rank int) {
+// Reconnect forgets why the link to rank failed, and makes a link unless there is one. It does not
+// block; Config.Notify reports the outcome. Takes the lock itself.
+func (p *Proxy) Reconnect(rank int) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
@@ -624,9 +626,9 @@ func (p *Proxy) Relink(rank int) {
 	p.connect(pr)
 }
 
-// Expect says which incarnation of rank is a member: no other is linked until Vacate. It does
-// nothing while there is a link, unless that is of another incarnation, which was vacated: it ends.
-// Takes the lock itself.
+// Expect sets the incarnation of rank that may link, until MarkDead. It does nothing while there is
+// a link, unless that is of another incarnation that was marked dead: it ends. Takes the lock
+// itself.
 func (p *Proxy) Expect(rank int, incarnation uint64) {
 	p.Lock()
 	defer p.Unlock()
@@ -640,8 +642,7 @@ func (p *Proxy) Expect(rank int, incarnation uint64) {
 	}
 }
 
-// Down returns why rank cannot be reached, nil while it can, or may be and never failed to. With
-// the lock.
+// Down returns why rank cannot be reached, nil if it can or has not failed yet. With the lock.
 func (p *Proxy) Down(rank int) error {
 	if pr := &p.peers[rank]; pr.err == nil {
 		return pr.was
@@ -649,16 +650,15 @@ func (p *Proxy) Down(rank int) error {
 	return p.peers[rank].err
 }
 
-// Progress polls once, or gives way and sleeps as long waits do, and returns nil when the caller
-// should look again at what it waits for, or why w must not wait any longer. With the lock, which
-// it may give up meanwhile.
+// Progress polls once, or yields and sleeps as long waits do. It returns nil when the caller should
+// check its condition again, else why w has ended. With the lock, which it may release meanwhile.
 func (p *Proxy) Progress(w *Wait) error { return p.progress(w, nil) }
 
-// Wake ends the sleep of everybody who waits, so that they look again at what they wait for. From
-// any goroutine.
+// Wake wakes all waiters, so that they check their conditions again. From any goroutine.
 func (p *Proxy) Wake() { p.wakeAll() }
 
-// Linked returns the incarnation that rank is linked as, 0 if it is not. Takes the lock itself.
+// Linked returns the incarnation that rank is linked with, 0 if it has no link. Takes the lock
+// itself.
 func (p *Proxy) Linked(rank int) uint64 {
 	p.Lock()
 	defer p.Unlock()
@@ -668,8 +668,8 @@ func (p *Proxy) Linked(rank int) uint64 {
 	return 0
 }
 
-// Idle looks once at every link, unless somebody else uses the proxy: for a rank that computes and
-// would not notice what happens to its peers.
+// Idle polls every link once, unless the lock is held: for a rank that computes and would otherwise
+// not notice failures of its peers.
 func (p *Proxy) Idle() {
 	if p.mu.TryLock() {
 		if !p.closed && p.asleep.Load() == 0 {
@@ -679,8 +679,8 @@ func (p *Proxy) Idle() {
 	}
 }
 
-// drain sees to it that what this rank has told its peers, as that an operation failed, goes out
-// although nobody may wait here any more. With the lock.
+// drain sends queued frames, for example that an operation failed, although no operation may wait
+// any more. With the lock.
 func (p *Proxy) drain() {
 	if p.draining || p.closed || !p.pending() {
 		return
@@ -697,8 +697,8 @@ func (p *Proxy) drain() {
 	})
 }
 
-// control sends a control frame of a channel in use, or keeps it until the link has room. It
-// carries the channel's credit, as every frame does.
+// control sends a control frame of an open channel, or queues it until the link has room. Like
+// every frame, it carries the channel's credit.
 func (c *Channel) control(pr *peer, h Header, payload []byte) {
 	if pr.link == nil || pr.sendErr != nil || c.retired {
 		return
@@ -708,7 +708,7 @@ func (c *Channel) control(pr *peer, h Header, payload []byte) {
 	c.p.queue(pr, h, payload)
 }
 
-// queue sends a frame after all others that wait to be sent.
+// queue sends a frame behind all queued ones.
 func (p *Proxy) queue(pr *peer, h Header, payload []byte) {
 	if len(pr.ctl) == 0 && p.transmit(pr, &h, payload) {
 		return
@@ -718,7 +718,8 @@ func (p *Proxy) queue(pr *peer, h Header, payload []byte) {
 	}
 }
 
-// transmit offers one frame to the peer's link; a failure takes the link down and returns false.
+// transmit offers one frame to the peer's link. If the link fails, it goes down, and transmit
+// returns false.
 func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
 	pr.out = *h
 	ok, err := pr.link.Send(&pr.out, payload)
@@ -730,10 +731,11 @@ func (p *Proxy) transmit(pr *peer, h *Header, payload []byte) bool {
 		}
 	}
 	if err != nil {
-		pr.sendErr = err // if the frame was taken, only flushing failed: the peer may have read it, and ended
+		pr.sendErr = err // if only flushing failed, the peer may have read the frame, and ended
 		return ok
 	}
-	// somebody may sleep until there is room: the link has forgotten its wish, and there was room
+	// A waiter may sleep until there is room, but the link has dropped its request because there
+	// was room.
 	if pr.refused && ok && p.asleep.Load() > 0 {
 		p.wakeAll()
 	}

@@ -260,7 +260,7 @@ func (r *recorder) Register(reg *p2p.Region) error {
 func (r *recorder) Deregister(reg *p2p.Region) error { return nil }
 
 // No memory of the engine's own ever has a GPU's location, whatever the caller's memory has.
-func TestControlMemoryIsNowhereInParticular(t *testing.T) {
+func TestControlMemoryHasWildcardLocation(t *testing.T) {
 	var recs []*recorder
 	all := cluster(t, 2, 0, func(tr p2p.Transport) p2p.Transport {
 		r := &recorder{Transport: tr, known: map[uint64]p2p.Location{}}
@@ -441,7 +441,7 @@ func (s *seldom) SleepSeldom() { s.told++ }
 
 // Links sleep seldom where the rank has a core of its own, whether that is known before they are
 // made or later.
-func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
+func TestPeersWithOwnCoresRarelySleep(t *testing.T) {
 	for _, c := range []struct {
 		name          string
 		before, after bool // oversubscribed: when the link is made, and later
@@ -483,7 +483,7 @@ func TestLinksSleepSeldomWithACoreEach(t *testing.T) {
 
 // A rank that ends an operation while the link to a peer is full, and then does not wait for
 // anything, has told the peer all the same.
-func TestAbortGoesOutOfAFullLink(t *testing.T) {
+func TestAbortPassesFullLink(t *testing.T) {
 	all := cluster(t, 2, 512<<10, nil)
 	defer closeAll(all)
 	a, b := open(t, all[0], 1, 2), open(t, all[1], 1, 2)

@@ -16,17 +16,17 @@ const Anywhere = mem.Anywhere
 // Region is memory that a transport knows: see package mem.
 type Region = mem.Region
 
-// Mapping is a peer's region in this process, for loads only. It is shared by all who map the
-// region, and counts them: the memory is unmapped when its link has retired it and the last user
-// has released it.
+// Mapping is a peer's region in this process, for loads only. All users of the region share it, and
+// it counts them: the memory is unmapped when its link has retired it and the last user has
+// released it.
 type Mapping struct {
 	Mem   []byte
-	users atomic.Int64 // and one until Retire; below 1: unmapped
+	users atomic.Int64 // plus one until Retire; below 1: unmapped
 	unmap func([]byte)
 }
 
-// NewMapping describes mem, which unmap (may be nil) gives back. For links, which keep it and hand
-// it out by Acquire.
+// NewMapping describes mem, which unmap (may be nil) unmaps. For links, which keep the mapping and
+// return it by Acquire.
 func NewMapping(mem []byte, unmap func([]byte)) *Mapping {
 	m := &Mapping{Mem: mem, unmap: unmap}
 	m.users.Store(1)
@@ -39,15 +39,15 @@ func (m *Mapping) Acquire() *Mapping {
 	return m
 }
 
-// Release ends a use that Map or Acquire began. The user must not touch Mem afterwards.
+// Release ends a use that Map or Acquire began. The user must not access Mem afterwards.
 func (m *Mapping) Release() {
 	if m.users.Add(-1) == 0 && m.unmap != nil {
 		m.unmap(m.Mem)
 	}
 }
 
-// Retire says that nobody will Acquire the mapping any more. For the link that keeps it, once.
+// Retire ends the link's own use of the mapping. Acquire must not be called afterwards.
 func (m *Mapping) Retire() { m.Release() }
 
-// ErrNoRegion says that the peer has no such region open to others, or no longer.
+// ErrNoRegion says that the peer has no such shared region, or no longer.
 var ErrNoRegion = errors.New("no such region")

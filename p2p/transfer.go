@@ -8,17 +8,26 @@ import (
 	"tutti/mem"
 )
 
-// Transfer is a put, a get or a flush that this rank has begun. The zero value is ready for Put, Get
-// or FlushPuts; it may be used again when it is done. Its local memory belongs to the transfer until
-// then.
+// Transfer is a put, a get or a flush that this rank has begun. The zero value is ready for Put,
+// Get or FlushPuts. Its local memory belongs to the transfer until it is done; then it may be
+// reused.
 type Transfer struct {
 	pr    *peer
 	by    OneSided
 	id    uint64
+	kind  transferKind
 	done  bool
 	bytes int
 	err   error
 }
+
+type transferKind uint8
+
+const (
+	aPut transferKind = iota
+	aGet
+	aFlush
+)
 
 // Done reports whether the transfer has ended. With the proxy's lock, as what follows.
 func (t *Transfer) Done() bool { return t.done }
@@ -27,19 +36,19 @@ func (t *Transfer) Done() bool { return t.done }
 // ErrPeerGone, or one that wraps ErrCancelled or ErrClosed.
 func (t *Transfer) Err() error { return t.err }
 
-// Bytes returns how much a transfer that is done has moved.
+// Bytes returns the number of bytes that a finished transfer has moved.
 func (t *Transfer) Bytes() int { return t.bytes }
 
-// Path is one way for bulk data between this rank and a peer.
+// Path is one route for bulk data between this rank and a peer.
 type Path struct {
 	Spec PathSpec
 	OneSided
 }
 
-// Pather is a link with several paths, in order of preference. A link without it that is OneSided is
-// one path itself, between host memory and host memory, with its transport's name.
+// Pather is a link with several paths, in order of preference. A OneSided link without it is a
+// single path between host memory and host memory, with its transport's name.
 type Pather interface {
-	// Paths returns the same paths at every call. They live as long as the link.
+	// Paths returns the same paths at every call. They are valid while the link exists.
 	Paths() []Path
 }
 
@@ -54,15 +63,15 @@ func pathsOf(l Link, transport string) []Path {
 	return nil
 }
 
-// transfers is what a peer has under way with remote memory.
+// transfers is the state of a peer's transfers.
 type transfers struct {
 	paths []Path    // of the link
-	now   Immediate // the first path, if it is one and can move host memory
+	now   Immediate // the first path, if it is Immediate and carries host memory
 	next  uint64
 	open  []*Transfer // in no order
 }
 
-// attach takes the paths of a new link.
+// attach sets the paths of a new link.
 func (ts *transfers) attach(paths []Path) {
 	ts.paths, ts.now = paths, nil
 	if len(paths) > 0 && paths[0].Spec.carries(mem.Anywhere, mem.Anywhere) {
@@ -70,7 +79,7 @@ func (ts *transfers) attach(paths []Path) {
 	}
 }
 
-// take takes the transfer with id from those that are open, nil if it was cancelled.
+// take removes the transfer with id from the open ones, nil if it was cancelled.
 func (ts *transfers) take(id uint64) *Transfer {
 	for i, t := range ts.open {
 		if t.id == id {
@@ -83,8 +92,8 @@ func (ts *transfers) take(id uint64) *Transfer {
 	return nil
 }
 
-// path chooses the way for n bytes between local and remote, of which to, unless it is nil, has the
-// keys. The error says why there is none.
+// path chooses a path for n bytes between local and remote. to, unless it is nil, has the keys. The
+// error says why there is none.
 func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSided, error) {
 	ts := &pr.transfers
 	if len(ts.paths) == 1 && (to == nil || to.Has(ts.paths[0].Spec.Name)) {
@@ -95,7 +104,7 @@ func (pr *peer) path(local, remote mem.Location, to *mem.Remote, n int) (OneSide
 	return pr.choose(local, remote, to, n)
 }
 
-// choose is path where there are several, or none.
+// choose is path for several paths, or none.
 func (pr *peer) choose(local, remote mem.Location, to *mem.Remote, n int) (OneSided, error) {
 	ts := &pr.transfers
 	var specs [8]PathSpec
@@ -120,12 +129,12 @@ func (pr *peer) choose(local, remote mem.Location, to *mem.Remote, n int) (OneSi
 		len(ts.paths), pr.counts.transport, local, remote, errors.ErrUnsupported)}
 }
 
-// begin has a link take a transfer, which start offers to it, as soon as it can.
-func (c *Channel) beginTransfer(w *Wait, t *Transfer, slot int, choose func(*peer) (OneSided, error),
-	start func(OneSided, uint64) error) error {
+// beginTransfer offers a transfer to a link by start until the link takes it.
+func (c *Channel) beginTransfer(w *Wait, t *Transfer, kind transferKind, slot int,
+	choose func(*peer) (OneSided, error), start func(OneSided, uint64) error) error {
 	p, st := c.p, c.stream(slot)
 	pr := st.pr
-	*t = Transfer{pr: pr}
+	*t = Transfer{pr: pr, kind: kind}
 	for {
 		if c.err != nil {
 			return c.err
@@ -152,7 +161,7 @@ func (c *Channel) beginTransfer(w *Wait, t *Transfer, slot int, choose func(*pee
 				return err
 			}
 			if pr.lent != nil {
-				p.unlend(pr) // what is needed may be behind it
+				p.unlend(pr) // its frames may be behind the loan
 			}
 		}
 		if err := p.progress(w, pr); err != nil {
@@ -161,7 +170,7 @@ func (c *Channel) beginTransfer(w *Wait, t *Transfer, slot int, choose func(*pee
 	}
 }
 
-// lostPeer is gone, as an error that wraps ErrPeerGone.
+// lostPeer returns the error of a peer without a link. It wraps ErrPeerGone.
 func (st *stream) lostPeer() error {
 	var e *PeerError
 	if err := st.gone(); errors.As(err, &e) {
@@ -170,7 +179,7 @@ func (st *stream) lostPeer() error {
 	return nil
 }
 
-// gonePeer has why a peer is lost wrap ErrPeerGone.
+// gonePeer makes err wrap ErrPeerGone.
 func gonePeer(err error) error {
 	if errors.Is(err, ErrPeerGone) {
 		return err
@@ -179,52 +188,68 @@ func gonePeer(err error) error {
 }
 
 // Put begins to copy local to offset of to, memory of the rank in slot, and then to write s: see
-// Putter. It blocks until the link has taken the transfer, makes progress meanwhile, and has a link
-// made if there is none. An error is an *AccessError, a *PeerError, or why the channel failed or w
-// must not wait any longer; nothing was begun then. With the lock, which it gives up while it waits.
+// Putter. It blocks until the link has taken the transfer, and makes a link if there is none. The
+// error is an *AccessError, a *PeerError, why the channel failed, or why w has ended; nothing was
+// begun then. With the lock, which it releases while it waits.
 //
-// Transfers are in no order with the channel's messages. A channel that fails ends the waiting for
-// them, no transfer.
+// value, unless it is nil, gives s.Value at the moment when the link takes the transfer: other
+// goroutines may signal to the same word while Put waits, and the last value must be the largest.
+//
+// Transfers are not ordered with the channel's messages. The failure of a channel ends waits for
+// transfers, but not the transfers.
 //
 // Whether the target has to make progress depends on the path: over tcp its proxy places the data
-// when somebody there polls, in shared memory it has nothing to do.
-func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.Remote, offset uint64, s Signal) error {
-	pr := c.stream(slot).pr
-	if now := pr.transfers.now; now != nil && c.err == nil && now.PutNow(local, to, offset, s) {
-		*t = Transfer{pr: pr, done: true, bytes: local.Len()}
-		return nil
-	}
+// while it polls; shared memory needs nothing.
+func (c *Channel) Put(w *Wait, t *Transfer, slot int, local mem.Memory, to *mem.Remote, offset uint64, s Signal,
+	value func() uint64) error {
 	at := to
 	if at == nil || s.At != nil && local.Len() == 0 {
 		at = s.At
 	}
-	return c.beginTransfer(w, t, slot, func(pr *peer) (OneSided, error) {
+	return c.beginTransfer(w, t, aPut, slot, func(pr *peer) (OneSided, error) {
 		remote := mem.Anywhere
 		if at != nil {
 			remote = at.Loc
 		}
 		return pr.path(local.Loc(), remote, at, local.Len())
-	}, func(by OneSided, id uint64) error { return by.Put(id, local, to, offset, s) })
+	}, func(by OneSided, id uint64) error {
+		if value != nil {
+			s.Value = value()
+		}
+		return by.Put(id, local, to, offset, s)
+	})
 }
 
-// Get begins to copy from offset of from, memory of the rank in slot, to local: see Getter. Otherwise
-// it is as Put.
+// PutNow is Put and the end of the transfer, if the link can do both at once: see Immediate. False:
+// nothing was begun, use Put. With the lock.
+func (c *Channel) PutNow(slot int, local []byte, to *mem.Remote, offset uint64, s *Signal) bool {
+	pr := c.stream(slot).pr
+	now := pr.transfers.now
+	if now == nil || c.err != nil || !now.PutNow(local, to, offset, s) {
+		return false
+	}
+	pr.counts.put(len(local))
+	return true
+}
+
+// Get begins to copy from offset of from, memory of the rank in slot, to local: see Getter.
+// Otherwise it is as Put.
 func (c *Channel) Get(w *Wait, t *Transfer, slot int, local mem.Memory, from *mem.Remote, offset uint64) error {
-	return c.beginTransfer(w, t, slot,
+	return c.beginTransfer(w, t, aGet, slot,
 		func(pr *peer) (OneSided, error) { return pr.path(local.Loc(), from.Loc, from, local.Len()) },
 		func(by OneSided, id uint64) error { return by.Get(id, local, from, offset) })
 }
 
 // FlushPuts begins a transfer that ends when all puts to host memory of the rank in slot that were
-// begun before have ended. Otherwise it is as Put.
+// begun before have ended. It behaves like Put.
 func (c *Channel) FlushPuts(w *Wait, t *Transfer, slot int) error {
-	return c.beginTransfer(w, t, slot,
+	return c.beginTransfer(w, t, aFlush, slot,
 		func(pr *peer) (OneSided, error) { return pr.path(mem.Anywhere, mem.Anywhere, nil, 0) },
 		func(by OneSided, id uint64) error { return by.FlushPuts(id) })
 }
 
-// WaitTransfer blocks until t is done, and returns its error. If the channel fails or w must not wait
-// any longer, t is cancelled, and that is the error. With the lock, which it gives up while it waits.
+// WaitTransfer blocks until t is done, and returns its error. If the channel fails or w ends, it
+// cancels t and returns that error. With the lock, which it releases while it waits.
 func (c *Channel) WaitTransfer(w *Wait, t *Transfer) error {
 	for !t.done {
 		if t.pr.lent != nil {
@@ -242,8 +267,8 @@ func (c *Channel) WaitTransfer(w *Wait, t *Transfer) error {
 	return t.err
 }
 
-// CancelTransfer ends t: its local memory is not touched afterwards. A put may have been placed all
-// the same, in part or whole. With the lock.
+// CancelTransfer ends t: its local memory is not used afterwards. A put may have been placed in
+// part or as a whole. With the lock.
 func (p *Proxy) CancelTransfer(t *Transfer) {
 	if t.done || t.by == nil {
 		return
@@ -256,13 +281,13 @@ func (p *Proxy) CancelTransfer(t *Transfer) {
 	}
 }
 
-// wordPolls is how often WaitWord looks at its word, while it may poll without giving its core away,
-// before it polls the links.
+// wordPolls is how often WaitWord reads its word between two polls of the links, while it may poll
+// without yielding its core.
 const wordPolls = 30
 
-// WaitWord blocks until reached accepts the value of word, host memory of this rank that the rank in
-// slot signals to, and returns the value. An error is a *PeerError if that rank is gone, or why the
-// channel failed or w must not wait any longer. With the lock, which it gives up while it waits.
+// WaitWord blocks until reached accepts the value of word, host memory of this rank that the rank
+// in slot signals to, and returns the value. The error is a *PeerError if that rank is gone, why
+// the channel failed, or why w has ended. With the lock, which it releases while it waits.
 func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(uint64) bool) (uint64, error) {
 	st := c.stream(slot)
 	for {
@@ -286,7 +311,7 @@ func (c *Channel) WaitWord(w *Wait, slot int, word *atomic.Uint64, reached func(
 			err = c.p.progress(w, st.pr)
 		}
 		if err != nil {
-			if v = word.Load(); reached(v) { // it came at the last moment
+			if v = word.Load(); reached(v) { // the signal came meanwhile
 				return v, nil
 			}
 			return v, err
@@ -310,6 +335,7 @@ func (p *Proxy) collect(pr *peer) bool {
 					if t.err = c.Err; c.Err != nil && errors.Is(c.Err, ErrPeerGone) {
 						t.err = &PeerError{pr.rank, c.Err}
 					}
+					t.count()
 					any = true
 				}
 			}
@@ -322,9 +348,20 @@ func (p *Proxy) collect(pr *peer) bool {
 	return any
 }
 
-// lose ends what is under way with a peer whose link is gone because of err.
+// count adds a transfer that has ended to the peer's counts.
+func (t *Transfer) count() {
+	switch {
+	case t.err != nil:
+	case t.kind == aPut:
+		t.pr.counts.put(t.bytes)
+	case t.kind == aGet:
+		t.pr.counts.got(t.bytes)
+	}
+}
+
+// lose ends the transfers with a peer whose link failed with err.
 func (p *Proxy) lose(pr *peer, err error) {
-	p.collect(pr) // what has ended well
+	p.collect(pr) // those that succeeded
 	ts := &pr.transfers
 	for _, t := range ts.open {
 		t.done, t.err = true, err
@@ -333,7 +370,7 @@ func (p *Proxy) lose(pr *peer, err error) {
 	ts.open, ts.paths, ts.now = ts.open[:0], nil, nil
 }
 
-// finish lets go of what transfers hold in a link that is closed, and that nobody uses any more.
+// finish releases the references of transfers to a closed link that is no longer used.
 func finish(paths []Path) {
 	var out [16]Completion
 	for _, path := range paths {

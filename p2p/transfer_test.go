@@ -88,14 +88,14 @@ func TestTransfers(t *testing.T) {
 					if b := r.Bytes()[64 : 64+i*1000]; !bytes.Equal(b, bytes.Repeat([]byte{byte(i)}, len(b))) {
 						return fmt.Errorf("signal %d came before its data", i)
 					}
-					if err := p.c.Put(w, &ack, 1, mem.Memory{}, nil, 0, p2p.Signal{At: y, Value: i}); err != nil {
+					if err := p.c.Put(w, &ack, 1, mem.Memory{}, nil, 0, p2p.Signal{At: y, Value: i}, nil); err != nil {
 						return err
 					}
 					if err := p.c.WaitTransfer(w, &ack); err != nil {
 						return err
 					}
 				}
-				// the peer reads, and is answered while somebody here polls
+				// The peer reads, and gets answers while this rank polls.
 				_, err := p.c.WaitWord(w, 1, r.Word(0), func(v uint64) bool { return v > rounds })
 				return err
 			})
@@ -104,7 +104,7 @@ func TestTransfers(t *testing.T) {
 			var put, get, flush p2p.Transfer
 			for i := uint64(1); i <= rounds; i++ {
 				local := bytes.Repeat([]byte{byte(i)}, int(i)*1000)
-				err := q.c.Put(w, &put, 0, mem.Host(local, mem.Anywhere), x, 64, p2p.Signal{At: x, Value: i})
+				err := q.c.Put(w, &put, 0, mem.Host(local, mem.Anywhere), x, 64, p2p.Signal{At: x, Value: i}, nil)
 				if err != nil {
 					return err
 				}
@@ -129,7 +129,7 @@ func TestTransfers(t *testing.T) {
 			if err != nil || !bytes.Equal(got, bytes.Repeat([]byte{rounds}, len(got))) {
 				return fmt.Errorf("get: %w, or other bytes", err)
 			}
-			if err := q.c.Put(w, &put, 0, mem.Memory{}, nil, 0, p2p.Signal{At: x, Value: rounds + 1}); err != nil {
+			if err := q.c.Put(w, &put, 0, mem.Memory{}, nil, 0, p2p.Signal{At: x, Value: rounds + 1}, nil); err != nil {
 				return err
 			}
 			return q.c.WaitTransfer(w, &put)
@@ -139,11 +139,30 @@ func TestTransfers(t *testing.T) {
 		if err := <-served; err != nil {
 			t.Error(err)
 		}
+		const sum = 1000 * rounds * (rounds + 1) / 2
+		countsTransfers(t, q, p2p.PeerCounts{Puts: rounds + 1, BytesPut: sum, Gets: 1, BytesGot: 1000 * rounds})
+		countsTransfers(t, p, p2p.PeerCounts{Puts: rounds})
 	})
 }
 
-// TestTransfersThatAreNotAllowed: the error says what was wrong, and the link lives on.
-func TestTransfersThatAreNotAllowed(t *testing.T) {
+// countsTransfers checks what p has counted of its transfers with its one peer.
+func countsTransfers(t *testing.T, p party, want p2p.PeerCounts) {
+	t.Helper()
+	p.Lock()
+	defer p.Unlock()
+	all := p.Counts()
+	if len(all) != 1 {
+		t.Fatalf("%d peers are counted, want 1", len(all))
+	}
+	if c := all[0]; c.Puts != want.Puts || c.BytesPut != want.BytesPut || c.Gets != want.Gets ||
+		c.BytesGot != want.BytesGot {
+		t.Errorf("%d puts of %d bytes and %d gets of %d bytes are counted, want %d, %d, %d and %d", c.Puts, c.BytesPut,
+			c.Gets, c.BytesGot, want.Puts, want.BytesPut, want.Gets, want.BytesGot)
+	}
+}
+
+// TestForbiddenTransfers: the error gives the reason, and the link does not fail.
+func TestForbiddenTransfers(t *testing.T) {
 	each(t, func(t *testing.T, p, q party) {
 		_, x := exposed(t, p, 4096)
 		stop := make(chan struct{})
@@ -165,7 +184,7 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 		try := func(to *mem.Remote, off uint64) error {
 			return with(q, func(w *p2p.Wait) error {
 				var put p2p.Transfer
-				if err := q.c.Put(w, &put, 0, local, to, off, p2p.Signal{}); err != nil {
+				if err := q.c.Put(w, &put, 0, local, to, off, p2p.Signal{}, nil); err != nil {
 					return err
 				}
 				return q.c.WaitTransfer(w, &put)
@@ -191,7 +210,7 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 			t.Errorf("no path: %v", err)
 		}
 		if err := with(q, func(w *p2p.Wait) error {
-			return q.c.Put(w, new(p2p.Transfer), 0, mem.Device(0x1000, 8, "cuda:0"), x, 0, p2p.Signal{})
+			return q.c.Put(w, new(p2p.Transfer), 0, mem.Device(0x1000, 8, "cuda:0"), x, 0, p2p.Signal{}, nil)
 		}); !errors.Is(err, errors.ErrUnsupported) {
 			t.Errorf("memory of a device: %v", err)
 		}
@@ -208,12 +227,13 @@ func TestTransfersThatAreNotAllowed(t *testing.T) {
 		if err := try(x, 0); !errors.Is(err, p2p.ErrRevoked) {
 			t.Errorf("after Withdraw: %v", err)
 		}
+		countsTransfers(t, q, p2p.PeerCounts{Puts: 2, BytesPut: 200}) // not those that failed
 	})
 }
 
-// TestTransfersEndWithThePeer: every transfer that is under way ends when the peer goes, and says so;
-// who waits for its signal learns it.
-func TestTransfersEndWithThePeer(t *testing.T) {
+// TestTransfersEndWithPeer: every transfer under way ends with an error when the peer is gone; so
+// does a wait for its signal.
+func TestTransfersEndWithPeer(t *testing.T) {
 	each(t, func(t *testing.T, p, q party) {
 		const n = 4 << 20
 		_, x := exposed(t, p, n)
@@ -227,7 +247,7 @@ func TestTransfersEndWithThePeer(t *testing.T) {
 				for i := range all {
 					var err error
 					if i%2 == 0 {
-						err = q.c.Put(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
+						err = q.c.Put(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{}, nil)
 					} else {
 						err = q.c.Get(w, &all[i], 0, mem.Host(buf, mem.Anywhere), x, 0)
 					}
@@ -261,15 +281,15 @@ func TestTransfersEndWithThePeer(t *testing.T) {
 			}
 		}
 		if err := with(q, func(w *p2p.Wait) error {
-			return q.c.Put(w, new(p2p.Transfer), 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{})
+			return q.c.Put(w, new(p2p.Transfer), 0, mem.Host(buf, mem.Anywhere), x, 0, p2p.Signal{}, nil)
 		}); !errors.Is(err, p2p.ErrPeerGone) {
 			t.Errorf("a put to a rank that is gone: %v", err)
 		}
 	})
 }
 
-// TestCancelledTransfersLeaveMemoryAlone: a rank whose time is up gets its memory back at once.
-func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
+// TestCancelledTransfersReleaseMemory: a rank whose time is up gets its memory back at once.
+func TestCancelledTransfersReleaseMemory(t *testing.T) {
 	all := cluster(t, 2, 0, func(p2p.Transport) p2p.Transport { return transports["tcp"]() })
 	defer closeAll(all)
 	p, q := members(t, all)
@@ -299,7 +319,7 @@ func TestCancelledTransfersLeaveMemoryAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	cancel()
-	<-done // nobody polls at p
+	<-done // p is not polled
 	clear(buf)
 	short, end := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer end()

@@ -10,47 +10,47 @@ import (
 // ErrTimeout says that a Wait's deadline has passed.
 var ErrTimeout = errors.New("deadline passed")
 
-// ErrSuspended says that who attends a Wait has gone: see Attend.
-var ErrSuspended = errors.New("nobody attends the operation any more")
+// ErrSuspended says that a Wait was interrupted without an error: see Attend.
+var ErrSuspended = errors.New("operation suspended")
 
-// How long a waiter looks before it gives way, and then sleeps.
+// Durations and numbers of polls of a waiter before it yields, and then sleeps.
 const (
-	// pure polling, when every local rank has a core; short, for the peer may be waiting for this
-	// very core
+	// Pure polling, when every local rank has a core; short, because the peer may be waiting for
+	// this core.
 	hotFor    = 10 * time.Microsecond
 	yieldFor  = 500 * time.Microsecond // polling between yields
 	longEvery = 5 * time.Millisecond
 	longFirst = 250 * time.Millisecond
-	checks    = 64  // polls between looks at the clock
-	rushPolls = 200 // polls before anything else is looked at
-	coldPolls = 4   // the same, where each poll is followed by a yield
+	checks    = 64  // polls between readings of the clock
+	rushPolls = 200 // polls before any other check
+	coldPolls = 4   // the same, if each poll is followed by a yield
 	hotPolls  = 16  // polls of the awaited link between rounds over all
 )
 
-// Wait is how patient one goroutine is: what ends its waiting, and how it has waited so far. It is
-// used by one goroutine and reusable.
+// Wait holds the bounds of one goroutine's waiting, and its state. One goroutine uses it at a time;
+// it is reusable.
 type Wait struct {
 	ctx     context.Context
 	timeout time.Duration   // 0: none
 	guest   context.Context // see Attend
 	try     bool
 	lazy    bool
-	idle    bool      // nothing is waited for: no heartbeats
+	idle    bool      // without a peer to wait for: no heartbeats
 	linking bool      // the awaited peer has no link yet
-	spins   int       // looks in vain since there was progress
+	spins   int       // polls without progress
 	busy    int       // progress since Reset
 	long    func()    // see OnLong
-	next    time.Time // when it is called next; zero: never
-	half    time.Time // when half of the time is over; zero: never
-	began   time.Time // first look at the clock
-	from    time.Time // first look at the clock since there was progress
+	next    time.Time // next call of long; zero: never
+	half    time.Time // when half of the time has passed; zero: never
+	began   time.Time // first reading of the clock
+	from    time.Time // first reading of the clock since there was progress
 	wake    chan struct{}
 	timer   *time.Timer
 	blame   blame
 }
 
-// Reset prepares w for an operation bounded by ctx and timeout (0: none), which counts from when it
-// first has to wait. lazy says that nobody's latency depends on it: it yields at once.
+// Reset prepares w for an operation bounded by ctx and timeout (0: none), which counts from its
+// first wait. lazy says that no operation depends on its latency: it yields at once.
 func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 	if w.wake == nil {
 		w.wake = make(chan struct{}, 1)
@@ -61,19 +61,19 @@ func (w *Wait) Reset(ctx context.Context, timeout time.Duration, lazy bool) {
 	w.spins, w.busy, w.began, w.from = 0, 0, time.Time{}, time.Time{}
 }
 
-// Attend is for who runs w's operation on behalf of somebody else. When guest ends, WaitRecv and
-// Send of a Channel return ErrSuspended; the operation has not failed, and whoever calls them again
-// with the same arguments goes on with it.
+// Attend lets the caller run w's operation on behalf of another goroutine. When guest ends,
+// WaitRecv and Send of a Channel return ErrSuspended. The operation has not failed, and a later
+// call with the same arguments continues it.
 func (w *Wait) Attend(guest context.Context) { w.guest, w.try, w.lazy = guest, false, false }
 
-// Stay is for who runs w's operation to its end: see Reset for lazy.
+// Stay makes the caller run w's operation to its end: see Reset for lazy.
 func (w *Wait) Stay(lazy bool) { w.guest, w.try, w.lazy = nil, false, lazy }
 
-// Try has WaitRecv and Send return ErrSuspended, in the sense of Attend, as soon as they would have
-// to wait.
+// Try makes WaitRecv and Send return ErrSuspended, as with Attend, as soon as they would have to
+// wait.
 func (w *Wait) Try() { w.guest, w.try, w.lazy = nil, true, false }
 
-// Since has the time that w's operation has count from t, before its first wait.
+// Since makes the time of w's operation count from t, before its first wait.
 func (w *Wait) Since(t time.Time) { w.begin(t) }
 
 func (w *Wait) begin(now time.Time) {
@@ -93,7 +93,7 @@ func (w *Wait) begin(now time.Time) {
 	}
 }
 
-// Err returns why w's operation must not wait any longer, if it is known already that it must not.
+// Err returns why w's operation must not wait any longer, or nil if no reason is known yet.
 func (w *Wait) Err() error {
 	if err := w.ctx.Err(); err != nil {
 		return err
@@ -107,10 +107,9 @@ func (w *Wait) Err() error {
 // Restart gives w's operation its whole time again.
 func (w *Wait) Restart() { w.began, w.from = time.Time{}, time.Time{} }
 
-// OnLong sets what is called, with the proxy's lock, once when an operation has waited for a
-// quarter of a second (or for half of the time that it has, if that is less), and every few
-// milliseconds at most while it has waited for more than half of the time that it has. It stays
-// set.
+// OnLong sets a function that is called, with the proxy's lock, once when an operation has waited
+// for a quarter of a second (or for half of its timeout, if that is less), and every few
+// milliseconds at most after half of its timeout. It stays set.
 func (w *Wait) OnLong(f func()) { w.long = f }
 
 // Waited returns how long w's operation has been waiting.
@@ -121,10 +120,10 @@ func (w *Wait) Waited() time.Duration {
 	return time.Since(w.began)
 }
 
-// calm notes progress: the next wait starts with hot polling again.
+// calm records progress: the next wait starts with hot polling again.
 func (w *Wait) calm() { w.spins = 0 }
 
-// wakeAll ends the sleep of everybody who waits for this proxy. From any goroutine.
+// wakeAll wakes all waiters of this proxy. From any goroutine.
 func (p *Proxy) wakeAll() {
 	if p.asleep.Load() == 0 {
 		return
@@ -139,12 +138,12 @@ func (p *Proxy) wakeAll() {
 	p.sleepMu.Unlock()
 }
 
-// progress polls once, first of all prefer's link (nil: nobody's in particular), and gives way
-// according to how long w has waited in vain. Called with the lock, which it may give up for a
-// while. It returns nil whenever the caller should look again, or why w must not wait any longer.
+// progress polls once, prefer's link first (nil: no particular one), and yields according to how
+// long w has waited in vain. Called with the lock, which it may release for a while. It returns nil
+// whenever the caller should check its condition again, or why w has ended.
 func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	if w.try {
-		return ErrSuspended
+		return p.glance(w, prefer)
 	}
 	w.blame.on = prefer
 	if prefer != nil {
@@ -159,13 +158,25 @@ func (p *Proxy) progress(w *Wait, prefer *peer) error {
 	}
 	for i := 0; i < len(p.links); i++ {
 		if pr := p.links[i]; pr != prefer {
-			p.poll(pr) // progress, but perhaps not ours: the clock goes on
+			p.poll(pr) // the progress may be of another operation: the clock continues
 		}
 	}
 	return p.giveWay(w)
 }
 
-// advanced is giveWay after progress, which may be somebody else's: it does not go on for ever.
+// glance is progress for a Wait that must not wait: it polls prefer's link once.
+func (p *Proxy) glance(w *Wait, prefer *peer) error {
+	if prefer == nil || !p.poll(prefer) {
+		return ErrSuspended
+	}
+	p.Moved(0)
+	if w.busy++; w.busy%checks == 0 { // the progress may be of another operation
+		return ErrSuspended
+	}
+	return nil
+}
+
+// advanced is giveWay after progress, possibly of another operation: w is still bounded.
 func (p *Proxy) advanced(w *Wait) error {
 	w.spins = 0
 	p.Moved(0)
@@ -180,8 +191,8 @@ func (p *Proxy) advanced(w *Wait) error {
 	return w.over(time.Now())
 }
 
-// Moved counts n bytes that the caller has moved with the lock. Now and then it gives the lock to
-// whoever waits for it, if anybody does, and reports that it did. With the lock.
+// Moved counts n bytes that the caller has moved with the lock. From time to time it offers the
+// lock to a goroutine that waits for it, and reports that it did. With the lock.
 func (p *Proxy) Moved(n int) bool {
 	if p.moved += n; p.moved < p.cfg.Turn {
 		return false
@@ -190,7 +201,7 @@ func (p *Proxy) Moved(n int) bool {
 	return p.yield()
 }
 
-// rush polls one link a few times, as fast as it can, and reports whether anything came.
+// rush polls one link a few times without a pause, and reports whether anything arrived.
 func (p *Proxy) rush(w *Wait, pr *peer) bool {
 	if w.try || w.spins != 0 || pr.link == nil || !p.hot(w) || p.wanted.Load() > 0 {
 		return false
@@ -203,7 +214,7 @@ func (p *Proxy) rush(w *Wait, pr *peer) bool {
 	return false
 }
 
-// hot reports whether w may poll without giving its core away.
+// hot reports whether w may poll without yielding its core.
 func (p *Proxy) hot(w *Wait) bool { return !w.lazy && !p.cfg.Oversubscribed }
 
 func (p *Proxy) giveWay(w *Wait) error {
@@ -247,7 +258,7 @@ func (p *Proxy) giveWay(w *Wait) error {
 	return p.sleep(w, now)
 }
 
-// over returns why w must not wait any longer.
+// over returns why w must not wait any longer, or nil.
 func (w *Wait) over(now time.Time) error {
 	if w.began.IsZero() {
 		w.begin(now)
@@ -270,7 +281,7 @@ func (w *Wait) over(now time.Time) error {
 	return nil
 }
 
-// beat sends a heartbeat to the peer that is waited for (nil: to all), if none was sent for long.
+// beat sends a heartbeat to the awaited peer (nil: to all), unless one was sent recently.
 func (p *Proxy) beat(on *peer, now time.Time) {
 	if p.cfg.Heartbeat <= 0 {
 		return
@@ -291,8 +302,8 @@ func (p *Proxy) beat(on *peer, now time.Time) {
 	}
 }
 
-// sleep parks the goroutine until a link has something, another goroutine made progress, or time is
-// up.
+// sleep parks the goroutine until a link is ready, another goroutine has made progress, or the time
+// is up.
 func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	p.asleep.Add(1)
 	p.sleepMu.Lock()
@@ -304,7 +315,7 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 	ready := false
 	for _, pr := range p.links {
 		if pr.lent != nil {
-			p.unlend(pr) // nothing is held up while we sleep
+			p.unlend(pr) // no link is blocked while this goroutine sleeps
 			ready = true
 		}
 		if pr.link.Arm() {
@@ -312,15 +323,15 @@ func (p *Proxy) sleep(w *Wait, now time.Time) error {
 		}
 	}
 	if ready {
-		if p.asleep.Load() > 1 { // the links that were ready are not armed any more for the others who sleep
+		if p.asleep.Load() > 1 { // the links that were ready are no longer armed for the other sleepers
 			p.wakeAll()
 		}
-		p.mu.Unlock() // what is ready may be somebody else's business, who needs the lock for it
+		p.mu.Unlock() // another goroutine may need the lock to handle what is ready
 		runtime.Gosched()
 		p.regain()
 	} else {
 		wait := 100 * time.Millisecond
-		if w.linking { // tie breaks and admissions end without a wake
+		if w.linking { // dialling pauses and admissions end without a wake
 			wait = dialTieBreak
 		}
 		if !w.next.IsZero() {

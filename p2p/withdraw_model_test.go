@@ -55,8 +55,8 @@ var (
 		{"raise2", "look2"}, {"look2", "put2"}, {"put2", "lower2"},
 		{"clear", "see"}, {"wait", "use1"}, {"wait", "use2"},
 	}
-	// What a thread stores to one cell is seen in its order, and what it loads from one is no older
-	// than what it has loaded from it before.
+	// All threads see one thread's stores to one cell in order, and later loads of a cell return no
+	// older values than earlier ones.
 	withdrawCoherence = []order{{"raise1", "lower1"}, {"lower1", "raise2"}, {"raise2", "lower2"}, {"see", "wait"},
 		{"look1", "look2"}}
 	// The stores that wait until the buffer is empty: those of words.
@@ -64,8 +64,8 @@ var (
 )
 
 // withdraws runs both threads in every way that the orders allow and returns what is wrong with one
-// of them: a put that reaches the memory after the owner has begun to use it, or an owner that waits
-// for ever.
+// of them: a put that reaches the memory after the owner has begun to use it, or an owner that
+// waits for ever.
 func withdraws(orders []order, buffers bool, drains []string) string {
 	threads := [2][]guarded{storer, withdrawer}
 	type state struct {
@@ -161,9 +161,9 @@ func withdraws(orders []order, buffers bool, drains []string) string {
 		got: [2]map[string]int{{}, {}}})
 }
 
-// TestWithdrawOrder: with the orders that package shm documents nothing changes after Withdraw, on a
-// processor that keeps no others, with and without store buffers; without any one of them something
-// does. Nor does it hold if the stores of the words may stay in a buffer.
+// TestWithdrawOrder: with the orders that package shm documents nothing changes after Withdraw, on
+// a processor that keeps no others, with and without store buffers; without any one of them
+// something does. Nor does it hold if the stores of the words may stay in a buffer.
 func TestWithdrawOrder(t *testing.T) {
 	all := slices.Concat(withdrawOrder, withdrawCoherence)
 	for _, buffers := range []bool{false, true} {

@@ -8,7 +8,8 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// How a failure travels to the other ranks: Abort's payload. The first byte is the kind.
+// Kinds of the payload of Channel.Abort, which carries a failure to the other ranks. The kind is
+// the first byte.
 const (
 	abortRank     = 1 // reporter, failed rank, text
 	abortTimeout  = 2 // reporter, after (ns), token of the call, missing ranks with their last tokens, text
@@ -29,7 +30,7 @@ type wireAbort struct {
 	Canceled bool
 }
 
-// seen says in words what was last seen of a rank.
+// seen describes the last operation that a rank was seen in.
 func seen(m exec.Seen) Seen {
 	if !m.Has {
 		return Seen{Rank: m.Rank, What: "nothing yet"}
@@ -69,7 +70,7 @@ const abortFixed = 2 + 8 + 48 + 8 + 1
 
 var errBadAbort = errors.New("malformed abort message")
 
-// decodeAbort reads what a peer sent; size bounds the rank numbers.
+// decodeAbort decodes a peer's payload. size bounds the rank numbers.
 func decodeAbort(b []byte, size int) (*wireAbort, error) {
 	if len(b) < abortFixed || b[0] < abortRank || b[0] > abortCall {
 		return nil, errBadAbort

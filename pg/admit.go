@@ -9,11 +9,11 @@ import (
 	"tutti/pg/membership"
 )
 
-// Admit lets ranks in that wait to join: replacements of lost ones, and new ones up to
-// Config.MaxSize. It is a collective, for a step boundary: all ranks call it, and when it returns
-// all are in the view in which all that were waiting are active, if there were any. It returns how
-// many came in, the same number at every rank. A rank that comes in returns from Join meanwhile;
-// the program then brings it up to date, by a Broadcast of the model's state for example.
+// Admit admits the ranks that wait to join: replacements of lost ones, and new ones up to
+// Config.MaxSize. It is a collective of all ranks, for a step boundary. When it returns, all ranks
+// are in a view in which every rank that was waiting is active. It returns the number of ranks that
+// came in, the same at every rank. The Join of an admitted rank returns meanwhile; the program then
+// brings that rank up to date, for example by a Broadcast of the model's state.
 func (g *Group) Admit(ctx context.Context) (int, error) {
 	if g.incarnations != nil {
 		return 0, &ArgumentError{Call: "admit", Arg: "the group", Got: "a subgroup",
@@ -30,21 +30,20 @@ func (g *Group) Admit(ctx context.Context) (int, error) {
 	return g.admit(ctx, g.shown.Load().epoch)
 }
 
-// What the ranks tell each other in Admit. The largest of each counts.
+// Fields of the exchange in Admit. The maximum over all ranks counts.
 const (
-	goal   = iota // the view that the lowest rank's membership has come to
+	goal   = iota // the view that the membership of the lowest rank has reached
 	latest        // the latest view that a rank is in, and the complement of the earliest
 	early
-	arrived // how many lives are in it that a program does not know of
-	coming  // and will be in the goal
+	arrived // ranks in the view that the program does not know of
+	coming  // the same for goal
 	agreed  // agreements so far
 	admitFields
 )
 
-// admit agrees with all other ranks, those that come in meanwhile included, that everybody is in
-// who is to be. since is the view up to which this rank's program knows who is there. All that
-// decides what becomes of it, and the outcome, is in the result of a uniform allreduce: none of it
-// is what this rank happens to know.
+// admit agrees with all other ranks, those that are coming in included, on a view that contains
+// every waiting rank. since is the last view that this rank's program knows. All decisions depend
+// only on the result of a uniform allreduce, never on what this rank alone knows.
 func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	news := func(v membership.View, since uint64) (n uint64) {
 		for _, s := range v.Slots {
@@ -57,17 +56,18 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 	for {
 		var lost *RankError
 		if err := g.ready(); errors.As(err, &lost) && g.err == nil {
-			continue // the others are past an operation that this rank did not begin
+			continue // the others are past an operation that this rank has not begun
 		} else if err != nil {
 			return 0, err
 		}
-		said := []uint64{latest: g.v.job.Epoch, early: ^g.v.job.Epoch, arrived: news(g.v.job, since), agreed: g.ballot.count()}
+		said := []uint64{latest: g.v.job.Epoch, early: ^g.v.job.Epoch, arrived: news(g.v.job, since),
+			agreed: g.ballot.count()}
 		if g.v.Active[0] == g.rank {
 			g.job.proxy.Unlock()
 			v, err := g.job.roster.Admit(ctx)
 			g.job.proxy.Lock()
 			if err != nil {
-				g.job.log.Warn("nobody could be admitted", "err", err)
+				g.job.log.Warn("could not admit waiting ranks", "err", err)
 			} else {
 				said[goal], said[coming] = v.Epoch, news(v, since)
 			}
@@ -79,7 +79,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 			g.run.Adopt(c)
 			_, err = g.collective()
 		}
-		if errors.As(err, &lost) && g.err == nil { // all survivors see it alike
+		if errors.As(err, &lost) && g.err == nil { // the same at all survivors
 			continue
 		}
 		if err != nil {
@@ -102,7 +102,7 @@ func (g *Group) admit(ctx context.Context, since uint64) (int, error) {
 				return 0, g.err
 			}
 		}
-		if g.sync.Aim(0); g.job.settings.AutoAdmit { // who comes in does not know that there was an Admit
+		if g.sync.Aim(0); g.job.settings.AutoAdmit { // a rank that comes in does not call Admit
 			return int(max(said[arrived], said[coming])), nil
 		}
 	}

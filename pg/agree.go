@@ -13,25 +13,25 @@ import (
 	"tutti/pg/internal/roster"
 )
 
-// ballot is what a rank says of the agreements that it has taken part in.
+// ballot holds a rank's latest votes.
 type ballot struct {
-	n   uint64  // how many; 0: none
+	n   uint64  // number of agreements that the rank has voted in; 0: none
 	yes [2]bool // its votes in the latest and in the one before
 }
 
-// agreement is a group's part in agreements.
+// agreement is a group's state of agreements.
 type agreement struct {
 	ballot  ballot         // this rank's votes
-	ballots map[int]ballot // and the others', by slot
+	ballots map[int]ballot // those of the others, by slot
 	between bool           // a call is in Agree, between two operations
 	unvoted []int          // slots whose votes it waits for
 }
 
-// abstains is the ballot of a rank that is coming in: it has no say in what is agreed on before its
+// abstains is the ballot of a rank that is coming in. Others do not wait for its vote before its
 // program has the group.
 var abstains = ballot{n: math.MaxUint64}
 
-// count is in how many agreements this rank has taken part, as far as it knows.
+// count returns the number of agreements that this rank has taken part in, as far as it knows.
 func (b ballot) count() uint64 {
 	if b == abstains {
 		return 0
@@ -39,9 +39,8 @@ func (b ballot) count() uint64 {
 	return b.n
 }
 
-// join has the ranks that were coming in, this one perhaps, take part from agreement n+1 on. All
-// ranks know that they do before anybody begins that. In those under way they do not stand in
-// anybody's way.
+// join lets the ranks that were coming in, possibly this one, vote from agreement n+1 on. All ranks
+// know of them before any of them begins that agreement. Agreements under way do not wait for them.
 func (g *Group) join(n uint64) {
 	first := ballot{n, [2]bool{true, true}}
 	if g.ballot == abstains {
@@ -54,7 +53,7 @@ func (g *Group) join(n uint64) {
 	}
 }
 
-// A notice of key noticeBallot is a ballot: 0 n | 8 the latest vote | 9 the one before.
+// A notice of key noticeBallot is a ballot: 0 n | 8 latest vote | 9 vote before it.
 const ballotSize = 10
 
 func (b ballot) encode() []byte {
@@ -76,8 +75,8 @@ func decodeBallot(b []byte) (ballot, error) {
 	return ballot{binary.LittleEndian.Uint64(b), [2]bool{b[8] == 1, b[9] == 1}}, nil
 }
 
-// vote returns the vote in agreement n, and whether it is known. Who came in later than that has no
-// say in it.
+// vote returns the vote in agreement n, and whether it is known. A rank that came in after n counts
+// as true.
 func (b ballot) vote(n uint64) (yes, known bool) {
 	switch {
 	case b.n < n:
@@ -88,12 +87,12 @@ func (b ballot) vote(n uint64) (yes, known bool) {
 	return true, true
 }
 
-// Agree is a fault-tolerant agreement: it returns true if all ranks that took part to its end gave
-// true, and the same value at every rank that returns one, whoever is lost meanwhile. It is a
-// collective with an order of its own: the n-th call of a rank meets the n-th call of all others,
-// whatever became of the operations between them, so that a program can agree on whether one
-// succeeded everywhere. It works on a group that has failed, and leaves it so. It waits for the
-// votes of all that are in the job's view, and for a round trip to the store.
+// Agree is a fault-tolerant agreement. It returns true if all ranks that took part to its end gave
+// true, and the same value at every rank that returns one, even if ranks are lost meanwhile. It is
+// a collective with its own order: the n-th call of a rank meets the n-th call of all others, even
+// if the operations between them failed, so that a program can agree on whether an operation
+// succeeded everywhere. It works on a failed group, and does not repair it. It waits for the votes
+// of all ranks in the job's view, and for a round trip to the store.
 func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	began := time.Now()
 	if err := g.enter(ctx, "agree", func() { g.cast(false) }); err != nil {
@@ -110,13 +109,13 @@ func (g *Group) Agree(ctx context.Context, yes bool) (bool, error) {
 	return g.decide(within, n, all)
 }
 
-// cast gives this rank's vote in the next agreement.
+// cast sends this rank's vote in the next agreement.
 func (g *Group) cast(yes bool) {
 	g.ballot = ballot{g.ballot.n + 1, [2]bool{yes, g.ballot.yes[0]}}
 	g.msgs.Notice(g.v.Active, noticeBallot, g.ballot.encode())
 }
 
-// poll votes, and returns whether all that are left have given true.
+// poll votes. It returns whether all ranks that are left have given true.
 func (g *Group) poll(yes bool) (all bool, err error) {
 	if err := g.halted(); err != nil {
 		return false, err
@@ -164,7 +163,7 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 	}
 }
 
-// out reports whether the life that the group has in slot is not in the job's view.
+// out reports whether the incarnation that the group has in slot is no longer in the job's view.
 func (g *Group) out(slot int) bool {
 	switch {
 	case g.job.roster == nil:
@@ -175,11 +174,11 @@ func (g *Group) out(slot int) bool {
 	return !g.job.view().Has(g.v.ranks[slot], g.incarnations[slot])
 }
 
-// decide makes the first proposal that reaches the store the outcome of agreement k: ranks that
-// took votes of different ranks, because one was lost meanwhile, may propose different ones.
+// decide makes the first proposal that reaches the store the outcome of agreement k. If a rank was
+// lost meanwhile, ranks may have counted votes of different ranks, and propose different outcomes.
 func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
-	// The world's name is the same in every life of a job; what an earlier life left may be there
-	// still.
+	// The world's name is the same for every run of a job. A previous run may have left its key in
+	// the store.
 	key := fmt.Sprintf("agree/%016x/%x-%d", g.job.roster.First(), g.name.Maker, g.name.Number)
 	mine := binary.BigEndian.AppendUint64(nil, k)
 	mine = append(mine, map[bool]byte{true: 1}[yes])
@@ -198,7 +197,7 @@ func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
 			cancel()
 			return b[8] == 1, nil
 		}
-		if len(b) == 9 && binary.BigEndian.Uint64(b) > k { // they went on when this rank was removed
+		if len(b) == 9 && binary.BigEndian.Uint64(b) > k { // the others went on after removing this rank
 			cancel()
 			return false, ErrEvicted
 		}
@@ -210,7 +209,7 @@ func (g *Group) decide(within *bound, k uint64, yes bool) (bool, error) {
 		case err == nil:
 			return yes, nil
 		case errors.As(err, &c):
-		case !within.pause(20 * time.Millisecond): // it may have been written: the next look tells
+		case !within.pause(20 * time.Millisecond): // the value may have been written: the next Get tells
 			return false, within.why(err)
 		}
 	}

@@ -51,9 +51,9 @@ func allocateNothing(t *testing.T, g *pg.Group) {
 		{"allgatherv", func() error { return pg.AllGatherV(ctx, g, v, big[:counts[g.Rank()]], counts) }},
 		{"alltoallv", func() error { return pg.AllToAllV(ctx, g, v[:20], big[40:60], tens, tens) }},
 	} {
-		// What else the process does (it keeps its lease, a waiter falls asleep) allocates now and
-		// then, more so on a busy machine: the least of some tries counts, as many as it takes until
-		// all ranks have seen one that is good.
+		// Other activity of the process (its lease, a waiter that falls asleep) allocates
+		// occasionally, more on a busy machine. So the minimum of several tries counts, repeated
+		// until all ranks have seen a good one.
 		least, bad := uint64(1<<62), []int32{1}
 		for try := 0; try < 2 || bad[0] != 0 && try < 20; try++ { // the first warms up
 			if err := g.Barrier(ctx); err != nil {

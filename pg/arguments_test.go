@@ -103,7 +103,7 @@ func TestOverlap(t *testing.T) {
 
 // At the root of a gather or scatter this rank's part may be where it belongs; elsewhere the other
 // buffer is not looked at.
-func TestOverlapAtTheRoot(t *testing.T) {
+func TestOverlapAtRoot(t *testing.T) {
 	const n, k = 3, 10
 	local(t, n, func(ctx context.Context, g *pg.Group) error {
 		mem := make([]int64, 200)
@@ -188,7 +188,7 @@ func TestLengthsThatOverflow(t *testing.T) {
 				return fmt.Errorf("alloc of %d elements: got %v, want an *ArgumentError", count, err)
 			}
 		}
-		return pg.AllReduce(ctx, g, x, pg.Sum) // the group is none the worse for it
+		return pg.AllReduce(ctx, g, x, pg.Sum) // the group is still usable
 	})
 }
 

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// What a call costs before anybody else is involved.
+// The cost of a call of a single rank.
 func BenchmarkAlone(b *testing.B) {
 	gs, err := Local(1, Config{})
 	if err != nil {

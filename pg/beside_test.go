@@ -10,10 +10,10 @@ import (
 	"time"
 )
 
-// BenchmarkBarrierBeside is what a barrier of one group takes, from when its last rank has come to
-// when its last rank goes on, while the same two ranks run an allreduce of 16 MiB, again and again,
-// in another group. "alone" is the barrier without the allreduce. The time per operation contains
-// the pause between two barriers.
+// BenchmarkBarrierBeside measures a barrier of one group, from its last rank's call to its last
+// rank's return, while the same two ranks repeatedly run an allreduce of 16 MiB in another group.
+// "alone" is the barrier without the allreduce. The time per operation contains the pause between
+// two barriers.
 func BenchmarkBarrierBeside(b *testing.B) {
 	const n, size = 2, 16 << 20
 	const pause = 200 * time.Microsecond // between two barriers
@@ -40,7 +40,7 @@ func BenchmarkBarrierBeside(b *testing.B) {
 				}
 				busy.Go(func() {
 					x := make([]float32, size/4)
-					for x[0] == 0 && errs[n+r] == nil { // who has had enough tells the other
+					for x[0] == 0 && errs[n+r] == nil { // a rank that has finished tells the other
 						if enough.Load() {
 							x[0] = 1
 						}

@@ -1,6 +1,6 @@
 // Package pg is a process group: the ranks of a job, and the collectives and messages between them.
 //
-//	g, err := pg.Join(ctx, pg.Config{})                  // who am I, and where do we meet: from the environment
+//	g, err := pg.Join(ctx, pg.Config{})                  // rank, size and store: from the environment
 //	if err != nil {
 //		log.Fatal(err)
 //	}
@@ -8,87 +8,89 @@
 //	err = pg.AllReduce(ctx, g, gradients, pg.Sum)        // any slice of numbers, in place
 //
 // A job is a number of processes that run the same program, each a rank, 0..Size-1. A launcher
-// starts them (tutti run, torchrun, Slurm, mpirun, Kubernetes) and says by variables who is who; a
-// store (the launcher's, or a site's etcd) is where they find each other. [Join] returns when all
-// have met. [Group.Split] makes subgroups.
+// starts them (tutti run, torchrun, Slurm, mpirun, Kubernetes) and sets variables that tell each
+// its rank. The processes find each other in a store: the launcher's, or a site's etcd. [Join]
+// returns when all have met. [Group.Split] makes subgroups.
 //
 // # Order
 //
-// All ranks of a group call the same collectives, with the same arguments, in the same order; they
-// run one at a time, in that order. [Group.Do] runs any operation on any buffers, and returns when
-// it has ended. [Group.Start] queues one and returns a [Work]; a blocking call that follows goes
-// behind it, and so do calls of other goroutines, [Group.Recover], [Group.Admit] and [Group.Agree].
-// [Send] and [Recv] stand outside of the order. Every message says which call it belongs to, so that
-// ranks which differ get a [*MismatchError] that spells both calls, instead of a wrong result or
-// silence: all of them, in the operation that they differ in or, where a rank was through with that
-// and needed nothing of the others, in the next. Where ranks wait for each other in calls that
-// differ, so that no message passes between them, that takes a quarter of a second.
+// All ranks of a group call the same collectives, with the same arguments, in the same order. The
+// collectives run one at a time, in that order. [Group.Do] runs any operation on any buffers, and
+// returns when it has ended. [Group.Start] queues one and returns a [Work]. Later blocking calls,
+// calls of other goroutines, [Group.Recover], [Group.Admit] and [Group.Agree] run behind it.
+// [Send] and [Recv] are not part of the order.
 //
-// A collective of nothing (no elements, or counts that are all zero) is a [Group.Barrier]: it
-// returns when every rank has called it. In [AllGatherV] and [AllToAllV] a part of no elements is
-// waited for as any other; an [AllToAllV] of nothing returns when all other ranks have called it.
+// Every message carries the call that it belongs to. If ranks call different operations, all of
+// them get a [*MismatchError] that describes both calls, instead of a wrong result or a hang: in
+// the operation that differs or, at a rank that needed nothing of the others in it, in the next
+// one. If no message passes between the ranks because each waits for the other, detection takes a
+// quarter of a second.
+//
+// A collective without data (no elements, or counts that are all zero) is a [Group.Barrier]: it
+// returns when every rank has called it. [AllGatherV] and [AllToAllV] wait for a part without
+// elements like for any other; an [AllToAllV] without data returns when all other ranks have called
+// it.
 //
 // # Waiting, and ctx
 //
-// Every call takes a ctx and is bounded by Config.Timeout besides. When either ends, the operation
-// fails, at every rank, within moments: waiting for a rank that does not come is an error that
-// names it. When a call has returned, with whatever outcome, nothing reads or writes its memory any
-// more. Wait on a Work is different: its ctx ends the waiting only.
+// Every call takes a ctx, and Config.Timeout bounds it besides. When either ends, the operation
+// fails at every rank within milliseconds. The error of a call that waited for a rank names that
+// rank. After a call has returned, with any outcome, nothing reads or writes its memory. The ctx of
+// Wait on a Work ends only the waiting.
 //
-// Both bound a blocking call from its beginning, the wait for its turn included. A call that gives
-// up before its turn returns a [*TimeoutError] and has touched nothing; ranks count with its
-// operation all the same, so that it fails at the others, as one whose time was up, when the
-// operations before it are done here. The time of an operation that Start began is Config.Timeout
-// from when it begins to run, which is when those before it have ended. An operation that is run
-// again (Retry) has its whole Timeout again; a ctx never begins anew.
+// Both bound a blocking call from its beginning, including the wait for its turn. A call that ends
+// before its turn returns a [*TimeoutError] and has changed nothing. Its operation keeps its place
+// in the order: when the operations before it are done here, it fails at the other ranks, as one
+// that timed out. An operation that Start began has Config.Timeout from when it begins to run. An
+// operation that is run again (Retry) has its whole Timeout again; its ctx is not extended.
 //
 // # Errors
 //
 // They are typed, for errors.As:
 //
 //	*RankError      a rank died, left or cannot be reached: which, and who noticed
-//	*TimeoutError   time was up, or ctx cancelled: who was waited for, and what each was last seen doing
+//	*TimeoutError   time was up, or ctx cancelled: the ranks waited for, and the last operation of each
 //	*MismatchError  two ranks called different things: which, and what
-//	*ArgumentError  this call was wrong by itself: nothing was sent, and the group goes on
+//	*ArgumentError  this call is invalid: nothing was sent, and the group is usable
 //	ErrClosed       the group was closed here
-//	ErrEvicted      the others go on without this rank, though it lives
-//	ErrIsolated     ranks were lost, and this rank cannot have the store decide who goes on
-//	ErrAborted      somebody called Group.Abort
+//	ErrEvicted      the others have removed this rank, which is alive
+//	ErrIsolated     ranks were lost, and this rank cannot reach the store that decides who remains
+//	ErrAborted      a rank called Group.Abort
 //
-// After any but an *ArgumentError the results of that operation are void. A process that is killed
-// is known to be gone at once, for its links break; a machine that falls silent, after half a
-// minute. A rank that stands still (SIGSTOP, a debugger) is no dead rank; the timeout decides about
-// it. A job that goes on without lost ranks (Shrink, Retry) is less patient: whom a collective
-// waits for, and whose lease has ended, is lost.
+// After any error but an *ArgumentError the results of the operation are void. The death of a
+// process is noticed at once, because its links break; that of a silent machine after half a
+// minute. A rank that is stopped (SIGSTOP, a debugger) does not count as dead; the timeout bounds
+// the wait for it. A job that continues without lost ranks (Shrink, Retry) waits less: a rank that
+// a collective waits for, and whose lease has ended, is lost.
 //
 // # What an error leaves in the buffers
 //
 // An *ArgumentError, ErrClosed, an error of a group that had failed before, and the *TimeoutError
-// of a call that gave up before its turn leave all buffers as they were. After any other error of
+// of a call that ended before its turn leave all buffers as they were. After any other error of
 // an operation:
 //
 //	source, apart from the destination      as it was
-//	destination                             void: old contents, inputs, results, and parts of sums may stand side by side in it
+//	destination                             void: any mixture of old contents, inputs, results and partial sums
 //	in place: AllReduce                     void at every rank; RankError.Overwritten says whether it had begun to be written
 //	in place: AllGather(V), Gather          this rank's part as it was, other parts void
 //	in place: Scatter                       at the root all parts as they were
 //	Broadcast                               as it was at the root, void elsewhere
 //	Reduce                                  void at the root, as it was elsewhere
-//	Gather, Scatter                         the buffer that is not used elsewhere than at the root: as it was
+//	Gather, Scatter                         the buffer that only the root uses: elsewhere as it was
 //	Send                                    as it was
 //	Recv                                    void; as it was after the *ArgumentError for a message of another length or type
 //
 // Elements before and after a buffer are never touched.
 //
-// # When ranks are lost, and come back
+// # Lost ranks, and replacements
 //
-// A rank number is a slot, for ever: who is lost leaves a hole, nobody is renumbered, and
-// collectives skip the holes. [Group.View] says who plays. What the ranks that are left do is
-// [Config].OnFailure: wait for [Group.Recover], go on with the next operation (Shrink), or run the
-// same one again where its inputs are intact (Retry). An operation may have ended well at some
-// ranks and with a *RankError at others; they keep to the same order all the same, for ranks that
-// are behind skip, with an error, what the others have finished. With Config.Uniform the outcome is the
-// same at all of them, and [Group.Agree] agrees on anything else, on a failed group too:
+// A rank number is a slot. A lost rank leaves a hole: no rank is renumbered, and collectives skip
+// the holes. [Group.View] lists the active ranks. [Config].OnFailure says how the remaining ranks
+// continue: after [Group.Recover], with the next operation (Shrink), or with the same one again if
+// its inputs are intact (Retry). An operation may have succeeded at some ranks and failed with a
+// *RankError at others. The order stays the same at all of them: ranks that are behind skip, with
+// an error, the operations that others have finished. With Config.Uniform the outcome is the same
+// at all of them, and [Group.Agree] agrees on anything else, on a failed group too:
 //
 //	err := pg.AllReduce(ctx, g, x, pg.Sum)
 //	if ok, aerr := g.Agree(ctx, err == nil); aerr == nil && !ok {
@@ -96,51 +98,52 @@
 //	}
 //
 // A process that is started with the number of a lost rank, or with a new one below Config.MaxSize,
-// joins the running job: its Join returns when the others have let it in, by [Group.Admit] or, with
-// Config.AutoAdmit, between two operations. It begins with the operation that follows; the program
-// brings it up to date:
+// joins the running job: its Join returns when the others have admitted it, by [Group.Admit] or,
+// with Config.AutoAdmit, between two operations. Its first operation is the one that follows. The
+// program brings it up to date:
 //
-//	if in, err := g.Admit(ctx); err == nil && in > 0 {   // at a step boundary; who comes in begins with the line below
+//	if in, err := g.Admit(ctx); err == nil && in > 0 {   // at a step boundary; admitted ranks begin below
 //		err = pg.Broadcast(ctx, g, state, root)
 //	}
 //
-// # Who everybody waits for
+// # Diagnosis
 //
-// A rank records its last operations and answers whoever knows the job's secret, also while it
-// hangs: tutti status asks all of them and names the one that keeps the others. With Config.LogDir
-// that is written down when an operation fails, on SIGUSR1, and for whoever looks after a rank was
-// killed; with Config.Metrics it is served to Prometheus. Package flight documents the format.
+// A rank records its last operations, and sends them to clients that know the job's secret, also
+// while it hangs: tutti status asks all ranks and names the one that the others wait for. With
+// Config.LogDir the records are also written to a file when an operation fails and on SIGUSR1, and
+// remain after a rank was killed. With Config.Metrics the rank serves metrics to Prometheus.
+// Package flight documents the format.
 //
 // # Memory
 //
-// Collectives work on any slice. On memory from [Alloc], ranks of one machine reduce where the data
-// lies, through mappings of each other's memory, and nothing is copied; that pays from some tens of
-// KiB on. It is for tensors that live long: every rank allocates alike, once, and [Free] ends it;
-// after Close it is plain memory. What a group needs besides is bounded and does not grow with
-// messages: some tens of MiB a rank for rings and early messages, and scratch for a few blocks of 8
-// MiB. A call like the one before allocates nothing.
+// Collectives work on any slice. On memory from [Alloc], ranks of one machine map each other's
+// memory and reduce in place, without copies; this is faster from some tens of KiB on. Alloc is for
+// tensors that live long: every rank allocates the same sizes, once, and [Free] releases them.
+// After Close they are plain memory. The memory that a group itself needs is bounded and does not
+// grow with messages: some tens of MiB a rank for rings and early messages, and scratch for a few
+// blocks of 8 MiB. A call with the shape of the one before allocates nothing.
 //
-// A [Window] is memory that ranks put to, get from and signal without the other side's taking part.
+// A [Window] is memory for one-sided operations: put, get and signal.
 //
-// # The same bits
+// # Reproducible results
 //
-// A reduction folds its contributions in an order that ranks, sizes and the algorithm fix, never
-// timing: the same inputs give the same bits on every run, and on every rank. 16-bit and 8-bit
+// Ranks, sizes and the algorithm fix the order in which a reduction combines its inputs; timing
+// does not: the same inputs give the same bits on every run, and on every rank. 16-bit and 8-bit
 // floats are summed in float32 and rounded once. Which algorithm runs depends on what all ranks
-// know alike: kind, bytes, ranks, machines, and the table in use. Another number of ranks or
-// another machine may fold in another order; Config.Algorithm fixes it.
+// know alike: kind, bytes, ranks, machines, and the table in use. On another number of ranks or
+// another machine the order may differ; Config.Algorithm fixes it.
 //
 // # Trust
 //
-// A job has a secret; every connection proves to know it before anything else is read, and is then
-// sent in the clear. The launcher makes one. Ranks that share a network with strangers are safe
-// from their connections, not from their listening.
+// A job has a secret, which the launcher makes. Both ends of every connection prove to know it
+// before any other data is read. The data that follows is not encrypted. This protects ranks from
+// connections of strangers in their network, not from eavesdroppers.
 //
 // # Without a launcher
 //
 // [Local] makes n ranks inside one process, for programs that are parallel in goroutines. Package
-// pgtest runs ranks as real processes under go test, and injects faults. A process for which
-// nothing is set is rank 0 of 1.
+// pgtest runs ranks as real processes under go test, and injects faults. Without any settings a
+// process is rank 0 of 1.
 //
 // # Environment
 //

@@ -10,34 +10,34 @@ import (
 	"tutti/pg/flight"
 )
 
-// Errors of a group that need no details, to be tested with errors.Is.
+// Errors of a group without details, for errors.Is.
 var (
 	ErrClosed = errors.New("process group is closed")
-	// ErrEvicted: the others go on without this rank, which was put out although it lives: they
-	// could not reach it, or somebody asked for it. See Group.Rejoin.
+	// ErrEvicted: the other ranks have removed this one from the group although it is alive,
+	// because they could not reach it or a program called Evict. See Group.Rejoin.
 	ErrEvicted = errors.New("this rank was evicted from the process group")
-	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding who goes on. The
-	// store, where that is decided, is away (this rank may be on the minority side of a partition)
-	// or does not take the decision; the text says which.
-	ErrIsolated = errors.New("this rank cannot take part in deciding who goes on")
+	// ErrIsolated: ranks were lost, and this rank cannot take part in deciding which ranks remain.
+	// The store that decides it cannot be reached (this rank may be on the minority side of a
+	// partition) or does not accept the decision; the text says which.
+	ErrIsolated = errors.New("this rank cannot take part in deciding which ranks remain")
 	// ErrAborted: Group.Abort was called, here or on another rank.
 	ErrAborted = errors.New("process group aborted")
 )
 
-// RankError says that a rank failed: it died, left, or cannot be reached. The operation that
-// returns it has no result. Config.OnFailure says how the group goes on; by default every later
-// collective returns an error until Recover.
+// RankError says that a rank died, left, or cannot be reached. The operation that returns it has no
+// result. Config.OnFailure says how the group goes on; by default every later collective returns an
+// error until Recover.
 type RankError struct {
-	Rank int   // who failed
-	Also []int // who else had, as far as was decided by then; ascending
-	// Overwritten says that the operation worked in place and had begun to: its input is lost.
-	// Otherwise inputs are as they were; the destination of an operation that does not work in
-	// place may be partly written.
+	Rank int   // the rank that failed
+	Also []int // other ranks that had failed by then; ascending
+	// Overwritten says that the operation worked in place and had begun to write: its input is
+	// lost. Otherwise inputs are as they were; the destination of an operation that does not work
+	// in place may be partly written.
 	Overwritten bool
-	Epoch       uint64 // in which view
-	Call        string // the operation during which it was noticed here, "" if none
-	Reporter    int    // the rank that noticed; this one, or a peer that told
-	Err         error  // what was seen
+	Epoch       uint64 // of the view
+	Call        string // the operation during which this rank noticed, "" if none
+	Reporter    int    // the rank that noticed: this one, or a peer that sent an Abort
+	Err         error  // the cause
 }
 
 func (e *RankError) Error() string {
@@ -57,19 +57,19 @@ func (e *RankError) Error() string {
 
 func (e *RankError) Unwrap() error { return e.Err }
 
-// Seen is what a rank was last seen doing.
+// Seen is the last operation that a rank was seen in.
 type Seen struct {
 	Rank int
 	What string // "nothing yet", "allreduce #12 (float32 sum, 1024 elements)"
 }
 
-// TimeoutError says that an operation did not end in time, and because of whom. It wraps
+// TimeoutError says that an operation did not end in time, and which ranks it waited for. It wraps
 // context.DeadlineExceeded or context.Canceled. The group is unusable afterwards, until Recover.
 type TimeoutError struct {
 	Call     string        // the operation
-	After    time.Duration // how long it had been running
+	After    time.Duration // the operation's time until then
 	Missing  []Seen        // the ranks that were waited for
-	Reporter int           // the rank whose patience ended
+	Reporter int           // the rank that timed out
 	Err      error
 }
 
@@ -92,8 +92,8 @@ func (e *TimeoutError) Error() string {
 
 func (e *TimeoutError) Unwrap() error { return e.Err }
 
-// MismatchError says that two ranks called different things where all must call the same. The group
-// is unusable afterwards, until Recover.
+// MismatchError says that two ranks called different operations where all must call the same. The
+// group is unusable afterwards, until Recover.
 type MismatchError struct {
 	RankA int
 	CallA string
@@ -105,8 +105,8 @@ func (e *MismatchError) Error() string {
 	return fmt.Sprintf("ranks disagree: rank %d called %s, rank %d called %s", e.RankA, e.CallA, e.RankB, e.CallB)
 }
 
-// An ArgumentError says what was wrong with a call that was not started: nothing was sent and the
-// group goes on. Note that peers which made the same call correctly will wait for this rank.
+// ArgumentError describes an invalid call. Nothing was sent, and the group is usable. Peers that
+// made the same call correctly wait for this rank.
 type ArgumentError struct {
 	Call string // "allgather"
 	Arg  string // the offending argument
@@ -118,7 +118,7 @@ func (e *ArgumentError) Error() string {
 	return fmt.Sprintf("%s: %s is %s, want %s", e.Call, e.Arg, e.Got, e.Want)
 }
 
-// outcome is how the flight recorder calls an error of an operation.
+// outcome is the flight recorder's name for the error of an operation.
 func outcome(err error) flight.Outcome {
 	switch {
 	case err == nil:

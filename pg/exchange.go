@@ -15,32 +15,31 @@ import (
 	"tutti/pg/membership"
 )
 
-// How a group goes from one view to the next. Package resync decides; this file carries what the
-// ranks tell each other, as notices on the channel of messages, and opens the channels.
+// A group moves from one view to the next by an exchange. Package resync decides; this file sends
+// what the ranks tell each other, as notices on the message channel, and opens the channels.
 
-// passage is a group's part in going from view to view. Of what package resync does not know:
+// passage is a group's state of view changes beside package resync:
 //
-//   - rough is set by whatever may keep the next operation from running as the one before did: a
-//     new view, a notice of an exchange, a failure, an accusation. While it is not set no exchange is
-//     under way or wanted, and the next operation looks at nothing of this but err. Group.ready
-//     looks, and clears it.
-//   - joins is set during Join into a running job alone: the rank answers no exchange before it has
-//     begun its own.
-//   - hint is set from a view that has only grown until the group enters another: with AutoAdmit
-//     alone.
-//   - cause belongs to Group.err, and gave to the operation that ran last: it is over with the next
+//   - rough is set by everything after which the next operation may not simply run: a new view,
+//     a notice of an exchange, a failure, an accusation. While it is not set, no exchange is under
+//     way or wanted, and the next operation checks only err. Group.ready checks and clears it.
+//   - joins is set only during Join into a running job: the rank answers no exchange before it
+//     has begun its own.
+//   - hint is set, with AutoAdmit only, from a view that has only grown until the group enters
+//     another one.
+//   - cause belongs to Group.err, and gave to the last operation; both are cleared by the next
 //     exchange.
 type passage struct {
 	sync  *resync.Machine // the exchange that the group is in, or was in last
-	rough bool            // something has happened that the next operation has to look at first
-	joins bool            // the rank is about to enter the group's view, and its program has no group yet
-	hint  bool            // the job has grown, and the others are to know
+	rough bool            // the next operation has to check for changes first
+	joins bool            // the rank is entering the group's view, and its program has no group yet
+	hint  bool            // the job has grown, and the other ranks have to be told
 	lost  *RankError      // the latest
-	cause []byte          // why the group has failed: what the others are told
-	gave  uint64          // the uniform operation that was given up last
+	cause []byte          // why the group has failed, as the other ranks are told
+	gave  uint64          // the last uniform operation that this rank gave up
 
-	present map[int]resync.Point // to which boundaries others have come, by slot
-	shows   resync.Point         // to which this rank has said that it has come
+	present map[int]resync.Point // boundaries that the other ranks have reached, by slot
+	shows   resync.Point         // the boundary that this rank has announced
 }
 
 // The keys of a group's notices.
@@ -53,9 +52,9 @@ const (
 // A notice of key noticeStanding says where a rank stands in an exchange, little-endian, in
 // standingSize bytes and more:
 //
-//	0 view of the exchange | 8 attempt | 16 Over | 24 the last that was completed: view | 32 attempt
+//	0 view of the exchange | 8 attempt | 16 Over | 24 last complete exchange: view | 32 attempt
 //	40 Start | 48 Confirmed | 56 agreements | 64 flags | 72 place
-//	112 why the group has failed: what Abort told
+//	112 why the group has failed: the payload of Abort
 const standingSize = 72 + join.PlaceSize
 
 const (
@@ -66,8 +65,8 @@ const (
 	standCalls
 )
 
-// A notice of key noticePresent says that a rank is at the boundary before an exchange, and would
-// take part in it but for a verdict that it waits for: view and attempt, little-endian.
+// A notice of key noticePresent says that a rank has reached the boundary before an exchange, and
+// takes part in it once a verdict is there: view and attempt, little-endian.
 const presentSize = 16
 
 func encodePresent(at resync.Point) []byte {
@@ -82,10 +81,10 @@ func decodePresent(b []byte) (at resync.Point, err error) {
 	return resync.Point{View: binary.LittleEndian.Uint64(b), Attempt: binary.LittleEndian.Uint64(b[8:])}, nil
 }
 
-// maxAttempt leaves room to count on from what a peer says.
+// maxAttempt bounds the attempt that a peer may send, so that later ones cannot overflow.
 const maxAttempt = 1 << 62
 
-// told is what a standing has besides: resync.Standing.More.
+// told holds the fields of a standing beyond package resync: resync.Standing.More.
 type told struct {
 	place  join.Place
 	ballot uint64 // agreements that the rank has taken part in
@@ -130,8 +129,8 @@ func decodeTold(b []byte) (t resync.Told, err error) {
 	return t, nil
 }
 
-// members of the group in the job's view: their slots, and the epoch of that for this group. With
-// the proxy's lock, as most of this file.
+// members returns the slots of the group's members in the job's view v, and the group's epoch for
+// it. With the proxy's lock, like most of this file.
 func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 	if g.incarnations == nil {
 		return v.Active(), v.Epoch
@@ -143,7 +142,7 @@ func (g *Group) members(v membership.View) (active []int, epoch uint64) {
 	return active, epoch
 }
 
-// view is what package resync has to know of a view of the job.
+// view returns the view v of the job for package resync.
 func (g *Group) view(v membership.View) resync.View {
 	active, epoch := g.members(v)
 	now := resync.View{Epoch: epoch, Members: active}
@@ -155,10 +154,10 @@ func (g *Group) view(v membership.View) resync.View {
 	return now
 }
 
-// viewChanged looks at the job's new view. If the group has lost a rank, the next operation begins
-// with that; the one in flight ends by itself, for its links with the lost one do, and may still
-// end well: a rank that closes its group has sent all that it owed. If the group has only grown,
-// that waits for a boundary.
+// viewChanged reacts to the job's new view. If the group has lost a rank, the next operation begins
+// with an exchange. The operation in flight is left alone: its links to the lost rank fail, or it
+// succeeds if that rank had sent everything before it closed the group. If the group has only
+// grown, the exchange waits for a boundary.
 func (g *Group) viewChanged() {
 	g.sync.See(g.view(g.job.view()))
 	if g.sync.Now().Epoch > g.v.epoch && !g.sync.Lost() && g.job.settings.AutoAdmit {
@@ -168,7 +167,7 @@ func (g *Group) viewChanged() {
 	g.answer()
 }
 
-// hear takes in a notice.
+// hear handles a notice.
 func (g *Group) hear(slot, key int, value []byte) {
 	var err error
 	switch key {
@@ -198,8 +197,8 @@ func (g *Group) hear(slot, key int, value []byte) {
 	}
 }
 
-// show tells the others that this rank has come to the boundary before the next exchange: it is
-// late no longer.
+// show tells the other ranks that this one has reached the boundary before the next exchange and is
+// no longer late.
 func (g *Group) show() {
 	if at := g.sync.Next(); g.shows.Before(at) {
 		g.shows = at
@@ -207,12 +206,12 @@ func (g *Group) show() {
 	}
 }
 
-// answer has the group, if no call of it runs, take part in an exchange that others wait for.
+// answer joins an exchange that other ranks wait for, if no call of the group is running.
 func (g *Group) answer() {
 	if g.busy && !g.between || g.joins || g.halted() != nil || !g.sync.Asked(g.err != nil) {
 		return
 	}
-	if g.job.judging() { // it answers after the verdict
+	if g.job.judging() { // the rank joins after the verdict
 		return
 	}
 	g.look()
@@ -224,7 +223,7 @@ func (g *Group) answer() {
 	}
 }
 
-// look fails the group if it has to fail because of what happened since its last operation.
+// look fails the group if an event since its last operation requires that.
 func (g *Group) look() {
 	if g.err != nil {
 		return
@@ -237,23 +236,24 @@ func (g *Group) look() {
 	}
 }
 
-// passing reports whether why the channel failed, between two operations, is nothing that the
-// program has to know: the group goes on without those that it is about.
+// passing reports whether the failure why of the channel, between two operations, can be hidden
+// from the program because the group goes on without the ranks that caused it.
 func (g *Group) passing(err error) bool {
 	_, typed := g.explain(err)
 	return g.survivable(typed)
 }
 
-// standing says where this rank stands between two operations.
+// standing returns where this rank stands between two operations.
 func (g *Group) standing() resync.Standing {
 	s := resync.Standing{Over: g.seq, Intact: true, Failed: g.err != nil}
-	if g.gave == g.seq && g.seq > 0 { // its result, where there is one, does not count
+	if g.gave == g.seq && g.seq > 0 { // a result of this operation, if there is one, does not count
 		s.Over, s.Intact = g.seq-1, false
 	}
 	return s
 }
 
-// ready brings the group to where its next operation can run. The error is the operation's.
+// ready brings the group into a state in which its next operation can run. The error is the
+// operation's.
 func (g *Group) ready() error {
 	if err := g.halted(); err != nil {
 		return err
@@ -269,14 +269,14 @@ func (g *Group) ready() error {
 	broken := g.coll.Err() != nil
 	switch {
 	case broken && (g.job.settings.OnFailure == Report || !g.passing(g.coll.Err())):
-		return nil // the operation finds it, and fails
+		return nil // the operation fails
 	case g.job.settings.OnFailure == Report && g.sync.Lost(): // between two operations
 		g.seq++
 		g.err = g.fail(errMoved)
 		return g.err
 	case g.sync.Pending() || g.sync.Behind() || g.sync.Due(broken):
 		if err := g.move(g.standing(), broken); err != nil {
-			g.seq++ // it is over here, and not elsewhere
+			g.seq++ // the operation is over on this rank only
 			g.fails(err)
 			return err
 		}
@@ -292,7 +292,7 @@ func (g *Group) ready() error {
 	return nil
 }
 
-// skipped is the outcome of an operation that other ranks could not run to its end.
+// skipped returns the error of an operation that other ranks could not finish.
 func (g *Group) skipped() error {
 	if g.lost != nil {
 		e := *g.lost
@@ -303,10 +303,9 @@ func (g *Group) skipped() error {
 		Err: errors.New("other ranks are past it")}
 }
 
-// move takes the group into an exchange, in the job's present view or anew in the one that it is
-// in, and returns when that is complete: all members have told where they stand, and know with
-// which operation to begin, or that the group has failed (g.err). renew asks for another exchange
-// though nothing else does.
+// move enters an exchange, for the job's present view or for another attempt in the group's view.
+// It returns when the exchange is complete: all members know with which operation to begin, or that
+// the group has failed (g.err). renew demands another exchange even if nothing else does.
 func (g *Group) move(mine resync.Standing, renew bool) error {
 	began := time.Now()
 	for {
@@ -319,7 +318,7 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		var ended *p2p.Aborted
 		if errors.As(g.coll.Err(), &ended) {
 			if a, bad := decodeAbort(ended.Payload, g.v.Size); bad == nil && a.Kind == abortCall {
-				return g.told(a) // for good
+				return g.told(a) // final
 			}
 		}
 		switch due := g.sync.Due(renew); {
@@ -348,12 +347,12 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 	}
 }
 
-// departure is how long a rank that leaves the job may take from closing a group until it is out of
-// the view.
+// departure bounds the time from a leaving rank's close of a group until it is out of the view.
 const departure = time.Second
 
-// deserted returns an error if one of missing, for which a call has been waiting since began, has
-// closed the group and stays in the job: it says nothing more in this group, and the view keeps it.
+// deserted returns an error if one of missing, which a call has waited for since began, has closed
+// the group and stays in the job: such a rank sends nothing more in this group, and the view keeps
+// it.
 func (g *Group) deserted(missing []int, began time.Time, call string) error {
 	for _, slot := range missing {
 		if g.msgs.Closed(slot) && time.Since(began) > departure {
@@ -364,13 +363,13 @@ func (g *Group) deserted(missing []int, began time.Time, call string) error {
 	return nil
 }
 
-// change leaves the channel for that of another exchange, and tells its members where this rank
+// change replaces the channel by that of another exchange, and tells its members where this rank
 // stands.
 func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	if slot, why := g.gone(); slot != g.rank {
 		g.lost = &RankError{Rank: slot, Epoch: g.v.epoch, Reporter: g.rank, Err: why}
 	}
-	if !mine.Joins { // a rank that comes in has been in no epoch before
+	if !mine.Joins { // a rank that comes in was in no epoch before
 		g.coll.Leave(mine.Over)
 	}
 	more := told{place: g.job.session.Here, ballot: g.ballot.count()}
@@ -392,7 +391,7 @@ func (g *Group) change(mine resync.Standing, renew, passive bool) error {
 	return nil
 }
 
-// open opens the channel for an exchange.
+// open opens the channel of an exchange.
 func (g *Group) open(at resync.Point) error {
 	view, ranks := g.job.view(), g.v.ranks
 	if g.incarnations == nil && view.Size() > len(ranks) {
@@ -410,7 +409,7 @@ func (g *Group) open(at resync.Point) error {
 	if err != nil {
 		return err
 	}
-	for slot, b := range g.ballots { // of another life than the one that is there now
+	for slot, b := range g.ballots { // of another incarnation than the present one
 		if b.n > 0 && g.incarnations == nil && slot < g.v.job.Size() && slot < view.Size() &&
 			g.v.job.Slots[slot].Incarnation != view.Slots[slot].Incarnation {
 			delete(g.ballots, slot)
@@ -419,13 +418,13 @@ func (g *Group) open(at resync.Point) error {
 	g.coll, g.hint = c, false
 	g.replace(func(v *groupView) {
 		v.epoch, v.job, v.ranks, v.Size, v.Active = at.View, view, ranks, len(ranks), active
-		v.Hosts = nil // until the exchange tells
+		v.Hosts = nil // known after the exchange
 	})
 	g.run.Open(c, g.v.ranks)
 	return nil
 }
 
-// settled draws the conclusion of an exchange that is complete.
+// settled applies the outcome of a complete exchange.
 func (g *Group) settled() {
 	o, failed := g.sync.Outcome()
 	g.job.log.Debug("entered a view", "group", g.id(), "epoch", o.At.View, "attempt", o.At.Attempt,
@@ -434,7 +433,7 @@ func (g *Group) settled() {
 	for len(places) < g.job.settings.MaxSize {
 		places = append(places, join.Place{Cores: 1})
 	}
-	ballots := uint64(0) // agreements so far
+	ballots := uint64(0) // agreements until now
 	for _, slot := range g.v.Active {
 		s, _ := g.sync.Told(slot)
 		more := s.More.(told)
@@ -467,7 +466,7 @@ func (g *Group) settled() {
 	g.locate(places)
 }
 
-// pause waits a little for what missing ranks have to tell, or if there are none for anything.
+// pause waits for a moment for notices of missing ranks or, if there are none, for any event.
 func (g *Group) pause(missing []int) error {
 	if at := g.job.isolated(); at.Why != "" && time.Since(at.Since) > g.job.settings.Window {
 		return fmt.Errorf("%w: %s", ErrIsolated, at.Why)
@@ -478,8 +477,8 @@ func (g *Group) pause(missing []int) error {
 	return g.msgs.Reach(&g.wait, missing[0])
 }
 
-// overdue is the error of a call that must not wait any longer for what missing ranks have not
-// told: of an agreement, or, if call is empty, of an exchange, whose members it tells.
+// overdue returns the error of a call whose time ended while it waited for missing ranks: of an
+// agreement, or, if call is empty, of an exchange, whose members it then informs.
 func (g *Group) overdue(err error, call string, missing []int) error {
 	switch {
 	case errors.Is(err, p2p.ErrClosed):
@@ -508,7 +507,7 @@ func (g *Group) overdue(err error, call string, missing []int) error {
 	return late
 }
 
-// unheard lists the ranks whose standing is missing.
+// unheard lists the ranks whose standing has not arrived.
 func (g *Group) unheard() (all []exec.Seen) {
 	for _, slot := range g.sync.Missing() {
 		t, ok := g.coll.Seen(slot)

@@ -57,7 +57,7 @@ func TestGroupsDoNotWaitForEachOther(t *testing.T) {
 
 // A program may agree on whether an operation succeeded everywhere, at ranks where the group has
 // failed and at others, and then recover: all together.
-func TestAgreeOnAGroupThatHasFailed(t *testing.T) {
+func TestAgreeOnFailedGroup(t *testing.T) {
 	for _, how := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
 		t.Run(how.String(), func(t *testing.T) {
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -96,9 +96,9 @@ func TestAgreeOnAGroupThatHasFailed(t *testing.T) {
 	}
 }
 
-// Who calls Recover after a deadline is not joined by a rank that has not heard of it: that one's
-// next call fails, and they recover together.
-func TestRecoverTakesNobodyAlong(t *testing.T) {
+// A rank that calls Recover after a deadline waits for a rank that has not noticed: the next call
+// of that rank fails, and they recover together.
+func TestRecoverWaitsForRanksInOtherCalls(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		for round := range 20 {
@@ -134,7 +134,7 @@ func TestRecoverTakesNobodyAlong(t *testing.T) {
 			if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
 				t.Fatalf("round %d: after recovering: %v, %v", round, x, err)
 			}
-			// Whoever fails next would have this one fail where it has not ended.
+			// The next failure must not affect an operation that has not ended on this rank.
 			if ok, err := g.Agree(ctx, true); !ok || err != nil {
 				t.Fatal(ok, err)
 			}
@@ -142,9 +142,9 @@ func TestRecoverTakesNobodyAlong(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
 
-// A rank that stands still for longer than its lease does not keep an agreement of those that go on
-// without lost ranks.
-func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
+// A rank that is stopped for longer than its lease does not block an agreement of ranks that
+// continue without lost ranks.
+func TestAgreeEndsDespiteStoppedRank(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -172,9 +172,9 @@ func TestAgreeGoesOnWithoutARankThatStandsStill(t *testing.T) {
 		pgtest.Expect(2, syscall.SIGKILL))
 }
 
-// A rank closes a subgroup and stays in the job: the others are told so, in bounded time, whatever
-// they call on it. When the rank has left the job, they go on without it.
-func TestMemberThatClosesOnlyASubgroup(t *testing.T) {
+// A rank closes a subgroup and stays in the job: every call of the others on it returns an error in
+// bounded time. When the rank has left the job, they continue without it.
+func TestCloseOfSubgroupOnly(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	for _, f := range []pg.OnFailure{pg.Report, pg.Shrink, pg.Retry} {
 		t.Run(f.String(), func(t *testing.T) {

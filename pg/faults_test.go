@@ -98,7 +98,7 @@ func TestMismatchNamesBothCalls(t *testing.T) {
 	}
 }
 
-func TestAllToAllVCountsThatDisagree(t *testing.T) {
+func TestAllToAllVCountsDisagree(t *testing.T) {
 	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
 		send, recv := []int{1, 1}, []int{1, 1}
 		if g.Rank() == 1 {
@@ -116,12 +116,12 @@ func TestAllToAllVCountsThatDisagree(t *testing.T) {
 	})
 }
 
-// Whoever waits for whom in an algorithm, everybody names the one rank that has not come.
-func TestTimeoutNamesTheMissingRank(t *testing.T) {
-	for _, algo := range []string{"auto", "flat", "doubling", "halving", "ring", "tree", "twoshot"} {
+// With every algorithm, all ranks name the one rank that has not come.
+func TestTimeoutNamesMissingRank(t *testing.T) {
+	for _, algo := range []string{"auto", "oneshot", "doubling", "halving", "ring", "tree", "twoshot"} {
 		for _, n := range []int{2, 5} {
 			if n == 2 && algo != "auto" {
-				continue // whoever waits, waits for the other one
+				continue // every wait is for the other rank
 			}
 			t.Run(fmt.Sprintf("%s/%d", algo, n), func(t *testing.T) {
 				t.Parallel() // they mostly wait
@@ -148,12 +148,12 @@ func TestTimeoutNamesTheMissingRank(t *testing.T) {
 	}
 }
 
-func TestCancelReturnsAndEndsTheOthers(t *testing.T) {
+func TestCancelEndsCallOnAllRanks(t *testing.T) {
 	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
 		if err := g.Barrier(ctx); err != nil {
 			return err
 		}
-		if g.Rank() == 2 { // cancelled while it waits for rank 1, which waits for nobody
+		if g.Rank() == 2 { // cancelled while it waits for rank 1, which does not wait
 			ctx, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
 			defer cancel()
 			err := Broadcast(ctx, g, make([]byte, 10), 1)
@@ -197,7 +197,7 @@ func TestClosedGroup(t *testing.T) {
 		if err := g.Barrier(ctx); err != nil {
 			return err
 		}
-		w := g.Start(RecvOp{X: BufferOf(make([]int32, 3)), From: 1 - g.Rank(), Tag: 7}) // nobody sends
+		w := g.Start(RecvOp{X: BufferOf(make([]int32, 3)), From: 1 - g.Rank(), Tag: 7}) // there is no Send
 		if err := g.Close(); err != nil {
 			return err
 		}
@@ -216,7 +216,7 @@ func TestClosedGroup(t *testing.T) {
 	})
 }
 
-func TestARankThatLeavesIsNamed(t *testing.T) {
+func TestErrorNamesLeavingRank(t *testing.T) {
 	for _, n := range []int{2, 4} {
 		each(t, n, Config{}, func(ctx context.Context, g *Group) error {
 			if err := g.Barrier(ctx); err != nil {
@@ -236,7 +236,7 @@ func TestARankThatLeavesIsNamed(t *testing.T) {
 }
 
 // A rank that left before there was a link to it is found out too, and soon.
-func TestARankThatLeftEarlyIsNamed(t *testing.T) {
+func TestErrorNamesRankThatLeftEarly(t *testing.T) {
 	gs, err := Local(2, Config{})
 	if err != nil {
 		t.Fatal(err)
@@ -288,11 +288,11 @@ func TestBadArguments(t *testing.T) {
 				return fmt.Errorf("%s: got %v, want an *ArgumentError", name, err)
 			}
 		}
-		return AllReduce(ctx, g, f, Sum) // the group is none the worse for it
+		return AllReduce(ctx, g, f, Sum) // the group is still usable
 	})
 }
 
-func TestNothingIsSomething(t *testing.T) {
+func TestEmptyBuffers(t *testing.T) {
 	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
 		for _, err := range []error{
 			AllReduce[float32](ctx, g, nil, Sum), AllGather[int8](ctx, g, nil, nil),

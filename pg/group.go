@@ -21,39 +21,38 @@ import (
 	"tutti/pg/membership"
 )
 
-// A Group is one rank's handle on a process group: slots 0..Size-1, this one being Rank.
+// A Group is one rank's handle on a process group with slots 0..Size-1. This rank has slot Rank.
 //
-// Collectives on a group are started in the same order, with the same arguments, by all its ranks.
-// They run one at a time, in that order; a blocking call runs on the caller's goroutine, as soon as
-// all that was started before it has ended, and its ctx bounds it from when it was called. Methods
-// and package functions may be called from several goroutines, but then the order is theirs to
-// arrange. Send and Recv stand outside of that order.
+// All ranks of a group call the same collectives, in the same order, with the same arguments.
+// Collectives run one at a time, in that order. A blocking call runs on the caller's goroutine when
+// all earlier operations have ended; its ctx bounds it from the call on. Methods and package
+// functions may be called from several goroutines, which must then agree on the order. Send and
+// Recv are not part of that order.
 //
 // After an error other than *ArgumentError, a collective has no result (an in-place buffer may be
-// partly overwritten), and the group is failed: every later collective returns an error at once, at
-// every rank, until Recover; or, as Config.OnFailure says, the group goes on by itself among those
-// that are left. When a call has returned, nothing touches its buffers any more, whatever the
-// outcome.
+// partly overwritten), and the group has failed: every later collective returns an error at once,
+// at every rank, until Recover; or, as Config.OnFailure says, the group continues by itself among
+// the remaining ranks. After a call has returned, with any outcome, nothing accesses its buffers.
 type Group struct {
 	job  *job // shared with subgroups
 	rank int
-	name p2p.Name // of coll; the next number is msgs'
-	// of each slot, when the group was made: a subgroup never takes others in. nil: the group of
-	// all ranks
+	name p2p.Name // of coll; msgs has the next number
+	// The members when the group was made: a subgroup never admits others. nil: the group of all
+	// ranks.
 	incarnations []uint64
 
 	coll *p2p.Channel // collectives
 	msgs *p2p.Channel // Send and Recv
 
-	// Under the proxy's lock, but for shown.
+	// Under the proxy's lock, except shown.
 	line    line
 	works   works
 	busy    bool                      // a call has the turn
 	seq     uint64                    // number of the latest operation
 	err     error                     // why the group failed, until Recover
-	aborted error                     // by Abort, for good
+	aborted error                     // by Abort, final
 	v       *groupView                // the group's view
-	shown   atomic.Pointer[groupView] // what the program knows of it: it changes with a call's end
+	shown   atomic.Pointer[groupView] // the view that the program sees: it changes at the end of a call
 	passage
 	agreement
 
@@ -67,7 +66,7 @@ type Group struct {
 	cancel context.CancelFunc
 }
 
-// View says who plays.
+// View lists the active slots of a group.
 type View struct {
 	Epoch  uint64
 	Active []int // the active slots, ascending
@@ -81,31 +80,30 @@ func (g *Group) Size() int {
 	return g.shown.Load().Size
 }
 
-// View returns the view that the latest call on the group has ended in: it does not change between
-// two of them.
+// View returns the view in which the latest call on the group ended: it does not change between two
+// calls.
 func (g *Group) View() View {
 	v := g.shown.Load()
 	return View{Epoch: v.epoch, Active: slices.Clone(v.Active)}
 }
 
-// A groupView is a group in one view. It is never changed: another takes its place.
+// A groupView is a group in one view. It is immutable; a new one replaces it.
 type groupView struct {
 	epoch         uint64
-	job           membership.View // in which it was entered
-	ranks         []int           // in the job, of each slot
-	exec.Topology                 // of the group: its slots, the active ones, and where they are
+	job           membership.View // in which the group's view was entered
+	ranks         []int           // of the job, by slot
+	exec.Topology                 // of the group
 }
 
-// replace puts another view, or more that is known of it, in the place of the present one: that with
-// changes by f.
+// replace replaces the present view by a copy that f has changed.
 func (g *Group) replace(f func(v *groupView)) {
 	v := *g.v
 	f(&v)
 	g.v = &v
 }
 
-// begins is the operation that the group's view began with: those below that had not begun are
-// skipped.
+// begins returns the operation that the group's view began with. Earlier ones that had not begun
+// are skipped.
 func (g *Group) begins() uint64 {
 	o, _ := g.sync.Outcome()
 	return o.Start
@@ -113,11 +111,12 @@ func (g *Group) begins() uint64 {
 
 // newGroup makes the handle of a group among ranks of the job; its two channels have this name and
 // the one with the next number. incarnations are those of the members, nil for the group of all
-// ranks, which enters its first view by move unless epoch is that view's.
+// ranks. The group enters its first view by move unless epoch is that view's.
 func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint64, at membership.View,
 	epoch uint64) (*Group, error) {
 	g := &Group{job: j, rank: rank, name: name, incarnations: incarnations,
-		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)), Algo: j.settings.algo}}}
+		v: &groupView{epoch, at, ranks, exec.Topology{Size: len(ranks), Active: upTo(len(ranks)),
+			Algo: j.settings.algo}}}
 	g.works.kick = make(chan struct{}, 1)
 	g.ballots, g.present = map[int]ballot{}, map[int]resync.Point{}
 	g.ctx, g.cancel = context.WithCancel(context.Background())
@@ -150,7 +149,7 @@ func newGroup(j *job, ranks []int, rank int, name p2p.Name, incarnations []uint6
 	return g, g.watch()
 }
 
-// plan gives the group a Runner that has planned nothing yet.
+// plan gives the group a new Runner.
 func (g *Group) plan() {
 	g.run = exec.New(exec.Config{Proxy: g.job.proxy, Wait: &g.wait, Rank: g.rank, Region: g.job.memory.region,
 		Chosen: g.track.Chosen, Keep: g.track.Keep})
@@ -158,7 +157,7 @@ func (g *Group) plan() {
 	g.run.Settle(g.v.Topology)
 }
 
-// watch has the group's operations be recorded.
+// watch makes the group's operations be recorded.
 func (g *Group) watch() error {
 	o, err := g.job.observe()
 	if err != nil {
@@ -171,12 +170,12 @@ func (g *Group) watch() error {
 	return nil
 }
 
-// locate fills in what is known of the machines under the ranks: the same at all of them.
+// locate computes the topology from the ranks' places: the same at all ranks.
 func (g *Group) locate(places []join.Place) {
 	index := map[uint64]int{}
 	hosts := make([]int, len(g.v.Active))
 	crowds := map[join.CPUSet]int{}
-	cores := 0 // as many as ranks
+	cores := 0 // 0: as many as ranks
 	mapped := g.job.session.Mapped
 	for i, slot := range g.v.Active {
 		p := places[g.v.ranks[slot]]
@@ -209,8 +208,8 @@ func (g *Group) locate(places []join.Place) {
 	g.run.Settle(g.v.Topology)
 }
 
-// differ returns an active slot whose table of algorithms is not this rank's, -1 if all have the
-// same: then they use it.
+// differ returns an active slot with another table of algorithms than this rank's, or -1: then all
+// use it.
 func (g *Group) differ(places []join.Place) int {
 	for _, slot := range g.v.Active {
 		if places[g.v.ranks[slot]].Table != g.job.session.Here.Table {
@@ -220,7 +219,7 @@ func (g *Group) differ(places []join.Place) int {
 	return -1
 }
 
-// Topology describes in a line how the ranks are spread and linked, for a person.
+// Topology describes in a line how the ranks are distributed and linked, for display.
 func (g *Group) Topology() string {
 	v := g.shown.Load()
 	hosts := 1
@@ -241,8 +240,7 @@ func (g *Group) Topology() string {
 	return fmt.Sprintf("%d ranks on %d host(s), %s", len(v.Active), hosts, how)
 }
 
-// LocalRank returns how many lower ranks of the group share this rank's machine, and LocalSize how
-// many ranks in all.
+// LocalRank returns the number of lower ranks of the group on this rank's machine.
 func (g *Group) LocalRank() int { r, _ := g.local(); return r }
 
 // LocalSize returns how many ranks of the group are on this rank's machine.
@@ -272,7 +270,7 @@ func (g *Group) local() (rank, size int) {
 func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
 	g.job.proxy.Lock()
 	if g.line.take() {
-		g.begun(ctx, false)
+		g.begun(ctx, g.job.timeout, false)
 	} else {
 		c, err := g.check(q)
 		if err != nil {
@@ -298,8 +296,7 @@ func (g *Group) blocking(ctx context.Context, q *exec.Request) error {
 	return err
 }
 
-// check makes a call of what the program asks for. With the proxy's lock, as the number of slots may
-// grow.
+// check makes a call of a request. With the proxy's lock, because the number of slots may grow.
 func (g *Group) check(q *exec.Request) (exec.Call, error) {
 	c, bad := exec.Check(q, g.rank, g.v.Size)
 	if bad == nil {
@@ -312,7 +309,7 @@ func (g *Group) check(q *exec.Request) (exec.Call, error) {
 	return c, &ArgumentError{Call: name, Arg: bad.Arg, Got: bad.Got, Want: bad.Want}
 }
 
-// bind makes what the program asks for the current call.
+// bind makes the request's call the current one.
 func (g *Group) bind(q *exec.Request) error {
 	if b := g.run.Recall(q); b != nil {
 		g.run.Use(b, q.Dst.Ptr, q.Src.Ptr)
@@ -325,9 +322,9 @@ func (g *Group) bind(q *exec.Request) error {
 	return err
 }
 
-// long is called when half of an operation's time is over, and again: the others learn who keeps
-// this rank, as far as it knows, and tell on what they learn. So in the end everybody knows who
-// keeps them all.
+// long is called when half of an operation's time has passed, and repeatedly after that: it
+// announces the ranks that this rank waits for, as far as it knows. Other ranks pass that on, so
+// that in the end all ranks know the late one.
 func (g *Group) long() {
 	var slots []int
 	for _, m := range g.run.Missing(g.unheard()) {
@@ -336,8 +333,8 @@ func (g *Group) long() {
 	g.coll.Announce(g.run.Token(), slots)
 }
 
-// collective runs the current call, between enter and leave. here reports whether its result is
-// here, whatever err says.
+// collective runs the current call, between enter and leave. here reports whether this rank has its
+// result, even if there is an error.
 func (g *Group) collective() (here bool, err error) {
 	if err := g.launch(); err != nil {
 		return false, err
@@ -356,7 +353,7 @@ func (g *Group) launch() error {
 	if g.err != nil {
 		return g.err
 	}
-	if err := g.wait.Err(); err != nil { // nothing was sent; but the others will wait for us
+	if err := g.wait.Err(); err != nil { // nothing was sent, but the other ranks count the operation
 		g.seq++
 		typed := g.fail(err)
 		g.rough = true
@@ -366,7 +363,7 @@ func (g *Group) launch() error {
 	if g.run.Bound() == nil {
 		if bad := g.fits(); bad != nil {
 			var root *RankError
-			if errors.As(bad, &root) { // all ranks see it alike
+			if errors.As(bad, &root) { // the same at all ranks
 				g.seq++
 			}
 			return bad
@@ -383,7 +380,7 @@ func (g *Group) concluded(err error) (here bool, _ error) {
 	if err != nil || g.uniform() {
 		here, err = g.conclude(err)
 	}
-	if g.coll.Hinted() && err == nil && g.run.Call().Synchronizes() { // everybody knows that the job has grown
+	if g.coll.Hinted() && err == nil && g.run.Call().Synchronizes() { // all ranks know that the job has grown
 		g.rough = true
 		g.sync.Aim(g.v.epoch + 1)
 	}
@@ -392,11 +389,11 @@ func (g *Group) concluded(err error) (here bool, _ error) {
 	return here, err
 }
 
-// uniform reports whether the current call's outcome is to be the same at all survivors.
+// uniform reports whether the current call must have the same outcome at all survivors.
 func (g *Group) uniform() bool { return g.job.settings.Uniform || g.run.Call().Uniform }
 
-// conclude finds out what the outcome of the operation is that has just run here with err, and may
-// run it again. here reports whether the result is here.
+// conclude determines the outcome of the operation that has just run on this rank with err, and may
+// run it again. here reports whether this rank has the result.
 func (g *Group) conclude(err error) (here bool, _ error) {
 	s := g.job.settings
 	uniform := g.uniform()
@@ -421,7 +418,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		g.rough = true
 		var lost *RankError
 		if errors.As(typed, &lost) {
-			own := *lost // others look at what they were given
+			own := *lost // other ranks read the original
 			lost, typed = &own, &own
 			g.verdict(lost)
 			lost.Also = g.besides(lost.Rank)
@@ -434,7 +431,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 		if s.OnFailure != Retry && !uniform {
 			return here, typed
 		}
-		g.wait.Restart() // what the failed attempt took does not count
+		g.wait.Restart() // the time of the failed attempt does not count
 		intact := s.OnFailure == Retry && !g.run.Dirty() && !has
 		mine := resync.Standing{Over: g.seq - 1, Has: has, Intact: intact, Failed: g.err != nil}
 		if err := g.move(mine, g.coll.Err() != nil); err != nil {
@@ -468,7 +465,7 @@ func (g *Group) conclude(err error) (here bool, _ error) {
 	}
 }
 
-// overwritten reports whether the current call's input is lost here, at a rank that has its result
+// overwritten reports whether the current call's input is lost on this rank, which has the result
 // or not.
 func (g *Group) overwritten(has bool) bool {
 	c := g.run.Call()
@@ -491,9 +488,9 @@ func (g *Group) fits() error {
 	return nil
 }
 
-// fail turns what went wrong in the collective that just ran into the error that the program sees,
-// tells the other ranks, and makes sure that nothing writes to the call's buffers any more. It may
-// give the proxy's lock up for a moment.
+// fail turns the error of the collective that just ran into the caller's, sends it to the other
+// ranks, and makes sure that nothing writes to the call's buffers any more. It may release the
+// proxy's lock for a moment.
 func (g *Group) fail(err error) error {
 	tell, typed := g.explain(err)
 	var told *p2p.Aborted
@@ -511,11 +508,11 @@ func (g *Group) fail(err error) error {
 	return typed
 }
 
-// explain makes a typed error of err, and the message that tells it to the others, nil where they
-// have been told or cannot be.
+// explain returns the typed error for err, and its message for the other ranks, nil if they have it
+// or cannot get it.
 func (g *Group) explain(err error) (*wireAbort, error) {
 	now := g.run.Token()
-	if now.Seq != g.seq { // failed before it began
+	if now.Seq != g.seq { // it failed before its beginning
 		now = g.run.Call().Token(g.seq, collectives.Auto)
 	}
 	var peer *p2p.PeerError
@@ -523,17 +520,18 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	var aborted *p2p.Aborted
 	switch {
 	case errors.As(err, new(*RankError)), errors.As(err, new(*TimeoutError)), errors.As(err, new(*MismatchError)):
-		return nil, err // explained and told before
+		return nil, err // handled before
 	case errors.As(err, &aborted):
 		a, bad := decodeAbort(aborted.Payload, g.v.Size)
 		if bad != nil {
-			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank,
-				Err: bad}
+			return nil, &RankError{Rank: max(aborted.Rank, 0), Epoch: g.v.epoch, Call: exec.Spell(now),
+				Reporter: g.rank,
+				Err:      bad}
 		}
 		return nil, g.told(a)
 	case errors.As(err, &differ):
 		ours := differ.Ours
-		if differ.Theirs.Seq < ours.Seq { // of an earlier operation, which left it over
+		if differ.Theirs.Seq < ours.Seq { // of an earlier operation, from which it is left
 			if t, ok := g.run.Said(differ.Theirs.Seq); ok {
 				ours = t
 			}
@@ -567,7 +565,7 @@ func (g *Group) explain(err error) (*wireAbort, error) {
 	return &wireAbort{Kind: abortOther, A: g.rank, Call: now, Text: err.Error()}, err
 }
 
-// told is the error that a failure message stands for.
+// told returns the error that a failure message stands for.
 func (g *Group) told(a *wireAbort) error {
 	switch a.Kind {
 	case abortRank:
@@ -596,7 +594,7 @@ func (g *Group) told(a *wireAbort) error {
 	return &RankError{Rank: a.A, Epoch: g.v.epoch, Call: exec.Spell(a.Call), Reporter: a.A, Err: errors.New(a.Text)}
 }
 
-// left explains that a peer went over to another view, which this rank will know soon.
+// left handles the error of a peer that has moved to another view, which this rank will know soon.
 func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 	g.await(departure, g.moved)
 	if slot, why := g.gone(); slot != g.rank {
@@ -610,8 +608,8 @@ func (g *Group) left(err error, now p2p.Token) (*wireAbort, error) {
 		&RankError{Rank: slot, Epoch: g.v.epoch, Call: exec.Spell(now), Reporter: g.rank, Err: peer.Err}
 }
 
-// gone returns the slot that the job's view has lost first since the group's, and why: what
-// followed may follow from that. It returns this rank's own if none is lost.
+// gone returns the slot that the job's view has lost first since the group's, and why: later losses
+// may be consequences. It returns this rank's own slot if none is lost.
 func (g *Group) gone() (int, error) {
 	active, _ := g.members(g.job.view())
 	first, epoch := g.rank, uint64(math.MaxUint64)
@@ -629,7 +627,7 @@ func (g *Group) gone() (int, error) {
 	return first, errors.New("it was removed from the view")
 }
 
-// trimGone removes the text of ErrPeerGone from the end of what a peer wrote, where it is added
+// trimGone removes the text of ErrPeerGone from the end of a peer's text, to which it is added
 // again as an error.
 func trimGone(s string) string {
 	gone := p2p.ErrPeerGone.Error()
@@ -648,11 +646,11 @@ func (g *Group) slotOf(rank int) int {
 	return rank
 }
 
-// Close leaves the group: operations under way fail with ErrClosed, peers learn of it, and when the
-// last group of the job is closed on this rank, its links, listeners and lease go too. What this
-// rank had sent is still delivered. It returns in bounded time. Idempotent. Closing a group does
-// not close its subgroups. While this rank is in the job, the others cannot go on without it in a
-// group that it has closed: their calls fail with a *RankError.
+// Close leaves the group: operations under way fail with ErrClosed, and peers are told. When the
+// last group of the job is closed on this rank, its links, listeners and lease are closed too. Data
+// that this rank has sent is still delivered. Close returns in bounded time. Idempotent. Closing a
+// group does not close its subgroups. While this rank is in the job, the others cannot continue
+// without it in a group that it has closed: their calls fail with a *RankError.
 func (g *Group) Close() error {
 	if g.closed.Swap(true) {
 		return nil
@@ -667,9 +665,9 @@ func (g *Group) Close() error {
 	g.rouse()
 	p.Unlock()
 	g.wg.Wait()
-	<-mine.turn // the callers before have seen ErrClosed
+	<-mine.turn // earlier calls have returned ErrClosed
 	p.Lock()
-	g.begun(g.ctx, true)
+	g.begun(g.ctx, g.job.timeout, true)
 	g.run.Free()
 	delete(g.job.groups, g)
 	g.leave()
@@ -679,7 +677,7 @@ func (g *Group) Close() error {
 // worldName is the name of the group of all ranks.
 var worldName = p2p.Name{Number: 1}
 
-// id is a number of the group for people: 1 for the group of all ranks, and the same at all
+// id returns a number of the group for display: 1 for the group of all ranks, and the same at all
 // members.
 func (g *Group) id() uint32 {
 	if g.name == worldName {
@@ -688,16 +686,15 @@ func (g *Group) id() uint32 {
 	return uint32(g.name.Number) + 2
 }
 
-// Split divides the group: ranks that give the same color (>= 0) form a subgroup, ordered by key
-// and among equal keys by rank. A negative color joins none and gets (nil, nil). It is a
-// collective: every rank calls it. The subgroup is closed on its own.
+// Split divides the group: ranks with the same color (>= 0) form a subgroup, ordered by key and
+// among equal keys by rank. A rank with a negative color gets (nil, nil). It is a collective: every
+// rank calls it. Each subgroup is closed separately.
 //
 // Its outcome is uniform, as with Config.Uniform: if ranks are lost meanwhile, all survivors get
-// their subgroups, or all get an error and none has been made. Groups may be divided at the same
-// time. Whoever is a member and was lost since is no member of the subgroup's first view.
+// their subgroups, or all get an error and none has been made. Groups may be divided concurrently.
+// A member that was lost since is not in the subgroup's first view.
 func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
-	// What a rank says of itself. Of those with one color the lowest rank has the say, which name
-	// their subgroup has.
+	// The fields that a rank sends. The lowest rank of a color determines the name of the subgroup.
 	type part struct{ color, key, incarnation, number int64 }
 	const fields = 4
 	name := g.job.proxy.Reserve(2)
@@ -710,7 +707,7 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	parts := make([]part, len(all)/fields)
 	for s := range parts {
 		p := part{all[fields*s], all[fields*s+1], all[fields*s+2], all[fields*s+3]}
-		if parts[s] = p; p.incarnation == 0 || p.color != int64(color) { // 0: nobody has the slot
+		if parts[s] = p; p.incarnation == 0 || p.color != int64(color) { // 0: the slot is empty
 			continue
 		}
 		if len(slots) == 0 {
@@ -746,8 +743,8 @@ func (g *Group) Split(ctx context.Context, color, key int) (*Group, error) {
 	return sub, nil
 }
 
-// exchange returns what all members say, by slot; zeros for slots that are not active. Its outcome
-// is uniform.
+// exchange returns what all members have sent, by slot; zeros for inactive slots. Its outcome is
+// uniform.
 func (g *Group) exchange(ctx context.Context, mine []int64) ([]int64, error) {
 	if err := g.enter(ctx, "split", func() {
 		g.expired(exec.Call{Kind: collectives.AllGather, DType: Int64, Count: len(mine), Slots: g.v.Size})

@@ -21,7 +21,8 @@ import (
 	"tutti/pg/membership"
 )
 
-// job is what the groups of one rank share: its links, its listeners, its place in the store.
+// job is the state that all groups of one rank share: its links, its listeners, its place in the
+// store.
 type job struct {
 	settings *settings
 	log      *slog.Logger
@@ -33,11 +34,11 @@ type job struct {
 	obs      atomic.Pointer[observe.Observer]
 
 	// Under the proxy's lock.
-	roster  *roster.Roster  // nil: nobody is replaced
-	initial membership.View // the job's view without a roster
+	roster  *roster.Roster  // nil: lost ranks are not replaced
+	initial membership.View // the job's view if there is no roster
 	places  []join.Place    // by rank
 	groups  map[*Group]struct{}
-	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: there is none
+	meeting context.CancelCauseFunc // ends the first meeting of all ranks; nil: it is over
 
 	mu   sync.Mutex
 	refs int // groups that are open
@@ -55,7 +56,8 @@ func (j *job) view() membership.View {
 	return j.initial
 }
 
-// why says why a rank was removed from the view, "" if that is not known. With the proxy's lock.
+// why returns the reason for which a rank was removed from the view, "" if it is not known. With
+// the proxy's lock.
 func (j *job) why(rank int) string {
 	if j.roster == nil {
 		return ""
@@ -63,7 +65,8 @@ func (j *job) why(rank int) string {
 	return j.roster.WhyLocked(rank)
 }
 
-// isolated says whether this rank can take part in deciding who is a member. With the proxy's lock.
+// isolated says whether this rank can take part in decisions on the membership. With the proxy's
+// lock.
 func (j *job) isolated() roster.Isolation {
 	if j.roster == nil {
 		return roster.Isolation{}
@@ -71,12 +74,13 @@ func (j *job) isolated() roster.Isolation {
 	return j.roster.IsolatedLocked()
 }
 
-// follow begins to follow the membership of the job from view, which may not have this rank yet.
+// follow starts the roster from view, which may not contain this rank yet.
 func (j *job) follow(view membership.View, first uint64) error {
 	s, self := j.settings, j.session.Self
 	ro, err := roster.New(roster.Config{Self: membership.Peer{Slot: self.Rank, Incarnation: self.Incarnation},
 		View: view, First: first, MaxSize: s.MaxSize, Window: s.Window, AutoAdmit: s.AutoAdmit,
-		Doubt: s.OnFailure != Report, Proxy: j.proxy, Directory: j.session, Groups: audience{j}, Logger: j.log})
+		Accuses: s.OnTimeout != TimeoutReports, Doubt: s.OnFailure != Report, Proxy: j.proxy, Directory: j.session,
+		Groups: audience{j}, Logger: j.log})
 	if err != nil {
 		return err
 	}
@@ -96,7 +100,7 @@ func (j *job) detach() *roster.Roster {
 	return ro
 }
 
-// audience is the job's groups as the roster sees them: roster.Groups.
+// audience implements roster.Groups for the job's groups.
 type audience struct{ *job }
 
 func (a audience) ViewChanged() {
@@ -105,7 +109,7 @@ func (a audience) ViewChanged() {
 	}
 }
 
-// Evicted ends what is under way in all groups.
+// Evicted ends the operations in flight in all groups.
 func (a audience) Evicted() {
 	for g := range a.groups {
 		g.coll.Fail(ErrEvicted)
@@ -136,7 +140,7 @@ func (a audience) Awaited(d time.Duration) (ranks []int) {
 	return ranks
 }
 
-// link is the proxy's word of a link, with its lock.
+// link is the proxy's callback for links that come up (err is nil) or fail. With the proxy's lock.
 func (j *job) link(peer p2p.Identity, err error) {
 	if j.meeting != nil && j.settings.OnFailure != Report && errors.Is(err, p2p.ErrPeerGone) {
 		j.meeting(fmt.Errorf("rank %d was lost before all ranks had joined: %w", peer.Rank, err))
@@ -146,7 +150,8 @@ func (j *job) link(peer p2p.Identity, err error) {
 	}
 }
 
-// shareCores finds out whether ranks of the group share this rank's processors. With the proxy's lock.
+// shareCores finds out whether ranks of the group share this rank's processors. With the proxy's
+// lock.
 func (j *job) shareCores(g *Group) {
 	alike, here := 0, j.session.Here
 	for _, slot := range g.v.Active {
@@ -157,7 +162,7 @@ func (j *job) shareCores(g *Group) {
 	j.proxy.SetOversubscribed(alike > here.Cores)
 }
 
-// retain keeps the job open for one more group; false: it is closed already.
+// retain counts one more open group. It returns false if the job is closed.
 func (j *job) retain() bool {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -168,7 +173,7 @@ func (j *job) retain() bool {
 	return true
 }
 
-// release is retain's counterpart; the last one ends the job on this rank.
+// release undoes retain. The last call ends the job on this rank.
 func (j *job) release() error {
 	j.mu.Lock()
 	j.refs--
@@ -195,14 +200,14 @@ func (j *job) shut() error {
 	return errs.ErrorOrNil()
 }
 
-// identity is this rank for its flight records.
+// identity returns the identity of this rank in its flight records.
 func (j *job) identity() flight.Identity {
 	self := j.session.Self
 	return flight.Identity{Job: j.settings.Job, Rank: self.Rank, Size: max(j.settings.Size, self.Rank+1),
 		Incarnation: self.Incarnation, Host: bootstrap.NewRecord(0, 1, 0, nil).Host}
 }
 
-// observe returns what answers for this rank, which begins with its first group.
+// observe returns this rank's observer, and starts it with the first group.
 func (j *job) observe() (*observe.Observer, error) {
 	if o := j.obs.Load(); o != nil {
 		return o, nil
@@ -221,7 +226,7 @@ func (j *job) observe() (*observe.Observer, error) {
 	return o, err
 }
 
-// glances is what is to be seen of the job's groups. With the proxy's lock.
+// glances describes the job's groups. With the proxy's lock.
 func (j *job) glances() (all []observe.Glance) {
 	for g := range j.groups {
 		all = append(all, g.glance())
@@ -229,10 +234,10 @@ func (j *job) glances() (all []observe.Glance) {
 	return all
 }
 
-// status answers whoever asks over the handshake RPC. It ends with ctx.
+// status answers a status request of the handshake RPC. It ends with ctx.
 func (j *job) status(ctx context.Context, ops int) ([]byte, error) {
 	o := j.obs.Load()
-	if o == nil { // it is joining
+	if o == nil { // the rank has not joined yet
 		return observe.Blank(j.identity()).JSON(false)
 	}
 	text, err := o.Status(ctx, ops)
@@ -242,7 +247,7 @@ func (j *job) status(ctx context.Context, ops int) ([]byte, error) {
 	return text, err
 }
 
-// awaits lists the slots that the operation under way waits for.
+// awaits lists the slots that the operation in flight waits for.
 func (g *Group) awaits() []int {
 	if g.sync.Pending() {
 		return g.sync.Missing()
@@ -253,7 +258,7 @@ func (g *Group) awaits() []int {
 	return g.run.Awaits()
 }
 
-// glance is what is to be seen of the group. With the proxy's lock.
+// glance describes the group. With the proxy's lock.
 func (g *Group) glance() observe.Glance {
 	v := observe.Glance{Slot: g.rank, Active: slices.Clone(g.v.Active), Epoch: g.v.epoch, Number: g.seq,
 		Queued: g.line.calls, Err: g.err}

@@ -22,15 +22,20 @@ import (
 // every rank has joined, or with an error when ctx or Config.Timeout ends before that. It listens
 // for peers on the transports' own addresses; links to them come up when they are first needed.
 //
-// A rank that is lost before all have joined is waited for, if OnFailure is Shrink or Retry: it may
-// be started again, or a process on standby may take its place. With Report, Join fails at the
-// ranks that had met it, and in a running job if a rank is lost while it lets this one in.
+// If OnFailure is Shrink or Retry, Join waits for ranks that are lost before all have joined: such
+// a rank may be started again, or a process on standby may take its place. With Report, Join fails
+// at the ranks that had met the lost one. In a running job it fails if a rank is lost while it
+// admits this one.
 //
-// A process on standby (TUTTI_STANDBY) waits until a slot is free, and for that ctx alone is the
-// bound. If another process takes the slot first, or the ranks do not let it in within
-// Config.Timeout, it waits on.
+// A process on standby (TUTTI_STANDBY) waits until a slot is free, bounded by ctx alone. If another
+// process takes the slot first, or the ranks do not admit this one within Config.Timeout, it waits
+// again.
 func Join(ctx context.Context, cfg Config) (*Group, error) {
-	s, err := cfg.resolve(os.Getenv)
+	getenv := cfg.Getenv
+	if getenv == nil {
+		getenv = os.Getenv
+	}
+	s, err := cfg.resolve(getenv)
 	if err != nil {
 		return nil, err
 	}
@@ -68,15 +73,14 @@ func Join(ctx context.Context, cfg Config) (*Group, error) {
 	}
 }
 
-// displaced reports whether err, of a process on standby that tried to take a free place, is one that
-// another attempt may not have.
+// displaced reports whether a process on standby should try again after err.
 func displaced(err error) bool {
 	return errors.As(err, new(*bootstrap.SlotError)) || errors.Is(err, context.DeadlineExceeded) ||
 		errors.Is(err, ErrEvicted) || errors.Is(err, p2p.ErrPeerGone) || errors.As(err, new(*TimeoutError)) ||
 		errors.As(err, new(*RankError))
 }
 
-// joinPause is between two lives of a rank in Join.
+// joinPause is the pause between two incarnations of a rank in Join.
 const joinPause = 100 * time.Millisecond
 
 // join makes this process the rank s.Rank of its job.
@@ -88,9 +92,9 @@ func (s *settings) join(ctx context.Context) (*Group, error) {
 	if err != nil {
 		return nil, s.failed(err)
 	}
-	ctx, cancel := js.Within(ctx)
+	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
-	var before error // why an earlier life of this rank did not meet the others
+	var before error // why the previous incarnation failed
 	for {
 		g, again, err := s.attempt(ctx, js)
 		if err == nil {
@@ -104,7 +108,7 @@ func (s *settings) join(ctx context.Context) (*Group, error) {
 		}
 		s.Logger.Info("a rank was lost before all had met: joining anew", "err", err)
 		before = err
-		select { // those who were linked with a life that ends here end theirs: none of them is to meet the next
+		select { // peers that met the last incarnation drop it before the next one begins
 		case <-ctx.Done():
 		case <-time.After(joinPause):
 		}
@@ -115,9 +119,9 @@ func (s *settings) failed(err error) error {
 	return fmt.Errorf("joining job %q as rank %d of %d: %w", s.Job, s.Rank, s.Size, err)
 }
 
-// attempt is one life of a rank in Join. again says that another may have more luck: a rank was
-// lost, or gave up, before all had met. The links and the incarnation of this one are known to those
-// who had met the lost one, so they end with this life.
+// attempt joins with one incarnation. again reports that another incarnation may succeed: a rank
+// was lost, or gave up, before all had met. Ranks that met the lost one know this incarnation and
+// its links, so both end here.
 func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, again bool, err error) {
 	j := newJob(s)
 	j.session = join.New(js)
@@ -131,7 +135,7 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 		j.proxy.Unlock()
 		return g, false, nil
 	}
-	unmet := errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) || // another rank's
+	unmet := errors.As(err, new(*RankError)) || errors.As(err, new(*TimeoutError)) || // of another rank
 		errors.Is(err, p2p.ErrPeerGone) || errors.Is(err, join.ErrStarted)
 	again = unmet && s.OnFailure != Report && !j.session.Met() && ctx.Err() == nil
 	err = j.session.Explain(err)
@@ -139,7 +143,7 @@ func (s *settings) attempt(ctx context.Context, js *join.Settings) (g *Group, ag
 	return nil, again, err
 }
 
-// enterJob makes the group of all ranks of a job: of one that begins, or that runs.
+// enterJob makes the group of all ranks, of a new or a running job.
 func (j *job) enterJob(ctx context.Context) (*Group, error) {
 	s, self := j.settings, j.session.Self
 	if s.MaxSize == 1 {
@@ -167,18 +171,18 @@ func (j *job) enterJob(ctx context.Context) (*Group, error) {
 		}
 	}
 	if s.Rank >= s.Size {
-		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and what is in the store is of a job that is over",
-			s.Rank, s.Size)
+		return nil, fmt.Errorf("rank %d is beyond the job's first %d, and the store has a job that is "+
+			"over", s.Rank, s.Size)
 	}
 	return j.first(ctx)
 }
 
-// first begins a job: it returns when all ranks have met.
+// first begins a job. It returns when all ranks have met.
 func (j *job) first(ctx context.Context) (*Group, error) {
 	s, self := j.settings, j.session.Self
 	incarnations := make([]uint64, s.Size)
 	incarnations[s.Rank] = self.Incarnation
-	j.initial = membership.First(incarnations) // the others' are learnt when they meet
+	j.initial = membership.First(incarnations) // those of the other ranks are learnt at the meeting
 	g, err := j.world()
 	if err != nil {
 		return nil, err
@@ -208,7 +212,7 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 	g.warn()
 	j.proxy.Lock()
 	j.meeting = nil
-	// by somebody with whom this rank had met, whose life the others may not have met
+	// A peer was lost after it met this rank; other ranks may not have met that incarnation.
 	lost := mctx.Err() != nil && ctx.Err() == nil
 	j.session.SetMet(!lost)
 	j.proxy.Unlock()
@@ -219,15 +223,16 @@ func (j *job) first(ctx context.Context) (*Group, error) {
 		return g, nil
 	}
 	if s.MaxSize > membership.MaxSlots {
-		j.log.Warn("the job is too large for views: who is lost stays lost, and its group with it", "ranks", s.MaxSize,
+		j.log.Warn("the job is too large for views: lost ranks are not replaced, and the group ends with the first",
+			"ranks", s.MaxSize,
 			"at most", membership.MaxSlots)
 		return g, nil
 	}
 	return g, j.follow(g.v.job, incarnations[0])
 }
 
-// admitted joins a running job: when it returns, the others have let this rank in, at one of their
-// step boundaries.
+// admitted joins a running job. It returns when the other ranks have admitted this one, at one of
+// their step boundaries.
 func (j *job) admitted(ctx context.Context, running *join.Job) (*Group, error) {
 	j.session.SetMet(true)
 	if err := j.follow(running.View, running.First); err != nil {
@@ -255,7 +260,7 @@ func (j *job) admitted(ctx context.Context, running *join.Job) (*Group, error) {
 	}
 	g.joins = false
 	g.seq = g.begins() - 1
-	if !j.settings.AutoAdmit { // the others are in Admit, or will be when they see that somebody is lost
+	if !j.settings.AutoAdmit { // the others call Admit, or will when an operation reports the lost rank
 		if _, err := g.admit(ctx, math.MaxUint64); err != nil {
 			return nil, err
 		}
@@ -276,8 +281,8 @@ func upTo(n int) []int {
 	return all
 }
 
-// meet is the first collective of a job: all ranks tell each other where they are. When it returns,
-// all have joined.
+// meet is the first collective of a job: it exchanges the ranks' places. When it returns, all ranks
+// have joined.
 func (g *Group) meet(ctx context.Context) error {
 	here := g.job.session.Here
 	mine := make([]byte, join.PlaceSize)
@@ -307,8 +312,8 @@ func (g *Group) meet(ctx context.Context) error {
 }
 
 // Local makes n ranks inside this process, for tests and for programs that are parallel in threads.
-// Ranks are goroutines of the caller, one for each group returned. Of cfg it takes Algorithm,
-// Timeout and Logger; it chooses by the default table.
+// The caller runs a goroutine for each of the groups returned. Local uses Algorithm, Timeout and
+// Logger of cfg, and the default table of algorithms.
 func Local(n int, cfg Config) ([]*Group, error) {
 	if cfg.Size, cfg.Rank, cfg.MaxSize = n, 0, n; n < 1 {
 		return nil, &ArgumentError{Call: "local", Arg: "the number of ranks", Got: fmt.Sprint(n), Want: "at least 1"}
@@ -350,16 +355,18 @@ func Local(n int, cfg Config) ([]*Group, error) {
 	return groups, nil
 }
 
-// Rejoin closes this rank's groups, all of them, and joins its job again in the same slot, as a new
-// incarnation: for a rank that was evicted, and lives. It returns the new group of all ranks when
-// the others have admitted it.
+// Rejoin closes all groups of this rank and joins the job again in the same slot, as a new
+// incarnation. It is for a rank that was evicted and is alive. It returns the new group of all
+// ranks when the others have admitted this one. After an error it may be called again. If this rank
+// serves the job's store from its memory, the store stays: while Rejoin runs, and after an error
+// until all others have left the job.
 func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	j := g.job
 	if j.roster == nil {
 		return nil, &ArgumentError{Call: "rejoin", Arg: "the group", Got: "one without a store",
 			Want: "a job of several processes"}
 	}
-	ctx, end := j.session.Within(ctx)
+	ctx, end := join.Within(ctx, j.timeout)
 	defer end()
 	j.proxy.Lock()
 	var all []*Group
@@ -367,7 +374,11 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 		all = append(all, o)
 	}
 	j.proxy.Unlock()
-	meeting := j.settings.meeting // goes on
+	meeting := j.settings.meeting // is kept
+	if meeting.Over() {
+		return nil, fmt.Errorf("rejoining job %q: all ranks that could have let this one in have left, and so "+
+			"its store was closed: %w", j.settings.Job, ErrClosed)
+	}
 	j.settings.meeting = nil
 	for _, o := range all {
 		o.Close()
@@ -377,7 +388,7 @@ func (g *Group) Rejoin(ctx context.Context) (*Group, error) {
 	again, err := Join(ctx, cfg)
 	if err != nil {
 		j.settings.meeting = meeting
-		j.settings.part(ctx)
+		meeting.CloseLater()
 		return nil, err
 	}
 	again.job.settings.meeting = meeting

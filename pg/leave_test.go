@@ -10,9 +10,9 @@ import (
 	"tutti/pg"
 )
 
-// What an operation leaves in its buffers when it fails, as the package's documentation says: here
-// because a rank does not come, in time or at all, or the caller cancels.
-func TestWhatAnErrorLeaves(t *testing.T) {
+// The contents of buffers after a failed operation match the package's documentation, when a rank
+// comes late or never, or the caller cancels.
+func TestBuffersAfterFailedOperation(t *testing.T) {
 	const n, guard = 3, 64
 	ones := func(k int) []int { return []int{k, k, k} }
 	for _, k := range []int{8, 60_000} {

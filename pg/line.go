@@ -7,28 +7,36 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// A line is the order in which a group's calls run: one at a time, in the order in which they came.
-// A blocking call runs in its caller's goroutine. What Start started runs in a goroutine that waits
-// for it, or for its own turn behind it, or in the group's worker: see work.go. All of it is under
-// the proxy's lock.
+// A line is the order in which a group's calls run: one at a time, in the order of the calls. A
+// blocking call runs in its caller's goroutine. A started operation runs in Start, in a goroutine
+// that waits for it or for a turn behind it, or in the group's worker: see work.go. All fields are
+// under the proxy's lock.
 type line struct {
 	taken       bool    // a goroutine has the turn
-	calls       int     // the one that has the turn, and those that wait
-	works       int     // of those that wait, what was started
-	eager       int     // of those, what is not to wait for anybody
-	asleep      int     // goroutines that sleep until works in the line have run
-	first, last *waiter // of those that wait; the first was started unless the turn is taken
+	calls       int     // that have the turn or wait for it
+	works       int     // started operations that are not over
+	eager       int     // eager ones that wait for the turn
+	asleep      int     // goroutines that sleep until operations of the line have run
+	first, last *waiter // that wait for the turn; the first is a started one unless the turn is taken
 }
 
 // A waiter is a call that waits for its turn.
 type waiter struct {
-	work   *started      // what was started; nil: a blocking call
-	turn   chan struct{} // of a blocking call: closed when it has the turn
-	queued bool          // it is in the line
+	work   *started      // nil: a blocking call
+	turn   chan struct{} // of a blocking call: closed when it gets the turn
+	lapsed *lapsed       // of a blocking call that gave up and has returned
+	queued bool          // in the line
 	next   *waiter
 }
 
-// take takes the turn if nobody is before the caller.
+// A lapsed call gave up before its turn.
+type lapsed struct {
+	ctx   context.Context // of the call
+	began time.Time
+	stead func() // runs when its turn has come; nil: nothing does
+}
+
+// take takes the turn if no call has it or waits for it.
 func (l *line) take() bool {
 	if l.taken || l.first != nil {
 		return false
@@ -56,7 +64,7 @@ func (l *line) join(p *waiter) {
 	l.serve()
 }
 
-// hurry makes w eager, which may wait in the line.
+// hurry makes w eager.
 func (l *line) hurry(w *started) {
 	if !w.eager {
 		w.eager = true
@@ -66,7 +74,7 @@ func (l *line) hurry(w *started) {
 	}
 }
 
-// next returns what was started whose turn it is, if nobody has taken it.
+// next returns the started operation that is first, if the turn is free.
 func (l *line) next() *started {
 	if l.taken || l.first == nil {
 		return nil
@@ -74,7 +82,18 @@ func (l *line) next() *started {
 	return l.first.work
 }
 
-// takeNext takes the turn of what next has returned.
+// takeLapsed takes the turn for the first call, if that has lapsed and no call has the turn.
+func (l *line) takeLapsed() *lapsed {
+	if l.taken || l.first == nil || l.first.lapsed == nil {
+		return nil
+	}
+	c := l.first.lapsed
+	l.pop()
+	l.taken = true
+	return c
+}
+
+// takeNext takes the turn for the operation that next has returned.
 func (l *line) takeNext() {
 	w := l.first.work
 	l.pop()
@@ -92,7 +111,7 @@ func (l *line) pop() {
 	p.next, p.queued = nil, false
 }
 
-// pass gives the turn up.
+// pass gives up the turn. Lapsed calls that are first afterwards have to be taken: see lapse.
 func (l *line) pass() {
 	l.calls--
 	l.taken = false
@@ -101,32 +120,32 @@ func (l *line) pass() {
 
 // serve gives the turn to a blocking call that is first.
 func (l *line) serve() {
-	if p := l.first; p != nil && p.work == nil && !l.taken {
+	if p := l.first; p != nil && p.work == nil && p.lapsed == nil && !l.taken {
 		l.pop()
 		l.taken = true
 		close(p.turn)
 	}
 }
 
-// enter is how a call begins: it waits for its turn, takes the proxy's lock, and starts the call's
-// clock, which began when it took its place. Whoever waits for peers gives the lock up meanwhile,
-// but not the turn.
+// enter begins a call: it takes the proxy's lock, waits for the turn, and starts the call's clock,
+// which counts from the call of enter. A call that waits for peers gives up the lock meanwhile, but
+// not the turn.
 //
-// ctx and Config.Timeout bound the wait for the turn too. A call that gives up there has touched
-// nothing; enter returns a *TimeoutError. Its place in the line stays where it is, for the other
-// ranks count with an operation there: when the place is first, stead runs with a clock that has
-// run out (see expired). A nil stead: the call has no number that others count.
+// ctx and Config.Timeout bound the wait for the turn as well. A call that gives up there has
+// touched nothing, and enter returns a *TimeoutError. Its place in the line remains, because the
+// other ranks count an operation there: when the place is first, stead runs with a clock that has
+// run out (see expired and lapse). A nil stead is for a call without a number that others count.
 func (g *Group) enter(ctx context.Context, what string, stead func()) error {
 	g.job.proxy.Lock()
 	if g.line.take() {
-		g.begun(ctx, false)
+		g.begun(ctx, g.job.timeout, false)
 		return nil
 	}
 	return g.queued(ctx, what, stead)
 }
 
-// queued is enter for a call that is not first. It has the proxy's lock, and gives it up if it
-// fails. Meanwhile it runs what was started before it.
+// queued is enter for a call that is not first. It is called with the proxy's lock, and unlocks it
+// if it fails. While it waits it runs the started operations before it.
 func (g *Group) queued(ctx context.Context, what string, stead func()) error {
 	p, began := g.job.proxy, time.Now()
 	mine := &waiter{turn: make(chan struct{})}
@@ -139,7 +158,7 @@ func (g *Group) queued(ctx context.Context, what string, stead func()) error {
 	for {
 		select {
 		case <-mine.turn:
-			g.begun(ctx, false)
+			g.begun(ctx, g.job.timeout, false)
 			g.wait.Since(began)
 			return nil
 		default:
@@ -151,7 +170,7 @@ func (g *Group) queued(ctx context.Context, what string, stead func()) error {
 			g.sleep(mine.turn, within)
 		}
 	}
-	if g.closed.Load() { // whoever is before this call is about to fail
+	if g.closed.Load() { // the calls before this one are about to fail
 		p.Unlock()
 		<-mine.turn
 		p.Lock()
@@ -163,36 +182,37 @@ func (g *Group) queued(ctx context.Context, what string, stead func()) error {
 	if err == nil {
 		err = context.DeadlineExceeded
 	}
+	mine.lapsed = &lapsed{ctx, began, stead}
 	e := g.impatient(what, time.Since(began), err)
-	g.wg.Add(1)
 	p.Unlock()
-	go func() {
-		defer g.wg.Done()
-		<-mine.turn
-		p.Lock()
-		if stead == nil {
-			g.pass()
-			p.Unlock()
-			return
-		}
-		ended, cancel := context.WithDeadline(ctx, began)
-		defer cancel()
-		g.begun(ended, true)
-		g.wait.Since(began)
-		stead()
-		g.leave()
-	}()
 	return e
 }
 
-// begun starts the clock of the call that has the turn, which goes when it first waits. With the
-// proxy's lock.
-func (g *Group) begun(ctx context.Context, lazy bool) {
-	g.busy = true
-	g.wait.Reset(ctx, g.job.timeout, lazy)
+// lapse ends the calls at the head of the line that have lapsed. It has to run when the turn is
+// passed on, before the program can learn that the operation before has ended: the program may
+// close the group then, and the other ranks have to know by then why the operation fails.
+func (g *Group) lapse() {
+	for c := g.line.takeLapsed(); c != nil; c = g.line.takeLapsed() {
+		if c.stead != nil {
+			ctx, cancel := context.WithDeadline(c.ctx, c.began)
+			g.begun(ctx, g.job.timeout, true)
+			g.wait.Since(c.began)
+			c.stead()
+			g.rest()
+			cancel()
+		}
+		g.line.pass()
+	}
 }
 
-// leave is enter's counterpart.
+// begun prepares the call that has the turn, which ctx and limit (0: none) bound. Its clock starts
+// when it first waits. With the proxy's lock.
+func (g *Group) begun(ctx context.Context, limit time.Duration, lazy bool) {
+	g.busy = true
+	g.wait.Reset(ctx, limit, lazy)
+}
+
+// leave undoes enter.
 func (g *Group) leave() {
 	g.rest()
 	if l := &g.line; l.first == nil {
@@ -205,7 +225,7 @@ func (g *Group) leave() {
 	g.job.proxy.Unlock()
 }
 
-// rest ends what begun began.
+// rest undoes begun.
 func (g *Group) rest() {
 	if g.shown.Load() != g.v && !g.sync.Pending() {
 		g.shown.Store(g.v)
@@ -215,14 +235,16 @@ func (g *Group) rest() {
 	}
 }
 
-// pass gives the turn to whoever is next.
+// pass gives the turn to the next call.
 func (g *Group) pass() {
 	g.line.pass()
+	g.lapse()
 	g.rouse()
 }
 
-// expired stands in for a collective whose caller gave up before its turn: the operation fails here
-// as one whose time is up when it begins, and so at all ranks. c has the call without its memory.
+// expired runs in place of a collective whose caller gave up before its turn. The operation fails
+// here as one whose time is up when it begins, and therefore at all ranks. c is the call without
+// its memory.
 func (g *Group) expired(c exec.Call) {
 	err := g.ready()
 	if err == nil {
@@ -232,8 +254,8 @@ func (g *Group) expired(c exec.Call) {
 	g.job.log.Debug("an operation was given up before its turn", "call", c.Describe(), "err", err)
 }
 
-// impatient is the error of a call that gave up before its turn: it waited for those whom the
-// running operation waits for. With the proxy's lock.
+// impatient returns the error of a call that gave up before its turn. Its Missing are the ranks
+// that the running operation waits for. With the proxy's lock.
 func (g *Group) impatient(what string, after time.Duration, why error) *TimeoutError {
 	e := &TimeoutError{Call: what, After: after, Reporter: g.rank, Err: why}
 	if !g.busy {

@@ -42,10 +42,10 @@ func turnTakers(n int) map[string]func(ctx context.Context, g *Group) error {
 // A call whose ctx ends while an operation that was started before it is still under way never
 // begins: it returns a *TimeoutError at once, its memory is left alone, and the operation fails at
 // the other ranks as one that timed out, when it is its turn.
-func TestCallThatGivesUpBeforeItsTurn(t *testing.T) {
+func TestQueuedCallEndsAtItsDeadline(t *testing.T) {
 	const n = 3
 	calls := turnTakers(n)
-	delete(calls, "agree") // fails nothing: see TestAgreeThatGivesUpVotesNo
+	delete(calls, "agree") // fails nothing: see TestCancelledAgreeVotesNo
 	for name, call := range calls {
 		t.Run(name, func(t *testing.T) {
 			gaveUp := make(chan struct{})
@@ -206,7 +206,7 @@ func TestLineUnderLoad(t *testing.T) {
 }
 
 // A rank that gives up an agreement, before its turn or in it, has voted no, and the group works.
-func TestAgreeThatGivesUpVotesNo(t *testing.T) {
+func TestCancelledAgreeVotesNo(t *testing.T) {
 	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
 		if g.Rank() == 0 {
 			x := []int64{1}
@@ -242,4 +242,52 @@ func TestAgreeThatGivesUpVotesNo(t *testing.T) {
 		}
 		return g.Barrier(ctx)
 	})
+}
+
+// The other ranks learn that a call was given up before its turn even where the group is closed as
+// soon as the operation before it has ended.
+func TestCallThatGaveUpIsToldBeforeClose(t *testing.T) {
+	ends := map[string]func(ctx context.Context, w *Work) error{
+		"wait": func(ctx context.Context, w *Work) error { return w.Wait(ctx) },
+		"done": func(_ context.Context, w *Work) error { <-w.Done(); return w.Err() },
+	}
+	for name, end := range ends {
+		t.Run(name, func(t *testing.T) {
+			for range 100 {
+				gaveUp := make(chan struct{})
+				each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+					sub, err := g.Split(ctx, 0, g.Rank())
+					if err != nil {
+						return err
+					}
+					defer sub.Close()
+					x := []float32{1}
+					if g.Rank() == 0 {
+						w := sub.Start(ReduceOp{X: BufferOf(x), Root: 0, Op: Sum})
+						over, cancel := context.WithCancel(ctx)
+						cancel()
+						var late *TimeoutError
+						if err := Reduce(over, sub, x, 1, Sum); !errors.As(err, &late) {
+							return fmt.Errorf("the call that gives up: %v, want a *TimeoutError", err)
+						}
+						close(gaveUp)
+						return end(ctx, w)
+					}
+					<-gaveUp
+					if err := Reduce(ctx, sub, x, 0, Sum); err != nil {
+						return err
+					}
+					var late *TimeoutError
+					err = Reduce(ctx, sub, x, 1, Sum)
+					if !errors.As(err, &late) || !errors.Is(err, context.Canceled) || late.Reporter != 0 {
+						return fmt.Errorf("got %v, want the *TimeoutError of rank 0", err)
+					}
+					return nil
+				})
+				if t.Failed() {
+					return
+				}
+			}
+		})
+	}
 }

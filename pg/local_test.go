@@ -199,6 +199,9 @@ func TestEveryAlgorithm(t *testing.T) {
 
 func TestManyRanks(t *testing.T) {
 	n := 256
+	if testing.Short() {
+		n = 48
+	}
 	each(t, n, Config{Timeout: time.Minute}, func(ctx context.Context, g *Group) error { return everything(ctx, g, 3) })
 }
 
@@ -330,7 +333,7 @@ func TestBackPressure(t *testing.T) {
 	})
 }
 
-func TestStartKeepsTheOrder(t *testing.T) {
+func TestStartedOperationsRunInOrder(t *testing.T) {
 	each(t, 4, Config{}, func(ctx context.Context, g *Group) error {
 		var works []*Work
 		bufs := make([][]int64, 50)

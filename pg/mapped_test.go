@@ -64,7 +64,7 @@ func together(t *testing.T, g *pg.Group) {
 
 // A call on registered memory that was cancelled at any moment, at any rank, has the result or an
 // error, and leaves the memory alone from its return on.
-func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
+func TestCancelledCallsDoNotWriteRegisteredMemory(t *testing.T) {
 	const n, rounds = 3, 150
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -118,14 +118,18 @@ func TestCancelledCallsLeaveRegisteredMemoryAlone(t *testing.T) {
 // A rank that dies at any moment, while the others map each other's memory for the first time,
 // costs the survivors at most one operation, and none where its inputs are intact; no result is
 // wrong.
-func TestDeathBesideRegisteredMemory(t *testing.T) {
+func TestDeathWhileMemoryIsMapped(t *testing.T) {
 	for _, how := range []pg.OnFailure{pg.Shrink, pg.Retry} {
 		for moment := range 8 {
+			if testing.Short() && moment%3 != 0 {
+				continue
+			}
 			t.Run(fmt.Sprintf("%v/%d", how, moment), func(t *testing.T) {
 				const n, victim = 4, 2
 				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 					ctx := t.Context()
-					// Whoever has not met the victim before it dies waits for it to be started again.
+					// Ranks that have not met the victim before it dies wait until it is started
+					// again.
 					var early *pg.RankError
 					if err := g.Barrier(ctx); err != nil && (!errors.As(err, &early) || early.Rank != victim) {
 						t.Fatal(err)
@@ -168,7 +172,7 @@ func TestDeathBesideRegisteredMemory(t *testing.T) {
 
 // An operation that fails on one half of an allocation touches neither what the program stores to
 // the other half nor another group's operation there.
-func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
+func TestFailureWritesOnlyInsideTheBuffer(t *testing.T) {
 	const n, half = 3, 1 << 16
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -220,8 +224,8 @@ func TestFailureLeavesTheRestOfAnAllocationAlone(t *testing.T) {
 	}, pgtest.Transport("shm"))
 }
 
-// A rank that is stopped at any moment keeps nobody past a deadline.
-func TestStoppedOwnerKeepsNobody(t *testing.T) {
+// A rank that is stopped at any moment delays no other past a deadline.
+func TestDeadlineHoldsWhileOwnerIsStopped(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	const n, victim = 3, 1
 	pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
@@ -261,7 +265,7 @@ func TestStoppedOwnerKeepsNobody(t *testing.T) {
 }
 
 // Memory that is allocated, used and freed again and again does not add up at the peers.
-func TestFreeFreesAtThePeers(t *testing.T) {
+func TestFreeUnmapsAtPeers(t *testing.T) {
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		mappings := func() int {

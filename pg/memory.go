@@ -12,15 +12,15 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// memory is what Alloc has given out of a job, and Free has not taken back.
+// memory lists the regions of a job that Alloc has returned and Free has not freed.
 type memory struct {
-	mu      sync.Mutex                    // of who changes regions
+	mu      sync.Mutex                    // held to change regions
 	regions atomic.Pointer[[]*p2p.Region] // by address
 }
 
 // Alloc returns zeroed memory for n elements that is registered with the group's transports: where
 // the links allow it, collectives on it copy nothing. It belongs to the caller until Free, which
-// works after Close too; closing the group, even the last one, leaves it usable as plain memory.
+// works after Close too. Closing the group, even the last one, leaves it usable as plain memory.
 func Alloc[T Element](g *Group, n int) ([]T, error) {
 	var zero T
 	size := int(unsafe.Sizeof(zero))
@@ -45,8 +45,8 @@ func Alloc[T Element](g *Group, n int) ([]T, error) {
 	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(r.Bytes()))), n), nil
 }
 
-// Free gives back memory of Alloc: x as Alloc returned it. No operation may be using it, and it
-// must not be touched afterwards.
+// Free releases memory that Alloc returned. x must be the whole slice. No operation may be using
+// it, and the caller must not use it afterwards.
 func Free[T Element](g *Group, x []T) error {
 	if cap(x) == 0 {
 		return nil
@@ -72,7 +72,7 @@ func (m *memory) add(r *p2p.Region) {
 	m.regions.Store(&all)
 }
 
-// remove returns the region that begins at ptr, which is not known any more; nil if there is none.
+// remove takes the region that begins at ptr off the list and returns it, or nil if there is none.
 func (m *memory) remove(ptr unsafe.Pointer) (found *p2p.Region) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

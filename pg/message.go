@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strconv"
+	"time"
 	"unsafe"
 
 	"tutti/p2p"
@@ -45,6 +46,8 @@ func (g *Group) checkMessage(m *message) error {
 		return &ArgumentError{Call: m.name(), Arg: arg, Got: got, Want: want}
 	}
 	switch {
+	case m.recv && m.peer == AnyRank && g.v.Size == 1:
+		return bad("the rank", "any, in a group of one rank", "a group with other ranks")
 	case m.recv && m.peer == AnyRank:
 	case m.peer < 0 || m.peer >= g.v.Size:
 		return bad("the rank", strconv.Itoa(m.peer), fmt.Sprintf("a rank, 0 to %d", g.v.Size-1))
@@ -68,7 +71,7 @@ func (g *Group) checkMessage(m *message) error {
 	return nil
 }
 
-// post hands the message to the proxy. Called with its lock.
+// post hands the message to the proxy. With the proxy's lock.
 func (g *Group) post(m *message) {
 	buf := unsafe.Slice((*byte)(m.x.Ptr), m.x.Count*m.x.DType.Size())
 	if m.recv {
@@ -78,7 +81,7 @@ func (g *Group) post(m *message) {
 	}
 }
 
-// finishMessage waits for it. Called with the proxy's lock.
+// finishMessage waits for the end of the message. With the proxy's lock.
 func (g *Group) finishMessage(m *message) error {
 	var err error
 	if m.recv {
@@ -143,10 +146,11 @@ func (g *Group) pointToPoint(ctx context.Context, x Buffer, peer, tag int, recv 
 	return m.status(), nil
 }
 
-func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
+func (g *Group) startMessage(x Buffer, peer, tag int, recv bool, limit time.Duration) *Work {
 	m := &message{recv: recv, x: x, peer: peer, tag: tag}
-	w := &Work{g: g, msg: m}
-	m.wait.Reset(g.ctx, g.job.timeout, true)
+	w := &Work{}
+	w.at.Store(&progress{g: g, msg: m})
+	m.wait.Reset(g.ctx, limit, true)
 	p := g.job.proxy
 	p.Lock()
 	err := g.checkMessage(m)
@@ -154,24 +158,24 @@ func (g *Group) startMessage(x Buffer, peer, tag int, recv bool) *Work {
 		err = ErrClosed
 	}
 	if err != nil {
-		w.end(err)
+		w.end(false, err)
 		p.Unlock()
 		return w
 	}
 	g.wg.Add(1)
-	g.post(m) // here, so that messages keep the order of their starts
+	g.post(m) // before Start returns, so that messages keep their order
 	m.rec = g.track.BeginMessage(g.v.epoch, m.described(g), true)
 	p.Unlock()
 	go func() {
 		defer g.wg.Done()
 		p.Lock()
-		w.end(g.endMessage(m, g.finishMessage(m)))
+		w.end(false, g.endMessage(m, g.finishMessage(m)))
 		p.Unlock()
 	}()
 	return w
 }
 
-// described is the message for the flight recorder.
+// described describes the message for the flight recorder.
 func (m *message) described(g *Group) observe.Message {
 	d := observe.Message{Kind: flight.Send, Rank: m.peer, DType: m.x.DType, Count: m.x.Count, Tag: m.tag}
 	if m.recv {
@@ -183,7 +187,7 @@ func (m *message) described(g *Group) observe.Message {
 	return d
 }
 
-// endMessage records how the message ended, and returns that. With the proxy's lock.
+// endMessage records and returns the outcome of the message. With the proxy's lock.
 func (g *Group) endMessage(m *message, err error) error {
 	o := outcome(err)
 	g.track.EndMessage(m.rec, o)

@@ -191,7 +191,7 @@ func TestEveryDifferenceIsAMismatchOfProcesses(t *testing.T) {
 }
 
 // A call of nothing is a barrier: no rank returns before all have called.
-func TestCallsOfNothingAreBarriers(t *testing.T) {
+func TestEmptyCallsAreBarriers(t *testing.T) {
 	for _, d := range nothings(0, 0) {
 		if strings.HasPrefix(d.name, "alltoallv") || !strings.HasSuffix(d.name, "of nothing at one rank") {
 			continue

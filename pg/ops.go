@@ -7,7 +7,7 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// Operation is anything that Start takes: one of the …Op types.
+// Operation is the argument of Start and Do: one of the …Op types.
 type Operation interface {
 	operation()
 }
@@ -26,8 +26,8 @@ func (BarrierOp) operation()       {}
 func (SendOp) operation()          {}
 func (RecvOp) operation()          {}
 
-// Of buffers that share memory an operation takes those that its type names, exactly as it says;
-// with any others it is an *ArgumentError.
+// Buffers of an operation may share memory only as its type says. Any other overlap is an
+// *ArgumentError.
 
 // AllReduceOp combines Src of all ranks into Dst of every rank. Src may be Dst; a zero Src means
 // that.
@@ -113,8 +113,8 @@ type RecvOp struct {
 }
 
 // AllReduce combines x of all ranks, element by element, and leaves the result in x at every rank.
-// All ranks give the same length, type and op. It blocks until done or ctx ends; for every blocking
-// call holds what Group says of errors.
+// All ranks give the same length, type and op. It blocks until the operation has ended; see the
+// package documentation for errors and ctx.
 func AllReduce[T Number](ctx context.Context, g *Group, x []T, op Reduction) error {
 	b := bufferOf(x)
 	return g.blocking(ctx, &exec.Request{Kind: collectives.AllReduce, Op: op, Dst: b, Src: b})
@@ -182,28 +182,27 @@ func (g *Group) Barrier(ctx context.Context) error {
 	return g.blocking(ctx, &exec.Request{Kind: collectives.Barrier})
 }
 
-// Status says what Recv received.
+// Status describes a message that Recv received.
 type Status struct {
 	From, Tag int
 	Count     int // elements
 }
 
 // Send sends x to rank to under tag (0..MaxTag). It returns when x may be reused: for small
-// messages at once (up to a bound, then it waits for the receiver), for large ones when the
-// receiver has them. After an error a large message was not received, unless its receiver got it at
-// the very moment; a small one may have been.
+// messages at once, unless too many are waiting for the receiver; for large ones when the receiver
+// has them. After an error a large message was not received, unless it arrived at that moment; a
+// small one may have been.
 func Send[T Element](ctx context.Context, g *Group, x []T, to, tag int) error {
 	_, err := g.pointToPoint(ctx, BufferOf(x), to, tag, false)
 	return err
 }
 
 // Recv receives into x from rank from (or AnyRank) under tag (or AnyTag). The message must have
-// exactly len(x) elements of the same type: one that has not is consumed and reported as an
+// exactly len(x) elements of the same type; any other is consumed and reported as an
 // *ArgumentError. Messages of one sender and tag arrive in the order of their sending.
 //
-// A Recv whose time is up, or that is cancelled, takes no message with it, at whatever moment: a
-// message that was on its way into x is received, whole, by the next Recv that matches. Then x may
-// be partly overwritten.
+// A Recv that times out or is cancelled consumes no message: the next Recv that matches receives a
+// message that was arriving in x, as a whole. x may be partly overwritten.
 func Recv[T Element](ctx context.Context, g *Group, x []T, from, tag int) (Status, error) {
 	return g.pointToPoint(ctx, BufferOf(x), from, tag, true)
 }

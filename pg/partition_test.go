@@ -12,8 +12,8 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// swap is a collective in which everybody sends to everybody, and which ranks may call again and
-// again without knowing who has an error in which: all count alike.
+// swap is a collective in which every rank sends to every other, and which ranks may repeat without
+// knowing which of the repetitions failed where: all count alike.
 func swap(t *testing.T, g *pg.Group) error {
 	return pg.AllToAll(t.Context(), g, make([]int64, g.Size()), make([]int64, g.Size()))
 }
@@ -64,8 +64,8 @@ func back(t *testing.T, g *pg.Group, members int) {
 	}
 }
 
-// A rank that is cut off together from the others and from the store decides nothing and says so;
-// the others go on, and take it back.
+// A rank that is cut off from the others and from the store at once decides nothing and returns an
+// error that says so. The others continue, and admit it again.
 func TestMinority(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
@@ -101,8 +101,8 @@ func TestMinority(t *testing.T) {
 		pgtest.Config(pg.Config{OnFailure: pg.Shrink, LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
-// A host that falls silent breaks no link: who waits for its ranks notices that their leases have
-// ended.
+// A host that falls silent breaks no link: a rank that waits for its ranks notices that their
+// leases have ended.
 func TestSilent(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -113,7 +113,7 @@ func TestSilent(t *testing.T) {
 		faults := pgtest.InjectFaults(t)
 		if g.Rank() == 2 {
 			faults.Partition([]int{0, 1, pgtest.Store}, []int{2})
-			err := until(t, g, 0) // the others go on, and mend the network
+			err := until(t, g, 0) // the others continue, and mend the network
 			if !errors.Is(err, pg.ErrEvicted) && !errors.Is(err, pg.ErrIsolated) {
 				t.Fatal(err)
 			}
@@ -129,7 +129,7 @@ func TestSilent(t *testing.T) {
 
 // Of two ranks one of which does not hear the other, one is evicted when patience with them ends
 // (or both: each keeps others), learns it, and comes back.
-func TestOneWay(t *testing.T) {
+func TestOneWayPartitionEvicts(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		if err := holes(t, g, 100); err != nil {
@@ -165,8 +165,8 @@ func TestOneWay(t *testing.T) {
 			LeaseTTL: 2 * time.Second, Window: time.Second}))
 }
 
-// A rank that stands still for longer than its lease is still a member if nobody waited for it in a
-// collective, and new ones find it.
+// A rank that is stopped for longer than its lease is still a member if no rank waited for it in a
+// collective, and new ranks find it.
 func TestLeaseLostAndBack(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -234,8 +234,8 @@ func TestSlowStore(t *testing.T) {
 		pgtest.Replace(2))
 }
 
-// Whoever waits for a store that does not answer stops at the deadline of its call.
-func TestCallsEndWithoutTheStore(t *testing.T) {
+// A rank that waits for a store that does not answer stops at the deadline of its call.
+func TestCallsEndWithoutStore(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	const timeout = 3 * time.Second
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -275,6 +275,45 @@ func TestCallsEndWithoutTheStore(t *testing.T) {
 	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: timeout}))
 }
 
+// Calls on other goroutines that wait for the store end when the group is closed.
+func TestCloseEndsCallsThatWaitForTheStore(t *testing.T) {
+	t.Parallel() // it waits, mostly
+	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		through(t, g, 0)
+		if g.Rank() == 0 {
+			pgtest.InjectFaults(t).Network(pgtest.Rule{From: []int{pgtest.Store}, Cut: true},
+				pgtest.Rule{To: []int{pgtest.Store}, Cut: true})
+		}
+		if _, err := g.Admit(ctx); err != nil { // and with it all are past the injection
+			t.Fatal(err)
+		}
+		agreed, evicted := make(chan error, 1), make(chan error, 1)
+		go func() { _, err := g.Agree(ctx, true); agreed <- err }()
+		for !g.Decides(1) {
+			time.Sleep(time.Millisecond)
+		}
+		through(t, g, 0) // nobody leaves before all have the votes
+		go func() { evicted <- g.Evict(ctx, (g.Rank()+1)%3) }()
+		select {
+		case err := <-agreed:
+			t.Fatalf("agree: %v", err)
+		case err := <-evicted:
+			t.Fatalf("evict: %v", err)
+		default:
+		}
+		g.Close()
+		for name, end := range map[string]chan error{"agree": agreed, "evict": evicted} {
+			if err := <-end; !errors.Is(err, pg.ErrClosed) {
+				t.Errorf("%s: %v, want ErrClosed", name, err)
+			}
+		}
+	}, pgtest.Faults(nil), pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 15 * time.Second}))
+}
+
 // A slow network that loses packets changes no result.
 func TestLossy(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -288,8 +327,8 @@ func TestLossy(t *testing.T) {
 				}
 			}
 		}
-		// nobody leaves before all are through; who is late finds that others have left, for which
-		// nobody is to blame
+		// No rank leaves before all are done; a late rank finds that others have left, which is no
+		// failure.
 		g.Barrier(t.Context())
 	}, pgtest.Transport("tcp"), pgtest.Faults(nil))
 }

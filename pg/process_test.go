@@ -87,7 +87,7 @@ func TestKill(t *testing.T) {
 				pgtest.Run(t, n, func(t *testing.T, g *pg.Group) {
 					ctx := context.Background()
 					x := make([]float32, 1<<20)
-					if when == "before the links" { // whoever is in Join still would be told there
+					if when == "before the links" { // ranks that are still in Join would be told there
 						here := os.Getenv("TEST_HERE")
 						if err := os.WriteFile(fmt.Sprint(here, g.Rank()), nil, 0o600); err != nil {
 							t.Fatal(err)
@@ -144,7 +144,7 @@ func TestKill(t *testing.T) {
 }
 
 // A rank that is stopped, not dead, is named by the timeout.
-func TestStoppedRankIsNamed(t *testing.T) {
+func TestErrorNamesStoppedRank(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := context.Background()
 		if err := g.Barrier(ctx); err != nil {

@@ -10,7 +10,7 @@ import (
 )
 
 // Config.Progress has a rank take in what comes while it is in no call of the package.
-func TestProgressWhileTheProgramComputes(t *testing.T) {
+func TestProgressWhileCallerComputes(t *testing.T) {
 	gs, err := Local(2, Config{Progress: true, Timeout: 20 * time.Second})
 	if err != nil {
 		t.Fatal(err)

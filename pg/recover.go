@@ -19,12 +19,11 @@ const (
 	// until all survivors have called Recover.
 	Report OnFailure = iota
 	// Shrink: the operation in flight returns a *RankError at every survivor that had not finished
-	// it, the next one runs among the survivors.
+	// it. The next operation runs among the survivors.
 	Shrink
-	// Retry: an operation whose inputs are intact at all survivors, and that none of them has
-	// finished, runs again among them by itself; else as Shrink. With Config.Uniform no survivor
-	// finishes an operation before all have its result, so that only lost inputs stand against a
-	// retry.
+	// Retry: the operation in flight runs again among the survivors, if its inputs are intact on
+	// all of them and none has finished it; otherwise as Shrink. With Config.Uniform no survivor
+	// finishes an operation before all have its result, so that only lost inputs prevent a retry.
 	Retry
 )
 
@@ -43,10 +42,10 @@ func ParseOnFailure(s string) (OnFailure, error) {
 	return 0, fmt.Errorf("on failure %q: want report, shrink or retry", s)
 }
 
-// errMoved says that the group has gone on without a rank.
+// errMoved is the cause for a rank that the group has removed.
 var errMoved = errors.New("the group goes on without it")
 
-// halted says why the group is at an end on this rank, nil if it is not.
+// halted returns why the group cannot be used on this rank any more, or nil.
 func (g *Group) halted() error {
 	switch {
 	case g.closed.Load():
@@ -59,13 +58,13 @@ func (g *Group) halted() error {
 	return nil
 }
 
-// moved reports whether there is another view of the group than the one that it is in.
+// moved reports whether the job has a newer view than the group.
 func (g *Group) moved() bool {
 	return g.sync.Now().Epoch > g.v.epoch
 }
 
-// await waits until the membership has changed in some way, for a while, and reports whether it
-// has.
+// await waits until changed returns true after a change of membership, at most for patience, and
+// returns its last value.
 func (g *Group) await(patience time.Duration, changed func() bool) bool {
 	m := g.job.roster
 	if m == nil {
@@ -75,17 +74,18 @@ func (g *Group) await(patience time.Duration, changed func() bool) bool {
 		if changed() {
 			return true
 		}
-		if m.IsolatedLocked().Why != "" || m.EvictedLocked() || !time.Now().Before(until) || g.job.proxy.Progress(&g.wait) != nil {
+		if m.IsolatedLocked().Why != "" || m.EvictedLocked() || !time.Now().Before(until) ||
+			g.job.proxy.Progress(&g.wait) != nil {
 			return false
 		}
 	}
 }
 
-// verdict waits until it is decided who is lost: that somebody could not reach a rank is evidence,
-// and perhaps against the one who says so.
+// verdict waits until the membership has decided which rank is lost. A rank that cannot reach
+// another is evidence against one of the two, not necessarily against the other.
 func (g *Group) verdict(e *RankError) {
 	patience := g.job.settings.Window + 2*time.Second
-	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // it may have left this group alone
+	if g.incarnations != nil && g.job.proxy.Down(g.jobRank(e.Rank)) == nil { // the rank may have left only this group
 		patience = 200 * time.Millisecond
 	}
 	if !g.await(patience, g.moved) {
@@ -96,7 +96,7 @@ func (g *Group) verdict(e *RankError) {
 	}
 }
 
-// besides lists who is a member no longer, but for slot.
+// besides lists the slots whose ranks are no longer members, except slot.
 func (g *Group) besides(slot int) (all []int) {
 	active, epoch := g.members(g.job.view())
 	if epoch <= g.v.epoch {
@@ -118,7 +118,7 @@ func (g *Group) survivable(err error) bool {
 	return errors.As(err, new(*RankError)) || g.evicts(err) != nil
 }
 
-// evicts returns the timeout that err tells of, if ranks may be removed for it; else nil.
+// evicts returns the *TimeoutError in err if ranks may be removed for it, else nil.
 func (g *Group) evicts(err error) *TimeoutError {
 	var late *TimeoutError
 	if g.job.settings.OnTimeout != TimeoutReports && errors.As(err, &late) &&
@@ -128,8 +128,8 @@ func (g *Group) evicts(err error) *TimeoutError {
 	return nil
 }
 
-// fails has the group fail because of err, unless it can go on without the ranks that err names. It
-// accuses them. It reports whether the group has failed.
+// fails accuses the ranks that err names, and fails the group unless it can go on without them. It
+// reports whether the group has failed.
 func (g *Group) fails(err error) bool {
 	g.accuse(err)
 	if g.survivable(err) {
@@ -139,12 +139,13 @@ func (g *Group) fails(err error) bool {
 	return true
 }
 
-// Recover takes the group into a view that it can work in, after an operation failed because ranks
-// were lost, timed out or disagreed. It is a collective of all survivors, whatever Config.OnFailure
-// says: it waits until those that failed have been removed (or can be reached again) and all others
-// have called it; where nobody's group has failed, as after a loss with Shrink, the next operation
-// of a rank does as well. Afterwards Active tells who is left. It returns ErrEvicted if this rank
-// is not, and an error that wraps ErrIsolated if this rank cannot take part in the decision.
+// Recover brings the group into a usable view after an operation failed because ranks were lost,
+// timed out or disagreed. It is a collective of all survivors, with any Config.OnFailure. It waits
+// until the failed ranks have been removed (or can be reached again) and all others have called it.
+// If the group has failed on no rank, as after a loss with Shrink, a rank's next operation counts
+// as its call. Afterwards Active lists the ranks that are left. Recover returns ErrEvicted if this
+// rank is not among them, and an error that wraps ErrIsolated if this rank cannot take part in the
+// decision.
 func (g *Group) Recover(ctx context.Context) error {
 	if err := g.enter(ctx, "recover", nil); err != nil {
 		return err
@@ -165,7 +166,7 @@ func (g *Group) Recover(ctx context.Context) error {
 			g.err = err
 			return err
 		}
-		if _, failed := g.sync.Outcome(); !failed { // else there are ranks whose programs have yet to call it
+		if _, failed := g.sync.Outcome(); !failed { // else other ranks' programs have yet to call it
 			break
 		}
 	}
@@ -174,9 +175,9 @@ func (g *Group) Recover(ctx context.Context) error {
 	return nil
 }
 
-// accuse tells the membership whom this rank waited for in vain, if err says so and ranks may be
-// removed for that. Of those who merely hear of it only a witness has a voice: who was in the
-// operation for long itself.
+// accuse reports the ranks that err names as missing to the membership, if ranks may be removed for
+// a timeout. A rank that learnt of the timeout from a peer accuses only if it had waited in the
+// operation long enough itself.
 func (g *Group) accuse(err error) {
 	late := g.evicts(err)
 	if late == nil || g.job.roster == nil {
@@ -193,9 +194,9 @@ func (g *Group) accuse(err error) {
 	}
 }
 
-// verdicts waits until there is a verdict on all ranks that this rank has accused, in any group. It
-// neither begins an operation nor takes part in an exchange before that: a removal that came later
-// would hit a rank which all have gone on with.
+// verdicts waits until there is a verdict on every rank that this rank has accused, in any group.
+// Before that it neither begins an operation nor takes part in an exchange: a removal that came
+// later would affect a rank that all others have continued with.
 func (g *Group) verdicts() error {
 	for g.job.judging() {
 		if err := g.halted(); err != nil {
@@ -210,7 +211,7 @@ func (g *Group) verdicts() error {
 	return nil
 }
 
-// accused lists the slots of those on whom a verdict is outstanding.
+// accused lists the slots of the ranks that have no verdict yet.
 func (g *Group) accused() (slots []int) {
 	for _, p := range g.job.roster.AccusedLocked() {
 		if slot := slices.Index(g.v.ranks, p.Slot); slot >= 0 {
@@ -220,8 +221,8 @@ func (g *Group) accused() (slots []int) {
 	return slots
 }
 
-// judging reports whether a verdict on ranks that this rank has accused is outstanding. It acquits
-// those that have shown themselves, at the boundary before an exchange of some group.
+// judging reports whether a verdict is outstanding on a rank that this one has accused. It takes
+// back accusations against ranks that have come to the boundary before an exchange of some group.
 func (j *job) judging() bool {
 	if j.roster == nil {
 		return false
@@ -238,10 +239,9 @@ func (j *job) judging() bool {
 	return len(accused) > 0
 }
 
-// Evict removes a rank from the job, alive or not: it learns of it by ErrEvicted. Any rank may call
-// it, alone; it returns when the view is changed, and the others go on as after a failure. The rank
-// may come back by Rejoin. A *TimeoutError says that the view was not changed in time; it may be
-// later.
+// Evict removes a rank from the job, alive or not. The rank's next call returns ErrEvicted, and it
+// may come back by Rejoin. Any single rank may call Evict. It returns when the view has changed;
+// the others go on as after a failure. After a *TimeoutError the view may still change later.
 func (g *Group) Evict(ctx context.Context, rank int) error {
 	ranks := g.shown.Load().ranks
 	if rank < 0 || rank >= len(ranks) {
@@ -273,8 +273,8 @@ func (g *Group) Evict(ctx context.Context, rank int) error {
 	}
 }
 
-// bound is the one deadline of a call that waits for the store: what its caller's ctx and
-// Config.Timeout leave it.
+// bound is the deadline of a call that waits for the store: the earlier one of its ctx and
+// Config.Timeout.
 type bound struct {
 	g     *Group
 	ctx   context.Context
@@ -282,22 +282,25 @@ type bound struct {
 	began time.Time
 }
 
-// within bounds what a call that began at began asks the store for: by the rest of its time, but so
-// that two questions can be answered. end gives the bound's resources back.
+// within bounds the store requests of a call that began at began by the rest of its time, and
+// allows at least two requests. Close ends them as well. end releases the bound's resources.
 func (g *Group) within(ctx context.Context, call string, began time.Time) (b *bound, end context.CancelFunc) {
-	b = &bound{g: g, ctx: ctx, call: call, began: began}
+	b = &bound{g: g, call: call, began: began}
+	var cancel context.CancelFunc
 	if g.job.timeout == 0 {
-		return b, func() {}
+		b.ctx, cancel = context.WithCancel(ctx)
+	} else {
+		left := g.job.timeout - time.Since(began)
+		if left < g.job.timeout/2 {
+			left = max(left, min(2*roster.StoreWait, g.job.timeout))
+		}
+		b.ctx, cancel = context.WithTimeout(ctx, left)
 	}
-	left := g.job.timeout - time.Since(began)
-	if left < g.job.timeout/2 {
-		left = max(left, min(2*roster.StoreWait, g.job.timeout))
-	}
-	b.ctx, end = context.WithTimeout(ctx, left)
-	return b, end
+	closing := context.AfterFunc(g.ctx, cancel)
+	return b, func() { closing(); cancel() }
 }
 
-// pause waits for d, and reports whether the call's time is not over.
+// pause waits for d. It returns false if the call's time has ended.
 func (b *bound) pause(d time.Duration) bool {
 	select {
 	case <-b.ctx.Done():
@@ -307,8 +310,12 @@ func (b *bound) pause(d time.Duration) bool {
 	}
 }
 
-// why is what the call returns because of err: what the program sees if its time is over.
+// why returns the error that the caller gets for err: ErrClosed if the group is closed, a
+// *TimeoutError if the call's time has ended.
 func (b *bound) why(err error) error {
+	if b.g.closed.Load() {
+		return ErrClosed
+	}
 	cause := b.ctx.Err()
 	if cause == nil {
 		return err
@@ -323,9 +330,9 @@ func (b *bound) why(err error) error {
 	return late
 }
 
-// Abort ends the group, at once and on all ranks: what is under way on this rank returns an error
-// that wraps ErrAborted and cause, and so does every later operation; peers learn of it from their
-// next look at their links. It does not wait for anybody. The group is still to be closed.
+// Abort fails the group on all ranks. Operations in flight on this rank return an error that wraps
+// ErrAborted and cause, and so does every later operation. Peers learn of it when they next read
+// their links. Abort does not wait for peers. The group must still be closed.
 func (g *Group) Abort(cause error) {
 	if cause == nil {
 		cause = errors.New("no cause was given")

@@ -93,7 +93,7 @@ func lostRank(err error) int {
 	return -1
 }
 
-// Survivors of a kill go on by themselves, among themselves, and nobody is renumbered.
+// After a kill the survivors continue by themselves, without being renumbered.
 func TestShrink(t *testing.T) {
 	for _, tr := range transports {
 		for _, count := range []int{7, 50_000} {
@@ -179,8 +179,8 @@ func TestRecoverManyTimesInOneView(t *testing.T) {
 	}, pgtest.Config(pg.Config{Timeout: 20 * time.Second}))
 }
 
-// An operation whose inputs are intact runs again by itself: with Uniform, whoever dies when, the
-// survivors see no error but where their inputs were lost.
+// An operation whose inputs are intact runs again by itself: with Uniform, whenever ranks die, the
+// survivors see errors only if their inputs were lost.
 func TestRetry(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -293,7 +293,7 @@ func jobStore(t *testing.T) bootstrap.Store {
 	return store
 }
 
-// Who else was lost is said, too.
+// The error names all lost ranks.
 func TestSeveralLost(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		if err := g.Barrier(t.Context()); err != nil && lostRank(err) != 1 && lostRank(err) != 2 {
@@ -352,11 +352,11 @@ func TestAbort(t *testing.T) {
 	}, pgtest.Transport("shm"))
 }
 
-// A rank that is put out alive learns it, and comes back as another incarnation.
+// A rank that is evicted alive notices it, and comes back as another incarnation.
 func TestEvictAndRejoin(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
-		// rank 2 may be put out while others still wait for the last message
+		// rank 2 may be evicted while others still wait for the last message
 		if err := g.Barrier(ctx); err != nil && (g.Rank() == 0 || g.Rank() == 1 && lostRank(err) != 2) {
 			t.Fatal(err)
 		}
@@ -378,7 +378,7 @@ func TestEvictAndRejoin(t *testing.T) {
 			}
 			defer g.Close()
 		} else {
-			for in := false; !in; { // rank 2's new life, not the old one
+			for in := false; !in; { // rank 2's new incarnation, not the old one
 				if _, err := g.Admit(ctx); err != nil && lostRank(err) != 2 {
 					t.Fatal(err)
 				}
@@ -392,10 +392,9 @@ func TestEvictAndRejoin(t *testing.T) {
 	}, pgtest.Transport("shm"), pgtest.Config(pg.Config{OnFailure: pg.Shrink}))
 }
 
-// Admit returns the same number at every rank, so that a program may do something when somebody has
-// come in: here while one rank after another is put out and comes back, and the processors are
-// busy.
-func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
+// Admit returns the same number at every rank, so that a program may depend on it: here while one
+// rank after another is evicted and comes back, and the processors are busy.
+func TestAdmitReturnsSameResultOnAllRanks(t *testing.T) {
 	const rounds = 4
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -437,7 +436,7 @@ func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
 				if err := pg.Broadcast(ctx, g, state, 0); err != nil {
 					t.Fatalf("round %d: %v", round, err)
 				}
-				through(t, g, 0) // nobody is put out who has not finished the round
+				through(t, g, 0) // no rank is evicted that has not finished the round
 			}
 		}
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}))
@@ -445,7 +444,7 @@ func TestAdmitReturnsTheSameEverywhere(t *testing.T) {
 
 // The rank that lets others in dies while it does: those that came in and those that were there go
 // on with the same operation.
-func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
+func TestAdmitSurvivesDeathOfAdmitter(t *testing.T) {
 	for round := range 3 {
 		t.Run(fmt.Sprint(round), func(t *testing.T) {
 			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
@@ -498,8 +497,7 @@ func TestAdmitOutlivesTheRankThatAdmits(t *testing.T) {
 	}
 }
 
-// If all ranks are lost while one waits to be let in, nobody will: those who come then begin the
-// job anew.
+// If all ranks are lost while one waits for admission, the remaining ranks begin the job anew.
 func TestAllLost(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	kill := syscall.SIGKILL
@@ -526,8 +524,8 @@ func TestAllLost(t *testing.T) {
 		pgtest.Expect(1, kill), pgtest.Replace(0), pgtest.Replace(1))
 }
 
-// Subgroups follow the job's views: they lose who is lost, take nobody in, and are made anew by
-// Split when somebody came back.
+// Subgroups follow the job's views: they lose lost ranks, admit none, and Split makes them anew
+// after a rank has come back.
 func TestSubgroups(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -585,7 +583,7 @@ func TestSubgroups(t *testing.T) {
 
 // Two groups are divided at the same time while a rank of both dies: each Split has one outcome at
 // all survivors, and those that come after make groups that work.
-func TestSplitsWhileARankDies(t *testing.T) {
+func TestSplitDuringDeath(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		parts := make([]*pg.Group, 2)
@@ -633,7 +631,7 @@ func TestSplitsWhileARankDies(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second}), pgtest.Expect(2, syscall.SIGKILL))
 }
 
-// A rank that is alive and does not come is named, and put out where the configuration says so.
+// A rank that is alive and does not come is named, and evicted if the configuration says so.
 func TestTimeoutEvicts(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -671,8 +669,8 @@ func TestTimeoutEvicts(t *testing.T) {
 		Timeout: 2 * time.Second}))
 }
 
-// One rank that is early removes nobody, though three are late: they go on together.
-func TestTimeoutOfOneRankEvictsNobody(t *testing.T) {
+// One rank with an early deadline removes no other, though three are late: they continue together.
+func TestTimeoutOfOneRankEvictsNoRank(t *testing.T) {
 	pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		if err := g.Barrier(ctx); err != nil {
@@ -707,9 +705,9 @@ func TestTimeoutOfOneRankEvictsNobody(t *testing.T) {
 	}, pgtest.Config(pg.Config{OnFailure: pg.Shrink, OnTimeout: pg.TimeoutEvicts, Timeout: 20 * time.Second}))
 }
 
-// An operation that a program gives up removes nobody, where lateness does: it fails at every rank,
-// those included that come to it after they have heard of that.
-func TestCancelledWhereTimeoutEvicts(t *testing.T) {
+// A cancelled operation removes no rank, as opposed to one that timed out: it fails at every rank,
+// including those that come to it after they have learnt of that.
+func TestCancellationEvictsNoRank(t *testing.T) {
 	pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
 		for round := range 3 {
@@ -831,6 +829,82 @@ func TestGracefulExit(t *testing.T) {
 					t.Fatal(err)
 				}
 			}, pgtest.Transport(tr))
+		})
+	}
+}
+
+// A rank that comes in by AutoAdmit because of a loss, while the others stand between an operation
+// and the agreement on it, counts one agreement less than they do: they wait for its vote while it
+// waits for them in the next operation. With Admit its first agreement is the others' next.
+func TestAgreementsOfARankThatComesIn(t *testing.T) {
+	for _, auto := range []bool{true, false} {
+		t.Run(fmt.Sprintf("AutoAdmit=%v", auto), func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
+				ctx := t.Context()
+				operate := func() error { return pg.Broadcast(ctx, g, []int{0}, 1) }
+				if pgtest.Second() {
+					if err := operate(); err != nil {
+						t.Fatal(err)
+					}
+					ok, err := g.Agree(ctx, true)
+					if err != nil || ok == auto { // auto: the agreement on the operation before its own
+						t.Errorf("the first agreement: %v, %v", ok, err)
+					}
+					if err := operate(); err != nil {
+						t.Fatal(err)
+					}
+					return
+				}
+				if err := g.Barrier(ctx); err != nil {
+					t.Fatal(err)
+				}
+				through(t, g, 0) // rank 2 is not lost in the barrier
+				switch g.Rank() {
+				case 1: // rank 0 is in the operation meanwhile
+					for len(g.JobView()) == 3 {
+						time.Sleep(time.Millisecond)
+					}
+					for auto && len(g.JobView()) < 3 {
+						time.Sleep(time.Millisecond)
+					}
+				case 2:
+					pgtest.Kill(t)
+				}
+				if err := operate(); lostRank(err) < 0 {
+					t.Fatalf("the operation in which a rank is lost: %v, want a *RankError", err)
+				}
+				agree := func(yes bool) {
+					t.Helper()
+					if !auto {
+						if ok, err := g.Agree(ctx, yes); err != nil || ok != yes {
+							t.Fatalf("agreeing on %v: %v, %v", yes, ok, err)
+						}
+						return
+					}
+					short, cancel := context.WithTimeout(ctx, time.Second)
+					defer cancel()
+					var late *pg.TimeoutError
+					if ok, err := g.Agree(short, yes); !errors.As(err, &late) ||
+						!slices.ContainsFunc(late.Missing, func(s pg.Seen) bool { return s.Rank == 2 }) {
+						t.Fatalf("agreeing on %v: %v, %v, want a *TimeoutError that names rank 2", yes, ok, err)
+					}
+				}
+				agree(false)
+				for !auto && len(g.View().Active) < 3 {
+					if _, err := g.Admit(ctx); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if err := operate(); err != nil {
+					t.Fatal(err)
+				}
+				agree(true)
+				if err := operate(); err != nil {
+					t.Fatal(err)
+				}
+			}, pgtest.Transport("shm"), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2),
+				pgtest.Config(pg.Config{AutoAdmit: auto, Uniform: true, OnFailure: pg.Shrink,
+					Timeout: 30 * time.Second}))
 		})
 	}
 }

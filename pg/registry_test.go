@@ -18,7 +18,7 @@ type renamed struct{ *tcp.Transport }
 func (renamed) Name() string { return "renamed" }
 
 // A transport takes one package and one row: with them it is chosen, named in errors, and works.
-func TestTransportOfAProgram(t *testing.T) {
+func TestCallersTransport(t *testing.T) {
 	defer registry.Add(registry.Kind{Name: "renamed", Reach: registry.Network, Works: func() bool { return true },
 		New: func(o registry.Options) (p2p.Transport, error) {
 			return renamed{tcp.New(tcp.Config{Interfaces: o.Interfaces, Ports: o.Ports, Logger: o.Logger})}, nil

@@ -23,7 +23,7 @@ type settings struct {
 	algo   collectives.Algo
 	kinds  []registry.Kind // transports
 
-	meeting *bootstrap.Meeting // where ranks without a store meet; nil: they have one
+	meeting *bootstrap.Meeting // where ranks without a store meet; nil: the job has a store
 }
 
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
@@ -59,7 +59,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	if c.Store == nil {
 		def(&s.Job, l.Job, "")
 	}
-	if s.Job == "" && (s.MaxSize == 1 || c.Store != nil) { // nobody to mix up, or the caller's business
+	if s.Job == "" && (s.MaxSize == 1 || c.Store != nil) { // no other job, or the caller separates them
 		s.Job = "default"
 	}
 	def(&s.StoreAddr, l.Store, "")
@@ -120,7 +120,7 @@ func (c Config) resolve(getenv func(string) string) (*settings, error) {
 	return s, nil
 }
 
-// session is what these settings say of how to join.
+// session returns the settings for package join.
 func (s *settings) session() (*join.Settings, error) {
 	js := &join.Settings{Rank: s.Rank, Size: s.Size, MaxSize: s.MaxSize, Secret: s.Secret, Transports: s.transports,
 		Progress:   s.Progress,
@@ -146,13 +146,13 @@ func (s *settings) session() (*join.Settings, error) {
 	return js, nil
 }
 
-// meet finds a store for ranks that were given none, where their launcher says how they meet.
+// meet finds a store through the launcher for ranks that were given none.
 func (s *settings) meet(ctx context.Context) (err error) {
 	l := &s.launch
 	if s.Store != nil || s.StoreAddr != "" || s.MaxSize < 2 || !l.Meets() || s.Rank != l.Rank || s.Size != l.Size {
 		return nil
 	}
-	ctx, cancel := s.within(ctx)
+	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
 	if s.meeting, err = l.Meet(ctx, s.Secret, s.Logger); err != nil {
 		return s.failed(err)
@@ -161,26 +161,19 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	return nil
 }
 
-// part leaves the meeting: where this rank serves the store, when the others have left, or ctx or
-// Config.Timeout ends.
+// part leaves the meeting. If this rank serves the store, part first waits until the other ranks
+// have left, or until ctx or Config.Timeout ends.
 func (s *settings) part(ctx context.Context) {
-	ctx, cancel := s.within(ctx)
+	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
 	s.meeting.Close(ctx)
 }
 
-// partSoon is how long a rank that could not join lets the others find out why they cannot.
+// partSoon bounds part after a failed Join. Meanwhile the other ranks can find out why they cannot
+// join.
 const partSoon = time.Second
 
-// within bounds ctx by Config.Timeout.
-func (s *settings) within(ctx context.Context) (context.Context, context.CancelFunc) {
-	if s.Timeout > 0 {
-		return context.WithTimeout(ctx, s.Timeout)
-	}
-	return context.WithCancel(ctx)
-}
-
-// fixed reports whether the job's store cannot tell who is gone.
+// fixed reports whether the job's store cannot detect lost ranks.
 func (s *settings) fixed() bool {
 	if s.Store == nil {
 		return false
@@ -206,8 +199,8 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 		if len(s.kinds) > 1 && !k.Works() {
 			continue
 		}
-		// A host that answers nothing for a window is noticed where somebody waits for it, and sends
-		// it heartbeats.
+		// While an operation waits for a host, the proxy sends it heartbeats, and a host that is
+		// silent for a window counts as lost.
 		t, err := k.New(registry.Options{LocalRanks: s.localRanks(), Interfaces: s.Interfaces, Ports: s.Ports,
 			PeerTimeout: max(s.Window, time.Second), IdleTimeout: idleTimeout, Dial: s.Dialer,
 			Logger: s.Logger})
@@ -219,7 +212,7 @@ func (s *settings) transports() ([]p2p.Transport, error) {
 	return all, nil
 }
 
-// idleTimeout is after how long a silent host is noticed over links that nobody waits for.
+// idleTimeout bounds the silence of a host while no operation waits for it.
 const idleTimeout = 30 * time.Second
 
 // localRanks is how many ranks are likely to be on this machine.

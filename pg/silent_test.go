@@ -135,8 +135,7 @@ func TestEveryCallEndsInTime(t *testing.T) {
 	}
 }
 
-// Join ends near its ctx's end, whoever it is that accepts connections for the store and never
-// answers.
+// Join ends near its ctx's end if a process accepts connections for the store and never answers.
 func TestJoinEndsInTime(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

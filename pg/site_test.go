@@ -19,9 +19,9 @@ import (
 	"tutti/pg/pgtest"
 )
 
-// A job agrees by itself, whatever an earlier job of the same name in the same store has agreed on.
-// What a job wrote there goes with its last rank, and before that hangs on leases.
-func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
+// A job's agreements do not depend on those of an earlier job of the same name in the same store. A
+// job's keys go with its last rank, and before that depend on leases.
+func TestJobsOfOneNameDoNotShareStore(t *testing.T) {
 	const inRank = "PG_TEST_SITE_RANK"
 	var env []string
 	var store bootstrap.Store
@@ -82,7 +82,7 @@ func TestJobsOfOneNameDoNotShareTheStore(t *testing.T) {
 }
 
 // A rank is lost while the store is full: the survivors are told that, and not of a partition.
-func TestFullStoreIsNamed(t *testing.T) {
+func TestErrorNamesFullStore(t *testing.T) {
 	t.Parallel() // it waits, mostly
 	const inRank = "PG_TEST_SITE_RANK"
 	var env []string

@@ -78,9 +78,9 @@ func TestSplitOfTwoGroupsAtOnce(t *testing.T) {
 	})
 }
 
-// TestSubgroupsOutliveManyViews has a subgroup lose a member in a view that is far from the one in
+// TestSubgroupSurvivesManyViews has a subgroup lose a member in a view that is far from the one in
 // which it was made.
-func TestSubgroupsOutliveManyViews(t *testing.T) {
+func TestSubgroupSurvivesManyViews(t *testing.T) {
 	for _, epoch := range []uint64{513, 1 << 20, 1<<63 + 1} {
 		t.Run(fmt.Sprint(epoch), func(t *testing.T) {
 			each(t, 3, Config{Timeout: 20 * time.Second, OnFailure: Shrink}, func(ctx context.Context, g *Group) error {

@@ -25,8 +25,8 @@ import (
 	"tutti/pg/internal/observe"
 )
 
-// look returns a rank's snapshot as whoever asks for it gets it, aged: as if everything had
-// happened some seconds earlier.
+// look returns a rank's snapshot as a client gets it, aged, as if everything had happened some
+// seconds earlier.
 func look(t *testing.T, g *Group, ops int) *flight.Snapshot {
 	t.Helper()
 	text, err := g.job.status(t.Context(), ops)
@@ -68,8 +68,8 @@ func diagnose(t *testing.T, gs []*Group) (texts []string) {
 	return texts
 }
 
-// TestStatusOfWhoWaits has two of three ranks wait in a collective for the third.
-func TestStatusOfWhoWaits(t *testing.T) {
+// TestStatusNamesAwaitedRank has two of three ranks wait in a collective for the third.
+func TestStatusNamesAwaitedRank(t *testing.T) {
 	gs, err := Local(3, Config{Timeout: 30 * time.Second})
 	if err != nil {
 		t.Fatal(err)
@@ -128,7 +128,7 @@ func TestStatusOfWhoWaits(t *testing.T) {
 		return o != nil && len(o.WaitsFor) > 0
 	}
 	s = until(t, gs[1], "waits", waits)
-	direct := gs[1] // whoever waits for rank 2 itself, and not for one that does
+	direct := gs[1] // the rank that waits for rank 2 itself, and not for one that does
 	if !slices.Contains(s.Groups[0].Running.WaitsFor, 2) {
 		direct = gs[0]
 	}
@@ -186,7 +186,7 @@ func TestStatusOfWhoWaits(t *testing.T) {
 		t.Errorf("%+v %+v", s.Messages, s.Totals)
 	}
 
-	// What was queued behind something.
+	// A queued operation.
 	late := gs[0].Start(AllReduceOp{Dst: BufferOf(make([]float32, 4)), Op: Sum})
 	second := gs[0].Start(BarrierOp{})
 	until(t, gs[0], "has one queued", func(s *flight.Snapshot) bool {
@@ -244,7 +244,7 @@ func TestStatusOfSubgroups(t *testing.T) {
 	})
 }
 
-// TestStatusOfFailures: who has failed says why, and counts it.
+// TestStatusOfFailures: a failed group reports its error, and counts it.
 func TestStatusOfFailures(t *testing.T) {
 	gs, err := Local(2, Config{Timeout: 30 * time.Second})
 	if err != nil {
@@ -311,8 +311,8 @@ func names(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// TestLogDir: the last operations lie in a file while the rank lives, and a signal or a failure has
-// everything written.
+// TestLogDir: the last operations are in a file while the rank lives, and a signal or a failure
+// writes everything.
 func TestLogDir(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "logs", "deep")
 	own := make(chan os.Signal, 1) // the program's
@@ -370,8 +370,8 @@ func TestLogDir(t *testing.T) {
 	}
 }
 
-// TestLogDirThatIsNone costs a warning.
-func TestLogDirThatIsNone(t *testing.T) {
+// TestUnusableLogDir costs a warning.
+func TestUnusableLogDir(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	if err := os.WriteFile(file, nil, 0o600); err != nil {
 		t.Fatal(err)
@@ -434,9 +434,9 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// Whatever strangers connect and send, the metrics take few of the rank's descriptors, and who asks
-// for them is answered.
-func TestMetricsAnswerAmongStrangers(t *testing.T) {
+// During a flood of connections, the metrics use few of the rank's descriptors, and clients get
+// answers.
+func TestMetricsAnswerDuringFlood(t *testing.T) {
 	g, err := alone(t, Config{Metrics: "127.0.0.1:0"})
 	if err != nil {
 		t.Fatal(err)
@@ -486,7 +486,21 @@ func TestMetricsOfLinks(t *testing.T) {
 		if err := AllReduce(ctx, g, make([]float64, 4), Sum); err != nil {
 			return err
 		}
-		var err error
+		w, err := NewWindow(ctx, g, 4096)
+		if err != nil {
+			return err
+		}
+		defer w.Close(ctx)
+		if g.Rank() == 0 {
+			for range 3 {
+				if err := w.Put(ctx, 1, 0, make([]byte, 1000)); err != nil {
+					return err
+				}
+			}
+			if err := errors.Join(w.Flush(ctx, 1), w.Get(ctx, 1, 0, make([]byte, 700))); err != nil {
+				return err
+			}
+		}
 		if g.Rank() == 0 {
 			o, oerr := observe.Start(observe.Config{Self: g.job.identity(), Metrics: "127.0.0.1:0", Proxy: g.job.proxy,
 				Groups: g.job.glances, Joined: func() bool { return true }, Logger: g.job.log})
@@ -507,7 +521,11 @@ func TestMetricsOfLinks(t *testing.T) {
 			b, _ := io.ReadAll(r.Body)
 			for _, want := range []string{`tutti_links{job="default",rank="0",transport="inproc"} 1`,
 				`tutti_waited_seconds_total{job="default",peer="1",rank="0"}`,
-				`tutti_link_sent_bytes_total{job="default",peer="1",rank="0"}`} {
+				`tutti_link_sent_bytes_total{job="default",peer="1",rank="0"}`,
+				`tutti_window_puts_total{job="default",peer="1",rank="0"} 3`,
+				`tutti_window_put_bytes_total{job="default",peer="1",rank="0"} 3000`,
+				`tutti_window_gets_total{job="default",peer="1",rank="0"} 1`,
+				`tutti_window_get_bytes_total{job="default",peer="1",rank="0"} 700`} {
 				if !strings.Contains(string(b), want) {
 					err = fmt.Errorf("%s is not in\n%s", want, b)
 				}
@@ -517,7 +535,7 @@ func TestMetricsOfLinks(t *testing.T) {
 	})
 }
 
-func TestMetricsThatCannotBeServed(t *testing.T) {
+func TestInvalidMetricsAddress(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/bootstrap/storetest"
 	"tutti/pg"
 )
 
@@ -80,11 +81,12 @@ func (s *shared) keys() (all []string) {
 }
 
 func fixed(kv bootstrap.KV, rank int) pg.Config {
-	return pg.Config{Size: 3, Rank: rank, Store: kv, Secret: []byte("the secret of this test"), Timeout: 20 * time.Second}
+	return pg.Config{Size: 3, Rank: rank, Store: kv, Secret: []byte("the secret of this test"),
+		Timeout: 20 * time.Second}
 }
 
 // Ranks meet over a store of the program's own, of which they need no more than a KV has.
-func TestStoreOfAProgram(t *testing.T) {
+func TestCallersStore(t *testing.T) {
 	kv := newShared()
 	groups, errs := make([]*pg.Group, 3), make([]error, 3)
 	var wg sync.WaitGroup
@@ -107,7 +109,7 @@ func TestStoreOfAProgram(t *testing.T) {
 	if err := errors.Join(errs...); err != nil {
 		t.Fatal(err)
 	}
-	// Whoever asks for a rank that is there is refused, at once, and so is another size.
+	// A request for a rank that is taken is refused at once, and so is another size.
 	var taken *bootstrap.SlotError
 	if _, err := pg.Join(t.Context(), fixed(kv, 1)); !errors.As(err, &taken) {
 		t.Errorf("a second rank 1: %v", err)
@@ -139,7 +141,7 @@ func TestStoreOfAProgram(t *testing.T) {
 	}
 }
 
-// What needs leases says so.
+// Features that need leases return an error.
 func TestStoreWithoutLeases(t *testing.T) {
 	for _, change := range []func(c *pg.Config){
 		func(c *pg.Config) { c.OnFailure = pg.Shrink },
@@ -163,9 +165,9 @@ type elastic struct {
 
 func (e elastic) Open(ctx context.Context) (bootstrap.Store, error) { return e.open(ctx) }
 
-// Over a store with leases a job goes on without a rank that has gone.
-func TestElasticStoreOfAProgram(t *testing.T) {
-	m := bootstrap.NewMemStore()
+// Over a store with leases a job continues without a lost rank.
+func TestCallersElasticStore(t *testing.T) {
+	m := storetest.NewMemory()
 	defer m.Close()
 	kv := elastic{newShared(), func(context.Context) (bootstrap.Store, error) { return m.Open(), nil }}
 	groups, errs := make([]*pg.Group, 3), make([]error, 3)

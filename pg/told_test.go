@@ -8,7 +8,7 @@ import (
 	"tutti/pg/internal/resync"
 )
 
-// What is told of a standing can be anything; what is understood is told in the same way.
+// decodeTold accepts any input, and valid input encodes to the same bytes.
 func FuzzTold(f *testing.F) {
 	f.Add(encodeTold(resync.Told{At: resync.Point{View: 7, Attempt: 1},
 		Standing: resync.Standing{Over: 5, Has: true, Calls: true,
@@ -49,7 +49,7 @@ func FuzzBallot(f *testing.F) {
 
 // A rank that comes in while others are in an agreement has no say in that one, and has one in the
 // next.
-func TestNewcomerHasNoSayInAgreementsUnderWay(t *testing.T) {
+func TestAdmittedRankVotesFromNextAgreement(t *testing.T) {
 	g := &Group{agreement: agreement{ballots: map[int]ballot{0: {7, [2]bool{true, false}}, 1: abstains}}}
 	if yes, known := g.ballots[1].vote(7); !yes || !known {
 		t.Errorf("before it is in: %v, %v, want true, true", yes, known)

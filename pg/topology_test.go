@@ -27,9 +27,9 @@ func (g *Group) relocate(places []join.Place, epoch uint64) error {
 	return nil
 }
 
-// TestPlansFollowTheHosts has a rank replaced by one on another host: the ranks that stayed, which
+// TestPlansFollowHosts has a rank replaced by one on another host: the ranks that stayed, which
 // have plans of before, and the new one, which has none, plan alike.
-func TestPlansFollowTheHosts(t *testing.T) {
+func TestPlansFollowHosts(t *testing.T) {
 	const n = 4
 	each(t, n, Config{Timeout: 20 * time.Second}, func(ctx context.Context, g *Group) error {
 		spread := func(machines ...uint64) []join.Place {
@@ -40,7 +40,8 @@ func TestPlansFollowTheHosts(t *testing.T) {
 			}
 			return places
 		}
-		for i, places := range [][]join.Place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2), spread(1, 1, 1, 1),
+		for i, places := range [][]join.Place{spread(1, 2, 1, 2), spread(1, 1, 1, 1), spread(1, 1, 2, 2),
+			spread(1, 1, 1, 1),
 			spread(1, 2, 1, 2), spread(1, 1, 2, 2)} {
 			if err := g.relocate(places, uint64(2+i)); err != nil {
 				return err

@@ -10,8 +10,8 @@ import (
 	"tutti/p2p/registry"
 )
 
-// tuned returns the measured table of algorithms that this rank would use, nil if it has none that
-// fits. Of a machine's ranks, which mostly read the same file, one says why not.
+// tuned returns the measured table of algorithms of this rank, or nil if it has none that fits. One
+// rank of each machine logs why a table does not fit, since they usually read the same file.
 func (s *settings) tuned() *collectives.Table {
 	t, err := tuning.Find(s.Tuning, tuning.Here(s.localRanks(), registry.Best(s.kinds).Name))
 	if err != nil {
@@ -29,8 +29,7 @@ func (s *settings) tuned() *collectives.Table {
 	return t
 }
 
-// warn says, once a job, that ranks have different tables, so that groups which they share use the
-// default one.
+// warn warns once a job if ranks have different tables; groups of such ranks use the default one.
 func (g *Group) warn() {
 	j := g.job
 	slot := g.differ(j.places)
@@ -43,14 +42,15 @@ func (g *Group) warn() {
 		}
 		return fmt.Sprintf("table %016x", hash)
 	}
-	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same TUTTI_TUNE", "rank 0", name(j.session.Here.Table), fmt.Sprintf("rank %d", slot), name(j.places[slot].Table))
+	j.log.Warn("ranks differ in their tables of algorithms: all use the default one; give all ranks the same "+
+		"TUTTI_TUNE", "rank 0", name(j.session.Here.Table), fmt.Sprintf("rank %d", slot), name(j.places[slot].Table))
 }
 
-// SetAlgorithm forces an algorithm for the group's collectives from now on, where it exists for the
-// collective, as Config.Algorithm does for a whole job; "auto" ends that. Direct is for registered
-// memory, all else goes by size as before. Every rank calls it at the same point of the order of
-// collectives, with nothing that Start began under way; ranks that differ get a *MismatchError. It
-// is for measurements: the library chooses well by itself.
+// SetAlgorithm forces an algorithm for the group's later collectives, where they have it, as
+// Config.Algorithm does for a job; "auto" ends that. LoadStore applies to registered memory; other
+// calls choose by size as before. All ranks must call it at the same point of the order of
+// collectives, with no started operation in flight; ranks that differ get a *MismatchError. It is
+// for measurements: by default the library chooses the fastest algorithm.
 func (g *Group) SetAlgorithm(name string) error {
 	a, err := collectives.ParseAlgo(name)
 	if err != nil {

@@ -100,7 +100,7 @@ func TestTunedSettings(t *testing.T) {
 // TestSetAlgorithm: it is used, it is a collective setting, and it ends.
 func TestSetAlgorithm(t *testing.T) {
 	each(t, 3, Config{}, func(ctx context.Context, g *Group) error {
-		for _, name := range []string{"ring", "flat", "auto", "doubling", "direct"} {
+		for _, name := range []string{"ring", "oneshot", "auto", "doubling", "loadstore"} {
 			if err := g.SetAlgorithm(name); err != nil {
 				return err
 			}
@@ -114,7 +114,7 @@ func TestSetAlgorithm(t *testing.T) {
 				}
 			}
 			a, _ := collectives.ParseAlgo(name)
-			if b := g.run.Bound(); (b == nil || b.Algo() != a) && name != "auto" && name != "direct" {
+			if b := g.run.Bound(); (b == nil || b.Algo() != a) && name != "auto" && name != "loadstore" {
 				return fmt.Errorf("%s: ran %+v", name, b)
 			}
 		}
@@ -124,12 +124,12 @@ func TestSetAlgorithm(t *testing.T) {
 		return nil
 	})
 	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
-		if err := g.SetAlgorithm([]string{"ring", "flat"}[g.Rank()]); err != nil {
+		if err := g.SetAlgorithm([]string{"ring", "oneshot"}[g.Rank()]); err != nil {
 			return err
 		}
 		var differ *MismatchError
 		if err := AllReduce(ctx, g, []int64{1}, Sum); !errors.As(err, &differ) ||
-			!strings.Contains(err.Error(), "ring") || !strings.Contains(err.Error(), "flat") {
+			!strings.Contains(err.Error(), "ring") || !strings.Contains(err.Error(), "oneshot") {
 			return fmt.Errorf("ranks with different algorithms: %v", err)
 		}
 		return nil
@@ -137,7 +137,7 @@ func TestSetAlgorithm(t *testing.T) {
 }
 
 // Ranks use their table if all have the same, else the default one, and one line says so.
-func TestTablesThatDiffer(t *testing.T) {
+func TestDifferentTablesAreRefused(t *testing.T) {
 	table := ringTable(t, 3)
 	own, def := table.Hash(), collectives.DefaultTable().Hash()
 	for _, c := range []struct {
@@ -159,7 +159,8 @@ func TestTablesThatDiffer(t *testing.T) {
 				j.places = append(j.places, join.Place{Table: h, Incarnation: uint64(i) + 1})
 			}
 			j.places = append(j.places, join.Place{Table: 3, Incarnation: 9}) // of a rank that is lost
-			g := &Group{job: j, rank: r, v: &groupView{ranks: upTo(n), Topology: exec.Topology{Size: n, Active: upTo(n)}}}
+			g := &Group{job: j, rank: r, v: &groupView{ranks: upTo(n), Topology: exec.Topology{Size: n,
+				Active: upTo(n)}}}
 			g.run = exec.New(exec.Config{})
 			g.locate(j.places)
 			g.warn()

@@ -1,7 +1,6 @@
 package pg
 
 import (
-	"fmt"
 	"reflect"
 	"unsafe"
 
@@ -18,13 +17,13 @@ type (
 	F8E5M2 = kernels.F8E5M2 // OCP 8-bit float, 5 exponent bits
 )
 
-// Number constrains what can be reduced. F16 and BF16 are accumulated in float32; the 8-bit floats
-// know Sum only.
+// Number constrains the elements of reductions. F16 and BF16 are accumulated in float32. The 8-bit
+// floats support only Sum.
 type Number interface {
 	~int8 | ~int16 | ~int32 | ~int64 | ~int | ~uint8 | ~uint16 | ~uint32 | ~uint64 | ~uint | ~float32 | ~float64
 }
 
-// Element constrains what can be moved. Every Number is an Element.
+// Element constrains the elements of all other operations. Every Number is an Element.
 type Element interface {
 	Number | ~bool
 }
@@ -53,9 +52,9 @@ const (
 
 // Limits and wildcards.
 const (
-	Anywhere = p2p.Anywhere // the location of host memory of no particular place
-	AnyRank  = -1           // Recv: from whichever rank
-	AnyTag   = -1           // Recv: with whichever tag
+	Anywhere = p2p.Anywhere // the location of host memory without a NUMA or device preference
+	AnyRank  = -1           // Recv: from any rank
+	AnyTag   = -1           // Recv: with any tag
 	MaxTag   = 1<<31 - 1
 	MaxRanks = 1 << 20 // slots of a group
 )
@@ -80,7 +79,7 @@ const (
 type Location = p2p.Location
 
 // Buffer is typed memory of the caller: Count elements of DType at Ptr. Collectives use it until
-// they are done and keep nothing of it afterwards. The zero Buffer is an empty one.
+// they end, and keep no reference afterwards. The zero Buffer is empty.
 type Buffer struct {
 	Ptr      unsafe.Pointer
 	Count    int
@@ -93,7 +92,7 @@ func BufferOf[T Element](x []T) Buffer {
 	return Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(x)), Count: len(x), DType: DTypeOf[T]()}
 }
 
-// bufferOf is BufferOf for a call.
+// bufferOf returns the exec.Buffer of x.
 func bufferOf[T Element](x []T) exec.Buffer { return exec.Buffer(BufferOf(x)) }
 
 // DTypeOf returns the data type of T: by its name for the small floats, else by its kind (int and
@@ -132,33 +131,12 @@ func DTypeOf[T Element]() DType {
 	case F8E5M2:
 		return Float8E5M2
 	}
-	return kindDType(reflect.TypeFor[T]().Kind())
+	return kinds[reflect.TypeFor[T]().Kind()]
 }
 
-func kindDType(k reflect.Kind) DType {
-	switch k {
-	case reflect.Int8:
-		return Int8
-	case reflect.Int16:
-		return Int16
-	case reflect.Int32:
-		return Int32
-	case reflect.Int, reflect.Int64:
-		return Int64
-	case reflect.Uint8:
-		return Uint8
-	case reflect.Uint16:
-		return Uint16
-	case reflect.Uint32:
-		return Uint32
-	case reflect.Uint, reflect.Uint64:
-		return Uint64
-	case reflect.Float32:
-		return Float32
-	case reflect.Float64:
-		return Float64
-	case reflect.Bool:
-		return Bool
-	}
-	panic(fmt.Sprintf("pg: no data type for kind %v", k)) // Element admits no other kind
+// kinds are the types of Elements that have a name of their own.
+var kinds = [...]DType{
+	reflect.Bool: Bool, reflect.Float32: Float32, reflect.Float64: Float64,
+	reflect.Int: Int64, reflect.Int8: Int8, reflect.Int16: Int16, reflect.Int32: Int32, reflect.Int64: Int64,
+	reflect.Uint: Uint64, reflect.Uint8: Uint8, reflect.Uint16: Uint16, reflect.Uint32: Uint32, reflect.Uint64: Uint64,
 }

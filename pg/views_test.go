@@ -13,7 +13,7 @@ import (
 
 // Whatever looks at the group's size and members may be called by any goroutine while the view
 // changes (run it with -race): here the group grows by AutoAdmit.
-func TestCallsWhileTheViewChanges(t *testing.T) {
+func TestCallsDuringViewChanges(t *testing.T) {
 	pgtest.Run(t, 2, func(t *testing.T, g *pg.Group) {
 		ctx, stop := context.WithCancel(t.Context())
 		var wg sync.WaitGroup

@@ -16,9 +16,10 @@ import (
 // WindowCounters is how many signal counters a rank has at each other rank of a Window.
 const WindowCounters = 16
 
-// A Window is memory of a group that its ranks put to, get from and signal: a part of the same size
-// at every rank (MPI_Win_allocate; NCCL: ncclCommWindowRegister). A rank's operations on a window
-// stand outside of the order of collectives, and on different goroutines outside of each other's.
+// A Window is memory of a group for one-sided operations (put, get, signal): a part of the same
+// size at every rank (MPI_Win_allocate; NCCL: ncclCommWindowRegister). Operations on a window are
+// not part of the order of collectives. Those of different goroutines are not ordered with each
+// other.
 //
 //	win, err := pg.NewWindow(ctx, g, 1<<20)
 //	err = win.Put(ctx, to, 0, x)          // begun: x must not change
@@ -28,23 +29,22 @@ const WindowCounters = 16
 //	err = win.WaitSignal(ctx, from, 0, 1) // at the other rank
 //	use(win.Bytes())
 //
-// Progress: where ranks share memory a put needs nothing of its target. Over a network the target
-// places what comes, and answers gets, while it is in a call of this package; a target that computes
-// for long delays those who wait for it.
+// Progress: a put over shared memory needs no action of its target. Over a network the target
+// places puts and answers gets while it is in a call of this package; a target that computes for
+// long delays other ranks.
 //
-// Failures: an operation on a part whose rank was lost fails with a *RankError that names it; all
-// other parts stay as they are, in whatever view the group goes on. A rank that came in has no part
-// before the members have called Refresh, and it NewWindow. When an operation has returned with an
-// error, nothing of this rank's memory is touched any more; what it was to put may have been placed,
-// in part or whole.
+// Failures: an operation on the part of a lost rank fails with a *RankError that names it. All
+// other parts stay as they are, in every view of the group. A rank that came in has a part after it
+// has called NewWindow and the members Refresh. After an error, nothing touches this rank's memory
+// any more; data that was being put may have been placed in part or as a whole.
 type Window struct {
 	g      *Group
 	n      int
-	region *mem.Region // the part, and behind it the words that others signal to
-	words  int         // where they begin
+	region *mem.Region // the part, followed by the words that other ranks signal to
+	words  int         // their offset
 	tag    uint64      // of this rank's signals
 
-	// What the others are told.
+	// Sent to the other ranks.
 	data, signals *mem.Remote
 
 	closing sync.Mutex // held by Refresh and Close
@@ -56,42 +56,44 @@ type Window struct {
 	closed bool
 }
 
-// part is a rank's part of the window, as this rank knows it.
+// part is what this rank knows of a rank's part of the window.
 type part struct {
 	incarnation   uint64 // 0: there is none
 	data, signals mem.Remote
 	tag           uint64
 	sent          [WindowCounters]uint64
+	signal        p2p.Signal      // of the put that is being begun
 	pending       []*p2p.Transfer // puts that were begun, the oldest first
 	flushes       int             // goroutines in Flush
-	failed        error           // what the first put that failed since Flush did
+	failed        error           // the error of the first put that failed since Flush
 	mapping       *p2p.Mapping
 }
 
-// The words of a source are a row. A word is the source's tag in the upper bits and its count in the
-// lower ones: what an earlier life of the source has signalled is never taken for this one's.
+// Each source has a row of words. A word holds the source's tag in its upper bits and its count in
+// the lower ones, so that signals of an earlier incarnation are never counted.
 const (
 	rowSize   = WindowCounters * mem.WordSize
 	countBits = 40
 	maxCount  = 1<<countBits - 1
 )
 
-// What the ranks tell each other, in words of 8 bytes: the fields, then two remotes.
+// Fields of the exchange, in words of 8 bytes; two encoded remotes follow.
 const (
 	saysIncarnation = iota
 	saysBytes
 	saysStatus // 0: the rank has no memory
-	saysFirst  // lengths of the remotes: data's, and signals' in the upper half
+	saysFirst  // length of data's encoding, and of signals' in the upper half
 	saysRemotes
 	saysWords = saysRemotes + 2*mem.MaxRemote/8
 )
 
-// NewWindow makes a window of bytes at every rank of g, which is zeroed. It is a collective: all
-// active ranks call it, with the same size, in the order of the group's other collectives. Its outcome
-// is the same at all ranks that return one, as with Config.Uniform. Close gives the window back.
+// NewWindow makes a window with a zeroed part of bytes at every rank of g. It is a collective: all
+// active ranks call it, with the same size, in the order of the group's other collectives. Its
+// outcome is the same at all ranks that return one, as with Config.Uniform. Close releases the
+// window.
 //
-// A rank that has come in to a group with windows calls it for each of them, when the others call
-// Refresh.
+// A rank that came in to a group with windows calls NewWindow for each of them, while the others
+// call Refresh.
 func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	if bytes < 1 || bytes > exec.MaxBytes {
 		return nil, &ArgumentError{Call: "window", Arg: "the size", Got: strconv.Itoa(bytes) + " bytes",
@@ -116,7 +118,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 		err = w.exchange(ctx, true)
 	} else {
 		err = fmt.Errorf("window of %d bytes: %w", bytes, err)
-		w.exchange(ctx, false) // the others learn that this rank has none
+		w.exchange(ctx, false) // tells the other ranks that this one has no part
 	}
 	if err != nil {
 		return nil, errors.Join(err, w.Close(ctx))
@@ -124,7 +126,7 @@ func NewWindow(ctx context.Context, g *Group, bytes int) (*Window, error) {
 	return w, nil
 }
 
-// exchange tells all ranks where this rank's part is, if it has one, and learns where theirs are.
+// exchange sends this rank's part, if it has one, to all ranks and receives theirs.
 func (w *Window) exchange(ctx context.Context, has bool) error {
 	g := w.g
 	mine := make([]int64, saysWords)
@@ -152,7 +154,7 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 	parts := make([]part, len(all)/saysWords)
 	for slot := range parts {
 		said := all[slot*saysWords : (slot+1)*saysWords]
-		if said[saysIncarnation] == 0 { // nobody has the slot
+		if said[saysIncarnation] == 0 { // the slot is empty
 			continue
 		}
 		switch {
@@ -172,7 +174,7 @@ func (w *Window) exchange(ctx context.Context, has bool) error {
 	return nil
 }
 
-// decode takes in what a rank says.
+// decode reads a rank's fields.
 func (p *part) decode(said []int64) error {
 	b := make([]byte, 0, 8*(saysWords-saysRemotes))
 	for _, v := range said[saysRemotes:saysWords] {
@@ -187,8 +189,8 @@ func (p *part) decode(said []int64) error {
 	return errors.Join(p.data.UnmarshalBinary(b[:first]), p.signals.UnmarshalBinary(b[first:first+second]))
 }
 
-// adopt takes in where the parts are. Those of lives that are known stay as they are. With the
-// proxy's lock.
+// adopt takes over the parts that an exchange found. Parts of known incarnations stay as they are.
+// With the proxy's lock.
 func (w *Window) adopt(parts []part) {
 	for slot := range w.parts {
 		old := &w.parts[slot]
@@ -201,7 +203,7 @@ func (w *Window) adopt(parts []part) {
 	w.parts = parts
 }
 
-// drop gives up what this rank holds of a part. With the proxy's lock.
+// drop releases this rank's hold on a part. With the proxy's lock.
 func (w *Window) drop(p *part) {
 	for _, t := range p.pending {
 		w.g.job.proxy.CancelTransfer(t)
@@ -212,10 +214,10 @@ func (w *Window) drop(p *part) {
 	*p = part{}
 }
 
-// Refresh takes in the parts of ranks that have come in to the group since the window was made, or
-// refreshed last, and forgets those of ranks that are gone. It is a collective of all active ranks,
-// in which those that came in call NewWindow instead. Parts of ranks that stayed are not touched.
-// The counters between this rank and a new life of another begin at 0.
+// Refresh adds the parts of ranks that have come in to the group since NewWindow or the last
+// Refresh, and drops those of lost ranks. It is a collective of all active ranks, in which the
+// ranks that came in call NewWindow instead. Parts of ranks that stayed do not change. The counters
+// between this rank and a new incarnation begin at 0.
 func (w *Window) Refresh(ctx context.Context) error {
 	w.closing.Lock()
 	defer w.closing.Unlock()
@@ -225,45 +227,57 @@ func (w *Window) Refresh(ctx context.Context) error {
 	return w.exchange(ctx, true)
 }
 
-// Bytes returns this rank's part. Others write to it as they like; what they have signalled after
-// is there when WaitSignal has returned. It must not be touched after Close.
+// Bytes returns this rank's part. Other ranks may write to it at any time; data that was put before
+// a signal is complete when WaitSignal has returned. It must not be used after Close.
 func (w *Window) Bytes() []byte { return w.region.Bytes()[:w.n:w.n] }
 
 // Size returns the size of each part in bytes.
 func (w *Window) Size() int { return w.n }
 
-// call is an operation on the window that runs.
+// call is an operation on the window in progress.
 type call struct {
 	w    *Window
 	name string
 	wait *p2p.Wait
 }
 
-// enter begins an operation on n bytes at offset of rank's part. Unless it fails it has the proxy's
-// lock, which leave gives up.
-func (w *Window) enter(ctx context.Context, name string, rank, offset, n int) (call, *part, error) {
-	g := w.g
-	c := call{w: w, name: name}
-	g.job.proxy.Lock()
+// reach begins an operation on n bytes at offset of rank's part. If it succeeds, it holds the
+// proxy's lock.
+func (w *Window) reach(name string, rank, offset, n int) (*part, error) {
+	w.g.job.proxy.Lock()
 	p, err := w.part(name, rank)
 	if err == nil && (offset < 0 || n > w.n || offset > w.n-n) {
 		err = &ArgumentError{Call: name, Arg: "the range", Got: fmt.Sprintf("%d bytes at offset %d", n, offset),
 			Want: fmt.Sprintf("one within the %d bytes of a part", w.n)}
 	}
 	if err != nil {
-		g.job.proxy.Unlock()
-		return c, nil, err
+		w.g.job.proxy.Unlock()
+		return nil, err
 	}
+	return p, nil
+}
+
+// begin prepares an operation that may have to wait. With the proxy's lock, which leave releases.
+func (w *Window) begin(ctx context.Context, name string) call {
+	c := call{w: w, name: name}
 	if k := len(w.waits); k > 0 {
 		c.wait, w.waits = w.waits[k-1], w.waits[:k-1]
 	} else {
 		c.wait = new(p2p.Wait)
 	}
-	c.wait.Reset(ctx, g.job.timeout, false)
-	return c, p, nil
+	c.wait.Reset(ctx, w.g.job.timeout, false)
+	return c
 }
 
-// part returns rank's part if it can be reached. With the proxy's lock.
+// enter combines reach and begin.
+func (w *Window) enter(ctx context.Context, name string, rank, offset, n int) (c call, p *part, err error) {
+	if p, err = w.reach(name, rank, offset, n); err == nil {
+		c = w.begin(ctx, name)
+	}
+	return c, p, err
+}
+
+// part returns rank's part, or why it cannot be used. With the proxy's lock.
 func (w *Window) part(name string, rank int) (*part, error) {
 	g := w.g
 	switch {
@@ -292,7 +306,7 @@ func (w *Window) part(name string, rank int) (*part, error) {
 	return p, nil
 }
 
-// leave ends an operation, and returns err as the program sees it.
+// leave ends an operation, and returns the caller's error for err.
 func (c *call) leave(rank int, err error) error {
 	w := c.w
 	if err != nil {
@@ -303,7 +317,7 @@ func (c *call) leave(rank int, err error) error {
 	return err
 }
 
-// explain makes a typed error of err.
+// explain returns the typed error for err.
 func (c *call) explain(rank int, err error) error {
 	g := c.w.g
 	var peer *p2p.PeerError
@@ -346,7 +360,7 @@ func (w *Window) transfer() *p2p.Transfer {
 	return new(p2p.Transfer)
 }
 
-// reap takes puts that are done from the front of p's list. With the proxy's lock.
+// reap removes the puts that are done from the front of p's list. With the proxy's lock.
 func (w *Window) reap(p *part) {
 	k := 0
 	for k < len(p.pending) && p.pending[k].Done() {
@@ -354,7 +368,7 @@ func (w *Window) reap(p *part) {
 		if err := t.Err(); err != nil && p.failed == nil {
 			p.failed = err
 		}
-		if p.flushes == 0 { // else somebody may be about to look at it
+		if p.flushes == 0 { // else a Flush may still read it
 			w.spare = append(w.spare, t)
 		}
 		k++
@@ -362,16 +376,16 @@ func (w *Window) reap(p *part) {
 	p.pending = p.pending[:copy(p.pending, p.pending[k:])]
 }
 
-// Put begins to copy src to offset of rank's part. It returns when the transfer has been begun, which
-// may have to wait for earlier ones; src must not change before Flush, or an error of it, has
-// returned. What becomes of the put, Flush says. Puts are in no order with each other.
+// Put begins to copy src to offset of rank's part. It returns when the transfer has begun, which
+// may have to wait for earlier ones. src must not change before Flush has returned, or Put has
+// returned an error. Flush reports the outcome. Puts are not ordered with each other.
 func (w *Window) Put(ctx context.Context, rank, offset int, src []byte) error {
 	return w.put(ctx, "put", rank, offset, src, -1, false)
 }
 
-// PutSignal is Put, and when src is placed adds one to this rank's counter at rank (0 to
-// WindowCounters-1): who sees the signal there sees the data of this put, and perhaps not yet that
-// of earlier ones.
+// PutSignal is a Put that adds one to this rank's counter at rank (0 to WindowCounters-1) after src
+// is placed. A target that sees the signal sees the data of this put and of earlier ones with the
+// same counter, but not necessarily that of others.
 func (w *Window) PutSignal(ctx context.Context, rank, offset int, src []byte, counter int) error {
 	if counter < 0 {
 		return badCounter("put", counter)
@@ -379,53 +393,87 @@ func (w *Window) PutSignal(ctx context.Context, rank, offset int, src []byte, co
 	return w.put(ctx, "put", rank, offset, src, counter, false)
 }
 
-// Signal adds one to this rank's counter at rank (0 to WindowCounters-1), after the data of all puts
-// to rank that this rank began before: who sees the signal there sees all of it. It returns when the
-// signal was begun; what becomes of it, Flush says.
+// Signal adds one to this rank's counter at rank (0 to WindowCounters-1), after the data of all
+// puts to rank that this rank began before: a target that sees the signal sees that data. It
+// returns when the signal has begun. Flush reports the outcome.
 func (w *Window) Signal(ctx context.Context, rank, counter int) error {
 	return w.put(ctx, "signal", rank, 0, nil, counter, true)
 }
 
-// put is Put, PutSignal and Signal; a counter below 0 is none.
+// put implements Put, PutSignal and Signal. A negative counter means none.
 func (w *Window) put(ctx context.Context, name string, rank, offset int, src []byte, counter int, strong bool) error {
 	if counter >= WindowCounters || strong && counter < 0 {
 		return badCounter(name, counter)
 	}
-	c, p, err := w.enter(ctx, name, rank, offset, len(src))
+	p, err := w.reach(name, rank, offset, len(src))
 	if err != nil {
 		return err
 	}
-	signal := p2p.Signal{}
+	var signal *p2p.Signal
 	if counter >= 0 {
-		signal = p2p.Signal{At: &p.signals, Offset: uint64(w.g.rank*rowSize + counter*mem.WordSize), Strong: strong,
-			Value: w.tag<<countBits | p.sent[counter] + 1}
+		if p.sent[counter] == maxCount {
+			w.g.job.proxy.Unlock()
+			return fmt.Errorf("counter %d at rank %d has been signalled %d times, as often as it can be", counter, rank,
+				uint64(maxCount))
+		}
+		signal = &p.signal // and not a copy: to copy what was just stored in words takes longer than the put
+		signal.At, signal.Offset = &p.signals, uint64(w.g.rank*rowSize+counter*mem.WordSize)
+		signal.Value, signal.Strong = w.tag<<countBits|p.sent[counter]+1, strong
 	}
+	placed := true
 	switch {
-	case counter >= 0 && p.sent[counter] == maxCount:
-		err = fmt.Errorf("counter %d at rank %d has been signalled %d times, as often as it can be", counter, rank,
-			uint64(maxCount))
 	case rank == w.g.rank:
 		copy(w.Bytes()[offset:], src)
 		if counter >= 0 {
 			w.region.Word(w.words + int(signal.Offset)).Store(signal.Value)
-			p.sent[counter]++
-			w.g.job.proxy.Wake() // another goroutine may wait for it
+			w.g.job.proxy.Wake() // another goroutine may be waiting for the word
 		}
 	case len(src) > 0 || counter >= 0:
-		w.reap(p)
-		t := w.transfer()
-		if err = w.g.msgs.Put(c.wait, t, rank, mem.Host(src, mem.Anywhere), &p.data, uint64(offset),
-			signal); err != nil {
-			w.spare = append(w.spare, t)
-			break
-		}
+		placed = w.g.msgs.PutNow(rank, src, &p.data, uint64(offset), signal)
+	}
+	if placed {
 		if counter >= 0 {
 			p.sent[counter]++
 		}
-		p.pending = append(p.pending, t)
-		w.reap(p)
+		w.g.job.proxy.Unlock()
+		return nil
 	}
-	return c.leave(rank, err)
+	return w.putLater(ctx, name, rank, offset, src, counter, p)
+}
+
+// putLater is put for a transfer that does not end at once. With the proxy's lock, which it
+// releases.
+func (w *Window) putLater(ctx context.Context, name string, rank, offset int, src []byte, counter int, p *part) error {
+	c := w.begin(ctx, name)
+	w.reap(p)
+	t, life, to := w.transfer(), p.incarnation, p.data
+	var s p2p.Signal
+	var value func() uint64
+	if counter >= 0 {
+		signals := p.signals
+		s, value = p.signal, func() uint64 { // the lock may have been released since
+			if now := w.again(rank, life); now != nil {
+				return w.tag<<countBits | now.sent[counter] + 1
+			}
+			return 0 // the link refuses it: its peer is gone
+		}
+		s.At = &signals
+	}
+	err := w.g.msgs.Put(c.wait, t, rank, mem.Host(src, mem.Anywhere), &to, uint64(offset), s, value)
+	if err != nil {
+		w.spare = append(w.spare, t)
+		return c.leave(rank, err)
+	}
+	if p = w.again(rank, life); p == nil {
+		w.g.job.proxy.CancelTransfer(t)
+		return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
+	}
+	if counter >= 0 {
+		p.sent[counter]++
+	}
+	p.pending = append(p.pending, t)
+	w.reap(p)
+	return c.leave(rank, nil)
 }
 
 func badCounter(name string, counter int) error {
@@ -434,21 +482,25 @@ func badCounter(name string, counter int) error {
 }
 
 // Flush returns when all puts and signals to rank that were begun before have ended: their data is
-// placed, and the memory that they were from may change. Its error is that of the first one which
-// failed since the last Flush. If ctx ends, those that have not ended are given up; their memory may
-// be changed then, too.
+// placed, and their sources may change. It returns the error of the first one that failed since the
+// last Flush. If ctx ends, Flush gives up the remaining ones; their sources may change then, too.
 func (w *Window) Flush(ctx context.Context, rank int) error {
-	c, p, err := w.enter(ctx, "flush", rank, 0, 0)
+	p, err := w.reach("flush", rank, 0, 0)
 	if err != nil {
 		w.giveUp(rank)
 		return err
 	}
+	if len(p.pending) == 0 && p.failed == nil {
+		w.g.job.proxy.Unlock()
+		return nil
+	}
+	c := w.begin(ctx, "flush")
 	life := p.incarnation
 	p.flushes++
 	for len(p.pending) > 0 && err == nil {
 		t := p.pending[0]
 		if e := w.g.msgs.WaitTransfer(c.wait, t); errors.Is(t.Err(), p2p.ErrCancelled) {
-			err = e // of the waiting
+			err = e // of WaitTransfer
 		}
 		if p = w.again(rank, life); p == nil {
 			return c.leave(rank, &p2p.PeerError{Rank: w.g.jobRank(rank), Err: p2p.ErrPeerGone})
@@ -468,8 +520,8 @@ func (w *Window) Flush(ctx context.Context, rank int) error {
 	return c.leave(rank, err)
 }
 
-// again returns rank's part after the lock was given up, nil if it is another life's now, or the
-// window is closed: what was under way is over then. With the proxy's lock.
+// again returns rank's part after the lock was released, or nil if the slot has another incarnation
+// or the window is closed; all transfers have ended then. With the proxy's lock.
 func (w *Window) again(rank int, life uint64) *part {
 	if w.closed || rank >= len(w.parts) || w.parts[rank].incarnation != life {
 		return nil
@@ -477,7 +529,7 @@ func (w *Window) again(rank int, life uint64) *part {
 	return &w.parts[rank]
 }
 
-// giveUp ends what is under way with a part that cannot be reached any more.
+// giveUp ends the transfers to a part that can no longer be reached.
 func (w *Window) giveUp(rank int) {
 	p := w.g.job.proxy
 	p.Lock()
@@ -491,8 +543,8 @@ func (w *Window) giveUp(rank int) {
 	}
 }
 
-// Get copies from offset of rank's part to dst, and returns when it is there. After an error dst may
-// be partly overwritten.
+// Get copies from offset of rank's part to dst, and returns when the data is there. After an error
+// dst may be partly overwritten.
 func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 	c, p, err := w.enter(ctx, "get", rank, offset, len(dst))
 	if err != nil {
@@ -503,7 +555,7 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 		copy(dst, w.Bytes()[offset:])
 	case len(dst) > 0:
 		t := w.transfer()
-		from := p.data // p may become another's meanwhile
+		from := p.data // p may be replaced meanwhile
 		if err = w.g.msgs.Get(c.wait, t, rank, mem.Host(dst, mem.Anywhere), &from, uint64(offset)); err == nil {
 			err = w.g.msgs.WaitTransfer(c.wait, t)
 		}
@@ -512,19 +564,24 @@ func (w *Window) Get(ctx context.Context, rank, offset int, dst []byte) error {
 	return c.leave(rank, err)
 }
 
-// WaitSignal returns when rank's counter at this rank (0 to WindowCounters-1) has come to n: when rank
-// has signalled n times since both have their parts of the window. What rank had put before, as
-// Signal and PutSignal say, is in Bytes then.
+// WaitSignal returns when rank's counter at this rank (0 to WindowCounters-1) has reached n, that
+// is, when rank has signalled n times since both ranks have their parts. Data that rank put before,
+// as Signal and PutSignal say, is then in Bytes.
 func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) error {
 	if counter < 0 || counter >= WindowCounters {
 		return badCounter("wait for a signal", counter)
 	}
-	c, p, err := w.enter(ctx, "wait for a signal", rank, 0, 0)
+	p, err := w.reach("wait for a signal", rank, 0, 0)
 	if err != nil {
 		return err
 	}
 	word, tag := w.region.Word(w.words+rank*rowSize+counter*mem.WordSize), p.tag
 	reached := func(v uint64) bool { return n == 0 || v>>countBits == tag && v&maxCount >= n }
+	if reached(word.Load()) {
+		w.g.job.proxy.Unlock()
+		return nil
+	}
+	c := w.begin(ctx, "wait for a signal")
 	if rank == w.g.rank {
 		for err == nil && !reached(word.Load()) {
 			if err = w.g.msgs.Err(); err == nil {
@@ -537,10 +594,10 @@ func (w *Window) WaitSignal(ctx context.Context, rank, counter int, n uint64) er
 	return c.leave(rank, err)
 }
 
-// Map returns the part of a rank on this machine as memory of this process, for reading alone:
-// writing to it faults. It stays until Close, or until Refresh has found another life at rank; a rank
-// that is gone leaves its part as it was. For ranks that cannot be mapped it fails with an error
-// that wraps errors.ErrUnsupported.
+// Map returns the part of a rank on this machine as read-only memory of this process: a write
+// faults. The mapping stays until Close, or until Refresh has found another incarnation at rank;
+// after a rank has died, its part can still be read. For ranks that cannot be mapped Map fails with
+// an error that wraps errors.ErrUnsupported.
 func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 	c, p, err := w.enter(ctx, "map", rank, 0, 0)
 	if err != nil {
@@ -565,7 +622,7 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 		case len(m.Mem) < w.n:
 			m.Release()
 			err = fmt.Errorf("%w: rank %d has %d bytes for a part of %d", p2p.ErrProtocol, rank, len(m.Mem), w.n)
-		case p.mapping != nil: // another goroutine was sooner
+		case p.mapping != nil: // another goroutine mapped it first
 			m.Release()
 			b = p.mapping.Mem[:w.n:w.n]
 		default:
@@ -576,13 +633,13 @@ func (w *Window) Map(ctx context.Context, rank int) ([]byte, error) {
 	return b, c.leave(rank, err)
 }
 
-// Close gives this rank's part back, and what it has mapped of others'. It is no collective: others
-// get a *RankError when they use the part afterwards, so that a program usually calls Barrier first.
-// Puts of this rank that have not ended are given up. No operation on the window may be running on
-// another goroutine, and Bytes must not be used afterwards.
+// Close releases this rank's part, and its mappings of other parts. It is not a collective: other
+// ranks get a *RankError if they use the part afterwards, so that a program usually calls Barrier
+// first. Puts of this rank that have not ended are given up. No operation on the window may be
+// running on another goroutine, and Bytes must not be used afterwards.
 //
-// Close waits until no peer is in the middle of writing to the part, until ctx ends: then the memory
-// stays, and Close may be called again. It works after the group's Close, too. Idempotent.
+// Close waits until no peer is writing to the part. If ctx ends before that, the memory stays, and
+// Close may be called again. Close works after the group's Close, and may be called more than once.
 func (w *Window) Close(ctx context.Context) error {
 	w.closing.Lock()
 	defer w.closing.Unlock()
@@ -597,7 +654,7 @@ func (w *Window) Close(ctx context.Context) error {
 	return w.free(ctx)
 }
 
-// free withdraws the part and gives its memory back.
+// free withdraws the part and frees its memory.
 func (w *Window) free(ctx context.Context) error {
 	p := w.g.job.proxy
 	for _, x := range []**mem.Remote{&w.data, &w.signals} {

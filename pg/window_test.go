@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"tutti/pg"
 	"tutti/pg/pgtest"
 )
@@ -38,8 +40,8 @@ func newWindow(t *testing.T, g *pg.Group, n int) *pg.Window {
 	return w
 }
 
-// TestWindow: every rank puts to every other, and signals; who sees the signal sees the data, and
-// can read it with Get and through Map.
+// TestWindow: every rank puts to every other, and signals; a target that sees the signal sees the
+// data, and can read it with Get and through Map.
 func TestWindow(t *testing.T) {
 	const part, n = 100_000, 3
 	everywhere(t, n, func(t *testing.T, g *pg.Group) {
@@ -154,9 +156,9 @@ func TestWindowArguments(t *testing.T) {
 	})
 }
 
-// TestWindowWaitsEnd: a deadline, a cancelled context, Abort and Close end who waits, with a typed
-// error, and the window goes on after the first two.
-func TestWindowWaitsEnd(t *testing.T) {
+// TestWaitSignalEndsEarly: a deadline, a cancelled context, Abort and Close end a wait with a typed
+// error, and the window is usable after the first two.
+func TestWaitSignalEndsEarly(t *testing.T) {
 	everywhere(t, 2, func(t *testing.T, g *pg.Group) {
 		w := newWindow(t, g, 1<<20)
 		other := 1 - g.Rank()
@@ -197,9 +199,9 @@ func TestWindowWaitsEnd(t *testing.T) {
 	})
 }
 
-// TestWindowOutlivesALostRank: a rank that dies in the middle of it costs its own part, by name; the
+// TestWindowSurvivesLostRank: a rank that dies in the middle of it costs its own part, by name; the
 // others use theirs, before the group has gone on and after.
-func TestWindowOutlivesALostRank(t *testing.T) {
+func TestWindowSurvivesLostRank(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {
 			pgtest.Run(t, 4, func(t *testing.T, g *pg.Group) {
@@ -272,9 +274,9 @@ func TestWindowOutlivesALostRank(t *testing.T) {
 	}
 }
 
-// TestWindowTakesReplacementsIn: after Refresh the replacement's part is used like any other, and what
-// its earlier life had signalled does not count.
-func TestWindowTakesReplacementsIn(t *testing.T) {
+// TestWindowReachesReplacementAfterRefresh: after Refresh the replacement's part is used like any
+// other, and signals of its earlier incarnation do not count.
+func TestWindowReachesReplacementAfterRefresh(t *testing.T) {
 	for _, tr := range transports {
 		t.Run(tr, func(t *testing.T) {
 			pgtest.Run(t, 3, func(t *testing.T, g *pg.Group) {
@@ -282,7 +284,7 @@ func TestWindowTakesReplacementsIn(t *testing.T) {
 				var w *pg.Window
 				if !pgtest.Second() {
 					w = newWindow(t, g, 4096)
-					for to := range 3 { // three signals from everybody
+					for to := range 3 { // three signals from every rank
 						for range 3 {
 							if err := w.Signal(ctx, to, 0); err != nil {
 								t.Fatal(err)
@@ -321,7 +323,8 @@ func TestWindowTakesReplacementsIn(t *testing.T) {
 				} else {
 					w = newWindow(t, g, 4096)
 				}
-				// Between old lives the counters go on, to and from the new one they begin anew.
+				// Between old incarnations the counters continue; to and from the new one they
+				// begin anew.
 				count := func(peer int) uint64 {
 					if me == 1 || peer == 1 {
 						return 1
@@ -362,7 +365,8 @@ func TestWindowTakesReplacementsIn(t *testing.T) {
 	}
 }
 
-// TestWindowCloses: after Close of a part its use fails by name, and the rank's other windows go on.
+// TestWindowCloses: after Close of a part its use fails with an error that names the rank, and the
+// rank's other windows still work.
 func TestWindowCloses(t *testing.T) {
 	everywhere(t, 2, func(t *testing.T, g *pg.Group) {
 		ctx := t.Context()
@@ -590,4 +594,42 @@ func pingPong(ctx context.Context, g *pg.Group, size, rounds int, reset func()) 
 		return err
 	}
 	return g.Barrier(ctx)
+}
+
+// Signals that many goroutines send to the same counter, more than a link takes at a time, are all
+// counted.
+func TestConcurrentSignalsAreCounted(t *testing.T) {
+	const workers, rounds, size = 200, 4, 16 << 10
+	everywhere(t, 2, func(t *testing.T, g *pg.Group) {
+		ctx := t.Context()
+		w := newWindow(t, g, workers*size)
+		var puts errgroup.Group
+		for k := range workers {
+			puts.Go(func() error {
+				if g.Rank() == 1 {
+					return nil
+				}
+				x := make([]byte, size)
+				for range rounds {
+					if err := w.PutSignal(ctx, 1, k*size, x, 3); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+		}
+		if err := puts.Wait(); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() == 1 {
+			if err := w.WaitSignal(ctx, 0, 3, workers*rounds); err != nil {
+				t.Fatal(err)
+			}
+		} else if err := w.Flush(ctx, 1); err != nil {
+			t.Fatal(err)
+		}
+		if err := g.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+	})
 }

@@ -3,6 +3,7 @@ package pg
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"time"
 	"unsafe"
 
@@ -14,69 +15,119 @@ import (
 
 // A Work is an operation that Start started.
 type Work struct {
-	g   *Group
-	msg *message // Send or Recv
+	// nil: the operation has ended well, with nothing more to tell, like most. A Work of one word
+	// costs the garbage collector little. It is replaced once, when the operation is over.
+	at atomic.Pointer[progress]
+}
 
-	// With the proxy's lock, but for what is read once the operation is over.
-	s     *started // nil: it is over, or a message
+// progress is where an operation is. That of one that is over is immutable; else it is accessed
+// with the proxy's lock, except for over and g, which do not change.
+type progress struct {
+	g     *Group
 	over  bool
 	local bool // the result is here, whatever err says
 	err   error
-	done  chan struct{}
+	s     *started      // nil: it is over, or a message
+	msg   *message      // Send or Recv
+	done  chan struct{} // nil: Done was not called before it was over
+	then  func(error)   // nil: OnEnd was not called before it was over
 }
 
-// started is a collective that Start started, until it is over. It is used again.
+// closed is the channel of operations that were over before Done was called.
+var closed = make(chan struct{})
+
+func init() { close(closed) }
+
+// started is a collective that Start queued or suspended, until it is over. It is reused.
 type started struct {
 	waiter
 	w     *Work
+	now   progress       // of w
 	bound *exec.Bound    // the call, if it was bound when it was started; else call
 	in    unsafe.Pointer // of bound
 	out   unsafe.Pointer
 	call  exec.Call
-	eager bool   // it is not to wait for who waits for it
-	at    int64  // when it was started, by the recorder's clock
-	n     uint64 // of all that the group has started
+	limit time.Duration // bounds the operation; 0: nothing does
+	eager bool          // the worker runs it as soon as it has the turn
+	at    int64         // time of Start, by the recorder's clock
+	n     uint64        // ordinal among the group's started operations
 }
 
-// Done is closed when the operation has ended, one way or the other. Who asks for it has the
-// operation begin as soon as its turn comes, as Wait does.
+// Done returns a channel that is closed when the operation has ended, well or not. After a call of
+// Done the operation runs as soon as it has the turn, as with Wait.
 func (w *Work) Done() <-chan struct{} {
-	p := w.g.job.proxy
-	p.Lock()
-	defer p.Unlock()
-	if w.s != nil {
-		w.g.line.hurry(w.s)
-		w.g.rouse()
+	now := w.at.Load()
+	if now == nil || now.over {
+		return now.channel()
 	}
-	return w.doneLocked()
+	g := now.g
+	g.job.proxy.Lock()
+	defer g.job.proxy.Unlock()
+	if now = w.at.Load(); now != nil && now.s != nil {
+		g.line.hurry(now.s)
+		g.rouse()
+	}
+	return now.channel()
 }
 
-func (w *Work) doneLocked() <-chan struct{} {
-	if w.done == nil {
-		if w.done = make(chan struct{}); w.over {
-			close(w.done)
-		}
+func (now *progress) channel() <-chan struct{} {
+	switch {
+	case now == nil || now.over && now.done == nil:
+		return closed
+	case now.done == nil:
+		now.done = make(chan struct{})
 	}
-	return w.done
+	return now.done
 }
 
-// Err returns the outcome; it may be called once Done is closed.
-func (w *Work) Err() error { return w.err }
+// OnEnd makes the end of the operation call f with the outcome; if the operation is over, OnEnd
+// calls f itself. f is called once. OnEnd may be called once for a Work. f may run with a lock of the
+// group's job held: it must return soon, and must not call anything of this package but Err,
+// LocalSuccess, FailedRanks and Status of this Work.
+func (w *Work) OnEnd(f func(error)) {
+	now := w.at.Load()
+	if now != nil && !now.over {
+		p := now.g.job.proxy
+		p.Lock()
+		defer p.Unlock()
+		now = w.at.Load()
+	}
+	switch {
+	case now == nil:
+		f(nil)
+	case now.over:
+		f(now.err)
+	default:
+		now.then = f
+	}
+}
 
-// LocalSuccess reports whether the operation's result is here: that it ended well, or that only its
-// confirmation failed (Config.Uniform), so that the result does not count although this rank has
-// it. It may be called once Done is closed.
-func (w *Work) LocalSuccess() bool { return w.err == nil || w.local }
+// Err returns the outcome. It may be called once Done is closed.
+func (w *Work) Err() error {
+	if now := w.at.Load(); now != nil {
+		return now.err
+	}
+	return nil
+}
 
-// FailedRanks returns the ranks because of which the operation failed: those that were lost, or
-// those that were waited for in vain. It may be called once Done is closed.
+// LocalSuccess reports whether this rank has the operation's result: the operation ended well, or
+// only its confirmation failed (Config.Uniform) and the result does not count. It may be called
+// once Done is closed.
+func (w *Work) LocalSuccess() bool {
+	now := w.at.Load()
+	return now == nil || now.err == nil || now.local
+}
+
+// FailedRanks returns the ranks that made the operation fail: the lost ones, or those that did not
+// answer in time. It may be called once Done is closed.
 func (w *Work) FailedRanks() (ranks []int) {
 	var lost *RankError
 	var late *TimeoutError
+	err := w.Err()
 	switch {
-	case errors.As(w.err, &lost):
+	case errors.As(err, &lost):
 		ranks = append([]int{lost.Rank}, lost.Also...)
-	case errors.As(w.err, &late):
+	case errors.As(err, &late):
 		for _, m := range late.Missing {
 			ranks = append(ranks, m.Rank)
 		}
@@ -86,25 +137,38 @@ func (w *Work) FailedRanks() (ranks []int) {
 
 // Status returns what a RecvOp received; it may be called once Done is closed and Err is nil.
 func (w *Work) Status() Status {
-	if w.msg == nil {
-		return Status{}
+	if now := w.at.Load(); now != nil && now.msg != nil {
+		return now.msg.status()
 	}
-	return w.msg.status()
+	return Status{}
 }
 
 // Wait waits for the operation to end and returns its outcome. When ctx ends first the operation
-// goes on; Wait then returns ctx's error and the buffers are still in use.
+// continues; Wait then returns ctx's error and the buffers are still in use.
 func (w *Work) Wait(ctx context.Context) error {
-	g := w.g
+	now := w.at.Load()
+	if now == nil {
+		return nil
+	}
+	if now.over {
+		return now.err
+	}
+	g := now.g
 	p := g.job.proxy
 	p.Lock()
 	defer p.Unlock()
-	for !w.over {
+	for {
+		if now = w.at.Load(); now == nil {
+			return nil
+		}
+		if now.over {
+			return now.err
+		}
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		if w.msg != nil { // it has a goroutine of its own
-			done := w.doneLocked()
+		if now.msg != nil { // a message has a goroutine of its own
+			done := now.channel()
 			p.Unlock()
 			select {
 			case <-done:
@@ -112,123 +176,206 @@ func (w *Work) Wait(ctx context.Context) error {
 			}
 			p.Lock()
 		} else if !g.drive(ctx) {
-			g.sleep(w.doneLocked(), ctx)
+			g.sleep(now.channel(), ctx)
 		}
 	}
-	return w.err
 }
 
-// end says how the operation ended. With the proxy's lock.
-func (w *Work) end(err error) {
-	if w.err, w.over = err, true; w.done != nil {
-		close(w.done)
+// end sets the outcome; local says that the result is here. With the proxy's lock.
+func (w *Work) end(local bool, err error) {
+	was := w.at.Load()
+	if was == nil {
+		if err != nil {
+			w.at.Store(&progress{over: true, local: local, err: err})
+		}
+		return
+	}
+	done, then := was.done, was.then
+	if err == nil && done == nil && was.msg == nil {
+		w.at.Store(nil)
+	} else {
+		w.at.Store(&progress{g: was.g, over: true, local: local, err: err, msg: was.msg, done: done})
+	}
+	if done != nil {
+		close(done)
+	}
+	if then != nil {
+		then(err)
 	}
 }
 
-// Operations of up to shortTo bytes begin with the goroutine that starts them or runs the one
-// before, those of eagerFrom and more in the worker, at once. The worker is also who goes on with
-// the others, and begins those between, if nobody waits for them within patience: a handover takes
-// longer than they do.
+// An operation of up to shortTo bytes begins in Start, or in the goroutine that ends the operation
+// before it. The worker begins one of eagerFrom bytes or more as soon as it has the turn. It runs
+// all others after patience, if no goroutine waits for them: a handover between goroutines takes
+// longer than such an operation.
 const (
 	shortTo   = 4 << 10
 	eagerFrom = 64 << 10
 	patience  = 500 * time.Microsecond
 	maxSpare  = 256
-	watches   = 16 // times that the worker looks in vain before it sleeps for good
+	watches   = 16 // periods of patience without work after which the worker sleeps until it is woken
 )
 
-// Start begins an operation and returns at once. Collectives run in the order in which they were
-// started; Send and Recv are independent of them and of each other, but for the order of messages
-// with the same peer and tag. The buffers belong to the operation until it is done. An error in the
-// arguments ends the Work at once. Config.Timeout bounds a collective from when it begins to run, a
-// message from now on.
+// Start begins an operation and returns without waiting for a peer. Collectives run in the order of
+// their Starts. Send and Recv are independent of them and of each other, except for the order of
+// messages with the same peer and tag. The buffers belong to the operation until it is done. An
+// error in the arguments ends the Work at once. Config.Timeout bounds a collective from the
+// beginning of its run, a message from the call of Start.
 //
-// Started operations need nobody who waits for them. If nobody does, one of less than 64 KiB may go
-// on as late as a millisecond after it could.
-func (g *Group) Start(op Operation) *Work {
+// An operation makes progress without a call of Wait. One of less than 64 KiB may then continue up
+// to a millisecond late.
+func (g *Group) Start(op Operation) *Work { return g.begin(op, g.job.timeout) }
+
+// StartWithin is Start with d in place of Config.Timeout. If d is 0 or less, no time limit bounds
+// the operation.
+func (g *Group) StartWithin(d time.Duration, op Operation) *Work { return g.begin(op, max(d, 0)) }
+
+// begin is Start with a time limit, 0 for none.
+func (g *Group) begin(op Operation, limit time.Duration) *Work {
 	switch o := op.(type) {
 	case SendOp:
-		return g.startMessage(o.X, o.To, o.Tag, false)
+		return g.startMessage(o.X, o.To, o.Tag, false, limit)
 	case RecvOp:
-		return g.startMessage(o.X, o.From, o.Tag, true)
+		return g.startMessage(o.X, o.From, o.Tag, true, limit)
 	}
 	var q exec.Request
 	ask(op, &q)
-	w := &Work{g: g}
 	g.job.proxy.Lock()
-	defer g.job.proxy.Unlock()
+	w := g.newWork()
+	g.start(w, &q, limit)
+	g.job.proxy.Unlock()
+	return w
+}
+
+// start begins, or queues, the collective that q asks for. With the proxy's lock.
+func (g *Group) start(w *Work, q *exec.Request, limit time.Duration) {
 	if g.closed.Load() {
-		w.end(ErrClosed)
-		return w
+		w.end(false, ErrClosed)
+		return
 	}
-	b := g.run.Recall(&q)
-	var c exec.Call
-	if b == nil {
-		var err error
-		if c, err = g.check(&q); err != nil {
-			w.end(err)
-			return w
-		}
-	}
-	g.lineUp(w, &q, b, &c)
+	g.works.started++
 	if !g.works.worker {
 		g.works.worker = true
 		g.wg.Add(1)
 		go g.work()
-	} else if w.s.eager || !g.works.watched {
-		g.kickWorker()
 	}
-	g.advance()
+	b := g.run.Recall(q) // while data of the parked operation is under way
+	if g.works.parked.work != nil {
+		g.advance()
+	}
+	if b != nil && b.Bytes() <= shortTo && g.steady(b) && g.line.take() {
+		g.sprint(w, q, b, limit)
+		return
+	}
+	s := g.newStarted(w, q, b, limit)
+	if b == nil {
+		c, err := g.check(q)
+		if err != nil {
+			w.end(false, err)
+			g.free(s)
+			return
+		}
+		s.call = c
+		s.eager = c.Bytes(g.v.Size) >= eagerFrom
+	}
+	if g.line.join(&s.waiter); g.line.taken {
+		g.rouse()
+	} else {
+		g.advance()
+	}
+}
+
+// newWork returns a Work of a collective. Works are allocated several at a time.
+func (g *Group) newWork() *Work {
+	if len(g.works.fresh) == 0 {
+		g.works.fresh = make([]Work, 64)
+	}
+	w := &g.works.fresh[0]
+	g.works.fresh = g.works.fresh[1:]
 	return w
 }
 
-// lineUp puts a Work into the line: for a bound call, or for c.
-func (g *Group) lineUp(w *Work, q *exec.Request, b *exec.Bound, c *exec.Call) {
+// newStarted returns what w has until it is over. b is the call's binding; nil: the caller sets the
+// call.
+func (g *Group) newStarted(w *Work, q *exec.Request, b *exec.Bound, limit time.Duration) *started {
 	var s *started
 	if n := len(g.works.spare); n > 0 {
 		s, g.works.spare = g.works.spare[n-1], g.works.spare[:n-1]
 	} else {
 		s = &started{}
-		s.work = s
+		s.work, s.now.g, s.now.s = s, g, s
 	}
-	w.s, s.w, s.at = s, w, flight.Now()
+	// Nothing else of it changes: another goroutine may still look whether it is over.
+	s.now.done, s.now.then = nil, nil
+	w.at.Store(&s.now)
+	s.w, s.at, s.n, s.limit = w, flight.Now(), g.works.started, limit
 	if s.bound = b; b != nil {
-		s.in, s.out = q.Src.Ptr, q.Dst.Ptr
-		s.eager = b.Bytes() >= eagerFrom
-	} else {
-		s.call = *c
-		s.eager = c.Bytes(g.v.Size) >= eagerFrom
+		s.in, s.out, s.eager = q.Src.Ptr, q.Dst.Ptr, b.Bytes() >= eagerFrom
 	}
-	g.works.started++
-	s.n = g.works.started
-	g.line.join(&s.waiter)
+	return s
 }
 
-// A Work that is short, its call being bound, begins as soon as it has the turn, in whichever
-// goroutine passed it on: that sends what can be sent, so that no peer waits for this rank's data.
-// When it comes to where it has to wait it is parked. A goroutine that waits for it, or for its own
-// turn behind it, goes on with it; when that goroutine's ctx ends, it is parked again. All others
-// run in such a goroutine only if that need not give up, and else in the worker, which also takes
-// what is left lying.
+// free undoes newStarted, after the end of s's Work.
+func (g *Group) free(s *started) {
+	s.call.Forget()
+	s.w, s.bound, s.in, s.out = nil, nil, nil, nil
+	if len(g.works.spare) < maxSpare {
+		g.works.spare = append(g.works.spare, s)
+	}
+}
 
-// works is what a group has to know of what was started.
+// sprint runs a short bound call, which has the turn, until it has to wait for a peer, and parks it
+// there.
+func (g *Group) sprint(w *Work, q *exec.Request, b *exec.Bound, limit time.Duration) {
+	g.begun(g.ctx, limit, false)
+	g.run.Use(b, q.Dst.Ptr, q.Src.Ptr)
+	here := false
+	err := g.launch()
+	if err == nil {
+		g.wait.Try()
+		if err = g.run.Run(g.seq, g.hint); err != nil {
+			g.line.works++
+			g.works.parked = parked{g.newStarted(w, q, b, limit), err}
+			g.rouse()
+			return
+		}
+		if here, err = g.concluded(nil); err == nil && g.line.first == nil {
+			g.rest()
+			g.line.taken = false
+			g.line.calls--
+			return
+		}
+	}
+	g.finish(w, here, err)
+	g.advance()
+}
+
+// A short operation whose call is bound runs as soon as it has the turn, in the goroutine that
+// passed the turn on. It sends what it can, so that no peer waits for this rank's data, and is
+// parked where it has to wait. A goroutine that waits for it, or for a turn behind it, resumes it,
+// and parks it again when its own ctx ends. Every Start tries it once more. An operation that
+// cannot be parked runs in a waiting goroutine only if that goroutine's ctx cannot end, and
+// otherwise in the worker.
+
+// works is a group's state of started operations.
 type works struct {
 	parked  parked
-	worker  bool          // there is one
-	watched bool          // it looks now and then whether what was started has been left lying
-	started uint64        // how many works were
-	spare   []*started    // for the next ones
+	worker  bool          // the worker's goroutine exists
+	watched bool          // the worker wakes by itself and looks for idle operations
+	started uint64        // number of operations started
+	spare   []*started    // for reuse
+	fresh   []Work        // allocated, not yet used
 	kick    chan struct{} // wakes the worker
 }
 
-// parked is a Work that has the turn and that no goroutine runs: its plan was interrupted, or has
-// failed, with err.
+// parked is an operation that has the turn and that no goroutine runs. err is p2p.ErrSuspended, or
+// why its plan failed.
 type parked struct {
 	work *started
 	err  error
 }
 
-// idle returns the Work whose turn it is, if no goroutine runs it.
+// idle returns the operation that has the turn, or is next, if no goroutine runs it.
 func (g *Group) idle() *started {
 	if g.works.parked.work != nil {
 		return g.works.parked.work
@@ -236,26 +383,36 @@ func (g *Group) idle() *started {
 	return g.line.next()
 }
 
-// steady reports whether only the steps of its plan are to be done for w.
-func (g *Group) steady(w *started) bool {
-	return w.bound != nil && g.run.Current(w.bound) && !g.rough && !g.job.settings.Uniform
+// steady reports whether a call that is bound to b needs nothing but the steps of its plan.
+func (g *Group) steady(b *exec.Bound) bool {
+	return b != nil && g.run.Current(b) && !g.rough && !g.job.settings.Uniform
 }
 
-// advance begins what is short, one after the other until one is parked. With the proxy's lock, as
-// what follows.
+// advance runs short operations in their order until one has to wait for a peer. With the proxy's
+// lock, as the functions below.
 func (g *Group) advance() {
-	for g.works.parked.work == nil {
-		w := g.line.next()
-		if w == nil || !g.steady(w) || w.bound.Bytes() > shortTo {
-			return
+	for {
+		at := g.works.parked
+		w := at.work
+		if w == nil {
+			if w = g.line.next(); w == nil || !g.steady(w.bound) {
+				break
+			}
+		} else if at.err != p2p.ErrSuspended {
+			break
 		}
-		g.attempt(w, g.wait.Try)
+		if w.bound.Bytes() > shortTo {
+			break
+		}
+		if g.attempt(w, g.wait.Try); g.works.parked.work != nil {
+			break
+		}
 	}
 	g.rouse()
 }
 
-// drive runs the Work whose turn it is on behalf of a goroutine that waits, until ctx ends at most,
-// and reports whether there was one that it could run.
+// drive runs the idle operation in a goroutine that waits, at most until ctx ends, and reports
+// whether there was one that it could run.
 func (g *Group) drive(ctx context.Context) bool {
 	w := g.idle()
 	switch {
@@ -263,7 +420,8 @@ func (g *Group) drive(ctx context.Context) bool {
 		return false
 	case ctx.Done() == nil:
 		g.perform(w, false)
-	case w != g.works.parked.work && g.steady(w) || w == g.works.parked.work && g.works.parked.err == p2p.ErrSuspended:
+	case w != g.works.parked.work && g.steady(w.bound) || w == g.works.parked.work &&
+		g.works.parked.err == p2p.ErrSuspended:
 		if g.attempt(w, func() { g.wait.Attend(ctx) }); g.works.parked.work != nil {
 			g.kickWorker()
 			return true
@@ -275,15 +433,16 @@ func (g *Group) drive(ctx context.Context) bool {
 	return true
 }
 
-// attempt runs a Work, or goes on with it, as far as patient has its waits go.
+// attempt begins or resumes an operation. patient sets how long it waits for peers before it is
+// parked.
 func (g *Group) attempt(w *started, patient func()) {
 	begun := g.works.parked.work == w
 	if g.works.parked = (parked{}); !begun {
 		g.line.takeNext()
-		g.begun(g.ctx, false)
+		g.begun(g.ctx, w.limit, false)
 		g.load(w)
 		if err := g.launch(); err != nil {
-			g.finish(w, err)
+			g.finish(w.w, false, err)
 			return
 		}
 	}
@@ -298,12 +457,13 @@ func (g *Group) attempt(w *started, patient func()) {
 		g.works.parked = parked{w, err}
 		return
 	}
-	w.w.local, err = g.concluded(nil)
-	g.finish(w, err)
+	here, err := g.concluded(nil)
+	g.finish(w.w, here, err)
 }
 
-// perform runs a Work to its end.
+// perform runs an operation to its end.
 func (g *Group) perform(w *started, lazy bool) {
+	var here bool
 	var err error
 	if at := g.works.parked; at.work == w {
 		g.works.parked = parked{}
@@ -311,20 +471,20 @@ func (g *Group) perform(w *started, lazy bool) {
 		if err = at.err; err == p2p.ErrSuspended {
 			err = g.run.Resume()
 		}
-		w.w.local, err = g.concluded(err)
-		g.finish(w, err)
+		here, err = g.concluded(err)
+		g.finish(w.w, here, err)
 		return
 	}
 	g.line.takeNext()
-	g.begun(g.ctx, lazy)
+	g.begun(g.ctx, w.limit, lazy)
 	if g.rough {
 		err = g.ready()
 	}
 	if err == nil {
 		g.load(w)
-		w.w.local, err = g.collective()
+		here, err = g.collective()
 	}
-	g.finish(w, err)
+	g.finish(w.w, here, err)
 }
 
 // load makes w the current call.
@@ -342,22 +502,25 @@ func (g *Group) load(w *started) {
 	}
 }
 
-// finish ends a Work that has run, and passes the turn on.
-func (g *Group) finish(w *started, err error) {
+// finish ends an operation that has run, and passes the turn on; here says that this rank has the
+// result. The caller calls advance or rouse afterwards.
+func (g *Group) finish(w *Work, here bool, err error) {
 	if err != nil && g.closed.Load() {
 		err = ErrClosed
 	}
 	g.track.Queued(0)
 	g.rest()
-	w.w.end(err) // before a later one can end
-	w.w.s = nil
-	w.call.Forget()
-	w.w, w.bound, w.in, w.out = nil, nil, nil, nil
-	if len(g.works.spare) < maxSpare {
-		g.works.spare = append(g.works.spare, w)
+	s := (*started)(nil)
+	if now := w.at.Load(); now != nil {
+		s = now.s
+		g.line.works--
 	}
-	g.line.works--
-	g.pass()
+	g.line.pass()
+	g.lapse()
+	w.end(here, err) // before a later operation can run, so that outcomes are set in order
+	if s != nil {
+		g.free(s)
+	}
 }
 
 // sleep gives up the proxy's lock until until is closed or ctx ends.
@@ -374,16 +537,15 @@ func (g *Group) sleep(until <-chan struct{}, ctx context.Context) {
 	g.line.asleep--
 }
 
-// urgent reports whether what is idle is not to be left lying: somebody sleeps, or will, until it,
-// or what is behind it, is over; or it has failed.
+// urgent reports whether the worker has to run the idle operation now: it is eager, it has failed,
+// or a goroutine sleeps, or is about to, until it or a later one is over.
 func (g *Group) urgent() bool {
 	w, l := g.idle(), &g.line
 	failed := g.works.parked.work != nil && g.works.parked.err != p2p.ErrSuspended
 	return w != nil && (w.eager || l.eager > 0 || l.asleep > 0 || failed)
 }
 
-// rouse wakes the worker if it has something to do at once, or has to look after what may be left
-// lying.
+// rouse wakes the worker if the idle operation is urgent, or if the worker does not wake by itself.
 func (g *Group) rouse() {
 	if g.urgent() || g.idle() != nil && !g.works.watched || g.closed.Load() {
 		g.kickWorker()
@@ -397,7 +559,8 @@ func (g *Group) kickWorker() {
 	}
 }
 
-// work is the group's worker: it runs what was started, where nobody else does, until Close.
+// work is the group's worker. Until Close it runs the started operations that no other goroutine
+// runs.
 func (g *Group) work() {
 	defer g.wg.Done()
 	p, l := g.job.proxy, &g.line
@@ -405,7 +568,7 @@ func (g *Group) work() {
 	timer.Stop()
 	p.Lock()
 	defer p.Unlock()
-	var seen, started uint64 // what was idle when the worker looked last, and how many were started by then
+	var seen, started uint64 // at the worker's last look: the idle operation, and the number started
 	for idle := 0; ; {
 		closed := g.closed.Load()
 		next := g.idle()
@@ -413,7 +576,7 @@ func (g *Group) work() {
 		case next != nil && (next.n == seen || closed) || g.urgent():
 			g.perform(next, true)
 			g.advance()
-			if next = g.idle(); next != nil { // it has been left lying as long
+			if next = g.idle(); next != nil { // has waited as long
 				seen = next.n
 			}
 			continue
@@ -444,8 +607,8 @@ func (g *Group) work() {
 	}
 }
 
-// Do runs an operation and returns when it has ended, or when ctx has: a blocking call of any
-// operation on any buffers. What it returns of a RecvOp's message is Recv's business.
+// Do runs any operation on any buffers, and returns when the operation or ctx has ended. It does
+// not return the Status of a RecvOp: see DoRecv.
 func (g *Group) Do(ctx context.Context, op Operation) error {
 	switch o := op.(type) {
 	case SendOp:
@@ -460,34 +623,63 @@ func (g *Group) Do(ctx context.Context, op Operation) error {
 	return g.blocking(ctx, &q)
 }
 
-// ask is what the program asks for with op, which is no message.
+// DoRecv is Do for a RecvOp, and returns its Status.
+func (g *Group) DoRecv(ctx context.Context, op RecvOp) (Status, error) {
+	return g.pointToPoint(ctx, op.X, op.From, op.Tag, true)
+}
+
+// ask fills q with what op, which is not a message, asks for.
 func ask(op Operation, q *exec.Request) {
 	switch o := op.(type) {
 	case AllReduceOp:
-		if o.Src == (Buffer{}) {
-			o.Src = o.Dst
+		q.Kind, q.Op = collectives.AllReduce, o.Op
+		set(&q.Dst, &o.Dst)
+		if set(&q.Src, &o.Src); o.Src.Ptr == nil && o.Src == (Buffer{}) {
+			q.Src = q.Dst
 		}
-		q.Kind, q.Op, q.Dst, q.Src = collectives.AllReduce, o.Op, exec.Buffer(o.Dst), exec.Buffer(o.Src)
 	case ReduceScatterOp:
-		q.Kind, q.Op, q.Dst, q.Src = collectives.ReduceScatter, o.Op, exec.Buffer(o.Dst), exec.Buffer(o.Src)
+		q.Kind, q.Op = collectives.ReduceScatter, o.Op
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case AllGatherOp:
-		q.Kind, q.Dst, q.Src = collectives.AllGather, exec.Buffer(o.Dst), exec.Buffer(o.Src)
+		q.Kind = collectives.AllGather
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case AllGatherVOp:
-		q.Kind, q.Dst, q.Src, q.Counts = collectives.AllGatherV, exec.Buffer(o.Dst), exec.Buffer(o.Src), o.Counts
+		q.Kind, q.Counts = collectives.AllGatherV, o.Counts
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case AllToAllOp:
-		q.Kind, q.Dst, q.Src = collectives.AllToAll, exec.Buffer(o.Dst), exec.Buffer(o.Src)
+		q.Kind = collectives.AllToAll
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case AllToAllVOp:
-		q.Kind, q.Dst, q.Src, q.Counts, q.RecvCounts = collectives.AllToAllV, exec.Buffer(o.Dst), exec.Buffer(o.Src),
-			o.SendCounts, o.RecvCounts
+		q.Kind, q.Counts, q.RecvCounts = collectives.AllToAllV, o.SendCounts, o.RecvCounts
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case BroadcastOp:
-		q.Kind, q.Root, q.Dst, q.Src = collectives.Broadcast, o.Root, exec.Buffer(o.X), exec.Buffer(o.X)
+		q.Kind, q.Root = collectives.Broadcast, o.Root
+		set(&q.Dst, &o.X)
+		set(&q.Src, &o.X)
 	case ReduceOp:
-		q.Kind, q.Op, q.Root, q.Dst, q.Src = collectives.Reduce, o.Op, o.Root, exec.Buffer(o.X), exec.Buffer(o.X)
+		q.Kind, q.Op, q.Root = collectives.Reduce, o.Op, o.Root
+		set(&q.Dst, &o.X)
+		set(&q.Src, &o.X)
 	case GatherOp:
-		q.Kind, q.Root, q.Dst, q.Src = collectives.Gather, o.Root, exec.Buffer(o.Dst), exec.Buffer(o.Src)
+		q.Kind, q.Root = collectives.Gather, o.Root
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case ScatterOp:
-		q.Kind, q.Root, q.Dst, q.Src = collectives.Scatter, o.Root, exec.Buffer(o.Dst), exec.Buffer(o.Src)
+		q.Kind, q.Root = collectives.Scatter, o.Root
+		set(&q.Dst, &o.Dst)
+		set(&q.Src, &o.Src)
 	case BarrierOp:
 		q.Kind = collectives.Barrier
 	}
+}
+
+// set copies a buffer field by field: a processor that has just stored the words of a small struct
+// one by one, or at another alignment, waits before it can load them by two.
+func set(to *exec.Buffer, from *Buffer) {
+	to.Ptr, to.Count, to.DType, to.Location = from.Ptr, from.Count, from.DType, from.Location
 }

@@ -11,10 +11,10 @@ import (
 	"time"
 )
 
-// Who waits for an operation runs it. When its context ends the operation goes on, wherever it was:
-// before its first step, waiting for a peer, or within a message that is longer than what may be
-// under way.
-func TestOperationOutlivesWhoWaitsForIt(t *testing.T) {
+// A waiter runs the operation that it waits for. When its context ends the operation continues, at
+// any point: before its first step, waiting for a peer, or within a message that exceeds the
+// window.
+func TestOperationOutlivesCancelledWait(t *testing.T) {
 	for _, count := range []int{16, 4 << 10, 2 << 20} {
 		t.Run(fmt.Sprint(count), func(t *testing.T) {
 			const n = 3
@@ -36,7 +36,8 @@ func TestOperationOutlivesWhoWaitsForIt(t *testing.T) {
 				}
 				for _, name := range []string{"allreduce", "broadcast"} {
 					for round := range 6 {
-						// The first is checked and planned; later ones are bound, and are run by who waits.
+						// The first is checked and planned; later ones are bound, and run by their
+						// waiters.
 						late := round % n
 						op := ops[name]()
 						if g.Rank() == late { // the others have given up once when it comes
@@ -76,8 +77,8 @@ func TestOperationOutlivesWhoWaitsForIt(t *testing.T) {
 	}
 }
 
-// What was started ends though nobody waits for it.
-func TestStartedOperationNeedsNobodyWhoWaits(t *testing.T) {
+// A started operation ends without a waiter.
+func TestStartedOperationEndsWithoutWaiter(t *testing.T) {
 	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
 		for i, count := range []int{8, 8, 8, 100_000, 8, 100_000, 100_000} {
 			x := slices.Repeat([]int64{1}, count)
@@ -85,10 +86,11 @@ func TestStartedOperationNeedsNobodyWhoWaits(t *testing.T) {
 			for range 3 {
 				last = g.Start(AllReduceOp{Dst: BufferOf(x), Op: Max})
 			}
-			if i%2 == 0 { // nobody shows that he waits
+			if i%2 == 0 { // without a waiter
 				for over := false; !over; runtime.Gosched() {
 					g.job.proxy.Lock()
-					over = last.over
+					at := last.at.Load()
+					over = at == nil || at.over
 					g.job.proxy.Unlock()
 				}
 			}
@@ -105,8 +107,8 @@ func TestStartedOperationNeedsNobodyWhoWaits(t *testing.T) {
 	})
 }
 
-// A group is closed while a goroutine runs one of its operations on behalf of who waits for it.
-func TestCloseWhileSomebodyWaits(t *testing.T) {
+// A group is closed while a goroutine in Wait runs one of its operations.
+func TestCloseEndsWait(t *testing.T) {
 	gs, err := Local(2, Config{})
 	if err != nil {
 		t.Fatal(err)
@@ -139,7 +141,7 @@ func TestCloseWhileSomebodyWaits(t *testing.T) {
 }
 
 // Blocking calls, and calls that are started and waited for, by several goroutines, in one order:
-// all of them end, and those who give up early leave nothing undone.
+// all of them end, and callers that give up early leave no operation undone.
 func TestMixedCallsRunInOrder(t *testing.T) {
 	const n, calls = 3, 400
 	seed := rand.Uint64()
@@ -203,7 +205,7 @@ func TestMixedCallsRunInOrder(t *testing.T) {
 	})
 }
 
-// What is no operation is refused, and the group goes on.
+// An unknown operation is refused, and the group is usable.
 func TestUnknownOperationIsRefused(t *testing.T) {
 	gs, err := Local(1, Config{})
 	if err != nil {
@@ -228,7 +230,7 @@ func TestUnknownOperationIsRefused(t *testing.T) {
 
 // A Work that comes to its turn when the worker has stopped looking, because nothing was started
 // and everything in the line was behind a long operation, ends all the same.
-func TestWorkBehindLongOperationIsNotLeftLying(t *testing.T) {
+func TestWorkBehindLongOperationEnds(t *testing.T) {
 	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
 		for range 3 { // bound from here on
 			if err := AllReduce(ctx, g, []int64{1}, Sum); err != nil {
@@ -250,9 +252,10 @@ func TestWorkBehindLongOperationIsNotLeftLying(t *testing.T) {
 		a := g.Start(AllReduceOp{Dst: BufferOf(x), Op: Sum})
 		b := g.Start(AllReduceOp{Dst: BufferOf(y), Op: Sum})
 		go func() {
-			for n := 0; n < 300; time.Sleep(time.Millisecond) { // the worker sleeps for good
+			// The worker sleeps for good, or it was first and runs a while Wait sleeps.
+			for n := 0; n < 300; time.Sleep(time.Millisecond) {
 				g.job.proxy.Lock()
-				if g.works.worker && !g.works.watched && g.busy {
+				if g.works.worker && g.busy && (!g.works.watched || g.line.asleep > 0) {
 					n++
 				}
 				g.job.proxy.Unlock()
@@ -277,4 +280,115 @@ func TestWorkBehindLongOperationIsNotLeftLying(t *testing.T) {
 			return errors.New("the second operation never ends, though its Done is waited for")
 		}
 	})
+}
+
+// The function of OnEnd is called once, with the outcome, whether the operation is over before or
+// not.
+func TestOnEndCallsItsFunctionOnceWithTheOutcome(t *testing.T) {
+	each(t, 2, Config{}, func(ctx context.Context, g *Group) error {
+		small, big := make([]float32, 8), make([]float32, 1<<20)
+		peer := 1 - g.Rank()
+		for round := range 50 {
+			ops := []Operation{
+				AllReduceOp{Dst: BufferOf(small), Op: Sum},
+				BarrierOp{},
+				AllReduceOp{Dst: BufferOf(big), Op: Sum},
+				AllReduceOp{Dst: Buffer{Count: 1, DType: Float32}, Op: Sum}, // no memory
+				RecvOp{X: BufferOf([]int32{0}), From: peer, Tag: round},
+				SendOp{X: BufferOf([]int32{1}), To: peer, Tag: round},
+				SendOp{X: BufferOf([]int32{1}), To: g.Rank()}, // not to itself
+			}
+			type end struct{ at, during error }
+			works, ends := make([]*Work, len(ops)), make([]chan end, len(ops))
+			for i, op := range ops {
+				w, c := g.Start(op), make(chan end, 2)
+				works[i], ends[i] = w, c
+				then := func(err error) { c <- end{err, w.Err()} }
+				if round%2 == 0 {
+					w.OnEnd(then)
+				} else {
+					defer func() {
+						w.OnEnd(then)
+						if len(c) != 1 {
+							t.Errorf("%T: OnEnd after the end made %d calls", op, len(c))
+						}
+					}()
+				}
+			}
+			for i, w := range works {
+				err := w.Wait(ctx)
+				if bad := i == 3 || i == 6; bad != errors.As(err, new(*ArgumentError)) || !bad && err != nil {
+					return fmt.Errorf("operation %d: %v", i, err)
+				}
+				if round%2 != 0 {
+					continue
+				}
+				if e := <-ends[i]; e.at != err || e.during != err {
+					return fmt.Errorf("operation %d: %v, but OnEnd's function got %v and saw %v", i, err,
+						e.at, e.during)
+				}
+				if len(ends[i]) > 0 {
+					return fmt.Errorf("operation %d: OnEnd's function was called again", i)
+				}
+			}
+		}
+		return nil
+	})
+}
+
+// Close ends operations that run, and so calls the functions of OnEnd.
+func TestOnEndHearsOfClose(t *testing.T) {
+	gs, err := Local(2, Config{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer gs[1].Close()
+	outcomes := make(chan error, 2)
+	gs[0].Start(BarrierOp{}).OnEnd(func(err error) { outcomes <- err })
+	gs[0].Start(RecvOp{X: BufferOf([]int32{0}), From: 1}).OnEnd(func(err error) { outcomes <- err })
+	gs[0].Close()
+	for range 2 {
+		if err := <-outcomes; !errors.Is(err, ErrClosed) {
+			t.Errorf("the outcome is %v, want %v", err, ErrClosed)
+		}
+	}
+}
+
+// StartWithin's limit counts instead of Config.Timeout, whether it is shorter or longer.
+func TestStartWithinReplacesTheTimeout(t *testing.T) {
+	for _, c := range []struct {
+		name           string
+		timeout, limit time.Duration
+		ends           bool
+	}{
+		{"shorter", time.Hour, 20 * time.Millisecond, true},
+		{"longer", 20 * time.Millisecond, time.Hour, false},
+		{"none", 20 * time.Millisecond, 0, false},
+	} {
+		for name, op := range map[string]Operation{
+			"barrier": BarrierOp{},
+			"recv":    RecvOp{X: BufferOf([]int32{0}), From: 1},
+		} {
+			t.Run(c.name+" "+name, func(t *testing.T) {
+				gs, err := Local(2, Config{Timeout: c.timeout})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer gs[0].Close()
+				defer gs[1].Close()
+				w := gs[0].StartWithin(c.limit, op)
+				if c.ends {
+					if err := w.Wait(context.Background()); !errors.As(err, new(*TimeoutError)) {
+						t.Errorf("the operation ended with %v, want a *TimeoutError", err)
+					}
+					return
+				}
+				short, cancel := context.WithTimeout(context.Background(), 5*c.timeout)
+				defer cancel()
+				if err := w.Wait(short); err != short.Err() {
+					t.Errorf("Wait returned %v, want %v: the operation has more time", err, short.Err())
+				}
+			})
+		}
+	}
 }

@@ -1,12 +1,12 @@
 // Package embed runs a job's store, an etcd server, inside the launcher's process.
 //
-// It is made for jobs: one member, on a temporary directory, nothing synced to disk, gone with the
-// launcher. Its one TCP port speaks gRPC only after the job's secret was proved on the connection
-// (addresses begin with tutti://, see bootstrap.DialStore); etcd's own listener, which it insists
-// on, is a Unix socket in a directory that only this user can enter, and refuses everybody.
+// It is made for jobs: one member, on a temporary directory, without syncing to disk, ended with
+// the launcher. Its only TCP port speaks gRPC after the job's secret was proved on the connection
+// (addresses begin with tutti://, see bootstrap.DialStore). etcd requires a listener of its own: it
+// is a Unix socket, in a directory that only this user can enter, which refuses all connections.
 //
-// Nothing is left behind by Close. A launcher that is killed leaves its directory, but not the lock
-// on it: the next Start in the same place removes directories whose lock is free.
+// Close leaves nothing behind. A killed launcher leaves its directory, but not the lock on it: the
+// next Start in the same place removes directories whose lock is free.
 package embed
 
 import (
@@ -26,17 +26,17 @@ import (
 	"go.etcd.io/etcd/server/v3/storage/wal"
 	"go.uber.org/zap"
 	"go.uber.org/zap/zapcore"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/internal/proof"
+	"tutti/internal/files"
 	"tutti/internal/lockdir"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
 )
 
-// Config says where the store listens.
+// Config describes where the store listens.
 type Config struct {
 	Secret []byte // the job's; at least trust.MinSecret bytes
 	// Host is the address to listen on; default 127.0.0.1, which serves ranks on this machine only.
@@ -66,14 +66,14 @@ const (
 	quota      = 64 << 20
 	segment    = 4 << 20
 	minFiles   = 150 // etcd ends its process if it may not have more
-	socketPath = 100 // what a Unix socket's path may have, with some room
+	socketPath = 100 // limit for the path of a Unix socket, with some margin
 )
 
-// etcd takes the size of its log's segments from a global; the default would preallocate 128 MB a
-// store.
+// etcd takes the size of its log's segments from a global. The default would preallocate 128 MB for
+// each store.
 func init() { wal.SegmentSizeBytes = segment }
 
-// Start starts a store and returns when it serves, at most until ctx ends.
+// Start starts a store. It returns when the store serves, or ctx ends.
 func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if len(cfg.Secret) < trust.MinSecret {
 		return nil, fmt.Errorf("embedded store: a secret of %d bytes is too short: expected at least %d",
@@ -92,10 +92,9 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	if cfg.Logger == nil {
 		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
-	var files unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err == nil && files.Cur <= minFiles {
+	if limit, known := files.Limit(); known && limit <= minFiles {
 		return nil, fmt.Errorf("embedded store: this process may have %d open files (RLIMIT_NOFILE), and it "+
-			"needs more than %d: raise the limit (ulimit -n)", files.Cur, minFiles)
+			"needs more than %d: raise the limit (ulimit -n)", limit, minFiles)
 	}
 	spec, err := ports.ParseSpec(cfg.Ports)
 	if err != nil {
@@ -121,7 +120,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	serving := make(chan struct{})
 	c.ServiceRegister = func(g *grpc.Server) {
 		close(serving)
-		go g.Serve(s.l) // ends with the listener
+		go g.Serve(s.l) // returns when the listener is closed
 	}
 	if s.etcd, err = embed.StartEtcd(c); err != nil {
 		return nil, fmt.Errorf("embedded store: %w", err)
@@ -138,7 +137,7 @@ func Start(ctx context.Context, cfg Config) (_ *Server, err error) {
 	}
 }
 
-// admit refuses a proof that was made for another store with the same secret, and passed on.
+// admit refuses a proof that was made for another store with the same secret, and forwarded.
 func (s *Server) admit(conn net.Conn, h trust.Hello) error {
 	if !bootstrap.StoreMeant(h, strings.TrimPrefix(s.address, "tutti://"), conn.LocalAddr()) {
 		text := fmt.Sprintf("the connection was meant for another store than %s: use that address", s.address)
@@ -147,7 +146,7 @@ func (s *Server) admit(conn net.Conn, h trust.Hello) error {
 	return nil
 }
 
-// check lets the listener answer itself.
+// check connects to the listener.
 func (s *Server) check(ctx context.Context, secret []byte) error {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", s.l.Addr().String())
 	if err != nil {
@@ -162,8 +161,7 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 	return nil
 }
 
-// lastWords prints why etcd ends the process, which it does where its files cannot be written, and
-// nothing else.
+// lastWords logs only why etcd ends the process, which it does if it cannot write its files.
 var lastWords = zapcore.NewCore(zapcore.NewConsoleEncoder(zapcore.EncoderConfig{NameKey: "service", MessageKey: "msg",
 	EncodeName: func(_ string, e zapcore.PrimitiveArrayEncoder) {
 		e.AppendString("tutti: the embedded store ends this process:")
@@ -185,7 +183,8 @@ func (s *Server) config() *embed.Config {
 	c.MaxRequestBytes = 2 * bootstrap.MaxValue
 	c.GRPCKeepAliveMinTime = time.Second
 	c.GRPCKeepAliveInterval, c.GRPCKeepAliveTimeout = 10*time.Second, 5*time.Second
-	// A single member has no peers: it listens for none, and its peer address is only a name.
+	// A single member has no peers: it does not listen for any, and its peer address is only a
+	// name.
 	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"}
 	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
 	c.InitialCluster = c.Name + "=" + peer.String()
@@ -196,14 +195,14 @@ func (s *Server) config() *embed.Config {
 	return c
 }
 
-// Address is the store's address, for TUTTI_STORE.
+// Address returns the store's address, for TUTTI_STORE.
 func (s *Server) Address() string { return s.address }
 
 // Close stops the store and removes its directory. Clients lose their connections. Idempotent.
 func (s *Server) Close() error {
 	s.once.Do(func() {
 		if s.l != nil {
-			s.l.CloseAll() // etcd would wait seconds for its clients to leave by themselves
+			s.l.CloseAll() // etcd would wait seconds for its clients to leave
 		}
 		if s.etcd != nil {
 			s.etcd.Close()
@@ -216,8 +215,7 @@ func (s *Server) Close() error {
 	return s.err
 }
 
-// makeDir makes a locked data directory below dir and removes those that killed launchers left
-// there.
+// makeDir makes a locked data directory below dir and removes those of killed launchers.
 func makeDir(dir string) (string, *os.File, error) {
 	if dir == "" {
 		dir = os.TempDir()

@@ -156,7 +156,7 @@ func TestConfigErrors(t *testing.T) {
 }
 
 // Neither etcd's own socket nor the port serves a client that has not proved the secret.
-func TestNobodyElse(t *testing.T) {
+func TestClientsMustProveSecret(t *testing.T) {
 	s := start(t, Config{Dir: t.TempDir()})
 	for name, endpoint := range map[string]string{
 		"port":   "http://" + strings.TrimPrefix(s.Address(), "tutti://"),

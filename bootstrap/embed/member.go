@@ -7,8 +7,8 @@ import (
 	"go.uber.org/zap"
 )
 
-// Member is one of several servers that make a plain etcd, as a site has one: to measure what the
-// loss of a member costs. It proves nobody's secret: addresses begin with etcd://.
+// Member is one of several servers of a plain etcd, such as a site has, to measure the loss of a
+// member. It requires no secret: addresses begin with etcd://.
 type Member struct {
 	Name, Dir    string
 	Client, Peer string // HOST:PORT, where it listens for clients and for the others
@@ -18,7 +18,7 @@ type Member struct {
 // An election takes this long or twice that, as is usual between machines of one room.
 const heartbeat, election = 10, 100 // milliseconds
 
-// StartMember starts a member. It is closed by its Close; Err tells of its end.
+// StartMember starts a member. Close ends it; Err reports its end.
 func StartMember(m Member) (*embed.Etcd, error) {
 	c := embed.NewConfig()
 	c.Name, c.Dir, c.InitialCluster = m.Name, m.Dir, m.Cluster

@@ -25,7 +25,7 @@ import (
 	"tutti/pg"
 )
 
-// Exit codes of a bench rank beside 0: what the results were, and that there are none.
+// Exit codes of a bench rank besides 0: wrong results, and no results.
 const (
 	codeWrong  = 1
 	codeFailed = 3
@@ -65,7 +65,7 @@ Reductions: ` + joined(kernels.Ops()),
 		Example: `  tutti bench                                  allreduce of float32 between 2 ranks
   tutti bench -n 4 --op all --registered       every operation, on registered memory
   tutti bench --op allreduce --dtype all --redop all --max 1M
-  tutti bench --faults                         kill -9, and how the others go on
+  tutti bench --faults                         kill -9, and the recovery of the others
   tutti bench --json > results.jsonl           one object a row`,
 		DisableFlagsInUseLine: true, Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -90,7 +90,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.IntVar(&f.iters, "iters", 0, "calls a round (default as many as fill --round-time)")
 	fl.IntVar(&f.warmup, "warmup", 5, "calls before the first round")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts")
-	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "how long a round is to take")
+	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "duration of a round")
 	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
@@ -102,7 +102,7 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation (default: TUTTI_TIMEOUT, else 5m)")
 	fl.BoolVar(&f.asJSON, "json", false, "print one JSON object a row")
-	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to go on when one is killed, and "+
+	fl.BoolVar(&f.faulty, "faults", false, "measure instead how long ranks take to continue when one is killed, and "+
 		"to take its replacement in (-n, --rounds, --transport, --json)")
 	fl.BoolVar(&f.emit, "emit", false, "")
 	fl.MarkHidden("emit") // a rank's output, for the process that started it
@@ -217,7 +217,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	if l.Size > 1 || f.emit { // one rank alone, as an interactive Slurm step is, is no job to take part in
+	if l.Size > 1 || f.emit { // a single rank, like an interactive Slurm step, is no job to take part in
 		if cmd.Flags().Changed("ranks") && f.n != l.Size && !f.emit {
 			return usagef(cmd, "-n %d, but this process is one of the %d ranks that a launcher started (%s)", f.n,
 				l.Size, l.Source)
@@ -244,7 +244,7 @@ func (f *benchFlags) run(cmd *cobra.Command) error {
 	return f.processes(cmd.Context(), p)
 }
 
-// processes starts the ranks, which run this command again, and prints what rank 0 reports.
+// processes starts the ranks, which run this command again, and prints the reports of rank 0.
 func (f *benchFlags) processes(ctx context.Context, p *bench.Printer) error {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -285,8 +285,8 @@ func show(r io.Reader, p *bench.Printer) error {
 	return in.Err()
 }
 
-// rank takes part as the rank that the environment says. Rank 0 prints, or emits events for the
-// process that started it.
+// rank runs the rank of the environment. Rank 0 prints, or emits events for the process that
+// started it.
 func (f *benchFlags) rank(ctx context.Context, s bench.Spec, rank int) error {
 	report := func(bench.Event) {}
 	var p *bench.Printer

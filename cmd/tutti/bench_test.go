@@ -57,7 +57,7 @@ func TestBench(t *testing.T) {
 		}
 	}
 
-	// As a rank of somebody's job: rank 0 prints, the others are silent.
+	// As a rank of an existing job: rank 0 prints, the others are silent.
 	j := s.command("run", "-n", "2", self(t), "bench", "--max", "64", "--iters", "1", "--rounds", "1")
 	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
 	j.start().end(0)

@@ -18,9 +18,8 @@ func newDoctor() *cobra.Command {
 	var asJSON bool
 	c := &cobra.Command{
 		Use:   "doctor [--json]",
-		Short: "Say what this machine can do for a job, and why not more",
-		Long: `Examine this machine and the environment. What can be tried is tried: shared memory, loopback, the
-store.
+		Short: "Check what this machine can do for a job",
+		Long: `Examine this machine and the environment. Shared memory, loopback and the store are tried.
 
 The exit code is 0 unless something that every job needs is broken.`,
 		Args: noArgs, DisableFlagsInUseLine: true,

@@ -21,24 +21,23 @@ import (
 	"tutti/pg"
 )
 
-// faultsVariable tells a rank of bench --faults the directory where the job's moments are noted;
-// monotonic time is common to the processes of a machine.
+// faultsVariable tells a rank of bench --faults the directory for timestamps. Processes of a
+// machine share the monotonic clock.
 const faultsVariable = "TUTTI_BENCH_FAULTS"
 
-// What is noted there: each a file with one number, nanoseconds of the monotonic clock.
+// Timestamps: each is a file with one number, nanoseconds of the monotonic clock.
 const (
-	// the victim is about to kill itself, and the process whose number is in leaderFile, if there
-	// is one
+	// The victim is about to kill itself and the process in leaderFile, if there is one.
 	momentKill     = "kill"
 	momentError    = "error"    // a survivor has its error; one for each, with its rank
-	momentNext     = "next"     // it has finished its next collective
+	momentNext     = "next"     // the survivor has finished its next collective
 	momentStart    = "start"    // the replacement's main has begun
-	momentAdmitted = "admitted" // it is in
+	momentAdmitted = "admitted" // the replacement was admitted
 )
 
 const leaderFile = "leader"
 
-// etcdMembers is how many an etcd has that outlives the loss of one.
+// etcdMembers is the size of an etcd that survives the loss of a member.
 const etcdMembers = 3
 
 func monotonic() int64 {
@@ -47,10 +46,11 @@ func monotonic() int64 {
 	return t.Nano()
 }
 
-// faultRow is what one number of ranks took, milliseconds, median and worst over the rounds.
+// faultRow is the result for one number of ranks, in milliseconds, median and worst over the
+// rounds.
 type faultRow struct {
 	Ranks int `json:"ranks"`
-	// at the same moment the leader of a three-member etcd, which is the store
+	// Leader says that the leader of the store, a three-member etcd, is killed at the same moment.
 	Leader   bool       `json:"leader_killed"`
 	Rounds   int        `json:"rounds"`
 	Detected [2]float64 `json:"detected_ms"` // kill to the first survivor's error
@@ -58,8 +58,8 @@ type faultRow struct {
 	Admitted [2]float64 `json:"admitted_ms"` // start of the replacement to its admission
 }
 
-// faults measures how long ranks take to go on without one that is killed, and to take its
-// replacement in.
+// faults measures how long ranks take to continue after one of them is killed, and to admit its
+// replacement.
 func (f *benchFlags) faults(cmd *cobra.Command) error {
 	sizes, rounds := []int{2, 4, 8}, 20
 	if cmd.Flags().Changed("ranks") {
@@ -129,8 +129,8 @@ func medianWorst(x []float64) [2]float64 {
 	return [2]float64{(x[(len(x)-1)/2] + x[len(x)/2]) / 2, x[len(x)-1]}
 }
 
-// faultRound runs one job and returns its three times in milliseconds. If etcd is not nil, that is
-// its store, and loses its leader.
+// faultRound runs one job and returns its three times in milliseconds. If etcd is not nil, it is
+// the job's store, and loses its leader.
 func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *cluster.Cluster) (detected, next,
 	admitted float64, err error) {
 	dir, err := os.MkdirTemp("", "tutti-faults-")
@@ -182,10 +182,10 @@ func (f *benchFlags) faultRound(ctx context.Context, self string, n int, etcd *c
 }
 
 // faultRank is a rank of faultRound's job: the one with the highest number kills itself, the others
-// go on and let the next one in.
+// continue and admit the next one.
 func faultRank(ctx context.Context) error {
 	began := monotonic()
-	ctx, cancel := context.WithTimeout(ctx, time.Minute) // nobody waits longer for a replacement that does not come
+	ctx, cancel := context.WithTimeout(ctx, time.Minute) // bounds the wait for a replacement
 	defer cancel()
 	dir := os.Getenv(faultsVariable)
 	note := func(name string, t int64) error {

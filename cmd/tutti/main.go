@@ -1,5 +1,5 @@
-// Command tutti starts the ranks of a job, measures collectives between them, and says what a
-// machine can do.
+// Command tutti starts the ranks of a job, measures collectives between them, and examines
+// machines.
 package main
 
 import (
@@ -28,15 +28,15 @@ func main() {
 	os.Exit(execute(os.Args[1:]))
 }
 
-// codeUsage is the exit code for flags and arguments that make no sense.
+// codeUsage is the exit code for invalid flags and arguments.
 const codeUsage = 2
 
-// exit is an error that only means an exit code; everything has been said.
+// exit is an error that only sets the exit code; all messages have been printed.
 type exit int
 
 func (e exit) Error() string { return fmt.Sprintf("exit code %d", int(e)) }
 
-// usageError is the user's: what is wrong, and for which command.
+// usageError is a user's error in the arguments of a command.
 type usageError struct {
 	cmd *cobra.Command
 	err error
@@ -150,7 +150,7 @@ func newVersion() *cobra.Command {
 	}
 }
 
-// version is what the Go toolchain noted at build time.
+// version returns the version that the Go toolchain recorded at build time.
 func version() string {
 	info, ok := debug.ReadBuildInfo()
 	if !ok {

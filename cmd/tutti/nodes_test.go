@@ -12,7 +12,7 @@ import (
 )
 
 // Two launchers that Open MPI's has started on this host, without a flag or a secret.
-func TestRunFindsTheNodesOfAnotherLauncher(t *testing.T) {
+func TestRunFindsNodesOfOuterLauncher(t *testing.T) {
 	s := newStage(t)
 	start := func(node int) *tutti {
 		j := s.command("run", "-n", "2", self(t))
@@ -105,7 +105,7 @@ func TestRunOnSeveralHostsOfOpenMPI(t *testing.T) {
 	j.says("give --rdzv HOST:PORT")
 }
 
-func TestRunInterruptedBeforeTheOtherNodesCome(t *testing.T) {
+func TestRunInterruptedBeforeOtherNodesCome(t *testing.T) {
 	s := newStage(t)
 	j := s.command("run", "-n", "1", self(t))
 	j.cmd.Env = append(j.cmd.Env, "OMPI_COMM_WORLD_RANK=1", "OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_LOCAL_RANK=1",

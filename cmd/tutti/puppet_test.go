@@ -382,7 +382,7 @@ func (t *tutti) signal(s syscall.Signal) {
 	}
 }
 
-// watch returns a function that waits for the end of process pid, whoever's child it is.
+// watch returns a function that waits for the end of process pid, which may be any process's child.
 func watch(t *testing.T, pid int) func() {
 	t.Helper()
 	fd, err := unix.PidfdOpen(pid, 0)
@@ -430,7 +430,7 @@ func self(t *testing.T) string {
 	return path
 }
 
-// refused checks that nobody listens at a store's address.
+// refused checks that nothing listens at a store's address.
 func refused(t *testing.T, store string) {
 	t.Helper()
 	_, hostport, _ := strings.Cut(store, "://")

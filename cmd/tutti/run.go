@@ -37,12 +37,13 @@ func newRun() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "run -n N [flags] [--] PROGRAM [ARGS]",
 		Short: "Start a program as the ranks of a job",
-		Long: `Start PROGRAM N times as the ranks of a job, show what they print, and end them all when one fails.
+		Long: `Start PROGRAM N times as the ranks of a job, show their output, and end them all when one fails.
 
 A .go file or a directory of Go files is built first. The exit code is 0, or that of the rank that
-failed first (128+S if it was killed by signal S). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to the ranks, which
-have --grace to end before they are killed; a second one kills them at once. With --on-failure shrink or retry the others go on
-when a rank dies; the exit code is then 0 if a rank ends well and so do all that are there by then.
+failed first (128+S if it was killed by signal S). SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on
+to the ranks, which have --grace to end before they are killed; a second one kills them at once. With
+--on-failure shrink or retry the others continue when a rank dies; the exit code is then 0 if a rank
+succeeds and so do all that are alive then.
 No process that a rank has started outlives the command, even if the command is killed.
 
 Started once on each node by srun, mpirun or mpiexec, it takes the number of nodes, its own number and,
@@ -73,7 +74,7 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 		},
 	}
 	fl := c.Flags()
-	fl.SetInterspersed(false) // what follows PROGRAM is the program's
+	fl.SetInterspersed(false) // what follows PROGRAM are its arguments
 	fl.IntVarP(&f.n, "ranks", "n", 0, "ranks on this node")
 	fl.IntVar(&f.nodes, "nnodes", 0, "nodes of the job; each has a tutti run of its own (default: as the launcher "+
 		"says that started this one, else 1)")
@@ -86,7 +87,7 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 		"`file` with the job's secret, the same on all nodes (default: TUTTI_SECRET; random on one node)")
 	fl.StringVar(&f.transport, "transport", "", "auto, shm or tcp (default: TUTTI_TRANSPORT, else auto)")
 	fl.DurationVar(&f.timeout, "timeout", 0, "bound of every operation, such as 90s (default: TUTTI_TIMEOUT, else 5m)")
-	fl.StringVar(&f.logDir, "log-dir", "", "also write what rank N prints to `directory`/rank-N.log, and flight "+
+	fl.StringVar(&f.logDir, "log-dir", "", "also write the output of rank N to `directory`/rank-N.log, and flight "+
 		"records there")
 	fl.StringVar(&f.bind, "bind", "none", "none, or core: each rank to a core of its own, for programs of one thread")
 	fl.BoolVar(&f.noPrefix, "no-prefix", false, "do not print the rank before each line")
@@ -103,17 +104,17 @@ share (tutti secret), unless they are on one host or the launcher has a key-valu
 		"with shrink or retry: let ranks in between any two operations, not at the program's Admit")
 	fl.DurationVar(&f.grace, "grace", 2*time.Second,
 		"time between SIGTERM, or your signal, and SIGKILL for the ranks that are ended")
-	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not say how the job ended; the exit code tells")
+	fl.BoolVarP(&f.quiet, "quiet", "q", false, "do not print how the job ended; only the exit code tells")
 	return c
 }
 
-// transports says whether text is a list of these.
+// transports reports whether text is a valid list of transports.
 func transports(text string) bool {
 	_, err := registry.Find(text)
 	return err == nil
 }
 
-// launched turns what launch.Run returns into what a command returns.
+// launched turns the results of launch.Run into a command's.
 func launched(code int, err error) error {
 	if err == nil && code != 0 {
 		return exit(code)
@@ -121,7 +122,7 @@ func launched(code int, err error) error {
 	return err
 }
 
-// options checks the flags, which say what is wrong with them in their own names.
+// options checks the flags. Errors name the flag.
 func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (launch.Options, error) {
 	given := cmd.Flags().Changed
 	outer := bootstrap.Launch{Size: 1}
@@ -139,7 +140,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	store, from := f.store, "--store"
 	if own := getenv("TUTTI_STORE"); store == "" && f.rdzv == "" &&
 		(strings.HasPrefix(own, "etcd://") || strings.HasPrefix(own, "etcds://")) {
-		store, from = own, "TUTTI_STORE" // the site's; a tutti:// there is that of a job this command runs in
+		store, from = own, "TUTTI_STORE" // the site's; a tutti:// there belongs to a job that runs this command
 	}
 	o.Store = store
 	switch {
@@ -169,7 +170,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 		return o, usagef(cmd, "--max-restarts %d --standby %d: expected 0 or more", f.restarts, f.standby)
 	case f.onFailure == "end" && (f.restarts > 0 || f.standby > 0 || f.autoAdmit):
 		return o, usagef(cmd, "--max-restarts, --standby and --auto-admit need --on-failure shrink or retry: "+
-			"with end there is nobody left to come back to")
+			"with end no rank is left to join")
 	case f.transport != "" && !transports(f.transport):
 		return o, usagef(cmd, "--transport %s: expected auto, %s", f.transport, registry.Names())
 	case f.bind != "none" && f.bind != "core":
@@ -243,7 +244,7 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 	return o, nil
 }
 
-// secret reads the job's secret; "" if none is given.
+// secret reads the job's secret; "" if there is none.
 func (f *runFlags) secret(getenv func(string) string) (string, error) {
 	text, name, path := getenv("TUTTI_SECRET"), "TUTTI_SECRET", getenv("TUTTI_SECRET_FILE")
 	switch {

@@ -5,13 +5,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"path/filepath"
 	"regexp"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -21,6 +19,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/internal/ident"
+	"tutti/internal/ports"
 	"tutti/internal/trust"
 	"tutti/pg/flight"
 )
@@ -52,7 +51,7 @@ func TestRunAllWell(t *testing.T) {
 			t.Errorf("rank %d is in process group %d, not its own", i, p.PGID)
 		}
 	}
-	// The store answers those who know the secret.
+	// The store answers clients that know the secret.
 	l, _ := bootstrap.FromEnv(func(name string) string { return all[0].Env[name] })
 	h, err := bootstrap.DialStore(t.Context(), bootstrap.StoreConfig{Address: l.Store, Job: l.Job, Secret: l.Secret})
 	if err != nil {
@@ -117,7 +116,7 @@ func TestRunKillsAfterTheGrace(t *testing.T) {
 	j.says("rank 0 exited with code 7; ended the other 2 ranks, 1 of them by SIGKILL")
 }
 
-func TestRunEndsWhatOthersLeave(t *testing.T) {
+func TestRunEndsDescendants(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "2", self(t))
 	all := s.arrive(2)
@@ -194,7 +193,7 @@ func TestRunSignals(t *testing.T) {
 	t.Run("a rank that is stopped", func(t *testing.T) {
 		for _, ignores := range []bool{false, true} {
 			s := newStage(t)
-			grace := "1h" // is not needed: the rank goes on, and hears the signal
+			grace := "1h" // not needed: the rank continues, and handles the signal
 			if ignores {
 				grace = "50ms"
 			}
@@ -286,7 +285,7 @@ func TestRunTwoJobsAtOnce(t *testing.T) {
 	}
 	pa[0].tell("kill 9")
 	ja.end(137)
-	for _, p := range pb { // the other one goes on
+	for _, p := range pb { // the other one continues
 		p.do("print %q", "alive\n")
 		p.tell("exit 0")
 	}
@@ -319,7 +318,7 @@ func TestRunLogDir(t *testing.T) {
 func TestRunFullDisk(t *testing.T) {
 	s := newStage(t)
 	dir := t.TempDir()
-	// room for the log of who writes first
+	// Room for the log of the first writer.
 	switch err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=0700,nr_blocks=1"); {
 	case errors.Is(err, unix.EPERM):
 		t.Skip("only root can mount a disk that is soon full")
@@ -370,8 +369,8 @@ func TestRunFullDisk(t *testing.T) {
 	}
 }
 
-// TestRunNobodyReads closes the reader of the output, as head does.
-func TestRunNobodyReads(t *testing.T) {
+// TestRunWithClosedOutput closes the reader of the output, as head does.
+func TestRunWithClosedOutput(t *testing.T) {
 	s := newStage(t)
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -482,14 +481,15 @@ func TestRunBuildCutShort(t *testing.T) {
 	}
 }
 
-func freePort(t *testing.T) string {
+// freeAddress returns an address of this machine that nobody listens on while the test runs.
+func freeAddress(t *testing.T) string {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
+	r, err := ports.Reserve()
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close()
-	return strconv.Itoa(l.Addr().(*net.TCPAddr).Port)
+	t.Cleanup(func() { r.Close() })
+	return r.Address()
 }
 
 func TestRunNodes(t *testing.T) {
@@ -503,7 +503,7 @@ func TestRunNodes(t *testing.T) {
 	}
 	t.Run("well", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := "127.0.0.1:" + freePort(t)
+		rdzv := freeAddress(t)
 		b := node(s, "etcd://"+rdzv, 2, 2, 1)
 		a := node(s, rdzv, 2, 2, 0)
 		all := s.arrive(4)
@@ -538,7 +538,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("a node is lost and the others go on", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := "127.0.0.1:" + freePort(t)
+		rdzv := freeAddress(t)
 		start := func(node int) *tutti {
 			return s.run("run", "-n", "2", "--nnodes", "2", "--node-rank", fmt.Sprint(node), "--rdzv", rdzv,
 				"--secret-file", secret, "--on-failure", "shrink", self(t))
@@ -560,7 +560,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("a rank fails", func(t *testing.T) {
 		s := newStage(t)
-		rdzv := "127.0.0.1:" + freePort(t)
+		rdzv := freeAddress(t)
 		a, b := node(s, rdzv, 2, 2, 0), node(s, rdzv, 2, 2, 1)
 		all := s.arrive(4)
 		all[3].tell("exit 9")
@@ -575,7 +575,7 @@ func TestRunNodes(t *testing.T) {
 	t.Run("a node dies", func(t *testing.T) {
 		for dead := range 2 {
 			s := newStage(t)
-			rdzv := "127.0.0.1:" + freePort(t)
+			rdzv := freeAddress(t)
 			n := []*tutti{node(s, rdzv, 1, 2, 0), node(s, rdzv, 1, 2, 1)}
 			all := s.arrive(2)
 			n[dead].signal(syscall.SIGKILL)
@@ -594,7 +594,7 @@ func TestRunNodes(t *testing.T) {
 			{"-n 2 --on-failure retry", "-n 2 --on-failure shrink", "was started with --on-failure "},
 		} {
 			s := newStage(t)
-			rdzv := "127.0.0.1:" + freePort(t)
+			rdzv := freeAddress(t)
 			var both []*tutti
 			for node, args := range []string{c.a, c.b} {
 				both = append(both, s.run(append(append([]string{"run"}, strings.Fields(args)...), "--nnodes", "2",
@@ -611,7 +611,7 @@ func TestRunNodes(t *testing.T) {
 	})
 	t.Run("interrupted while waiting", func(t *testing.T) {
 		s := newStage(t)
-		a := node(s, "127.0.0.1:"+freePort(t), 1, 2, 0)
+		a := node(s, freeAddress(t), 1, 2, 0)
 		a.stderr.await(t, "waiting for 1 other node")
 		a.signal(syscall.SIGINT)
 		a.end(130)
@@ -682,9 +682,9 @@ func TestHelp(t *testing.T) {
 	}
 }
 
-// With shrink or retry the others are left running when a rank dies; the exit code is that of those
-// who are there when the first ends well, or of the first death if none does.
-func TestRunGoesOn(t *testing.T) {
+// With shrink or retry the other ranks keep running when a rank dies. The exit code is that of the
+// ranks that are running when the first succeeds, or of the first death if none does.
+func TestRunKeepsSurvivorsRunning(t *testing.T) {
 	for _, c := range []struct {
 		how  string // rank 1's end
 		then string // rank 0's
@@ -693,7 +693,7 @@ func TestRunGoesOn(t *testing.T) {
 	}{
 		{"kill 9", "exit 0", "exit 0", 0},
 		{"exit 5", "exit 0", "exit 0", 0},
-		{"kill 9", "kill 9", "exit 7", 137}, // nobody ended well
+		{"kill 9", "kill 9", "exit 7", 137}, // no rank succeeded
 		{"kill 9", "exit 0", "exit 7", 7},
 	} {
 		t.Run(c.how+", "+c.then+", "+c.last, func(t *testing.T) {
@@ -796,8 +796,8 @@ func TestRunReplaced(t *testing.T) {
 	s.empty()
 }
 
-// A rank that dies takes its process group with it while the others go on; what has left that ends
-// with the job.
+// A rank that dies takes its process group with it while the others continue; descendants outside
+// of the group end with the job.
 func TestRunSweepsOrphans(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "2", "--on-failure", "shrink", "--", self(t))
@@ -818,8 +818,8 @@ func TestRunSweepsOrphans(t *testing.T) {
 }
 
 // A rank that dies before all have met is replaced, by its restart or by a spare process, while the
-// others go on waiting in Join.
-func TestRunDiesInJoin(t *testing.T) {
+// others wait in Join.
+func TestRunReplacesRankThatDiesInJoin(t *testing.T) {
 	for _, c := range []struct {
 		name   string
 		flags  string
@@ -911,9 +911,9 @@ func joining(t *testing.T, p *puppet, rank, to int) {
 	}
 }
 
-// Where nobody can take its place, Join ends with its own deadline and an error that names the rank
-// that was lost.
-func TestRunDiesInJoinForGood(t *testing.T) {
+// If no process can take the place of a lost rank, Join ends at its own deadline with an error that
+// names that rank.
+func TestRunNamesRankThatDiesInJoin(t *testing.T) {
 	s := newStage(t)
 	j := s.run("run", "-n", "3", "--on-failure", "shrink", "--timeout", "4s", "--", self(t))
 	all := s.arrive(3)

@@ -31,7 +31,7 @@ type statusFlags struct {
 }
 
 const (
-	rateSpan     = 500 * time.Millisecond // between the two samples that rates are of
+	rateSpan     = 500 * time.Millisecond // time between the two samples for rates
 	defaultWatch = 2 * time.Second
 	minWatch     = 100 * time.Millisecond
 )
@@ -40,13 +40,13 @@ func newStatus() *cobra.Command {
 	var f statusFlags
 	c := &cobra.Command{
 		Use:   "status [flags] [JOB]",
-		Short: "Say what the ranks of a running job do, and whom everybody waits for",
-		Long: `Ask all ranks of a job what they do. What keeps them is said first: a rank that has not come, is
-stopped or dead, ranks that called different things; then who does what, and at which rate.
+		Short: "Show what the ranks of a running job do, and which rank the others wait for",
+		Long: `Ask all ranks of a job for their states. Problems are shown first: a rank that has not come, is
+stopped or dead, ranks with different calls; then the operation of each rank, and the rates.
 
-Of the jobs that this user's tutti run has started on this machine JOB is the name, or its beginning;
-if there is one only, it is that. Other jobs are found by TUTTI_STORE, TUTTI_JOB and TUTTI_SECRET, or
-the flags. With --flight, the arguments are flight records, which ranks leave in the log directory.
+JOB is the name, or a prefix of the name, of a job that this user's tutti run has started on this
+machine; it may be left out if there is only one. Other jobs are found by TUTTI_STORE, TUTTI_JOB and
+TUTTI_SECRET, or the flags. With --flight, the arguments are flight records from the log directory.
 
 The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
 		Example: `  tutti status
@@ -86,7 +86,7 @@ The exit code is 0 if nothing is wrong with the job, 3 if something is.`,
 	return c
 }
 
-// interval reads --watch, whose value may also stand behind it as an argument; 0: it is not given.
+// interval reads --watch, whose value may also follow as an argument; 0: it is not set.
 func (f *statusFlags) interval(cmd *cobra.Command, args []string) (time.Duration, []string, error) {
 	if !cmd.Flags().Changed("watch") {
 		return 0, args, nil
@@ -104,7 +104,8 @@ func (f *statusFlags) interval(cmd *cobra.Command, args []string) (time.Duration
 	return d, args, nil
 }
 
-// find says where the job's store is: of a job that runs here, or as flags and environment have it.
+// find returns how to reach the job's store: that of a job that runs here, or as flags and
+// environment say.
 func (f *statusFlags) find(cmd *cobra.Command, args []string,
 	getenv func(string) string) (bootstrap.StoreConfig, error) {
 	name := f.job
@@ -158,7 +159,7 @@ func (f *statusFlags) find(cmd *cobra.Command, args []string,
 	return f.config(l, secret, getenv)
 }
 
-// config is where the store of a job is, and how it is entered.
+// config returns the configuration of a job's store.
 func (f *statusFlags) config(l bootstrap.Launch, secret string,
 	getenv func(string) string) (bootstrap.StoreConfig, error) {
 	raw, err := bootstrap.ParseSecret(secret)
@@ -167,15 +168,15 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string,
 	}
 	c := bootstrap.StoreConfig{Address: l.Store, Job: cmp.Or(l.Job, "default"), Secret: raw,
 		DialTimeout: 5 * time.Second}
-	if !strings.HasPrefix(l.Store, "tutti://") { // a site's
+	if !strings.HasPrefix(l.Store, "tutti://") { // a site's store
 		c.User, c.Password = getenv("TUTTI_STORE_USER"), getenv("TUTTI_STORE_PASSWORD")
 		c.CA, c.Cert, c.Key = getenv("TUTTI_STORE_CA"), getenv("TUTTI_STORE_CERT"), getenv("TUTTI_STORE_KEY")
 	}
 	return c, nil
 }
 
-// pick finds a running job by its name or the beginning of it; any if there is just one and name is
-// empty.
+// pick finds a running job by its name or a prefix of it. With an empty name there must be only
+// one.
 func pick(name string, running []launch.Running) (launch.Running, error) {
 	var fit []launch.Running
 	for _, r := range running {
@@ -203,7 +204,7 @@ func pick(name string, running []launch.Running) (launch.Running, error) {
 	return launch.Running{}, fmt.Errorf("which job? tutti status JOB, of\n%s", list(fit))
 }
 
-// list names jobs, one a line.
+// list lists the names of jobs, one a line.
 func list(jobs []launch.Running) string {
 	var b strings.Builder
 	width := 0
@@ -220,10 +221,10 @@ func list(jobs []launch.Running) string {
 	return b.String()
 }
 
-// codeStuck is the exit code when something is wrong with the job.
+// codeStuck is the exit code if something is wrong with the job.
 const codeStuck = 3
 
-// follow samples the job and shows it, once or every so often until ctx ends.
+// follow samples the job and shows it, once or repeatedly until ctx ends.
 func (f *statusFlags) follow(ctx context.Context, cfg bootstrap.StoreConfig, every time.Duration) error {
 	s, err := status.Dial(ctx, cfg)
 	if err != nil {
@@ -310,7 +311,7 @@ func (f *statusFlags) show(scr *screen, r *status.Report) error {
 	return scr.draw(b.Bytes(), height)
 }
 
-// screen draws blocks of text one over the other on a terminal, or else one after the other.
+// screen draws blocks of text: on a terminal each replaces the last, else they follow each other.
 type screen struct {
 	live, shown, entered bool
 }
@@ -330,11 +331,11 @@ func (s *screen) draw(text []byte, height int) error {
 	}
 	var b bytes.Buffer
 	if !s.entered {
-		b.WriteString("\x1b[?1049h\x1b[?25l") // a screen of its own, without a cursor
+		b.WriteString("\x1b[?1049h\x1b[?25l") // the alternate screen, without a cursor
 		s.entered = true
 	}
 	b.WriteString("\x1b[H")
-	for _, l := range lines { // each is overwritten in place, so that nothing flickers
+	for _, l := range lines { // lines are overwritten in place to avoid flicker
 		b.Write(bytes.TrimSuffix(l, []byte("\n")))
 		b.WriteString("\x1b[K")
 		if bytes.HasSuffix(l, []byte("\n")) {
@@ -346,7 +347,7 @@ func (s *screen) draw(text []byte, height int) error {
 	return err
 }
 
-// leave gives the terminal back as it was.
+// leave restores the terminal.
 func (s *screen) leave() {
 	if s.entered {
 		s.entered = false
@@ -354,18 +355,18 @@ func (s *screen) leave() {
 	}
 }
 
-// records reads flight records and shows what they say.
+// records reads flight records and shows them.
 func (f *statusFlags) records(cmd *cobra.Command, paths []string) error {
 	if len(paths) == 0 {
 		return usagef(cmd, "which flight records? tutti status --flight FILE...")
 	}
 	if cmd.Flags().Changed("watch") {
-		return usagef(cmd, "--watch is for running jobs, --flight for what is left of others")
+		return usagef(cmd, "--watch is for running jobs, --flight for records of ended ones")
 	}
 	var snaps []*flight.Snapshot
 	for _, path := range paths {
 		if real, err := filepath.EvalSymlinks(path); err == nil {
-			path = real // the user may name a link
+			path = real // the user may name a symbolic link
 		}
 		s, err := flight.ReadFile(path)
 		if err != nil {

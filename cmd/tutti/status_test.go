@@ -118,8 +118,8 @@ func blames(rank int, kind string) func(r *status.Report) bool {
 	}
 }
 
-// TestStatusNamesWhoIsMissing has a rank not come, and then stopped, while the others wait.
-func TestStatusNamesWhoIsMissing(t *testing.T) {
+// TestStatusNamesMissingRank has a rank not come, and then stopped, while the others wait.
+func TestStatusNamesMissingRank(t *testing.T) {
 	j := startJob(t, 3)
 	j.all("allreduce 1000")
 	c := j.status(j.name)
@@ -176,8 +176,8 @@ func TestStatusNamesWhoIsMissing(t *testing.T) {
 	j.empty()
 }
 
-// TestStatusFindsJobs: by name, by the beginning of one, by the environment of a rank; and says
-// what there is.
+// TestStatusFindsJobs: by name, by a prefix, by the environment of a rank; otherwise the error
+// lists the jobs.
 func TestStatusFindsJobs(t *testing.T) {
 	j := startJob(t, 2, "--job", "status-test-one")
 	k := &statusJob{stage: j.stage, run: j.stage.run("run", "-n", "2", "--job", "status-test-two", self(t))}
@@ -233,9 +233,9 @@ func TestStatusFindsJobs(t *testing.T) {
 	}
 }
 
-// TestStatusOfRanksThatDied: those that are left say so, and the launcher keeps what the dead did
+// TestStatusOfDeadRanks: those that are left say so, and the launcher keeps what the dead did
 // last.
-func TestStatusOfRanksThatDied(t *testing.T) {
+func TestStatusOfDeadRanks(t *testing.T) {
 	logs := filepath.Join(t.TempDir(), "logs")
 	j := startJob(t, 3, "--log-dir", logs)
 	j.all("allreduce 1000")
@@ -274,7 +274,7 @@ func TestStatusOfRanksThatDied(t *testing.T) {
 	}
 }
 
-// TestStatusOfSurvivors kills one of a job that goes on.
+// TestStatusOfSurvivors kills a rank of a job that continues.
 func TestStatusOfSurvivors(t *testing.T) {
 	j := startJob(t, 3, "--on-failure", "shrink")
 	j.all("allreduce 1000")

@@ -33,7 +33,8 @@ type tuneFlags struct {
 	emit, asJSON   bool
 }
 
-// tuneEvent is what rank 0 tells the process that started it: a step, or at the end the result.
+// tuneEvent is a message of rank 0 to the process that started it: a step, or at the end the
+// result.
 type tuneEvent struct {
 	bench.TuneEvent
 	File *tuning.File `json:"file,omitempty"`
@@ -43,10 +44,10 @@ func newTune() *cobra.Command {
 	var f tuneFlags
 	c := &cobra.Command{
 		Use:   "tune [-n N] [--transport T] [--op OP] [flags]",
-		Short: "Measure which algorithm is best for what on this machine",
+		Short: "Measure the fastest algorithms on this machine",
 		Long: `Measure every algorithm of every collective over sizes, in plain and in registered memory, and write
-down which is best for what. Jobs with as many ranks on a machine like this one, linked in the same
-way, choose by it then.
+a table of the fastest ones. Jobs with as many ranks on a machine like this one, with the same links,
+use it.
 
 Algorithms take turns, medians count, and one takes the place of the built-in choice only if it is
 clearly faster. Every result is checked. A machine that does other work meanwhile gives a bad table.
@@ -63,11 +64,11 @@ Operations: ` + joined(collectives.Kinds()),
 	fl.StringVar(&f.transport, "transport", registry.Best(registry.Kinds()).Name, registry.Names())
 	fl.StringVar(&f.op, "op", "all", "operations, separated by commas, or all; others keep the built-in choices")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
-	fl.StringVar(&f.max, "max", "16M", "largest `size`; what is best there is taken for all beyond")
+	fl.StringVar(&f.max, "max", "16M", "largest `size`; its fastest algorithm is used for all larger ones")
 	fl.IntVar(&f.factor, "factor", 4, "from one size to the next; between two with different results it is "+
 		"looked closer")
 	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the median counts")
-	fl.DurationVar(&f.time, "time", 90*time.Second, "about how long it is to take")
+	fl.DurationVar(&f.time, "time", 90*time.Second, "approximate duration of the measurement")
 	fl.StringVarP(&f.out, "output", "o", "",
 		"`file` to write (default: TUTTI_TUNE, else tutti/tune.json in $XDG_CONFIG_HOME or ~/.config)")
 	fl.BoolVar(&f.asJSON, "json", false, "print every measurement as a JSON object")
@@ -89,7 +90,7 @@ func (f *tuneFlags) spec(cmd *cobra.Command) (s bench.TuneSpec, err error) {
 		return s, usagef(cmd, "--max %v", err)
 	}
 	kinds, kerr := registry.Find(f.transport)
-	const most = 64 // ranks on one machine: beyond, plans of all algorithms at all sizes take longer than anybody waits
+	const most = 64 // on one machine: with more, plans of all algorithms at all sizes take too long
 	switch {
 	case f.n < 2 || f.n > most:
 		return s, usagef(cmd, "-n %d: expected 2 to %d ranks", f.n, most)
@@ -189,7 +190,7 @@ func (f *tuneFlags) run(cmd *cobra.Command) error {
 	return nil
 }
 
-// rank takes part in the measurement.
+// rank runs a rank of the measurement.
 func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Launch) error {
 	g, err := pg.Join(ctx, pg.Config{Transport: f.transport, Tuning: tuning.Off, Algorithm: "auto"})
 	if err != nil {
@@ -212,7 +213,7 @@ func (f *tuneFlags) rank(ctx context.Context, s bench.TuneSpec, l bootstrap.Laun
 	return nil
 }
 
-// tuneView shows what rank 0 tells, and keeps the result.
+// tuneView shows rank 0's messages, and keeps the result.
 type tuneView struct {
 	out      io.Writer
 	progress io.Writer // a terminal's; nil: none
@@ -249,8 +250,8 @@ func (v *tuneView) show(r io.Reader) error {
 	return in.Err()
 }
 
-// summary prints a line for each collective and memory: what is best up to which size, and how much
-// is gained over the built-in choices.
+// summary prints a line for each collective and kind of memory: the best algorithms by size, and
+// the gain over the built-in choices.
 func (v *tuneView) summary(s *bench.TuneSpec) {
 	fmt.Fprintf(v.out, "%-14s %-11s %6s  %s\n", "# collective", "memory", "gain",
 		"algorithms, each up to the size after it")

@@ -77,8 +77,8 @@ func TestTune(t *testing.T) {
 		if n++; p.Kind != collectives.AllGather || p.Time <= 0 || p.All[p.Best] != p.Time || len(p.All) < 2 {
 			t.Errorf("%s", line)
 		}
-		if _, direct := p.All[collectives.Direct]; direct && !p.Registered {
-			t.Errorf("direct in plain memory: %s", line)
+		if _, loads := p.All[collectives.LoadStore]; loads && !p.Registered {
+			t.Errorf("loadstore in plain memory: %s", line)
 		}
 	}
 	if n < 4+1 {

@@ -1,5 +1,5 @@
-// Package devicetest is for tests of devices and of what runs on them: a device that does everything
-// as late and as badly as its contract allows, and a suite of tests that every device passes.
+// Package devicetest tests devices and code that runs on them. It has a device that exercises all
+// freedom of the contract (delays, undefined memory), and a suite of tests for devices.
 package devicetest
 
 import (
@@ -15,9 +15,9 @@ import (
 	"tutti/mem"
 )
 
-// Late is a device whose memory is no host memory, and whose streams are goroutines: what they are
-// given they do late. Memory is rubbish until something was written to it, and from when a stream
-// begins to write it until it has. Sources are read when a piece of work begins or when it ends.
+// Late is a device whose memory is not host memory, and whose streams are goroutines that execute
+// work with delays. Memory contains garbage until something was written to it, and while a stream
+// writes it. Sources are read when a piece of work begins or when it ends.
 type Late struct {
 	loc   mem.Location
 	pause time.Duration
@@ -34,7 +34,7 @@ type block struct {
 }
 
 // NewLate makes a device at loc, "cuda:0" or the like. Its choices depend on seed and on how its
-// goroutines run. Now and then it pauses, for up to pause.
+// goroutines run. Sometimes it pauses, for up to pause.
 func NewLate(loc mem.Location, seed uint64, pause time.Duration) *Late {
 	return &Late{loc: loc, pause: pause, rng: rand.New(rand.NewPCG(seed, 0x1a7e)), next: 1 << 20}
 }
@@ -42,7 +42,7 @@ func NewLate(loc mem.Location, seed uint64, pause time.Duration) *Late {
 // Location implements device.Device.
 func (d *Late) Location() mem.Location { return d.loc }
 
-// Alloc implements device.Device. There is room between any two of its memories.
+// Alloc implements device.Device. Allocations are not adjacent.
 func (d *Late) Alloc(n int) (mem.Memory, error) {
 	if n < 0 {
 		return mem.Memory{}, fmt.Errorf("late: allocating %d bytes: %w", n, device.ErrMemory)
@@ -70,8 +70,8 @@ func (d *Late) Free(m mem.Memory) error {
 	return fmt.Errorf("late: freeing %d bytes at %q that were not allocated so: %w", m.Len(), m.Loc(), device.ErrMemory)
 }
 
-// Bytes returns the content of memory of d, as a network adapter gets at it: without regard to the
-// streams.
+// Bytes returns the contents of memory of d as a network adapter sees it: without synchronization
+// with streams.
 func (d *Late) Bytes(m mem.Memory) []byte {
 	b, err := d.find(m)
 	if err != nil {
@@ -94,7 +94,7 @@ func (d *Late) find(m mem.Memory) ([]byte, error) {
 	return nil, fmt.Errorf("late: %d bytes at %q that are not allocated: %w", m.Len(), m.Loc(), device.ErrMemory)
 }
 
-// spoil fills b with rubbish. With the lock.
+// spoil fills b with garbage. With the lock.
 func (d *Late) spoil(b []byte) {
 	x := d.rng.Uint64()
 	for i := range b {
@@ -110,7 +110,7 @@ func (d *Late) choose(n int) int {
 	return d.rng.IntN(n)
 }
 
-// tarry takes some time.
+// tarry sometimes pauses.
 func (d *Late) tarry() {
 	for range d.choose(4) {
 		runtime.Gosched()
@@ -129,7 +129,7 @@ func (d *Late) Stream() (device.Stream, error) {
 
 type stream struct {
 	d       *Late
-	more    chan struct{} // there may be something in queue
+	more    chan struct{} // signalled when queue may be non-empty
 	closing chan struct{} // closed by Close
 	ended   chan struct{} // closed when the goroutine has ended
 
@@ -178,14 +178,14 @@ func (s *stream) take(f func()) error {
 	return nil
 }
 
-// work has f make dst of srcs.
+// work enqueues f, which computes dst from srcs.
 func (s *stream) work(dst mem.Memory, srcs []mem.Memory, f func(dst []byte, srcs [][]byte)) error {
 	to, err := s.d.find(dst)
 	if err != nil {
 		return err
 	}
 	from := make([][]byte, len(srcs))
-	early := false // has to read the sources when it begins, for it spoils them
+	early := false // f has to read the sources first, because it overwrites them
 	for i, m := range srcs {
 		if from[i], err = s.d.find(m); err != nil {
 			return err
@@ -219,7 +219,7 @@ func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []
 	}
 	return s.work(dst, srcs, func(dst []byte, srcs [][]byte) {
 		if err := Fold(op, dt, dst, srcs, divisor); err != nil {
-			panic(err) // it was checked
+			panic(err) // the arguments were checked
 		}
 	})
 }

@@ -15,7 +15,7 @@ import (
 	"tutti/mem"
 )
 
-// Fold is what Stream.Reduce does, on bytes of the host. dst may be one of srcs.
+// Fold computes Stream.Reduce on bytes of the host. dst may be one of srcs.
 func Fold(op kernels.Op, dt kernels.DType, dst []byte, srcs [][]byte, divisor int) error {
 	if err := kernels.Reduce(op, dt, dst, srcs...); err != nil {
 		return err
@@ -26,16 +26,16 @@ func Fold(op kernels.Op, dt kernels.DType, dst []byte, srcs [][]byte, divisor in
 	return nil
 }
 
-// patience bounds what ends at once when all is well.
+// patience bounds waits that end at once unless the test fails.
 const patience = 30 * time.Second
 
-// A Harness is a device under test, and how a test gets at its memory when no stream uses it.
+// A Harness is a device under test, with access to its memory while no stream uses it.
 type Harness struct {
 	Device device.Device
 	Bytes  func(mem.Memory) []byte
 }
 
-// Suite tests that a device keeps its contract.
+// Suite tests that a device fulfils its contract.
 func Suite(t *testing.T, open func(t *testing.T) Harness) {
 	for name, f := range map[string]func(t *testing.T, h Harness){
 		"memory": testMemory, "order": testOrder, "words": testWords, "events": testEvents,
@@ -64,7 +64,7 @@ func (h Harness) stream(t *testing.T) device.Stream {
 	return s
 }
 
-// finish waits until all that s was given is done.
+// finish waits until all work of s is done.
 func finish(t *testing.T, s device.Stream) {
 	t.Helper()
 	e, err := s.Record()
@@ -108,7 +108,7 @@ func testMemory(t *testing.T, h Harness) {
 	}
 }
 
-// testOrder moves numbers about in a random order that one stream keeps.
+// testOrder moves numbers in a random sequence of copies, which one stream must execute in order.
 func testOrder(t *testing.T, h Harness) {
 	s, r := h.stream(t), rand.New(rand.NewPCG(1, 2))
 	const cells, size, moves = 8, 64, 300
@@ -139,8 +139,7 @@ func testOrder(t *testing.T, h Harness) {
 	}
 }
 
-// testWords hands data to and fro between two streams and the host: nobody looks before the word
-// says so.
+// testWords passes data between two streams and the host, synchronized only by words.
 func testWords(t *testing.T, h Harness) {
 	const rounds, size = 50, 256
 	a, b := h.stream(t), h.stream(t)

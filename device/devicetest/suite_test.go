@@ -19,7 +19,7 @@ func TestHost(t *testing.T) {
 	})
 }
 
-func TestLate(t *testing.T) {
+func TestLateDevice(t *testing.T) {
 	devicetest.Suite(t, func(*testing.T) devicetest.Harness {
 		d := devicetest.NewLate("cuda:0", 1, 50*time.Microsecond)
 		return devicetest.Harness{Device: d, Bytes: d.Bytes}

@@ -1,22 +1,22 @@
 // Package executor runs plans of package collectives on the streams of a device.
 //
-// A plan's Copy and Combine steps go to a stream, all at once and in the plan's order. All others
-// are the network's, which an [Exchange] stands for: it moves data between the memories of ranks
-// while the stream works. Where a step of the one kind needs one of the other, they meet in a word
-// of host memory: the stream waits for a value that says that the network is done with a step, and
-// writes one when the network may begin. So the host does nothing between two steps but look at
-// words, and a stream never waits for the host.
+// A plan's Copy and ReduceInto steps are enqueued on a stream, all at once and in the plan's order.
+// All others are steps of the network, represented by an [Exchange]: it moves data between the
+// memories of ranks while the stream works. If a step of one kind needs one of the other, they
+// synchronize by a word of host memory: the stream waits for a value that says that the network has
+// completed a step, and writes one when the network may begin. So the host only polls words between
+// two steps, and a stream never waits for the host.
 package executor
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"time"
 
 	"tutti/collectives"
 	"tutti/device"
+	"tutti/internal/backoff"
 	"tutti/kernels"
 	"tutti/mem"
 )
@@ -24,48 +24,49 @@ import (
 // An Exchange is the network of one rank during one call. Steps are named by their index in the
 // plan. Its methods are called by one goroutine and do not block.
 //
-// Send, Recv, Put and WaitSignal begin what the verbs of package collectives say; Poll reports when
-// it has completed. Steps of one verb and one peer are begun in the plan's order.
+// Send, Recv, Put and WaitSignal begin steps of the verbs in package collectives; Poll reports
+// their completion. Steps of one verb and one peer are begun in the plan's order.
 type Exchange interface {
 	Send(step, peer int, src mem.Memory)
 	Recv(step, peer int, dst mem.Memory)
-	// Put writes src into dst, which is a peer's memory.
+	// Put writes src into dst, memory of a peer.
 	Put(step int, dst collectives.Ref, src mem.Memory)
 	// Signal adds one to this rank's counter at peer.
 	Signal(peer int)
-	// WaitSignal begins to wait until peer's counter here is one more than for the WaitSignal before.
+	// WaitSignal begins to wait until peer's counter at this rank is one more than for the last
+	// WaitSignal.
 	WaitSignal(step, peer int)
 	// Poll makes progress and calls done for each step that has completed. An error ends the call.
 	Poll(done func(step int)) (progress bool, err error)
-	// Cancel withdraws all that is under way: when it returns, no memory of this rank is read or
-	// written any more.
+	// Cancel cancels all steps under way: after it has returned, they access no memory of this
+	// rank.
 	Cancel()
 }
 
-// A Call says how a plan runs.
+// A Call holds the parameters of one run of a plan.
 type Call struct {
 	Stream   device.Stream
 	Exchange Exchange
-	// At returns the memory of a range: In, Out or Tmp; in a Direct plan PeerIn and PeerOut too, as
-	// the device can load them.
+	// At returns the memory of a range: In, Out or Tmp; in a LoadStore plan also PeerIn and
+	// PeerOut, as mapped for the device.
 	At func(collectives.Ref) mem.Memory
-	// Op and DType are what Combine steps do. Avg over the active ranks is a Sum that the last step
-	// over a range divides.
+	// Op and DType are the parameters of ReduceInto steps. Avg over the active ranks is a Sum that
+	// the last step over a range divides.
 	Op    kernels.Op
 	DType kernels.DType
 }
 
-// A Program is a plan made ready to run on streams, by one goroutine at a time.
+// A Program is a plan with what its execution on streams needs. One goroutine at a time uses it.
 type Program struct {
 	plan  *collectives.Plan
-	local []bool       // by step: it is the stream's
-	tells []bool       // by step of the stream: a step of the network needs it
-	lanes [][]int32    // the network's steps that begin in order
+	local []bool       // by step: it runs on the stream
+	tells []bool       // by step of the stream: a network step needs it
+	lanes [][]int32    // network steps that begin in order
 	words []mem.Memory // by step: the number of the latest run that has completed it
 	runs  uint64
 }
 
-// New makes a plan ready.
+// New returns the Program of a plan.
 func New(plan *collectives.Plan) *Program {
 	n := len(plan.Steps)
 	p := &Program{plan: plan, local: make([]bool, n), tells: make([]bool, n), words: device.Words(n)}
@@ -76,7 +77,7 @@ func New(plan *collectives.Plan) *Program {
 	index := map[lane]int{}
 	for i := range plan.Steps {
 		s := &plan.Steps[i]
-		if s.Verb == collectives.Copy || s.Verb == collectives.Combine {
+		if s.Verb == collectives.Copy || s.Verb == collectives.ReduceInto {
 			p.local[i] = true
 			continue
 		}
@@ -95,16 +96,16 @@ func New(plan *collectives.Plan) *Program {
 	return p
 }
 
-// How Run waits for the network: it yields for a while, and then sleeps.
+// yields and nap pace the wait for the network.
 const (
 	yields = 200
 	nap    = 50 * time.Microsecond
 )
 
-// Run runs the plan once and returns when all its steps have completed, or with an error: then the
-// results are rubbish, but nothing reads or writes the call's memory any more, and the stream can be
-// used again. ctx bounds the wait for peers. After ctx has ended it still waits for what the stream
-// has begun.
+// Run runs the plan once and returns when all its steps have completed, or with an error. After an
+// error the results are undefined, nothing accesses the call's memory any more, and the stream can
+// be used again. ctx bounds the wait for peers. After ctx has ended Run still waits for work that
+// the stream has begun.
 func (p *Program) Run(ctx context.Context, c Call) error {
 	p.runs++
 	err := p.enqueue(&c)
@@ -124,7 +125,7 @@ func (p *Program) Run(ctx context.Context, c Call) error {
 	return nil
 }
 
-// stop ends a run that has failed: the network lets go of the memory, then the stream runs out.
+// stop ends a failed run: it cancels the network's steps, then waits for the stream.
 func (p *Program) stop(c *Call, why error) error {
 	c.Exchange.Cancel()
 	for _, w := range p.words {
@@ -132,7 +133,7 @@ func (p *Program) stop(c *Call, why error) error {
 	}
 	end, err := c.Stream.Record()
 	if err == nil {
-		err = end.Wait(context.Background()) // bounded: nothing holds the stream up any more
+		err = end.Wait(context.Background()) // bounded: nothing blocks the stream any more
 	}
 	if err != nil && !errors.Is(err, device.ErrClosed) {
 		return errors.Join(why, fmt.Errorf("executor: ending the work: %w", err))
@@ -140,7 +141,7 @@ func (p *Program) stop(c *Call, why error) error {
 	return why
 }
 
-// enqueue gives the stream all that is its.
+// enqueue enqueues all steps of the stream.
 func (p *Program) enqueue(c *Call) error {
 	waited := make([]bool, len(p.plan.Steps))
 	for i := range p.plan.Steps {
@@ -168,7 +169,7 @@ func (p *Program) enqueue(c *Call) error {
 	return nil
 }
 
-// work gives the stream one step.
+// work enqueues one step on the stream.
 func (p *Program) work(c *Call, s *collectives.Step) error {
 	dst := c.At(s.Dst)
 	if s.Verb == collectives.Copy {
@@ -191,8 +192,8 @@ func (p *Program) work(c *Call, s *collectives.Step) error {
 	return c.Stream.Reduce(op, c.DType, dst, srcs, divisor)
 }
 
-// drive begins the network's steps when what they need is over, until all have completed. end is
-// over when the stream has done its part.
+// drive begins the network's steps when their needs are met, until all have completed. end is done
+// when the stream's steps are.
 func (p *Program) drive(ctx context.Context, c *Call, end device.Event) error {
 	left := 0
 	next := make([]int, len(p.lanes))
@@ -203,13 +204,14 @@ func (p *Program) drive(ctx context.Context, c *Call, end device.Event) error {
 		p.words[step].Word(0).Store(p.runs)
 		left--
 	}
-	var timer *time.Timer
-	for idle := 0; left > 0; {
+	pace := backoff.Backoff{Yields: yields, Nap: nap}
+	defer pace.Stop()
+	for left > 0 {
 		progress, err := c.Exchange.Poll(done)
 		if err != nil {
 			return err
 		}
-		end.Done() // a stream of the host works when it is looked at
+		end.Done() // a stream of the host works in Done
 		for i, l := range p.lanes {
 			for next[i] < len(l) && p.ready(l[next[i]]) {
 				p.begin(c, int(l[next[i]]), done)
@@ -218,25 +220,9 @@ func (p *Program) drive(ctx context.Context, c *Call, end device.Event) error {
 			}
 		}
 		if progress {
-			idle = 0
-			continue
-		}
-		if err := ctx.Err(); err != nil {
+			pace.Reset()
+		} else if err := pace.Wait(ctx); err != nil {
 			return err
-		}
-		if idle++; idle < yields {
-			runtime.Gosched()
-			continue
-		}
-		if timer == nil {
-			timer = time.NewTimer(nap)
-			defer timer.Stop()
-		} else {
-			timer.Reset(nap)
-		}
-		select {
-		case <-ctx.Done():
-		case <-timer.C:
 		}
 	}
 	return nil

@@ -281,7 +281,7 @@ func (c trial) run(t *testing.T) error {
 		n.harness = devicetest.Harness{Device: device.NewHost(), Bytes: mem.Memory.Bytes}
 		if c.late {
 			d := devicetest.NewLate("cuda:0", rng.Uint64(), 30*time.Microsecond)
-			if i > 0 && plan.Direct { // peers' memory is loaded where it is: one device for all
+			if i > 0 && plan.LoadStore { // peers' memory is loaded where it is: one device for all
 				d = net.nodes[0].harness.Device.(*devicetest.Late)
 			}
 			n.harness = devicetest.Harness{Device: d, Bytes: d.Bytes}
@@ -325,7 +325,7 @@ func (c trial) run(t *testing.T) error {
 		net.nodes, plans, oracle = append(net.nodes, n), append(plans, plan), append(oracle, host)
 	}
 	if err := collectives.Interpret(plans, oracle, collectives.Schedule{Seed: c.seed, Late: c.seed%2 == 0,
-		Combine: func(dst []byte, srcs [][]byte, final bool) {
+		Fold: func(dst []byte, srcs [][]byte, final bool) {
 			op, divisor := c.op, 0
 			if op == kernels.Avg && len(srcs) != len(c.shape.Active) {
 				if op = kernels.Sum; final {
@@ -355,7 +355,7 @@ func (c trial) run(t *testing.T) error {
 			if errs[i] != nil {
 				return
 			}
-			net.mu.Lock() // the memory is the caller's again: nobody uses it any more
+			net.mu.Lock() // the memory is the caller's again, and must not be accessed
 			defer net.mu.Unlock()
 			got[i] = bytes.Clone(n.harness.Bytes(n.mem[1]))
 			for _, m := range n.mem {
@@ -458,7 +458,7 @@ func pair(t *testing.T, late bool) (*node, device.Stream) {
 
 // A run whose peer does not come ends with its context, one whose network fails with the reason.
 // Then nothing touches the memory any more, and the stream can be used again.
-func TestRunsThatFail(t *testing.T) {
+func TestFailedRunReleasesMemory(t *testing.T) {
 	broken := errors.New("broken")
 	for _, late := range []bool{false, true} {
 		for _, want := range []error{context.DeadlineExceeded, broken} {
@@ -485,7 +485,7 @@ func TestRunsThatFail(t *testing.T) {
 				if err != nil {
 					t.Fatalf("late %v, round %d: the stream afterwards: %v", late, round, err)
 				}
-				for range 100 { // the network goes on
+				for range 100 { // the network continues
 					n.net.mu.Lock()
 					n.net.step()
 					n.net.mu.Unlock()

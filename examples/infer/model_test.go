@@ -91,7 +91,7 @@ func differ(a, b []float32) float64 {
 	return worst
 }
 
-func TestPartsMakeTheWhole(t *testing.T) {
+func TestPartsMatchWholeModel(t *testing.T) {
 	const text = "some tokens"
 	whole, err := newModel(small, 5, 0, 1, alone{})
 	if err != nil {
@@ -140,7 +140,7 @@ func TestPartsMakeTheWhole(t *testing.T) {
 }
 
 // Each part has its columns, or rows, of the whole's matrices.
-func TestWeightsAreCut(t *testing.T) {
+func TestWeightsAreSharded(t *testing.T) {
 	whole, _ := newModel(small, 5, 0, 1, alone{})
 	const parts = 2
 	d, w := small.dim, small.dim/parts

@@ -132,7 +132,7 @@ func TestBatchIsTheSameForAnyRanks(t *testing.T) {
 
 // On one rank, without a group: the loss starts at that of a guess and falls, in the same bits each
 // time.
-func TestLearns(t *testing.T) {
+func TestLossFalls(t *testing.T) {
 	s := shape{vocab: vocabulary, dim: 16, heads: 2, layers: 1, seq: 8}
 	o := options{shape: s, batch: 8, steps: 150, seed: 1, rate: 1e-2}
 	learn := func() (first, last float32) {
@@ -215,7 +215,7 @@ func TestProof(t *testing.T) {
 }
 
 // When rank 0 finds no text, all ranks end with an error.
-func TestNoText(t *testing.T) {
+func TestMissingTextFailsOnAllRanks(t *testing.T) {
 	o := options{shape: tiny, text: filepath.Join(t.TempDir(), "none"), limit: 1000}
 	pgtest.RunLocal(t, 2, func(t *testing.T, g *pg.Group) {
 		if _, err := shareText(t.Context(), g, o); err == nil || !strings.Contains(err.Error(), "no ") {

@@ -1,4 +1,5 @@
-// Package dial is how a rank makes its connections: one function, which a program may replace.
+// Package dial defines the function by which a rank makes its connections, which a program may
+// replace.
 package dial
 
 import (
@@ -6,12 +7,12 @@ import (
 	"net"
 )
 
-// Store stands for the job's store where a rank is meant.
+// Store is the rank that stands for the job's store.
 const Store = -1
 
-// Func makes a connection with address, HOST:PORT, where rank to listens or, with Store, the store.
-// d has the local address and the socket options that the connection is to have. It returns when ctx
-// ends at the latest. An address at which nobody listens is an error that wraps
+// Func makes a connection to address, HOST:PORT, at which rank to listens, or the store if to is
+// Store. d holds the local address and the socket options that the connection should have. It must
+// return when ctx ends. For an address without a listener it must return an error that wraps
 // syscall.ECONNREFUSED.
 type Func func(ctx context.Context, d *net.Dialer, to int, address string) (net.Conn, error)
 

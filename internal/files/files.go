@@ -1,4 +1,4 @@
-// Package files knows the limits on open files, and tells a person about them.
+// Package files reports the limits on open files.
 package files
 
 import (
@@ -9,8 +9,8 @@ import (
 	"syscall"
 )
 
-// Explain adds to an error that a limit on open files has caused which limit that was and how to
-// raise it. Other errors, and those that it has explained before, it returns as they are.
+// Explain adds to an error that a limit on open files has caused which limit it was and how to
+// raise it. It returns other errors, and explained ones, unchanged.
 func Explain(err error) error {
 	switch {
 	case errors.Is(err, syscall.EMFILE) && !strings.Contains(err.Error(), "RLIMIT_NOFILE"):
@@ -23,14 +23,28 @@ func Explain(err error) error {
 	return err
 }
 
-// Limit returns how many files this process may have open; false: not known here.
+// Limit returns how many files this process may have open; known is false if the system does not
+// tell.
 func Limit() (limit uint64, known bool) {
-	var r syscall.Rlimit
-	err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &r)
-	return uint64(r.Cur), err == nil
+	soft, _, err := limits()
+	return soft, err == nil
 }
 
-// Open returns how many files this process has open; false: not known here.
+// Ceiling returns up to how many files Limit can be raised without privilege.
+func Ceiling() (uint64, error) {
+	_, hard, err := limits()
+	return hard, err
+}
+
+func limits() (soft, hard uint64, err error) {
+	var r syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_NOFILE, &r); err != nil {
+		return 0, 0, os.NewSyscallError("getrlimit", err)
+	}
+	return uint64(r.Cur), uint64(r.Max), nil
+}
+
+// Open returns how many files this process has open; known is false if the system does not tell.
 func Open() (n int, known bool) {
 	entries, err := os.ReadDir("/proc/self/fd")
 	return len(entries), err == nil

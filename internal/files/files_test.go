@@ -33,6 +33,14 @@ func TestExplain(t *testing.T) {
 	}
 }
 
+func TestCeilingIsNotBelowTheLimit(t *testing.T) {
+	limit, known := Limit()
+	most, err := Ceiling()
+	if known != (err == nil) || most < limit {
+		t.Errorf("limit %d (known: %t), ceiling %d, %v", limit, known, most, err)
+	}
+}
+
 func TestOpen(t *testing.T) {
 	before, known := Open()
 	if !known {

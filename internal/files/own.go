@@ -8,9 +8,9 @@ import (
 	"syscall"
 )
 
-// Directory makes dir where it is not there, and checks that files can be kept in it: if others may
-// write to it, it is one such as /tmp, where they cannot replace what is not theirs, and it is no
-// link that another user has put there.
+// Directory makes dir if it does not exist, and checks that it is safe to keep files in it: if
+// others may write to it, it must be one like /tmp, where they cannot replace files of others, and
+// it must not be a symbolic link of another user.
 func Directory(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
@@ -36,7 +36,7 @@ func Directory(dir string) error {
 	return nil
 }
 
-// trusted reports whether a file is this user's or root's.
+// trusted reports whether a file belongs to this user or to root.
 func trusted(info fs.FileInfo) bool {
 	st, ok := info.Sys().(*syscall.Stat_t)
 	return ok && (int(st.Uid) == os.Geteuid() || st.Uid == 0)
@@ -48,14 +48,14 @@ func Own(info fs.FileInfo) bool {
 	return ok && info.Mode().IsRegular() && int(st.Uid) == os.Geteuid()
 }
 
-// Create makes a file that nobody else may read. That it is there already, also as a link, is an
-// error.
+// Create makes a file that only its owner can read. An existing file or symbolic link of that name
+// is an error.
 func Create(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDWR|syscall.O_NOFOLLOW, 0o600)
 }
 
-// Replace makes a file anew, in the place of what has the name. A link is followed if this user or
-// root has made it, and else replaced.
+// Replace makes a new file in the place of any old one. A symbolic link is followed if it belongs
+// to this user or root, else replaced.
 func Replace(path string, mode fs.FileMode) (*os.File, error) {
 	if info, err := os.Lstat(path); err == nil && info.Mode()&fs.ModeSymlink != 0 && trusted(info) {
 		return os.OpenFile(path, os.O_CREATE|os.O_TRUNC|os.O_WRONLY, mode)
@@ -66,7 +66,7 @@ func Replace(path string, mode fs.FileMode) (*os.File, error) {
 	return os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY|syscall.O_NOFOLLOW, mode)
 }
 
-// Read opens a regular file for reading, and neither follows a link nor waits for a pipe's writer.
+// Read opens a regular file for reading. It neither follows symbolic links nor blocks on pipes.
 func Read(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0)
 	if err != nil {

@@ -63,7 +63,7 @@ func TestLinksAreNotFollowed(t *testing.T) {
 	}
 }
 
-func TestCreateIsForTheOwnerAlone(t *testing.T) {
+func TestCreateIsReadableByOwnerOnly(t *testing.T) {
 	defer syscall.Umask(syscall.Umask(0))
 	path := filepath.Join(t.TempDir(), "f")
 	f, err := Create(path)
@@ -81,7 +81,7 @@ func TestCreateIsForTheOwnerAlone(t *testing.T) {
 	}
 }
 
-func TestReadDoesNotWait(t *testing.T) {
+func TestReadOfPipeDoesNotBlock(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "pipe")
 	if err := syscall.Mkfifo(path, 0o600); err != nil {
 		t.Fatal(err)

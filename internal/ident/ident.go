@@ -1,4 +1,4 @@
-// Package ident tells apart processes, and the places where they run.
+// Package ident identifies processes, and the machines and networks that they run on.
 package ident
 
 import (
@@ -11,8 +11,7 @@ import (
 	"sync"
 )
 
-// New returns a random number that is never 0: whatever has it is told apart from all that had, or
-// will have, another.
+// New returns a random number that is never 0 and, in practice, unique.
 func New() uint64 {
 	var b [8]byte
 	for {
@@ -23,11 +22,11 @@ func New() uint64 {
 	}
 }
 
-// A Place is where a process runs. Processes of equal Places share memory files, abstract sockets
-// and loopback.
+// A Place identifies where a process runs. Processes of equal Places share memory files, abstract
+// sockets and loopback.
 type Place struct {
-	Boot    string // of the kernel: containers of a machine share it
-	Network string // namespace of it
+	Boot    string // boot id of the kernel, which containers of a machine share
+	Network string // network namespace
 }
 
 // Here returns the Place of this process.
@@ -47,8 +46,8 @@ var here = sync.OnceValues(func() (p Place, err error) {
 	return p, nil
 })
 
-// Hash returns a number that is equal for equal Places, and almost surely not for others; 0 for the
-// zero Place alone.
+// Hash returns a number that is equal for equal Places, and almost surely different for others; 0
+// only for the zero Place.
 func (p Place) Hash() uint64 {
 	if p == (Place{}) {
 		return 0

@@ -1,10 +1,10 @@
 // Package ifname chooses which of the machine's network addresses a job uses.
 //
-// Nobody has to choose: all interfaces that are up count, in an order in which the likely ones come
-// first, and which of them leads to a peer is the routing table's business. A Filter takes away:
-// interfaces that lead nowhere (docker0), that are for something else (a management network), or
-// that are slow. It is the same text wherever a listener or a dialler asks (TUTTI_IFNAME): an
-// address that is not allowed is neither listened on nor published.
+// By default all interfaces that are up are used, the likely ones first, and the routing table
+// decides which of them leads to a peer. A Filter excludes interfaces: those that lead nowhere
+// (docker0), that have another purpose (a management network), or that are slow. Listeners and
+// diallers use the same filter (TUTTI_IFNAME): an address that is not allowed is neither listened
+// on nor published.
 package ifname
 
 import (
@@ -16,7 +16,7 @@ import (
 	"strings"
 )
 
-// Filter says which interfaces and addresses are allowed. The zero Filter allows all.
+// Filter selects interfaces and addresses. The zero Filter allows all.
 type Filter struct {
 	spec       string
 	allow, ban []rule
@@ -91,7 +91,7 @@ func (r rule) matches(name string, a netip.Addr) bool {
 	return name == r.name
 }
 
-// String returns what Parse was given.
+// String returns the argument of Parse.
 func (f Filter) String() string { return f.spec }
 
 // Allows says whether the filter allows address a of the interface name.
@@ -102,7 +102,7 @@ func (f Filter) Allows(name string, a netip.Addr) bool {
 
 // Addrs returns the allowed addresses of this machine's interfaces that are up, best first: no
 // link-local ones, container and VM bridges (which have the same address on every machine) behind
-// the others, loopback last. It is an error if none is left; the error lists what there is.
+// the others, loopback last. It is an error if none is left; the error lists the candidates.
 func (f Filter) Addrs() ([]netip.Addr, error) {
 	ifs, err := Interfaces()
 	if err != nil {
@@ -175,7 +175,7 @@ func Interfaces() ([]Interface, error) {
 		}
 		addrs, err := i.Addrs()
 		if err != nil {
-			continue // the interface went away between the two calls
+			continue // the interface was removed between the two calls
 		}
 		o := Interface{Name: i.Name, Loopback: i.Flags&net.FlagLoopback != 0}
 		for _, a := range addrs {

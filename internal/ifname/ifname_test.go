@@ -51,7 +51,7 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-func TestChooseNothing(t *testing.T) {
+func TestChooseWithoutMatchListsInterfaces(t *testing.T) {
 	for _, spec := range []string{"eth", "wlan0", "^*", "169.254.0.0/16", "fe80::1", "11.0.0.0/8"} {
 		f, err := Parse(spec)
 		if err != nil {

@@ -1,6 +1,5 @@
-// Package lockdir keeps temporary directories that live as long as their process: each holds a file
-// that is locked as long as its owner has it open, however the owner ends. So a later process can
-// tell what a killed one left behind, and remove it.
+// Package lockdir manages temporary directories of processes. Each holds a file that its owner has
+// locked while it runs, so that a later process can find and remove what a killed one left behind.
 package lockdir
 
 import (
@@ -13,7 +12,7 @@ import (
 
 const lockName = "lock"
 
-// Lock marks dir, a fresh directory of this process, as in use until the returned file is closed.
+// Lock marks dir, a new directory of this process, as in use until the returned file is closed.
 func Lock(dir string) (*os.File, error) {
 	lock, err := os.OpenFile(filepath.Join(dir, lockName), os.O_CREATE|os.O_EXCL|os.O_RDWR|unix.O_CLOEXEC, 0o600)
 	if err != nil {
@@ -29,9 +28,9 @@ func Lock(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// RemoveStale removes this user's directories below parent, of those whose names ours accepts,
-// whose lock nobody holds. Between the making of a directory and that of its lock there is a
-// moment: directories without a lock file, or with an empty one, are left alone.
+// RemoveStale removes this user's directories below parent whose names ours accepts and whose lock
+// is free. Directories without a lock file, or with an empty one, are left alone, because their
+// owner may be about to lock them.
 func RemoveStale(parent string, ours func(name string) bool) {
 	entries, err := os.ReadDir(parent)
 	if err != nil {
@@ -58,7 +57,7 @@ func RemoveStale(parent string, ours func(name string) bool) {
 	}
 }
 
-// InUse reports whether dir is a directory of this user's whose lock is held.
+// InUse reports whether dir is a directory of this user whose lock is held.
 func InUse(dir string) bool {
 	var st unix.Stat_t
 	if unix.Lstat(dir, &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFDIR || int(st.Uid) != os.Getuid() {
@@ -69,6 +68,6 @@ func InUse(dir string) bool {
 		return false
 	}
 	defer lock.Close()
-	info, err := lock.Stat() // an empty one is about to be locked: it must not be touched
+	info, err := lock.Stat() // an empty file is about to be locked
 	return err == nil && info.Size() > 0 && unix.Flock(int(lock.Fd()), unix.LOCK_SH|unix.LOCK_NB) == unix.EWOULDBLOCK
 }

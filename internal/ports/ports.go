@@ -1,9 +1,9 @@
-// Package ports holds the one rule by which every listener of a job chooses its port: an explicit
-// port that is taken is an error which names it, a range moves on to the next port, and 0 asks the
-// kernel.
+// Package ports implements the rule by which every listener of a job chooses its port: an explicit
+// port that is taken is an error which names it, a range uses its first free port, and 0 leaves the
+// choice to the kernel.
 //
-// Somebody who names a port has a reason (a firewall, a peer that was told), and a listener that
-// quietly went elsewhere would be looked for in vain.
+// An explicit port usually has a reason (a firewall, a configured peer), so that a listener must
+// not silently use another.
 package ports
 
 import (
@@ -50,7 +50,7 @@ func parsePort(s, whole string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// ParseAddr reads HOST:PORT with a Spec for the port; the host may be empty, or an IPv6 address in
+// ParseAddr reads HOST:PORT with a Spec for the port. The host may be empty, or an IPv6 address in
 // brackets.
 func ParseAddr(s string) (host string, spec Spec, err error) {
 	host, port, err := net.SplitHostPort(strings.TrimSpace(s))
@@ -70,8 +70,7 @@ func (s Spec) String() string {
 	return fmt.Sprintf("%d-%d", s.Lo, s.Hi)
 }
 
-// Next is the spec for a second listener beside one of s: the port after an explicit one, else s
-// itself.
+// Next returns the spec for a second listener: the port after an explicit one, else s itself.
 func (s Spec) Next() Spec {
 	if s.Lo == s.Hi && s.Lo != 0 && s.Hi < 65535 {
 		return Spec{s.Lo + 1, s.Hi + 1}
@@ -80,8 +79,8 @@ func (s Spec) Next() Spec {
 }
 
 // Listen opens a TCP listener at host (an address; "" means every address of this machine) on the
-// first free port of spec. Only "address in use" moves a range on; any other failure ends the
-// search. It does not block but to resolve a host that is a name.
+// first free port of spec. Only "address in use" continues with the next port of a range; any other
+// failure ends the search. It blocks only to resolve a host name.
 func Listen(ctx context.Context, host string, spec Spec) (net.Listener, error) {
 	var lc net.ListenConfig
 	var last error

@@ -66,7 +66,8 @@ func TestListen(t *testing.T) {
 		t.Errorf("an explicit port that is taken: %v", err)
 	}
 	if p < 65000 {
-		// Neighbours may be anybody's; the range is long enough to find one that is free.
+		// Other processes may use the neighbouring ports; the range is long enough to find a free
+		// one.
 		m, err := Listen(ctx, "127.0.0.1", Spec{p, p + 500})
 		if err != nil {
 			t.Fatal(err)
@@ -86,7 +87,7 @@ func TestListen(t *testing.T) {
 
 func TestListenRangeExhausted(t *testing.T) {
 	ctx := context.Background()
-	// Two ports side by side: the second may be somebody else's, which is taken just as well.
+	// Two adjacent ports: if another process has the second, that is taken as well.
 	a, err := Listen(ctx, "127.0.0.1", Spec{20000, 60000})
 	if err != nil {
 		t.Fatal(err)

@@ -1,17 +1,16 @@
 //go:build linux
 
 // Package proctest starts the processes of tests. None of them outlives the process that started
-// it, however that ends: a test binary may be killed at any time, by go test's own time limit for
-// instance.
+// it, even if that is killed, for instance by go test's time limit.
 //
-// Two means see to it. The kernel kills what Start has started when this process dies
-// (PR_SET_PDEATHSIG). All that these processes have started, in whichever session or process group
-// and with whichever credentials, is found by a mark that it inherits in its environment, Variable,
-// and killed by a keeper: one more process of this program, which reads from a pipe that only this
-// process can write to. The keeper ends with this process.
+// Two mechanisms ensure this. The kernel kills processes of Start when this process dies
+// (PR_SET_PDEATHSIG). Their descendants, in any session or process group and with any credentials,
+// inherit a mark in their environment, Variable, by which a keeper finds and kills them: one more
+// process of this program, which reads from a pipe that only this process can write to, and ends
+// with it.
 //
-// A program that imports the package becomes a keeper in an init function, so that its main needs
-// to know nothing of it.
+// A program that imports the package becomes a keeper in an init function, without a change to its
+// main.
 package proctest
 
 import (
@@ -33,9 +32,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Variable is in the environment of every process that Start has started and, unless they remove
-// it, of what these have started. Its value is the mark of this process; where this process has a
-// mark itself its own follows after a dot.
+// Variable is in the environment of every process of Start and, unless they remove it, of its
+// descendants. Its value is the mark of this process. If this process has a mark itself, its own
+// follows after a dot.
 const Variable = "PROCTEST_MARK"
 
 // keeperName is argv[0] of a keeper.
@@ -48,21 +47,21 @@ func init() {
 	}
 }
 
-// keeper is the one of this process.
+// keeper is the keeper of this process.
 var keeper struct {
 	sync.Mutex
-	mark string   // "" until it runs
+	mark string   // "" before it runs
 	life *os.File // its standard input ends when this is closed, with this process
 }
 
-// Keep starts this process's keeper, unless it runs. Start does it too; who counts descriptors
-// calls it before.
+// Keep starts this process's keeper, unless it is running. Start does it too; tests that count
+// descriptors call it before.
 func Keep() error {
 	_, err := mark()
 	return err
 }
 
-// mark returns the mark of this process, whose keeper runs.
+// mark returns the mark of this process, after starting its keeper.
 func mark() (string, error) {
 	keeper.Lock()
 	defer keeper.Unlock()
@@ -85,7 +84,7 @@ func mark() (string, error) {
 	if above != "" {
 		own = above + "." + own
 	}
-	// Not under its own mark, but under that of the keeper above, whose processes include ours.
+	// It has the mark of the keeper above, whose processes include those of this process.
 	p, err := os.StartProcess("/proc/self/exe", []string{keeperName, own}, &os.ProcAttr{
 		Env: []string{Variable + "=" + above}, Files: []*os.File{theirs, null, null},
 		Sys: &syscall.SysProcAttr{Setpgid: true}})
@@ -93,27 +92,27 @@ func mark() (string, error) {
 		ours.Close()
 		return "", fmt.Errorf("start the keeper: %w", err)
 	}
-	p.Release() // it outlives this process
+	p.Release() // not waited for: it outlives this process
 	keeper.mark, keeper.life = own, ours
 	return own, nil
 }
 
-// keepFor bounds a keeper's work after the end of the process that it is for.
+// keepFor bounds a keeper's work after the end of its process.
 const keepFor = 30 * time.Second
 
-// keep is the life of a keeper.
+// keep runs a keeper.
 func keep(mark string) {
-	// It ends when its pipe does, not by what a terminal or a service manager sends to all.
+	// Only its pipe ends it, not signals of a terminal or a service manager to all processes.
 	signal.Ignore(syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT)
-	io.Copy(io.Discard, os.Stdin) // nobody writes to it
-	// Until none is left that could have started another meanwhile; who cannot die is left.
+	io.Copy(io.Discard, os.Stdin) // there is no data
+	// Until no process is left that could have started another; unkillable ones are left.
 	for limit := time.Now().Add(keepFor); killMarked(mark) > 0 && time.Now().Before(limit); {
-		time.Sleep(time.Millisecond) // they take a moment to die
+		time.Sleep(time.Millisecond) // processes take a moment to die
 	}
 }
 
-// KillAll kills what Start has started in this process and all that this has started, and returns
-// how many processes there were. Start must not be called meanwhile.
+// KillAll kills all processes that Start has started in this process, and their descendants, and
+// returns their number. Start must not be called meanwhile.
 func KillAll() (killed int) {
 	keeper.Lock()
 	mark := keeper.mark
@@ -121,7 +120,7 @@ func KillAll() (killed int) {
 	if mark == "" {
 		return 0
 	}
-	for range 10 { // a process that forks while we look is found the next time
+	for range 10 { // a process that forks meanwhile is found in the next round
 		n := killMarked(mark)
 		if n == 0 {
 			break
@@ -132,15 +131,15 @@ func KillAll() (killed int) {
 }
 
 // killMarked kills all processes with this mark, or one that begins with it and a dot, and returns
-// how many there were.
+// their number.
 func killMarked(mark string) (n int) {
-	paths, _ := filepath.Glob("/proc/[0-9]*/environ") // the pattern is correct
+	paths, _ := filepath.Glob("/proc/[0-9]*/environ") // the pattern is valid
 	for _, path := range paths {
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(path)))
 		if err != nil || pid == os.Getpid() {
 			continue
 		}
-		p, err := os.FindProcess(pid) // a handle of this process, though the number be given to another
+		p, err := os.FindProcess(pid) // a handle of this process, even if the number is reused
 		if err != nil {
 			continue
 		}
@@ -152,7 +151,7 @@ func killMarked(mark string) (n int) {
 	return n
 }
 
-// marked reports whether an environment, as /proc shows it, has the mark.
+// marked reports whether an environment in the format of /proc has the mark.
 func marked(env []byte, mark string) bool {
 	for kv := range bytes.SplitSeq(env, []byte{0}) {
 		if rest, ok := bytes.CutPrefix(kv, []byte(Variable+"="+mark)); ok && (len(rest) == 0 || rest[0] == '.') {
@@ -162,24 +161,23 @@ func marked(env []byte, mark string) bool {
 	return false
 }
 
-// Process is a process that Start has started.
+// Process is a process of Start.
 type Process struct {
-	// Cmd is what was started. Its ProcessState is set when Done is closed.
+	// Cmd is the command. Its ProcessState is set when Done is closed.
 	Cmd  *exec.Cmd
 	done chan struct{}
 	err  error
 
 	mu    sync.Mutex
-	alive bool // not waited for: its number is its own, and its group's
+	alive bool // not reaped: its number and its group's are not reused
 }
 
-// Start starts cmd, and waits for its end in a goroutine of its own. Unless cmd.SysProcAttr is set
-// the process heads a process group of its own, so that a Ctrl-C at the tests' terminal is the
-// tests' alone. The caller leaves cmd.Wait to the Process, and so does not read from
-// cmd.StdoutPipe, which Wait closes.
+// Start starts cmd, and waits for its end in a goroutine. Unless cmd.SysProcAttr is set the process
+// leads its own process group, so that Ctrl-C at the tests' terminal does not reach it. The caller
+// must not call cmd.Wait, nor read from cmd.StdoutPipe, which Wait closes.
 func Start(cmd *exec.Cmd) (*Process, error) { return start(cmd, false) }
 
-// StartGroup is Start for a process whose group ends with it: what it leaves there is killed.
+// StartGroup is Start for a process whose group is killed at its end.
 func StartGroup(cmd *exec.Cmd) (*Process, error) { return start(cmd, true) }
 
 func start(cmd *exec.Cmd, sweep bool) (*Process, error) {
@@ -198,7 +196,8 @@ func start(cmd *exec.Cmd, sweep bool) (*Process, error) {
 	p := &Process{Cmd: cmd, done: make(chan struct{})}
 	started := make(chan error)
 	go func() {
-		// The kernel takes the end of the thread for that of this process: it must not end before.
+		// The kernel sends the signal when this thread ends, so the thread must not end before the
+		// process.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		if err := cmd.Start(); err != nil {
@@ -224,7 +223,7 @@ func (p *Process) live(sweep bool) {
 		err = waitid(pid, unix.WEXITED|unix.WNOWAIT)
 	}
 	p.mu.Lock()
-	if sweep && err == nil { // not waited for: the group's number is not another's
+	if sweep && err == nil { // not reaped: the group's number is not reused
 		syscall.Kill(-pid, syscall.SIGKILL)
 	}
 	p.alive = false
@@ -237,22 +236,22 @@ func waitid(pid, options int) error { return unix.Waitid(unix.P_PID, pid, nil, o
 // PID is the process's number.
 func (p *Process) PID() int { return p.Cmd.Process.Pid }
 
-// Done is closed when the process has ended, and its output has been taken: see exec.Cmd.WaitDelay.
+// Done is closed when the process has ended, and its output has been read: see exec.Cmd.WaitDelay.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Wait waits for that and returns what exec.Cmd.Wait returned.
+// Wait waits for Done and returns the result of exec.Cmd.Wait.
 func (p *Process) Wait() error {
 	<-p.done
 	return p.err
 }
 
-// ErrEnded says that a process has ended by itself.
+// ErrEnded says that a process has ended.
 var ErrEnded = errors.New("the process has ended")
 
-// Signal sends a signal to the process; ErrEnded if it is gone.
+// Signal sends a signal to the process; ErrEnded if it has ended.
 func (p *Process) Signal(sig syscall.Signal) error { return p.send(p.PID(), sig) }
 
-// Kill kills the process with its process group, if it heads one and has not ended.
+// Kill kills the process and, if it leads one, its process group, unless it has ended.
 func (p *Process) Kill() {
 	if p.Cmd.SysProcAttr.Setpgid {
 		p.send(-p.PID(), syscall.SIGKILL)
@@ -270,7 +269,7 @@ func (p *Process) send(to int, sig syscall.Signal) error {
 	return syscall.Kill(to, sig)
 }
 
-// Stopped returns when the process stands still after a SIGSTOP, or has ended.
+// Stopped returns when the process has stopped after a SIGSTOP, or has ended.
 func (p *Process) Stopped() {
 	for waitid(p.PID(), unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT) == unix.EINTR {
 	}

@@ -88,7 +88,7 @@ func ended(t *testing.T, pid int) func() {
 	}
 }
 
-func TestAllProcessesEndWhenTheirStarterIsKilled(t *testing.T) {
+func TestProcessesEndWhenStarterIsKilled(t *testing.T) {
 	// Not by Start: nothing but what is under test may end these.
 	cmd := exec.Command("/proc/self/exe")
 	cmd.Env = append(os.Environ(), role+"=parent")
@@ -122,7 +122,7 @@ func TestAllProcessesEndWhenTheirStarterIsKilled(t *testing.T) {
 	}
 }
 
-func TestSignalAfterTheEndReachesNobody(t *testing.T) {
+func TestSignalAfterExitFails(t *testing.T) {
 	p, err := Start(exec.Command("/bin/true"))
 	if err != nil {
 		t.Fatal(err)
@@ -137,14 +137,14 @@ func TestSignalAfterTheEndReachesNobody(t *testing.T) {
 	p.Stopped() // does not block
 }
 
-func TestStartGroupEndsTheGroupWithItsLeader(t *testing.T) {
+func TestStartGroupEndsGroupWithLeader(t *testing.T) {
 	out, theirs, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer out.Close()
 	cmd := exec.Command("/bin/sh", "-c", "sleep 1000 & echo $!")
-	cmd.Stdout = theirs // which the sleeping one has too, and nobody else
+	cmd.Stdout = theirs // only the sleeping process has it, too
 	p, err := StartGroup(cmd)
 	theirs.Close()
 	if err != nil {
@@ -159,7 +159,7 @@ func TestStartGroupEndsTheGroupWithItsLeader(t *testing.T) {
 	}
 }
 
-func TestMarked(t *testing.T) {
+func TestMarkInEnvironment(t *testing.T) {
 	for env, want := range map[string]bool{
 		Variable + "=a":             true,
 		"X=1\x00" + Variable + "=a": true,

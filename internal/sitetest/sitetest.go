@@ -1,8 +1,8 @@
-// Package sitetest starts an etcd of the kind that a site keeps for everybody: with TLS, client
-// certificates, users and passwords. It is for tests of what etcd:// and etcds:// addresses meet;
-// the store that a launcher brings along is package embed.
+// Package sitetest starts an etcd like that of a site, with TLS, client certificates, users and
+// passwords. It is for tests of etcd:// and etcds:// addresses; a launcher's own store is in
+// package embed.
 //
-// The certificates are those of an authority that is made for the test and forgotten with it.
+// The certificates are those of an authority that exists only during the test.
 package sitetest
 
 import (
@@ -35,21 +35,21 @@ const (
 	Password = "the password of the ranks"
 )
 
-// patience is longer than any step takes.
+// patience bounds every step.
 const patience = 30 * time.Second
 
-// etcd takes the size of its log's segments from a global; the default would preallocate 64 MB a
-// server.
+// etcd takes the size of its log's segments from a global. The default would preallocate 64 MB for
+// each server.
 func init() { wal.SegmentSizeBytes = 4 << 20 }
 
-// Config says what the site is like.
+// Config describes the site.
 type Config struct {
 	TLS         bool  // clients connect by TLS
-	ClientCerts bool  // and have to show a certificate of the site's authority; means TLS
-	Users       bool  // clients have to be User, with Password
-	Expired     bool  // the certificate that the site shows
+	ClientCerts bool  // and must show a certificate of the site's authority; implies TLS
+	Users       bool  // clients must authenticate as User, with Password
+	Expired     bool  // the site's certificate has expired
 	Quota       int64 // bytes that the store may hold; default etcd's
-	TokenTTL    uint  // seconds for which the proof of a password holds; default etcd's
+	TokenTTL    uint  // lifetime of an authentication token in seconds; default etcd's
 }
 
 // Site is a running etcd.
@@ -99,14 +99,14 @@ func Start(t testing.TB, cfg Config) *Site {
 	return s
 }
 
-// Serve starts a site where everybody is let in and nothing is encrypted, with its data in dir, for
-// a process that is nothing else. It returns when the site serves, at most until ctx ends.
+// Serve starts a site without authentication and encryption, with its data in dir. It returns when
+// the site serves, or ctx ends.
 func Serve(ctx context.Context, dir string) (address string, stop func(), err error) {
 	at, stop, err := start(ctx, config(dir, "http"))
 	return "etcd://" + at, stop, err
 }
 
-// config is that of a server of one member with its data in dir.
+// config returns the configuration of a server of one member with its data in dir.
 func config(dir, scheme string) *embed.Config {
 	c := embed.NewConfig()
 	c.Name = "site"
@@ -115,15 +115,15 @@ func config(dir, scheme string) *embed.Config {
 	c.TickMs, c.ElectionMs = 10, 50
 	c.UnsafeNoFsync = true
 	c.EnableGRPCGateway = false
-	c.BcryptCost = 4                                     // the least, in time too
-	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"} // a name: a single member has no peers
+	c.BcryptCost = 4                                     // the minimum, also in time
+	peer := url.URL{Scheme: "http", Host: "127.0.0.1:1"} // only a name: a single member has no peers
 	c.ListenPeerUrls, c.AdvertisePeerUrls = nil, []url.URL{peer}
 	c.InitialCluster = c.Name + "=" + peer.String()
 	listen(c, scheme)
 	return c
 }
 
-// listen has the kernel choose the port.
+// listen makes the kernel choose the port.
 func listen(c *embed.Config, scheme string) {
 	client := url.URL{Scheme: scheme, Host: "127.0.0.1:0"}
 	c.ListenClientUrls, c.AdvertiseClientUrls = []url.URL{client}, []url.URL{client}
@@ -136,7 +136,7 @@ func start(ctx context.Context, c *embed.Config) (at string, stop func(), err er
 		return "", nil, err
 	}
 	stop = func() {
-		e.Server.HardStop() // not waiting for clients
+		e.Server.HardStop() // without waiting for clients
 		e.Close()
 	}
 	select {
@@ -148,7 +148,7 @@ func start(ctx context.Context, c *embed.Config) (at string, stop func(), err er
 	}
 }
 
-// makeUsers makes root and User, and closes the door to everybody else.
+// makeUsers makes root and User, and requires authentication.
 func (s *Site) makeUsers(t testing.TB, endpoint string) {
 	conf := clientv3.Config{Endpoints: []string{endpoint}, Logger: zap.NewNop(), DialTimeout: patience}
 	if s.CA != "" {
@@ -218,10 +218,10 @@ func NewAuthority(t testing.TB) *Authority {
 	return a
 }
 
-// Certificate says what to issue.
+// Certificate describes a certificate to issue.
 type Certificate struct {
-	Name    string // whose it is
-	Host    string // the address of the server it is for; "": it is a client's
+	Name    string // of the subject
+	Host    string // the server's address; "": a client's certificate
 	Expired bool   // an hour ago
 }
 
@@ -274,7 +274,7 @@ func (a *Authority) Issue(t testing.TB, c Certificate) (cert, key string) {
 	return write("CERTIFICATE", der), write("PRIVATE KEY", secret)
 }
 
-// Pool holds the authority alone.
+// Pool returns a pool that contains only the authority.
 func (a *Authority) Pool() *x509.CertPool {
 	p := x509.NewCertPool()
 	p.AddCert(a.cert)

@@ -13,11 +13,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/epoll"
 	"tutti/internal/files"
+	"tutti/internal/ident"
 )
 
-// MaxUnproved is how many connections that have not proved themselves a process holds at one
-// listener, and at most a sixteenth of the descriptors that it may have.
+// MaxUnproved bounds the unauthenticated connections of one listener. They also take at most a
+// sixteenth of the process's descriptors.
 const MaxUnproved = 1024
 
 // DefaultMax is MaxUnproved within the limit of this process's descriptors.
@@ -28,20 +30,20 @@ func DefaultMax() int {
 	return MaxUnproved
 }
 
-// Acceptor runs the accepting half for a listener. A connection that has not proved itself costs a
-// descriptor and less than a kilobyte, and no goroutine: one goroutine accepts, and one reads from
-// all those that have something to say. One that sends what no member of the job would is closed at
-// once, one that has not sent its first message within Timeout, or its second within Timeout after
-// that, then. When there are more than Max, some are closed for the others' sake: see crowd. An end
-// that means well has sent its first message by then, which strangers cannot make, and if it was
-// slow it dials again.
+// Acceptor runs the accepting half for a listener. An unauthenticated connection costs a descriptor
+// and less than a kilobyte, and no goroutine: one goroutine accepts, and one reads from all
+// connections. A connection is closed when it sends an invalid message, when its first message does
+// not arrive within Timeout, or its second within Timeout after that. If there are more than Max,
+// some are closed: see crowd. A member of the job has usually sent its first message by then, which
+// strangers cannot make; if it was slow it dials again.
 type Acceptor struct {
 	Listener net.Listener // its connections implement syscall.Conn
 	Secret   []byte
 	Purpose  string
 	Timeout  time.Duration
 	Max      int // unproved connections at once; default DefaultMax
-	// Admit says whether a proved end may come in: see Server. It runs in a goroutine of its own.
+	// Admit decides whether an authenticated end is accepted: see Server. It runs in its own
+	// goroutine.
 	Admit    func(net.Conn, Hello) error
 	Accepted func(net.Conn, Hello) // owns the connection, its deadline cleared; must not block for long
 	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
@@ -49,26 +51,26 @@ type Acceptor struct {
 	wg sync.WaitGroup // the goroutines
 
 	mu       sync.Mutex
-	poll     *poll // nil: Serve has not begun
+	poll     *epoll.Instance // nil: Serve has not begun
 	crowd    *crowd
 	unproved map[uint64]*candidate // those in the crowd, by id
 	proved   map[*candidate]struct{}
 	last     uint64
 	closed   bool
-	end      chan struct{} // closed with closed
+	end      chan struct{} // closed by Close
 }
 
-// ErrCrowded says that a connection was closed for the sake of others: see Acceptor.
+// ErrCrowded says that a connection was closed in favour of others: see Acceptor.
 var ErrCrowded = errors.New("it had proved nothing when there were too many connections")
 
-// source is whose a connection is, as far as the kernel knows: the peer's address, or its process.
+// source is the origin of a connection as the kernel knows it: the peer's address, or its process.
 type source struct {
-	addr netip.Addr // of IPv6 the network's prefix of 64 bits, which one host may have all of
+	addr netip.Addr // of IPv6 the prefix of 64 bits, all of which one host may have
 	uid  uint32
 	pid  int32
 }
 
-// candidate is a connection on its way through the handshake.
+// candidate is a connection within the handshake.
 type candidate struct {
 	member
 	conn net.Conn
@@ -79,14 +81,13 @@ type candidate struct {
 	in   [max(openingSize, proofSize)]byte
 }
 
-// dropped is a connection that is to be closed, and why.
+// dropped is a connection to close, and the reason.
 type dropped struct {
 	c   *candidate
 	err error
 }
 
-// Serve accepts until the listener is closed by Close, and then returns after the last handshake
-// ended.
+// Serve accepts until Close closes the listener, and then returns after the last handshake ended.
 func (a *Acceptor) Serve() {
 	defer a.wg.Wait()
 	pause := shortPause
@@ -102,17 +103,17 @@ func (a *Acceptor) Serve() {
 			a.Close()
 			a.mu.Lock()
 			if a.poll != nil {
-				a.poll.close() // which ends read
+				a.poll.Close() // ends read
 			}
 			a.mu.Unlock()
 			return
 		}
-		// Out of descriptors or the like: the listener lives on.
+		// For example, no descriptors are left: the listener stays open.
 		if out := a.shed(); len(out) > 0 {
 			a.drop(out)
 			continue
 		}
-		select { // retrying at once would only burn the CPU
+		select { // retrying at once would only use the CPU
 		case <-a.ended():
 		case <-time.After(pause):
 		}
@@ -120,20 +121,20 @@ func (a *Acceptor) Serve() {
 	}
 }
 
-// How long Serve waits after an Accept that failed, at first and at last.
+// Serve's first and last pause after an Accept that failed.
 const (
 	shortPause = 5 * time.Millisecond
 	longPause  = time.Second
 )
 
-// begin makes what accepting needs, once.
+// begin makes what Serve needs, once.
 func (a *Acceptor) begin() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.poll != nil || a.closed {
 		return nil
 	}
-	p, err := newPoll()
+	p, err := epoll.New()
 	if err != nil {
 		return err
 	}
@@ -145,7 +146,7 @@ func (a *Acceptor) begin() error {
 	return nil
 }
 
-// accept takes connections in until that fails; some: there were any.
+// accept accepts connections until that fails; some: there were any.
 func (a *Acceptor) accept() (some bool, err error) {
 	for {
 		conn, err := a.Listener.Accept()
@@ -176,7 +177,7 @@ func newCandidate(conn net.Conn) (*candidate, error) {
 	return c, nil
 }
 
-// enter takes a connection in, looks what has arrived already, and returns whom to drop.
+// enter adds a connection, reads what has arrived, and returns the connections to drop.
 func (a *Acceptor) enter(c *candidate) (out []dropped) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -185,7 +186,8 @@ func (a *Acceptor) enter(c *candidate) (out []dropped) {
 	}
 	a.last++
 	c.id = a.last
-	if err := a.poll.add(c.raw, c.id); err != nil {
+	watch := epoll.Event(unix.EPOLLIN|unix.EPOLLRDHUP, c.id)
+	if err := a.poll.ControlConn(unix.EPOLL_CTL_ADD, c.raw, &watch); err != nil {
 		return []dropped{{c, err}}
 	}
 	a.unproved[c.id] = c
@@ -195,12 +197,12 @@ func (a *Acceptor) enter(c *candidate) (out []dropped) {
 		out = append(out, a.crowdedLocked(victim))
 	}
 	if idle {
-		a.poll.wakeAt(now.Add(a.Timeout))
+		a.poll.WakeAt(now.Add(a.Timeout))
 	}
 	return a.advanceLocked(c, now, out)
 }
 
-// crowdedLocked forgets a connection that the crowd has no room for.
+// crowdedLocked removes a connection that the crowd displaced.
 func (a *Acceptor) crowdedLocked(m *member) dropped {
 	c := m.who
 	a.forgetLocked(c)
@@ -224,12 +226,12 @@ func (a *Acceptor) forgetLocked(c *candidate) {
 	delete(a.unproved, c.id)
 }
 
-// read takes in what unproved connections send, and ends those whose time is over.
+// read reads from unauthenticated connections, and ends those whose time has run out.
 func (a *Acceptor) read() {
 	var ids []uint64
 	for {
 		var err error
-		if ids, err = a.poll.wait(ids[:0]); err != nil {
+		if ids, err = a.poll.Wait(ids[:0]); err != nil {
 			return // closed
 		}
 		var out []dropped
@@ -242,7 +244,7 @@ func (a *Acceptor) read() {
 		}
 		for m := a.crowd.oldest(); m != nil; m = a.crowd.oldest() {
 			if end := m.since.Add(a.Timeout); now.Before(end) {
-				a.poll.wakeAt(end)
+				a.poll.WakeAt(end)
 				break
 			}
 			a.forgetLocked(m.who)
@@ -253,7 +255,7 @@ func (a *Acceptor) read() {
 	}
 }
 
-// advanceLocked takes in what has arrived on c, answers it, and adds to out whom to drop then.
+// advanceLocked handles what has arrived on c, answers it, and adds the connections to drop to out.
 func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []dropped {
 	fail := func(err error) []dropped {
 		a.forgetLocked(c)
@@ -285,18 +287,18 @@ func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []d
 		}
 		who, answer, wrong := c.half.proof(a.Secret, a.Purpose, in)
 		if wrong != nil {
-			c.send(answer) // a courtesy: the connection is closed whether it gets there or not
+			c.send(answer) // best effort
 			return fail(wrong)
 		}
 		a.forgetLocked(c)
-		a.poll.remove(c.raw)
-		a.proved[c] = struct{}{} // it knows the secret: only Close and its deadline end it from here on
+		a.poll.ControlConn(unix.EPOLL_CTL_DEL, c.raw, nil)
+		a.proved[c] = struct{}{} // authenticated: only Close and its deadline end it
 		a.wg.Go(func() { a.finish(c, who) })
 		return out
 	}
 }
 
-// finish asks whether a proved end may come in, and tells it.
+// finish calls Admit for an authenticated end, and sends the verdict.
 func (a *Acceptor) finish(c *candidate, who Hello) {
 	c.conn.SetDeadline(time.Now().Add(a.Timeout))
 	refused := a.Admit(c.conn, who)
@@ -318,7 +320,7 @@ func (a *Acceptor) finish(c *candidate, who Hello) {
 	a.Accepted(c.conn, who)
 }
 
-// drop closes connections. Not with the lock: Refused may take its time.
+// drop closes connections. Without the lock, because Refused may block.
 func (a *Acceptor) drop(out []dropped) {
 	for _, d := range out {
 		if a.Refused != nil {
@@ -348,7 +350,7 @@ func (a *Acceptor) isClosed() bool {
 	return a.closed
 }
 
-// Close closes the listener and the connections that have not come in yet.
+// Close closes the listener and the connections within the handshake.
 func (a *Acceptor) Close() error {
 	a.mu.Lock()
 	if a.closed {
@@ -363,14 +365,14 @@ func (a *Acceptor) Close() error {
 		out = append(out, dropped{c, net.ErrClosed})
 	}
 	for c := range a.proved {
-		c.conn.Close() // which ends its handshake
+		c.conn.Close() // ends its handshake
 	}
 	a.mu.Unlock()
 	a.drop(out)
 	return a.Listener.Close()
 }
 
-// receive reads what is there. Without an error, 0 bytes say that nothing is.
+// receive reads what is available. 0 bytes without an error mean that nothing is.
 func (c *candidate) receive(b []byte) (n int, err error) {
 	e := c.raw.Read(func(fd uintptr) bool {
 		for {
@@ -413,7 +415,7 @@ func (c *candidate) send(b []byte) (err error) {
 	return nil
 }
 
-// sourceOf says whose a connection is.
+// sourceOf returns the source of a connection.
 func sourceOf(conn net.Conn, raw syscall.RawConn) (s source) {
 	switch at := conn.RemoteAddr().(type) {
 	case *net.TCPAddr:
@@ -424,11 +426,9 @@ func sourceOf(conn net.Conn, raw syscall.RawConn) (s source) {
 			}
 		}
 	case *net.UnixAddr:
-		raw.Control(func(fd uintptr) {
-			if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
-				s.uid, s.pid = cred.Uid, cred.Pid
-			}
-		})
+		if cred, err := ident.Peer(raw); err == nil {
+			s.uid, s.pid = cred.Uid, cred.Pid
+		}
 	}
 	return s
 }

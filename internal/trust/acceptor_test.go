@@ -132,7 +132,7 @@ func many() int {
 
 // An honest end gets in within a second while thousands of connections are held and a thousand a
 // second are made from its own address, whatever these send that strangers can.
-func TestHonestEndsGetInDuringAnAttack(t *testing.T) {
+func TestHonestClientsConnectDuringAttack(t *testing.T) {
 	for name, first := range map[string][]byte{
 		"silent":              nil,
 		"junk":                bytes.Repeat([]byte{0xff}, 40),
@@ -179,7 +179,7 @@ func honest(t *testing.T, addr string) error {
 }
 
 // An end that is slow to speak keeps its place while another source floods the listener.
-func TestSlowEndsOfOtherSourcesKeepTheirPlace(t *testing.T) {
+func TestSlowConnectionsOfOtherSourcesStay(t *testing.T) {
 	var crowded atomic.Int64
 	addr := serve(t, &Acceptor{Timeout: patience, Max: 32, Refused: func(_ net.Conn, err error) {
 		if errors.Is(err, ErrCrowded) {
@@ -199,7 +199,7 @@ func TestSlowEndsOfOtherSourcesKeepTheirPlace(t *testing.T) {
 }
 
 // A connection that has proved itself is not closed for others' sake, however long Admit takes.
-func TestProvedConnectionsOutliveAFlood(t *testing.T) {
+func TestProvedConnectionsSurviveFlood(t *testing.T) {
 	asked, answer := make(chan struct{}), make(chan struct{})
 	crowded := make(chan error)
 	addr := serve(t, &Acceptor{Timeout: 100 * patience, Max: 2,
@@ -287,7 +287,7 @@ func TestAcceptorNamesTheWrongSecret(t *testing.T) {
 	}
 }
 
-// A process without descriptors makes room for whoever comes by dropping a silent connection.
+// A process without free descriptors drops a silent connection to accept a new one.
 func TestShedWhenOutOfDescriptors(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -320,7 +320,7 @@ func held(a *Acceptor) bool {
 
 // A listener that fails for a while is not given up, and one that is waiting to try again can be
 // closed.
-func TestAcceptFailsForAWhile(t *testing.T) {
+func TestAcceptRetriesAfterErrors(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -5,12 +5,12 @@ import (
 	"time"
 )
 
-// crowd decides which unproved connections are held. It is pure: no I/O, no clock.
+// crowd decides which unauthenticated connections are kept. It is pure: no I/O, no clock.
 //
 // A connection is silent until its first message has arrived, and opened from then on. Each class
-// has room of its own: connections that strangers can make crowd out each other, and never one that
-// has sent what only a member of the job can make. Where a class is full, the source that holds
-// most of it loses its oldest connection; of sources that hold alike many, the one whose oldest is
+// has its own room, so that connections which any stranger can make displace each other, but never
+// one that has sent what only a member of the job can make. If a class is full, the source with the
+// most connections in it loses its oldest one; of sources with equally many, the one with the
 // oldest.
 type crowd struct {
 	silent, opened class
@@ -22,18 +22,18 @@ type member struct {
 	since  time.Time // when it entered its class
 	class  *class    // nil: in none
 	all    *list.Element
-	own    *list.Element // among those of its source
-	who    *candidate    // its owner's business
+	own    *list.Element // in the list of its source
+	who    *candidate    // belongs to the Acceptor
 }
 
-// class is one of the two.
+// class is the silent or the opened connections.
 type class struct {
 	room    int
 	all     *list.List // of *member, oldest first
 	sources map[source]*list.List
 }
 
-// newCrowd returns a crowd that holds at most size connections, and at least one of each class.
+// newCrowd returns a crowd for at most size connections, and at least one of each class.
 func newCrowd(size int) *crowd {
 	room := max(size/2, 1)
 	return &crowd{silent: newClass(room), opened: newClass(room)}
@@ -43,26 +43,27 @@ func newClass(room int) class {
 	return class{room: room, all: list.New(), sources: map[source]*list.List{}}
 }
 
-// size is the number of connections that are held.
+// size returns the number of connections in the crowd.
 func (c *crowd) size() int { return c.silent.all.Len() + c.opened.all.Len() }
 
-// enter takes in a fresh connection and returns the one that has to go for it, or nil.
+// enter adds a new connection and returns the one that it displaces, or nil.
 func (c *crowd) enter(m *member, now time.Time) (out *member) { return c.silent.add(m, now) }
 
-// open moves m, whose first message was right, and returns the one that has to go for it, or nil.
+// open moves m, whose first message was valid, and returns the connection that it displaces, or
+// nil.
 func (c *crowd) open(m *member, now time.Time) (out *member) {
 	c.leave(m)
 	return c.opened.add(m, now)
 }
 
-// leave takes m out, if it is in.
+// leave removes m, if it is in.
 func (c *crowd) leave(m *member) {
 	if m.class != nil {
 		m.class.remove(m)
 	}
 }
 
-// shed takes the connection out that is missed least, and returns it; nil: there is none.
+// shed removes and returns the least valuable connection, or nil.
 func (c *crowd) shed() *member {
 	for _, k := range []*class{&c.silent, &c.opened} {
 		if out := k.victim(); out != nil {
@@ -106,8 +107,8 @@ func (k *class) remove(m *member) {
 	m.class, m.all, m.own = nil, nil, nil
 }
 
-// victim returns the member that has to make room, or nil. Looking at all sources is cheap: there
-// are at most as many as members.
+// victim returns the member to displace, or nil. It visits all sources, of which there are at most
+// as many as members.
 func (k *class) victim() *member {
 	var most *list.List
 	for _, own := range k.sources {

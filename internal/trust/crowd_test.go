@@ -11,7 +11,7 @@ import (
 func from(a byte) source { return source{addr: netip.AddrFrom4([4]byte{10, 0, 0, a})} }
 
 // A full class loses the oldest connection of the source that holds most.
-func TestCrowdEvictsTheLargestSourcesOldest(t *testing.T) {
+func TestCrowdEvictsOldestOfLargestSource(t *testing.T) {
 	c := newCrowd(8) // four of each class
 	now := time.Unix(0, 0)
 	enter := func(s source) (m, out *member) {
@@ -45,7 +45,7 @@ func TestCrowdEvictsTheLargestSourcesOldest(t *testing.T) {
 	}
 }
 
-// What strangers can make does not touch connections whose first message was right.
+// Connections that strangers can make do not displace those whose first message was valid.
 func TestCrowdKeepsOpenedFromSilent(t *testing.T) {
 	c := newCrowd(8)
 	now := time.Unix(0, 0)
@@ -87,9 +87,9 @@ func TestCrowdKeepsOpenedFromSilent(t *testing.T) {
 	}
 }
 
-// Whatever happens: a class keeps within its room, a newcomer is never the one who goes, nor one of
-// a source that holds less than another, and the books agree with each other.
-func TestCrowd(t *testing.T) {
+// Invariants: a class stays within its room; a new connection is never displaced, nor one of a
+// source that has fewer than another; and the lists agree with each other.
+func TestCrowdInvariants(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		size := rapid.IntRange(2, 12).Draw(t, "size")
 		c := newCrowd(size)

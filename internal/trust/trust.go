@@ -1,22 +1,22 @@
 // Package trust proves on a fresh connection that both ends belong to the same job.
 //
-// A job has a secret. Nothing a peer sends is interpreted before it has shown that it knows the
-// secret, and the secret itself never travels:
+// A job has a secret. An end interprets nothing that a peer sends before the peer has proved that
+// it knows the secret. The secret itself is never sent:
 //
 //	dialler  -> acceptor   magic, dialler's nonce, HMAC-SHA256(secret, "open" purpose nonce)
 //	acceptor -> dialler    magic, acceptor's nonce
 //	dialler  -> acceptor   HMAC-SHA256(secret, "dial" purpose nonces hello), hello
 //	acceptor -> dialler    HMAC-SHA256(secret, "accept" purpose nonces hello verdict), verdict
 //
-// Every message has a fixed size but for the verdict's text, which is read only after its length
-// was checked. Both nonces and a label for the direction are under each MAC of the last two
-// messages, so that neither replaying nor reflecting a message proves anything. The first message
-// can be replayed; it proves nothing. It costs the acceptor one MAC, no answer and no state, and
-// tells it which of many connections to keep: see Acceptor. An acceptor that finds a MAC wrong
-// answers with zeros in the place of its nonce or MAC, which tells the dialler why and an attacker
-// nothing; a connection that just ends is therefore no sign of a wrong secret. A service must
-// compare Hello.To… with itself in admit: else whoever stands between two ends could pass a
-// dialler's proof on to another acceptor of the job. The data that follows is not encrypted.
+// Every message has a fixed size except the verdict's text, which is read after its length was
+// checked. The MACs of the last two messages cover both nonces and a label for the direction, so
+// that replaying or reflecting a message proves nothing. The first message can be replayed; it
+// proves nothing, costs the acceptor one MAC, no answer and no state, and tells it which of many
+// connections to keep: see Acceptor. An acceptor that finds a wrong MAC answers with zeros in place
+// of its nonce or MAC, which tells the dialler the reason and an attacker nothing; a connection
+// that just ends is therefore no sign of a wrong secret. A service must compare Hello.To… with
+// itself in admit: otherwise an attacker between two ends could forward a dialler's proof to
+// another acceptor of the job. The data that follows is not encrypted.
 package trust
 
 import (
@@ -50,28 +50,35 @@ const (
 	verdictLen  = 4 // code, 0, text length
 )
 
-// MinSecret is the shortest secret that is taken, in bytes.
+// MinSecret is the minimal length of a secret in bytes.
 const MinSecret = 16
 
-// ErrAuth says that the other end does not know the job's secret (or is no end of ours at all).
+// ErrAuth says that the other end does not know the job's secret, or does not speak the protocol.
 var ErrAuth = errors.New("job secret does not match")
 
-// ErrTurnedAway says that the acceptor closed the connection without a verdict: it had too many, or
-// was ending. See Redial.
+// ErrTurnedAway says that the acceptor closed the connection without a verdict, because it had too
+// many or was ending. See Redial.
 var ErrTurnedAway = errors.New("turned away")
 
-// Hello says who dials whom. It is covered by the dialler's proof.
+// ErrStale says that a connection was made to, or by, another incarnation than the known one. It is
+// sent as a Refusal with CodeStale.
+var ErrStale = errors.New("unknown incarnation")
+
+// CodeStale is the Code of a Refusal that stands for ErrStale, whatever the purpose.
+const CodeStale = 3
+
+// Hello names the two ends. The dialler's proof covers it.
 type Hello struct {
 	FromRank        uint32
 	ToRank          uint32
 	FromIncarnation uint64
 	ToIncarnation   uint64
-	Extra           uint64 // the purpose's own meaning
+	Extra           uint64 // defined by the purpose
 }
 
-// Refusal is the acceptor's authenticated "no".
+// Refusal is the acceptor's authenticated refusal.
 type Refusal struct {
-	Code uint8 // the callers' own meaning; 0 is never sent
+	Code uint8 // defined by the callers, but for CodeStale; 0 is never sent
 	Text string
 }
 
@@ -106,11 +113,11 @@ func mac(secret []byte, label, purpose string, parts ...[]byte) []byte {
 	return m.Sum(nil)
 }
 
-// denied is where a nonce or a MAC would be when the acceptor found the dialler's MAC wrong.
+// denied replaces a nonce or a MAC when the acceptor found the dialler's MAC wrong.
 var denied [sha256.Size]byte
 
-// ended names an end of the stream in the middle of the handshake, which is no verdict on the
-// secret: the other end may be leaving or dying.
+// ended describes an end of the stream within the handshake. It is no verdict on the secret: the
+// other end may be leaving or dying.
 func ended(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
@@ -121,7 +128,7 @@ func ended(err error) error {
 	return err
 }
 
-// unanswered is ended for the dialler, who may try again.
+// unanswered is ended for the dialler, which may try again.
 func unanswered(err error) error {
 	is := func(target error) bool { return errors.Is(err, target) }
 	if is(io.EOF) || is(io.ErrUnexpectedEOF) || is(syscall.ECONNRESET) || is(syscall.EPIPE) {
@@ -138,9 +145,9 @@ func checkSecret(secret []byte) error {
 }
 
 // Client proves the dialling end. purpose separates services that share a secret (of at least
-// MinSecret bytes). It blocks as long as conn's deadline lets it. An error that wraps ErrAuth: the
-// two ends do not share secret and purpose; a *Refusal: they do, and the acceptor said no;
-// ErrTurnedAway: the acceptor ended the connection without a verdict.
+// MinSecret bytes). conn's deadline bounds it. An error that wraps ErrAuth: the two ends do not
+// share secret and purpose; a *Refusal: they do, and the acceptor refused; ErrTurnedAway: the
+// acceptor ended the connection without a verdict.
 func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 	if err := checkSecret(secret); err != nil {
 		return err
@@ -195,15 +202,15 @@ func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
 	return nil
 }
 
-// How often Redial dials in all, and how long it waits before it does again at first.
+// How often Redial dials in total, and its first pause.
 const (
 	redials     = 6
 	redialPause = 2 * time.Millisecond
 )
 
-// Redial runs dial, which connects and calls Client, and runs it again a few times within about 100
-// ms while it is turned away: an acceptor with too many connections may close one that has not
-// spoken yet. An acceptor that has gone refuses the next connection.
+// Redial runs dial, which connects and calls Client, and repeats it a few times within about 100 ms
+// while it is turned away: an acceptor with too many connections may close one that has sent
+// nothing yet. If the acceptor has ended, the next connection is refused.
 func Redial(ctx context.Context, dial func() error) error {
 	pause := redialPause
 	for n := 1; ; n++ {
@@ -222,13 +229,13 @@ func Redial(ctx context.Context, dial func() error) error {
 	}
 }
 
-// half is the accepting half of a handshake, without I/O: feed it what arrives.
+// half is the accepting half of a handshake, without I/O.
 type half struct {
 	theirs, mine [nonceSize]byte
-	opened       bool // the opening was right
+	opened       bool // the first message was valid
 }
 
-// want is the length of the message that comes next.
+// want returns the length of the next message.
 func (h *half) want() int {
 	if h.opened {
 		return proofSize
@@ -236,13 +243,14 @@ func (h *half) want() int {
 	return openingSize
 }
 
-// hopeless reports whether no opening begins with in.
+// hopeless reports whether no first message begins with in.
 func (h *half) hopeless(in []byte) bool {
 	n := min(len(in), magicSize)
 	return !h.opened && string(in[:n]) != dialMagic[:n]
 }
 
-// opening takes the dialler's first message and returns the answer. With an error that is the last.
+// opening handles the dialler's first message and returns the answer, the last one if there is an
+// error.
 func (h *half) opening(secret []byte, purpose string, in []byte) (answer []byte, err error) {
 	if h.hopeless(in) {
 		return nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
@@ -258,7 +266,7 @@ func (h *half) opening(secret []byte, purpose string, in []byte) (answer []byte,
 	return append(answer, h.mine[:]...), nil
 }
 
-// proof takes the dialler's second message. With an error, answer is the last message to it.
+// proof handles the dialler's second message. With an error, answer is the last message to it.
 func (h *half) proof(secret []byte, purpose string, in []byte) (who Hello, answer []byte, err error) {
 	hello := in[sha256.Size:]
 	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, h.theirs[:], h.mine[:], hello)) {
@@ -268,7 +276,8 @@ func (h *half) proof(secret []byte, purpose string, in []byte) (who Hello, answe
 	return decodeHello(hello), nil, nil
 }
 
-// verdict returns the last message to a dialler that has proved itself; refused is nil or why not.
+// verdict returns the last message to an authenticated dialler; refused is the reason of a refusal,
+// or nil.
 func (h *half) verdict(secret []byte, purpose string, who Hello, refused error) []byte {
 	verdict := make([]byte, verdictLen, verdictLen+maxText)
 	if refused != nil {
@@ -286,10 +295,10 @@ func (h *half) verdict(secret []byte, purpose string, who Hello, refused error) 
 	return append(mac(secret, "accept", purpose, h.theirs[:], h.mine[:], hello[:], verdict), verdict...)
 }
 
-// Server checks the dialling end of one connection, asks admit (nil: yes; a *Refusal keeps its
+// Server checks the dialling end of one connection, calls admit (nil: accept; a *Refusal keeps its
 // code, any other error is sent as code 1) and proves the accepting end. admit must compare the
-// Hello's To… with itself. It blocks as long as conn's deadline lets it. When it returns an error
-// the caller closes conn. A listener that strangers can reach uses an Acceptor.
+// Hello's To… with itself. conn's deadline bounds it. When it returns an error the caller closes
+// conn. A listener that strangers can reach uses an Acceptor.
 func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
 	if err := checkSecret(secret); err != nil {
 		return Hello{}, err
@@ -300,14 +309,14 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 	if _, err := io.ReadFull(conn, in[:magicSize]); err != nil {
 		return Hello{}, ended(err)
 	}
-	if !h.hopeless(in[:magicSize]) { // else there is nothing to wait for
+	if !h.hopeless(in[:magicSize]) { // else the rest will not come
 		if _, err := io.ReadFull(conn, in[magicSize:]); err != nil {
 			return Hello{}, ended(err)
 		}
 	}
 	answer, err := h.opening(secret, purpose, in)
 	if err != nil {
-		conn.Write(answer) // a courtesy: the connection is closed whether it gets there or not
+		conn.Write(answer) // best effort
 		return Hello{}, err
 	}
 	if _, err := conn.Write(answer); err != nil {
@@ -319,7 +328,7 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 	}
 	who, answer, err := h.proof(secret, purpose, in)
 	if err != nil {
-		conn.Write(answer) // as above
+		conn.Write(answer) // best effort
 		return Hello{}, err
 	}
 	refused := admit(who)
@@ -329,12 +338,12 @@ func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) erro
 	return who, refused
 }
 
-// warnings is how many refused connections a minute are worth a line each to a person.
+// warnings bounds the refused connections a minute that are logged as warnings.
 const warnings = 5
 
-// LogRefused returns an Acceptor's Refused that logs: as a warning who does not know the secret or
-// crowds the listener, the first few of them in a minute, and everything else for debugging. A peer
-// that leaves in the middle of a handshake, or is refused by Admit, is part of every job's life.
+// LogRefused returns an Acceptor's Refused that logs: the first few ends in a minute that do not
+// know the secret, or crowd the listener, as warnings, everything else for debugging. A peer that
+// leaves within a handshake, or that Admit refuses, is normal.
 func LogRefused(log *slog.Logger, service string) func(net.Conn, error) {
 	var mu sync.Mutex
 	var since time.Time

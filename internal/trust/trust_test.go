@@ -133,7 +133,7 @@ func TestRefusal(t *testing.T) {
 
 // An end that goes away in the middle is no wrong secret: a rank that leaves must not look like a
 // foreign job.
-func TestEndInTheMiddle(t *testing.T) {
+func TestEarlyEndIsNoWrongSecret(t *testing.T) {
 	a, b := ends(t)
 	go io.Copy(io.Discard, b)
 	var theirs bytes.Buffer
@@ -211,7 +211,7 @@ func record(t *testing.T) (fromDialler, fromAcceptor []byte) {
 	return r.sent.Bytes(), r.got.Bytes()
 }
 
-// What was overheard convinces neither end another time.
+// A recorded handshake convinces neither end again.
 func TestReplay(t *testing.T) {
 	fromDialler, fromAcceptor := record(t)
 	if _, err := Server(&script{in: bytes.NewReader(fromDialler)}, secret, "p",
@@ -251,8 +251,8 @@ func TestReflection(t *testing.T) {
 	if err := <-done; err == nil {
 		t.Error("client facing a client: no error")
 	}
-	// The proof of a dialler for one acceptor of the job, passed on to another by somebody in
-	// between: it is valid, and says whom it was for.
+	// A dialler's proof for one acceptor of the job, forwarded to another one: it is valid, and
+	// names the intended acceptor.
 	a, b = ends(t)
 	c, d := ends(t)
 	go io.Copy(c, b)
@@ -360,7 +360,7 @@ func TestRedial(t *testing.T) {
 }
 
 // A wrong secret is worth a warning, but not thousands of them; a peer that leaves is not.
-func TestLogRefused(t *testing.T) {
+func TestLogRefusedIsLimited(t *testing.T) {
 	var out bytes.Buffer
 	refused := LogRefused(slog.New(slog.NewTextHandler(&out, &slog.HandlerOptions{Level: slog.LevelDebug})), "door")
 	reset := &net.OpError{Op: "read", Err: os.NewSyscallError("read", syscall.ECONNRESET)}

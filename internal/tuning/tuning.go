@@ -1,6 +1,6 @@
-// Package tuning keeps measured tables of algorithms in files: what `tutti tune` writes and Join
-// reads. A file says on what it was measured, and Load refuses it anywhere else: a table that fits
-// badly is worse than the default one.
+// Package tuning stores measured tables of algorithms in files, which `tutti tune` writes and Join
+// reads. A file names the hardware that it was measured on, and Load refuses it on any other: a
+// table that does not fit is worse than the default one.
 package tuning
 
 import (
@@ -21,15 +21,15 @@ import (
 )
 
 const (
-	// Format is the version of the file's format, and of what the measurements mean: it is raised
-	// when plans or their runner change so much that old measurements say nothing any more.
+	// Format is the version of the file's format, and of the meaning of measurements: it is
+	// increased when changes of plans or their runner make old measurements useless.
 	Format  = 1
 	maxFile = 1 << 20
-	// Off, in the place of a path, is no file at all.
+	// Off, in the place of a path, means no file.
 	Off = "off"
 )
 
-// Machine is what measurements depend on.
+// Machine holds what measurements depend on.
 type Machine struct {
 	CPU        string `json:"cpu"`
 	Arch       string `json:"arch"`
@@ -38,11 +38,12 @@ type Machine struct {
 	Transport  string `json:"transport"` // what links the ranks of the machine
 }
 
-// File is a table with what it was measured on.
+// File is a table and what it was measured on.
 type File struct {
 	Format  int    `json:"format"`
 	Library string `json:"library"` // see Library
-	// hash of the library's default table, which the measured one was compared with
+	// Defaults is the hash of the library's default table, which the measured one was compared
+	// with.
 	Defaults string             `json:"defaults"`
 	Machine  Machine            `json:"machine"`
 	Date     time.Time          `json:"date"`
@@ -57,15 +58,15 @@ func New(m Machine, t *collectives.Table) *File {
 
 func hash(t *collectives.Table) string { return fmt.Sprintf("%016x", t.Hash()) }
 
-// Here describes this machine as a process sees it that is one of localRanks ranks on it, linked by
+// Here describes this machine for a process that is one of localRanks ranks on it, linked by
 // transport.
 func Here(localRanks int, transport string) Machine {
 	return Machine{CPU: cpuModel("/proc/cpuinfo"), Arch: runtime.GOARCH, Cores: Cores(), LocalRanks: localRanks,
 		Transport: transport}
 }
 
-// Cores returns the processors of this machine, also those that this process, perhaps bound to one,
-// may not run on.
+// Cores returns the number of processors of this machine, including those that this process may not
+// run on.
 func Cores() int {
 	n := 0
 	if b, err := os.ReadFile("/proc/cpuinfo"); err == nil {
@@ -78,8 +79,8 @@ func Cores() int {
 	return max(n, runtime.NumCPU())
 }
 
-// cpuModel reads the first processor's name: x86 has one; of ARM it is made of the numbers of its
-// maker and part.
+// cpuModel reads the first processor's name. On ARM it is made of the numbers of its maker and
+// part.
 func cpuModel(path string) string {
 	b, err := os.ReadFile(path)
 	if err != nil {
@@ -125,8 +126,8 @@ func libraryIn(info *debug.BuildInfo) string {
 	return "devel"
 }
 
-// DefaultPath returns where the table is if nobody says otherwise, tutti/tune.json in the user's
-// configuration directory ($XDG_CONFIG_HOME, else ~/.config); "" if the user has none.
+// DefaultPath returns the default path of the table, tutti/tune.json in the user's configuration
+// directory ($XDG_CONFIG_HOME, else ~/.config); "" if the user has none.
 func DefaultPath() string {
 	dir, err := os.UserConfigDir()
 	if err != nil {
@@ -135,10 +136,10 @@ func DefaultPath() string {
 	return filepath.Join(dir, "tutti", "tune.json")
 }
 
-// Find returns the table for ranks on machine here: that of the file at path, or where path is ""
-// that at DefaultPath, if there is one. No table at all (nil without an error) stands for the
-// default one. An error names the file, what is wrong with it, and what to do; the default table is
-// to be used then too.
+// Find returns the table for ranks on machine here, from the file at path or, if path is "", from
+// the one at DefaultPath, if it exists. No table (nil without an error) stands for the default one.
+// An error names the file, what is wrong with it, and what to do; the default table has to be used
+// then, too.
 func Find(path string, here Machine) (*collectives.Table, error) {
 	if path == Off {
 		return nil, nil
@@ -178,7 +179,7 @@ func Load(path string, here Machine) (*collectives.Table, error) {
 
 func read(path string) ([]byte, error) {
 	i, err := os.Stat(path)
-	if err == nil && !i.Mode().IsRegular() { // a pipe would make the caller wait
+	if err == nil && !i.Mode().IsRegular() { // a pipe would block the caller
 		err = errors.New("no regular file")
 	}
 	if err != nil {
@@ -202,7 +203,7 @@ func read(path string) ([]byte, error) {
 func unreadable(err error) error {
 	var p *os.PathError
 	if errors.As(err, &p) {
-		err = p.Err // the path is said already
+		err = p.Err // the path is mentioned already
 	}
 	return fmt.Errorf("unreadable: %w", err)
 }
@@ -230,7 +231,7 @@ func decode(b []byte) (*File, error) {
 	return &f, nil
 }
 
-// fits says what is different here from where the file was made.
+// fits returns how this machine differs from the one that the file was made on, or nil.
 func (f *File) fits(here Machine) error {
 	m := f.Machine
 	switch {
@@ -248,25 +249,29 @@ func (f *File) fits(here Machine) error {
 	return nil
 }
 
-// CheckWritable says why Save could not write to path, before there is anything to save. It makes
-// the file's directory.
+// CheckWritable checks in advance whether Save can write to path. It makes the file's directory.
 func CheckWritable(path string) error {
 	if i, err := os.Stat(path); err == nil && !i.Mode().IsRegular() {
 		return fmt.Errorf("%s is no regular file", path)
 	}
-	dir := filepath.Dir(path)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return err
-	}
-	t, err := os.CreateTemp(dir, ".tune-*")
+	t, err := createBeside(path)
 	if err != nil {
 		return err
 	}
 	return errors.Join(t.Close(), os.Remove(t.Name()))
 }
 
-// Save writes the file to path, making its directory; whoever reads meanwhile sees the old file or
-// the new one, whole.
+// createBeside makes a file that can be renamed to path, and its directory.
+func createBeside(path string) (*os.File, error) {
+	dir := filepath.Dir(path)
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, err
+	}
+	return os.CreateTemp(dir, ".tune-*")
+}
+
+// Save writes the file to path, making its directory. Concurrent readers see the old file or the
+// new one as a whole.
 func (f *File) Save(path string) (err error) {
 	b, err := json.Marshal(f)
 	if err != nil {
@@ -277,11 +282,7 @@ func (f *File) Save(path string) (err error) {
 		return err
 	}
 	out.WriteByte('\n')
-	dir := filepath.Dir(path)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return err
-	}
-	t, err := os.CreateTemp(dir, ".tune-*")
+	t, err := createBeside(path)
 	if err != nil {
 		return err
 	}
@@ -291,7 +292,7 @@ func (f *File) Save(path string) (err error) {
 		}
 	}()
 	_, err = t.Write(out.Bytes())
-	if cerr := t.Chmod(0o644); err == nil { // of other users' ranks too
+	if cerr := t.Chmod(0o644); err == nil { // ranks of other users read it, too
 		err = cerr
 	}
 	if cerr := t.Close(); err == nil {

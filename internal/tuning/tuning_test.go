@@ -77,7 +77,7 @@ func TestLoadRefuses(t *testing.T) {
 		{"null", `"table": {`, `"table": null, "x": {`, "malformed"},
 		{"algorithm", `"ring"`, `"rings"`, "malformed"},
 		{"plan", ours + `"ring"`, ours + `"bruck"`, "malformed"},
-		{"direct", ours + `"ring"`, ours + `"direct"`, "malformed"},
+		{"loadstore", ours + `"ring"`, ours + `"loadstore"`, "malformed"},
 		{"long", `"cpu": "`, `"cpu": "` + strings.Repeat("x", maxFile), "malformed: longer"},
 	} {
 		b := strings.Replace(string(good), c.from, c.to, 1)
@@ -186,8 +186,8 @@ func FuzzDecode(f *testing.F) {
 		}
 		_ = file.fits(Here(2, "tcp")) // must not panic
 		if s := (collectives.Shape{Kind: collectives.AllReduce, Size: 2, Active: []int{0, 1}, Elem: 1,
-			Count: 5}); file.Table.Choose(s, collectives.Caps{}) == collectives.Direct {
-			t.Fatal("direct without mapped memory")
+			Count: 5}); file.Table.Choose(s, collectives.Caps{}) == collectives.LoadStore {
+			t.Fatal("loadstore without mapped memory")
 		}
 	})
 }

@@ -1,5 +1,5 @@
 // Package inproc is the transport between ranks that are goroutines of one process: rings on the Go
-// heap, the peer's Wake called directly, the peer's regions used where they lie.
+// heap, direct calls of the peer's Wake, and direct use of the peer's regions.
 package inproc
 
 import (
@@ -43,8 +43,8 @@ type token [tokenSize]byte
 
 func newToken() (t token) { rand.Read(t[:]); return t }
 
-// process tells this process from all others, its own forks' children excepted, which share no
-// memory and find no transport registered.
+// process identifies this process. Forked children have the same value, but share no memory and
+// find no transport registered.
 var process = newToken()
 
 var (
@@ -56,9 +56,9 @@ var (
 // links implement p2p.Mapper and p2p.OneSided.
 type Transport struct {
 	ring  int
-	table rma.Table // what this rank has exposed
+	table rma.Table // this rank's exposed memory
 
-	mu       sync.RWMutex // held for reading while a connection is being handed over
+	mu       sync.RWMutex // held for reading while a connection is handed over
 	host     p2p.Host
 	token    token
 	listened bool
@@ -121,8 +121,8 @@ func (t *Transport) Reaches(endpoint []byte) error {
 	return err
 }
 
-// Dial implements p2p.Transport. It calls the peer's Host.Admit and Host.Accepted, and blocks as
-// long as they do.
+// Dial implements p2p.Transport. It calls the peer's Host.Admit and Host.Accepted, and blocks while
+// they do.
 func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) (p2p.Link, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("inproc: dialling %v: %w", to, err)
@@ -144,8 +144,8 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	return l, nil
 }
 
-// accept makes a link from the rank that from serves, which exposes what is in table, to t's own
-// rank and returns the dialler's end.
+// accept makes a link from the rank of from, whose exposed memory is in table, to t's own rank, and
+// returns the dialler's end.
 func (t *Transport) accept(from p2p.Host, table *rma.Table, to p2p.Identity) (*link, error) {
 	t.mu.RLock()
 	defer t.mu.RUnlock()
@@ -176,8 +176,8 @@ func (t *Transport) accept(from p2p.Host, table *rma.Table, to p2p.Identity) (*l
 	return a, nil
 }
 
-// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under
-// way; the caller must not hold a lock that they need.
+// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted; the caller
+// must not hold a lock that they need.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -188,8 +188,8 @@ func (t *Transport) Close() error {
 	return nil
 }
 
-// Alloc implements p2p.Allocator: memory of the Go heap. Free forgets it; the collector takes it
-// when no peer's mapping is left.
+// Alloc implements p2p.Allocator with memory of the Go heap. Free forgets the region; the collector
+// frees it when no peer's mapping is left.
 func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	if n < 1 {
 		return nil, fmt.Errorf("inproc: region of %d bytes, want at least 1", n)
@@ -198,11 +198,11 @@ func (t *Transport) Alloc(n int) (*p2p.Region, error) {
 	return mem.NewRegion(ident.New(), m, true, true, func() error { return nil }), nil
 }
 
-// AllocWritable implements p2p.WritableAllocator. Peers of one process are not kept from writing to
-// anything else either.
+// AllocWritable implements p2p.WritableAllocator. Nothing keeps peers of one process from writing
+// to other memory.
 func (t *Transport) AllocWritable(n int) (*mem.Region, error) { return t.Alloc(n) }
 
-// Expose implements p2p.Exposer: any host memory of this process, with an empty key.
+// Expose implements p2p.Exposer, for any host memory of this process, with an empty key.
 func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
 	if err := t.table.Expose(r, x); err != nil {
 		return nil, fmt.Errorf("inproc: %w", err)
@@ -210,7 +210,7 @@ func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
 	return []byte{}, nil
 }
 
-// Withdraw implements p2p.Exposer. It waits for accesses that are under way, each of which takes
+// Withdraw implements p2p.Exposer. It waits for accesses under way, each of which takes
 // microseconds.
 func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
 	t.table.Withdraw(x)
@@ -224,16 +224,17 @@ func aligned(n, align int) []byte {
 	return b[skip : skip+n : skip+n]
 }
 
-// link is one end; the methods of frames are the ring's, those for remote memory the Copier's.
+// link is one end of a link. The ring implements the methods for frames, the Copier those for
+// remote memory.
 type link struct {
 	ring.End
 	rma.Copier
 	host  p2p.Host
-	table *rma.Table // what this end's rank has exposed
+	table *rma.Table // the exposed memory of this end's rank
 	peer  *link
-	news  uint64 // how often the peer has written signals, by the peer
-	heard uint64 // of these, when Arm looked last
-	told  uint64 // what the peer's news is
+	news  uint64 // counts the peer's stores of signals; written by the peer
+	heard uint64 // news when Arm last read it
+	told  uint64 // the peer's news
 }
 
 func (l *link) wake() {
@@ -264,13 +265,13 @@ func (l *link) Reach(x *mem.Remote, _ mem.Rights) (rma.Target, error) {
 // Drop implements rma.Reach.
 func (l *link) Drop(rma.Target) {}
 
-// Signalled implements rma.Reach. A peer that sleeps looks at news after it has armed the link.
+// Signalled implements rma.Reach. A sleeping peer reads news after it has armed the link.
 func (l *link) Signalled() {
 	l.told++
 	l.Nudge(&l.peer.news, l.told)
 }
 
-// over says why nothing may be put or got any more.
+// over returns why puts and gets are not possible any more, or nil.
 func (l *link) over() error { return l.Err() }
 
 // Arm implements p2p.Link.
@@ -286,7 +287,7 @@ func (l *link) Arm() bool {
 	return false
 }
 
-// Close implements p2p.Link. The rings are on the heap: they go when both ends are forgotten.
+// Close implements p2p.Link. The rings are on the heap, and are collected with both ends.
 func (l *link) Close() error {
 	l.Fail(fmt.Errorf("link to %v: %w", l.peer.host.Self(), p2p.ErrClosed), false)
 	l.peer.Fail(fmt.Errorf("%v closed its link: %w", l.host.Self(), p2p.ErrPeerGone), true)

@@ -1,5 +1,5 @@
-// Package linktest is the conformance suite of transports: what every p2p.Transport and p2p.Link
-// must do, whatever carries the frames.
+// Package linktest is the conformance suite of transports: it tests the contracts of p2p.Transport
+// and p2p.Link.
 package linktest
 
 import (
@@ -20,14 +20,14 @@ import (
 	"tutti/p2p"
 )
 
-// Patience bounds every wait of the suite: long enough for a loaded machine, and only ever used up
-// by a failure.
+// Patience bounds every wait of the suite. It is long enough for a loaded machine; only a failure
+// uses it up.
 const Patience = 30 * time.Second
 
 // Secret is the job secret of hosts made by NewHost.
 var Secret = []byte("linktest's secret, 32 bytes long")
 
-// Incoming is a link that a Host was given.
+// Incoming is a link that a Host has accepted.
 type Incoming struct {
 	From p2p.Identity
 	Link p2p.Link
@@ -40,22 +40,22 @@ type Host struct {
 	Key   []byte
 	In    chan Incoming // accepted links
 	woken chan struct{}
-	timer *time.Timer // of Sleep; used again, so that benchmarks count the link's allocations alone
+	timer *time.Timer // of Sleep; reused, so that benchmarks count only the link's allocations
 	mu    sync.Mutex
 	allow func(p2p.Identity) error
 	regs  map[uint64]*p2p.Region
 }
 
-// NewHost returns a host with a fresh incarnation that admits everybody.
+// NewHost returns a host with a new incarnation that admits every peer.
 func NewHost(rank int) *Host {
 	return &Host{ID: p2p.Identity{Rank: rank, Incarnation: rand.Uint64() | 1}, Key: Secret, In: make(chan Incoming, 64),
 		woken: make(chan struct{}, 1), regs: map[uint64]*p2p.Region{}}
 }
 
-// Allow replaces what Admit answers.
+// Allow replaces the function behind Admit.
 func (h *Host) Allow(f func(p2p.Identity) error) { h.mu.Lock(); h.allow = f; h.mu.Unlock() }
 
-// Share makes r known to Region, or unknown if it is nil.
+// Share makes r available to Region, or removes it if it is nil.
 func (h *Host) Share(id uint64, r *p2p.Region) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -166,14 +166,14 @@ func (n *Node) Next(tb testing.TB) Incoming {
 	}
 }
 
-// End is a link with the host that it wakes, and what a receiver needs to remember.
+// End is a link, its host, and the receiver's state.
 type End struct {
 	p2p.Link
 	Host *Host
 	buf  []byte
 	got  int
 	fill bool
-	Fill bool // take payloads by Fill even when they are offered whole
+	Fill bool // take payloads by Fill even when Recv returns them
 }
 
 // Connect returns both ends of a link from a to b; tb closes them.
@@ -248,10 +248,19 @@ func (e *End) Wait() (p2p.Header, []byte, error) {
 	}
 }
 
+// expect receives a frame with Wait, which has to be number i of the sequence, of n bytes.
+func (e *End) expect(i, n int) error {
+	h, p, err := e.Wait()
+	if err != nil {
+		return err
+	}
+	return Check(i, n, h, p)
+}
+
 // Nap flushes, arms and sleeps until woken, unless there is something to do.
 func (e *End) Nap() error {
 	if _, err := e.Flush(); err != nil {
-		return nil // the caller's next call says so
+		return nil // the caller's next call returns the error
 	}
 	if e.Arm() {
 		return nil
@@ -338,7 +347,7 @@ func NoLeaks(t *testing.T, name string, f func(t *testing.T)) {
 	}
 }
 
-// descriptors lists the open ones where the system tells; else none.
+// descriptors lists the open descriptors if the system can, else none.
 func descriptors() map[string]string {
 	m := map[string]string{}
 	dir, err := os.ReadDir("/proc/self/fd")
@@ -346,7 +355,7 @@ func descriptors() map[string]string {
 		return m
 	}
 	for _, e := range dir {
-		if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil { // all but the directory's own
+		if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil { // the directory's own is gone
 			m[e.Name()] = to
 		}
 	}
@@ -372,7 +381,7 @@ func spin(i int) {
 	}
 }
 
-// SleepSeldom returns t with links that sleep seldom at both ends. The links of t must be
+// SleepSeldom returns t with links on which both ends call SleepSeldom. The links of t must be
 // p2p.SeldomSleepers, and t must have every capability for memory.
 func SleepSeldom(t p2p.Transport) p2p.Transport {
 	return seldom{t, t.(p2p.Allocator), t.(p2p.WritableAllocator), t.(p2p.Exposer)}

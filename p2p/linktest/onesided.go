@@ -16,14 +16,14 @@ import (
 	"tutti/p2p"
 )
 
-// Side is an end of a link with what a test of remote memory needs to remember.
+// Side is an end of a link with the state of a test of remote memory.
 type Side struct {
 	*End
 	Node  *Node
 	Rma   p2p.OneSided
 	Ended map[uint64]p2p.Completion // by id
 	next  uint64
-	other *Side // in the same goroutine: it makes progress too
+	other *Side // in the same goroutine: both make progress
 }
 
 var generations atomic.Uint64
@@ -103,8 +103,8 @@ func (s *Side) Withdraw(x *mem.Remote) error {
 	return s.Node.T.(p2p.Exposer).Withdraw(ctx, x)
 }
 
-// Turn makes progress on this side: it takes frames of remote memory and completions. Frames for the
-// proxy must not come.
+// Turn makes progress on this side: it handles frames of remote memory and completions. There must
+// be no frames for the proxy.
 func (s *Side) Turn() error {
 	h, _, err := s.Recv()
 	if err == nil && h != nil {
@@ -140,7 +140,7 @@ func (s *Side) turns() error {
 	return s.Turn()
 }
 
-// Start begins an operation with a fresh id, again while there is no room.
+// Start begins an operation with a new id, and repeats that while there is no room.
 func (s *Side) Start(begin func(id uint64) error) (uint64, error) {
 	s.next++
 	for deadline := time.Now().Add(Patience); ; runtime.Gosched() {
@@ -167,7 +167,7 @@ func (s *Side) GetFrom(b []byte, from *mem.Remote, off uint64) (uint64, error) {
 	return s.Start(func(id uint64) error { return s.Rma.Get(id, mem.Host(b, mem.Anywhere), from, off) })
 }
 
-// Await waits for the completion of an operation, whose beginning returned err.
+// Await waits for the completion of an operation that was begun with err.
 func (s *Side) Await(id uint64, err error) error {
 	for deadline := time.Now().Add(Patience); err == nil; runtime.Gosched() {
 		if c, ok := s.Ended[id]; ok {
@@ -196,10 +196,10 @@ func filled(b []byte, round int) bool {
 	return true
 }
 
-// bulk is n bytes, or fewer if the link's frames are small: it may be slow then.
+// bulk returns n, or less for a link with small frames, which may be slow.
 func bulk(x *Side, n int) int { return min(n, 64*x.MaxFrame()&^7) }
 
-// edges are the sizes at which something changes.
+// edges returns the sizes at which the implementation changes.
 func edges(frame int) []int {
 	list := []int{0, 1, 7, 8, 9, 63, 64, 65, 4064, 4096, 4097, 65535, 65536, 65537, 1<<20 + 3}
 	for _, n := range []int{frame - 33, frame - 32, frame - 31, frame - 1, frame, frame + 1, 3*frame + 5} {
@@ -280,7 +280,7 @@ func (s suite) get(t *testing.T) {
 	}
 	s.refused(t, x, y, mem.Read)
 	s.many(t, x, func(id uint64) error { return x.Rma.Get(id, mem.Host(local[:1000], mem.Anywhere), from, 0) })
-	if r.Writable { // memory that nobody may write can be read all the same
+	if r.Writable { // memory that peers cannot write can still be read
 		a, ok := y.Node.T.(p2p.Allocator)
 		if !ok {
 			return
@@ -298,7 +298,7 @@ func (s suite) get(t *testing.T) {
 	}
 }
 
-// refused: whatever is not allowed ends with the reason, changes nothing, and leaves the link alone.
+// refused: a forbidden operation ends with the reason, changes nothing, and does not fail the link.
 func (s suite) refused(t *testing.T, x, y *Side, right mem.Rights) {
 	const n = 4096
 	r := y.Alloc(t, 3*n)
@@ -323,7 +323,7 @@ func (s suite) refused(t *testing.T, x, y *Side, right mem.Rights) {
 			t.Errorf("%s: %v, want an AccessError: %v", name, err, want)
 		}
 	}
-	// What the description does not allow is not begun.
+	// Operations that the description forbids do not begin.
 	for _, c := range []struct {
 		off  uint64
 		n    int
@@ -340,7 +340,7 @@ func (s suite) refused(t *testing.T, x, y *Side, right mem.Rights) {
 			t.Error("an operation that was not begun has ended")
 		}
 	}
-	// What a peer claims beyond what it was given, the target refuses.
+	// The target refuses what the description was forged to allow.
 	forged := func(x *mem.Remote, change func(*mem.Remote)) *mem.Remote {
 		y := *x
 		change(&y)
@@ -419,7 +419,7 @@ func (s suite) many(t *testing.T, x *Side, begin func(id uint64) error) {
 			t.Fatal(err)
 		}
 		if ids = append(ids, x.next); len(ids) > p2p.MaxOutstanding {
-			t.Fatalf("%d operations that nobody has asked after, at most %d should be taken", len(ids),
+			t.Fatalf("%d operations without a Poll, at most %d should be taken", len(ids),
 				p2p.MaxOutstanding)
 		}
 	}
@@ -437,8 +437,8 @@ func (s suite) many(t *testing.T, x *Side, begin func(id uint64) error) {
 	x.Disarm()
 }
 
-// signal: who sees a signal sees the data before it, its own put's or with a strong one that of all
-// puts before, however busy or asleep the target is.
+// signal: a target that sees a signal sees the data before it, of its own put or, with a strong
+// one, of all earlier puts, whether the target is busy or asleep.
 func (s suite) signal(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {
@@ -455,7 +455,7 @@ func (s suite) signal(t *testing.T) {
 	plan := func(round int) (n int, strong bool) { return sizes[round%len(sizes)], round/len(sizes)%2 == 1 }
 	var left atomic.Int32
 	left.Store(2)
-	// together goes on until both sides are through: each needs the other's progress.
+	// together runs until both sides are done, because each needs the other's progress.
 	together := func(s *Side) error {
 		left.Add(-1)
 		for deadline := time.Now().Add(Patience); left.Load() > 0; runtime.Gosched() {
@@ -549,8 +549,8 @@ func (s suite) signal(t *testing.T) {
 	})
 }
 
-// strong: a strong signal comes after all puts before it, which are far from being placed when it is
-// begun; and whoever is about to sleep at the target looks once more after a signal has come.
+// strong: a strong signal comes after all earlier puts, which are not placed when it begins; and a
+// target that is about to sleep checks again after a signal.
 func (s suite) strong(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {
@@ -598,9 +598,55 @@ func (s suite) strong(t *testing.T) {
 	}
 }
 
-// completion: operations end once each, in whatever order; a small one does not wait for large ones,
-// nor do the link's own frames; what is cancelled touches nothing any more; and when the peer goes
-// all that is left ends.
+// words: signals to one word are written in the order of their puts, also if a later put is smaller:
+// the word never goes back.
+func (s suite) words(t *testing.T) {
+	x, y := Sides(t, s.open)
+	if x == nil {
+		return
+	}
+	const large, number = 1 << 20, 60
+	r := y.Alloc(t, large+64)
+	to := y.Expose(t, r, 0, large+64, mem.Write|mem.Signal)
+	local := make([]byte, large)
+	var ids []uint64
+	for i := range number {
+		size := []int{large, 8, 0, 100_000, 64 << 10}[i%5]
+		id, err := x.PutTo(local[:size], to, 64, p2p.Signal{At: to, Value: uint64(i + 1)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids = append(ids, id)
+	}
+	last := uint64(0)
+	for deadline := time.Now().Add(Patience); last < number; {
+		if err := x.turns(); err != nil {
+			t.Fatal(err)
+		}
+		if err := y.turns(); err != nil {
+			t.Fatal(err)
+		}
+		v := r.Word(0).Load()
+		if v < last {
+			t.Fatalf("the word has gone back from %d to %d", last, v)
+		}
+		if last = v; time.Now().After(deadline) {
+			t.Fatalf("the word is %d, of %d signals", v, number)
+		}
+	}
+	for _, id := range ids {
+		if err := x.Await(id, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if v := r.Word(0).Load(); v != number {
+		t.Errorf("the word is %d after %d signals", v, number)
+	}
+}
+
+// completion: every operation ends once, in any order. A small one does not wait for large ones,
+// nor do the link's own frames. Cancelled ones access no memory. When the peer ends, all remaining
+// ones end.
 func (s suite) completion(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {
@@ -627,7 +673,7 @@ func (s suite) completion(t *testing.T) {
 	const frames = 20
 	sent, got := 0, 0
 	h, p := Frame(0, 64, nil)
-	// The frames come last in every turn: whatever room there is, the puts see it first.
+	// The frames come last in every turn, so that the puts find the room first.
 	for deadline := time.Now().Add(Patience); got < frames; {
 		if f, _, ok, err := y.Take(); err != nil {
 			t.Fatal(err)
@@ -678,7 +724,7 @@ func (s suite) completion(t *testing.T) {
 		t.Error("the target has other bytes")
 	}
 
-	// Cancelled operations end, and their memory is left alone.
+	// Cancelled operations end, and their memory is not written.
 	ids = ids[:0]
 	buf := make([]byte, large)
 	for i := range 20 {
@@ -717,7 +763,7 @@ func (s suite) completion(t *testing.T) {
 		t.Fatalf("a get after cancelled ones: %v", err)
 	}
 
-	// The peer goes.
+	// The peer ends.
 	ids = ids[:0]
 	for i := range 60 {
 		var id uint64
@@ -749,7 +795,7 @@ func (s suite) completion(t *testing.T) {
 			if ok {
 				break
 			}
-			x.Turn() // its error is the link's
+			x.Turn() // it returns the link's error
 			if time.Now().After(deadline) {
 				t.Fatalf("operation %d has not ended although the peer is gone", id)
 			}
@@ -772,7 +818,7 @@ func (s suite) completion(t *testing.T) {
 	}
 }
 
-// closedHere: what is under way when this end is closed ends with an error, too.
+// closedHere: operations under way when this end is closed end with an error, too.
 func (s suite) closedHere(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {
@@ -808,8 +854,8 @@ func (s suite) closedHere(t *testing.T) {
 	}
 }
 
-// revoke: when Withdraw has returned nothing changes any more, whatever a peer does, and what it
-// does ends with the reason.
+// revoke: after Withdraw has returned the memory does not change any more, and operations end with
+// the reason.
 func (s suite) revoke(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {
@@ -847,9 +893,9 @@ func (s suite) revoke(t *testing.T) {
 	to := second
 	for round, began := 0, time.Now(); round < 3 || round < 25 && time.Since(began) < time.Second; round++ {
 		var done, refused, stop atomic.Int64
-		both(t, func() error { // the peer hammers
+		both(t, func() error { // the peer puts continuously
 			ids := map[uint64]bool{}
-			var locals [8][]byte // so that every put changes what is there
+			var locals [8][]byte // so that every put changes the memory
 			for i := range locals {
 				locals[i] = bytes.Repeat([]byte{byte(8*round + i + 1)}, n)
 			}
@@ -864,7 +910,7 @@ func (s suite) revoke(t *testing.T) {
 				ids[id] = true
 				if now, ok := x.Rma.(p2p.Immediate); ok {
 					k := x.next % 8
-					now.PutNow(mem.Host(locals[k][:8+k], mem.Anywhere), to, uint64(n)-64, p2p.Signal{At: to, Value: k})
+					now.PutNow(locals[k][:8+k], to, uint64(n)-64, &p2p.Signal{At: to, Value: k})
 				}
 				if err := x.Turn(); err != nil {
 					return err
@@ -925,7 +971,7 @@ func (s suite) revoke(t *testing.T) {
 	}
 }
 
-// now: a put that ends at once is there at once, whole and with its signal, or not at all.
+// now: a put by PutNow is complete at once, with its signal, or was not begun.
 func (s suite) now(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {
@@ -940,10 +986,10 @@ func (s suite) now(t *testing.T) {
 	r := y.Alloc(t, n)
 	to := y.Expose(t, r, 64, n-128, mem.Write|mem.Signal)
 	local := make([]byte, n)
-	put := func(size int, off uint64, sig p2p.Signal) bool {
-		return now.PutNow(mem.Host(local[:size], mem.Anywhere), to, off, sig)
+	put := func(size int, off uint64, sig *p2p.Signal) bool {
+		return now.PutNow(local[:size], to, off, sig)
 	}
-	for deadline := time.Now().Add(Patience); !put(8, 0, p2p.Signal{}); { // until the link knows the memory
+	for deadline := time.Now().Add(Patience); !put(8, 0, nil); { // until the link knows the memory
 		if err := x.turns(); err != nil {
 			t.Fatal(err)
 		}
@@ -953,7 +999,7 @@ func (s suite) now(t *testing.T) {
 	}
 	for round, size := range []int{0, 1, 8, 64, 1000, n - 256} {
 		fill(local[:size], round)
-		if !put(size, 64, p2p.Signal{At: to, Value: uint64(round + 1)}) {
+		if !put(size, 64, &p2p.Signal{At: to, Value: uint64(round + 1)}) {
 			t.Fatalf("%d bytes and a signal cannot be put at once", size)
 		}
 		if v := r.Word(64).Load(); v != uint64(round+1) || !filled(r.Bytes()[128:128+size], round) {
@@ -969,14 +1015,13 @@ func (s suite) now(t *testing.T) {
 	forged.Len = n
 	quiet := y.Expose(t, r, 0, n, mem.Write)
 	for what, done := range map[string]bool{
-		"nothing":                put(0, 0, p2p.Signal{}),
-		"beyond the end":         put(8, n-128-7, p2p.Signal{}),
-		"far away":               put(8, math.MaxUint64-3, p2p.Signal{}),
-		"signal not aligned":     put(8, 0, p2p.Signal{At: to, Offset: 4, Value: 99}),
-		"signal behind the end":  put(8, 0, p2p.Signal{At: to, Offset: n, Value: 99}),
-		"a forged length":        now.PutNow(mem.Host(local[:8], mem.Anywhere), &forged, n-128, p2p.Signal{}),
-		"a signal without right": put(8, 0, p2p.Signal{At: quiet, Value: 99}),
-		"device memory":          now.PutNow(mem.Device(8, 8, "cuda:0"), to, 0, p2p.Signal{}),
+		"nothing":                put(0, 0, nil),
+		"beyond the end":         put(8, n-128-7, nil),
+		"far away":               put(8, math.MaxUint64-3, nil),
+		"signal not aligned":     put(8, 0, &p2p.Signal{At: to, Offset: 4, Value: 99}),
+		"signal behind the end":  put(8, 0, &p2p.Signal{At: to, Offset: n, Value: 99}),
+		"a forged length":        now.PutNow(local[:8], &forged, n-128, nil),
+		"a signal without right": put(8, 0, &p2p.Signal{At: quiet, Value: 99}),
 	} {
 		if done {
 			t.Errorf("%s: it was put", what)
@@ -985,7 +1030,7 @@ func (s suite) now(t *testing.T) {
 	if err := y.Withdraw(to); err != nil {
 		t.Fatal(err)
 	}
-	if put(8, 0, p2p.Signal{}) || put(0, 0, p2p.Signal{At: to, Value: 99}) {
+	if put(8, 0, nil) || put(0, 0, &p2p.Signal{At: to, Value: 99}) {
 		t.Error("something was put to memory that was withdrawn")
 	}
 	if !bytes.Equal(before, r.Bytes()) {
@@ -993,12 +1038,12 @@ func (s suite) now(t *testing.T) {
 	}
 	y.Close()
 	x.Close()
-	if put(8, 0, p2p.Signal{}) {
+	if put(8, 0, nil) {
 		t.Error("something was put over a link that is closed")
 	}
 }
 
-// flush: it ends when every put before it has, and their data is there then.
+// flush: it ends after every earlier put, and their data is placed then.
 func (s suite) flush(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {

@@ -16,11 +16,11 @@ import (
 	"tutti/p2p"
 )
 
-// Run tests transports made by open: each call returns a fresh one that has not listened yet; all
-// can reach each other. The subtests leave no goroutine and no descriptor behind.
+// Run tests transports made by open: each call returns a new one that has not listened yet; all can
+// reach each other. The subtests leave no goroutine and no descriptor behind.
 func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 	s := suite{open}
-	t.Run("Connect", func(t *testing.T) { Pair(t, open) }) // what the runtime opens once (its poller) is not a leak
+	t.Run("Connect", func(t *testing.T) { Pair(t, open) }) // the runtime's poller opens descriptors once
 	for _, c := range []struct {
 		name string
 		f    func(*testing.T)
@@ -29,11 +29,13 @@ func Run(t *testing.T, open func(tb testing.TB) p2p.Transport) {
 		{"BackPressure", s.backPressure}, {"Sleepers", s.sleepers},
 		{"CloseDelivers", s.closeDelivers}, {"CloseWakes", s.closeWakes}, {"CloseTwice", s.closeTwice},
 		{"CloseBesideUse", s.closeBesideUse},
-		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"Clients", s.clients}, {"WrongSecret", s.wrongSecret},
+		{"Mesh", s.mesh}, {"Crossing", s.crossing}, {"Refusals", s.refusals}, {"Clients", s.clients},
+		{"WrongSecret", s.wrongSecret},
 		{"NotWhomIDialled", s.notWhomIDialled},
 		{"DialCancelled", s.dialCancelled}, {"Endpoints", s.endpoints}, {"TransportClose", s.transportClose},
 		{"Regions", s.regions}, {"Allocations", s.allocations},
-		{"Put", s.put}, {"Get", s.get}, {"Signal", s.signal}, {"Strong", s.strong}, {"Completion", s.completion},
+		{"Put", s.put}, {"Get", s.get}, {"Signal", s.signal}, {"Strong", s.strong}, {"Words", s.words},
+		{"Completion", s.completion},
 		{"ClosedHere", s.closedHere}, {"Revoke", s.revoke}, {"Flush", s.flush}, {"Now", s.now},
 	} {
 		NoLeaks(t, c.name, c.f)
@@ -157,8 +159,7 @@ func (s suite) bothWays(t *testing.T) {
 	both(t, side(a, 0), side(b, 1))
 }
 
-// sizes: every edge of the payload's size, the largest many times over (it wraps whatever buffer
-// there is).
+// sizes: every edge of the payload's size, the largest many times over, so that buffers wrap.
 func (s suite) sizes(t *testing.T) {
 	a, b := s.pair(t)
 	top := a.MaxFrame()
@@ -186,11 +187,7 @@ func (s suite) sizes(t *testing.T) {
 	}, func() error {
 		for i, n := range list {
 			b.Fill = i%3 == 0
-			h, p, err := b.Wait()
-			if err != nil {
-				return err
-			}
-			if err := Check(i, n, h, p); err != nil {
+			if err := b.expect(i, n); err != nil {
 				return err
 			}
 		}
@@ -214,8 +211,8 @@ func (s suite) held(t *testing.T) {
 		var first *p2p.Header
 		var view []byte
 		deadline := time.Now().Add(Patience)
-		// a transport that offers parts only by Fill ends at the deadline: 100 bytes must fit its
-		// own memory
+		// A transport that returns parts only by Fill ends at the deadline: 100 bytes must fit its
+		// own memory.
 		for view == nil {
 			var err error
 			if first, view, err = b.Recv(); err != nil || time.Now().After(deadline) {
@@ -269,11 +266,7 @@ func (s suite) backPressure(t *testing.T) {
 		return a.FlushAll()
 	}, func() error {
 		for i := range sent + more {
-			h, p, err := b.Wait()
-			if err != nil {
-				return err
-			}
-			if err := Check(i, n, h, p); err != nil {
+			if err := b.expect(i, n); err != nil {
 				return err
 			}
 		}
@@ -542,7 +535,7 @@ func (s suite) crossing(t *testing.T) {
 	}
 }
 
-// refusals: the dialler learns why it was refused, and nothing is handed over.
+// refusals: the dialler gets the reason of a refusal, and no link is handed over.
 func (s suite) refusals(t *testing.T) {
 	a, b := s.node(t, 0), s.node(t, 1)
 	for _, want := range []error{p2p.ErrSuperseded, p2p.ErrStale, errors.New("not today")} {
@@ -570,7 +563,7 @@ func (s suite) refusals(t *testing.T) {
 	}
 }
 
-// clients: a program that is no rank is told apart from one, at both ends, whatever its transport.
+// clients: both ends can tell a client from a rank.
 func (s suite) clients(t *testing.T) {
 	c := NewHost(0)
 	c.ID = p2p.Identity{Incarnation: c.ID.Incarnation, Role: p2p.RoleClient}
@@ -621,7 +614,7 @@ func (s suite) wrongSecret(t *testing.T) {
 	}
 }
 
-// notWhomIDialled: an endpoint that is no longer the dialled incarnation's.
+// notWhomIDialled: an endpoint that belongs to another incarnation now.
 func (s suite) notWhomIDialled(t *testing.T) {
 	a, b := s.node(t, 0), s.node(t, 1)
 	b.Allow(func(p2p.Identity) error { t.Error("Admit was asked although another was dialled"); return nil })
@@ -650,7 +643,7 @@ func (s suite) dialCancelled(t *testing.T) {
 		}
 		t.Errorf("Dial with a cancelled context: %v", err)
 	}
-	// Whether b saw the connection is a matter of timing; if so its link ends.
+	// Depending on timing b has accepted the connection; then its link ends.
 	select {
 	case in := <-b.In:
 		in.Link.Close()
@@ -665,7 +658,7 @@ func (s suite) dialCancelled(t *testing.T) {
 	}
 }
 
-// endpoints: bytes from a directory that are no endpoint are refused, never trusted.
+// endpoints: invalid endpoints are refused.
 func (s suite) endpoints(t *testing.T) {
 	a, b := s.node(t, 0), s.node(t, 1)
 	bad := [][]byte{nil, {}, {0}, []byte("garbage"), make([]byte, len(b.Endpoint)), b.Endpoint[:len(b.Endpoint)/2],
@@ -729,7 +722,7 @@ func (s suite) transportClose(t *testing.T) {
 	}
 }
 
-// Map maps a region of the peer of e, which has Patience to answer.
+// Map maps a region of the peer of e within Patience.
 func Map(e *End, id uint64) (*p2p.Mapping, error) {
 	for deadline := time.Now().Add(Patience); ; runtime.Gosched() {
 		if m, err := e.Link.(p2p.Mapper).Map(id); m != nil || err != nil {
@@ -806,7 +799,7 @@ func (s suite) regions(t *testing.T) {
 	if _, err := alloc.Alloc(0); err == nil {
 		t.Error("Alloc(0): no error")
 	}
-	both(t, func() error { // a round trip beside traffic and wake-ups
+	both(t, func() error { // a round trip during traffic and wake-ups
 		for i := range 100 {
 			h, p := Frame(i, 64, nil)
 			if err := x.Put(&h, p); err != nil {

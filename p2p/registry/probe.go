@@ -87,7 +87,7 @@ func Probe(ctx context.Context, k Kind) (err error) {
 	}
 }
 
-// end is one end of a probe: a p2p.Host.
+// end is one end of a probe. It implements p2p.Host.
 type end struct {
 	self      p2p.Identity
 	secret    []byte

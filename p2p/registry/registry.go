@@ -1,6 +1,6 @@
-// Package registry is the table of transports: the one place that knows which there are. A row says
-// what a transport is called, how it is made, and what it can do; all else (flags, tuning, tutti
-// doctor) is derived from the rows.
+// Package registry is the table of transports, the only place that lists them. A row has the name
+// of a transport, its constructor, and its capabilities. Flags, tuning and tutti doctor follow from
+// the rows.
 package registry
 
 import (
@@ -20,13 +20,13 @@ import (
 	"tutti/p2p/tcp"
 )
 
-// Options is what a rank says of its links, whatever transport makes them.
+// Options are a rank's settings for links of any transport.
 type Options struct {
 	LocalRanks  int           // ranks that are likely to be on this machine; 0: unknown
 	Interfaces  string        // that may be used, see tcp.Config
 	Ports       string        // "0", "29500" or "29500-29600"
-	PeerTimeout time.Duration // after which a host that answers nothing is noticed, where somebody waits for it
-	IdleTimeout time.Duration // and elsewhere
+	PeerTimeout time.Duration // bounds the silence of a host that an operation waits for
+	IdleTimeout time.Duration // bounds it otherwise
 	Dial        dial.Func     // makes the connections; nil: net.Dialer
 	Logger      *slog.Logger
 }
@@ -34,7 +34,7 @@ type Options struct {
 // Reach says which ranks a transport links.
 type Reach int
 
-// The reaches, from near to far.
+// Values of Reach, from near to far.
 const (
 	Machine Reach = iota // those of one machine
 	Network              // all that the network reaches
@@ -44,12 +44,12 @@ const (
 type Kind struct {
 	Name   string
 	Reach  Reach
-	Maps   bool   // peers can map memory that the transport allocates
-	Advice string // what to do where it does not work, for people
+	Maps   bool   // peers can map memory of the transport's Alloc
+	Advice string // what to do if it does not work, for users
 	// Works reports whether this system has what the transport needs, as far as that is known
-	// before it is tried.
+	// without trying it.
 	Works func() bool
-	// New makes the transport, which does nothing before Listen.
+	// New makes the transport, which is idle until Listen.
 	New func(o Options) (p2p.Transport, error)
 }
 
@@ -75,15 +75,16 @@ var (
 	}
 )
 
-// InProcess is the name of the transport that links the ranks of one process, which is in no row: it
-// is for pg.Local alone.
+// InProcess is the name of the transport between the ranks of one process. It has no row, because
+// only pg.Local uses it.
 const InProcess = "inproc"
 
-// Auto stands for all transports that work here, where names are expected.
+// Auto stands for all transports that work here, in lists of names.
 const Auto = "auto"
 
-// Add adds a row, which is preferred to those that there are, and returns what removes it. It panics
-// if the name is taken. It is for programs with a transport of their own, before they join.
+// Add adds a row, before all others in the order of preference, and returns a function that removes
+// it. It panics if the name is taken. It is for programs with their own transport, before they
+// join.
 func Add(k Kind) (remove func()) {
 	mu.Lock()
 	defer mu.Unlock()
@@ -106,7 +107,7 @@ func Kinds() []Kind {
 	return slices.Clone(rows)
 }
 
-// Names lists the names for people: "shm or tcp".
+// Names lists the names for messages: "shm or tcp".
 func Names() string {
 	var names []string
 	for _, k := range Kinds() {
@@ -122,8 +123,8 @@ func Names() string {
 var ErrUnknown = errors.New("no such transport")
 
 // Find returns the rows that text names: "auto", or names separated by commas. The error wraps
-// ErrUnknown and says what there is. A transport that is named is returned whether it works here or
-// not; "auto" names those that do.
+// ErrUnknown and lists the known names. A named transport is returned even if it does not work
+// here; "auto" selects those that do.
 func Find(text string) ([]Kind, error) {
 	all := Kinds()
 	if text == Auto {
@@ -140,8 +141,7 @@ func Find(text string) ([]Kind, error) {
 	return found, nil
 }
 
-// Best returns the first of kinds that links ranks of one machine and works here: what links the
-// ranks of a machine that may use all of them.
+// Best returns the first of kinds that links ranks of one machine and works here.
 func Best(kinds []Kind) Kind {
 	for _, k := range kinds {
 		if k.Works() {

@@ -27,7 +27,7 @@ func TestProbe(t *testing.T) {
 }
 
 // A transport that does not work says where it failed.
-func TestProbeOfWhatDoesNotWork(t *testing.T) {
+func TestProbeReportsBrokenTransport(t *testing.T) {
 	broken := errors.New("no device")
 	k := Kind{Name: "none", New: func(Options) (p2p.Transport, error) { return nil, broken }}
 	if err := Probe(t.Context(), k); !errors.Is(err, broken) {

@@ -16,9 +16,9 @@ const (
 	cmdRegisterGlobalExpedited = 1 << 2
 )
 
-// registerBarrier makes this process take part in the barriers of others and of its own, and
-// reports whether the system can do that. In a process of several threads the first call takes the
-// kernel a grace period of RCU, which is 10 ms and more: see Prepare.
+// registerBarrier registers this process for barriers, its own and those of others, and reports
+// whether the system supports it. In a process of several threads the first call takes a grace
+// period of the kernel's RCU, 10 ms and more: see Prepare.
 var registerBarrier = sync.OnceValue(func() bool {
 	_, _, e := unix.Syscall(unix.SYS_MEMBARRIER, cmdRegisterGlobalExpedited, 0, 0)
 	return e == 0
@@ -26,7 +26,10 @@ var registerBarrier = sync.OnceValue(func() bool {
 
 func barrier() { unix.Syscall(unix.SYS_MEMBARRIER, cmdGlobalExpedited, 0, 0) }
 
-// storeRelease stores v behind all stores before it, and waits for none of them.
+// storeRelease stores v after all earlier stores, without waiting for them.
 func storeRelease(p *uint64, v uint64)
 
 func prefetch(p unsafe.Pointer)
+
+//go:noescape
+func acquire(p unsafe.Pointer, n int)

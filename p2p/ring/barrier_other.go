@@ -7,8 +7,9 @@ import (
 	"unsafe"
 )
 
-// The race detector knows nothing of barriers between processors.
+// The race detector does not know of barriers between processors.
 func registerBarrier() bool            { return false }
 func barrier()                         {}
 func storeRelease(p *uint64, v uint64) { atomic.StoreUint64(p, v) }
 func prefetch(unsafe.Pointer)          {}
+func acquire(unsafe.Pointer, int)      {}

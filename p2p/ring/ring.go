@@ -7,32 +7,33 @@
 //	line 0       commit word (8 bytes) | p2p.Header as the machine lays it out (48) | payload of at most 8 bytes
 //	line 1, ...  payload of more than 8 bytes, padded to lines of 64 bytes
 //
-// The consumer polls the commit word of the next frame where it lies; there is no tail index to
-// fetch from another cache line, so that a small frame costs one line transfer. The commit word is
-// written last and holds the frame's sequence number. Before a producer commits a frame it clears
-// the commit word of the line behind it; what an earlier lap left there is thus never taken for a
-// commit. A frame that does not fit before the ring's end is preceded by a skip mark, which is
-// committed after it. (The structure is that of Lamport's single-producer single-consumer queue
-// with the index moved into the slots, as in FastForward, PPoPP 2008.)
+// The consumer polls the commit word of the next frame directly; there is no tail index in another
+// cache line, so that a small frame costs one line transfer. The commit word is written last and
+// holds the frame's sequence number. Before a producer commits a frame it clears the commit word of
+// the line behind it, so that data of an earlier lap is never taken for a commit. A frame that does
+// not fit before the ring's end is preceded by a skip mark, which is committed after it. (The
+// structure is that of Lamport's single-producer single-consumer queue with the index moved into
+// the slots, as in FastForward, PPoPP 2008.)
 //
-// The consumer tells how far it has read in a line of its own each time it has freed a quarter of
-// the ring. As no frame is larger than a quarter, a producer that finds no room while the consumer
-// has read everything it sent cannot exist, and nobody waits for the last, untold part.
+// The consumer publishes how far it has read, in a line of its own, each time it has freed a
+// quarter of the ring. As no frame is larger than a quarter, a producer always finds room when the
+// consumer has read everything, and need not wait for the last, unpublished part.
 //
-// An end that wants to sleep sets its arm word and then looks once more; an end that has committed
-// a frame (or told its head) looks at the arm word of the other and rings the bell if it is set.
-// Both use sequentially consistent stores and loads (sync/atomic), so that one of them sees the
-// other (Dekker); on the fast path that costs the producer one load of a line that nobody writes.
+// An end that is about to sleep sets its arm word and then polls once more. An end that has
+// committed a frame (or published its head) reads the other's arm word and rings the bell if it is
+// set. Both use sequentially consistent stores and loads (sync/atomic), so that one of them sees
+// the other (Dekker). On the fast path that costs the producer one load of a line that is not being
+// written.
 //
 // A sequentially consistent store waits until its line, and all lines written before, have come
-// from the other core: as long as a small frame's whole way. So an end that expects to sleep seldom
-// takes the cost on itself (Asymmetric): its Arm makes every core that runs one of the two
+// from the other core, which takes as long as a small frame's whole way. An end that rarely sleeps
+// can take the cost on itself (Asymmetric): its Arm makes every core that runs one of the two
 // processes pass a barrier (membarrier(2)), and the producer then commits with a plain store, which
 // x86 orders after those before it.
 //
 // The other end may be hostile, or may die at any instruction. Everything read from shared memory
-// is copied first and checked then; whatever the memory holds, a consumer touches only its ring and
-// a producer writes only its own.
+// is copied first and checked then. Whatever the memory holds, a consumer accesses only its ring
+// and a producer writes only its own.
 package ring
 
 import (
@@ -58,37 +59,36 @@ const (
 	inline  = line - 8 - p2p.HeaderSize
 )
 
-// Arm word.
+// Bits of the arm word.
 const (
-	armRecv = 1 << iota // wants to know of frames
-	armSend             // a frame was refused: wants to know of room
+	armRecv = 1 << iota // wants a bell for frames
+	armSend             // a frame was refused: wants a bell for room
 )
 
 // State of an end.
 const (
 	live     = iota
-	draining // failed; frames that arrived are still delivered
-	ended    // nothing more
+	draining // failed; frames that have arrived are still delivered
+	ended    // no more frames
 )
 
-// The header is stored as it lies in memory.
+// The header is stored in its memory layout.
 var _ [p2p.HeaderSize - unsafe.Sizeof(p2p.Header{})]struct{}
 var _ [unsafe.Sizeof(p2p.Header{}) - p2p.HeaderSize]struct{}
 
-// Round returns the ring size used for a wish of n bytes: the next power of two within MinData and
-// MaxData.
+// Round returns the ring size for a wish of n bytes: the next power of two from MinData to MaxData.
 func Round(n int) int {
 	n = min(max(n, MinData), MaxData)
 	return 1 << bits.Len(uint(n-1))
 }
 
-// Bytes returns the memory of a channel with two rings of data bytes, data as Round returns it.
+// Bytes returns the size of a channel's memory with two rings of data bytes, a result of Round.
 func Bytes(data int) int { return control + 2*data }
 
 // MaxFrame returns the largest payload that a ring of data bytes takes.
 func MaxFrame(data int) int { return data/4 - line }
 
-// place returns where in its frame a payload of n bytes begins and the length of the frame.
+// place returns the offset of a payload of n bytes in its frame, and the size of the frame.
 func place(n uint64) (at, size uint64) {
 	if n <= inline {
 		return line - inline, line
@@ -96,18 +96,18 @@ func place(n uint64) (at, size uint64) {
 	return line, line + (n+line-1)&^(line-1)
 }
 
-// End is one end of a channel. It has the methods of p2p.Link but Close, with the same rules about
-// who may call them. Send takes a frame whole or not at all, so Flush has nothing to do and Recv
-// always offers the payload whole.
+// End is one end of a channel. It has the methods of p2p.Link except Close, with the same rules for
+// callers. Send takes a frame as a whole or not at all, so that Flush does nothing, and Recv always
+// returns whole payloads.
 type End struct {
 	state   atomic.Uint32
 	bell    func()
 	side    int
-	arm     [2]*uint32 // ours, theirs
-	rung    [2]*uint32 // a bell for us, for them, is under way
-	fences  [2]*uint32 // we, they pass a barrier on all cores when arming, and take part in the other's
+	arm     [2]*uint32 // of this end, of the other
+	rung    [2]*uint32 // a bell for this end, for the other, is under way
+	fences  [2]*uint32 // this end, the other, passes barriers when arming, and takes part in the other's
 	light   bool       // both do: commits need no fence
-	fence   bool       // we do
+	fence   bool       // this end does
 	max     uint64
 	size    uint64 // of a ring
 	mu      sync.Mutex
@@ -126,26 +126,26 @@ type producer struct {
 	seq    uint64 // of the last frame or skip
 	head   uint64 // bytes that the consumer is known to have freed
 	told   *uint64
-	wanted uint64 // room that the frame refused last needs; 0: none was refused
+	wanted uint64 // room that the last refused frame needs; 0: none was refused
 }
 
 type consumer struct {
 	data    unsafe.Pointer
 	pos     uint64 // bytes freed since the beginning
 	seq     uint64 // of the frame or skip expected next
-	untold  uint64 // freed, not told
+	untold  uint64 // freed, not published
 	told    *uint64
 	held    bool // between Recv and Release
 	filling bool
 	size    uint64 // of the held frame
-	payload []byte // what is left of it
+	payload []byte // the unread rest of it
 	hdr     p2p.Header
 }
 
 // Init makes e one end of the channel in mem: Bytes(data) bytes, aligned to 64, all zero before
-// either end is initialised. side is 0 at one end and 1 at the other. bell wakes the other end; it
-// is called by Send and Release, must not block, and is not called again until the other end called
-// Answer.
+// either end is initialised. side is 0 at one end and 1 at the other. bell wakes the other end.
+// Send and Release call it; it must not block, and is not called again until the other end has
+// called Answer.
 func (e *End) Init(mem []byte, data, side int, bell func()) error {
 	if data != Round(data) || len(mem) != Bytes(data) || uintptr(unsafe.Pointer(unsafe.SliceData(mem)))%line != 0 ||
 		side&^1 != 0 {
@@ -167,14 +167,14 @@ func (e *End) Init(mem []byte, data, side int, bell func()) error {
 	return nil
 }
 
-// Prepare does once for this process what the first call of Asymmetric would take some 10 ms for.
-// Call it beside other work.
+// Prepare does the slow part of the process's first Asymmetric, some 10 ms, in advance. Call it
+// concurrently with other work.
 func Prepare() { registerBarrier() }
 
 // Asymmetric moves the cost of sleeping from the other end's every Send to this end's Arm, which
-// then takes some microseconds, where the system can do that (Linux on amd64). It cannot be undone.
-// Who may call Send and Arm may call it, at any time: the other end sends without a fence only
-// after it has seen fences, and then it sees the arm word that was set before.
+// then takes some microseconds, where the system supports that (Linux on amd64). It cannot be
+// undone. The goroutine that may call Send and Arm may call it at any time: the other end sends
+// without a fence only after it has seen fences, and then it sees the arm word that was set before.
 func (e *End) Asymmetric() {
 	if e.fence {
 		return
@@ -190,8 +190,8 @@ func (e *End) Memory() []byte { return e.mem }
 // MaxFrame is the largest payload in bytes.
 func (e *End) MaxFrame() int { return int(e.max) }
 
-// Fail ends e: Send fails from now on with err, and so does Recv, after it has delivered the frames
-// that arrived if drain is set, else at once. The first err stays. From any goroutine.
+// Fail ends e: from now on Send fails with err, and so does Recv, at once or, if drain is set,
+// after it has delivered the frames that have arrived. The first err stays. From any goroutine.
 func (e *End) Fail(err error, drain bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -207,7 +207,7 @@ func (e *End) Fail(err error, drain bool) {
 	}
 }
 
-// Err returns what Fail was told, or what the other end did wrong; nil while e works.
+// Err returns the error of Fail, or the other end's protocol violation; nil while e works.
 func (e *End) Err() error {
 	if e.state.Load() == live {
 		return nil
@@ -222,8 +222,8 @@ func (e *End) violated(format string, args ...any) error {
 	return e.Err()
 }
 
-// Send implements p2p.Link. A payload that is longer than MaxFrame or not h.Len long is the
-// caller's mistake: an error, and the link lives on.
+// Send implements p2p.Link. A payload that is longer than MaxFrame or not h.Len long is an error of
+// the caller that does not fail the link.
 func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	if e.state.Load() != live {
 		return false, e.Err()
@@ -237,7 +237,7 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	at, size := place(n)
 	off := p.tail & (e.size - 1)
 	rest := e.size - off
-	room := size + line // one line more: its commit word is cleared below
+	room := size + line // one line more: its commit word is cleared
 	if size > rest {
 		room += rest
 	}
@@ -267,8 +267,8 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	}
 	p.tail += size
 	p.seq++
-	// Plain stores, here and below: the consumer looks at these words only after it has seen the
-	// commit that comes last.
+	// Plain stores, here and below: the consumer reads these words only after the commit, which
+	// comes last.
 	*(*uint64)(unsafe.Add(p.data, p.tail&(e.size-1))) = 0
 	commit, word := (*uint64)(frame), p.seq<<1
 	if skip != nil {
@@ -299,7 +299,8 @@ func (e *End) Flush() (bool, error) {
 func (e *End) Recv() (*p2p.Header, []byte, error) {
 	c := &e.in
 	for {
-		// Read before the ring: what a peer committed before it was found gone is then seen.
+		// Read before the ring, so that frames which a peer committed before it was found gone are
+		// seen.
 		state := e.state.Load()
 		if state == ended {
 			return nil, nil, e.Err()
@@ -312,7 +313,7 @@ func (e *End) Recv() (*p2p.Header, []byte, error) {
 		}
 		off := c.pos & (e.size - 1)
 		frame := unsafe.Add(c.data, off)
-		// the payload's first line comes along with the commit word's
+		// The payload's first line is fetched along with the commit word's.
 		prefetch(unsafe.Add(c.data, (off+line)&(e.size-1)))
 		commit := atomic.LoadUint64((*uint64)(frame))
 		if commit == 0 {
@@ -330,14 +331,14 @@ func (e *End) Recv() (*p2p.Header, []byte, error) {
 		if commit != c.seq<<1 {
 			return nil, nil, e.violated("commit word %#x at byte %d of the ring, want frame %d", commit, off, c.seq)
 		}
-		c.hdr = *(*p2p.Header)(unsafe.Add(frame, 8)) // a copy of our own: what is checked is what is used
+		c.hdr = *(*p2p.Header)(unsafe.Add(frame, 8)) // copied, so that what is checked is what is used
 		n := uint64(c.hdr.Len)
 		at, size := place(n)
 		if n > e.max || off+size > e.size {
 			return nil, nil, e.violated("frame of %d bytes at byte %d of a ring of %d; the largest is %d", n, off,
 				e.size, e.max)
 		}
-		if e.state.Load() == ended { // the memory may have gone between commit word and header
+		if e.state.Load() == ended { // the memory may have been blanked between commit word and header
 			return nil, nil, e.Err()
 		}
 		c.held, c.filling, c.size = true, false, size
@@ -384,8 +385,8 @@ func (e *End) ring() {
 	}
 }
 
-// Nudge stores v to word, in memory that both ends share, and rings the bell of an end that is armed,
-// as a frame would. Whoever sleeps there must look at word after Arm.
+// Nudge stores v to word, in memory that both ends share, and rings the bell of an armed end, as a
+// frame would. A waiter there must read word after Arm.
 func (e *End) Nudge(word *uint64, v uint64) {
 	if e.light {
 		storeRelease(word, v)
@@ -398,15 +399,19 @@ func (e *End) Nudge(word *uint64, v uint64) {
 	}
 }
 
-// StoreRelease stores v to p behind all loads and stores before it, and, where the processor can do
-// that, waits for none of them.
+// StoreRelease stores v to p after all earlier loads and stores and, where the processor can do
+// that, without waiting for them.
 func StoreRelease(p *uint64, v uint64) { storeRelease(p, v) }
 
-// Answer says that the other end's bell was heard; call it before waking the sleeper. From any
+// Acquire begins to take the cache lines of b from the cores that have them, for stores that follow
+// soon. The stores of a copy would take one line after the other.
+func Acquire(b []byte) { acquire(unsafe.Pointer(unsafe.SliceData(b)), len(b)) }
+
+// Answer says that this end received the bell; call it before waking the sleeper. From any
 // goroutine.
 func (e *End) Answer() { atomic.StoreUint32(e.rung[0], 0) }
 
-// Arm implements p2p.Link. A frame between Recv and Release does not count as one that may arrive.
+// Arm implements p2p.Link. A frame between Recv and Release does not count as available.
 func (e *End) Arm() bool {
 	want := uint32(armRecv)
 	if e.out.wanted != 0 {

@@ -225,8 +225,8 @@ func TestStaleBytes(t *testing.T) {
 	}
 }
 
-// TestBells: one bell until it is answered.
-func TestBells(t *testing.T) {
+// TestOneBellUntilAnswered: one bell until it is answered.
+func TestOneBellUntilAnswered(t *testing.T) {
 	a, b, bells := pair(t, MinData)
 	send := func() {
 		t.Helper()
@@ -249,7 +249,7 @@ func TestBells(t *testing.T) {
 		}
 	}
 	send()
-	want(0) // nobody sleeps
+	want(0) // no end sleeps
 	if !b.Arm() {
 		t.Fatal("Arm with a frame there")
 	}
@@ -332,8 +332,8 @@ func fill(e *End) {
 	}
 }
 
-// TestCallersMistake: a wrong length is the caller's fault and does not hurt the link.
-func TestCallersMistake(t *testing.T) {
+// TestWrongLengthKeepsLink: a wrong length is the caller's fault and does not hurt the link.
+func TestWrongLengthKeepsLink(t *testing.T) {
 	a, b, _ := pair(t, MinData)
 	for _, c := range []struct{ says, has int }{{5, 4}, {4, 5}, {a.MaxFrame() + 1, a.MaxFrame() + 1}, {1<<31 - 1, 0}} {
 		if ok, err := a.Send(&p2p.Header{Len: uint32(c.says)}, make([]byte, c.has)); ok || err == nil {
@@ -375,9 +375,9 @@ func TestFail(t *testing.T) {
 	}
 }
 
-// TestRoom: wherever the ring stands, a consumer that has read everything leaves room for the
-// largest frame; a producer that was refused learns it from Arm.
-func TestRoom(t *testing.T) {
+// TestDrainedRingHasRoomForLargestFrame: wherever the ring stands, a consumer that has read
+// everything leaves room for the largest frame; a producer that was refused learns it from Arm.
+func TestDrainedRingHasRoomForLargestFrame(t *testing.T) {
 	a, b, bells := pair(t, MinData)
 	read := func() {
 		for {

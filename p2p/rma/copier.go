@@ -10,34 +10,34 @@ import (
 	"tutti/p2p"
 )
 
-// Target is memory of a peer that this process can access: an Entry, or a mapping with the owner's
-// consent. Enter and Leave bracket each access; Enter's errors are ErrRevoked, ErrRights, ErrBounds
+// Target is a peer's memory that this process can access: an Entry, or a mapping with the owner's
+// consent. Enter and Leave bracket each access. Enter's errors are ErrRevoked, ErrRights, ErrBounds
 // or the link's.
 type Target interface {
 	Enter(rights mem.Rights, off, n uint64) ([]byte, error)
 	Leave()
 }
 
-// Reach is how a Copier gets at the memory of its peer.
+// Reach gives a Copier access to the memory of its peer.
 type Reach interface {
-	// Reach returns the memory that x describes, for accesses with rights, or nil without an error
-	// if the peer has yet to say where it is. Drop follows.
+	// Reach returns the memory that x describes, for accesses with rights; nil without an error if
+	// the peer has yet to provide it. Drop follows.
 	Reach(x *mem.Remote, rights mem.Rights) (Target, error)
-	// Drop says that an operation does not need t any more.
+	// Drop ends an operation's use of t.
 	Drop(t Target)
 	// Signalled is called after signals were written.
 	Signalled()
 }
 
 // Copier runs puts and gets of one link by copying. It implements p2p.OneSided for the link that
-// owns it, whose rules hold; Reset makes it ready.
+// owns it, under the link's rules. Reset makes it ready.
 type Copier struct {
 	reach Reach
 	ops   []*copyOp // under way, oldest first
 	turn  int
-	done  []p2p.Completion // not yet told
+	done  []p2p.Completion // not yet returned by Poll
 	spare []*copyOp
-	dead  func() error // why the link is over, nil while it is not
+	dead  func() error // returns why the link has ended, or nil
 }
 
 type copyOp struct {
@@ -55,10 +55,10 @@ type copyOp struct {
 	finished bool
 }
 
-// Reset makes c ready to reach memory by r. dead says why the link is over, nil while it works.
+// Reset makes c access memory by r. dead returns why the link has ended, or nil.
 func (c *Copier) Reset(r Reach, dead func() error) { *c = Copier{reach: r, dead: dead} }
 
-// begin returns a fresh operation, ErrAgain if there are too many.
+// begin returns a new operation, ErrAgain if there are too many.
 func (c *Copier) begin(id uint64) (*copyOp, error) {
 	if err := c.dead(); err != nil {
 		return nil, err
@@ -67,7 +67,7 @@ func (c *Copier) begin(id uint64) (*copyOp, error) {
 		return nil, p2p.ErrAgain
 	}
 	if n := len(c.spare); n > 0 {
-		o := c.spare[n-1] // free has cleared it
+		o := c.spare[n-1] // free cleared it
 		c.spare = c.spare[:n-1]
 		o.id = id
 		return o, nil
@@ -128,8 +128,8 @@ func (c *Copier) FlushPuts(id uint64) error {
 	return c.start(o, nil)
 }
 
-// resolve asks for the memory of x. Memory that is not exposed is the operation's error, which a
-// completion tells.
+// resolve asks for the memory of x. If it is not exposed, the operation begins, and its completion
+// has the error.
 func (c *Copier) resolve(x *mem.Remote, rights mem.Rights) (Target, error) {
 	t, err := c.reach.Reach(x, rights)
 	switch {
@@ -141,14 +141,13 @@ func (c *Copier) resolve(x *mem.Remote, rights mem.Rights) (Target, error) {
 	return t, err
 }
 
-// refused is memory that cannot be reached.
+// refused is a Target that cannot be reached.
 type refused struct{ err error }
 
 func (r refused) Enter(mem.Rights, uint64, uint64) ([]byte, error) { return nil, r.err }
 func (r refused) Leave()                                           {}
 
-// start puts an operation into the queue, and runs it if it is the only one. With an error it is
-// dropped.
+// start queues an operation, and runs it if it is alone. With an error it drops it.
 func (c *Copier) start(o *copyOp, err error) error {
 	if err != nil {
 		c.free(o)
@@ -160,7 +159,7 @@ func (c *Copier) start(o *copyOp, err error) error {
 	return nil
 }
 
-// run moves up to a share of the operations, a chunk of each in turn.
+// run moves up to a share of the operations' data, a chunk of each in turn.
 func (c *Copier) run() {
 	signalled := false
 	for left := share; left > 0 && len(c.ops) > 0; {
@@ -182,8 +181,8 @@ func (c *Copier) run() {
 	}
 }
 
-// step moves a chunk of o, and writes its signal when all is moved. oldest says that no operation
-// that was begun before is under way.
+// step moves a chunk of o, and writes its signal when all is moved. oldest says that no earlier
+// operation is under way.
 func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error) {
 	if o.target != nil && (o.moved < len(o.local) || len(o.local) == 0) {
 		n = min(chunk, len(o.local)-o.moved)
@@ -205,7 +204,7 @@ func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error)
 			return n, false, nil
 		}
 	}
-	if o.strong && !oldest {
+	if o.strong && !oldest || o.word != nil && c.signals(o) {
 		return n, false, nil
 	}
 	if o.word != nil {
@@ -224,7 +223,26 @@ func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error)
 	return n, signalled, nil
 }
 
-// access reports whether err says that an access is not allowed.
+// signals reports whether an operation before o has yet to write the word of o's signal: a word never
+// goes back to an earlier value.
+func (c *Copier) signals(o *copyOp) bool {
+	for _, e := range c.ops {
+		if e == o {
+			return false
+		}
+		if e.word != nil && sameWord(&e.signal, &o.signal) {
+			return true
+		}
+	}
+	return false
+}
+
+// sameWord reports whether two signals write the same word.
+func sameWord(a, b *p2p.Signal) bool {
+	return a.At.ID == b.At.ID && a.At.Generation == b.At.Generation && a.Offset == b.Offset
+}
+
+// access reports whether err denies an access.
 func access(err error) bool {
 	return errors.Is(err, p2p.ErrRevoked) || errors.Is(err, p2p.ErrRights) || errors.Is(err, p2p.ErrBounds)
 }
@@ -236,7 +254,7 @@ func (o *copyOp) explain(err error) error {
 	return p2p.NewAccessError(o.op, o.to, o.off, uint64(len(o.local)), err)
 }
 
-// end takes operation i out of the queue.
+// end removes operation i from the queue.
 func (c *Copier) end(i int, err error) {
 	o := c.ops[i]
 	c.done = append(c.done, p2p.Completion{ID: o.id, Bytes: o.moved, Err: err})
@@ -260,7 +278,7 @@ func (c *Copier) Poll(out []p2p.Completion) int {
 	return n
 }
 
-// Ready reports whether Poll may get further.
+// Ready reports whether Poll may make progress.
 func (c *Copier) Ready() bool { return len(c.done)+len(c.ops) > 0 }
 
 // Cancel implements p2p.Completer.
@@ -274,7 +292,7 @@ func (c *Copier) Cancel(id uint64) {
 	}
 }
 
-// checkPut looks at the arguments of a put.
+// checkPut validates the arguments of a put.
 func checkPut(local mem.Memory, to *mem.Remote, offset uint64, s *p2p.Signal) error {
 	if err := checkLocal("put", local); err != nil {
 		return err
@@ -293,7 +311,7 @@ func checkPut(local mem.Memory, to *mem.Remote, offset uint64, s *p2p.Signal) er
 	return nil
 }
 
-// checkGet looks at the arguments of a get.
+// checkGet validates the arguments of a get.
 func checkGet(local mem.Memory, from *mem.Remote, offset uint64) error {
 	if err := checkLocal("get", local); err != nil {
 		return err

@@ -15,17 +15,17 @@ import (
 // Service marks the frames of this package in p2p.Header.Service.
 const Service = 1
 
-// The frames, in p2p.Header.Kind. Chan is always the slot of the operation at its initiator; Call
-// and Seq are the region and its generation, Off the place in the exposed range.
+// Kinds of frames, in p2p.Header.Kind. Chan is always the slot of the operation at its initiator.
+// Call and Seq are the region and its generation, Off the position in the exposed range.
 const (
-	// Data to be placed. flagSignal: the payload begins with a signal record, which is done when
+	// Data to be placed. flagSignal: the payload begins with a signal record, which is written when
 	// the data is placed.
 	framePut    = iota + 1
-	frameSignal // a word to be written: Count is its value
-	frameGet    // data that is wanted: Count is how many bytes
-	frameData   // data of a get. Off: its place in the operation
+	frameSignal // a word to write: Count is its value
+	frameGet    // a request for Count bytes
+	frameData   // data of a get. Off: its position in the operation
 	frameDone   // payload: records of operations that have ended, doneSize bytes each: slot, status
-	frameCancel // the initiator wants no more of the operation; it ends with statusCancelled
+	frameCancel // the initiator cancels the operation; it ends with statusCancelled
 	frameEnd
 )
 
@@ -35,7 +35,7 @@ const (
 	flagSignal
 )
 
-// What became of an operation at the target.
+// Results of an operation at the target.
 const (
 	statusOK = iota
 	statusRevoked
@@ -60,31 +60,30 @@ func statusOf(err error) uint8 {
 const (
 	doneSize   = 8
 	recordSize = 32 // a signal: region, generation, offset, value
-	// puts up to this are sent together with their signal, in one frame
+	// Puts up to this size are sent together with their signal, in one frame.
 	together = 4 << 10
-	// how often the engine steps back when an ordinary frame found no room
+	// How often the engine yields when an ordinary frame found no room.
 	stepBack = 64
 	slots    = p2p.MaxOutstanding
 )
 
-// Frames gives a link p2p.OneSided: puts and gets travel as frames between the link's own, and the
-// Frames at the other end places them. It is the link that its user sees; who calls what, and when,
-// is as Link and OneSided say. Both ends of the link must be wrapped.
+// Frames implements p2p.OneSided over a link: puts and gets are sent as frames between the link's
+// own, and the Frames at the other end places them. It replaces the link for its user, under the
+// rules of Link and OneSided. Both ends of the link must be wrapped.
 //
-// What a peer sends is checked for region, generation, rights and bounds before a byte of it is
-// placed. What fails there ends that operation with its reason; a frame that no peer of ours sends
-// ends the link.
+// Region, generation, rights and bounds of a peer's frames are checked before a byte is placed. If
+// a check fails, the operation ends with the reason. A malformed frame ends the link.
 //
-// Reading never waits for writing: data is placed at once or dropped, and what is to be answered is
-// bounded by the slots. So both directions may be full of puts without a deadlock. When an ordinary
-// frame has found no room, the engine lets it go first.
+// Reading never waits for writing: data is placed at once or dropped, and the slots bound the
+// answers. So both directions may be full of puts without a deadlock. After an ordinary frame found
+// no room, the engine yields to it.
 type Frames struct {
 	link  p2p.Link
 	table *Table
 	wake  func()
 
 	closed atomic.Bool
-	broken atomic.Pointer[failure] // what Recv or Fill of the link has returned
+	broken atomic.Pointer[failure] // the error that Recv or Fill of the link returned
 
 	// Operations of this side.
 	ops     [slots]*frameOp // by slot, nil: free
@@ -96,28 +95,28 @@ type Frames struct {
 	done    []p2p.Completion
 	busy    int // ops and done
 	scratch []byte
-	unsent  bool // the link keeps what it could not pass on
-	blocked bool // the latest frame of the engine found no room
-	yield   int  // how often to step back for an ordinary frame
+	unsent  bool // the link has unsent data
+	blocked bool // the engine's latest frame found no room
+	yield   int  // how often to yield to an ordinary frame
 
 	// Operations of the peer.
 	status  [slots]uint8 // of puts that have begun
 	serving []serve
 	answers []answer
-	news    uint64 // signals that were written
-	heard   uint64 // of these, when Arm looked last
+	news    uint64 // counts written signals
+	heard   uint64 // news when Arm last read it
 
-	// The frame whose payload is being taken.
+	// The frame whose payload is being read.
 	in struct {
 		active bool
 		h      p2p.Header
 		entry  *Entry
-		off    uint64   // where the next byte goes: in the entry, or in the local memory of a get
+		off    uint64   // destination of the next byte: in the entry, or in the local memory of a get
 		get    *frameOp // whose data it is
-		left   int      // bytes that have not come
-		head   int      // bytes of record that have
+		left   int      // bytes that have not arrived
+		head   int      // bytes of record that have arrived
 		record [slots * doneSize]byte
-		want   int // bytes of the payload that go to record
+		want   int // bytes of the payload that belong to record
 	}
 	discard [4 << 10]byte
 }
@@ -143,7 +142,7 @@ type frameOp struct {
 	waiting   bool // everything is sent
 	cancelled bool
 	begun     bool // something is sent
-	told      bool // frameCancel is
+	told      bool // frameCancel was sent
 	local     []byte
 	to        mem.Remote // without keys
 	off       uint64
@@ -152,7 +151,7 @@ type frameOp struct {
 	word      mem.Remote
 }
 
-// serve is a get of the peer.
+// serve is a get by the peer.
 type serve struct {
 	slot  uint32
 	entry *Entry
@@ -166,8 +165,8 @@ type answer struct {
 	status uint8
 }
 
-// NewFrames wraps link, whose frames have Service 0. table is what this rank exposes; wake is called
-// when an operation has ended or a signal was written, and must not block.
+// NewFrames wraps link, whose frames have Service 0. table is this rank's exposed memory. wake is
+// called when an operation has ended or a signal was written, and must not block.
 func NewFrames(link p2p.Link, table *Table, wake func()) *Frames {
 	return &Frames{link: link, table: table, wake: wake}
 }
@@ -224,18 +223,18 @@ func (f *Frames) Arm() bool {
 	if len(f.done) > 0 || f.pending() && !f.blocked && !f.unsent {
 		return true
 	}
-	if f.news != f.heard { // whoever waits for a signal looks once more
+	if f.news != f.heard { // a waiter has to check its word again
 		f.heard = f.news
 		return true
 	}
 	return f.link.Arm()
 }
 
-// pending reports whether there is anything to be sent.
+// pending reports whether there is anything to send.
 func (f *Frames) pending() bool { return len(f.queue)+len(f.serving)+len(f.answers) > 0 }
 
-// Recv implements p2p.Link. It takes the frames of this service, up to a share of them, and sends
-// what is to be sent.
+// Recv implements p2p.Link. It handles the frames of this service, up to a share of them, and sends
+// pending frames.
 func (f *Frames) Recv() (*p2p.Header, []byte, error) {
 	for taken := 0; taken < share; {
 		if f.in.active {
@@ -257,7 +256,7 @@ func (f *Frames) Recv() (*p2p.Header, []byte, error) {
 		}
 		switch h.Service {
 		case 0:
-			if f.pending() { // a peer that sends without end holds nothing up
+			if f.pending() { // so that a peer which sends without end does not block this end's frames
 				f.pump()
 			}
 			return h, payload, nil
@@ -285,7 +284,7 @@ func (f *Frames) violated(format string, args ...any) error {
 	return f.fail(fmt.Errorf("%w: %s", p2p.ErrProtocol, fmt.Sprintf(format, args...)))
 }
 
-// take begins with a frame of the peer: it decides where its payload goes.
+// take begins a frame of the peer: it decides the destination of the payload.
 func (f *Frames) take(h *p2p.Header, payload []byte) error {
 	in := &f.in
 	in.h, in.entry, in.get, in.left, in.head, in.want = *h, nil, nil, int(h.Len), 0, 0
@@ -328,11 +327,11 @@ func (f *Frames) take(h *p2p.Header, payload []byte) error {
 	return nil
 }
 
-// admit looks up where a put goes. Whatever is wrong with it ends the operation, not the link.
+// admit looks up the destination of a put. Errors end the operation, not the link.
 func (f *Frames) admit(rights mem.Rights, n uint64) {
 	in := &f.in
 	status := &f.status[in.h.Chan]
-	if *status != statusOK { // the rest of what was refused
+	if *status != statusOK { // the rest of a refused put
 		return
 	}
 	e := f.table.Find(in.h.Call, in.h.Seq)
@@ -348,7 +347,7 @@ func (f *Frames) admit(rights mem.Rights, n uint64) {
 	in.entry = e
 }
 
-// place puts the next bytes of the payload where they belong.
+// place writes the next bytes of the payload to their destination.
 func (f *Frames) place(b []byte) {
 	in := &f.in
 	if k := in.want - in.head; k > 0 {
@@ -367,8 +366,8 @@ func (f *Frames) place(b []byte) {
 	in.left -= len(b)
 }
 
-// enter returns where the next n bytes of the payload go, nil if they are dropped; leave follows
-// unless it is nil.
+// enter returns the destination of the next n bytes of the payload, nil if they are dropped; leave
+// follows unless it is nil.
 func (f *Frames) enter(n int) []byte {
 	in := &f.in
 	switch {
@@ -382,7 +381,7 @@ func (f *Frames) enter(n int) []byte {
 		if err == nil {
 			return m
 		}
-		f.status[in.h.Chan], in.entry = statusOf(err), nil // it was withdrawn meanwhile
+		f.status[in.h.Chan], in.entry = statusOf(err), nil // withdrawn meanwhile
 	}
 	return nil
 }
@@ -396,7 +395,7 @@ func (f *Frames) leave(n int) {
 	}
 }
 
-// fill takes more of a payload that comes in pieces, and says how many bytes.
+// fill reads more of a payload that arrives in pieces, and returns the number of bytes.
 func (f *Frames) fill() (int, error) {
 	in := &f.in
 	var n int
@@ -417,7 +416,7 @@ func (f *Frames) fill() (int, error) {
 	return n, f.finish()
 }
 
-// finish ends the current frame, whose payload is where it belongs.
+// finish ends the current frame, whose payload is complete.
 func (f *Frames) finish() error {
 	in := &f.in
 	in.active = false
@@ -485,7 +484,7 @@ func (f *Frames) signal(slot uint32, id, generation, off, value uint64) {
 	f.wake()
 }
 
-// serve begins a get of the peer.
+// serve begins a get by the peer.
 func (f *Frames) serve(h *p2p.Header) error {
 	if slices.ContainsFunc(f.serving, func(s serve) bool { return s.slot == h.Chan }) {
 		return f.violated("a second get in slot %d", h.Chan)
@@ -505,8 +504,7 @@ func (f *Frames) serve(h *p2p.Header) error {
 	return nil
 }
 
-// answer tells the peer what became of its operation, when there is room. A peer has no more
-// operations than slots.
+// answer queues the result of the peer's operation. A peer has no more operations than slots.
 func (f *Frames) answer(slot uint32, status uint8) error {
 	if len(f.answers) == slots {
 		return f.violated("more than %d operations that are not answered", slots)
@@ -515,7 +513,7 @@ func (f *Frames) answer(slot uint32, status uint8) error {
 	return nil
 }
 
-// ended is the peer's word on an operation of this side.
+// ended handles the result of an operation of this side.
 func (f *Frames) ended(slot, status uint32) error {
 	reason := status &^ statusSignal
 	if slot >= slots || reason >= statusEnd {
@@ -529,7 +527,7 @@ func (f *Frames) ended(slot, status uint32) error {
 		return f.violated("slot %d ended before its last byte", slot)
 	case (status == statusCancelled) && !o.told:
 		return f.violated("slot %d was cancelled by the wrong side", slot)
-	case o.told && status != statusCancelled: // it had ended when the peer was told; the peer's word on that follows
+	case o.told && status != statusCancelled: // it ended before the cancellation arrived; statusCancelled follows
 		return nil
 	}
 	err := statusErrors[reason]
@@ -541,7 +539,7 @@ func (f *Frames) ended(slot, status uint32) error {
 	case err != nil:
 		err = p2p.NewAccessError(o.kind.String(), &o.to, o.off, uint64(len(o.local)), err)
 	}
-	f.unqueue(o) // where it was cancelled, and the peer has yet to be told
+	f.unqueue(o) // it was cancelled, and the peer has yet to be told
 	f.complete(o, err)
 	return nil
 }
@@ -553,7 +551,7 @@ func (f *Frames) complete(o *frameOp, err error) {
 		n = 0
 	}
 	f.done = append(f.done, p2p.Completion{ID: o.id, Bytes: n, Err: err})
-	if f.in.get == o { // the rest of the frame that is arriving is dropped
+	if f.in.get == o { // drops the rest of the arriving frame
 		f.in.get = nil
 	}
 	f.ops[o.slot] = nil
@@ -568,7 +566,7 @@ func (f *Frames) complete(o *frameOp, err error) {
 	f.wake()
 }
 
-// settle ends the flushes that no earlier put stands before.
+// settle ends the flushes without an earlier put under way.
 func (f *Frames) settle() {
 	oldest := ^uint64(0)
 	for i := range f.ops {
@@ -589,7 +587,7 @@ func (f *Frames) unqueue(o *frameOp) {
 	}
 }
 
-// begin returns a fresh operation in a slot of its own, ErrAgain if there is none.
+// begin returns a new operation in a free slot, ErrAgain if there is none.
 func (f *Frames) begin(id uint64, kind opKind) (*frameOp, error) {
 	if err := f.over(); err != nil {
 		return nil, err
@@ -614,7 +612,7 @@ func (f *Frames) begin(id uint64, kind opKind) (*frameOp, error) {
 	return o, nil
 }
 
-// over says why the link is over, nil while it is not.
+// over returns why the link has ended, or nil.
 func (f *Frames) over() error {
 	b := f.broken.Load()
 	switch {
@@ -677,7 +675,7 @@ func (f *Frames) FlushPuts(id uint64) error {
 	return nil
 }
 
-// hurry sends a small operation at once, if it is alone.
+// hurry sends a small operation at once if it is alone.
 func (f *Frames) hurry() {
 	if len(f.queue) == 1 {
 		f.pump()
@@ -688,7 +686,7 @@ func (f *Frames) hurry() {
 func (f *Frames) Poll(out []p2p.Completion) int {
 	if err := f.over(); err != nil {
 		f.queue, f.serving, f.answers = nil, nil, nil
-		for i := range f.ops { // completing one may complete others
+		for i := range f.ops { // one completion may cause others
 			if o := f.ops[i]; o != nil {
 				f.complete(o, err)
 			}
@@ -719,7 +717,7 @@ func (f *Frames) Cancel(id uint64) {
 				continue
 			}
 			o.local = nil
-			if o.waiting { // tell the peer to send no more
+			if o.waiting { // makes the peer stop sending
 				o.waiting = false
 				f.queue = append(f.queue, o)
 			}
@@ -727,7 +725,7 @@ func (f *Frames) Cancel(id uint64) {
 	}
 }
 
-// pump sends what is to be sent, up to a share: answers, then a frame of each operation in turn.
+// pump sends pending frames, up to a share: answers, then a frame of each operation in turn.
 func (f *Frames) pump() {
 	if f.over() != nil {
 		return
@@ -779,7 +777,7 @@ func (f *Frames) pump() {
 			if f.blocked {
 				return
 			}
-			skipped++ // a strong signal waits for what is before it
+			skipped++ // a signal waits for earlier operations
 			f.turn++
 			continue
 		}
@@ -801,7 +799,7 @@ func (f *Frames) buffer(n int) []byte {
 func (f *Frames) send(h *p2p.Header, payload []byte) bool {
 	h.Service, h.Len = Service, uint32(len(payload))
 	ok, err := f.link.Send(h, payload)
-	if err != nil || !ok { // Recv will tell of the failure
+	if err != nil || !ok { // Recv returns the failure
 		f.blocked = true
 		return false
 	}
@@ -811,9 +809,9 @@ func (f *Frames) send(h *p2p.Header, payload []byte) bool {
 	return true
 }
 
-// next sends the next frame of an operation of this side. oldest says that everything that was begun
-// before is sent. It returns how many bytes went, and whether nothing is left; ok is false if
-// nothing went, because the link is blocked or because a strong signal has to wait.
+// next sends the next frame of an operation of this side. oldest says that everything begun before
+// has been sent. It returns the number of bytes sent, and whether nothing is left. ok is false if
+// nothing was sent, because the link is blocked or a signal has to wait.
 func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 	h := p2p.Header{Chan: o.slot, Call: o.to.ID, Seq: o.to.Generation, Off: o.off}
 	if o.cancelled {
@@ -831,7 +829,8 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 	most := f.link.MaxFrame()
 	rest := len(o.local) - o.moved
 	switch {
-	case rest > 0 && signal && o.moved == 0 && rest <= min(together, most-recordSize) && (oldest || !o.strong):
+	case rest > 0 && signal && o.moved == 0 && rest <= min(together, most-recordSize) && (oldest || !o.strong) &&
+		!f.signals(o):
 		b := f.buffer(recordSize)[:0]
 		for _, v := range [...]uint64{o.word.ID, o.word.Generation, o.signal.Offset, o.signal.Value} {
 			b = binary.LittleEndian.AppendUint64(b, v)
@@ -846,7 +845,7 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 			h.Flags = flagLast
 		}
 		ok = f.send(&h, o.local[o.moved:o.moved+n])
-	case o.strong && !oldest:
+	case o.strong && !oldest || f.signals(o):
 		return 0, false, false
 	default:
 		h = p2p.Header{Kind: frameSignal, Flags: flagLast, Chan: o.slot, Call: o.word.ID, Seq: o.word.Generation,
@@ -861,11 +860,29 @@ func (f *Frames) next(o *frameOp, oldest bool) (n int, over, ok bool) {
 	return n, over, ok
 }
 
-// reply sends the next frame of a get of the peer.
+// signals reports whether an operation before o has yet to send a signal to the word of o's: a word
+// never goes back to an earlier value.
+func (f *Frames) signals(o *frameOp) bool {
+	if o.word.ID == 0 {
+		return false
+	}
+	for _, e := range f.queue {
+		if e == o {
+			return false
+		}
+		if !e.cancelled && e.word.ID == o.word.ID && e.word.Generation == o.word.Generation &&
+			e.signal.Offset == o.signal.Offset {
+			return true
+		}
+	}
+	return false
+}
+
+// reply sends the next frame of a get by the peer.
 func (f *Frames) reply(s *serve) (n int, over, ok bool) {
 	n = int(min(s.n-s.sent, uint64(f.link.MaxFrame()), chunk))
 	m, err := s.entry.Enter(mem.Read, s.off+s.sent, uint64(n))
-	if err != nil { // it was withdrawn meanwhile
+	if err != nil { // withdrawn meanwhile
 		f.answers = append(f.answers, answer{s.slot, statusOf(err)})
 		return 0, true, true
 	}

@@ -86,8 +86,8 @@ func done(slot, status uint32) []byte {
 	return binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, slot), status)
 }
 
-// TestMalformedFramesEndTheLink: what no peer of ours sends is a protocol violation.
-func TestMalformedFramesEndTheLink(t *testing.T) {
+// TestMalformedFramesEndLink: what no peer of ours sends is a protocol violation.
+func TestMalformedFramesEndLink(t *testing.T) {
 	for name, script := range map[string][]sent{
 		"unknown service":             {{p2p.Header{Service: 9}, nil}},
 		"unknown kind":                {frame(frameEnd, 0, 0, 0, nil)},
@@ -150,8 +150,8 @@ func TestMalformedFramesEndTheLink(t *testing.T) {
 	}
 }
 
-// TestRefusedFramesEndTheirOperation: what a peer may send, but not do, is answered with the reason,
-// and the link lives on.
+// TestRefusedFramesEndTheirOperation: a valid frame for a forbidden operation is answered with the
+// reason, and does not fail the link.
 func TestRefusedFramesEndTheirOperation(t *testing.T) {
 	data := bytes.Repeat([]byte{5}, 16)
 	with := func(s sent, change func(*p2p.Header)) sent { change(&s.h); return s }
@@ -212,9 +212,9 @@ func TestUnansweredOperationsAreBounded(t *testing.T) {
 	}
 }
 
-// TestAnswersPassFramesThatComeWithoutEnd: a peer that sends frame after frame keeps nobody from
-// learning that a put is placed.
-func TestAnswersPassFramesThatComeWithoutEnd(t *testing.T) {
+// TestAnswersAreSentDuringEndlessFrames: a peer that sends frame after frame does not delay the
+// completion of a put.
+func TestAnswersAreSentDuringEndlessFrames(t *testing.T) {
 	f, w, _, _, _ := target()
 	w.in = []sent{frame(framePut, flagLast, 0, 0, []byte{1}), {p2p.Header{Kind: 1}, nil}, {p2p.Header{Kind: 2}, nil}}
 	if h, _, err := f.Recv(); err != nil || h == nil || h.Kind != 1 {

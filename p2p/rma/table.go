@@ -9,14 +9,14 @@ import (
 	"tutti/p2p"
 )
 
-// Table is the memory that a rank has exposed to peers through links that access it in this
+// Table lists the memory that a rank has exposed to peers through links that access it in this
 // process. The zero Table is empty. Its methods may be called from any goroutine.
 type Table struct {
 	mu sync.RWMutex
 	m  map[uint64]*Entry // by generation
 }
 
-// Entry is a range of memory that is or was exposed. Who accesses it holds mu for reading.
+// Entry is a range of memory that is or was exposed. An access holds mu for reading.
 type Entry struct {
 	mu     sync.RWMutex
 	mem    []byte // nil once withdrawn
@@ -43,8 +43,8 @@ func (t *Table) Expose(r *mem.Region, x *mem.Remote) error {
 	return nil
 }
 
-// Withdraw ends what Expose began. It waits for accesses that are under way, none of which takes
-// longer than copying a chunk or a system call that does not block.
+// Withdraw ends Expose. It waits for accesses under way, none of which takes longer than copying a
+// chunk or a system call that does not block.
 func (t *Table) Withdraw(x *mem.Remote) {
 	t.mu.Lock()
 	e := t.m[x.Generation]
@@ -67,8 +67,8 @@ func (t *Table) Find(id, generation uint64) *Entry {
 	return nil
 }
 
-// Enter begins an access to n bytes at off and returns them. Unless it fails, with ErrRevoked,
-// ErrRights or ErrBounds, Leave follows soon: Withdraw waits for it.
+// Enter begins an access to n bytes at off and returns them, or fails with ErrRevoked, ErrRights or
+// ErrBounds. After success Leave must follow soon: Withdraw waits for it.
 func (e *Entry) Enter(rights mem.Rights, off, n uint64) ([]byte, error) {
 	e.mu.RLock()
 	var err error

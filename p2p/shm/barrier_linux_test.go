@@ -18,8 +18,8 @@ const listenOnly = "listen only"
 
 func init() { roles[listenOnly] = listens }
 
-// Registering for barriers takes the kernel some 10 ms, which nobody should wait for when the ranks
-// of a view have met.
+// Registering for barriers takes the kernel some 10 ms, so it must be done before the ranks of a
+// view have met.
 func TestListenRegistersForBarriers(t *testing.T) {
 	if _, err := registrations(); err != nil {
 		t.Skipf("the kernel does not tell for which barriers a process has registered: %v", err)

@@ -31,7 +31,7 @@ type rogue struct {
 	t     *testing.T
 }
 
-// listen makes a rogue that proves itself to whom dials it and runs f on the connection.
+// listen makes a rogue that authenticates to diallers and runs f on the connection.
 func listen(t *testing.T, f func(conn *net.UnixConn)) rogue {
 	t.Helper()
 	machine, err := Identify()
@@ -334,8 +334,8 @@ func TestHostilePeer(t *testing.T) {
 	}
 }
 
-// TestHostileRegions: what a peer grants is checked before it is mapped; answers that come late or
-// never hurt nobody but who asked.
+// TestHostileRegions: a peer's grants are checked before they are mapped. Answers that come late or
+// never affect only the caller that asked.
 func TestHostileRegions(t *testing.T) {
 	ask := func(t *testing.T, c *net.UnixConn) message {
 		b := make([]byte, messageSize)
@@ -568,8 +568,9 @@ func TestCloseUnderLock(t *testing.T) {
 	close(host.leave)
 }
 
-// TestStrangers: connections that say nothing, or nonsense, are closed in time and keep nobody out.
-func TestStrangers(t *testing.T) {
+// TestSilentAndInvalidConnectionsAreClosed: connections that send nothing, or garbage, are closed
+// in time and keep no peer out.
+func TestSilentAndInvalidConnectionsAreClosed(t *testing.T) {
 	linktest.NoLeaks(t, "All", func(t *testing.T) {
 		b := linktest.Listen(t, New(Config{RingBytes: 1, HandshakeTimeout: 100 * time.Millisecond}),
 			linktest.NewHost(1))

@@ -18,8 +18,8 @@ import (
 	"tutti/p2p/rma"
 )
 
-// link is one end; the methods of frames are the ring's, those for remote memory the Copier's. It
-// implements p2p.Mapper and p2p.OneSided.
+// link is one end of a link. The ring implements the methods for frames, the Copier those for
+// remote memory. It implements p2p.Mapper and p2p.OneSided.
 type link struct {
 	ring.End
 	rma.Copier
@@ -27,58 +27,56 @@ type link struct {
 	peer    p2p.Identity
 	exports *exports
 	sock    *socket
-	process *os.File      // the peer's; nil: it is this one, or not known
+	process *os.File      // of the peer; nil: it is this process, or unknown
 	down    chan struct{} // closed when the reader has ended
 
 	mu      sync.Mutex
 	changed sync.Cond
 	closed  bool // Close was called
-	ended   bool // the reader has
-	away    bool // the reader is in a call of the host that may wait for whoever calls Close
+	ended   bool // the reader has ended
+	away    bool // the reader is in a call of the host that may wait for the caller of Close
 	imports map[importKey]*imports
-	asking  int       // imports without an answer
-	unsent  []message // for which the socket had no room; a goroutine sends them
+	asking  int       // number of imports without an answer
+	unsent  []message // the socket had no room for these; a goroutine sends them
 	helpers sync.WaitGroup
 	once    sync.Once
 	err     error // of Close
 
-	// For remote memory: see onesided_linux.go.
+	// Remote memory: see onesided_linux.go.
 	whole  []byte // the rings and the words
 	words  words
 	side   int
 	pid    int         // of the peer, 0: not known
-	ceased atomic.Bool // the peer's end came: it accesses nothing of ours
-	heard  uint64      // of the peer's news, when Arm looked last
-	told   uint64      // news of ours
+	ceased atomic.Bool // the peer has ended: it does not access this rank's memory
+	heard  uint64      // the peer's news when Arm last read it
+	told   uint64      // news of this end
 	spare  []*target
 	stale  atomic.Bool // the peer has freed a region
 
-	storing sync.Mutex // held while this end accesses a chunk of the peer's memory
-	stopped bool       // it accesses nothing any more. Under storing, as what follows
-	raised  uint64     // the word that says so
-	recent  [4]*target // of PutNow
+	stopped atomic.Bool // this end accesses the peer's memory no more
+	raised  uint64      // the busy word's value
+	knowing sync.Mutex  // held while recent changes
+	recent  [4]*target  // of PutNow
 	next    int
 }
 
-// importKey names a region of the peer, mapped for reading or for writing too.
+// importKey names a region of the peer, and whether it is mapped for writing.
 type importKey struct {
 	id    uint64
 	store bool
 }
 
-// imports is what is known of a region of the peer: it was asked for, or it is mapped, or it cannot
-// be mapped because of err.
+// imports is the state of a region of the peer: requested, mapped, or failed with err.
 type imports struct {
 	mapping *p2p.Mapping
 	err     error
 }
 
-// maxAsking bounds the requests that wait for an answer of the peer, so that they never fill its
-// socket.
+// maxAsking bounds the requests without an answer, so that they never fill the peer's socket.
 const maxAsking = 32
 
 // newLink makes an end of the channel in memory mem (shared, whole pages) and starts its reader. It
-// owns conn and mem from then on.
+// owns conn and mem.
 func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []byte, data, side int) (*link, error) {
 	l := &link{host: host, peer: peer, exports: x, sock: sock, down: make(chan struct{}),
 		imports: map[importKey]*imports{}, whole: mem, words: mem[pages(ring.Bytes(data)):], side: side,
@@ -98,8 +96,8 @@ func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []b
 	return l, nil
 }
 
-// SleepSeldom implements p2p.SeldomSleeper: small frames become faster, and going to sleep slower
-// by some microseconds a link, where both ends ask for it.
+// SleepSeldom implements p2p.SeldomSleeper. If both ends call it, small frames become faster, and
+// going to sleep slower by some microseconds a link.
 func (l *link) SleepSeldom() { l.Asymmetric() }
 
 // read handles the peer's messages until the connection ends.
@@ -113,11 +111,11 @@ func (l *link) read() {
 	case errors.Is(err, io.EOF), errors.Is(err, unix.ECONNRESET):
 		l.ceased.Store(true)
 		l.Fail(fmt.Errorf("%v closed its link or ended: %w", l.peer, p2p.ErrPeerGone), true)
-	default: // net.ErrClosed if it is our own Close, which has called Fail first
+	default: // net.ErrClosed after our own Close, which has called Fail
 		l.Fail(fmt.Errorf("%v: %w: %w", l.peer, p2p.ErrPeerGone, err), true)
 	}
 	l.cease()
-	l.sock.conn.Close() // a peer that broke the rules learns it so
+	l.sock.conn.Close() // tells a peer that violated the protocol
 	close(l.down)
 	l.mu.Lock()
 	l.ended = true
@@ -154,10 +152,9 @@ func (l *link) serve() error {
 	}
 }
 
-// answer serves a peer's request. It needs no memory that outlives it: a flood of requests is
-// answered one by one.
+// answer handles a peer's request. It keeps no state, so that a flood of requests needs no memory.
 func (l *link) answer(m message) error {
-	if m.kind == msgAskStore { // whether it may, the exports say when it is sent
+	if m.kind == msgAskStore { // exports checks the permission when it passes the descriptor
 		return l.queue(message{kind: msgGrantStore, id: m.id})
 	}
 	if l.exports.readable(m.id) {
@@ -171,7 +168,7 @@ func (l *link) answer(m message) error {
 	l.away = true
 	l.changed.Broadcast()
 	l.mu.Unlock()
-	_, err := l.host.Region(m.id) // is it shared? What it is, the exports say
+	_, err := l.host.Region(m.id) // checks that it is shared; exports knows the memory
 	l.mu.Lock()
 	l.away = false
 	l.mu.Unlock()
@@ -181,7 +178,7 @@ func (l *link) answer(m message) error {
 	return l.queue(message{kind: msgGrant, id: m.id})
 }
 
-// queue sends a message, or keeps it until the socket of a peer that is stopped has room.
+// queue sends a message, or keeps it until the socket of a stopped peer has room.
 func (l *link) queue(m message) error {
 	l.mu.Lock()
 	waiting := len(l.unsent)
@@ -248,13 +245,13 @@ func (l *link) drain() {
 		switch {
 		case err == nil:
 			l.unsent, pause = l.unsent[1:], time.Millisecond
-		case !errors.Is(err, errFull): // the link is down, and the peer drops all mappings
+		case !errors.Is(err, errFull): // the link has failed, and the peer drops all mappings
 			l.unsent = nil
 		}
 	}
 }
 
-// take takes the answer to a request.
+// take handles the answer to a request.
 func (l *link) take(m message, fd int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -276,7 +273,7 @@ func (l *link) take(m message, fd int) error {
 	return nil
 }
 
-// drop unmaps a region that the peer has freed, or will when its last user has released it.
+// drop forgets the mapping of a region that the peer has freed.
 func (l *link) drop(id uint64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -306,7 +303,7 @@ func (l *link) retract(id uint64) {
 // Map implements p2p.Mapper.
 func (l *link) Map(id uint64) (*p2p.Mapping, error) { return l.mapping(importKey{id, false}) }
 
-// mapping is Map, for writing too if key says so.
+// mapping is Map, with write access if key says so.
 func (l *link) mapping(key importKey) (*p2p.Mapping, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -345,9 +342,9 @@ func (l *link) mapping(key importKey) (*p2p.Mapping, error) {
 	return nil, nil
 }
 
-// Close implements p2p.Link. It may be called while other methods run: the rings' memory is given
-// up, but its addresses stay readable until the link is forgotten. Mapped regions stay until their
-// last user has released them.
+// Close implements p2p.Link. It may be called while other methods run: the rings' memory is
+// released, but its addresses stay readable until the link is garbage. Mapped regions stay until
+// their last user has released them.
 func (l *link) Close() error {
 	l.once.Do(func() {
 		l.Fail(fmt.Errorf("link to %v: %w", l.peer, p2p.ErrClosed), false)
@@ -362,15 +359,15 @@ func (l *link) Close() error {
 			l.process.Close()
 		}
 		l.mu.Lock()
-		// The reader may be in Host.Region and wait there for a lock of our caller; it touches
-		// nothing of ours when it comes back.
+		// The reader may be in Host.Region, waiting for a lock that the caller holds. It does not
+		// use the link's memory when it returns.
 		for !l.ended && !l.away {
 			l.changed.Wait()
 		}
 		all := l.imports
 		l.imports = nil
 		l.mu.Unlock()
-		l.helpers.Wait() // sending fails, for the socket is closed
+		l.helpers.Wait() // sending fails, because the socket is closed
 		l.exports.forget(l)
 		for _, r := range all {
 			if r.mapping != nil {

@@ -22,8 +22,8 @@ func pages(n int) int {
 	return (n + p - 1) &^ (p - 1)
 }
 
-// newMemory returns the descriptor of fresh, zeroed shared memory of n bytes (whole pages), not
-// sealed yet.
+// newMemory returns the descriptor of new, zeroed shared memory of n bytes (whole pages), without
+// seals.
 func newMemory(n int) (int, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("tutti", flags|unix.MFD_NOEXEC_SEAL)
@@ -63,8 +63,8 @@ func newRing(n int) (fd int, mem []byte, err error) {
 	return fd, mem, nil
 }
 
-// newRegion returns shared memory of n bytes that only this process can write, through mem: whoever
-// gets the descriptor can map it for reading alone.
+// newRegion returns shared memory of n bytes that only this process can write, through mem. Other
+// processes can map the descriptor only for reading.
 func newRegion(n int) (fd int, mem []byte, err error) {
 	if fd, err = newMemory(n); err != nil {
 		return -1, nil, err
@@ -91,8 +91,8 @@ func newRegion(n int) (fd int, mem []byte, err error) {
 	return fd, mem, nil
 }
 
-// newWritable returns shared memory of n bytes with two descriptors: whoever gets fd can map it for
-// reading, and whoever gets store for writing too.
+// newWritable returns shared memory of n bytes with two descriptors: fd can be mapped for reading
+// only, store for writing too.
 func newWritable(n int) (fd, store int, b []byte, err error) {
 	if store, b, err = newRing(n); err != nil {
 		return -1, -1, nil, err
@@ -106,9 +106,9 @@ func newWritable(n int) (fd, store int, b []byte, err error) {
 	return fd, store, b, nil
 }
 
-// checkMemory says whether a descriptor from a peer is memory of exactly n bytes that nobody can
-// shrink: else touching a mapping of it could be a SIGBUS. (Memory from hugetlbfs could be one too,
-// when the pool is empty.)
+// checkMemory checks that a descriptor from a peer is memory of exactly n bytes that cannot shrink:
+// otherwise access to a mapping of it could raise SIGBUS. (Memory from hugetlbfs could, too, when
+// the pool is empty.)
 func checkMemory(fd, n int) error {
 	var st unix.Stat_t
 	var fs unix.Statfs_t
@@ -140,13 +140,13 @@ func mapMemory(fd, n, prot int) ([]byte, error) {
 	return unsafe.Slice((*byte)(p), n), nil
 }
 
-// unmap gives a mapping back, all its pages even if mem is cut short.
+// unmap unmaps all pages of a mapping, even if mem is a prefix of it.
 func unmap(mem []byte) error {
 	return unix.MunmapPtr(unsafe.Pointer(unsafe.SliceData(mem)), uintptr(pages(len(mem))))
 }
 
-// blank replaces a mapping by untouched private pages: the shared memory is given up, and yet who
-// still looks at the address finds zeros instead of a fault.
+// blank replaces a mapping by private zero pages: it releases the shared memory, and late readers
+// of the address get zeros instead of a fault.
 func blank(mem []byte) error {
 	_, err := unix.MmapPtr(-1, 0, unsafe.Pointer(unsafe.SliceData(mem)), uintptr(len(mem)),
 		unix.PROT_READ|unix.PROT_WRITE,
@@ -154,19 +154,18 @@ func blank(mem []byte) error {
 	return err
 }
 
-// exports are the regions of one rank that its peers may map. Descriptors are passed and closed
-// under the lock, so that a number is never passed after it was closed and has come to mean
-// something else.
+// exports lists the regions of one rank that its peers may map. Descriptors are passed and closed
+// under the lock, so that a number is never passed after it was closed and reused.
 //
-// It also knows what is exposed for puts and gets, and the links whose peers may be using that.
+// It also lists the grants for puts and gets, and the links whose peers may use them.
 type exports struct {
 	mu      sync.Mutex
 	m       map[uint64]*export
 	grants  map[uint64]*grant // by generation
 	boards  []*board
-	links   map[*link]struct{} // that are not closed
-	leavers []*link            // that are, and whose peers were in the middle of an access then
-	closed  bool               // the transport is
+	links   map[*link]struct{} // open ones
+	leavers []*link            // closed ones whose peers were in the middle of an access
+	closed  bool               // the transport is closed
 }
 
 func newExports() *exports {
@@ -175,13 +174,13 @@ func newExports() *exports {
 
 type export struct {
 	fd, size         int
-	store            int                // the descriptor for writing, -1: nobody else can write
-	board            bool               // it holds grants, which every peer may read
+	store            int                // the descriptor for writing, -1: peers cannot write
+	board            bool               // it holds grants; every peer may read it
 	readers, writers int                // exposures with rights to read, and to write
-	granted          map[*link]struct{} // to whose peers it was passed
+	granted          map[*link]struct{} // the links on which it was passed
 }
 
-// alloc implements p2p.Allocator and p2p.WritableAllocator.
+// alloc implements the allocators of p2p.
 func (x *exports) alloc(n int, writable bool) (*p2p.Region, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -202,14 +201,14 @@ func (x *exports) add(n int, writable bool) (*p2p.Region, error) {
 	if err != nil {
 		return nil, fmt.Errorf("shm: %w", err)
 	}
-	unix.Madvise(b, unix.MADV_HUGEPAGE) // where the system allows it
+	unix.Madvise(b, unix.MADV_HUGEPAGE) // where the system supports it
 	id := ident.New()
 	x.m[id] = &export{fd: fd, size: n, store: store, granted: map[*link]struct{}{}}
 	free := func() error { return errors.Join(x.free(id), unmap(b)) }
 	return mem.NewRegion(id, mem.Host(b[:n:n], mem.Anywhere), true, writable, free), nil
 }
 
-// free withdraws a region and tells the peers that have it.
+// free removes a region and tells the peers that have it.
 func (x *exports) free(id uint64) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -229,7 +228,8 @@ func (x *exports) freeLocked(id uint64) error {
 	return err
 }
 
-// readable reports whether every peer may read region id: it is exposed for that, or holds grants.
+// readable reports whether every peer may read region id: it is exposed for reading, or holds
+// grants.
 func (x *exports) readable(id uint64) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -237,9 +237,9 @@ func (x *exports) readable(id uint64) bool {
 	return e != nil && (e.board || e.readers > 0)
 }
 
-// pass calls send with the descriptor and the size of region id, if there is one, and notes that
-// the peer of l has it. With store it is the descriptor for writing, which only memory has that is
-// exposed so.
+// pass calls send with the descriptor and the size of region id, if it exists, and records that the
+// peer of l has it. With store it passes the descriptor for writing, which requires an exposure for
+// writing.
 func (x *exports) pass(l *link, id uint64, store bool, send func(fd, size int) error) error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -258,15 +258,15 @@ func (x *exports) pass(l *link, id uint64, store bool, send func(fd, size int) e
 	return nil
 }
 
-// join notes a link whose peer may access what is exposed.
+// join adds a link whose peer may access exposed memory.
 func (x *exports) join(l *link) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.links[l] = struct{}{}
 }
 
-// leave says that l is closed, after its gate. It returns false if the link's words have to stay,
-// because the peer is in the middle of an access.
+// leave removes a closed link, after its gate was set. It returns false if the link's words have to
+// stay, because the peer is in the middle of an access.
 func (x *exports) leave(l *link) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -279,7 +279,7 @@ func (x *exports) leave(l *link) bool {
 	return false
 }
 
-// forget drops a link that is closed.
+// forget removes a closed link.
 func (x *exports) forget(l *link) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -288,7 +288,7 @@ func (x *exports) forget(l *link) {
 	}
 }
 
-// imported maps a region of a peer, of n bytes, from the descriptor that the peer has passed.
+// imported maps n bytes of a peer's region from the descriptor that the peer has passed.
 func imported(fd int, n uint64, store bool) (*p2p.Mapping, error) {
 	if n == 0 || n > math.MaxInt-uint64(pages(1)) {
 		return nil, fmt.Errorf("%w: the peer passed a region of %d bytes", p2p.ErrProtocol, n)

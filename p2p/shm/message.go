@@ -7,18 +7,18 @@ import (
 	"tutti/p2p"
 )
 
-// Kinds of message. Only setup and the grants come with a descriptor, exactly one.
+// Kinds of messages. Setup and the grants carry exactly one descriptor, the others none.
 const (
 	msgBell       = iota + 1 // wake up
-	msgSetup                 // acceptor's first: size is the ring's, version the layout's
+	msgSetup                 // first message of the acceptor: size is the ring's, version the layout's
 	msgFail                  // instead of setup: size is the errno
-	msgAsk                   // for region id
+	msgAsk                   // request for region id
 	msgGrant                 // answer: region id, of size bytes, with its descriptor
-	msgDeny                  // answer: there is no region id
+	msgDeny                  // answer: region id does not exist
 	msgDrop                  // region id, which was granted, is freed: unmap it
 	msgAskStore              // msgAsk, for reading and writing
 	msgGrantStore            // its answer
-	msgDenyStore             // its answer: there is no region id that the peer may write
+	msgDenyStore             // its answer: the peer has no write access to region id
 	msgEnd
 )
 
@@ -27,7 +27,7 @@ const (
 	version     = 3 // of the memory's layout and the messages
 )
 
-// message is what passes over a link's socket, always messageSize bytes:
+// message is a message on a link's socket, always messageSize bytes:
 //
 //	0 kind | 1-3 zero | 4-7 version | 8-15 id | 16-23 size
 type message struct {
@@ -54,7 +54,7 @@ func decodeMessage(b *[messageSize]byte) (message, error) {
 	return m, nil
 }
 
-// hasFile says whether a descriptor comes with the message.
+// hasFile reports whether the message carries a descriptor.
 func (m message) hasFile() bool {
 	return m.kind == msgSetup || m.kind == msgGrant || m.kind == msgGrantStore
 }

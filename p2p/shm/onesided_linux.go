@@ -19,9 +19,9 @@ import (
 	"tutti/p2p/rma"
 )
 
-// Puts and gets access the memory of a peer where it is mapped into this process. The owner ends
-// that without asking the peer's program: every access of a chunk, 64 KiB at most, is announced in a
-// word, and asks whether the memory is still granted.
+// Puts and gets access the peer's memory through a mapping in this process. The owner ends the
+// access without the peer's cooperation: before every access to a chunk, of at most 64 KiB, the
+// peer announces it in a word, and checks whether the memory is still granted.
 //
 // Words, 64 bits each:
 //
@@ -37,8 +37,9 @@ import (
 //	storer  1 busy becomes odd  2 look at gate and grant  3 access the chunk, if both allow it  4 busy becomes even
 //	owner   1 grant becomes 0   2 look at busy of all links; where it is odd, until it changes  3 the memory is free
 //
-// Either the owner sees busy odd, and waits for the chunk, or the storer sees grant 0, and accesses
-// nothing: each stores first and looks then (Dekker). What must be ordered, and by what:
+// Either the owner sees busy odd, and waits for the chunk, or the storer sees grant 0, and does not
+// access the memory: each stores first and loads then (Dekker). Required orders, and what provides
+// them:
 //
 //	storer  busy odd before the loads of gate and grant    amd64: XCHG is a full barrier; arm64: STLR, then LDAR
 //	storer  these loads before the accesses of the chunk   amd64: loads are not passed; arm64: LDAR (acquire)
@@ -46,27 +47,27 @@ import (
 //	owner   grant 0 before the loads of busy               amd64: XCHG; arm64: STLR, then LDAR
 //	owner   these loads before it uses the memory          amd64: loads are not passed; arm64: LDAR (acquire)
 //
-// Loads and stores of words are those of sync/atomic, which are sequentially consistent on every
-// processor that Go knows; the instructions are what they become. Only busy even is a store with
-// release (ring.StoreRelease), which has to wait for nothing. String stores (REP MOVS) are in
-// order with discrete stores that follow them. TestWithdrawOrder explores all interleavings, and
-// finds that no pair can be left out.
+// Loads and stores of words are those of sync/atomic, which are sequentially consistent on all
+// processors; the table names their instructions. Only the store of the even busy is a release
+// (ring.StoreRelease), which waits for no other store. String stores (REP MOVS) are ordered with
+// discrete stores that follow them. TestWithdrawOrder explores all interleavings, and shows that
+// each pair is necessary.
 //
-// A storer that dies in the middle leaves busy odd. A peer closes its socket when it is in no chunk,
-// and the kernel closes it when the process's last thread has ended: so when the socket's end has
-// come from the peer, it does not access anything, and its word does not count. Where this end has
-// closed the link first, the gate keeps the peer from beginning another chunk, and the link's words
-// stay until the last one has ended, or the process has (pidfd).
+// A storer that dies during an access leaves busy odd. A peer closes its socket only between
+// accesses, and the kernel closes it after the process's last thread has ended. So after the end of
+// the peer's socket its word is ignored. If this end has closed the link first, the gate keeps the
+// peer from beginning another chunk, and the link's words stay until the last chunk or the process
+// (pidfd) has ended.
 
-// The link's words, by side of the writer; a line each, and spacing between.
+// The link's words, by side of the writer, each on a line of its own.
 const (
 	wordSpacing = 128
 	busyAt      = 0 * wordSpacing // of side 0
 	gateAt      = 2 * wordSpacing
-	newsAt      = 4 * wordSpacing // counts the times that the writer has stored signals
+	newsAt      = 4 * wordSpacing // counts the writer's stores of signals
 )
 
-// words is the page of a link that holds them.
+// words is the page of a link with these words.
 type words []byte
 
 func (w words) at(off, side int) *atomic.Uint64 {
@@ -100,7 +101,7 @@ type grant struct {
 	off    int
 	region uint64
 	rights mem.Rights
-	closed bool // withdrawn; its record is used again when nobody looks at it
+	closed bool // withdrawn; its record is reused when no access uses it
 }
 
 func (g *grant) record() record { return record(g.board.region.Bytes()[g.off : g.off+recordSize]) }
@@ -138,7 +139,7 @@ func (x *exports) expose(r *mem.Region, remote *mem.Remote) ([]byte, error) {
 	return binary.LittleEndian.AppendUint32(key, uint32(g.off)), nil
 }
 
-// count notes that region of g is exposed once more, or less.
+// count adds n to the exposures of the region of g.
 func (x *exports) count(g *grant, n int) {
 	e := x.m[g.region]
 	if e == nil {
@@ -172,7 +173,7 @@ func (x *exports) room() (*board, error) {
 	return b, nil
 }
 
-// trim frees boards without a grant, all but one unless the transport is closed.
+// trim frees boards without a grant, except one while the transport is open.
 func (x *exports) trim() error {
 	var errs []error
 	kept := x.boards[:0]
@@ -188,7 +189,7 @@ func (x *exports) trim() error {
 	return errors.Join(errs...)
 }
 
-// close says that the transport is.
+// close closes the exports with the transport.
 func (x *exports) close() error {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -196,7 +197,7 @@ func (x *exports) close() error {
 	return x.end()
 }
 
-// end gives up the grants when the transport is closed and no peer is left that might use one.
+// end frees the grants when the transport is closed and no peer can use them.
 func (x *exports) end() error {
 	if x.prune(); !x.closed || len(x.links)+len(x.leavers) > 0 {
 		return nil
@@ -211,7 +212,7 @@ func (x *exports) end() error {
 	return x.trim()
 }
 
-// storing is a peer that accesses a chunk of this rank's memory.
+// storing is an access of a peer to a chunk of this rank's memory.
 type storing struct {
 	l    *link
 	busy uint64
@@ -222,7 +223,7 @@ func (s *storing) over() bool {
 	return s.l.words.at(busyAt, 1-s.l.side).Load() != s.busy || s.l.ceased.Load()
 }
 
-// gone reports whether a process has ended, as far as can be told.
+// gone reports whether a process is known to have ended.
 func gone(pid int) bool {
 	if pid <= 0 {
 		return false
@@ -232,8 +233,7 @@ func gone(pid int) bool {
 		return errors.Is(err, unix.ESRCH)
 	}
 	defer unix.Close(fd)
-	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
-	return err == nil && n > 0
+	return exited(fd)
 }
 
 // withdraw implements p2p.Exposer.
@@ -242,7 +242,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 	g := x.grants[remote.Generation]
 	if g == nil || g.region != remote.ID {
 		x.mu.Unlock()
-		return nil // it was withdrawn before
+		return nil // withdrawn before
 	}
 	if !g.closed {
 		g.closed = true
@@ -272,7 +272,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 	}
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	if x.grants[remote.Generation] != g { // a second Withdraw at the same time was sooner
+	if x.grants[remote.Generation] != g { // a concurrent Withdraw came first
 		return nil
 	}
 	delete(x.grants, remote.Generation)
@@ -281,7 +281,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 	return x.trim()
 }
 
-// prune forgets leavers whose access has ended.
+// prune removes leavers whose access has ended.
 func (x *exports) prune() {
 	x.leavers = slices.DeleteFunc(x.leavers, func(l *link) bool {
 		s := storing{l, l.words.at(busyAt, 1-l.side).Load()}
@@ -312,7 +312,7 @@ func (s *storing) wait(ctx context.Context) error {
 	}
 }
 
-// target is memory of the peer for one operation. It implements rma.Target.
+// target is the peer's memory of one operation. It implements rma.Target.
 type target struct {
 	l           *link
 	data, board *p2p.Mapping
@@ -370,14 +370,9 @@ func (l *link) Drop(t rma.Target) {
 
 // Enter implements rma.Target.
 func (t *target) Enter(rights mem.Rights, off, n uint64) ([]byte, error) {
-	l := t.l
-	l.storing.Lock()
-	if l.stopped {
-		l.storing.Unlock()
-		return nil, l.over()
+	if !t.l.raise() {
+		return nil, t.l.over()
 	}
-	l.raised++
-	l.words.at(busyAt, l.side).Store(l.raised)
 	m, err := t.look(rights, off, n)
 	if err != nil {
 		t.Leave()
@@ -385,7 +380,7 @@ func (t *target) Enter(rights mem.Rights, off, n uint64) ([]byte, error) {
 	return m, err
 }
 
-// look asks the owner's words for an access to n bytes at off.
+// look checks the owner's words for an access to n bytes at off.
 func (t *target) look(rights mem.Rights, off, n uint64) ([]byte, error) {
 	if t.l.words.at(gateAt, 1-t.l.side).Load() != 0 {
 		return nil, fmt.Errorf("%v closed its link: %w", t.l.peer, p2p.ErrPeerGone)
@@ -407,73 +402,99 @@ func (t *target) look(rights mem.Rights, off, n uint64) ([]byte, error) {
 }
 
 // Leave implements rma.Target.
-func (t *target) Leave() {
-	l := t.l
-	l.lower()
-	l.storing.Unlock()
+func (t *target) Leave() { t.l.lower() }
+
+// raise begins an access to a chunk of the peer's memory, unless this end has ceased.
+func (l *link) raise() bool {
+	l.raised++
+	l.words.at(busyAt, l.side).Store(l.raised)
+	if l.stopped.Load() {
+		l.lower()
+		return false
+	}
+	return true
 }
 
-// lower says that the access has ended: a store behind all accesses before it.
+// lower ends the access: a store ordered after all accesses.
 func (l *link) lower() {
 	l.raised++
 	ring.StoreRelease(l.words.raw(busyAt, l.side), l.raised)
 }
 
-// nowMax is up to how many bytes PutNow puts.
+// nowMax is the largest put of PutNow in bytes.
 const nowMax = 4 << 10
 
 // PutNow implements p2p.Immediate.
-func (l *link) PutNow(local mem.Memory, to *mem.Remote, offset uint64, s p2p.Signal) bool {
-	n := local.Len()
-	if n > nowMax || n == 0 && s.At == nil || !local.Loc().Host() || l.Ready() ||
+func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
+	n := len(local)
+	if n > nowMax || n == 0 && s == nil || l.Ready() ||
 		n > 0 && p2p.CheckAccess("put", to, mem.Write, offset, uint64(n)) != nil ||
-		s.At != nil && p2p.CheckAccess("signal", s.At, mem.Signal, s.Offset, mem.WordSize) != nil {
+		s != nil && p2p.CheckAccess("signal", s.At, mem.Signal, s.Offset, mem.WordSize) != nil {
 		return false
 	}
 	if l.stale.Load() {
 		l.forget()
 	}
-	l.storing.Lock()
 	for known := false; ; known = true {
-		if l.stopped {
-			l.storing.Unlock()
+		if !l.raise() {
 			return false
 		}
-		if (n == 0 || l.recall(to) != nil) && (s.At == nil || l.recall(s.At) != nil) {
-			break
+		var data, word *target
+		if n > 0 {
+			if data = l.recall(to); data != nil {
+				data.acquire(to.Base+offset, n)
+			}
 		}
-		l.storing.Unlock()
-		if known || !l.know(to, n > 0) || !l.know(s.At, s.At != nil) {
+		if s != nil {
+			word = l.recall(s.At)
+		}
+		if (n == 0 || data != nil) && (s == nil || word != nil) {
+			ok := place(data, word, local, offset, s)
+			l.lower()
+			if ok && word != nil {
+				l.Signalled()
+			}
+			return ok
+		}
+		l.lower()
+		if known || data == nil && n > 0 && !l.know(to) || word == nil && s != nil && !l.know(s.At) {
 			return false
 		}
-		l.storing.Lock()
 	}
-	defer l.storing.Unlock()
-	l.raised++
-	l.words.at(busyAt, l.side).Store(l.raised)
-	defer l.lower()
-	var data, word []byte
+}
+
+// acquire prepares the stores of n bytes at off, if they are in the memory: look checks that.
+func (t *target) acquire(off uint64, n int) {
+	if m := t.data.Mem; off < uint64(len(m)) {
+		m = m[off:]
+		ring.Acquire(m[:min(n, len(m))])
+	}
+}
+
+// place copies src to offset of data, and then writes s to word, if the owner grants both. A target
+// that is nil is not needed.
+func place(data, word *target, src []byte, offset uint64, s *p2p.Signal) bool {
+	var to, at []byte
 	var err error
-	if n > 0 {
-		if data, err = l.recall(to).look(mem.Write, offset, uint64(n)); err != nil {
-			return false // Put finds the same, and says so
+	if data != nil {
+		if to, err = data.look(mem.Write, offset, uint64(len(src))); err != nil {
+			return false // Put returns the error
 		}
 	}
-	if s.At != nil {
-		if word, err = l.recall(s.At).look(mem.Signal, s.Offset, mem.WordSize); err != nil {
+	if word != nil {
+		if at, err = word.look(mem.Signal, s.Offset, mem.WordSize); err != nil {
 			return false
 		}
 	}
-	copy(data, local.Bytes())
-	if word != nil {
-		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(word))), s.Value)
-		l.Signalled()
+	copy(to, src)
+	if at != nil {
+		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(at))), s.Value)
 	}
 	return true
 }
 
-// recall returns the target of x among those that were used last, nil if it is not there. Under
-// storing.
+// recall returns the target of x if it was used recently, else nil. The caller has raised the busy
+// word, so that Close does not forget the targets meanwhile.
 func (l *link) recall(x *mem.Remote) *target {
 	for _, t := range &l.recent {
 		if t != nil && t.generation == x.Generation && t.id == x.ID {
@@ -483,24 +504,15 @@ func (l *link) recall(x *mem.Remote) *target {
 	return nil
 }
 
-// know has recall find the target of x, if that is needed, unless it takes time.
-func (l *link) know(x *mem.Remote, needed bool) bool {
-	if !needed {
-		return true
-	}
-	l.storing.Lock()
-	known := l.recall(x) != nil
-	l.storing.Unlock()
-	if known {
-		return true
-	}
+// know makes the target of x available to recall, if that is quick.
+func (l *link) know(x *mem.Remote) bool {
 	t, err := l.Reach(x, mem.Write)
 	if err != nil || t == nil {
 		return false
 	}
-	l.storing.Lock()
-	defer l.storing.Unlock()
-	if l.stopped {
+	l.knowing.Lock()
+	defer l.knowing.Unlock()
+	if l.stopped.Load() {
 		l.Drop(t)
 		return false
 	}
@@ -513,10 +525,10 @@ func (l *link) know(x *mem.Remote, needed bool) bool {
 	return true
 }
 
-// forget lets go of what recall would find.
+// forget releases the recent targets.
 func (l *link) forget() {
-	l.storing.Lock()
-	defer l.storing.Unlock()
+	l.knowing.Lock()
+	defer l.knowing.Unlock()
 	l.stale.Store(false)
 	for i, t := range l.recent {
 		if t != nil {
@@ -527,27 +539,27 @@ func (l *link) forget() {
 	}
 }
 
-// cease has this end access nothing of the peer any more. It waits for a chunk that is under way.
+// cease ends this end's access to the peer's memory. It waits for a chunk under way: an access
+// raises the busy word before it looks at stopped.
 func (l *link) cease() {
-	l.storing.Lock()
-	l.stopped = true
-	l.storing.Unlock()
+	l.stopped.Store(true)
+	for l.words.at(busyAt, l.side).Load()%2 == 1 {
+		runtime.Gosched()
+	}
 }
 
-// Signalled implements rma.Reach. A peer that sleeps looks at news after it has armed the link.
+// Signalled implements rma.Reach. A sleeping peer reads news after it has armed the link.
 func (l *link) Signalled() {
 	l.told++
 	l.Nudge(l.words.raw(newsAt, l.side), l.told)
 }
 
-// over says why nothing may be put or got any more, nil while it may.
+// over returns why puts and gets are not possible any more, or nil.
 func (l *link) over() error {
 	if err := l.Err(); err != nil {
 		return err
 	}
-	l.storing.Lock()
-	defer l.storing.Unlock()
-	if l.stopped {
+	if l.stopped.Load() {
 		return fmt.Errorf("%v: %w", l.peer, p2p.ErrPeerGone)
 	}
 	return nil

@@ -80,7 +80,7 @@ func (h *hammered) quiet(t *testing.T) {
 	t.Helper()
 	before := bytes.Clone(h.r.Bytes())
 	begun := h.busy()
-	if h.l.Err() == nil { // a child that lives asks again, and is refused
+	if h.l.Err() == nil { // a live child asks again, and is refused
 		h.until(t, "the child to try again", func() bool { return h.busy() > begun+20 || h.l.Err() != nil })
 	}
 	if !bytes.Equal(before, h.r.Bytes()) {
@@ -88,8 +88,9 @@ func (h *hammered) quiet(t *testing.T) {
 	}
 }
 
-// TestWithdrawFromAStoringProcess: a process that lives is waited for, and puts nothing afterwards.
-func TestWithdrawFromAStoringProcess(t *testing.T) {
+// TestWithdrawWaitsForStoringProcess: Withdraw waits for a live process, which puts nothing
+// afterwards.
+func TestWithdrawWaitsForStoringProcess(t *testing.T) {
 	for range 8 {
 		h := hammer(t)
 		if err := h.withdraw(linktest.Patience); err != nil {
@@ -99,9 +100,9 @@ func TestWithdrawFromAStoringProcess(t *testing.T) {
 	}
 }
 
-// TestWithdrawFromAStoppedProcess: one that is stopped in the middle keeps the memory, for as long as
-// ctx allows, and the error names it; when it goes on the memory is free.
-func TestWithdrawFromAStoppedProcess(t *testing.T) {
+// TestWithdrawKeepsMemoryOfStoppedProcess: a process that is stopped during an access keeps the
+// memory until ctx ends, and the error names it. After it continues the memory can be freed.
+func TestWithdrawKeepsMemoryOfStoppedProcess(t *testing.T) {
 	h := hammer(t)
 	h.stop(t)
 	if err := h.withdraw(20 * time.Millisecond); !errors.Is(err, context.DeadlineExceeded) ||
@@ -115,8 +116,8 @@ func TestWithdrawFromAStoppedProcess(t *testing.T) {
 	h.quiet(t)
 }
 
-// TestWithdrawFromAKilledProcess: one that was killed in the middle is not waited for.
-func TestWithdrawFromAKilledProcess(t *testing.T) {
+// TestWithdrawIgnoresKilledProcess: one that was killed in the middle is not waited for.
+func TestWithdrawIgnoresKilledProcess(t *testing.T) {
 	for range 5 {
 		h := hammer(t)
 		h.stop(t)
@@ -219,8 +220,8 @@ func TestOnlyExposedMemoryCanBeWritten(t *testing.T) {
 	}
 }
 
-// TestGrantsAreUsedAgain: exposing and withdrawing again and again takes no more memory.
-func TestGrantsAreUsedAgain(t *testing.T) {
+// TestGrantsAreReused: exposing and withdrawing again and again takes no more memory.
+func TestGrantsAreReused(t *testing.T) {
 	b := node(t, 0)
 	tr := b.T.(*Transport)
 	r, err := tr.AllocWritable(64)

@@ -9,8 +9,8 @@ import (
 // peerPidfd is SO_PEERPIDFD (Linux 6.5): a descriptor of the process at the other end of a socket.
 const peerPidfd = 77
 
-// process returns the process at the other end, as a file that can be waited for; nil where the
-// system does not say. The caller closes it.
+// process returns the process at the other end, as a file that can be waited for; nil if the system
+// cannot provide it. The caller closes it.
 func (s *socket) process() *os.File {
 	fd, pid := -1, s.pid()
 	s.raw.Control(func(sock uintptr) {
@@ -18,7 +18,7 @@ func (s *socket) process() *os.File {
 			fd = n
 		}
 	})
-	if fd < 0 && pid > 0 { // it has just proved itself, so that its number is not another's yet
+	if fd < 0 && pid > 0 { // it has just authenticated, so that its number is not reused yet
 		if n, err := unix.PidfdOpen(pid, 0); err == nil {
 			fd = n
 		}
@@ -34,9 +34,15 @@ func (s *socket) process() *os.File {
 	return os.NewFile(uintptr(fd), "pidfd")
 }
 
-// follow ends the connection when the process at the other end has: a child of that process may
-// have inherited its socket, which then stays open. What has arrived by then can still be read. It
-// returns when f is closed.
+// exited reports whether the process of a pidfd has ended.
+func exited(pidfd int) bool {
+	n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 0)
+	return err == nil && n > 0
+}
+
+// follow ends the connection when the process at the other end has ended. A child of that process
+// may have inherited its socket, which then stays open. Data that has arrived by then can still be
+// read. It returns when f is closed.
 func (s *socket) follow(f *os.File) {
 	raw, err := f.SyscallConn()
 	if err != nil {
@@ -44,8 +50,7 @@ func (s *socket) follow(f *os.File) {
 	}
 	ended := false
 	raw.Read(func(fd uintptr) bool {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
-		ended = err == nil && n > 0
+		ended = exited(int(fd))
 		return ended
 	})
 	if ended {

@@ -42,8 +42,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// child is rank 1. It says on standard output who and where it is, takes one link, and plays its
-// role.
+// child is rank 1. It prints its identity and endpoint, accepts one link, and runs its role.
 func child(role string) error {
 	if f := roles[role]; f != nil {
 		return f()
@@ -227,7 +226,7 @@ func start(t testing.TB, role string) process {
 }
 
 // A child of a rank that has inherited its sockets does not keep the rank alive when it is killed.
-func TestKilledWhileAChildHasTheSocket(t *testing.T) {
+func TestKilledWhileChildHasSocket(t *testing.T) {
 	p := start(t, "heir")
 	if !p.out.Scan() {
 		t.Fatal("the child did not start another")

@@ -1,23 +1,22 @@
 // Package shm is the transport between processes of one machine: frames in rings of shared memory,
 // and memory regions that a peer maps.
 //
-// A rank listens on a Unix socket with a random abstract name, so that nothing lies in a file
-// system. A connection proves the job's secret (package trust) and comes from the same user (or one
-// side is root). Then the accepting side makes one memfd with both rings (package ring) and passes
-// it over. The memory is sealed against truncation, and whoever receives a descriptor checks seals,
-// size and kind before mapping it: a peer cannot make this process fault.
+// A rank listens on a Unix socket with a random abstract name, which leaves no file. A connection
+// proves the job's secret (package trust) and must come from the same user (or one side is root).
+// Then the accepting side makes one memfd with both rings (package ring) and passes it over. The
+// memory is sealed against truncation, and the receiver of a descriptor checks seals, size and kind
+// before mapping it: a peer cannot make this process fault.
 //
 // The socket stays open for the life of the link. It carries messages of a fixed size: bells for a
-// peer that sleeps, and requests for regions with their answers. Its end is how a peer's death is
-// seen, at once, whatever killed it. A goroutine in Go's network poller reads it; no thread is
+// sleeping peer, and requests for regions with their answers. Its end shows the peer's death
+// immediately, whatever the cause. A goroutine in Go's network poller reads it; no thread is
 // blocked.
 //
-// Descriptors: one listener a rank, one socket a link, one memfd an allocated region, two for one
-// that peers may be allowed to write, and one for each 1,024 ranges of memory that are exposed at a
-// time. Memory: two rings and a page a link, on both sides the same pages, taken as they are
-// touched. Memory of links and
-// regions is accounted to the processes that touch it, not to /dev/shm, and the kernel takes
-// everything back when the last process that maps it ends, however it ends.
+// Descriptors: one listener a rank, one socket a link, one memfd an allocated region, two for a
+// region that peers may write, and one for each 1,024 ranges of memory that are exposed at a time.
+// Memory: two rings and a page a link, shared by both sides, allocated when touched. Memory of
+// links and regions is accounted to the processes that touch it, not to /dev/shm, and the kernel
+// frees it when the last process that maps it ends.
 package shm
 
 import (
@@ -39,7 +38,7 @@ type Config struct {
 	// link takes two; n ranks of one machine that are all linked take n*(n-1)*RingBytes at most.
 	// Default 512 KiB.
 	RingBytes int
-	// HandshakeTimeout is how long a connection may take to prove itself. Default
+	// HandshakeTimeout bounds how long a connection may take to authenticate. Default
 	// p2p.HandshakeTimeout.
 	HandshakeTimeout time.Duration
 	Logger           *slog.Logger // default: nothing is logged
@@ -96,11 +95,11 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 	return e, nil
 }
 
-// address is the abstract socket's name. An endpoint cannot lead to any other name than one of this
-// form.
+// address returns the abstract socket's name. The prefix confines endpoints of peers to names of
+// this form.
 func (e endpoint) address() string { return "@tutti-" + hex.EncodeToString(e.name[:]) }
 
-// reaches says why a process on machine here, of user uid, cannot reach e; nil if it can.
+// reaches returns why a process on machine here, of user uid, cannot reach e; nil if it can.
 func (e endpoint) reaches(here string, uid uint32) error {
 	boot, net, _ := strings.Cut(here, " ")
 	theirBoot, theirNet, _ := strings.Cut(e.machine, " ")
@@ -119,5 +118,5 @@ func (e endpoint) reaches(here string, uid uint32) error {
 	return nil
 }
 
-// mayTalk says whether processes of two users share memory: the same, or one is root.
+// mayTalk reports whether processes of two users may share memory: they are equal, or one is root.
 func mayTalk(a, b uint32) bool { return a == b || a == 0 || b == 0 }

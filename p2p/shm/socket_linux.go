@@ -11,18 +11,19 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/internal/files"
+	"tutti/internal/ident"
 	"tutti/p2p"
 )
 
-// socket passes messages over a connected Unix stream socket. next is for one goroutine; the rest
-// from any. Sending never blocks.
+// socket passes messages over a connected Unix stream socket. next is for one goroutine; the other
+// methods for any. Sending never blocks.
 type socket struct {
 	conn *net.UnixConn
 	raw  syscall.RawConn
 	ring [messageSize]byte // the bell's message
 	bell func(fd uintptr) bool
 
-	pull func(fd uintptr) bool // one recvmsg into in and oob, parked until there is something
+	pull func(fd uintptr) bool // one recvmsg into in and oob; parks until there is data
 	hdr  unix.Msghdr
 	iov  unix.Iovec
 	in   [16 * messageSize]byte
@@ -30,7 +31,7 @@ type socket struct {
 	oob  [32]byte // room for a descriptor, and for one or two too many
 	n    int
 	err  error
-	file int // received, not yet claimed by a message; -1: none
+	file int // received, and not yet assigned to a message; -1: none
 }
 
 func newSocket(conn *net.UnixConn) (*socket, error) {
@@ -39,7 +40,7 @@ func newSocket(conn *net.UnixConn) (*socket, error) {
 		return nil, err
 	}
 	s := &socket{conn: conn, raw: raw, ring: message{kind: msgBell}.encode(), file: -1}
-	// Both made once, so that sleeping and waking allocate nothing.
+	// Both are made once, so that sleeping and waking allocate nothing.
 	s.bell = func(fd uintptr) bool {
 		unix.RawSyscall6(unix.SYS_SENDTO, fd, uintptr(unsafe.Pointer(&s.ring)), messageSize,
 			unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
@@ -70,12 +71,12 @@ func newSocket(conn *net.UnixConn) (*socket, error) {
 	return s, nil
 }
 
-// wake sends a bell. It cannot be lost for lack of room: a bell is sent only when the one before
-// was answered (see ring.End), requests wait for each other, and so a socket of the usual size
-// never fills up unless the peer has stopped to read while it floods us with requests.
+// wake sends a bell. It is not lost for lack of room: a bell is sent only after the one before was
+// answered (see ring.End), and requests are limited, so that a socket of the usual size fills up
+// only if the peer floods this rank with requests and does not read.
 func (s *socket) wake() { s.raw.Write(s.bell) }
 
-// errFull says that a socket takes no more: the peer does not read what was sent to it.
+// errFull says that a socket has no room: the peer does not read.
 var errFull = errors.New("the peer does not read its messages")
 
 // send sends a message, with a descriptor unless fd is negative. It does not block.
@@ -106,7 +107,7 @@ func (s *socket) send(m message, fd int) error {
 	return err
 }
 
-// next waits for a message. If it comes with a descriptor, fd is that and the caller's, else -1.
+// next waits for a message. fd is the descriptor that comes with it, which the caller owns, or -1.
 // io.EOF: the peer closed or ended.
 func (s *socket) next() (m message, fd int, err error) {
 	for s.have < messageSize {
@@ -141,7 +142,7 @@ func (s *socket) next() (m message, fd int, err error) {
 	return m, fd, nil
 }
 
-// collect takes the descriptors that the last recvmsg brought.
+// collect stores the descriptors of the last recvmsg.
 func (s *socket) collect() error {
 	if s.hdr.Controllen == 0 && s.hdr.Flags&unix.MSG_CTRUNC == 0 {
 		return nil
@@ -160,24 +161,23 @@ func (s *socket) collect() error {
 	for _, fd := range fds {
 		unix.Close(fd)
 	}
-	// also what the kernel says when this process has no descriptor left
+	// The kernel also sets this when this process has no free descriptor.
 	if s.hdr.Flags&unix.MSG_CTRUNC != 0 && len(fds) == 0 {
 		return files.Explain(fmt.Errorf("a descriptor from the peer could not be taken: %w", unix.EMFILE))
 	}
 	return fmt.Errorf("%w: %d descriptors at once", p2p.ErrProtocol, len(fds))
 }
 
-// pid returns the peer's process, 0 if it cannot be told.
-func (s *socket) pid() (pid int) {
-	s.raw.Control(func(fd uintptr) {
-		if cred, err := unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED); err == nil {
-			pid = int(cred.Pid)
-		}
-	})
-	return pid
+// pid returns the peer's process, 0 if it is unknown.
+func (s *socket) pid() int {
+	cred, err := ident.Peer(s.raw)
+	if err != nil {
+		return 0
+	}
+	return int(cred.Pid)
 }
 
-// drop closes a descriptor that no message claimed. After the last next.
+// drop closes a descriptor without a message. After the last next.
 func (s *socket) drop() {
 	if s.file >= 0 {
 		unix.Close(s.file)
@@ -191,15 +191,9 @@ func checkPeer(conn *net.UnixConn, uid uint32) error {
 	if err != nil {
 		return err
 	}
-	var cred *unix.Ucred
-	if e := raw.Control(func(fd uintptr) {
-		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET,
-			unix.SO_PEERCRED)
-	}); e != nil {
-		err = e
-	}
+	cred, err := ident.Peer(raw)
 	if err != nil {
-		return fmt.Errorf("credentials of the peer: %w", err)
+		return err
 	}
 	if !mayTalk(uid, cred.Uid) {
 		return fmt.Errorf("%w: the other end runs as user %d and this process as user %d; want the same user, or root",

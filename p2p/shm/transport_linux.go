@@ -44,8 +44,9 @@ func New(cfg Config) *Transport {
 	return &Transport{cfg: cfg.withDefaults(), uid: uint32(os.Geteuid()), exports: newExports()}
 }
 
-// Identify returns what two processes must have in common to share memory through this package: the
-// machine since its last boot, and the network namespace, to which abstract socket names belong.
+// Identify returns the identity that two processes must have in common to share memory through this
+// package: the machine since its last boot, and the network namespace, which abstract socket names
+// belong to.
 func Identify() (string, error) {
 	place, err := ident.Here()
 	if err != nil {
@@ -93,14 +94,14 @@ func (t *Transport) Listen(ctx context.Context, h p2p.Host) ([]byte, error) {
 		Admit: t.admit, Accepted: t.accepted, Refused: trust.LogRefused(t.cfg.Logger, "shm"),
 	}
 	t.served.Go(t.acceptor.Serve)
-	t.served.Go(ring.Prepare) // links may be told to sleep seldom while others wait for this rank
+	t.served.Go(ring.Prepare) // SleepSeldom needs it later, when peers may be waiting for this rank
 	t.mu.Unlock()
 	conn, err := t.connect(ctx, e, h.Self())
 	if err != nil {
 		t.Close()
 		return nil, fmt.Errorf("shm: the listener does not answer itself: %w", err)
 	}
-	conn.Read(make([]byte, 1)) // until the other end of the probe is closed too
+	conn.Read(make([]byte, 1)) // waits until the other end of the probe is closed, too
 	conn.Close()
 	return e.encode(), nil
 }
@@ -237,8 +238,7 @@ func (t *Transport) dial(ctx context.Context, to p2p.Identity, e endpoint) (*lin
 	return newLink(t.host, to, t.exports, sock, mem, data, 0)
 }
 
-// connect returns a connection to e on which both sides have proved themselves, with a deadline
-// set.
+// connect returns an authenticated connection to e, with a deadline.
 func (t *Transport) connect(ctx context.Context, e endpoint, to p2p.Identity) (conn *net.UnixConn, err error) {
 	err = trust.Redial(ctx, func() error {
 		conn, err = t.connectOnce(ctx, e, to)
@@ -256,9 +256,9 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 			break
 		}
 		if errors.Is(err, unix.ECONNREFUSED) {
-			return nil, fmt.Errorf("nobody listens on %s: %w: %w", e.address(), p2p.ErrPeerGone, err)
+			return nil, fmt.Errorf("no listener on %s: %w: %w", e.address(), p2p.ErrPeerGone, err)
 		}
-		if !errors.Is(err, unix.EAGAIN) { // which says that the listener's backlog is full
+		if !errors.Is(err, unix.EAGAIN) { // EAGAIN: the listener's backlog is full
 			return nil, err
 		}
 		timer := time.NewTimer(pause)
@@ -270,7 +270,7 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 		}
 	}
 	conn := c.(*net.UnixConn)
-	// The peer may be busy with others: its limit counts from when it takes us up.
+	// The peer may be busy with other connections: its limit counts from accept.
 	conn.SetDeadline(time.Now().Add(2 * t.cfg.HandshakeTimeout))
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
 	err := checkPeer(conn, t.uid)
@@ -290,7 +290,7 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 	return conn, nil
 }
 
-// receive takes the memory that the acceptor made, mapped, and the size of its rings.
+// receive receives and maps the acceptor's memory. It returns the size of its rings, too.
 func receive(sock *socket) (mem []byte, data int, err error) {
 	m, fd, err := sock.next()
 	if err != nil {
@@ -314,8 +314,8 @@ func receive(sock *socket) (mem []byte, data int, err error) {
 	return mem, int(m.size), err
 }
 
-// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted that are under
-// way; the caller must not hold a lock that they need. Regions stay until they are freed.
+// Close implements p2p.Transport. It waits for calls of Host.Admit and Host.Accepted; the caller
+// must not hold a lock that they need. Regions stay until they are freed.
 func (t *Transport) Close() error {
 	t.mu.Lock()
 	t.closed = true
@@ -333,14 +333,14 @@ func (t *Transport) Close() error {
 // words for puts and gets.
 func linkBytes(data int) int { return pages(ring.Bytes(data)) + pages(1) }
 
-// Alloc implements p2p.Allocator: shared memory that peers can map for reading alone.
+// Alloc implements p2p.Allocator with shared memory that peers can map for reading only.
 func (t *Transport) Alloc(n int) (*p2p.Region, error) { return t.exports.alloc(n, false) }
 
-// AllocWritable implements p2p.WritableAllocator: shared memory whose descriptor for writing peers
-// get while it is exposed for that.
+// AllocWritable implements p2p.WritableAllocator with shared memory. Peers get its descriptor for
+// writing while it is exposed for that.
 func (t *Transport) AllocWritable(n int) (*p2p.Region, error) { return t.exports.alloc(n, true) }
 
-// Expose implements p2p.Exposer, for memory of this transport alone.
+// Expose implements p2p.Exposer, for memory of this transport only.
 func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
 	return t.exports.expose(r, x)
 }

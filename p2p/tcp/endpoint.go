@@ -11,9 +11,10 @@ import (
 	"tutti/p2p"
 )
 
-// endpoint is what a listener tells its peers. On the wire, little-endian:
+// endpoint is what a listener publishes. Its encoding, little-endian:
 //
-//	version u8 (1), connections it takes per link u8, its largest frame u32, its host's id u64, number of candidates u8, candidates
+//	version u8 (1), connections it takes per link u8, its largest frame u32, its host's id u64,
+//	number of candidates u8, candidates
 //
 // where a candidate is port u16, kind u8 and then 4 bytes (kind 4), 16 bytes (kind 6) or a length
 // u8 and a name (kind 'n').
@@ -24,9 +25,9 @@ type endpoint struct {
 	at       []candidate
 }
 
-// candidate is one address that a listener can perhaps be reached at.
+// candidate is one address at which a listener may be reachable.
 type candidate struct {
-	addr netip.Addr // invalid: name it is
+	addr netip.Addr // invalid: the candidate has a name
 	name string     // resolved when dialled
 	port uint16
 }
@@ -73,7 +74,7 @@ func (e endpoint) encode() []byte {
 	return b
 }
 
-// decodeEndpoint takes exactly what encode makes and nothing else.
+// decodeEndpoint accepts exactly the results of encode.
 func decodeEndpoint(b []byte) (e endpoint, err error) {
 	bad := func(format string, args ...any) (endpoint, error) {
 		return endpoint{}, fmt.Errorf("tcp endpoint of %d bytes: %s", len(b), fmt.Sprintf(format, args...))
@@ -154,8 +155,8 @@ func decodeEndpoint(b []byte) (e endpoint, err error) {
 	return e, nil
 }
 
-// hostID tells whether two processes share their loopback interface: a hash of this boot of the
-// kernel and the network namespace; 0 if one of them cannot be learnt.
+// hostID identifies the loopback interface of this process: a hash of this boot of the kernel and
+// the network namespace; 0 if one of them is unknown.
 var hostID = sync.OnceValue(func() uint64 {
 	place, err := ident.Here()
 	if err != nil {

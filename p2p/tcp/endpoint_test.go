@@ -6,11 +6,12 @@ import (
 	"fmt"
 	"net/netip"
 	"reflect"
-	"slices"
 	"strings"
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"tutti/internal/route"
 )
 
 var sample = endpoint{conns: 2, maxFrame: 256 << 10, host: 0x1122334455667788, at: []candidate{
@@ -120,13 +121,13 @@ func TestCandidates(t *testing.T) {
 }
 
 func TestPaths(t *testing.T) {
+	const elsewhere = route.Elsewhere
 	addr := netip.MustParseAddr
-	m := machine{
-		host: 1,
-		nets: []netip.Prefix{netip.MustParsePrefix("10.1.0.7/16"), netip.MustParsePrefix("192.168.0.7/24"),
+	m := route.Machine{
+		Nets: []netip.Prefix{netip.MustParsePrefix("10.1.0.7/16"), netip.MustParsePrefix("192.168.0.7/24"),
 			netip.MustParsePrefix("172.17.0.1/16"), netip.MustParsePrefix("127.0.0.1/8")},
-		allows: func(a netip.Addr) bool { return a != addr("192.168.0.7") },
-		source: func(to netip.AddrPort) (netip.Addr, error) {
+		Allows: func(a netip.Addr) bool { return a != addr("192.168.0.7") },
+		Source: func(to netip.AddrPort) (netip.Addr, error) {
 			switch s := to.Addr().String(); {
 			case strings.HasPrefix(s, "10.1.") || strings.HasPrefix(s, "10.2."):
 				return addr("10.1.0.7"), nil
@@ -147,23 +148,23 @@ func TestPaths(t *testing.T) {
 		return nil, errors.New("no such host")
 	}
 	for _, c := range []struct {
-		host uint64
+		peer route.Where
 		at   string
 		want string
 		why  string // of what cannot be dialled
 	}{
-		{2, "192.168.0.9 10.2.0.9 10.1.0.9", "10.1.0.9:1 10.2.0.9:1 192.168.0.9:1", ""},
-		{2, "127.0.0.1 10.1.0.9", "10.1.0.9:1", "127.0.0.1:1: is an address of this host"},
-		{1, "127.0.0.1 10.1.0.7", "10.1.0.7:1 127.0.0.1:1", ""},
-		{0, "127.0.0.1 10.2.0.9", "10.2.0.9:1 127.0.0.1:1", ""}, // unknown: perhaps
-		{2, "172.17.0.1 10.1.0.9", "10.1.0.9:1", "172.17.0.1:1: is an address of this host"},
-		{2, "172.17.0.2", "172.17.0.2:1", ""},
-		{2, "fd00::9 10.1.0.9", "10.1.0.9:1", "[fd00::9]:1: no route: network is unreachable"},
-		{2, "bad good", "good (10.2.0.9:1)", "host name bad does not resolve: no such host; [fd00::9]:1: no " +
+		{elsewhere, "192.168.0.9 10.2.0.9 10.1.0.9", "10.1.0.9:1 10.2.0.9:1 192.168.0.9:1", ""},
+		{elsewhere, "127.0.0.1 10.1.0.9", "10.1.0.9:1", "127.0.0.1:1: is an address of this host"},
+		{route.Here, "127.0.0.1 10.1.0.7", "10.1.0.7:1 127.0.0.1:1", ""},
+		{route.Unknown, "127.0.0.1 10.2.0.9", "10.2.0.9:1 127.0.0.1:1", ""}, // unknown: perhaps
+		{elsewhere, "172.17.0.1 10.1.0.9", "10.1.0.9:1", "172.17.0.1:1: is an address of this host"},
+		{elsewhere, "172.17.0.2", "172.17.0.2:1", ""},
+		{elsewhere, "fd00::9 10.1.0.9", "10.1.0.9:1", "[fd00::9]:1: no route: network is unreachable"},
+		{elsewhere, "bad good", "good (10.2.0.9:1)", "host name bad does not resolve: no such host; [fd00::9]:1: no " +
 			"route: network is unreachable"},
-		{2, "8.8.8.8", "", "8.8.8.8:1: no route: network is unreachable"},
+		{elsewhere, "8.8.8.8", "", "8.8.8.8:1: no route: network is unreachable"},
 	} {
-		e := endpoint{host: c.host}
+		var e endpoint
 		for s := range strings.SplitSeq(c.at, " ") {
 			k, err := parseCandidate(s, 1)
 			if err != nil {
@@ -171,28 +172,21 @@ func TestPaths(t *testing.T) {
 			}
 			e.at = append(e.at, k)
 		}
-		paths, why := m.paths(e, resolve)
+		paths, why := e.paths(m, c.peer, resolve)
 		var got []string
 		for _, p := range paths {
 			got = append(got, p.String())
 		}
 		if fmt.Sprint(strings.Join(got, " ")) != c.want || !strings.HasPrefix(list(why).Error(), c.why) ||
 			c.why == "" && len(why) > 0 {
-			t.Errorf("%s at host %d: %q because %q, want %q because %q", c.at, c.host, got, list(why), c.want, c.why)
+			t.Errorf("%s, %d: %q because %q, want %q because %q", c.at, c.peer, got, list(why), c.want, c.why)
 		}
 	}
 }
 
-func TestThisMachine(t *testing.T) {
-	m := New(Config{}).machine()
-	if len(m.nets) == 0 || !slices.ContainsFunc(m.nets,
-		func(p netip.Prefix) bool { return p.Addr().IsLoopback() && p.Bits() > 0 }) {
-		t.Errorf("networks %v: no loopback", m.nets)
-	}
-	if a, err := m.source(netip.MustParseAddrPort("127.0.0.1:9")); err != nil || a != netip.MustParseAddr("127.0.0.1") {
-		t.Errorf("source towards 127.0.0.1: %v, %v", a, err)
-	}
-	if hostID() == 0 {
-		t.Error("this host has no identity")
+func TestThisHostHasAnIdentity(t *testing.T) {
+	if hostID() == 0 || whereIs(hostID()) != route.Here || whereIs(hostID()+1) != route.Elsewhere ||
+		whereIs(0) != route.Unknown {
+		t.Errorf("host %x", hostID())
 	}
 }

@@ -23,11 +23,11 @@ type framed struct {
 // Distant implements p2p.Distant.
 func (framed) Distant() {}
 
-// link implements p2p.Link over one or more connections. Headers and small payloads go over
-// streams[0], in order. With several streams the payloads of big frames take turns on all of them;
-// both ends count the turns. Each direction is a state machine of its own.
+// link implements p2p.Link over one or more connections. Headers and small payloads use streams[0],
+// in order. With several streams the payloads of big frames are distributed over them in turn; both
+// ends count the turns. Each direction is an independent state machine.
 //
-// The caller's goroutine owns all fields but mu, closed, failure and armed.
+// The polling goroutine owns all fields except mu, closed, failure and armed.
 type link struct {
 	name     string // "tcp link to rank 3 (incarnation …) at 10.0.0.3:29500"
 	maxFrame int
@@ -40,21 +40,21 @@ type link struct {
 	streams  []stream
 
 	// Receiving.
-	buf    []byte // buf[r:w] has arrived on streams[0] and is not taken
+	buf    []byte // buf[r:w] has arrived on streams[0] and was not consumed
 	r, w   int
-	ahead  int        // how much to read into buf at once
+	ahead  int        // size of one read into buf
 	head   p2p.Header // the current frame's
 	cur    bool       // there is a current frame
 	filled bool       // Fill was called for it
-	left   int        // bytes of its payload that are not taken
+	left   int        // bytes of its payload that were not consumed
 	src    int        // the stream that carries its payload
 	turnIn int
-	ended  bool // nothing will come from the sockets any more; failure says why
+	ended  bool // the sockets deliver nothing any more; failure says why
 
 	// Sending.
 	scratch [headerSpace + copyLimit]byte
 	turnOut int
-	refused bool // Send said no, and Arm has not yet said that it may say yes
+	refused bool // Send returned false, and Arm has not reported room since
 }
 
 type failure struct{ err error }
@@ -64,13 +64,13 @@ func gone(why string) error { return fmt.Errorf("%w: %s", p2p.ErrPeerGone, why) 
 
 const (
 	headerSpace = p2p.HeaderSize
-	// payloads up to this are collected in the receive buffer, longer ones are read to where they
-	// belong
+	// Payloads up to this size are collected in the receive buffer, longer ones are read to their
+	// destination.
 	inline = 16 << 10
-	// read at once where a long payload may follow, most of which shall not go through the receive
-	// buffer
+	// Size of a read when a long payload may follow, most of which should bypass the receive
+	// buffer.
 	shortRead = 4 << 10
-	spread    = 64 << 10 // payloads from this take turns on the streams
+	spread    = 64 << 10 // payloads from this size are distributed over the streams
 )
 
 func newLink(name string, fds []int, maxFrame, buffer int, p *poller) (*link, error) {
@@ -85,8 +85,7 @@ func newLink(name string, fds []int, maxFrame, buffer int, p *poller) (*link, er
 	return l, nil
 }
 
-// fail records why the link does not work any more; the first reason stays. It returns the one that
-// counts.
+// fail records why the link has failed; the first reason stays. It returns that reason.
 func (l *link) fail(why error) error {
 	l.failure.CompareAndSwap(nil, &failure{fmt.Errorf("%s: %w", l.name, why)})
 	return l.failure.Load().err
@@ -136,7 +135,7 @@ func decodeHeader(h *p2p.Header, b *[p2p.HeaderSize]byte) {
 	h.Off = binary.LittleEndian.Uint64(b[40:])
 }
 
-// turn returns the stream of a payload of n bytes, and which one had the last turn then.
+// turn returns the stream of a payload of n bytes, and the last stream that had a turn after it.
 func (l *link) turn(last, n int) (stream, now int) {
 	if n < spread || len(l.streams) == 1 {
 		return 0, last
@@ -204,8 +203,8 @@ func (l *link) flush() (bool, error) {
 	return all, nil
 }
 
-// took judges what a receiving call returned: how many bytes came, and in ended and failure whether
-// the stream is over.
+// took interprets the result of a receiving call: it returns the number of bytes, and sets ended
+// and failure at the end of the stream.
 func (l *link) took(n int, e syscall.Errno) int {
 	switch {
 	case e == unix.EAGAIN:
@@ -223,14 +222,14 @@ func (l *link) took(n int, e syscall.Errno) int {
 	return n
 }
 
-// read tries once to get more into the receive buffer, which must not hold a payload that the
-// caller sees.
+// read tries once to read more into the receive buffer, which must not hold a payload that the
+// caller uses.
 func (l *link) read() {
 	if l.ended {
 		return
 	}
 	if l.r > 0 {
-		l.w = copy(l.buf, l.buf[l.r:l.w]) // less than a frame that fits
+		l.w = copy(l.buf, l.buf[l.r:l.w]) // less than a frame, so that it fits
 		l.r = 0
 	}
 	l.mu.Lock()
@@ -280,7 +279,7 @@ func (l *link) Recv() (*p2p.Header, []byte, error) {
 	return &l.head, nil, nil
 }
 
-// none is Recv's answer when no frame is there and perhaps none will come.
+// none returns Recv's result when no frame is available.
 func (l *link) none() (*p2p.Header, []byte, error) {
 	if l.ended || l.failure.Load() != nil {
 		return nil, nil, l.Err()
@@ -313,8 +312,8 @@ func (l *link) Fill(dst []byte) (int, error) {
 	return n, nil
 }
 
-// direct reads payload to where it belongs, and with its end, in the same call, the beginning of
-// what follows it into the empty receive buffer.
+// direct reads payload to its destination and, in the same call, what follows its end into the
+// empty receive buffer.
 func (l *link) direct(dst []byte) int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -392,8 +391,8 @@ func (l *link) Arm() bool {
 	return false
 }
 
-// Disarm implements p2p.Link.
-// what the kernel still watches is ignored once when it comes, and serves the next Arm until then
+// Disarm implements p2p.Link. An event that the kernel still reports is ignored once, and serves
+// the next Arm until then.
 func (l *link) Disarm() { l.armed.Store(false) }
 
 // lingerTime bounds how long Close waits for the peer's kernel to acknowledge what was sent.
@@ -403,7 +402,7 @@ const lingerTime = 500 * time.Millisecond
 func (l *link) Close() error {
 	l.mu.Lock()
 	first := l.closed.CompareAndSwap(false, true)
-	l.mu.Unlock() // whoever was inside a call is out, and nobody enters one any more
+	l.mu.Unlock() // calls under way have ended, and new ones fail
 	if !first {
 		<-l.done
 		return nil

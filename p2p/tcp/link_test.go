@@ -341,7 +341,7 @@ func TestViolations(t *testing.T) {
 }
 
 // A refused Send wakes its sender once there is room, and only a refused one does.
-func TestArmForRoom(t *testing.T) {
+func TestRefusedSendIsWokenByRoom(t *testing.T) {
 	a, b, na, _ := pair(t, Config{SocketBuffer: 32 << 10})
 	if a.Arm() {
 		t.Fatal("Arm on an idle link")

@@ -91,7 +91,7 @@ func dialChild(t testing.TB, p *process, n *node) p2p.Link {
 	return l
 }
 
-// A killed process is noticed, by who polls and by who sleeps, and the error names it.
+// Polling and sleeping ranks notice a killed process, and the error names it.
 func TestKill(t *testing.T) {
 	for _, asleep := range []bool{false, true} {
 		n := listen(t, 0, local(Config{}))
@@ -141,8 +141,8 @@ func childLastWords() {
 	syscall.Kill(os.Getpid(), syscall.SIGKILL)
 }
 
-// What a process had sent and flushed when it was killed is still delivered.
-func TestLastWords(t *testing.T) {
+// Frames that a process had sent and flushed when it was killed are still delivered.
+func TestFlushedFramesOutliveKilledProcess(t *testing.T) {
 	p := child(t, "last words")
 	l := dialChild(t, p, listen(t, 0, local(Config{})))
 	if err := p.Wait(); err == nil {
@@ -187,7 +187,7 @@ func childFewFiles() {
 		ok, _ = l.Send(header(1, 0), nil)
 	}
 	in.ReadString('\n')
-	runtime.KeepAlive(l) // the garbage collector closes connections that nobody holds
+	runtime.KeepAlive(l) // the garbage collector closes unreachable connections
 }
 
 // A process that has run out of descriptors says so, with the limit, and its listener accepts again
@@ -277,7 +277,7 @@ func childVanish() {
 }
 
 // A host that vanishes is noticed although it sends nothing more.
-func TestVanishedHost(t *testing.T) {
+func TestSilentHostIsLost(t *testing.T) {
 	p := child(t, "vanish", func(c *exec.Cmd) {
 		c.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
 		if uid := os.Getuid(); uid != 0 {

@@ -33,7 +33,7 @@ func swallowing(t *testing.T) string {
 }
 
 // Networks that swallow packets cost a link a moment, not what an attempt may take.
-func TestDialPassesAddressesThatSwallow(t *testing.T) {
+func TestDialSkipsSilentAddresses(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
 	hole := swallowing(t)
 	began := time.Now()

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,113 +9,49 @@ import (
 	"slices"
 	"strings"
 
-	"tutti/internal/files"
-	"tutti/internal/ifname"
+	"tutti/internal/route"
 )
 
-// path is a candidate that can be dialled: from which local address, and how good that is (0 is
-// best).
+// path is a candidate that can be dialled.
 type path struct {
-	to    netip.AddrPort
-	name  string // what was resolved to it, if anything
-	from  netip.Addr
-	class int
+	route.Path
+	name string // the name that was resolved, if there was one
 }
 
 func (p path) String() string {
 	if p.name != "" {
-		return fmt.Sprintf("%s (%v)", p.name, p.to)
+		return fmt.Sprintf("%s (%v)", p.name, p.To)
 	}
-	return p.to.String()
+	return p.To.String()
 }
 
-// The classes of paths, best first.
-const (
-	classSubnet   = iota // out of an allowed interface, into its own network
-	classRouted          // out of an allowed interface
-	classForeign         // out of an interface that the configuration does not allow: better than no link at all
-	classLoopback        // this host
-)
-
-// machine is what paths are judged by; a value so that the judgement can be tested.
-type machine struct {
-	host   uint64
-	nets   []netip.Prefix // of the interfaces that are up, with this machine's address in them
-	allows func(netip.Addr) bool
-	source func(netip.AddrPort) (netip.Addr, error)
-}
-
-func (t *Transport) machine() machine {
-	m := machine{host: hostID(), source: kernelSource}
-	ifs, _ := ifname.Interfaces() // without it no path is in our own network: worse order, same result
-	names := map[netip.Addr]string{}
-	for _, i := range ifs {
-		for _, a := range i.Addrs {
-			names[a] = i.Name
-		}
-	}
-	if addrs, err := net.InterfaceAddrs(); err == nil {
-		for _, a := range addrs {
-			if n, ok := a.(*net.IPNet); ok {
-				ip, _ := netip.AddrFromSlice(n.IP)
-				ones, bits := n.Mask.Size()
-				if ip = ip.Unmap(); ip.Is4() && bits == 128 {
-					ones -= 96
-				}
-				m.nets = append(m.nets, netip.PrefixFrom(ip, ones))
-			}
-		}
-	}
+// machine is this machine, with the interfaces and the choice of addresses of the transport.
+func (t *Transport) machine() route.Machine {
 	t.mu.Lock()
 	filter := t.filter
 	t.mu.Unlock()
-	m.allows = func(a netip.Addr) bool { return filter.Allows(names[a], a) }
+	m := route.This(filter)
 	if t.cfg.Select != nil {
-		m.source = func(to netip.AddrPort) (netip.Addr, error) { return t.cfg.Select(to.Addr()) }
+		m.Source = func(to netip.AddrPort) (netip.Addr, error) { return t.cfg.Select(to.Addr()) }
 	}
 	return m
 }
 
-// kernelSource asks the kernel's routing which local address would be used towards a peer:
-// connecting a datagram socket sends nothing.
-func kernelSource(to netip.AddrPort) (netip.Addr, error) {
-	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
-	if err != nil {
-		return netip.Addr{}, files.Explain(err)
-	}
-	defer c.Close()
-	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap().WithZone(""), nil
-}
-
-// judge says whether and how the candidate to of a peer on host can be dialled.
-func (m machine) judge(to netip.AddrPort, host uint64) (path, error) {
-	p := path{to: to}
-	same := m.host != 0 && host == m.host
-	local := to.Addr().IsLoopback() || slices.ContainsFunc(m.nets,
-		func(n netip.Prefix) bool { return n.Addr() == to.Addr() })
-	if local && !same && m.host != 0 && host != 0 {
-		return p, fmt.Errorf("%v: is an address of this host, and the peer is on another", to)
-	}
-	var err error
-	if p.from, err = m.source(to); err != nil {
-		return p, fmt.Errorf("%v: no route: %w", to, err)
-	}
+// whereIs says whether the peer on host, a hostID, shares this process's loopback interface.
+func whereIs(host uint64) route.Where {
 	switch {
-	case to.Addr().IsLoopback():
-		p.class = classLoopback
-	case !m.allows(p.from):
-		p.class = classForeign
-	case slices.ContainsFunc(m.nets, func(n netip.Prefix) bool { return n.Addr() == p.from && n.Contains(to.Addr()) }):
-		p.class = classSubnet
-	default:
-		p.class = classRouted
+	case host == 0 || hostID() == 0:
+		return route.Unknown
+	case host == hostID():
+		return route.Here
 	}
-	return p, nil
+	return route.Elsewhere
 }
 
-// paths returns how e can be dialled, best first, and why the other candidates cannot. Names are
-// resolved with lookup; without it they are left out.
-func (m machine) paths(e endpoint, lookup func(string) ([]netip.Addr, error)) (found []path, why []error) {
+// paths returns the paths from m to e, the endpoint of a peer there, best first, and why other
+// candidates have none. Names are resolved with lookup.
+func (e endpoint) paths(m route.Machine, there route.Where, lookup func(string) ([]netip.Addr, error)) (
+	found []path, why []error) {
 	for _, c := range e.at {
 		addrs := []netip.Addr{c.addr}
 		if !c.addr.IsValid() {
@@ -127,16 +62,15 @@ func (m machine) paths(e endpoint, lookup func(string) ([]netip.Addr, error)) (f
 			}
 		}
 		for _, a := range addrs {
-			p, err := m.judge(netip.AddrPortFrom(a.Unmap(), c.port), e.host)
+			p, err := m.Judge(netip.AddrPortFrom(a.Unmap(), c.port), there)
 			if err != nil {
 				why = append(why, err)
 				continue
 			}
-			p.name = c.name
-			found = append(found, p)
+			found = append(found, path{p, c.name})
 		}
 	}
-	slices.SortStableFunc(found, func(a, b path) int { return cmp.Compare(a.class, b.class) })
+	slices.SortStableFunc(found, func(a, b path) int { return route.Compare(a.Path, b.Path) })
 	return found, why
 }
 
@@ -146,7 +80,7 @@ func lookup(ctx context.Context) func(string) ([]netip.Addr, error) {
 	}
 }
 
-// list makes one line of several reasons, each of which stays visible to errors.Is.
+// list joins several reasons in one line; errors.Is finds each of them.
 type list []error
 
 func (l list) Error() string {

@@ -9,21 +9,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stream is one connection of a link. All its methods need link.mu, which keeps the descriptor
-// open.
+// stream is one connection of a link. All methods need link.mu, which keeps the descriptor open.
 type stream struct {
 	link   *link
 	fd     int
-	full   bool   // a write found no room: ask the kernel for a good amount of it before the next frame
-	kept   []byte // kept[sent:] was taken from the caller and not yet written
+	full   bool   // a write found no room: the next frame waits until the kernel has plenty
+	kept   []byte // kept[sent:] belongs to the stream and was not yet written
 	sent   int
 	tx, rx vector
 	pfd    [1]unix.PollFd
 	epollKey
 }
 
-// vector is the argument of sendmsg and recvmsg for two pieces of memory. It is part of the stream
-// so that a call allocates nothing.
+// vector is the argument of sendmsg and recvmsg for two pieces of memory, embedded so that a call
+// allocates nothing.
 type vector struct {
 	iov [2]unix.Iovec
 	msg unix.Msghdr
@@ -38,12 +37,12 @@ func (v *vector) set(a, b []byte) unsafe.Pointer {
 	return unsafe.Pointer(&v.msg)
 }
 
-// clear lets go of the caller's memory.
+// clear drops the references to the caller's memory.
 func (v *vector) clear() { v.iov[0].Base, v.iov[1].Base = nil, nil }
 
-// rawLimit is up to how many bytes a socket call skips the scheduler's bookkeeping
-// (syscall.RawSyscall): it cannot block, and below this size it is over sooner than anybody could
-// miss the processor; in a polling loop the bookkeeping would be a third of the cost.
+// rawLimit is the largest size in bytes for which a socket call bypasses the scheduler
+// (syscall.RawSyscall): the call cannot block and is short, and in a polling loop the scheduler's
+// bookkeeping would be a third of the cost.
 const rawLimit = 16 << 10
 
 func socketCall(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size int) (int, syscall.Errno) {
@@ -60,7 +59,7 @@ func socketCall(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size i
 			return int(r), 0
 		case unix.EINTR:
 			continue
-		case unix.ENOBUFS, unix.ENOMEM: // of the kernel, for a while
+		case unix.ENOBUFS, unix.ENOMEM: // a temporary shortage of the kernel
 			return 0, unix.EAGAIN
 		}
 		return 0, e
@@ -92,12 +91,12 @@ func (s *stream) recv2(a, b []byte) (int, syscall.Errno) {
 	return socketCall(unix.SYS_RECVMSG, s.fd, s.rx.set(a, b), recvFlags, 0, len(a)+len(b))
 }
 
-// copyLimit is up to how many bytes of payload are copied behind their header, for one plain send:
+// copyLimit is the largest payload that is copied behind its header for one plain send, which is
 // cheaper than a vector.
 const copyLimit = 2 << 10
 
-// put writes head and payload as far as there is room and keeps the rest. If there is none at all
-// it takes nothing and returns false, unless must.
+// put writes head and payload as far as there is room and keeps the rest. Without any room it takes
+// nothing and returns false, unless must is set.
 func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
 	var n int
 	var e syscall.Errno
@@ -107,7 +106,7 @@ func (s *stream) put(head, payload []byte, must bool) (bool, syscall.Errno) {
 	case len(head) == 0:
 		n, e = s.send(payload)
 	case len(payload) <= copyLimit && cap(head)-len(head) >= len(payload):
-		n, e = s.send(append(head, payload...)) // in the link's scratch memory
+		n, e = s.send(append(head, payload...)) // uses the link's scratch memory
 	default:
 		n, e = s.send2(head, payload)
 	}
@@ -149,9 +148,9 @@ func (s *stream) flush() (bool, syscall.Errno) {
 	return true, 0
 }
 
-// room says whether a new frame may be tried. After a write that found none it waits for the kernel
-// to report a good part of the socket's buffer free: else every frame would go out in crumbs, and
-// what does not go out at once has to be copied.
+// room reports whether a new frame may be tried. After a write that found no room it waits for the
+// kernel to report a good part of the socket's buffer free: otherwise frames would be sent in small
+// pieces, and every unsent rest has to be copied.
 func (s *stream) room() bool {
 	if !s.full {
 		return true
@@ -163,10 +162,10 @@ func (s *stream) room() bool {
 }
 
 // checkHost fails the link if the peer's host has answered nothing for timeout, although the kernel
-// asked it several times. TCP_USER_TIMEOUT is no substitute: it also ends a connection whose peer
-// is alive and merely takes nothing for a while (a stopped or busy process: its window is closed).
-// One or two unanswered questions prove nothing: packets get lost, and a host answers probes of a
-// closed window only twice a second.
+// probed it several times. TCP_USER_TIMEOUT is no substitute: it also ends a connection whose peer
+// is alive and does not read for a while (a stopped or busy process: its window is closed). One or
+// two unanswered probes prove nothing: packets get lost, and a host answers probes of a closed
+// window only twice a second.
 func (s *stream) checkHost(timeout time.Duration) {
 	l := s.link
 	l.mu.Lock()
@@ -180,13 +179,13 @@ func (s *stream) checkHost(timeout time.Duration) {
 	}
 	if silent := time.Duration(i.Last_ack_recv) * time.Millisecond; silent >= timeout {
 		l.fail(gone(fmt.Sprintf("its host has answered nothing for %v", silent)))
-		unix.Shutdown(s.fd, unix.SHUT_RDWR) // wakes who sleeps on it
+		unix.Shutdown(s.fd, unix.SHUT_RDWR) // wakes goroutines that sleep on it
 	}
 }
 
-// finish ends the sending direction after what was sent, and waits until the peer's kernel has it,
-// at most until deadline: closing a socket at once would, if unread or further bytes come in, send
-// a reset that discards what is under way.
+// finish ends the sending direction, and waits until the peer's kernel has acknowledged everything,
+// or deadline. Closing a socket at once would send a reset if there is unread data or more arrives,
+// and discard what is in flight.
 func (s *stream) finish(deadline time.Time) {
 	shut := false
 	for pause := 20 * time.Microsecond; ; pause = min(2*pause, 5*time.Millisecond) {
@@ -209,8 +208,7 @@ func (s *stream) finish(deadline time.Time) {
 	}
 }
 
-// discard throws away what has come in, without copying it, as far as is there now but at most a
-// few megabytes.
+// discard drops what has arrived, without copying it, up to a few megabytes.
 func (s *stream) discard() {
 	for range 64 {
 		n, e := socketCall(unix.SYS_RECVFROM, s.fd, nil, 1<<20, unix.MSG_DONTWAIT|unix.MSG_TRUNC, 1<<20)

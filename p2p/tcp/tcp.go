@@ -1,20 +1,18 @@
 // Package tcp makes p2p links over TCP connections.
 //
-// A listener publishes the addresses of the allowed network interfaces, each only after it has
-// answered itself there with this incarnation's identity. A dialler tries them in the order in
-// which routing recommends them. Every connection proves the job's secret (internal/trust) and
-// names both incarnations before anything else is read, so that a port that another rank, life or
-// job has taken over since is recognised.
+// A listener publishes the addresses of the allowed network interfaces, each after it has connected
+// to itself there as this incarnation. A dialler tries them in the order of its routing. Every
+// connection proves the job's secret (internal/trust) and names both incarnations before other data
+// is read, so that a port that another rank, incarnation or job has taken over is detected.
 //
-// A link moves frames with non-blocking system calls made by whoever polls it, straight between the
-// caller's memory and the socket: small frames are received many at a time into one buffer, big
-// payloads where they belong. Sockets are outside the Go runtime's poller; see poller. Linux only.
+// A link moves frames by non-blocking system calls of the polling goroutine, directly between the
+// caller's memory and the socket: many small frames are received at a time into one buffer, big
+// payloads at their destination. Sockets are outside the Go runtime's poller; see poller. Linux
+// only.
 package tcp
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -29,42 +27,44 @@ import (
 
 	"tutti/internal/dial"
 	"tutti/internal/files"
+	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
+	"tutti/internal/route"
 	"tutti/internal/trust"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/rma"
 )
 
-// Config says how a Transport listens and dials. The zero Config listens on all interfaces, on
-// ports that the kernel chooses.
+// Config configures a Transport. The zero Config listens on all interfaces, on ports that the
+// kernel chooses.
 type Config struct {
-	// Interfaces restricts the addresses that are listened on, published and dialled from: names,
-	// beginnings of names ("eth*"), addresses and networks, separated by commas, excluded after "^"
-	// (the syntax of TUTTI_IFNAME; see internal/ifname). Default: all that are up, loopback last.
+	// Interfaces selects the addresses to listen on, to publish and to dial from: names, prefixes
+	// of names ("eth*"), addresses and networks, separated by commas, excluded after "^" (the
+	// syntax of TUTTI_IFNAME; see internal/ifname). Default: all that are up, loopback last.
 	// Link-local addresses are never used.
 	Interfaces string
 	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600"
 	// (the first free one). Each address has a port of its own.
 	Ports string
-	// Advertise is what peers dial instead of the addresses listened on: "host" or "host:port",
-	// names or addresses, at most 16. For hosts behind address translation or with names that
+	// Advertise lists what peers dial instead of the listening addresses: "host" or "host:port",
+	// names or addresses, at most 16. It is for hosts behind address translation or with names that
 	// outlive their addresses. They too must answer before Listen returns.
 	Advertise []string
 	// Dial makes the connections to peers. Default: net.Dialer.
 	Dial dial.Func
-	// Select returns the local address to dial a peer's address from, or an error if there is no
-	// way. Default: the kernel's routing decides. It must not block.
+	// Select returns the local address from which to dial a peer's address, or an error if there is
+	// no route. Default: the kernel's routing. It must not block.
 	Select func(peer netip.Addr) (local netip.Addr, err error)
-	// Conns is how many connections carry the big frames of one link, 1 (default) to MaxConns; the
-	// smaller number of both ends counts. More than one pays where a network gives a single
+	// Conns is the number of connections for the big frames of one link, 1 (default) to MaxConns;
+	// the smaller number of both ends counts. More than one helps if a network gives a single
 	// connection only a part of its bandwidth.
 	Conns int
 	// MaxFrame is the largest payload of a frame in bytes, from MinFrame to MaxMaxFrame, rounded up
-	// to a multiple of 4096; the smaller of both ends counts. A link keeps at most one frame of its
-	// own, in memory that each of its connections takes when the peer is first slower than itself.
-	// Default 256 KiB.
+	// to a multiple of 4096; the smaller of both ends counts. A link keeps at most one unsent
+	// frame, in memory that each of its connections allocates when the peer is first slower than
+	// this end. Default 256 KiB.
 	MaxFrame int
 	// BufferSize is the size in bytes of a link's receive buffer for headers and small payloads, at
 	// least 32 KiB. Default 64 KiB.
@@ -72,16 +72,16 @@ type Config struct {
 	// SocketBuffer is the size in bytes of the kernel's send and receive buffers. Default 0: the
 	// kernel sizes them by the traffic, which is nearly always better.
 	SocketBuffer int
-	// PeerTimeout is after how long a peer's host that answers nothing is taken for gone. A host
-	// that answers while its process takes nothing is not; that is for the deadlines of operations.
-	// Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the process
-	// had taken nothing for long when its host went. Default 30 s, at least 1 s.
+	// PeerTimeout is the time after which a peer's host that answers nothing counts as gone. A host
+	// that answers while its process does not read is not gone; deadlines of operations handle
+	// that. Detection takes up to a quarter longer, and before Linux 6.15 up to minutes if the
+	// process had not read for long when its host went. Default 30 s, at least 1 s.
 	PeerTimeout time.Duration
-	// IdleTimeout is the same for a link over which nothing is sent: the kernel asks for a sign of
-	// life only a few times in it, so that a network which loses packets needs a longer one.
-	// Default and minimum: PeerTimeout.
+	// IdleTimeout is the same for a link without traffic: the kernel sends only a few probes in
+	// that time, so that a network which loses packets needs a longer one. Default and minimum:
+	// PeerTimeout.
 	IdleTimeout time.Duration
-	// Logger gets what is worth knowing but is no error. Default: nothing is logged.
+	// Logger gets messages that are no errors. Default: no logging.
 	Logger *slog.Logger
 }
 
@@ -97,8 +97,8 @@ const (
 
 const purpose = "tcp"
 
-// dialTimeout bounds what is said over one path while there are others to try, and lastTimeout the
-// last one, and opening any, if ctx does not.
+// dialTimeout bounds the handshake over one path while there are others to try. lastTimeout bounds
+// that over the last one, and opening any connection.
 const (
 	dialTimeout = 2 * time.Second
 	lastTimeout = 30 * time.Second
@@ -106,10 +106,10 @@ const (
 
 // Transport implements p2p.Transport and p2p.Exposer. Its links implement p2p.OneSided.
 type Transport struct {
-	table  rma.Table // what this rank has exposed
+	table  rma.Table // this rank's exposed memory
 	cfg    Config
 	filter ifname.Filter
-	ctx    context.Context // ends with Close
+	ctx    context.Context // ends at Close
 	cancel context.CancelFunc
 	log    *slog.Logger
 
@@ -122,22 +122,22 @@ type Transport struct {
 	serving   sync.WaitGroup
 	joining   map[joinKey]*join
 
-	adopting sync.Mutex // a socket that is being adopted has two descriptors: one at a time
+	adopting sync.Mutex // an adopted socket briefly has two descriptors: one socket at a time
 }
 
-// joinKey names an incoming link of several connections until the last one is there.
+// joinKey names an incoming link of several connections until it is complete.
 type joinKey struct {
 	from  p2p.Identity
 	token uint32
 }
 
 type join struct {
-	fds   []int // -1: not there yet
+	fds   []int // -1: missing
 	name  string
 	timer *time.Timer
 }
 
-// New returns a transport. It does nothing yet: what is wrong with cfg is Listen's error.
+// New returns an idle transport. Listen returns errors of cfg.
 func New(cfg Config) *Transport {
 	t := &Transport{cfg: cfg, log: cfg.Logger, joining: map[joinKey]*join{}}
 	t.ctx, t.cancel = context.WithCancel(context.Background())
@@ -265,7 +265,7 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 	var skipped list
 	for _, a := range addrs {
 		l, err := ports.Listen(ctx, a.String(), spec)
-		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is still tentative, or has gone
+		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is still tentative, or was removed
 			skipped = append(skipped, err)
 			continue
 		}
@@ -273,7 +273,7 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 			return ls, fmt.Errorf("tcp: %w", files.Explain(err))
 		}
 		ls = append(ls, l)
-		if t.cfg.SocketBuffer > 0 { // inherited by what it accepts, and in time for the window's scale
+		if t.cfg.SocketBuffer > 0 { // accepted sockets inherit it, in time for the window's scale
 			if raw, err := l.(*net.TCPListener).SyscallConn(); err == nil {
 				raw.Control(func(fd uintptr) { setBuffers(int(fd), t.cfg.SocketBuffer) })
 			}
@@ -285,7 +285,7 @@ func (t *Transport) bind(ctx context.Context, filter ifname.Filter, spec ports.S
 	return ls, nil
 }
 
-// publish asks every address to be published for this incarnation, and returns those that answered.
+// publish probes every address to be published, and returns those that answered.
 func (t *Transport) publish(ctx context.Context, ls []net.Listener) (endpoint, error) {
 	e := endpoint{conns: t.cfg.Conns, maxFrame: t.cfg.MaxFrame, host: hostID()}
 	var all []candidate
@@ -342,7 +342,7 @@ func parseCandidate(s string, port uint16) (candidate, error) {
 	return candidate{name: host, port: port}, nil
 }
 
-// probe makes sure that c leads to this listener.
+// probe checks that c leads to this listener.
 func (t *Transport) probe(ctx context.Context, c candidate) error {
 	ctx, cancel := context.WithTimeout(ctx, p2p.HandshakeTimeout)
 	defer cancel()
@@ -352,7 +352,7 @@ func (t *Transport) probe(ctx context.Context, c candidate) error {
 		return err
 	}
 	defer unix.Close(fd)
-	for ctx.Err() == nil { // until the other end is closed too, and its descriptor free
+	for ctx.Err() == nil { // until the other end is closed, too, and its descriptor free
 		if n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 100); n != 0 && err != unix.EINTR {
 			break
 		}
@@ -360,12 +360,12 @@ func (t *Transport) probe(ctx context.Context, c candidate) error {
 	return nil
 }
 
-// extra is what a connection says of itself in Hello.Extra.
+// extra is a connection's Hello.Extra.
 type extra struct {
 	token uint32 // 24 bits, the same for all connections of one link
 	frame int    // largest payload
 	index int    // of this connection in the link
-	count int    // connections of the link; 0: a listener that asks itself
+	count int    // connections of the link; 0: a probe
 }
 
 func (e extra) pack() uint64 {
@@ -382,8 +382,8 @@ func hello(from, to p2p.Identity, e extra) trust.Hello {
 		ToIncarnation: to.Incarnation, Extra: e.pack()}
 }
 
-// Verdict codes beside those of p2p.RefusalOf: the connection reached somebody else of the same
-// job, or does not fit.
+// Verdict codes beside those of p2p.RefusalOf: the connection reached another process of the same
+// job, or does not match.
 const (
 	codeElsewhere = 65
 	codeMisfit    = 66
@@ -416,13 +416,13 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 	if err := t.host.Admit(from); err != nil {
 		return p2p.RefusalOf(err)
 	}
-	if x.count > 1 { // before the peer is told: its next connection may overtake this one's accepted
+	if x.count > 1 { // before the verdict: the next connection may overtake this one's accepted
 		t.expect(joinKey{from, x.token}, x.count)
 	}
 	return nil
 }
 
-// accepted takes over an admitted connection and hands it to the host when its link is complete.
+// accepted takes over an admitted connection, and passes the link to the host when it is complete.
 func (t *Transport) accepted(c net.Conn, h trust.Hello) {
 	x := unpackExtra(h.Extra)
 	if x.count == 0 {
@@ -451,7 +451,7 @@ func (t *Transport) accepted(c net.Conn, h trust.Hello) {
 	t.host.Accepted(from, l)
 }
 
-// expect opens a join, which is dropped if it is not complete in time.
+// expect begins to collect a link's connections, which are dropped after a timeout.
 func (t *Transport) expect(k joinKey, count int) {
 	j := &join{fds: make([]int, count)}
 	for i := range j.fds {
@@ -473,7 +473,7 @@ func (t *Transport) expect(k joinKey, count int) {
 	})
 }
 
-// join collects the connections of one link and returns them with the last, and the link's name.
+// join adds a connection of a link. With the last one it returns all, and the link's name.
 func (t *Transport) join(k joinKey, x extra, fd int, name string) ([]int, string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -509,7 +509,7 @@ func linkName(peer p2p.Identity, at string) string {
 	return fmt.Sprintf("tcp link to %v at %s", peer, at)
 }
 
-// link makes a link of connections, which are closed if that fails.
+// link makes a link of connections, and closes them if that fails.
 func (t *Transport) link(name string, fds []int, frame int) (*framed, error) {
 	l, err := newLink(name, fds, frame, t.cfg.BufferSize, t.poller)
 	if err != nil {
@@ -529,21 +529,21 @@ func (t *Transport) Expose(r *mem.Region, x *mem.Remote) ([]byte, error) {
 	return []byte{}, nil
 }
 
-// Withdraw implements p2p.Exposer. It waits for a system call that does not block.
+// Withdraw implements p2p.Exposer. It waits at most for a system call that does not block.
 func (t *Transport) Withdraw(_ context.Context, x *mem.Remote) error {
 	t.table.Withdraw(x)
 	return nil
 }
 
-// adopt takes the socket out of c, which is closed: a descriptor of its own that the Go runtime's
-// poller does not watch.
+// adopt returns the socket of c, which it closes, as a descriptor that the Go runtime's poller does
+// not watch.
 func (t *Transport) adopt(c net.Conn) (int, error) {
 	fd, err := t.duplicate(c)
 	if err != nil {
 		return -1, files.Explain(fmt.Errorf("duplicate a socket: %w", err))
 	}
-	// An idle connection is asked for a sign of life often enough that the whole of IdleTimeout
-	// passes before it counts as dead.
+	// Several probes of an idle connection have to fail within IdleTimeout before it counts as
+	// dead.
 	seconds := int(t.cfg.IdleTimeout / time.Second)
 	idle, every := max(1, seconds/3), max(1, seconds/6)
 	for _, o := range [...]struct{ level, opt, value int }{
@@ -558,8 +558,7 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 			return -1, fmt.Errorf("set a socket's options: %w", err)
 		}
 	}
-	// A kernel that can (Linux 6.15) does not let the pauses between its questions grow beyond that
-	// either.
+	// Linux 6.15 can keep the pauses between retransmissions below that, too.
 	unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, max(1000, int(t.cfg.PeerTimeout.Milliseconds()/4)))
 	return fd, nil
 }
@@ -584,8 +583,8 @@ func setBuffers(fd, size int) {
 	unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, size)
 }
 
-// connect dials address, from local if that is valid, and proves both ends. It returns the socket.
-// first is the connection to begin with; nil: there is none yet.
+// connect dials address, from local if that is valid, and authenticates both ends. It returns the
+// socket. first is an open connection to use first, or nil.
 func (t *Transport) connect(ctx context.Context, first net.Conn, address string, local netip.Addr,
 	h trust.Hello) (fd int, at string, err error) {
 	fd = -1
@@ -605,7 +604,7 @@ func (t *Transport) connect(ctx context.Context, first net.Conn, address string,
 	return fd, at, err
 }
 
-// open makes a connection that has said nothing yet.
+// open opens a connection without sending anything.
 func (t *Transport) open(ctx context.Context, address string, local netip.Addr, h trust.Hello) (net.Conn, error) {
 	d := net.Dialer{KeepAlive: -1}
 	if local.IsValid() {
@@ -620,9 +619,9 @@ func (t *Transport) open(ctx context.Context, address string, local netip.Addr, 
 	return c, files.Explain(err)
 }
 
-// prove proves both ends of c to each other and returns its socket. c is closed.
+// prove authenticates both ends of c and returns its socket. c is closed.
 func (t *Transport) prove(ctx context.Context, c net.Conn, h trust.Hello) (fd int, at string, err error) {
-	// The acceptor may be busy with others first, hence twice its own limit.
+	// The acceptor may be busy with other connections first, hence twice its limit.
 	c.SetDeadline(time.Now().Add(2 * p2p.HandshakeTimeout))
 	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
 	err = trust.Client(c, t.host.Secret(), purpose, h)
@@ -642,8 +641,8 @@ func (t *Transport) prove(ctx context.Context, c net.Conn, h trust.Hello) (fd in
 }
 
 // race opens connections over several paths: over the first at once, over each further one when the
-// one before has failed or has taken headStart. Only opening is raced: what is said over
-// connections is said over one at a time.
+// one before has failed or has taken headStart. Handshakes over the open connections are then tried
+// one at a time.
 type race struct {
 	t       *Transport
 	ctx     context.Context
@@ -651,19 +650,19 @@ type race struct {
 	paths   []path
 	hello   trust.Hello
 	begun   int // paths that were tried
-	ended   int // and are through
+	ended   int // with a result
 	results chan opened
 }
 
-// opened is what became of a path.
+// opened is the result of a path.
 type opened struct {
 	path int
 	conn net.Conn
 	err  error
 }
 
-// headStart is how long a path is tried alone. A connection over any network that works is open by
-// then, or after one lost packet's retransmission.
+// headStart is how long a path is tried alone. On a working network a connection is open by then,
+// even after the retransmission of one lost packet.
 const headStart = 250 * time.Millisecond
 
 func (t *Transport) race(ctx context.Context, paths []path, h trust.Hello) *race {
@@ -683,12 +682,12 @@ func (r *race) begin() {
 	go func() {
 		ctx, cancel := context.WithTimeout(r.ctx, lastTimeout)
 		defer cancel()
-		c, err := r.t.open(ctx, r.paths[i].to.String(), r.t.local(r.paths[i]), r.hello)
+		c, err := r.t.open(ctx, r.paths[i].To.String(), r.t.local(r.paths[i]), r.hello)
 		r.results <- opened{i, c, err}
 	}()
 }
 
-// next returns the next path that is through, false when all are.
+// next returns the next result, false if there is none left.
 func (r *race) next() (opened, bool) {
 	for r.ended < len(r.paths) {
 		if r.ended == r.begun {
@@ -707,7 +706,7 @@ func (r *race) next() (opened, bool) {
 	return opened{}, false
 }
 
-// end closes what is left over, and waits for it.
+// end closes unused connections, and waits for it.
 func (r *race) end() {
 	r.cancel()
 	for ; r.ended < r.begun; r.ended++ {
@@ -717,15 +716,15 @@ func (r *race) end() {
 	}
 }
 
-// local is the address that a path is dialled from; invalid: the kernel chooses.
+// local returns the address to dial a path from; invalid: the kernel chooses.
 func (t *Transport) local(p path) netip.Addr {
 	if t.cfg.Select != nil {
-		return p.from
+		return p.From
 	}
 	return netip.Addr{}
 }
 
-// Reaches implements p2p.Transport. It sends nothing and resolves nothing: an endpoint with a host
+// Reaches implements p2p.Transport. It sends nothing and resolves no names: an endpoint with a host
 // name counts as reachable.
 func (t *Transport) Reaches(endpoint []byte) error {
 	e, err := decodeEndpoint(endpoint)
@@ -736,7 +735,7 @@ func (t *Transport) Reaches(endpoint []byte) error {
 	for _, c := range e.at {
 		named = named || !c.addr.IsValid()
 	}
-	paths, why := t.machine().paths(e, func(string) ([]netip.Addr, error) { return nil, nil })
+	paths, why := e.paths(t.machine(), whereIs(e.host), func(string) ([]netip.Addr, error) { return nil, nil })
 	if len(paths) == 0 && !named {
 		return fmt.Errorf("tcp: %w: %w", errNoPath, list(why))
 	}
@@ -766,11 +765,9 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(t.ctx, cancel)()
-	paths, why := t.machine().paths(e, lookup(ctx))
+	paths, why := e.paths(t.machine(), whereIs(e.host), lookup(ctx))
 	x := extra{frame: min(t.cfg.MaxFrame, e.maxFrame), count: min(t.cfg.Conns, e.conns)}
-	var random [4]byte
-	rand.Read(random[:])
-	x.token = binary.LittleEndian.Uint32(random[:]) & 0xffffff
+	x.token = uint32(ident.New()) & 0xffffff
 	elsewhere := 0
 	race := t.race(ctx, paths, hello(self, to, x))
 	defer race.end()
@@ -780,16 +777,16 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 			break
 		}
 		p, err := paths[o.path], o.err
-		if p.class == classForeign {
+		if p.Class == route.Foreign {
 			t.log.Warn("tcp: the route to a peer leaves through an interface that is not allowed", "peer", to,
-				"address", p.String(), "source", p.from)
+				"address", p.String(), "source", p.From)
 		}
 		var l p2p.Link
 		if err == nil {
 			l, err = t.try(ctx, p, o.conn, len(paths)-race.ended, self, to, x)
 		}
 		if err == nil {
-			t.log.Debug("tcp: link dialled", "peer", to, "at", p.String(), "from", p.from, "connections", x.count)
+			t.log.Debug("tcp: link dialled", "peer", to, "at", p.String(), "from", p.From, "connections", x.count)
 			return l, nil
 		}
 		err = fmt.Errorf("%v: %w", p, err)
@@ -820,8 +817,7 @@ func (t *Transport) Dial(ctx context.Context, to p2p.Identity, endpoint []byte) 
 	return fail(fmt.Errorf("%w: %w", p2p.ErrPeerGone, err))
 }
 
-// over is ctx.Err, and at the deadline already: what obeys the deadline by itself may be back
-// before the context knows.
+// over returns ctx.Err. At the deadline it does so even if the context's timer has not fired yet.
 func over(ctx context.Context) error {
 	if dl, ok := ctx.Deadline(); ok && !time.Now().Before(dl) {
 		return context.DeadlineExceeded
@@ -829,17 +825,17 @@ func over(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// errElsewhere is the answer of another member of the job than the one dialled: one that took over
-// its port, or that has the same private address.
-var errElsewhere = errors.New("somebody else answers")
+// errElsewhere says that a connection reached another member of the job than the one dialled: one
+// that took over its port, or has the same private address.
+var errElsewhere = errors.New("another process answers")
 
-// final is the addressed peer's own "no": other addresses of it would say the same.
+// final is a refusal of the dialled peer itself: its other addresses would return the same.
 type final struct{ error }
 
 func (f final) Unwrap() error { return f.error }
 
-// try makes a link over one path, of which the first connection is open; others is how many paths
-// are left after it.
+// try makes a link over one path, of which the first connection is open; others is the number of
+// paths left after it.
 func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int, self, to p2p.Identity,
 	x extra) (p2p.Link, error) {
 	limit := lastTimeout
@@ -853,7 +849,7 @@ func (t *Transport) try(ctx context.Context, p path, first net.Conn, others int,
 	var at string
 	for x.index = range x.count {
 		attempt, cancel := context.WithTimeout(ctx, limit)
-		fd, where, err := t.connect(attempt, first, p.to.String(), t.local(p), hello(self, to, x))
+		fd, where, err := t.connect(attempt, first, p.To.String(), t.local(p), hello(self, to, x))
 		first = nil
 		cancel()
 		if err != nil {
@@ -900,7 +896,7 @@ func (t *Transport) Close() error {
 	return nil
 }
 
-// loud is a listener that logs why it cannot accept, at most once a minute: it goes on trying.
+// loud is a listener that logs errors of accept, at most once a minute, because the server retries.
 type loud struct {
 	net.Listener
 	log  *slog.Logger

@@ -172,7 +172,7 @@ func TestAdvertise(t *testing.T) {
 }
 
 // Every published address of this machine answers.
-func TestEveryAddress(t *testing.T) {
+func TestEveryPublishedAddressAnswers(t *testing.T) {
 	a, b := listen(t, 0, Config{}), listen(t, 1, Config{})
 	e := must(decodeEndpoint(b.endpoint))
 	t.Log(e.at)
@@ -231,8 +231,8 @@ func (n *node) at(addrs ...string) []byte {
 
 func (n *node) addr() string { return must(decodeEndpoint(n.endpoint)).at[0].String() }
 
-// Dial gets past addresses where nobody, somebody else, a foreign job or nonsense answers; if there
-// is no other it says which.
+// Dial skips addresses where nothing listens, or another process, a foreign job or garbage answers;
+// if there are no others the error lists them.
 func TestDialTriesAll(t *testing.T) {
 	a, b, other := listen(t, 0, local(Config{})), listen(t, 1, local(Config{})), listen(t, 2, local(Config{}))
 	foreign := &node{New(local(Config{})), newHost(1), nil}

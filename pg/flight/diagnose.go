@@ -10,20 +10,20 @@ import (
 	"time"
 )
 
-// Presence says how a rank is there.
+// Presence says whether a rank answers.
 type Presence string
 
-// The ways. Only a rank that is Present has a snapshot.
+// Values of Presence. Only a rank that is Present has a snapshot.
 const (
 	Present Presence = "present"
-	Silent  Presence = "silent"  // the store takes it for alive, and it does not answer
-	Dead    Presence = "dead"    // the ranks had met, and the store does not know it any more
-	Absent  Presence = "absent"  // it has not come yet
-	Vacant  Presence = "vacant"  // a slot that the view has left out
-	Unknown Presence = "unknown" // nobody knows
+	Silent  Presence = "silent"  // the store has its lease, and it does not answer
+	Dead    Presence = "dead"    // the ranks had met, and the store has no record of it
+	Absent  Presence = "absent"  // it has not joined yet
+	Vacant  Presence = "vacant"  // the view has no rank in this slot
+	Unknown Presence = "unknown" // it cannot be known
 )
 
-// Rank is what somebody who asked all ranks knows of one of them.
+// Rank is what a client that asked all ranks knows of one of them.
 type Rank struct {
 	Rank     int       `json:"rank"`
 	Presence Presence  `json:"presence"`
@@ -34,38 +34,37 @@ type Rank struct {
 
 // Kinds of findings.
 const (
-	FindingStuck     = "stuck"     // Rank keeps Waiters
+	FindingStuck     = "stuck"     // Waiters wait for Rank
 	FindingMismatch  = "mismatch"  // ranks have called different things
 	FindingCycle     = "cycle"     // ranks wait for each other
 	FindingGone      = "gone"      // a rank is dead, silent or has not come
 	FindingFailed    = "failed"    // a group has failed
 	FindingViews     = "views"     // ranks are in different epochs
-	FindingLink      = "link"      // two ranks that are there have no way to each other
+	FindingLink      = "link"      // two ranks that answer have no link to each other
 	FindingStraggler = "straggler" // see Stragglers
 )
 
-// Finding is one thing that is wrong.
+// Finding is one fault of a job.
 type Finding struct {
 	Kind    string  `json:"kind"`
-	Rank    int     `json:"rank"` // whose it is, -1: nobody's alone
+	Rank    int     `json:"rank"` // the rank at fault, -1: no single one
 	Waiters []int   `json:"waiters,omitempty"`
 	Group   uint32  `json:"group,omitempty"`
 	Number  uint64  `json:"number,omitempty"`  // of the operation
-	Seconds float64 `json:"seconds,omitempty"` // for how long
+	Seconds float64 `json:"seconds,omitempty"` // how long the fault has lasted
 	Text    string  `json:"text"`
 }
 
-// stuckAfter is how long an operation runs before somebody is taken for stuck in it, and before
-// another rank's having passed it is strange: snapshots of different ranks are not of the same
-// moment.
+// stuckAfter is how long an operation runs before its rank may be reported as stuck, or another
+// rank that is past it as a fault. Snapshots of different ranks are not taken at the same moment.
 const stuckAfter = time.Second
 
 // maxText bounds how many ranks are listed in a sentence.
 const maxText = 8
 
-// Diagnose says what is wrong with a job: first who keeps the others, then who is gone, then the
-// rest. Nothing: there is nothing wrong that the snapshots show. Of several ranks that wait for
-// each other in a row it names the one at the end.
+// Diagnose returns the faults of a job that the snapshots show: first the rank that others wait
+// for, then missing ranks, then the rest. If ranks wait for each other in a chain, it names the one
+// at the end.
 func Diagnose(ranks []Rank) []Finding {
 	d := &diagnosis{ranks: map[int]*Rank{}, culprits: map[culprit]*Finding{}, known: map[*Operation][]*Finding{},
 		blamed: map[int]bool{}, sights: map[sight]string{}}
@@ -83,7 +82,7 @@ func Diagnose(ranks []Rank) []Finding {
 	return d.found
 }
 
-// culprit is what makes findings about different waiters one.
+// culprit is the key by which findings about different waiters are merged.
 type culprit struct {
 	rank  int
 	kind  string
@@ -95,9 +94,9 @@ type diagnosis struct {
 	order      []int
 	culprits   map[culprit]*Finding
 	mismatched []*Group
-	known      map[*Operation][]*Finding // where walks from these have ended
+	known      map[*Operation][]*Finding // findings in which earlier walks from these ended
 	sights     map[sight]string
-	blamed     map[int]bool // ranks that are a finding already
+	blamed     map[int]bool // ranks that have a finding
 	found      []Finding
 }
 
@@ -106,7 +105,7 @@ func (g *Group) same(o *Group) bool {
 	return g.ID == o.ID && g.Size == o.Size && slices.Equal(g.Ranks, o.Ranks)
 }
 
-// group returns the rank's own part of a group.
+// group returns the rank's own part of the group of, or nil.
 func (s *Snapshot) group(of *Group) *Group {
 	for i := range s.Groups {
 		if s.Groups[i].same(of) {
@@ -122,7 +121,8 @@ func same(a, b *Operation) bool {
 		a.Elements == b.Elements && a.CountsHash == b.CountsHash
 }
 
-// short is an operation in two words, and the group if it is not everybody's.
+// short names an operation by kind and number, and by its group if that is not the group of all
+// ranks.
 func short(o *Operation) string {
 	if o.message() || o.Kind == Entering {
 		return o.Call
@@ -134,7 +134,7 @@ func short(o *Operation) string {
 	return s
 }
 
-// Seconds writes a duration as people say it: "41 s", "3.2 s", "4m10s".
+// Seconds formats a duration: "41 s", "3.2 s", "4m10s".
 func Seconds(d time.Duration) string {
 	switch d = max(d, 0); {
 	case d < 10*time.Second:
@@ -145,7 +145,7 @@ func Seconds(d time.Duration) string {
 	return d.Round(time.Second).String()
 }
 
-// RankList writes ranks as people say them: "rank 3", "ranks 0-2 and 5".
+// RankList formats a list of ranks: "rank 3", "ranks 0-2 and 5".
 func RankList(ranks []int) string {
 	ranks = slices.Compact(slices.Sorted(slices.Values(ranks)))
 	if len(ranks) == 1 {
@@ -233,7 +233,7 @@ func (d *diagnosis) groups() iter.Seq2[int, *Group] {
 	}
 }
 
-// running lists the operations that a rank has been in for long and that its program waits for.
+// running lists the operations that a rank has been in for long, and that its program waits for.
 func running(s *Snapshot) (ops []*Operation) {
 	long := func(o *Operation) bool { return o != nil && !o.Async && s.Time.Sub(o.Started) >= stuckAfter }
 	for i := range s.Groups {
@@ -249,7 +249,7 @@ func running(s *Snapshot) (ops []*Operation) {
 	return ops
 }
 
-// stuck follows everybody who waits to whom that leads.
+// stuck walks from every waiting rank to the rank that it waits for.
 func (d *diagnosis) stuck() {
 	for _, r := range d.order {
 		s := d.ranks[r].Snapshot
@@ -281,7 +281,7 @@ func (d *diagnosis) stuck() {
 	}
 }
 
-// walk goes from one waiting rank along those who are waited for.
+// walk is one walk from a waiting rank along the ranks that are waited for.
 type walk struct {
 	d     *diagnosis
 	first int
@@ -291,7 +291,7 @@ type walk struct {
 	ends  []*Finding
 }
 
-// blame ends a walk.
+// blame ends a walk with a finding.
 func (w *walk) blame(rank int, kind string, o *Operation, text string) bool {
 	k := culprit{rank, kind, fmt.Sprint(o.Group)}
 	if o.message() {
@@ -301,7 +301,7 @@ func (w *walk) blame(rank int, kind string, o *Operation, text string) bool {
 	if f == nil {
 		f = &Finding{Kind: kind, Rank: rank, Group: o.Group, Number: o.Number, Text: text}
 		w.d.culprits[k] = f
-	} else if o.Number < f.Number { // the earliest operation that it is missing from
+	} else if o.Number < f.Number { // the earliest operation that the rank has not begun
 		f.Number, f.Text = o.Number, text
 	}
 	w.end(f)
@@ -316,12 +316,12 @@ func (w *walk) end(f *Finding) {
 
 func (o *Operation) message() bool { return o.Kind == "send" || o.Kind == "recv" }
 
-// follow looks at whom rank waits for in o, and reports whether that explains it.
+// follow visits the ranks that rank waits for in o, and reports whether that explains the wait.
 func (w *walk) follow(rank int, o *Operation) (explained bool) {
 	if w.seen[o] {
-		return true // by then
+		return true // explained by then
 	}
-	if ends := w.d.known[o]; ends != nil { // somebody went here before
+	if ends := w.d.known[o]; ends != nil { // an earlier walk passed here
 		for _, f := range ends {
 			if f.Kind != FindingCycle {
 				w.end(f)
@@ -334,10 +334,10 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 	defer func() { w.path = w.path[:len(w.path)-1] }()
 	s := w.d.ranks[rank].Snapshot
 	if len(o.WaitsFor) == 0 {
-		if o.Kind == "recv" { // from anybody: nobody is to blame
+		if o.Kind == "recv" { // a receive from any rank blames no rank
 			return false
 		}
-		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for nobody: "+
+		return w.blame(rank, FindingStuck, o, fmt.Sprintf("rank %d has been in %s for %s and waits for no rank: "+
 			"it moves or combines data, or is held up in the kernel", rank, short(o), Seconds(s.Time.Sub(o.Started))))
 	}
 	for _, to := range o.WaitsFor {
@@ -350,8 +350,7 @@ func (w *walk) follow(rank int, o *Operation) (explained bool) {
 	return explained
 }
 
-// inside reports whether a rank is in the operation o of another one, or before it in an earlier
-// one.
+// inside reports whether rank to is in operation o of another rank, or in an earlier one.
 func (w *walk) inside(rank int, o *Operation, to int) bool {
 	t := w.d.ranks[to]
 	if t == nil || t.Snapshot == nil {
@@ -376,11 +375,11 @@ func groupOf(s *Snapshot, o *Operation) *Group {
 	return nil
 }
 
-// cycle is ranks that wait for each other.
+// cycle reports ranks that wait for each other.
 func (w *walk) cycle(path []int, o *Operation) bool {
 	ring := slices.Sorted(slices.Values(path))
 	if g := groupOf(w.d.ranks[path[len(path)-1]].Snapshot, o); g != nil && w.d.mismatch(g) {
-		return true // that is why
+		return true // explained
 	}
 	k := culprit{ring[0], FindingCycle, fmt.Sprint(ring)}
 	if w.d.culprits[k] == nil {
@@ -393,10 +392,10 @@ func (w *walk) cycle(path []int, o *Operation) bool {
 	return true
 }
 
-// visit looks at a rank that is waited for, and reports whether that explains the waiting.
+// visit examines a rank that is waited for, and reports whether that explains the wait.
 func (w *walk) visit(from int, o *Operation, to int) bool {
 	t := w.d.ranks[to]
-	mine := groupOf(w.d.ranks[from].Snapshot, o) // nil: a message
+	mine := groupOf(w.d.ranks[from].Snapshot, o) // nil: o is a message
 	if t == nil || t.Snapshot == nil {
 		text := "is not there"
 		if t != nil {
@@ -423,7 +422,7 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	case g.Running != nil && g.Running.Kind == Entering:
 		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
 	case o.Kind == Entering && g.Epoch >= o.Number:
-		return false // it has just been through
+		return false // it has just left the operation
 	case o.Kind == Entering:
 		text := fmt.Sprintf("rank %d has not begun to enter epoch %d, it is in epoch %d", to, o.Number, g.Epoch)
 		if g.Error != "" {
@@ -435,10 +434,10 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 			g.Error))
 	case g.Running != nil && g.Running.Number <= o.Number:
 		if g.Running.Number == o.Number && !same(g.Running, o) {
-			return true // a mismatch, which has been said
+			return true // a mismatch, which is a finding already
 		}
 		return s.Time.Sub(g.Running.Started) >= stuckAfter && w.follow(to, g.Running)
-	case g.Running != nil || g.Finished >= o.Number: // it is past it: just now, or something is lost between the two
+	case g.Running != nil || g.Finished >= o.Number: // it has left the operation just now, or a message is lost
 		since := s.Time
 		if g.Running != nil {
 			since = g.Running.Started
@@ -459,7 +458,7 @@ func (w *walk) visit(from int, o *Operation, to int) bool {
 	return w.elsewhere(o, to, fmt.Sprintf("rank %d has not entered %s (%s)", to, short(o), done))
 }
 
-// seen says what the others have last seen of a rank in a group.
+// seen describes what the other ranks have last seen of a rank in a group.
 func (d *diagnosis) seen(group *Group, rank int) string {
 	k := sight{rank, group.ID}
 	if text, ok := d.sights[k]; ok {
@@ -489,7 +488,8 @@ type sight struct {
 	group uint32
 }
 
-// elsewhere goes on with what else a rank is stuck in, and ends with text if that explains nothing.
+// elsewhere follows other operations that the rank is stuck in, and blames it with text if that
+// explains nothing.
 func (w *walk) elsewhere(o *Operation, to int, text string) bool {
 	s := w.d.ranks[to].Snapshot
 	others := running(s)
@@ -527,7 +527,7 @@ func (r *Rank) presence() string {
 	return s
 }
 
-// gone names ranks without a snapshot that nobody was found to wait for.
+// gone reports ranks without a snapshot that no walk has ended at.
 func (d *diagnosis) gone() {
 	like := map[string][]int{}
 	var texts []string
@@ -554,7 +554,7 @@ func (d *diagnosis) gone() {
 	}
 }
 
-// failed names groups that have failed, each error once.
+// failed reports groups that have failed, each error once.
 func (d *diagnosis) failed() {
 	type fault struct {
 		id   uint32
@@ -580,7 +580,7 @@ func (d *diagnosis) failed() {
 	}
 }
 
-// links names pairs that are there, both, and have lost their link.
+// links reports pairs of present ranks that have lost their link.
 func (d *diagnosis) links() {
 	for _, n := range d.order {
 		s := d.ranks[n].Snapshot
@@ -598,7 +598,7 @@ func (d *diagnosis) links() {
 	}
 }
 
-// views finds ranks in different epochs.
+// views reports ranks in different epochs.
 func (d *diagnosis) views() {
 	at := map[uint64][]int{}
 	for _, n := range d.order {
@@ -617,17 +617,17 @@ func (d *diagnosis) views() {
 		Text: "the ranks have different views: " + strings.Join(parts, ", ")})
 }
 
-// Straggler is a rank that others wait for.
+// Straggler is a rank that others have waited for.
 type Straggler struct {
 	Rank   int     `json:"rank"`
-	Kept   float64 `json:"kept_seconds"`   // how long others have waited for it, all of them together
+	Kept   float64 `json:"kept_seconds"`   // how long others have waited for it, in total
 	Waited float64 `json:"waited_seconds"` // how long it has waited for others
 }
 
 // Stragglers lists the ranks that others have waited for longer than they have waited themselves
-// since the snapshots in before (nil: since they joined), the worst first. A rank that passes on
-// what it waited for itself is no straggler: in a ring everybody waits for a neighbour, and only
-// the one who is late for nobody.
+// since the snapshots in before (nil: since they joined), the worst first. A rank that only passes
+// on a delay does not count: in a ring every rank waits for its neighbour, and only the late one
+// waits for none.
 func Stragglers(ranks, before []Rank) []Straggler {
 	type life struct {
 		rank        int

@@ -144,7 +144,7 @@ func TestDiagnose(t *testing.T) {
 			func(s *Snapshot) { s.Groups[0].Running.Elements = 5 }),
 			[]string{"ranks disagree: rank 0 called allreduce #9 (float32), rank 1 called allreduce #9 (float32)"}},
 		{"computes inside", ranks(2).in(0, 9, 5*s, 1).in(1, 9, 5*s),
-			[]string{"rank 1 has been in allreduce #9 for 5.0 s and waits for nobody: it moves or combines data, " +
+			[]string{"rank 1 has been in allreduce #9 for 5.0 s and waits for no rank: it moves or combines data, " +
 				"or is held up in the kernel; rank 0 waits for it, 5.0 s so far"}},
 		{"a cycle", ranks(3).in(0, 9, 5*s, 1).in(1, 9, 5*s, 2).in(2, 9, 5*s, 0),
 			[]string{"ranks 0-2 wait for each other in allreduce #9, 5.0 s so far: each is there, and what was " +
@@ -234,7 +234,7 @@ func TestDiagnoseMany(t *testing.T) {
 }
 
 func TestStragglers(t *testing.T) {
-	waited := func(pairs ...[3]float64) job { // who, for whom, seconds
+	waited := func(pairs ...[3]float64) job { // waiting rank, awaited rank, seconds
 		j := ranks(4)
 		for _, p := range pairs {
 			j.with(int(p[0]), func(s *Snapshot) { s.Links = append(s.Links, Link{Rank: int(p[1]), Waited: p[2]}) })
@@ -262,7 +262,7 @@ func TestStragglers(t *testing.T) {
 	}
 }
 
-func TestWords(t *testing.T) {
+func TestRankListAndSeconds(t *testing.T) {
 	for _, c := range []struct {
 		ranks []int
 		want  string

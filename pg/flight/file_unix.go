@@ -10,8 +10,9 @@ import (
 	"tutti/internal/files"
 )
 
-// mapFile makes a file of size zero bytes, for its owner alone, and maps it shared. Its blocks are
-// there before it returns: a full disk is an error here and not a SIGBUS later.
+// mapFile makes a file of size zero bytes, accessible to its owner only, and maps it shared. Its
+// blocks are allocated before it returns, so that a full disk is an error here and not a SIGBUS
+// later.
 func mapFile(path string, size int) ([]byte, error) {
 	f, err := files.Create(path)
 	if err != nil {

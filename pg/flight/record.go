@@ -7,45 +7,44 @@ import (
 	"tutti/kernels"
 )
 
-// Call is what was called, packed into one word: kind, data type, reduction and algorithm a byte
-// each from the lowest, and the root (of a message, the peer) in the upper half. In the headers of
-// messages it is what ranks compare: there the algorithm is the one that was forced, and the root a
-// slot of the group; in records the algorithm is the one that was taken, and the root a rank of the
-// job.
+// Call packs an operation into one word: kind, data type, reduction and algorithm take a byte each
+// from the lowest, and the root (of a message, the peer) the upper half. The headers of messages
+// carry it for comparison: there the algorithm is the forced one, and the root a slot of the group.
+// In records the algorithm is the chosen one, and the root a rank of the job.
 type Call uint64
 
-// Messages are no collectives and are recorded as these kinds; their number is the tag.
+// Sends and receives are recorded as these kinds; their number is the tag.
 const (
 	Send collectives.Kind = 30
 	Recv collectives.Kind = 31
 )
 
-const kinds = 32 // Call.Kind is below it, or out of its mind
+const kinds = 32 // Call.Kind is below it, else invalid
 
 // Pack makes a Call. root is a rank or -1.
 func Pack(kind collectives.Kind, dtype kernels.DType, op kernels.Op, algo collectives.Algo, root int) Call {
 	return Call(kind) | Call(dtype)<<8 | Call(op)<<16 | Call(algo)<<24 | Call(uint32(root))<<32
 }
 
-// Kind returns which collective, or Send or Recv.
+// Kind returns the collective, or Send or Recv.
 func (c Call) Kind() collectives.Kind { return collectives.Kind(c) }
 
 // DType returns the elements' type.
 func (c Call) DType() kernels.DType { return kernels.DType(c >> 8) }
 
-// Reduction returns how they are combined, 0 if not at all.
+// Reduction returns the reduction, 0 if there is none.
 func (c Call) Reduction() kernels.Op { return kernels.Op(c >> 16) }
 
-// Algorithm returns how it was done; Auto: not decided, or not told.
+// Algorithm returns the algorithm; Auto: not chosen yet, or not recorded.
 func (c Call) Algorithm() collectives.Algo { return collectives.Algo(c >> 24) }
 
 // Root returns the root, or the peer of a message; -1: any.
 func (c Call) Root() int { return int(int32(c >> 32)) }
 
-// With returns c done by another algorithm.
+// With returns c with another algorithm.
 func (c Call) With(a collectives.Algo) Call { return c&^(0xff<<24) | Call(a)<<24 }
 
-// Name returns the kind in a word.
+// Name returns the name of the kind.
 func (c Call) Name() string {
 	switch c.Kind() {
 	case Send:
@@ -56,9 +55,8 @@ func (c Call) Name() string {
 	return c.Kind().String()
 }
 
-// Spell describes an operation by its number, what was called, and its count, which is what ranks
-// compare: elements, or of an allgatherv a hash of the counts. As in "allreduce #12 (float32 sum,
-// 1024 elements, ring)".
+// Spell describes an operation by its number, its call, and its count: elements or, of an
+// allgatherv, a hash of the counts. For example "allreduce #12 (float32 sum, 1024 elements, ring)".
 func Spell(number uint64, c Call, count uint64) string {
 	kind := c.Kind()
 	if kind == Send || kind == Recv {
@@ -109,7 +107,7 @@ func details(c Call, count uint64) string {
 	return s + ")"
 }
 
-// Outcome is where an operation stands.
+// Outcome is the result of an operation.
 type Outcome uint8
 
 // The outcomes. The zero value is a record that was never written.
@@ -136,22 +134,22 @@ func (o Outcome) String() string {
 	return outcomeNames[o]
 }
 
-// Record is one operation in the ring: 64 bytes, one line of cache, without pointers. Times are
+// Record is one operation in the ring: 64 bytes, one cache line, without pointers. Times are
 // nanoseconds since 1970 by the coarse clock.
 type Record struct {
 	Number  uint64 // in its group, from 1; of a message its tag
 	Call    Call
 	Count   uint64 // see Spell
-	Bytes   uint64 // as tutti bench counts them: the vector, or all ranks' parts
+	Bytes   uint64 // as in tutti bench: of the vector, or of all ranks' parts
 	Started int64
 	Ended   int64
 	Group   uint32
 	Epoch   uint32
-	Awaited uint32 // one more than the rank in the job that was slept for last; 0: nobody
-	Queued  uint16 // how long it had been in the queue when it started, in units of 10 ms, or more than fits
+	Awaited uint32 // one more than the job's rank that the operation last waited for; 0: none
+	Queued  uint16 // time in the queue before the start, in units of 10 ms, saturated
 	State   Outcome
 	Flags   uint8
 }
 
 // Flags of a Record.
-const Async = 1 // was started and not waited for: nobody need be stuck on it
+const Async = 1 // started by Start: the program may not be waiting for it

@@ -14,7 +14,7 @@ import (
 	"tutti/collectives"
 )
 
-// Sizes of the ring and of the file that it may lie in.
+// Sizes of the ring and of its file.
 const (
 	Records  = 1024
 	FileSize = ringAt + Records*recordSize
@@ -30,10 +30,10 @@ const (
 	version = 1
 )
 
-// Total counts the operations of one kind that ended well, and their bytes.
+// Total counts the operations of one kind that succeeded, and their bytes.
 type Total struct{ Operations, Bytes uint64 }
 
-// header is the beginning of the file, written under the recorder's lock but for Alive.
+// liveHeader is the beginning of the file. The recorder's lock protects it, except Alive.
 type liveHeader struct {
 	header
 	Alive int64 // when the process last ticked
@@ -44,8 +44,8 @@ type header struct {
 	Version     uint32
 	RecordSize  uint32
 	Records     uint32
-	GroupBytes  uint32 // used of the groups' area
-	Next        uint64 // records written so far: the next one goes to Next modulo Records
+	GroupBytes  uint32 // used in the groups' area
+	Next        uint64 // records written so far: the next one is number Next modulo Records
 	Incarnation uint64
 	Rank, Size  uint32
 	PID, Flags  uint32
@@ -58,11 +58,11 @@ type header struct {
 	Host        [256]byte
 }
 
-// groupHead describes a group in the groups' area; Listed ranks follow, 4 bytes each. None are
-// listed where the slots are the job's ranks, nor where there is no room.
+// groupHead describes a group in the groups' area; Listed ranks follow, 4 bytes each. No ranks are
+// listed if the slots are the job's ranks, or there is no room.
 type groupHead struct{ ID, Slot, Size, Listed uint32 }
 
-// Identity says whose recorder it is.
+// Identity names the rank of a recorder.
 type Identity struct {
 	Job         string
 	Rank, Size  int
@@ -70,8 +70,8 @@ type Identity struct {
 	Host        string
 }
 
-// Recorder is the flight recorder of one rank. But for Close, its methods need the lock of the
-// rank's proxy, or any that serves the same end.
+// Recorder is the flight recorder of one rank. Its methods, except Close, need the lock of the
+// rank's proxy, or any other that protects the recorder.
 type Recorder struct {
 	head *liveHeader
 	ring *[Records]Record
@@ -80,12 +80,12 @@ type Recorder struct {
 	once sync.Once
 }
 
-// FileName is the name of the file of one life of a rank.
+// FileName returns the name of the file of one incarnation of a rank.
 func FileName(rank int, incarnation uint64) string {
 	return fmt.Sprintf("flight-rank%d-%016x.bin", rank, incarnation)
 }
 
-// Open makes a recorder. If dir is not empty the ring lies in dir/FileName, else in this process's
+// Open makes a recorder. If dir is not empty the ring is in dir/FileName, else in this process's
 // memory. Close ends it.
 func Open(dir string, id Identity) (*Recorder, error) {
 	r := &Recorder{}
@@ -96,8 +96,8 @@ func Open(dir string, id Identity) (*Recorder, error) {
 			return nil, fmt.Errorf("flight recorder: %w", err)
 		}
 		r.mem = mem
-		// Whoever still has an operation under way when the job ends writes its outcome later: the
-		// mapping goes when nothing can reach the recorder any more.
+		// An operation that is still running when the job ends records its outcome later. So the
+		// mapping is removed when the recorder is no longer reachable.
 		runtime.AddCleanup(r, unmap, mem)
 	} else {
 		words := make([]uint64, FileSize/8) // aligned
@@ -110,7 +110,7 @@ func Open(dir string, id Identity) (*Recorder, error) {
 	h.Incarnation, h.Rank, h.Size, h.PID = id.Incarnation, uint32(id.Rank), uint32(id.Size), uint32(os.Getpid())
 	h.Opened = time.Now().UnixNano()
 	h.JobLen, h.HostLen = uint32(copy(h.Job[:], id.Job)), uint32(copy(h.Host[:], id.Host))
-	copy(h.Magic[:], magic) // last: before this it is no file of ours
+	copy(h.Magic[:], magic) // last: the file is invalid before
 	coarse.join(r)
 	return r, nil
 }
@@ -118,8 +118,8 @@ func Open(dir string, id Identity) (*Recorder, error) {
 // Path returns the file's path, "" if there is none.
 func (r *Recorder) Path() string { return r.path }
 
-// Close gives the recorder up. keep says that its file is to stay, for whoever wants to know how it
-// ended. Records may still be written afterwards. Idempotent, and needs no lock.
+// Close ends the recorder. keep leaves its file in place. Records may still be written afterwards.
+// Idempotent, and needs no lock.
 func (r *Recorder) Close(keep bool) error {
 	var err error
 	r.once.Do(func() {
@@ -133,8 +133,8 @@ func (r *Recorder) Close(keep bool) error {
 	return err
 }
 
-// Begin records that an operation starts: t is all of it but number and time, with State Running.
-// The record returned is for End and may be changed until then.
+// Begin records the start of an operation: t is its record without number and time, in State
+// Running. End takes the record that Begin returns, which may be changed until then.
 func (r *Recorder) Begin(t *Record, number uint64) *Record {
 	s := &r.ring[r.head.Next%Records]
 	if s.State == Running {
@@ -146,8 +146,8 @@ func (r *Recorder) Begin(t *Record, number uint64) *Record {
 	return s
 }
 
-// vacant passes over operations that still run, so that none is overwritten. There are at most as
-// many as groups and messages under way; if these fill the ring, the oldest is lost.
+// vacant skips records of running operations, which must not be overwritten. There are at most as
+// many as groups and messages under way; if these fill the ring, the oldest is overwritten.
 func (r *Recorder) vacant() *Record {
 	for range Records {
 		if s := &r.ring[r.head.Next%Records]; s.State != Running {
@@ -158,10 +158,10 @@ func (r *Recorder) vacant() *Record {
 	return &r.ring[r.head.Next%Records]
 }
 
-// Count counts an outcome that is not OK, of an operation that never began.
+// Count counts a failure of an operation that never began.
 func (r *Recorder) Count(o Outcome) { r.head.Failures[o]++ }
 
-// End records how an operation ended. s is Begin's.
+// End records the outcome of an operation. s is Begin's.
 func (r *Recorder) End(s *Record, o Outcome) {
 	s.Ended, s.State = coarse.now.Load(), o
 	if o != OK {
@@ -173,10 +173,10 @@ func (r *Recorder) End(s *Record, o Outcome) {
 	t.Bytes += s.Bytes
 }
 
-// Written returns how many records were written so far.
+// Written returns the number of records written so far.
 func (r *Recorder) Written() uint64 { return r.head.Next }
 
-// AddGroup notes the members of a group, by slot, for whoever reads the file.
+// AddGroup records the members of a group, by slot.
 func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) {
 	head := groupHead{ID: id, Slot: uint32(slot), Size: uint32(len(ranks))}
 	const fixed = uint32(unsafe.Sizeof(head))
@@ -196,11 +196,11 @@ func (r *Recorder) AddGroup(id uint32, slot int, ranks []int) {
 	for i := range head.Listed {
 		*(*uint32)(unsafe.Pointer(&r.mem[at+fixed+4*i])) = uint32(ranks[i])
 	}
-	r.head.GroupBytes += fixed + 4*head.Listed // last, when all of it is there
+	r.head.GroupBytes += fixed + 4*head.Listed // last, when the entry is complete
 }
 
-// Copy returns what is recorded, for decoding without the lock. n bounds the finished operations:
-// the last ones; negative: all. Those that run are all there.
+// Copy copies the records for decoding without the lock: all of running operations, and the last n
+// of finished ones, all if n is negative.
 func (r *Recorder) Copy(n int) *Image {
 	im := &Image{header: r.head.header}
 	if n < 0 {
@@ -223,8 +223,7 @@ func (r *Recorder) Copy(n int) *Image {
 	return im
 }
 
-// Now returns the time by the coarse clock, which stands still while there is no recorder in the
-// process.
+// Now returns the time by the coarse clock, which stands still while the process has no recorder.
 func Now() int64 { return coarse.now.Load() }
 
 // coarse is the process's coarse clock. It runs while there are recorders.
@@ -232,14 +231,14 @@ var coarse clock
 
 type clock struct {
 	now  atomic.Int64
-	_    [56]byte // who reads now is not disturbed by the rest
+	_    [56]byte // keeps now on a cache line of its own
 	mu   sync.Mutex
 	used []*Recorder
 	stop chan struct{}
 	done chan struct{}
 }
 
-// join keeps the clock going, and r told of it, until leave.
+// join keeps the clock ticking, and r.Alive up to date, until leave.
 func (c *clock) join(r *Recorder) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -298,9 +297,8 @@ func Template(group uint32, epoch uint64, call Call, count, bytes uint64) Record
 	return Record{Group: group, Epoch: uint32(epoch), Call: call, Count: count, Bytes: bytes, State: Running}
 }
 
-// Chosen notes which algorithm it has come to be.
+// Chosen records the algorithm of the operation.
 func (s *Record) Chosen(a collectives.Algo) { s.Call = s.Call.With(a) }
 
-// QueuedSince is how long something that was queued at a time by the coarse clock has waited, as
-// Record.Queued has it.
+// QueuedSince returns the time since t of the coarse clock in the unit of Record.Queued.
 func QueuedSince(t int64) uint16 { return uint16(min(max(0, Now()-t)/int64(tick), 1<<16-1)) }

@@ -213,7 +213,7 @@ func TestFile(t *testing.T) {
 	if _, err := ReadFile(r.Path()); err != nil {
 		t.Error(err)
 	}
-	// What was under way may end later.
+	// Operations under way may end later.
 	r.End(hangs, Closed)
 	r.Close(false)
 	other := me
@@ -267,7 +267,7 @@ func TestCoarseClockTicks(t *testing.T) {
 }
 
 // Records are their owner's alone, and a link in the place of a file is not followed.
-func TestRecordsAreTheOwnersAlone(t *testing.T) {
+func TestFilesAreReadableByOwnerOnly(t *testing.T) {
 	defer syscall.Umask(syscall.Umask(0))
 	dir := t.TempDir()
 	victim := filepath.Join(dir, "victim")
@@ -382,10 +382,10 @@ func TestFieldNames(t *testing.T) {
 		key = len(depth) > 0 && depth[len(depth)-1]
 	}
 	slices.Sort(names)
-	want := "active algorithm async awaited bytes bytes_received bytes_sent call counts_hash dtype elements " +
-		"ended epoch error failures finished frames_received frames_sent group groups host id " +
+	want := "active algorithm async awaited bytes bytes_got bytes_put bytes_received bytes_sent call counts_hash " +
+		"dtype elements ended epoch error failures finished frames_received frames_sent gets group groups host id " +
 		"incarnation job joined kind last last_error links messages metrics number operations outcome peers pid " +
-		"queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started " +
+		"puts queued queued_seconds rank ranks reason recorded reduction root running seen since size slot started " +
 		"time totals " +
 		"transport up version view waited_seconds waits waits_for x"
 	if got := strings.Join(names, " "); got != want {

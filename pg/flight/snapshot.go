@@ -19,7 +19,7 @@ import (
 // Version is the version of Snapshot's JSON.
 const Version = 1
 
-// Snapshot is what one rank says, or a file says of it, at one moment.
+// Snapshot is the state of one rank at one moment, from the rank or from its file.
 type Snapshot struct {
 	Version     int       `json:"version"`
 	Job         string    `json:"job"`
@@ -30,7 +30,7 @@ type Snapshot struct {
 	Host        string    `json:"host"`
 	Time        time.Time `json:"time"`  // of the snapshot; from a file, when the process last ticked
 	Since       time.Time `json:"since"` // when this rank began to join
-	// why it was made: "timeout", "signal", …; empty if it was asked for
+	// Reason is why the snapshot was made: "timeout", "signal", …; empty for a status request.
 	Reason  string `json:"reason,omitempty"`
 	Joined  bool   `json:"joined"` // all ranks have met
 	View    View   `json:"view"`
@@ -45,7 +45,7 @@ type Snapshot struct {
 	Operations []Operation      `json:"operations,omitempty"`
 }
 
-// View is who plays.
+// View lists the active ranks.
 type View struct {
 	Epoch  uint64 `json:"epoch"`
 	Active []int  `json:"active,omitempty"`
@@ -56,25 +56,25 @@ type Group struct {
 	ID        uint32     `json:"id"` // 1: the group of all ranks
 	Slot      int        `json:"slot"`
 	Size      int        `json:"size"`
-	Ranks     []int      `json:"ranks,omitempty"`  // in the job, by slot; left out where they are 0..Size-1
+	Ranks     []int      `json:"ranks,omitempty"`  // in the job, by slot; omitted if they are 0..Size-1
 	Epoch     uint64     `json:"epoch"`            // of the view it runs in
-	Active    []int      `json:"active,omitempty"` // ranks; left out where all are
-	Number    uint64     `json:"number"`           // of the operation that runs, or that began last
+	Active    []int      `json:"active,omitempty"` // ranks; omitted if all are active
+	Number    uint64     `json:"number"`           // of the running operation, or of the last one
 	Running   *Operation `json:"running,omitempty"`
-	Last      *Operation `json:"last,omitempty"` // that ended last, as far as that is still recorded
+	Last      *Operation `json:"last,omitempty"` // the last that ended, if it is still recorded
 	Queued    int        `json:"queued,omitempty"`
-	Error     string     `json:"error,omitempty"`      // why it has failed
+	Error     string     `json:"error,omitempty"`      // why the group has failed
 	LastError string     `json:"last_error,omitempty"` // of the operation that failed last
 	Peers     []Peer     `json:"peers,omitempty"`
 	Finished  uint64     `json:"finished"` // number of the last operation that ended
 }
 
-// Peer is what a rank knows of another one's progress in a group.
+// Peer is a rank's knowledge of another one's progress in a group.
 type Peer struct {
 	Rank     int    `json:"rank"`
 	Seen     string `json:"seen,omitempty"` // the operation that its last message belongs to
 	Number   uint64 `json:"number,omitempty"`
-	Waits    string `json:"waits,omitempty"` // the operation in which it said that it waits for long
+	Waits    string `json:"waits,omitempty"` // the operation in which it announced a long wait
 	WaitsFor []int  `json:"waits_for,omitempty"`
 }
 
@@ -82,7 +82,7 @@ type Peer struct {
 type Operation struct {
 	Group      uint32     `json:"group"`
 	Number     uint64     `json:"number"` // in its group; of a message, its tag
-	Call       string     `json:"call"`   // all of it in words
+	Call       string     `json:"call"`   // the whole call in words
 	Kind       string     `json:"kind"`   // "allreduce", …, "send", "recv", or Entering
 	DType      string     `json:"dtype,omitempty"`
 	Reduction  string     `json:"reduction,omitempty"`
@@ -96,16 +96,15 @@ type Operation struct {
 	Started    time.Time  `json:"started"`
 	Ended      *time.Time `json:"ended,omitempty"`
 	Outcome    string     `json:"outcome"`
-	Async      bool       `json:"async,omitempty"`     // the program need not be waiting for it
-	Awaited    *int       `json:"awaited,omitempty"`   // the rank that was slept for last
+	Async      bool       `json:"async,omitempty"`     // started by Start: the program may not be waiting for it
+	Awaited    *int       `json:"awaited,omitempty"`   // the rank that the operation last waited for
 	WaitsFor   []int      `json:"waits_for,omitempty"` // ranks, while it runs
 }
 
-// Entering is the kind of what ranks do when they enter another view: they tell each other where
-// they stand. Its number is the epoch.
+// Entering is the kind of an exchange between two views. Its number is the epoch.
 const Entering = "entering"
 
-// Link is what a rank knows of its link to another one.
+// Link is the state of a rank's link to another one.
 type Link struct {
 	Rank           int    `json:"rank"`
 	Up             bool   `json:"up"`
@@ -115,12 +114,18 @@ type Link struct {
 	BytesReceived  uint64 `json:"bytes_received"`
 	FramesSent     uint64 `json:"frames_sent"`
 	FramesReceived uint64 `json:"frames_received"`
-	// how long this rank has waited for that one, in waits that were long enough to look at the
-	// clock
+	// Puts and Gets are operations on windows that this rank began and that ended well. Their bytes
+	// are not in BytesSent and BytesReceived.
+	Puts     uint64 `json:"puts"`
+	BytesPut uint64 `json:"bytes_put"`
+	Gets     uint64 `json:"gets"`
+	BytesGot uint64 `json:"bytes_got"`
+	// Waited is how long this rank has waited for the other one, in waits that were long enough to
+	// read the clock.
 	Waited float64 `json:"waited_seconds"`
 }
 
-// MarshalJSON and UnmarshalJSON give Total its documented names.
+// MarshalJSON and UnmarshalJSON use the documented names of Total's fields.
 func (t Total) MarshalJSON() ([]byte, error) {
 	return fmt.Appendf(nil, `{"operations":%d,"bytes":%d}`, t.Operations, t.Bytes), nil
 }
@@ -132,7 +137,7 @@ func (t *Total) UnmarshalJSON(b []byte) error {
 	return err
 }
 
-// RankOf returns the rank in the job of a slot of g.
+// RankOf returns the job's rank of a slot of g.
 func (g *Group) RankOf(slot int) int {
 	if slot >= 0 && slot < len(g.Ranks) {
 		return g.Ranks[slot]
@@ -183,7 +188,8 @@ func (s *Record) Operation() Operation {
 	return o
 }
 
-// Fill puts what the image has into s: totals, failures, operations, and the messages under way.
+// Fill sets the fields of s that the image has: totals, failures, operations, and the messages
+// under way.
 func (im *Image) Fill(s *Snapshot) {
 	s.Version, s.Recorded, s.Since = Version, im.Next, at(im.Opened)
 	s.Totals, s.Failures = map[string]Total{}, map[string]int{}
@@ -213,8 +219,8 @@ func (im *Image) Fill(s *Snapshot) {
 	}
 }
 
-// Decode reads an image from the bytes of a recorder's file. It trusts none of them: what makes no
-// sense is left out, and an error says that the file as a whole makes none.
+// Decode reads an image from the bytes of a recorder's file. It validates all of them: it skips
+// invalid records, and returns an error if the file as a whole is invalid.
 func Decode(b []byte) (*Image, error) {
 	if len(b) != FileSize {
 		return nil, fmt.Errorf("%d bytes are no flight recorder, which has %d", len(b), FileSize)
@@ -268,8 +274,8 @@ func Decode(b []byte) (*Image, error) {
 	return im, nil
 }
 
-// Snapshot makes of the image of a file what can be made of it: there are no links, and of the
-// groups only what the operations tell.
+// Snapshot returns the snapshot of a file's image. It has no links, and only those fields of the
+// groups that follow from the operations.
 func (im *Image) Snapshot() *Snapshot {
 	clean := func(b []byte) string {
 		return strings.Map(func(r rune) rune {
@@ -309,11 +315,11 @@ func (im *Image) Snapshot() *Snapshot {
 	return s
 }
 
-// maxDump bounds what ReadFile reads of a snapshot as JSON.
+// maxDump bounds the size of a JSON snapshot for ReadFile.
 const maxDump = 16 << 20
 
-// ReadFile reads a snapshot from a regular file, no link: a recorder's own, or JSON as Write writes
-// it.
+// ReadFile reads a snapshot from a regular file, not through a symbolic link: a recorder's file, or
+// JSON of Write.
 func ReadFile(path string) (*Snapshot, error) {
 	f, err := files.Read(path)
 	if err != nil {
@@ -341,8 +347,8 @@ func ReadFile(path string) (*Snapshot, error) {
 	return im.Snapshot(), nil
 }
 
-// Parse reads a snapshot from JSON, which may come from anybody: it checks what Diagnose relies on.
-// Unknown fields are ignored.
+// Parse reads a snapshot from untrusted JSON. It checks everything that Diagnose relies on. Unknown
+// fields are ignored.
 func Parse(b []byte) (*Snapshot, error) {
 	var s Snapshot
 	if err := json.Unmarshal(b, &s); err != nil {
@@ -358,7 +364,7 @@ func Parse(b []byte) (*Snapshot, error) {
 	return &s, nil
 }
 
-// tidy takes what is printed for a person down to printable characters.
+// tidy removes unprintable characters from the texts.
 func (s *Snapshot) tidy() {
 	clean := func(t *string) {
 		*t = strings.Map(func(r rune) rune {
@@ -402,7 +408,7 @@ func (s *Snapshot) tidy() {
 	}
 }
 
-// JSON returns the snapshot as its documented JSON, indented for a person if indent is set.
+// JSON returns the snapshot as JSON, indented if indent is set.
 func (s *Snapshot) JSON(indent bool) ([]byte, error) {
 	if indent {
 		return json.MarshalIndent(s, "", " ")
@@ -410,8 +416,8 @@ func (s *Snapshot) JSON(indent bool) ([]byte, error) {
 	return json.Marshal(s)
 }
 
-// Write writes the snapshot to path, whole or not at all, for its owner alone. A link that has
-// the name is replaced.
+// Write writes the snapshot to path atomically, readable by its owner only. A symbolic link of that
+// name is replaced.
 func (s *Snapshot) Write(path string) error {
 	b, err := s.JSON(true)
 	if err != nil {
@@ -421,7 +427,7 @@ func (s *Snapshot) Write(path string) error {
 	if err != nil {
 		return err
 	}
-	defer os.Remove(f.Name())         // gone by then, if all went well
+	defer os.Remove(f.Name())         // fails after a success
 	_, err = f.Write(append(b, '\n')) // the file's mode is 0600
 	if cerr := f.Close(); err == nil {
 		err = cerr

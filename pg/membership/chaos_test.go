@@ -93,7 +93,7 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 				case f < 2:
 					say("kill %v", p.me)
 					w.kill(p)
-				case f < 5: // a new life, in place of one that is dead or beside one that lives: who starts processes may be wrong
+				case f < 5: // a new incarnation, after a dead one or beside a live one: launchers can be wrong
 					slot := pick(cfg.MaxSize)
 					if incarnations[slot] < 6 {
 						incarnations[slot]++
@@ -137,7 +137,7 @@ func chaos(pick func(n int) int, log func(Peer, string), say func(string, ...any
 		}
 		say("converge")
 		w.converge()
-		w.missed = maps.Clone(w.cut) // who has all links again is above suspicion
+		w.missed = maps.Clone(w.cut) // a rank with all links is not suspected
 	}
 	return w.err
 }
@@ -154,7 +154,7 @@ func TestChaosFound(t *testing.T) {
 
 func few() bool { return testing.Short() || raceEnabled }
 
-// TestChaosSeeds runs many histories, and tells the story of one that went wrong.
+// TestChaosSeeds runs many histories, and prints one that went wrong.
 func TestChaosSeeds(t *testing.T) {
 	runs := uint64(20000)
 	if few() {

@@ -5,23 +5,23 @@ import (
 	"strings"
 )
 
-// Event is something that happened, told to Machine.Step: one of the types of this file that say
-// so. A machine keeps no memory of the caller's but the Slots of views, which nobody changes.
+// Event is an argument of Machine.Step: one of the types of this file that implement it. A machine
+// keeps no memory of the caller except the Slots of views, which are immutable.
 type Event interface{ event() }
 
-// LinkUp says that the link to this life works (again). Events of links come from this process's
-// own transports, in the order in which things happened.
+// LinkUp says that the link to this incarnation works (again). Events of links come from this
+// process's own transports, in order.
 type LinkUp struct{ Peer }
 
-// LinkDown says that the link to this life broke, or could not be made. It is evidence.
+// LinkDown says that the link to this incarnation broke, or could not be made. It is evidence.
 type LinkDown struct {
 	Peer
 	Cause string
 }
 
-// Dead says that this life is over: its lease expired, its record was removed, its process is known
-// to have ended, it left in good order. It is a verdict: whoever says so is sure, and the life goes
-// at once.
+// Dead says that this incarnation has ended: its lease expired, its record was removed, its process
+// is known to have ended, or it left. It is a verdict: it must be certain, and the incarnation is
+// removed at once.
 type Dead struct {
 	Peer
 	Cause string
@@ -30,8 +30,8 @@ type Dead struct {
 // Verdict is the answer to a Probe.
 type Verdict uint8
 
-// Verdicts. VerdictDead is for certainty only (the machine answers, the process is not there);
-// silence is VerdictUnknown.
+// Verdicts. VerdictDead requires certainty (the machine answers, the process is not there); silence
+// is VerdictUnknown.
 const (
 	VerdictUnknown Verdict = iota
 	VerdictAlive
@@ -44,14 +44,14 @@ type Probed struct {
 	Verdict Verdict
 }
 
-// ViewSeen is a view that is or was in the store. They may come in any order, again and again.
+// ViewSeen is a view that is or was in the store. Views may come in any order, repeatedly.
 type ViewSeen struct{ View View }
 
-// Outcome is what became of a proposal.
+// Outcome is the result of a proposal.
 type Outcome uint8
 
-// Outcomes. OutcomeUnknown: the store did not answer, so that the write may or may not have
-// happened, or may yet happen.
+// Outcomes. OutcomeUnknown: the store did not answer, so that the write may have happened, may not
+// have, or may still happen.
 const (
 	OutcomeUnknown Outcome = iota
 	OutcomeWon
@@ -59,7 +59,7 @@ const (
 )
 
 // Proposed answers a Propose, once. Epoch is that of its New; Current, with OutcomeLost, is the
-// view that is in the store; Cause, with OutcomeUnknown, is why nothing is known.
+// view that is in the store; Cause, with OutcomeUnknown, is the store's error.
 type Proposed struct {
 	Epoch   uint64
 	Outcome Outcome
@@ -67,44 +67,44 @@ type Proposed struct {
 	Cause   string
 }
 
-// Reported is what a peer published with its Report. They may come again, and late; what counts of
-// each life is its last.
+// Reported is what a peer published with its Report. Reports may be repeated and late; the last one
+// of each incarnation counts.
 type Reported struct {
 	Peer
 	Report Report
 }
 
-// JoinAsked says that a new life published AskJoin: it is linked with all that are active in Epoch,
-// and waits to be let in.
+// JoinAsked says that a new incarnation published AskJoin: it is linked with all that are active in
+// Epoch, and waits for admission.
 type JoinAsked struct {
 	Peer
 	Epoch uint64
 }
 
-// JoinGone says that what JoinAsked said holds no more: the life gave up waiting, or published
-// UnaskJoin.
+// JoinGone ends JoinAsked: the incarnation gave up waiting, or published UnaskJoin.
 type JoinGone struct{ Peer }
 
-// Admit says that the program is at a step boundary: all that wait now, and can be let in now, are.
+// Admit says that the program is at a step boundary: all joiners that wait, and can be admitted,
+// are.
 type Admit struct{}
 
-// Missed says that this life is alive but stuck, and that the program's policy is that any rank
-// evicts such a life by itself. It is a verdict.
+// Missed says that this incarnation is alive but stuck, and that the program's policy lets any rank
+// evict it. It is a verdict.
 type Missed struct{ Peer }
 
-// Late says that an operation of this rank has waited in vain for this life, whose process may be
-// well. It is this rank's vote, for some time or until OnTime; see Report.
+// Late says that an operation of this rank has waited in vain for this incarnation, whose process
+// may be healthy. It is this rank's vote, for some time or until OnTime; see Report.
 type Late struct{ Peer }
 
-// OnTime takes Late back: this rank has heard of the life, or will not wait for others' votes any
-// longer.
+// OnTime withdraws Late: this rank has heard of the incarnation, or does not wait for others' votes
+// any longer.
 type OnTime struct{ Peer }
 
-// Evict puts the life out that is now active in Slot: somebody wants it so.
+// Evict removes the active incarnation in Slot, at a program's request.
 type Evict struct{ Slot int }
 
 // Rejoin makes an evicted machine a joiner, for the same slot with a new incarnation. All links
-// count as not made: they belonged to the old life.
+// count as down: they belonged to the old incarnation.
 type Rejoin struct{ Incarnation uint64 }
 
 // StoreAway says that the store cannot be reached; nothing is proposed until StoreBack.
@@ -116,7 +116,7 @@ type StoreBack struct{}
 // Tick is the passing of one unit of time.
 type Tick struct{}
 
-// Close ends the machine: it does nothing any more.
+// Close ends the machine. Later events have no effect.
 type Close struct{}
 
 func (LinkUp) event()    {}
@@ -139,67 +139,68 @@ func (StoreBack) event() {}
 func (Tick) event()      {}
 func (Close) event()     {}
 
-// Action is something that the driver is to do: one of the types below. Actions of one Step are
-// independent, and done in their order. What they hold belongs to the driver, except the Slots of
-// views, which nobody changes.
+// Action is a task for the driver: one of the types below. Actions of one Step are independent, and
+// carried out in their order. Their memory belongs to the driver, except the Slots of views, which
+// are immutable.
 type Action interface {
 	action()
 	String() string
 }
 
 // Propose asks for a compare-and-swap of the view in the store, from Old.Encode() to New.Encode().
-// Proposed answers it. There is never more than one unanswered.
+// Proposed answers it. At most one is unanswered.
 type Propose struct{ Old, New View }
 
-// Enter says that this view is the present one. Removed are the slots that a life has left since
-// the view before, Added those that a life has entered; a slot may be in both, and a life that came
-// and went unseen is in Removed. If Removed is not empty, the running epoch is aborted; else the
-// program goes over at a boundary of operations. For a joiner it is the beginning: Removed is
-// empty, and Added has its own slot.
+// Enter says that this view is now current. Removed are the slots that an incarnation has left
+// since the last view, Added those that one has entered. A slot may be in both; an incarnation that
+// came and left in between is in Removed. If Removed is not empty, the running epoch is aborted;
+// else the program enters the view at a boundary of operations. For a joiner it is the beginning:
+// Removed is empty, and Added has its own slot.
 type Enter struct {
 	View           View
 	Removed, Added []int
 }
 
-// Probe asks whether the process of this life lives. Probed answers it, after bounded time.
+// Probe asks whether the process of this incarnation is alive. Probed answers it, after bounded
+// time.
 type Probe struct{ Peer }
 
-// Report is a rank's evidence: the active lives that it cannot reach, ascending by slot. As an
-// action it asks to publish it where all ranks see it, in place of the one before; none unreachable
-// takes it back. Seq orders the reports of one life; Epoch is that of its view, for people.
+// Report is a rank's evidence: the active incarnations that it cannot reach, ascending by slot. As
+// an action it asks to publish it to all ranks, in place of the last one; an empty list withdraws
+// it. Seq orders the reports of one incarnation; Epoch, that of its view, is for display.
 //
-// Late are its votes: the lives that its operations wait for in vain. A life goes when more than
-// half of the lives in the view vote so.
+// Late are its votes: the incarnations that its operations wait for in vain. One is removed when
+// more than half of the incarnations in the view vote so.
 type Report struct {
 	Epoch, Seq  uint64
 	Unreachable []Peer
 	Late        []Peer
 }
 
-// Warm asks to make a link with this life. LinkUp or LinkDown answers it; after LinkDown it is
-// asked for again, later and later.
+// Warm asks for a link with this incarnation. LinkUp or LinkDown answers it; after LinkDown it is
+// repeated after growing pauses.
 type Warm struct{ Peer }
 
-// AskJoin asks to publish that this life is linked with all active lives of Epoch and wants to be
-// let in, in place of what it asked before.
+// AskJoin asks to publish that this incarnation is linked with all active ones of Epoch and waits
+// for admission, in place of its last request.
 type AskJoin struct {
 	Peer
 	Epoch uint64
 }
 
-// UnaskJoin asks to take AskJoin back: a link broke, or another life has the slot.
+// UnaskJoin withdraws AskJoin: a link broke, or another incarnation has the slot.
 type UnaskJoin struct{ Peer }
 
-// Evicted says that this life was put out, or may have been, though it is alive. It is final, but
-// for Rejoin.
+// Evicted says that this incarnation was removed, or may have been, although it is alive. Only
+// Rejoin follows.
 type Evicted struct{ View View }
 
-// Isolated says that this rank wants to remove others and cannot: the store is away, and this rank
-// possibly on the minority side of a partition, or it does not take the change. Reunited ends it.
+// Isolated says that this rank needs to remove others and cannot: the store is away, and this rank
+// possibly on the minority side of a partition, or the store does not accept the change. Reunited
+// ends it.
 type Isolated struct{ Why string }
 
-// Reunited says that Isolated does not hold any more: the store answers, or there is nothing to
-// decide.
+// Reunited ends Isolated: the store answers, or there is nothing to decide.
 type Reunited struct{}
 
 func (Propose) action()   {}
@@ -236,7 +237,7 @@ func (r Report) String() string {
 			who[i] = p.String()
 		}
 		if len(who) == 0 {
-			who = []string{"nobody"}
+			who = []string{"none"}
 		}
 		return strings.Join(who, " ")
 	}

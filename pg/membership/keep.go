@@ -5,16 +5,16 @@ import (
 	"slices"
 )
 
-// Keep decides who stays when some pairs of members cannot reach each other: a large set whose
-// members all reach each other. While two that cannot are left, the one that reaches the fewest of
-// those left goes; of several, the one with the highest rank. Then who reaches all that are left
-// comes back, the lowest rank first: it went for the sake of others that went, too. (The largest
-// such set is a maximum clique, which nobody can compute for many ranks; this greedy choice finds
-// it for what networks do: a dead card, a host cut off, a partition.) So each that goes cannot
-// reach one that stays, and of two that miss only each other exactly one goes. The result depends
-// neither on the order of members, nor of pairs, nor on the order within a pair; pairs with others
-// than members, or of a member with itself, count for nothing. It is ascending, the caller's, and
-// has one member at least if members has.
+// Keep returns the members that stay when some pairs cannot reach each other: a large set whose
+// members all reach each other. While it contains a missing pair, it drops the member that reaches
+// the fewest of the others; of several, the one with the highest rank. Afterwards it takes dropped
+// members back, the lowest rank first, if they reach all that are left. (The largest such set is a
+// maximum clique, which is infeasible for many ranks; this greedy choice finds it for common
+// failures: a dead card, a host cut off, a partition.) So each dropped member cannot reach one that
+// stays, and of two that miss only each other exactly one is dropped. The result does not depend on
+// the order of members, of pairs, or within a pair. Pairs that contain other ranks, or one rank
+// twice, are ignored. The result is ascending, belongs to the caller, and is not empty if members
+// is not.
 func Keep(members []int, missing [][2]int) []int {
 	kept := slices.Clone(members)
 	slices.Sort(kept)
@@ -28,11 +28,11 @@ func Keep(members []int, missing [][2]int) []int {
 		}
 	}
 	slices.SortFunc(pairs, comparePairs)
-	lost := make([][]int, len(kept)) // whom each cannot reach
+	lost := make([][]int, len(kept)) // the others that each cannot reach
 	for _, p := range slices.Compact(pairs) {
 		lost[p[0]], lost[p[1]] = append(lost[p[0]], p[1]), append(lost[p[1]], p[0])
 	}
-	broken := make([]int, len(kept)) // number of missing links to those left; -1: gone
+	broken := make([]int, len(kept)) // number of missing links to those left; -1: dropped
 	for i := range lost {
 		broken[i] = len(lost[i])
 	}

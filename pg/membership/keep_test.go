@@ -133,11 +133,11 @@ func TestKeepProperties(t *testing.T) {
 	})
 }
 
-// What networks do is found exactly: hosts that are cut off, cards that are dead.
-func TestKeepFindsTheBestForWholeHosts(t *testing.T) {
+// Common failures are solved exactly: hosts that are cut off, cards that are dead.
+func TestKeepIsOptimalForWholeHosts(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		n := rapid.IntRange(1, 10).Draw(t, "n")
-		// who is not on the same side cannot be reached
+		// Ranks on different sides cannot reach each other.
 		sides := rapid.SliceOfN(rapid.IntRange(0, 2), n, n).Draw(t, "sides")
 		var members []int
 		var missing [][2]int

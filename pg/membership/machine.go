@@ -5,27 +5,27 @@ import (
 	"slices"
 )
 
-// Config is how a Machine begins, and what it may do by itself.
+// Config is the initial state and the policy of a Machine.
 type Config struct {
 	Slot        int    // this rank
-	Incarnation uint64 // this life, random and never used before; not 0
-	View        View   // one that is or was in the store. If it has this life, the machine is a member; else a joiner
-	// ticks for which a link between two live ranks is missing before one of them is evicted; 0:
-	// one tick at most
+	Incarnation uint64 // random and never used before; not 0
+	View        View   // is or was in the store; a machine that is not in it is a joiner
+	// Window is the number of ticks that a link between two live ranks is missing before one of
+	// them is evicted; 0: one tick at most.
 	Window int
-	// ticks until a proposal whose outcome is unknown is made again, doubled for every further one
-	// up to 64 times; default 1
+	// Retry is the number of ticks until a proposal whose outcome is unknown is repeated, doubled
+	// for every further one up to 64 times; default 1.
 	Retry     int
-	MaxSize   int  // slots to which the view may grow; default its size now
-	AutoAdmit bool // joiners are let in as soon as they ask; else only with Admit
-	// Proposers is how many members propose a change in the tick in which they learn of the need;
-	// the others, in the order of ranks, so many more in each tick that it is not made. Any of them
-	// can make it; this only saves the store the crowd. Default: all at once.
+	MaxSize   int  // slots that the view may grow to; default its present size
+	AutoAdmit bool // joiners are admitted as soon as they ask; else only with Admit
+	// Proposers is the number of members that propose a change in the tick in which they learn of
+	// the need. In each further tick as many more propose it, in the order of ranks. Any member can
+	// make the change; this only reduces the load on the store. Default: all at once.
 	Proposers int
 }
 
-// Machine is one rank's part in the membership of a job. It is not safe for concurrent use, and
-// does nothing but in Step.
+// Machine is the state of one rank in the membership of a job. It is not safe for concurrent use,
+// and acts only in Step.
 type Machine struct {
 	cfg  Config
 	me   Peer
@@ -34,30 +34,30 @@ type Machine struct {
 	now  uint64
 	acts []Action
 
-	incarnations [][]life // of each slot, those that were heard of, in that order; the active one is always there
+	incarnations [][]life // the known ones of each slot, in the order of discovery; the active one is always there
 
-	// Evidence. What follows from it is judged at a tick, and void as soon as the evidence changes.
-	reported []Peer // what this life published last
-	votes    []Peer // and of whom it said that they are late
+	// Evidence. Decisions based on it are made at a tick, and void as soon as the evidence changes.
+	reported []Peer // what this incarnation published last
+	votes    []Peer // its published votes
 	seq      uint64 // number of reports published
-	// links known to be missing between two active lives that count, lower slot first, and the tick
-	// when that was known
+	// broken lists the links known to be missing between two active incarnations that count, lower
+	// slot first, with the tick when that was known.
 	broken  map[[2]int]uint64
-	changed bool  // the evidence, since broken was computed
-	out     []int // whom the missing links put out
+	changed bool  // the evidence has changed since broken was computed
+	out     []int // the slots to remove because of missing links
 
-	// The change that is wanted.
+	// The wanted change.
 	wanted   bool
 	wantedAt uint64 // tick
 	pending  *Propose
-	retryAt  uint64 // tick before which nothing is proposed
-	fails    int    // proposals since the last that taught anything
-	blind    bool   // the outcome of the last one is unknown
-	cause    string // why
+	retryAt  uint64 // tick before which there is no proposal
+	fails    int    // proposals since the last one with a known outcome
+	blind    bool   // the outcome of the last proposal is unknown
+	cause    string // of that
 	away     string // why the store is away; "": it is not
 	isolated bool
 
-	asked    uint64 // joiner: epoch of the earliest AskJoin by which it may have been let in; 0: none
+	asked    uint64 // joiner: epoch of the earliest AskJoin that may have been granted; 0: none
 	standing uint64 // joiner: epoch of the AskJoin that is published; 0: none
 }
 
@@ -81,20 +81,20 @@ const (
 // life is what a machine knows of one incarnation in a slot.
 type life struct {
 	incarnation uint64
-	over        bool // dead, condemned, or left: it is in no view that this machine proposes
+	over        bool // dead, condemned, or left: no view that this machine proposes has it
 	why         string
 	link        linkState
 	busy        bool   // a probe or a warm-up is unanswered
 	tries       int    // probes or warm-ups since the link was up last
-	next        uint64 // tick of the next of them; while busy, of the last
+	next        uint64 // tick of the next of them; while busy, of the one under way
 	suspect     bool   // the link is down, and the probe did not say that the process is gone
-	report      Report // the last of this life
-	late        uint64 // tick until which this life votes that it is late; 0: it does not
-	ask         uint64 // epoch with which it waits to be let in; 0: it does not
-	admit       bool   // the program said Admit while it waited
+	report      Report // the latest one
+	late        uint64 // tick until which this machine votes that it is late; 0: no vote
+	ask         uint64 // epoch of its request for admission; 0: it does not wait
+	admit       bool   // the program called Admit while it waited
 }
 
-// maxLives bounds what is remembered of one slot: its newest lives, and the active one.
+// maxLives bounds the incarnations remembered of one slot: the newest ones, and the active one.
 const maxLives = 8
 
 // New returns a machine and its first actions.
@@ -118,21 +118,21 @@ func New(cfg Config) (*Machine, []Action, error) {
 	return m, m.settle(), nil
 }
 
-// View is the machine's present view: the newest that it has seen.
+// View returns the newest view that the machine has seen.
 func (m *Machine) View() View { return m.view }
 
-// Self is the life that the machine stands for.
+// Self returns the machine's own incarnation.
 func (m *Machine) Self() Peer { return m.me }
 
-// Member reports whether this life is active in View.
+// Member reports whether this incarnation is active in View.
 func (m *Machine) Member() bool { return m.role == member }
 
 // Pending reports whether the machine wants to change the view or awaits the outcome of a proposal.
-// After Admit, false says that all that could be let in are.
+// If it is false after Admit, all joiners that could be admitted are.
 func (m *Machine) Pending() bool { return m.wanted || m.pending != nil }
 
-// Why says in words why a life is, or is about to be, out of the view, as far as this machine
-// knows: "lease expired". It returns "" if it knows nothing.
+// Why describes why an incarnation has left the view, or is about to, as far as this machine knows:
+// "lease expired". It returns "" if it knows nothing.
 func (m *Machine) Why(p Peer) string {
 	if l := m.find(p); l != nil {
 		return l.why
@@ -140,15 +140,15 @@ func (m *Machine) Why(p Peer) string {
 	return ""
 }
 
-// Condemned reports whether this machine is about to have a life removed that is in the view. It
-// cannot be talked out of that.
+// Condemned reports whether this machine is going to remove an incarnation that is in the view.
+// That is final.
 func (m *Machine) Condemned(p Peer) bool {
 	l := m.find(p)
 	return l != nil && l.over && m.view.Has(p.Slot, p.Incarnation)
 }
 
-// Step tells the machine what happened and returns what to do about it. Events that say nothing
-// new, or something about a life or an epoch that is past, or that cannot be, change nothing.
+// Step feeds the machine an event and returns its actions. Events that are not new, that concern a
+// past incarnation or epoch, or that are invalid have no effect.
 func (m *Machine) Step(ev Event) []Action {
 	if m.role == closed {
 		return nil
@@ -235,7 +235,7 @@ func (m *Machine) Step(ev Event) []Action {
 	return m.settle()
 }
 
-// settle derives all that is to be done from the state, whatever event led to it.
+// settle derives all actions from the state, whichever event led to it.
 func (m *Machine) settle() []Action {
 	switch m.role {
 	case member:
@@ -253,8 +253,8 @@ func (m *Machine) settle() []Action {
 
 func (m *Machine) do(a Action) { m.acts = append(m.acts, a) }
 
-// find returns what is known of a life, nil if nothing is. The pointer is good until the next call
-// of heard.
+// find returns what is known of an incarnation, or nil. The pointer is valid until the next call of
+// heard.
 func (m *Machine) find(p Peer) *life {
 	if p.Slot < 0 || p.Slot >= len(m.incarnations) || p.Incarnation == 0 {
 		return nil
@@ -267,8 +267,7 @@ func (m *Machine) find(p Peer) *life {
 	return nil
 }
 
-// heard is find for a life that something is said about: it is remembered from now on. nil if there
-// can be no such life.
+// heard is like find, but adds an unknown incarnation. It returns nil for one that is impossible.
 func (m *Machine) heard(p Peer) *life {
 	if l := m.find(p); l != nil || p.Slot < 0 || p.Slot >= len(m.incarnations) || p.Incarnation == 0 {
 		return l
@@ -285,7 +284,8 @@ func (m *Machine) heard(p Peer) *life {
 	return &m.incarnations[p.Slot][len(m.incarnations[p.Slot])-1]
 }
 
-// peers yields the lives that are active in the view and not over, by slot, this one included.
+// peers yields the incarnations that are active in the view and not over, by slot, this one
+// included.
 func (m *Machine) peers(yield func(Peer, *life) bool) {
 	for i, s := range m.view.Slots {
 		if p := (Peer{i, s.Incarnation}); s.Incarnation != 0 {
@@ -296,7 +296,7 @@ func (m *Machine) peers(yield func(Peer, *life) bool) {
 	}
 }
 
-// finish notes a verdict.
+// finish records a verdict.
 func (m *Machine) finish(l *life, what, cause string) {
 	if l == nil || l.over {
 		return
@@ -308,14 +308,14 @@ func (m *Machine) finish(l *life, what, cause string) {
 	m.evidence(true)
 }
 
-// evidence voids what was judged from evidence that has changed.
+// evidence voids the decisions that were based on evidence that has changed.
 func (m *Machine) evidence(changed bool) {
 	if changed {
 		m.changed, m.out = true, nil
 	}
 }
 
-// accuses reports whether p says that it cannot reach q.
+// accuses reports whether p has published that it cannot reach q.
 func (m *Machine) accuses(p, q Peer) bool {
 	if l := m.find(q); p == m.me {
 		return l != nil && l.suspect
@@ -324,15 +324,15 @@ func (m *Machine) accuses(p, q Peer) bool {
 	return l != nil && slices.Contains(l.report.Unreachable, q)
 }
 
-// retract starts the window of the link between p and q anew, should it be missing again, unless
-// one of them still says that it is.
+// retract restarts the window of the link between p and q, unless one of them still reports it as
+// missing.
 func (m *Machine) retract(p, q Peer) {
 	if m.view.Has(p.Slot, p.Incarnation) && m.view.Has(q.Slot, q.Incarnation) && !m.accuses(p, q) && !m.accuses(q, p) {
 		delete(m.broken, [2]int{min(p.Slot, q.Slot), max(p.Slot, q.Slot)})
 	}
 }
 
-// linkDown notes that a link broke, or that one which was asked for could not be made.
+// linkDown records that a link broke, or could not be made.
 func (m *Machine) linkDown(l *life, cause string) {
 	switch {
 	case l.link != linkDown:
@@ -349,8 +349,7 @@ func (m *Machine) linkDown(l *life, cause string) {
 	}
 }
 
-// later puts the next probe or warm-up of l off, twice as long each time, so that what stays broken
-// is not asked about forever.
+// later schedules the next probe or warm-up of l, after a pause that doubles each time.
 func (m *Machine) later(l *life) {
 	l.busy, l.next = false, m.now+1<<min(max(l.tries-1, 0), 30)
 }
@@ -373,8 +372,8 @@ func (m *Machine) probed(e Probed) {
 	}
 }
 
-// probe asks after those whom we lost. A process that is dying may answer that it lives and be gone
-// a moment later, so it is asked again, later and later.
+// probe probes the peers whose links are down. A dying process may answer that it is alive, so
+// probes are repeated, after growing pauses.
 func (m *Machine) probe() {
 	for p, l := range m.peers {
 		switch {
@@ -390,16 +389,17 @@ func (m *Machine) probe() {
 	}
 }
 
-// voteWindows is for how many windows a vote holds: long enough that those who have waited together
-// see each other's, and no longer, so that votes of different times do not add up.
+// voteWindows is the number of windows for which a vote holds: long enough that ranks that have
+// waited together see each other's votes, and short enough that votes of different times do not add
+// up.
 const voteWindows = 2
 
 // maxVotes keeps a report small enough for the store.
 const maxVotes = 1024
 
-// count puts out whom more than half of the lives in the view have waited for in vain, if this life
-// is one of them: who has taken its vote back does not act on others' any more, which may have been
-// taken back too.
+// count removes the incarnations that more than half of those in the view vote against, if this
+// rank is one of the voters: a rank that has withdrawn its vote must not act on others' votes,
+// which may have been withdrawn too.
 func (m *Machine) count() {
 	votes := map[Peer]int{}
 	for p, l := range m.peers {
@@ -422,8 +422,8 @@ func (m *Machine) count() {
 	}
 }
 
-// publish tells the others whom this life suspects and whom it waits for in vain, if that has
-// changed.
+// publish publishes the peers that this incarnation suspects and those that it votes against, if
+// that has changed.
 func (m *Machine) publish() {
 	var now, votes []Peer
 	for p, l := range m.peers {
@@ -441,10 +441,10 @@ func (m *Machine) publish() {
 	}
 }
 
-// judge decides who goes because of missing links: when one has been missing for a window, those
-// that Keep does not keep, of them that have such a link. If others are missing too, but not yet
-// for that long, judgement waits for them for a quarter of a window more: not everybody notices a
-// partition at the same time, and it should be one change.
+// judge decides which ranks are removed because of missing links. When a link has been missing for
+// a window, it removes those with a missing link that Keep drops. If other links are missing too,
+// but not yet for that long, it waits for them for a quarter of a window more: ranks notice a
+// partition at different times, and it should lead to one change.
 func (m *Machine) judge() {
 	if m.changed {
 		m.changed = false
@@ -482,8 +482,8 @@ func (m *Machine) judge() {
 	}
 }
 
-// tally lists the missing links, from what this life suspects and from the last reports of the
-// others.
+// tally lists the missing links, from what this incarnation suspects and from the last reports of
+// the others.
 func (m *Machine) tally() {
 	known := m.broken
 	m.broken = make(map[[2]int]uint64, len(known))
@@ -510,12 +510,13 @@ func (m *Machine) tally() {
 	}
 }
 
-// waiting lists the joiners that could be let in now and for which ok: for each inactive slot the
-// one with the lowest incarnation.
+// waiting lists the joiners that can be admitted now and for which ok returns true: for each
+// inactive slot the one with the lowest incarnation.
 //
-// Its ask must be from an epoch in which all that are active now were (it is linked with them), and
-// in which the slot was as it is: an older ask may be of a life that was let in and is gone again.
-// Therefore, too, a slot is left in one change and entered in another.
+// Its request must be from an epoch in which all present members were active (it is linked with
+// them), and in which the slot was as it is now: an older request may be of an incarnation that was
+// admitted and has left again. For the same reason a slot is left in one change and entered in
+// another.
 func (m *Machine) waiting(ok func(*life) bool) []Peer {
 	newest := uint64(0)
 	for p := range m.peers {
@@ -542,7 +543,7 @@ func (m *Machine) waiting(ok func(*life) bool) []Peer {
 	return in
 }
 
-// propose brings about the view that should be, or says that it cannot.
+// propose proposes the view that should follow, or says that it cannot.
 func (m *Machine) propose() {
 	var out, stay []int
 	for i, s := range m.view.Slots {
@@ -556,7 +557,7 @@ func (m *Machine) propose() {
 		}
 	}
 	in := m.waiting(func(l *life) bool { return m.cfg.AutoAdmit || l.admit })
-	if len(stay) == 0 { // nobody would be left to decide: whatever is said of this life, it is here
+	if len(stay) == 0 { // without members there is no decision, so this one stays
 		stay = []int{m.me.Slot}
 		out = slices.DeleteFunc(out, func(s int) bool { return s == m.me.Slot })
 	}
@@ -609,13 +610,13 @@ func (m *Machine) proposed(e Proposed) {
 	} else if e.Outcome == OutcomeLost {
 		m.adopt(e.Current)
 	}
-	if m.view.Epoch < e.Epoch { // nothing was learnt
+	if m.view.Epoch < e.Epoch { // no outcome became known
 		m.fails++
 		m.retryAt = m.now + uint64(m.cfg.Retry)<<min(m.fails-1, 6)
 	}
 }
 
-// know makes v the present view and notes what follows for the lives in it.
+// know makes v the present view and updates the incarnations in it.
 func (m *Machine) know(v View) {
 	was := m.view
 	m.view = v
@@ -649,7 +650,7 @@ func (m *Machine) know(v View) {
 	}
 }
 
-// adopt goes over to a view if it is newer than the present one.
+// adopt enters a view if it is newer than the present one.
 func (m *Machine) adopt(v View) {
 	if v.Epoch <= m.view.Epoch || v.Size() < m.view.Size() || v.check() != nil {
 		return
@@ -679,11 +680,11 @@ func (m *Machine) adopt(v View) {
 		}
 	case m.role == joiner && m.asked != 0:
 		if s := m.view.at(m.me.Slot); s.Left > m.asked {
-			// was it another life that left, or this one, let in unseen? A life that was removed
-			// never comes back, so this is the end of it.
+			// Another incarnation left, or this one did after an admission that it did not see. A
+			// removed incarnation never comes back, so this machine is out in either case.
 			m.putOut()
 		} else if s.Incarnation != 0 {
-			m.asked = 0 // the slot went to another life, and by the time it leaves, what we asked is too old
+			m.asked = 0 // another incarnation has the slot, and this request is too old by the time that it leaves
 		}
 	}
 }
@@ -711,7 +712,7 @@ func (m *Machine) rejoin(incarnation uint64) {
 	}
 }
 
-// join makes links, and asks to be let in once they are made to all that are active.
+// join makes links, and asks for admission once it has links to all active ranks.
 func (m *Machine) join() {
 	warm, lost, newest := true, false, uint64(0)
 	for i, s := range m.view.Slots {

@@ -42,8 +42,8 @@ func TestNewRefuses(t *testing.T) {
 	}
 }
 
-// What cannot be, or is about nobody, changes nothing.
-func TestNonsenseIsIgnored(t *testing.T) {
+// Invalid events, and events about unknown ranks, change nothing.
+func TestInvalidEventsAreIgnored(t *testing.T) {
 	v := First([]uint64{1, 2, 3})
 	me := Peer{0, 1}
 	for _, ev := range []Event{
@@ -74,7 +74,7 @@ func TestNonsenseIsIgnored(t *testing.T) {
 	}
 }
 
-func TestCloseEndsIt(t *testing.T) {
+func TestNoActionsAfterClose(t *testing.T) {
 	v := First([]uint64{1, 2})
 	m := newMachine(t, Config{Incarnation: 1, View: v})
 	m.Step(Dead{Peer{1, 2}, "gone"})
@@ -86,9 +86,9 @@ func TestCloseEndsIt(t *testing.T) {
 	}
 }
 
-// Someone makes up lives by the thousand: what is remembered of a slot is bounded, and the life
-// that is in the view is not forgotten.
-func TestLivesAreBounded(t *testing.T) {
+// The incarnations remembered of a slot are bounded, even if thousands are invented, and the one in
+// the view is not forgotten.
+func TestIncarnationsAreBounded(t *testing.T) {
 	v := First([]uint64{1, 2})
 	for _, active := range []View{v, v.Remove(1).Add(Peer{1, 5000})} {
 		m := newMachine(t, Config{Incarnation: 1, View: v})
@@ -111,7 +111,7 @@ func TestLivesAreBounded(t *testing.T) {
 }
 
 // A machine keeps nothing of what the caller may change, and gives away nothing of its own.
-func TestOwnership(t *testing.T) {
+func TestMachineSharesNoMemoryWithCaller(t *testing.T) {
 	v := First([]uint64{1, 2, 3})
 	m := newMachine(t, Config{Incarnation: 1, View: v})
 	unreachable := []Peer{{2, 3}}

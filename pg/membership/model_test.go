@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// What may go wrong in a model, besides the order of everything.
+// Faults of a model, besides the order of everything.
 const (
 	mayKill = 1 << iota
 	mayCut

@@ -2,6 +2,8 @@ package membership
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -10,35 +12,54 @@ import (
 	"github.com/cockroachdb/datadriven"
 )
 
-// TestScripts plays the stories of testdata. A story begins with
+// verbs are the commands of scripts. Each has a file of its own, script_VERB_test.go.
+var verbs = map[string]func(s *script, args []string) error{
+	"admit":   (*script).admit,
+	"away":    (*script).away,
+	"back":    (*script).back,
+	"cas":     (*script).cas,
+	"dead":    (*script).dead,
+	"down":    (*script).down,
+	"evict":   (*script).evict,
+	"expire":  (*script).expire,
+	"flush":   (*script).flush,
+	"get":     (*script).get,
+	"heal":    (*script).heal,
+	"kill":    (*script).kill,
+	"late":    (*script).late,
+	"mail":    (*script).mail,
+	"missed":  (*script).missed,
+	"ontime":  (*script).ontime,
+	"rejoin":  (*script).rejoin,
+	"report":  (*script).report,
+	"settle":  (*script).settle,
+	"sever":   (*script).sever,
+	"start":   (*script).start,
+	"state":   (*script).state,
+	"tick":    (*script).tick,
+	"twice":   (*script).twice,
+	"verdict": (*script).verdict,
+	"waits":   (*script).waits,
+	"why":     (*script).why,
+}
+
+// TestScripts runs the scripts of testdata. A script begins with
 //
-//	job n=3 [window=2] [auto] [max=4] [proposers=1]
+//	job n=3 [window=2] [auto] [max=4] [proposers=1] [retry=2]
 //
-// and goes on with "do", whose input has one command in a line; lives are written 1/21 (slot 1,
-// first life; 1/22 is the second), or as the slot of its last one:
-//
-//	kill P            the process ends, and everything says so: broken links, the lease, later
-//	sever P Q [P]     the link breaks; only the one named notices          heal P Q
-//	start P           a new life, which knows what the store holds         rejoin P  an evicted process goes on as another life
-//	get P [WORD]      P gets the first letter that has WORD in it          twice P [WORD]  and the letter stays, to come again
-//	cas P [FATE]      its proposal meets the store: answer mute lost late  late  what was late reaches the store
-//	verdict P WHAT    its oldest probe is answered: alive dead unknown
-//	tick P... [xN]    time passes at P ("all": everywhere)
-//	away P, back P    the store cannot be reached, and can
-//	expire P          its lease runs out, though it lives
-//	admit P, missed P Q, waits P Q, ontime P Q, evict P SLOT, dead P Q, down P Q,
-//	report P Q [SEQ UNREACHABLE...]   P is told so
-//	flush             all letters arrive, all questions are answered, no time passes
-//	settle            and time passes, until nobody has anything to do
-//	mail P, why P Q, state
-//
-// The output is what machines want to have done, and at the end who is in which view.
+// and continues with "do", whose input has one command in a line. Incarnations are written 1/21
+// (slot 1, first incarnation; 1/22 is the second), or as the slot of the last one. The output is the
+// actions of the machines, and at the end the view of each.
 func TestScripts(t *testing.T) {
 	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
 		var s *script
+		jobs := 0
 		datadriven.RunTest(t, path, func(t *testing.T, d *datadriven.TestData) string {
 			switch d.Cmd {
 			case "job":
+				if jobs++; jobs > 1 {
+					d.Fatalf(t, "a second story")
+				}
 				cfg, n := Config{Window: 2}, 0
 				d.ScanArgs(t, "n", &n)
 				d.MaybeScanArgs(t, "window", &cfg.Window)
@@ -53,7 +74,11 @@ func TestScripts(t *testing.T) {
 				for line := range strings.Lines(d.Input) {
 					if f := strings.Fields(line); len(f) > 0 && s.w.err == nil {
 						fmt.Fprintf(&s.out, "> %s\n", strings.Join(f, " "))
-						if err := s.do(f[0], f[1:]); err != nil {
+						verb := verbs[f[0]]
+						if verb == nil {
+							d.Fatalf(t, "%s: unknown command", line)
+						}
+						if err := verb(s, f[1:]); err != nil {
 							d.Fatalf(t, "%s: %v", line, err)
 						}
 					}
@@ -64,7 +89,7 @@ func TestScripts(t *testing.T) {
 			if s.w.err != nil {
 				d.Fatalf(t, "%v", s.w.err)
 			}
-			s.state()
+			s.state(nil)
 			out := s.out.String()
 			s.out.Reset()
 			return out
@@ -72,34 +97,36 @@ func TestScripts(t *testing.T) {
 	})
 }
 
+func TestEveryVerbIsInAStory(t *testing.T) {
+	stories, err := filepath.Glob("testdata/*/*.txt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	used := map[string]bool{}
+	for _, path := range stories {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.Lines(string(text)) {
+			verb, _, _ := strings.Cut(strings.TrimSpace(line), " ")
+			used[verb] = true
+		}
+	}
+	for verb := range verbs {
+		if !used[verb] {
+			t.Errorf("no story has the command %q", verb)
+		}
+	}
+}
+
 type script struct {
 	w   *sim
 	out strings.Builder
 }
 
-// state says which processes have which view, and what is under way.
-func (s *script) state() {
-	fmt.Fprintf(&s.out, "store: %v\n", s.w.current())
-	for _, p := range s.w.procs {
-		if !p.alive {
-			continue
-		}
-		role := [...]string{"joiner", "member", "evicted", "closed"}[p.m.role]
-		fmt.Fprintf(&s.out, "  %v: %s in epoch %d", p.me, role, p.m.View().Epoch)
-		if p.m.Pending() {
-			s.out.WriteString(", wants a change")
-		}
-		if p.cas != nil {
-			s.out.WriteString(", proposal under way")
-		}
-		if n := len(p.mail); n > 0 {
-			fmt.Fprintf(&s.out, ", %d letters", n)
-		}
-		s.out.WriteByte('\n')
-	}
-}
-
-func parseLife(word string) (Peer, error) {
+// parsePeer reads an incarnation or a slot.
+func parsePeer(word string) (Peer, error) {
 	slot, inc, ok := strings.Cut(word, "/")
 	n, err := strconv.Atoi(slot)
 	if err != nil || !ok {
@@ -109,9 +136,9 @@ func parseLife(word string) (Peer, error) {
 	return Peer{n, x}, err
 }
 
-// proc finds a process by its life, or the last that began in its slot.
+// proc finds a process by its incarnation, or the last that began in its slot.
 func (s *script) proc(word string) (*proc, error) {
-	me, err := parseLife(word)
+	me, err := parsePeer(word)
 	if err != nil {
 		return nil, err
 	}
@@ -123,156 +150,57 @@ func (s *script) proc(word string) (*proc, error) {
 	return nil, fmt.Errorf("no process %s", word)
 }
 
-func (s *script) do(verb string, args []string) error {
-	w := s.w
-	at := func(i int) string {
-		if i < len(args) {
-			return args[i]
-		}
-		return ""
+// word returns argument i, or "" if there are fewer.
+func word(args []string, i int) string {
+	if i < len(args) {
+		return args[i]
 	}
-	var p, q *proc
-	var err error
-	switch verb {
-	case "late", "flush", "settle", "state", "tick", "start":
-	default:
-		if p, err = s.proc(at(0)); err != nil {
-			return err
-		}
-		if !p.alive {
-			return fmt.Errorf("%v is dead", p.me)
+	return ""
+}
+
+// choice returns which of the words w is, the first for none.
+func choice(w string, words ...string) (int, error) {
+	if w == "" {
+		return 0, nil
+	}
+	i := slices.Index(words, w)
+	if i < 0 {
+		return 0, fmt.Errorf("%q is none of %q", w, words)
+	}
+	return i, nil
+}
+
+// live finds the process that argument i names, which has to be alive.
+func (s *script) live(args []string, i int) (*proc, error) {
+	p, err := s.proc(word(args, i))
+	if err == nil && !p.alive {
+		err = fmt.Errorf("%v is dead", p.me)
+	}
+	return p, err
+}
+
+// two finds the processes that the first two arguments name. The first has to be alive.
+func (s *script) two(args []string) (p, q *proc, err error) {
+	if p, err = s.live(args, 0); err == nil {
+		q, err = s.proc(word(args, 1))
+	}
+	return p, q, err
+}
+
+// deliver delivers the first letter that has a word in it.
+func (s *script) deliver(args []string, again bool) error {
+	p, err := s.live(args, 0)
+	if err != nil {
+		return err
+	}
+	for _, i := range p.deliverable() {
+		if what := letter(p.mail[i]); strings.Contains(what, word(args, 1)) {
+			fmt.Fprintf(&s.out, "  (%v gets %s)\n", p.me, what)
+			s.w.deliver(p, i, again)
+			return nil
 		}
 	}
-	switch verb {
-	case "sever", "heal", "missed", "waits", "ontime", "dead", "down", "report", "why":
-		if q, err = s.proc(at(1)); err != nil {
-			return err
-		}
-	}
-	switch verb {
-	case "kill":
-		w.kill(p)
-	case "expire":
-		w.expire(p)
-	case "sever":
-		w.sever(p, q, at(2) == "" || at(2) == at(0), at(2) == "" || at(2) == at(1))
-	case "heal":
-		w.heal(p, q)
-	case "start":
-		me, err := parseLife(at(0))
-		if err != nil || me.Incarnation == 0 {
-			return fmt.Errorf("start %s: want slot/incarnation (%v)", at(0), err)
-		}
-		w.start(me, w.current())
-	case "rejoin":
-		w.rejoin(p, int(p.me.Incarnation%16)+1)
-	case "get", "twice":
-		for _, i := range p.deliverable() {
-			if what := letter(p.mail[i]); strings.Contains(what, at(1)) {
-				fmt.Fprintf(&s.out, "  (%v gets %s)\n", p.me, what)
-				w.deliver(p, i, verb == "twice")
-				return nil
-			}
-		}
-		return fmt.Errorf("%v has no letter with %q", p.me, at(1))
-	case "cas":
-		if p.cas == nil {
-			return fmt.Errorf("%v has no proposal", p.me)
-		}
-		w.cas(p, max(slices.Index([]string{"answer", "mute", "lost", "late"}, at(1)), 0))
-	case "late":
-		for _, c := range w.limbo {
-			fmt.Fprintf(&s.out, "  (%v: %t)\n", c, w.write(c))
-		}
-		w.limbo = nil
-	case "verdict":
-		if len(p.probes) == 0 {
-			return fmt.Errorf("%v has no probe", p.me)
-		}
-		w.answer(p, Verdict(max(slices.Index([]string{"unknown", "alive", "dead"}, at(1)), 0)))
-	case "tick":
-		times := 1
-		for _, a := range args {
-			if n, ok := strings.CutPrefix(a, "x"); ok {
-				if times, err = strconv.Atoi(n); err != nil {
-					return err
-				}
-			}
-		}
-		for range times {
-			for _, p := range w.procs {
-				named := slices.ContainsFunc(args, func(a string) bool {
-					x, err := s.proc(a)
-					return err == nil &&
-						x == p
-				})
-				if p.alive && (at(0) == "all" || named) {
-					w.tick(p)
-				}
-			}
-		}
-	case "away":
-		w.storeAway(p)
-	case "back":
-		w.storeBack(p)
-	case "admit":
-		w.step(p, Admit{})
-	case "missed":
-		q.condemned = true
-		w.step(p, Missed{q.me})
-	case "waits":
-		q.condemned = true
-		w.step(p, Late{q.me})
-	case "ontime":
-		w.step(p, OnTime{q.me})
-	case "dead":
-		q.condemned = true
-		w.step(p, Dead{q.me, "somebody said so"})
-	case "evict":
-		slot, err := strconv.Atoi(at(1))
-		if err != nil {
-			return err
-		}
-		if x := w.life(Peer{slot, p.m.View().at(slot).Incarnation}); x != nil {
-			x.condemned = true
-		}
-		w.step(p, Evict{slot})
-	case "down":
-		w.missed[w.pair(p, q)] = true
-		w.step(p, LinkDown{q.me, "connection lost"})
-	case "report":
-		seq, err := strconv.ParseUint(at(2), 10, 64)
-		if err != nil {
-			return err
-		}
-		r := Report{Epoch: 1, Seq: seq}
-		for _, a := range args[3:] {
-			x, err := parseLife(a)
-			if err != nil {
-				return err
-			}
-			r.Unreachable = append(r.Unreachable, x)
-			if l := w.life(x); l != nil && l != q {
-				w.missed[w.pair(l, q)] = true
-			}
-		}
-		w.step(p, Reported{q.me, r})
-	case "flush":
-		w.flush()
-	case "settle":
-		w.settle(2*w.cfg.Window + 3)
-	case "mail":
-		for _, m := range p.mail {
-			fmt.Fprintf(&s.out, "  %s\n", letter(m))
-		}
-	case "why":
-		fmt.Fprintf(&s.out, "  %q\n", p.m.Why(q.me))
-	case "state":
-		s.state()
-	default:
-		return fmt.Errorf("unknown command %q", verb)
-	}
-	return nil
+	return fmt.Errorf("%v has no letter with %q", p.me, word(args, 1))
 }
 
 // letter describes mail in a line.

@@ -9,23 +9,22 @@ import (
 	"sort"
 )
 
-// sim is a small world: processes with machines, links between them, and a store whose
-// notifications and answers arrive when somebody delivers them. It is the driver of all machines,
-// and checks after everything that happens what must never be otherwise. The first violation is in
-// err.
+// sim is a simulated world: processes with machines, links between them, and a store whose
+// notifications and answers arrive when a test delivers them. It drives all machines, and checks
+// the invariants after every event. The first violation is in err.
 type sim struct {
 	cfg     Config // without Slot, Incarnation and View
 	history []View // all that were in the store; epoch e is history[e-1]
 	procs   []*proc
 	cut     map[[2]int]bool // links that are broken, by indices of procs, lower first
 	missed  map[[2]int]bool // links that are, or were, missing between two that lived
-	limbo   []Propose       // writes that nobody waits for any more, and that may yet happen
+	limbo   []Propose       // writes without a waiter that may still happen
 	err     error
 	pick    func(n int) int // which mail comes next when all is delivered; nil: the oldest
 	log     func(who Peer, what string)
 }
 
-// proc is one life.
+// proc is one incarnation.
 type proc struct {
 	me    Peer
 	m     *Machine
@@ -45,7 +44,7 @@ type proc struct {
 	removed   bool
 	out       bool // Evicted
 	isolated  bool
-	condemned bool // somebody wanted it out
+	condemned bool // a verdict or Evict removes it
 }
 
 // mail is an event on its way. Of one lane it arrives in order; lane "" has none.
@@ -64,7 +63,7 @@ func (w *sim) fail(format string, args ...any) {
 
 func (w *sim) current() View { return w.history[len(w.history)-1] }
 
-// incarnation gives lives readable numbers: slot 1's second life is 1/22.
+// incarnation gives incarnations readable numbers: the second one of slot 1 is 1/22.
 func incarnation(slot, n int) uint64 { return uint64(16*(slot+1) + n) }
 
 func newSim(n int, cfg Config, log func(Peer, string)) *sim {
@@ -80,7 +79,7 @@ func newSim(n int, cfg Config, log func(Peer, string)) *sim {
 	return w
 }
 
-// start begins a life that knows the given view.
+// start begins an incarnation that knows the given view.
 func (w *sim) start(me Peer, v View) *proc {
 	cfg := w.cfg
 	cfg.Slot, cfg.Incarnation, cfg.View = me.Slot, me.Incarnation, v
@@ -278,7 +277,7 @@ func (w *sim) warm(p, q *proc) {
 	q.post(mail{ev: LinkUp{p.me}, lane: "link" + p.me.String()})
 }
 
-// sever breaks a link; only those who see it are told.
+// sever breaks a link; only the ends that see it are told.
 func (w *sim) sever(p, q *proc, pSees, qSees bool) {
 	w.cut[w.pair(p, q)] = true
 	w.missed[w.pair(p, q)] = true
@@ -314,7 +313,7 @@ func (w *sim) kill(p *proc) {
 	w.expire(p)
 }
 
-// expire ends a life's lease: all hear that it is dead, before a window is over.
+// expire ends an incarnation's lease: all hear that it is dead, within a window.
 func (w *sim) expire(p *proc) {
 	if p.ask != 0 {
 		p.ask = 0
@@ -324,7 +323,7 @@ func (w *sim) expire(p *proc) {
 	p.condemned = true
 }
 
-// rejoin takes an evicted life's process into a new life. The process keeps its machine.
+// rejoin gives an evicted process a new incarnation. The process keeps its machine.
 func (w *sim) rejoin(p *proc, n int) *proc {
 	w.expire(p)
 	q := &proc{me: Peer{p.me.Slot, incarnation(p.me.Slot, n)}, m: p.m, alive: true, away: p.away, now: p.now,
@@ -397,7 +396,7 @@ const (
 	casAnswer = iota // it reaches the store, and the answer comes
 	casMute          // it reaches the store, and the answer is lost
 	casLost          // it does not reach the store
-	casLate          // nobody hears of it, and it may reach the store later
+	casLate          // there is no answer, and it may reach the store later
 	casFates
 )
 
@@ -500,8 +499,8 @@ func (w *sim) storeBack(p *proc) {
 	w.step(p, StoreBack{})
 }
 
-// settle delivers everything, in the order in which it was sent, and lets time pass until nobody
-// has anything to do for quiet ticks.
+// settle delivers everything, in the order in which it was sent, and lets time pass until no
+// process has anything to do for quiet ticks.
 func (w *sim) settle(quiet int) {
 	for _, p := range w.procs {
 		w.storeBack(p)
@@ -565,22 +564,21 @@ func (w *sim) flush() {
 	}
 }
 
-// converge ends all faults but cut links, and checks that everybody ends in the view that should
-// be.
+// converge ends all faults except cut links, and checks that all processes reach the expected view.
 func (w *sim) converge() {
 	for _, c := range w.limbo {
 		w.write(c) // late, and harmless
 	}
 	w.limbo = nil
 	var v View
-	for { // let in all that wait; of those that cannot reach each other some go again, and others wait for their slots
+	for { // admit all that wait; some without links to each other are removed again, and others wait for their slots
 		w.settle(2*w.cfg.Window + 3)
 		if v = w.current(); w.err != nil {
 			return
 		}
 		i := slices.IndexFunc(w.procs, func(p *proc) bool { return p.alive && v.Has(p.me.Slot, p.me.Incarnation) })
 		if i < 0 {
-			return // nobody is left who could decide
+			return // no process is left to decide
 		}
 		w.step(w.procs[i], Admit{})
 		if !w.procs[i].m.Pending() {
@@ -667,8 +665,8 @@ func (m *Machine) clone() *Machine {
 	return &c
 }
 
-// fingerprint tells events apart that make a difference to who gets them. Views of an epoch are all
-// the same.
+// fingerprint is equal for events with the same effect on the receiver. Views of an epoch are
+// equal.
 func fingerprint(ev Event) string {
 	var b []byte
 	num := func(kind byte, p Peer, xs ...uint64) {

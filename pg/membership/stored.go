@@ -11,8 +11,8 @@ const StoreKeys = "membership/"
 // ViewKey is the key of a job's view in its store. The value is EncodeStored's.
 const ViewKey = StoreKeys + "view"
 
-// EncodeStored returns a view as it is in a store: behind first, a number that tells jobs of one
-// name apart, the incarnation of the lowest slot of the job's first view.
+// EncodeStored returns a view as stored: first, the incarnation of the lowest slot of the job's
+// first view, which separates jobs of one name, and the encoded view.
 func EncodeStored(first uint64, v View) []byte {
 	return append(binary.BigEndian.AppendUint64(nil, first), v.Encode()...)
 }

@@ -10,11 +10,11 @@ import (
 	"strings"
 )
 
-// MaxSlots is the largest number of slots of a view: as many as surely fit into one value of the
-// store (64 KiB), see View.Encode.
+// MaxSlots is the largest number of slots of a view. Its encoding fits into one value of the store
+// (64 KiB), see View.Encode.
 const MaxSlots = 4096
 
-// Peer is one life of one rank.
+// Peer is one incarnation of one rank.
 type Peer struct {
 	Slot        int
 	Incarnation uint64
@@ -23,16 +23,16 @@ type Peer struct {
 // String returns "3/9f", the incarnation in hexadecimal.
 func (p Peer) String() string { return fmt.Sprintf("%d/%x", p.Slot, p.Incarnation) }
 
-// Slot is what a view says about one rank.
+// Slot is the state of one rank in a view.
 type Slot struct {
-	Incarnation uint64 // of the active life; 0: the slot is inactive
-	Since       uint64 // epoch in which this life became active; 0 if inactive
-	Left        uint64 // epoch in which a life last left this slot; 0: none ever did. Never above Since while active
+	Incarnation uint64 // of the active one; 0: the slot is inactive
+	Since       uint64 // epoch in which it became active; 0 if inactive
+	Left        uint64 // epoch in which an incarnation last left this slot; 0: none did. Never above Since while active
 }
 
-// View says who plays: which slots are active in an epoch, and by which of their lives. It is a
-// value: its methods leave it as it is and return new ones, and nobody changes Slots after the view
-// was handed on. Two views of the same epoch of a job are equal.
+// View lists the slots that are active in an epoch, and their incarnations. It is a value: its
+// methods return new views, and Slots is immutable after the view was passed on. Two views of the
+// same epoch of a job are equal.
 type View struct {
 	Epoch uint64
 	Slots []Slot
@@ -64,7 +64,7 @@ func (v View) Active() []int {
 	return active
 }
 
-// Has reports whether this life of slot is active.
+// Has reports whether this incarnation of slot is active.
 func (v View) Has(slot int, incarnation uint64) bool {
 	return incarnation != 0 && v.at(slot).Incarnation == incarnation
 }
@@ -76,11 +76,11 @@ func (v View) at(slot int) Slot {
 	return v.Slots[slot]
 }
 
-// Remove returns the view of the next epoch without the lives in slots.
+// Remove returns the view of the next epoch without the incarnations in slots.
 func (v View) Remove(slots ...int) View { return v.change(slots, nil) }
 
-// Add returns the view of the next epoch with these lives, at most one of each slot. One in an
-// active slot replaces the life there; slots beyond Size grow the view.
+// Add returns the view of the next epoch with these incarnations, at most one of each slot. One in
+// an active slot replaces the incarnation there; slots beyond Size grow the view.
 func (v View) Add(incarnations ...Peer) View { return v.change(nil, incarnations) }
 
 // Grow returns the view of the next epoch with size slots, the new ones inactive. A view never
@@ -122,9 +122,9 @@ func (v View) change(out []int, in []Peer) View {
 	return next
 }
 
-// Diff compares v with an older view: the slots that a life has left since, and the slots that a
-// life has entered since and is in; both ascending. A slot may be in both. It needs no view in
-// between, and a slot that a life entered and left in between is among the left.
+// Diff compares v with an older view. It returns the slots that an incarnation has left since, and
+// the slots that one has entered since and is in; both ascending. A slot may be in both. It needs
+// no view in between; a slot that was entered and left in between is among the left.
 func (v View) Diff(epoch uint64) (left, entered []int) {
 	for i, s := range v.Slots {
 		if s.Left > epoch {
@@ -137,11 +137,11 @@ func (v View) Diff(epoch uint64) (left, entered []int) {
 	return left, entered
 }
 
-// Subset is the view of a subgroup that was made of the lives incarnations[i] of the slots
-// ranks[i]: those that are the same life in v, in the order of ranks, and the subgroup's own epoch,
-// the last in which a life left the slot of a member that is gone; 0 while all are there. Every
-// process with the view v computes the same, whatever views it skipped, and later views never yield
-// a lower epoch. active is the caller's.
+// Subset returns the view of a subgroup that was made of incarnations[i] in the slots ranks[i]: the
+// members whose incarnation is still in v, in the order of ranks, and the subgroup's own epoch, the
+// last in which the slot of a lost member was left; 0 while all are there. Every process with the
+// view v computes the same, even if it skipped views, and later views never yield a lower epoch.
+// active belongs to the caller.
 func (v View) Subset(ranks []int, incarnations []uint64) (active []int, epoch uint64) {
 	for i, r := range ranks {
 		if i < len(incarnations) && v.Has(r, incarnations[i]) {
@@ -153,7 +153,7 @@ func (v View) Subset(ranks []int, incarnations []uint64) (active []int, epoch ui
 	return active, epoch
 }
 
-// Equal reports whether two views are the same in all they say.
+// Equal reports whether two views have equal epochs and slots.
 func (v View) Equal(o View) bool { return v.Epoch == o.Epoch && slices.Equal(v.Slots, o.Slots) }
 
 // String returns "epoch 7: ranks 0-2,5 of 8".
@@ -185,17 +185,17 @@ func ranges(a []int) string {
 	return b.String()
 }
 
-// The first byte of each encoding: what it is, and which version of it.
+// The first byte of each encoding: its kind and version.
 const (
 	magicView   = 0xA1
 	magicReport = 0xB1
 )
 
 // Encode returns the canonical binary form: equal views have equal bytes, so that a
-// compare-and-swap of bytes is one of views. An active slot takes 8 bytes and two numbers, how many
-// epochs ago it became active and how many before that a life left it, of one byte up to 126, two
-// up to 16 Ki, three up to 2 Mi: MaxSlots slots stay below 64 KiB as long as the changes that they
-// record lie less than two million epochs apart. The bytes are the caller's.
+// compare-and-swap of bytes is one of views. An active slot takes 8 bytes and two numbers: how many
+// epochs ago it became active, and how many before that it was left. A number takes one byte up to
+// 126, two up to 16 Ki, three up to 2 Mi: MaxSlots slots stay below 64 KiB as long as the changes
+// that they record are less than two million epochs apart. The bytes belong to the caller.
 func (v View) Encode() []byte {
 	b := make([]byte, 0, 16+12*len(v.Slots))
 	b = append(b, magicView)
@@ -219,8 +219,8 @@ func (v View) Encode() []byte {
 	return b
 }
 
-// DecodeView is the inverse of Encode. It takes nothing but what Encode returns for a view that can
-// be: any other input is an error that says why.
+// DecodeView is the inverse of Encode. It accepts only the result of Encode for a valid view; any
+// other input is an error that says why.
 func DecodeView(b []byte) (View, error) {
 	r := reader{b: b}
 	r.magic(magicView)
@@ -258,7 +258,7 @@ func DecodeView(b []byte) (View, error) {
 	return v, nil
 }
 
-// check says what makes v impossible, nil if nothing.
+// check returns why v is invalid, or nil.
 func (v View) check() error {
 	if v.Epoch == 0 || len(v.Slots) > MaxSlots {
 		return fmt.Errorf("epoch %d with %d slots: expected an epoch of 1 or more and at most %d slots", v.Epoch,
@@ -274,8 +274,8 @@ func (v View) check() error {
 	return nil
 }
 
-// Encode returns the canonical binary form of a report, its peers ascending by slot. One that names
-// every slot of the largest view once stays below 64 KiB. The bytes are the caller's.
+// Encode returns the canonical binary form of a report, its peers ascending by slot. A report that
+// names every slot of the largest view once stays below 64 KiB. The bytes belong to the caller.
 func (r Report) Encode() []byte {
 	b := make([]byte, 0, 24+10*len(r.Unreachable))
 	b = append(b, magicReport)
@@ -312,7 +312,7 @@ func DecodeReport(b []byte) (Report, error) {
 	return rep, nil
 }
 
-// peers reads a list of lives, ascending by slot.
+// peers reads a list of incarnations, ascending by slot.
 func (r *reader) peers() (all []Peer) {
 	n := r.count(MaxSlots, 9)
 	if r.err == nil && n > 0 {
@@ -334,7 +334,7 @@ func (r *reader) peers() (all []Peer) {
 	return all
 }
 
-// reader takes fields off b; the first error stays, and everything read after it is 0.
+// reader reads fields of b. The first error stays, and all later reads return 0.
 type reader struct {
 	b   []byte
 	err error
@@ -375,8 +375,7 @@ func (r *reader) uint64() uint64 {
 	return x
 }
 
-// count reads how many items of at least size bytes follow, and believes it only if they can be
-// there.
+// count reads a number of items of at least size bytes each, and checks that they can follow.
 func (r *reader) count(most, size int) int {
 	n := r.uvarint()
 	if n > uint64(most) || n > uint64(len(r.b)/size) {

@@ -152,7 +152,7 @@ func TestSubsetEpoch(t *testing.T) {
 	}
 }
 
-// What never was in a slot, or cannot be, changes nothing but the epoch.
+// Removing or adding impossible incarnations changes only the epoch.
 func TestViewIgnores(t *testing.T) {
 	v := First([]uint64{1, 2})
 	for _, n := range []View{v.Remove(), v.Remove(-1, 2, 99), v.Add(Peer{0, 1}),
@@ -190,7 +190,7 @@ func TestLargestFits(t *testing.T) {
 	}
 }
 
-func TestDecodeViewSaysWhy(t *testing.T) {
+func TestDecodeViewErrors(t *testing.T) {
 	inc := "\x00\x00\x00\x00\x00\x00\x00\x07"
 	for in, want := range map[string]string{
 		"":                             "begin with",
@@ -214,7 +214,7 @@ func TestDecodeViewSaysWhy(t *testing.T) {
 	}
 }
 
-func TestDecodeReportSaysWhy(t *testing.T) {
+func TestDecodeReportErrors(t *testing.T) {
 	inc := "\x00\x00\x00\x00\x00\x00\x00\x07"
 	for in, want := range map[string]string{
 		"\xa1\x01\x00\x00": "begin with",
@@ -269,7 +269,7 @@ func TestStrings(t *testing.T) {
 		v.Remove(1, 2).String():            "epoch 2: ranks 0,5,7-8 of 9",
 		First(nil).String():                "epoch 1: ranks none of 0",
 		(Peer{3, 0x9f}).String():           "3/9f",
-		(Report{Seq: 4}).String():          "report #4 in epoch 0: cannot reach nobody",
+		(Report{Seq: 4}).String():          "report #4 in epoch 0: cannot reach none",
 		(Propose{v, v.Remove(0)}).String(): "propose epoch 2: ranks 1-2,5,7-8 of 9; out 0",
 	} {
 		if got != want {

@@ -15,23 +15,23 @@ import (
 	"tutti/pg"
 )
 
-// relayVariable is the environment variable that names the relay, the rank and the test's token to a
-// rank's process: HOST:PORT/RANK/TOKEN.
+// relayVariable is the environment variable that tells a rank's process its relay, rank and token:
+// HOST:PORT/RANK/TOKEN.
 const relayVariable = "PGTEST_RELAY"
 
-// request is the first line that a relay reads from a connection, as JSON. It answers with a line
-// too: "ok", "refused" or what else went wrong; afterwards the connection is that with Addr.
+// request is the first line that a relay reads from a connection, as JSON. It answers with a line:
+// "ok", "refused" or an error. After "ok" the connection is one with Addr.
 type request struct {
 	Token string
 	From  int
 	To    int
 	Addr  string          `json:",omitempty"`
-	Do    json.RawMessage `json:",omitempty"` // instead: something that the relay's owner understands
+	Do    json.RawMessage `json:",omitempty"` // instead: a request for the relay's owner
 }
 
-// Dialer returns what has the connections of this process go through the test's relay, nil where there
-// is none: pg.Config.Dialer of a rank that the option Faults is to reach. Run sets it for its ranks; a
-// program that Exec starts may.
+// Dialer returns a dialer through the test's relay, nil if there is none. It is the
+// pg.Config.Dialer of a rank in which the option Faults injects faults. Run sets it for its ranks;
+// a program that Exec starts may set it.
 func Dialer() pg.Dialer {
 	variable := os.Getenv(relayVariable)
 	if variable == "" {
@@ -46,7 +46,7 @@ func Dialer() pg.Dialer {
 	}
 }
 
-// askRelay sends a request to the relay that variable, a value of relayVariable, names, and returns the
+// askRelay sends a request to the relay in variable, a value of relayVariable, and returns the
 // connection after an answer of "ok".
 func askRelay(ctx context.Context, variable string, r request) (net.Conn, error) {
 	part := strings.Split(variable, "/")
@@ -82,7 +82,7 @@ func ask(c net.Conn, r request) (string, error) {
 	if err := json.NewEncoder(c).Encode(r); err != nil {
 		return "", err
 	}
-	// Byte by byte: what follows the line is another's.
+	// Byte by byte: the bytes after the line belong to the connection's user.
 	line, err := bufio.NewReaderSize(oneByte{c}, 16).ReadString('\n')
 	return strings.TrimSuffix(line, "\n"), err
 }

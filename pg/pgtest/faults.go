@@ -15,37 +15,36 @@ import (
 	"tutti/pg/flight"
 )
 
-// Store stands for the job's store in a Rule.
+// Store is the job's store in a Rule.
 const Store = pg.ToStore
 
-// Rule is what the network does to bytes on their way from some ranks to others, between which it
-// applies in this direction alone.
+// Rule is a fault of the network between some ranks. It applies in one direction.
 type Rule struct {
 	From, To []int // ranks, or Store; nil: all, and the store
-	// Cut: nothing arrives, until the rule is lifted, and no connection is made. Nobody is told:
-	// connections stay open, but for Break.
+	// Cut: nothing arrives, until the rule is lifted, and no connection is made. Neither end is
+	// told: connections stay open, except after Break.
 	Cut bool
-	// Break is how long a connection is cut before it breaks, as it does when the kernel has asked
-	// the other host in vain; 0: never.
+	// Break is how long a connection is cut before it breaks, as when the kernel's probes of the
+	// other host have failed; 0: never.
 	Break time.Duration
-	// Delay is how much later everything arrives. Of a store it is what a slow disk makes of it:
-	// rule {From: []int{Store}, Delay: d}.
+	// Delay is added to the way of everything. rule {From: []int{Store}, Delay: d} acts like a
+	// store with a slow disk.
 	Delay time.Duration
-	// Loss is the part of packets, of some 1,400 bytes, that get lost, 0 to 1: those arrive when
-	// they are sent again, a fifth of a second later, and what comes after them waits for them.
+	// Loss is the share of packets, of some 1,400 bytes, that get lost, 0 to 1. A lost packet is
+	// sent again a fifth of a second later, and delays what comes after it.
 	Loss float64
 }
 
-// Control injects faults into the ranks of a Run or an Exec that has the option Faults. In the
-// function of Run's ranks, InjectFaults returns it; in the test's own process, Faults gives it to a
-// function. So a fault comes at the operation that the test chooses. Its methods fail the test if
-// they cannot do what they are told.
+// Control injects faults into the ranks of a Run or an Exec with the option Faults. The ranks of
+// Run get it from InjectFaults; in the test's own process, Faults passes it to a function. So a
+// fault comes at the operation that the test chooses. Its methods fail the test if they cannot
+// inject the fault.
 type Control struct {
 	t  *testing.T
 	do func(order) error
 }
 
-// order is what a Control tells the test's process.
+// order is a request of a Control to the test's process.
 type order struct {
 	Kind  string // kill, stop, network or await
 	Rank  int
@@ -54,15 +53,15 @@ type order struct {
 	Count uint64
 }
 
-// Faults allows faults to be injected. Links then go through the test's process, and are slower. If
-// inject is not nil, it is called in the test's process beside the ranks, which may be programs
-// that know nothing of it (Exec), but for Network: that is for programs with Dialer; the test waits
-// for its end. RunLocal does not take it.
+// Faults enables the injection of faults. Links then go through the test's process, and are slower.
+// If inject is not nil, it is called in the test's process beside the ranks, and the test waits for
+// its end. The ranks may be programs that do not import this package (Exec); Network works only for
+// programs with Dialer. RunLocal does not support it.
 func Faults(inject func(c *Control)) Option {
 	return func(o *options) { o.faults, o.inject = true, inject }
 }
 
-// InjectFaults is for the ranks of Run, with the option Faults.
+// InjectFaults returns the Control of a rank of Run with the option Faults.
 func InjectFaults(t *testing.T) *Control {
 	t.Helper()
 	variable := os.Getenv(relayVariable)
@@ -89,26 +88,27 @@ func (c *Control) order(o order) {
 	}
 }
 
-// Kill ends a rank as `kill -9` does. The test wants to know of it by Expect.
+// Kill ends a rank as `kill -9` does. The test must Expect it.
 func (c *Control) Kill(rank int) { c.t.Helper(); c.order(order{Kind: "kill", Rank: rank}) }
 
-// Stop has a rank stand still (SIGSTOP) and go on (SIGCONT) when d is over. It does not wait for
-// that, unless the rank is the caller's.
+// Stop stops a rank (SIGSTOP), and continues it (SIGCONT) after d. It returns when the rank is
+// stopped; for the calling rank, when it continues.
 func (c *Control) Stop(rank int, d time.Duration) {
 	c.t.Helper()
 	c.order(order{Kind: "stop", Rank: rank, For: d})
 }
 
-// Network replaces the rules, of which there are none at first, and holds when it returns. Without
-// any, everything that was cut off arrives. Links over shared memory do not obey: give Run the
-// option Transport("tcp").
+// Network replaces the rules, initially none. They apply when it returns. Without rules, everything
+// that was cut off arrives. Links over shared memory are not affected: use the option
+// Transport("tcp").
 func (c *Control) Network(rules ...Rule) {
 	c.t.Helper()
 	c.order(order{Kind: "network", Rules: rules})
 }
 
-// Partition cuts the network between the sides, one of which may have the Store; ranks that are on
-// no side, and the store if it is on none, reach all. It replaces the rules; Network() mends it.
+// Partition cuts the network between the sides, one of which may have the Store. Ranks that are on
+// no side, and the store if it is on none, reach all. It replaces the rules; Network() removes
+// them.
 func (c *Control) Partition(sides ...[]int) {
 	c.t.Helper()
 	var rules []Rule
@@ -122,13 +122,13 @@ func (c *Control) Partition(sides ...[]int) {
 	c.Network(rules...)
 }
 
-// Await waits until a rank has begun that many collectives and messages, or its test is over.
+// Await waits until a rank has begun that many collectives and messages, or its test has ended.
 func (c *Control) Await(rank int, operations uint64) {
 	c.t.Helper()
 	c.order(order{Kind: "await", Rank: rank, Count: operations})
 }
 
-// execute does it, in the test's process.
+// execute carries out an order, in the test's process.
 func (l *launch) execute(ctx context.Context, r *relay, o order) error {
 	if o.Kind == "network" {
 		r.set(o.Rules)
@@ -156,7 +156,7 @@ func (l *launch) execute(ctx context.Context, r *relay, o order) error {
 			if err != nil {
 				return err
 			}
-			for _, f := range files { // of all its lives
+			for _, f := range files { // of all its incarnations
 				if s, err := flight.ReadFile(f); err == nil && s.Recorded >= o.Count {
 					return nil
 				}
@@ -181,7 +181,7 @@ func (p *process) signal(s syscall.Signal) error {
 	return nil
 }
 
-// stopped returns when a process stands still that a signal was sent to.
+// stopped returns when a process that was sent a signal has stopped.
 func (p *process) stopped() {
 	p.mu.Lock()
 	started := p.started

@@ -20,7 +20,7 @@ import (
 	"tutti/internal/proctest"
 )
 
-// launch runs n processes and watches over them.
+// launch runs n processes and watches them.
 type launch struct {
 	t           *testing.T
 	n           int
@@ -30,24 +30,24 @@ type launch struct {
 	environment []string
 	keepOutput  bool                    // of standard output
 	argv        func(rank int) []string // called on the test's goroutine
-	check       func(p *process) string // what is wrong with a process that ended with status 0, "" if nothing
+	check       func(p *process) string // the fault of a process that ended with status 0, "" if none
 
 	// With the option Faults.
 	relay   *relay
 	flights string // directory of the ranks' flight records
 
 	mu  sync.Mutex
-	now map[int]*process // the last life of each rank
+	now map[int]*process // the last process of each rank
 }
 
-// process is the present life of a rank, nil if there is no such rank.
+// process returns the present process of a rank, nil if there is no such rank.
 func (l *launch) process(rank int) *process {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.now[rank]
 }
 
-// faulty makes what injects faults. The ranks being there, inject has it begin; end ends it.
+// faulty prepares the injection of faults. inject begins it, when the ranks run; end ends it.
 func (l *launch) faulty() (inject, end func()) {
 	ctx, cancel := context.WithCancelCause(context.Background())
 	var err error
@@ -80,17 +80,17 @@ type process struct {
 	writers [2]*lineWriter // of its standard output and error: one and the same unless the output is kept
 	output  bytes.Buffer   // kept
 	verdict string
-	second  bool          // life of its rank
+	second  bool          // of its rank
 	err     error         // of Start or Wait
 	done    chan struct{} // closed when all of the above is final
 
 	mu      sync.Mutex
-	started *proctest.Process // nil before
-	ended   string            // why it was ended by this process, "" if it was not
+	started *proctest.Process // nil before the start
+	ended   string            // why this process ended it, "" if it did not
 }
 
-// run starts the ranks and returns when all are gone. It fails the test, at once, unless all ended
-// as they should.
+// run starts the ranks and returns when all have ended. It fails the test immediately unless all
+// ended as expected.
 func (l *launch) run() []*process {
 	l.t.Helper()
 	l.now = map[int]*process{}
@@ -167,7 +167,7 @@ func (l *launch) run() []*process {
 	return ranks
 }
 
-// stacksTime is how long the ranks that are ended may take, together, to print their stacks.
+// stacksTime bounds the time in which the ended ranks, together, print their stacks.
 const stacksTime = 5 * time.Second
 
 func (l *launch) prepare(rank int) *process {
@@ -189,11 +189,11 @@ func (l *launch) prepare(rank int) *process {
 	if l.relay != nil {
 		c.Env = append(c.Env, l.relay.variable(rank))
 	}
-	c.WaitDelay = 2 * time.Second // for what left the process group and still holds the output open
+	c.WaitDelay = 2 * time.Second // for processes outside of the group that hold the output open
 	return p
 }
 
-// live is a process's life, from its start to its end and that of its group.
+// live runs a process from its start to its end and that of its group.
 func (p *process) live() error {
 	reader, writer, err := os.Pipe()
 	if err != nil {
@@ -216,14 +216,14 @@ func (p *process) live() error {
 	for _, w := range p.writers {
 		w.flush()
 	}
-	// The rank's end of the pipe is gone; what it started could hold a copy.
+	// The rank's end of the pipe is closed; its children could hold a copy.
 	reader.SetReadDeadline(time.Now().Add(time.Second))
 	verdict, _ := io.ReadAll(io.LimitReader(reader, 64))
 	p.verdict = string(verdict)
 	return err
 }
 
-// mark says why a process that has not ended by itself is about to be ended.
+// mark records why a process is about to be ended.
 func (p *process) mark(why string) {
 	select {
 	case <-p.done:
@@ -234,9 +234,9 @@ func (p *process) mark(why string) {
 	}
 }
 
-// end ends a process, if it has not ended by itself, and returns when it is gone: it is asked for
-// its stacks and, when patience ends, killed. One is ended after the other, so that their stacks do
-// not mix.
+// end ends a process that has not ended by itself, and returns when it is gone: it asks for its
+// stacks and, when patience ends, kills it. Processes are ended one after the other, so that their
+// stacks do not mix.
 func (p *process) end(patience <-chan struct{}) {
 	p.signal(syscall.SIGQUIT)
 	select {
@@ -252,7 +252,7 @@ func (p *process) end(patience <-chan struct{}) {
 	<-p.done
 }
 
-// fault says what is wrong with how a process ended, "" if nothing.
+// fault describes an unexpected end of a process, "" for an expected one.
 func (l *launch) fault(p *process) string {
 	state := p.cmd.ProcessState
 	if state == nil && p.ended == "" {
@@ -291,11 +291,11 @@ func (l *launch) fault(p *process) string {
 // newJob names a job that shares the store with others.
 func newJob() string { return "pgtest-" + rand.Text() }
 
-// framing is what the testing package prints around a rank's one test, which means nothing to who
-// reads the test's own output.
+// framing matches what the testing package prints around a rank's single test, which is noise in
+// the test's own output.
 var framing = regexp.MustCompile(`^\s*(=== (RUN|PAUSE|CONT|NAME|ATTR) .*|--- (PASS|SKIP): .*|PASS|FAIL|coverage: .*)\n$`)
 
-// lineWriter marks each line, and leaves out the framing.
+// lineWriter marks each line with its rank, and drops the framing.
 type lineWriter struct {
 	to     io.Writer
 	prefix string

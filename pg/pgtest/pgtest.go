@@ -10,21 +10,21 @@
 //		})
 //	}
 //
-// Run starts the test binary n times more, with -test.run set to exactly the test that called it,
-// and each of these processes, when it comes to the same call, joins the group and calls the
-// function. So the code of the test before Run runs in every rank too (t.Chdir, t.Setenv, tables of
-// subtests and TestMain have their effect there); the code after it runs in the test's own process
-// alone, which takes no rank. The function must not depend on what earlier calls of Run in the same
-// test left in memory: they do nothing in a rank of a later one.
+// Run starts the test binary n times more, with -test.run set to exactly the test that called it.
+// Each of these processes, when it comes to the same call, joins the group and calls the function.
+// So the code of the test before Run runs in every rank too (t.Chdir, t.Setenv, tables of subtests
+// and TestMain have their effect there). The code after it runs only in the test's own process,
+// which has no rank. The function must not depend on what earlier calls of Run in the same test
+// left in memory: in a rank of a later call they do nothing.
 //
-// What a rank prints and logs is the test's output, each line marked with the rank. A rank that
-// fails, panics, dies of a signal or outlives the time limit fails the test, and the other ranks,
-// which notice by themselves or not, are ended in bounded time: first asked for their stacks
-// (SIGQUIT), then killed. Nothing survives the test: every rank has a process group of its own,
-// which is killed with it, and dies with the test's process.
+// The output of a rank is the test's output, each line marked with the rank. A rank that fails,
+// panics, dies of a signal or exceeds the time limit fails the test, and the other ranks are ended
+// in bounded time: first asked for their stacks (SIGQUIT), then killed. No process survives the
+// test: every rank has its own process group, which is killed with it, and dies with the test's
+// process.
 //
-// The ranks meet in a store, which is one more process of the test binary: started by the first
-// Run, shared by all others, gone with the test binary. Programs that link only package pg do not
+// The ranks meet in a store, which is one more process of the test binary: the first Run starts it,
+// all others share it, and it ends with the test binary. Programs that link only package pg do not
 // link that store.
 package pgtest
 
@@ -48,8 +48,8 @@ import (
 // (go test -timeout) bounds it as well, some seconds earlier than it would end the test binary.
 const DefaultTimeout = 2 * time.Minute
 
-// grace is how long the ranks may go on after the first has failed: enough to notice it through the
-// store, and to say so.
+// grace is how long the ranks may continue after the first has failed: enough to notice that
+// through the store, and to report it.
 const grace = 10 * time.Second
 
 // Option changes how ranks are run.
@@ -67,48 +67,48 @@ type options struct {
 	inject    func(c *Control)
 }
 
-// Config gives what Join, or Local, is called with. Its Size, Rank, Job, Store and Secret are
-// pgtest's to set and ignored. Exec does not take it.
+// Config sets the Config of Join, or Local. Size, Rank, Job, Store and Secret are set by pgtest.
+// Exec does not support it.
 func Config(c pg.Config) Option {
 	return func(o *options) { o.config = c }
 }
 
-// Transport restricts the links, as pg.Config's field does.
+// Transport selects the transports, like the field of pg.Config.
 func Transport(name string) Option {
 	return func(o *options) { o.transport = name }
 }
 
 // Env adds variables, "NAME=value", to the environment of every rank's process. RunLocal does not
-// take it.
+// support it.
 func Env(variables ...string) Option {
 	return func(o *options) { o.env = append(o.env, variables...) }
 }
 
-// Timeout bounds the ranks' time, from their start to their end.
+// Timeout bounds the time from the start of the ranks to their end.
 func Timeout(d time.Duration) Option {
 	return func(o *options) { o.timeout = d }
 }
 
-// Expect says that a rank is to die of a signal: the test fails if it does not, and the other ranks
-// are to pass. RunLocal does not take it.
+// Expect says that a rank dies of a signal: the test fails if it does not, and the other ranks have
+// to pass. RunLocal does not support it.
 func Expect(rank int, s syscall.Signal) Option {
 	return func(o *options) { o.expect[rank] = s }
 }
 
-// Replace says that a rank which dies as Expect says is started again, once: its function runs from
-// the beginning, with the group that the new life has joined (see Second). That one is to pass.
-// RunLocal does not take it.
+// Replace says that a rank which dies as expected is started again, once. Its function runs from
+// the beginning, with the group that the new process has joined (see Second), and has to pass.
+// RunLocal does not support it.
 func Replace(rank int) Option {
 	return func(o *options) { o.replace[rank] = true }
 }
 
-// Extend starts k ranks more, of numbers n and above, which join the running group when its ranks
-// let them in. RunLocal does not take it.
+// Extend starts k more ranks, with numbers n and above, which join the running group when its ranks
+// admit them. RunLocal does not support it.
 func Extend(k int) Option {
 	return func(o *options) { o.extend = k }
 }
 
-// Second reports whether this process is a rank's second life: see Replace.
+// Second reports whether this process is the second one of its rank: see Replace.
 func Second() bool { return os.Getenv(secondVariable) != "" }
 
 const secondVariable = "TUTTI_PGTEST_SECOND"
@@ -145,7 +145,7 @@ func collect(t *testing.T, n int, opts []Option) *options {
 	return o
 }
 
-// limit is how long the ranks have: the timeout, and time enough before the test's deadline to
+// limit is the time for the ranks: the timeout, but early enough before the test's deadline to
 // report.
 func (o *options) limit(t *testing.T) time.Duration {
 	limit := o.timeout
@@ -157,9 +157,10 @@ func (o *options) limit(t *testing.T) time.Duration {
 }
 
 // Run calls fn in n processes, each a rank of one group, and returns when all have ended. It fails
-// the test, at once, unless every rank passed: see the package's comment. If some ranks skipped and
-// none failed, the test is skipped. fn's t is the rank's own copy of t: all its methods work, and
-// subtests, but for parallel ones, which would run after fn. The group is closed when fn returns.
+// the test immediately unless every rank passed: see the package's comment. If some ranks skipped
+// and none failed, the test is skipped. fn's t is the rank's own copy of t. All its methods work,
+// and so do subtests, except parallel ones, which would run after fn. The group is closed when fn
+// returns.
 func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
 	t.Helper()
 	o := collect(t, n, opts)
@@ -205,9 +206,9 @@ func Run(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option
 	}
 }
 
-// Exec runs a program, argv[0] with its arguments, as the n ranks of one group and returns what
-// each wrote to its standard output, when all have ended. It fails the test, at once, unless every
-// rank ended with status 0. In a rank of Run it does nothing and returns n empty strings.
+// Exec runs a program, argv[0] with its arguments, as the n ranks of one group and returns the
+// standard output of each, when all have ended. It fails the test immediately unless every rank
+// ended with status 0. In a rank of Run it does nothing and returns n empty strings.
 func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
 	t.Helper()
 	o := collect(t, n, opts)
@@ -225,9 +226,9 @@ func Exec(t *testing.T, n int, argv []string, opts ...Option) []string {
 	return out
 }
 
-// RunLocal calls fn for n ranks of one group inside this process, each in a goroutine and a subtest
-// ("rank 2") of its own. Unlike a process, a rank that hangs outside of the group's operations
-// cannot be ended: when the time is over all groups are closed, which ends every operation.
+// RunLocal calls fn for n ranks of one group inside this process, each in its own goroutine and
+// subtest ("rank 2"). Unlike a process, a rank that hangs outside of the group's operations cannot
+// be ended: on timeout all groups are closed, which ends every operation.
 func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...Option) {
 	t.Helper()
 	o := collect(t, n, opts)
@@ -268,8 +269,8 @@ func RunLocal(t *testing.T, n int, fn func(t *testing.T, g *pg.Group), opts ...O
 	}
 }
 
-// Kill ends this rank, a process of Run, as `kill -9` does: no deferred call, no cleanup, no
-// farewell to the peers. Give Run the option Expect(rank, syscall.SIGKILL). It does not return.
+// Kill ends this rank, a process of Run, as `kill -9` does: without deferred calls, cleanup, or a
+// message to the peers. Give Run the option Expect(rank, syscall.SIGKILL). It does not return.
 func Kill(t *testing.T) {
 	t.Helper()
 	if self == nil || !self.running.Load() {
@@ -285,7 +286,7 @@ func Kill(t *testing.T) {
 	select {} // the signal may take its time
 }
 
-// calls counts the calls of Run by test, so that a rank knows which is its own.
+// calls counts the calls of Run by test, so that a rank finds its own.
 var calls = struct {
 	sync.Mutex
 	of map[*testing.T]int
@@ -304,8 +305,8 @@ func nextCall(t *testing.T) int {
 	return calls.of[t]
 }
 
-// environment is what all ranks share: this process's, less what would make them ranks of something
-// else, plus this job's.
+// environment returns the variables of all ranks: this process's without those of other launchers,
+// and this job's.
 func environment(n int, address, secret string, o *options) []string {
 	drop := map[string]bool{}
 	for _, name := range strings.Fields(`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TUTTI_RANK TUTTI_SIZE TUTTI_LOCAL_RANK
@@ -329,7 +330,7 @@ func environment(n int, address, secret string, o *options) []string {
 	return append(env, o.env...)
 }
 
-// rankEnvironment is what makes a process rank number rank.
+// rankEnvironment returns the variables of one rank.
 func rankEnvironment(rank int) []string {
 	r := strconv.Itoa(rank)
 	return []string{"TUTTI_RANK=" + r, "TUTTI_LOCAL_RANK=" + r, "RANK=" + r, "LOCAL_RANK=" + r}
@@ -344,8 +345,8 @@ func executable(t *testing.T) string {
 	return path
 }
 
-// startDirectory is where the test binary was started, which t.Chdir changes.
+// startDirectory is the directory in which the test binary was started; t.Chdir does not change it.
 var startDirectory, _ = os.Getwd()
 
-// numCPU is what -test.cpu says for the test that runs now.
+// numCPU returns the value of -test.cpu for the running test.
 func numCPU() string { return strconv.Itoa(runtime.GOMAXPROCS(0)) }

@@ -314,8 +314,8 @@ func TestScenarios(t *testing.T) {
 	}
 }
 
-// gone waits until a process has ended. One that is nobody's child any more is reaped by init at
-// some time: a zombie counts as gone.
+// gone waits until a process has ended. Init reaps an orphan at some time, so a zombie counts as
+// gone.
 func gone(t *testing.T, pid string) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
@@ -347,7 +347,7 @@ func TestChildrenOfRanksEnd(t *testing.T) {
 }
 
 // A test binary that is killed takes its ranks and its store along.
-func TestNothingOutlivesTheTestBinary(t *testing.T) {
+func TestProcessesEndWithTestBinary(t *testing.T) {
 	needProc(t)
 	c := scenario(t, "for ever")
 	out, err := c.StdoutPipe()
@@ -401,7 +401,7 @@ func TestStoreIsReplaced(t *testing.T) {
 	Run(t, 2, sumOfRanks)
 }
 
-// What the ranks cover counts, and their files do not clash.
+// The coverage of the ranks counts, and their files do not clash.
 func TestCoverage(t *testing.T) {
 	if testing.Short() {
 		t.Log("not in short mode: builds a test binary with -cover")

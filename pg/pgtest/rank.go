@@ -17,8 +17,8 @@ import (
 	"tutti/pg"
 )
 
-// markVariable tells a process that it is a rank of Run: "call/TestName", the call's number in that
-// test first.
+// markVariable marks a process as a rank of Run: "call/TestName", with the call's number in that
+// test.
 const markVariable = "TUTTI_PGTEST_CALL"
 
 // self is not nil in a process that is a rank of Run.
@@ -31,8 +31,8 @@ type rankProcess struct {
 	running atomic.Bool
 }
 
-// What a rank writes to its verdict file: the first when it calls its function, one of the others
-// after it when that is done.
+// Contents of a rank's verdict file: the first when it calls its function, then one of the others
+// when that has returned.
 const (
 	verdictRunning = "running"
 	verdictPassed  = verdictRunning + " passed"
@@ -49,7 +49,7 @@ func init() {
 	if !ok {
 		return
 	}
-	os.Unsetenv(markVariable) // what this process starts is not this rank
+	os.Unsetenv(markVariable) // child processes are not this rank
 	call, test, _ := strings.Cut(mark, "/")
 	n, err := strconv.Atoi(call)
 	if err != nil || n < 1 || test == "" {
@@ -60,7 +60,7 @@ func init() {
 	self = &rankProcess{test: test, call: n, verdict: os.NewFile(verdictFd, "verdict")}
 }
 
-// run is Run in a rank's process.
+// run implements Run in a rank's process.
 func (p *rankProcess) run(t *testing.T, call int, fn func(t *testing.T, g *pg.Group), o *options) {
 	t.Helper()
 	if p.running.Load() {
@@ -106,7 +106,7 @@ func (p *rankProcess) run(t *testing.T, call int, fn func(t *testing.T, g *pg.Gr
 	if !t.Failed() {
 		verdict = verdictPassed
 	}
-	t.SkipNow() // leaves the rest of the test to the test's own process; a failed test stays failed
+	t.SkipNow() // the rest of the test is for the test's own process; a failed test stays failed
 }
 
 // testPattern matches exactly one test in -test.run, which takes one expression for each level.
@@ -118,12 +118,12 @@ func testPattern(name string) string {
 	return strings.Join(levels, "/")
 }
 
-// testFlags are the testing package's flags for a rank: this test alone, once, for as long as it
-// may take, and what changes the tests themselves; what names files that each rank would write, or
-// other tests, is left out.
+// testFlags returns the testing package's flags for a rank: this test only, once, with its time
+// limit, and the flags that change the tests themselves. Flags that name files, which each rank
+// would write, or other tests are left out.
 func testFlags(t *testing.T, limit time.Duration, coverDirectory string) []string {
-	// A rank's deadline is what the test may ask for (t.Deadline). It starts later than this
-	// process's and so ends the rank only if this process cannot.
+	// A rank's deadline is visible to the test (t.Deadline). It starts later than this process's
+	// and so ends the rank only if this process cannot.
 	flags := []string{"-test.run=" + testPattern(t.Name()), "-test.count=1", "-test.v=true",
 		"-test.timeout=" + max(limit, time.Second).String(),
 		"-test.cpu=" + numCPU()}
@@ -138,7 +138,7 @@ func testFlags(t *testing.T, limit time.Duration, coverDirectory string) []strin
 	return flags
 }
 
-// otherArguments are args without the testing package's flags.
+// otherArguments returns args without the testing package's flags.
 func otherArguments(args []string) (kept []string) {
 	for i := 0; i < len(args); i++ {
 		name := strings.TrimLeft(args[i], "-")
@@ -161,8 +161,8 @@ func otherArguments(args []string) (kept []string) {
 	return kept
 }
 
-// coverage gathers what the ranks cover. Each has a directory of its own, below the one where the
-// test binary will look when it writes its profile: two processes in one directory could read each
+// coverage gathers the ranks' coverage. Each rank has its own directory, below the one that the
+// test binary reads when it writes its profile: two processes in one directory could read each
 // other's half-written files.
 type coverage struct{ into, below string }
 
@@ -198,8 +198,8 @@ func (c *coverage) directory(t *testing.T, rank int) string {
 	return d
 }
 
-// collect moves the counters to where the test binary looks. Their names have the process's number
-// and the time.
+// collect moves the counters to where the test binary reads them. Their names contain the process's
+// number and the time.
 func (c *coverage) collect(t *testing.T) {
 	if c.below == "" {
 		return

@@ -17,7 +17,7 @@ import (
 	"time"
 )
 
-// relay stands between the ranks: all their connections, and those with the store, go through it.
+// relay forwards all connections between the ranks, and those to the store.
 type relay struct {
 	l       *net.TCPListener
 	token   string
@@ -53,7 +53,7 @@ func newRelay(ctx context.Context, execute func(ctx context.Context, r *relay, o
 	return r, nil
 }
 
-// variable is what tells a rank to go through the relay.
+// variable returns the value of relayVariable for a rank.
 func (r *relay) variable(rank int) string {
 	return fmt.Sprintf("%s=%s/%d/%s", relayVariable, r.l.Addr(), rank, r.token)
 }
@@ -72,7 +72,7 @@ func (r *relay) close() {
 	r.wg.Wait()
 }
 
-// after calls f when d is over, unless the relay is closed by then.
+// after calls f after d, unless the relay is closed by then.
 func (r *relay) after(d time.Duration, f func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -87,7 +87,7 @@ func (r *relay) set(rules []Rule) {
 	r.changed = make(chan struct{})
 }
 
-// between adds up the rules for one direction. The channel is closed when they change.
+// between combines the rules for one direction. The channel is closed when they change.
 func (r *relay) between(from, to int) (all Rule, changed <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -100,7 +100,7 @@ func (r *relay) between(from, to int) (all Rule, changed <-chan struct{}) {
 	return all, r.changed
 }
 
-// track has close close c too.
+// track makes close close c too.
 func (r *relay) track(c *net.TCPConn) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -124,7 +124,7 @@ func (r *relay) serve(c *net.TCPConn) {
 		return
 	}
 	defer r.untrack(c)
-	in := bufio.NewReader(io.LimitReader(c, 1<<20)) // the asker sends nothing more before the answer
+	in := bufio.NewReader(io.LimitReader(c, 1<<20)) // the client sends nothing more before the answer
 	var q request
 	line, err := in.ReadBytes('\n')
 	if err == nil {
@@ -173,7 +173,8 @@ func (r *relay) serve(c *net.TCPConn) {
 	both.Wait()
 }
 
-// breaks reports whether one direction is ever cut for as long as breaks a connection, before done.
+// breaks waits until a cut of either direction has lasted long enough to break a connection (true),
+// or done is closed (false).
 func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
 	for {
 		there, changed := r.between(a, b)
@@ -200,7 +201,7 @@ func (r *relay) breaks(a, b int, done <-chan struct{}) bool {
 	}
 }
 
-// dial makes the second half of a connection, when the network lets it through in both directions.
+// dial makes the second half of a connection, when the rules allow both directions.
 func (r *relay) dial(q request) (*net.TCPConn, error) {
 	for _, way := range [2][2]int{{q.From, q.To}, {q.To, q.From}} {
 		if _, err := r.open(way[0], way[1]); err != nil {
@@ -255,13 +256,13 @@ const (
 	pieceSize  = 64 << 10
 )
 
-// piece is what was read at once; nil data: the end.
+// piece is the result of one read; nil data: the end.
 type piece struct {
 	due  time.Time
 	data []byte
 }
 
-// pump carries what comes from src to dst as the rules have it, until one of them ends.
+// pump copies from src to dst as the rules say, until one of them ends.
 func (r *relay) pump(src, dst *net.TCPConn, from, to int) {
 	wire := make(chan piece, inFlight)
 	var reader sync.WaitGroup
@@ -317,7 +318,7 @@ func (r *relay) pump(src, dst *net.TCPConn, from, to int) {
 			break
 		}
 	}
-	src.CloseRead() // nobody takes it any more
+	src.CloseRead() // src's data has no reader any more
 	for range wire {
 	}
 	reader.Wait()

@@ -18,22 +18,22 @@ import (
 	"tutti/bootstrap/embed"
 )
 
-// storeVariable tells a process of the test binary to be the store, and the secret.
+// storeVariable makes a process of the test binary the store, and holds the secret.
 const storeVariable = "TUTTI_PGTEST_STORE"
 
 const storeTimeout = 30 * time.Second // to start; a build with -race on a busy machine is slow
 
-// store is the one of this test binary. It is a process and not a server in this one, so that a
-// test sees no goroutines, no log and no load but its own, and that it ends when this process ends,
-// however that may be: its standard input, which nobody writes to, ends then.
+// store is the store of this test binary. It is a process and not a server in this one, so that a
+// test sees only its own goroutines, log and load. It ends when this process ends in any way,
+// because that closes its standard input.
 var store struct {
 	sync.Mutex
 	address, secret string
 	life            io.Closer // the other end of its standard input
 }
 
-// sharedStore returns the store's address and secret; it starts it if there is none or the one
-// there was does not answer.
+// sharedStore returns the store's address and secret. It starts the store if there is none, or the
+// last one does not answer.
 func sharedStore(t *testing.T) (address, secret string) {
 	t.Helper()
 	store.Lock()
@@ -95,9 +95,9 @@ func startStore(binary, secret string) (address string, life io.Closer, err erro
 	return strings.TrimSpace(line), stdin, nil
 }
 
-// serveStore is the life of the store's process.
+// serveStore runs the store's process.
 func serveStore(secret string) {
-	// The terminal's and a service manager's signals are for the test; this process ends with it.
+	// Signals of the terminal and of service managers are for the test; this process ends with it.
 	signal.Ignore(os.Interrupt)
 	os.Exit(func() int {
 		raw, err := bootstrap.ParseSecret(secret)

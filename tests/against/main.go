@@ -1,6 +1,7 @@
 //go:build linux
 
-// Command against measures this tree beside another commit, and says which rows have become slower.
+// Command against compares this tree with another commit, and reports the rows that have become
+// slower.
 //
 //	go run ./tests/against BASE                       everything: some half an hour on two cores
 //	go run ./tests/against --rows shm --ops allreduce --sizes 64,32K,2M --faults="" BASE
@@ -10,10 +11,11 @@
 // --faults`) both binaries take turns, in each round in another order, and the ratio new/old of a
 // round is one sample: what disturbs the machine for longer than a turn disturbs both. A row's
 // figure is the median ratio; its interval holds the true median with a probability of at least
-// --confidence, whatever the distribution (order statistics, as in the sign test). A row whose interval lies above 1 is measured again, and has become slower if
-// it does so both times: of many rows, some lie above 1 once by chance.
+// --confidence, whatever the distribution (order statistics, as in the sign test). A row whose
+// interval lies above 1 is measured again, and has become slower if it does so both times: of many
+// rows, some lie above 1 once by chance.
 //
-// The exit code is 1 if a row has become slower, and 2 if nothing can be said.
+// The exit code is 1 if a row has become slower, and 2 if there is no result.
 package main
 
 import (
@@ -177,7 +179,7 @@ func compare(ctx context.Context, out io.Writer, o options) (worse bool, err err
 	return report(out, o, all), nil
 }
 
-// run runs a command and returns what it prints.
+// run runs a command and returns its output.
 func run(ctx context.Context, dir string, argv ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Dir = dir
@@ -198,7 +200,7 @@ func build(ctx context.Context, dir, path string) error {
 	return err
 }
 
-// buildCommit builds the binary of a commit of the repository that this is run in.
+// buildCommit builds the binary of a commit of this repository.
 func buildCommit(ctx context.Context, dir, commit string) (path string, err error) {
 	tree := filepath.Join(dir, "tree")
 	if _, err := run(ctx, "", "git", "worktree", "add", "--quiet", "--detach", tree, commit); err != nil {
@@ -212,13 +214,13 @@ func buildCommit(ctx context.Context, dir, commit string) (path string, err erro
 	return path, build(ctx, tree, path)
 }
 
-// touches says whether a binary knows bench --touch.
+// touches reports whether a binary has bench --touch.
 func touches(ctx context.Context, binary string) bool {
 	help, err := run(ctx, "", binary, "bench", "--help")
 	return err == nil && bytes.Contains(help, []byte("--touch"))
 }
 
-// A series is rows that one run of a binary measures.
+// A series is the rows that one run of a binary measures.
 type series struct {
 	name string // of its rows, but for what tells them apart
 	args [][]string
@@ -316,7 +318,7 @@ func readFaults(series string, out []byte) (map[row]float64, error) {
 	return rows, nil
 }
 
-// turn is one binary's.
+// turn runs one binary.
 func turn(ctx context.Context, binary string, s series) (map[row]float64, error) {
 	all := map[row]float64{}
 	for _, args := range s.args {
@@ -335,17 +337,17 @@ func turn(ctx context.Context, binary string, s series) (map[row]float64, error)
 	return all, nil
 }
 
-// A verdict is what is known of one row.
+// A verdict is the result for one row.
 type verdict struct {
 	row
 	old, new      float64 // medians
 	ratio, lo, hi float64 // median of new/old, and its interval
-	confirmed     bool    // it was slower both times
+	confirmed     bool    // slower in both measurements
 }
 
 func (v verdict) slower() bool { return v.lo > 1 }
 
-// judge has both binaries take turns at one series.
+// judge runs both binaries in turns on one series.
 func judge(ctx context.Context, o options, s series) ([]verdict, error) {
 	samples := [2]map[row][]float64{{}, {}}
 	for round := range o.rounds {

@@ -140,7 +140,7 @@ func TestCompare(t *testing.T) {
 	}
 }
 
-// What cannot be compared is an error, never a pass.
+// Missing or invalid measurements are an error, never a pass.
 func TestCompareFails(t *testing.T) {
 	write := func(script string) string {
 		path := filepath.Join(t.TempDir(), "tutti")

@@ -8,7 +8,7 @@ import (
 	"slices"
 )
 
-// median of xs, the mean of the middle two if they are even in number.
+// median returns the median of xs, the mean of the middle two for an even number.
 func median(xs []float64) float64 {
 	s := slices.Sorted(slices.Values(xs))
 	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2

@@ -38,10 +38,10 @@ type chaos struct {
 	did   map[string]int
 }
 
-// TestChaos has eight ranks do verified collectives while they are killed, stopped, sent away and
-// started again at random, and cut off from each other and from the store where each has a host of
-// its own. No result may be wrong, nobody may hang, and in the end a rank that has seen it all may
-// not hold more than one that has just begun.
+// TestChaos runs verified collectives on eight ranks while they are killed, stopped, evicted and
+// started again at random, and cut off from each other and from the store if each has its own host.
+// No result may be wrong, no rank may hang, and in the end the oldest rank may not hold more
+// resources than a new one.
 //
 //	go test ./tests/faults -run TestChaos -v -timeout 30m -chaos.events 200
 func TestChaos(t *testing.T) {

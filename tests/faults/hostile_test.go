@@ -272,7 +272,7 @@ func (a *attackers) garbage(dial func() net.Conn) {
 	}
 }
 
-// drip begins a handshake well and goes on with a byte now and then.
+// drip begins a handshake correctly and continues with a byte from time to time.
 func (a *attackers) drip(dial func() net.Conn) {
 	tick := time.NewTicker(20 * time.Millisecond)
 	defer tick.Stop()

@@ -17,7 +17,7 @@ import (
 // mixed are numbers of elements that take the paths for small and for large operations.
 var mixed = []int{0, 1, 1000, 70_000}
 
-// TestKill kills a rank, the launcher, or interrupts it, at every stage of a job's life.
+// TestKill kills a rank or the launcher, or interrupts the launcher, at every stage of a job.
 func TestKill(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)
@@ -83,8 +83,7 @@ func kill(t *testing.T, transport string, n int, who, when string, victim, round
 	s.Clean()
 }
 
-// TestKillAnyTime kills at moments that nobody has chosen, from the first instant of the launcher
-// on.
+// TestKillAnyTime kills at arbitrary times, from the start of the launcher on.
 func TestKillAnyTime(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %#x", seed)

@@ -33,8 +33,8 @@ func works(t *testing.T, setup string, flags ...string) {
 	s.Clean()
 }
 
-// TestSharedMemoryIsNoFile shows that /dev/shm, which containers make small, does not matter.
-func TestSharedMemoryIsNoFile(t *testing.T) {
+// TestSmallDevShm shows that /dev/shm, which containers make small, does not matter.
+func TestSmallDevShm(t *testing.T) {
 	rig.NeedRoot(t, "it mounts something else over /dev/shm, in a mount namespace of its own")
 	rig.Need(t, "unshare", "mount", "dd")
 	for name, mount := range map[string]string{
@@ -47,7 +47,7 @@ func TestSharedMemoryIsNoFile(t *testing.T) {
 	}
 }
 
-// TestLockedMemory runs a job as a user who may lock no memory.
+// TestLockedMemory runs a job as a user that may not lock memory.
 func TestLockedMemory(t *testing.T) {
 	rig.NeedRoot(t, "it becomes another user, for root is not bound by limits")
 	rig.Need(t, "setpriv")

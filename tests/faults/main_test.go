@@ -1,9 +1,8 @@
 //go:build linux
 
 // Package faults tests whole jobs, as a user starts them, under faults: dead, stopped and hostile
-// processes, a store that goes away, wrong settings and scarce resources. After each of them, every
-// rank has an error that says what happened or goes on, in bounded time, and nothing is left
-// behind.
+// processes, a store that goes away, wrong settings and scarce resources. After each fault every
+// rank continues or returns a precise error, in bounded time, and nothing is left behind.
 package faults
 
 import (

@@ -61,8 +61,8 @@ func TestManyRanks(t *testing.T) {
 	}
 }
 
-// TestStranger does what the first lines of a README say.
-func TestStranger(t *testing.T) {
+// TestReadmeExample does what the first lines of a README say.
+func TestReadmeExample(t *testing.T) {
 	s := rig.New(t)
 	p := s.Start(nil, "go", "run", "./cmd/tutti", "run", "-n", "4", "--", "./examples/hello")
 	p.End(0)

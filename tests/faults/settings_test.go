@@ -97,7 +97,7 @@ func TestDisagreement(t *testing.T) {
 		blames(t, rig.Each(second, rig.Command{Verb: "join"}), second, "", "rank 1 is taken",
 			"pid "+strconv.Itoa(ranks[1].PID))
 		rig.Exit(second, 1)
-		rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed}) // the job goes on
+		rig.Well(ranks, rig.Command{Verb: "verify", Seed: 1, Counts: mixed}) // the job continues
 		rig.Leave(ranks)
 	})
 }

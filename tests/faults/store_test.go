@@ -11,8 +11,8 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// TestStoreAway takes the store away in the middle of a job: by death, and by silence.
-func TestStoreAway(t *testing.T) {
+// TestStoreLost takes the store away in the middle of a job: by death, and by silence.
+func TestStoreLost(t *testing.T) {
 	t.Parallel()
 	for _, how := range []struct {
 		name   string

@@ -215,7 +215,7 @@ func TestSystemdUnit(t *testing.T) {
 		t.Fatal(err)
 	}
 	dir := t.TempDir()
-	// What the unit runs has to be there.
+	// The programs of the unit have to exist.
 	installed := strings.NewReplacer("/usr/local/bin/tutti ", rig.Tutti(t)+" ", "/usr/local/bin/train", rig.Self(t)).
 		Replace(string(text))
 	verify := func(text string) string {

@@ -25,7 +25,7 @@ func ranks(t *testing.T, s *rig.Stage, n int, env ...string) ([]*rig.Process, []
 	return all, there
 }
 
-func TestRanksWithoutAStoreLeaveNothing(t *testing.T) {
+func TestStorelessRanksLeaveNoFiles(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		s := rig.New(t)
 		processes, all := ranks(t, s, 3, "TUTTI_TRANSPORT="+transport)
@@ -45,7 +45,7 @@ func TestRanksWithoutAStoreLeaveNothing(t *testing.T) {
 	}
 }
 
-func TestRanksWithoutAStoreGoOnWithoutOneThatDied(t *testing.T) {
+func TestStorelessRanksShrink(t *testing.T) {
 	s := rig.New(t)
 	_, all := ranks(t, s, 3, "TUTTI_ON_FAILURE=shrink")
 	rig.Well(all, rig.Command{Verb: "barrier"})
@@ -66,7 +66,7 @@ func TestRanksWithoutAStoreGoOnWithoutOneThatDied(t *testing.T) {
 	s.Clean()
 }
 
-func TestRanksWithoutAStoreLearnOfTheDeathOfRankZero(t *testing.T) {
+func TestStorelessRanksSeeDeathOfRankZero(t *testing.T) {
 	s := rig.New(t)
 	_, all := ranks(t, s, 3)
 	rig.Well(all, rig.Command{Verb: "loop", Seed: 1, Counts: []int{1000}})

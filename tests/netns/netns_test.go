@@ -268,8 +268,8 @@ func TestInterfaces(t *testing.T) {
 	})
 }
 
-// TestPulled pulls the cable in the middle of collectives.
-func TestPulled(t *testing.T) {
+// TestCablePulled pulls the cable in the middle of collectives.
+func TestCablePulled(t *testing.T) {
 	for _, transport := range []string{"auto", "tcp"} {
 		for _, counts := range [][]int{{100}, {300_000}} {
 			t.Run(fmt.Sprintf("%s/%d", transport, counts[0]), func(t *testing.T) {
@@ -321,9 +321,9 @@ func TestPulled(t *testing.T) {
 	})
 }
 
-// TestCutBetweenHostsThatReachTheStore pulls the cable between two hosts which both reach the store
+// TestCutBetweenHostsThatReachStore pulls the cable between two hosts which both reach the store
 // over another one: that is decided within a few windows, long before TCP gives up.
-func TestCutBetweenHostsThatReachTheStore(t *testing.T) {
+func TestCutBetweenHostsThatReachStore(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t)
 	rig.Connect(a, b, "store")
@@ -424,7 +424,7 @@ func TestLauncherKilled(t *testing.T) {
 	}
 }
 
-// TestUnknownHost gives a rendezvous whose name nobody knows.
+// TestUnknownHost gives a rendezvous whose name does not resolve.
 func TestUnknownHost(t *testing.T) {
 	a, _ := pair(t)
 	for node := range 2 {
@@ -433,7 +433,8 @@ func TestUnknownHost(t *testing.T) {
 			j := &job{Stage: rig.New(t)}
 			p := j.node(t, a, node, "head.invalid:29400", []string{"TUTTI_SECRET=" + bootstrap.NewSecret()})
 			// Names of hosts that are yet to start may come later, hence no error at once.
-			p.Err.Await(t, "the host name of the meeting point head.invalid:29400 (--rdzv) does not resolve yet: lookup head.invalid")
+			p.Err.Await(t, "the host name of the meeting point head.invalid:29400 (--rdzv) does not resolve yet: "+
+				"lookup head.invalid")
 			p.Signal(syscall.SIGINT)
 			p.End(128 + int(syscall.SIGINT))
 			j.Clean()

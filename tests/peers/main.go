@@ -1,7 +1,7 @@
 //go:build linux
 
-// Command peers measures Tutti side by side with Open MPI, MPICH and Gloo on this machine, and
-// prints by how much it is faster or slower.
+// Command peers compares Tutti with Open MPI, MPICH and Gloo on this machine, and prints how much
+// faster or slower it is.
 //
 //	apt-get install libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev gcc g++
 //	go run ./tests/peers                                        everything: some twelve minutes on two cores
@@ -16,9 +16,9 @@
 // # Method
 //
 // Machines are noisy, so nothing is compared across time: for each (transport, ranks, operation)
-// the contestants take turns, A B C D, A B C D, …, for
-// --rounds rounds, and medians over rounds are compared. Within a turn every program does the same at every size: check the result of one call, warm
-// up, find how many calls fill the time budget, then repeat that --reps times. Each call is
+// the contestants take turns, A B C D, A B C D, …, for --rounds rounds, and medians over rounds are
+// compared. Within a turn every program does the same at every size: check the result of one call,
+// warm up, find how many calls fill the time budget, then repeat that --reps times. Each call is
 // measured as programs use it: every rank writes its input, other numbers than for the call before;
 // all meet in a barrier; each takes the time, calls, takes the time; and reads and checks its
 // result. A call takes as long as its slowest rank, a repetition's time is its median call, and the
@@ -35,7 +35,9 @@
 // the whole output, to which each rank adds 1/N. alltoall: the whole input, as long as the output.
 // Sizes are rounded down to a multiple of N elements where the operation divides them. allreduce
 // and reduce are in place (--out-of-place: not); the others have an input and an output; broadcast
-// has one buffer.
+// has one buffer. put: what a rank puts to the next one's window, with a signal, when it has seen
+// what the rank before has put: the time is that until the target has seen it (MPI: a put, a flush,
+// a put of a flag that the target polls, a flush).
 //
 // # Contestants
 //
@@ -79,7 +81,7 @@ import (
 	"time"
 )
 
-var allOps = []string{"allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "reduce"}
+var allOps = []string{"allreduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "reduce", "put"}
 
 // options are the flags, parsed.
 type options struct {
@@ -102,7 +104,7 @@ type options struct {
 func parseOptions(args []string) (options, error) {
 	o := options{}
 	f := flag.NewFlagSet("peers", flag.ContinueOnError)
-	ops := f.String("ops", "allreduce,reduce_scatter,allgather,alltoall,broadcast", "operations; also reduce")
+	ops := f.String("ops", "allreduce,reduce_scatter,allgather,alltoall,broadcast", "operations; also reduce and put")
 	sizes := f.String("sizes", "64,512,4K,32K,256K,2M,16M", "bytes, with K, M or G")
 	ranks := f.String("ranks", "2,4", "numbers of ranks")
 	transports := f.String("transports", "shm,tcp", "shm and tcp")
@@ -115,8 +117,8 @@ func parseOptions(args []string) (options, error) {
 	f.DurationVar(&o.Budget, "budget", 20*time.Millisecond, "time of one repetition")
 	f.DurationVar(&o.Deadline, "deadline", 60*time.Second, "time after which a contestant's turn is ended")
 	f.BoolVar(&o.OutOfPlace, "out-of-place", false, "allreduce and reduce from one buffer into another")
-	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; nobody writes inputs before them or "+
-		"reads results after them")
+	f.BoolVar(&o.Tight, "tight", false, "calls follow each other at once; ranks neither write inputs before them nor "+
+		"read results after them")
 	f.StringVar(&o.jsonPath, "json", "", "also write everything, with each round's figures, to this file")
 	f.StringVar(&o.tuttiPath, "tutti", "", "a tutti that is built already; default: build ./cmd/tutti")
 	if err := f.Parse(args); err != nil {
@@ -220,7 +222,7 @@ func compare(ctx context.Context, o options) error {
 		contestants = append(contestants, contestant(name))
 	}
 	if len(contestants) == 0 {
-		return fmt.Errorf("nobody takes part:\n%s", strings.Join(work.notes, "\n"))
+		return fmt.Errorf("no peer can take part:\n%s", strings.Join(work.notes, "\n"))
 	}
 	if slices.Contains(contestants, mpich) && slices.Max(o.Ranks) > runtime.NumCPU() {
 		work.note("mpich does not yield: with more ranks than the %d cores each of its calls takes scheduler "+
@@ -278,7 +280,7 @@ func compare(ctx context.Context, o options) error {
 	return context.Cause(ctx)
 }
 
-// machine says on what the figures were taken.
+// machine describes the machine of the measurement.
 func machine() string {
 	model := runtime.GOARCH
 	if b, err := os.ReadFile("/proc/cpuinfo"); err == nil {

@@ -26,7 +26,8 @@ import (
 //go:embed src
 var sources embed.FS
 
-// A contestant is one column of the table: a library, a way to use Tutti, or the memory limit.
+// A contestant is one column of the table: a library, a configuration of Tutti, or the memory
+// limit.
 type contestant string
 
 const (
@@ -40,7 +41,7 @@ const (
 
 func (c contestant) ours() bool { return c == tutti || c == tuttiReg }
 
-// A heat is what a contestant runs in one turn: all sizes of one operation.
+// A heat is the work of a contestant in one turn: all sizes of one operation.
 type heat struct {
 	who                  contestant
 	transport, op, dtype string
@@ -51,11 +52,13 @@ func (h heat) String() string {
 	return fmt.Sprintf("%s %s %s %s on %d ranks", h.who, h.transport, h.op, h.dtype, h.ranks)
 }
 
-// enters says whether c can run h at all.
+// enters reports whether c can run h.
 func (c contestant) enters(h heat) bool {
 	switch {
 	case !c.ours() && h.dtype != "float32":
 		return false
+	case h.op == "put":
+		return c == tutti || c == openMPI || c == mpich
 	case c == gloo:
 		return h.transport == "tcp"
 	case c == limit:
@@ -66,8 +69,8 @@ func (c contestant) enters(h heat) bool {
 	return true
 }
 
-// How each contestant is built: its source, its compiler with leading arguments, what follows the
-// source, the packages that bring these, and what prints its version.
+// How each contestant is built: its source, its compiler with leading arguments, the arguments
+// after the source, the Debian packages of these, and the command that prints its version.
 var recipes = map[contestant]struct {
 	source         string
 	compiler, libs []string
@@ -84,10 +87,10 @@ var recipes = map[contestant]struct {
 	limit: {"limit.c", []string{"gcc", "-std=gnu11"}, nil, nil, "gcc", nil},
 }
 
-// smallestLimit is the size from which the memory limit is worth showing.
+// smallestLimit is the size from which the memory limit is shown.
 const smallestLimit = 64 << 10
 
-// A workshop holds the built programs and the temporary places in which they run.
+// A workshop holds the built programs and the temporary directories in which they run.
 type workshop struct {
 	o            options
 	dir          string // programs
@@ -127,7 +130,7 @@ func (w *workshop) close() {
 	os.RemoveAll(w.shm)
 }
 
-// note keeps a remark for the end of the report and shows it now, if it is new.
+// note records a remark for the end of the report, and prints it now if it is new.
 func (w *workshop) note(format string, args ...any) {
 	n := fmt.Sprintf(format, args...)
 	if slices.Contains(w.notes, n) {
@@ -145,7 +148,7 @@ func (w *workshop) progress(format string, args ...any) {
 	}
 }
 
-// build makes a contestant's program; its error says what to install.
+// build makes a contestant's program. Its error says what to install.
 func (w *workshop) build(ctx context.Context, name string) error {
 	c := contestant(name)
 	if c.ours() {
@@ -168,8 +171,7 @@ func (w *workshop) build(ctx context.Context, name string) error {
 			return fmt.Errorf("%s is missing; on Debian: apt-get install %s", tool, r.packages)
 		}
 	}
-	// Sources come from the binary itself, so that what is compiled is what was reviewed with it,
-	// wherever it is run.
+	// The sources are embedded in this binary, so that they match its version, wherever it is run.
 	src := filepath.Join(w.tmp, "src")
 	if err := os.MkdirAll(src, 0o755); err != nil {
 		return err
@@ -202,14 +204,14 @@ func (w *workshop) build(ctx context.Context, name string) error {
 	return nil
 }
 
-// A launch is the commands of one turn, run at the same time.
+// A launch is the commands of one turn, which run concurrently.
 type launch struct {
 	argv [][]string
 	env  []string
 }
 
-// launches says how h is run: usually one launch; one for each size where Tutti's --min, --max and
-// --factor cannot name them all.
+// launches returns the commands for h: usually one launch; one for each size if Tutti's --min,
+// --max and --factor cannot express them all.
 func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	sizes := w.o.Sizes
 	if h.who == limit {
@@ -273,7 +275,8 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 		if h.transport == "shm" {
 			argv = append(argv, "--mca", "btl", "vader,self")
 		} else {
-			argv = append(argv, "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo")
+			argv = append(argv, "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo",
+				"--mca", "osc", "pt2pt") // other components put through shared memory
 		}
 		if fits {
 			argv = append(argv, "--bind-to", "core")
@@ -298,10 +301,10 @@ func (w *workshop) launches(h heat, cores int) ([]launch, error) {
 	return nil, fmt.Errorf("no contestant is called %q", h.who)
 }
 
-// errEnding is a bad end after all results had been printed.
+// errEnding says that a program failed after it had printed all results.
 var errEnding = errors.New("all results were there, but its end was bad")
 
-// turn runs h once and returns its rows, also those that came before an error.
+// turn runs h once and returns its rows, including those before an error.
 func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 	launches, err := w.launches(h, runtime.NumCPU())
 	if err != nil {
@@ -330,11 +333,10 @@ func (w *workshop) turn(ctx context.Context, h heat) ([]row, error) {
 }
 
 // run starts all commands of l and waits for them. At the deadline, on cancellation, or when one
-// fails, it kills them all with their process groups. It returns what they printed, in the order of
-// the commands.
+// fails, it kills them all with their process groups. It returns their outputs, in order.
 func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
-	// Launchers put their ranks into process groups and sessions of their own, where killing the
-	// launcher's group does not reach them.
+	// Launchers put their ranks into separate process groups and sessions, which killing the
+	// launcher's group does not reach.
 	defer proctest.KillAll()
 	ctx, cancel := context.WithTimeout(ctx, w.o.Deadline)
 	defer cancel()
@@ -368,7 +370,7 @@ func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
 	for i := range outs {
 		all = append(all, outs[i].Bytes()...)
 	}
-	// Those that were killed because another had failed are not news.
+	// Commands that were killed because another had failed are not reported.
 	var first error
 	for _, err := range errs {
 		if err != nil && (first == nil || errors.Is(first, context.Canceled)) {
@@ -381,7 +383,7 @@ func (w *workshop) run(ctx context.Context, l launch) ([]byte, error) {
 	return all, first
 }
 
-// tail is the end of what a program said, on one line.
+// tail returns the end of a program's output, on one line.
 func tail(b []byte) string {
 	s := strings.Join(strings.Fields(string(b)), " ")
 	if len(s) > 400 {
@@ -390,7 +392,7 @@ func tail(b []byte) string {
 	return s
 }
 
-// command is argv in a process group of its own, which is killed as a whole when ctx ends.
+// command returns a command in its own process group, which is killed as a whole when ctx ends.
 func command(ctx context.Context, argv []string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }

@@ -279,7 +279,7 @@ func TestReport(t *testing.T) {
 	}
 }
 
-func TestAddTakesTheFastestVariantInTheRightPlace(t *testing.T) {
+func TestAddTakesFastestVariant(t *testing.T) {
 	yes, no := true, false
 	o := options{Sizes: []int64{64}}
 	h := heat{gloo, "tcp", "allreduce", "float32", 2}
@@ -398,8 +398,8 @@ func TestRunLeavesNothing(t *testing.T) {
 		t.Skip(err)
 	}
 	w := testWorkshop(t)
-	// A rank in a session of its own, beyond the reach of its launcher's process group, and one
-	// that would go on for long; then the launcher fails.
+	// A rank in its own session, which the launcher's process group does not contain, and one that
+	// runs for long; then the launcher fails.
 	const escape = `setsid sh -c 'echo $$ >PID.tmp; mv PID.tmp PID; exec sleep 1000' & until [ -s PID ]; do :; done; cat PID; `
 	pid := filepath.Join(w.tmp, "PID")
 	out, err := w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "echo broken >&2; exit 3"},
@@ -411,7 +411,7 @@ func TestRunLeavesNothing(t *testing.T) {
 	if err := os.Remove(pid); err != nil {
 		t.Fatal(err)
 	}
-	// The same when nobody fails and the deadline, and when the caller's cancellation, ends it.
+	// The same without a failure: the deadline ends it, or the caller's cancellation.
 	w.o.Deadline = time.Second
 	out, err = w.run(t.Context(), launch{argv: [][]string{{"sh", "-c", escape + "exec sleep 1000"}}})
 	if !errors.Is(err, context.DeadlineExceeded) {
@@ -505,7 +505,7 @@ func TestCompareWithFakeTutti(t *testing.T) {
 }
 
 // Every peer that is installed computes the right thing, in every operation that it has.
-func TestPeersThatAreInstalled(t *testing.T) {
+func TestInstalledPeers(t *testing.T) {
 	if testing.Short() {
 		t.Skip("starts many processes; not with -short")
 	}

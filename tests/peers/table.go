@@ -16,7 +16,7 @@ import (
 	"text/tabwriter"
 )
 
-// A row is one line that a contestant prints. Fields it has besides are ignored.
+// A row is one line of a contestant's output. Other fields are ignored.
 type row struct {
 	Op      string  `json:"op"`
 	Dtype   string  `json:"dtype"`
@@ -31,9 +31,8 @@ type row struct {
 	Transport string `json:"transport"`
 }
 
-// parseRows takes the rows of heat h from a program's output. Lines that are not JSON objects, that
-// have no time, or that are about something else than h, or measured in the other loop than touch
-// says, are skipped.
+// parseRows returns the rows of heat h in a program's output. It skips lines that are not JSON
+// objects, that have no time, or that belong to another heat, or to another loop than touch says.
 func parseRows(out []byte, h heat, touch bool) (rows []row) {
 	sc := bufio.NewScanner(bytes.NewReader(out))
 	sc.Buffer(nil, 1<<20)
@@ -58,10 +57,10 @@ func parseRows(out []byte, h heat, touch bool) (rows []row) {
 	return rows
 }
 
-// A progression is sizes min, min*factor, … up to max.
+// A progression is the sizes min, min*factor, … up to max.
 type progression struct{ min, max, factor int64 }
 
-// progressions covers ascending sizes by as few progressions as a greedy search finds.
+// progressions covers ascending sizes by progressions, as few as a greedy search finds.
 func progressions(sizes []int64) (ps []progression) {
 	for i := 0; i < len(sizes); {
 		p, j := progression{sizes[i], sizes[i], 2}, i+1
@@ -76,8 +75,8 @@ func progressions(sizes []int64) (ps []progression) {
 	return ps
 }
 
-// A cell is where rounds of one contestant meet: a line of the table and a column. The memory limit
-// has three columns: warm, which is just "limit", "limit-cold" and "limit-cross".
+// A cell identifies the samples of one contestant: a line of the table and a column. The memory
+// limit has three columns: warm, which is just "limit", "limit-cold" and "limit-cross".
 type cell struct {
 	line
 	column string
@@ -100,9 +99,9 @@ type results struct {
 
 func newResults() *results { return &results{map[cell][]float64{}, map[cell]bool{}} }
 
-// add takes the rows of one turn. Of several rows for one cell, the fastest is the round's sample.
-// Rows in the other place (in or out of it) than was asked for count only where no row is as asked:
-// not every contestant has, or says, both.
+// add adds the rows of one turn. Of several rows for one cell, the fastest is the round's sample.
+// Rows with the other place (in or out of it) than requested count only if no row is as requested,
+// because not every contestant supports, or reports, both.
 func (s *results) add(h heat, rows []row, o options) {
 	type found struct {
 		us    float64
@@ -129,15 +128,15 @@ func (s *results) add(h heat, rows []row, o options) {
 	}
 }
 
-// fail remembers that h failed, to be shown where it has no figures.
+// fail records that h failed, for cells without figures.
 func (s *results) fail(h heat, o options) {
 	for _, size := range o.Sizes {
 		s.failed[cell{line{h.transport, h.op, h.dtype, h.ranks, size}, string(h.who)}] = true
 	}
 }
 
-// nearest finds the size that was asked for when b was measured: b itself, or the next above it,
-// since operations round down.
+// nearest returns the requested size of a measurement of b: b itself, or the next above it, since
+// operations round down.
 func nearest(b int64, sizes []int64) (int64, bool) {
 	best, ok := int64(0), false
 	for _, s := range sizes {
@@ -148,7 +147,7 @@ func nearest(b int64, sizes []int64) (int64, bool) {
 	return best, ok
 }
 
-// complete says whether rows are right and have a figure for each of sizes.
+// complete reports whether rows are right and have a figure for each of sizes.
 func complete(rows []row, sizes []int64) bool {
 	seen := map[int64]bool{}
 	for _, r := range rows {
@@ -162,8 +161,8 @@ func complete(rows []row, sizes []int64) bool {
 
 func abs(x int64) int64 { return max(x, -x) }
 
-// median of xs, which it leaves alone; the mean of the middle two if they are even in number. NaN
-// if there are none.
+// median returns the median of xs, which it does not change; the mean of the middle two for an even
+// number; NaN if there are none.
 func median(xs []float64) float64 {
 	if len(xs) == 0 {
 		return math.NaN()
@@ -172,7 +171,7 @@ func median(xs []float64) float64 {
 	return (s[(len(s)-1)/2] + s[len(s)/2]) / 2
 }
 
-// geomean of positive xs; NaN if there are none.
+// geomean returns the geometric mean of positive xs; NaN if there are none.
 func geomean(xs []float64) float64 {
 	var sum float64
 	for _, x := range xs {
@@ -181,7 +180,7 @@ func geomean(xs []float64) float64 {
 	return math.Exp(sum / float64(len(xs)))
 }
 
-// A comparison is one line of the table with its figures; zero means that there is none.
+// A comparison is one line of the table with its figures; zero stands for none.
 type comparison struct {
 	line
 	Median   map[string]float64   `json:"median_us"`
@@ -193,7 +192,7 @@ type comparison struct {
 	OfLimit  float64              `json:"of_limit,omitempty"`  // tutti-reg, else tutti / limit, warm
 }
 
-// A report is everything that was found out.
+// A report is the result of the measurement.
 type report struct {
 	Machine  string            `json:"machine"`
 	Versions map[string]string `json:"versions"`
@@ -232,7 +231,7 @@ func (s *results) report(o options) *report {
 			}
 		}
 		for column, ratio := range map[contestant]*float64{tutti: &m.Ratio, tuttiReg: &m.RatioReg} {
-			if l.Dtype != "float32" { // no peer has it: our own float32 in the same kind of memory
+			if l.Dtype != "float32" { // no peer has it: compared with Tutti's float32 in the same kind of memory
 				best, m.BestPeer = 0, ""
 				if f32 := lines[line{l.Transport, l.Op, "float32", l.Ranks, l.Bytes}]; f32 != nil {
 					best, m.BestPeer = f32.Median[string(column)], "tutti float32"
@@ -274,7 +273,7 @@ func (s *results) report(o options) *report {
 	return rep
 }
 
-// print writes the tables for a person.
+// print prints the tables.
 func (r *report) print(w io.Writer) error {
 	loop := "inputs written before and results read after each call"
 	if r.Options.Tight {

@@ -1,5 +1,5 @@
-// Command plots draws what tests/peers measured: time against size, one picture for each transport,
-// operation and number of ranks.
+// Command plots draws the results of tests/peers: time against size, one picture for each
+// transport, operation and number of ranks.
 //
 //	make bench-peers plots                                   measure, then draw
 //	go run ./tests/plots [-o docs/plots] [.build/peers.json]
@@ -33,7 +33,7 @@ import (
 	"gonum.org/v1/plot/vg/vgsvg"
 )
 
-// A report is the part of what tests/peers writes that is drawn.
+// A report is the part of the output of tests/peers that is drawn.
 type report struct {
 	Machine string `json:"machine"`
 	Rows    []row  `json:"rows"`
@@ -49,7 +49,7 @@ type row struct {
 	Median    map[string]float64 `json:"median_us"`
 }
 
-// A key is what one picture is about.
+// A key identifies a picture.
 type key struct {
 	transport, op string
 	ranks         int
@@ -65,7 +65,7 @@ func (k key) title() string {
 // A contestant is one line of a picture.
 type contestant struct {
 	column, name string
-	from         int64 // bytes from which it means something
+	from         int64 // bytes from which it is meaningful
 	color        color.RGBA
 	glyph        draw.GlyphDrawer
 	dashes       []vg.Length
@@ -76,8 +76,8 @@ type contestant struct {
 // tests/peers has the same.
 const smallestLimit = 64 << 10
 
-// ink is for all that is not a line of figures. It and the lines' colours have some 4 times the
-// luminance contrast with white and with dark pages alike; a test checks it.
+// ink is the colour of everything except lines of figures. It and the lines' colours have about 4
+// times the luminance contrast with white and with dark pages; a test checks it.
 var ink = color.RGBA{0x77, 0x7c, 0x84, 0xff}
 
 var contestants = []contestant{
@@ -142,7 +142,7 @@ func render(b []byte) (map[string][]byte, error) {
 	}
 	groups := map[key][]row{}
 	for i, r := range rep.Rows {
-		// they become names of files and places on logarithmic axes
+		// They become file names and positions on logarithmic axes.
 		if !word.MatchString(r.Transport) || !word.MatchString(r.Op) || r.Ranks < 1 || r.Bytes < 1 {
 			return nil, fmt.Errorf("row %d: %.40q of %.40q, %d ranks, %d bytes: no such measurement", i, r.Op,
 				r.Transport, r.Ranks, r.Bytes)

@@ -142,8 +142,8 @@ func TestRender(t *testing.T) {
 	}
 }
 
-// TestOneFigure: little is drawn too, and nothing is no picture.
-func TestOneFigure(t *testing.T) {
+// TestSmallReports: little is drawn too, and nothing is no picture.
+func TestSmallReports(t *testing.T) {
 	one := row{"shm", "barrier", "float32", 2, 8, map[string]float64{"tutti": 0.25}}
 	// the limit means nothing that far down
 	none := row{"shm", "broadcast", "float32", 2, 8, map[string]float64{"tutti": 0, "limit": 5}}
@@ -192,8 +192,8 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestLegible: every colour stands out from white and from dark pages.
-func TestLegible(t *testing.T) {
+// TestColoursContrast: every colour stands out from white and from dark pages.
+func TestColoursContrast(t *testing.T) {
 	luminance := func(c color.RGBA) float64 { // of WCAG 2
 		lin := func(v uint8) float64 {
 			if x := float64(v) / 255; x > 0.04045 {

@@ -1,11 +1,9 @@
-// Command report runs `go test` with -json and shows what a person wants to see of it: a line for
-// each package, the output of tests that failed, the names of tests that were skipped with their
-// reasons, and totals.
+// Command report runs `go test` with -json and prints a summary: a line for each package, the
+// output of tests that failed, the names of tests that were skipped with their reasons, and totals.
 //
 //	go run ./tests/report -- go test -count=1 ./...
 //
-// With CI=true in the environment a skipped test fails the run, unless needsGPU names it: on the
-// machine that decides, nothing else is skipped.
+// With CI=true in the environment a skipped test fails the run, unless needsGPU names it.
 package main
 
 import (
@@ -18,8 +16,8 @@ import (
 	"strings"
 )
 
-// needsGPU names the tests that may be skipped where there is no GPU, each by the path of its
-// package, a space, and its whole name. There are none yet.
+// needsGPU names the tests that may be skipped without a GPU, each by the path of its package, a
+// space, and its whole name. There are none yet.
 var needsGPU = map[string]bool{}
 
 type event struct {
@@ -29,7 +27,7 @@ type event struct {
 
 type key struct{ pkg, test string }
 
-// summary collects what the events of one run say.
+// summary collects the events of one run.
 type summary struct {
 	out                     io.Writer
 	text                    map[key]*strings.Builder
@@ -85,7 +83,7 @@ func (s *summary) add(e event) {
 	}
 }
 
-// reason is what a skipped test said last.
+// reason returns the last message of a skipped test.
 func reason(text string) string {
 	why := "no reason given"
 	for line := range strings.Lines(text) {

@@ -15,26 +15,26 @@ import (
 	"tutti/pg"
 )
 
-// handle is this rank's member of a group.
+// handle is this rank's handle on a group.
 type handle struct {
 	g     *pg.Group
 	ranks []int // of the job, by slot
-	loose bool  // it was made while something was disturbed: not all may have it
+	loose bool  // made during a disturbance: some ranks may lack it
 }
 
 func (h *handle) slot() int { return h.g.Rank() }
 
-// grow takes the slots in that the group of all ranks has by now.
+// grow adds the slots that the group of all ranks has gained.
 func (h *handle) grow() {
 	for slot := len(h.ranks); slot < h.g.Size(); slot++ {
 		h.ranks = append(h.ranks, slot)
 	}
 }
 
-// differs says whether a rank of the group calls something else in a step.
+// differs reports whether a rank of the group makes a different call in a step.
 func (s *Step) differs(h *handle) bool { return s.Alt != nil && slices.Contains(h.ranks, s.Alt.Rank) }
 
-// call is one collective of this rank: what it is called with, and what it has to give.
+// call is one collective of this rank: its arguments, and its expected result.
 type call struct {
 	name     string
 	op       Op
@@ -54,7 +54,7 @@ type call struct {
 	step     *Step
 }
 
-// lengths returns how many elements the call has in dst and src on this rank.
+// lengths returns the number of elements in dst and src on this rank.
 func (c *call) lengths() (dst, src int) {
 	me := c.h.slot()
 	sum := func(counts []int) (n int) {
@@ -92,7 +92,7 @@ func (c *call) lengths() (dst, src int) {
 	return 0, 0
 }
 
-// ragged is how many elements a gives b.
+// ragged returns the number of elements from a to b.
 func ragged(seed uint64, count, a, b int) int {
 	h := hash(seed^0x5bd1e995, a, b)
 	if h&3 == 0 {
@@ -146,7 +146,7 @@ func newCall(s *Step, seed uint64, me int, h *handle) *call {
 			c.counts = append(c.counts, ragged(seed, s.Count, me, h.ranks[slot]))
 			c.recv = append(c.recv, ragged(seed, s.Count, h.ranks[slot], me))
 		}
-		if alt != nil && c.n > 1 { // it expects another number than it is sent
+		if alt != nil && c.n > 1 { // it expects another number than is sent
 			from := (h.slot() + 1) % c.n
 			if c.recv[from] > 0 {
 				c.recv[from] = 0
@@ -167,7 +167,7 @@ func (c *call) fill(me int) {
 	c.input(me, c.src, c.dst)
 }
 
-// input writes what rank me gives into src, or into dst where that has it.
+// input writes the input of rank me to src, or to dst if the call is in place.
 func (c *call) input(me int, src, dst []byte) {
 	_, n := c.lengths()
 	switch c.op {
@@ -187,8 +187,7 @@ func (c *call) input(me int, src, dst []byte) {
 	}
 }
 
-// want writes the result that these slots, which are active, have together, into b, which has what
-// dst had before.
+// want writes the result of these active slots to b, which has the former contents of dst.
 func (c *call) want(b []byte, active []int) {
 	me := c.h.slot()
 	size := c.d.size
@@ -244,8 +243,8 @@ func (c *call) want(b []byte, active []int) {
 	}
 }
 
-// result says what is wrong with a result, "" if nothing, and which slots gave something to it. The
-// views before and after the call bound these; by is nil where the result does not tell.
+// result returns what is wrong with a result, "" if nothing, and the slots that contributed. The
+// views before and after the call bound these; by is nil if the result does not tell.
 func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by []int) {
 	want := make([]byte, len(dst))
 	try := func(active []int) string {
@@ -265,7 +264,7 @@ func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by [
 			perhaps = append(perhaps, s)
 		}
 	}
-	if c.op == AllGather { // what a slot gave that was lost meanwhile may be there, in part
+	if c.op == AllGather { // a part of a slot that was lost meanwhile may be incomplete
 		for _, s := range perhaps {
 			from, to := s*c.count*c.d.size, (s+1)*c.count*c.d.size
 			copy(was[from:to], dst[from:to])
@@ -285,7 +284,7 @@ func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by [
 		case text != "" && wrong == "":
 			wrong = text
 		case text == "" && found:
-			return "", nil // several could have given it
+			return "", nil // several sets of slots match
 		case text == "":
 			found, by = true, active
 		}
@@ -297,8 +296,8 @@ func (c *call) result(dst []byte, was []byte, after pg.View) (wrong string, by [
 		after), nil
 }
 
-// exchanged says whether everybody's result depends on everybody's data, so that it says who gave
-// something.
+// exchanged reports whether every result depends on the data of all ranks, so that it shows who
+// contributed.
 func (c *call) exchanged() bool {
 	return c.count > 0 && (c.op == AllReduce || c.op == AllGather)
 }
@@ -310,7 +309,7 @@ func (c *call) buffer(b []byte) pg.Buffer {
 	return pg.Buffer{Ptr: unsafe.Pointer(unsafe.SliceData(b)), Count: len(b) / c.d.size, DType: c.d.dtype}
 }
 
-// operation is the call for Start.
+// operation returns the call for Start.
 func (c *call) operation() pg.Operation {
 	dst, src := c.buffer(c.dst), c.buffer(c.src)
 	switch c.op {
@@ -372,8 +371,10 @@ func (c *call) block(ctx context.Context) error {
 		return number[pg.F8E4M3](ctx, c)
 	case pg.Float8E5M2:
 		return number[pg.F8E5M2](ctx, c)
+	case pg.Bool:
+		return element[bool](ctx, c)
 	}
-	return element[bool](ctx, c)
+	return c.h.g.Do(ctx, c.operation()) // a type that has come since
 }
 
 func as[T pg.Element](b []byte) []T {
@@ -415,8 +416,8 @@ func element[T pg.Element](ctx context.Context, c *call) error {
 	return c.h.g.Barrier(ctx)
 }
 
-// conduct makes a call as its part says. It is a variable of a rank so that tests of this package
-// can do it wrong.
+// conduct makes a call as its part says. It is a field of a rank so that tests of this package can
+// replace it.
 func conduct(ctx context.Context, c *call, how How) (err error) {
 	if how == Blocking && (c.op != AllReduce || c.inPlace) && (c.d.dtype != pg.Bool || !c.op.reduces()) {
 		return c.block(ctx)
@@ -431,8 +432,8 @@ func conduct(ctx context.Context, c *call, how How) (err error) {
 	return waitFor(ctx, c.work)
 }
 
-// waitFor waits for a Work twice: for a moment, which may interrupt it where it stands, and until it
-// is over or ctx ends.
+// waitFor waits for a Work twice: for a moment, which may interrupt it anywhere, and until it has
+// ended or ctx ends.
 func waitFor(ctx context.Context, w *pg.Work) error {
 	brief := time.Duration(rand.IntN(300)) * time.Microsecond
 	if rand.IntN(2) == 0 {
@@ -444,14 +445,14 @@ func waitFor(ctx context.Context, w *pg.Work) error {
 	return w.Wait(ctx)
 }
 
-// supported says whether a reduction exists.
+// supported reports whether a reduction exists.
 func supported(red pg.Reduction, dt pg.DType) bool { return kernels.Supported(red, dt) }
 
 func view(v pg.View) string {
 	return strings.ReplaceAll(fmt.Sprintf("epoch %d %v", v.Epoch, v.Active), " ", ",")
 }
 
-// within is a context of the part of a step.
+// within returns the context of the part of a step.
 func (p *Part) within(parent context.Context) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancel(parent)
 	if p.Limit > 0 {

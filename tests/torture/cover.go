@@ -9,7 +9,7 @@ import (
 )
 
 // A cover counts which combinations were tried: of an operation, the memory of its destination,
-// whether it works in place, how it is called and what disturbs it.
+// whether it works in place, how it is called and the disturbance.
 type cover struct {
 	pairs map[[2]string]int
 	ops   map[Op]int
@@ -23,7 +23,7 @@ var (
 	labels = []string{faultNone, "cancel", "deadline", "after", "mismatch", "lost", "network"}
 )
 
-// traits are what a rank's part of a step has of each dimension; "" of none.
+// traits returns a rank's part of a step in each dimension; "" for none.
 func (s *Step) traits(p *Part, together bool) [5]string {
 	t := [5]string{0: string(s.Op), 4: s.label()}
 	if s.Op.collective() && s.Op != Barrier {
@@ -62,7 +62,7 @@ func pairsOf(t [5]string, each func(k [2]string)) {
 	}
 }
 
-// score is how often the rarest pair of a step was tried.
+// score returns how often the rarest pair of a step was tried.
 func (c *cover) score(s *Step, together bool) int {
 	low := 1 << 30
 	for i := range s.Ranks {
@@ -127,7 +127,7 @@ func wanted(transport string) (all [][2]string) {
 	return all
 }
 
-// print writes what was covered, and which pairs rarely.
+// print prints the coverage, and the rare pairs.
 func (c *cover) print(w io.Writer, transport string, least int) {
 	all := wanted(transport)
 	low, total := 1<<30, 0

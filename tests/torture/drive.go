@@ -23,8 +23,8 @@ const (
 	foundPatience = 20 * time.Second  // … and the rest of one in which something was found
 )
 
-// A stage is where jobs run as processes: a store, hosts if there are several, and a process for
-// each rank, which is used for one job after the other.
+// A stage runs jobs as processes: a store, hosts if there are several, and a process for each rank,
+// which runs several jobs.
 type stage struct {
 	t         *testing.T
 	rig       *rig.Stage
@@ -35,7 +35,7 @@ type stage struct {
 	secret    string
 	jobs      int
 	members   map[int]*member
-	spares    []*member // that wait for a rank to be lost
+	spares    []*member // waiting for a rank to be lost
 	lives     map[int]int
 	events    chan event
 	hosts     int
@@ -50,7 +50,7 @@ type member struct {
 	mu     sync.Mutex
 	out    *json.Encoder
 	host   int
-	jobs   int // that it has run
+	jobs   int // number of jobs that it has run
 }
 
 type event struct {
@@ -80,7 +80,7 @@ func newStage(t *testing.T, transport, secret string) *stage {
 	return s
 }
 
-// spare is the number of a member that has none yet.
+// spare is the number of a member without a rank.
 const spare = -1
 
 // launch starts a rank's process.
@@ -123,12 +123,12 @@ func (s *stage) process(number int) *member {
 	return m
 }
 
-// known says whether the process still counts.
+// known reports whether the process is current.
 func (s *stage) known(m *member) bool {
 	return s.members[m.number] == m || slices.Contains(s.spares, m)
 }
 
-// all are the processes that count.
+// all returns the current processes.
 func (s *stage) all() []*member {
 	return slices.AppendSeq(slices.Clone(s.spares), maps.Values(s.members))
 }
@@ -136,10 +136,10 @@ func (s *stage) all() []*member {
 func (m *member) tell(o order) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.out.Encode(o) // where it is dead, its connection says so
+	m.out.Encode(o) // if it is dead, its connection fails
 }
 
-// end kills a rank's process and waits until it is gone.
+// end kills a rank's process and waits for its end.
 func (s *stage) end(m *member) {
 	syscall.Kill(m.r.PID, syscall.SIGCONT)
 	syscall.Kill(m.r.PID, syscall.SIGKILL)
@@ -158,7 +158,7 @@ func (s *stage) killAll() {
 	}
 }
 
-// A session is a job that runs.
+// A session is a running job.
 type session struct {
 	s     *stage
 	job   Job
@@ -168,7 +168,7 @@ type session struct {
 	later map[int]bool       // ranks that have not come yet
 	progs int
 
-	faults sync.WaitGroup // that are under way
+	faults sync.WaitGroup // under way
 }
 
 // start starts a job.
@@ -176,7 +176,7 @@ func (s *stage) start(job Job) (*session, *Finding) {
 	s.jobs++
 	x := &session{s: s, job: job, first: map[int]*rig.Usage{}, gone: map[int]bool{}, later: map[int]bool{}}
 	x.setup = setup{Job: job, Name: fmt.Sprintf("torture-%d", s.jobs), Store: s.address, Secret: s.secret}
-	for number, m := range s.members { // a process that has seen much makes room for a new one
+	for number, m := range s.members { // a process that has run many jobs is replaced
 		if number >= job.Ranks-job.Later || m.jobs >= 40 {
 			s.end(m)
 		}
@@ -203,14 +203,14 @@ func (s *stage) start(job Job) (*session, *Finding) {
 	return x, f
 }
 
-// tell has a process join the job, at once or by the program.
+// tell makes a process join the job, at once or as the program says.
 func (x *session) tell(m *member, late bool) {
 	own := x.setup
 	own.Number, own.Late = m.number, late
 	m.tell(order{Setup: &own})
 }
 
-// stock has as many processes stand by as the job is to have.
+// stock starts as many standby processes as the job needs.
 func (x *session) stock() {
 	for len(x.s.spares) < x.job.Standby {
 		m := x.s.process(spare)
@@ -264,7 +264,7 @@ func (x *session) died(m *member, during string) *Finding {
 	return f
 }
 
-// stacks has all ranks print what they do.
+// stacks makes all ranks print their stacks.
 func (x *session) stacks() string {
 	var text strings.Builder
 	for _, m := range x.s.all() {
@@ -276,10 +276,10 @@ func (x *session) stacks() string {
 	return text.String()
 }
 
-// ours are the stacks that have to do with us.
+// ours selects the stacks of our packages.
 func ours(text string) string {
 	var b strings.Builder
-	for _, whose := range []string{"tutti/tests/torture.(*rank)", "tutti/"} { // what the rank does comes first
+	for _, whose := range []string{"tutti/tests/torture.(*rank)", "tutti/"} { // the rank's own goroutine comes first
 		for block := range strings.SplitSeq(text, "\n\n") {
 			if rank := strings.Contains(block, "tutti/tests/torture.(*rank)"); strings.Contains(block, whose) &&
 				(rank == (whose != "tutti/")) && b.Len() < 20000 {
@@ -290,14 +290,14 @@ func ours(text string) string {
 	return b.String()
 }
 
-// Result is what became of a program.
+// Result is the result of a program.
 type Result struct {
 	Findings []Finding
 	Ops      int
 	Errors   map[string]int
 	Slow     []string       // calls
 	Faults   map[string]int // that happened, by kind
-	Lost     bool           // the job cannot go on
+	Lost     bool           // the job cannot continue
 }
 
 func (res *Result) find(f *Finding) {
@@ -305,7 +305,7 @@ func (res *Result) find(f *Finding) {
 	res.Lost = true
 }
 
-// A course is how far a program is that runs on a job.
+// A course is the progress of a program on a job.
 type course struct {
 	*session
 	p       *Program
@@ -314,20 +314,20 @@ type course struct {
 	gates   map[int]Gate
 	phase   phase
 	running int             // faults
-	done    chan string     // faults that are over
+	done    chan string     // faults that have ended
 	began   map[int]bool    // faults, by their place in the program
-	doomed  map[int]bool    // ranks whose end is on purpose
-	asked   map[*member]int // faults that a rank is to do
+	doomed  map[int]bool    // ranks that are ended on purpose
+	asked   map[*member]int // number of faults that a rank has to inject
 	found   map[int][]Finding
-	back    *order // for those who come in again
+	back    *order // for ranks that join again
 }
 
-// phase is what the ranks that have come to their gates wait for.
+// phase is what the ranks at their gates wait for.
 type phase int
 
 const (
 	faultsOver phase = iota // the end of all faults
-	recovered               // that all know who goes on
+	recovered               // all know which ranks remain
 	joined                  // the end of the faults while others join
 )
 
@@ -380,7 +380,7 @@ func (x *session) run(p *Program) *Result {
 	return res
 }
 
-// hear takes what a process says, or its end.
+// hear handles a message of a process, or its end.
 func (c *course) hear(m *member, n news, err error) {
 	switch {
 	case err != nil && c.doomed[m.number]:
@@ -411,7 +411,7 @@ func (c *course) hear(m *member, n news, err error) {
 		c.reports[m.number] = n.Report
 	case n.Error != "":
 		c.res.find(&Finding{Kind: "error", Rank: m.number, Text: n.Error})
-	case n.Slot != nil: // one that stood by has come in
+	case n.Slot != nil: // a standby process has joined
 		if c.back == nil || c.s.members[*n.Slot] != nil {
 			c.res.find(&Finding{Kind: "error", Rank: *n.Slot,
 				Text: "a process on standby came in where nobody was lost"})
@@ -426,7 +426,7 @@ func (c *course) hear(m *member, n news, err error) {
 	}
 }
 
-// lost is the end of a process that was to end.
+// lost handles an expected end of a process.
 func (c *course) lost(m *member) {
 	m.p.Wait()
 	m.conn.Close()
@@ -435,13 +435,13 @@ func (c *course) lost(m *member) {
 	delete(c.gates, m.number)
 	c.gone[m.number] = true
 	c.running -= 1 + c.asked[m]
-	if c.phase == joined { // the next one is to come in
+	if c.phase == joined { // its successor has to join
 		c.replace()
 	}
 	c.check()
 }
 
-// begin begins a fault, unless that has begun or cannot be.
+// begin begins a fault, unless it has begun or is impossible.
 func (c *course) begin(i int, f Fault, at *member) {
 	if c.began[i] {
 		return
@@ -469,7 +469,7 @@ func (c *course) begin(i int, f Fault, at *member) {
 	c.faults.Go(func() { c.inject(f, v, at, c.done) })
 }
 
-// check opens the gates when all ranks that live have come to theirs.
+// check opens the gates when all live ranks have come to theirs.
 func (c *course) check() {
 	if c.running > 0 || len(c.gates)+len(c.gone) < c.job.Ranks || len(c.gates) == 0 {
 		return
@@ -506,7 +506,7 @@ func (c *course) check() {
 		c.replace()
 		for i, f := range c.p.Faults {
 			if f.Joining && f.Step == step && len(to.Back) > 0 {
-				if f.Kind == "kill" { // one that comes in
+				if f.Kind == "kill" { // a rank that joins
 					f.Victim = to.Back[f.Victim%len(to.Back)]
 				}
 				c.begin(i, f, nil)
@@ -520,7 +520,7 @@ func (c *course) check() {
 	clear(c.gates)
 }
 
-// replace starts new processes for ranks that are gone, or lets those on standby come in.
+// replace starts new processes for ranks that are gone, or lets those on standby join.
 func (c *course) replace() {
 	waiting := len(c.s.spares)
 	for _, number := range slices.Sorted(maps.Keys(c.gone)) {
@@ -539,7 +539,7 @@ func (c *course) replace() {
 	clear(c.gone)
 }
 
-// mend ends what faults may still do to the network and the store.
+// mend ends the effects of faults on the network and the store.
 func (s *stage) mend() {
 	s.store.Signal(syscall.SIGCONT)
 	if s.net != nil {
@@ -547,7 +547,7 @@ func (s *stage) mend() {
 	}
 }
 
-// judge compares what ranks say that they have to say alike, and what they hold.
+// judge compares the facts on which ranks have to agree, and their resources.
 func judge(res *Result, reports map[int]*Report, x *session) {
 	facts := map[string]int{}
 	var numbers []int
@@ -594,7 +594,7 @@ func judge(res *Result, reports map[int]*Report, x *session) {
 	}
 }
 
-// inject has a fault happen.
+// inject injects a fault.
 func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 	s := x.s
 	time.Sleep(f.After)
@@ -609,7 +609,7 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 		syscall.Kill(pid, syscall.SIGCONT)
 	case "evict":
 		at.tell(order{Evict: &f.Victim})
-		return // it says when it has done it
+		return // it reports when it is done
 	case "leave": // the rank does it itself
 	case "store":
 		s.store.Signal(syscall.SIGSTOP)
@@ -637,7 +637,7 @@ func (x *session) inject(f Fault, v, at *member, done chan<- string) {
 	done <- f.Kind
 }
 
-// finish ends the job. Processes go on to the next.
+// finish ends the job. Processes continue with the next.
 func (x *session) finish() *Finding {
 	all := x.s.all()
 	for _, m := range all {

@@ -7,24 +7,24 @@ import (
 	"strings"
 	"time"
 
+	"tutti/kernels"
 	"tutti/pg"
 )
 
-// maxRanks is how many ranks a job has at most: for these the averages of whole numbers are whole
-// numbers (see newDatum).
+// maxRanks bounds the ranks of a job: for these numbers averages of integers are integers (see
+// newDatum).
 const maxRanks = 5
 
 // generator makes jobs and programs from a seed.
 type generator struct {
 	rnd       *rand.Rand
 	transport string
-	faults    float64 // how many programs have faults from outside
+	faults    float64 // share of programs with faults from outside
 	cov       *cover
 	avoid     string
 }
 
-// avoids says whether programs are not to have something, which is named; for as long as what it
-// finds is known.
+// avoids reports whether programs must not have the named feature, because its findings are known.
 func (g *generator) avoids(what string) bool {
 	return slices.Contains(strings.Split(g.avoid, ","), what)
 }
@@ -34,7 +34,7 @@ func newGenerator(seed uint64, transport string, faults float64) *generator {
 		cov: newCover()}
 }
 
-// chance is true with probability p.
+// chance returns true with probability p.
 func (g *generator) chance(p float64) bool { return g.rnd.Float64() < p }
 
 func pick[T any](g *generator, of ...T) T { return of[g.rnd.IntN(len(of))] }
@@ -49,7 +49,7 @@ func (g *generator) job() Job {
 	}
 	j.Uniform, j.AutoAdmit = g.chance(0.2) && !g.avoids("uniform"), g.chance(0.2)
 	if g.chance(0.5) {
-		j.Algorithm = pick(g, "direct", "direct", "flat", "twoshot", "pairwise", "doubling", "halving", "ring",
+		j.Algorithm = pick(g, "loadstore", "loadstore", "oneshot", "twoshot", "pairwise", "doubling", "halving", "ring",
 			"tree", "chain", "bruck", "dissemination", "hierarchical")
 	}
 	if g.chance(0.05) {
@@ -58,7 +58,7 @@ func (g *generator) job() Job {
 	if g.transport == "inproc" || g.faults == 0 {
 		return j
 	}
-	switch n := g.rnd.IntN(100); { // things that go with some kinds of faults only
+	switch n := g.rnd.IntN(100); { // features that only some kinds of faults allow
 	case n < 12 && !g.avoids("evicts"):
 		j.OnTimeout = pick(g, pg.TimeoutEvicts, pg.TimeoutEvictsAlone)
 	case n < 24 && j.Ranks > 2 && !g.avoids("grow"):
@@ -69,15 +69,15 @@ func (g *generator) job() Job {
 	return j
 }
 
-// making is a program that is being made.
+// making is a program under construction.
 type making struct {
 	*generator
 	job   Job
 	p     *Program
-	order []int // numbers of the subgroups that there are
+	order []int // numbers of the existing subgroups
 	next  int
 	heavy bool   // they are long, on registered memory
-	cause Causes // what steps that are made now may feel
+	cause Causes // disturbances that new steps may feel
 }
 
 // program makes a program of at least 30 operations.
@@ -112,7 +112,7 @@ func (g *generator) program(job Job) *Program {
 
 func (m *making) add(s Step) { m.p.Steps = append(m.p.Steps, s) }
 
-// group is a group at random: most often that of all ranks.
+// group returns a random group: most often that of all ranks.
 func (m *making) group() int {
 	if len(m.order) == 0 || m.chance(0.6) {
 		return 0
@@ -120,7 +120,7 @@ func (m *making) group() int {
 	return pick(m.generator, m.order...)
 }
 
-// parts makes every rank's way alike in nothing.
+// parts makes the parts of all ranks different.
 func (m *making) parts(s *Step, started bool) {
 	mems := mems
 	if m.avoids("alloc") {
@@ -140,12 +140,11 @@ func (m *making) parts(s *Step, started bool) {
 	}
 }
 
-var dtypes = []pg.DType{pg.Int8, pg.Int16, pg.Int32, pg.Int64, pg.Uint8, pg.Uint16, pg.Uint32, pg.Uint64,
-	pg.Float32, pg.Float64, pg.Float16, pg.BFloat16, pg.Float8E4M3, pg.Float8E5M2, pg.Bool}
+var dtypes = kernels.DTypes()
 
 var reductions = []pg.Reduction{pg.Sum, pg.Sum, pg.Product, pg.Min, pg.Max, pg.Avg, pg.BitAnd, pg.BitOr, pg.BitXor}
 
-// count is a number of elements of a type; for n ranks they fit into the memory.
+// count returns a number of elements of a type; for n ranks they fit into the memory.
 func (m *making) count(dt pg.DType, parts int) int {
 	size := dt.Size()
 	most := m.job.Pool / 4 / size / parts
@@ -157,7 +156,7 @@ func (m *making) count(dt pg.DType, parts int) int {
 		n = 1 + m.rnd.IntN(16)
 	case 4, 5, 6:
 		n = 1 + m.rnd.IntN(1000)
-	case 7, 8, 9, 10: // about where memory is mapped
+	case 7, 8, 9, 10: // around the size from which memory is mapped
 		n = (16<<10)/size/parts + m.rnd.IntN(65) - 32
 	case 11, 12, 13:
 		n = ((16 << 10) + m.rnd.IntN(64<<10)) / size / parts
@@ -172,7 +171,7 @@ func (m *making) count(dt pg.DType, parts int) int {
 	return min(max(n, 0), most)
 }
 
-// collective makes a collective, the one of a few that was tried least.
+// collective makes a collective: of a few candidates the least tried one.
 func (m *making) collective(group int, started, together bool) Step {
 	var best Step
 	low := -1
@@ -218,8 +217,8 @@ func (m *making) collective(group int, started, together bool) Step {
 	return best
 }
 
-// again adds the latest collective once more, or twice, as programs repeat themselves, but for one
-// thing perhaps: what was kept of the first must not be taken for what is like it in the rest.
+// again repeats the latest collective once or twice, like loops in programs, possibly with one
+// difference: state that was kept of the first must not be used for a similar one.
 func (m *making) again() {
 	for range 1 + m.rnd.IntN(2) {
 		i := len(m.p.Steps) - 1
@@ -254,8 +253,8 @@ func (m *making) again() {
 	}
 }
 
-// flood adds a long collective three times, with ranks that come late to it. The links to these are full, so
-// that who does not wait for long is interrupted within a message.
+// flood adds a long collective three times, to which some ranks come late. Their links are full, so
+// that a rank with a short wait is interrupted within a message.
 func (m *making) flood() {
 	s := Step{Op: pick(m.generator, AllToAll, AllToAll, AllToAll, AllGather, Broadcast, AllReduce), Group: m.group(),
 		DType: pick(m.generator, pg.Uint8, pg.Int32, pg.Float32), Red: pg.Sum, Root: m.rnd.IntN(8)}
@@ -278,10 +277,10 @@ func (m *making) flood() {
 	}
 }
 
-// has says whether there is a group.
+// has reports whether a group exists.
 func (m *making) has(group int) bool { return group == 0 || slices.Contains(m.order, group) }
 
-// split makes a Split of a group. It is noted unless it is disturbed.
+// split makes a Split of a group. It is recorded unless it is disturbed.
 func (m *making) split(of int) Step {
 	s := Step{Op: Split, Group: of, New: m.next}
 	m.next++
@@ -310,7 +309,7 @@ func (m *making) forget(group int) {
 
 func (m *making) forgetAll() { m.order = nil }
 
-// clean adds a step that nothing disturbs.
+// clean adds an undisturbed step.
 func (m *making) clean() {
 	switch n := m.rnd.IntN(100); {
 	case n < 52:
@@ -367,8 +366,8 @@ func (m *making) lasts() (parts []Part) {
 	return parts
 }
 
-// together makes a step of several groups at the same time. If nothing disturbs it, it may be
-// preceded by a Split.
+// together makes a step of several groups at the same time. If it is undisturbed, a Split may
+// precede it.
 func (m *making) together() Step {
 	if len(m.order) == 0 && m.cause == 0 {
 		s := m.split(0)
@@ -407,7 +406,7 @@ func (m *making) message(group, most int) Step {
 	return s
 }
 
-// moment is a short time, which most often is about as long as a collective.
+// moment returns a short time, usually about that of a collective.
 func (m *making) moment() time.Duration {
 	return time.Duration(m.rnd.IntN(pick(m.generator, 20, 100, 500, 3000)))*time.Microsecond + 1
 }
@@ -486,7 +485,7 @@ func (m *making) cancel() {
 	}
 }
 
-// spoil has contexts of a step end, one at least if so told.
+// spoil makes contexts of a step end, at least one if one is set.
 func (m *making) spoil(s *Step, one bool) {
 	victim := m.rnd.IntN(m.job.Ranks)
 	deadline := m.chance(0.4)
@@ -510,7 +509,7 @@ func (m *making) spoil(s *Step, one bool) {
 	}
 }
 
-// differ adds a step that one rank calls otherwise, and one after which all know.
+// differ adds a step that one rank calls differently, and one after which all know that.
 func (m *making) differ() {
 	m.cause = Differing
 	defer func() { m.cause = 0 }()
@@ -551,7 +550,7 @@ func (m *making) differ() {
 	}
 }
 
-// altSupported says whether the call of the rank that differs exists.
+// altSupported reports whether the call of the rank that differs exists.
 func (s *Step) altSupported() bool {
 	if !s.Op.reduces() {
 		return s.Alt.What == "dtype"
@@ -598,7 +597,7 @@ func (m *making) outside() {
 	if m.transport != "shm" {
 		kinds = append(kinds, "part", "part", "deafen")
 	}
-	if m.job.Standby > 0 { // any other rank that is lost would come back for its place
+	if m.job.Standby > 0 { // any other lost rank would come back and take its place
 		kinds = []string{"kill"}
 	}
 	net := false
@@ -641,8 +640,8 @@ func (m *making) outside() {
 	m.add(Step{Op: Heal})
 }
 
-// joining is a fault while those come in who were lost before the Heal at a step: so short that no
-// operation may fail by it, or the end of one that comes in.
+// joining returns a fault during the joining of the ranks that were lost before the Heal at a step:
+// short enough not to fail an operation, or the end of a joining rank.
 func (m *making) joining(step int) Fault {
 	kinds := []string{"kill", "kill", "stop", "store"}
 	if m.slows() {
@@ -655,12 +654,12 @@ func (m *making) joining(step int) Fault {
 	return f
 }
 
-// slows says whether hosts can have a slow link.
+// slows reports whether hosts can have a slow link.
 func (g *generator) slows() bool {
 	return (g.transport == "tcp" || g.transport == "hosts") && !g.avoids("slow")
 }
 
-// slow is a link that is slow and loses frames for a while, at a step.
+// slow returns a fault: a link that is slow and loses frames for a while, at a step.
 func (m *making) slow(step int) Fault {
 	return Fault{Step: step, At: m.rnd.IntN(m.job.Ranks), After: m.moment(), Kind: "slow",
 		Victim: m.rnd.IntN(m.job.Ranks), For: time.Duration(20+m.rnd.IntN(2000)) * time.Millisecond,

@@ -11,7 +11,7 @@ import (
 	"tutti/pg"
 )
 
-// localGuide is nobody: ranks of one process have no faults from outside.
+// localGuide is the guide of ranks of one process, which have no faults from outside.
 type localGuide struct {
 	hang chan Finding
 }
@@ -29,8 +29,8 @@ func (l localGuide) Hang(f Finding) {
 	}
 }
 
-// runLocal runs programs on ranks of this process. Each has a job of its own: such groups do not
-// recover.
+// runLocal runs programs on ranks of this process. Each has a job of its own, because such groups
+// do not recover.
 func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, how How) error) *Result {
 	res := &Result{Errors: map[string]int{}, Faults: map[string]int{}}
 	groups, err := pg.Local(job.Ranks,
@@ -57,12 +57,12 @@ func runLocal(job Job, p *Program, conduct func(ctx context.Context, c *call, ho
 		wg.Go(func() {
 			r.enter(g)
 			own := *p
-			if own.Seed%16 == 0 { // the process is everybody's
+			if own.Seed%16 == 0 { // all ranks share the process
 				own.Seed++
 			}
 			rep := r.run(&own, 0, nil)
 			ran.Done()
-			ran.Wait() // a rank that is done leaves none behind that is not
+			ran.Wait() // waits for all ranks
 			r.leave()
 			r.close()
 			r.unmap()

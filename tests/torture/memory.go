@@ -10,15 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A pool is memory that buffers of operations are taken from. What no operation owns has a pattern,
-// which is looked at before it is used again and when a program ends: so a store after an operation
-// has returned, or beside its buffer, is found.
+// A pool is memory from which buffers of operations are taken. Free memory has a pattern, which is
+// checked before it is used again and when a program ends: this detects stores after an operation
+// has returned, or outside its buffer.
 type pool struct {
 	name string
 	mem  []byte
 	held []*buffer // oldest first: in use, or left alone since they were returned
 	next int
-	end  int // where buffers end; what follows is touched by another
+	end  int // where buffers end; another goroutine stores to the rest
 }
 
 // buffer is a part of a pool.
@@ -27,7 +27,7 @@ type buffer struct {
 	at, n  int // with red zones on both sides, which are in [from, to)
 	from   int
 	to     int
-	owner  string // for who reads a finding
+	owner  string // for findings
 	active bool
 }
 
@@ -43,7 +43,7 @@ const (
 	touchSize = 4096
 )
 
-// pattern is what unused memory has, from a place that is a multiple of its length on.
+// pattern is the contents of unused memory, from an offset that is a multiple of its length on.
 var pattern = func() []byte {
 	b := make([]byte, 4096)
 	for i := range b {
@@ -58,7 +58,7 @@ func newPool(name string, mem []byte) *pool {
 	return p
 }
 
-// paint fills b, which begins at a place of its pool.
+// paint fills b, which begins at offset at of its pool.
 func paint(b []byte, at int) {
 	for len(b) > 0 {
 		n := copy(b, pattern[at%len(pattern):])
@@ -66,8 +66,7 @@ func paint(b []byte, at int) {
 	}
 }
 
-// painted returns the first place at which [from, to) does not have the pattern, -1 if there is
-// none.
+// painted returns the first offset at which [from, to) does not have the pattern, or -1.
 func (p *pool) painted(from, to int) int {
 	for from < to {
 		want := pattern[from%len(pattern):]
@@ -84,7 +83,7 @@ func (p *pool) painted(from, to int) int {
 	return -1
 }
 
-// take returns n bytes at a place that is skew above a multiple of 64, nil if there is no room.
+// take returns n bytes at an offset that is skew above a multiple of 64, nil if there is no room.
 func (p *pool) take(n, skew int, owner string) (*buffer, error) {
 	need := redZone + skew + (n+63)/64*64 + redZone
 	if need > p.end {
@@ -137,7 +136,7 @@ func (p *pool) claim(b *buffer) error {
 	return bad
 }
 
-// giveBack paints a buffer that no operation owns any more.
+// giveBack paints a buffer that belongs to no operation any more.
 func (p *pool) giveBack(b *buffer) {
 	b.active = false
 	paint(b.bytes(), b.at)
@@ -153,7 +152,7 @@ func (p *pool) look(o *buffer) error {
 	return nil
 }
 
-// A StoreError says that memory was written that no operation owned.
+// A StoreError says that memory was written that belongs to no operation.
 type StoreError struct{ Text string }
 
 func (e *StoreError) Error() string { return e.Text }
@@ -165,7 +164,7 @@ func (p *pool) stored(at int) error {
 			n++
 		}
 	}
-	who := "nobody's"
+	who := "outside of all buffers"
 	for _, o := range p.held {
 		if at >= o.from && at < o.to {
 			who = fmt.Sprintf("the buffer of %s, returned", o.owner)
@@ -178,7 +177,7 @@ func (p *pool) stored(at int) error {
 		p.name, at, len(p.mem), who, n, p.mem[at:min(at+8, len(p.mem))])}
 }
 
-// check looks at the whole pool.
+// check checks the whole pool.
 func (p *pool) check() error {
 	from := 0
 	var err error
@@ -202,7 +201,7 @@ func (p *pool) check() error {
 	return err
 }
 
-// guarded returns n bytes whose end is the end of a page, before one that must not be touched.
+// guarded returns n bytes that end at the end of a page, before an inaccessible one.
 func guarded(n int) ([]byte, error) {
 	n = (n + 4095) / 4096 * 4096
 	mem, err := unix.Mmap(-1, 0, n+4096, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)

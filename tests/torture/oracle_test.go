@@ -126,7 +126,7 @@ func TestLateCallIsReported(t *testing.T) {
 	}
 }
 
-func TestCallThatDoesNotReturnIsReported(t *testing.T) {
+func TestHungCallIsReported(t *testing.T) {
 	said, end := make(chan string, 1), make(chan struct{})
 	w := newWatch(0, 0, func(text string) { said <- text; close(end) })
 	defer w.close()

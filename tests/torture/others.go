@@ -157,7 +157,7 @@ func (r *rank) abort(ctx context.Context, s *Step, h *handle) {
 	r.drop(s.Group)
 }
 
-// argument makes a call that is wrong by itself.
+// argument makes an invalid call.
 func (r *rank) argument(ctx context.Context, s *Step, h *handle) {
 	n := h.g.Size()
 	x := make([]float32, 8*n)
@@ -203,7 +203,7 @@ func (r *rank) argument(ctx context.Context, s *Step, h *handle) {
 	}
 }
 
-// recovery bounds how long recovering may take, and coming in.
+// recovery bounds the time of recovering, and of joining.
 const recovery = 25 * time.Second
 
 // heal ends a disturbance.
@@ -240,7 +240,7 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 		}
 	}
 	h := r.groups[0]
-	if h == nil { // it could not come in again, and has said so
+	if h == nil { // it could not join again, and has reported that
 		return
 	}
 	for _, f := range later {
@@ -258,9 +258,9 @@ func (r *rank) heal(ctx context.Context, s *Step) {
 	r.gather(ctx, h.g, to, false)
 }
 
-// outlast goes on with operations of all ranks, as a program does, until all faults from outside
-// are over and all members know it. Whoever waited outside of any call would keep those who need it
-// for going on. It reports false where this rank is no member any more.
+// outlast runs operations of all ranks, like a program, until all faults from outside have ended
+// and all members know it. A rank that waited outside of calls would delay ranks that need it. It
+// returns false if this rank is no longer a member.
 func (r *rank) outlast(ctx context.Context, s *Step) bool {
 	over := make(chan struct{})
 	go func() {
@@ -306,7 +306,7 @@ func (r *rank) outlast(ctx context.Context, s *Step) bool {
 	}
 }
 
-// goesOn says whether the group goes on by itself after an error, without Recover.
+// goesOn reports whether the group continues after an error without Recover.
 func (r *rank) goesOn(err error) bool {
 	var lost *pg.RankError
 	var late *pg.TimeoutError
@@ -319,7 +319,7 @@ func (r *rank) goesOn(err error) bool {
 	return r.job.OnTimeout != pg.TimeoutReports && errors.As(err, &late) && errors.Is(late, context.DeadlineExceeded)
 }
 
-// comeBack has a rank that is no member any more come in again, where the others are by then.
+// comeBack makes a rank that is no longer a member join again, at the step of the others.
 func (r *rank) comeBack(ctx context.Context, to Go) {
 	old := r.groups[0]
 	for _, id := range r.ids() {
@@ -341,7 +341,7 @@ func (r *rank) comeBack(ctx context.Context, to Go) {
 			g, err = r.join(jctx)
 		}
 		for to.Rough && r.job.OnFailure == pg.Report && errors.As(err, new(*pg.RankError)) && jctx.Err() == nil {
-			g, err = r.join(jctx) // another was lost meanwhile: Report says so to those who come in, too
+			g, err = r.join(jctx) // another rank was lost meanwhile: with Report, joining fails too
 		}
 		return err
 	})
@@ -354,7 +354,7 @@ func (r *rank) comeBack(ctx context.Context, to Go) {
 	r.gather(ctx, g, to, true)
 }
 
-// gather lets in who waits, until all are there.
+// gather admits waiting ranks until all are there.
 func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 	if len(to.Back) == 0 {
 		return
@@ -428,8 +428,8 @@ func (r *rank) gather(ctx context.Context, g *pg.Group, to Go, fresh bool) {
 	r.fact(fmt.Sprintf("%d gathered", r.now), "%s", view(g.View()))
 }
 
-// gatherRough is gather while some of those are lost who come in, and come again. After an error
-// ranks go on with the same operation, whether they have recovered or were taken on.
+// gatherRough is gather while some of the joining ranks are lost, and join again. After an error
+// ranks continue with the same operation, whether they have recovered or continued.
 func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bool) {
 	over := make(chan struct{})
 	go func() {
@@ -441,11 +441,11 @@ func (r *rank) gatherRough(ctx context.Context, g *pg.Group, all []int, fresh bo
 	defer cancel()
 	admit := !fresh
 	may := Lost
-	if !r.job.Uniform { // who has the result of an operation that failed elsewhere goes on with another
+	if !r.job.Uniform { // a rank with the result of an operation that failed elsewhere continues with another one
 		may |= Differing
 	}
 	for {
-		x := make([]uint8, len(all)+1) // who is here, and how many know that all faults are over
+		x := make([]uint8, len(all)+1) // the ranks that are here, and how many know that all faults have ended
 		x[slices.Index(all, r.me)] = 1
 		select {
 		case <-over:

@@ -17,14 +17,14 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// order is what a rank's process is told.
+// order is a message to a rank's process.
 type order struct {
 	Setup   *setup   `json:",omitempty"` // join a job
 	Program *Program `json:",omitempty"` // run it
-	From    int      `json:",omitempty"` // from this step on, …
-	Back    *Go      `json:",omitempty"` // … coming in
+	From    int      `json:",omitempty"` // from this step on
+	Back    *Go      `json:",omitempty"` // after joining again
 	Go      *Go      `json:",omitempty"` // through the gate
-	Evict   *int     `json:",omitempty"` // that rank, at once
+	Evict   *int     `json:",omitempty"` // evict that rank, at once
 	End     bool     `json:",omitempty"` // of the job
 }
 
@@ -36,27 +36,27 @@ type setup struct {
 	Late          bool // the job is running: join by the program
 }
 
-// news is what it tells.
+// news is a message of a rank's process.
 type news struct {
 	Ready  bool       `json:",omitempty"` // it has joined
-	Error  string     `json:",omitempty"` // it has not; or, with Did, what Evict said
+	Error  string     `json:",omitempty"` // joining failed or, with Did, the error of Evict
 	At     *int       `json:",omitempty"`
 	Gate   *Gate      `json:",omitempty"`
-	Slot   *int       `json:",omitempty"` // it stood by, and is this rank now
-	Did    bool       `json:",omitempty"` // what it was told to do at once
-	Found  *Finding   `json:",omitempty"` // at once: the program goes on, but need not come to its end
+	Slot   *int       `json:",omitempty"` // it was on standby, and is this rank now
+	Did    bool       `json:",omitempty"` // an order to be carried out at once was
+	Found  *Finding   `json:",omitempty"` // at once: the program continues, but need not come to its end
 	Hang   *Finding   `json:",omitempty"`
 	Report *Report    `json:",omitempty"`
 	Ended  *rig.Usage `json:",omitempty"`
 }
 
 const (
-	lease  = 4 * time.Second // how long a rank that says nothing counts as alive: the machine may be busy
+	lease  = 4 * time.Second // how long a silent rank counts as alive: the machine may be busy
 	window = lease + 500*time.Millisecond
 )
 
 func (s *setup) config(me int) pg.Config {
-	secret, _ := bootstrap.ParseSecret(s.Secret) // Join says what is wrong with none
+	secret, _ := bootstrap.ParseSecret(s.Secret) // Join returns the error
 	return pg.Config{Size: s.Job.Ranks - s.Job.Later, MaxSize: s.Job.Ranks, Rank: me,
 		Job: s.Name, StoreAddr: s.Store, Secret: secret, Transport: s.Job.transport(), Algorithm: s.Job.Algorithm,
 		Timeout: s.Job.Timeout, OnTimeout: s.Job.OnTimeout, OnFailure: s.Job.OnFailure, Uniform: s.Job.Uniform,
@@ -95,7 +95,7 @@ func (p *player) Found(f Finding) { p.say(news{Found: &f}) }
 
 func (p *player) Hang(f Finding) { p.say(news{Hang: &f}) }
 
-// Play is a rank's process.
+// Play runs a rank's process.
 func Play(out *json.Encoder, in *json.Decoder) int {
 	p := &player{out: out, gates: make(chan Go, 4)}
 	orders := make(chan order, 4)
@@ -181,9 +181,9 @@ func Play(out *json.Encoder, in *json.Decoder) int {
 	return 0
 }
 
-// A standby is a process that waits for a rank to be lost, in Join.
+// A standby is a process that waits in Join for a rank to be lost.
 type standby struct {
-	came   chan *pg.Group // into which it has come
+	came   chan *pg.Group // receives the group after it has joined
 	cancel context.CancelFunc
 	over   chan struct{}
 }
@@ -215,7 +215,7 @@ func (s *standby) end() {
 	<-s.over
 }
 
-// typed says whether an error is one of those that package pg promises.
+// typed reports whether an error is one that package pg promises.
 func typed(err error) bool {
 	var lost *pg.RankError
 	var late *pg.TimeoutError

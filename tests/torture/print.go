@@ -10,7 +10,7 @@ import (
 	"tutti/pg"
 )
 
-// source prints a job and its programs as a Go test for this package, which runs them again.
+// source prints a job and its programs as a Go test of this package that runs them again.
 func source(name string, job Job, programs []*Program, comment string) string {
 	var b strings.Builder
 	fmt.Fprintf(&b,
@@ -32,8 +32,7 @@ func source(name string, job Job, programs []*Program, comment string) string {
 	return string(out)
 }
 
-// literal writes a value as Go does, without the fields that are zero and those that normalize
-// fills in.
+// literal prints a value as Go source, without zero fields and those that normalize sets.
 func literal(v reflect.Value) string {
 	switch x := v.Interface().(type) {
 	case time.Duration:
@@ -80,6 +79,9 @@ func literal(v reflect.Value) string {
 	case reflect.String:
 		return fmt.Sprintf("%q", v.String())
 	}
+	if dt, ok := v.Interface().(pg.DType); ok {
+		return "pg." + strings.TrimPrefix(dt.GoString(), "kernels.")
+	}
 	if v.CanInt() || v.CanUint() {
 		if name, ok := v.Interface().(fmt.Stringer); ok && strings.HasSuffix(t.PkgPath(), "kernels") ||
 			t.Name() == "OnFailure" {
@@ -94,7 +96,7 @@ func literal(v reflect.Value) string {
 	return fmt.Sprint(v.Interface())
 }
 
-// names are the operations as Go source has them.
+// names are the operations' names in Go source.
 var names = func() (all []struct {
 	op   Op
 	name string
@@ -122,21 +124,17 @@ var names = func() (all []struct {
 	return all
 }()
 
-// pgNames are the constants of package pg that a program has.
+// pgNames are the constants of package pg in programs, except for the data types.
 var pgNames = []struct {
 	name  string
 	value any
 }{
-	{"Int8", pg.Int8}, {"Int16", pg.Int16}, {"Int32", pg.Int32}, {"Int64", pg.Int64}, {"Uint8",
-		pg.Uint8}, {"Uint16", pg.Uint16}, {"Uint32", pg.Uint32}, {"Uint64", pg.Uint64},
-	{"Float32", pg.Float32}, {"Float64", pg.Float64}, {"Float16", pg.Float16}, {"BFloat16",
-		pg.BFloat16}, {"Float8E4M3", pg.Float8E4M3}, {"Float8E5M2", pg.Float8E5M2}, {"Bool", pg.Bool},
 	{"Sum", pg.Sum}, {"Product", pg.Product}, {"Min", pg.Min}, {"Max", pg.Max}, {"Avg", pg.Avg}, {"BitAnd",
 		pg.BitAnd}, {"BitOr", pg.BitOr}, {"BitXor", pg.BitXor},
 	{"Report", pg.Report}, {"Shrink", pg.Shrink}, {"Retry", pg.Retry},
 }
 
-// plain says whether all elements of a slice are zero.
+// plain reports whether all elements of a slice are zero.
 func plain(v reflect.Value) bool {
 	for i := range v.Len() {
 		if !v.Index(i).IsZero() {

@@ -7,7 +7,7 @@ import (
 	"tutti/pg"
 )
 
-// A Job is a set of ranks and how they are configured. It runs many programs.
+// A Job is a configured set of ranks. It runs many programs.
 type Job struct {
 	Transport string // shm, tcp, hosts (two ranks on each of several hosts) or inproc
 	Ranks     int
@@ -18,11 +18,11 @@ type Job struct {
 	Timeout   time.Duration // Config.Timeout
 	OnTimeout pg.OnTimeout
 	Pool      int // bytes of each of a rank's memories
-	Later     int // so many of the ranks, the last, come when the job runs: it grows
+	Later     int // number of ranks, the last ones, that join the running job
 	Standby   int // processes that wait in Join for a rank to be lost; there is no AutoAdmit then
 }
 
-// A Program is what all ranks of a job do, step by step.
+// A Program is the sequence of steps of all ranks of a job.
 type Program struct {
 	Seed   uint64 // of the data
 	Touch  int    // the rank that stores to another part of its registered memory meanwhile; -1: none
@@ -30,7 +30,7 @@ type Program struct {
 	Faults []Fault `json:",omitempty"`
 }
 
-// Op is what a step does.
+// Op is the operation of a step.
 type Op string
 
 // The operations.
@@ -54,11 +54,11 @@ const (
 	Admit         Op = "admit"
 	Alloc         Op = "alloc" // renews the registered memory of number Root
 	Free          Op = "free"
-	Argument      Op = "argument" // a call that is wrong by itself; Root says how
-	Wait          Op = "wait"     // for all that was started
-	Together      Op = "together" // Par at the same time, on different groups
-	Brace         Op = "brace"    // all that was started is waited for, and all ranks have come here
-	Heal          Op = "heal"     // the end of a disturbance: all groups recover, who was lost comes back
+	Argument      Op = "argument" // an invalid call; Root selects the error
+	Wait          Op = "wait"     // for all started operations
+	Together      Op = "together" // Par concurrently, on different groups
+	Brace         Op = "brace"    // waits for all started operations and for all ranks
+	Heal          Op = "heal"     // the end of a disturbance: all groups recover, lost ranks come back
 )
 
 var collectiveOps = []Op{AllReduce, ReduceScatter, AllGather, AllGatherV, AllToAll, AllToAllV, Broadcast, Reduce,
@@ -70,7 +70,7 @@ func (o Op) reduces() bool { return o == AllReduce || o == ReduceScatter || o ==
 
 func (o Op) rooted() bool { return o == Broadcast || o == Reduce || o == Gather || o == Scatter }
 
-// Mem is where a buffer is.
+// Mem is the kind of memory of a buffer.
 type Mem string
 
 // The kinds of memory.
@@ -79,7 +79,7 @@ const (
 	MemOffset Mem = "offset" // registered, at an odd place between other buffers
 	MemPlain  Mem = "plain"
 	MemOdd    Mem = "odd"   // plain, not aligned to a cache line
-	MemGuard  Mem = "guard" // plain, the last bytes before a page that must not be touched
+	MemGuard  Mem = "guard" // plain, the last bytes before an inaccessible page
 )
 
 var mems = []Mem{MemAlloc, MemOffset, MemPlain, MemOdd, MemGuard}
@@ -90,8 +90,8 @@ type How string
 // The ways.
 const (
 	Blocking How = "blocking"
-	AtOnce   How = "at once" // started and waited for
-	Started  How = "started" // and waited for by a later step
+	AtOnce   How = "at once" // started, and waited for at once
+	Started  How = "started" // started; a later step waits for it
 )
 
 // A Step is one operation of a program.
@@ -105,20 +105,20 @@ type Step struct {
 	New   int          `json:",omitempty"` // Split: the number of the group that it makes
 	Par   []Step       `json:",omitempty"` // Together
 	Alt   *Alt         `json:",omitempty"`
-	Ranks []Part       `json:",omitempty"` // what each rank of the job does in its own way
+	Ranks []Part       `json:",omitempty"` // the part of each rank of the job
 
-	// What follows from the rest of the program: see normalize.
+	// Computed from the rest of the program: see normalize.
 	May Causes `json:",omitempty"` // disturbances that this step may feel
 }
 
-// Alt is a rank that calls something else.
+// Alt is a rank that makes a different call.
 type Alt struct {
 	Rank  int
 	What  string // count, zero, dtype, reduction, root or kind
 	Count int    `json:",omitempty"`
 }
 
-// A Part is one rank's way to do a step.
+// A Part is one rank's way to run a step.
 type Part struct {
 	How     How           `json:",omitempty"`
 	Dst     Mem           `json:",omitempty"`
@@ -146,13 +146,13 @@ type Fault struct {
 	Delay  time.Duration `json:",omitempty"` // slow: of every frame
 	Loss   float64       `json:",omitempty"` // slow: of frames, 0 to 1
 
-	// Joining has the fault come while those are coming in who were lost at the step, or come later:
-	// After they were started.
+	// Joining makes the fault occur while the ranks that were lost at the step, or come later, are
+	// joining: After they were started.
 	Joining bool `json:",omitempty"`
 }
 
-// causes are what a fault explains. A slow link, and what happens while ranks come in, is over so
-// soon that nobody may notice.
+// causes returns the disturbances of a fault. A slow link, and faults while ranks join, are so
+// short that they may have no effect.
 func (f *Fault) causes() Causes {
 	switch {
 	case f.Joining, f.Kind == "slow":
@@ -163,7 +163,7 @@ func (f *Fault) causes() Causes {
 	return Lost | Unheard | Cancelled
 }
 
-// Causes are the kinds of disturbance that an error may come from.
+// Causes are the disturbances that explain an error.
 type Causes uint16
 
 // The causes.
@@ -172,14 +172,14 @@ const (
 	Lost                         // ranks that are lost
 	Differing                    // ranks that call different things
 	Aborted
-	Unheard // a network or a store that does not answer
-	Opaque  // results of this step are not checked: ranks called different things
+	Unheard // an unreachable network or store
+	Opaque  // results of this step are not checked: ranks made different calls
 )
 
 // Labels of faults in the coverage.
 const faultNone = "none"
 
-// label names what disturbs the step most.
+// label names the main disturbance of the step.
 func (s *Step) label() string {
 	switch {
 	case s.Alt != nil:
@@ -207,9 +207,9 @@ func (s *Step) label() string {
 	return faultNone
 }
 
-// normalize makes a whole of a program whose steps were put together or taken out: it says of each
-// step what it may feel of disturbances, and ends these by a Heal. A rank that is ahead may disturb
-// one that is still in an earlier step, but none that has passed the Brace before.
+// normalize completes a program whose steps were combined or removed: it computes the disturbances
+// that each step may feel, and ends these by a Heal. A rank that is ahead may disturb one in an
+// earlier step, but none that has passed the Brace before.
 func (p *Program) normalize(job Job) {
 	ranks := job.Ranks
 	p.Faults = slices.DeleteFunc(p.Faults, func(f Fault) bool {
@@ -257,8 +257,8 @@ func (s *Step) mark(may Causes) {
 	}
 }
 
-// disturbs says what this step itself makes others feel, where a deadline may end memberships or
-// not.
+// disturbs returns the disturbances that this step causes itself, depending on whether a timeout
+// may evict ranks.
 func (s *Step) disturbs(evicts bool) (c Causes) {
 	for _, p := range s.Ranks {
 		if p.Cancel != 0 || p.Limit != 0 {

@@ -17,7 +17,7 @@ import (
 	"tutti/tests/internal/rig"
 )
 
-// A Finding is something that must not be.
+// A Finding is a violation.
 type Finding struct {
 	Kind string // wrong, store, late, hang, error, spurious, disagreement, resources, death, stuck
 	Rank int
@@ -29,37 +29,36 @@ func (f *Finding) String() string {
 	return fmt.Sprintf("%s: rank %d, step %d: %s", f.Kind, f.Rank, f.Step, f.Text)
 }
 
-// A Report is what a rank has to say at the end of a program.
+// A Report is the result of a program on a rank.
 type Report struct {
 	Rank     int
 	Findings []Finding         `json:",omitempty"`
-	Facts    map[string]string `json:",omitempty"` // what all ranks that say it have to say alike
-	Ops      int               // that were done
+	Facts    map[string]string `json:",omitempty"` // facts on which all ranks that state them have to agree
+	Ops      int               // number of operations
 	Slow     []string          `json:",omitempty"` // calls that took longer than a second
 	Errors   map[string]int    `json:",omitempty"` // typed errors seen, by type
 	Use      *rig.Usage        `json:",omitempty"`
 }
 
-// A Gate is where ranks wait for the end of the faults of a disturbance; Go is what they are told
-// there.
+// A Gate is where ranks wait for the end of the faults of a disturbance; Go is the answer.
 type Gate struct {
 	Step  int
-	State string // "" (member), "out" (no member any more), "recovered", "joining"
+	State string // "" (member), "out" (removed), "recovered", "joining"
 }
 
-// Go is the answer.
+// Go is the answer to a Gate.
 type Go struct {
-	Stay  []int // who went on
-	Back  []int // who comes in again
-	Rough bool  // some of these are lost while they come in, and come again
+	Stay  []int // remaining ranks
+	Back  []int // ranks that join again
+	Rough bool  // some of these are lost while they join, and join again
 }
 
-// guide is what a rank knows of who runs it.
+// guide is a rank's interface to the driver of the test.
 type guide interface {
-	At(step int)    // this rank comes to the step, where faults wait for it
-	Gate(g Gate) Go // waits until all ranks are there and all faults over
+	At(step int)    // this rank has come to the step, which triggers faults
+	Gate(g Gate) Go // waits until all ranks have come and all faults have ended
 	Found(f Finding)
-	Hang(f Finding) // does not return where the process is to end
+	Hang(f Finding) // does not return if the process has to end
 }
 
 // rank runs programs on one rank of a job.
@@ -69,9 +68,9 @@ type rank struct {
 	guide guide
 	join  func(ctx context.Context) (*pg.Group, error)
 
-	entered func(g *pg.Group) // is told of every group of all ranks; may be nil
+	entered func(g *pg.Group) // called with every group of all ranks; may be nil
 
-	// A test of this package puts something in its place.
+	// Tests of this package replace it.
 	conduct func(ctx context.Context, c *call, how How) error
 
 	groups   map[int]*handle
@@ -79,26 +78,26 @@ type rank struct {
 	guards   []*pool
 	turn     int    // of the guards
 	touching bool   // registered memory 0 is in use, …
-	untouch  func() // … until this is called
+	untouch  func() // ends touching
 	alloc    [3]*region
 
 	watch *watch
 
-	mu      sync.Mutex // guards what follows and the pools: the parts of a step together run at the same time
+	mu      sync.Mutex // guards what follows and the pools: the parts of a step together run concurrently
 	p       *Program
 	now     int
 	rep     *Report
 	flight  []*call
-	differs bool        // this disturbance is ranks that call different things, …
-	later   [][2]string // facts, if this rank stays
-	told    bool        // … and this rank knows
+	differs bool        // the present disturbance is ranks that make different calls
+	later   [][2]string // facts, if this rank remains
+	told    bool        // this rank knows of it
 }
 
 // region is registered memory of a rank.
 type region struct {
 	*pool
 	mem []byte
-	g   *pg.Group // that it was taken from
+	g   *pg.Group // that it was allocated from
 }
 
 func newRank(job Job, me int, g guide, join func(ctx context.Context) (*pg.Group, error)) (*rank, error) {
@@ -139,7 +138,7 @@ func (r *rank) enter(g *pg.Group) {
 	r.renew(0)
 }
 
-// leave ends this rank's part in the job.
+// leave leaves the job.
 func (r *rank) leave() {
 	for _, id := range r.ids() {
 		r.groups[id].g.Close()
@@ -150,7 +149,7 @@ func (r *rank) leave() {
 	r.groups = map[int]*handle{}
 }
 
-// close ends the rank, not its groups.
+// close closes the rank, without its groups.
 func (r *rank) close() { r.watch.close() }
 
 func (r *rank) ids() (ids []int) {
@@ -171,7 +170,7 @@ func (r *rank) find(kind, format string, args ...any) {
 	}
 }
 
-// fact says what all ranks that say it have to say alike.
+// fact states a fact on which all ranks that state it have to agree.
 func (r *rank) fact(key, format string, args ...any) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -181,14 +180,14 @@ func (r *rank) fact(key, format string, args ...any) {
 	r.rep.Facts[key] = fmt.Sprintf(format, args...)
 }
 
-// ifStays is fact for what only those have to say alike who are members after the disturbance.
+// ifStays states a fact for the ranks that are members after the disturbance.
 func (r *rank) ifStays(key, value string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.later = append(r.later, [2]string{key, value})
 }
 
-// renew frees registered memory i, if there is one, and allocates it anew.
+// renew frees registered memory i, if there is any, and allocates it again.
 func (r *rank) renew(i int) {
 	h := r.groups[0]
 	if h == nil || i == 0 && r.touching || !r.free(i) {
@@ -209,7 +208,7 @@ func (r *rank) renew(i int) {
 	r.alloc[i].end -= touchSize
 }
 
-// free frees registered memory i. It reports false where an operation has it.
+// free frees registered memory i. It returns false if an operation uses it.
 func (r *rank) free(i int) bool {
 	a := r.alloc[i]
 	if a == nil {
@@ -230,7 +229,7 @@ func (r *rank) free(i int) bool {
 	return true
 }
 
-// take returns n bytes of memory of a kind.
+// take returns n bytes of a kind of memory.
 func (r *rank) take(m Mem, n, size int, owner string) *buffer {
 	if n == 0 {
 		return nil
@@ -283,7 +282,7 @@ func (r *rank) giveBack(c *call) {
 	c.bufs, c.dst, c.src = nil, nil, nil
 }
 
-// run runs a program, from a step on, and reports.
+// run runs a program from a step on, and returns the report.
 func (r *rank) run(p *Program, from int, back *Go) *Report {
 	r.mu.Lock()
 	r.p, r.now, r.rep = p, from, &Report{Rank: r.me, Errors: map[string]int{}}
@@ -331,7 +330,7 @@ func (r *rank) run(p *Program, from int, back *Go) *Report {
 	return r.rep
 }
 
-// announce tells who guides this rank that it comes to a step with faults.
+// announce tells the guide that this rank has come to a step with faults.
 func (r *rank) announce(i int) {
 	for _, f := range r.p.Faults {
 		if f.Step == i && f.Kind == "leave" && f.Victim == r.me && len(r.groups) > 0 {
@@ -346,8 +345,8 @@ func (r *rank) announce(i int) {
 	}
 }
 
-// touch stores to the end of the first registered memory, where no operation has a buffer, until
-// the program ends, and looks whether all of its stores are there.
+// touch stores to the end of the first registered memory, beside the buffers of operations, until
+// the program ends, and checks its stores.
 func (r *rank) touch() (stop func()) {
 	r.untouch = func() {}
 	if r.p.Touch != r.me || r.alloc[0] == nil {
@@ -388,7 +387,7 @@ func (r *rank) touch() (stop func()) {
 	return r.untouch
 }
 
-// timed makes a call that is to end within limit.
+// timed makes a call that should end within limit.
 func (r *rank) timed(what string, limit time.Duration, f func() error) error {
 	began := time.Now()
 	late, err := r.watch.call(what, limit, f)
@@ -404,7 +403,7 @@ func (r *rank) timed(what string, limit time.Duration, f func() error) error {
 	return err
 }
 
-// limit is how long a call may take that waits for others to end before.
+// limit returns the time limit of a call that waits for earlier ones.
 func (r *rank) limit(p *Part) time.Duration {
 	l := r.job.Timeout * time.Duration(1+len(r.flight))
 	if p.Limit > 0 {
@@ -416,7 +415,7 @@ func (r *rank) limit(p *Part) time.Duration {
 	return l
 }
 
-// judge says whether an error may be.
+// judge checks whether an error is allowed.
 func (r *rank) judge(what string, may Causes, err error) {
 	if err == nil {
 		return
@@ -475,7 +474,7 @@ func (c Causes) String() string {
 	return strings.Join(all, " ")
 }
 
-// part is this rank's way to do a step.
+// part returns this rank's part of a step.
 func (r *rank) part(s *Step) *Part {
 	if r.me < len(s.Ranks) {
 		return &s.Ranks[r.me]
@@ -554,8 +553,8 @@ func (r *rank) do(ctx context.Context, s *Step, lane int) {
 	default:
 		r.collective(ctx, s, part, h, lane)
 		if s.differs(h) {
-			// Who did not need the others to be done knows by an operation that needs them, or by
-			// the one after that: a barrier of all may have ended here when the first finds out.
+			// A rank that needed no other notices with an operation that needs others, or the one
+			// after that: a barrier of all may have ended here when the first rank notices.
 			r.land(ctx, false)
 			var err error
 			for i := 0; i < 2 && err == nil; i++ {
@@ -576,7 +575,7 @@ func (r *rank) drop(id int) {
 	}
 }
 
-// collective makes a collective and, unless it is to be waited for later, checks it.
+// collective makes a collective and, unless a later step waits for it, checks it.
 func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, lane int) {
 	how := part.How
 	if how == "" {
@@ -642,8 +641,8 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 		}
 		select {
 		case <-c.work.Done():
-			err = c.work.Err() // ctx may have ended the waiting at the same time
-		default: // ctx has ended the waiting only
+			err = c.work.Err() // ctx may have ended the wait at the same time
+		default: // ctx has ended only the wait
 			if !errors.Is(err, context.Canceled) && !errors.Is(err, context.DeadlineExceeded) {
 				r.find("error", "%s: Wait returned before the operation was done: %v", name, err)
 			}
@@ -654,7 +653,7 @@ func (r *rank) collective(ctx context.Context, s *Step, part *Part, h *handle, l
 	r.check(name, c, err)
 }
 
-// await waits for one that was started: at first not for long, wherever it is when that is over.
+// await waits for a started operation: first briefly, to interrupt it anywhere.
 func (r *rank) await(ctx context.Context, c *call) {
 	err := r.timed("waiting for "+c.name, r.limit(&Part{}), func() error {
 		return waitFor(ctx, c.work)
@@ -662,7 +661,7 @@ func (r *rank) await(ctx context.Context, c *call) {
 	r.check(c.name, c, err)
 }
 
-// land waits for all that was started, the latest first if last.
+// land waits for all started operations, the latest first if last.
 func (r *rank) land(ctx context.Context, last bool) {
 	for len(r.flight) > 0 {
 		i := 0
@@ -677,7 +676,7 @@ func (r *rank) land(ctx context.Context, last bool) {
 	}
 }
 
-// landOn waits for what was started on a group.
+// landOn waits for the started operations of a group.
 func (r *rank) landOn(ctx context.Context, h *handle) {
 	for _, c := range slices.Clone(r.flight) {
 		if c.h == h {
@@ -689,7 +688,7 @@ func (r *rank) landOn(ctx context.Context, h *handle) {
 	}
 }
 
-// check looks at what a call has done.
+// check checks the result of a call.
 func (r *rank) check(name string, c *call, err error) {
 	r.judge(name, c.step.May, err)
 	var lost *pg.RankError
@@ -697,7 +696,7 @@ func (r *rank) check(name string, c *call, err error) {
 	case c.opaque:
 	case err == nil:
 		after := c.h.g.View()
-		// of what others gave nothing, and what is not used, anything may be there
+		// Unused memory, and parts of ranks that contributed nothing, may have any contents.
 		was := slices.Clone(c.dst)
 		if c.op == AllGather && len(c.bufs) > 0 { // as it was
 			paint(was, c.bufs[0].at)
@@ -738,7 +737,7 @@ func (c *call) where() string {
 	return strings.Join(all, " and ")
 }
 
-// unmap gives the rank's memory back.
+// unmap frees the rank's memory.
 func (r *rank) unmap() {
 	for _, p := range append([]*pool{r.plain}, r.guards...) {
 		giveMapped(p.mem)

@@ -23,8 +23,8 @@ func (p *Program) clone() *Program {
 	return c
 }
 
-// without is the program without the steps [from, to). Faults of these go too; others keep their
-// steps.
+// without returns the program without the steps [from, to) and their faults; other faults keep
+// their steps.
 func (p *Program) without(from, to int, job Job) *Program {
 	c := p.clone()
 	c.Steps = slices.Delete(c.Steps, from, to)
@@ -43,8 +43,8 @@ func (p *Program) without(from, to int, job Job) *Program {
 	return c
 }
 
-// shrink makes a program smaller as long as fails says, of one of several runs, that it fails in
-// the same way, until a time. It reports how often it was run.
+// shrink reduces a program while fails reports that one of several runs fails in the same way,
+// until a time. It returns the number of runs.
 func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until time.Time) (Job, *Program, int) {
 	tried := 0
 	try := func(j Job, c *Program) bool {
@@ -58,7 +58,7 @@ func shrink(job Job, p *Program, fails func(job Job, p *Program) bool, until tim
 		}
 		return false
 	}
-	if job.Timeout > 3*time.Second { // what waits for it is run again sooner
+	if job.Timeout > 3*time.Second { // calls that wait for it end sooner
 		j := job
 		j.Timeout = 3 * time.Second
 		try(j, p)

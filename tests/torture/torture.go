@@ -17,7 +17,7 @@ import (
 	"tutti/bootstrap"
 )
 
-// Options say how much is run.
+// Options configure a run.
 type Options struct {
 	Transport string
 	Seed      uint64
@@ -25,13 +25,13 @@ type Options struct {
 	Duration  time.Duration // 0: as long as Ops take
 	Faults    float64       // of programs, those with faults from outside
 	Verbose   bool
-	Avoid     string // what programs do not have, separated by commas: see generator.avoids
-	Out       string // a directory for findings: the run goes on after them. "": the first ends it
+	Avoid     string // features that programs must not have, separated by commas: see generator.avoids
+	Out       string // directory for findings, after which the run continues; "": the first one ends it
 	Ignore    *regexp.Regexp
-	Shrink    time.Duration // how long a failing program is made smaller
+	Shrink    time.Duration // time for reducing a failing program
 }
 
-// Summary is what a run did.
+// Summary is the result of a run.
 type Summary struct {
 	Programs, Jobs, Ops, Steps int
 	Errors, Faults             map[string]int
@@ -42,11 +42,11 @@ type Summary struct {
 	began                      time.Time
 }
 
-// Found is a finding with the program that shows it.
+// Found is a finding with a program that reproduces it.
 type Found struct {
 	Finding
 	Source string // of a Go test
-	Seed   string // how the whole run is had again
+	Seed   string // flags that repeat the whole run
 }
 
 // Run runs programs.
@@ -134,20 +134,20 @@ func (o *Options) again() string {
 		"-torture.faults %g -torture.avoid %q", o.Transport, o.Seed, o.Faults, o.Avoid)
 }
 
-// calls are what a finding says of the call and its memory, which differs each time.
+// calls matches the call and the memory of a finding, which differ each time.
 var calls = regexp.MustCompile(`(step \d+: )?[a-z]+ (#\d+ )?\([^)]*\)` +
 	`( on group \d+| in place \w+ on [a-z]+ memory \d*( and [a-z]+ memory \d*)?)*`)
 
 var numbers = regexp.MustCompile(`[0-9a-fx.µm]*[0-9][0-9a-fx.µms]*`)
 
-// key is what findings of the same kind have in common.
+// key returns the common part of findings of the same kind.
 func key(f *Finding) string {
 	line, _, _ := strings.Cut(f.Text, "\n")
 	line = calls.ReplaceAllString(line, "")
 	return f.Kind + " " + numbers.ReplaceAllString(line[:min(len(line), 160)], "#")
 }
 
-// report notes a finding. It says whether the run goes on.
+// report records a finding. It reports whether the run continues.
 func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *Found) bool {
 	k := key(&f.Finding)
 	if known[k] || o.Ignore != nil && o.Ignore.MatchString(f.String()) {
@@ -171,13 +171,13 @@ func (o *Options) report(t *testing.T, sum *Summary, known map[string]bool, f *F
 	return true
 }
 
-// place is where jobs run: processes or this one.
+// place runs jobs: as processes or in this one.
 type place interface {
 	start(job Job) (work, *Finding)
 	reduce(job Job, history []*Program, f Finding, o Options, found *Found) string
 }
 
-// work is a job that runs.
+// work is a running job.
 type work interface {
 	run(p *Program) *Result
 	finish() *Finding
@@ -209,7 +209,7 @@ func open(t *testing.T, transport string) place {
 	return processes{newStage(t, transport, bootstrap.NewSecret())}
 }
 
-// same says whether a program that is run again fails as it did.
+// sameKind reports whether a program that is run again fails in the same way.
 func sameKind(a Finding, res *Result) bool {
 	return slices.ContainsFunc(res.Findings, func(b Finding) bool {
 		return a.Kind == b.Kind && errorNames.FindString(a.Text) == errorNames.FindString(b.Text)
@@ -227,7 +227,7 @@ func (p goroutines) reduce(job Job, history []*Program, f Finding, o Options, fo
 	return reduce(p, job, history, f, o, found)
 }
 
-// reduce makes the failing program, the last of the job's, smaller and prints it.
+// reduce reduces the failing program, the last of the job's, and prints it.
 func reduce(p place, job Job, history []*Program, f Finding, o Options, found *Found) string {
 	until := time.Now().Add(o.Shrink)
 	var last []Finding
@@ -297,7 +297,7 @@ func Replay(t *testing.T, job Job, programs ...*Program) {
 	}
 }
 
-// Print writes what a run did.
+// Print prints the result of a run.
 func (s *Summary) Print(w io.Writer, transport string) {
 	rate := float64(s.Ops) / max(s.Took.Seconds(), 0.001)
 	fmt.Fprintf(w,

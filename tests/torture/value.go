@@ -3,16 +3,16 @@ package torture
 import (
 	"bytes"
 	"fmt"
-	"math"
 	"math/bits"
 	"unsafe"
 
+	"tutti/kernels"
 	"tutti/pg"
 )
 
-// Data are small whole numbers, so that every order of a reduction gives the same bits in every
-// type. What rank r gives at i follows from (seed, r, i): every rank can compute what every other
-// one gives.
+// Data are small integers, so that every order of a reduction gives the same bits in every type.
+// The input of rank r at i follows from (seed, r, i): every rank can compute the inputs of all
+// others.
 
 func hash(seed uint64, rank, i int) uint64 {
 	h := seed + uint64(rank)*0xbf58476d1ce4e5b9 + uint64(i)*0x94d049bb133111eb
@@ -31,34 +31,23 @@ type datum struct {
 	signed bool
 	floats bool
 	bound  int64 // magnitude of a number; 0: all bits
-	unit   int64 // of which it is a multiple
+	unit   int64 // numbers are multiples of it
 	seed   uint64
 }
 
-// most is how many ranks contribute at most, so that sums are exact.
+// most bounds the contributing ranks, so that sums are exact.
 const most = 8
 
 func newDatum(dt pg.DType, red pg.Reduction, seed uint64) datum {
 	d := datum{dtype: dt, red: red, size: dt.Size(), unit: 1, seed: seed * 0x9e3779b97f4a7c15}
-	switch dt {
-	case pg.Int8, pg.Int16, pg.Int32, pg.Int64:
+	switch dt.Class() {
+	case kernels.Signed:
 		d.signed = true
-	case pg.Float16, pg.BFloat16, pg.Float32, pg.Float64, pg.Float8E4M3, pg.Float8E5M2:
+	case kernels.Float: // all integers of one bit more than the fraction are exact
 		d.signed, d.floats = true, true
-	case pg.Bool:
+		d.bound = min(1000, int64(2)<<dt.Format().Fraction/most)
+	case kernels.Boolean:
 		d.bound = 1
-	}
-	switch dt {
-	case pg.Float64, pg.Float32:
-		d.bound = 1000
-	case pg.Float16:
-		d.bound = 2048 / most
-	case pg.BFloat16:
-		d.bound = 256 / most
-	case pg.Float8E4M3:
-		d.bound = 16 / most
-	case pg.Float8E5M2:
-		d.bound = 8 / most
 	}
 	switch {
 	case red == pg.Avg && d.floats: // whole for 1 to 6 contributions
@@ -71,10 +60,10 @@ func newDatum(dt pg.DType, red pg.Reduction, seed uint64) datum {
 	return d
 }
 
-// value is what rank gives at i.
+// value returns the input of rank at i.
 func (d *datum) value(rank, i int) int64 {
 	h := hash(d.seed, rank, i)
-	if d.bound == 0 { // all bits, but never beyond what an int64 orders as the type does
+	if d.bound == 0 { // all bits, within the range in which an int64 has the order of the type
 		switch {
 		case d.signed:
 			shift := 64 - 8*d.size
@@ -94,7 +83,7 @@ func (d *datum) value(rank, i int) int64 {
 	return (int64(n) - d.bound) * d.unit
 }
 
-// fold combines what all of ranks give at i.
+// fold combines the inputs of all of ranks at i.
 func (d *datum) fold(ranks []int, i int) int64 {
 	v := d.value(ranks[0], i)
 	for _, r := range ranks[1:] {
@@ -125,28 +114,17 @@ func (d *datum) fold(ranks []int, i int) int64 {
 	return v
 }
 
-// bits encodes a number.
+// encode encodes a number.
 func (d *datum) encode(v int64) uint64 {
-	switch d.dtype {
-	case pg.Float64:
-		return math.Float64bits(float64(v))
-	case pg.Float32:
-		return uint64(math.Float32bits(float32(v)))
-	case pg.BFloat16:
-		return uint64(math.Float32bits(float32(v)) >> 16)
-	case pg.Float16:
-		return small(v, 5, 10)
-	case pg.Float8E4M3:
-		return small(v, 4, 3)
-	case pg.Float8E5M2:
-		return small(v, 5, 2)
+	if f := d.dtype.Format(); d.floats {
+		return float(v, f.Exponent, f.Fraction)
 	}
 	return uint64(v)
 }
 
-// small encodes a whole number that a float with these widths of exponent and mantissa holds
+// float encodes a whole number that a float with these widths of exponent and mantissa holds
 // exactly.
-func small(v int64, exponent, mantissa int) uint64 {
+func float(v int64, exponent, mantissa int) uint64 {
 	if v == 0 {
 		return 0
 	}
@@ -164,7 +142,7 @@ func small(v int64, exponent, mantissa int) uint64 {
 	return sign | uint64(e+1<<(exponent-1)-1)<<mantissa | m&(1<<mantissa-1)
 }
 
-// put writes n elements, element i being what of(i) says.
+// put writes n elements, of(i) being element i.
 func (d *datum) put(b []byte, n int, of func(i int) int64) {
 	if n == 0 {
 		return
@@ -187,7 +165,7 @@ func (d *datum) put(b []byte, n int, of func(i int) int64) {
 	}
 }
 
-// compare says where got differs from want, "" if it does not.
+// compare describes where got differs from want, "" if it does not.
 func (d *datum) compare(got, want []byte) string {
 	if bytes.Equal(got, want) {
 		return ""

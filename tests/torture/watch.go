@@ -10,21 +10,21 @@ import (
 )
 
 const (
-	// slack is how much later than its deadline a call may return, on a machine that is busy.
+	// slack is how much later than its deadline a call may return, on a busy machine.
 	slack = 5 * time.Second
-	// hung is how much later a call counts as one that never returns.
+	// hung is how much later a call counts as hung.
 	hung = 20 * time.Second
 )
 
-// watch knows which calls are under way.
+// watch knows the calls under way.
 type watch struct {
 	hang        func(text string)
 	slack, hung time.Duration
 
 	mu     sync.Mutex
 	calls  map[*underWay]struct{}
-	last   time.Time     // that it was looked
-	frozen time.Duration // until then, in which this process did not run
+	last   time.Time     // of the last look
+	frozen time.Duration // time until then in which this process did not run
 	stop   chan struct{}
 }
 
@@ -37,7 +37,7 @@ type underWay struct {
 
 const lookEvery = 50 * time.Millisecond
 
-// look notices that the process has stood still. It has w's lock, as age.
+// look detects that the process was stopped. With w's lock, like age.
 func (w *watch) look() {
 	now := time.Now()
 	if gap := now.Sub(w.last); gap > 3*lookEvery {
@@ -46,7 +46,7 @@ func (w *watch) look() {
 	w.last = now
 }
 
-// age is how long the call has had, without the time in which the process stood still.
+// age returns the time of the call, without the time in which the process was stopped.
 func (w *watch) age(c *underWay) time.Duration {
 	w.look()
 	return time.Since(c.began) - (w.frozen - c.frozen)
@@ -84,7 +84,7 @@ func newWatch(slack, hung time.Duration, hang func(text string)) *watch {
 	return w
 }
 
-// call runs f, which is to end within limit. The text says that it was late, "" if it was not.
+// call runs f, which should end within limit. The text says that it was late, or is "".
 func (w *watch) call(what string, limit time.Duration, f func() error) (late string, err error) {
 	w.mu.Lock()
 	w.look()

@@ -1,6 +1,6 @@
-// Command vuln runs govulncheck and decides by its exit code what that means: 0 nothing was found,
-// 3 a vulnerability was. Any other code is a failure too, unless the database of vulnerabilities
-// cannot be reached from here; then nothing can be said, and the program says so and exits with 0.
+// Command vuln runs govulncheck and interprets its exit code: 0 means no finding, 3 a
+// vulnerability. Any other code is a failure too, unless the database of vulnerabilities cannot be
+// reached; then the program reports that and exits with 0.
 //
 //	go run ./tests/vuln govulncheck ./...
 package main
@@ -21,8 +21,7 @@ import (
 // found is govulncheck's exit code if it has found a vulnerability.
 const found = 3
 
-// reachable is nil if the database answers: with its index, whatever else stands between here and
-// there.
+// reachable returns nil if the database answers with its index.
 func reachable(ctx context.Context, database string) error {
 	if strings.HasPrefix(database, "file:") {
 		return nil

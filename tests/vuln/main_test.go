@@ -7,9 +7,9 @@ import (
 	"testing"
 )
 
-// What govulncheck says decides nothing: a finding may mention whatever an unreachable database
-// would.
-func TestTheExitCodeDecides(t *testing.T) {
+// The output of govulncheck decides nothing: a finding may mention the same words as the error for
+// an unreachable database.
+func TestExitCodeDecides(t *testing.T) {
 	there := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path != "/index/db.json" {
 			http.NotFound(w, r)

@@ -1,9 +1,9 @@
 // Package memkv serves the part of etcd's API that package bootstrap's stores use, from memory:
-// keys with revisions, transactions, leases and watches. It is what rank 0 of a job serves where
-// nobody has brought a store, so that a program does not link etcd's server for it. What it does
-// not know it refuses with code Unimplemented.
+// keys with revisions, transactions, leases and watches. Rank 0 of a job serves it if no store is
+// configured, so that programs do not link etcd's server. Unsupported requests fail with code
+// Unimplemented.
 //
-// The data is the process's: it is gone with it.
+// The data ends with the process.
 package memkv
 
 import (
@@ -27,12 +27,12 @@ import (
 const (
 	maxBytes  = 64 << 20 // of all keys and values
 	maxLog    = 4096     // events that a watch can begin with
-	maxQueue  = 1 << 16  // events that a stream of watches has not taken
-	maxTTL    = 9e9      // seconds, as etcd has it
+	maxQueue  = 1 << 16  // events waiting in a stream of watches
+	maxTTL    = 9e9      // seconds, as in etcd
 	oneMember = 1        // the number of the cluster, and of its member
 )
 
-// Server is the data and its services. The zero value is not one: see New.
+// Server holds the data and implements the services. Use New.
 type Server struct {
 	pb.UnimplementedKVServer
 	pb.UnimplementedLeaseServer
@@ -44,7 +44,7 @@ type Server struct {
 	bytes     int
 	leases    map[int64]*lease
 	log       []*mvccpb.Event // the latest events
-	compacted int64           // revision of the last event that is not in log any more
+	compacted int64           // revision of the last event that is no longer in log
 	watches   map[*watch]struct{}
 	closed    bool
 }
@@ -68,7 +68,7 @@ func (s *Server) Register(g *grpc.Server) {
 	pb.RegisterWatchServer(g, s)
 }
 
-// Close ends the timers of the leases. The gRPC server has to be stopped before.
+// Close stops the timers of the leases. The gRPC server must be stopped before.
 func (s *Server) Close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -82,8 +82,8 @@ func (s *Server) headerLocked() *pb.ResponseHeader {
 	return &pb.ResponseHeader{ClusterId: oneMember, MemberId: oneMember, Revision: s.revision, RaftTerm: 1}
 }
 
-// within reports whether key is in the range that begins with from: that key alone if end is empty,
-// all from there on if end is one zero byte, else up to end.
+// within reports whether key is in the range from..end: from alone if end is empty, all keys from
+// there on if end is one zero byte.
 func within(key, from, end []byte) bool {
 	switch {
 	case len(end) == 0:
@@ -146,7 +146,7 @@ func checkDelete(r *pb.DeleteRangeRequest) error {
 	return nil
 }
 
-// change is a write in the making: what it does gets one revision.
+// change is a write in progress: all of it gets one revision.
 type change struct {
 	s      *Server
 	events []*mvccpb.Event
@@ -192,7 +192,7 @@ func (c *change) remove(kv *mvccpb.KeyValue) {
 		Kv: &mvccpb.KeyValue{Key: kv.Key, ModRevision: c.revision()}})
 }
 
-// commit tells the watches. It is called even if the change ends in an error, for what it had done.
+// commit notifies the watches. It is called even if the change failed, for the part that it did.
 func (c *change) commit() {
 	s := c.s
 	if len(c.events) == 0 {
@@ -260,7 +260,7 @@ func (c *change) removeRange(r *pb.DeleteRangeRequest) int64 {
 	return int64(len(all))
 }
 
-// Txn implements etcd's KV. Everything in it is checked before anything is done.
+// Txn implements etcd's KV. Everything in it is checked before anything is changed.
 func (s *Server) Txn(_ context.Context, r *pb.TxnRequest) (*pb.TxnResponse, error) {
 	for _, op := range slices.Concat(r.Success, r.Failure) {
 		var err error
@@ -319,8 +319,8 @@ func (s *Server) Txn(_ context.Context, r *pb.TxnRequest) (*pb.TxnResponse, erro
 	return out, nil
 }
 
-// holdsLocked evaluates a comparison: all pairs of its range have to fit it. Where there is none, a
-// value fits nothing, and a number is compared as 0.
+// holdsLocked evaluates a comparison: all pairs of its range have to satisfy it. Without pairs, a
+// comparison of a value is false, and a number counts as 0.
 func (s *Server) holdsLocked(c *pb.Compare) bool {
 	kvs := s.selectLocked(c.Key, c.RangeEnd)
 	if len(kvs) == 0 {
@@ -403,7 +403,7 @@ func (l *lease) span() time.Duration {
 	return time.Duration(min(float64(l.ttl), float64(1<<62/time.Second))) * time.Second
 }
 
-// endLocked removes a lease and what is under it, unless that was done.
+// endLocked removes a lease and its keys, unless that was done.
 func (s *Server) endLocked(l *lease) {
 	if s.leases[l.id] != l || s.closed {
 		return
@@ -440,8 +440,8 @@ func (s *Server) LeaseKeepAlive(stream pb.Lease_LeaseKeepAliveServer) error {
 			return err
 		}
 		s.mu.Lock()
-		a := &pb.LeaseKeepAliveResponse{Header: s.headerLocked(), ID: r.ID} // TTL 0: there is none
-		// One that has fired but not ended yet is as good as gone.
+		a := &pb.LeaseKeepAliveResponse{Header: s.headerLocked(), ID: r.ID} // TTL 0: there is no lease
+		// If its timer has fired, the lease counts as ended.
 		if l := s.leases[r.ID]; l != nil && l.end.Stop() {
 			l.end.Reset(l.span())
 			a.TTL = l.ttl
@@ -453,8 +453,7 @@ func (s *Server) LeaseKeepAlive(stream pb.Lease_LeaseKeepAliveServer) error {
 	}
 }
 
-// LeaseTimeToLive implements etcd's Lease. It tells the whole time for which a lease was granted,
-// not what is left of it.
+// LeaseTimeToLive implements etcd's Lease. It returns the granted time, not the remaining one.
 func (s *Server) LeaseTimeToLive(_ context.Context, r *pb.LeaseTimeToLiveRequest) (*pb.LeaseTimeToLiveResponse, error) {
 	if r.Keys {
 		return nil, unknown("the keys of a lease")
@@ -475,7 +474,7 @@ type watch struct {
 	to        *queue
 }
 
-// offerLocked queues those of the events of one revision that the watch is for.
+// offerLocked queues the events of one revision that match the watch.
 func (w *watch) offerLocked(events []*mvccpb.Event, revision int64) {
 	var mine []*mvccpb.Event
 	for _, e := range events {
@@ -489,7 +488,7 @@ func (w *watch) offerLocked(events []*mvccpb.Event, revision int64) {
 	}
 }
 
-// queue is what a stream has to send.
+// queue holds what a stream has to send.
 type queue struct {
 	mu     sync.Mutex
 	all    []*pb.WatchResponse
@@ -532,7 +531,7 @@ func (s *Server) Watch(stream pb.Watch_WatchServer) error {
 	}()
 	received := make(chan error, 1)
 	requests := make(chan *pb.WatchRequest)
-	go func() { // ends with the stream
+	go func() { // returns when the stream ends
 		for {
 			r, err := stream.Recv()
 			if err != nil {

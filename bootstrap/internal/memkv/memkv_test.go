@@ -177,7 +177,7 @@ func (w *watcher) next(t *testing.T) *pb.WatchResponse {
 	}
 }
 
-func TestWatchTellsWhatHappenedSinceItsRevision(t *testing.T) {
+func TestWatchDeliversEventsSinceRevision(t *testing.T) {
 	s := New()
 	first := put(t, s, "k/1", "a", 0)
 	put(t, s, "other", "a", 0)
@@ -206,7 +206,7 @@ func TestWatchTellsWhatHappenedSinceItsRevision(t *testing.T) {
 	}
 }
 
-func TestWatchOfForgottenRevisionsIsRefused(t *testing.T) {
+func TestWatchOfCompactedRevisionIsRefused(t *testing.T) {
 	s := New()
 	first := put(t, s, "k", "0", 0)
 	for i := range 2*maxLog + 1 {
@@ -232,7 +232,7 @@ func TestWatchOfForgottenRevisionsIsRefused(t *testing.T) {
 	}
 }
 
-func TestTransactionsAreWholeOrNothing(t *testing.T) {
+func TestTransactionsAreAtomic(t *testing.T) {
 	s := New()
 	before := put(t, s, "a", "1", 0)
 	swap := func(want string, ops ...*pb.RequestOp) (*pb.TxnResponse, error) {

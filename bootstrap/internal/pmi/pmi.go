@@ -1,10 +1,10 @@
-// Package pmi speaks version 1 of the process manager's interface (PMI), by which launchers let the
-// processes that they have started exchange a few bytes: MPICH's and Intel MPI's Hydra, and Slurm's
-// srun --mpi=pmi2, which speaks version 1 with those who ask for it.
+// Package pmi implements a client of version 1 of the process manager's interface (PMI), by which
+// processes of a launch exchange a few bytes through their launcher: MPICH's and Intel MPI's Hydra,
+// and Slurm's srun --mpi=pmi2, which supports version 1, too.
 //
-// Both sides write lines of KEY=VALUE pairs, divided by spaces; the process asks, the launcher
-// answers. A process has one connection, which it may use once: after Close the launcher does not
-// answer on it any more.
+// Both sides write lines of KEY=VALUE pairs, separated by spaces; the process asks, the launcher
+// answers. A process can use its only connection once: after Close the launcher does not answer on
+// it any more.
 package pmi
 
 import (
@@ -22,14 +22,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Address says where the launcher's end is, as its environment does. The zero value: nowhere.
+// Address is the address of the launcher, from the environment. The zero value: there is none.
 type Address struct {
 	FD   int    // PMI_FD, a descriptor that this process has inherited; 0: none
 	Port string // PMI_PORT, HOST:PORT
 	ID   string // PMI_ID, which goes with it
 }
 
-// FromEnv reads the launcher's variables. What makes no sense is left out.
+// FromEnv reads the launcher's variables. Invalid values are ignored.
 func FromEnv(getenv func(string) string) Address {
 	var a Address
 	if fd, err := strconv.Atoi(getenv("PMI_FD")); err == nil && fd > 2 {
@@ -42,7 +42,7 @@ func FromEnv(getenv func(string) string) Address {
 	return a
 }
 
-// A ProtocolError says that the launcher's answer is none to what it was asked.
+// A ProtocolError says that the launcher's answer does not match the request.
 type ProtocolError struct {
 	Asked  string // the command
 	Answer string // at most 200 bytes of it
@@ -53,23 +53,23 @@ func (e *ProtocolError) Error() string {
 	return fmt.Sprintf("PMI: the launcher answers %s with %q: %s", e.Asked, e.Answer, e.Why)
 }
 
-// Limits on what the launcher may say.
+// Limits on the launcher's answers.
 const (
 	maxLine  = 64 << 10
 	maxNames = 64
 )
 
-// Client is a process's connection with its launcher. Its methods are called by one goroutine at a
-// time; each ends when its ctx does, and after an error none works any more.
+// Client is a process's connection to its launcher. Its methods are called by one goroutine at a
+// time; each returns when its ctx ends, and after an error all fail.
 type Client struct {
 	conn net.Conn
 	in   *bufio.Reader
 	kvs  string
-	key  int // the longest keys and values
+	key  int // the largest sizes of keys and values
 	val  int
 }
 
-// Dial takes up the connection. It fails if a process took it up before.
+// Dial opens the connection. It fails if the process has used it before.
 func Dial(ctx context.Context, a Address) (_ *Client, err error) {
 	var conn net.Conn
 	switch {
@@ -118,8 +118,8 @@ func Dial(ctx context.Context, a Address) (_ *Client, err error) {
 	return c, nil
 }
 
-// adopt makes a connection of an inherited descriptor, which it closes. If that is no socket it
-// stays: it is somebody else's then.
+// adopt turns an inherited descriptor into a connection, and closes the descriptor. If it is not a
+// socket, it has another purpose and stays open.
 func adopt(fd int) (net.Conn, error) {
 	own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -127,15 +127,14 @@ func adopt(fd int) (net.Conn, error) {
 	}
 	f := os.NewFile(uintptr(own), "PMI_FD")
 	defer f.Close()
-	conn, err := net.FileConn(f) // another copy
+	conn, err := net.FileConn(f) // a duplicate
 	if err == nil {
 		unix.Close(fd)
 	}
 	return conn, err
 }
 
-// identify says, on a connection that anybody could have made, whose it is. The launcher answers by
-// several lines, of which none is needed here.
+// identify sends the rank on a connection to PMI_PORT. The launcher's answers are not needed.
 func (c *Client) identify(id string) error {
 	if _, err := c.ask("initack", "initack", "pmiid", id); err != nil {
 		return err
@@ -160,7 +159,7 @@ func (c *Client) Put(ctx context.Context, key, value string) (err error) {
 			return fmt.Errorf("PMI: put %s: %w", clip(key), err)
 		}
 	}
-	if len(key) >= c.key || len(value) >= c.val { // the limits count a final zero byte
+	if len(key) >= c.key || len(value) >= c.val { // the limits include a final zero byte
 		return fmt.Errorf("PMI: put %s: a key of %d and a value of %d bytes; the launcher takes less than %d and %d",
 			clip(key), len(key), len(value), c.key, c.val)
 	}
@@ -186,10 +185,10 @@ func (c *Client) Barrier(ctx context.Context) (err error) {
 	return err
 }
 
-// closeTime bounds the farewell.
+// closeTime bounds Close.
 const closeTime = 5 * time.Second
 
-// Close says farewell: the launcher takes a process that ends without for one that failed.
+// Close finalizes the connection: the launcher takes a process that ends without it to have failed.
 func (c *Client) Close() error {
 	defer c.conn.Close()
 	c.conn.SetDeadline(time.Now().Add(closeTime))
@@ -197,7 +196,7 @@ func (c *Client) Close() error {
 	return err
 }
 
-// until has the connection's operations end when ctx does; what it returns is deferred.
+// until makes the connection's operations end with ctx; the caller defers the result.
 func (c *Client) until(ctx context.Context) func(*error) {
 	c.conn.SetDeadline(time.Time{})
 	stop := context.AfterFunc(ctx, func() { c.conn.SetDeadline(time.Unix(1, 0)) })
@@ -250,7 +249,7 @@ func (c *Client) line() (string, error) {
 	return string(b[:len(b)-1]), nil
 }
 
-// parse reads a line of KEY=VALUE pairs. Words without '=' belong to a text, which nobody needs.
+// parse reads a line of KEY=VALUE pairs. Words without '=' belong to a text that is not used.
 func parse(line string) (map[string]string, error) {
 	pairs := map[string]string{}
 	for word := range strings.FieldsSeq(line) {
@@ -268,7 +267,7 @@ func parse(line string) (map[string]string, error) {
 	return pairs, nil
 }
 
-// fit says what is wrong with a word of the protocol.
+// fit validates a word of the protocol.
 func fit(s string) error {
 	if s == "" {
 		return errors.New("an empty word")

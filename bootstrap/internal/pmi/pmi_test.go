@@ -180,7 +180,7 @@ func TestConnectionByPort(t *testing.T) {
 	<-done
 }
 
-func TestAnswersThatAreNone(t *testing.T) {
+func TestInvalidAnswers(t *testing.T) {
 	for command, answers := range map[string][]string{
 		"init": {"cmd=response_to_init rc=-1", "cmd=init_ack rc=0", "nonsense", "cmd=a cmd=b",
 			strings.Repeat("a=b ", 10)},
@@ -223,14 +223,14 @@ func TestAnswersThatAreNone(t *testing.T) {
 	}
 }
 
-func TestALineWithoutEndIsRefused(t *testing.T) {
+func TestEndlessLineIsRefused(t *testing.T) {
 	l := &launcher{before: func(string) string { return strings.Repeat("x", 2*maxLine) }}
 	if _, err := Dial(within(t), l.process(t)); !errors.Is(err, bufio.ErrBufferFull) {
 		t.Error(err)
 	}
 }
 
-func TestTheEndOfTheContextEndsTheBarrier(t *testing.T) {
+func TestContextEndsBarrier(t *testing.T) {
 	l := &launcher{n: 2, values: map[string]string{}}
 	c, err := Dial(within(t), l.process(t))
 	if err != nil {
@@ -245,7 +245,7 @@ func TestTheEndOfTheContextEndsTheBarrier(t *testing.T) {
 	}
 }
 
-func TestAConnectionServesOnce(t *testing.T) {
+func TestConnectionServesOnce(t *testing.T) {
 	l := &launcher{n: 1, values: map[string]string{}}
 	a := l.process(t)
 	again, err := unix.Dup(a.FD)
@@ -282,7 +282,7 @@ func TestDescriptorsOfOthersStayOpen(t *testing.T) {
 	}
 }
 
-func TestWordsThatDoNotFitAreRefused(t *testing.T) {
+func TestInvalidWordsAreRefused(t *testing.T) {
 	l := &launcher{n: 1, values: map[string]string{}}
 	ctx := within(t)
 	c, err := Dial(ctx, l.process(t))

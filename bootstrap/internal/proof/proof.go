@@ -1,11 +1,11 @@
 // Package proof puts package trust in front of a gRPC server: every connection proves the job's
-// secret before a byte of HTTP/2 is read.
+// secret before HTTP/2 begins.
 //
-// A Listener runs the accepting half of trust on every connection and hands only the proved ones to
-// grpc.Server.Serve; Credentials make sure that a server cannot be given any other. Handlers learn
-// from Info who called, which is what was proved and not what the call says. It serves the
-// handshake between ranks and the embedded store, which speak gRPC; the transports put trust in
-// front of their own protocols themselves.
+// A Listener runs the accepting half of trust on every connection and passes only the authenticated
+// ones to grpc.Server.Serve; Credentials make sure that a server gets no others. Handlers get the
+// caller's identity from Info, as it was proved and not as the call claims it. The package serves
+// the handshake between ranks and the embedded store, which use gRPC; the transports use trust in
+// front of their own protocols.
 package proof
 
 import (
@@ -23,7 +23,7 @@ import (
 // Timeout bounds each step of a connection's proof, and then the beginning of HTTP/2.
 const Timeout = 5 * time.Second
 
-// Config says what a connection has to prove.
+// Config says how connections authenticate.
 type Config struct {
 	Secret  []byte
 	Purpose string                            // see trust.Client
@@ -33,7 +33,7 @@ type Config struct {
 	Max     int                               // see trust.Acceptor
 }
 
-// Conn is a connection whose other end knows the secret, and who that is.
+// Conn is an authenticated connection, with the identity of its other end.
 type Conn struct {
 	net.Conn
 	Hello trust.Hello
@@ -52,7 +52,7 @@ func (c *Conn) Close() error {
 	return c.Conn.Close()
 }
 
-// Listener is a net.Listener whose Accept returns only a *Conn that is proved.
+// Listener is a net.Listener whose Accept returns only authenticated connections, as *Conn.
 type Listener struct {
 	a      trust.Acceptor
 	ready  chan *Conn
@@ -61,10 +61,10 @@ type Listener struct {
 	once   sync.Once
 	mu     sync.Mutex
 	open   map[*Conn]struct{}
-	none   chan struct{} // closed when open becomes empty; nil: nobody waits for that
+	none   chan struct{} // closed when open becomes empty; nil: there is no waiter
 }
 
-// Listen begins to accept on l, which it owns from then on.
+// Listen begins to accept on l, and owns it.
 func Listen(l net.Listener, cfg Config) *Listener {
 	if cfg.Timeout == 0 {
 		cfg.Timeout = Timeout
@@ -92,7 +92,7 @@ func (p *Listener) accepted(conn net.Conn, h trust.Hello) {
 	}
 }
 
-// Accept returns the next proved connection.
+// Accept returns the next authenticated connection.
 func (p *Listener) Accept() (net.Conn, error) {
 	select {
 	case c := <-p.ready:
@@ -102,11 +102,10 @@ func (p *Listener) Accept() (net.Conn, error) {
 	}
 }
 
-// Addr is the address that is listened on.
+// Addr returns the listening address.
 func (p *Listener) Addr() net.Addr { return p.a.Listener.Addr() }
 
-// Close stops accepting. It returns when no handshake runs any more; connections that were accepted
-// live on.
+// Close stops accepting. It returns when no handshake is running; accepted connections stay open.
 func (p *Listener) Close() error {
 	var err error
 	p.once.Do(func() {
@@ -151,17 +150,17 @@ func (p *Listener) Wait(ctx context.Context) error {
 	}
 }
 
-// Info tells a handler who called: peer.AuthInfo of a call over a Conn.
+// Info identifies the caller to a handler: the peer.AuthInfo of a call over a Conn.
 type Info struct {
 	credentials.CommonAuthInfo
 	Hello trust.Hello
 }
 
-// AuthType is "tutti".
+// AuthType returns "tutti".
 func (Info) AuthType() string { return "tutti" }
 
 // Credentials are the transport credentials of a server that serves a Listener: they refuse every
-// connection that is no proved Conn, whatever listener it came by.
+// connection that is not an authenticated Conn.
 type Credentials struct{}
 
 var errServerOnly = errors.New("proof: credentials of a server")

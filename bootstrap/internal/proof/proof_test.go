@@ -130,8 +130,8 @@ func TestCredentialsRefuse(t *testing.T) {
 	}
 }
 
-// Connections that prove nothing take up the places for unproved ones, but for a bounded time: who
-// knows the secret gets through.
+// Connections without a proof take up the places for unauthenticated ones only for a bounded time:
+// a client that knows the secret gets through.
 func TestSlowLoris(t *testing.T) {
 	_, addr := serve(t, Config{Timeout: 100 * time.Millisecond, Max: 4})
 	var idle []net.Conn

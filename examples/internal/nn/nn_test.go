@@ -171,7 +171,7 @@ func TestCrossEntropyGrad(t *testing.T) {
 	near(t, "dlogits", x, want, 1e-7)
 }
 
-func TestNormalHasItsMoments(t *testing.T) {
+func TestNormalMoments(t *testing.T) {
 	const n = 100000
 	var sum, square float64
 	for _, x := range normals(42, n) {

@@ -653,8 +653,8 @@ type operator struct {
 	direct bool
 	// heavy: it takes so many instructions that memory is not what the kernel waits for
 	heavy bool
-	// finish is done after the last source in calls whose mode has the flag; nil if there is nothing
-	// to do
+	// finish is done after the last source in calls whose mode has the flag; nil if there is
+	// nothing to do
 	flag   uint8
 	finish func(acc []reg.VecVirtual)
 }
@@ -1022,8 +1022,8 @@ func (i isa) kernel(name string, make func() (storage, operator)) string {
 	JLT(LabelRef("rest"))
 	switch {
 	case i.wide && !s.heavy:
-		// Two sources are the most frequent case; in the nearest cache, jumps and loads of addresses
-		// count.
+		// Two sources are the most frequent case; in the nearest cache, jumps and loads of
+		// addresses count.
 		p0, p1 := GP64(), GP64()
 		CMPQ(count, Imm(2))
 		JNE(LabelRef("block"))

@@ -7,26 +7,25 @@ import (
 	"tutti/pg/flight"
 )
 
-// Bound is a call that has run, ready to run again on any buffers of its lengths: it was checked,
-// its algorithm was chosen, its plan was made. A call like it needs none of that. It is good in the
-// topology of its set.
+// Bound is a checked call with its algorithm and plan, ready to run again on any buffers of the
+// same lengths. It is valid in the topology of its set.
 type Bound struct {
 	Call
 	key      boundKey
 	set      *planSet
 	prog     *program
-	tok      p2p.Token // but for its number
+	tok      p2p.Token // without the sequence number
 	from, to int       // strides of in and out
 	size     int       // see Bytes
-	inPlace  bool      // its buffers may be the same
+	inPlace  bool      // its buffers may be identical
 
-	// Record describes the call for the flight recorder in the view with this epoch. It is the
-	// owner's, as Epoch.
+	// Record describes the call for the flight recorder in the view Epoch. Both belong to the
+	// owner.
 	Record flight.Record
 	Epoch  uint64
 }
 
-// boundKey is what calls have in common that are bound to the same.
+// boundKey is the key of bound calls.
 type boundKey struct {
 	kind     collectives.Kind
 	op       kernels.Op
@@ -35,13 +34,12 @@ type boundKey struct {
 	dst, src int // counts
 }
 
-// slot is where the latest of several bound calls is looked for first.
+// slot is the index of a bound call in planSet.latest.
 func slot(kind collectives.Kind, op kernels.Op, dtype kernels.DType, root, count int) uint {
 	return uint(uint64(count<<8^root<<6^int(dtype)<<4^int(op)<<2^int(kind)) * 0x9e3779b97f4a7c15 >> 60)
 }
 
-// Recall returns what a request is bound to, nil if it has to be checked and run as the first of
-// its kind.
+// Recall returns the bound call for a request, or nil if the request has to be checked first.
 func (r *Runner) Recall(q *Request) *Bound {
 	if r.set == nil { // closed
 		return nil
@@ -63,8 +61,8 @@ func (r *Runner) Recall(q *Request) *Bound {
 	return b
 }
 
-// remember binds the call that has just run, for Recall: a call of one block that needs no
-// agreement on memory, whose buffers are used as they are given.
+// remember binds the call that has just run, for Recall, if it has one block, needs no agreement on
+// memory, and uses its buffers as they are given.
 func (r *Runner) remember(prog *program) {
 	c, n, l := r.cur, r.set.Size, r.cur.Kind.Layout()
 	if (l.InAtRoot || l.OutAtRoot) && (l.In.Parted() || l.Out.Parted()) || l.Out == collectives.Packed {
@@ -78,7 +76,7 @@ func (r *Runner) remember(prog *program) {
 		from: r.in.stride, to: r.out.stride, size: c.Bytes(n),
 		inPlace: l.In == collectives.One && l.Out == collectives.One}
 	b.Forget()
-	b.Uniform = false // as Split's and Admit's own is, and a program's is not
+	b.Uniform = false // only the calls of Split and Admit are uniform by themselves
 	if len(r.set.bound) >= maxPlans {
 		clear(r.set.bound)
 	}
@@ -87,11 +85,11 @@ func (r *Runner) remember(prog *program) {
 	r.set.latest[slot(c.Kind, c.Op, c.DType, c.Root, dst)] = b
 }
 
-// Bytes returns how many bytes the call is about.
+// Bytes returns the length in bytes of the call's longest buffer.
 func (b *Bound) Bytes() int { return b.size }
 
-// Algo returns the algorithm that it is bound to.
+// Algo returns the algorithm of the bound plan.
 func (b *Bound) Algo() collectives.Algo { return b.prog.Algo }
 
-// Current reports whether b is bound in the present topology: nothing has to be made for it.
+// Current reports whether b is bound in the present topology, and can run without preparation.
 func (r *Runner) Current(b *Bound) bool { return b.set == r.set }

@@ -14,7 +14,7 @@ import (
 )
 
 // Buffer is typed memory of the caller: Count elements of DType at Ptr. Collectives use it until
-// they are done and keep nothing of it afterwards. The zero Buffer is an empty one.
+// they end, and keep no reference afterwards. The zero Buffer is empty.
 type Buffer struct {
 	Ptr      unsafe.Pointer
 	Count    int
@@ -22,7 +22,7 @@ type Buffer struct {
 	Location p2p.Location // "" means host memory
 }
 
-// A Request is a collective as the program asks for it.
+// A Request is a collective as the caller describes it.
 type Request struct {
 	Kind               collectives.Kind
 	Op                 kernels.Op
@@ -31,31 +31,31 @@ type Request struct {
 	Counts, RecvCounts []int
 }
 
-// A Call is a request that was checked and can run.
+// A Call is a checked request.
 type Call struct {
 	Kind       collectives.Kind
 	DType      kernels.DType
 	Op         kernels.Op
 	Root       int
 	Count      int            // Shape.Count
-	In, Out    unsafe.Pointer // Out == In where the operation is in place
+	In, Out    unsafe.Pointer // Out == In if the operation is in place
 	Counts     []int          // Shape.Counts
 	RecvCounts []int
 	Slots      int  // of the group when it was checked
-	Uniform    bool // its outcome is, whatever the group's is
+	Uniform    bool // the outcome is the same at all ranks, even if the group is not uniform
 }
 
-// A Refusal says what is wrong with a request.
+// A Refusal describes an invalid request.
 type Refusal struct {
 	Arg  string // the offending argument
 	Got  string
 	Want string
 }
 
-// Forget drops the caller's memory. What was called stays.
+// Forget drops the references to the caller's memory.
 func (c *Call) Forget() { c.In, c.Out, c.Counts, c.RecvCounts = nil, nil, nil, nil }
 
-// Detached is c without the caller's memory.
+// Detached returns c without references to the caller's memory.
 func (c *Call) Detached() Call {
 	d := *c
 	d.Forget()
@@ -63,14 +63,14 @@ func (c *Call) Detached() Call {
 	return d
 }
 
-// Bytes returns how many bytes the operation is about in a group of n slots: those of the longest
-// buffer of a rank.
+// Bytes returns the size of the operation in a group of n slots: the bytes of a rank's longest
+// buffer.
 func (c *Call) Bytes(n int) int {
 	l := c.Kind.Layout()
 	return max(c.elements(l.In, n), c.elements(l.Out, n)) * c.DType.Size()
 }
 
-// elements is how many elements a buffer of an extent has in a group of n slots, 0 for Own.
+// elements returns the number of elements of a buffer of extent e in a group of n slots, 0 for Own.
 func (c *Call) elements(e collectives.Extent, n int) (total int) {
 	switch e {
 	case collectives.One:
@@ -97,7 +97,8 @@ func (c *Call) Synchronizes() bool {
 	return c.Count == 0 // a barrier
 }
 
-// Token packs what all ranks must agree on. It travels in the header of every message of the call.
+// Token packs the fields of a call that all ranks must agree on. The header of every message
+// carries it.
 func (c *Call) Token(seq uint64, algo collectives.Algo) p2p.Token {
 	t := p2p.Token{Seq: seq, Count: uint64(c.Count), Call: uint64(flight.Pack(c.Kind, c.DType, c.Op, algo, c.Root))}
 	if c.Kind == collectives.AllGatherV {
@@ -110,17 +111,17 @@ func (c *Call) Token(seq uint64, algo collectives.Algo) p2p.Token {
 	return t
 }
 
-// Describe says in words what is called: "allreduce (float32 sum, 1024 elements)".
+// Describe returns the call in words: "allreduce (float32 sum, 1024 elements)".
 func (c *Call) Describe() string {
 	t := c.Token(0, collectives.Auto)
 	return flight.Describe(flight.Call(t.Call), t.Count)
 }
 
-// MaxBytes is the longest buffer, and the most that the parts of one may have together.
+// MaxBytes is the largest size of a buffer, all of its parts together.
 const MaxBytes = math.MaxInt >> 7
 
-// Check validates a request of the rank in slot rank of a group of size slots, and makes a call of
-// it. It looks at nothing that only this rank knows but the lengths of its own buffers.
+// Check validates a request of the rank in slot rank of a group of size slots, and returns the
+// call. It depends on nothing that only this rank knows, except the lengths of its own buffers.
 func Check(q *Request, rank, size int) (Call, *Refusal) {
 	c := Call{Kind: q.Kind, Op: q.Op, Root: q.Root, In: q.Src.Ptr, Out: q.Dst.Ptr, DType: q.Src.DType,
 		Counts: q.Counts, RecvCounts: q.RecvCounts, Slots: size}
@@ -138,7 +139,7 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 	}
 	l := q.Kind.Layout()
 	atRoot := rank == q.Root
-	// A vector is given at all ranks, whoever reads or writes it.
+	// A vector is given at all ranks, even at those that do not use it.
 	usesIn := !l.InAtRoot || atRoot || l.In == collectives.One
 	usesOut := !l.OutAtRoot || atRoot || l.Out == collectives.One
 	if src.DType == 0 && src.Count == 0 && src.Ptr == nil && (q.Kind == collectives.AllReduce || !usesIn) {
@@ -183,7 +184,7 @@ func Check(q *Request, rank, size int) (Call, *Refusal) {
 	return c, nil
 }
 
-// lengths checks the lengths of the buffers that are used here, and finds Count.
+// lengths checks the lengths of the buffers in use, and sets Count.
 func (c *Call) lengths(q *Request, l collectives.Layout, rank int, dst, src *Buffer, usesIn, usesOut bool) *Refusal {
 	parts := func(name string, atRoot bool, big, small int) *Refusal {
 		if small > MaxBytes/c.DType.Size()/c.Slots {
@@ -255,7 +256,7 @@ func (c *Call) lengths(q *Request, l collectives.Layout, rank int, dst, src *Buf
 	return nil
 }
 
-// total adds up counts, one for each slot.
+// total returns the sum of counts, one for each slot.
 func (c *Call) total(arg string, counts []int) (total int, bad *Refusal) {
 	if len(counts) != c.Slots {
 		return 0, &Refusal{arg, fmt.Sprintf("of length %d", len(counts)),
@@ -270,8 +271,8 @@ func (c *Call) total(arg string, counts []int) (total int, bad *Refusal) {
 	return total, nil
 }
 
-// clash looks at buffers whose lengths fit. It returns "" if they have no memory in common or what
-// the operation may work in place on, else what would be right.
+// clash checks buffers of valid lengths for shared memory. It returns "" if there is none, or if
+// the operation may work in place on it; otherwise the valid alternatives.
 func clash(kind collectives.Kind, root, rank int, dst, src *Buffer, counts []int) (want string) {
 	big, part, own := dst, src, 0 // part may be the one that begins own elements into big
 	want = "memory of its own, or with the source as this rank's part of it"

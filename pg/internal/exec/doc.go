@@ -1,7 +1,8 @@
 // Package exec runs the collectives of one rank in one group. A [Request] is checked and becomes a
-// [Call]; a [Runner] chooses the algorithm, makes the plan or finds it, and executes it over the
-// group's channel. A call that has run is bound (see [Bound]): the same request again only runs.
+// [Call]. A [Runner] chooses the algorithm, finds or makes the plan, and executes it over the
+// group's channel. A call that has run is bound (see [Bound]): the next request like it needs no
+// preparation.
 //
-// The package knows nothing of views, failures and recovery: an error is the channel's, and what it
-// means is the group's business.
+// The package knows nothing of views, failures and recovery: it returns the channel's errors, and
+// the group interprets them.
 package exec

@@ -9,17 +9,17 @@ import (
 	"tutti/p2p"
 )
 
-// mapped is what a direct plan needs beside its steps: the peers' memory in this process, and the
-// exposure of this rank's. It belongs to the operation that runs, from exchange to close.
+// mapped is the state of a load-store plan: the peers' memory in this process, and the exposure of
+// this rank's. It belongs to the running operation from exchange to close.
 type mapped struct {
-	exposure  *p2p.Exposure // nil: nobody can map this rank's memory
-	begun     bool          // the exposure, by the operation that runs
+	exposure  *p2p.Exposure // nil: this rank's memory cannot be mapped
+	begun     bool          // whether the running operation has begun the exposure
 	peers     []peerMemory  // by slot
 	loads     []load        // of the plan that runs
 	mine, all []byte        // this rank's and all ranks' descriptors
 }
 
-// peerMemory is the buffers of a peer in this process. in or out is nil where the plan does not
+// peerMemory holds the buffers of a peer in this process. in or out is nil if the plan does not
 // load it.
 type peerMemory struct {
 	in, out unsafe.Pointer
@@ -32,10 +32,10 @@ type peerMemory struct {
 //	0 ok (1 byte): they can be mapped | 4 offset of the exposure's word (4) | 8 its region | 16 ticket
 //	24 region of In | 32 offset in it | 40 region of Out | 48 offset in it | 56 zero
 //
-// A region is 0 where the peers need no such buffer of this rank.
+// A region is 0 if the peers do not need that buffer of this rank.
 const descSize = 64
 
-// loaded returns how many bytes of In and Out of slot its peers load in a direct plan of c.
+// loaded returns how many bytes of In and Out of slot its peers load in a load-store plan of c.
 func (c *Call) loaded(slot, elem int) (in, out int) {
 	l := c.Kind.Layout()
 	switch {
@@ -43,17 +43,17 @@ func (c *Call) loaded(slot, elem int) (in, out int) {
 		return c.Counts[slot] * elem, 0
 	case l.In == collectives.Packed, l.InAtRoot && slot != c.Root:
 		return 0, 0
-	case c.Kind == collectives.AllReduce: // who has folded a part has its result
+	case c.Kind == collectives.AllReduce: // a rank that has folded a part has its result
 		out = c.Count * elem
 	}
 	return c.elements(l.In, c.Slots) * elem, out
 }
 
-// exchange tells all ranks where this rank's buffers are and maps those that its plan loads: no
-// others, for a rank that nobody has to wait for may be through with the operation before, and free
-// its memory. It returns false, at every rank alike, unless all that the plan loads can be mapped.
-// It is also the entry into the operation: when it returns, every rank has begun it. From its begin
-// to close, peers may load the buffers of the call.
+// exchange tells all ranks where this rank's buffers are, and maps the peers' buffers that its plan
+// loads. It maps no others, because a rank that no peer waits for may have ended the operation
+// before, and freed its memory. It returns false, at every rank alike, if any buffer that the plan
+// loads cannot be mapped. It also marks the begin of the operation: when it returns, every rank has
+// begun, and peers may load the buffers of the call until close.
 func (r *Runner) exchange(elem int) (bool, error) {
 	c, m, size := r.cur, &r.mapped, r.set.Size
 	if len(m.all) != descSize*size {
@@ -79,7 +79,7 @@ func (r *Runner) exchange(elem int) (bool, error) {
 			return false, nil
 		}
 	}
-	prog, err := r.program(c.Kind, collectives.Direct, elem, c.Count)
+	prog, err := r.program(c.Kind, collectives.LoadStore, elem, c.Count)
 	if err != nil {
 		return false, err
 	}
@@ -107,7 +107,7 @@ func (r *Runner) describe(d []byte, ptr unsafe.Pointer, n int) bool {
 	return true
 }
 
-// locate maps what the plan loads of a peer.
+// locate maps the buffers of a peer that the plan loads.
 func (r *Runner) locate(l load, elem int) (err error) {
 	slot := l.slot
 	d, at := r.mapped.all[slot*descSize:(slot+1)*descSize], &r.mapped.peers[slot]
@@ -136,7 +136,7 @@ func (r *Runner) locate(l load, elem int) (err error) {
 	return nil
 }
 
-// load maps n bytes that the peer in slot has described in d.
+// load maps n bytes that the peer in slot described in d.
 func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer, error) {
 	if n == 0 {
 		return nil, nil
@@ -154,8 +154,8 @@ func (r *Runner) load(at *peerMemory, slot int, d []byte, n int) (unsafe.Pointer
 	return unsafe.Pointer(&m.Mem[off]), nil
 }
 
-// verify makes sure that what has been loaded from peers was theirs to give: that they had not left
-// the operation. Where one has, it waits until it is known why, and returns that.
+// verify checks that the peers whose memory was loaded had not left the operation before. If one
+// had, it waits until the cause is known, and returns it.
 func (r *Runner) verify() error {
 	for _, l := range r.mapped.loads {
 		if !r.mapped.peers[l.slot].ticket.Valid() {
@@ -165,8 +165,8 @@ func (r *Runner) verify() error {
 	return nil
 }
 
-// close ends the exposure of this rank's memory and gives up the peers'. When it returns, whatever
-// peers load from the buffers of the call they do not take for its data.
+// close ends the exposure of this rank's memory and releases that of the peers. Peers discard
+// whatever they load from the call's buffers after close has returned.
 func (m *mapped) close() {
 	if m.begun {
 		m.exposure.Withdraw()

@@ -10,31 +10,31 @@ import (
 	"tutti/p2p"
 )
 
-// Memory is moved and reduced without the proxy's lock, so that other operations of this rank go on
-// meanwhile. What makes that safe:
+// Memory is moved and reduced without the proxy's lock, so that other operations of this rank
+// progress meanwhile. This is safe because:
 //
-//   - The memories belong to the running call, or to the runner: no Recv that is posted may fill
-//     them (collectives.Plan.Check sees to that), and nobody else runs this group's steps, for the
-//     call has the turn.
-//   - A message that a link lends is the exception: the link takes it back, under the lock, when
-//     anybody needs the link. It is read with the lock, piece by piece, and found again whenever the
-//     lock was given up between two pieces.
-//   - A failure or a cancellation ends nothing that is under way. The operation learns of it at its
-//     next wait, or between two long pieces, and so returns when nothing touches its memory any more.
-//   - Mapped memory of a peer stays mapped while the operation holds its Mapping, whatever becomes of
-//     the link.
+//   - The memory belongs to the running call, or to the runner. No posted Recv may fill it
+//     (collectives.Plan.Check proves that), and only the call that has the turn runs this group's
+//     steps.
+//   - Messages that a link lends are the exception: the link takes them back, under the lock,
+//     when another operation needs the link. They are read under the lock, piece by piece, and
+//     looked up again whenever the lock was released between two pieces.
+//   - A failure or a cancellation does not interrupt a move. The operation notices it at its next
+//     wait, or between two long pieces, so that it returns when nothing touches its memory.
+//   - Mapped memory of a peer stays mapped while the operation holds its Mapping, even if the
+//     link has ended.
 const (
-	// unlockedFrom is the number of bytes of a result from which on it is made without the lock. To
-	// give the lock up and to take it again costs some 30 ns.
+	// unlockedFrom is the size of a result in bytes from which on it is made without the lock. To
+	// release the lock and take it again costs some 30 ns.
 	unlockedFrom = 32 << 10
-	// lockedFor is the number of bytes of lent messages that are read before others may get the lock
-	// who want it.
+	// lockedFor is the number of bytes of lent messages that are read before the lock is offered to
+	// other goroutines.
 	lockedFor = 64 << 10
-	// turnEvery is the number of bytes of a result after which it is looked whether the operation may
-	// go on.
+	// turnEvery is the number of bytes of a result between two checks whether the operation has
+	// failed.
 	turnEvery = 2 << 20
-	// cachedCopy is the longest copy that is likely to stay in a shared cache. A copy of more than
-	// cachedPiece at once goes around the caches.
+	// cachedCopy is the longest copy that is likely to stay in a shared cache. A single copy of
+	// more than cachedPiece bypasses the caches.
 	cachedCopy  = 4 << 20
 	cachedPiece = 256 << 10
 )
@@ -42,10 +42,9 @@ const (
 // testHookUnlocked is called without the lock, before memory is moved.
 var testHookUnlocked = func() {}
 
-// pieces calls f for one piece after the other of n bytes, as long as the operation may go on.
-// Between two it gives the processor up if that is the only one that Go uses. With several, those
-// whom Gosched wakes to look for work take more time from other goroutines than they give them.
-// Without the lock.
+// pieces calls f for consecutive pieces of n bytes until the operation fails. Between two pieces it
+// yields the processor if Go uses only one. With several, Gosched wakes idle processors, which
+// takes more time from other goroutines than it gives them. Without the lock.
 func (r *Runner) pieces(n, piece int, f func(at, n int)) error {
 	testHookUnlocked()
 	for at := 0; at < n; at += piece {
@@ -62,7 +61,7 @@ func (r *Runner) pieces(n, piece int, f func(at, n int)) error {
 	return nil
 }
 
-// copy moves n bytes, which may be the same.
+// copy moves n bytes. dst and src may be equal.
 func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 	if dst == src || n == 0 {
 		return nil
@@ -81,7 +80,8 @@ func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 	return r.pieces(n, piece, func(at, n int) { kernels.Copy(unsafe.Add(dst, at), unsafe.Add(src, at), n) })
 }
 
-// convert is kernels.Widen or kernels.Narrow of n elements of size bytes, the larger of both types.
+// convert runs kernels.Widen or kernels.Narrow on n elements of size bytes, the larger of both
+// types.
 func (r *Runner) convert(f func(dt kernels.DType, dst, src unsafe.Pointer, n int), dst, src unsafe.Pointer, n int,
 	toSize, fromSize int) error {
 	dt, size := r.cur.DType, max(toSize, fromSize)
@@ -98,7 +98,7 @@ func (r *Runner) convert(f func(dt kernels.DType, dst, src unsafe.Pointer, n int
 	})
 }
 
-// A fold is a Combine step that runs.
+// A fold is a running ReduceInto step.
 type fold struct {
 	reduce  kernels.Reducer
 	dtype   kernels.DType
@@ -107,7 +107,7 @@ type fold struct {
 	divisor int // 0: none
 }
 
-// do folds n bytes at offset at; srcs are there already.
+// do folds n bytes at offset at of srcs.
 func (f *fold) do(srcs []unsafe.Pointer, at, n int) {
 	dst := unsafe.Add(f.dst, at)
 	f.reduce(dst, srcs, n/f.size)
@@ -116,8 +116,8 @@ func (f *fold) do(srcs []unsafe.Pointer, at, n int) {
 	}
 }
 
-// combine runs Combine step i.
-func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernels.DType) error {
+// reduce runs ReduceInto step i.
+func (r *Runner) reduce(prog *program, i int, s *collectives.Step, dtype kernels.DType) error {
 	n := s.Dst.Len
 	if n == 0 {
 		return nil
@@ -156,7 +156,7 @@ func (r *Runner) combine(prog *program, i int, s *collectives.Step, dtype kernel
 	return nil
 }
 
-// unlockedFold folds n bytes at offset at of sources that are the call's own.
+// unlockedFold folds n bytes at offset at. The sources belong to the call.
 func (r *Runner) unlockedFold(f fold, at, n int) error {
 	r.proxy.Leave()
 	defer r.proxy.Return()
@@ -170,8 +170,8 @@ func (r *Runner) unlockedFold(f fold, at, n int) error {
 	})
 }
 
-// sources finds the sources of step i, from offset at on, for r.ptrs. It reports whether a link
-// lends any of them.
+// sources sets r.ptrs to the sources of step i, from offset at on. It reports whether a link lends
+// any of them.
 func (r *Runner) sources(prog *program, i int, s *collectives.Step, at int) (lent bool) {
 	r.ptrs = r.ptrs[:0]
 	for j := range s.Srcs {
@@ -186,11 +186,11 @@ func (r *Runner) sources(prog *program, i int, s *collectives.Step, at int) (len
 	return lent
 }
 
-// failed says why messages that had come are not here any more.
+// failed returns why lent messages have been taken back.
 func (r *Runner) failed() error { return cmp.Or(r.coll.Err(), p2p.ErrClosed) }
 
-// holds reports whether the messages of these Recv steps (-1: none) are still here: a channel that
-// is closed takes back what it lent.
+// holds reports whether the messages of these Recv steps (-1: none) are still lent: a channel that
+// is closed takes them back.
 func (r *Runner) holds(recvs []int32) bool {
 	for _, n := range recvs {
 		if n >= 0 && !r.recvs[n].Done() {

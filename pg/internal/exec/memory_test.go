@@ -117,7 +117,7 @@ func buffer[T any](x []T, dt kernels.DType) Buffer {
 
 // Long results are made without the proxy's lock: in the middle of each another goroutine can have
 // it.
-func TestLongMemoryIsMovedWithoutTheLock(t *testing.T) {
+func TestLargeTransfersReleaseTheLock(t *testing.T) {
 	const n = 2
 	all := ranks(t, n, 1, false)
 	calls := 0
@@ -182,7 +182,7 @@ func TestLongMemoryIsMovedWithoutTheLock(t *testing.T) {
 
 // Several groups of the same ranks at once: every result is right, although each group moves memory
 // while the others use the links, take back what these lend, and fill what is posted.
-func TestGroupsBesideEachOther(t *testing.T) {
+func TestConcurrentGroups(t *testing.T) {
 	const n, groups = 3, 3
 	rounds := 60
 	if testing.Short() {
@@ -191,7 +191,7 @@ func TestGroupsBesideEachOther(t *testing.T) {
 	all := ranks(t, n, groups, true)
 	ctx, cancel := context.WithCancel(t.Context())
 	var others sync.WaitGroup
-	for _, r := range all { // somebody who waits for nothing that ever comes, and so takes loans back
+	for _, r := range all { // a waiter that ends the loans of links
 		others.Go(func() {
 			var w p2p.Wait
 			w.Reset(ctx, 0, false)
@@ -272,9 +272,9 @@ func TestChannelClosedWhileMemoryMoves(t *testing.T) {
 				small := []int32{1}
 				q = &Request{Kind: collectives.AllReduce, Op: kernels.Sum, Src: buffer(small, kernels.Int32),
 					Dst: buffer(small, kernels.Int32)}
-				for range 20 { // the other group goes on, and delivers what still comes
+				for range 20 { // the other group continues, and delivers later frames
 					small[0] = 1
-					if err := it.runners[1].run(t.Context(), q, collectives.Flat); err != nil || small[0] != n {
+					if err := it.runners[1].run(t.Context(), q, collectives.OneShot); err != nil || small[0] != n {
 						t.Errorf("round %d: beside a closed channel: %d, %v", round, small[0], err)
 						return
 					}

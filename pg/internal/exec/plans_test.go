@@ -7,10 +7,10 @@ import (
 	"tutti/collectives"
 )
 
-// A rank maps the memory that its plan loads, and no other: of a gather or a reduce the root alone
-// maps anything, of a broadcast or a scatter all others map the root's. Whose memory is mapped
-// waits for whoever maps it.
-func TestDirectPlansLoadWhatTheyNeed(t *testing.T) {
+// A rank maps only the memory that its plan loads: of a gather or a reduce only the root maps any,
+// of a broadcast or a scatter all others map the root's. A rank whose memory is mapped waits for
+// the ranks that map it.
+func TestLoadStorePlansMapOnlyWhatTheyLoad(t *testing.T) {
 	const n, root = 3, 1
 	others := func(rank int) (all []int) {
 		for r := range n {
@@ -52,7 +52,7 @@ func TestDirectPlansLoadWhatTheyNeed(t *testing.T) {
 		},
 	} {
 		for rank := range n {
-			plan, err := collectives.Build(collectives.Direct, collectives.Shape{Kind: kind, Size: n,
+			plan, err := collectives.Build(collectives.LoadStore, collectives.Shape{Kind: kind, Size: n,
 				Active: []int{0, 1, 2}, Rank: rank, Root: root, Elem: 4, Count: 1000,
 				Counts: []int{1000, 2000, 3000}})
 			if err != nil {
@@ -75,11 +75,11 @@ func TestDirectPlansLoadWhatTheyNeed(t *testing.T) {
 	}
 }
 
-// What onePass says must hold for every rank's plan.
+// OnePass is correct for every rank's plan.
 func TestOnePass(t *testing.T) {
 	for _, k := range []collectives.Kind{collectives.AllReduce, collectives.Reduce, collectives.ReduceScatter} {
 		for _, a := range collectives.Algorithms(k) {
-			if !onePass(a) {
+			if !a.OnePass() {
 				continue
 			}
 			for n := 2; n < 9; n++ {
@@ -94,7 +94,7 @@ func TestOnePass(t *testing.T) {
 						t.Fatal(err)
 					}
 					for i, s := range p.Steps {
-						if s.Verb == collectives.Combine && (!s.Final || len(s.Srcs) != n) {
+						if s.Verb == collectives.ReduceInto && (!s.Final || len(s.Srcs) != n) {
 							t.Fatalf("%v %v: step %d of rank %d of %d combines %d sources",
 								k, a, i, rank, n, len(s.Srcs))
 						}

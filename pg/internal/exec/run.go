@@ -12,19 +12,20 @@ import (
 )
 
 const (
-	// vectorBlock and partBlock bound, in bytes, what one plan covers: longer vectors (or parts,
-	// over all ranks) are worked off in blocks, so that plans and scratch memory do not grow with
+	// vectorBlock and partBlock bound the bytes that one plan covers. Longer vectors (or parts,
+	// over all ranks) are processed in blocks, so that plans and scratch memory do not grow with
 	// the message.
 	vectorBlock = 8 << 20
-	// directMin is the size in bytes from which it pays to ask whether all buffers are mapped.
-	directMin = 16 << 10
-	maxPlans  = 512 // cached a group
-	// wireChunk is the pipelining grain on links that are no memory: a system call moves a whole
-	// one.
+	// loadStoreMin is the size in bytes from which it pays to exchange whether all buffers are
+	// mapped.
+	loadStoreMin = 16 << 10
+	maxPlans     = 512 // cached a group
+	// wireChunk is the pipelining grain on links without shared memory. One system call moves a
+	// whole chunk.
 	wireChunk = 128 << 10
 )
 
-// Config is what a Runner needs of its rank and group.
+// Config describes the rank and the group of a Runner.
 type Config struct {
 	Proxy *p2p.Proxy
 	Wait  *p2p.Wait // of the operation that runs
@@ -33,15 +34,16 @@ type Config struct {
 	// Region returns the region, mapped by peers on request, that holds n bytes at ptr, and the
 	// offset of ptr in it; nil if there is none.
 	Region func(ptr unsafe.Pointer, n int) (*p2p.Region, int)
-	// Chosen is told which algorithm a call runs that was not bound.
+	// Chosen is called with the algorithm of a call that was not bound.
 	Chosen func(collectives.Algo)
-	// Keep is told of a call that was bound.
+	// Keep is called with a call that has been bound.
 	Keep func(*Bound)
 }
 
-// Runner executes the calls of one rank in a group, one at a time, over the group's channel. It keeps
-// plans, bound calls and memory for the next: a warm run allocates nothing. All methods are called
-// with the proxy's lock, which Run, Resume and Confirm give up while they wait or move much memory.
+// Runner executes the calls of one rank in a group, one at a time, over the group's channel. It
+// keeps plans, bound calls and memory for later calls: a warm run allocates nothing. All methods
+// are called with the proxy's lock; Run, Resume and Confirm release it while they wait or move much
+// memory.
 type Runner struct {
 	cfg   Config
 	proxy *p2p.Proxy
@@ -52,7 +54,7 @@ type Runner struct {
 
 	single bool // Go uses one processor
 
-	cur     *Call // the one that runs, or ran last: a bound one, or unbound
+	cur     *Call // the running or the last call: a bound one, or unbound
 	bound   *Bound
 	unbound Call
 	seq     uint64
@@ -70,18 +72,18 @@ type Runner struct {
 	tmp   *p2p.Region
 	wide  *p2p.Region // float32 copies of small floats
 
-	// where the memories of the running plan are
+	// The memories of the running plan.
 	in, out base
 	scratch unsafe.Pointer
 	sending int      // slot that a Send waits for, -1: none
 	prog    *program // running; nil between operations
-	next    int      // the step that is under way, or comes next
-	worked  int      // bytes that the step that runs has made with the lock
+	next    int      // the running or the next step
+	worked  int      // bytes that the running step has made with the lock
 	dirty   bool     // the operation works in place and has begun to write
-	mapped  mapped   // the peers' memories, in a direct plan
+	mapped  mapped   // the peers' memory, in a load-store plan
 }
 
-// New makes a Runner. Open and Settle come before its first call.
+// New makes a Runner. Open and Settle must be called before its first call.
 func New(cfg Config) *Runner {
 	r := &Runner{cfg: cfg, proxy: cfg.Proxy, wait: cfg.Wait, rank: cfg.Rank, sending: -1}
 	r.cur = &r.unbound
@@ -89,27 +91,27 @@ func New(cfg Config) *Runner {
 	return r
 }
 
-// Expose has peers map this rank's memory from now on.
+// Expose makes this rank's memory mappable by its peers.
 func (r *Runner) Expose() (err error) {
 	r.mapped.exposure, err = r.proxy.NewExposure()
 	return err
 }
 
-// Open has the following calls run over channel c; ranks are the job's rank of each slot. It ends
-// what belongs to the view that the group leaves.
+// Open runs the following calls over channel c; ranks are the job's rank of each slot. It ends the
+// state of the view that the group leaves.
 func (r *Runner) Open(c *p2p.Channel, ranks []int) {
 	r.coll, r.ranks = c, ranks
 	r.last, r.vary, r.prog = nil, nil, nil
 	r.sending = -1
 }
 
-// Call returns the current call: the one that Adopt or Use was given last.
+// Call returns the current call: the argument of the last Adopt or Use.
 func (r *Runner) Call() *Call { return r.cur }
 
-// Bound returns what the current call is bound to, nil if it has been given to Adopt.
+// Bound returns the bound call of the current call, nil after Adopt.
 func (r *Runner) Bound() *Bound { return r.bound }
 
-// Adopt makes a call the current one.
+// Adopt makes c the current call.
 func (r *Runner) Adopt(c Call) {
 	r.unbound = c
 	r.cur, r.bound = &r.unbound, nil
@@ -121,7 +123,7 @@ func (r *Runner) Use(b *Bound, dst, src unsafe.Pointer) {
 	r.cur, r.bound = &b.Call, b
 }
 
-// Unbind has the current call run again as one that is not bound.
+// Unbind makes the current call run again as one that is not bound.
 func (r *Runner) Unbind() {
 	c := *r.cur
 	r.cur.Forget()
@@ -129,8 +131,8 @@ func (r *Runner) Unbind() {
 }
 
 // Run runs the current call as operation seq of the group. hint tells the peers that the job has
-// grown. An error says why it could not end, typed as the proxy's; after p2p.ErrSuspended, which
-// bound calls alone return, Resume goes on.
+// grown. Errors are those of the proxy. After p2p.ErrSuspended, which only bound calls return,
+// Resume continues.
 func (r *Runner) Run(seq uint64, hint bool) error {
 	r.seq, r.dirty = seq, false
 	if b := r.bound; b != nil {
@@ -146,25 +148,25 @@ func (r *Runner) Run(seq uint64, hint bool) error {
 	return r.first(hint)
 }
 
-// Resume goes on with a bound call that was suspended.
+// Resume continues a bound call that was suspended.
 func (r *Runner) Resume() error { return r.stepsFrom(r.next, r.bound.prog, r.bound.DType) }
 
-// Dirty reports whether the operation that ran last worked in place, and had begun to write.
+// Dirty reports whether the last operation worked in place, and had begun to write.
 func (r *Runner) Dirty() bool { return r.dirty }
 
-// Token returns what the operation that ran last told its peers.
+// Token returns the token that the last operation sent to its peers.
 func (r *Runner) Token() p2p.Token { return r.tok }
 
-// Said returns what operation seq told its peers, if it is one of the latest.
+// Said returns the token that operation seq sent to its peers, if it is one of the latest.
 func (r *Runner) Said(seq uint64) (p2p.Token, bool) {
 	t := r.history[seq%uint64(len(r.history))]
 	return t, t.Seq == seq
 }
 
-// Running reports whether a plan is under way, suspended ones included.
+// Running reports whether a plan is running or suspended.
 func (r *Runner) Running() bool { return r.prog != nil }
 
-// base says where the parts of In or Out are: part i at ptr + i*stride, or at ptr + offs[i].
+// base is the address of the parts of In or Out: part i is at ptr + i*stride, or at ptr + offs[i].
 type base struct {
 	ptr    unsafe.Pointer
 	stride int
@@ -178,27 +180,17 @@ func (b *base) part(i int32) unsafe.Pointer {
 	return unsafe.Add(b.ptr, int(i)*b.stride)
 }
 
-// program is a plan made ready to run.
+// program is a plan with what its execution needs.
 type program struct {
 	*collectives.Plan
-	// by Combine step: for each of its sources the Recv step whose message may be used where it lies,
-	// or -1
+	// By ReduceInto step: for each of its sources the Recv step whose message may be read in the
+	// link's memory, or -1.
 	lent  [][]int32
-	lends []bool    // by Recv step: its message may be used so
-	waits [][]int32 // by step: the Recv steps that it needs; all others are over when it begins
+	lends []bool    // by Recv step: its message may be read in the link's memory
+	waits [][]int32 // by step: the Recv steps that it needs; all others have ended when it begins
 	recvs []int32   // all Recv steps
-	sure  []bool    // by step, in a direct plan: a Send that tells what was made of memory read since the last
-	loads []load    // the peers whose memory a direct plan loads, ascending
-}
-
-// onePass reports whether an algorithm combines every element once, from all ranks; in the others
-// partial results travel.
-func onePass(a collectives.Algo) bool {
-	switch a {
-	case collectives.Flat, collectives.Direct, collectives.TwoShot, collectives.Pairwise, collectives.OneSided:
-		return true
-	}
-	return false
+	sure  []bool    // by step, in a load-store plan: a Send that tells what was made of memory read since the last
+	loads []load    // the peers whose memory a load-store plan loads, ascending
 }
 
 type planKey struct {
@@ -232,7 +224,7 @@ func compile(p *collectives.Plan) *program {
 		case collectives.Recv:
 			prog.recvs = append(prog.recvs, int32(i))
 			continue
-		case collectives.Combine:
+		case collectives.ReduceInto:
 		default:
 			continue
 		}
@@ -250,13 +242,13 @@ func compile(p *collectives.Plan) *program {
 	return prog
 }
 
-// load is a peer and which of its buffers are loaded.
+// load is a peer, and which of its buffers are loaded.
 type load struct {
 	slot    int
 	in, out bool
 }
 
-// note adds ref to the loads, and reports whether it is one.
+// note adds ref to the loads if it is a load. It reports whether it is one.
 func (p *program) note(ref collectives.Ref) bool {
 	if ref.Len == 0 || ref.Buf != collectives.PeerIn && ref.Buf != collectives.PeerOut {
 		return false
@@ -270,7 +262,7 @@ func (p *program) note(ref collectives.Ref) bool {
 	return true
 }
 
-// varying is the program of a call with counts, and the counts that it is for.
+// varying is the program of a call with counts, and its counts.
 type varying struct {
 	kind               collectives.Kind
 	algo               collectives.Algo
@@ -280,8 +272,8 @@ type varying struct {
 	prog               *program
 }
 
-// varying returns the program of the current call, which has counts. Programs with the same counts
-// again and again are common; a few are kept.
+// varying returns the program of the current call, which has counts. A few programs are kept,
+// because calls with equal counts are often repeated.
 func (r *Runner) varying(algo collectives.Algo, elem int) (*program, error) {
 	c := r.cur
 	at := -1
@@ -300,7 +292,7 @@ func (r *Runner) varying(algo collectives.Algo, elem int) (*program, error) {
 		v := varying{kind: c.Kind, algo: algo, elem: elem,
 			counts: slices.Clone(c.Counts), recvCounts: slices.Clone(c.RecvCounts),
 			offs: offsets(c.Counts, elem), recvOffs: offsets(c.RecvCounts, elem)}
-		plan.Shape.Counts, plan.Shape.RecvCounts = v.counts, v.recvCounts // the caller's may change
+		plan.Shape.Counts, plan.Shape.RecvCounts = v.counts, v.recvCounts // the caller may change its slices
 		v.prog = compile(plan)
 		if len(r.vary) < 16 {
 			r.vary = append(r.vary, v)
@@ -361,7 +353,7 @@ func (r *Runner) choose(mapped bool) collectives.Algo {
 	caps := r.set.Caps
 	caps.Mapped = mapped
 	if forced := r.set.Algo; forced.Requires() == collectives.Always && forced != collectives.Auto ||
-		forced == collectives.Direct && mapped {
+		forced == collectives.LoadStore && mapped {
 		for _, a := range collectives.Algorithms(c.Kind) {
 			if a == forced {
 				return a
@@ -378,15 +370,15 @@ func (r *Runner) first(hint bool) (err error) {
 	r.tok = c.Token(r.seq, r.set.Algo)
 	r.history[r.seq%uint64(len(r.history))] = r.tok
 	total := 0
-	if c.Kind != collectives.AllToAllV { // not known to all alike
+	if c.Kind != collectives.AllToAllV { // its size may differ between ranks
 		total = c.Bytes(r.set.Size)
 	}
 	if err := r.coll.Begin(r.tok, hint); err != nil {
 		return err
 	}
-	direct := r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= directMin
-	algo := r.choose(direct)
-	if algo == collectives.Direct {
+	mayLoad := r.set.Caps.Mapped && len(r.set.Active) > 1 && total >= loadStoreMin
+	algo := r.choose(mayLoad)
+	if algo == collectives.LoadStore {
 		defer r.mapped.close()
 		ok, err := r.exchange(elem)
 		if err != nil {
@@ -397,11 +389,11 @@ func (r *Runner) first(hint bool) (err error) {
 		}
 	}
 	r.cfg.Chosen(algo)
-	return r.blocks(algo, elem, direct)
+	return r.blocks(algo, elem, mayLoad)
 }
 
-// blocks works the call off, one plan per block. asks says that a call like it is to ask again
-// whether memory is mapped.
+// blocks runs the call, one plan per block. asks says that later calls like it have to exchange
+// again whether memory is mapped.
 func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 	c, l := r.cur, r.cur.Kind.Layout()
 	r.in, r.out = base{ptr: c.In}, base{ptr: c.Out}
@@ -412,11 +404,11 @@ func (r *Runner) blocks(algo collectives.Algo, elem int, asks bool) error {
 		r.out.stride = c.Count * elem
 	}
 	if c.Kind == collectives.Broadcast || c.Kind == collectives.Reduce && r.rank != c.Root {
-		r.out.ptr = c.In // the root's result is where it is; others have none
+		r.out.ptr = c.In // the root's result is already there; other ranks have none
 	}
 	block := c.Count
-	switch { // Direct has as many steps for any length
-	case algo == collectives.Direct, l.Out == collectives.Packed, l.Out == collectives.None:
+	switch { // a LoadStore plan has the same number of steps for any length
+	case algo == collectives.LoadStore, l.Out == collectives.Packed, l.Out == collectives.None:
 	case l.In == collectives.One && l.Out == collectives.One:
 		block = max(1, vectorBlock/elem)
 	default:
@@ -472,16 +464,14 @@ func (r *Runner) block(prog *program, elem, count int) error {
 	return r.steps(prog, r.cur.DType)
 }
 
-// widens reports whether the current call's partial results travel as float32.
+// widens reports whether the current call sends partial results as float32.
 func (r *Runner) widens(prog *program) bool {
 	c := r.cur
-	small := c.DType == kernels.Float16 || c.DType == kernels.BFloat16 ||
-		c.DType == kernels.Float8E4M3 || c.DType == kernels.Float8E5M2
-	return small && c.Kind.Reduces() && !onePass(prog.Algo) && len(r.set.Active) > 1
+	return c.DType.SmallFloat() && c.Kind.Reduces() && !prog.Algo.OnePass() && len(r.set.Active) > 1
 }
 
-// widened runs a reduction of 16-bit or 8-bit floats that takes several steps: partial sums travel
-// and are combined as float32, and are rounded once.
+// widened runs a reduction of 16-bit or 8-bit floats with partial sums: these are sent and combined
+// as float32, and rounded once.
 func (r *Runner) widened(algo collectives.Algo, count int) error {
 	c := r.cur
 	prog, err := r.program(c.Kind, algo, 4, count)
@@ -510,7 +500,7 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 	}
 	dirty := r.dirty
 	err = r.steps(prog, kernels.Float32)
-	r.dirty = dirty // it has written to r.wide alone
+	r.dirty = dirty // it has written only to r.wide
 	if err == nil && (c.Kind != collectives.Reduce || r.rank == c.Root) {
 		r.dirty = r.dirty || in.ptr == out.ptr
 		err = r.convert(kernels.Narrow, out.ptr, r.out.ptr, count, c.DType.Size(), 4)
@@ -519,7 +509,7 @@ func (r *Runner) widened(algo collectives.Algo, count int) error {
 	return err
 }
 
-// control returns a control region of at least n bytes, keeping old if it is large enough.
+// control returns a control region of at least n bytes: old if it is large enough.
 func (r *Runner) control(old *p2p.Region, n int) (*p2p.Region, error) {
 	if old != nil && old.Len() >= n {
 		return old, nil
@@ -552,11 +542,11 @@ func (r *Runner) bytes(ref *collectives.Ref) []byte {
 	return unsafe.Slice((*byte)(r.at(ref)), ref.Len)
 }
 
-// steps runs a plan over the memories in r. It has the proxy's lock, and gives it up while it waits
+// steps runs a plan over the memories in r. With the proxy's lock, which it releases while it waits
 // or moves much memory.
 func (r *Runner) steps(prog *program, dtype kernels.DType) error { return r.stepsFrom(0, prog, dtype) }
 
-// stepsFrom is steps that begins with step first: those before have run.
+// stepsFrom runs the steps from first on; those before have run.
 func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error {
 	if len(prog.Steps) > len(r.recvs) {
 		r.recvs = make([]p2p.Recv, len(prog.Steps))
@@ -602,8 +592,8 @@ func (r *Runner) stepsFrom(first int, prog *program, dtype kernels.DType) error 
 			if err := r.copy(r.at(&s.Dst), r.at(&s.Src), s.Dst.Len); err != nil {
 				return err
 			}
-		case collectives.Combine:
-			if err := r.combine(prog, i, s, dtype); err != nil {
+		case collectives.ReduceInto:
+			if err := r.reduce(prog, i, s, dtype); err != nil {
 				return err
 			}
 		}
@@ -645,16 +635,15 @@ func (r *Runner) Awaits() (slots []int) {
 	return slots
 }
 
-// Seen is a rank that is waited for, with the token last seen of it.
+// Seen is a rank that is waited for, with the last token seen of it.
 type Seen struct {
 	Rank int
 	Has  bool // there is one
 	Last p2p.Token
 }
 
-// Missing lists the ranks that keep the operation, with what was last seen of them, and more: those
-// that it waits for, but where one of these has said that it is waiting itself, those that it waits
-// for.
+// Missing lists the ranks that the operation waits for, followed by more. A rank that has announced
+// that it is waiting itself is replaced by the ranks that it waits for.
 func (r *Runner) Missing(more []Seen) (all []Seen) {
 	look := func(slot int) Seen {
 		t, ok := r.coll.Seen(slot)
@@ -676,7 +665,7 @@ func (r *Runner) Missing(more []Seen) (all []Seen) {
 		}
 		all = append(all, look(slot))
 	}
-	if all = append(all, more...); len(all) == 0 { // they wait for each other, or for us
+	if all = append(all, more...); len(all) == 0 { // they wait for each other, or for this rank
 		for _, slot := range first {
 			all = append(all, look(slot))
 		}
@@ -684,7 +673,7 @@ func (r *Runner) Missing(more []Seen) (all []Seen) {
 	return all
 }
 
-// share is a small allgather inside of another operation: mine of every rank, in all.
+// share is a small allgather within another operation: mine of every rank, into all.
 func (r *Runner) share(mine, all []byte) error {
 	algo := collectives.Choose(r.shape(collectives.AllGather, 1, len(mine)),
 		collectives.Caps{SharedMemory: r.set.Caps.SharedMemory, Cores: r.set.Caps.Cores})
@@ -696,8 +685,8 @@ func (r *Runner) share(mine, all []byte) error {
 	return r.steps(prog, kernels.Uint8)
 }
 
-// Topology is all that a plan depends on but for the call: which slots take part, on which hosts
-// they are, what their links can do, and what chooses the algorithm.
+// Topology holds everything that a plan depends on except the call: the active slots, their hosts,
+// the capabilities of their links, and the choice of algorithms.
 type Topology struct {
 	Size   int   // slots
 	Active []int // slots, ascending
@@ -712,8 +701,8 @@ func (t *Topology) equal(o *Topology) bool {
 		slices.Equal(t.Active, o.Active) && slices.Equal(t.Hosts, o.Hosts)
 }
 
-// planSet is the plans that were made for a topology, and the calls that are bound in it. Shapes
-// are made of the topology in it, so that a plan cannot depend on more than its set's key.
+// planSet holds the plans of a topology, and the calls that are bound in it. Shapes are made from
+// its topology, so that a plan cannot depend on more than the set's key.
 type planSet struct {
 	Topology
 	plans  map[planKey]*program
@@ -721,8 +710,8 @@ type planSet struct {
 	latest [16]*Bound // of bound, by slot
 }
 
-// Settle goes over to the plans for a topology. Those of the latest are kept: a rank that is lost
-// often comes back.
+// Settle switches to the plans for a topology. The latest topologies are kept, because a lost rank
+// is often replaced.
 func (r *Runner) Settle(now Topology) {
 	const most = 4
 	if r.set != nil && r.set.equal(&now) {
@@ -743,17 +732,17 @@ func (r *Runner) Settle(now Topology) {
 	r.sets = append(r.sets, r.set)
 }
 
-// Stop notes that the operation which ran has failed.
+// Stop ends the operation after a failure.
 func (r *Runner) Stop() { r.prog, r.sending = nil, -1 }
 
-// Confirm is a small exchange after an operation of a uniform group: when it returns nil, every
+// Confirm is a small exchange after an operation of a uniform group. When it returns nil, every
 // rank has the result.
 func (r *Runner) Confirm() error {
 	all := make([]byte, r.set.Size)
 	return r.share([]byte{1}, all)
 }
 
-// Free gives back the runner's memory and plans. No call may follow.
+// Free releases the runner's memory and plans. No call may follow.
 func (r *Runner) Free() {
 	r.set, r.sets, r.last, r.recvs, r.tmp, r.wide = nil, nil, nil, nil, nil, nil
 }

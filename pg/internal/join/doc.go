@@ -1,6 +1,6 @@
-// Package join makes a process a rank of its job. A Session is what one life of a rank holds: its
-// links, its place in the store, and the server that tells others how it is reached. There are
-// three ways in, all over Connect: a first start meets all other ranks, a replacement or a further
-// rank waits to be let into a running job (AwaitAdmission), and a process on standby waits for a
-// free slot first (StandBy).
+// Package join makes a process a rank of its job. A Session holds the state of one incarnation of a
+// rank: its links, its place in the store, and the server that tells others its addresses. There
+// are three ways to join, all after Connect: a first start meets all other ranks, a replacement or
+// an additional rank waits for admission to a running job (AwaitAdmission), and a process on
+// standby first waits for a free slot (StandBy).
 package join

@@ -6,16 +6,16 @@ import (
 	"tutti/internal/files"
 )
 
-// What a rank opens: a store connection, a listener and an epoll instance for each address, a few
-// more for the moments in which links are made, and two for each peer that it links with: a connection
-// and, on this machine, the process; of large jobs, links with some only.
+// Descriptors of a rank: a store connection, a listener and an epoll instance for each address, a
+// few more while links are made, and two for each peer that it links with: a connection and, on
+// this machine, the process. In large jobs a rank links with a part of the others.
 const (
 	joinFiles = 16
 	linkPeers = 32
 )
 
 // roomForFiles returns an error if this process may not open the files that a rank of size ranks
-// needs: better than operations that fail later, at ranks that cannot say why.
+// needs, so that Join fails instead of later operations, perhaps on other ranks.
 func roomForFiles(size int) error {
 	limit, known := files.Limit()
 	open, counted := files.Open()

@@ -10,7 +10,8 @@ import (
 	"tutti/p2p/inproc"
 )
 
-// Local makes the sessions of n ranks inside this process, without a store. They have met.
+// Local makes the sessions of n ranks inside this process, without a store, in the state after the
+// meeting.
 func Local(n int, s *Settings) ([]*Session, error) {
 	secret := []byte(bootstrap.NewSecret())
 	all := make([]*Session, n)

@@ -6,11 +6,11 @@ import (
 	"tutti/collectives"
 )
 
-// A Place is what all ranks must know of each other to choose alike.
+// A Place is what all ranks must know of a rank to choose the same algorithms.
 type Place struct {
 	Machine     uint64 // equal for ranks that share memory and loopback
-	CPUs        uint64 // which processors the rank may run on: their numbers hashed
-	Cores       int    // how many they are
+	CPUs        uint64 // hash of the numbers of the processors that the rank may run on
+	Cores       int    // their number
 	Maps        bool   // its memory can be mapped by ranks of its machine
 	Algo        collectives.Algo
 	Table       uint64 // hash of the table of algorithms
@@ -33,7 +33,7 @@ func (p Place) Encode(b []byte) {
 	binary.LittleEndian.PutUint64(b[32:], p.Incarnation)
 }
 
-// DecodePlace reads what Encode wrote. Every content is a Place.
+// DecodePlace decodes the result of Encode. Every content is a Place.
 func DecodePlace(b []byte) Place {
 	return Place{Machine: binary.LittleEndian.Uint64(b), CPUs: binary.LittleEndian.Uint64(b[8:]),
 		Cores: max(1, int(binary.LittleEndian.Uint32(b[16:]))),
@@ -41,8 +41,8 @@ func DecodePlace(b []byte) Place {
 		Incarnation: binary.LittleEndian.Uint64(b[32:])}
 }
 
-// A CPUSet is a set of processors of a machine. Launchers bind ranks one to a core or not at all, so
-// that sets which differ are taken for disjoint.
+// A CPUSet is a set of processors of a machine. Launchers bind each rank to its own cores or bind
+// none, so that different sets are taken to be disjoint.
 type CPUSet struct {
 	Machine, CPUs uint64
 }

@@ -6,7 +6,7 @@ import (
 	"tutti/collectives"
 )
 
-func TestPlaceIsEncodedWhole(t *testing.T) {
+func TestPlaceRoundTrip(t *testing.T) {
 	p := Place{Machine: 1, CPUs: 2, Cores: 3, Maps: true, Algo: collectives.Ring, Table: 6, Incarnation: 7}
 	b := make([]byte, PlaceSize)
 	p.Encode(b)

@@ -12,23 +12,23 @@ import (
 )
 
 var (
-	// ErrStarted says that a job began without this life of a rank.
+	// ErrStarted says that a job began without this incarnation of a rank.
 	ErrStarted = errors.New("the job began without this life of the rank")
-	// ErrOver says that a job ended while this rank waited to be let in.
+	// ErrOver says that a job ended while this rank waited for admission.
 	ErrOver = errors.New("all ranks of the job are gone")
-	// ErrOut says that this rank was removed while it waited to be let in.
+	// ErrOut says that this rank was removed while it waited for admission.
 	ErrOut = errors.New("this rank was removed before it was in")
 )
 
-// A Job is a running job, as the store has it.
+// A Job is a running job, as described in the store.
 type Job struct {
 	View  membership.View
 	First uint64 // names it in the store: see membership.EncodeStored
 }
 
-// Running returns the job if it is running: one of the lives that its view has is registered. Nil:
-// it is about to begin, or what is in the store is left over from a job of the same name. A rank
-// beyond the job's first ones waits for one that runs or begins.
+// Running returns the job if it is running, that is, if an incarnation of its view is registered.
+// It returns nil if the job is about to begin, or the store contains the keys of an earlier job of
+// the same name. A rank beyond the job's first ones waits until the job runs or begins.
 func (ss *Session) Running(ctx context.Context) (*Job, error) {
 	if s := ss.settings; s.Rank >= s.Size && !ss.Met() {
 		if _, err := ss.Store().Wait(ctx, membership.ViewKey); err != nil {
@@ -66,7 +66,7 @@ func (ss *Session) running(ctx context.Context) (*Job, error) {
 }
 
 // WatchStart calls cancel with ErrStarted when the job has begun without this rank: others had met
-// before one was lost whom this rank had not met. The caller must call stop.
+// before a rank was lost that this one had not met. The caller must call stop.
 func (ss *Session) WatchStart(ctx context.Context, cancel context.CancelCauseFunc) (stop func()) {
 	ctx, end := context.WithCancel(ctx)
 	done := make(chan struct{})
@@ -79,7 +79,7 @@ func (ss *Session) WatchStart(ctx context.Context, cancel context.CancelCauseFun
 			if _, v, err := membership.DecodeStored(e.Value); err != nil || v.Has(ss.Self.Rank, ss.Self.Incarnation) {
 				continue
 			}
-			// else it is left over from an earlier job
+			// else it belongs to an earlier job
 			if job, err := ss.running(ctx); err == nil && job != nil &&
 				!job.View.Has(ss.Self.Rank, ss.Self.Incarnation) {
 				cancel(ErrStarted)
@@ -92,14 +92,14 @@ func (ss *Session) WatchStart(ctx context.Context, cancel context.CancelCauseFun
 	}
 }
 
-// AwaitAdmission waits until the others have let this rank into the job that ro, which has been
-// started, follows. It returns ErrOver if all who could do that have gone, ErrOut if they have
-// removed it.
+// AwaitAdmission waits until the others have admitted this rank to the job that ro, which has been
+// started, follows. It returns ErrOver if all ranks that could admit it are gone, ErrOut if they
+// have removed it.
 func (ss *Session) AwaitAdmission(ctx context.Context, ro *roster.Roster) error {
 	if v := ro.View(); ss.Self.Rank < v.Size() && v.Slots[ss.Self.Rank].Incarnation != 0 {
 		ro.Knock()
 	}
-	alive := time.Now() // when one of those who could let it in was registered last
+	alive := time.Now() // when a rank that could admit this one was last registered
 	again := time.NewTicker(time.Second)
 	defer again.Stop()
 	for {
@@ -123,16 +123,16 @@ func (ss *Session) AwaitAdmission(ctx context.Context, ro *roster.Roster) error 
 		case <-again.C:
 			if job, err := ss.running(ctx); err != nil || job != nil {
 				alive = time.Now()
-			} else if time.Since(alive) > ss.Store().TTL()+2*time.Second { // and not just without their leases
+			} else if time.Since(alive) > ss.Store().TTL()+2*time.Second { // more than a loss of their leases
 				return ErrOver
 			}
 		}
 	}
 }
 
-// Anew takes back what AwaitAdmission and ro, which has been stopped, did, so that this rank can be
-// one of a job that begins. over is the view of the job that has ended: with those that have begun
-// another this rank may be linked already.
+// Anew undoes AwaitAdmission and ro, which has been stopped, so that this rank can join a job that
+// begins. over is the view of the job that has ended; this rank may already be linked with ranks
+// that belong to the new job.
 func (ss *Session) Anew(ctx context.Context, ro *roster.Roster, over membership.View) error {
 	if err := ro.Unask(ctx); err != nil {
 		return err
@@ -143,7 +143,7 @@ func (ss *Session) Anew(ctx context.Context, ro *roster.Roster, over membership.
 	ss.SetMet(false)
 	for r := range ss.settings.MaxSize {
 		if l := ss.Proxy.Linked(r); l == 0 || over.Has(r, l) {
-			ss.Proxy.Vacate(r, 0, roster.Nobody(r))
+			ss.Proxy.MarkDead(r, 0, roster.NoProcess(r))
 			ss.Proxy.Expect(r, 0)
 		}
 	}

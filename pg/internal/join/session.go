@@ -24,7 +24,7 @@ import (
 	"tutti/pg/internal/roster"
 )
 
-// Settings say how a process joins its job.
+// Settings describe how a process joins its job.
 type Settings struct {
 	Rank, Size, MaxSize int
 	Secret              []byte
@@ -36,29 +36,29 @@ type Settings struct {
 	Survives            bool          // the job goes on when a rank is lost
 	Progress            bool          // the proxy has a goroutine of its own
 	Algo                collectives.Algo
-	Table               *collectives.Table // what this rank would use, if all others have it; nil: the default
+	Table               *collectives.Table // this rank's table, which is used if all others have it; nil: the default
 	Dial                dial.Func          // makes the connections; nil: net.Dialer
 	Logger              *slog.Logger
 }
 
-// Within bounds ctx by the time that joining may take.
-func (s *Settings) Within(ctx context.Context) (context.Context, context.CancelFunc) {
-	if s.Timeout > 0 {
-		return context.WithTimeout(ctx, s.Timeout)
+// Within bounds ctx by d, unless that is 0.
+func Within(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	if d > 0 {
+		return context.WithTimeout(ctx, d)
 	}
 	return context.WithCancel(ctx)
 }
 
-// Hooks are what a Session calls. They are called from any goroutine.
+// Hooks are callbacks of a Session. They are called from any goroutine.
 type Hooks struct {
-	// Link is called with the proxy's lock when a link came up, or went down because of err.
+	// Link is called with the proxy's lock when a link came up (err is nil) or failed.
 	Link func(peer p2p.Identity, err error)
-	// Status answers somebody who asks what this rank does, with at most ops operations.
+	// Status answers a status request with at most ops operations.
 	Status func(ctx context.Context, ops int) ([]byte, error)
 }
 
-// A Session is what one life of a rank holds of its job. Its fields are set by New and Connect, and
-// its methods are safe for concurrent use after that.
+// A Session is the state of one incarnation of a rank in its job. New and Connect set its fields;
+// afterwards its methods are safe for concurrent use.
 type Session struct {
 	Self   p2p.Identity
 	Proxy  *p2p.Proxy
@@ -74,25 +74,25 @@ type Session struct {
 
 	mu      sync.Mutex
 	store   bootstrap.Store
-	records map[int]bootstrap.Record // by which ranks were reached last
+	records map[int]bootstrap.Record // the records by which ranks were last reached
 }
 
-// New begins a life of a rank, which nobody knows of before Connect.
+// New makes a new incarnation of a rank. Other ranks cannot find it before Connect.
 func New(s *Settings) *Session {
 	return &Session{settings: s, log: s.Logger, records: map[int]bootstrap.Record{},
 		Self: p2p.Identity{Rank: s.Rank, Incarnation: ident.New()}}
 }
 
-// Connect makes this process a rank that others can find: its listeners answer, and its record is in
-// the store, unless it is the only rank. It waits for the store, at most until ctx ends. After an
-// error the Session is still to be closed.
+// Connect makes this process a rank that others can find: its listeners answer and, unless it is
+// the only rank, its record is in the store. It waits for the store until ctx ends. After an error
+// the Session must still be closed.
 func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	s := ss.settings
 	pc := p2p.Config{Self: ss.Self, Size: s.MaxSize, Notify: h.Link, Secret: s.Secret, Resolve: ss.resolve,
 		Logger: s.Logger, Heartbeat: s.Window / 4, Linger: min(s.Window, time.Second), Progress: s.Progress,
 		Patient:        func() bool { return !ss.Met() },
-		Oversubscribed: true} // until it is known who is where
-	if s.Survives { // a rank that cannot be reached is lost as soon as one whose link breaks
+		Oversubscribed: true} // until the places of all ranks are known
+	if s.Survives { // a rank that cannot be reached counts as lost as soon as one whose link breaks
 		pc.ConnectTimeout = max(s.Window, time.Second)
 	}
 	ss.Here = Place{CPUs: allowedCPUs(), Cores: runtime.NumCPU(), Algo: s.Algo, Table: s.Table.Hash(),
@@ -110,7 +110,7 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	}
 	ss.Proxy = p2p.New(pc)
 
-	// The store's round trips, the handshake's and the transports' self-tests overlap.
+	// The round trips of the store and the handshake overlap with the transports' self-tests.
 	eg, ectx := errgroup.WithContext(ctx)
 	eg.Go(func() (err error) {
 		ss.store, err = s.OpenStore(ectx)
@@ -148,23 +148,16 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 	return bootstrap.Register(ctx, ss.store, ss.record)
 }
 
-// Table returns the table of algorithms that this rank would use, nil for the default one.
+// Table returns this rank's table of algorithms, nil for the default one.
 func (ss *Session) Table() *collectives.Table { return ss.settings.Table }
 
-// Within bounds ctx by the time that joining may take.
-func (ss *Session) Within(ctx context.Context) (context.Context, context.CancelFunc) {
-	return ss.settings.Within(ctx)
-}
-
-// Met reports whether every rank has been registered: a record that is missing means that its rank
-// is gone.
+// Met reports whether all ranks have been registered. After that, a rank without a record is gone.
 func (ss *Session) Met() bool { return ss.met.Load() }
 
-// SetMet says whether every rank has been registered.
+// SetMet sets whether all ranks have been registered.
 func (ss *Session) SetMet(met bool) { ss.met.Store(met) }
 
-// Explain returns err, and says so where connections to this rank were refused because they did not
-// know the job's secret.
+// Explain returns err. If this rank refused connections with another secret, the error says so.
 func (ss *Session) Explain(err error) error {
 	if ss.server == nil || ss.server.Strangers() == 0 {
 		return err
@@ -173,7 +166,7 @@ func (ss *Session) Explain(err error) error {
 		"TUTTI_SECRET the same at all ranks?)", err, ss.server.Strangers())
 }
 
-// Close ends the rank's life: its links, its listeners and its lease. It takes bounded time.
+// Close ends the incarnation: its links, its listeners and its lease. It takes bounded time.
 func (ss *Session) Close() error {
 	var errs *multierror.Error
 	if ss.Proxy != nil {
@@ -183,7 +176,7 @@ func (ss *Session) Close() error {
 		ss.server.Close()
 	}
 	if store := ss.Store(); store != nil {
-		// a store that left before us is no failure of ours
+		// a store that has ended before this rank is no failure of the rank
 		if err := store.Close(); err != nil && !errors.Is(err, bootstrap.ErrStoreAway) {
 			errs = multierror.Append(errs, err)
 		}
@@ -194,16 +187,16 @@ func (ss *Session) Close() error {
 	return errs.ErrorOrNil()
 }
 
-// Store returns the handle on the job's store, which is another one after the lease was lost. It is
-// nil for the only rank of a job.
+// Store returns the handle on the job's store. A lost lease replaces the handle. It is nil for the
+// only rank of a job.
 func (ss *Session) Store() bootstrap.Store {
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
 	return ss.store
 }
 
-// Reconnect replaces a handle on the store whose lease was lost, and registers this rank again. If
-// another life has taken the slot meanwhile, the view will tell.
+// Reconnect replaces a store handle whose lease was lost, and registers this rank again. If another
+// incarnation has taken the slot meanwhile, the next view shows it.
 func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
@@ -211,8 +204,8 @@ func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 	if err != nil {
 		return err
 	}
-	// Before this rank registers: the store may take the old lease's end, and the record with it, a
-	// little later than this process did.
+	// The old handle is closed before this rank registers again: the store may see the old lease's
+	// end, and remove the record with it, later than this process does.
 	if err := lost.Close(); err != nil {
 		ss.log.Debug("the lost lease could not be given back", "err", err)
 	}
@@ -227,7 +220,7 @@ func (ss *Session) Reconnect(ctx context.Context, lost bootstrap.Store) error {
 	return nil
 }
 
-// Known returns the record by which a rank was reached last.
+// Known returns the record by which a rank was last reached.
 func (ss *Session) Known(rank int) (bootstrap.Record, bool) {
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
@@ -235,7 +228,7 @@ func (ss *Session) Known(rank int) (bootstrap.Record, bool) {
 	return rec, ok
 }
 
-// Forget drops what is known of a rank, unless it is of the incarnation except.
+// Forget drops the record of a rank, unless it is of the incarnation except.
 func (ss *Session) Forget(rank int, except uint64) {
 	ss.mu.Lock()
 	defer ss.mu.Unlock()
@@ -250,7 +243,7 @@ func (ss *Session) Answers(ctx context.Context, rec bootstrap.Record) error {
 	return err
 }
 
-// Refuses reports whether nobody listens at any of rec's addresses.
+// Refuses reports whether nothing listens at any of rec's addresses.
 func (ss *Session) Refuses(ctx context.Context, rec bootstrap.Record) bool {
 	refused := len(rec.Addrs) > 0
 	for _, addr := range rec.Addrs {
@@ -265,7 +258,8 @@ func (ss *Session) Refuses(ctx context.Context, rec bootstrap.Record) bool {
 	return refused
 }
 
-// resolve is the proxy's directory: the store says who a rank is, the rank itself how to reach it.
+// resolve is the proxy's directory: the store has a rank's incarnation, the rank itself its
+// endpoints.
 func (ss *Session) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 	rec, known := ss.Known(rank)
 	if !known {
@@ -278,7 +272,7 @@ func (ss *Session) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 	defer cancel()
 	endpoints, err := ss.client.Describe(dctx, rec)
 	if err != nil {
-		ss.Forget(rank, 0) // it may be gone, or another by now: the store knows
+		ss.Forget(rank, 0) // the rank may be gone or replaced by now; the store knows
 		return p2p.Peer{}, err
 	}
 	ss.mu.Lock()
@@ -287,8 +281,8 @@ func (ss *Session) resolve(ctx context.Context, rank int) (p2p.Peer, error) {
 	return p2p.Peer{Identity: p2p.Identity{Rank: rank, Incarnation: rec.Incarnation}, Endpoints: endpoints}, nil
 }
 
-// lookup asks the store for a rank. Before all ranks have met it waits for the rank to register;
-// afterwards a rank without a record is gone.
+// lookup asks the store for a rank's record. Before all ranks have met it waits for the rank to
+// register; afterwards a rank without a record is gone.
 func (ss *Session) lookup(ctx context.Context, rank int) (bootstrap.Record, error) {
 	if !ss.Met() {
 		return bootstrap.Lookup(ctx, ss.Store(), rank)

@@ -19,15 +19,14 @@ import (
 type Claim struct {
 	Rank  int
 	store bootstrap.Store
-	told  bool // the slot is told to be vacant, by a job that has not begun
+	told  bool // the launcher said that the slot is vacant, before the job had a view
 	s     *Settings
 }
 
-// StandBy waits until a slot of the running job is free and claims it for this process. It takes as
-// long as nobody is lost; what bounds it is ctx alone, but no single question to the store waits for
-// long. The claim holds until Release.
+// StandBy waits until a slot of the running job is free and claims it for this process. Only ctx
+// bounds the wait; single requests to the store have a short limit. The claim holds until Release.
 func StandBy(ctx context.Context, s *Settings) (c *Claim, err error) {
-	dctx, dialed := s.Within(ctx)
+	dctx, dialed := Within(ctx, s.Timeout)
 	defer dialed()
 	store, err := s.OpenStore(dctx)
 	if err != nil {
@@ -41,7 +40,7 @@ func StandBy(ctx context.Context, s *Settings) (c *Claim, err error) {
 	wctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var view membership.View
-	// records and claims go without a change of the view
+	// records and claims disappear without a change of the view
 	changes, again := store.Watch(wctx, membership.ViewKey), time.NewTicker(200*time.Millisecond)
 	defer again.Stop()
 	vacancies, vacant := store.Watch(wctx, bootstrap.VacantKeys), map[int]bool{}
@@ -82,7 +81,7 @@ func StandBy(ctx context.Context, s *Settings) (c *Claim, err error) {
 	}
 }
 
-// ended returns why a watch has ended, nil if it has not.
+// ended returns why a watch has ended, or nil.
 func ended(ctx context.Context, e bootstrap.Event, open bool) error {
 	if !open {
 		return cmp.Or(context.Cause(ctx), bootstrap.ErrStoreAway)
@@ -90,17 +89,17 @@ func ended(ctx context.Context, e bootstrap.Event, open bool) error {
 	return e.Err
 }
 
-// claim takes a slot for this process, unless somebody has it.
+// claim takes a slot for this process, unless another process has it.
 func claim(ctx context.Context, store bootstrap.Store, slot int) error {
 	ctx, cancel := context.WithTimeout(ctx, roster.StoreWait)
 	defer cancel()
 	if _, err := store.Get(ctx, bootstrap.RankKey(slot)); !errors.Is(err, bootstrap.ErrNoKey) {
-		return cmp.Or(err, bootstrap.ErrConflict) // somebody has registered already
+		return cmp.Or(err, bootstrap.ErrConflict) // another process has registered
 	}
 	return store.Create(ctx, "claims/"+strconv.Itoa(slot), []byte("a spare process"), true)
 }
 
-// Release gives the claim back, after the process has joined with the slot, or has not.
+// Release releases the claim. joined says whether the process has joined with the slot.
 func (c *Claim) Release(joined bool) {
 	if c.told && joined {
 		ctx, cancel := context.WithTimeout(context.Background(), roster.StoreWait)

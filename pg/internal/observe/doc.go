@@ -1,3 +1,4 @@
-// Package observe answers for a rank: to those who ask what it does, in files that outlive it, and
-// as metrics. What groups do is recorded through a Track each; nothing else is counted for it.
+// Package observe reports the state of a rank: to status requests, in files that outlive the rank,
+// and as metrics. Groups record their operations through a Track; metrics are computed from that
+// record.
 package observe

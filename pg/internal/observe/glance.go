@@ -9,15 +9,15 @@ import (
 	"tutti/pg/flight"
 )
 
-// A Glance is what is read of a group under the proxy's lock, before anything is made of it.
+// A Glance is a copy of a group's state, made under the proxy's lock.
 type Glance struct {
 	Slot     int
-	Ranks    []int // of each slot
+	Ranks    []int // of the job, by slot
 	Active   []int // slots
 	Epoch    uint64
 	Number   uint64 // of the latest operation
-	Awaits   []int  // slots that the call under way waits for
-	Entering uint64 // the view that it is about to enter; 0: none
+	Awaits   []int  // slots that the running call waits for
+	Entering uint64 // the view that the group is about to enter; 0: none
 	Waited   time.Duration
 	Queued   int // calls
 	Peers    []Peer
@@ -29,7 +29,7 @@ type Glance struct {
 	last   error
 }
 
-// A Peer is what is known of another slot of a group.
+// A Peer is the state of another slot of a group, as far as it is known.
 type Peer struct {
 	Slot        int
 	Seen, Waits p2p.Token
@@ -38,16 +38,16 @@ type Peer struct {
 	WaitsFor    []int // slots
 }
 
-// Fill adds to v what t knows.
+// Fill sets the fields of v that t knows.
 func (t *Track) Fill(v *Glance) {
 	v.id, v.last = t.id, t.last
 	v.record, v.has = t.latest(v.Number)
 }
 
-// Running reports whether an operation is under way, as far as is recorded.
+// Running reports whether a recorded operation is running.
 func (v *Glance) Running() bool { return v.has && v.record.State == flight.Running }
 
-// toRanks are the ranks in the job of slots, ascending.
+// toRanks returns the job's ranks of slots, ascending.
 func (v *Glance) toRanks(slots []int) (all []int) {
 	for _, s := range slots {
 		if s < len(v.Ranks) {
@@ -58,7 +58,7 @@ func (v *Glance) toRanks(slots []int) (all []int) {
 	return all
 }
 
-// describe makes a group's part of a snapshot.
+// describe returns the group's part of a snapshot.
 func (v *Glance) describe(now time.Time) flight.Group {
 	out := flight.Group{ID: v.id, Slot: v.Slot, Size: len(v.Ranks), Epoch: v.Epoch, Number: v.Number,
 		Finished: v.Number, Queued: v.Queued}

@@ -18,16 +18,15 @@ import (
 	"tutti/internal/ports"
 )
 
-// exporter serves a rank's metrics over HTTP. They are taken from a snapshot when somebody asks;
-// nothing is counted for them.
+// exporter serves a rank's metrics over HTTP. They are computed from a snapshot for each request.
 type exporter struct {
 	addr string
 	srv  *http.Server
 	done chan struct{}
 }
 
-// export serves at addr, HOST:PORTS. In a range of ports it begins with the one of this rank's
-// place on its machine, so that a rank is found where it was.
+// export serves at addr, HOST:PORTS. In a range of ports it first tries the one of this rank's
+// place on its machine, so that a restarted rank is usually found at the same port.
 func (o *Observer) export(addr string, local int) (*exporter, error) {
 	host, spec, err := ports.ParseAddr(addr)
 	if err != nil {
@@ -57,13 +56,13 @@ func (o *Observer) export(addr string, local int) (*exporter, error) {
 	return e, nil
 }
 
-// MetricsConns is how many connections the exporter of metrics holds: anybody may connect, and the descriptors
-// are the rank's.
+// MetricsConns bounds the connections of the metrics exporter: any client may connect, and
+// connections use the rank's descriptors.
 const MetricsConns = 32
 
-// fewConns is a listener that holds few connections. Where there are too many, one has to go: the
-// oldest of those that have sent nothing, else of those that are idle, else of those whose request
-// is not complete. One that is being answered stays.
+// fewConns is a listener that holds few connections. If there are too many, it closes the oldest of
+// those that have sent nothing, else of those that are idle, else of those whose request is
+// incomplete. A connection that is being answered stays.
 type fewConns struct {
 	net.Listener
 	room int
@@ -71,13 +70,13 @@ type fewConns struct {
 	in   map[net.Conn]*visit
 }
 
-// visit is a connection's place in a fewConns.
+// visit is the state of a connection in a fewConns.
 type visit struct {
 	stage stage
 	since time.Time
 }
 
-// stage is how much a connection is missed.
+// stage orders connections by the loss if they are closed.
 type stage int
 
 const (
@@ -108,7 +107,7 @@ func (f *fewConns) Accept() (net.Conn, error) {
 		delete(f.in, out)
 		out.Close()
 	}
-	f.in[c] = &visit{since: time.Now()} // if that is c itself, note takes it out
+	f.in[c] = &visit{since: time.Now()} // if c itself is closed, note removes it
 	return c, nil
 }
 
@@ -138,25 +137,26 @@ func (f *fewConns) at(c net.Conn, s stage) {
 	}
 }
 
-// connKey is where a request's context has its connection.
+// connKey is the key of the connection in a request's context.
 type connKey struct{}
 
 func (f *fewConns) context(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
-// handler is h, and keeps connections while it answers them.
+// handler returns h, and marks connections while their requests are answered.
 func (f *fewConns) handler(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if c, ok := r.Context().Value(connKey{}).(net.Conn); ok {
 			f.at(c, answered)
-			defer f.at(c, asking) // the server may have to read more
+			defer f.at(c, asking) // the server may have to read further requests
 		}
 		h.ServeHTTP(w, r)
 	})
 }
 
-// listenFrom is ports.Listen that begins nth in the range and comes back to its beginning.
+// listenFrom tries the ports of a range like ports.Listen, but begins with the nth and wraps
+// around.
 func listenFrom(host string, spec ports.Spec, nth int) (net.Listener, error) {
 	first := spec
 	if n := int(spec.Hi) - int(spec.Lo); n > 0 {
@@ -174,10 +174,10 @@ func (e *exporter) close() {
 	<-e.done
 }
 
-// collector makes metrics of a snapshot.
+// collector computes metrics from a snapshot.
 type collector struct{ o *Observer }
 
-// The metrics. Ranks are told apart by job and rank; counters begin at zero when a rank joins.
+// The metrics. Labels are job and rank; counters begin at zero when a rank joins.
 var (
 	labels         = []string{"job", "rank"}
 	descOperations = desc("operations_total", "Collectives and messages that ended well, by kind.", "kind")
@@ -194,6 +194,11 @@ var (
 	descSent  = desc("link_sent_bytes_total",
 		"Payload sent to a peer through its link. Memory that peers map is not counted.", "peer")
 	descReceived = desc("link_received_bytes_total", "Payload received from a peer through its link.", "peer")
+	descPuts     = desc("window_puts_total",
+		"Puts to a peer's part of a window that ended well; a signal alone is one of no bytes.", "peer")
+	descPutBytes = desc("window_put_bytes_total", "Bytes of these, which are not in link_sent_bytes_total.", "peer")
+	descGets     = desc("window_gets_total", "Gets from a peer's part of a window that ended well.", "peer")
+	descGetBytes = desc("window_get_bytes_total", "Bytes of these, which are not in link_received_bytes_total.", "peer")
 )
 
 func desc(name, help string, more ...string) *prometheus.Desc {
@@ -203,7 +208,7 @@ func desc(name, help string, more ...string) *prometheus.Desc {
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{descOperations, descBytes, descFailures, descEpoch, descActive, descRunning,
-		descFailed, descWaited, descLinks, descSent, descReceived} {
+		descFailed, descWaited, descLinks, descSent, descReceived, descPuts, descPutBytes, descGets, descGetBytes} {
 		ch <- d
 	}
 }
@@ -240,6 +245,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 		put(descWaited, prometheus.CounterValue, l.Waited, peer)
 		put(descSent, prometheus.CounterValue, float64(l.BytesSent), peer)
 		put(descReceived, prometheus.CounterValue, float64(l.BytesReceived), peer)
+		put(descPuts, prometheus.CounterValue, float64(l.Puts), peer)
+		put(descPutBytes, prometheus.CounterValue, float64(l.BytesPut), peer)
+		put(descGets, prometheus.CounterValue, float64(l.Gets), peer)
+		put(descGetBytes, prometheus.CounterValue, float64(l.BytesGot), peer)
 		if l.Up {
 			up[l.Transport]++
 		}

@@ -9,7 +9,8 @@ import (
 	"tutti/internal/ports"
 )
 
-// Who has sent nothing goes before who is idle, and that before who asks; who is answered stays.
+// Connections that have sent nothing are closed first, then idle ones, then those within a request;
+// those being answered stay.
 func TestFewConnsEvictInOrder(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -49,7 +50,7 @@ func TestFewConnsEvictInOrder(t *testing.T) {
 }
 
 // In a range of ports each rank of a machine begins with its own.
-func TestMetricsBeginAtTheRanksPort(t *testing.T) {
+func TestMetricsPortsOfOneMachine(t *testing.T) {
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -17,21 +17,21 @@ import (
 	"tutti/pg/flight"
 )
 
-// Config says what an Observer observes, and for whom.
+// Config describes what an Observer reports, and where.
 type Config struct {
 	Self      flight.Identity
 	Dir       string // of flight records; "": none are kept
 	Metrics   string // address HOST:PORTS at which they are served; "": nowhere
-	LocalRank int    // with which port of a range to begin
+	LocalRank int    // the port of a range to try first
 	Proxy     *p2p.Proxy
-	// Groups returns what is to be seen of the groups. It is called with the proxy's lock.
+	// Groups describes the groups. It is called with the proxy's lock.
 	Groups func() []Glance
 	// Joined reports whether the rank has met the others.
 	Joined func() bool
 	Logger *slog.Logger
 }
 
-// An Observer answers for a rank: to those who ask what it does, to its files, to the metrics. Its
+// An Observer reports the state of a rank: to status requests, to files, and as metrics. Its
 // methods are safe for concurrent use.
 type Observer struct {
 	cfg     Config
@@ -49,15 +49,15 @@ type Observer struct {
 }
 
 const (
-	maxDumps  = 64                     // of one life of a rank
+	maxDumps  = 64                     // of one incarnation of a rank
 	dumpAwait = 200 * time.Millisecond // how long a failing operation waits for its dump
 )
 
-// ErrStopped says that an Observer does not answer any more.
+// ErrStopped says that an Observer has been stopped.
 var ErrStopped = errors.New("the observer has been stopped")
 
-// Start begins to keep the flight recorder, and to answer, until Stop. A directory that cannot be
-// used is a warning; metrics that cannot be served are an error.
+// Start starts the flight recorder, and reports until Stop. A directory that cannot be used is a
+// warning; metrics that cannot be served are an error.
 func Start(cfg Config) (*Observer, error) {
 	o := &Observer{cfg: cfg, dir: cfg.Dir, done: make(chan struct{})}
 	var err error
@@ -99,7 +99,7 @@ func Start(cfg Config) (*Observer, error) {
 	return o, nil
 }
 
-// Stop ends what Start began, in bounded time. Idempotent.
+// Stop stops what Start has started, in bounded time. Idempotent.
 func (o *Observer) Stop() {
 	o.mu.Lock()
 	again := o.ended
@@ -124,7 +124,7 @@ func (o *Observer) Stop() {
 // Recorder returns the rank's flight recorder.
 func (o *Observer) Recorder() *flight.Recorder { return o.rec }
 
-// aside runs f on a goroutine that Stop waits for; not after that.
+// aside runs f on a goroutine that Stop waits for. It returns false after Stop.
 func (o *Observer) aside(f func()) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -134,9 +134,10 @@ func (o *Observer) aside(f func()) bool {
 	return !o.ended
 }
 
-// FailureLocked keeps a snapshot of how an operation failed, unless somebody wanted it to end. It is
-// written on its own. If wait is set, as where a program is likely to exit now, the caller waits for
-// that, but not long, whatever the disk does. The proxy's lock is given up meanwhile.
+// FailureLocked writes a snapshot of a failed operation to a file, unless the failure was requested
+// (a cancellation, an Abort). The snapshot is written on a goroutine. If wait is set, as for
+// failures after which a program is likely to exit, the caller waits for it for at most dumpAwait.
+// The proxy's lock is released meanwhile.
 func (o *Observer) FailureLocked(why flight.Outcome, wait bool) {
 	if o.dir == "" || why == flight.Cancelled || why == flight.Closed {
 		return
@@ -162,7 +163,7 @@ func (o *Observer) FailureLocked(why flight.Outcome, wait bool) {
 	o.cfg.Proxy.Lock()
 }
 
-// dump writes a snapshot with all that is recorded into the directory, under a name that was free.
+// dump writes a snapshot with all records into the directory, under an unused name.
 func (o *Observer) dump(reason string) {
 	s := o.snapshot(flight.Records, reason)
 	o.dumping.Lock()
@@ -196,8 +197,8 @@ func blank(now time.Time, id flight.Identity) *flight.Snapshot {
 		Time: now, Since: now, Groups: []flight.Group{}}
 }
 
-// Status answers whoever asks what this rank does, with at most ops of the operations that have
-// ended, as JSON. It ends with ctx, also if the proxy's lock cannot be had. After Stop it returns
+// Status answers a status request, with at most ops of the operations that have ended, as JSON. It
+// returns when ctx ends, even if the proxy's lock is not available. After Stop it returns
 // ErrStopped.
 func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
 	type answer struct {
@@ -205,7 +206,7 @@ func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
 		err  error
 	}
 	got := make(chan answer, 1)
-	if !o.aside(func() { // ends when it has had the lock, which Close must have too
+	if !o.aside(func() { // it returns after it had the lock, which Close needs too
 		text, err := o.snapshot(ops, "").JSON(false)
 		got <- answer{text, err}
 	}) {
@@ -219,8 +220,8 @@ func (o *Observer) Status(ctx context.Context, ops int) ([]byte, error) {
 	}
 }
 
-// snapshot describes the rank, with at most ops of the operations that have ended. It takes the
-// proxy's lock for a moment.
+// snapshot describes the rank, with at most ops of the operations that have ended. It briefly takes
+// the proxy's lock.
 func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
 	p := o.cfg.Proxy
 	p.Lock()
@@ -250,7 +251,8 @@ func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
 	for _, c := range counts {
 		l := flight.Link{Rank: c.Rank, Up: c.Up, Transport: c.Transport, BytesSent: c.BytesSent,
 			BytesReceived: c.BytesReceived, FramesSent: c.FramesSent,
-			FramesReceived: c.FramesReceived, Waited: c.Waited.Seconds()}
+			FramesReceived: c.FramesReceived, Puts: c.Puts, BytesPut: c.BytesPut, Gets: c.Gets, BytesGot: c.BytesGot,
+			Waited: c.Waited.Seconds()}
 		if c.Err != nil {
 			l.Error = c.Err.Error()
 		}

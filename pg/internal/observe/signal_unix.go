@@ -7,5 +7,5 @@ import (
 	"syscall"
 )
 
-// dumpSignal has a rank write a flight record.
+// dumpSignal makes a rank write a flight record.
 var dumpSignal os.Signal = syscall.SIGUSR1

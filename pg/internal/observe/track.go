@@ -8,30 +8,29 @@ import (
 	"tutti/pg/internal/exec"
 )
 
-// A Track is a group's part in the flight recorder. All of it is under the proxy's lock.
+// A Track records the operations of a group in the flight recorder. With the proxy's lock.
 type Track struct {
 	id    uint32 // of the group
 	rec   *flight.Recorder
 	tpl   flight.Record  // of the latest operation that was not bound
-	cur   *flight.Record // of the operation that runs, or ran last
-	since int64          // when the operation that is about to start was queued; 0: it was not
-	epoch uint64         // in which the latest operation ran
-	last  error          // of the operation that failed last
+	cur   *flight.Record // of the running or the last operation
+	since int64          // when the next operation was queued; 0: it was not
+	epoch uint64         // of the latest operation
+	last  error          // of the last operation that failed
 }
 
-// Open has t record operations of a group, which has this rank in a slot and ranks of the job in all
-// of them.
+// Open makes t record operations of a group in which this rank has slot, and ranks are the job's
+// ranks of all slots.
 func (t *Track) Open(rec *flight.Recorder, id uint32, slot int, ranks []int) {
 	t.id, t.rec = id, rec
 	rec.AddGroup(id, slot, ranks)
 }
 
-// Queued says when the operation that is about to start was queued, by the recorder's clock; 0: it
-// was not.
+// Queued sets when the next operation was queued, by the recorder's clock; 0: it was not.
 func (t *Track) Queued(since int64) { t.since = since }
 
 // Begin records that run's current call starts, or starts again, as operation number of the group
-// in the view epoch, with ranks of the job in its slots.
+// in the view epoch; ranks are the job's ranks of its slots.
 func (t *Track) Begin(run *exec.Runner, epoch, number uint64, ranks []int) {
 	tpl := &t.tpl
 	if b := run.Bound(); b == nil || b.Epoch != epoch {
@@ -43,7 +42,7 @@ func (t *Track) Begin(run *exec.Runner, epoch, number uint64, ranks []int) {
 	t.cur = t.rec.Begin(tpl, number)
 }
 
-// queued is how long the operation that is about to start was queued, for its record.
+// queued returns how long the next operation was queued, in the record's unit.
 func (t *Track) queued() (n uint16) {
 	if t.since != 0 {
 		n, t.since = flight.QueuedSince(t.since), 0
@@ -62,23 +61,23 @@ func (t *Track) template(run *exec.Runner, epoch, number uint64, ranks []int) {
 	count := c.Token(number, collectives.Auto).Count
 	t.tpl = flight.Template(t.id, epoch, call, count, uint64(c.Bytes(len(ranks))))
 	t.tpl.Queued = t.queued()
-	if b := run.Bound(); b != nil { // it was bound in an earlier view
+	if b := run.Bound(); b != nil { // bound in an earlier view
 		t.tpl.Call = t.tpl.Call.With(b.Algo())
 		b.Record, b.Epoch = t.tpl, epoch
 	}
 }
 
-// Keep gives a call that has just been bound its record.
+// Keep stores the record of a call that has just been bound in it.
 func (t *Track) Keep(b *exec.Bound) { b.Record, b.Epoch = t.tpl, t.epoch }
 
-// Chosen notes how the operation is done, once that is known.
+// Chosen records the algorithm of the operation, once it is known.
 func (t *Track) Chosen(a collectives.Algo) {
 	t.tpl.Chosen(a)
 	t.cur.Chosen(a)
 }
 
-// Awaits notes for whom of the job the operation that runs sleeps: for whoever reads the file of a
-// killed rank.
+// Awaits records the rank of the job that the running operation waits for, for readers of a killed
+// rank's file.
 func (t *Track) Awaits(rank int) {
 	if t.running() {
 		t.cur.Awaited = uint32(rank) + 1
@@ -89,14 +88,14 @@ func (t *Track) running() bool {
 	return t.cur != nil && t.cur.State == flight.Running && t.cur.Group == t.id
 }
 
-// End records how the operation ended, unless its failure has been recorded.
+// End records the outcome of the operation, unless its failure has been recorded.
 func (t *Track) End(o flight.Outcome) {
 	if t.cur.State == flight.Running {
 		t.rec.End(t.cur, o)
 	}
 }
 
-// Failed records that operation number failed with err, which o sums up, perhaps before it began.
+// Failed records that operation number failed with err, whose kind is o, possibly before it began.
 func (t *Track) Failed(number uint64, o flight.Outcome, err error) {
 	t.last = err
 	if t.running() && t.cur.Number == number {
@@ -115,7 +114,7 @@ type Message struct {
 	Tag   int
 }
 
-// BeginMessage records that a message starts in the view epoch.
+// BeginMessage records the start of a message in the view epoch.
 func (t *Track) BeginMessage(epoch uint64, m Message, async bool) *flight.Record {
 	tpl := flight.Template(t.id, epoch, flight.Pack(m.Kind, m.DType, 0, collectives.Auto, m.Rank), uint64(m.Count),
 		uint64(m.Count*m.DType.Size()))
@@ -125,7 +124,7 @@ func (t *Track) BeginMessage(epoch uint64, m Message, async bool) *flight.Record
 	return t.rec.Begin(&tpl, uint64(int64(m.Tag)))
 }
 
-// EndMessage records how a message ended.
+// EndMessage records the outcome of a message.
 func (t *Track) EndMessage(r *flight.Record, o flight.Outcome) { t.rec.End(r, o) }
 
 // latest returns the record of operation number, if it is the latest.
@@ -136,7 +135,8 @@ func (t *Track) latest(number uint64) (r flight.Record, ok bool) {
 	return *t.cur, true
 }
 
-// spellIn is exec.Spell with the root as a rank of the job, of which ranks are in the group's slots.
+// spellIn is exec.Spell with the root as a rank of the job; ranks are the job's ranks of the
+// group's slots.
 func spellIn(t p2p.Token, ranks []int) string {
 	c := flight.Call(t.Call)
 	if r := c.Root(); t != exec.EnterToken && r >= 0 && r < len(ranks) {

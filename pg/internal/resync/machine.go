@@ -5,17 +5,17 @@ import (
 	"slices"
 )
 
-// Point names an exchange of a group: the epoch of the view whose members take part, and how many
-// exchanges in that view came before.
+// Point names an exchange of a group: the epoch of the view whose members take part, and the number
+// of earlier exchanges in that view.
 type Point struct{ View, Attempt uint64 }
 
-// Before reports whether p is over when o has begun.
+// Before reports whether p precedes o.
 func (p Point) Before(o Point) bool {
 	return p.View < o.View || p.View == o.View && p.Attempt < o.Attempt
 }
 
-// View is who belongs to the group in an epoch of the job's view: slots, ascending, and their
-// lives.
+// View lists the members of the group in an epoch of the job's view: slots, ascending, and their
+// incarnations.
 type View struct {
 	Epoch        uint64
 	Members      []int
@@ -25,47 +25,48 @@ type View struct {
 // Has reports whether slot is a member.
 func (v View) Has(slot int) bool { return slices.Contains(v.Members, slot) }
 
-// lost reports whether a life of v is not in next.
+// lost reports whether an incarnation of v is not in next.
 func (v View) lost(next View) bool {
 	for i, slot := range v.Members {
 		at := slices.Index(next.Members, slot)
-		if at < 0 || i < len(v.Incarnations) && at < len(next.Incarnations) && v.Incarnations[i] != next.Incarnations[at] {
+		if at < 0 || i < len(v.Incarnations) && at < len(next.Incarnations) &&
+			v.Incarnations[i] != next.Incarnations[at] {
 			return true
 		}
 	}
 	return false
 }
 
-// Machine is one rank's part in the exchanges of a group. It is not safe for concurrent use.
+// Machine is the state of one rank in the exchanges of a group. It is not safe for concurrent use.
 type Machine struct {
 	self int
-	now  View // the job's latest
+	now  View // the job's latest view
 
 	at      Point // the exchange that this rank entered last
-	in      View  // who takes part in it
+	in      View  // the members of that exchange
 	mine    Standing
-	pending bool             // it is not complete here
-	aim     uint64           // the epoch that the next operation runs in at least; 0: any
-	got     map[int]Standing // what has been told in it
-	heard   map[int]Told     // the latest of each slot
+	pending bool             // the exchange is not complete on this rank
+	aim     uint64           // the next operation needs a view of this epoch or later; 0: any
+	got     map[int]Standing // the standings of that exchange
+	heard   map[int]Told     // the latest standing of each slot
 
 	last   Outcome
 	failed bool
 }
 
-// Told is a standing and the exchange in which it was told.
+// Told is a standing and the exchange that it belongs to.
 type Told struct {
 	At Point
 	Standing
 }
 
-// New makes the machine of the rank in slot self of a group that is in view, with operation 1 to
-// come, without an exchange.
+// New makes the machine of the rank in slot self of a group that is in view. The next operation is
+// 1, and no exchange is needed.
 func New(self int, view View) *Machine {
 	return &Machine{self: self, now: view, in: view, at: Point{View: view.Epoch}, heard: map[int]Told{}}
 }
 
-// See takes in a view of the job. Earlier ones than the latest are ignored.
+// See handles a view of the job. Views older than the latest are ignored.
 func (m *Machine) See(v View) {
 	if v.Epoch >= m.now.Epoch {
 		m.now = v
@@ -81,8 +82,8 @@ func (m *Machine) In() View { return m.in }
 // At returns the exchange that was entered last.
 func (m *Machine) At() Point { return m.at }
 
-// Next returns the exchange that this rank waits for: the one that it is in, or if that is complete
-// the one after it.
+// Next returns the exchange that this rank waits for: the one that it is in or, if that is
+// complete, the one after it.
 func (m *Machine) Next() Point {
 	if m.pending {
 		return m.at
@@ -90,14 +91,14 @@ func (m *Machine) Next() Point {
 	return Point{View: m.at.View, Attempt: m.at.Attempt + 1}
 }
 
-// Arrived reports whether the rank in slot has told where it stands in the exchange that this rank
-// waits for, or a later one.
+// Arrived reports whether the rank in slot has told its standing in the exchange that this rank
+// waits for, or in a later one.
 func (m *Machine) Arrived(slot int) bool {
 	t, ok := m.heard[slot]
 	return ok && !t.At.Before(m.Next())
 }
 
-// Hear takes in what another rank tells. It reports whether that completes the exchange.
+// Hear handles another rank's standing. It reports whether that completes the exchange.
 func (m *Machine) Hear(slot int, t Told) bool {
 	if slot == m.self {
 		return false
@@ -114,25 +115,25 @@ func (m *Machine) Hear(slot int, t Told) bool {
 	return false
 }
 
-// Aim has the next operation run in a view of that epoch at least. Entering such a view, or 0, ends
-// that.
+// Aim demands that the next operation run in a view of at least that epoch. Entering such a view,
+// or Aim(0), ends the demand.
 func (m *Machine) Aim(epoch uint64) { m.aim = epoch }
 
-// Target returns the epoch of the view that this rank is to be in, as far as it is known.
+// Target returns the epoch of the view that this rank should be in, as far as it is known.
 func (m *Machine) Target() uint64 { return max(m.now.Epoch, m.aim) }
 
-// Lost reports whether the latest view is without a life that takes part in this rank's exchange.
+// Lost reports whether an incarnation that takes part in this rank's exchange is no longer in the
+// latest view.
 func (m *Machine) Lost() bool { return m.in.lost(m.now) }
 
 // Member reports whether this rank is in the latest view.
 func (m *Machine) Member() bool { return m.now.Has(m.self) }
 
-// target is the exchange to which this rank should go at the next boundary between operations: the
-// one that it is in, if there is no reason for another. Reasons are a loss; a view that has grown,
-// once the epoch of the group's view has to be that of Aim at least; that the channel is broken, or the
-// program calls Recover (renew); that others have gone to another exchange. Those who call Recover,
-// and who comes in, wait for programs and are no reason by themselves. passive: this rank's program
-// is in no call; it only follows others.
+// target returns the exchange that this rank should enter at the next boundary between operations:
+// the present one, unless there is a reason for another. Reasons are a loss; a grown view, if Aim
+// demands its epoch; a broken channel or a call of Recover (renew); and members that have entered
+// another exchange. Members that call Recover or are coming in wait for programs, and are no reason
+// by themselves. passive: this rank's program is in no call, and the rank only follows others.
 func (m *Machine) target(renew, passive bool) Point {
 	stuck := !passive && m.stuck()
 	leaves := !passive && (stuck || m.Lost() || m.aim > m.at.View)
@@ -154,9 +155,9 @@ func (m *Machine) target(renew, passive bool) Point {
 	return next
 }
 
-// stuck reports whether the exchange that this rank is in will not be completed here: a member has
-// gone to another without having told anything in it. One that has told, and gone on, may have
-// completed it.
+// stuck reports whether the exchange that this rank is in cannot be completed here: a member has
+// entered another one without having told its standing in this one. A member that had told it may
+// have completed it.
 func (m *Machine) stuck() bool {
 	for _, slot := range m.Missing() {
 		if t, ok := m.heard[slot]; ok && m.at.Before(t.At) {
@@ -166,8 +167,8 @@ func (m *Machine) stuck() bool {
 	return false
 }
 
-// Behind reports whether this rank has to wait for a view that it does not know yet: others are in
-// it, or Aim has named it.
+// Behind reports whether this rank has to wait for a view that it does not know yet, because other
+// ranks are in it or Aim has named it.
 func (m *Machine) Behind() bool {
 	if m.aim > m.now.Epoch {
 		return true
@@ -180,14 +181,14 @@ func (m *Machine) Behind() bool {
 	return false
 }
 
-// Due reports whether this rank should go to another exchange before its next operation.
+// Due reports whether this rank should enter another exchange before its next operation.
 func (m *Machine) Due(renew bool) bool {
 	return m.Member() && m.target(renew, false) != m.at
 }
 
-// Asked reports whether others wait for this rank in an exchange, whose program is not waiting. A
-// rank whose group has failed tells that once in an epoch; then the others know, and wait for its
-// program to call Recover.
+// Asked reports whether other ranks wait in an exchange for this one, while its program does not
+// wait. A rank whose group has failed tells its standing once in an epoch; then the others know
+// that its program has to call Recover.
 func (m *Machine) Asked(failed bool) bool {
 	if !m.Member() || failed && m.mine.Failed && m.at.View == m.now.Epoch {
 		return false
@@ -195,8 +196,8 @@ func (m *Machine) Asked(failed bool) bool {
 	return m.target(false, true) != m.at
 }
 
-// Enter goes to the exchange that Due or Asked speak of, with standing mine, and returns what is to
-// be told to the other members; complete reports whether all have told already.
+// Enter enters the exchange of Due or Asked, with standing mine, and returns what to tell the other
+// members. complete reports whether all have told theirs.
 func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete bool) {
 	if m.at, m.in = m.target(renew, passive), m.now; m.at.View >= m.aim {
 		m.aim = 0
@@ -212,7 +213,7 @@ func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete
 	return Told{m.at, mine}, m.complete()
 }
 
-// complete ends the exchange if all members have told.
+// complete ends the exchange if all members have told their standings.
 func (m *Machine) complete() bool {
 	if !m.pending || len(m.got) < len(m.in.Members) {
 		return false
@@ -231,17 +232,17 @@ func (m *Machine) complete() bool {
 // Pending reports whether the exchange that was entered last is not complete.
 func (m *Machine) Pending() bool { return m.pending }
 
-// Told returns what the member in slot has told in the exchange that was entered last.
+// Told returns the standing of slot in the exchange that was entered last.
 func (m *Machine) Told(slot int) (Standing, bool) {
 	s, ok := m.got[slot]
 	return s, ok
 }
 
 // Outcome returns the outcome of the exchange that was completed last, and whether the group has
-// failed in it: at all members, until all have called Recover.
+// failed in it, at all members, until all have called Recover.
 func (m *Machine) Outcome() (o Outcome, failed bool) { return m.last, m.failed }
 
-// Missing lists the members that have not told in the exchange that was entered last.
+// Missing lists the members whose standings are missing in the exchange that was entered last.
 func (m *Machine) Missing() (slots []int) {
 	if !m.pending {
 		return nil

@@ -10,10 +10,10 @@ import (
 	"testing"
 )
 
-// The model: three ranks run operations, each of which ends well at a rank when all members of its
+// The model: three ranks run operations, each of which succeeds at a rank when all members of its
 // exchange's view have begun it there. Ranks die, or give an operation up, at any step. Views and
-// notices come as late as they like, notices between two ranks in order. A program that is told that
-// its group has failed calls Recover and goes on. All states are visited.
+// notices are delayed arbitrarily, notices between two ranks in order. A program whose group has
+// failed calls Recover and continues. All states are visited.
 const (
 	modelRanks = 3
 	modelOps   = 2
@@ -25,7 +25,7 @@ type modelRules struct {
 	report, retry, uniform bool
 	deaths, gives          int
 	ops                    uint64
-	early                  bool // the operation ends at rank 0 without anybody else, as a broadcast's does at its root
+	early                  bool // the operation ends at rank 0 alone, as a broadcast does at its root
 	recovers               bool // programs call Recover after the first operation, whatever became of it
 }
 
@@ -271,7 +271,7 @@ func (w *modelWorld) end(r int, outcome int8) {
 	}
 }
 
-// moves goes on with a move; it returns true when the rank is where it wanted to go.
+// moves continues a move; it returns true when the rank has arrived.
 func (w *modelWorld) moves(r int, mine Standing, renew bool) bool {
 	p := &w.ranks[r]
 	if !p.m.Behind() && p.m.Due(renew) {
@@ -370,7 +370,7 @@ func (w *modelWorld) call(r int) {
 	w.goOn(r)
 }
 
-// goOn goes on with what rank r waits for between operations.
+// goOn continues what rank r waits for between operations.
 func (w *modelWorld) goOn(r int) {
 	p := &w.ranks[r]
 	switch p.doing {
@@ -615,8 +615,8 @@ func TestExchangesWithOneFailureAtEveryStep(t *testing.T) {
 	t.Logf("%d states", states)
 }
 
-// A rank that comes in may know of a later view than the one in which it was let in, and then tells
-// nothing in that: whoever waits for it there follows.
+// A rank that comes in may know of a later view than the one that admitted it, and then tells
+// nothing in that one: the ranks that wait for it there follow.
 func TestJoinerSkipsAView(t *testing.T) {
 	all := func(epoch uint64, slots ...int) View { return View{Epoch: epoch, Members: slots} }
 	a := New(1, all(11, 1))

@@ -20,7 +20,7 @@ const failed = 255
 
 type resumeRules struct {
 	uniform, retry bool
-	early          bool // the operation ends at the lowest rank without anybody else, as a broadcast's does at its root
+	early          bool // the operation ends at the lowest rank alone, as a broadcast does at its root
 	giveUp         bool // an operation may be given up once
 	joins          bool // the last rank comes in with the second view
 	n, kills, ops  int
@@ -168,7 +168,7 @@ func (m *resumeModel) visit(w resumeWorld) {
 			try(say("give up %d", k), func(w *resumeWorld) {
 				q := &w.ranks[r]
 				w.gaveUp, q.begun, q.at.has, q.at.intact, q.told[k] = true, false, false, false, true
-				w.change() // and somebody sees to it that there is another view
+				w.change() // and there is another view
 			})
 		}
 		if w.kills > 0 && w.epoch < resumeEpochs {
@@ -259,7 +259,7 @@ func (m *resumeModel) check(w resumeWorld) {
 					m.fail(w, "of operation %d rank %d has a result, or rank %d, and not both", k, r, s)
 				}
 			}
-			for s := range m.rules.n { // who has the result knows that nobody runs it again
+			for s := range m.rules.n { // a rank with the result knows that it is not run again
 				if q := w.ranks[s]; !q.dead && p.outcome[k] != 0 && p.outcome[k] != failed &&
 					q.ranIn[k] > p.outcome[k] {
 					m.fail(w, "operation %d ended in epoch %d at rank %d, and rank %d runs it in epoch %d", k,

@@ -9,14 +9,14 @@ import (
 	"tutti/pg/membership"
 )
 
-// accusation is what this rank has said of another that its operation waited for in vain.
+// accusation is this rank's claim that an operation waited for another in vain.
 type accusation struct {
-	until    time.Time // others agree by then, or it is taken back
+	until    time.Time // it is taken back unless others agree by then
 	withdraw bool      // it is being taken back
 }
 
-// AccuseLocked says that this rank waited in vain for a rank, which goes if most ranks say so, or at
-// once if alone is set.
+// AccuseLocked accuses a rank that this one waited for in vain. The rank is removed if most ranks
+// accuse it, or at once if alone is set.
 func (ro *Roster) AccuseLocked(rank int, alone bool) {
 	p := membership.Peer{Slot: rank, Incarnation: ro.view.Slots[rank].Incarnation}
 	ro.accused[p] = &accusation{until: time.Now().Add(ro.cfg.Window)}
@@ -28,7 +28,7 @@ func (ro *Roster) AccuseLocked(rank int, alone bool) {
 	}
 }
 
-// AccusedLocked returns those on whom a verdict is outstanding.
+// AccusedLocked returns the ranks that have no verdict yet.
 func (ro *Roster) AccusedLocked() []membership.Peer {
 	if len(ro.accused) == 0 {
 		return nil
@@ -36,8 +36,8 @@ func (ro *Roster) AccusedLocked() []membership.Peer {
 	return slices.Collect(maps.Keys(ro.accused))
 }
 
-// AcquitLocked takes back what this rank said of p. It is forgotten when the machine has heard that,
-// but if p's removal is under way only with that.
+// AcquitLocked takes back the accusation of p. It is dropped when the machine has processed that;
+// if p's removal is under way, only with its end.
 func (ro *Roster) AcquitLocked(p membership.Peer) {
 	a := ro.accused[p]
 	if a == nil || a.withdraw {
@@ -60,6 +60,9 @@ func (ro *Roster) AcquitLocked(p membership.Peer) {
 
 // expire takes back accusations that others have not shared in time.
 func (ro *Roster) expire() {
+	if !ro.cfg.Accuses {
+		return
+	}
 	ro.proxy.Lock()
 	defer ro.proxy.Unlock()
 	for p, a := range ro.accused {
@@ -69,10 +72,10 @@ func (ro *Roster) expire() {
 	}
 }
 
-// doubt asks the store for those whom this rank has been waiting for, in a collective, for longer
-// than a lease: a host that fell silent breaks no link for a while. It asks for few and not often,
-// since all may be waiting. A program that goes on without lost ranks goes on without those that
-// stand still for that long, too; for others the timeout decides.
+// doubt asks the store about ranks that this one has waited for in a collective for longer than a
+// lease, because the links to a host that fell silent do not break for a while. It asks about few
+// ranks, and rarely, since all ranks may be waiting. A program that continues without lost ranks
+// also continues without ranks that stand still for that long; for others the timeout decides.
 func (ro *Roster) doubt() {
 	now := time.Now()
 	if !ro.cfg.Doubt || now.Before(ro.doubts) {
@@ -99,7 +102,7 @@ func (ro *Roster) doubt() {
 				return
 			}
 			select {
-			case <-time.After(time.Second): // it may be coming back: the store was away, perhaps
+			case <-time.After(time.Second): // the store may have been unreachable, and the rank may be coming back
 			case <-ro.ctx.Done():
 				return
 			}

@@ -9,9 +9,9 @@ import (
 	"tutti/pg/membership"
 )
 
-// probe finds out whether a process lives: its record is gone with its lease, or nobody listens
-// where it did. A process that is just dying may still take connections, so one that neither
-// refuses nor answers is asked again for a while.
+// probe finds out whether a process is alive. It is dead if its record is gone with its lease, or
+// nothing listens at its addresses. A dying process may still accept connections, so a process that
+// neither refuses nor answers is asked again for a while.
 func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 	ctx, cancel := context.WithTimeout(ro.ctx, probeWait)
 	defer cancel()
@@ -31,13 +31,13 @@ func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 		rec = known
 	}
 	if rec.Incarnation != p.Incarnation {
-		return membership.VerdictDead // it had to be gone for another to be there
+		return membership.VerdictDead // another incarnation can register only after its end
 	}
 	for patience := 5 * time.Millisecond; ; {
 		if ro.dir.Refuses(ctx, rec) {
 			return membership.VerdictDead
 		}
-		patience *= 2 // a busy process takes longer to answer, a dying one never does
+		patience *= 2 // a busy process answers late, a dying one never
 		actx, cancel := context.WithTimeout(ctx, patience)
 		err := ro.dir.Answers(actx, rec)
 		cancel()
@@ -52,7 +52,7 @@ func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 	}
 }
 
-// registered reports whether the store has a life's record, or does not say.
+// registered reports whether the store has an incarnation's record, or cannot be asked.
 func (ro *Roster) registered(p membership.Peer) bool {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()

@@ -28,48 +28,49 @@ const StoreWait = 2 * time.Second
 // Config describes a rank to its Roster.
 type Config struct {
 	Self      membership.Peer
-	View      membership.View // in which the roster begins; Self need not be active in it
+	View      membership.View // the view that the roster begins in; Self need not be active in it
 	First     uint64          // names the job in the store: see membership.EncodeStored
 	MaxSize   int             // slots that the job may grow to
 	Window    time.Duration   // how long two live ranks may be unable to reach each other
-	AutoAdmit bool            // ranks that wait are let in without Admit
-	Doubt     bool            // the store is asked for ranks that are waited for longer than a lease
+	AutoAdmit bool            // waiting ranks are admitted without Admit
+	Accuses   bool            // AccuseLocked is called: ranks that are late can be removed
+	Doubt     bool            // the store is asked about ranks that operations have waited for longer than a lease
 	Proxy     *p2p.Proxy
 	Directory Directory
 	Groups    Groups
 	Logger    *slog.Logger
 }
 
-// A Directory is the way to the job's store and to other ranks. Its methods are called from any
+// A Directory gives access to the job's store and to other ranks. Its methods are called from any
 // goroutine, without the proxy's lock.
 type Directory interface {
 	// Store returns the handle in use.
 	Store() bootstrap.Store
 	// Reconnect replaces a handle whose lease was lost, and registers this rank again.
 	Reconnect(ctx context.Context, lost bootstrap.Store) error
-	// Known returns the record by which a rank was reached last.
+	// Known returns the record by which a rank was last reached.
 	Known(rank int) (bootstrap.Record, bool)
-	// Forget drops what is known of a rank, unless it is of the incarnation except.
+	// Forget drops the record of a rank, unless it is of the incarnation except.
 	Forget(rank int, except uint64)
 	// Answers returns nil if the process that published rec answers.
 	Answers(ctx context.Context, rec bootstrap.Record) error
-	// Refuses reports whether nobody listens at any of rec's addresses.
+	// Refuses reports whether nothing listens at any of rec's addresses.
 	Refuses(ctx context.Context, rec bootstrap.Record) bool
 }
 
-// Groups is told what the membership has decided. All methods are called with the proxy's lock.
+// Groups receives the decisions of the membership. All methods are called with the proxy's lock.
 type Groups interface {
-	ViewChanged() // Roster.View has
-	Evicted()     // this rank is no member any more
+	ViewChanged() // Roster.View has a new view
+	Evicted()     // this rank is not a member any more
 	Accused()     // a verdict is outstanding, before which no operation begins
-	Judged()      // a verdict is outstanding no longer
+	Judged()      // a verdict has been reached
 	// Awaited returns the ranks that operations have been waiting for longer than d.
 	Awaited(d time.Duration) []int
 }
 
-// A Roster drives the membership machine of one rank: it carries events to it and does what it
-// says. One goroutine steps the machine; others wait for the store. Methods are safe for concurrent
-// use; those that need the proxy's lock end in Locked.
+// A Roster drives the membership machine of one rank: it feeds it events and carries out its
+// actions. One goroutine steps the machine; others wait for the store. Methods are safe for
+// concurrent use; those that need the proxy's lock end in Locked.
 type Roster struct {
 	cfg    Config
 	self   membership.Peer
@@ -78,42 +79,42 @@ type Roster struct {
 	groups Groups
 	log    *slog.Logger
 	m      *membership.Machine
-	acts   []membership.Action // of its making
+	acts   []membership.Action // the first ones, of membership.New
 	ctx    context.Context
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
 	kick   chan struct{}
 	dirty  chan struct{}
 
-	doubts time.Time   // when to look next whom this rank waits for
-	listed time.Time   // when Admit asked the store last who waits
+	doubts time.Time   // when to check next which ranks this one waits for
+	listed time.Time   // when Admit last listed the waiting ranks in the store
 	begun  atomic.Bool // the job's view has been in the store
 
 	mu      sync.Mutex
 	queue   []membership.Event
 	asks    []func(*membership.Machine) // run by the goroutine that steps the machine
-	want    map[string][]byte           // what is to be in the store, nil: nothing; until it is
-	kept    map[string][]byte           // what is in it under the lease
-	joiners map[int]uint64              // who waits in which slot, as the store says
+	want    map[string][]byte           // values to be written to the store, nil: to be deleted
+	kept    map[string][]byte           // values that are in it under the lease
+	joiners map[int]uint64              // waiting incarnations by slot, as in the store
 
 	// Under the proxy's lock.
 	view     membership.View
-	why      map[int]string // why ranks were removed, when they were last
+	why      map[int]string // why ranks were last removed
 	isolated Isolation
 	evicted  bool
-	accused  map[membership.Peer]*accusation // on whom a verdict is outstanding
+	accused  map[membership.Peer]*accusation // accusations without a verdict
 }
 
-// Isolation says that a rank cannot take part in deciding who is a member.
+// Isolation says why a rank cannot take part in decisions on the membership.
 type Isolation struct {
 	Why   string // "": it can
 	Since time.Time
 }
 
-// New makes a Roster. It does nothing before Start.
+// New makes a Roster. It is idle until Start.
 func New(cfg Config) (*Roster, error) {
-	// Longer than a lease: else a host that fell silent, whose lease is not over yet, might win
-	// against ranks that live.
+	// The window is longer than a lease: otherwise a silent host whose lease has not ended yet
+	// might win against live ranks.
 	window := max(cfg.Window, cfg.Directory.Store().TTL()+500*time.Millisecond)
 	m, acts, err := membership.New(membership.Config{Slot: cfg.Self.Slot, Incarnation: cfg.Self.Incarnation,
 		View: cfg.View, Window: int((window + tick - 1) / tick), Retry: 2, MaxSize: cfg.MaxSize,
@@ -130,7 +131,7 @@ func New(cfg Config) (*Roster, error) {
 	return ro, nil
 }
 
-// Start has the proxy expect the ranks of the view, and begins to run the machine, until Stop.
+// Start makes the proxy expect the ranks of the view, and runs the machine until Stop.
 func (ro *Roster) Start() {
 	view := ro.cfg.View
 	for r := range ro.cfg.MaxSize {
@@ -139,7 +140,7 @@ func (ro *Roster) Start() {
 		case r < view.Size() && view.Slots[r].Incarnation != 0:
 			ro.proxy.Expect(r, view.Slots[r].Incarnation)
 		default:
-			ro.proxy.Vacate(r, 0, Nobody(r))
+			ro.proxy.MarkDead(r, 0, NoProcess(r))
 		}
 	}
 	ro.wg.Add(3)
@@ -151,7 +152,7 @@ func (ro *Roster) Start() {
 	}
 }
 
-// Stop ends what Start began, in bounded time.
+// Stop stops what Start has started, in bounded time.
 func (ro *Roster) Stop() {
 	ro.cancel()
 	ro.wg.Wait()
@@ -160,7 +161,7 @@ func (ro *Roster) Stop() {
 // First returns the number that names the job in its store.
 func (ro *Roster) First() uint64 { return ro.cfg.First }
 
-// ViewLocked returns the job's view, as this rank knows it. It is not to be changed.
+// ViewLocked returns the job's view as this rank knows it. The caller must not change it.
 func (ro *Roster) ViewLocked() membership.View { return ro.view }
 
 // View is ViewLocked for callers without the proxy's lock.
@@ -170,16 +171,16 @@ func (ro *Roster) View() membership.View {
 	return ro.view
 }
 
-// WhyLocked says why a rank was removed when it was last; "" if it never was.
+// WhyLocked returns why a rank was last removed; "" if it never was.
 func (ro *Roster) WhyLocked(rank int) string { return ro.why[rank] }
 
 // EvictedLocked reports whether this rank has been removed.
 func (ro *Roster) EvictedLocked() bool { return ro.evicted }
 
-// IsolatedLocked says whether this rank can take part in deciding who is a member.
+// IsolatedLocked says whether this rank can take part in decisions on the membership.
 func (ro *Roster) IsolatedLocked() Isolation { return ro.isolated }
 
-// aside runs f beside the machine until it is done or the job ends.
+// aside runs f on a goroutine until it is done or the job ends.
 func (ro *Roster) aside(f func()) {
 	ro.wg.Add(1)
 	go func() { defer ro.wg.Done(); f() }()
@@ -200,8 +201,8 @@ func nudge(c chan struct{}) {
 	}
 }
 
-// inspect has f look at the machine, after the events that were told before, in the goroutine that
-// steps it. It never blocks.
+// inspect queues a call of f with the machine, after the events that were queued before, in the
+// goroutine that steps it. It never blocks.
 func (ro *Roster) inspect(f func(*membership.Machine)) {
 	ro.mu.Lock()
 	ro.asks = append(ro.asks, f)
@@ -209,8 +210,8 @@ func (ro *Roster) inspect(f func(*membership.Machine)) {
 	nudge(ro.kick)
 }
 
-// Ask has f look at the machine, after the events that were told before, and returns when it has.
-// It returns ctx's error when that ends first, and one that wraps p2p.ErrClosed after Stop.
+// Ask calls f with the machine, after the events that were queued before, and returns when f has.
+// It returns ctx's error when ctx ends first, and an error that wraps p2p.ErrClosed after Stop.
 func (ro *Roster) Ask(ctx context.Context, f func(*membership.Machine)) error {
 	done := make(chan struct{})
 	ro.inspect(func(m *membership.Machine) { f(m); close(done) })
@@ -224,10 +225,10 @@ func (ro *Roster) Ask(ctx context.Context, f func(*membership.Machine)) error {
 	}
 }
 
-// LinkLocked is the proxy's word of a link that came up, or went down because of err.
+// LinkLocked is the proxy's callback for a link that came up (err is nil) or failed.
 func (ro *Roster) LinkLocked(peer p2p.Identity, err error) {
 	p := membership.Peer{Slot: peer.Rank, Incarnation: peer.Incarnation}
-	if p.Incarnation == 0 && p.Slot < len(ro.view.Slots) { // never linked: with whom we wanted to be
+	if p.Incarnation == 0 && p.Slot < len(ro.view.Slots) { // never linked: the incarnation in the view
 		p.Incarnation = ro.view.Slots[p.Slot].Incarnation
 	}
 	if err == nil {
@@ -253,7 +254,7 @@ func (ro *Roster) run() {
 			ro.mu.Unlock()
 			if d, ok := e.(membership.LinkDown); ok && !ro.m.View().Has(d.Slot, d.Incarnation) &&
 				(d.Incarnation != 0 || ro.proxy.Linked(d.Slot) == 0) {
-				ro.proxy.Vacate(d.Slot, d.Incarnation, Nobody(d.Slot)) // the next one who wants the slot may come
+				ro.proxy.MarkDead(d.Slot, d.Incarnation, NoProcess(d.Slot)) // the next process may take the slot
 			}
 			acts = ro.m.Step(e)
 			continue
@@ -289,7 +290,7 @@ func (ro *Roster) do(a membership.Action) {
 			verdict := ro.probe(a.Peer)
 			ro.Tell(membership.Probed{Peer: a.Peer, Verdict: verdict})
 			if verdict == membership.VerdictAlive {
-				ro.proxy.Relink(a.Slot)
+				ro.proxy.Reconnect(a.Slot)
 			}
 		})
 	case membership.Warm:
@@ -306,14 +307,14 @@ func (ro *Roster) do(a membership.Action) {
 		ro.log.Warn("this rank was evicted", "view", a.View.String())
 		ro.state(func() { ro.evicted = true; ro.groups.Evicted() })
 	case membership.Isolated:
-		ro.log.Warn("this rank cannot decide who is a member", "why", a.Why)
+		ro.log.Warn("this rank cannot take part in decisions on the membership", "why", a.Why)
 		ro.state(func() { ro.isolated = Isolation{a.Why, time.Now()} })
 	case membership.Reunited:
 		ro.state(func() { ro.isolated = Isolation{} })
 	}
 }
 
-// state changes what groups look at, and has them look.
+// state changes state that groups read, and notifies them.
 func (ro *Roster) state(f func()) {
 	ro.proxy.Lock()
 	f()
@@ -321,7 +322,7 @@ func (ro *Roster) state(f func()) {
 	ro.proxy.Wake()
 }
 
-// enter makes a view this rank's.
+// enter makes a view current.
 func (ro *Roster) enter(a membership.Enter) {
 	var old membership.View
 	why := map[int]string{}
@@ -352,9 +353,9 @@ func (ro *Roster) enter(a membership.Enter) {
 			continue
 		}
 		because := strings.TrimSuffix(why[r], ": "+p2p.ErrPeerGone.Error())
-		ro.proxy.Vacate(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", because, p2p.ErrPeerGone))
+		ro.proxy.MarkDead(r, old.Slots[r].Incarnation, fmt.Errorf("%s: %w", because, p2p.ErrPeerGone))
 	}
-	// The dead one's record need not wait for the end of its lease: whoever replaces it may have
+	// The record of the dead rank is removed before its lease ends, so that a replacement can take
 	// the slot.
 	if active := a.View.Active(); slices.Index(active, ro.self.Slot) < 2 {
 		for _, r := range a.Removed {
@@ -363,12 +364,13 @@ func (ro *Roster) enter(a membership.Enter) {
 			}
 		}
 	}
-	// While it waited to be let in, it tried in vain to link with ranks that have been lost since:
-	// who replaces them is welcome.
+	// While this rank waited for admission, it tried to link with ranks that have been lost since.
+	// It has to accept their replacements.
 	if !old.Has(ro.self.Slot, ro.self.Incarnation) {
 		for r := range ro.cfg.MaxSize {
-			if r != ro.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) && ro.proxy.Linked(r) == 0 {
-				ro.proxy.Vacate(r, 0, Nobody(r))
+			if r != ro.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) &&
+				ro.proxy.Linked(r) == 0 {
+				ro.proxy.MarkDead(r, 0, NoProcess(r))
 			}
 		}
 	}
@@ -379,10 +381,10 @@ func (ro *Roster) enter(a membership.Enter) {
 	}
 }
 
-// Nobody returns why a slot's rank is not linked that no process has. It wraps p2p.ErrPeerGone.
-func Nobody(rank int) error { return fmt.Errorf("nobody is rank %d: %w", rank, p2p.ErrPeerGone) }
+// NoProcess returns the error for links to a slot without a process. It wraps p2p.ErrPeerGone.
+func NoProcess(rank int) error { return fmt.Errorf("no process is rank %d: %w", rank, p2p.ErrPeerGone) }
 
-// warm makes a link with a life, or says that there is one.
+// warm connects to an incarnation, or reports that the link is up.
 func (ro *Roster) warm(p membership.Peer) {
 	if ro.proxy.Linked(p.Slot) == p.Incarnation {
 		ro.Tell(membership.LinkUp{Peer: p})
@@ -390,20 +392,20 @@ func (ro *Roster) warm(p membership.Peer) {
 	}
 	ro.dir.Forget(p.Slot, p.Incarnation)
 	ro.proxy.Expect(p.Slot, p.Incarnation)
-	ro.proxy.Relink(p.Slot)
+	ro.proxy.Reconnect(p.Slot)
 }
 
-// Knock asks the members to look whether the process that has this rank's slot in the view still
-// lives.
+// Knock asks the members to check whether the process that holds this rank's slot in the view is
+// still alive.
 func (ro *Roster) Knock() { ro.publish(knockKey, ro.signed(nil)) }
 
-// Joined takes back what this rank has asked for in order to be let in.
+// Joined withdraws the requests that this rank made to be admitted.
 func (ro *Roster) Joined() {
 	ro.publish(joinKey, nil)
 	ro.publish(knockKey, nil)
 }
 
-// Unask removes from the store what a Roster of this rank, which has been stopped, has asked for.
+// Unask removes the requests of this rank's Roster, which has been stopped, from the store.
 func (ro *Roster) Unask(ctx context.Context) error {
 	for _, prefix := range []string{joinKey, knockKey} {
 		if err := ro.dir.Store().Delete(ctx, prefix+strconv.Itoa(ro.self.Slot)); err != nil {
@@ -413,9 +415,10 @@ func (ro *Roster) Unask(ctx context.Context) error {
 	return nil
 }
 
-// Admit has the machine let in who waits, and returns the view in which they are. Who waits it
-// knows from its watch of the store. It asks the store as well, but once a tick at most: programs
-// admit in each of their steps. It waits for the store, at most until ctx ends.
+// Admit makes the machine admit the waiting ranks, and returns the view that contains them. The
+// waiting ranks are known from the watch of the store. The store is also listed, but once a tick at
+// most, because programs call Admit in each of their steps. Admit waits for the store until ctx
+// ends.
 func (ro *Roster) Admit(ctx context.Context) (v membership.View, err error) {
 	sctx, cancel := context.WithTimeout(ctx, StoreWait)
 	defer cancel()

@@ -12,6 +12,7 @@ import (
 	"go.uber.org/goleak"
 
 	"tutti/bootstrap"
+	"tutti/bootstrap/storetest"
 	"tutti/p2p"
 	"tutti/pg/membership"
 )
@@ -25,13 +26,13 @@ const patience = 20 * time.Second
 type fixture struct {
 	*Roster
 	t     *testing.T
-	mem   *bootstrap.MemStore
+	mem   *storetest.Memory
 	store bootstrap.Store
 
 	mu      sync.Mutex
 	known   map[int]bootstrap.Record
-	answers bool // whoever is asked answers
-	refuses bool // nobody listens
+	answers bool // every rank answers
+	refuses bool // connections are refused
 	events  []string
 	awaited []int
 }
@@ -40,7 +41,7 @@ const self = 100 // incarnation of rank 0; rank r has self+r
 
 func newFixture(t *testing.T, ranks int) *fixture {
 	t.Helper()
-	f := &fixture{t: t, mem: bootstrap.NewMemStore(), known: map[int]bootstrap.Record{}}
+	f := &fixture{t: t, mem: storetest.NewMemory(), known: map[int]bootstrap.Record{}}
 	f.store = f.mem.Open()
 	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: self}, Size: ranks,
 		Secret: []byte("the secret of this test"), Oversubscribed: true, Logger: slog.New(slog.DiscardHandler),
@@ -54,7 +55,8 @@ func newFixture(t *testing.T, ranks int) *fixture {
 	}
 	var err error
 	f.Roster, err = New(Config{Self: membership.Peer{Slot: 0, Incarnation: self}, View: membership.First(incarnations),
-		First: self, MaxSize: ranks, Window: 100 * time.Millisecond, Doubt: true, Proxy: p, Directory: f, Groups: f,
+		First: self, MaxSize: ranks, Window: 100 * time.Millisecond, Doubt: true, Accuses: true, Proxy: p, Directory: f,
+		Groups: f,
 		Logger: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		t.Fatal(err)
@@ -141,8 +143,8 @@ func (f *fixture) until(what string, ok func() bool) {
 	}
 }
 
-// A process is dead if its lease or its listeners are gone, or another has its slot; it lives if it
-// answers; else nobody knows.
+// A process is dead if its lease or its listeners are gone, or another has its slot. It is alive if
+// it answers; otherwise its state is unknown.
 func TestProbe(t *testing.T) {
 	peer := membership.Peer{Slot: 1, Incarnation: self + 1}
 	for _, c := range []struct {
@@ -220,7 +222,7 @@ func TestDeadRankIsRemoved(t *testing.T) {
 	}
 }
 
-// Who is waited for and has no lease any more is dead; who has one is left alone.
+// An awaited rank without a lease is dead; one with a lease is left alone.
 func TestAwaitedRankWithoutLeaseIsDead(t *testing.T) {
 	f := newFixture(t, 3)
 	f.record(1, self+1)
@@ -234,8 +236,9 @@ func TestAwaitedRankWithoutLeaseIsDead(t *testing.T) {
 	}
 }
 
-// An accusation that nobody shares is taken back within the window, and the groups are told.
-func TestLonelyAccusationEnds(t *testing.T) {
+// An accusation that no other rank shares is taken back within the window, and the groups are
+// notified.
+func TestUnsharedAccusationEnds(t *testing.T) {
 	f := newFixture(t, 3)
 	f.record(1, self+1)
 	f.record(2, self+2)
@@ -257,8 +260,8 @@ func TestLonelyAccusationEnds(t *testing.T) {
 	}
 }
 
-// What a rank has published under its lease is there again under the next one.
-func TestPublishedIsThereAfterTheLeaseWasLost(t *testing.T) {
+// Keys that a rank has published under its lease are published again under the next one.
+func TestKeysArePublishedAgainUnderNewLease(t *testing.T) {
 	f := newFixture(t, 3)
 	f.record(1, self+1)
 	f.record(2, self+2)

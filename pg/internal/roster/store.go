@@ -15,13 +15,13 @@ import (
 	"tutti/pg/membership"
 )
 
-// Keys of the membership in the job's store, besides the view's. They end in a slot, and live as
-// long as the lease of the rank that wrote them. Each value begins with its incarnation, eight bytes,
-// big-endian.
+// Keys of the membership in the job's store, besides the view's. They end in a slot, and exist
+// while the lease of the rank that wrote them is valid. Each value begins with the rank's
+// incarnation, eight bytes, big-endian.
 const (
-	reportKey = membership.StoreKeys + "report/" // what the rank has to say of others
-	joinKey   = membership.StoreKeys + "join/"   // it waits to be let in: an epoch
-	knockKey  = membership.StoreKeys + "knock/"  // a new life found an old one in its slot: is that alive?
+	reportKey = membership.StoreKeys + "report/" // the rank's report on others
+	joinKey   = membership.StoreKeys + "join/"   // the rank waits for admission: an epoch
+	knockKey  = membership.StoreKeys + "knock/"  // a new incarnation asks whether the one in its slot is alive
 )
 
 // signed puts this rank's incarnation before a value.
@@ -31,7 +31,7 @@ func (ro *Roster) signed(value []byte) []byte {
 
 func encodeEpoch(epoch uint64) []byte { return binary.BigEndian.AppendUint64(nil, epoch) }
 
-// publish has this rank's key of a kind hold value, or nothing; the newest wish counts.
+// publish sets this rank's key of a kind to value, or deletes it. The latest value counts.
 func (ro *Roster) publish(kind string, value []byte) {
 	key := kind + strconv.Itoa(ro.self.Slot)
 	ro.mu.Lock()
@@ -40,7 +40,7 @@ func (ro *Roster) publish(kind string, value []byte) {
 	nudge(ro.dirty)
 }
 
-// write carries wishes to the store.
+// write writes the wanted values to the store.
 func (ro *Roster) write() {
 	defer ro.wg.Done()
 	for {
@@ -83,8 +83,7 @@ func (ro *Roster) write() {
 	}
 }
 
-// watch follows the store. When the lease is lost it comes back with another, as the same
-// incarnation.
+// watch follows the store. When the lease is lost it takes another one for the same incarnation.
 func (ro *Roster) watch() {
 	defer ro.wg.Done()
 	for ro.ctx.Err() == nil {
@@ -100,10 +99,10 @@ func (ro *Roster) watch() {
 			err := ro.dir.Reconnect(ro.ctx, store)
 			if err == nil {
 				ro.mu.Lock()
-				maps.Copy(ro.want, ro.kept) // it went with the lease
+				maps.Copy(ro.want, ro.kept) // the values ended with the lease
 				ro.mu.Unlock()
 				nudge(ro.dirty)
-				// While this rank had no lease the job may have begun, gone on without it, and
+				// While this rank had no lease the job may have begun, continued without it, and
 				// ended.
 				ro.begun.Store(true)
 				ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
@@ -123,7 +122,7 @@ func (ro *Roster) watch() {
 	}
 }
 
-// seen takes in one key of the store. Anything may be in it.
+// seen handles one key of the store, which may have any content.
 func (ro *Roster) seen(e bootstrap.Event) {
 	if e.Key == membership.ViewKey {
 		first, v, err := membership.DecodeStored(e.Value)
@@ -185,8 +184,8 @@ func (ro *Roster) seen(e bootstrap.Event) {
 	}
 }
 
-// publishFirst writes the job's first view. A view of another job, which had the same name and is
-// over, makes room for it.
+// publishFirst writes the job's first view. It replaces the view of an earlier job of the same
+// name.
 func (ro *Roster) publishFirst(ctx context.Context, v membership.View) error {
 	var old []byte
 	for {
@@ -210,17 +209,21 @@ func (ro *Roster) publishFirst(ctx context.Context, v membership.View) error {
 	}
 }
 
-// propose does the compare-and-swap.
+// propose does the compare-and-swap of a proposal.
 func (ro *Roster) propose(a membership.Propose) {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()
 	answer := membership.Proposed{Epoch: a.New.Epoch}
-	err := ro.dir.Store().CompareAndSwap(ctx, membership.ViewKey, membership.EncodeStored(ro.cfg.First, a.Old), membership.EncodeStored(ro.cfg.First, a.New))
+	swap := func() error {
+		return ro.dir.Store().CompareAndSwap(ctx, membership.ViewKey, membership.EncodeStored(ro.cfg.First, a.Old),
+			membership.EncodeStored(ro.cfg.First, a.New))
+	}
+	err := swap()
 	var c *bootstrap.ConflictError
-	if errors.As(err, &c) && a.Old.Epoch == 1 && !ro.begun.Load() { // it may not have been written yet
+	if errors.As(err, &c) && a.Old.Epoch == 1 && !ro.begun.Load() { // the first view may not have been written yet
 		if first, _, bad := membership.DecodeStored(c.Current); bad != nil || first != ro.cfg.First {
 			if err = ro.publishFirst(ctx, a.Old); err == nil {
-				err = ro.dir.Store().CompareAndSwap(ctx, membership.ViewKey, membership.EncodeStored(ro.cfg.First, a.Old), membership.EncodeStored(ro.cfg.First, a.New))
+				err = swap()
 			}
 		}
 	}
@@ -240,12 +243,12 @@ func (ro *Roster) propose(a membership.Propose) {
 	ro.Tell(answer)
 }
 
-// over says that the job has ended without this rank: what was the job's is gone from the store, or
-// another job's. That happens only when all others have left, and this rank has lost its lease: it
-// was put out, or may have been.
+// over handles the end of the job without this rank: the job's keys are gone from the store, or
+// belong to another job. That happens only when all others have left and this rank has lost its
+// lease: it was evicted, or may have been.
 func (ro *Roster) over() {
 	v := ro.View()
-	if !v.Has(ro.self.Slot, ro.self.Incarnation) { // it waits to be let in
+	if !v.Has(ro.self.Slot, ro.self.Incarnation) { // the rank waits for admission
 		return
 	}
 	v.Epoch++
@@ -254,8 +257,8 @@ func (ro *Roster) over() {
 	ro.Tell(membership.ViewSeen{View: v})
 }
 
-// storeCause says why the store did not do what this rank asked of it: that it cannot be reached is
-// one reason of several.
+// storeCause says why the store did not carry out a request of this rank, for example because it
+// cannot be reached.
 func storeCause(err error) string {
 	if errors.Is(err, bootstrap.ErrStoreAway) {
 		return fmt.Sprintf("%v: this rank may be on the minority side of a partition", err)
@@ -263,7 +266,7 @@ func storeCause(err error) string {
 	return err.Error()
 }
 
-// clear removes the record of a life that is over.
+// clear removes the record of an incarnation that has ended.
 func (ro *Roster) clear(slot int, incarnation uint64) {
 	ctx, cancel := context.WithTimeout(ro.ctx, StoreWait)
 	defer cancel()

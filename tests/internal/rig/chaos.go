@@ -15,7 +15,7 @@ import (
 	"tutti/pg"
 )
 
-// Usage is what a rank's process holds.
+// Usage lists the resources of a rank's process.
 type Usage struct {
 	Files      int // open descriptors
 	Maps       int // of shared memory
@@ -23,7 +23,7 @@ type Usage struct {
 	Heap       uint64 // bytes that are reachable
 }
 
-// Use looks at this process.
+// Use returns the usage of this process.
 func Use() *Usage {
 	for range 2 { // the second collects what finalizers held
 		runtime.GC()
@@ -42,10 +42,10 @@ func Use() *Usage {
 	return u
 }
 
-// chaos is the rounds of a rank that goes on whatever becomes of others and of itself. Ranks come
-// and go, so that nobody can say beforehand what a result must be: every rank stamps what it gives
-// with a number that it never gave before, results carry the stamps of all who gave something, and
-// have to be what these say.
+// chaos runs the rounds of a rank that continues after all losses, its own included. Ranks come and
+// go, so that results cannot be computed in advance: every rank stamps its input with a number that
+// it has never used before, results carry the stamps of all ranks that contributed, and have to
+// match them.
 type chaos struct {
 	g      *pg.Group
 	counts []int
@@ -54,15 +54,15 @@ type chaos struct {
 	l      *loop
 }
 
-// errLost ends a round whose group is at an end for this rank.
+// errLost ends a round whose group cannot be used on this rank any more.
 var errLost = errors.New("no member any more")
 
-// slots is how many ranks a job in chaos may have.
+// slots bounds the ranks of a job in chaos.
 const slots = 8
 
 func (l *loop) chaos(c Command) {
-	// Stamps of a later life are higher: Seed is its number. A sum of eight stays exact in an
-	// int64.
+	// Stamps of later processes are higher: Seed is the number of the process. A sum of eight stays
+	// exact in an int64.
 	k := &chaos{counts: c.Counts, stamp: int64(c.Seed) << 32, last: make([]int64, slots), l: l}
 	err := k.run(context.Background())
 	if k.g != nil {
@@ -80,7 +80,7 @@ func (k *chaos) stopped() bool {
 	return k.l.stop
 }
 
-// note says what this rank does, for who looks.
+// note records what this rank does, for the verb "look".
 func (k *chaos) note(format string, args ...any) {
 	k.l.mu.Lock()
 	k.l.doing = fmt.Sprintf(format, args...)
@@ -92,7 +92,7 @@ func (k *chaos) run(ctx context.Context) error {
 	for !k.stopped() {
 		if k.g == nil {
 			g, err := pg.Join(ctx, pg.Config{})
-			if err != nil { // the store may be out of reach
+			if err != nil { // the store may be unreachable
 				k.note("joining again after %v", err)
 				continue
 			}
@@ -118,8 +118,8 @@ func (k *chaos) run(ctx context.Context) error {
 	return nil
 }
 
-// outcome says what an operation's error means: nil for those that are to be expected, after which
-// the next operation runs.
+// outcome interprets an operation's error: nil for expected ones, after which the next operation
+// runs.
 func (k *chaos) outcome(err error) error {
 	var lost *pg.RankError
 	switch {
@@ -132,7 +132,7 @@ func (k *chaos) outcome(err error) error {
 	return err
 }
 
-// round does each collective with each number of elements, and lets in who waits.
+// round does each collective with each number of elements, and admits waiting ranks.
 func (k *chaos) round(ctx context.Context) error {
 	for _, n := range k.counts {
 		for _, op := range []func(context.Context, int) error{k.allReduce, k.allGather, k.reduceScatter, k.allToAll,
@@ -153,11 +153,11 @@ func (k *chaos) next() int64 {
 	return k.stamp
 }
 
-// datum is what the rank in slot gives at i under a stamp.
+// datum is the input of the rank in slot at i under a stamp.
 func datum(stamp int64, slot, i int) int64 { return int64(value(uint64(stamp), slot, i)) }
 
-// seen checks the stamps that a result carries, 0 from who gave nothing: this rank's own is in it,
-// and nobody gives one twice.
+// seen checks the stamps in a result, 0 from ranks that contributed nothing: this rank's own is in
+// it, and no stamp occurs twice.
 func (k *chaos) seen(what string, stamps []int64, mine int64) error {
 	for slot, s := range stamps {
 		switch {
@@ -188,7 +188,7 @@ func (k *chaos) allReduce(ctx context.Context, n int) error {
 	return k.sum("allreduce", x, mine, 0)
 }
 
-// sum checks a sum of what all gave from place at on.
+// sum checks a sum of all inputs from offset at on.
 func (k *chaos) sum(what string, x []int64, mine int64, at int) error {
 	stamps := x[:slots]
 	if err := k.seen(what, stamps, mine); err != nil {
@@ -218,8 +218,8 @@ func (k *chaos) allGather(ctx context.Context, n int) error {
 	return k.parts("allgather", dst, n, mine, 0)
 }
 
-// parts checks what each rank gave, from place at on, one after the other. Of those who gave
-// nothing, the part is as it was.
+// parts checks the parts of all ranks, from offset at on, one after the other. The part of a rank
+// that contributed nothing is unchanged.
 func (k *chaos) parts(what string, dst []int64, n int, mine int64, at int) error {
 	stamps := make([]int64, k.g.Size())
 	for slot := range stamps {
@@ -280,7 +280,7 @@ func (k *chaos) barrier(ctx context.Context, _ int) error {
 	return k.g.Barrier(ctx)
 }
 
-// Chaos is what a rank in chaos says of itself.
+// Chaos is the state of a rank in chaos.
 type Chaos struct {
 	Joins  int
 	Epoch  uint64

@@ -15,12 +15,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// victim makes TestJobOfAKilledTest run.
+// victim makes TestJobOfKilledTest run.
 const victim = "RIG_VICTIM"
 
-// A job with a launcher, whose ranks have met, and a rank without: their test tells who there is,
-// and is killed by the test below.
-func TestJobOfAKilledTest(t *testing.T) {
+// A job with a launcher, whose ranks have met, and a rank without: their test prints the processes,
+// and the test below kills it.
+func TestJobOfKilledTest(t *testing.T) {
 	if os.Getenv(victim) == "" {
 		return // it is a part of the next test
 	}
@@ -37,14 +37,14 @@ func TestJobOfAKilledTest(t *testing.T) {
 	select {} // until it is killed
 }
 
-func TestAJobEndsWhenItsTestIsKilled(t *testing.T) {
+func TestJobEndsWhenTestIsKilled(t *testing.T) {
 	dir, err := os.MkdirTemp("", "rk") // not t.TempDir: paths of sockets are short
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer os.RemoveAll(dir)
 	// Not by a stage: nothing but what the victim's own stage does may end these.
-	cmd := exec.Command(Self(t), "-test.run=^TestJobOfAKilledTest$", "-test.v", "-test.timeout=60s")
+	cmd := exec.Command(Self(t), "-test.run=^TestJobOfKilledTest$", "-test.v", "-test.timeout=60s")
 	cmd.Env = append(os.Environ(), victim+"=1", "TMPDIR="+dir)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()

@@ -15,8 +15,8 @@ import (
 	"testing"
 )
 
-// processes lists the processes of the stage by the mark in their environments, which everything
-// that they start inherits.
+// processes lists the processes of the stage by the mark in their environments, which their
+// descendants inherit.
 func (s *Stage) processes() (pids []int) {
 	entries, err := os.ReadDir("/proc")
 	if err != nil {
@@ -70,8 +70,8 @@ type Socket struct {
 
 type sockets map[string]Socket // by inode
 
-// Sockets lists the TCP and Unix sockets of the stage's processes: those that listen, and the TCP
-// connections. What listens is remembered for Clean.
+// Sockets lists the TCP and Unix sockets of the stage's processes: listening ones, and TCP
+// connections. Clean checks that the listening ones are closed.
 func (s *Stage) Sockets() (all []Socket) {
 	for _, pid := range s.processes() {
 		own := map[string]bool{}
@@ -95,8 +95,7 @@ func (s *Stage) Sockets() (all []Socket) {
 	return all
 }
 
-// table reads all sockets of the network namespace of pid, of which it keeps TCP's and the
-// listening Unix ones.
+// table reads the TCP sockets and the listening Unix sockets of the network namespace of pid.
 func table(pid int) sockets {
 	all := sockets{}
 	for _, file := range []string{"tcp", "tcp6"} {
@@ -149,7 +148,7 @@ func names(t *testing.T, dir string) (all []string) {
 	return all
 }
 
-// Clean checks that the jobs of the stage, which are over, have left nothing: no process, no file
+// Clean checks that the jobs of the stage, which have ended, have left nothing: no process, no file
 // in the temporary directory or /dev/shm, no listening socket that Sockets has seen.
 func (s *Stage) Clean() {
 	s.t.Helper()
@@ -173,13 +172,13 @@ func (s *Stage) Clean() {
 		}
 		return files
 	}
-	// Where /dev/shm is everybody's, other programs' files come and go.
+	// On a shared /dev/shm files of other programs come and go.
 	Eventually(s.t, func() bool { return len(left()) == 0 },
 		func() string { return fmt.Sprintf("files left behind: %q", left()) })
 	now := table(os.Getpid())
 	for inode, k := range s.seen {
 		if still, ok := now[inode]; ok && still.Listening && still.Local == k.Local && still.Name == k.Name {
-			s.t.Errorf("somebody still listens at %s %v%s, which was process %d's", k.Network, k.Local, k.Name, k.PID)
+			s.t.Errorf("a listener is left at %s %v%s, of process %d", k.Network, k.Local, k.Name, k.PID)
 		}
 	}
 	s.seen = sockets{}

@@ -35,13 +35,13 @@ func (h *Host) command(name string, args ...string) *exec.Cmd {
 	return exec.Command("ip", slices.Concat([]string{"netns", "exec", h.Name, name}, args)...)
 }
 
-// Names of namespaces are this, the number of the process that made them, and a count: those of
-// processes that have died are removed.
+// namespaces is the prefix of the names of namespaces. The number of the process that made them,
+// and a count, follow; those of processes that have died are removed.
 const namespaces = "tutti-test-"
 
 var made atomic.Int32
 
-// NewHosts makes n hosts that are not connected. Tests without the right to are skipped.
+// NewHosts makes n hosts without connections. It skips tests without the privilege.
 func NewHosts(t *testing.T, n int) []*Host {
 	t.Helper()
 	NeedRoot(t, "it makes network namespaces")
@@ -84,7 +84,7 @@ func (h *Host) IP(args ...string) {
 	}
 }
 
-// Address gives an interface its addresses and takes it up.
+// Address sets the addresses of an interface and takes it up.
 func (h *Host) Address(device string, addresses ...string) {
 	h.t.Helper()
 	for _, a := range addresses {
@@ -97,7 +97,7 @@ func (h *Host) Address(device string, addresses ...string) {
 	h.IP("link", "set", device, "up")
 }
 
-// Decoy is an interface that leads nowhere.
+// Decoy makes an interface without a connection.
 func (h *Host) Decoy(device string, addresses ...string) {
 	h.t.Helper()
 	h.IP("link", "add", device, "type", "veth", "peer", "name", "x"+device)
@@ -111,8 +111,8 @@ func Connect(a, b *Host, device string) {
 	a.IP("link", "add", device, "type", "veth", "peer", "name", device, "netns", b.Name)
 }
 
-// Switch connects hosts by an interface "data" each. Cables can be put into another switch, also one
-// that is reached by a slow cable, and a host be made to miss what another sends.
+// Switch connects hosts by an interface "data" each. Tests can move cables to another switch, also
+// to one behind a slow cable, and drop what one host sends to another.
 type Switch struct {
 	Hosts []*Host
 	host  *Host  // where the bridges are
@@ -138,7 +138,7 @@ func NewSwitch(t *testing.T, n int) *Switch {
 
 var bridges = [3]string{"near", "far", "slow"}
 
-// LaySlow lays the cable that Slow needs. Tests without the right to make TAP devices are skipped.
+// LaySlow lays the cable for Slow. It skips tests without the privilege to make TAP devices.
 func (s *Switch) LaySlow() {
 	s.host.t.Helper()
 	s.slow = newCable(s.host, s.host, "slow0", "slow1")
@@ -146,22 +146,22 @@ func (s *Switch) LaySlow() {
 	s.host.IP("link", "set", "slow1", "up", "master", "slow")
 }
 
-// Slow has what a host sends and gets come late from now on, and loses a part of it. Part ends it.
-// As by Part, some frames are lost while the host's cable is plugged in.
+// Slow delays everything that a host sends and receives, and drops a part of it, until Part. As
+// with Part, some frames are lost while the host's cable is moved.
 func (s *Switch) Slow(host int, delay time.Duration, loss float64) {
 	s.slow.set(delay, loss)
 	s.host.IP("link", "set", port(host), "master", "slow")
 }
 
-// Lost is how many frames Slow has lost.
+// Lost returns the number of frames that Slow has dropped.
 func (s *Switch) Lost() int64 { return s.slow.lost.Load() }
 
 func port(i int) string { return fmt.Sprintf("port%d", i) }
 
-// Address is that of the i-th host.
+// Address returns the address of the i-th host.
 func (s *Switch) Address(i int) string { return fmt.Sprintf("10.77.1.%d", i+1) }
 
-// Part plugs the cables of these hosts into the other switch, and all others into the first.
+// Part connects these hosts to the other switch, and all others to the first.
 func (s *Switch) Part(far ...int) {
 	for i := range s.Hosts {
 		bridge := bridges[0]
@@ -172,18 +172,18 @@ func (s *Switch) Part(far ...int) {
 	}
 }
 
-// Deafen has what one host sends to another get lost from now on, and Mend get there again. What
-// that one sends to the first arrives.
+// Deafen drops everything that one host sends to another, until Mend. The other direction is not
+// affected.
 func (s *Switch) Deafen(from, to int) {
 	s.Hosts[from].IP("neigh", "replace", s.Address(to), "lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev",
 		"data")
 }
 
-// Mend is the end of Deafen.
+// Mend ends Deafen.
 func (s *Switch) Mend(from, to int) { s.Hosts[from].IP("neigh", "del", s.Address(to), "dev", "data") }
 
-// Netem makes what leaves by the interface slow and lossy.
-// It reports whether the kernel has the emulator.
+// Netem makes what leaves by the interface slow and lossy. It reports whether the kernel has the
+// emulator.
 func (h *Host) Netem(device string, quality ...string) bool {
 	h.t.Helper()
 	Need(h.t, "tc")
@@ -197,8 +197,8 @@ func (h *Host) Netem(device string, quality ...string) bool {
 	return true
 }
 
-// SlowCable connects the hosts by a cable of our own, which delays every frame and loses some: for
-// kernels without netem, and the same losses in every run. It counts the frames that it loses.
+// SlowCable connects the hosts by a cable that delays every frame and drops some: for kernels
+// without netem, and with the same losses in every run. It counts the lost frames.
 func SlowCable(a, b *Host, device string, delay time.Duration, loss float64) (lost *atomic.Int64) {
 	a.t.Helper()
 	c := newCable(a, b, device, device)
@@ -311,7 +311,7 @@ func (h *Host) tap(device string) (*os.File, error) {
 }
 
 // lostThread runs f on a thread that ends with it. It is not the main thread, which would not end
-// and whose namespaces are those that /proc shows for the process.
+// and whose namespaces /proc shows for the process.
 func lostThread(f func()) {
 	go func() {
 		runtime.LockOSThread() // and not unlocked after f

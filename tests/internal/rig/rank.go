@@ -23,12 +23,12 @@ const (
 	controlVariable = "RIG_CONTROL" // makes a test binary a rank; the path of the stage's socket
 )
 
-// A Part is what a rank does for a test that has words of its own: the rank's end of its connection
-// is handed over to it by the verb "play", and the test's end is what Rank.Play returns.
+// A Part is a rank's side of a protocol of the test: the verb "play" passes the rank's end of its
+// connection to it, and Rank.Play returns the test's end.
 type Part func(out *json.Encoder, in *json.Decoder) (code int)
 
-// Main is the end of a TestMain. It makes the test binary a rank, or a store, where a Stage has
-// started it as one. part may be nil.
+// Main ends a TestMain. It makes the test binary a rank, or a store, if a Stage has started it as
+// one. part may be nil.
 func Main(m *testing.M, part Part) {
 	if kind := os.Getenv(storeVariable); kind != "" {
 		os.Exit(storeMain(StoreKind(kind)))
@@ -43,7 +43,7 @@ func Main(m *testing.M, part Part) {
 	os.Exit(code)
 }
 
-// Command tells a rank what to do. Every command is answered by one Reply, in order.
+// Command is a command to a rank. Every command is answered by one Reply, in order.
 type Command struct {
 	// Verb is one of
 	//	join     pg.Join, all from the environment
@@ -74,7 +74,7 @@ type Command struct {
 
 // Reply is a rank's answer.
 type Reply struct {
-	Fault     *Fault        `json:",omitempty"` // nil: it went well
+	Fault     *Fault        `json:",omitempty"` // nil: success
 	Took      time.Duration // by the command; of ended, from the loop's last good step to its end
 	Steps     int           // of the loop
 	Topology  string        // of the group, if there is one
@@ -83,16 +83,16 @@ type Reply struct {
 	Usage     *Usage `json:",omitempty"` // usage
 }
 
-// Fault is an error as it is told between processes.
+// Fault is an error as sent between processes.
 type Fault struct {
 	Kind  string // rank, timeout, mismatch, argument, closed, wrong (a collective's result is) or other
-	Ranks []int  // who is to blame: RankError.Rank, TimeoutError.Missing, both of MismatchError
+	Ranks []int  // the ranks at fault: RankError.Rank, TimeoutError.Missing, both of MismatchError
 	Text  string
 }
 
 func (f *Fault) Error() string { return f.Kind + ": " + f.Text }
 
-// Names says whether the fault blames exactly these ranks, or some of them.
+// Names reports whether the fault names exactly these ranks, or some of them.
 func (f *Fault) Names(ranks ...int) bool {
 	for _, r := range f.Ranks {
 		found := false
@@ -142,14 +142,14 @@ func faultOf(err error) *Fault {
 	return f
 }
 
-// hello is what a rank says first.
+// hello is a rank's first message.
 type hello struct {
 	PID     int
-	Rank    string // as the launcher told it; "": it is on standby
+	Rank    string // as the launcher set it; "": it is on standby
 	Standby string
 }
 
-// loop is the rounds of collectives that a rank does by itself.
+// loop is the rounds of collectives that a rank runs by itself.
 type loop struct {
 	mu    sync.Mutex
 	more  *sync.Cond
@@ -185,7 +185,7 @@ func (l *loop) run(g *pg.Group, c Command) {
 		l.more.Broadcast()
 		l.mu.Unlock()
 		if f := faultOf(err); f != nil && (f.Kind == "wrong" || f.Kind == "argument") {
-			g.Close() // the others need not wait for us
+			g.Close() // the others need not wait for this rank
 		}
 		if err != nil {
 			return
@@ -212,8 +212,8 @@ func (l *loop) round(g *pg.Group, seed uint64, counts []int) error {
 	return Verify(ctx, g, seed, counts)
 }
 
-// replace notices that a rank is lost, by an error or, with retry, by the view, and lets another in
-// in its place.
+// replace waits until a rank is lost, which shows by an error or, with retry, by the view, and
+// admits another in its place.
 func replace(ctx context.Context, g *pg.Group) error {
 	var lost *pg.RankError
 	complete := func() bool { return len(g.View().Active) == g.Size() }
@@ -231,7 +231,7 @@ func replace(ctx context.Context, g *pg.Group) error {
 	}
 }
 
-// alone are the verbs that need no join before.
+// alone lists the verbs that do not need a group.
 var alone = []string{"join", "exit", "chaos", "look", "usage", "stop", "await", "ended"}
 
 func rankMain(path string, part Part) int {

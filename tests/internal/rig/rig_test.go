@@ -44,7 +44,7 @@ func TestVerify(t *testing.T) {
 	}
 }
 
-func TestSame(t *testing.T) {
+func TestSameNamesWrongElement(t *testing.T) {
 	x := []int32{1, 2, 4}
 	var wrong *WrongError
 	err := same("x", x, func(i int) int32 { return int32(i + 1) })
@@ -56,8 +56,8 @@ func TestSame(t *testing.T) {
 	}
 }
 
-// TestSlowHostIsFarAway looks at what a slow cable does, and that it is over.
-func TestSlowHostIsFarAway(t *testing.T) {
+// TestSlowHostDelaysPackets looks at what a slow cable does, and that it is over.
+func TestSlowHostDelaysPackets(t *testing.T) {
 	Need(t, "ping")
 	s := NewSwitch(t, 2)
 	s.LaySlow()
@@ -126,8 +126,8 @@ func TestAddress(t *testing.T) {
 	}
 }
 
-// TestLook looks at this process through /proc.
-func TestLook(t *testing.T) {
+// TestProcessInspection looks at this process through /proc.
+func TestProcessInspection(t *testing.T) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)

@@ -27,11 +27,11 @@ import (
 	"tutti/internal/proctest"
 )
 
-// Patience bounds every wait. No test depends on its value; it is what a hang costs.
+// Patience bounds every wait. No test depends on its value, except for the time of a failure.
 const Patience = 30 * time.Second
 
-// A Stage is where the processes of a test's jobs live: their temporary directory, their /dev/shm
-// (as root), and the socket at which the ranks call.
+// A Stage holds the processes of a test's jobs: their temporary directory, their /dev/shm (as
+// root), and the socket to which the ranks connect.
 type Stage struct {
 	t    *testing.T
 	mark string
@@ -93,10 +93,10 @@ func New(t *testing.T) *Stage {
 	return s
 }
 
-// Root says whether this process may do what only root may.
+// Root reports whether this process is root.
 func Root() bool { return os.Geteuid() == 0 }
 
-// NeedRoot skips a test that cannot run without.
+// NeedRoot skips a test that needs root.
 func NeedRoot(t *testing.T, why string) {
 	t.Helper()
 	if !Root() {
@@ -104,7 +104,7 @@ func NeedRoot(t *testing.T, why string) {
 	}
 }
 
-// Need skips a test that cannot run without these programs.
+// Need skips a test that needs these programs.
 func Need(t *testing.T, programs ...string) {
 	t.Helper()
 	for _, p := range programs {
@@ -114,7 +114,7 @@ func Need(t *testing.T, programs ...string) {
 	}
 }
 
-// Self is this test binary: as a program of a stage it is a rank.
+// Self returns the path of this test binary: as a program of a stage it is a rank.
 func Self(t *testing.T) string {
 	t.Helper()
 	path, err := os.Executable()
@@ -124,7 +124,7 @@ func Self(t *testing.T) string {
 	return path
 }
 
-// Program is a copy of Self, which the users of this machine may execute.
+// Program returns the path of a copy of Self that all users may execute.
 func (s *Stage) Program() string {
 	s.t.Helper()
 	path := filepath.Join(s.dir, "program")
@@ -147,7 +147,7 @@ func (s *Stage) Program() string {
 	return path
 }
 
-// Module is the directory of the module's root.
+// Module returns the directory of the module's root.
 func Module(t *testing.T) string {
 	t.Helper()
 	_, file, _, _ := runtime.Caller(0)
@@ -187,7 +187,7 @@ func Tutti(t *testing.T) string {
 	return filepath.Join(tutti.dir, "tutti")
 }
 
-// Process is a process of a stage, most often a launcher.
+// Process is a process of a stage, usually a launcher.
 type Process struct {
 	t       *testing.T
 	cmd     *exec.Cmd
@@ -196,7 +196,7 @@ type Process struct {
 	Err     Output // standard error
 }
 
-// Output is what a process prints, readable while it does.
+// Output is the output of a process, readable while it runs.
 type Output struct {
 	mu   sync.Mutex
 	b    bytes.Buffer
@@ -219,7 +219,7 @@ func (o *Output) String() string {
 	return o.b.String()
 }
 
-// Await waits until text is printed.
+// Await waits until the process has printed text.
 func (o *Output) Await(t *testing.T, text string) {
 	t.Helper()
 	late := time.After(Patience)
@@ -242,8 +242,8 @@ func (o *Output) Await(t *testing.T, text string) {
 	}
 }
 
-// environment is the tests' own without what would change a job, and with what makes a process part
-// of the stage.
+// environment returns the test's environment without variables that would change a job, and with
+// those that make a process part of the stage.
 func (s *Stage) environment(extra []string) []string {
 	var env []string
 	for _, kv := range os.Environ() {
@@ -259,7 +259,7 @@ func (s *Stage) environment(extra []string) []string {
 	return append(env, extra...)
 }
 
-// Start starts a process of the stage, with more variables in its environment.
+// Start starts a process of the stage, with additional variables.
 func (s *Stage) Start(env []string, argv ...string) *Process {
 	s.t.Helper()
 	return s.StartIn(nil, env, argv...)
@@ -283,8 +283,8 @@ func (s *Stage) StartIn(prefix, env []string, argv ...string) *Process {
 	return p
 }
 
-// private is a prefix that gives a process, where that is possible, a /dev/shm of the stage alone:
-// what other programs of this machine do with theirs does not matter then.
+// private returns a prefix that gives a process, if possible, a /dev/shm of the stage alone, so
+// that other programs of this machine do not interfere.
 func (s *Stage) private() []string {
 	if !Root() {
 		return nil
@@ -326,7 +326,7 @@ func (p *Process) Kill() {
 	p.Wait()
 }
 
-// Wait waits for the process's end, and that of its output, and returns its exit code; -1: it was
+// Wait waits for the end of the process and its output, and returns its exit code; -1: it was
 // killed.
 func (p *Process) Wait() int {
 	p.t.Helper()
@@ -338,7 +338,7 @@ func (p *Process) Wait() int {
 	return p.cmd.ProcessState.ExitCode()
 }
 
-// End is Wait for a process that is to end with this code.
+// End is Wait for an expected exit code.
 func (p *Process) End(code int) {
 	p.t.Helper()
 	if got := p.Wait(); got != code {
@@ -346,7 +346,7 @@ func (p *Process) End(code int) {
 	}
 }
 
-// Rank is the test's end of a rank's process.
+// Rank is the test's connection to a rank's process.
 type Rank struct {
 	Number int // of a process on standby: -1 for the first, -2 for the second, …
 	PID    int
@@ -370,7 +370,7 @@ func (s *Stage) Arrive(n int) []*Rank {
 	return all
 }
 
-// Next waits for a rank, whichever.
+// Next waits for any rank.
 func (s *Stage) Next() *Rank {
 	s.t.Helper()
 	deadline := time.Now().Add(Patience)
@@ -399,7 +399,7 @@ func (s *Stage) Next() *Rank {
 	return r
 }
 
-// Tell tells the rank what to do.
+// Tell sends the rank a command.
 func (r *Rank) Tell(c Command) {
 	r.t.Helper()
 	if err := r.tell(c); err != nil {
@@ -487,7 +487,7 @@ func (r *Rank) Gone() {
 	}
 }
 
-// Each tells all ranks the same, and then hears all.
+// Each sends all ranks the same command, and then receives all answers.
 func Each(ranks []*Rank, c Command) []Reply {
 	for _, r := range ranks {
 		r.t.Helper()
@@ -496,7 +496,7 @@ func Each(ranks []*Rank, c Command) []Reply {
 	return hear(ranks)
 }
 
-// Well is Each where every rank must answer without a fault.
+// Well is Each, and fails the test unless every rank answers without a fault.
 func Well(ranks []*Rank, c Command) []Reply {
 	all := Each(ranks, c)
 	for i, a := range all {
@@ -511,14 +511,14 @@ func Well(ranks []*Rank, c Command) []Reply {
 	return all
 }
 
-// Leave closes the groups and ends the ranks, which must go well.
+// Leave closes the groups and ends the ranks without faults.
 func Leave(ranks []*Rank) {
 	Well(ranks, Command{Verb: "close"})
 	Exit(ranks, 0)
 }
 
-// Exit ends the ranks with an exit code. Not all need to be told: when one fails, the launcher ends
-// the others.
+// Exit ends the ranks with an exit code. It may be sent to a part of the ranks: when one fails, the
+// launcher ends the others.
 func Exit(ranks []*Rank, code int) {
 	for _, r := range ranks {
 		r.t.Helper()
@@ -528,7 +528,7 @@ func Exit(ranks []*Rank, code int) {
 	}
 }
 
-// Eventually polls a condition until it holds; what describes, if it never does, what is wrong.
+// Eventually polls a condition until it holds; what describes the failure.
 func Eventually(t *testing.T, holds func() bool, what func() string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), Patience)

@@ -29,8 +29,8 @@ const (
 	Site     StoreKind = "etcd"  // a site's own, which lets everybody in
 )
 
-// Store starts a store as a process of the stage, which ends by a SIGTERM. prefix is that of
-// StartIn; host is where an embedded one listens, 127.0.0.1 if "".
+// Store starts a store as a process of the stage, which a SIGTERM ends. prefix is that of StartIn;
+// host is the address of an embedded one, 127.0.0.1 if "".
 func (s *Stage) Store(prefix []string, kind StoreKind, secret, host string) (p *Process, address string) {
 	s.t.Helper()
 	env := []string{storeVariable + "=" + string(kind), "TUTTI_SECRET=" + secret, hostVariable + "=" + host}
@@ -39,7 +39,7 @@ func (s *Stage) Store(prefix []string, kind StoreKind, secret, host string) (p *
 	return p, strings.TrimPrefix(strings.TrimSpace(p.Out.String()), "at ")
 }
 
-// storeMain is the life of a store's process. It returns the exit code.
+// storeMain runs a store's process. It returns the exit code.
 func storeMain(kind StoreKind) int {
 	address, end, err := serveStore(kind)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 	"tutti/pg"
 )
 
-// WrongError says that a collective ended without an error and with a wrong result.
+// WrongError says that a collective succeeded with a wrong result.
 type WrongError struct {
 	What      string
 	At, Count int
@@ -29,8 +29,8 @@ type subgroupError struct {
 
 func (e *subgroupError) Unwrap() error { return e.error }
 
-// value is element i of what a rank brings: 0..15, so that sums of 64 ranks are exact in every type
-// of 16 bits and more.
+// value returns element i of a rank's input: 0..15, so that sums of 64 ranks are exact in every
+// type of at least 16 bits.
 func value(seed uint64, rank, i int) int {
 	h := seed*0x9e3779b97f4a7c15 + uint64(rank)*0xbf58476d1ce4e5b9 + uint64(i)*0x94d049bb133111eb
 	h ^= h >> 31
@@ -52,16 +52,16 @@ func same[T pg.Number](what string, x []T, want func(i int) T) error {
 	return nil
 }
 
-// Verify does every collective, and messages around the ring of ranks, with each of these numbers
+// Verify runs every collective, and messages around the ring of ranks, with each of these numbers
 // of elements, on registered and on plain memory, and compares every element of the results. All
-// ranks call it alike.
+// ranks call it with the same arguments.
 func Verify(ctx context.Context, g *pg.Group, seed uint64, counts []int) (err error) {
 	most := slices.Max(counts) * (2*g.Size() + 1)
 	shared, err := pg.Alloc[float32](g, most)
 	if err != nil {
 		return err
 	}
-	defer func() { // the peers are done with it: a collective that was begun later has ended
+	defer func() { // a later collective has ended, so the peers do not use it any more
 		if ferr := pg.Free(g, shared); err == nil {
 			err = ferr
 		}
@@ -96,7 +96,7 @@ func verify[T pg.Number](ctx context.Context, g *pg.Group, seed uint64, n int, m
 		}
 		return v
 	}
-	// Of ragged parts, rank r has counts[r]; some have none.
+	// Of uneven parts, rank r has counts[r]; some are empty.
 	counts, back, sum := make([]int, size), make([]int, size), 0
 	for r := range counts {
 		counts[r] = n * ((r + int(seed%3)) % 3) / 2

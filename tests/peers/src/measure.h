@@ -6,7 +6,8 @@
  * OP is a collective, SIZES comma-separated bytes, IN_PLACE 0 or 1 (allreduce and reduce only). The program ends itself after DEADLINE_S, whatever
  * became of whoever started it. With TOUCH 1 every rank writes its input before each call and reads its result after it, as programs do; with 0 calls
  * follow each other at once. "bytes" is the largest buffer of a rank, as in nccl-tests: the vector for allreduce, reduce and broadcast; the whole
- * input for reduce_scatter; the whole output for allgather; the whole input, which is as long as the output, for alltoall. */
+ * input for reduce_scatter; the whole output for allgather; the whole input, which is as long as the output, for alltoall; for put what a rank puts
+ * to the next. */
 #ifndef MEASURE_H
 #define MEASURE_H
 #include <stdio.h>
@@ -15,8 +16,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum op { ALLREDUCE, REDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL, BROADCAST, OPS };
-static const char *const op_names[OPS] = {"allreduce", "reduce", "reduce_scatter", "allgather", "alltoall", "broadcast"};
+enum op { ALLREDUCE, REDUCE, REDUCE_SCATTER, ALLGATHER, ALLTOALL, BROADCAST, PUT, OPS };
+static const char *const op_names[OPS] = {"allreduce", "reduce", "reduce_scatter", "allgather", "alltoall", "broadcast", "put"};
 
 typedef struct {
   enum op op;
@@ -127,7 +128,7 @@ static inline task prepare(const settings *s, long bytes, int rank, int n) {
   t.n = n;
   t.part = (size_t)bytes / sizeof(float) / (size_t)n;
   if (t.part == 0) t.part = 1;
-  t.count = t.op == ALLREDUCE || t.op == REDUCE || t.op == BROADCAST ? (size_t)bytes / sizeof(float) : t.part * (size_t)n;
+  t.count = t.op == ALLREDUCE || t.op == REDUCE || t.op == BROADCAST || t.op == PUT ? (size_t)bytes / sizeof(float) : t.part * (size_t)n;
   if (t.count == 0) t.count = 1;
   t.src = buffer(t.count);
   t.dst = buffer(t.count);
@@ -151,6 +152,7 @@ static inline long wrong(const task *t, const float *out, long nr) {
     for (int r = 0; r < t->n; r++) bad += differ(out + (size_t)r * part, part, (float)(r + 1), from + (size_t)t->rank * part);
     return bad;
   case BROADCAST: return differ(out, t->count, 1, from);
+  case PUT: return differ(out, t->count, (float)((t->rank + t->n - 1) % t->n + 1), from);
   default: return 1;
   }
 }

@@ -1,8 +1,55 @@
-/* Collectives of any MPI, measured as measure.h says. */
+/* Collectives and puts of any MPI, measured as measure.h says. */
 #include "measure.h"
 
 #include <mpi.h>
 #include <signal.h>
+
+/* What a put is made to: the data, and behind it at FLAG a number that the target polls. */
+static struct {
+  MPI_Win win;
+  char *mem;
+  MPI_Aint flag;
+  long nr;
+} window;
+
+static void make_window(task *t) {
+  window.flag = (MPI_Aint)((t->count * sizeof(float) + 63) / 64 * 64);
+  window.nr = 0;
+  MPI_Win_allocate(window.flag + 64, 1, MPI_INFO_NULL, MPI_COMM_WORLD, &window.mem, &window.win);
+  memset(window.mem, 0, (size_t)window.flag + 64);
+  free(t->dst);
+  t->dst = (float *)window.mem;
+  MPI_Win_lock_all(0, window.win);
+  MPI_Barrier(MPI_COMM_WORLD);
+}
+
+static void free_window(task *t) {
+  MPI_Win_unlock_all(window.win);
+  MPI_Win_free(&window.win);
+  t->dst = NULL;
+}
+
+/* Returns when what the rank before has put is here. */
+static void await_put(void) {
+  volatile long *flag = (volatile long *)(window.mem + window.flag);
+  int any;
+  while (*flag < window.nr) {
+    MPI_Iprobe(MPI_ANY_SOURCE, 1, MPI_COMM_WORLD, &any, MPI_STATUS_IGNORE); /* makes progress */
+    MPI_Win_sync(window.win);
+  }
+}
+
+/* Once round the ring: each rank puts the data to the next, and then the number of the call, when it has seen what the one before has put. */
+static void put(task *t) {
+  int to = (t->rank + 1) % t->n, count = (int)t->count;
+  window.nr++;
+  if (t->rank != 0) await_put();
+  MPI_Put(t->src, count, MPI_FLOAT, to, 0, count, MPI_FLOAT, window.win);
+  MPI_Win_flush(to, window.win);
+  MPI_Put(&window.nr, 1, MPI_LONG, to, window.flag, 1, MPI_LONG, window.win);
+  MPI_Win_flush(to, window.win);
+  if (t->rank == 0) await_put();
+}
 
 static void call(void *arg) {
   task *t = (task *)arg;
@@ -17,6 +64,7 @@ static void call(void *arg) {
   case ALLGATHER: MPI_Allgather(t->src, part, MPI_FLOAT, t->dst, part, MPI_FLOAT, MPI_COMM_WORLD); break;
   case ALLTOALL: MPI_Alltoall(t->src, part, MPI_FLOAT, t->dst, part, MPI_FLOAT, MPI_COMM_WORLD); break;
   case BROADCAST: MPI_Bcast(t->dst, count, MPI_FLOAT, 0, MPI_COMM_WORLD); break;
+  case PUT: put(t); break;
   default: break;
   }
 }
@@ -55,12 +103,15 @@ int main(int argc, char **argv) {
   for (int i = 0; i < s.nsizes; i++) {
     task t = prepare(&s, s.sizes[i], rank, n);
     subject b = {call, slowest, write_one, read_one, barrier, maxima, &t};
+    if (s.op == PUT) make_window(&t);
     call(&t);
     long bad = (long)slowest(&t, (double)wrong(&t, t.dst, 0));
     quiet(&t);
     timing r = measure(&b, &s);
     bad += (long)slowest(&t, (double)r.wrong);
+    if (s.op == PUT) r.usec /= n;
     if (rank == 0) report(&s, op_names[s.op], "default", t.in_place, n, t.count * sizeof(float), r, bad);
+    if (s.op == PUT) free_window(&t);
     finish(&t);
   }
   /* MPICH over UCX's tcp now and then hangs here, for good. Everything has been measured and printed by now. */

@@ -1,10 +1,10 @@
-// Command mutants plants mistakes in the library, one at a time, and says how long tests/torture
-// takes to find each. It fails if one is not found, or if something is found where none is planted.
+// Command mutants plants bugs in the library, one at a time, and measures how long tests/torture
+// takes to find each. It fails if one is not found, or if there is a finding without a bug.
 //
 //	go run ./tests/torture/mutants -limit 3m
 //	go run ./tests/torture/mutants -run 'key-.*' -seed 7 -keep /tmp/mutants
 //
-// A mistake is planted by go test -overlay: the source tree stays as it is.
+// A bug is planted by go test -overlay: the source tree does not change.
 package main
 
 import (
@@ -104,7 +104,7 @@ func (m *mutant) on() string {
 	return m.transport
 }
 
-// build builds the torture with the mutant and returns the binary's path.
+// build builds the torture test with the mutant and returns the binary's path.
 func (m *mutant) build(root, dir string) (string, error) {
 	files, err := m.apply(root)
 	if err != nil {
@@ -136,8 +136,8 @@ func (m *mutant) build(root, dir string) (string, error) {
 	return binary, nil
 }
 
-// find runs the torture until its first finding, and returns how long it took and what was found:
-// "" if nothing was.
+// find runs the torture test until its first finding. It returns the time and the finding, "" if
+// there was none.
 func (m *mutant) find(root, binary string) (took time.Duration, text string, err error) {
 	args := []string{"-test.run", "^TestTorture$", "-test.timeout", "0", "-torture.transport", m.on(),
 		"-torture.duration", limit.String(), "-torture.shrink", "0", "-torture.seed", fmt.Sprint(*seed)}
@@ -173,5 +173,5 @@ func (m *mutant) find(root, binary string) (took time.Duration, text string, err
 	return took, strings.ReplaceAll(string(found[1]), "|", "/"), nil
 }
 
-// findings is how the torture prints what it has found.
+// findings matches the findings in the output of the torture test.
 var findings = regexp.MustCompile(`(?m)^\s+torture\.go:\d+: ([a-z]+: rank \d+, step \d+: .{0,100})`)

@@ -13,7 +13,7 @@ import (
 	"strings"
 )
 
-// A mutant is a mistake that is planted in the library: one that the torture has to find.
+// A mutant is a bug that is planted in the library, which the torture test has to find.
 type mutant struct {
 	name      string
 	what      string // is wrong
@@ -22,16 +22,16 @@ type mutant struct {
 	edits     []edit
 }
 
-// An edit replaces a text that a function has once. It says where by the function's name, so that
-// it outlives whatever changes around it.
+// An edit replaces a text that occurs once in a function. It names the function, so that it
+// survives changes around it.
 type edit struct {
 	dir string // of the package, from the module's root
 	fn  string // "name" or "Type.name"
-	old string // white space in it stands for any
+	old string // its white space matches any
 	new string
 }
 
-// mutants are the mistakes. A name is for the flag -run.
+// mutants are the bugs. The flag -run selects them by name.
 var mutants = []mutant{
 	{
 		name:      "none",
@@ -52,18 +52,18 @@ var mutants = []mutant{
 	},
 	{
 		name:      "last-wait",
-		what:      "owners return from direct collectives without a root before their peers have read",
+		what:      "owners return from load-store collectives without a root before their peers have read",
 		transport: "shm",
 		edits: []edit{
-			{"collectives", "directAllReduce", "b.meet(b.all)() }", "}"},
-			{"collectives", "directReduceScatter", "leave := b.meet(b.all)", "leave := func() {}"},
-			{"collectives", "directAllGather", "leave := b.meet(b.all)", "leave := func() {}"},
-			{"collectives", "directAllToAll", "leave := b.meet(b.all)", "leave := func() {}"},
+			{"collectives", "loadStoreAllReduce", "b.meet(b.all)() }", "}"},
+			{"collectives", "loadStoreReduceScatter", "leave := b.meet(b.all)", "leave := func() {}"},
+			{"collectives", "loadStoreAllGather", "leave := b.meet(b.all)", "leave := func() {}"},
+			{"collectives", "loadStoreAllToAll", "leave := b.meet(b.all)", "leave := func() {}"},
 		},
 	},
 	{
 		name:      "last-wait-of-root",
-		what:      "the root of a direct broadcast or scatter returns before the others have read",
+		what:      "the root of a load-store broadcast or scatter returns before the others have read",
 		transport: "shm",
 		edits: []edit{
 			{"collectives", "builder.release", "b.await(b.Active[b.all.at(d)])", ""},
@@ -72,10 +72,10 @@ var mutants = []mutant{
 	},
 	{
 		name:      "middle-wait",
-		what:      "ranks read the results of others in a direct allreduce before these are folded",
+		what:      "ranks read the results of others in a load-store allreduce before these are folded",
 		transport: "shm",
 		edits: []edit{
-			{"collectives", "directAllReduce", "folded := b.meet(b.all)", "folded := func() {}"},
+			{"collectives", "loadStoreAllReduce", "folded := b.meet(b.all)", "folded := func() {}"},
 		},
 	},
 	{
@@ -157,7 +157,7 @@ var mutants = []mutant{
 	},
 }
 
-// apply returns the files that the mutant changes: where they are, and what is in them then.
+// apply returns the files that the mutant changes, with their new contents.
 func (m *mutant) apply(root string) (map[string][]byte, error) {
 	files := map[string][]byte{}
 	for _, e := range m.edits {
@@ -170,7 +170,7 @@ func (m *mutant) apply(root string) (map[string][]byte, error) {
 	return files, nil
 }
 
-// apply returns the file that the edit changes. Files that are changed already are in done.
+// apply returns the file that the edit changes. done has the files that are changed already.
 func (e *edit) apply(root string, done map[string][]byte) (path string, text []byte, err error) {
 	paths, err := filepath.Glob(filepath.Join(root, e.dir, "*.go"))
 	if err != nil {
@@ -201,7 +201,7 @@ func (e *edit) apply(root string, done map[string][]byte) (path string, text []b
 	return "", nil, fmt.Errorf("package %s has no function %s", e.dir, e.fn)
 }
 
-// name is that of a function, after its receiver's type if it has one.
+// name returns the name of a function, after its receiver's type if it has one.
 func name(f *ast.FuncDecl) string {
 	if f.Recv == nil {
 		return f.Name.Name

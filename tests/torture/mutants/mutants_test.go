@@ -31,7 +31,7 @@ func TestMutantsApply(t *testing.T) {
 	}
 }
 
-func TestEditThatDoesNotApplyIsAnError(t *testing.T) {
+func TestInapplicableEditIsAnError(t *testing.T) {
 	root, err := moduleRoot()
 	if err != nil {
 		t.Fatal(err)

@@ -22,20 +22,20 @@ type Spec struct {
 	Min, Max   int // bytes
 	Factor     int // between sizes, at least 2
 	Root       int
-	Iters      int // calls a round; 0: as many as take about RoundTime
-	Warmup     int // calls before, at least
+	Iters      int // calls in a round; 0: as many as take about RoundTime
+	Warmup     int // minimal number of calls before
 	Rounds     int
 	RoundTime  time.Duration
 	Registered bool // buffers from pg.Alloc
 	Check      bool
 	Touch      bool   // each rank writes its inputs before every call and reads its result after it
-	Queue      int    // 0: blocking calls; else operations that are started before the first is waited for
-	Transport  string // as it was asked for; only shown
+	Queue      int    // 0: blocking calls; else operations that are started before the first wait
+	Transport  string // as requested; only shown
 
 	corrupt func(op string, rank int, output []byte) // tests spoil results here
 }
 
-// Header says what is being measured.
+// Header describes the measurement.
 type Header struct {
 	Ranks      int    `json:"ranks"`
 	Host       string `json:"host"`
@@ -54,10 +54,10 @@ type Row struct {
 	Op         string  `json:"op"`
 	DType      string  `json:"dtype"`
 	RedOp      string  `json:"redop"`
-	Root       int     `json:"root"` // -1: the operation has none
+	Root       int     `json:"root"` // -1: the operation has no root
 	Ranks      int     `json:"ranks"`
-	Count      int     `json:"count"` // elements a rank, of one part where the operation has parts
-	Bytes      int     `json:"bytes"` // in all
+	Count      int     `json:"count"` // elements of a rank, or of one part
+	Bytes      int     `json:"bytes"` // in total
 	Transport  string  `json:"transport"`
 	Registered bool    `json:"registered"`
 	Touch      bool    `json:"touch"`
@@ -91,7 +91,7 @@ func (s series) name() string {
 	return fmt.Sprintf("%s of %v", s.op.name, s.dt)
 }
 
-// plan lists what there is to measure, and what there is not.
+// plan lists the series, and what cannot be measured.
 func (s *Spec) plan(ranks int) (all []series, skip []string, err error) {
 	for _, name := range s.Ops {
 		o := find(name)
@@ -102,8 +102,8 @@ func (s *Spec) plan(ranks int) (all []series, skip []string, err error) {
 			skip = append(skip, fmt.Sprintf("%s: needs %d ranks", name, o.minRanks))
 			continue
 		}
-		if s.Queue > 0 && o.name == "sendrecv" {
-			skip = append(skip, name+": two operations, which are not queued")
+		if s.Queue > 0 && o.single {
+			skip = append(skip, name+": several operations, which are not queued")
 			continue
 		}
 		if o.name == "barrier" {
@@ -137,8 +137,8 @@ func (s *Spec) sizes() (sizes []int) {
 	return sizes
 }
 
-// Run measures. Every rank of g calls it; report is called at rank 0, from this goroutine. It
-// returns the number of wrong elements on all ranks, the same at every rank.
+// Run runs the measurement. Every rank of g calls it; report is called at rank 0, from this
+// goroutine. It returns the number of wrong elements on all ranks, the same at every rank.
 func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong int64, err error) {
 	if g.Rank() != 0 {
 		report = func(Event) {}
@@ -164,6 +164,14 @@ func Run(ctx context.Context, g *pg.Group, s Spec, report func(Event)) (wrong in
 		return 0, err
 	}
 	defer r.free()
+	if slices.ContainsFunc(all, func(p series) bool { return p.op.name == "put" }) {
+		win, err := pg.NewWindow(ctx, g, r.room)
+		if err != nil {
+			return 0, fmt.Errorf("make a window of %d bytes: %w", r.room, err)
+		}
+		defer win.Close(ctx)
+		r.win = &window{Window: win}
+	}
 	for _, p := range all {
 		if err := r.measure(ctx, p); err != nil {
 			return r.wrong, fmt.Errorf("%s: %w", p.name(), err)
@@ -177,15 +185,16 @@ type run struct {
 	g       *pg.Group
 	report  func(Event)
 	mem     arena
-	room    int // bytes of a buffer for one operation
+	win     *window // nil: there are no puts
+	room    int     // bytes of a buffer for one operation
 	raw     [2][]byte
 	op      string // what is being measured
 	wrong   int64
-	touched int64     // elements of touched calls that were wrong here
+	touched int64     // wrong elements of touched calls on this rank
 	times   []float64 // of touched calls
 }
 
-// allocate makes the two buffers: uneven counts may take twice the size, and a size of less than an
+// allocate makes the two buffers. Uneven counts may take twice the size, and a size of less than an
 // element a rank is rounded up.
 func (r *run) allocate() error {
 	r.room = (2*r.Max + 8*r.g.Size() + 2*margin + 63) &^ 63
@@ -203,12 +212,17 @@ func (r *run) allocate() error {
 	align := func(b []byte) []byte {
 		return b[-uintptr(unsafe.Pointer(unsafe.SliceData(b)))&63:]
 	}
-	r.mem = arena{align(r.raw[0]), align(r.raw[1])}
+	r.mem = arena{a: align(r.raw[0]), b: align(r.raw[1])}
 	return nil
 }
 
-// arena returns the memory of the i-th operation of those that are started together.
-func (r *run) arena(i int) arena { return arena{r.mem.a[i*r.room:], r.mem.b[i*r.room:]} }
+// arena returns the memory of the i-th of the operations that are started together.
+func (r *run) arena(o *operation, i int) arena {
+	if o.name == "put" {
+		return arena{a: r.mem.a, b: r.win.Bytes(), win: r.win}
+	}
+	return arena{a: r.mem.a[i*r.room:], b: r.mem.b[i*r.room:]}
+}
 
 func (r *run) free() {
 	if r.Registered {
@@ -232,11 +246,12 @@ func (r *run) measure(ctx context.Context, p series) error {
 			if inPlace && !p.op.in || !inPlace && !p.op.out {
 				continue
 			}
-			in := newInstance(r.g, p.op, p.dt, p.red, &rx, r.arena(0), size, r.Root, inPlace)
+			in := newInstance(r.g, p.op, p.dt, p.red, &rx, r.arena(p.op, 0), size, r.Root, inPlace)
 			if r.Queue > 0 {
 				each := []*instance{in}
 				for i := 1; i < r.Queue; i++ {
-					each = append(each, newInstance(r.g, p.op, p.dt, p.red, &rx, r.arena(i), size, r.Root, inPlace))
+					each = append(each, newInstance(r.g, p.op, p.dt, p.red, &rx, r.arena(p.op, i), size, r.Root,
+						inPlace))
 				}
 				in = queue(r.g, each)
 			}
@@ -260,7 +275,7 @@ func (r *run) measure(ctx context.Context, p series) error {
 	return nil
 }
 
-// row checks one call, times many, and checks one more.
+// row checks one call, measures many, and checks one more.
 func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) error {
 	if r.op = o.name; r.Check {
 		row.Wrong = 0
@@ -301,9 +316,12 @@ func (r *run) row(ctx context.Context, in *instance, row *Row, o *operation) err
 	return nil
 }
 
-// verify makes one call on fresh inputs and adds what is wrong on all ranks.
+// verify makes one call on new inputs and adds the wrong elements of all ranks.
 func (r *run) verify(ctx context.Context, in *instance, row *Row) error {
 	in.fill()
+	if err := r.g.Barrier(ctx); err != nil { // before a peer puts to memory that fill has poisoned
+		return err
+	}
 	if err := in.call(ctx); err != nil || !r.Check {
 		return err
 	}
@@ -313,13 +331,13 @@ func (r *run) verify(ctx context.Context, in *instance, row *Row) error {
 	return r.tally(ctx, row, in.wrong())
 }
 
-// tally adds what is wrong on all ranks, w on this one.
+// tally adds the wrong elements of all ranks, w on this one.
 func (r *run) tally(ctx context.Context, row *Row, w int64) error {
 	if !r.Check {
 		return nil
 	}
-	// The counts travel by what is under test. So they go two ways, and no way can hide what this
-	// rank saw.
+	// The counts are exchanged by the operations under test. So they are exchanged in two ways, to
+	// make sure that this rank's count is not lost.
 	counts := make([]int64, r.g.Size())
 	if err := pg.AllGather(ctx, r.g, counts, []int64{w}); err != nil {
 		return err
@@ -338,14 +356,13 @@ func (r *run) tally(ctx context.Context, row *Row, w int64) error {
 	return nil
 }
 
-// calibrate finds how many calls make a round. All ranks find the same, since they see the same
-// times.
+// calibrate determines the number of calls in a round, from the same times at all ranks.
 func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
 	if r.Iters > 0 {
 		return r.Iters, nil
 	}
 	most := 1 << 20
-	if r.Touch { // whose times are kept
+	if r.Touch { // its times are kept
 		most = 1 << 16
 	}
 	goal := r.RoundTime.Seconds()
@@ -355,7 +372,7 @@ func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		if r.Touch { // what is off the clock takes time too
+		if r.Touch { // what is not measured takes time, too
 			all := []float64{time.Since(began).Seconds() / float64(n)}
 			if err := pg.AllReduce(ctx, r.g, all, pg.Max); err != nil {
 				return 0, err
@@ -368,7 +385,7 @@ func (r *run) calibrate(ctx context.Context, in *instance) (int, error) {
 	}
 }
 
-// round returns the slowest rank's seconds a call, over n calls.
+// round returns the slowest rank's seconds for a call, over n calls.
 func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 	if r.Touch {
 		return r.touch(ctx, in, n)
@@ -387,10 +404,9 @@ func (r *run) round(ctx context.Context, in *instance, n int) (float64, error) {
 	return t[0], err
 }
 
-// touch is round as programs use collectives: before each call every rank writes its inputs, other
-// ones than for the last, and after it reads its result; when the call begins, all have written.
-// Only the calls are on the clock. It returns the median call, of which the slowest rank's time
-// counts.
+// touch is a round in the way in which programs use collectives: before each call every rank writes
+// new inputs, and after it reads its result; all have written when the call begins. Only the calls
+// are measured. It returns the median over the calls of the slowest rank's time.
 func (r *run) touch(ctx context.Context, in *instance, n int) (float64, error) {
 	r.times = r.times[:0]
 	for range n {

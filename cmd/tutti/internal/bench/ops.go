@@ -8,16 +8,17 @@ import (
 	"tutti/pg"
 )
 
-// operation describes what is measured under a name.
+// operation describes a measured operation.
 type operation struct {
 	name     string
 	reduces  bool
 	rooted   bool
-	parts    bool // its size is that of all ranks' parts together
-	out, in  bool // can be done out of place, in place
+	parts    bool // its size is the sum of all ranks' parts
+	out, in  bool // supports out of place, in place
 	minRanks int
-	// factor is bus bandwidth over algorithm bandwidth, for n ranks: what the links must carry at
-	// least, over the size.
+	single   bool // cannot be started asynchronously
+	// factor is bus bandwidth over algorithm bandwidth, for n ranks: the least that the links must
+	// carry, over the size.
 	factor func(n float64) float64
 }
 
@@ -37,11 +38,12 @@ var operations = []*operation{
 	{name: "reduce", reduces: true, rooted: true, in: true, factor: one},
 	{name: "gather", rooted: true, parts: true, out: true, factor: others},
 	{name: "scatter", rooted: true, parts: true, out: true, factor: others},
-	{name: "sendrecv", out: true, minRanks: 2, factor: one},
+	{name: "sendrecv", out: true, minRanks: 2, single: true, factor: one},
+	{name: "put", out: true, minRanks: 2, single: true, factor: one},
 	{name: "barrier", out: true, factor: nothing},
 }
 
-// Ops lists the names of what can be measured.
+// Ops lists the names of the operations.
 func Ops() []string {
 	var names []string
 	for _, o := range operations {
@@ -59,20 +61,20 @@ func find(name string) *operation {
 	return nil
 }
 
-// instance is one operation on one size: its buffers, how to fill them, the call, and the check.
+// instance is one operation on one size: its buffers, inputs, call, and check.
 type instance struct {
 	count, bytes int
-	// first is the element of the endless tables with which all data begin: another one gives other
-	// inputs and another result.
+	// first is the element of the infinite tables with which all data begins: another value gives
+	// other inputs and another result.
 	first   int
-	write   func()       // the inputs
-	op      pg.Operation // nil: sendrecv, which is two
+	write   func()       // writes the inputs
+	op      pg.Operation // nil: the call has several
 	call    func(context.Context) error
-	calls   int          // operations that a call is
-	result  func() int64 // reads the result, and counts the elements that are wrong
-	kept    func() int64 // the same for inputs that the call must leave alone; nil: there are none
+	calls   int          // number of operations in a call
+	result  func() int64 // reads the result, and counts wrong elements
+	kept    func() int64 // the same for inputs that the call must preserve; nil: none
 	outs    [][]byte     // what the call writes, with margins
-	outputs []byte       // the last of them, without
+	outputs []byte       // the last of them, without margins
 }
 
 // fill poisons what the call writes and writes the inputs.
@@ -83,8 +85,8 @@ func (in *instance) fill() {
 	in.write()
 }
 
-// wrong counts all elements that are not as they must be after fill and one call, and the bytes
-// that it wrote outside of its outputs.
+// wrong counts all elements that are wrong after fill and one call, and the bytes that the call
+// wrote outside of its outputs.
 func (in *instance) wrong() int64 {
 	w := in.result()
 	if in.kept != nil {
@@ -96,8 +98,8 @@ func (in *instance) wrong() int64 {
 	return w
 }
 
-// margin is how many bytes around an output are watched, and poison what they and outputs hold
-// before a call.
+// margin is the number of bytes around an output that are checked, and poison the value that they
+// and outputs have before a call.
 const (
 	margin = 64
 	poison = 0xa5
@@ -118,10 +120,20 @@ func spoilt(b []byte) (n int64) {
 	return n
 }
 
-// arena is the memory of a rank's two buffers, aligned, each with a margin before and behind.
-type arena struct{ a, b []byte }
+// arena is the memory of a rank's two buffers, aligned, each with a margin before and behind. Of a
+// put, b is the rank's part of win.
+type arena struct {
+	a, b []byte
+	win  *window
+}
 
-// vcounts are the uneven counts of allgatherv, count on average.
+// window is a window, and how many signals its ranks have sent to each other.
+type window struct {
+	*pg.Window
+	signals uint64
+}
+
+// vcounts returns the uneven counts of allgatherv, count on average.
 func vcounts(n, count int) []int {
 	c := make([]int, n)
 	for r := range c {
@@ -130,7 +142,7 @@ func vcounts(n, count int) []int {
 	return c
 }
 
-// pcounts is what rank a sends to rank b in alltoallv.
+// pcounts returns the count from rank a to rank b in alltoallv.
 func pcounts(n, count, a, b int) int { return count * 2 * ((a+2*b)%n + 1) / (n + 1) }
 
 func sum(c []int) (s int) {
@@ -326,6 +338,31 @@ func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, 
 		}
 		in.result = func() int64 { return bits(from, me).wrong(db, in.first, es) }
 		in.kept = func() int64 { return bits(me, to).wrong(sb, in.first, es) }
+	case "put": // once round the ring: each rank puts after the put of the one before
+		to, from := (me+1)%n, (me+n-1)%n
+		output(mem.b, count)
+		sb, db, win := bytesOf(a, 0, count), bytesOf(b, 0, count), mem.win
+		in.write = func() { bits(me, to).fill(sb, in.first, es) }
+		in.calls = n
+		in.call = func(ctx context.Context) error {
+			win.signals++
+			if me != 0 {
+				if err := win.WaitSignal(ctx, from, 0, win.signals); err != nil {
+					return err
+				}
+			}
+			if err := win.PutSignal(ctx, to, margin, sb, 0); err != nil {
+				return err
+			}
+			if me == 0 {
+				if err := win.WaitSignal(ctx, from, 0, win.signals); err != nil {
+					return err
+				}
+			}
+			return win.Flush(ctx, to)
+		}
+		in.result = func() int64 { return bits(from, me).wrong(db, in.first, es) }
+		in.kept = func() int64 { return bits(me, to).wrong(sb, in.first, es) }
 	case "barrier":
 		in.count, in.bytes = 0, 0
 		in.write = func() {}
@@ -335,8 +372,8 @@ func newInstance(g *pg.Group, o *operation, dt kernels.DType, red pg.Reduction, 
 	return in
 }
 
-// queue is all of these, of one operation on one size, as one call: each is started, then each is
-// waited for.
+// queue combines instances of one operation on one size into one call, which starts all of them,
+// then waits for each.
 func queue(g *pg.Group, each []*instance) *instance {
 	q := *each[0]
 	q.calls, q.outs = len(each), nil

@@ -9,8 +9,8 @@ import (
 	"tutti/kernels"
 )
 
-// period is how often inputs repeat, in elements: a prime, so that data which lands a power of two
-// away from its place is seen.
+// period is the period of inputs in elements: a prime, so that data which is displaced by a power
+// of two is detected.
 const period = 4093
 
 // hash mixes its arguments (the finaliser of SplitMix64, Steele, Lea and Flood 2014).
@@ -26,7 +26,7 @@ func hash(a, b, c int) uint64 {
 // table is one period of elements, as bytes.
 type table []byte
 
-// bitsTable is what rank from has for part: any bits, as movement must not care.
+// bitsTable is the data of rank from for part: arbitrary bits, because movement must preserve any.
 func bitsTable(dt kernels.DType, from, part int) table {
 	size := dt.Size()
 	t := make(table, period*size)
@@ -46,14 +46,14 @@ func put(b []byte, size int, v uint64) {
 	copy(b[:size], w[:])
 }
 
-// fill writes the elements first, first+1, … of t's endless repetition to mem.
+// fill writes the elements first, first+1, … of t's infinite repetition to mem.
 func (t table) fill(mem []byte, first, size int) {
 	for off := first % period * size; len(mem) > 0; off = 0 {
 		mem = mem[copy(mem, t[off:]):]
 	}
 }
 
-// wrong counts the elements of mem that are not what fill would write.
+// wrong counts the elements of mem that differ from those of fill.
 func (t table) wrong(mem []byte, first, size int) (n int64) {
 	for off := first % period * size; len(mem) > 0; off = 0 {
 		want := t[off:min(len(t), off+len(mem))]
@@ -75,16 +75,8 @@ type reduction struct {
 	result table
 }
 
-// format of a float: the bits of its exponent and of its stored significand.
-type format struct{ exp, man int }
-
-var formats = map[kernels.DType]format{
-	kernels.Float64: {11, 52}, kernels.Float32: {8, 23}, kernels.Float16: {5, 10}, kernels.BFloat16: {8, 7},
-	kernels.Float8E4M3: {4, 3}, kernels.Float8E5M2: {5, 2},
-}
-
-// encode writes v, which must be a normal number that the format has exactly, or 0.
-func (f format) encode(v float64) uint64 {
+// encode encodes v, which must be 0 or a normal number that the format represents exactly.
+func encode(f kernels.Format, v float64) uint64 {
 	if v == 0 {
 		return 0
 	}
@@ -93,34 +85,34 @@ func (f format) encode(v float64) uint64 {
 		sign, v = 1, -v
 	}
 	frac, exp := math.Frexp(v) // v = frac * 2^exp, 0.5 <= frac < 1
-	bias := 1<<(f.exp-1) - 1
-	e, m := exp-1+bias, math.Ldexp(frac, f.man+1)
-	if e < 1 || e >= 1<<f.exp-1+map[bool]int{true: 1}[f == formats[kernels.Float8E4M3]] || m != math.Trunc(m) {
-		panic(fmt.Sprintf("bench: %v is not exact in a float of %d+%d bits", v, f.exp, f.man))
+	bias := 1<<(f.Exponent-1) - 1
+	e, m := exp-1+bias, math.Ldexp(frac, f.Fraction+1)
+	if e < 1 || e >= 1<<f.Exponent-1+map[bool]int{true: 1}[f.Finite] || m != math.Trunc(m) {
+		panic(fmt.Sprintf("bench: %v is not exact in a float of %d+%d bits", v, f.Exponent, f.Fraction))
 	}
-	return sign<<(f.exp+f.man) | uint64(e)<<f.man | uint64(m)&(1<<f.man-1)
+	return sign<<(f.Exponent+f.Fraction) | uint64(e)<<f.Fraction | uint64(m)&(1<<f.Fraction-1)
 }
 
-// newReduction makes the inputs of n ranks and what op makes of them.
+// newReduction makes the inputs of n ranks and the result of op on them.
 func newReduction(op kernels.Op, dt kernels.DType, n int) reduction {
 	size := dt.Size()
 	r := reduction{inputs: make([]table, n), result: make(table, period*size)}
 	for i := range r.inputs {
 		r.inputs[i] = make(table, period*size)
 	}
-	f, float := formats[dt]
+	f := dt.Format()
 	in := make([]uint64, n)
 	for i := range period {
 		var out uint64
 		switch {
-		case float:
+		case dt.Class() == kernels.Float:
 			v := make([]float64, n)
 			for rank := range v {
 				v[rank] = floatInput(op, f, n, rank, i)
-				in[rank] = f.encode(v[rank])
+				in[rank] = encode(f, v[rank])
 			}
-			out = f.encode(reduceFloats(op, v))
-		case dt == kernels.Bool:
+			out = encode(f, reduceFloats(op, v))
+		case dt.Class() == kernels.Boolean:
 			for rank := range in {
 				in[rank] = hash(rank, int(op), i) & 1
 				if op == kernels.Product || op == kernels.Min || op == kernels.BitAnd { // else nearly always false
@@ -129,7 +121,7 @@ func newReduction(op kernels.Op, dt kernels.DType, n int) reduction {
 			}
 			out = reduceBools(op, in)
 		default:
-			signed := dt <= kernels.Int64
+			signed := dt.Class() == kernels.Signed
 			for rank := range in {
 				in[rank] = integerInput(op, size, signed, n, rank, i)
 			}
@@ -143,15 +135,15 @@ func newReduction(op kernels.Op, dt kernels.DType, n int) reduction {
 	return r
 }
 
-// floatInput is rank's element i: small integers, or powers of two for products, such that every
-// partial result is exact.
-func floatInput(op kernels.Op, f format, n, rank, i int) float64 {
+// floatInput returns rank's element i: small integers, or powers of two for products, such that
+// every partial result is exact.
+func floatInput(op kernels.Op, f kernels.Format, n, rank, i int) float64 {
 	h := hash(rank, int(op), i)
-	exact := 1 << (f.man + 1) // all integers up to here are exact
+	exact := 1 << min(f.Fraction+1, 1<<(f.Exponent-1)-1) // all integers up to here are exact
 	switch op {
 	case kernels.Sum:
-		// Some ranks contribute a small number other than 0, the others 0, if there are too many
-		// for all.
+		// If there are too many ranks for all to contribute, some contribute a small number and the
+		// others 0.
 		limit := min(8, max(1, exact/2/n))
 		if n > exact/2 && (rank+i)%n >= exact/2 {
 			return 0
@@ -175,10 +167,10 @@ func floatInput(op kernels.Op, f format, n, rank, i int) float64 {
 		}
 		return c + []float64{d, -d}[rank%2]
 	case kernels.Product:
-		// 1 or 2 at even ranks, 1 or 1/2 at odd ones, and signs; beyond the exponents' range only
+		// 1 or 2 at even ranks, 1 or 1/2 at odd ones, and signs; beyond the range of exponents only
 		// signs.
 		v := 1.0
-		if h&2 != 0 && rank < 1<<(f.exp-1)-4 {
+		if h&2 != 0 && rank < 1<<(f.Exponent-1)-4 {
 			v = []float64{2, 0.5}[rank%2]
 		}
 		if h&1 != 0 {
@@ -213,8 +205,8 @@ func reduceFloats(op kernels.Op, v []float64) float64 {
 	return x
 }
 
-// integerInput is rank's element i, sign-extended: any bits, since integers wrap; but for averages,
-// whose sum must not, small.
+// integerInput returns rank's element i, sign-extended: arbitrary bits, since integers wrap; small
+// numbers for averages, whose sum must not.
 func integerInput(op kernels.Op, size int, signed bool, n, rank, i int) uint64 {
 	h := hash(rank, int(op), i)
 	if op != kernels.Avg {
@@ -232,7 +224,7 @@ func integerInput(op kernels.Op, size int, signed bool, n, rank, i int) uint64 {
 }
 
 func reduceIntegers(op kernels.Op, size int, signed bool, in []uint64) uint64 {
-	// Between operations values are extended to 64 bits, as the type asks.
+	// Between operations values are extended to 64 bits, as the type requires.
 	extend := func(v uint64) uint64 {
 		shift := 64 - 8*size
 		if signed {

@@ -7,15 +7,15 @@ import (
 	"strings"
 )
 
-// Printer shows events: as the table of nccl-tests, or as one JSON object a row. The zero value of
-// every field but Out is a default.
+// Printer shows events: in the table format of nccl-tests, or as one JSON object for each row.
+// Except for Out, the zero value of a field is a default.
 type Printer struct {
 	Out      io.Writer
 	Progress io.Writer // a terminal's, for a line that is overwritten; nil: none
 	JSON     bool
 	Colour   bool
 
-	Wrong int64 // elements so far
+	Wrong int64 // elements until now
 
 	header    Header
 	op        string
@@ -26,7 +26,7 @@ type Printer struct {
 	unchecked bool
 }
 
-// Show takes the next event.
+// Show shows an event.
 func (p *Printer) Show(e Event) {
 	switch {
 	case e.Header != nil:
@@ -93,7 +93,7 @@ func (p *Printer) flush() {
 	}
 }
 
-// Close prints what is at the end.
+// Close prints the end of the output.
 func (p *Printer) Close() {
 	p.flush()
 	if p.Progress != nil {
@@ -197,7 +197,7 @@ func (p *Printer) half(r *Row) string {
 	return fmt.Sprintf("  %10s %7s %7s ", short(r.Time), gb(r.AlgBW), gb(r.BusBW)) + wrong
 }
 
-// short writes microseconds with about four digits.
+// short formats microseconds with about four digits.
 func short(us float64) string {
 	switch {
 	case us < 10:

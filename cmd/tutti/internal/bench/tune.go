@@ -12,20 +12,20 @@ import (
 	"tutti/pg"
 )
 
-// TuneSpec says what Tune is to try. All ranks have the same.
+// TuneSpec says what Tune measures. All ranks have the same.
 type TuneSpec struct {
 	Kinds    []collectives.Kind
 	Min, Max int           // bytes
-	Factor   int           // between sizes, before crossovers are looked for; at least 2
-	Rounds   int           // of which the median counts
-	Time     time.Duration // that it all is to take: rounds are made as long as fits
+	Factor   int           // between sizes, before crossovers are searched; at least 2
+	Rounds   int           // their median counts
+	Time     time.Duration // of the whole measurement: rounds are made as long as fits
 	Memory   bool          // the ranks are linked by shared memory, and can map registered memory
-	Cores    int           // processors that they share
+	Cores    int           // processors that the ranks share
 
 	corrupt func(op string, rank int, output []byte) // tests spoil results here
 }
 
-// TunePoint is one size of one collective: what was best, and how that compares with the default
+// TunePoint is the result for one size of one collective: the best algorithm, and the default
 // table's choice.
 type TunePoint struct {
 	Kind        collectives.Kind             `json:"kind"`
@@ -35,10 +35,10 @@ type TunePoint struct {
 	Default     collectives.Algo             `json:"default"`
 	Time        float64                      `json:"time_us"` // of the best
 	DefaultTime float64                      `json:"default_time_us"`
-	All         map[collectives.Algo]float64 `json:"all_us"` // every algorithm that was tried
+	All         map[collectives.Algo]float64 `json:"all_us"` // every algorithm that was measured
 }
 
-// TuneEvent is a step of Tune's: what is measured now, or what was found.
+// TuneEvent is a step of Tune: what is measured now, or a result.
 type TuneEvent struct {
 	Percent int        `json:"percent"`
 	Next    string     `json:"next,omitempty"`
@@ -46,13 +46,14 @@ type TuneEvent struct {
 }
 
 const (
-	// keep is how much faster than the default table's choice another algorithm must be to take its
-	// place: less may be noise.
+	// keep is the share of the default choice's time that another algorithm must beat to replace
+	// it: less may be noise.
 	keep = 0.95
-	// hopeless is how many times the fastest's time rules an algorithm out after its first round.
+	// hopeless is the multiple of the fastest time that excludes an algorithm after its first
+	// round.
 	hopeless = 3
-	// directFrom is the size in bytes from which the library considers mapped memory.
-	directFrom = 16 << 10
+	// loadStoreFrom is the size in bytes from which the library considers mapped memory.
+	loadStoreFrom = 16 << 10
 	// refinements is how often the gap between two sizes with different winners is halved (on a
 	// logarithmic scale).
 	refinements = 2
@@ -65,16 +66,17 @@ type tuner struct {
 	plain, mapped  run
 	began          time.Time
 	rx             reduction
-	done, expected int // contenders
+	done, expected int // number of contenders
 	aliases        map[collectives.Kind]map[collectives.Algo]collectives.Algo
 }
 
 // Tune measures every algorithm of spec's collectives at every size and returns, by collective,
-// rules that begin a table: they hold for just g's number of ranks, on one host. Hierarchical
-// algorithms, which are for several, are left out. Every rank of g calls it, with all ranks on one
-// host; all get the same rules. Contenders take turns round by round and medians count. Every
-// algorithm's result is checked; a wrong one is an error. report is called at rank 0. When time has
-// run out by half as much again, collectives that are left have no rules; the first one always has.
+// rules for the beginning of a table: they hold only for g's number of ranks, on one host.
+// Hierarchical algorithms, which need several hosts, are omitted. Every rank of g calls it, with
+// all ranks on one host; all get the same rules. Contenders take turns round by round and medians
+// count. Every algorithm's result is checked; a wrong one is an error. report is called at rank 0.
+// When the time is exceeded by half, the remaining collectives get no rules; the first one always
+// has some.
 func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 	report func(TuneEvent)) (map[collectives.Kind][]collectives.Rule, error) {
 	if g.Rank() != 0 {
@@ -102,7 +104,7 @@ func Tune(ctx context.Context, g *pg.Group, spec TuneSpec,
 			}
 		}
 	}
-	t.expected += t.expected / 4 // crossovers
+	t.expected += t.expected / 4 // for crossovers
 	rules := map[collectives.Kind][]collectives.Rule{}
 	for _, k := range spec.Kinds {
 		elapsed, err := t.elapsed(ctx)
@@ -129,16 +131,16 @@ func (t *tuner) sizes(k collectives.Kind) []int {
 	return s.sizes()
 }
 
-// contenders are the algorithms for plain memory, without those that do the same as another one
-// among so many ranks.
+// contenders returns the algorithms for plain memory, without those with the same plans as another
+// one at this number of ranks.
 func (t *tuner) contenders(k collectives.Kind) []collectives.Algo {
 	return slices.DeleteFunc(collectives.Algorithms(k), func(a collectives.Algo) bool {
 		return a.Requires() != collectives.Always || a == collectives.Hierarchical || t.same(k, a) != a
 	})
 }
 
-// same returns the algorithm that stands for all those of k with the same plans as a. It is one
-// that the default table uses, if any is.
+// same returns the representative of all algorithms of k with the same plans as a: if possible, one
+// that the default table uses.
 func (t *tuner) same(k collectives.Kind, a collectives.Algo) collectives.Algo {
 	if stands, ok := t.aliases[k]; ok {
 		return stands[a]
@@ -153,7 +155,7 @@ next:
 		if _, ok := stands[a]; ok {
 			continue
 		}
-		if a.Requires() != collectives.Always || a == collectives.Hierarchical { // these stand for none but themselves
+		if a.Requires() != collectives.Always || a == collectives.Hierarchical { // these have no equals
 			stands[a] = a
 			continue
 		}
@@ -164,7 +166,7 @@ next:
 			s.RecvCounts = s.Counts
 			for s.Rank = range s.Size {
 				p, err := collectives.Build(a, s)
-				if err != nil { // one of its own, whose use will tell what is wrong
+				if err != nil { // it stays separate; its use will return the error
 					stands[a] = a
 					continue next
 				}
@@ -184,19 +186,19 @@ next:
 	return stands[a]
 }
 
-// maps says whether mapped memory is in question for size bytes.
+// maps reports whether mapped memory is considered for size bytes.
 func (t *tuner) maps(k collectives.Kind, size int) bool {
-	return t.Memory && size >= directFrom && slices.Contains(collectives.Algorithms(k), collectives.Direct)
+	return t.Memory && size >= loadStoreFrom && slices.Contains(collectives.Algorithms(k), collectives.LoadStore)
 }
 
-// elapsed is the same at all ranks.
+// elapsed returns the same time at all ranks.
 func (t *tuner) elapsed(ctx context.Context) (time.Duration, error) {
 	e := []int64{int64(time.Since(t.began))}
 	err := pg.AllReduce(ctx, t.g, e, pg.Max)
 	return time.Duration(e[0]), err
 }
 
-// A span is an algorithm and the bytes up to which it is best.
+// A span is an algorithm and the size in bytes up to which it is best.
 type span struct {
 	bytes int
 	algo  collectives.Algo
@@ -220,7 +222,7 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 		if !t.maps(k, p.Bytes) {
 			continue
 		}
-		algos := append(p.fastest(2), collectives.Direct)
+		algos := append(p.fastest(2), collectives.LoadStore)
 		if usual := t.usual(k, p.Bytes, true); !slices.Contains(algos, usual) {
 			algos = append(algos, usual)
 		}
@@ -228,12 +230,12 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 		if err != nil {
 			return nil, err
 		}
-		if m.Best != collectives.Direct {
-			m.Best = p.Best // as in plain memory, where more was tried
+		if m.Best != collectives.LoadStore {
+			m.Best = p.Best // as in plain memory, where more algorithms were measured
 		}
 		mapped = append(mapped, span{m.Bytes, m.Best})
 	}
-	// whose size is not known to all ranks alike: one algorithm for all
+	// Not all ranks know its size: one algorithm for all.
 	if k == collectives.AllToAllV || k == collectives.Barrier {
 		best := last.Default
 		for _, a := range t.contenders(k) {
@@ -254,12 +256,12 @@ func (t *tuner) kind(ctx context.Context, k collectives.Kind) ([]collectives.Rul
 }
 
 // crossovers replaces the size at the end of each run of equal winners by the one at which the next
-// gets better.
+// becomes faster.
 func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span, mapped bool) ([]span, error) {
 	var out []span
 	for i, s := range spans {
 		if i+1 == len(spans) {
-			return append(out, span{0, s.algo}), nil // without end
+			return append(out, span{0, s.algo}), nil // without a limit
 		}
 		next := spans[i+1]
 		if s.algo == next.algo {
@@ -286,8 +288,8 @@ func (t *tuner) crossovers(ctx context.Context, k collectives.Kind, spans []span
 	return out, nil
 }
 
-// rules makes the rules of k: the default table's for several hosts, then what was measured, for as
-// many ranks as there were; the others of the default table for all else.
+// rules makes the rules of k: the default table's for several hosts, then the measured ones, for
+// this number of ranks; then the others of the default table.
 func (t *tuner) rules(k collectives.Kind, plain, mapped []span) []collectives.Rule {
 	var levels, others, own []collectives.Rule
 	for _, r := range collectives.DefaultTable().Rules(k) {
@@ -301,7 +303,7 @@ func (t *tuner) rules(k collectives.Kind, plain, mapped []span) []collectives.Ru
 	if t.Memory {
 		here = collectives.IfMemory
 	}
-	if slices.ContainsFunc(mapped, func(s span) bool { return s.algo == collectives.Direct }) {
+	if slices.ContainsFunc(mapped, func(s span) bool { return s.algo == collectives.LoadStore }) {
 		for _, s := range mapped {
 			own = append(own, collectives.Rule{When: collectives.IfMapped, MinRanks: n, MaxRanks: n, MaxBytes: s.bytes,
 				Algo: s.algo})
@@ -313,7 +315,7 @@ func (t *tuner) rules(k collectives.Kind, plain, mapped []span) []collectives.Ru
 	return slices.Concat(levels, own, others)
 }
 
-// fastest returns the n fastest algorithms of p, its best first.
+// fastest returns the n fastest algorithms of p, the best first.
 func (p *TunePoint) fastest(n int) []collectives.Algo {
 	all := []collectives.Algo{p.Best}
 	for range n - 1 {
@@ -330,7 +332,7 @@ func (p *TunePoint) fastest(n int) []collectives.Algo {
 	return all
 }
 
-// point times the algorithms at one size. The same at all ranks, for they see the same times.
+// point measures the algorithms at one size. All ranks see the same times, and get the same result.
 func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registered bool, algos []collectives.Algo,
 	before collectives.Algo) (*TunePoint, error) {
 	r, memory := &t.plain, "plain"
@@ -383,7 +385,7 @@ func (t *tuner) point(ctx context.Context, k collectives.Kind, size int, registe
 	return p, nil
 }
 
-// decide finds the best: the default table's choice, else what was best at the size before, unless
+// decide chooses the best: the default table's choice, else the best at the last size, unless
 // another is clearly faster. Ties go to the algorithm with the lower number.
 func (p *TunePoint) decide(before collectives.Algo) {
 	p.Best = collectives.Auto
@@ -411,7 +413,7 @@ func previous(spans []span) collectives.Algo {
 	return spans[len(spans)-1].algo
 }
 
-// prepare checks the result of one call, and finds how many calls make a round.
+// prepare checks the result of one call, and determines the number of calls in a round.
 func (t *tuner) prepare(ctx context.Context, r *run, in *instance, o *operation) (int, error) {
 	var row Row
 	if err := r.verify(ctx, in, &row); err != nil {
@@ -423,13 +425,13 @@ func (t *tuner) prepare(ctx context.Context, r *run, in *instance, o *operation)
 	return r.calibrate(ctx, in)
 }
 
-// usual is the default table's choice for bytes in all.
+// usual returns the default table's choice for bytes in total.
 func (t *tuner) usual(k collectives.Kind, bytes int, registered bool) collectives.Algo {
 	return t.same(k, collectives.Choose(t.Call(k, t.g.Size(), bytes, registered)))
 }
 
-// Call returns what a table of algorithms is asked for a call on bytes in all, among n ranks like
-// those that were measured.
+// Call returns the arguments of Table.Choose for a call on bytes in total, among n ranks like the
+// measured ones.
 func (t *TuneSpec) Call(k collectives.Kind, n, bytes int, registered bool) (collectives.Shape, collectives.Caps) {
 	s := collectives.Shape{Kind: k, Size: n, Elem: 1, Count: bytes, Counts: make([]int, n)}
 	for i := range n {

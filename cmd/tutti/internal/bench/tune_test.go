@@ -123,23 +123,23 @@ func TestTuneChecks(t *testing.T) {
 				output[5] ^= 1
 			}
 		}})
-	if err == nil || !strings.Contains(err.Error(), "allgather: flat, 64 bytes in plain memory: 1 wrong elements") {
+	if err == nil || !strings.Contains(err.Error(), "allgather: oneshot, 64 bytes in plain memory: 1 wrong elements") {
 		t.Error(err)
 	}
 }
 
 func TestDecide(t *testing.T) {
-	const flat, ring, tree, twoshot = collectives.Flat, collectives.Ring, collectives.Tree, collectives.TwoShot
+	const oneshot, ring, tree, twoshot = collectives.OneShot, collectives.Ring, collectives.Tree, collectives.TwoShot
 	for _, c := range []struct {
 		all           map[collectives.Algo]float64
 		usual, before collectives.Algo
 		want          collectives.Algo
 	}{
-		{map[collectives.Algo]float64{flat: 10, ring: 9, tree: 20}, flat, tree, ring},
-		{map[collectives.Algo]float64{flat: 10, ring: 9.8, tree: 20}, flat, ring, flat}, // not clearly
-		{map[collectives.Algo]float64{flat: 10, ring: 9.8, tree: 20}, twoshot, tree, ring},
-		{map[collectives.Algo]float64{flat: 10, ring: 9.8, tree: 20}, twoshot, flat, flat},
-		{map[collectives.Algo]float64{flat: 10, ring: 10}, tree, collectives.Auto, flat},
+		{map[collectives.Algo]float64{oneshot: 10, ring: 9, tree: 20}, oneshot, tree, ring},
+		{map[collectives.Algo]float64{oneshot: 10, ring: 9.8, tree: 20}, oneshot, ring, oneshot}, // not clearly
+		{map[collectives.Algo]float64{oneshot: 10, ring: 9.8, tree: 20}, twoshot, tree, ring},
+		{map[collectives.Algo]float64{oneshot: 10, ring: 9.8, tree: 20}, twoshot, oneshot, oneshot},
+		{map[collectives.Algo]float64{oneshot: 10, ring: 10}, tree, collectives.Auto, oneshot},
 	} {
 		p := &TunePoint{Kind: collectives.AllReduce, Default: c.usual, All: c.all}
 		p.decide(c.before)
@@ -164,7 +164,7 @@ func TestSame(t *testing.T) {
 	defer gs[0].Close()
 	defer gs[1].Close()
 	tu := &tuner{g: gs[0]}
-	if got := tu.contenders(collectives.ReduceScatter); slices.Contains(got, collectives.Flat) ||
+	if got := tu.contenders(collectives.ReduceScatter); slices.Contains(got, collectives.OneShot) ||
 		!slices.Contains(got, collectives.Pairwise) {
 		t.Errorf("reducescatter: %v", got)
 	}
@@ -184,7 +184,7 @@ func TestSame(t *testing.T) {
 			}
 		}
 	}
-	if got := tu.contenders(collectives.AllReduce); !slices.Contains(got, collectives.Flat) ||
+	if got := tu.contenders(collectives.AllReduce); !slices.Contains(got, collectives.OneShot) ||
 		!slices.Contains(got, collectives.TwoShot) || len(got) < 4 {
 		t.Errorf("allreduce: %v", got)
 	}

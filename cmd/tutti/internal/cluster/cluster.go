@@ -1,5 +1,5 @@
 // Package cluster runs an etcd of several members on this machine, each a process that can be
-// killed: to measure what the loss of one costs a job.
+// killed, to measure the effect of losing one on a job.
 package cluster
 
 import (
@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -20,13 +19,14 @@ import (
 	"go.uber.org/zap"
 
 	"tutti/bootstrap/embed"
+	"tutti/internal/ports"
 )
 
-// variable makes a process a member; it holds a member as JSON.
+// variable marks a process as a member; it holds a Member as JSON.
 const variable = "TUTTI_ETCD_MEMBER"
 
-// MemberMain is the life of a member's process, if this is one: until its standard input ends. It
-// returns the exit code.
+// MemberMain runs a member until its standard input ends, if this process is one. It returns the
+// exit code.
 func MemberMain() (code int, is bool) {
 	text, is := os.LookupEnv(variable)
 	if !is {
@@ -50,7 +50,7 @@ func serve(text string) error {
 	}
 	ended := make(chan struct{})
 	go func() {
-		io.Copy(io.Discard, os.Stdin) // nobody writes to it
+		io.Copy(io.Discard, os.Stdin) // there is no data
 		close(ended)
 	}()
 	select {
@@ -62,10 +62,11 @@ func serve(text string) error {
 	}
 }
 
-// Cluster is an etcd of this process's.
+// Cluster is an etcd of this process.
 type Cluster struct {
 	self    string
 	dir     string
+	ports   []*ports.Reservation // a member that starts again has its old ones
 	members []embed.Member
 	running []*process
 }
@@ -84,15 +85,18 @@ func Start(ctx context.Context, self string, n int) (*Cluster, error) {
 		return nil, err
 	}
 	c := &Cluster{self: self, dir: dir, running: make([]*process, n)}
-	ports, err := free(2 * n)
-	if err != nil {
-		c.Close()
-		return nil, err
+	for range 2 * n {
+		r, err := ports.Reserve()
+		if err != nil {
+			c.Close()
+			return nil, err
+		}
+		c.ports = append(c.ports, r)
 	}
 	var all []string
 	for i := range n {
-		m := embed.Member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)), Client: ports[2*i],
-			Peer: ports[2*i+1]}
+		m := embed.Member{Name: fmt.Sprintf("m%d", i), Dir: filepath.Join(dir, fmt.Sprint(i)),
+			Client: c.ports[2*i].Address(), Peer: c.ports[2*i+1].Address()}
 		c.members = append(c.members, m)
 		all = append(all, m.Name+"=http://"+m.Peer)
 	}
@@ -106,20 +110,7 @@ func Start(ctx context.Context, self string, n int) (*Cluster, error) {
 	return c, nil
 }
 
-// free finds addresses where nobody listens.
-func free(n int) (all []string, err error) {
-	for range n {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			return nil, err
-		}
-		defer l.Close()
-		all = append(all, l.Addr().String())
-	}
-	return all, nil
-}
-
-// Address is the cluster's, for TUTTI_STORE.
+// Address returns the cluster's address, for TUTTI_STORE.
 func (c *Cluster) Address() string {
 	var all []string
 	for _, m := range c.members {
@@ -155,7 +146,7 @@ func (c *Cluster) start(i int) error {
 	p := &process{cmd: exec.Command(c.self), done: make(chan struct{})}
 	p.cmd.Env = append(os.Environ(), variable+"="+string(text))
 	p.cmd.Stderr = os.Stderr
-	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // a Ctrl-C is this process's, which ends its members
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C is for this process, which ends its members
 	if p.life, err = p.cmd.StdinPipe(); err != nil {
 		return err
 	}
@@ -214,10 +205,13 @@ func (c *Cluster) Leader(ctx context.Context) (pid int, err error) {
 func (c *Cluster) Close() {
 	for _, p := range c.running {
 		if p != nil {
-			p.cmd.Process.Kill() // nobody needs its data
+			p.cmd.Process.Kill() // its data is not needed
 			<-p.done
 			p.life.Close()
 		}
+	}
+	for _, r := range c.ports {
+		r.Close()
 	}
 	os.RemoveAll(c.dir)
 }

@@ -1,5 +1,5 @@
-// Package doctor finds out what a machine can do for a job, and says what to do about what it
-// cannot. What can be tried is tried, rather than looked up.
+// Package doctor examines what a machine can do for a job, and gives advice on what it cannot. It
+// tries what can be tried, instead of reading settings.
 package doctor
 
 import (
@@ -16,32 +16,32 @@ import (
 // State is the outcome of one check.
 type State string
 
-// The states. Only Broken makes the machine unfit.
+// The states. Only Broken makes the machine unusable.
 const (
 	Found   State = "found"
-	Missing State = "missing" // not there, and a job runs without
-	Warning State = "warning" // works, but less well than it could
-	Broken  State = "broken"  // no job will run
+	Missing State = "missing" // absent, but jobs run without it
+	Warning State = "warning" // works, but worse than it could
+	Broken  State = "broken"  // jobs do not run
 )
 
-// Finding is what one check found.
+// Finding is the result of one check.
 type Finding struct {
 	Group  string `json:"group"`
 	Check  string `json:"check"`
 	State  State  `json:"state"`
 	Detail string `json:"detail"`
-	Advice string `json:"advice,omitempty"` // what to do; empty if nothing need be done
+	Advice string `json:"advice,omitempty"` // what to do; may be empty
 }
 
 // Host is the machine to examine.
 type Host struct {
-	Root    string              // where /proc, /sys and /etc are found; "" is the machine itself
+	Root    string              // directory of /proc, /sys and /etc; "" is the machine itself
 	Getenv  func(string) string // of the environment
 	Environ func() []string
-	Probe   time.Duration // bounds each check that talks to somebody; 0: 5 s
+	Probe   time.Duration // bounds each check that communicates; 0: 5 s
 }
 
-// Local is the machine that this process runs on.
+// Local returns the machine of this process.
 func Local() *Host { return &Host{Getenv: os.Getenv, Environ: os.Environ} }
 
 // read returns a file of the machine without surrounding space, "" if it cannot be read.
@@ -106,8 +106,8 @@ var checks = []check{
 	{"job", "variables", variables},
 }
 
-// Run makes every check, in a fixed order, and hands each finding to report as soon as it is known.
-// It says whether nothing is broken.
+// Run makes every check, in a fixed order, and reports each finding as soon as it is known. It
+// returns false if something is broken.
 func (h *Host) Run(ctx context.Context, report func(Finding)) bool {
 	fit, all := true, slices.Clone(checks)
 	for _, k := range registry.Kinds() {

@@ -178,8 +178,8 @@ func TestHugePages(t *testing.T) {
 	}
 }
 
-// TestEnvironment: contradictions are named, secrets are not shown, and what nobody understands is
-// pointed out.
+// TestEnvironment: contradictions are named, secrets are not shown, and unknown variables are
+// reported.
 func TestEnvironment(t *testing.T) {
 	taken, err := net.Listen("tcp", ":0")
 	if err != nil {

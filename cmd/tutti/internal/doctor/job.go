@@ -18,7 +18,7 @@ import (
 	"tutti/nvlink"
 )
 
-// embedded starts a store as tutti run does, and uses it.
+// embedded starts a store like tutti run, and uses it.
 func embedded(ctx context.Context, _ *Host) outcome {
 	const advice = "tutti run serves the job's store; give it an existing one with --store, or a writable TMPDIR"
 	began := time.Now()
@@ -40,7 +40,7 @@ func embedded(ctx context.Context, _ *Host) outcome {
 		started.Round(time.Millisecond), (time.Since(began) - started).Round(time.Millisecond)))
 }
 
-// useStore writes a key under a lease, reads it and lets it go.
+// useStore writes a key under a lease, reads it and ends the lease.
 func useStore(ctx context.Context, cfg bootstrap.StoreConfig) error {
 	s, err := bootstrap.DialStore(ctx, cfg)
 	if err != nil {
@@ -64,7 +64,7 @@ func useStore(ctx context.Context, cfg bootstrap.StoreConfig) error {
 func configured(ctx context.Context, h *Host) outcome {
 	address := h.Getenv("TUTTI_STORE")
 	if address == "" {
-		return missing("not set", "") // the launcher's business
+		return missing("not set", "") // set by the launcher
 	}
 	l, err := bootstrap.FromEnv(h.Getenv)
 	if err != nil {
@@ -129,7 +129,7 @@ func verbs(_ context.Context, h *Host) outcome {
 	return found(strings.Join(devices, ", ") + ", " + lib)
 }
 
-// library looks for a shared library where the dynamic linker does.
+// library searches a shared library in the directories of the dynamic linker.
 func (h *Host) library(name string) string {
 	multiarch := map[string]string{"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu",
 		"ppc64le": "powerpc64le-linux-gnu", "riscv64": "riscv64-linux-gnu", "s390x": "s390x-linux-gnu"}[runtime.GOARCH]
@@ -174,7 +174,7 @@ func environment(_ context.Context, h *Host) outcome {
 	return found(detail)
 }
 
-// variables lists the TUTTI_* variables in force and names those that mean nothing.
+// variables lists the TUTTI_* variables that are set and names unknown ones.
 func variables(_ context.Context, h *Host) outcome {
 	known := []string{}
 	for _, v := range bootstrap.Variables() {

@@ -21,7 +21,7 @@ import (
 	"tutti/p2p/registry"
 )
 
-// probe makes a link of a transport between two ends in this process, as two ranks do.
+// probe makes a link of a transport between two ends in this process, like two ranks.
 func probe(k registry.Kind) func(context.Context, *Host) outcome {
 	return func(ctx context.Context, _ *Host) outcome {
 		if !k.Works() {
@@ -59,7 +59,7 @@ func tryPidfd() error {
 func devShm(_ context.Context, h *Host) outcome {
 	var s unix.Statfs_t
 	if err := unix.Statfs("/dev/shm", &s); err != nil {
-		return missing("none", "") // nothing of ours needs it
+		return missing("none", "") // Tutti does not need it
 	}
 	return found(fmt.Sprintf("%s, %s free; not used: shared memory has no names here", bytes(s.Blocks*uint64(s.Bsize)),
 		bytes(s.Bavail*uint64(s.Bsize))))
@@ -81,7 +81,7 @@ func peerMemory(_ context.Context, h *Host) outcome {
 	return found("process_vm_readv works between processes of a user; not used")
 }
 
-// processes checks what the launcher needs to leave nothing behind.
+// processes checks what the launcher needs to leave no process behind.
 func processes(_ context.Context, h *Host) outcome {
 	var n int
 	if err := unix.Prctl(unix.PR_GET_CHILD_SUBREAPER, uintptr(unsafe.Pointer(&n)), 0, 0, 0); err != nil {

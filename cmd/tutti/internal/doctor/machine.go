@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/files"
 	"tutti/kernels"
 )
 
@@ -60,7 +61,7 @@ func (h *Host) cgroupFiles(v2, controller, v1 string) []string {
 	return values
 }
 
-// cpuQuota is the CPUs that the cgroups allow, +Inf without a limit.
+// cpuQuota returns the number of CPUs that the cgroups allow, +Inf without a limit.
 func (h *Host) cpuQuota() float64 {
 	quota := math.Inf(1)
 	for _, s := range h.cgroupFiles("cpu.max", "cpu", "cpu.cfs_quota_us") {
@@ -99,7 +100,7 @@ func cores(_ context.Context, h *Host) outcome {
 	return found(detail)
 }
 
-// cpuList counts what a list such as "0-3,8" names.
+// cpuList counts the members of a list such as "0-3,8".
 func cpuList(s string) int {
 	n := 0
 	for part := range strings.SplitSeq(s, ",") {
@@ -182,14 +183,13 @@ func cmpOr(s, def string) string {
 }
 
 func openFiles(context.Context, *Host) outcome {
-	var r unix.Rlimit
-	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &r); err != nil {
+	most, err := files.Ceiling()
+	if err != nil {
 		return warn(err.Error(), "")
 	}
-	// Go raises the soft limit of its programs to the hard one, and the ranks' too if they are Go
-	// programs.
-	detail := fmt.Sprintf("up to %s", limit(r.Max))
-	if r.Max < 4096 {
+	// Go raises the soft limit of a Go program to the hard one, and so does each rank that is one.
+	detail := fmt.Sprintf("up to %s", limit(most))
+	if most < 4096 {
 		return warn(detail, "a rank needs a few for each peer: raise it (ulimit -Hn 65536)")
 	}
 	return found(detail)
@@ -214,7 +214,7 @@ func limit(n uint64) string {
 	return strconv.FormatUint(n, 10)
 }
 
-// bytes writes n for a person.
+// bytes formats n.
 func bytes(n uint64) string {
 	units := []string{"B", "KiB", "MiB", "GiB", "TiB", "PiB"}
 	f, u := float64(n), 0

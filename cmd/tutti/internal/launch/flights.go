@@ -12,7 +12,7 @@ import (
 	"tutti/pg/flight"
 )
 
-// flightDir is where ranks keep their flight records; "": nowhere.
+// flightDir returns the directory of the ranks' flight records; "": there is none.
 func (l *launcher) flightDir() string {
 	if l.LogDir != "" {
 		return l.LogDir
@@ -20,7 +20,7 @@ func (l *launcher) flightDir() string {
 	return os.Getenv("TUTTI_LOG_DIR")
 }
 
-// flightFiles lists what rank has left in the directory of flight records: regular files of this
+// flightFiles lists the files of rank in the directory of flight records: regular files of this
 // user.
 func flightFiles(dir string, rank int, suffix string) []string {
 	entries, err := os.ReadDir(dir) // no pattern: the directory's name may contain anything
@@ -39,8 +39,7 @@ func flightFiles(dir string, rank int, suffix string) []string {
 	return paths
 }
 
-// clearFlights removes the flight records of an earlier job from the log directory, as its logs
-// are.
+// clearFlights removes an earlier job's flight records from the log directory, like its logs.
 func (l *launcher) clearFlights() {
 	if l.LogDir == "" {
 		return
@@ -54,9 +53,8 @@ func (l *launcher) clearFlights() {
 	}
 }
 
-// landed turns the flight records of a rank that has ended into JSON, for people, unless it ended
-// well. how describes its end. Of which life it was tells incarnation, 0 if that is not known: its
-// place may have been taken already.
+// landed turns the flight records of a rank that has failed into JSON. how describes its end.
+// incarnation is that of the process, 0 if unknown: another one may have taken its place already.
 func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
 	dir := l.flightDir()
 	if dir == "" {
@@ -78,7 +76,7 @@ func (l *launcher) landed(rank int, incarnation uint64, code int, how string) {
 }
 
 // translate reads a flight record and writes it as base.json, or base-INCARNATION.json if there is
-// such a file of an earlier life.
+// such a file of an earlier incarnation.
 func translate(path, base, how string) error {
 	s, err := flight.ReadFile(path)
 	if err != nil {

@@ -1,7 +1,6 @@
 package launch
 
 import (
-	"crypto/rand"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -18,16 +17,18 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/ident"
 )
 
-// guardName is argv[0] of the guard, by which it knows itself and a person sees it in ps.
+// guardName is argv[0] of the guard, by which it recognizes itself and is shown in ps.
 const guardName = "tutti-guard"
 
 // maxMessage bounds one message between launcher and guard: arguments and environment of a process,
-// which the kernel bounds to less.
+// which the kernel limits to less.
 const maxMessage = 8 << 20
 
-// Command is a program to run: Path as exec takes it, Args without the program's name, the whole
+// Command is a program to run: Path as for exec, Args without the program's name, the whole
 // environment, and the directory ("" for the launcher's).
 type Command struct {
 	Path string
@@ -36,13 +37,13 @@ type Command struct {
 	Dir  string
 	CPU  int // 0: any; else the CPU-th processor that the guard itself may run on, from 1
 
-	// Sweep: if it ends badly, what is left of its process group is killed at once: others go on,
-	// and may start it again, which would find its former life's children in the way.
+	// Sweep kills the rest of the process group when the process fails: the job continues, and a
+	// restarted process would find the children of the old one in its way.
 	Sweep bool
 }
 
-// order is what the launcher tells the guard: a directory to remove in the end, a process to start,
-// or a signal for one (or all, ID < 0).
+// order is a message of the launcher to the guard: a directory to remove in the end, a process to
+// start, or a signal for one (or all, ID < 0).
 type order struct {
 	Temp   string
 	Start  *Command
@@ -50,9 +51,9 @@ type order struct {
 	Signal syscall.Signal
 }
 
-// Event is what the guard tells the launcher about the process that was started as ID: it runs
-// (PID), it could not be started (Error), or it has ended (Exited and Status). Lost means that the
-// guard itself is gone, and with it the ranks.
+// Event is a message of the guard about the process that was started as ID: it runs (PID), it could
+// not be started (Error), or it has ended (Exited and Status). Lost means that the guard itself has
+// ended, and the ranks with it.
 type Event struct {
 	ID     int
 	PID    int
@@ -68,10 +69,10 @@ type Guard struct {
 	proc   *os.Process
 	events chan Event
 	mu     sync.Mutex // one message at a time
-	lock   *os.File   // on the temporary directory, until this process ends
+	lock   *os.File   // of the temporary directory, until this process ends
 }
 
-// IsGuard says whether this process was started as a guard; main must then call GuardMain before
+// IsGuard reports whether this process was started as a guard; main must then call GuardMain before
 // anything else.
 func IsGuard() bool { return len(os.Args) > 0 && os.Args[0] == guardName }
 
@@ -96,8 +97,8 @@ func NewGuard() (*Guard, error) {
 		return nil, err
 	}
 	defer null.Close()
-	// Its own process group: a terminal's Ctrl-C and a kill of the launcher's group are not for the
-	// guard.
+	// Its own process group: Ctrl-C at a terminal and a kill of the launcher's group do not reach
+	// the guard.
 	p, err := os.StartProcess("/proc/self/exe", []string{guardName}, &os.ProcAttr{
 		Files: []*os.File{null, null, os.Stderr, theirs}, Sys: &syscall.SysProcAttr{Setpgid: true}})
 	if err != nil {
@@ -109,8 +110,8 @@ func NewGuard() (*Guard, error) {
 	return g, nil
 }
 
-// Events yields what happens to the processes, and is closed when the guard has ended. The caller
-// must drain it.
+// Events returns the events of the processes. The channel is closed when the guard has ended. The
+// caller must drain it.
 func (g *Guard) Events() <-chan Event { return g.events }
 
 func (g *Guard) listen() {
@@ -125,15 +126,13 @@ func (g *Guard) listen() {
 	}
 }
 
-// Temp makes a directory, empty but for a lock, which the guard removes in the end. It removes
-// those of launchers whose guards were killed too.
+// Temp makes a directory, empty except for a lock, which the guard removes in the end. It removes
+// those of launchers that were killed with their guards.
 func (g *Guard) Temp() (string, error) {
 	removeStale(os.TempDir())
 	for {
-		var b [8]byte
-		rand.Read(b[:])
-		dir := filepath.Join(os.TempDir(), fmt.Sprintf("tutti-%x", b))
-		// Told first: a launcher that dies in between leaves nothing.
+		dir := filepath.Join(os.TempDir(), fmt.Sprintf("tutti-%016x", ident.New()))
+		// The guard is told first, so that a launcher that dies in between leaves nothing.
 		if _, err := os.Lstat(dir); err == nil {
 			continue
 		}
@@ -146,14 +145,14 @@ func (g *Guard) Temp() (string, error) {
 	}
 }
 
-// Start has the guard start a process with these files as its standard input, output and error;
-// they remain the caller's. What becomes of it arrives as Events with this id.
+// Start makes the guard start a process with these files as its standard input, output and error;
+// the caller keeps them. The process's Events have this id.
 func (g *Guard) Start(id int, c Command, stdin, stdout, stderr *os.File) error {
 	return g.tell(order{Start: &c, ID: id}, int(stdin.Fd()), int(stdout.Fd()), int(stderr.Fd()))
 }
 
-// Signal sends sig to the process group of process id, or of every process if id < 0. Those that
-// have ended are left out.
+// Signal sends sig to the process group of process id, or of every process if id < 0. Processes
+// that have ended are skipped.
 func (g *Guard) Signal(id int, sig syscall.Signal) error { return g.tell(order{ID: id, Signal: sig}) }
 
 func (g *Guard) tell(o order, files ...int) error {
@@ -165,9 +164,9 @@ func (g *Guard) tell(o order, files ...int) error {
 	return nil
 }
 
-// Close has the guard kill every process that is left, and everything these have started, and waits
-// for its end. It waits as long as a process takes to die, which only the kernel can delay. Events
-// must be drained meanwhile.
+// Close makes the guard kill every remaining process and its descendants, and waits for its end. It
+// waits as long as a process takes to die, which only the kernel can delay. Events must be drained
+// meanwhile.
 func (g *Guard) Close() error {
 	g.conn.CloseWrite()
 	state, err := g.proc.Wait()
@@ -175,7 +174,8 @@ func (g *Guard) Close() error {
 	if err == nil && state.Success() {
 		return nil
 	}
-	// The guard died by another's hand. The ranks die with it; what they had started is ours now.
+	// Another process killed the guard. The ranks die with it; their children are now this
+	// process's.
 	chld := make(chan os.Signal, 1)
 	signal.Notify(chld, syscall.SIGCHLD)
 	defer signal.Stop(chld)
@@ -257,16 +257,16 @@ func closeAll(fds []int) {
 	}
 }
 
-// GuardMain is the whole life of a guard. It returns the process's exit code.
+// GuardMain runs a guard. It returns the process's exit code.
 func GuardMain() int {
-	// The ranks' parent-death signal is bound to the thread that starts them: this one, kept alive
-	// by this function, which ends with the process.
+	// The ranks' parent-death signal is bound to the thread that starts them: this one, which this
+	// function keeps alive until the process ends.
 	runtime.LockOSThread()
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		fmt.Fprintln(os.Stderr, "tutti: guard: become a subreaper:", err)
 		return 1
 	}
-	// Caught and dropped, rather than ignored, which the ranks would inherit.
+	// Caught and dropped instead of ignored, because the ranks would inherit that.
 	dropped := make(chan os.Signal, 1)
 	signal.Notify(dropped, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGPIPE,
 		syscall.SIGTTOU, syscall.SIGTTIN, syscall.SIGTSTP)
@@ -296,8 +296,8 @@ func GuardMain() int {
 	}()
 
 	var temps []string
-	running := map[int]int{} // pid -> id; exactly the started children that have not been waited for
-	sweep := map[int]bool{}  // those of them whose process group goes with them
+	running := map[int]int{} // pid -> id; the started children that have not been waited for
+	sweep := map[int]bool{}  // those whose process group ends with them
 	exited := func(pid int, s syscall.WaitStatus) {
 		if id, ok := running[pid]; ok {
 			if sweep[pid] && s != 0 {
@@ -352,7 +352,7 @@ func start(c *Command, files []int) (int, error) {
 	if len(files) != 3 {
 		return 0, fmt.Errorf("guard got %d files, want 3", len(files))
 	}
-	if c.CPU > 0 { // a process begins where the thread that forks it may run
+	if c.CPU > 0 { // a process inherits the CPU set of the thread that forks it
 		var all, one unix.CPUSet
 		if err := unix.SchedGetaffinity(0, &all); err != nil {
 			return 0, fmt.Errorf("bind to a core: %w", err)
@@ -378,7 +378,7 @@ func start(c *Command, files []int) (int, error) {
 		Sys: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}})
 }
 
-// reap waits for the children that have ended, and says whether there are others.
+// reap waits for the children that have ended, and reports whether there are others.
 func reap(exited func(pid int, s syscall.WaitStatus)) (more bool) {
 	for {
 		var s syscall.WaitStatus
@@ -396,8 +396,8 @@ func reap(exited func(pid int, s syscall.WaitStatus)) (more bool) {
 }
 
 // killGroup kills the process group of a leader that has just been waited for. While a child of
-// ours is in the group, its number is nobody else's; without one there is nobody whom we inherited
-// from the leader, and the number may be a stranger's.
+// this process is in the group, its number is not reused; without one the leader left no process
+// behind, and the number may belong to a stranger.
 func killGroup(leader int) {
 	for _, pid := range children() {
 		if group, err := unix.Getpgid(pid); err == nil && group == leader {
@@ -407,8 +407,8 @@ func killGroup(leader int) {
 	}
 }
 
-// killChildren kills children, and the children that it inherits from them, until there are none.
-// It looks again after each death, which is when children are inherited.
+// killChildren kills the children of this process, and those that it inherits from them, until
+// there are none. It looks again after each death, which is when children are inherited.
 func killChildren(chld <-chan os.Signal, exited func(pid int, s syscall.WaitStatus)) {
 	for reap(exited) {
 		for _, pid := range children() {

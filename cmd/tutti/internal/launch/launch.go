@@ -18,64 +18,65 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/internal/files"
 )
 
-// Exit codes beside the ranks' own; a rank killed by signal s counts as 128+s, as in shells.
+// Exit codes besides the ranks' own; a rank killed by signal s counts as 128+s, as in shells.
 const (
 	CodeLaunch   = 1   // the job could not be started or kept running
-	CodeNoExec   = 126 // the program is there but cannot be run
+	CodeNoExec   = 126 // the program exists but cannot be run
 	CodeNotFound = 127 // there is no such program
 )
 
-// dieBy is how long a process may take to disappear after SIGKILL before the launcher says so and
-// leaves the rest to the guard.
+// dieBy bounds the time until a process disappears after SIGKILL. After that the launcher reports
+// it and leaves the rest to the guard.
 const dieBy = 10 * time.Second
 
-// Options says what to run. Program, N and the files must be set; the zero value of everything else
-// is a default.
+// Options says what to run. Program, N and the files must be set; other zero values mean defaults.
 type Options struct {
-	Program string   // a program; a .go file or a directory of Go files, which is built first
+	Program string   // a program; a .go file or a directory of Go files is built first
 	Args    []string // its arguments
 	N       int      // ranks on this node
 
 	Nodes, Node int    // number of nodes, 0 for one, and this one's number
 	Rendezvous  string // HOST:PORT at which node 0 serves the store, if Nodes > 1 and no Store is given
 	Store       string // address of an existing store; "" to serve one
-	// name of the job; "" for a random one (one node) or "default" (several that share a served
-	// store)
+	// Job is the name of the job; "" for a random one (one node) or "default" (several that share a
+	// served store).
 	Job string
-	// textual form; "" for a random one, with several nodes only if Meet carries it to the others
+	// Secret is the secret in textual form; "" for a random one, with several nodes only if Meet
+	// passes it to the others.
 	Secret string
-	// Meet is how the nodes meet that another launcher has started: instead of Rendezvous, and
-	// without Store
+	// Meet is how the nodes meet if another launcher has started them: instead of Rendezvous, and
+	// without Store.
 	Meet *bootstrap.Launch
 	Env  []string
 
-	Stdin          *os.File // for this node's first rank; nil: nothing
+	Stdin          *os.File // for this node's first rank; nil: empty
 	Stdout, Stderr *os.File
 	NoPrefix       bool
 	LogDir         string
-	// each rank to a processor of its own; N must not exceed the processors that this process may
-	// run on
+	// Bind binds each rank to its own processor; N must not exceed the processors that this process
+	// may run on.
 	Bind  bool
 	Grace time.Duration // between SIGTERM, or the user's signal, and SIGKILL
 
-	// GoOn leaves the other ranks running when one dies, killed or by itself: Env tells them to
-	// "shrink" or "retry". The job begins to end with the first rank that ends well: it has ended
-	// well if all did that were alive then. If none ended well, the first death counts.
+	// GoOn keeps the other ranks running when one dies: Env tells them to "shrink" or "retry". The
+	// job begins to end with the first rank that succeeds. It has succeeded if all ranks that were
+	// alive then do. If no rank succeeded, the first death counts.
 	GoOn bool
-	// how often each rank that died is started again until then, if GoOn; its environment has
-	// TUTTI_RESTART then
+	// MaxRestarts is how often each rank that died is started again before the job ends, if GoOn;
+	// its environment then has TUTTI_RESTART.
 	MaxRestarts int
-	// processes more that wait for a rank to die and take its place, if GoOn; those that never did
-	// are ended with the job
+	// Standby is the number of spare processes that wait to take the place of dead ranks, if GoOn;
+	// unused ones end with the job.
 	Standby int
 
-	Quiet     bool // say nothing of how the ranks ended
+	Quiet     bool // do not report how the ranks ended
 	QuietCode int  // nor if the first failure had this exit code; 0: none
 }
 
-// An Error is a failure of the launch itself, with the exit code that it means.
+// An Error is a failure of the launch itself, with its exit code.
 type Error struct {
 	Code int
 	Err  error
@@ -84,13 +85,13 @@ type Error struct {
 func (e *Error) Error() string { return e.Err.Error() }
 func (e *Error) Unwrap() error { return e.Err }
 
-// rank is what the launcher knows about one process of the guard's.
+// rank is the launcher's state of one process of the guard.
 type rank struct {
 	started, ended bool
 	pid            int
 	restarts       int
-	since          time.Time   // start of this life
-	due            *time.Timer // until the next life; nil: none is planned
+	since          time.Time   // start of the present process
+	due            *time.Timer // until the next start; nil: none is planned
 }
 
 // launcher is one Run.
@@ -101,41 +102,41 @@ type launcher struct {
 	temp        string
 	signals     chan os.Signal
 	hold        *store // the store, or this node's part in it
-	told        func() // ends what tells the other nodes where it is
+	told        func() // ends the announcement of the store to other nodes
 	out         *Output
 
 	ranks    []rank
 	live     int
 	code     int            // of the first failure
-	why      string         // what that was
-	running  int            // ranks that still ran then
+	why      string         // its description
+	running  int            // ranks that were still running then
 	stopping bool           // SIGTERM or the user's signal has been sent
-	user     syscall.Signal // what the user sent, if anything
+	user     syscall.Signal // the user's signal, if any
 	killed   int            // ranks that had to be killed
 	killing  bool
 	grace    <-chan time.Time
 
 	command Command
 	env     func(int) []string
-	failed  bool // the ranks were ended: code is not what became of them by themselves
+	failed  bool // the launcher ended the ranks: code is not their own result
 
-	// If GoOn.
-	again     chan int      // ranks whose next life is due
-	pending   int           // those that will be
-	views     *views        // not nil if processes may wait to be let in
-	in        map[int]entry // by pid: those that have been let in
-	asked     bool          // whether the group is over
+	// If GoOn:
+	again     chan int      // ranks whose next start is due
+	pending   int           // the number of planned starts
+	views     *views        // not nil if processes may wait for admission
+	in        map[int]entry // by pid: the admitted ones
+	asked     bool          // views was asked whether the group is over
 	well      int           // ranks that ended with code 0
-	deaths    int           // ranks that ended badly
+	deaths    int           // ranks that failed
 	first     death         // of them
-	late      death         // the first of them after a rank had ended well
-	dismissed bool          // only processes that wait to be let in are left, and they have been asked to end
+	late      death         // the first of them after a rank had succeeded
+	dismissed bool          // only processes that wait for admission are left, and they have been asked to end
 }
 
-// Run starts the ranks, shows their output, waits for their end and returns the exit code that the
-// job means: 0, or that of the rank that failed first. When it returns, none of the processes that
-// the ranks were or have started exists any more. It may be called once at a time, in a process
-// without other children. If ctx ends, the job does.
+// Run starts the ranks, shows their output, waits for their end and returns the job's exit code: 0,
+// or that of the rank that failed first. When it returns, none of the ranks' processes and their
+// descendants exists any more. It may be called once at a time, in a process without other
+// children. The job ends when ctx does.
 func Run(ctx context.Context, o Options) (int, error) {
 	o.Nodes = max(o.Nodes, 1)
 	l := &launcher{Options: o, base: o.Node * o.N, world: o.Nodes * o.N, ranks: make([]rank, o.N+o.Standby),
@@ -143,7 +144,7 @@ func Run(ctx context.Context, o Options) (int, error) {
 	var caught []os.Signal
 	for _, s := range []os.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1,
 		syscall.SIGUSR2, syscall.SIGPIPE} {
-		if !signal.Ignored(s) { // as under nohup, or in the background of a script: it is to stay so
+		if !signal.Ignored(s) { // under nohup, or in the background of a script, it stays ignored
 			caught = append(caught, s)
 		}
 	}
@@ -179,15 +180,15 @@ func Run(ctx context.Context, o Options) (int, error) {
 	return l.code, nil
 }
 
-// say prints a line of the launcher's own.
+// say prints a line of the launcher.
 func (l *launcher) say(text string) {
-	// Through the ranks' stream, so that it stands on a line of its own.
+	// Through the ranks' stream, so that it begins a new line.
 	l.out.err.mu.Lock()
 	defer l.out.err.mu.Unlock()
 	fmt.Fprintln(l.Stderr, Tag(l.Stderr)+text)
 }
 
-// close ends what is left of the processes, in bounded time.
+// close ends the remaining processes, in bounded time.
 func (l *launcher) close() error {
 	done := make(chan error, 1)
 	go func() { done <- l.guard.Close() }()
@@ -218,10 +219,10 @@ func (l *launcher) close() error {
 func (l *launcher) run(ctx context.Context) error {
 	// Two pipes and a connection to the store for each rank, and another connection while it
 	// starts.
-	var files unix.Rlimit
-	if need := uint64(40 + 4*len(l.ranks)); unix.Getrlimit(unix.RLIMIT_NOFILE, &files) == nil && files.Cur < need {
+	limit, known := files.Limit()
+	if need := uint64(40 + 4*len(l.ranks)); known && limit < need {
 		return fmt.Errorf("this process may have %d open files (RLIMIT_NOFILE), and for %s it needs up to %d: "+
-			"raise the limit (ulimit -n)", files.Cur, count(len(l.ranks), "rank"), need)
+			"raise the limit (ulimit -n)", limit, count(len(l.ranks), "rank"), need)
 	}
 	var err error
 	if l.temp, err = l.guard.Temp(); err != nil {
@@ -245,8 +246,8 @@ func (l *launcher) run(ctx context.Context) error {
 	return l.supervise(ctx)
 }
 
-// name is the number under which a process is spoken of: its rank, and for those on standby numbers
-// above all ranks.
+// name returns the number of a process in messages: its rank; for those on standby, numbers above
+// all ranks.
 func (l *launcher) name(i int) int {
 	if i >= l.N {
 		return l.world + l.Node*l.Standby + i - l.N
@@ -254,7 +255,7 @@ func (l *launcher) name(i int) int {
 	return l.base + i
 }
 
-// who is local process i to a person.
+// who describes local process i.
 func (l *launcher) who(i int) string {
 	if e, ok := l.in[l.ranks[i].pid]; ok && i >= l.N {
 		return fmt.Sprintf("rank %d (standby %d)", e.slot, l.Node*l.Standby+i-l.N)
@@ -305,8 +306,8 @@ func (l *launcher) start(i int) error {
 	return nil
 }
 
-// stdin opens the standard input of local rank i. A terminal is read by the launcher, since the
-// ranks are not in its foreground; feed is then where to.
+// stdin opens the standard input of local rank i. The launcher reads a terminal itself, since the
+// ranks are not in its foreground, and writes to feed.
 func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 	switch {
 	case i > 0 || l.ranks[i].restarts > 0 || l.Stdin == nil:
@@ -323,7 +324,7 @@ func (l *launcher) stdin(i int) (in, feed *os.File, err error) {
 }
 
 // supervise waits until all ranks have ended, and ends them when one fails, another node does, or
-// the user wants it.
+// the user interrupts.
 func (l *launcher) supervise(ctx context.Context) error {
 	cancelled, broken := ctx.Done(), l.out.Broken()
 	for {
@@ -353,7 +354,7 @@ func (l *launcher) supervise(ctx context.Context) error {
 			l.kill()
 		case <-broken:
 			broken = nil
-			l.fail(128+int(syscall.SIGPIPE), "nobody reads the output any more")
+			l.fail(128+int(syscall.SIGPIPE), "the output has no reader any more")
 		case f := <-l.hold.failed():
 			l.fail(f.code, f.why)
 		case <-cancelled:
@@ -364,9 +365,9 @@ func (l *launcher) supervise(ctx context.Context) error {
 	if l.GoOn && l.code == 0 {
 		l.code, l.why = l.verdict()
 	}
-	err := l.hold.others(ctx, l) // node 0's store is everybody's until all nodes are done
+	err := l.hold.others(ctx, l) // the store of node 0 serves all nodes until they are done
 	if l.GoOn && !l.failed {
-		l.code, l.why = l.verdict() // again: another node's ranks may have ended well meanwhile
+		l.code, l.why = l.verdict() // again: ranks of another node may have succeeded meanwhile
 	}
 	return err
 }
@@ -375,7 +376,7 @@ func (l *launcher) event(e Event) error {
 	switch r := &l.ranks[max(e.ID, 0)]; {
 	case e.Lost:
 		return errors.New("the guard process was killed; the ranks are killed with it")
-	case e.ID < 0: // the build's, late
+	case e.ID < 0: // an event of the build, late
 	case e.Error != "":
 		l.live--
 		r.ended = true
@@ -408,7 +409,7 @@ func (l *launcher) event(e Event) error {
 	return nil
 }
 
-// outcome is the exit code that a status means, and its description.
+// outcome returns the exit code and the description of a status.
 func outcome(s syscall.WaitStatus) (code int, how string) {
 	if s.Signaled() {
 		name := unix.SignalName(s.Signal())
@@ -424,7 +425,7 @@ func outcome(s syscall.WaitStatus) (code int, how string) {
 	return s.ExitStatus(), fmt.Sprintf("exited with code %d", s.ExitStatus())
 }
 
-// fail notes the first failure and ends the ranks.
+// fail records the first failure and ends the ranks.
 func (l *launcher) fail(code int, why string) {
 	if l.code != 0 {
 		return
@@ -434,8 +435,8 @@ func (l *launcher) fail(code int, why string) {
 	l.end(syscall.SIGTERM)
 }
 
-// end sends s to all ranks and kills after the grace those that have not ended by then, unless they
-// are being ended already. A rank that is stopped goes on, so that it hears of it.
+// end sends s to all ranks and, after the grace, kills the remaining ones, unless they are being
+// ended already. It continues stopped ranks, so that they handle the signal.
 func (l *launcher) end(s syscall.Signal) {
 	if l.stopping {
 		return
@@ -448,7 +449,7 @@ func (l *launcher) end(s syscall.Signal) {
 
 func (l *launcher) signal(s syscall.Signal) {
 	switch {
-	case s == syscall.SIGPIPE: // writing to the broken pipe says so too
+	case s == syscall.SIGPIPE: // writing to the broken pipe reports it, too
 	case s == syscall.SIGUSR1 || s == syscall.SIGUSR2:
 		l.guard.Signal(-1, s)
 	case l.user != 0 || l.code != 0:
@@ -471,7 +472,7 @@ func (l *launcher) kill() {
 	}
 }
 
-// summary prints how the job ended, if not well.
+// summary prints how the job failed, if it did.
 func (l *launcher) summary() {
 	if l.code == 0 || l.Quiet || l.code == l.QuietCode {
 		return
@@ -544,8 +545,8 @@ func (l *launcher) program(ctx context.Context) (Command, error) {
 	return c, nil
 }
 
-// build builds the Go program c.Path into the temporary directory. The compiler's messages are
-// shown as they are.
+// build builds the Go program c.Path into the temporary directory. It shows the compiler's messages
+// unchanged.
 func (l *launcher) build(ctx context.Context, c Command) (Command, error) {
 	tool, err := exec.LookPath("go")
 	if err != nil {
@@ -623,8 +624,8 @@ func isArchive(path string) bool {
 	return err == nil && string(head[:]) == "!<arch>\n"
 }
 
-// buildFrom says what to tell go build, and where: here, so that its messages name files as the
-// user would, unless the source is part of another module.
+// buildFrom returns the arguments for go build, and its directory: the present one, so that
+// messages name files as the user does, unless the source is part of another module.
 func buildFrom(path string) (what, dir string, err error) {
 	abs, err := filepath.Abs(path)
 	if err != nil {
@@ -647,7 +648,7 @@ func buildFrom(path string) (what, dir string, err error) {
 	return filepath.Base(abs), home, nil
 }
 
-// module returns the directory of the go.mod that governs dir, "" if there is none.
+// module returns the directory of the go.mod for dir, "" if there is none.
 func module(dir string) string {
 	for {
 		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
@@ -661,15 +662,15 @@ func module(dir string) string {
 	}
 }
 
-// inherit is the launcher's environment without what a rank must not take from it, and without what
-// it is given instead: of variables that are there twice, programs take either. Where the store is
-// the launcher's own, how to enter a site's has no meaning.
+// inherit returns the launcher's environment without variables that a rank must not inherit, and
+// without those that it gets instead: programs differ in how they handle duplicates. If the
+// launcher serves the store, the credentials of a site's store are removed.
 func inherit(own []string, siteStore bool, instead []string) []string {
 	drop := []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 		"TORCHELASTIC_RUN_ID", "TUTTI_RANK", "TUTTI_SIZE",
 		"TUTTI_LOCAL_RANK", "TUTTI_LOCAL_SIZE", "TUTTI_STANDBY", "TUTTI_RESTART", "TUTTI_JOB", "TUTTI_STORE",
 		"TUTTI_SECRET", "TUTTI_SECRET_FILE",
-		// a connection that this process has, and may have used
+		// a connection of this process, which may have been used
 		"PMI_FD", "PMI_PORT", "PMI_ID", "PMI_RANK", "PMI_SIZE"}
 	if !siteStore {
 		drop = append(drop, "TUTTI_STORE_USER", "TUTTI_STORE_PASSWORD", "TUTTI_STORE_CA", "TUTTI_STORE_CERT",

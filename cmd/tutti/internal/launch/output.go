@@ -16,23 +16,22 @@ import (
 	"tutti/internal/files"
 )
 
-// maxLine is the longest line that is shown in one piece; what is longer is cut into lines of this
-// length.
+// maxLine is the longest line that is shown as one; longer ones are cut into lines of this length.
 const maxLine = 64 << 10
 
-// Terminal says whether f is a terminal.
+// Terminal reports whether f is a terminal.
 func Terminal(f *os.File) bool {
 	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
 	return err == nil
 }
 
-// Colour says whether to write colour to f: it is a terminal that can show it, and NO_COLOR is not
-// set.
+// Colour reports whether to write colour to f: it is a terminal that supports it, and NO_COLOR is
+// not set.
 func Colour(f *os.File) bool {
 	return os.Getenv("NO_COLOR") == "" && os.Getenv("TERM") != "dumb" && Terminal(f)
 }
 
-// Tag is what the launcher's own lines on f begin with.
+// Tag returns the prefix of the launcher's own lines on f.
 func Tag(f *os.File) string {
 	if Colour(f) {
 		return "\x1b[1;31mtutti:\x1b[0m "
@@ -40,17 +39,17 @@ func Tag(f *os.File) string {
 	return "tutti: "
 }
 
-// rankColours tells neighbours apart: cyan, yellow, green, magenta, blue, and their bright
+// rankColours distinguish neighbours: cyan, yellow, green, magenta, blue, and their bright
 // versions; red is for errors.
 var rankColours = []int{36, 33, 32, 35, 34, 96, 93, 92, 95, 94}
 
-// Output shows what the ranks print: whole lines, each behind its rank's number, never mixed within
-// a line; and keeps it in files if asked.
+// Output shows the ranks' output: whole lines, each with its rank's number, never mixed within a
+// line. It can also write them to files.
 type Output struct {
 	out, err *stream
 	log      *ranksLog
 	report   func(string)
-	broken   chan struct{} // closed once nobody reads the standard output any more
+	broken   chan struct{} // closed when the reader of the standard output has gone
 	wg       sync.WaitGroup
 }
 
@@ -65,7 +64,7 @@ type stream struct {
 
 // NewOutput writes ranks' standard output to out and standard error to errw, with prefixes wide
 // enough for world ranks if prefix is set, and everything to logDir/rank-N.log if logDir is not
-// empty. report is told, once each, what cannot be written.
+// empty. report is called once for each file that cannot be written.
 func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks []int,
 	report func(string)) (*Output, error) {
 	width := len(strconv.Itoa(max(world-1, 0)))
@@ -89,7 +88,7 @@ func NewOutput(out, errw *os.File, prefix bool, world int, logDir string, ranks 
 	return o, nil
 }
 
-// Broken is closed when the reader of the standard output has gone away, as head does.
+// Broken is closed when the reader of the standard output has gone away, for example head.
 func (o *Output) Broken() <-chan struct{} { return o.broken }
 
 // Copy shows what rank writes to r, its standard error if isErr, until r ends. It returns at once;
@@ -136,7 +135,7 @@ func (o *Output) copy(s *stream, rank int, r io.Reader) {
 				buf = append(buf, '\n')
 			}
 		}
-		// Lines that are here already go out together.
+		// Lines that have arrived are written together.
 		if next, _ := in.Peek(in.Buffered()); err != nil && !errors.Is(err, bufio.ErrBufferFull) ||
 			len(buf) >= maxLine || !hasLine(next) {
 			o.emit(s, buf)
@@ -179,7 +178,7 @@ func (o *Output) emit(s *stream, b []byte) {
 	}
 }
 
-// ranksLog is one file per rank. What cannot be written is reported once, and the job goes on.
+// ranksLog is one file for each rank. A failure to write is reported once, and the job goes on.
 type ranksLog struct {
 	mu     sync.Mutex // a rank's two streams share its file
 	files  map[int]*os.File

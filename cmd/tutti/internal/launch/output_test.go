@@ -28,8 +28,8 @@ func sink(t *testing.T) (w *os.File, contents func() string) {
 	}
 }
 
-// TestOutputKeepsLinesWhole has ranks write lines in random pieces at the same time.
-func TestOutputKeepsLinesWhole(t *testing.T) {
+// TestOutputLinesAreNotMixed has ranks write lines in random pieces at the same time.
+func TestOutputLinesAreNotMixed(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		n := rapid.IntRange(1, 12).Draw(rt, "ranks")
 		prefix := rapid.Bool().Draw(rt, "prefix")

@@ -16,8 +16,8 @@ import (
 	"tutti/internal/lockdir"
 )
 
-// Running is a job that a launcher of this user runs on this machine, and what it takes to ask its
-// ranks.
+// Running describes a job that a launcher of this user runs on this machine, with what is needed to
+// ask its ranks.
 type Running struct {
 	Job     string    `json:"job"`
 	Store   string    `json:"store"`
@@ -28,13 +28,13 @@ type Running struct {
 	Started time.Time `json:"started"`
 }
 
-// runningName is the file in a launcher's temporary directory that says what it runs. It is
-// readable for its owner alone, and goes with the directory.
+// runningName is the file in a launcher's temporary directory that describes its job. Only its
+// owner can read it, and it is removed with the directory.
 const runningName = "job.json"
 
 const maxRunning = 64 << 10
 
-// announce lets this user's other commands find the job.
+// announce makes the job known to this user's other commands.
 func (l *launcher) announce(store string) error {
 	program := strings.Join(append([]string{l.Program}, l.Args...), " ")
 	b, err := json.Marshal(Running{Job: l.Job, Store: store, Secret: l.Secret, PID: os.Getpid(), Ranks: l.world,
@@ -58,7 +58,7 @@ func Jobs() []Running {
 	var all []Running
 	dirs := []string{filepath.Clean(os.TempDir())}
 	if dirs[0] != "/tmp" {
-		dirs = append(dirs, "/tmp") // of a launcher with another TMPDIR than ours
+		dirs = append(dirs, "/tmp") // of a launcher with another TMPDIR
 	}
 	for _, parent := range dirs {
 		entries, err := os.ReadDir(parent)
@@ -85,10 +85,10 @@ func Jobs() []Running {
 	return out
 }
 
-// readRunning reads what announce wrote, and checks it. Anybody may make directories of such names
-// where temporary ones are, and this user may have opened one to others: a note counts only as
-// announce leaves it, a file of this user's in a directory of this user's, both closed to everybody
-// else.
+// readRunning reads and checks a file of announce. Any user can make directories of such names
+// where temporary ones are, and this user may have opened one to others: the file is valid only as
+// announce leaves it, a file of this user in a directory of this user, both without access for
+// others.
 func readRunning(dir string) (r Running, err error) {
 	d, err := unix.Open(dir, unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {

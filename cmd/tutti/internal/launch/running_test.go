@@ -68,8 +68,8 @@ func TestJobs(t *testing.T) {
 	}
 }
 
-// TestNotesOfOthers: a note counts only as announce leaves it.
-func TestNotesOfOthers(t *testing.T) {
+// TestForeignNotesAreIgnored: a note counts only as announce leaves it.
+func TestForeignNotesAreIgnored(t *testing.T) {
 	for name, spoil := range map[string]func(dir, note string) error{
 		"a directory that others may enter": func(dir, note string) error { return os.Chmod(dir, 0o711) },
 		"a note that others may read":       func(dir, note string) error { return os.Chmod(note, 0o640) },
@@ -115,7 +115,7 @@ func TestNotesOfOthers(t *testing.T) {
 	}
 }
 
-func TestLanded(t *testing.T) {
+func TestRecordOfEndedRank(t *testing.T) {
 	l := &launcher{Options: Options{LogDir: filepath.Join(t.TempDir(), "a[b"), N: 2}}
 	if err := os.Mkdir(l.LogDir, 0o755); err != nil {
 		t.Fatal(err)
@@ -151,7 +151,7 @@ func TestLanded(t *testing.T) {
 		s.Reason != "was killed by signal 9 (SIGKILL)" || s.Rank != 1 {
 		t.Errorf("%+v, %v", s, err)
 	}
-	record(1, 3) // another life
+	record(1, 3) // another incarnation
 	l.landed(1, 0, 1, "exited with code 1")
 	record(1, 4)
 	l.landed(1, 0, 0, "")
@@ -167,7 +167,7 @@ func TestLanded(t *testing.T) {
 	if err := os.Symlink(filepath.Join(l.LogDir, "flight-rank10-0000000000000002.bin"), link); err != nil {
 		t.Fatal(err)
 	}
-	l.landed(1, 0, 1, "exited with code 1") // somebody else's doing
+	l.landed(1, 0, 1, "exited with code 1") // ended by another process
 	l.clearFlights()
 	expect("flight-rank1-0000000000000005.bin flight-rank10-0000000000000002.bin")
 }

@@ -3,8 +3,6 @@ package launch
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -20,30 +18,31 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/embed"
+	"tutti/internal/ident"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 )
 
-// What launchers of several nodes write in the store, below the job's prefix: who is there, under a
-// lease, and how it ended there.
+// Keys of launchers of several nodes in the store, below the job's prefix: the nodes, under a
+// lease, and how they ended.
 const (
 	nodeKeys = "launcher/nodes/"
 	doneKeys = "launcher/done/"
 )
 
-// nodeRecord is what a launcher says of its node.
+// nodeRecord is a launcher's record of its node.
 type nodeRecord struct {
 	N, Nodes int
 	Host     string
 	Failure  string // --on-failure
-	Master   string `json:",omitempty"` // node 0: HOST:PORT for programs that want a rendezvous of their own
+	Master   string `json:",omitempty"` // node 0: HOST:PORT for programs with their own rendezvous
 	Refusal  string `json:",omitempty"` // why it gives up
 }
 
-// hearWait is how long a launcher that gives up waits for another to hear of it.
+// hearWait bounds how long a launcher that gives up waits until another has read its record.
 const hearWait = 5 * time.Second
 
-// differs says why two nodes cannot be of one job; nil: they can.
+// differs returns why two nodes cannot be of one job, or nil.
 func (r nodeRecord) differs(n int, other nodeRecord) error {
 	switch {
 	case other.N != r.N || other.Nodes != r.Nodes:
@@ -56,8 +55,8 @@ func (r nodeRecord) differs(n int, other nodeRecord) error {
 	return nil
 }
 
-// failure is how a node ended: Code 0 is well. End: the others are to end too, whatever
-// Options.GoOn says.
+// failure is how a node ended: Code 0 is success. End: the others have to end too, even with
+// Options.GoOn.
 type failure struct {
 	Code int
 	Why  string
@@ -69,7 +68,7 @@ type broken struct {
 	why  string
 }
 
-// store is the job's store as this launcher has it: served, shared with other launchers, both, or
+// store is this launcher's view of the job's store: served, shared with other launchers, both, or
 // neither (nil fields; a nil *store works).
 type store struct {
 	server *embed.Server
@@ -77,11 +76,11 @@ type store struct {
 	node   int
 	nodes  int
 
-	failc   chan broken   // gets the first failure elsewhere that ends this node too
+	failc   chan broken   // receives the first failure elsewhere that ends this node too
 	alone   chan struct{} // closed once every other node has ended
 	goOn    bool
 	say     func(string)
-	well    atomic.Bool   // another node has ended well
+	well    atomic.Bool   // another node has succeeded
 	wake    chan struct{} // holds a token after well was set
 	cancel  context.CancelFunc
 	watched chan struct{}
@@ -89,9 +88,10 @@ type store struct {
 	reports sync.WaitGroup
 }
 
-// environment makes the store, meets the other nodes, and returns the environment of local rank i.
+// environment makes the store, meets the other nodes, and returns a function for the environment of
+// local rank i.
 func (l *launcher) environment(ctx context.Context) (func(i int) []string, error) {
-	fresh := "" // what the other nodes do not know
+	fresh := "" // a secret that the other nodes do not know
 	if l.Meet != nil && l.Node > 0 {
 		if err := l.hear(ctx); err != nil {
 			return nil, err
@@ -108,9 +108,7 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	if l.Job == "" {
 		l.Job = "default"
 		if l.Nodes == 1 {
-			var b [6]byte
-			rand.Read(b[:])
-			l.Job = "run-" + hex.EncodeToString(b[:])
+			l.Job = fmt.Sprintf("run-%012x", ident.New()>>16)
 		}
 	}
 	s := &store{node: l.Node, nodes: l.Nodes, failc: make(chan broken, 1), alone: make(chan struct{}), goOn: l.GoOn,
@@ -159,8 +157,8 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 	}
 	master := ""
 	if l.Node == 0 {
-		// Nothing of Tutti's listens there: it is for programs that bring a rendezvous of their
-		// own. Nobody holds the port in between, as with every launcher that does this.
+		// Tutti does not listen there: the port is for programs with their own rendezvous. It is
+		// free in between, as with every launcher that does this.
 		p, err := ports.Listen(ctx, "", ports.Spec{})
 		if err != nil {
 			return nil, err
@@ -211,8 +209,8 @@ func (l *launcher) environment(ctx context.Context) (func(i int) []string, error
 // meetTime bounds how long nodes wait for each other.
 const meetTime = 5 * time.Minute
 
-// invite tells the other nodes of the store, and of the secret if they have none. They may hear it
-// until l.told is called.
+// invite announces the store, and the secret if they have none, to the other nodes, until l.told is
+// called.
 func (l *launcher) invite(ctx context.Context, store, secret string) error {
 	return l.interruptible(ctx, func(ctx context.Context) (err error) {
 		ctx, cancel := context.WithTimeoutCause(ctx, meetTime, fmt.Errorf("not all have come within %v", meetTime))
@@ -222,7 +220,7 @@ func (l *launcher) invite(ctx context.Context, store, secret string) error {
 	})
 }
 
-// hear learns from node 0 where its store is, and the secret unless this node has one.
+// hear learns node 0's store, and the secret unless this node has one.
 func (l *launcher) hear(ctx context.Context) error {
 	return l.interruptible(ctx, func(ctx context.Context) error {
 		ctx, cancel := context.WithTimeoutCause(ctx, meetTime, fmt.Errorf("no word from it within %v", meetTime))
@@ -292,7 +290,8 @@ func (l *launcher) storeConfig(address string, secret []byte) (bootstrap.StoreCo
 		cfg.CA, cfg.Cert, cfg.Key = os.Getenv("TUTTI_STORE_CA"), os.Getenv("TUTTI_STORE_CERT"),
 			os.Getenv("TUTTI_STORE_KEY")
 	}
-	// The ranks' lease too: how long this node may be silent before the others take it for dead.
+	// The lease is the ranks', too: it bounds how long this node may be silent before the others
+	// take it for dead.
 	env, err := bootstrap.FromEnv(func(name string) string {
 		if name == "TUTTI_LEASE" {
 			return os.Getenv(name)
@@ -303,8 +302,8 @@ func (l *launcher) storeConfig(address string, secret []byte) (bootstrap.StoreCo
 	return cfg, err
 }
 
-// meet announces this node and waits for the others. It returns what node 0 says the master's
-// address is.
+// meet announces this node and waits for the others. It returns the master's address, as announced
+// by node 0.
 func (s *store) meet(ctx context.Context, l *launcher, address string, secret []byte, master string) (string, error) {
 	patience := meetTime
 	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("no answer within %v", patience))
@@ -327,7 +326,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 		return "", err
 	}
 	key := strconv.Itoa(s.node)
-	if err := s.handle.Delete(ctx, doneKeys+key); err != nil { // an earlier job's of this name
+	if err := s.handle.Delete(ctx, doneKeys+key); err != nil { // of an earlier job of this name
 		return "", err
 	}
 	if err := s.handle.Create(ctx, nodeKeys+key, text, true); err != nil {
@@ -342,13 +341,13 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	if there, err := s.handle.List(ctx, nodeKeys); err == nil && len(there) < s.nodes && !l.Quiet {
 		l.say(fmt.Sprintf("waiting for %s at %s", count(s.nodes-len(there), "other node"), address))
 	}
-	// The same watch serves until the end: a node that dies as soon as it has been met is not
-	// missed.
+	// The same watch serves until the end, so that the death of a node right after the meeting is
+	// noticed.
 	wctx, stop := context.WithCancel(context.Background())
 	s.cancel = stop
 	nodes, met := s.handle.Watch(wctx, nodeKeys), map[int]bool{s.node: true}
-	// A launcher that is refused by this one learns of it from this one's record, which stays until
-	// the other has given up too.
+	// A launcher that this one refuses learns of it from this one's record, which stays until the
+	// other has given up too.
 	var refusal error
 	var refused int
 	var late <-chan time.Time
@@ -375,7 +374,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 			continue
 		case !e.Exists && refusal != nil && n == refused:
 			return "", refusal
-		case !e.Exists: // a launcher's that was killed, or has given up
+		case !e.Exists: // of a launcher that was killed, or has given up
 			delete(met, n)
 			continue
 		}
@@ -408,7 +407,7 @@ func (s *store) meet(ctx context.Context, l *launcher, address string, secret []
 	return master, nil
 }
 
-// onFailure is what the ranks are told to do when one of them dies.
+// onFailure returns the ranks' setting of OnFailure.
 func (l *launcher) onFailure() string {
 	if l.GoOn {
 		for _, kv := range l.Env {
@@ -420,8 +419,8 @@ func (l *launcher) onFailure() string {
 	return "end"
 }
 
-// impatient says what a long wait for the store is about, unless the function that it returns is
-// called before: a name that does not resolve, at once, for it may be wrong and may be yet to come.
+// impatient explains a long wait for the store, unless the function that it returns is called
+// before. A name that does not resolve is reported at once: it may be wrong, or not exist yet.
 func (l *launcher) impatient(ctx context.Context, address string, patience time.Duration) (reached func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	var done sync.WaitGroup
@@ -508,7 +507,7 @@ func (s *store) watch(ctx context.Context, nodes <-chan bootstrap.Event) {
 		case e.Exists && path.Dir(e.Key)+"/" == doneKeys:
 			finished(n, e.Value)
 		case !e.Exists:
-			// Its launcher has closed its handle, after noting how it ended, or is dead.
+			// Its launcher has closed its handle, after writing how it ended, or is dead.
 			text, err := s.handle.Get(ctx, doneKeys+strconv.Itoa(n))
 			switch {
 			case errors.Is(err, bootstrap.ErrNoKey):
@@ -529,10 +528,10 @@ func (s *store) failed() <-chan broken {
 	return s.failc
 }
 
-// wellElsewhere says whether another node has ended well.
+// wellElsewhere reports whether another node has succeeded.
 func (s *store) wellElsewhere() bool { return s != nil && s.well.Load() }
 
-// elsewhere gets a token when another node has ended well.
+// elsewhere receives a token when another node has succeeded.
 func (s *store) elsewhere() <-chan struct{} {
 	if s == nil {
 		return nil
@@ -559,8 +558,8 @@ func (s *store) report(code int, why string, end bool) {
 	})
 }
 
-// others waits, where this launcher serves the store, until the other nodes have ended; the user's
-// signal ends the wait.
+// others waits, if this launcher serves the store, until the other nodes have ended or the user
+// sends a signal.
 func (s *store) others(ctx context.Context, l *launcher) error {
 	if s == nil || s.server == nil || s.watched == nil {
 		return nil
@@ -593,7 +592,7 @@ func (s *store) others(ctx context.Context, l *launcher) error {
 	}
 }
 
-// finish says how this node ended and gives the store back.
+// finish reports how this node ended and closes the store.
 func (s *store) finish(code int, why string, end bool) {
 	s.report(code, why, end)
 	s.reports.Wait()

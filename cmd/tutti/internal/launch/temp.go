@@ -7,10 +7,10 @@ import (
 	"tutti/internal/lockdir"
 )
 
-// tempName is what launchers call their temporary directories.
+// tempName matches launchers' temporary directories.
 var tempName = regexp.MustCompile(`^tutti-[0-9a-f]{16}$`)
 
-// makeTemp makes a launcher's temporary directory. The lock is to be kept open.
+// makeTemp makes a launcher's temporary directory. The lock must be kept open.
 func makeTemp(dir string) (lock *os.File, err error) {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return nil, err
@@ -19,5 +19,5 @@ func makeTemp(dir string) (lock *os.File, err error) {
 }
 
 // removeStale removes this user's directories of launchers that were killed together with their
-// guards, as batch systems do it.
+// guards, for example by a batch system.
 func removeStale(parent string) { lockdir.RemoveStale(parent, tempName.MatchString) }

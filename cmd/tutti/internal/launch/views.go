@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -16,41 +15,37 @@ import (
 	"tutti/pg/membership"
 )
 
-// viewKey is where the ranks keep the job's view, see package pg: eight bytes that name the job's
-// life, and the view.
-const viewKey = "membership/view"
-
 const (
-	viewPoll = 200 * time.Millisecond // between two looks whether the group is over
-	viewAway = time.Minute            // without the store, after which the group is taken for over
+	viewPoll = 200 * time.Millisecond // interval of checks whether the group is over
+	viewAway = time.Minute            // without the store, after which the group counts as over
 )
 
-// entry says that a process of this node has been let into the job's group.
+// entry says that a process of this node has been admitted to the job's group.
 type entry struct {
-	group       int // its process group, which is the pid of what the guard started: a rank may be run by a script
+	group       int // its process group, which is the pid of the guard's child: a script may run the rank
 	slot        int
 	incarnation uint64
-	late        bool // when the job was ending already
+	late        bool // the job was already ending
 }
 
-// views watches who is in the job's group, as far as its ranks use one. All methods but ask work on
-// nil, which nobody is in.
+// views watches the members of the job's group, if its ranks use one. All methods except ask work
+// on nil, which has no members.
 type views struct {
 	cfg   bootstrap.StoreConfig
 	in    chan entry
 	asked atomic.Bool
-	gone  chan struct{} // gets the answer to ask
-	seen  atomic.Bool   // a view
+	gone  chan struct{} // receives the answer to ask
+	seen  atomic.Bool   // a view has been seen
 	kick  chan struct{} // holds a token when vacant has got more
 	ctx   context.Context
 	stop  context.CancelFunc
 	ended chan struct{}
 
 	mu     sync.Mutex
-	vacant []int // ranks whose places are free although there was no view yet
+	vacant []int // ranks whose places are free although there is no view yet
 }
 
-// followViews begins to watch. The caller must close.
+// followViews starts the watch. The caller must close it.
 func followViews(cfg bootstrap.StoreConfig) *views {
 	v := &views{cfg: cfg, in: make(chan entry), gone: make(chan struct{}, 1), kick: make(chan struct{}, 1),
 		ended: make(chan struct{})}
@@ -66,7 +61,7 @@ func (v *views) close() {
 	}
 }
 
-// entries yields the processes of this node that are let in, each once.
+// entries yields the processes of this node that are admitted, each once.
 func (v *views) entries() <-chan entry {
 	if v == nil {
 		return nil
@@ -77,9 +72,9 @@ func (v *views) entries() <-chan entry {
 // known reports whether the ranks are known to use views.
 func (v *views) known() bool { return v != nil && v.seen.Load() }
 
-// vacate says in the store that a rank is gone for good, for a process on standby, unless there has
-// been a view, which says so itself.
-func (v *views) vacate(rank int) {
+// markDead announces to processes on standby, in the store, that a rank is gone for good, unless
+// there has been a view, which shows it.
+func (v *views) markDead(rank int) {
 	if v == nil || v.known() {
 		return
 	}
@@ -92,11 +87,11 @@ func (v *views) vacate(rank int) {
 	}
 }
 
-// ask has over answer when the group is over: no life of the present view is registered any more,
-// or there is no view. It must have answered the last one.
+// ask makes over answer when the group is over: no incarnation of the present view is registered
+// any more, or there is no view. The last ask must have been answered.
 func (v *views) ask() { v.asked.Store(true) }
 
-// over yields a token for each ask.
+// over receives a token for each ask.
 func (v *views) over() <-chan struct{} {
 	if v == nil {
 		return nil
@@ -122,19 +117,20 @@ func (v *views) follow() {
 		} else if time.Since(there) > viewAway {
 			v.answer()
 		}
-		pause(v.ctx, time.Second) // the store was away, or this process stopped for so long that its lease ended
+		pause(v.ctx, time.Second) // the store was away, or this process was stopped until its lease ended
 	}
 }
 
-// watch follows the view and answers, until v is closed or the store does not answer.
+// watch follows the view and answers ask, until v is closed or the store does not answer.
 func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 	ctx, cancel := context.WithCancel(v.ctx)
 	defer cancel()
-	changes, again := store.Watch(ctx, viewKey), time.NewTicker(viewPoll) // records go without a change of the view
+	// Records disappear without a change of the view.
+	changes, again := store.Watch(ctx, membership.ViewKey), time.NewTicker(viewPoll)
 	defer again.Stop()
 	var now bootstrap.Event
 	var view membership.View
-	told := 0 // of vacant: all again in a new store handle, for they are under its lease
+	told := 0 // entries of vacant that were written; a new handle writes all again, because they are under its lease
 	for {
 		v.mu.Lock()
 		news := v.vacant[told:]
@@ -154,7 +150,7 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 			now, view = e, membership.View{}
 			if e.Exists {
 				var err error
-				if view, err = decodeView(e.Value); err != nil {
+				if _, view, err = membership.DecodeStored(e.Value); err != nil {
 					return
 				}
 				v.seen.Store(true)
@@ -176,8 +172,8 @@ func (v *views) watch(store bootstrap.Store, reported map[uint64]bool) {
 	}
 }
 
-// isOver says whether no life of the view that the store had is registered, and it still is the
-// view: only one who was in it can have made another.
+// isOver reports whether no incarnation of the view had is registered, and it is still the present
+// view: only a member can have made another.
 func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, view membership.View) (bool, error) {
 	for slot, s := range view.Slots {
 		if s.Incarnation == 0 {
@@ -194,7 +190,7 @@ func isOver(ctx context.Context, store bootstrap.Store, had bootstrap.Event, vie
 			return false, nil
 		}
 	}
-	b, err := store.Get(ctx, viewKey)
+	b, err := store.Get(ctx, membership.ViewKey)
 	if errors.Is(err, bootstrap.ErrNoKey) {
 		return !had.Exists, nil
 	}
@@ -222,7 +218,7 @@ func (v *views) report(ctx context.Context, store bootstrap.Store, view membersh
 			continue
 		}
 		reported[r.Incarnation] = true
-		if r.Machine != me.Machine || r.Host != me.Host { // containers share a machine, but not its process numbers
+		if r.Machine != me.Machine || r.Host != me.Host { // containers share a machine, but not process numbers
 			continue
 		}
 		if group, err := unix.Getpgid(r.PID); err == nil {
@@ -234,11 +230,4 @@ func (v *views) report(ctx context.Context, store bootstrap.Store, view membersh
 		}
 	}
 	return nil
-}
-
-func decodeView(b []byte) (membership.View, error) {
-	if len(b) < 8 {
-		return membership.View{}, fmt.Errorf("key %s: %d bytes, want at least 8", viewKey, len(b))
-	}
-	return membership.DecodeView(b[8:])
 }

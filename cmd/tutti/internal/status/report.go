@@ -8,14 +8,14 @@ import (
 	"tutti/pg/flight"
 )
 
-// Report is what can be said of a job from one or two samples. It is what --json prints.
+// Report is the evaluation of one or two samples of a job. --json prints it.
 type Report struct {
 	Job  string    `json:"job"`
 	Time time.Time `json:"time"`
-	// between the samples that rates are of; 0: there is one
+	// Interval is the time between the samples for rates; 0: there is one sample.
 	Interval   float64            `json:"interval_seconds,omitempty"`
-	Epoch      uint64             `json:"epoch"`            // the latest that a rank is in
-	Active     []int              `json:"active,omitempty"` // in that
+	Epoch      uint64             `json:"epoch"`            // the latest of all ranks
+	Active     []int              `json:"active,omitempty"` // in that epoch
 	Findings   []flight.Finding   `json:"findings"`
 	Stragglers []flight.Straggler `json:"stragglers"`
 	Ranks      []Rank             `json:"ranks"`
@@ -25,20 +25,20 @@ type Report struct {
 type Rank struct {
 	flight.Rank
 	State      string  `json:"state"` // what it does, in words
-	Plain      bool    `json:"-"`     // and that is nothing remarkable
+	Plain      bool    `json:"-"`     // State is unremarkable
 	Operations float64 `json:"operations_per_second"`
 	Bytes      float64 `json:"bytes_per_second"`
 }
 
-// stragglerShare is how much of the time others must have waited for a rank to call it a straggler,
-// and stragglerMin how long.
+// stragglerShare is the share of the time that others must have waited for a rank before it counts
+// as a straggler, and stragglerMin the minimal time.
 const (
 	stragglerShare = 0.02
 	stragglerMin   = 0.2
 )
 
-// Make makes a report of a sample, with rates since the one before if that is not nil. Stragglers
-// are those since the sample before where watching is set, else since the ranks have joined.
+// Make makes a report of a sample, with rates since before if that is not nil. Stragglers are those
+// since before if watching is set, else since the ranks have joined.
 func Make(now, before *Sample, watching bool) *Report {
 	r := &Report{Job: now.Job, Time: now.Time, Findings: append([]flight.Finding{}, flight.Diagnose(now.Ranks)...),
 		Stragglers: []flight.Straggler{}}
@@ -90,7 +90,7 @@ func sum(s *flight.Snapshot) (ops, bytes float64) {
 	return ops, bytes
 }
 
-// state says in a few words what a rank does.
+// state describes in a few words what a rank does.
 func state(r *flight.Rank) (text string, plain bool) {
 	s := r.Snapshot
 	if s == nil {
@@ -165,8 +165,8 @@ func state(r *flight.Rank) (text string, plain bool) {
 	return text, false
 }
 
-// FromFiles makes a report of flight records: of several of one rank, of the latest. Ranks without
-// one are unknown.
+// FromFiles makes a report of flight records: of several of one rank it uses the latest. Ranks
+// without one are unknown.
 func FromFiles(snaps []*flight.Snapshot) *Report {
 	now := &Sample{}
 	latest := map[int]*flight.Snapshot{}

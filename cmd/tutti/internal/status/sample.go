@@ -1,4 +1,4 @@
-// Package status asks all ranks of a job what they do, and shows the answers on one screen.
+// Package status asks all ranks of a job for their states, and shows the answers on one screen.
 package status
 
 import (
@@ -19,7 +19,7 @@ import (
 	"tutti/pg/flight"
 )
 
-// AnswerWithin is how long a rank may take to answer.
+// AnswerWithin bounds a rank's answer.
 const AnswerWithin = time.Second
 
 const (
@@ -27,7 +27,7 @@ const (
 	maxSize  = 1 << 20 // of a job
 )
 
-// ErrNoRanks says that the store knows no rank of the job.
+// ErrNoRanks says that the store has no record of a rank of the job.
 var ErrNoRanks = errors.New("no rank of it is registered")
 
 // Sampler asks the ranks of one job.
@@ -36,7 +36,7 @@ type Sampler struct {
 	store  bootstrap.Store
 	client *bootstrap.Client
 	size   int
-	joined bool // all ranks had met, some time
+	joined bool // all ranks had met at some time
 }
 
 // Dial connects to a job's store. It blocks until ctx ends at most. The caller closes the sampler.
@@ -51,15 +51,15 @@ func Dial(ctx context.Context, cfg bootstrap.StoreConfig) (*Sampler, error) {
 
 // New samples a job by a handle of its store, which the sampler owns.
 func New(job string, store bootstrap.Store, secret []byte) *Sampler {
-	self := bootstrap.NewRecord(-1, 0, ident.New(), nil) // no rank, only somebody who knows the secret
+	self := bootstrap.NewRecord(-1, 0, ident.New(), nil) // not a rank, only a client with the secret
 	return &Sampler{job: job, store: store, client: bootstrap.NewClient(bootstrap.ClientConfig{Self: self,
 		Secret: secret})}
 }
 
-// Close gives the store back.
+// Close closes the store's handle.
 func (s *Sampler) Close() error { return s.store.Close() }
 
-// Sample is the ranks of a job at one moment, more or less: each answers when it is asked.
+// Sample holds the states of a job's ranks at about the same time: each answers when it is asked.
 type Sample struct {
 	Job   string
 	Time  time.Time
@@ -67,8 +67,8 @@ type Sample struct {
 }
 
 // Sample asks all ranks, each for at most ops operations. It takes as long as the store and then
-// the slowest rank, AnswerWithin at most for each 64 of them. An error means that the store could
-// not be asked, or (ErrNoRanks) has nothing to say; a rank that does not answer is none.
+// the slowest rank, at most AnswerWithin for each 64 of them. An error means that the store could
+// not be asked, or (ErrNoRanks) has no records; a rank that does not answer is no error.
 func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	records, err := s.store.List(ctx, bootstrap.RankKeys)
 	if err != nil {
@@ -109,7 +109,7 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	if len(found) == 0 {
 		return nil, ErrNoRanks
 	}
-	var view *flight.View // the latest that anybody has
+	var view *flight.View // the latest of all ranks
 	for _, r := range found {
 		if r.Snapshot != nil {
 			s.joined = s.joined || r.Snapshot.Joined
@@ -134,7 +134,7 @@ func (s *Sampler) Sample(ctx context.Context, ops int) (*Sample, error) {
 	return out, nil
 }
 
-// ask fills in what a rank answers.
+// ask asks a rank and stores its answer in r.
 func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record, ops int) {
 	late := fmt.Errorf("no answer within %v", AnswerWithin)
 	ctx, cancel := context.WithTimeoutCause(ctx, AnswerWithin, late)
@@ -151,7 +151,7 @@ func (s *Sampler) ask(ctx context.Context, r *flight.Rank, rec bootstrap.Record,
 		r.Presence, r.Snapshot = flight.Present, snap
 	case ctx.Err() != nil:
 		r.Detail = context.Cause(ctx).Error() + ", yet the store takes it for alive"
-	case errors.Is(err, os.ErrDeadlineExceeded): // the connection's, which is that of ctx
+	case errors.Is(err, os.ErrDeadlineExceeded): // the connection's deadline, which is that of ctx
 		r.Detail = late.Error() + ", yet the store takes it for alive"
 	case errors.Is(err, bootstrap.ErrAuth):
 		r.Detail = "it has another secret"

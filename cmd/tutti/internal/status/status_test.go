@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"tutti/bootstrap"
+	"tutti/bootstrap/storetest"
 	"tutti/pg/flight"
 )
 
@@ -24,12 +25,12 @@ var secret = []byte("a secret of the status tests")
 // job is a store and ranks in it that say what the test wants.
 type job struct {
 	t     *testing.T
-	store *bootstrap.MemStore
+	store *storetest.Memory
 	size  int
 }
 
 func newJob(t *testing.T, size int) *job {
-	j := &job{t, bootstrap.NewMemStore(), size}
+	j := &job{t, storetest.NewMemory(), size}
 	if size > 0 {
 		h := j.store.Open()
 		t.Cleanup(func() { h.Close() })
@@ -154,7 +155,7 @@ func TestSampleOfFew(t *testing.T) {
 	if _, err := newJob(t, 0).sampler(secret).Sample(t.Context(), 0); !errors.Is(err, ErrNoRanks) {
 		t.Errorf("no ranks: %v", err)
 	}
-	j := newJob(t, 3) // nobody has met
+	j := newJob(t, 3) // no ranks have met
 	j.rank(1, func(int) *flight.Snapshot { s := j.snapshot(1, 0); s.Joined = false; return s })
 	got, err := j.sampler(secret).Sample(t.Context(), 0)
 	if want := []string{"absent", "present", "absent"}; err != nil || !slices.Equal(presences(got), want) {

@@ -13,7 +13,7 @@ import (
 	"tutti/pg/flight"
 )
 
-// Style says how text is written: with colour, in lines of at most Width columns (0: any), and at
+// Style is the style of text: with colour, in lines of at most Width columns (0: any), and with at
 // most Rows ranks (0: all), the remarkable ones first.
 type Style struct {
 	Colour bool
@@ -28,7 +28,7 @@ func (s Style) paint(code, text string) string {
 	return "\x1b[" + code + "m" + text + "\x1b[0m"
 }
 
-// Text writes the report for a person: what is wrong first, then the ranks.
+// Text writes the report as text: what is wrong first, then the ranks.
 func (r *Report) Text(w io.Writer, st Style) {
 	head := fmt.Sprintf("job %s: %s", r.Job, count(len(r.Ranks), "rank"))
 	switch {
@@ -154,7 +154,7 @@ func (r *Report) table(w io.Writer, st Style) {
 	}
 }
 
-// Operations writes the last n operations of each rank, as flight records have them.
+// Operations writes the last n operations of each rank from flight records.
 func (r *Report) Operations(w io.Writer, n int, st Style) {
 	for _, x := range r.Ranks {
 		s := x.Snapshot
@@ -201,10 +201,10 @@ func count(n int, what string) string {
 	return fmt.Sprintf("%d %ss", n, what)
 }
 
-// quantity writes a number with two digits or more, and a unit for thousands.
+// quantity formats a number with at least two digits, and a unit for thousands.
 func quantity(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T"}, "") }
 
-// size writes bytes.
+// size formats a number of bytes.
 func size(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T", "P"}, "B") }
 
 func scaled(x, step float64, units []string, what string) string {

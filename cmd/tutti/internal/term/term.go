@@ -1,4 +1,4 @@
-// Package term is what the commands know of the terminal that they write to.
+// Package term has what commands need to know of the terminal that they write to.
 package term
 
 import (
@@ -23,8 +23,8 @@ func Width(f *os.File) int {
 	return w
 }
 
-// Wrap breaks s between words so that it fits behind indent columns in width (0: any); continuation
-// lines are indented too. Where there is no room it leaves s alone.
+// Wrap breaks s between words into lines of width columns (0: any), each behind indent columns. If
+// there is not enough room it returns s unchanged.
 func Wrap(s string, indent, width int) string {
 	room := width - indent
 	if width == 0 || room < 20 {

@@ -1,0 +1,336 @@
+package launch
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"strconv"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/bootstrap"
+	"tutti/bootstrap/storetest"
+	"tutti/pg/membership"
+)
+
+// patience bounds every wait of these tests; none of them depends on its value.
+const patience = 30 * time.Second
+
+func get[T any](t *testing.T, what string, c <-chan T) (x T) {
+	t.Helper()
+	select {
+	case x = <-c:
+	case <-time.After(patience):
+		t.Fatalf("%s: nothing came", what)
+	}
+	return x
+}
+
+// fake is a launcher of processes that are only numbers: i runs as pid 100+i.
+type fake struct{ *launcher }
+
+func newFake(t *testing.T, n, restarts, standby int) fake {
+	l := &launcher{Options: Options{N: n, Nodes: 2, GoOn: true, MaxRestarts: restarts, Standby: standby, Quiet: true},
+		ranks: make([]rank, n+standby),
+		again: make(chan int, n), in: map[int]entry{}, hold: &store{}, live: n + standby}
+	for i := range l.ranks {
+		l.ranks[i] = rank{started: true, pid: 100 + i, since: time.Now()}
+	}
+	return fake{l}
+}
+
+// views has it know that views are used.
+func (f fake) useViews() { f.launcher.views = &views{}; f.launcher.views.seen.Store(true) }
+
+func (f fake) let(i, slot int) {
+	f.enter(entry{group: f.ranks[i].pid, slot: slot, incarnation: uint64(f.ranks[i].pid)})
+}
+
+func (f fake) die(i, code int) {
+	f.live--
+	f.ranks[i].ended = true
+	f.goOn(i, code, "exited with code "+strconv.Itoa(code))
+	delete(f.in, f.ranks[i].pid)
+}
+
+// restart is what revive does when i is due.
+func (f fake) restart(t *testing.T, i int) {
+	t.Helper()
+	if got := get(t, "a restart", f.again); got != i {
+		t.Fatalf("%d is due, not %d", got, i)
+	}
+	r := &f.ranks[i]
+	r.due, r.ended, r.pid = nil, false, r.pid+1000
+	f.pending--
+	f.live++
+}
+
+func (f fake) means(t *testing.T, code int) {
+	t.Helper()
+	if got, why := f.verdict(); got != code {
+		t.Errorf("the job means %d (%s), want %d", got, why, code)
+	}
+}
+
+func TestRestarts(t *testing.T) {
+	t.Run("another node's good end begins the job's", func(t *testing.T) {
+		f := newFake(t, 3, 5, 0)
+		f.die(0, 9)
+		if f.pending != 1 || f.ranks[0].due == nil {
+			t.Fatal("it is not to be started again")
+		}
+		f.hold.well.Store(true)
+		f.settle()
+		if f.pending != 0 || f.ranks[0].due != nil {
+			t.Error("it is still to be started again")
+		}
+		f.means(t, 0)
+		f.revive(0) // was due already: void
+		f.die(1, 3)
+		if f.pending != 0 || f.live != 1 {
+			t.Error("one that died at the end is to be started again")
+		}
+		f.means(t, 3)
+		f.die(2, 0)
+		f.means(t, 3)
+	})
+	t.Run("a restart whose place is taken", func(t *testing.T) {
+		f := newFake(t, 2, 1, 1)
+		f.useViews()
+		f.let(0, 0)
+		f.let(1, 1)
+		f.die(1, 9)
+		f.let(2, 1)
+		f.restart(t, 1)
+		if f.part(1) || !f.part(2) {
+			t.Errorf("part of the job: the restart %v, the standby %v", f.part(1), f.part(2))
+		}
+		f.die(0, 0)
+		if f.idle() {
+			t.Error("the standby is a rank, and runs")
+		}
+		f.die(2, 0)
+		if !f.idle() {
+			t.Error("the restart is all there is, and can only wait")
+		}
+		f.means(t, 0)
+		f.die(1, 7) // had no part in it
+		f.means(t, 0)
+	})
+	t.Run("a restart that came back", func(t *testing.T) {
+		for when, code := range map[string]int{"before the end began": 7, "after": 0} {
+			f := newFake(t, 2, 1, 0)
+			f.useViews()
+			f.die(1, 9)
+			f.restart(t, 1)
+			if when == "after" {
+				f.die(0, 0)
+			}
+			f.let(1, 1)
+			if when != "after" {
+				f.die(0, 0)
+			}
+			if f.idle() {
+				t.Errorf("let in %s, it is taken for one that waits", when)
+			}
+			f.die(1, 7)
+			f.means(t, code)
+		}
+	})
+	t.Run("all restarts may begin anew", func(t *testing.T) {
+		f := newFake(t, 2, 1, 0)
+		f.useViews()
+		for i := range 2 {
+			f.die(i, 9)
+			f.restart(t, i)
+		}
+		if f.idle() {
+			t.Error("they are taken for what is left of a job")
+		}
+		f.means(t, 9)
+		f.die(0, 0)
+		f.means(t, 0)
+	})
+	t.Run("without views a restart is a rank", func(t *testing.T) {
+		f := newFake(t, 2, 1, 0)
+		f.die(1, 9)
+		f.restart(t, 1)
+		f.die(0, 0)
+		if f.idle() {
+			t.Error("it is taken for one that waits")
+		}
+		f.die(1, 7)
+		f.means(t, 7)
+	})
+	t.Run("only spares are left", func(t *testing.T) {
+		f := newFake(t, 1, 0, 2)
+		f.useViews()
+		f.die(1, 5) // no rank
+		f.die(0, 9)
+		if !f.idle() {
+			t.Error("there is nobody whose place the last could take, and it runs on")
+		}
+		f.means(t, 9)
+	})
+}
+
+// register puts a record of this process as slot into the store, changed by change.
+func register(t *testing.T, s bootstrap.Store, slot int, incarnation uint64, change func(*bootstrap.Record)) {
+	t.Helper()
+	r := bootstrap.NewRecord(slot, 4, incarnation, []string{"127.0.0.1:1"})
+	if change != nil {
+		change(&r)
+	}
+	b, err := r.Encode()
+	if err == nil {
+		err = s.Put(t.Context(), bootstrap.RankKey(slot), b, true)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func setView(t *testing.T, s bootstrap.Store, view membership.View) bootstrap.Event {
+	t.Helper()
+	b := append(make([]byte, 8), view.Encode()...)
+	if err := s.Put(t.Context(), membership.ViewKey, b, false); err != nil {
+		t.Fatal(err)
+	}
+	return bootstrap.Event{Key: membership.ViewKey, Value: b, Exists: true}
+}
+
+func TestViews(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	s, lives := m.Open(), m.Open()
+	defer s.Close()
+	v := &views{in: make(chan entry), gone: make(chan struct{}, 1)}
+	v.ctx, v.stop = context.WithCancel(t.Context())
+	watched := make(chan struct{})
+	go func() {
+		defer close(watched)
+		v.watch(s, map[uint64]bool{})
+	}()
+	defer func() {
+		v.stop()
+		get(t, "the end of the watch", watched)
+	}()
+
+	group, err := unix.Getpgid(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	register(t, lives, 0, 10, nil)
+	register(t, lives, 1, 11, func(r *bootstrap.Record) { r.Machine = "another" })
+	// Its process numbers mean nothing here.
+	register(t, lives, 2, 12, func(r *bootstrap.Record) { r.Host = "a-container-here" })
+	register(t, lives, 3, 13, func(r *bootstrap.Record) { r.PID = 1 << 30 }) // dead
+	setView(t, lives, membership.First([]uint64{10, 11, 12, 13}))
+	if e := get(t, "who is in", v.in); e != (entry{group: group, slot: 0, incarnation: 10}) {
+		t.Errorf("%+v", e)
+	}
+	register(t, lives, 1, 21, nil) // waits
+	register(t, lives, 2, 22, nil)
+	setView(t, lives, membership.First([]uint64{10, 11, 22, 13}))
+	if e := get(t, "who is in now", v.in); e != (entry{group: group, slot: 2, incarnation: 22}) {
+		t.Errorf("%+v", e)
+	}
+	if !v.known() {
+		t.Error("there have been views")
+	}
+	for range 2 { // the store may be asked again
+		v.ask()
+		lives.Close()
+		get(t, "the end of the group", v.gone)
+	}
+}
+
+func TestJobIsOver(t *testing.T) {
+	m := storetest.NewMemory()
+	defer m.Close()
+	s := m.Open()
+	defer s.Close()
+	is := func(want bool, had bootstrap.Event, view membership.View) {
+		t.Helper()
+		if over, err := isOver(t.Context(), s, had, view); over != want || err != nil {
+			t.Errorf("over: %v, %v; want %v", over, err, want)
+		}
+	}
+	is(true, bootstrap.Event{Key: membership.ViewKey}, membership.View{})
+	first := membership.First([]uint64{10, 11})
+	had := setView(t, s, first)
+	is(false, bootstrap.Event{Key: membership.ViewKey}, membership.View{}) // it has begun meanwhile
+	is(true, had, first)
+	register(t, s, 1, 21, nil) // waits for the place of 11
+	is(true, had, first)
+	register(t, s, 0, 10, nil)
+	is(false, had, first)
+	setView(t, s, membership.First([]uint64{10, 21})) // lets it in,
+	if err := s.Delete(t.Context(), bootstrap.RankKey(0)); err != nil {
+		t.Fatal(err) // and goes
+	}
+	is(false, had, first)
+	s.Close()
+	if over, err := isOver(t.Context(), s, had, first); over || err == nil {
+		t.Errorf("%v, %v", over, err)
+	}
+}
+
+// TestOtherNodes: how other nodes' ends matter here.
+func TestOtherNodes(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		goOn bool
+		end  *failure // nil: its launcher vanishes
+		why  string   // that this node fails
+		well bool
+	}{
+		{"well", true, &failure{}, "", true},
+		{"its ranks died, and this goes on", true, &failure{Code: 9, Why: "x"}, "", false},
+		{"its ranks died", false, &failure{Code: 9, Why: "x"}, "node 1: x", false},
+		{"it ends all", true, &failure{Code: 9, Why: "x", End: true}, "node 1: x", false},
+		{"it vanishes, and this goes on", true, nil, "", false},
+		{"it vanishes", false, nil, "node 1: its launcher is gone", false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m := storetest.NewMemory()
+			defer m.Close()
+			other := m.Open()
+			if err := other.Put(t.Context(), nodeKeys+"1", []byte("{}"), true); err != nil {
+				t.Fatal(err)
+			}
+			s := &store{handle: m.Open(), nodes: 2, failc: make(chan broken, 1), alone: make(chan struct{}),
+				goOn: c.goOn, wake: make(chan struct{}, 1), watched: make(chan struct{}), say: func(string) {}}
+			defer s.handle.Close()
+			ctx, cancel := context.WithCancel(t.Context())
+			nodes := s.handle.Watch(ctx, nodeKeys)
+			if e := get(t, "its record", nodes); !e.Exists {
+				t.Fatalf("%+v", e)
+			}
+			go s.watch(ctx, nodes)
+			defer func() {
+				cancel()
+				get(t, "the end of the watch", s.watched)
+			}()
+			if c.end != nil {
+				b, err := json.Marshal(c.end)
+				if err == nil {
+					err = other.Put(t.Context(), doneKeys+"1", b, false)
+				}
+				if err != nil {
+					t.Fatal(err)
+				}
+			}
+			other.Close()
+			get(t, "its end", s.alone)
+			if s.wellElsewhere() != c.well || len(s.elsewhere()) != map[bool]int{true: 1}[c.well] {
+				t.Errorf("ended well: %v", s.wellElsewhere())
+			}
+			if c.why == "" && len(s.failed()) > 0 || c.why != "" && get(t, "the failure", s.failed()).why != c.why {
+				t.Errorf("it does not end this node as it should")
+			}
+		})
+	}
+}

@@ -1,0 +1,170 @@
+package p2p_test
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+
+	"tutti/p2p"
+)
+
+// A peer that is linked after a rank has closed a channel learns that, and what the channel was
+// aborted with.
+func TestClosingIsToldToPeersThatLinkLater(t *testing.T) {
+	const why = "its time was up"
+	aborted := func(err error) bool {
+		var a *p2p.Aborted
+		return errors.As(err, &a) && a.Rank == 0 && string(a.Payload) == why
+	}
+	left := func(err error) bool {
+		var gone *p2p.PeerError
+		return errors.As(err, &gone) && gone.Rank == 0 && strings.Contains(err.Error(), "closed its group")
+	}
+	for _, c := range []struct {
+		name   string
+		tagged bool
+		abort  bool
+		linked bool // before the peer opens the channel
+		later  bool // the peer is in a later epoch
+		is     func(error) bool
+	}{
+		{name: "ordered", is: left},
+		{name: "ordered, linked first", linked: true, is: left},
+		{name: "ordered, in a later epoch", abort: true, later: true, is: left},
+		{name: "aborted", abort: true, is: aborted},
+		{name: "aborted, linked first", abort: true, linked: true, is: aborted},
+		{name: "messages", tagged: true, is: left},
+		{name: "messages, aborted", tagged: true, abort: true, is: aborted},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			all := cluster(t, 2, 64<<10, nil)
+			defer closeAll(all)
+			ping := pinger(t, all)
+			closed, err := all[0].Open(known(7), p2p.Epoch{View: 1}, ranks(2), c.tagged)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if c.abort {
+				all[0].Lock()
+				closed.Abort(errors.New("late"), []byte(why))
+				all[0].Unlock()
+			}
+			closed.Close()
+			if c.linked {
+				ping()
+			}
+			epoch := p2p.Epoch{View: 1}
+			if c.later {
+				epoch.View = 2
+			}
+			ch, err := all[1].Open(known(7), epoch, ranks(2), c.tagged)
+			if err != nil {
+				t.Fatal(err)
+			}
+			polled(all[0], func() { err = receive(all[1], ch, c.tagged) })
+			if !c.is(err) {
+				t.Errorf("the receive failed with %v", err)
+			}
+		})
+	}
+}
+
+// Two ranks that have both closed a channel do not go on telling each other.
+func TestClosingIsNotAnswered(t *testing.T) {
+	all := cluster(t, 2, 64<<10, nil)
+	defer closeAll(all)
+	ping := pinger(t, all)
+	ping()
+	a, err := all[0].Open(known(7), p2p.Epoch{}, ranks(2), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := all[1].Open(known(7), p2p.Epoch{}, ranks(2), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all[1].Lock()
+	if err := b.Send(patient(context.Background()), 0, p2p.Token{Seq: 1}, []byte("x")); err != nil {
+		t.Error(err)
+	}
+	all[1].Unlock()
+	a.Close() // the other's frames are still to be looked at
+	b.Close()
+	received := func() (n uint64) {
+		all[0].Lock()
+		defer all[0].Unlock()
+		for _, c := range all[0].Counts() {
+			n += c.FramesReceived
+		}
+		return n
+	}
+	ping()
+	before := received()
+	const pings = 50
+	for range pings {
+		ping()
+	}
+	if n := received() - before; n > 2*pings { // a message each, and now and then credit
+		t.Errorf("%d frames came with %d messages", n, pings)
+	}
+}
+
+// pinger returns what has rank 1 send rank 0 a message, and wait for another.
+func pinger(t *testing.T, all []*p2p.Proxy) func() {
+	chans := []*p2p.Channel{open(t, all[0], 1, 2), open(t, all[1], 1, 2)}
+	tok := p2p.Token{}
+	return func() {
+		t.Helper()
+		tok.Seq++
+		var wg sync.WaitGroup
+		for r, p := range all {
+			wg.Go(func() {
+				p.Lock()
+				defer p.Unlock()
+				var in p2p.Recv
+				w := patient(context.Background())
+				chans[r].PostRecv(&in, 1-r, tok, make([]byte, 1), false)
+				err := chans[r].Send(w, 1-r, tok, []byte{1})
+				if err == nil {
+					err = chans[r].WaitRecv(w, &in)
+				}
+				if err != nil {
+					t.Errorf("rank %d: %v", r, err)
+				}
+			})
+		}
+		wg.Wait()
+	}
+}
+
+// polled calls f while another goroutine makes progress for p.
+func polled(p *p2p.Proxy, f func()) {
+	ctx, stop := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		p.Lock()
+		defer p.Unlock()
+		for w := patient(ctx); p.Progress(w) == nil; {
+		}
+	})
+	f()
+	stop()
+	wg.Wait()
+}
+
+// receive waits for a message of a byte from rank 0.
+func receive(p *p2p.Proxy, c *p2p.Channel, tagged bool) error {
+	p.Lock()
+	defer p.Unlock()
+	w, buf := patient(context.Background()), make([]byte, 1)
+	if tagged {
+		var r p2p.RecvReq
+		c.PostMsg(&r, 0, 3, 0, buf)
+		return c.WaitMsg(w, &r)
+	}
+	var r p2p.Recv
+	c.PostRecv(&r, 0, p2p.Token{Seq: 1}, buf, false)
+	return c.WaitRecv(w, &r)
+}

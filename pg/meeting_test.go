@@ -1,0 +1,142 @@
+//go:build linux
+
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"tutti/pg"
+	"tutti/pg/pgtest"
+)
+
+// meet joins a job of the ranks of outer whose rank 0 serves the store.
+func meet(t *testing.T, outer *pg.Group) *pg.Group {
+	t.Helper()
+	for _, name := range []string{"TUTTI_RANK", "TUTTI_SIZE", "TUTTI_STORE", "TUTTI_SECRET"} {
+		t.Setenv(name, "")
+	}
+	rank, size := fmt.Sprint(outer.Rank()), fmt.Sprint(outer.Size())
+	t.Setenv("RANK", rank)
+	t.Setenv("LOCAL_RANK", rank)
+	t.Setenv("WORLD_SIZE", size)
+	t.Setenv("LOCAL_WORLD_SIZE", size)
+	t.Setenv("TUTTI_JOB", os.Getenv("TUTTI_JOB")+"-meeting")
+	g, err := pg.Join(t.Context(), pg.Config{OnFailure: pg.Shrink, Timeout: 20 * time.Second})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+// The rank that serves the store from its memory is evicted, and joins again: the store, and with
+// it the job, outlive that, and attempts to join that fail. So it is with another rank.
+func TestRejoinWithoutAStore(t *testing.T) {
+	for _, out := range []int{0, 2} {
+		t.Run(fmt.Sprintf("rank %d", out), func(t *testing.T) {
+			pgtest.Run(t, 3, func(t *testing.T, outer *pg.Group) {
+				ctx := t.Context()
+				g := meet(t, outer)
+				defer func() { g.Close() }()
+				together := func() {
+					t.Helper()
+					if err := outer.Barrier(ctx); err != nil {
+						t.Fatal(err)
+					}
+				}
+				for range 2 {
+					together()
+					if g.Rank() == out {
+						awaitEviction(t, g)
+						for range 3 {
+							short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+							if _, err := g.Rejoin(short); !errors.Is(err, context.DeadlineExceeded) {
+								t.Fatalf("nobody admits it: %v, want that the deadline is exceeded", err)
+							}
+							cancel()
+							together()
+						}
+						var err error
+						if g, err = g.Rejoin(ctx); err != nil {
+							t.Fatal(err)
+						}
+					} else {
+						evict(t, g, out)
+						for range 3 {
+							together()
+							if ok, err := g.Agree(ctx, true); !ok || err != nil { // it needs the store
+								t.Fatalf("without rank %d: %v, %v", out, ok, err)
+							}
+						}
+						for len(g.View().Active) < 3 {
+							if _, err := g.Admit(ctx); err != nil {
+								t.Fatal(err)
+							}
+						}
+					}
+					x := []int64{1}
+					if err := pg.AllReduce(ctx, g, x, pg.Sum); err != nil || x[0] != 3 {
+						t.Fatalf("with rank %d again: %v, %v", out, x, err)
+					}
+				}
+				together()
+			})
+		})
+	}
+}
+
+// When all others have left, the rank that serves the store learns at once that it cannot rejoin.
+func TestRejoinOfTheStoresRankAlone(t *testing.T) {
+	pgtest.Run(t, 3, func(t *testing.T, outer *pg.Group) {
+		ctx := t.Context()
+		g := meet(t, outer)
+		defer g.Close()
+		if err := outer.Barrier(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if g.Rank() != 0 {
+			evict(t, g, 0)
+			return
+		}
+		awaitEviction(t, g)
+		for err := error(nil); !errors.Is(err, pg.ErrClosed); { // the others leave meanwhile
+			short, cancel := context.WithTimeout(ctx, 300*time.Millisecond)
+			if _, err = g.Rejoin(short); err == nil {
+				t.Fatal("it came in though nobody is there")
+			}
+			cancel()
+		}
+	})
+}
+
+// evict has rank 1 evict a rank; the others recover.
+func evict(t *testing.T, g *pg.Group, rank int) {
+	t.Helper()
+	if g.Rank() == 1 {
+		if err := g.Evict(t.Context(), rank); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := g.Recover(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if v := g.View(); len(v.Active) != 2 {
+		t.Fatalf("after recovering the view is %v", v)
+	}
+}
+
+// awaitEviction returns when this rank has been evicted.
+func awaitEviction(t *testing.T, g *pg.Group) {
+	t.Helper()
+	err := error(nil)
+	for err == nil || lostRank(err) >= 0 {
+		err = g.Barrier(t.Context())
+	}
+	if !errors.Is(err, pg.ErrEvicted) {
+		t.Fatal(err)
+	}
+}
