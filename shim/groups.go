@@ -1,0 +1,337 @@
+//go:build cgo && linux
+
+package main
+
+// #include <stdlib.h>
+// #include "internal.h"
+import "C"
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"os"
+	"runtime"
+	"runtime/debug"
+	"sync"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"tutti/pg"
+)
+
+// The defaults of max_procs and memory_limit.
+const (
+	defaultProcs  = 4
+	defaultMemory = 1 << 30
+)
+
+var setUp sync.Once
+
+// moderate bounds what the Go runtime uses of the host's processors and memory, the first time it
+// is called.
+func moderate(c *C.tutti_config) {
+	setUp.Do(func() {
+		if getenv("GOMAXPROCS") == "" {
+			n := int(c.max_procs)
+			if n <= 0 {
+				n = min(defaultProcs, runtime.NumCPU())
+			}
+			runtime.GOMAXPROCS(n)
+		}
+		if getenv("GOMEMLIMIT") == "" {
+			n := int64(c.memory_limit)
+			if n <= 0 {
+				n = defaultMemory
+			}
+			debug.SetMemoryLimit(n)
+		}
+		watchDescriptors()
+	})
+}
+
+// getenv reads a variable of the host's environment as it is now: Go's copy is as old as the
+// process, or as the library's loading.
+func getenv(name string) string {
+	key := C.CString(name)
+	defer C.free(unsafe.Pointer(key))
+	v := C.getenv(key)
+	if v == nil {
+		return ""
+	}
+	return C.GoString(v)
+}
+
+func text(s *C.char) string {
+	if s == nil {
+		return ""
+	}
+	return C.GoString(s)
+}
+
+// config returns the host's configuration. err is nil, or says which field is invalid.
+func config(c *C.tutti_config) (cfg pg.Config, err error) {
+	bad := func(field, got, want string) {
+		err = &coded{fmt.Sprintf("tutti_config: %s is %s, want %s", field, got, want), errInvalid}
+	}
+	if c.on_failure < C.TUTTI_REPORT || c.on_failure > C.TUTTI_RETRY {
+		bad("on_failure", fmt.Sprint(c.on_failure), "TUTTI_REPORT, TUTTI_SHRINK or TUTTI_RETRY")
+	}
+	if c.on_timeout < C.TUTTI_TIMEOUT_REPORTS || c.on_timeout > C.TUTTI_TIMEOUT_EVICTS_ALONE {
+		bad("on_timeout", fmt.Sprint(c.on_timeout), "TUTTI_TIMEOUT_REPORTS or another")
+	}
+	if c.secret_len > math.MaxInt32 || c.secret == nil && c.secret_len > 0 {
+		bad("secret", "missing", fmt.Sprintf("%d bytes", c.secret_len))
+	}
+	if err != nil {
+		return cfg, err
+	}
+	cfg = pg.Config{
+		Size: int(c.size), Rank: int(c.rank), MaxSize: int(c.max_size),
+		Job: text(c.job), StoreAddr: text(c.store),
+		StoreUser: text(c.store_user), StorePassword: text(c.store_password),
+		Transport: text(c.transport), Interfaces: text(c.interfaces), Ports: text(c.ports),
+		Algorithm: text(c.algorithm), Tuning: text(c.tuning), LogDir: text(c.log_dir), Metrics: text(c.metrics),
+		Timeout: time.Duration(c.timeout_ns), Window: time.Duration(c.window_ns),
+		LeaseTTL:  time.Duration(c.lease_ttl_ns),
+		OnFailure: pg.OnFailure(c.on_failure), OnTimeout: pg.OnTimeout(c.on_timeout),
+		Uniform: c.uniform != 0, AutoAdmit: c.auto_admit != 0, Progress: c.progress != 0,
+		Getenv: getenv,
+	}
+	if c.secret_len > 0 {
+		cfg.Secret = C.GoBytes(c.secret, C.int(c.secret_len))
+	}
+	cfg.Logger, err = logger(text(c.log_level))
+	return cfg, err
+}
+
+// logger returns the logger for a level, "" for the environment's.
+func logger(name string) (*slog.Logger, error) {
+	fixed := name != ""
+	if !fixed {
+		name = getenv("TUTTI_LOG")
+	}
+	level := slog.LevelWarn
+	switch {
+	case name == "off":
+		return slog.New(slog.DiscardHandler), nil
+	case name == "":
+	case level.UnmarshalText([]byte(name)) != nil && fixed:
+		return nil, &coded{fmt.Sprintf("tutti_config: log_level is %q, want debug, info, warn, error or off", name),
+			errInvalid}
+	}
+	return slog.New(slog.NewTextHandler(standardError{}, &slog.HandlerOptions{Level: level})), nil
+}
+
+// standardError writes to the host's standard error. Package os ends the process when that is a
+// broken pipe.
+type standardError struct{}
+
+func (standardError) Write(b []byte) (int, error) { return syscall.Write(2, b) }
+
+// joinGroup joins the job that c describes and returns the handle of its group.
+func joinGroup(ctx context.Context, c *C.tutti_config) (uint64, error) {
+	moderate(c)
+	s := newStore(c.kv)
+	defer s.leave()
+	cfg, err := config(c)
+	if err != nil {
+		return 0, err
+	}
+	if s != nil {
+		cfg.Store = s
+	}
+	g, err := pg.Join(ctx, cfg)
+	if err != nil {
+		return 0, err
+	}
+	s.retain()
+	return groups.add(&group{g, s}), nil
+}
+
+//export goLocal
+func goLocal(n C.uint32_t, c *C.tutti_config, out *C.uint64_t, f *C.struct_failure) C.int {
+	moderate(c)
+	if n < 1 || n > 4096 {
+		return invalid(f, "n is %d, want 1 to 4096 ranks", n)
+	}
+	cfg, err := config(c)
+	if err != nil {
+		return failed(err, f)
+	}
+	all, err := pg.Local(int(n), cfg)
+	if err != nil {
+		return failed(err, f)
+	}
+	handles := unsafe.Slice(out, n)
+	for i, g := range all {
+		handles[i] = C.uint64_t(groups.add(&group{g, nil}))
+	}
+	return C.TUTTI_OK
+}
+
+//export goClose
+func goClose(h C.uint64_t, f *C.struct_failure) C.int {
+	g := groups.remove(uint64(h))
+	if g == nil {
+		return invalid(f, "%#x is no group, or one that was closed", uint64(h))
+	}
+	defer g.store.leave()
+	return failed(g.Close(), f)
+}
+
+//export goPlace
+func goPlace(h C.uint64_t, rank, size, localRank, localSize *C.int32_t, f *C.struct_failure) C.int {
+	g := findGroup(h, f)
+	if g == nil {
+		return C.TUTTI_EINVAL
+	}
+	give := func(to *C.int32_t, of func() int) {
+		if to != nil {
+			*to = C.int32_t(of())
+		}
+	}
+	give(rank, g.Rank)
+	give(size, g.Size)
+	give(localRank, g.LocalRank)
+	give(localSize, g.LocalSize)
+	return C.TUTTI_OK
+}
+
+//export goView
+func goView(h C.uint64_t, epoch *C.uint64_t, ranks *C.int32_t, room C.uint32_t, n *C.uint32_t,
+	f *C.struct_failure) C.int {
+	g := findGroup(h, f)
+	if g == nil {
+		return C.TUTTI_EINVAL
+	}
+	v := g.View()
+	if epoch != nil {
+		*epoch = C.uint64_t(v.Epoch)
+	}
+	to := unsafe.Slice(ranks, room)
+	for i := range min(len(v.Active), len(to)) {
+		to[i] = C.int32_t(v.Active[i])
+	}
+	if n != nil {
+		*n = C.uint32_t(len(v.Active))
+	}
+	return C.TUTTI_OK
+}
+
+//export goTopology
+func goTopology(h C.uint64_t, to *C.char, room C.uint64_t, n *C.uint64_t, f *C.struct_failure) C.int {
+	g := findGroup(h, f)
+	if g == nil {
+		return C.TUTTI_EINVAL
+	}
+	s := g.Topology()
+	if n != nil {
+		*n = C.uint64_t(len(s))
+	}
+	if room > 0 {
+		b := unsafe.Slice((*byte)(unsafe.Pointer(to)), int(min(room, math.MaxInt32)))
+		b[copy(b[:len(b)-1], s)] = 0
+	}
+	return C.TUTTI_OK
+}
+
+//export goSetAlgorithm
+func goSetAlgorithm(h C.uint64_t, name *C.char, f *C.struct_failure) C.int {
+	g := findGroup(h, f)
+	if g == nil {
+		return C.TUTTI_EINVAL
+	}
+	err := g.SetAlgorithm(text(name))
+	if code(err) == C.TUTTI_EINTERNAL { // there is no such algorithm
+		err = &coded{err.Error(), errInvalid}
+	}
+	return failed(err, f)
+}
+
+//export goAbort
+func goAbort(h C.uint64_t, reason *C.char, f *C.struct_failure) C.int {
+	g := findGroup(h, f)
+	if g == nil {
+		return C.TUTTI_EINVAL
+	}
+	why := text(reason)
+	if why == "" {
+		why = "no reason was given"
+	}
+	g.Abort(errors.New(why))
+	return C.TUTTI_OK
+}
+
+// allocated are the pieces of memory of goAlloc.
+var allocated struct {
+	mu  sync.Mutex
+	all map[uintptr]piece
+}
+
+type piece struct {
+	memory []byte
+	of     *pg.Group
+}
+
+//export goAlloc
+func goAlloc(h C.uint64_t, n C.uint64_t, out *C.uint64_t, f *C.struct_failure) C.int {
+	*out = 0
+	g := findGroup(h, f)
+	if g == nil {
+		return C.TUTTI_EINVAL
+	}
+	if n == 0 || n > math.MaxInt {
+		return invalid(f, "%d bytes, want 1 or more that fit in memory", uint64(n))
+	}
+	b, err := pg.Alloc[byte](g.Group, int(n))
+	if errors.Is(err, syscall.ENOMEM) {
+		err = &coded{err.Error(), errNoMemory}
+	}
+	if err != nil {
+		return failed(err, f)
+	}
+	at := uintptr(unsafe.Pointer(unsafe.SliceData(b)))
+	allocated.mu.Lock()
+	defer allocated.mu.Unlock()
+	if allocated.all == nil {
+		allocated.all = map[uintptr]piece{}
+	}
+	allocated.all[at] = piece{b, g.Group}
+	*out = C.uint64_t(at)
+	return C.TUTTI_OK
+}
+
+//export goFree
+func goFree(at C.uint64_t, f *C.struct_failure) C.int {
+	allocated.mu.Lock()
+	p, ok := allocated.all[uintptr(at)]
+	delete(allocated.all, uintptr(at))
+	allocated.mu.Unlock()
+	if !ok {
+		return invalid(f, "%#x is not from tutti_alloc, or was freed before", uint64(at))
+	}
+	return failed(pg.Free(p.of, p.memory), f)
+}
+
+// watchDescriptors tells C which epoll instance watches the connections of Go.
+func watchDescriptors() {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return
+	}
+	defer r.Close()
+	defer w.Close()
+	conn, err := r.SyscallConn()
+	if err != nil {
+		return
+	}
+	conn.Control(func(fd uintptr) {
+		if epoll, ok := watcher(int(fd)); ok {
+			C.tutti_watch(C.int(epoll))
+		}
+	})
+}

@@ -1,0 +1,294 @@
+//go:build linux && cgo
+
+// Package shim tests the C interface: programs in C and C++, which it compiles, as ranks.
+package shim
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"tutti/pg/pgtest"
+)
+
+var root = func() string {
+	dir, err := filepath.Abs("../..")
+	if err != nil {
+		panic(err)
+	}
+	return dir
+}()
+
+// command runs a command in the module's root and returns its output.
+func command(argv ...string) (string, error) {
+	cmd := exec.Command(argv[0], argv[1:]...)
+	cmd.Dir = root
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		err = fmt.Errorf("%s: %w\n%s", strings.Join(argv, " "), err, out)
+	}
+	return string(out), err
+}
+
+var build struct {
+	once sync.Once
+	dir  string
+	err  error
+}
+
+// built returns the directory of the library and the programs, which it builds once.
+func built(t *testing.T) string {
+	t.Helper()
+	build.once.Do(func() {
+		if build.dir, build.err = os.MkdirTemp("", "shim"); build.err == nil {
+			build.err = compile(build.dir)
+		}
+	})
+	if build.err != nil {
+		t.Fatal(build.err)
+	}
+	return build.dir
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if build.dir != "" {
+		os.RemoveAll(build.dir)
+	}
+	os.Exit(code)
+}
+
+// compile fills dir.
+func compile(dir string) error {
+	if _, err := command("make", "shim", "BIN="+dir); err != nil {
+		return err
+	}
+	strict := []string{"-Wall", "-Wextra", "-Werror", "-g", "-I" + dir}
+	linked := []string{"-L" + dir, "-ltutti", "-Wl,-rpath," + dir, "-lpthread"}
+	var compilers errgroup.Group
+	for name, argv := range map[string][]string{
+		"allreduce":      {"gcc", "-std=c99", "-pedantic", "examples/c/allreduce.c"},
+		"allreduce-asan": {"gcc", "-std=c99", "-fsanitize=address", "examples/c/allreduce.c"},
+		"raii":           {"g++", "-std=c++14", "-pedantic", "examples/c/raii.cc"},
+		"raii-asan":      {"g++", "-std=c++14", "-fsanitize=address", "examples/c/raii.cc"},
+		"check":          {"gcc", "-std=gnu11", "tests/shim/testdata/check.c"},
+		"check-asan":     {"gcc", "-std=gnu11", "-fsanitize=address", "tests/shim/testdata/check.c"},
+		"guest":          {"gcc", "-std=gnu11", "tests/shim/testdata/guest.c", "-ldl", "-lpthread"},
+	} {
+		argv = append(append(argv, strict...), "-o", filepath.Join(dir, name))
+		if name != "guest" { // which opens the library itself
+			argv = append(argv, linked...)
+		}
+		compilers.Go(func() error {
+			_, err := command(argv...)
+			return err
+		})
+	}
+	return compilers.Wait()
+}
+
+// program returns the path of a built program, as arguments.
+func program(t *testing.T, name string, args ...string) []string {
+	return append([]string{filepath.Join(built(t), name)}, args...)
+}
+
+func guest(t *testing.T, part string) []string {
+	return program(t, "guest", filepath.Join(built(t), "libtutti.so"), part)
+}
+
+// The leak checker stops all threads at the end, which needs a privilege that containers lack.
+var sanitizer = pgtest.Env("ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:exitcode=99")
+
+func TestExamples(t *testing.T) {
+	const n = 4
+	for _, variant := range []string{"", "-asan"} {
+		for r, out := range pgtest.Exec(t, n, program(t, "allreduce"+variant), sanitizer) {
+			if want := fmt.Sprintf("rank %d of %d: %d\n", r, n, n*(n-1)/2+n*10); out != want {
+				t.Errorf("allreduce%s: rank %d wrote %q, want %q", variant, r, out, want)
+			}
+		}
+		for r, out := range pgtest.Exec(t, n, program(t, "raii"+variant), sanitizer) {
+			if want := fmt.Sprintf("rank %d of %d: %d %d\n", r, n, n*(n-1)/2, 2*n*100); out != want {
+				t.Errorf("raii%s: rank %d wrote %q, want %q", variant, r, out, want)
+			}
+		}
+	}
+}
+
+func TestEveryOperation(t *testing.T) {
+	pgtest.Exec(t, 2, program(t, "check-asan", "ops"), sanitizer)
+	pgtest.Exec(t, 3, program(t, "check", "ops"), pgtest.Env("TUTTI_TRANSPORT=tcp"))
+}
+
+func TestManyOperationsAtATime(t *testing.T) {
+	pgtest.Exec(t, 2, program(t, "check-asan", "overlap"), sanitizer)
+}
+
+func TestInvalidCallsAreRefused(t *testing.T) {
+	pgtest.Exec(t, 1, program(t, "check-asan", "bad"), sanitizer)
+}
+
+func TestArbitraryOperationsDoNoHarm(t *testing.T) {
+	pgtest.Exec(t, 1, program(t, "check-asan", "fuzz"), sanitizer)
+}
+
+func TestThreadsShareGroups(t *testing.T) {
+	pgtest.Exec(t, 1, program(t, "check-asan", "crowd"), sanitizer)
+}
+
+func TestMismatchNamesBothRanks(t *testing.T) {
+	pgtest.Exec(t, 2, program(t, "check", "mismatch"))
+}
+
+func TestTimeoutNamesTheMissingRank(t *testing.T) {
+	pgtest.Exec(t, 2, program(t, "check", "late"))
+}
+
+// The lease and the time that a silent rank has are longer than the operations' timeout: only the
+// ends of links tell of the death. Children of the dead rank inherited its descriptors and live.
+func TestDeathOfARankWithForkedChildrenIsNoticedAtOnce(t *testing.T) {
+	for _, transport := range []string{"shm", "tcp"} {
+		t.Run(transport, func(t *testing.T) {
+			pgtest.Exec(t, 3, program(t, "check", "lost"), pgtest.Expect(1, syscall.SIGKILL),
+				pgtest.Env("TUTTI_TRANSPORT="+transport, "TUTTI_TIMEOUT=10s"))
+		})
+	}
+}
+
+func TestStoreOfTheHost(t *testing.T) {
+	for name, more := range map[string]string{"with wait": "A=", "without wait": "WITHOUT_WAIT=1"} {
+		t.Run(name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "store")
+			pgtest.Exec(t, 3, program(t, "check-asan", "kv"), sanitizer, pgtest.Env("STORE_FILE="+file, more))
+		})
+	}
+}
+
+func TestForkedChildren(t *testing.T) {
+	for _, transport := range []string{"shm", "tcp"} {
+		t.Run(transport, func(t *testing.T) {
+			pgtest.Exec(t, 2, guest(t, "fork"), pgtest.Env("TUTTI_TRANSPORT="+transport))
+		})
+	}
+}
+
+// run runs a part of guest.c as a process without a launcher, and returns its output.
+func run(t *testing.T, part string, variables ...string) string {
+	t.Helper()
+	argv := guest(t, part)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH")}, variables...)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Errorf("%s: %v\n%s", part, err, out)
+	}
+	return string(out)
+}
+
+func TestSignalsReachTheHost(t *testing.T) { run(t, "signals", "LOGS="+t.TempDir()) }
+
+func TestFaultsOfTheHostStayItsOwn(t *testing.T) { run(t, "faults") }
+
+func TestThreadsLeaveNothing(t *testing.T) { run(t, "threads") }
+
+func TestJoiningAndClosingLeavesNothing(t *testing.T) { t.Log(run(t, "cycles")) }
+
+// Each round has four calls that run operations. An operation that was started leaves some bytes of
+// garbage; a few allocations a call would be ten times as many collections.
+func TestWarmCallsLeaveLittleGarbage(t *testing.T) {
+	out := run(t, "hot", "GODEBUG=gctrace=1", "GOGC=100")
+	_, out, _ = strings.Cut(out, "begin\n")
+	calls, rest, ended := strings.Cut(out, "end: ")
+	if n := strings.Count(calls, "gc "); !ended || n > 4 {
+		t.Errorf("%d garbage collections:\n%s", n, calls)
+	}
+	t.Log(strings.SplitN(rest, "\n", 2)[0])
+}
+
+var shrinks = pgtest.Env("TUTTI_ON_FAILURE=shrink")
+
+func TestKilledRankIsReplaced(t *testing.T) {
+	pgtest.Exec(t, 3, program(t, "check", "replace"), pgtest.Expect(2, syscall.SIGKILL), pgtest.Replace(2), shrinks)
+}
+
+func TestEvictedRankRejoins(t *testing.T) {
+	pgtest.Exec(t, 3, program(t, "check", "evict"), shrinks)
+}
+
+func TestSecondGoRuntimeIsNamed(t *testing.T) {
+	other := filepath.Join(t.TempDir(), "libother.so")
+	if _, err := command("go", "build", "-buildmode=c-shared", "-o", other, "./tests/shim/testdata/other"); err != nil {
+		t.Fatal(err)
+	}
+	if out := run(t, "second", "OTHER="+other); strings.Count(out, other+" brings a second Go runtime") != 1 {
+		t.Errorf("the output does not name %s once:\n%s", other, out)
+	}
+	if out := run(t, "single"); out != "" {
+		t.Errorf("without another library the output is %q", out)
+	}
+}
+
+func TestLibraryThatCannotBeUsedIsExplained(t *testing.T) {
+	dir := t.TempDir()
+	imposter := func(name string, flags ...string) {
+		t.Helper()
+		argv := []string{"gcc", "-shared", "-fPIC", "-o", filepath.Join(dir, name), "tests/shim/testdata/imposter.c"}
+		if _, err := command(append(argv, flags...)...); err != nil {
+			t.Fatal(err)
+		}
+	}
+	imposter("old.so", "-DVERSION=7")
+	imposter("small.so", "-DVERSION=1<<16")
+	for size := 2048; size >= 8; size /= 2 { // together they use up glibc's reserve, some 1.7 kB
+		imposter(fmt.Sprintf("greedy-%d.so", size), "-DVERSION=1<<16", fmt.Sprintf("-DGREEDY=%d", size))
+	}
+	imposter("greedy-4.so", "-DVERSION=1<<16", "-DGREEDY=8")
+	run(t, "refused", "IMPOSTERS="+dir)
+}
+
+// Only the functions of the header are visible, and the header's list of them is complete.
+func TestOnlyTheInterfaceIsExported(t *testing.T) {
+	out, err := command("nm", "-D", "--defined-only", filepath.Join(built(t), "libtutti.so"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	header, err := os.ReadFile(filepath.Join(root, "shim", "tutti.h"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := 0
+	for line := range strings.Lines(out) {
+		fields := strings.Fields(line)
+		name := fields[len(fields)-1]
+		if n++; !strings.Contains(string(header), "X("+name+")") {
+			t.Errorf("%s is exported, but not in TUTTI_FUNCTIONS", name)
+		}
+	}
+	if want := strings.Count(string(header), "X(tutti_"); n != want {
+		t.Errorf("%d functions are exported, want the %d of TUTTI_FUNCTIONS", n, want)
+	}
+}
+
+// The file has the prefix, the library and the version of the interface.
+func TestPkgConfigFile(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(built(t), "tutti.pc"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"prefix=/usr/local\n", "-ltutti\n", "Version: 1.0\n"} {
+		if !strings.Contains(string(text), want) {
+			t.Errorf("tutti.pc has no %q:\n%s", want, text)
+		}
+	}
+}
