@@ -6,13 +6,21 @@ PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev
 # What starts examples/launch.
 LAUNCH_DEPS := slurm-wlm munge openmpi-bin mpich systemd
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
+# The version of PyTorch that its backend is built for, in a virtual environment that is kept between runs.
+TORCH       ?= 2.15.0
+TORCH_ENV   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/torch-$(TORCH)
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
-# The packages whose tests take longest go first, so that none of them runs alone at the end.
-LONGEST     := ./tests/matrix ./tests/faults ./pg
+# The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
+LONGEST     := ./tests/faults ./pg
+ABREAST     := -p 3
+# Ranks that have to share their cores with other tests take several times as long.
+MATRIX      := ./tests/matrix
+# The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
+REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build test test-unit test-race test-purego lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d deps-torch test test-unit test-race test-purego lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -21,18 +29,40 @@ build: ## bin/tutti and all packages
 	$(GO) build ./...
 	$(GO) build -o $(BIN)/tutti ./cmd/tutti
 
+# Without debugging information, which is a third of it. Only tutti_* is exported, and the library stays loaded once it is: the Go runtime cannot end.
+SHIM_LDFLAGS := -Wl,--version-script=$(CURDIR)/shim/tutti.map -Wl,-z,nodelete -Wl,-soname,libtutti.so
+PREFIX       ?= /usr/local
+
+shim: ## the C library: bin/libtutti.so, its headers, tutti.pc (PREFIX is where they will be installed)
+	@mkdir -p $(BIN)
+	$(GO) build -buildmode=c-shared -ldflags '-w -extldflags "$(SHIM_LDFLAGS)"' -o $(BIN)/libtutti.so ./shim
+	rm -f $(BIN)/libtutti.h
+	cp shim/tutti.h shim/tutti_dl.h $(BIN)/
+	sed 's|@PREFIX@|$(PREFIX)|' shim/tutti.pc.in >$(BIN)/tutti.pc
+
+torch: shim deps-torch ## the PyTorch backend, shim/torch, for torch $(TORCH) (TORCH=2.5.1 for another one)
+	@cd shim/torch && TUTTI_OBJECTS=$(CURDIR)/.build/torch $(TORCH_ENV)/bin/python -m tutti_torch.build
+
+test-torch: torch ## the tests of the PyTorch backend, each in processes of its own
+	cd shim/torch/tests && PYTHONPATH=.. $(TORCH_ENV)/bin/python run.py
+
+test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k all_reduce", "--third 0")
+	cd shim/torch/tests && PYTHONPATH=..:. $(TORCH_ENV)/bin/python run_c10d_suite.py tutti $(C10D_FLAGS)
+
 test: lint test-unit test-race test-purego ## everything that CI runs; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
-	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(LONGEST) ./...
+	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(MATRIX)
+	@$(GO) run ./tests/report -- $(GO) test $(ABREAST) -count=1 -timeout 15m $(LONGEST) $$($(GO) list ./... | grep -v /tests/matrix)
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
 test-race: ## the packages with the race detector
-	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
+	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
 
 test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
-	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./pg ./kernels ./collectives ./p2p/... ./bootstrap/...
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m -run '$(REDUCING)' ./pg
+	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./pg/internal/exec ./p2p/inproc ./p2p/shm
 
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
 	@mkdir -p .build/torture
@@ -85,6 +115,9 @@ deps: ## install the Debian packages that building and testing need (as root)
 
 deps-peers: deps ## also those of bench-peers
 	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)
+
+deps-torch: ## a virtual environment with torch $(TORCH) in $(TORCH_ENV), several GB, once
+	@shim/torch/deps.sh $(TORCH) $(TORCH_ENV)
 
 clean: ## remove what building left
 	rm -rf $(BIN) .build

@@ -1,0 +1,1107 @@
+#include "backend.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <set>
+#include <stdexcept>
+#include <thread>
+
+#include "interrupt.h"
+#include "store.h"
+
+namespace tutti_torch {
+
+namespace {
+
+using c10d::OpType;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+using Clock = std::chrono::steady_clock;
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+
+// Coalesced tensors of up to this many bytes in all are reduced in one operation.
+constexpr int64_t kFlatten = 1 << 20;
+
+// How long close waits for each operation: the library bounds their end itself.
+constexpr milliseconds kClose{10000};
+
+// How long rank 0 of a monitored barrier may take to publish its outcome.
+constexpr milliseconds kAnswer{5000};
+
+std::mutex backends_mutex;
+std::set<Backend*>& backends() {
+  static auto* all = new std::set<Backend*>(); // lives as long as the process
+  return *all;
+}
+
+tutti_op op_of(int32_t kind) {
+  tutti_op op{};
+  op.struct_size = sizeof op;
+  op.kind = kind;
+  return op;
+}
+
+int64_t total_bytes(const Tensors& tensors) {
+  int64_t bytes = 0;
+  for (const auto& tensor : tensors) {
+    bytes += static_cast<int64_t>(tensor.nbytes());
+  }
+  return bytes;
+}
+
+// Adds what task needs to write staged back.
+void restore_after(Task& task, const Staged& staged) {
+  if (staged.copied()) {
+    task.after = [staged, before = std::move(task.after)] {
+      if (before) {
+        before();
+      }
+      staged.restore();
+    };
+  }
+}
+
+std::string hex_of_random_bytes(size_t n) {
+  std::vector<unsigned char> raw(n);
+  TORCH_CHECK(getentropy(raw.data(), n) == 0, "cannot get random bytes from the system");
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  for (unsigned char byte : raw) {
+    text += digits[byte >> 4];
+    text += digits[byte & 15];
+  }
+  return text;
+}
+
+const char* or_null(const std::string& text) {
+  return text.empty() ? nullptr : text.c_str();
+}
+
+int32_t on_failure_of(const std::string& name) {
+  if (name == "shrink") {
+    return TUTTI_SHRINK;
+  }
+  if (name == "retry") {
+    return TUTTI_RETRY;
+  }
+  if (!name.empty() && name != "report") {
+    throw std::invalid_argument("tutti: on_failure is \"" + name + "\", expected report, shrink or retry");
+  }
+  return TUTTI_REPORT;
+}
+
+// Together is the work of several works.
+class Together final : public c10d::Work {
+ public:
+  Together(int rank, std::vector<c10::intrusive_ptr<tutti_torch::Work>> works)
+      : c10d::Work(rank, OpType::COALESCED), works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+  }
+  std::exception_ptr exception() const override {
+    for (const auto& work : works_) {
+      if (auto error = work->exception()) {
+        return error;
+      }
+    }
+    return nullptr;
+  }
+  Tensors result() override {
+    Tensors all;
+    for (const auto& work : works_) {
+      Tensors some = work->result();
+      all.insert(all.end(), some.begin(), some.end());
+    }
+    return all;
+  }
+  void synchronize() override {
+    wait();
+  }
+  bool wait(milliseconds timeout = kNoTimeout) override {
+    const Clock::time_point end = Clock::now() + timeout;
+    for (const auto& work : works_) {
+      milliseconds left = timeout;
+      if (timeout != kNoTimeout) {
+        left = std::max(milliseconds(1), std::chrono::duration_cast<milliseconds>(end - Clock::now()));
+      }
+      work->wait(left);
+    }
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto type = c10::ListType::create(c10::TensorType::get());
+    c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(type));
+    for (const auto& work : works_) {
+      futures.push_back(work->getFuture());
+    }
+    auto self = c10::intrusive_ptr<Together>::reclaim_copy(this);
+    return c10::collectAll(futures)->then(
+        [self](c10::ivalue::Future& all) -> c10::IValue {
+          for (const c10::IValue& one : all.value().toListRef()) {
+            one.toFuture()->value(); // throws the error of a future that has failed
+          }
+          return self->result();
+        },
+        type);
+  }
+
+ private:
+  const std::vector<c10::intrusive_ptr<tutti_torch::Work>> works_;
+};
+
+} // namespace
+
+// ---- Joining and leaving ----
+
+Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
+    : c10d::Backend(rank, size), options_(std::move(options)), store_(another(store)) {
+  WithoutGil released;
+  join();
+  std::lock_guard<std::mutex> guard(backends_mutex);
+  backends().insert(this);
+}
+
+Backend::~Backend() {
+  if (forked()) { // the threads and what they hold belong to the parent
+    new std::shared_ptr<Completer>(ordered_);
+    new std::shared_ptr<Completer>(unordered_);
+    new std::shared_ptr<Running>(running_);
+    return;
+  }
+  WithoutGil released;
+  {
+    std::lock_guard<std::mutex> guard(backends_mutex);
+    backends().erase(this);
+  }
+  close();
+}
+
+void Backend::wait_for(const std::string& key, Clock::time_point end) {
+  milliseconds pause{1};
+  while (!store_->check({key})) {
+    if (Clock::now() >= end) {
+      C10_THROW_ERROR(DistBackendError, c10::str("no value of ", key, " in the store"));
+    }
+    check_signals();
+    std::this_thread::sleep_for(pause); // a store has no wait that signals end
+    pause = std::min(2 * pause, milliseconds(20));
+  }
+}
+
+void Backend::join() {
+  const Api& tutti = open_library();
+  const milliseconds timeout = joined_ = options_->timeout;
+  // A store may hold the keys of earlier groups of these ranks.
+  const int64_t turn = store_->add("tutti/turns/" + std::to_string(rank_), 1);
+  prefix_ = "tutti/" + std::to_string(turn) + "/";
+  if (rank_ == 0) {
+    std::string secret = hex_of_random_bytes(48);
+    store_->set(prefix_ + "secret", std::vector<uint8_t>(secret.begin(), secret.end()));
+  } else {
+    try {
+      wait_for(prefix_ + "secret", Clock::now() + timeout);
+    } catch (const c10::DistBackendError&) {
+      C10_THROW_ERROR(DistBackendError, c10::str("rank ", rank_, ": rank 0 has not come to the store in ",
+                                                 timeout.count(), " ms"));
+    }
+  }
+  const std::vector<uint8_t> agreed = store_->get(prefix_ + "secret");
+  const std::string secret(agreed.begin(), agreed.end());
+  const std::string job = "torch-" + secret.substr(0, 24);
+
+  tutti_config config{};
+  config.struct_size = sizeof config;
+  config.size = size_;
+  config.rank = rank_;
+  config.job = job.c_str();
+  config.secret = secret.data() + 24;
+  config.secret_len = secret.size() - 24;
+  config.transport = or_null(options_->transport);
+  config.interfaces = or_null(options_->interfaces);
+  config.ports = or_null(options_->ports);
+  config.algorithm = or_null(options_->algorithm);
+  config.log_dir = or_null(options_->log_dir);
+  config.metrics = or_null(options_->metrics);
+  config.timeout_ns = nanoseconds(timeout).count();
+  config.on_failure = on_failure_of(options_->on_failure);
+  config.uniform = options_->uniform ? 1 : 0;
+  config.max_procs = options_->max_procs;
+
+  // A job that outlives ranks needs a store with leases; any other meets in c10d's.
+  const char* site = std::getenv("TUTTI_STORE");
+  const char* mode = std::getenv("TUTTI_ON_FAILURE");
+  const bool outlives = config.on_failure != TUTTI_REPORT ||
+      (options_->on_failure.empty() && mode != nullptr && *mode != '\0' && std::string(mode) != "report");
+  tutti_kv kv = {};
+  if (!options_->store.empty()) {
+    config.store = options_->store.c_str();
+  } else if (!outlives || site == nullptr || *site == '\0') {
+    kv = callbacks_of(another(store_));
+    config.kv = &kv;
+  }
+  Interruptible interruptible(tutti);
+  if (int code = tutti.tutti_join(&config, &group_); code != TUTTI_OK) {
+    interruptible.rethrow();
+    raise(code, tutti.tutti_last_error());
+  }
+}
+
+void Backend::close() {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (closed_) {
+      return;
+    }
+    closed_ = true;
+  }
+  api().tutti_close(group_); // ends all operations
+  for (const auto& work : running_->all()) {
+    work->await(kClose);
+  }
+  ordered_->stop();
+  unordered_->stop();
+}
+
+void close_all() {
+  if (forked()) {
+    return;
+  }
+  std::lock_guard<std::mutex> guard(backends_mutex);
+  for (Backend* backend : backends()) {
+    backend->shutdown();
+  }
+}
+
+void Backend::shutdown() {
+  WithoutGil released;
+  close();
+}
+
+void Backend::abort() {
+  WithoutGil released;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (closed_) {
+      return;
+    }
+  }
+  api().tutti_abort(group_, c10::str("rank ", rank_, " has aborted the process group").c_str());
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+c10d::ErrorType Backend::getError() {
+  switch (running_->error()) {
+    case TUTTI_OK:
+      return c10d::ErrorType::SUCCESS;
+    case TUTTI_ETIMEOUT:
+      return c10d::ErrorType::TIMEOUT;
+    case TUTTI_ERANK:
+    case TUTTI_EABORTED:
+      return c10d::ErrorType::REMOTE_ERROR;
+    default:
+      return c10d::ErrorType::COMM_ERROR;
+  }
+}
+#endif
+
+milliseconds Backend::timeout_of(milliseconds timeout) const {
+  return timeout == c10d::kUnsetTimeout ? options_->timeout : timeout;
+}
+
+void Backend::set_timeout(Task& task, milliseconds timeout) const {
+  task.limit = timeout_of(timeout);
+  task.timeout = task.limit == joined_ ? milliseconds(0) : task.limit;
+}
+
+void Backend::setTimeout(milliseconds timeout) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  options_->timeout = timeout;
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
+  return options_;
+}
+
+bool Backend::supportsCoalescing() const {
+  return true;
+}
+
+bool Backend::supportsSplitting() const {
+  return true;
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const std::vector<int>& ranks,
+                                                 const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  const auto here = std::find(ranks.begin(), ranks.end(), rank_);
+  if (here == ranks.end()) {
+    return nullptr;
+  }
+  return merge(store, opts, static_cast<int>(here - ranks.begin()), static_cast<int>(ranks.size()));
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                                 const int& rank, const int& size) {
+  auto options = c10::dynamic_intrusive_pointer_cast<Options>(opts);
+  if (!options) {
+    options = c10::make_intrusive<Options>(*options_);
+    if (opts) {
+      options->timeout = opts->timeout;
+    }
+  }
+  return c10::make_intrusive<Backend>(store, rank, size, options);
+}
+
+uint64_t Backend::getSequenceNumberForGroup() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return seq_;
+}
+
+std::pair<uint64_t, std::vector<int64_t>> Backend::view() const {
+  uint64_t epoch = 0;
+  uint32_t n = 0;
+  std::vector<int32_t> ranks(size_);
+  if (int code = api().tutti_view(group_, &epoch, ranks.data(), static_cast<uint32_t>(ranks.size()), &n);
+      code != TUTTI_OK) {
+    raise(code, api().tutti_last_error());
+  }
+  return {epoch, {ranks.begin(), ranks.begin() + std::min<size_t>(n, ranks.size())}};
+}
+
+at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
+  TORCH_CHECK_VALUE(size >= 0, "tutti allocateTensor: the size is ", size, ", expected 0 or more");
+  TORCH_CHECK_VALUE(options.device().is_cpu(), "tutti allocateTensor: the device is ", options.device(), ", expected cpu");
+  void* memory = nullptr;
+  const uint64_t bytes = static_cast<uint64_t>(size) * options.dtype().itemsize();
+  if (bytes > 0) {
+    if (int code = api().tutti_alloc(group_, bytes, &memory); code != TUTTI_OK) {
+      raise(code, api().tutti_last_error());
+    }
+  }
+  return at::from_blob(memory, {size}, [](void* memory) { api().tutti_free(memory); }, options);
+}
+
+bool Backend::supportsTensorAlloc(c10::DeviceIndex) {
+  return true;
+}
+
+// ---- Starting operations ----
+
+c10::intrusive_ptr<Work> Backend::begin(Task task) {
+  const bool message = task.type == OpType::SEND || task.type == OpType::RECV || task.type == OpType::RECVANYSOURCE;
+  running_->reap();
+  c10::intrusive_ptr<Work> work;
+  std::lock_guard<std::mutex> guard(mutex_); // collectives start in the order of their numbers
+  if (closed_) {
+    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group was shut down");
+  }
+  if (!message) {
+    seq_++;
+  }
+  work = c10::make_intrusive<Work>(rank_, seq_, std::move(task), message ? unordered_ : ordered_, running_);
+  work->start(group_);
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+WorkPtr Backend::launch(Task task) {
+  WithoutGil released;
+  return begin(std::move(task));
+}
+
+void Backend::startCoalescing() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  coalesced_.clear();
+  coalescing_ = true;
+}
+
+WorkPtr Backend::endCoalescing() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  coalescing_ = false;
+  return c10::make_intrusive<Together>(rank_, std::move(coalesced_));
+}
+
+// ---- Operations ----
+
+WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const at::Tensor& tensor = only("broadcast", tensors);
+  TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "tutti broadcast: the root is ", opts.rootRank,
+                    ", expected 0 to ", size_ - 1);
+  TORCH_CHECK_VALUE(opts.rootTensor == 0, "tutti broadcast: the root tensor is ", opts.rootTensor, ", expected 0");
+  const bool root = opts.rootRank == rank_;
+  Staged staged(tensor, root ? Staged::kRead : Staged::kWrite);
+  Task task(OpType::BROADCAST, "tutti:broadcast");
+  tutti_op op = op_of(TUTTI_OP_BROADCAST);
+  op.dst = op.src = staged.buffer(wire_of(tensor.scalar_type()));
+  op.peer = static_cast<int32_t>(opts.rootRank);
+  task.ops = {op};
+  task.inputs = tensors;
+  task.keep = {staged.memory()};
+  task.outputs = {tensors};
+  set_timeout(task, opts.timeout);
+  if (!root) {
+    restore_after(task, staged);
+  }
+  return launch(std::move(task));
+}
+
+// Prepares the input of a reduction.
+static Staged reduced(const at::Tensor& tensor, const Reduction& how, Staged::Use use) {
+  if (!how.factor) {
+    return Staged(tensor, use, how.as);
+  }
+  Staged staged(tensor, use, how.as.value_or(tensor.scalar_type())); // a copy
+  at::AutoDispatchBelowADInplaceOrView raw;
+  staged.memory().mul_(*how.factor);
+  return staged;
+}
+
+WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].layout() == at::kSparse) {
+    return allreduce_sparse(tensors, opts);
+  }
+  const at::Tensor& tensor = only("all_reduce", tensors);
+  const Reduction how = reduction_of("all_reduce", opts.reduceOp, tensor.scalar_type());
+  Staged staged = reduced(tensor, how, Staged::kReadWrite);
+  Task task(OpType::ALLREDUCE, "tutti:all_reduce");
+  tutti_op op = op_of(TUTTI_OP_ALLREDUCE);
+  op.dst = op.src = staged.buffer(how.wire);
+  op.reduction = how.op;
+  task.ops = {op};
+  task.inputs = tensors;
+  task.keep = {staged.memory()};
+  task.outputs = {tensors};
+  set_timeout(task, opts.timeout);
+  restore_after(task, staged);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
+  if (tensors.empty()) {
+    throw std::invalid_argument("tutti all_reduce_coalesced: requires tensors");
+  }
+  check_alike("all_reduce_coalesced", tensors[0], tensors, false);
+  const Reduction how = reduction_of("all_reduce_coalesced", opts.reduceOp, tensors[0].scalar_type());
+  Task task(OpType::ALLREDUCE_COALESCED, "tutti:all_reduce_coalesced");
+  std::vector<Staged> parts;
+  if (total_bytes(tensors) <= kFlatten && !how.factor) {
+    parts.emplace_back(tensors, Staged::kReadWrite, how.as);
+  } else {
+    for (const auto& tensor : tensors) {
+      parts.push_back(reduced(tensor, how, Staged::kReadWrite));
+    }
+  }
+  for (const Staged& part : parts) {
+    tutti_op op = op_of(TUTTI_OP_ALLREDUCE);
+    op.dst = op.src = part.buffer(how.wire);
+    op.reduction = how.op;
+    task.ops.push_back(op);
+    task.keep.push_back(part.memory());
+    restore_after(task, part);
+  }
+  task.inputs = tensors;
+  task.outputs = {tensors};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = only("reduce", tensors);
+  TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "tutti reduce: the root is ", opts.rootRank,
+                    ", expected 0 to ", size_ - 1);
+  TORCH_CHECK_VALUE(opts.rootTensor == 0, "tutti reduce: the root tensor is ", opts.rootTensor, ", expected 0");
+  const Reduction how = reduction_of("reduce", opts.reduceOp, tensor.scalar_type());
+  const bool root = opts.rootRank == rank_;
+  Staged staged = reduced(tensor, how, root ? Staged::kReadWrite : Staged::kRead);
+  Task task(OpType::REDUCE, "tutti:reduce");
+  tutti_op op = op_of(TUTTI_OP_REDUCE);
+  op.dst = op.src = staged.buffer(how.wire);
+  op.reduction = how.op;
+  op.peer = static_cast<int32_t>(opts.rootRank);
+  task.ops = {op};
+  task.inputs = tensors;
+  task.keep = {staged.memory()};
+  task.outputs = {tensors};
+  set_timeout(task, opts.timeout);
+  if (root) {
+    restore_after(task, staged);
+  }
+  return launch(std::move(task));
+}
+
+// Checks that there is one list of a tensor for each rank, all like the single tensor of ones.
+static void check_lists(const char* what, const Tensors& ones, const std::vector<Tensors>& lists, int size) {
+  const at::Tensor& one = only(what, ones);
+  if (lists.size() != 1) {
+    throw std::invalid_argument(
+        c10::str("tutti ", what, ": requires a single list of tensors for the ranks, got ", lists.size()));
+  }
+  if (lists[0].size() != static_cast<size_t>(size)) {
+    throw std::invalid_argument(c10::str("tutti ", what, ": requires a tensor for each of the ", size,
+                                         " ranks, got a list of ", lists[0].size()));
+  }
+  check_alike(what, one, lists[0], true);
+}
+
+WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+  check_lists("all_gather", inputs, outputs, size_);
+  const Wire wire = wire_of(inputs[0].scalar_type());
+  Staged source(inputs[0], Staged::kRead);
+  Staged target(outputs[0], Staged::kWrite);
+  if (!target.copied() && overlap(source, target) && source.memory().data_ptr() != outputs[0][rank_].data_ptr()) {
+    source.copy();
+  }
+  Task task(OpType::ALLGATHER, "tutti:all_gather");
+  tutti_op op = op_of(TUTTI_OP_ALLGATHER);
+  op.dst = target.buffer(wire);
+  op.src = source.buffer(wire);
+  task.ops = {op};
+  task.inputs = inputs;
+  task.keep = {source.memory(), target.memory()};
+  task.outputs = outputs;
+  set_timeout(task, opts.timeout);
+  restore_after(task, target);
+  return launch(std::move(task));
+}
+
+// Adds to task the gathering of input in output.
+static void gather_into(Task& task, const char* what, const at::Tensor& output, const at::Tensor& input, int rank, int size) {
+  check_dense(what, input);
+  check_alike(what, input, {output}, false);
+  if (output.numel() != input.numel() * size) {
+    throw std::invalid_argument(c10::str("tutti ", what, ": the output has ", output.numel(), " elements, expected ",
+                                         input.numel() * size, ": ", input.numel(), " for each of the ", size, " ranks"));
+  }
+  const Wire wire = wire_of(input.scalar_type());
+  Staged source(input, Staged::kRead);
+  Staged target(output, Staged::kWrite);
+  const auto* own = static_cast<const char*>(target.memory().data_ptr()) + rank * source.memory().nbytes();
+  if (overlap(source, target) && source.memory().data_ptr() != own) {
+    source.copy();
+  }
+  tutti_op op = op_of(TUTTI_OP_ALLGATHER);
+  op.dst = target.buffer(wire);
+  op.src = source.buffer(wire);
+  task.ops.push_back(op);
+  task.keep.push_back(source.memory());
+  task.keep.push_back(target.memory());
+  restore_after(task, target);
+}
+
+WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
+  Task task(OpType::_ALLGATHER_BASE, "tutti:_all_gather_base");
+  gather_into(task, "all_gather_into_tensor", output, input, rank_, size_);
+  task.inputs = {input};
+  task.outputs = {{output}};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::AllgatherOptions& opts) {
+  if (outputs.size() != inputs.size()) {
+    throw std::invalid_argument(c10::str("tutti all_gather_into_tensor_coalesced: ", outputs.size(), " outputs and ",
+                                         inputs.size(), " inputs"));
+  }
+  Task task(OpType::COALESCED, "tutti:all_gather_into_tensor_coalesced");
+  for (size_t i = 0; i < inputs.size(); i++) {
+    gather_into(task, "all_gather_into_tensor_coalesced", outputs[i], inputs[i], rank_, size_);
+  }
+  task.inputs = inputs;
+  task.outputs = {outputs};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                     const c10d::AllgatherOptions& opts) {
+  const char* what = "all_gather_coalesced";
+  if (inputs.empty()) {
+    throw std::invalid_argument(c10::str("tutti ", what, ": requires tensors"));
+  }
+  if (outputs.size() != static_cast<size_t>(size_)) {
+    throw std::invalid_argument(
+        c10::str("tutti ", what, ": requires a list for each of the ", size_, " ranks, got ", outputs.size()));
+  }
+  Task task(OpType::ALLGATHER_COALESCED, "tutti:all_gather_coalesced");
+  for (const Tensors& list : outputs) {
+    if (list.size() != inputs.size()) {
+      throw std::invalid_argument(
+          c10::str("tutti ", what, ": a list of outputs has ", list.size(), " tensors, expected ", inputs.size()));
+    }
+  }
+  for (size_t i = 0; i < inputs.size(); i++) {
+    Tensors ranks;
+    for (const Tensors& list : outputs) {
+      ranks.push_back(list[i]);
+    }
+    check_dense(what, inputs[i]);
+    check_alike(what, inputs[i], ranks, true);
+    const Wire wire = wire_of(inputs[i].scalar_type());
+    Staged source(inputs[i], Staged::kRead);
+    Staged target(ranks, Staged::kWrite);
+    if (overlap(source, target)) {
+      source.copy();
+    }
+    tutti_op op = op_of(TUTTI_OP_ALLGATHER);
+    op.dst = target.buffer(wire);
+    op.src = source.buffer(wire);
+    task.ops.push_back(op);
+    task.keep.push_back(source.memory());
+    task.keep.push_back(target.memory());
+    restore_after(task, target);
+  }
+  task.inputs = inputs;
+  task.outputs = outputs;
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
+  const at::Tensor& input = only("gather", inputs);
+  TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "tutti gather: the root is ", opts.rootRank,
+                    ", expected 0 to ", size_ - 1);
+  const Wire wire = wire_of(input.scalar_type());
+  Staged source(input, Staged::kRead);
+  Task task(OpType::GATHER, "tutti:gather");
+  tutti_op op = op_of(TUTTI_OP_GATHER);
+  op.src = source.buffer(wire);
+  op.peer = static_cast<int32_t>(opts.rootRank);
+  op.dst.dtype = wire.dtype;
+  op.dst.device = TUTTI_HOST;
+  task.keep = {source.memory()};
+  if (opts.rootRank == rank_) {
+    check_lists("gather", inputs, outputs, size_);
+    Staged target(outputs[0], Staged::kWrite);
+    if (!target.copied() && overlap(source, target) && source.memory().data_ptr() != outputs[0][rank_].data_ptr()) {
+      source.copy();
+      op.src = source.buffer(wire);
+      task.keep = {source.memory()};
+    }
+    op.dst = target.buffer(wire);
+    task.keep.push_back(target.memory());
+    restore_after(task, target);
+  } else if (!outputs.empty()) {
+    throw std::invalid_argument("tutti gather: requires empty output on non-root");
+  }
+  task.ops = {op};
+  task.inputs = inputs;
+  task.outputs = outputs;
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::gather_into_tensor(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+  const char* what = "gather_into_tensor";
+  Tensors inputs = {input};
+  std::vector<Tensors> outputs;
+  if (opts.rootRank == rank_) {
+    check_dense(what, input);
+    check_alike(what, input, {output}, false);
+    if (output.numel() != input.numel() * size_ || !output.is_contiguous()) {
+      throw std::invalid_argument(c10::str("tutti ", what, ": the output has ", output.numel(), " elements, expected ",
+                                           input.numel() * size_, " contiguous ones"));
+    }
+    const at::Tensor flat = output.view({size_, input.numel()});
+    outputs.emplace_back();
+    for (int r = 0; r < size_; r++) {
+      outputs[0].push_back(flat[r].view(input.sizes()));
+    }
+  }
+  return gather(outputs, inputs, opts);
+}
+
+WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
+  const at::Tensor& output = only("scatter", outputs);
+  TORCH_CHECK_VALUE(opts.rootRank >= 0 && opts.rootRank < size_, "tutti scatter: the root is ", opts.rootRank,
+                    ", expected 0 to ", size_ - 1);
+  const Wire wire = wire_of(output.scalar_type());
+  Staged target(output, Staged::kWrite);
+  Task task(OpType::SCATTER, "tutti:scatter");
+  tutti_op op = op_of(TUTTI_OP_SCATTER);
+  op.dst = target.buffer(wire);
+  op.peer = static_cast<int32_t>(opts.rootRank);
+  op.src.dtype = wire.dtype;
+  op.src.device = TUTTI_HOST;
+  task.keep = {target.memory()};
+  if (opts.rootRank == rank_) {
+    check_lists("scatter", outputs, inputs, size_);
+    Staged source(inputs[0], Staged::kRead);
+    if (!source.copied() && overlap(source, target) && target.memory().data_ptr() != inputs[0][rank_].data_ptr()) {
+      source.copy();
+    }
+    op.src = source.buffer(wire);
+    task.keep.push_back(source.memory());
+    task.inputs = inputs[0];
+  } else if (!inputs.empty()) {
+    throw std::invalid_argument("tutti scatter: requires empty input on non-root");
+  }
+  task.ops = {op};
+  task.outputs = {outputs};
+  set_timeout(task, opts.timeout);
+  restore_after(task, target);
+  return launch(std::move(task));
+}
+
+// Adds to task the reduction of source, a part for each rank, to output.
+static void scatter_into(Task& task, const Reduction& how, const at::Tensor& output, Staged source) {
+  if (how.factor) {
+    source.copy();
+    at::AutoDispatchBelowADInplaceOrView raw;
+    source.memory().mul_(*how.factor);
+  }
+  Staged target(output, Staged::kWrite, how.as);
+  if (overlap(source, target)) {
+    source.copy();
+  }
+  tutti_op op = op_of(TUTTI_OP_REDUCE_SCATTER);
+  op.dst = target.buffer(how.wire);
+  op.src = source.buffer(how.wire);
+  op.reduction = how.op;
+  task.ops.push_back(op);
+  task.keep.push_back(source.memory());
+  task.keep.push_back(target.memory());
+  restore_after(task, target);
+}
+
+WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                const c10d::ReduceScatterOptions& opts) {
+  check_lists("reduce_scatter", outputs, inputs, size_);
+  const Reduction how = reduction_of("reduce_scatter", opts.reduceOp, outputs[0].scalar_type());
+  Task task(OpType::REDUCE_SCATTER, "tutti:reduce_scatter");
+  scatter_into(task, how, outputs[0], Staged(inputs[0], Staged::kRead, how.as));
+  task.inputs = inputs[0];
+  task.outputs = {outputs};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+static void check_scatter(const char* what, const at::Tensor& output, const at::Tensor& input, int size) {
+  check_dense(what, output);
+  check_alike(what, output, {input}, false);
+  if (input.numel() != output.numel() * size) {
+    throw std::invalid_argument(c10::str("tutti ", what, ": the input has ", input.numel(), " elements, expected ",
+                                         output.numel() * size, ": ", output.numel(), " for each of the ", size,
+                                         " ranks"));
+  }
+}
+
+WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
+  check_scatter("reduce_scatter_tensor", output, input, size_);
+  const Reduction how = reduction_of("reduce_scatter_tensor", opts.reduceOp, output.scalar_type());
+  Task task(OpType::_REDUCE_SCATTER_BASE, "tutti:_reduce_scatter_base");
+  scatter_into(task, how, output, Staged(input, Staged::kRead, how.as));
+  task.inputs = {input};
+  task.outputs = {{output}};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                 const c10d::ReduceScatterOptions& opts) {
+  const char* what = "reduce_scatter_tensor_coalesced";
+  if (outputs.size() != inputs.size()) {
+    throw std::invalid_argument(
+        c10::str("tutti ", what, ": ", outputs.size(), " outputs and ", inputs.size(), " inputs"));
+  }
+  Task task(OpType::COALESCED, "tutti:reduce_scatter_tensor_coalesced");
+  for (size_t i = 0; i < inputs.size(); i++) {
+    check_scatter(what, outputs[i], inputs[i], size_);
+    const Reduction how = reduction_of(what, opts.reduceOp, outputs[i].scalar_type());
+    scatter_into(task, how, outputs[i], Staged(inputs[i], Staged::kRead, how.as));
+  }
+  task.inputs = inputs;
+  task.outputs = {outputs};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+// Adds to task an exchange of parts of different lengths, in elements of a tensor.
+static void exchange(Task& task, const Staged& target, Staged source, Wire wire, std::vector<int64_t>& to,
+                     std::vector<int64_t>& from) {
+  if (overlap(source, target)) {
+    source.copy();
+  }
+  for (auto* counts : {&to, &from}) {
+    for (int64_t& count : *counts) {
+      count *= static_cast<int64_t>(wire.per);
+    }
+  }
+  tutti_op op = op_of(to.empty() ? TUTTI_OP_ALLTOALL : TUTTI_OP_ALLTOALLV);
+  op.dst = target.buffer(wire);
+  op.src = source.buffer(wire);
+  op.src_counts = to.data();
+  op.dst_counts = from.data();
+  op.counts_len = to.size();
+  task.ops = {op};
+  task.keep = {source.memory(), target.memory()};
+  restore_after(task, target);
+}
+
+// Returns the number of elements for each rank of splits, which divide the first dimension of
+// tensor.
+static std::vector<int64_t> counts_of(const char* which, const std::vector<int64_t>& splits, const at::Tensor& tensor,
+                                      int size) {
+  const char* what = "tutti all_to_all_single: ";
+  const int64_t rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
+  const int64_t row = rows == 0 ? 0 : tensor.numel() / rows;
+  std::vector<int64_t> counts(size);
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(rows % size == 0, what, "the first dimension of the ", which, " is ", rows,
+                      ", which does not divide equally across the group of ", size, " ranks");
+    std::fill(counts.begin(), counts.end(), rows / size * row);
+    return counts;
+  }
+  TORCH_CHECK_VALUE(splits.size() == static_cast<size_t>(size), what, "there are ", splits.size(), " splits of the ",
+                    which, ", expected one for each of the ", size, " ranks");
+  int64_t sum = 0;
+  for (int i = 0; i < size; i++) {
+    TORCH_CHECK_VALUE(splits[i] >= 0, what, "split ", i, " of the ", which, " is ", splits[i], ", expected 0 or more");
+    sum += splits[i];
+    counts[i] = splits[i] * row;
+  }
+  TORCH_CHECK_VALUE(sum == rows, what, "the splits of the ", which, " doesn't match total dim 0 size: their sum is ",
+                    sum, ", the first dimension is ", rows);
+  return counts;
+}
+
+WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                               std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) {
+  check_dense("all_to_all_single", input);
+  check_alike("all_to_all_single", input, {output}, false);
+  std::vector<int64_t> to = counts_of("input", input_splits, input, size_);
+  std::vector<int64_t> from = counts_of("output", output_splits, output, size_);
+  if (input_splits.empty() && output_splits.empty()) {
+    TORCH_CHECK_VALUE(input.numel() == output.numel(), "tutti all_to_all_single: the output has ", output.numel(),
+                      " elements, the input ", input.numel(), ": without splits they must be equal");
+    to.clear();
+    from.clear();
+  }
+  Task task(OpType::ALLTOALL_BASE, "tutti:all_to_all");
+  exchange(task, Staged(output, Staged::kWrite), Staged(input, Staged::kRead), wire_of(input.scalar_type()), to, from);
+  task.inputs = {input};
+  task.outputs = {{output}};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task)); // copies the counts
+}
+
+WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  const char* what = "all_to_all";
+  for (const Tensors* list : {&inputs, &outputs}) {
+    if (list->size() != static_cast<size_t>(size_)) {
+      throw std::invalid_argument(c10::str("tutti ", what, ": requires a tensor for each of the ", size_,
+                                           " ranks, got a list of ", list->size()));
+    }
+    check_alike(what, inputs[0], *list, false);
+  }
+  std::vector<int64_t> to, from;
+  for (int i = 0; i < size_; i++) {
+    to.push_back(inputs[i].numel());
+    from.push_back(outputs[i].numel());
+  }
+  Task task(OpType::ALLTOALL, "tutti:all_to_all");
+  exchange(task, Staged(outputs, Staged::kWrite), Staged(inputs, Staged::kRead), wire_of(inputs[0].scalar_type()), to,
+           from);
+  task.inputs = inputs;
+  task.outputs = {outputs};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task)); // copies the counts
+}
+
+static Task message(OpType type, const char* title, int32_t kind, const Staged& staged, const Tensors& tensors, int peer,
+                    int tag) {
+  Task task(type, title);
+  tutti_op op = op_of(kind);
+  op.dst = op.src = staged.buffer(wire_of(tensors[0].scalar_type()));
+  op.peer = peer;
+  op.tag = tag;
+  task.ops = {op};
+  task.inputs = tensors;
+  task.keep = {staged.memory()};
+  task.outputs = {tensors};
+  restore_after(task, staged);
+  return task;
+}
+
+WorkPtr Backend::send(Tensors& tensors, int to, int tag) {
+  Task task = message(OpType::SEND, "tutti:send", TUTTI_OP_SEND, Staged(only("send", tensors), Staged::kRead), tensors,
+                      to, tag);
+  set_timeout(task, c10d::kUnsetTimeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::recv(Tensors& tensors, int from, int tag) {
+  Task task = message(OpType::RECV, "tutti:recv", TUTTI_OP_RECV, Staged(only("recv", tensors), Staged::kWrite), tensors,
+                      from, tag);
+  set_timeout(task, c10d::kUnsetTimeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::recvAnysource(Tensors& tensors, int tag) {
+  Task task = message(OpType::RECVANYSOURCE, "tutti:recvAnySource", TUTTI_OP_RECV,
+                      Staged(only("recv", tensors), Staged::kWrite), tensors, TUTTI_ANY_RANK, tag);
+  set_timeout(task, c10d::kUnsetTimeout);
+  return launch(std::move(task));
+}
+
+WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
+  Task task(OpType::BARRIER, "tutti:barrier");
+  task.ops = {op_of(TUTTI_OP_BARRIER)};
+  set_timeout(task, opts.timeout);
+  return launch(std::move(task));
+}
+
+// The ranks report to rank 0 in the store, so that the group stays usable when one does not come.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  WithoutGil released;
+  const milliseconds timeout = timeout_of(opts.timeout);
+  uint64_t n = 0;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    n = ++barriers_;
+  }
+  const std::string prefix = prefix_ + "barriers/" + std::to_string(n) + "/";
+  const std::string here = prefix + std::to_string(rank_);
+  const std::string outcome = prefix + "outcome";
+  const auto set = [this](const std::string& key, const std::string& value) {
+    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  };
+  Clock::time_point end = Clock::now() + timeout;
+  set(here, "here");
+  if (rank_ != 0) {
+    const auto failed = [&](const std::string& why) { // the beginning is that of Gloo's text
+      C10_THROW_ERROR(DistBackendError, c10::str("Rank ", rank_, " successfully reached monitoredBarrier, but received "
+                                                 "errors while waiting for send/recv from rank 0: ", why));
+    };
+    for (const std::string& key : {prefix + "0", outcome}) {
+      try {
+        wait_for(key, end);
+      } catch (const c10::DistBackendError&) {
+        failed(c10::str("it has not answered in ", timeout.count(), " ms"));
+      }
+      end = Clock::now() + timeout + kAnswer; // rank 0 may have come later
+    }
+    const std::vector<uint8_t> value = store_->get(outcome);
+    if (const std::string ranks(value.begin(), value.end()); ranks != "ok") {
+      failed("ranks " + ranks + " did not come");
+    }
+    return;
+  }
+  if (timeout.count() <= 0 && size_ > 1) {
+    C10_THROW_ERROR(DistBackendError, c10::str("Rank 0 timed out in monitoredBarrier after ", timeout.count(), " ms"));
+  }
+  std::string missing;
+  int lost = 0;
+  for (int rank = 1; rank < size_ && (lost == 0 || wait_all_ranks); rank++) {
+    try {
+      wait_for(prefix + std::to_string(rank), end);
+    } catch (const c10::DistBackendError&) {
+      missing += (lost++ == 0 ? "" : ", ") + std::to_string(rank);
+    }
+  }
+  set(outcome, lost == 0 ? "ok" : missing);
+  if (lost > 0) {
+    C10_THROW_ERROR(DistBackendError, c10::str("[Rank 0]: Rank", lost == 1 ? " " : "s ", missing,
+                                               " failed to pass monitoredBarrier in ", timeout.count(), " ms"));
+  }
+}
+
+// The indices and the values of all ranks are gathered and added up by rank.
+WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const char* what = "all_reduce of a sparse tensor";
+  if (tensors.size() != 1 || !tensors[0].defined() || tensors[0].layout() != at::kSparse) {
+    throw std::invalid_argument(c10::str("tutti ", what, ": requires a single tensor with layout Sparse"));
+  }
+  if (opts.reduceOp.op_ != c10d::ReduceOp::SUM) {
+    throw std::invalid_argument(c10::str("tutti ", what, ": only works with ReduceOp.SUM"));
+  }
+  WithoutGil released;
+  at::AutoDispatchBelowADInplaceOrView raw;
+  const at::Tensor tensor = tensors[0];
+  const at::Tensor own = tensor.cpu().coalesce();
+  const at::Tensor indices = own.indices().contiguous();
+  const at::Tensor values = own.values().contiguous();
+  reduction_of(what, opts.reduceOp, values.scalar_type());
+
+  // What each rank has: sparse and dense dimensions, elements, shape.
+  std::vector<int64_t> shape = {own.sparse_dim(), own.dense_dim(), own._nnz()};
+  shape.insert(shape.end(), own.sizes().begin(), own.sizes().end());
+  const at::Tensor mine = at::tensor(shape, at::kLong);
+  const at::Tensor all = at::empty({size_, static_cast<int64_t>(shape.size())}, at::kLong);
+  Task meta(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");
+  gather_into(meta, what, all, mine, rank_, size_);
+  set_timeout(meta, opts.timeout);
+  begin(std::move(meta))->wait();
+  std::vector<int64_t> index_counts, value_counts;
+  int64_t width = 1;
+  for (int64_t d = own.sparse_dim(); d < own.dim(); d++) {
+    width *= own.size(d);
+  }
+  int64_t nnz = 0;
+  for (int r = 0; r < size_; r++) {
+    const int64_t* theirs = all.data_ptr<int64_t>() + r * static_cast<int64_t>(shape.size());
+    for (size_t i = 0; i < shape.size(); i++) {
+      TORCH_CHECK_VALUE(i == 2 || theirs[i] == shape[i], "tutti ", what, ": the tensors of ranks ", rank_, " and ", r,
+                        " have different shapes or numbers of sparse dimensions");
+    }
+    nnz += theirs[2];
+    index_counts.push_back(theirs[2] * own.sparse_dim());
+    value_counts.push_back(theirs[2] * width);
+  }
+
+  const at::Tensor all_indices = at::empty({nnz * own.sparse_dim()}, at::kLong);
+  const at::Tensor all_values = at::empty({nnz * width}, values.options());
+  Task task(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");
+  const Wire wire = wire_of(values.scalar_type());
+  std::vector<int64_t> value_wires = value_counts;
+  for (int64_t& count : value_wires) {
+    count *= static_cast<int64_t>(wire.per);
+  }
+  const auto gather = [&](const at::Tensor& to, const at::Tensor& from, Wire as, const std::vector<int64_t>& counts) {
+    tutti_op op = op_of(TUTTI_OP_ALLGATHERV);
+    op.dst = Staged(to, Staged::kWrite).buffer(as);
+    op.src = Staged(from, Staged::kRead).buffer(as);
+    op.dst_counts = counts.data();
+    op.counts_len = counts.size();
+    task.ops.push_back(op);
+    task.keep.push_back(to);
+    task.keep.push_back(from);
+  };
+  gather(all_indices, indices, {TUTTI_INT64, 1}, index_counts);
+  gather(all_values, values, wire, value_wires);
+  task.outputs = {tensors};
+  set_timeout(task, opts.timeout);
+  task.after = [tensor, own, all_indices, all_values, index_counts, value_counts] {
+    at::Tensor sum;
+    int64_t index = 0, value = 0;
+    for (size_t r = 0; r < index_counts.size(); r++) {
+      const int64_t n = index_counts[r] / std::max<int64_t>(1, own.sparse_dim());
+      std::vector<int64_t> sizes = {n};
+      sizes.insert(sizes.end(), own.sizes().begin() + own.sparse_dim(), own.sizes().end());
+      const at::Tensor part = at::sparse_coo_tensor(
+          all_indices.narrow(0, index, index_counts[r]).view({own.sparse_dim(), n}),
+          all_values.narrow(0, value, value_counts[r]).view(sizes), own.sizes());
+      sum = sum.defined() ? sum + part : part;
+      index += index_counts[r];
+      value += value_counts[r];
+    }
+    tensor.copy_(sum.coalesce().to(tensor.device()));
+  };
+  auto work = begin(std::move(task)); // copies the counts
+  work->wait();
+  return work;
+}
+
+} // namespace tutti_torch

@@ -1,0 +1,160 @@
+// The backend "tutti" of c10d.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api.h"
+#include "tensors.h"
+#include "work.h"
+
+namespace tutti_torch {
+
+// What init_process_group takes as pg_options. An empty text stands for the environment's value or
+// the default: the fields are those of tutti_config in tutti.h.
+struct Options : c10d::Backend::Options {
+  explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
+      : c10d::Backend::Options("tutti", timeout) {}
+
+  Options(const Options&) = default;
+
+  // A virtual function of newer versions, which split and merge use.
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const {
+    return c10::make_intrusive<Options>(*this);
+  }
+
+  std::string store; // "etcd://host:port" instead of the c10d store
+  std::string transport;
+  std::string interfaces;
+  std::string ports;
+  std::string algorithm;
+  std::string log_dir;
+  std::string metrics;
+  std::string on_failure; // "report", "shrink", "retry"
+  bool uniform = false;
+  int max_procs = 0;
+};
+
+class Backend final : public c10d::Backend {
+ public:
+  using Options = tutti_torch::Options;
+
+  // Joins the group of the ranks that make a Backend over the same store. It returns when all have.
+  Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  ~Backend() override;
+
+  const std::string getBackendName() const override {
+    return "tutti";
+  }
+
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_sparse(std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allreduce_coalesced(std::vector<at::Tensor>& tensors,
+                                                     const c10d::AllreduceCoalescedOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce(std::vector<at::Tensor>& tensors, const c10d::ReduceOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_coalesced(std::vector<std::vector<at::Tensor>>& outputs,
+                                                     std::vector<at::Tensor>& inputs,
+                                                     const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::AllgatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                                        const c10d::GatherOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                                         const c10d::ScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(std::vector<at::Tensor>& outputs,
+                                                std::vector<std::vector<at::Tensor>>& inputs,
+                                                const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(std::vector<at::Tensor>& outputs,
+                                                                 std::vector<at::Tensor>& inputs,
+                                                                 const c10d::ReduceScatterOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                                               const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                                          const c10d::AllToAllOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
+  c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+
+  // These are virtual functions of c10d's Backend from some version on.
+  c10::intrusive_ptr<c10d::Work> gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                                                    const c10d::GatherOptions& opts);
+  bool supportsCoalescing() const;
+  bool supportsSplitting() const;
+  void setTimeout(std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions();
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts);
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts, const int& rank,
+                                          const int& size);
+  void abort();
+  void shutdown();
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  c10d::ErrorType getError() override;
+#endif
+
+  // Returns memory on which collectives copy nothing, as a tensor of one dimension.
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {});
+  bool supportsTensorAlloc(c10::DeviceIndex device);
+
+  // Returns the number of the view, and its ranks.
+  std::pair<uint64_t, std::vector<int64_t>> view() const;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> launch(Task task);
+  c10::intrusive_ptr<Work> begin(Task task);
+  std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
+  void set_timeout(Task& task, std::chrono::milliseconds timeout) const;
+  void join();
+  void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
+  void close(); // once
+
+  const c10::intrusive_ptr<Options> options_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::string prefix_; // of this group's keys in store_
+  std::chrono::milliseconds joined_{0}; // the group's timeout
+  tutti_group group_ = 0;
+
+  std::mutex mutex_; // protects what follows
+  std::vector<c10::intrusive_ptr<Work>> coalesced_;
+  bool coalescing_ = false;
+  bool closed_ = false;
+  uint64_t seq_ = 0;
+  uint64_t barriers_ = 0;
+
+  std::shared_ptr<Running> running_ = std::make_shared<Running>();
+  // Futures of collectives, which end in their order, and of messages.
+  std::shared_ptr<Completer> ordered_ = std::make_shared<Completer>(true);
+  std::shared_ptr<Completer> unordered_ = std::make_shared<Completer>(false);
+};
+
+// Closes the groups of this process. It is called when the interpreter ends.
+void close_all();
+
+} // namespace tutti_torch

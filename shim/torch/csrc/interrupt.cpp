@@ -1,0 +1,65 @@
+#include "interrupt.h"
+
+#include <pybind11/pybind11.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace tutti_torch {
+
+WithoutGil::WithoutGil() {
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    state_ = PyEval_SaveThread();
+  }
+}
+
+WithoutGil::~WithoutGil() {
+  if (state_ != nullptr) {
+    PyEval_RestoreThread(state_);
+  }
+}
+
+bool on_main_thread() {
+  return syscall(SYS_gettid) == getpid() && Py_IsInitialized();
+}
+
+void check_signals() {
+  if (!on_main_thread()) {
+    return;
+  }
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw pybind11::error_already_set();
+  }
+}
+
+Interruptible::Interruptible(const Api& api) : api_(api), main_(on_main_thread()) {
+  if (main_) {
+    api_.tutti_set_interrupt(
+        [](void* raised) -> int {
+          PyGILState_STATE gil = PyGILState_Ensure();
+          // The exception stays set in this thread's state, for rethrow.
+          bool interrupted = PyErr_CheckSignals() != 0;
+          PyGILState_Release(gil);
+          *static_cast<bool*>(raised) = interrupted;
+          return interrupted ? 1 : 0;
+        },
+        &raised_);
+  }
+}
+
+Interruptible::~Interruptible() {
+  if (main_) {
+    api_.tutti_set_interrupt(nullptr, nullptr);
+  }
+}
+
+void Interruptible::rethrow() const {
+  if (raised_) {
+    pybind11::gil_scoped_acquire gil;
+    if (PyErr_Occurred() != nullptr) {
+      throw pybind11::error_already_set();
+    }
+  }
+}
+
+} // namespace tutti_torch

@@ -1,0 +1,46 @@
+// Waiting in a Python process: without the interpreter's lock, and so that signal handlers run.
+#pragma once
+
+#include <Python.h>
+
+#include "api.h"
+
+namespace tutti_torch {
+
+// Releases the interpreter's lock in a scope, if this thread holds it.
+class WithoutGil {
+ public:
+  WithoutGil();
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+// Reports whether Python runs signal handlers on this thread.
+bool on_main_thread();
+
+// Runs the handlers of signals that have arrived. It throws what a handler has raised, such as
+// KeyboardInterrupt. It does nothing on other threads than the main one.
+void check_signals();
+
+// Makes blocking calls of the library on this thread end when a signal handler raises.
+class Interruptible {
+ public:
+  explicit Interruptible(const Api& api);
+  ~Interruptible();
+  Interruptible(const Interruptible&) = delete;
+  Interruptible& operator=(const Interruptible&) = delete;
+
+  // Throws what a handler has raised, if one has.
+  void rethrow() const;
+
+ private:
+  const Api& api_;
+  bool raised_ = false;
+  bool main_;
+};
+
+} // namespace tutti_torch

@@ -1,0 +1,45 @@
+// The Python module of the glue.
+#include <pybind11/chrono.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.h"
+
+namespace py = pybind11;
+using namespace tutti_torch;
+
+// TUTTI_GLUE is the module's name, which has the version of torch: _glue_2_15_0.
+PYBIND11_MODULE(TUTTI_GLUE, m) {
+  py::module_::import("torch._C._distributed_c10d"); // has the base classes
+
+  m.def("set_library", &set_library, py::arg("path"));
+  m.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "failed_ranks",
+      [](const c10::intrusive_ptr<c10d::Work>& work) {
+        auto own = c10::dynamic_intrusive_pointer_cast<tutti_torch::Work>(work);
+        TORCH_CHECK_TYPE(own, "failed_ranks expects a work of an operation of the tutti backend");
+        TORCH_CHECK_VALUE(own->poll(), "failed_ranks: the operation has not ended: call wait first");
+        return own->failed_ranks();
+      },
+      py::arg("work"), py::call_guard<py::gil_scoped_release>());
+
+  py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(m, "Options")
+      .def(py::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<Options>(timeout); }),
+           py::arg("timeout") = kBackendDefaultTimeout)
+      .def("copy", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def_readwrite("store", &Options::store)
+      .def_readwrite("transport", &Options::transport)
+      .def_readwrite("interfaces", &Options::interfaces)
+      .def_readwrite("ports", &Options::ports)
+      .def_readwrite("algorithm", &Options::algorithm)
+      .def_readwrite("log_dir", &Options::log_dir)
+      .def_readwrite("metrics", &Options::metrics)
+      .def_readwrite("on_failure", &Options::on_failure)
+      .def_readwrite("uniform", &Options::uniform)
+      .def_readwrite("max_procs", &Options::max_procs);
+
+  py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(m, "ProcessGroupTutti")
+      .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, c10::intrusive_ptr<Options>>(), py::arg("store"),
+           py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
+      .def("view", &Backend::view, py::call_guard<py::gil_scoped_release>());
+}

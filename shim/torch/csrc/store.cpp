@@ -1,0 +1,103 @@
+#include "store.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <type_traits>
+#include <vector>
+
+namespace tutti_torch {
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+
+struct Kept {
+  c10::intrusive_ptr<c10d::Store> store;
+};
+
+Bytes bytes(const void* data, uint64_t size) {
+  const auto* first = static_cast<const uint8_t*>(data);
+  return size == 0 ? Bytes() : Bytes(first, first + size);
+}
+
+// Runs f(store, key) and turns an exception into a code and a text.
+template <class F>
+int guarded(void* ctx, tutti_kv_call* call, F f) noexcept {
+  try {
+    f(*static_cast<Kept*>(ctx)->store, std::string(call->key));
+    return TUTTI_OK;
+  } catch (const std::exception& e) {
+    std::snprintf(call->error, call->error_cap, "%s", e.what());
+  } catch (...) {
+    std::snprintf(call->error, call->error_cap, "unknown exception");
+  }
+  return TUTTI_EINTERNAL;
+}
+
+void answer(tutti_kv_call* call, const Bytes& value) {
+  TORCH_CHECK(value.size() <= call->result_cap, "the value of ", call->key, " has ", value.size(), " bytes, more than ",
+              call->result_cap);
+  std::copy(value.begin(), value.end(), static_cast<uint8_t*>(call->result));
+  call->result_len = value.size();
+}
+
+int set(void* ctx, tutti_kv_call* call) {
+  return guarded(ctx, call, [&](c10d::Store& store, const std::string& key) {
+    store.set(key, bytes(call->value, call->value_len));
+  });
+}
+
+int get(void* ctx, tutti_kv_call* call) {
+  return guarded(ctx, call, [&](c10d::Store& store, const std::string& key) {
+    if (store.check({key})) {
+      answer(call, store.get(key));
+    }
+  });
+}
+
+int compare_and_set(void* ctx, tutti_kv_call* call) {
+  return guarded(ctx, call, [&](c10d::Store& store, const std::string& key) {
+    answer(call, store.compareSet(key, bytes(call->expected, call->expected_len), bytes(call->value, call->value_len)));
+  });
+}
+
+void release(void* ctx) {
+  delete static_cast<Kept*>(ctx);
+}
+
+// Newer stores can be cloned.
+template <class S>
+auto clone(S& store, int) -> decltype(store.clone()) {
+  return store.clone();
+}
+
+template <class S>
+c10::intrusive_ptr<S> clone(S&, long) {
+  return {};
+}
+
+} // namespace
+
+tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  tutti_kv kv{};
+  kv.struct_size = sizeof kv;
+  kv.ctx = new Kept{store};
+  kv.set = set;
+  kv.get = get;
+  kv.compare_and_set = compare_and_set;
+  kv.release = release;
+  return kv;
+}
+
+c10::intrusive_ptr<c10d::Store> another(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    if (auto other = clone(*store, 0)) {
+      return other;
+    }
+  } catch (const std::exception&) { // a store in Python, for example
+  }
+  return store;
+}
+
+} // namespace tutti_torch

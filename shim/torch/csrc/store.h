@@ -1,0 +1,17 @@
+// A c10d store as the store in which the ranks of a group meet.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "api.h"
+
+namespace tutti_torch {
+
+// Returns callbacks over store, which they own until their release is called.
+tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store);
+
+// Returns another connection to the same store if it can be had: a client that waits in the store
+// blocks the others of its connection.
+c10::intrusive_ptr<c10d::Store> another(const c10::intrusive_ptr<c10d::Store>& store);
+
+} // namespace tutti_torch

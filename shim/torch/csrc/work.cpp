@@ -1,0 +1,399 @@
+#include "work.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "interrupt.h"
+
+namespace tutti_torch {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// How long a wait goes without a look at signals.
+constexpr nanoseconds kSlice = milliseconds(50);
+
+// How long a Completer waits for one work before it looks at the others.
+constexpr nanoseconds kOrdered = milliseconds(100);
+constexpr nanoseconds kUnordered = milliseconds(1);
+
+std::string text_of(const Api& api, tutti_work work) {
+  char text[4096] = "";
+  api.tutti_work_error_text(work, text, sizeof text, nullptr);
+  return text;
+}
+
+std::exception_ptr error_of(int code, const std::string& text) {
+  try {
+    raise(code, text);
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+} // namespace
+
+void raise(int code, const std::string& text) {
+  if (code == TUTTI_EINVAL) {
+    throw std::invalid_argument(text);
+  }
+  C10_THROW_ERROR(DistBackendError, text);
+}
+
+Work::Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running)
+    : c10d::Work(rank, task.type, at::hasCallbacks() ? task.title : nullptr,
+                 at::hasCallbacks() ? std::optional<std::vector<at::Tensor>>(task.inputs) : std::nullopt),
+      seq_(seq), task_(std::move(task)), completer_(std::move(completer)), running_(std::move(running)) {
+  task_.inputs.clear();
+}
+
+Work::~Work() {
+  for (tutti_work handle : handles_) {
+    api().tutti_work_release(handle);
+  }
+}
+
+void Work::start(tutti_group group) {
+  const Api& tutti = api();
+  handles_.reserve(task_.ops.size());
+  for (tutti_op& op : task_.ops) {
+    op.timeout_ns = task_.timeout.count() <= 0 ? 0 : nanoseconds(task_.timeout).count();
+    tutti_work handle = 0;
+    if (int code = tutti.tutti_start(group, &op, &handle); code != TUTTI_OK) {
+      std::string text = tutti.tutti_last_error();
+      while (!await(kOrdered)) { // those that were started use the memory
+      }
+      raise(code, text);
+    }
+    handles_.push_back(handle);
+  }
+  task_.ops.clear();
+  if (!handles_.empty()) {
+    running_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
+  }
+}
+
+bool Work::poll() noexcept {
+  if (over_.load(std::memory_order_acquire)) {
+    return true;
+  }
+  for (tutti_work handle : handles_) {
+    if (api().tutti_work_test(handle) == TUTTI_EBUSY) {
+      return false;
+    }
+  }
+  finish();
+  return true;
+}
+
+bool Work::await(nanoseconds time) noexcept {
+  if (over_.load(std::memory_order_acquire)) {
+    return true;
+  }
+  const Clock::time_point end = Clock::now() + time;
+  for (tutti_work handle : handles_) {
+    int64_t left = std::max<int64_t>(0, nanoseconds(end - Clock::now()).count());
+    if (api().tutti_work_wait(handle, left) == TUTTI_EBUSY) {
+      return false;
+    }
+  }
+  finish();
+  return true;
+}
+
+bool Work::wait(milliseconds timeout) {
+  if (!over_.load(std::memory_order_acquire)) {
+    WithoutGil released;
+    const Clock::time_point end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    nanoseconds slice = kSlice;
+    for (;;) {
+      if (timeout != kNoTimeout) {
+        slice = std::min<nanoseconds>(kSlice, end - Clock::now());
+        slice = std::max<nanoseconds>(slice, nanoseconds(0));
+      }
+      if (await(slice)) {
+        break;
+      }
+      check_signals();
+      if (timeout != kNoTimeout && Clock::now() >= end) {
+        C10_THROW_ERROR(DistBackendError, c10::str(task_.title, ": the wait timed out after ", timeout.count(),
+                                                   " ms; the operation continues"));
+      }
+    }
+  }
+  if (error_) {
+    std::rethrow_exception(error_);
+  }
+  return true;
+}
+
+void Work::conclude() noexcept {
+  const Api& tutti = api();
+  for (tutti_work handle : handles_) {
+    code_ = tutti.tutti_work_test(handle);
+    if (code_ == TUTTI_OK) {
+      continue;
+    }
+    tutti_error_info info{};
+    info.struct_size = sizeof info;
+    if (tutti.tutti_work_error(handle, &info) == TUTTI_OK) {
+      failed_.assign(info.ranks, info.ranks + std::min<uint32_t>(info.ranks_listed, TUTTI_MAX_LISTED));
+    }
+    running_->failed(code_);
+    std::string text = std::string(task_.title) + ": ";
+    if (code_ == TUTTI_ETIMEOUT) {
+      text += c10::str("the timeout of ", task_.limit.count(), " ms has passed: ");
+    }
+    error_ = error_of(code_, text + text_of(tutti, handle));
+    break;
+  }
+  if (code_ == TUTTI_OK && (opType_ == c10d::OpType::RECV || opType_ == c10d::OpType::RECVANYSOURCE) &&
+      !handles_.empty()) {
+    tutti_status status{};
+    if (tutti.tutti_work_status(handles_[0], &status) == TUTTI_OK) {
+      source_ = status.from;
+    }
+  }
+  if (code_ == TUTTI_OK && task_.after) {
+    try {
+      at::AutoDispatchBelowADInplaceOrView raw; // results are written like those of Gloo: unseen by autograd
+      task_.after();
+    } catch (...) {
+      code_ = TUTTI_EINTERNAL;
+      error_ = std::current_exception();
+    }
+  }
+}
+
+void Work::finish() noexcept {
+  // Destructors and callbacks may need the interpreter's lock: they run without lock_.
+  std::vector<at::Tensor> keep;
+  std::function<void()> after, recorded;
+  {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (over_.load(std::memory_order_relaxed)) {
+      return;
+    }
+    conclude();
+    keep.swap(task_.keep);
+    after.swap(task_.after);
+    recorded.swap(recordFunctionEndCallback_);
+    over_.store(true, std::memory_order_release);
+  }
+  if (recorded) {
+    recorded();
+  }
+  mark();
+  running_->remove(this); // whoever called this has another reference
+}
+
+void Work::mark() noexcept {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (!future_ || marked_) {
+      return;
+    }
+    marked_ = true;
+    future = future_;
+  }
+  try {
+    if (error_) {
+      future->setError(error_);
+    } else if (task_.outputs.size() > 1) {
+      future->markCompleted(c10::IValue(task_.outputs));
+    } else {
+      future->markCompleted(
+          c10::IValue(task_.outputs.empty() ? std::vector<at::Tensor>() : task_.outputs[0]));
+    }
+  } catch (const std::exception& e) {
+    TORCH_WARN("a callback of the future of ", task_.title, " has failed: ", e.what());
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  bool over = false;
+  {
+    std::lock_guard<std::mutex> guard(lock_);
+    if (future_) {
+      return future_;
+    }
+    c10::TypePtr type = c10::ListType::create(c10::TensorType::get());
+    if (task_.outputs.size() > 1) {
+      type = c10::ListType::create(type);
+    }
+    future = future_ = c10::make_intrusive<c10::ivalue::Future>(type);
+    over = over_.load(std::memory_order_relaxed);
+  }
+  if (over) {
+    mark();
+  } else {
+    completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
+  }
+  return future;
+}
+
+bool Work::isCompleted() {
+  return poll();
+}
+
+bool Work::isSuccess() const {
+  return over_.load(std::memory_order_acquire) && !error_;
+}
+
+std::exception_ptr Work::exception() const {
+  return over_.load(std::memory_order_acquire) ? error_ : nullptr;
+}
+
+int Work::sourceRank() const {
+  TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV,
+              "sourceRank is only defined for receives");
+  TORCH_CHECK(over_.load(std::memory_order_acquire), "sourceRank is known when the receive has ended: call wait first");
+  return source_;
+}
+
+std::vector<at::Tensor> Work::result() {
+  TORCH_CHECK(poll(), "the operation has not ended: call wait before result");
+  std::vector<at::Tensor> all;
+  for (const auto& list : task_.outputs) {
+    all.insert(all.end(), list.begin(), list.end());
+  }
+  return all;
+}
+
+void Work::synchronize() {
+  wait();
+}
+
+void Work::abort() {
+  TORCH_CHECK(false, "a work of tutti cannot be aborted by itself: abort its process group");
+}
+
+uint64_t Work::getSequencenumber() const {
+  return seq_;
+}
+
+int Work::code() const {
+  return code_;
+}
+
+std::vector<int64_t> Work::failed_ranks() const {
+  return over_.load(std::memory_order_acquire) ? failed_ : std::vector<int64_t>();
+}
+
+void Running::add(c10::intrusive_ptr<Work> work) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  works_.push_back(std::move(work));
+}
+
+c10::intrusive_ptr<Work> Running::remove(const Work* work) noexcept {
+  std::lock_guard<std::mutex> guard(mutex_);
+  auto at = std::find_if(works_.begin(), works_.end(), [work](const auto& other) { return other.get() == work; });
+  c10::intrusive_ptr<Work> found;
+  if (at != works_.end()) {
+    found = std::move(*at);
+    works_.erase(at);
+  }
+  return found;
+}
+
+void Running::failed(int code) noexcept {
+  int none = TUTTI_OK;
+  if (code != TUTTI_EINVAL) {
+    error_.compare_exchange_strong(none, code);
+  }
+}
+
+void Running::reap() noexcept {
+  bool thorough = false;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    thorough = works_.size() >= full_;
+  }
+  if (thorough) {
+    for (const auto& work : all()) {
+      work->poll();
+    }
+  }
+  for (;;) {
+    c10::intrusive_ptr<Work> first;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (thorough) {
+        full_ = std::max<size_t>(64, 2 * works_.size());
+      }
+      if (works_.empty()) {
+        return;
+      }
+      first = works_.front();
+    }
+    if (!first->poll()) {
+      return;
+    }
+    remove(first.get()); // another thread may be finishing it
+  }
+}
+
+std::vector<c10::intrusive_ptr<Work>> Running::all() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  return {works_.begin(), works_.end()};
+}
+
+void Completer::add(c10::intrusive_ptr<Work> work) {
+  std::lock_guard<std::mutex> guard(mutex_);
+  works_.push_back(std::move(work));
+  if (!started_) {
+    started_ = true;
+    thread_ = std::thread([self = shared_from_this()] { self->run(); });
+  }
+  changed_.notify_one();
+}
+
+void Completer::stop() noexcept {
+  std::thread thread;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    stopping_ = true;
+    thread = std::move(thread_);
+    changed_.notify_one();
+  }
+  if (thread.joinable()) {
+    if (thread.get_id() == std::this_thread::get_id()) {
+      thread.detach();
+    } else {
+      thread.join();
+    }
+  }
+}
+
+void Completer::run() noexcept {
+  std::unique_lock<std::mutex> guard(mutex_);
+  for (;;) {
+    changed_.wait(guard, [this] { return stopping_ || !works_.empty(); });
+    if (works_.empty()) {
+      return;
+    }
+    std::deque<c10::intrusive_ptr<Work>> works = works_;
+    guard.unlock();
+    works[0]->await(ordered_ ? kOrdered : kUnordered);
+    works.erase(std::remove_if(works.begin(), works.end(), [](const auto& work) { return !work->poll(); }),
+                works.end());
+    guard.lock();
+    for (const auto& ended : works) {
+      works_.erase(std::find(works_.begin(), works_.end(), ended));
+    }
+    guard.unlock();
+    works.clear(); // without the lock: tensors may need the interpreter's
+    guard.lock();
+  }
+}
+
+} // namespace tutti_torch

@@ -1,0 +1,148 @@
+// Works of c10d over works of Tutti.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "api.h"
+
+namespace tutti_torch {
+
+class Completer;
+class Running;
+
+// Throws the exception that c10d uses for a code: ValueError for an argument, else a
+// DistBackendError.
+[[noreturn]] void raise(int code, const std::string& text);
+
+// What an operation is made of.
+struct Task {
+  Task(c10d::OpType type, const char* title) : type(type), title(title) {}
+
+  c10d::OpType type;
+  const char* title;                            // "tutti:all_reduce", for the profiler
+  std::vector<tutti_op> ops;                    // run one after the other
+  std::vector<at::Tensor> inputs;               // shown by the profiler
+  std::vector<at::Tensor> keep;                 // the memory of ops
+  std::function<void()> after;                  // puts results into outputs; may be empty
+  std::vector<std::vector<at::Tensor>> outputs; // what the future gives
+  std::chrono::milliseconds limit{0};           // how long the operation may run
+  std::chrono::milliseconds timeout{0};         // the same, 0 if it is the group's
+};
+
+// A Work is one Task under way. It may be used by several threads.
+class Work final : public c10d::Work {
+ public:
+  // completer marks futures: that of collectives or that of messages of the group.
+  Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running);
+  ~Work() override;
+
+  // Starts the operations, and adds the work to running. If one of them cannot be started, it throws.
+  void start(tutti_group group);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override;
+
+  // The code of the outcome, and the ranks that failed, were waited for or disagree. The operation
+  // must be over.
+  int code() const;
+  std::vector<int64_t> failed_ranks() const;
+
+  // Waits at most this long, and reports whether the operation is over. It throws nothing.
+  bool await(std::chrono::nanoseconds time) noexcept;
+
+  // Reports whether the operation is over. It does not wait.
+  bool poll() noexcept;
+
+ private:
+  void finish() noexcept;
+  void conclude() noexcept; // with mutex_ held
+  void mark() noexcept;
+
+  const uint64_t seq_;
+  Task task_;
+  const std::shared_ptr<Completer> completer_;
+  const std::shared_ptr<Running> running_;
+  std::vector<tutti_work> handles_; // released by the destructor, so that waiting needs no lock
+  std::atomic<bool> over_{false};
+
+  // What follows is written once, before over_ becomes true.
+  int code_ = TUTTI_OK;
+  int source_ = -1;
+  std::vector<int64_t> failed_;
+  std::exception_ptr error_;
+
+  mutable std::mutex lock_; // protects what follows
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  bool marked_ = false; // or about to be
+};
+
+// Running holds works, and so the memory of their operations, until they have ended: the program may
+// have dropped them.
+class Running {
+ public:
+  void add(c10::intrusive_ptr<Work> work);
+
+  // Returns the reference that add was given, or null.
+  c10::intrusive_ptr<Work> remove(const Work* work) noexcept;
+
+  // Finishes works that have ended.
+  void reap() noexcept;
+
+  std::vector<c10::intrusive_ptr<Work>> all();
+
+  // The code of the first operation that failed, other than for its arguments.
+  int error() const {
+    return error_.load();
+  }
+  void failed(int code) noexcept;
+
+ private:
+  std::atomic<int> error_{TUTTI_OK};
+  std::mutex mutex_;
+  std::deque<c10::intrusive_ptr<Work>> works_; // in the order of their start
+  size_t full_ = 64;                           // the length at which reap looks at all of them
+};
+
+// A Completer marks futures of works that have ended. It has a thread once it has a work.
+class Completer : public std::enable_shared_from_this<Completer> {
+ public:
+  // Works of an ordered Completer end in the order in which they are added.
+  explicit Completer(bool ordered) : ordered_(ordered) {}
+
+  void add(c10::intrusive_ptr<Work> work);
+
+  // Ends the thread when the works that were added have ended.
+  void stop() noexcept;
+
+ private:
+  void run() noexcept;
+
+  const bool ordered_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<c10::intrusive_ptr<Work>> works_;
+  std::thread thread_;
+  bool started_ = false;
+  bool stopping_ = false;
+};
+
+} // namespace tutti_torch

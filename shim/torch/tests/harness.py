@@ -1,0 +1,68 @@
+"""Runs a function as several ranks, each in a process of its own."""
+
+import multiprocessing
+import os
+import queue
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+import tutti_torch  # noqa: F401
+
+LIMIT = float(os.environ.get("TUTTI_TEST_LIMIT", "120"))  # seconds, for a function that hangs
+
+
+def store(port):
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def _rank(function, rank, size, port, results, arguments):
+    torch.set_num_threads(1)
+    try:
+        results.put((rank, "ok", function(rank, size, port, *arguments)))
+    except BaseException:  # noqa: BLE001
+        results.put((rank, "failed", traceback.format_exc()))
+        sys.exit(1)
+
+
+def start(function, size, *arguments):
+    """Starts function(rank, size, port, *arguments) for each rank; port is that of a TCPStore."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(function, rank, size, server.port, results, arguments))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    return server, processes, results
+
+
+def run(function, size, *arguments):
+    """Runs function as ranks and returns what each returned. It raises what a rank has raised."""
+    server, processes, results = start(function, size, *arguments)
+    values = {}
+    try:
+        while len(values) < size:
+            try:
+                rank, outcome, value = results.get(timeout=LIMIT)
+            except queue.Empty:
+                raise AssertionError(f"ranks {sorted(set(range(size)) - set(values))} did not end") from None
+            if outcome == "failed":
+                raise AssertionError(f"rank {rank}:\n{value}")
+            values[rank] = value
+        for process in processes:
+            process.join(LIMIT)
+            assert process.exitcode == 0, f"exit code {process.exitcode}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        del server
+    return [values[rank] for rank in range(size)]
+
+
+def init(rank, size, port, backend="tutti", **options):
+    dist.init_process_group(backend, store=store(port), rank=rank, world_size=size, **options)

@@ -1,0 +1,185 @@
+"""What goes wrong is a Python exception that says what, and never a crash or a hang."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import unittest
+
+import harness
+import torch
+import torch.distributed as dist
+import tutti_torch
+
+
+def raises(kind, text, function, *arguments, **keywords):
+    try:
+        function(*arguments, **keywords)
+    except kind as e:
+        assert text in str(e), f"{e!r} lacks {text!r}"
+        return str(e)
+    raise AssertionError(f"{function} did not raise {kind}")
+
+
+def arguments(rank, size, port):
+    """Wrong arguments at every rank: nothing is sent, and the group stays usable."""
+    harness.init(rank, size, port)
+    group = dist.group.WORLD
+    x = torch.ones(4)
+    raises(ValueError, "BAND", dist.all_reduce, x, dist.ReduceOp.BAND)
+    raises(ValueError, "AVG", dist.all_reduce, x.bool(), dist.ReduceOp.AVG)
+    raises(ValueError, "single tensor", group.allreduce, [x, x])
+    raises(ValueError, "the root is 7", group.broadcast, x, 7)
+    raises(ValueError, "the root is -1", group.reduce, x, -1)
+    raises(ValueError, "invalid tensor size", group.allgather, [[torch.ones(5) for _ in range(size)]], [x])
+    raises(ValueError, "invalid tensor type", group.allgather, [[x.int() for _ in range(size)]], [x])
+    raises(ValueError, f"each of the {size} ranks", group.allgather, [[x]], [x])
+    raises(ValueError, f"each of the {size} ranks", group.reduce_scatter, [x], [[x]])
+    raises(ValueError, "expected", group._allgather_base, torch.ones(4 * size + 1), x)
+    raises(ValueError, "expected", group._reduce_scatter_base, x, torch.ones(3))
+    raises(ValueError, "splits", group.alltoall_base, x, x, [1], [1])
+    raises(ValueError, "dim 0", group.alltoall_base, x, x, [1] * size, [2] * size)
+    raises(ValueError, "itself", lambda: group.send([x], rank, 0).wait())
+    raises(ValueError, "rank", lambda: group.send([x], size + 3, 0).wait())
+    if rank == 0:
+        raises(ValueError, "empty input on non-root", group.scatter, x, [x] * size, 1)
+    dist.all_reduce(x)
+    assert x[0] == size
+    dist.destroy_process_group()
+    raises(ValueError, "", dist.all_reduce, x)
+    raises(RuntimeError, "shut down", group.allreduce, [x])
+
+
+def mismatch(rank, size, port):
+    """Different operations: all ranks get an error that describes both calls."""
+    harness.init(rank, size, port)
+    if rank == 0:
+        text = raises(dist.DistBackendError, "", dist.all_reduce, torch.ones(3))
+    else:
+        text = raises(dist.DistBackendError, "", dist.all_reduce, torch.ones(5))
+    assert "3 elements" in text and "5 elements" in text, text
+    dist.destroy_process_group()
+
+
+def late(rank, size, port):
+    """A rank that does not come is named, and so it is by monitored_barrier, after which all go on."""
+    from datetime import timedelta
+
+    harness.init(rank, size, port)
+    options = dist.BarrierOptions()
+    options.timeout = timedelta(milliseconds=200)
+    if rank == 0:
+        raises(dist.DistBackendError, "Rank 1 failed to pass monitoredBarrier in 200 ms", dist.group.WORLD.monitored_barrier,
+               timedelta(milliseconds=200))
+        raises(dist.DistBackendError, "Ranks 1, 2 failed to pass", dist.group.WORLD.monitored_barrier,
+               timedelta(milliseconds=200), True)
+        dist.barrier()
+        text = raises(dist.DistBackendError, "timed out", lambda: dist.group.WORLD.barrier(options).wait())
+        assert "waiting for rank 2" in text and "waiting for rank 1" not in text, text
+    elif rank == 1:
+        dist.barrier()
+        raises(dist.DistBackendError, "rank 2", lambda: dist.group.WORLD.barrier(options).wait())
+    else:
+        dist.barrier()
+        harness.store(port).wait(["over"])
+    if rank == 0:
+        harness.store(port).set("over", "")
+    dist.destroy_process_group()
+
+
+def dies(rank, size, port):
+    """A rank that is killed is named by the others."""
+    harness.init(rank, size, port)
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.all_reduce(x, async_op=True)
+    raises(dist.DistBackendError, "rank 2", work.wait)
+    assert tutti_torch.failed_ranks(work) == [2], tutti_torch.failed_ranks(work)
+    dist.destroy_process_group()
+
+
+INTERRUPTED = """
+import os, signal, sys
+import torch, torch.distributed as dist, tutti_torch
+sys.path.insert(0, {tests!r})
+import harness
+signal.signal(signal.SIGUSR1, lambda *a: print("handled", flush=True))
+harness.init(0, 2, {port})
+x = torch.ones(4)
+dist.all_reduce(x)
+print("ready", flush=True)
+try:
+    {wait}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.stdout.flush()
+    os._exit(7)
+"""
+
+PEER = """
+import sys, torch, torch.distributed as dist, tutti_torch
+sys.path.insert(0, {tests!r})
+import harness
+harness.init(1, 2, {port})
+dist.all_reduce(torch.ones(4))
+sys.stdin.read()
+import os
+os._exit(0)
+"""
+
+
+class Failures(unittest.TestCase):
+    def test_wrong_arguments_raise_and_leave_the_group_usable(self):
+        harness.run(arguments, 3)
+
+    def test_different_calls_are_described(self):
+        harness.run(mismatch, 2)
+
+    def test_late_ranks_are_named(self):
+        harness.run(late, 3)
+
+    def test_killed_rank_is_named(self):
+        server, processes, results = harness.start(dies, 3)
+        for _ in range(2):
+            rank, outcome, value = results.get(timeout=harness.LIMIT)
+            self.assertEqual(outcome, "ok", value)
+        for process in processes:
+            process.join(harness.LIMIT)
+        self.assertEqual([p.exitcode for p in processes], [0, 0, -signal.SIGKILL])
+        del server
+
+    def interrupt(self, wait):
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        names = {"tests": os.path.dirname(os.path.abspath(__file__)), "port": server.port, "wait": wait}
+        start = lambda code, **keywords: subprocess.Popen(  # noqa: E731
+            [sys.executable, "-c", textwrap.dedent(code).format(**names)], stdout=subprocess.PIPE, text=True, **keywords
+        )
+        peer = start(PEER, stdin=subprocess.PIPE)
+        waiting = start(INTERRUPTED)
+        try:
+            self.assertEqual(waiting.stdout.readline(), "ready\n")
+            waiting.send_signal(signal.SIGUSR1)
+            self.assertEqual(waiting.stdout.readline(), "handled\n")
+            waiting.send_signal(signal.SIGINT)
+            self.assertEqual(waiting.stdout.readline(), "interrupted\n")
+            self.assertEqual(waiting.wait(harness.LIMIT), 7)
+        finally:
+            waiting.kill()
+            peer.stdin.close()
+            peer.wait(harness.LIMIT)
+            peer.stdout.close()
+            waiting.stdout.close()
+            waiting.wait()
+
+    def test_interrupt_ends_a_wait(self):
+        self.interrupt("dist.all_reduce(x)")
+
+    def test_interrupt_ends_the_wait_for_a_message(self):
+        self.interrupt("dist.recv(x, 1)")
+
+
+if __name__ == "__main__":
+    unittest.main()

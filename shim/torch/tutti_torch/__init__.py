@@ -1,0 +1,129 @@
+"""The PyTorch backend of Tutti.
+
+    import torch.distributed as dist
+    import tutti_torch                      # or nothing: an installed package registers itself
+
+    dist.init_process_group("tutti")
+
+Importing this package registers the backend "tutti" for CPU and CUDA tensors. It starts no threads
+and does not open Tutti's library: the first group does.
+"""
+
+import os
+
+__all__ = ["Options", "active_ranks", "empty", "failed_ranks", "register"]
+
+_glue = None
+
+
+def _library():
+    """Returns the path of libtutti.so."""
+    path = os.environ.get("TUTTI_LIBRARY")
+    if path:
+        return path
+    here = os.path.dirname(os.path.abspath(__file__))
+    for path in (os.path.join(here, "libtutti.so"), os.path.join(here, "..", "..", "..", "bin", "libtutti.so")):
+        if os.path.exists(path):
+            return os.path.normpath(path)
+    return "libtutti.so"  # wherever the dynamic linker finds it
+
+
+def _load():
+    """Returns the C++ module that was compiled for the installed torch."""
+    global _glue
+    if _glue is None:
+        import atexit
+
+        from . import _versions
+
+        _glue = _versions.load()
+        _glue.set_library(_library())
+        atexit.register(_glue.close_all)
+    return _glue
+
+
+def _create(backend_options, options=None):
+    """Makes the group's backend, for torch.distributed.Backend.register_backend."""
+    glue = _load()
+    options = options.copy() if isinstance(options, glue.Options) else glue.Options()
+    options._timeout = backend_options.timeout
+    return glue.ProcessGroupTutti(
+        backend_options.store, backend_options.group_rank, backend_options.group_size, options
+    )
+
+
+def register():
+    """Registers the backend "tutti" with torch.distributed, once."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or "tutti" in dist.Backend.backend_list:
+        return
+    dist.Backend.register_backend("tutti", _create, extended_api=True, devices=["cpu", "cuda"])
+    # Newer versions record the operations of backends that they do not know, with a stack trace of
+    # each. Tutti records its operations itself.
+    recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    asked = os.environ.get("TORCH_FR_BUFFER_SIZE") or os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if isinstance(recording, set) and not asked:
+        recording.add("tutti")
+
+
+def _autoload():
+    """The entry point of torch.backends. An exception here would break every import of torch."""
+    try:
+        register()
+    except Exception as e:  # noqa: BLE001
+        import warnings
+
+        warnings.warn(f"tutti_torch could not register its backend: {e}", RuntimeWarning, stacklevel=2)
+
+
+def _backend(group=None):
+    import torch
+    import torch.distributed as dist
+
+    group = group or dist.group.WORLD
+    if group is None:
+        raise ValueError("the default process group does not exist: call init_process_group")
+    backend = group._get_backend(torch.device("cpu"))
+    if not isinstance(backend, _load().ProcessGroupTutti):
+        raise ValueError(f"the group's backend for CPU tensors is {backend.name()}, not tutti")
+    return backend
+
+
+def active_ranks(group=None):
+    """Returns the ranks of the group that its operations include, ascending."""
+    return _backend(group).view()[1]
+
+
+def failed_ranks(work):
+    """Returns the ranks that made an operation fail: those that were lost or did not come in time.
+
+    work is what an operation with async_op=True returned. The operation must be over.
+    """
+    return _load().failed_ranks(work)
+
+
+def empty(*size, dtype=None, group=None):
+    """Returns an uninitialised CPU tensor in Tutti's memory, on which collectives copy nothing.
+
+    Every rank of the group should allocate the same sizes in the same order. It is for tensors that
+    live long.
+    """
+    import math
+
+    import torch
+
+    if len(size) == 1 and not isinstance(size[0], int):
+        size = tuple(size[0])
+    dtype = dtype or torch.get_default_dtype()
+    flat = _backend(group).allocate_tensor(math.prod(size), dtype=dtype, device=torch.device("cpu"))
+    return flat.view(size)
+
+
+def __getattr__(name):
+    if name in ("Options", "ProcessGroupTutti"):
+        return getattr(_load(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_autoload()

@@ -1,0 +1,78 @@
+"""Compiles the C++ module against the installed torch: python -m tutti_torch.build [DIRECTORY]."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+
+from tutti_torch import _versions
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "tensors.cpp", "work.cpp", "backend.cpp", "module.cpp"]
+
+
+def sources():
+    """Returns the directory of the sources: in the source tree, or beside an installed package."""
+    for path in (os.path.join(HERE, "..", "csrc"), os.path.join(HERE, "csrc")):
+        if os.path.exists(os.path.join(path, "backend.cpp")):
+            return os.path.normpath(path)
+    raise SystemExit("the C++ sources are missing: build in Tutti's source tree")
+
+
+def current(compiled):
+    """Reports whether an object is newer than what it was compiled from, as the compiler wrote it down."""
+    try:
+        with open(compiled + ".d") as f:
+            paths = f.read().split(":", 1)[1].replace("\\\n", " ").split()
+        return all(os.path.getmtime(path) <= os.path.getmtime(compiled) for path in paths)
+    except FileNotFoundError:
+        return False
+
+
+def main(directory=HERE, objects=None):
+    import torch
+    from torch.utils import cpp_extension
+
+    source = sources()
+    output = os.path.join(directory, _versions.file_name(torch.__version__))
+    version = tuple(int(part) for part in _versions.release(torch.__version__).split(".")[:2])
+    flags = [
+        "-O2",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-std=c++20" if version >= (2, 10) else "-std=c++17",
+        "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+    ]
+    for path in [sysconfig.get_path("include"), *cpp_extension.include_paths()]:
+        flags += ["-isystem", path]
+    compiler = os.environ.get("CXX", "g++")
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = objects or os.environ.get("TUTTI_OBJECTS") or scratch
+        os.makedirs(objects, exist_ok=True)
+        linked = []
+        for name in SOURCES:
+            path = os.path.join(source, name)
+            compiled = os.path.join(objects, f"{name}-{_versions.file_name(torch.__version__)}.o")
+            if not current(compiled):
+                print(compiler, name, flush=True)
+                command = [compiler, *flags, "-MMD", "-MF", compiled + ".d", "-c", path, "-o", compiled + ".new"]
+                subprocess.run(command, check=True)
+                os.replace(compiled + ".new", compiled)
+            linked.append(compiled)
+        if os.path.exists(output) and os.path.getmtime(output) >= max(map(os.path.getmtime, linked)):
+            return
+        libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
+        subprocess.run(
+            [compiler, "-shared", *linked, "-L" + libraries, "-ltorch_python", "-ltorch_cpu", "-lc10", "-ldl",
+             "-o", output + ".new"],
+            check=True,
+        )
+        os.replace(output + ".new", output)
+        print(output)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
