@@ -2,6 +2,7 @@ package p2p_test
 
 import (
 	"context"
+	"errors"
 	"math"
 	"testing"
 	"time"
@@ -163,4 +164,46 @@ func TestWaitsForOfAnEarlierOperation(t *testing.T) {
 		t.Errorf("after it got on: %v", slots)
 	}
 	a.Unlock()
+}
+
+// A rank that was not scheduled until its time was up still knows what its peers have announced.
+func TestTimeoutKnowsWhatHasArrived(t *testing.T) {
+	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+	var all []*member
+	var cs []*p2p.Channel
+	for r := range 3 {
+		all = append(all, w.settle(t, r, 3, uint64(r)+1))
+	}
+	for _, m := range all {
+		cs = append(cs, channel(t, m, 1, 1, 3, false))
+	}
+	for _, from := range []int{1, 2} {
+		send(t, all[from], cs[from], 0, 1, "x")
+		recv(t, all[0], cs[0], from, 1, "x")
+	}
+	over, end := context.WithCancel(context.Background())
+	end()
+	var late p2p.Wait
+	late.Reset(context.Background(), time.Minute, true)
+	late.Attend(over) // the wait ends after its first look at all links
+	var r p2p.Recv
+	all[0].Lock()
+	defer all[0].Unlock()
+	cs[0].PostRecv(&r, 1, p2p.Token{Seq: 2}, make([]byte, 1), false)
+	if err := cs[0].WaitRecv(&late, &r); !errors.Is(err, p2p.ErrSuspended) {
+		t.Fatalf("got %v, want ErrSuspended", err)
+	}
+
+	all[2].Lock()
+	cs[2].Announce(p2p.Token{Seq: 2}, []int{1})
+	all[2].Unlock()
+
+	late.Stay(true)
+	late.Since(time.Now().Add(-time.Hour))
+	if err := cs[0].WaitRecv(&late, &r); !errors.Is(err, p2p.ErrTimeout) {
+		t.Fatalf("got %v, want ErrTimeout", err)
+	}
+	if slots, ok := cs[0].WaitsFor(2, p2p.Token{Seq: 2}); !ok || len(slots) != 1 || slots[0] != 1 {
+		t.Errorf("rank 2 waits for %v, %v: want rank 1", slots, ok)
+	}
 }

@@ -236,6 +236,9 @@ func (p *Proxy) giveWay(w *Wait) error {
 	now := time.Now()
 	w.blame.look(now, w.spins <= 1 || hot && w.spins <= checks)
 	if err := w.over(now); err != nil {
+		if err != ErrSuspended {
+			p.lastLook()
+		}
 		return err
 	}
 	if w.spins <= checks || w.from.IsZero() {
@@ -256,6 +259,21 @@ func (p *Proxy) giveWay(w *Wait) error {
 		return nil
 	}
 	return p.sleep(w, now)
+}
+
+// lastLook handles the frames that have arrived by the end of an operation's time. A process that
+// was not scheduled for long has not read yet which ranks its peers wait for.
+func (p *Proxy) lastLook() {
+	const most = 64 // a peer may send without an end
+	for range most {
+		advanced := false
+		for i := 0; i < len(p.links); i++ {
+			advanced = p.poll(p.links[i]) || advanced
+		}
+		if !advanced {
+			return
+		}
+	}
 }
 
 // over returns why w must not wait any longer, or nil.

@@ -125,7 +125,7 @@ func TestTimeoutNamesMissingRank(t *testing.T) {
 			}
 			t.Run(fmt.Sprintf("%s/%d", algo, n), func(t *testing.T) {
 				t.Parallel() // they mostly wait
-				each(t, n, Config{Timeout: 3 * time.Second, Algorithm: algo},
+				each(t, n, Config{Timeout: 4 * time.Second, Algorithm: algo},
 					func(ctx context.Context, g *Group) error {
 						if err := AllReduce(ctx, g, make([]float32, 8), Sum); err != nil {
 							return err
