@@ -253,6 +253,7 @@ def lists(rank, size, port):
         assert seen == set(range(1, size)), seen
     else:
         dist.send(torch.full((2,), float(rank)), 0)
+    dist.barrier()  # rank 0 may receive from any rank until here
 
     ops = [dist.P2POp(dist.isend, torch.full((3,), float(rank)), (rank + 1) % size)]
     x = torch.zeros(3)
