@@ -1,7 +1,7 @@
 GO      ?= go
 BIN     := bin
-# Debian packages: the compiler for cgo, network namespaces and traffic control, and what the peer programs are built and run with.
-DEPS       := gcc g++ libc6-dev iproute2 iputils-ping procps util-linux ca-certificates
+# Debian packages: the compiler for cgo and Python, network namespaces and traffic control, and what the peer programs are built and run with.
+DEPS       := gcc g++ libc6-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
 PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev
 # What starts examples/launch.
 LAUNCH_DEPS := slurm-wlm munge openmpi-bin mpich systemd
@@ -20,7 +20,7 @@ MATRIX      := ./tests/matrix
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d deps-torch test test-unit test-race test-purego lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d deps-torch test test-unit test-race test-purego test-pytorch lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -49,7 +49,7 @@ test-torch: torch ## the tests of the PyTorch backend, each in processes of its 
 test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k all_reduce", "--third 0")
 	cd shim/torch/tests && PYTHONPATH=..:. $(TORCH_ENV)/bin/python run_c10d_suite.py tutti $(C10D_FLAGS)
 
-test: lint test-unit test-race test-purego ## everything that CI runs; names what was skipped and why
+test: lint test-unit test-race test-purego test-pytorch ## everything that CI runs; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(MATRIX)
@@ -63,6 +63,10 @@ test-purego: ## build and test without cgo and without assembly
 	CGO_ENABLED=0 $(GO) build ./...
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m -run '$(REDUCING)' ./pg
 	@CGO_ENABLED=0 $(GO) run ./tests/report -- $(GO) test -short -tags purego -count=1 -timeout 15m ./kernels ./collectives ./pg/internal/exec ./p2p/inproc ./p2p/shm
+
+test-pytorch: ## test-torch and test-c10d, if make deps-torch has been run
+	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory test-torch test-c10d; else \
+		echo "skipped: the PyTorch backend and PyTorch's own tests of it: there is no torch $(TORCH) in $(TORCH_ENV) (make deps-torch)"; fi
 
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
 	@mkdir -p .build/torture
