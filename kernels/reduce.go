@@ -176,6 +176,20 @@ func Copy(dst, src unsafe.Pointer, n int) {
 	}
 }
 
+// sharedFrom is the length in bytes from which on a string move is faster.
+const sharedFrom = 4 << 10
+
+// CopyShared copies n bytes, which must not overlap, from or to memory that other processors use. A
+// long copy is a string move (REP MOVSB) where the processor has fast ones: it takes the cache lines
+// of dst from other caches without reading them. Its stores are ordered before later ones.
+func CopyShared(dst, src unsafe.Pointer, n int) {
+	if n < sharedFrom {
+		Copy(dst, src, n)
+	} else {
+		copyShared(dst, src, n)
+	}
+}
+
 // CopyNT copies n bytes, which must not overlap, with stores that bypass the caches where the
 // processor has them: for destinations larger than the caches that will not be read soon. The copy
 // is visible to other processors as after any store.

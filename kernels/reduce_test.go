@@ -703,6 +703,9 @@ func TestStagedAvg(t *testing.T) {
 	}
 }
 
+// copies has all functions that copy bytes.
+var copies = map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyNT": CopyNT, "CopyShared": CopyShared}
+
 func TestCopies(t *testing.T) {
 	r := rand.New(rand.NewPCG(7, 8))
 	for _, n := range []int{0, 1, 63, 4095, 4096, 5000, 300<<10 + 11} {
@@ -711,7 +714,7 @@ func TestCopies(t *testing.T) {
 			for i := range src {
 				src[i] = byte(r.Uint32())
 			}
-			for name, f := range map[string]func(dst, src unsafe.Pointer, n int){"Copy": Copy, "CopyNT": CopyNT} {
+			for name, f := range copies {
 				frame := bytes.Repeat([]byte{0xa5}, n+200)
 				dst := frame[64+off:][:n]
 				f(ptr(dst), ptr(src), n)

@@ -43,6 +43,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"tutti/kernels"
 	"tutti/p2p"
 )
 
@@ -263,7 +264,7 @@ func (e *End) Send(h *p2p.Header, payload []byte) (bool, error) {
 	}
 	*(*p2p.Header)(unsafe.Add(frame, 8)) = *h
 	if n > 0 {
-		copy(unsafe.Slice((*byte)(unsafe.Add(frame, at)), n), payload)
+		kernels.CopyShared(unsafe.Add(frame, at), unsafe.Pointer(unsafe.SliceData(payload)), int(n))
 	}
 	p.tail += size
 	p.seq++

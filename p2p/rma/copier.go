@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"unsafe"
 
+	"tutti/kernels"
 	"tutti/mem"
 	"tutti/p2p"
 )
@@ -194,10 +195,11 @@ func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error)
 		if err != nil {
 			return 0, false, o.explain(err)
 		}
-		if mine := o.local[o.moved : o.moved+n]; rights == mem.Read {
-			copy(mine, m)
+		theirs, mine := unsafe.Pointer(unsafe.SliceData(m)), unsafe.Pointer(unsafe.SliceData(o.local[o.moved:]))
+		if rights == mem.Read {
+			kernels.CopyShared(mine, theirs, n)
 		} else {
-			copy(m, mine)
+			kernels.CopyShared(theirs, mine, n)
 		}
 		o.target.Leave()
 		if o.moved += n; o.moved < len(o.local) {

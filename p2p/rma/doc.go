@@ -12,7 +12,7 @@
 package rma
 
 // chunk bounds one access to a peer's memory, in bytes: Withdraw waits for one.
-const chunk = 64 << 10
+const chunk = 256 << 10
 
 // share bounds the bytes that an engine moves in one call.
 const share = 256 << 10

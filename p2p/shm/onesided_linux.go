@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/kernels"
 	"tutti/mem"
 	"tutti/p2p"
 	"tutti/p2p/ring"
@@ -20,7 +21,7 @@ import (
 )
 
 // Puts and gets access the peer's memory through a mapping in this process. The owner ends the
-// access without the peer's cooperation: before every access to a chunk, of at most 64 KiB, the
+// access without the peer's cooperation: before every access to a chunk, of at most 256 KiB, the
 // peer announces it in a word, and checks whether the memory is still granted.
 //
 // Words, 64 bits each:
@@ -422,7 +423,7 @@ func (l *link) lower() {
 }
 
 // nowMax is the largest put of PutNow in bytes.
-const nowMax = 4 << 10
+const nowMax = 64 << 10
 
 // PutNow implements p2p.Immediate.
 func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal) bool {
@@ -441,7 +442,7 @@ func (l *link) PutNow(local []byte, to *mem.Remote, offset uint64, s *p2p.Signal
 		}
 		var data, word *target
 		if n > 0 {
-			if data = l.recall(to); data != nil {
+			if data = l.recall(to); data != nil && n < 4<<10 {
 				data.acquire(to.Base+offset, n)
 			}
 		}
@@ -486,7 +487,7 @@ func place(data, word *target, src []byte, offset uint64, s *p2p.Signal) bool {
 			return false
 		}
 	}
-	copy(to, src)
+	kernels.CopyShared(unsafe.Pointer(unsafe.SliceData(to)), unsafe.Pointer(unsafe.SliceData(src)), len(src))
 	if at != nil {
 		ring.StoreRelease((*uint64)(unsafe.Pointer(unsafe.SliceData(at))), s.Value)
 	}

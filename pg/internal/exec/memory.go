@@ -77,7 +77,7 @@ func (r *Runner) copy(dst, src unsafe.Pointer, n int) error {
 	if n <= cachedCopy {
 		piece = cachedPiece
 	}
-	return r.pieces(n, piece, func(at, n int) { kernels.Copy(unsafe.Add(dst, at), unsafe.Add(src, at), n) })
+	return r.pieces(n, piece, func(at, n int) { kernels.CopyShared(unsafe.Add(dst, at), unsafe.Add(src, at), n) })
 }
 
 // convert runs kernels.Widen or kernels.Narrow on n elements of size bytes, the larger of both
