@@ -356,7 +356,8 @@ func (e *End) Fill(dst []byte) (int, error) {
 		return 0, nil
 	}
 	e.in.filling = true
-	n := copy(dst, e.in.payload)
+	n := min(len(dst), len(e.in.payload))
+	kernels.CopyShared(unsafe.Pointer(unsafe.SliceData(dst)), unsafe.Pointer(unsafe.SliceData(e.in.payload)), n)
 	e.in.payload = e.in.payload[n:]
 	return n, nil
 }
