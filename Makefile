@@ -20,7 +20,7 @@ MATRIX      := ./tests/matrix
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d deps-torch test test-unit test-race test-purego test-pytorch lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ test-torch: torch ## the tests of the PyTorch backend, each in processes of its 
 
 test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k all_reduce", "--third 0")
 	cd shim/torch/tests && PYTHONPATH=..:. $(TORCH_ENV)/bin/python run_c10d_suite.py tutti $(C10D_FLAGS)
+
+bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--ddp", "--sizes 64 1M")
+	cd shim/torch && PYTHONPATH=. $(TORCH_ENV)/bin/python bench.py --json $(CURDIR)/.build/torch.json $(BENCH_FLAGS)
 
 test: lint test-unit test-race test-purego test-pytorch ## everything that CI runs; names what was skipped and why
 

@@ -58,7 +58,7 @@ type key struct {
 func (k key) file() string { return fmt.Sprintf("%s-%s-%d.svg", k.transport, k.op, k.ranks) }
 
 func (k key) title() string {
-	how := map[string]string{"shm": "shared memory", "tcp": "TCP over loopback"}[k.transport]
+	how := map[string]string{"shm": "shared memory", "tcp": "TCP over loopback", "pytorch": "from PyTorch"}[k.transport]
 	return fmt.Sprintf("%s, %d ranks, %s", k.op, k.ranks, cmp.Or(how, k.transport))
 }
 
