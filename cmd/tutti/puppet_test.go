@@ -199,6 +199,17 @@ func (p *puppet) gone() {
 	}
 }
 
+// noticed waits until tutti run knows that the process is dead: it has reaped it.
+func (p *puppet) noticed() {
+	p.t.Helper()
+	p.gone()
+	for end := time.Now().Add(patience); !errors.Is(syscall.Kill(p.PID, 0), syscall.ESRCH); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			p.t.Fatalf("tutti run has not noticed the end of rank %s (pid %d)", p.rank(), p.PID)
+		}
+	}
+}
+
 // stage is where puppets arrive.
 type stage struct {
 	t    *testing.T

@@ -733,7 +733,7 @@ func TestRunRestarts(t *testing.T) {
 	}
 	all[0].do("print %q", "the same all the time\n")
 	all[0].tell("exit 0")
-	all[0].gone()
+	all[0].noticed()
 	all[1].tell("kill 9")
 	j.end(137)
 	j.says("rank 1 was killed by signal 9 (SIGKILL), after other ranks had ended well")
