@@ -176,6 +176,8 @@ type ServerConfig struct {
 	// is no answer.
 	Status func(ctx context.Context, ops int) ([]byte, error)
 	Logger *slog.Logger // nil: no logging
+
+	find func(ctx context.Context, q *findRequest) *findReply // of a Member, which has no Rank and no Describe
 }
 
 // Server answers peers that ask for the endpoints of this rank's transports.
@@ -245,7 +247,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		grpc.Creds(proof.Credentials{}),
 		grpc.ForceServerCodec(wire{}),
 		grpc.ConnectionTimeout(proof.Timeout),
-		grpc.MaxRecvMsgSize(64), grpc.MaxSendMsgSize(max(maxMessage, 16+MaxStatus)),
+		grpc.MaxRecvMsgSize(cfg.maxRequest()), grpc.MaxSendMsgSize(max(maxMessage, 16+MaxStatus, maxFindReply)),
 		grpc.MaxConcurrentStreams(4), grpc.MaxHeaderListSize(4096),
 		grpc.ReadBufferSize(4096), grpc.WriteBufferSize(4096),
 		grpc.WaitForHandlers(true),
@@ -254,7 +256,7 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		ServiceName: "tutti.Handshake",
 		HandlerType: (*any)(nil),
 		Methods: []grpc.MethodDesc{{MethodName: "Describe", Handler: serveDescribe},
-			{MethodName: "Status", Handler: serveStatus}},
+			{MethodName: "Status", Handler: serveStatus}, {MethodName: "Find", Handler: serveFind}},
 	}, s)
 	go func() {
 		defer close(s.done)
@@ -265,6 +267,14 @@ func Serve(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		return nil, err
 	}
 	return s, nil
+}
+
+// maxRequest bounds a request in bytes.
+func (c *ServerConfig) maxRequest() int {
+	if c.find != nil {
+		return maxFindRequest
+	}
+	return 64
 }
 
 // Strangers returns the number of connections that were refused because they did not prove the
@@ -292,7 +302,8 @@ func (l *pickyListener) Accept() (net.Conn, error) {
 
 // admit refuses connections to another incarnation; Describe decides on the client.
 func (s *Server) admit(_ net.Conn, h trust.Hello) error {
-	if int64(h.ToRank) != int64(s.cfg.Rank) || h.ToIncarnation != s.cfg.Incarnation || h.FromIncarnation == 0 {
+	rank := int64(h.ToRank) == int64(s.cfg.Rank) || s.cfg.find != nil // a member has another rank in each job
+	if !rank || h.ToIncarnation != s.cfg.Incarnation || h.FromIncarnation == 0 {
 		return &trust.Refusal{Code: trust.CodeStale, Text: fmt.Sprintf("this is rank %d (incarnation %016x), not rank "+
 			"%d (incarnation %016x)",
 			s.cfg.Rank, s.cfg.Incarnation, h.ToRank, h.ToIncarnation)}
@@ -317,6 +328,9 @@ func serveDescribe(srv any, ctx context.Context, decode func(any) error, _ grpc.
 	reply := &describeReply{nonce: req.nonce, incarnation: s.cfg.Incarnation}
 	if h := info.Hello; int64(h.FromRank) == int64(s.cfg.Rank) && h.FromIncarnation == s.cfg.Incarnation {
 		return reply, nil // the self-check: descriptors may not be ready
+	}
+	if s.cfg.Describe == nil {
+		return nil, status.Error(codes.Unimplemented, "this is a member, no rank")
 	}
 	eps, err := s.cfg.Describe(ctx, int(info.Hello.FromRank), info.Hello.FromIncarnation)
 	switch {
@@ -499,10 +513,18 @@ func (c *Client) reach(ctx context.Context, addrs []string, hello trust.Hello) (
 		// Misdirected attempts say less than one that got somewhere, so the definite errors come
 		// first.
 		slices.SortStableFunc(errs, func(a, b error) int { return cmp.Compare(weight(b), weight(a)) })
-		return nil, errs[0]
+		if slices.ContainsFunc(errs, func(err error) bool { return !errors.Is(err, syscall.ECONNREFUSED) }) {
+			return nil, errs[0]
+		}
+		return nil, &refusedError{errs[0]}
 	}
 	return won, nil
 }
+
+// refusedError says that nothing listens at any address.
+type refusedError struct{ error }
+
+func (e *refusedError) Unwrap() error { return e.error }
 
 func weight(err error) int {
 	switch {

@@ -23,7 +23,8 @@ type settings struct {
 	algo   collectives.Algo
 	kinds  []registry.Kind // transports
 
-	meeting *bootstrap.Meeting // where ranks without a store meet; nil: the job has a store
+	meeting   *bootstrap.Meeting   // where ranks without a store meet; nil: the job has a store
+	formation *bootstrap.Formation // nil: the job is not one of Member.Form
 }
 
 func (c Config) resolve(getenv func(string) string) (*settings, error) {
@@ -161,12 +162,15 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	return nil
 }
 
-// part leaves the meeting. If this rank serves the store, part first waits until the other ranks
+// part leaves the meeting or formation. If this rank serves the store, part first waits until the other ranks
 // have left, or until ctx or Config.Timeout ends.
 func (s *settings) part(ctx context.Context) {
 	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
 	s.meeting.Close(ctx)
+	if s.formation != nil {
+		s.formation.End(nil)
+	}
 }
 
 // partSoon bounds part after a failed Join. Meanwhile the other ranks can find out why they cannot

@@ -314,6 +314,8 @@ func (t *Transport) publish(ctx context.Context, ls []net.Listener) (endpoint, e
 			e.at = append(e.at, c)
 		case len(t.cfg.Advertise) > 0:
 			return e, fmt.Errorf("tcp: advertised address %v does not lead here: %w", c, errs[i])
+		case ctx.Err() != nil:
+			return e, fmt.Errorf("tcp: the check of address %v was ended: %w", c, errs[i])
 		default:
 			t.log.Warn("tcp: address is not published: it does not answer", "address", c.String(), "reason", errs[i])
 		}

@@ -1,0 +1,353 @@
+package pg_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/pg"
+)
+
+var memberSecret = []byte("the secret of these members")
+
+// members makes n members in this process.
+func members(t *testing.T, n int, cfg pg.Config) []*pg.Member {
+	t.Helper()
+	cfg.Secret = memberSecret
+	if cfg.Timeout == 0 {
+		cfg.Timeout = 20 * time.Second
+	}
+	all := make([]*pg.Member, n)
+	for i := range all {
+		m, err := pg.NewMember(t.Context(), cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(m.Close)
+		all[i] = m
+	}
+	return all
+}
+
+func handles(ms ...*pg.Member) (all []string) {
+	for _, m := range ms {
+		all = append(all, m.Handle())
+	}
+	return all
+}
+
+// outcome is what Form returned to a member.
+type outcome struct {
+	g   *pg.Group
+	err error
+}
+
+// form has all of ms form a group of them at a time, and returns what each got.
+func form(t *testing.T, uuid string, ms ...*pg.Member) []outcome {
+	t.Helper()
+	list := handles(ms...)
+	return formLists(t, uuid, ms, func(int) []string { return list })
+}
+
+// formLists is form with a list of handles for each member.
+func formLists(t *testing.T, uuid string, ms []*pg.Member, list func(i int) []string) []outcome {
+	t.Helper()
+	all := make([]outcome, len(ms))
+	var wg sync.WaitGroup
+	for i, m := range ms {
+		wg.Go(func() { all[i].g, all[i].err = m.Form(t.Context(), uuid, list(i)) })
+	}
+	wg.Wait()
+	for _, o := range all {
+		if o.g != nil {
+			t.Cleanup(func() { o.g.Close() })
+		}
+	}
+	return all
+}
+
+// formed is form, which must succeed.
+func formed(t *testing.T, uuid string, ms ...*pg.Member) []*pg.Group {
+	t.Helper()
+	groups := make([]*pg.Group, len(ms))
+	for i, o := range form(t, uuid, ms...) {
+		if o.err != nil {
+			t.Fatalf("rank %d: %v", i, o.err)
+		}
+		if groups[i] = o.g; o.g.Rank() != i || o.g.Size() != len(ms) {
+			t.Errorf("handle %d got rank %d of %d", i, o.g.Rank(), o.g.Size())
+		}
+	}
+	works(t, groups...)
+	return groups
+}
+
+// works checks that the ranks can reduce and exchange messages.
+func works(t *testing.T, groups ...*pg.Group) {
+	t.Helper()
+	n := len(groups)
+	var wg sync.WaitGroup
+	for r, g := range groups {
+		wg.Go(func() {
+			x := []int64{int64(r), 1}
+			if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != int64(n*(n-1)/2) || x[1] != int64(n) {
+				t.Errorf("rank %d of %d: %v, %v", r, n, x, err)
+			}
+			all := make([]int64, n)
+			if err := pg.AllToAll(t.Context(), g, all, slices.Repeat([]int64{int64(r)}, n)); err != nil ||
+				!slices.IsSorted(all) || all[n-1] != int64(n-1) {
+				t.Errorf("rank %d of %d: all to all gave %v, %v", r, n, all, err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// The place of a handle is the rank: other orders of the same members are other ranks, and members
+// that are not in the list have no part.
+func TestForm(t *testing.T) {
+	for _, transport := range transports {
+		t.Run(transport, func(t *testing.T) {
+			ms := members(t, 3, pg.Config{Transport: transport})
+			formed(t, "all", ms...)
+			formed(t, "reversed", ms[2], ms[1], ms[0])
+			formed(t, "two", ms[2], ms[0])
+			formed(t, "alone", ms[1])
+		})
+	}
+}
+
+// A uuid is used once, also by a member that was not in the first group, and also after a failure.
+func TestFormRefusesUsedUUID(t *testing.T) {
+	ms := members(t, 3, pg.Config{})
+	first := formed(t, "u", ms[0], ms[1])
+	for i, o := range form(t, "u", ms[2], ms[0], ms[1]) {
+		if want := new(*pg.ArgumentError); !errors.As(o.err, want) || (*want).Arg != "uuid" ||
+			!strings.Contains(o.err.Error(), "used already") {
+			t.Errorf("rank %d: %v, want an *ArgumentError about the uuid", i, o.err)
+		}
+	}
+	works(t, first...)
+	first[0].Close()
+	first[1].Close()
+	if _, err := ms[0].Form(t.Context(), "u", handles(ms[0])); !errors.As(err, new(*pg.ArgumentError)) {
+		t.Errorf("after the group was closed: %v", err)
+	}
+}
+
+// Disjoint groups form at the same time, also with the same uuid, and can be merged and divided.
+func TestFormDisjointAndMerged(t *testing.T) {
+	ms := members(t, 6, pg.Config{})
+	var halves [2][]*pg.Group
+	var wg sync.WaitGroup
+	for i := range halves {
+		wg.Go(func() { halves[i] = formed(t, "half", ms[3*i:3*i+3]...) })
+	}
+	wg.Wait()
+	if t.Failed() {
+		return
+	}
+	merged := formed(t, "merged", ms...)
+	works(t, halves[0]...)
+	works(t, halves[1]...)
+	for _, g := range slices.Concat(halves[0], halves[1]) {
+		g.Close()
+	}
+	works(t, merged...)
+	formed(t, "shrunk", ms[1], ms[4], ms[5])
+	formed(t, "grown", append(members(t, 1, pg.Config{}), ms[:3]...)...)
+}
+
+// After an abort, and after an operation that timed out, the members form another group.
+func TestFormAfterFailures(t *testing.T) {
+	ms := members(t, 3, pg.Config{})
+	aborted := formed(t, "first", ms...)
+	aborted[1].Abort(errors.New("enough"))
+	if err := aborted[0].Barrier(t.Context()); !errors.Is(err, pg.ErrAborted) {
+		t.Errorf("after an abort: %v", err)
+	}
+	late := formed(t, "second", ms[1], ms[2], ms[0])
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := late[0].Barrier(ctx); !errors.As(err, new(*pg.TimeoutError)) {
+		t.Errorf("a barrier of one rank: %v", err)
+	}
+	formed(t, "third", ms...)
+}
+
+// A Form to which a member does not come ends in time, and names the member. The members can form
+// another group.
+func TestFormWithoutOneMember(t *testing.T) {
+	ms := members(t, 3, pg.Config{Timeout: 300 * time.Millisecond})
+	all := handles(ms...)
+	for i, o := range formLists(t, "u", ms[:2], func(int) []string { return all }) {
+		if o.err == nil || !strings.Contains(o.err.Error(), "rank 2 is member ") {
+			t.Errorf("rank %d: %v, want that rank 2 is named", i, o.err)
+		}
+	}
+	// The one that was late is told.
+	if _, err := ms[2].Form(t.Context(), "u", all); !errors.As(err, new(*pg.RankError)) ||
+		!strings.Contains(err.Error(), "gave up") {
+		t.Errorf("the late member: %v, want a *RankError", err)
+	}
+	formed(t, "again", members(t, 1, pg.Config{})[0])
+	formed(t, "v", ms...)
+}
+
+// A cancelled Form ends at all members.
+func TestFormCancelled(t *testing.T) {
+	ms := members(t, 2, pg.Config{})
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(30*time.Millisecond, cancel)
+	if _, err := ms[0].Form(ctx, "u", handles(ms...)); !errors.Is(err, context.Canceled) {
+		t.Errorf("the member that was cancelled: %v", err)
+	}
+	if _, err := ms[1].Form(t.Context(), "u", handles(ms...)); !errors.As(err, new(*pg.RankError)) {
+		t.Errorf("the other one: %v", err)
+	}
+}
+
+// A member that has ended is known to be gone: no time limit has to pass.
+func TestFormWithClosedMember(t *testing.T) {
+	ms := members(t, 3, pg.Config{Timeout: time.Minute})
+	ms[1].Close()
+	all := handles(ms...)
+	began := time.Now()
+	for i, o := range formLists(t, "u", []*pg.Member{ms[0], ms[2]}, func(int) []string { return all }) {
+		var lost *pg.RankError
+		if !errors.As(o.err, &lost) || lost.Rank != 1 && !strings.Contains(o.err.Error(), "rank 1") {
+			t.Errorf("%d: %v, want a *RankError about rank 1", i, o.err)
+		}
+	}
+	if took := time.Since(began); took > 20*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	if _, err := ms[1].Form(t.Context(), "v", handles(ms[1])); !errors.Is(err, pg.ErrClosed) {
+		t.Errorf("a closed member forms a group: %v", err)
+	}
+}
+
+// A group outlives its members, also for ranks that have not been linked yet.
+func TestGroupOutlivesMember(t *testing.T) {
+	ms := members(t, 5, pg.Config{})
+	groups := make([]*pg.Group, len(ms))
+	for i, o := range form(t, "u", ms...) {
+		if o.err != nil {
+			t.Fatal(o.err)
+		}
+		groups[i] = o.g
+	}
+	for _, m := range ms {
+		m.Close()
+	}
+	works(t, groups...)
+}
+
+// Members that were given different lists for a uuid get errors that describe the difference.
+func TestFormWithDifferentLists(t *testing.T) {
+	ms := members(t, 4, pg.Config{Timeout: time.Minute})
+	a, b, c, d := ms[0].Handle(), ms[1].Handle(), ms[2].Handle(), ms[3].Handle()
+	for name, lists := range map[string][3][]string{
+		"order":     {{a, b, c}, {a, c, b}, {a, b, c}},
+		"length":    {{a, b, c}, {a, b, c}, {a, b, c, d}},
+		"member":    {{a, b, d}, {a, b, c}, {a, b, c}},
+		"all":       {{a, b, c}, {b, c, a}, {c, a, b}},
+		"one alone": {{a, b, c}, {a, b, c}, {d, c}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			began := time.Now()
+			differ := 0
+			for i, o := range formLists(t, name, ms[:3], func(i int) []string { return lists[i] }) {
+				var m *pg.MismatchError
+				if errors.As(o.err, &m) {
+					differ++
+					if !strings.Contains(o.err.Error(), " as rank ") {
+						t.Errorf("rank %d: the error does not describe the difference: %v", i, o.err)
+					}
+				} else if !errors.As(o.err, new(*pg.RankError)) && !errors.As(o.err, new(*pg.TimeoutError)) {
+					t.Errorf("rank %d: %v", i, o.err)
+				}
+			}
+			if differ < 2 {
+				t.Errorf("%d members got a *MismatchError, want two or more", differ)
+			}
+			if took := time.Since(began); took > 20*time.Second {
+				t.Errorf("it took %v", took)
+			}
+		})
+	}
+}
+
+func TestFormArguments(t *testing.T) {
+	ms := members(t, 2, pg.Config{})
+	a, b := ms[0].Handle(), ms[1].Handle()
+	cfg := pg.Config{Secret: []byte("the secret of other members")}
+	stranger, err := pg.NewMember(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(stranger.Close)
+	for name, c := range map[string]struct {
+		uuid    string
+		handles []string
+		text    string
+	}{
+		"no uuid":         {"", []string{a, b}, "uuid"},
+		"long uuid":       {strings.Repeat("u", 129), []string{a, b}, "129 bytes"},
+		"unprintable":     {"a\x00", []string{a, b}, "uuid"},
+		"no handles":      {"u", nil, "number of handles is 0"},
+		"twice":           {"u", []string{a, b, a}, "handles[0] too"},
+		"not this member": {"u", []string{b}, "this member's too"},
+		"empty":           {"u", []string{a, ""}, "handles[1]"},
+		"nonsense":        {"u", []string{a, "nonsense"}, "handles[1]"},
+		"cut short":       {"u", []string{a, b[:len(b)-3]}, "damaged"},
+		"altered":         {"u", []string{a, b[:40] + string(b[40]^1) + b[41:]}, "damaged"},
+		"other secret":    {"u", []string{a, stranger.Handle()}, "another secret"},
+	} {
+		_, err := ms[0].Form(t.Context(), c.uuid, c.handles)
+		if !errors.As(err, new(*pg.ArgumentError)) || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: %v, want an *ArgumentError with %q", name, err, c.text)
+		}
+	}
+	formed(t, "u", ms...) // none of these has used the uuid
+}
+
+func TestNewMemberArguments(t *testing.T) {
+	for text, cfg := range map[string]pg.Config{
+		"Secret":    {},
+		"OnFailure": {Secret: memberSecret, OnFailure: pg.Shrink},
+		"Size":      {Secret: memberSecret, Size: 3},
+		"Job":       {Secret: memberSecret, Job: "j"},
+		"Ports":     {Secret: memberSecret, Ports: "29500"},
+	} {
+		cfg.Getenv = func(string) string { return "" }
+		if _, err := pg.NewMember(t.Context(), cfg); !errors.As(err, new(*pg.ArgumentError)) ||
+			!strings.Contains(err.Error(), text) {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+	// What a launcher says of another job does not matter.
+	env := map[string]string{"TUTTI_RANK": "3", "TUTTI_SIZE": "4", "TUTTI_ON_FAILURE": "shrink",
+		"TUTTI_SECRET": string(memberSecret), "TUTTI_STORE": "etcd://192.0.2.1:1"}
+	m, err := pg.NewMember(t.Context(), pg.Config{Getenv: func(name string) string { return env[name] }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	formed(t, "u", append(members(t, 1, pg.Config{}), m)...)
+}
+
+// Many groups, one after the other, of the same members: nothing is left of them.
+func TestFormAgainAndAgain(t *testing.T) {
+	ms := members(t, 3, pg.Config{})
+	for i := range 20 {
+		for _, g := range formed(t, fmt.Sprint(i), ms...) {
+			g.Close()
+		}
+	}
+}
