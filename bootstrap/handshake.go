@@ -378,6 +378,9 @@ type ClientConfig struct {
 	Self   Record // its Addrs are not used
 	Secret []byte
 	Dial   dial.Func // makes the connections; nil: net.Dialer
+	// Started says that all peers listen before this client knows of them, so that one whose
+	// addresses all refuse connections has ended: Describe then returns at once.
+	Started bool
 }
 
 // Client asks peers for the endpoints of their transports. It keeps no connection between calls and
@@ -400,7 +403,7 @@ const (
 )
 
 // Describe asks the rank that published to for its descriptors. It retries a peer that cannot be
-// reached until ctx ends, because it may be starting. An error that wraps ErrStale says that
+// reached until ctx ends, because it may be starting (but see ClientConfig.Started). An error that wraps ErrStale says that
 // another incarnation answers there, ErrAuth that the peer does not know the job's secret,
 // *SizeError that it has another job size; other errors name the peer and its addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
@@ -430,7 +433,8 @@ func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 		if errors.Is(err, ErrAuth) {
 			auth++
 		}
-		if errors.As(err, &final) || errors.Is(err, ErrStale) || auth == authRounds {
+		ended := c.cfg.Started && errors.As(err, new(*refusedError))
+		if errors.As(err, &final) || errors.Is(err, ErrStale) || auth == authRounds || ended {
 			return nil, fmt.Errorf("%s at %v: %w", name, addrs, err)
 		}
 		if !sleep(ctx, time.Duration(float64(pause)*(0.5+mrand.Float64()))) {

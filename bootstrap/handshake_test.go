@@ -418,3 +418,15 @@ func BenchmarkDescribe(b *testing.B) {
 		}
 	}
 }
+
+// A client that knows that its peers have started does not wait for one that refuses connections.
+func TestDescribeEndedPeer(t *testing.T) {
+	srv, peer := rank(t, 1, 2, fixed(nil))
+	srv.Close()
+	c := bootstrap.NewClient(bootstrap.ClientConfig{Self: bootstrap.NewRecord(0, 2, 77, nil), Secret: secret,
+		Started: true})
+	ctx := context30(t)
+	if _, err := c.Describe(ctx, peer); err == nil || ctx.Err() != nil || !strings.Contains(err.Error(), "refused") {
+		t.Errorf("%v", err)
+	}
+}

@@ -36,6 +36,15 @@ var (
 	ErrGone = errors.New("the member is gone")
 )
 
+// reason is an error with a text of its own, that is another.
+type reason struct {
+	text string
+	is   error
+}
+
+func (r *reason) Error() string { return r.text }
+func (r *reason) Unwrap() error { return r.is }
+
 // PeerError says which member prevented a Formation, by its rank there.
 type PeerError struct {
 	Rank int
@@ -217,7 +226,7 @@ func (m *Member) Begin(uuid string, peers []Record, fail func(error)) (*Formatio
 	defer m.mu.Unlock()
 	switch {
 	case m.closed:
-		return nil, fmt.Errorf("this member was closed: %w", ErrGone)
+		return nil, &reason{"this member was closed", ErrGone}
 	case m.all[uuid] != nil:
 		return nil, ErrUsed
 	}
@@ -503,10 +512,10 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest) 
 		case errors.Is(err, ErrUsed), errors.Is(err, ErrGone), errors.As(err, new(*listError)), errors.As(err, &final):
 			return nil, err
 		case errors.As(err, new(*refusedError)), errors.Is(err, ErrStale):
-			return nil, fmt.Errorf("its process has ended, or has closed it: %w: %w", ErrGone, err)
+			return nil, &reason{"it has ended: " + err.Error(), ErrGone}
 		case errors.Is(err, ErrAuth):
 			if auth++; auth == authRounds {
-				return nil, fmt.Errorf("another process is at its address: %w: %w", ErrGone, err)
+				return nil, &reason{"another process has its address: " + err.Error(), ErrGone}
 			}
 		case errors.Is(err, errNotYet): // its answer took long enough
 			last = err
@@ -555,9 +564,9 @@ func (c *Client) findOnce(ctx context.Context, addrs []string, hello trust.Hello
 	case findWait:
 		return nil, errNotYet
 	case findUsed:
-		return nil, fmt.Errorf("%w: %s", ErrUsed, strings.ToValidUTF8(string(reply.body), "?"))
+		return nil, &reason{strings.ToValidUTF8(string(reply.body), "?"), ErrUsed}
 	case findGone:
-		return nil, fmt.Errorf("%w: %s", ErrGone, strings.ToValidUTF8(string(reply.body), "?"))
+		return nil, &reason{strings.ToValidUTF8(string(reply.body), "?"), ErrGone}
 	}
 	rank, ids, err := decodeIDs(reply.body)
 	if err != nil {

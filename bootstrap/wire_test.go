@@ -2,6 +2,7 @@ package bootstrap
 
 import (
 	"bytes"
+	"encoding/base64"
 	"encoding/json"
 	"maps"
 	"reflect"
@@ -76,6 +77,64 @@ func FuzzWire(f *testing.F) {
 		c, err := wire{}.Marshal(&r)
 		if err != nil || len(c) != len(b) { // the order of transports may differ
 			t.Fatalf("%x decodes and encodes to %x, %v", b, c, err)
+		}
+	})
+}
+
+func FuzzFindWire(f *testing.F) {
+	b, err := (&findRequest{uuid: "u", rank: 1, ids: []uint64{7, 8}}).encode()
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(b)
+	f.Add(b[:len(b)-1])
+	f.Add(append([]byte{255}, b...))
+	f.Add(append([]byte{findDiffers}, encodeIDs(0, []uint64{7})...))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var q findRequest
+		if q.decode(b) == nil {
+			if c, err := q.encode(); err != nil || !bytes.Equal(c, b) {
+				t.Fatalf("%x decodes and encodes to %x, %v", b, c, err)
+			}
+		}
+		var r findReply
+		if r.decode(b) != nil {
+			return
+		}
+		if c, err := r.encode(); err != nil || !bytes.Equal(c, b) {
+			t.Fatalf("%x decodes and encodes to %x, %v", b, c, err)
+		}
+		if rank, ids, err := decodeIDs(r.body); err == nil && (rank >= len(ids) || len(ids) > MaxMembers) {
+			t.Fatalf("%x decodes to rank %d of %d", b, rank, len(ids))
+		}
+	})
+}
+
+func FuzzDecodeHandle(f *testing.F) {
+	key := []byte("a secret for this test")
+	h, err := EncodeHandle(NewRecord(0, 1, 3, []string{"10.0.0.1:5"}), key)
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, s := range []string{h, h[:len(h)-1], handlePrefix, "tutti1.====", "", "tutti2." + h[7:], h + "\n",
+		`{"rank":0,"size":1,"incarnation":"1"}`} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		// As it came, and as the record of a handle that is intact.
+		intact := handlePrefix + base64.RawURLEncoding.EncodeToString(append(tagOf(key, []byte(s)), s...))
+		for _, h := range []string{s, intact} {
+			r, err := DecodeHandle(h, key)
+			if err != nil {
+				continue
+			}
+			c, err := EncodeHandle(r, key)
+			if err != nil {
+				t.Fatalf("%q decodes to %+v, which does not encode: %v", h, r, err)
+			}
+			if again, err := DecodeHandle(c, key); err != nil || !reflect.DeepEqual(again, r) {
+				t.Fatalf("%+v became %+v, %v", r, again, err)
+			}
 		}
 	})
 }

@@ -124,7 +124,7 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 		return nil, &ArgumentError{Call: "form", Arg: "uuid", Got: fmt.Sprintf("%q, which this member has used "+
 			"already", uuid), Want: "one that no member has used"}
 	case err != nil:
-		return nil, fmt.Errorf("form: %w: %w", err, ErrClosed)
+		return nil, fmt.Errorf("form: %w: %w", ErrClosed, err)
 	}
 	g, err := m.form(ctx, f, uuid, len(peers))
 	if err == nil {

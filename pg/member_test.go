@@ -4,13 +4,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
+	"net"
+	"os"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"tutti/pg"
+	"tutti/pg/pgtest"
 )
 
 var memberSecret = []byte("the secret of these members")
@@ -224,7 +230,7 @@ func TestFormWithClosedMember(t *testing.T) {
 			t.Errorf("%d: %v, want a *RankError about rank 1", i, o.err)
 		}
 	}
-	if took := time.Since(began); took > 20*time.Second {
+	if took := time.Since(began); took > 10*time.Second {
 		t.Errorf("it took %v", took)
 	}
 	if _, err := ms[1].Form(t.Context(), "v", handles(ms[1])); !errors.Is(err, pg.ErrClosed) {
@@ -348,6 +354,88 @@ func TestFormAgainAndAgain(t *testing.T) {
 	for i := range 20 {
 		for _, g := range formed(t, fmt.Sprint(i), ms...) {
 			g.Close()
+		}
+	}
+}
+
+// exchange returns the texts of all ranks.
+func exchange(t *testing.T, g *pg.Group, text string) []string {
+	t.Helper()
+	const room = 2048
+	mine, all := make([]byte, room), make([]byte, room*g.Size())
+	copy(mine, text)
+	if err := pg.AllGather(t.Context(), g, all, mine); err != nil {
+		t.Fatal(err)
+	}
+	var texts []string
+	for b := range slices.Chunk(all, room) {
+		texts = append(texts, strings.TrimRight(string(b), "\x00"))
+	}
+	return texts
+}
+
+// A member is killed before or during Form: the others get an error in time that names it, and form
+// a group without it.
+func TestFormKill(t *testing.T) {
+	const n, dead = 4, 2
+	for _, transport := range transports {
+		for dials := range 5 { // of the dead one, before its end
+			t.Run(fmt.Sprintf("%s/%d", transport, dials), func(t *testing.T) {
+				pgtest.Run(t, n, func(t *testing.T, outer *pg.Group) {
+					ctx := t.Context()
+					var dialled atomic.Int32
+					dialled.Store(math.MinInt32 / 2)
+					cfg := pg.Config{Secret: memberSecret, Transport: transport, Timeout: 20 * time.Second}
+					if outer.Rank() == dead {
+						cfg.Dialer = func(ctx context.Context, d *net.Dialer, _ int, address string) (net.Conn, error) {
+							if int(dialled.Add(1)) > dials {
+								pgtest.Kill(t)
+							}
+							return d.DialContext(ctx, "tcp", address)
+						}
+					}
+					m, err := pg.NewMember(ctx, cfg)
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer m.Close()
+					list := exchange(t, outer, m.Handle())
+					name := fmt.Sprintf("(pid %s on", exchange(t, outer, fmt.Sprint(os.Getpid()))[dead])
+					dialled.Store(0)
+					if dials == 0 && outer.Rank() == dead {
+						pgtest.Kill(t)
+					}
+					began := time.Now()
+					g, err := m.Form(ctx, "first", list)
+					if outer.Rank() == dead {
+						pgtest.Kill(t) // at the latest
+					}
+					if err == nil { // all links were up
+						if err = g.Barrier(ctx); err == nil {
+							err = g.Barrier(ctx)
+						}
+						g.Close()
+					} else if !strings.Contains(err.Error(), name) {
+						t.Errorf("the error does not name the member: %v", err)
+					}
+					var lost *pg.RankError
+					var late *pg.TimeoutError
+					if !errors.As(err, &lost) && !errors.As(err, &late) {
+						t.Errorf("%v", err)
+					}
+					if took := time.Since(began); took > 10*time.Second {
+						t.Errorf("it took %v", took)
+					}
+					g, err = m.Form(ctx, "second", slices.Delete(list, dead, dead+1))
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer g.Close()
+					if err := g.Barrier(ctx); err != nil || g.Size() != n-1 {
+						t.Errorf("%d survivors: %v", g.Size(), err)
+					}
+				}, pgtest.Expect(dead, syscall.SIGKILL))
+			})
 		}
 	}
 }

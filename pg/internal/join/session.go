@@ -141,7 +141,8 @@ func (ss *Session) Connect(ctx context.Context, h Hooks) error {
 		return err
 	}
 	ss.record = bootstrap.NewRecord(s.Rank, s.MaxSize, ss.Self.Incarnation, ss.server.Addrs())
-	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Secret, Dial: s.Dial})
+	ss.client = bootstrap.NewClient(bootstrap.ClientConfig{Self: ss.record, Secret: s.Secret, Dial: s.Dial,
+		Started: true})
 	machine := fnv.New64a()
 	fmt.Fprintf(machine, "%s\x00%s", ss.record.Machine, ss.record.Network)
 	ss.Here.Machine, ss.Here.Maps = machine.Sum64(), ss.Mapped

@@ -1,0 +1,184 @@
+package bootstrap_test
+
+import (
+	"context"
+	"errors"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+)
+
+func member(t *testing.T) *bootstrap.Member {
+	t.Helper()
+	m, err := bootstrap.NewMember(context30(t), bootstrap.MemberConfig{Secret: secret, Interfaces: "127.0.0.1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(m.Close)
+	return m
+}
+
+func records(ms ...*bootstrap.Member) (all []bootstrap.Record) {
+	for _, m := range ms {
+		all = append(all, m.Self())
+	}
+	return all
+}
+
+// begin begins a Formation. Its failure is sent to the channel.
+func begin(t *testing.T, m *bootstrap.Member, uuid string, of ...*bootstrap.Member) (*bootstrap.Formation, chan error) {
+	t.Helper()
+	failed := make(chan error, 1)
+	f, err := m.Begin(uuid, records(of...), func(err error) { failed <- err })
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.End(nil) })
+	return f, failed
+}
+
+func key(uuid string, rank int) string { return bootstrap.Prefix(uuid) + bootstrap.RankKey(rank) }
+
+func TestHandleRoundTrip(t *testing.T) {
+	rec := bootstrap.NewRecord(0, 1, 77, []string{"192.0.2.1:4000", "[2001:db8::1]:4000"})
+	h, err := bootstrap.EncodeHandle(rec, secret)
+	if err != nil || strings.Contains(h, string(secret)) {
+		t.Fatalf("%q, %v", h, err)
+	}
+	if got, err := bootstrap.DecodeHandle(h, secret); err != nil || !reflect.DeepEqual(got, rec) {
+		t.Errorf("%+v, %v", got, err)
+	}
+	if _, err := bootstrap.DecodeHandle(h, []byte("a secret of other members")); err == nil {
+		t.Error("a handle of members with another secret was accepted")
+	}
+	for i := range h { // every change is noticed
+		if got, err := bootstrap.DecodeHandle(h[:i]+string(h[i]^1)+h[i+1:], secret); err == nil {
+			t.Errorf("changed at %d: %+v", i, got)
+		}
+	}
+}
+
+// A member waits until another has begun the Formation and published its record.
+func TestFormationDirectory(t *testing.T) {
+	ctx := context30(t)
+	a, b := member(t), member(t)
+	fa, _ := begin(t, a, "u", a, b)
+	if fa.Rank() != 0 {
+		t.Fatalf("rank %d", fa.Rank())
+	}
+	short, cancel := context.WithTimeout(ctx, 50*time.Millisecond)
+	defer cancel()
+	if got, err := fa.Wait(short, key("u", 1)); !errors.Is(err, context.DeadlineExceeded) ||
+		!strings.Contains(err.Error(), b.Self().MemberName()) {
+		t.Errorf("of a member that has not begun: %q, %v", got, err)
+	}
+	type answer struct {
+		value []byte
+		err   error
+	}
+	got := make(chan answer)
+	go func() {
+		v, err := fa.Wait(ctx, key("u", 1))
+		got <- answer{v, err}
+	}()
+	fb, _ := begin(t, b, "u", a, b)
+	if string(fa.Secret()) != string(fb.Secret()) {
+		t.Error("the members derive different secrets")
+	}
+	if _, err := fb.CompareAndSet(ctx, key("u", 1), nil, []byte("record of b")); err != nil {
+		t.Fatal(err)
+	}
+	if a := <-got; string(a.value) != "record of b" {
+		t.Errorf("%q, %v", a.value, a.err)
+	}
+	if err := fb.Set(ctx, key("u", 0), []byte("forged")); err == nil {
+		t.Error("a member set the record of another")
+	}
+	if err := errors.Join(fa.Formed(), fb.Formed()); err != nil {
+		t.Fatal(err)
+	}
+	fb.End(nil)
+	if v, err := fa.Get(ctx, key("u", 1)); err != nil || v != nil {
+		t.Errorf("after it has left: %q, %v", v, err)
+	}
+	if _, err := b.Begin("u", records(a, b), nil); !errors.Is(err, bootstrap.ErrUsed) {
+		t.Errorf("the same uuid again: %v", err)
+	}
+	third, _ := begin(t, b, "v", a, b)
+	if string(third.Secret()) == string(fa.Secret()) {
+		t.Error("two Formations have the same secret")
+	}
+}
+
+// What is wrong with another member is told to the one that asks, and with different lists to both.
+func TestFormationFailures(t *testing.T) {
+	ctx := context30(t)
+	for name, c := range map[string]struct {
+		other func(t *testing.T, a, b *bootstrap.Member) chan error
+		is    error
+		as    any
+		text  string
+	}{
+		"closed": {func(t *testing.T, a, b *bootstrap.Member) chan error {
+			b.Close()
+			return nil
+		}, bootstrap.ErrGone, nil, "it has ended"},
+		"gave up": {func(t *testing.T, a, b *bootstrap.Member) chan error {
+			f, _ := begin(t, b, "u", a, b)
+			f.End(errors.New("no time"))
+			return nil
+		}, bootstrap.ErrGone, nil, "no time"},
+		"left": {func(t *testing.T, a, b *bootstrap.Member) chan error {
+			f, _ := begin(t, b, "u", a, b)
+			f.End(nil)
+			return nil
+		}, bootstrap.ErrGone, nil, "has left"},
+		"used": {func(t *testing.T, a, b *bootstrap.Member) chan error {
+			f, _ := begin(t, b, "u", b)
+			f.End(f.Formed())
+			return nil
+		}, bootstrap.ErrUsed, nil, "rank 1"},
+		"other order": {func(t *testing.T, a, b *bootstrap.Member) chan error {
+			_, failed := begin(t, b, "u", b, a)
+			return failed
+		}, nil, new(*bootstrap.DifferError), "as rank 0"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			a, b := member(t), member(t)
+			told := c.other(t, a, b)
+			f, failed := begin(t, a, "u", a, b)
+			_, err := f.Wait(ctx, key("u", 1))
+			if err == nil || c.is != nil && !errors.Is(err, c.is) || c.as != nil && !errors.As(err, c.as) ||
+				!strings.Contains(err.Error(), c.text) {
+				t.Errorf("%v", err)
+			}
+			if cause := <-failed; cause.Error() != err.Error() || f.Formed() == nil {
+				t.Errorf("the Formation failed with %v, the request with %v", cause, err)
+			}
+			if told != nil && !errors.As(<-told, new(*bootstrap.DifferError)) {
+				t.Error("the other member was not told")
+			}
+		})
+	}
+}
+
+// A group that has been formed stays, whatever other members ask for.
+func TestFormedStays(t *testing.T) {
+	a, b := member(t), member(t)
+	f, failed := begin(t, a, "u", a)
+	if err := f.Formed(); err != nil {
+		t.Fatal(err)
+	}
+	g, _ := begin(t, b, "u", a, b)
+	if _, err := g.Wait(context30(t), key("u", 0)); !errors.Is(err, bootstrap.ErrUsed) {
+		t.Errorf("%v", err)
+	}
+	select {
+	case err := <-failed:
+		t.Errorf("the group that was there failed: %v", err)
+	default:
+	}
+}
