@@ -260,6 +260,13 @@ func (f *Formation) Formed() error {
 	return f.err
 }
 
+// Check asks the member of a rank, and makes the Formation fail if that is gone.
+func (f *Formation) Check(ctx context.Context, rank int) {
+	if rank != f.rank && rank >= 0 && rank < len(f.ids) {
+		f.ask(ctx, rank)
+	}
+}
+
 // Err returns why the Formation failed, nil if it has not.
 func (f *Formation) Err() error {
 	f.m.mu.Lock()

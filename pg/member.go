@@ -1,12 +1,14 @@
 package pg
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strings"
+	"time"
 
 	"tutti/bootstrap"
 	"tutti/internal/files"
@@ -131,8 +133,8 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 		if err = f.Formed(); err != nil {
 			g.Close()
 		}
-	} else if why := f.Err(); why != nil {
-		err = why
+	} else {
+		err = reasonOf(ctx, f, err)
 	}
 	if err != nil {
 		err = fmt.Errorf("forming %q as rank %d of %d: %w", uuid, f.Rank(), len(peers), explained(uuid, f.Rank(), peers,
@@ -141,6 +143,29 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 		return nil, err
 	}
 	return g, nil
+}
+
+// reasonSoon bounds the question to another member why its Form failed.
+const reasonSoon = time.Second
+
+// reasonOf returns the reason for err, the failure of a Form. If it is a consequence of the failure
+// of another member's Form, that is asked.
+func reasonOf(ctx context.Context, f *bootstrap.Formation, err error) error {
+	var lost *RankError
+	var late *TimeoutError
+	ask := -1
+	switch {
+	case errors.As(err, &lost):
+		ask = lost.Rank
+	case errors.As(err, &late) && errors.Is(err, context.Canceled):
+		ask = late.Reporter
+	}
+	if ask >= 0 && f.Err() == nil {
+		ctx, cancel := context.WithTimeout(ctx, reasonSoon)
+		defer cancel()
+		f.Check(ctx, ask)
+	}
+	return cmp.Or(f.Err(), err)
 }
 
 // form makes the group.

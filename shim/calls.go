@@ -89,6 +89,14 @@ func call(ctx context.Context, c *C.struct_call) C.int {
 		c.out = C.uint64_t(h)
 		return failed(interrupted(ctx, err), f)
 	}
+	if c.kind == C.CALL_MEMBER_NEW {
+		h, err := newMember(ctx, (*C.tutti_config)(c.arg))
+		c.out = C.uint64_t(h)
+		return failed(interrupted(ctx, err), f)
+	}
+	if c.kind == C.CALL_MEMBER_FORM {
+		return memberForm(ctx, c)
+	}
 	if c.kind >= C.CALL_WINDOW_MAP {
 		return windowCall(ctx, c)
 	}

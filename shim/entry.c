@@ -214,7 +214,8 @@ uint32_t tutti_abi_version(void)
 
 int tutti_has(const char *feature)
 {
-	static const char *const features[] = {"float8", "bfloat16", "windows", "elastic", "uniform", "shm", "tcp"};
+	static const char *const features[] = {"float8", "bfloat16", "windows", "elastic", "uniform", "shm", "tcp",
+	                                       "members"};
 	size_t i;
 
 	for (i = 0; feature != NULL && i < sizeof features / sizeof *features; i++) {
@@ -376,6 +377,58 @@ int tutti_close(tutti_group group)
 	code = GO(t, goClose(group, &t->last));
 	tutti_settle(&usr1);
 	return code;
+}
+
+// ---- Members ----
+
+int tutti_member_new(const tutti_config *config, tutti_member *member)
+{
+	tutti_config full;
+	tutti_kv kv;
+	struct call c = {.kind = CALL_MEMBER_NEW, .arg = &full};
+	int code;
+
+	if (member == NULL)
+		return missing("member");
+	*member = 0;
+	if (tutti_forked())
+		return forked();
+	code = adopt_config(&full, &kv, config);
+	if (code != TUTTI_OK)
+		return code;
+	tutti_neighbours();
+	code = run_settled(&c);
+	*member = c.out;
+	return code;
+}
+
+int tutti_member_handle(tutti_member member, char *text, uint64_t cap, uint64_t *len)
+{
+	ENTER(t)
+	if (text == NULL && cap > 0)
+		return fail(TUTTI_EINVAL, "text is NULL");
+	return GO(t, goMemberHandle(member, text, cap, len, &t->last));
+}
+
+int tutti_form(tutti_member member, const char *uuid, const char *const *handles, uint32_t n, int64_t timeout_ns,
+               tutti_group *group)
+{
+	struct call c = {.kind = CALL_MEMBER_FORM, .handle = member, .data = (void *)uuid, .arg = handles, .n = n,
+	                 .timeout_ns = timeout_ns};
+	int code;
+
+	if (group == NULL || uuid == NULL || (handles == NULL && n > 0))
+		return missing(group == NULL ? "group" : uuid == NULL ? "uuid" : "handles");
+	*group = 0;
+	code = run_settled(&c);
+	*group = c.out;
+	return code;
+}
+
+int tutti_member_close(tutti_member member)
+{
+	ENTER(t)
+	return member == 0 ? TUTTI_OK : GO(t, goMemberClose(member, &t->last));
 }
 
 // ---- About a group ----

@@ -228,7 +228,12 @@ func goTopology(h C.uint64_t, to *C.char, room C.uint64_t, n *C.uint64_t, f *C.s
 	if g == nil {
 		return C.TUTTI_EINVAL
 	}
-	s := g.Topology()
+	give(g.Topology(), to, room, n)
+	return C.TUTTI_OK
+}
+
+// give writes a text to the host's memory, cut if need be, and its whole length to n.
+func give(s string, to *C.char, room C.uint64_t, n *C.uint64_t) {
 	if n != nil {
 		*n = C.uint64_t(len(s))
 	}
@@ -236,7 +241,6 @@ func goTopology(h C.uint64_t, to *C.char, room C.uint64_t, n *C.uint64_t, f *C.s
 		b := unsafe.Slice((*byte)(unsafe.Pointer(to)), int(min(room, math.MaxInt32)))
 		b[copy(b[:len(b)-1], s)] = 0
 	}
-	return C.TUTTI_OK
 }
 
 //export goSetAlgorithm

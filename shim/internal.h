@@ -26,11 +26,13 @@ struct thread {
 };
 
 // The kinds of handles, their high four bits.
-enum { KIND_GROUP = 1, KIND_WORK = 2, KIND_WINDOW = 3 };
+enum { KIND_GROUP = 1, KIND_WORK = 2, KIND_WINDOW = 3, KIND_MEMBER = 4 };
 
 // Calls that may wait, for goCall.
 enum {
 	CALL_JOIN,
+	CALL_MEMBER_NEW,
+	CALL_MEMBER_FORM,
 	CALL_SPLIT,
 	CALL_RECOVER,
 	CALL_ADMIT,
@@ -59,8 +61,8 @@ struct call {
 	int64_t timeout_ns;
 	int64_t a, b;            // integer arguments: ranks, colors, counters
 	uint64_t offset, n;
-	void *data;              // of a put or get
-	const void *arg;         // tutti_config or tutti_op, of full size
+	void *data;              // of a put or get; the uuid
+	const void *arg;         // tutti_config or tutti_op, of full size; the n handles
 	uint64_t out;            // the result
 	struct failure *failure;
 	_Atomic uint32_t done;

@@ -16,8 +16,8 @@
  * The calling thread's last failure is described by tutti_last_error and tutti_last_error_info.
  * A function that succeeds leaves that description as it was.
  *
- * Handles. Groups, works and windows are numbers. 0 is never a handle. A handle that was closed
- * or released, or that never was one, gives TUTTI_EINVAL.
+ * Handles. Groups, members, works and windows are numbers. 0 is never a handle. A handle that was
+ * closed or released, or that never was one, gives TUTTI_EINVAL.
  *
  * Threads. All functions may be called from any thread, and concurrently. Ranks must agree on
  * the order of the collectives of a group: see tutti_do.
@@ -49,7 +49,7 @@ extern "C" {
 /* The version of this interface: the major number changes when programs have to be changed, the
  * minor one when something is added. */
 #define TUTTI_ABI_MAJOR 1
-#define TUTTI_ABI_MINOR 0
+#define TUTTI_ABI_MINOR 1
 
 #if defined(__GNUC__)
 #define TUTTI_API __attribute__((visibility("default")))
@@ -113,7 +113,8 @@ TUTTI_API const char *tutti_version(void);
 TUTTI_API uint32_t tutti_abi_version(void);
 
 /* Returns 1 if the library has a feature, else 0: "float8", "bfloat16", "windows", "elastic"
- * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "cuda" (device buffers), "streams". */
+ * (shrink, retry, admit, rejoin), "uniform", "shm", "tcp", "members", "cuda" (device buffers),
+ * "streams". */
 TUTTI_API int tutti_has(const char *feature);
 
 /* Sets a function that blocking calls of this thread call about every 50 ms while they wait;
@@ -122,7 +123,8 @@ TUTTI_API int tutti_has(const char *feature);
  * with TUTTI_ECANCELED, or with its outcome if that comes first. An operation that tutti_do ran
  * then counts as timed out at all ranks; a tutti_work_wait leaves its operation running.
  *
- * It applies to tutti_join, tutti_split, tutti_recover, tutti_admit, tutti_evict, tutti_rejoin,
+ * It applies to tutti_join, tutti_member_new, tutti_form, tutti_split, tutti_recover, tutti_admit,
+ * tutti_evict, tutti_rejoin,
  * tutti_agree, tutti_do, tutti_work_wait, and functions of windows that wait. With a check,
  * tutti_do and calls of windows cost some microseconds more. */
 TUTTI_API int tutti_set_interrupt(int (*check)(void *ctx), void *ctx);
@@ -226,6 +228,32 @@ TUTTI_API int tutti_join(const tutti_config *config, tutti_group *group);
  * groups[0] to groups[n-1]. Of config, which may be NULL, algorithm, timeout_ns, log_level,
  * max_procs and memory_limit count. */
 TUTTI_API int tutti_local(uint32_t n, const tutti_config *config, tutti_group *groups);
+
+/* A member: this process in groups whose membership the program decides. No store is involved.
+ * The program gives the same list of handles to all members that shall form a group. */
+typedef uint64_t tutti_member;
+
+/* Makes a member, which listens for others. config, which may be NULL, must give no size, rank,
+ * job or store. Every connection proves to know its secret. A process may have several members. */
+TUTTI_API int tutti_member_new(const tutti_config *config, tutti_member *member);
+
+/* Writes the member's handle to text, printable characters, at most cap bytes with the final
+ * NUL. *len, if not NULL, is set to the length of the whole handle without the NUL. The handle
+ * does not reveal the secret, and is of no use without it. */
+TUTTI_API int tutti_member_handle(tutti_member member, char *text, uint64_t cap, uint64_t *len);
+
+/* Makes a group of the members with n handles, of which this is one: handles[i] is rank i. All
+ * of them call it with the same uuid, 1 to 128 printable bytes, and the same handles in the same
+ * order. It returns when all have. A member uses a uuid once, even if the call fails.
+ * TUTTI_EINVAL: the uuid was used by a member, or the handles are invalid. TUTTI_EMISMATCH: two
+ * members have different handles. TUTTI_ERANK, TUTTI_ETIMEOUT: a member has ended, failed, or did
+ * not come. The text names it. The group ends with the first lost rank. */
+TUTTI_API int tutti_form(tutti_member member, const char *uuid, const char *const *handles, uint32_t n,
+                         int64_t timeout_ns, tutti_group *group);
+
+/* Withdraws the handle. Groups that were formed stay until they are closed. Closing 0 does
+ * nothing. */
+TUTTI_API int tutti_member_close(tutti_member member);
 
 /* Divides the group: ranks with the same color (>= 0) form a subgroup, ordered by key and among
  * equal keys by rank. A rank with a negative color gets *sub = 0. It is a collective. Each
@@ -752,7 +780,8 @@ static inline int tutti_recv(tutti_group g, void *x, uint64_t count, int32_t dty
  */
 #define TUTTI_FUNCTIONS(X) \
 	X(tutti_code_name) X(tutti_last_error) X(tutti_last_error_info) X(tutti_version) X(tutti_abi_version) \
-	X(tutti_has) X(tutti_set_interrupt) X(tutti_join) X(tutti_local) X(tutti_split) X(tutti_close) X(tutti_rank) \
+	X(tutti_has) X(tutti_set_interrupt) X(tutti_join) X(tutti_local) X(tutti_member_new) \
+	X(tutti_member_handle) X(tutti_form) X(tutti_member_close) X(tutti_split) X(tutti_close) X(tutti_rank) \
 	X(tutti_size) X(tutti_local_rank) X(tutti_view) X(tutti_topology) X(tutti_set_algorithm) X(tutti_do) \
 	X(tutti_start) X(tutti_work_word) X(tutti_work_test) X(tutti_work_wait) X(tutti_work_error) \
 	X(tutti_work_error_text) X(tutti_work_status) X(tutti_work_result_here) X(tutti_work_release) X(tutti_abort) \

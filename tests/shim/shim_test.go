@@ -173,6 +173,10 @@ func TestStoreOfTheHost(t *testing.T) {
 	}
 }
 
+func TestMembers(t *testing.T) {
+	pgtest.Exec(t, 3, program(t, "check-asan", "members"), sanitizer)
+}
+
 func TestForkedChildren(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		t.Run(transport, func(t *testing.T) {

@@ -436,6 +436,8 @@ static void bad(void)
 		CODE(h == 0 ? TUTTI_OK : TUTTI_EINVAL, tutti_work_release(h));
 		CODE(h == 0 ? TUTTI_OK : TUTTI_EINVAL, tutti_close(h));
 		CODE(h == 0 ? TUTTI_OK : TUTTI_EINVAL, tutti_window_close(h, 0));
+		CODE(h == 0 ? TUTTI_OK : TUTTI_EINVAL, tutti_member_close(h));
+		CODE(TUTTI_EINVAL, tutti_form(h, "u", NULL, 0, 0, &again));
 		CODE(TUTTI_EINVAL, tutti_rank(h, &n));
 		CODE(TUTTI_EINVAL, tutti_view(h, NULL, NULL, 0, NULL));
 		CODE(TUTTI_EINVAL, tutti_recover(h, 0));
@@ -669,6 +671,86 @@ static void late(void)
 	}
 	OK(tutti_recover(g, 0));
 	OK(tutti_barrier(g));
+	OK(tutti_close(g));
+}
+
+/* form has this rank form a group with the members of all ranks, from the first one on in order. */
+static int form(tutti_member m, const char *uuid, char (*all)[2048], int first, int64_t timeout_ns, tutti_group *out)
+{
+	const char *handles[16];
+	int i;
+
+	for (i = 0; i < size; i++)
+		handles[i] = all[(first + i) % size];
+	return tutti_form(m, uuid, handles, (uint32_t)size, timeout_ns, out);
+}
+
+/* members checks groups that are given by handles. */
+static void members(void)
+{
+	static const char secret[] = "the secret of the members";
+	static char all[16][2048], mine[2048];
+	tutti_config config = {.struct_size = sizeof config, .secret = secret, .secret_len = sizeof secret};
+	tutti_error_info info = {.struct_size = sizeof info};
+	tutti_member m, wrong;
+	tutti_group formed;
+	uint64_t len;
+	int32_t r, n, x = 1;
+	int code;
+
+	join(NULL);
+	TRUE(tutti_has("members") == 1);
+	CODE(TUTTI_EINVAL, tutti_member_new(&config, NULL));
+	config.size = 2;
+	CODE(TUTTI_EINVAL, tutti_member_new(&config, &wrong));
+	TRUE(wrong == 0);
+	config.size = 0;
+	OK(tutti_member_new(&config, &m));
+	OK(tutti_member_handle(m, mine, 8, &len));
+	TRUE(strlen(mine) == 7 && len > 7 && len < sizeof mine);
+	OK(tutti_member_handle(m, mine, sizeof mine, &len));
+	TRUE(strlen(mine) == len);
+	OK(tutti_allgather(g, all, mine, sizeof mine, (uint64_t)size, TUTTI_UINT8));
+
+	CODE(TUTTI_EINVAL, tutti_form(m, NULL, NULL, 0, 0, &formed));
+	CODE(TUTTI_EINVAL, tutti_form(m, "", NULL, 0, 0, &formed));
+	CODE(TUTTI_EINVAL, tutti_form(m, "a", NULL, 0, 0, &formed));
+	CODE(TUTTI_EINVAL, tutti_form(m, "a", (const char *[]){NULL}, 1, 0, &formed));
+	SAYS("handles[0]");
+	CODE(TUTTI_EINVAL, tutti_form(m, "a", (const char *[]){"x"}, 1, 0, &formed));
+	SAYS("handles[0]");
+	CODE(TUTTI_EINVAL, tutti_form(g, "a", (const char *[]){mine}, 1, 0, &formed));
+	SAYS("no member");
+
+	OK(form(m, "a", all, 1, 0, &formed)); /* rank 1 becomes rank 0 */
+	OK(tutti_rank(formed, &r));
+	OK(tutti_size(formed, &n));
+	TRUE(r == (rank + size - 1) % size && n == size);
+	OK(tutti_allreduce(formed, &x, 1, TUTTI_INT32, TUTTI_SUM));
+	TRUE(x == size);
+	OK(tutti_close(formed));
+	CODE(TUTTI_EINVAL, form(m, "a", all, 1, 0, &formed));
+	TRUE(formed == 0);
+	SAYS("used already");
+
+	code = form(m, "b", all, rank == 0 ? 1 : 0, 0, &formed); /* rank 0 has another order */
+	if (code != TUTTI_EMISMATCH && (code != TUTTI_ERANK || rank == 0))
+		FAIL("different handles: %s: %s", tutti_code_name(code), tutti_last_error());
+	OK(tutti_barrier(g));
+	if (rank != 0) {
+		code = form(m, "c", all, 0, 300000000, &formed);
+		TRUE(code == TUTTI_ETIMEOUT || code == TUTTI_ERANK);
+		SAYS("rank 0");
+		OK(tutti_last_error_info(&info));
+		TRUE(info.ranks_total > 0);
+	}
+	OK(tutti_barrier(g));
+	OK(form(m, "d", all, 0, 0, &formed));
+	OK(tutti_member_close(m)); /* the group stays */
+	OK(tutti_barrier(formed));
+	OK(tutti_close(formed));
+	CODE(TUTTI_EINVAL, form(m, "e", all, 0, 0, &formed));
+	CODE(TUTTI_EINVAL, tutti_member_handle(m, mine, sizeof mine, NULL));
 	OK(tutti_close(g));
 }
 
@@ -1042,7 +1124,7 @@ int main(int argc, char **argv)
 		const char *name;
 		void (*f)(void);
 	} parts[] = {{"ops", ops}, {"overlap", overlap}, {"bad", bad}, {"lost", lost}, {"mismatch", mismatch},
-	             {"late", late}, {"kv", kv}, {"replace", replace},
+	             {"late", late}, {"kv", kv}, {"replace", replace}, {"members", members},
 	             {"evict", evict}, {"fuzz", fuzz}, {"crowd", crowd}};
 	size_t i;
 

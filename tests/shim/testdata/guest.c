@@ -118,6 +118,10 @@ static void forked(void)
 	NO(tutti_join(NULL, NULL));
 	NO(tutti_local(1, NULL, &out));
 	NO(tutti_split(g, 0, 0, 0, &out));
+	NO(tutti_member_new(NULL, &out));
+	NO(tutti_member_handle(g, NULL, 0, NULL));
+	NO(tutti_form(g, "u", NULL, 0, 0, &out));
+	NO(tutti_member_close(g));
 	NO(tutti_close(g));
 	NO(tutti_close(0));
 	NO(tutti_rank(g, &n));
