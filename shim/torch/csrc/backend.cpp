@@ -1,7 +1,6 @@
 #include "backend.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -64,18 +63,6 @@ void restore_after(Task& task, const Staged& staged) {
       staged.restore();
     };
   }
-}
-
-std::string hex_of_random_bytes(size_t n) {
-  std::vector<unsigned char> raw(n);
-  TORCH_CHECK(getentropy(raw.data(), n) == 0, "cannot get random bytes from the system");
-  static const char digits[] = "0123456789abcdef";
-  std::string text;
-  for (unsigned char byte : raw) {
-    text += digits[byte >> 4];
-    text += digits[byte & 15];
-  }
-  return text;
 }
 
 const char* or_null(const std::string& text) {
@@ -165,7 +152,15 @@ class Together final : public c10d::Work {
 Backend::Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
     : c10d::Backend(rank, size), options_(std::move(options)), store_(another(store)) {
   WithoutGil released;
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  if (options_->enable_reconfigure) {
+    member();
+  } else {
+    join();
+  }
+#else
   join();
+#endif
   std::lock_guard<std::mutex> guard(backends_mutex);
   backends().insert(this);
 }
@@ -197,6 +192,23 @@ void Backend::wait_for(const std::string& key, Clock::time_point end) {
   }
 }
 
+// Returns what a group and a member have in common. The texts are options_'.
+tutti_config Backend::config() const {
+  tutti_config config{};
+  config.struct_size = sizeof config;
+  config.transport = or_null(options_->transport);
+  config.interfaces = or_null(options_->interfaces);
+  config.ports = or_null(options_->ports);
+  config.algorithm = or_null(options_->algorithm);
+  config.log_dir = or_null(options_->log_dir);
+  config.metrics = or_null(options_->metrics);
+  config.timeout_ns = nanoseconds(options_->timeout).count();
+  config.on_failure = on_failure_of(options_->on_failure);
+  config.uniform = options_->uniform ? 1 : 0;
+  config.max_procs = options_->max_procs;
+  return config;
+}
+
 void Backend::join() {
   const Api& tutti = open_library();
   const milliseconds timeout = joined_ = options_->timeout;
@@ -218,23 +230,12 @@ void Backend::join() {
   const std::string secret(agreed.begin(), agreed.end());
   const std::string job = "torch-" + secret.substr(0, 24);
 
-  tutti_config config{};
-  config.struct_size = sizeof config;
+  tutti_config config = this->config();
   config.size = size_;
   config.rank = rank_;
   config.job = job.c_str();
   config.secret = secret.data() + 24;
   config.secret_len = secret.size() - 24;
-  config.transport = or_null(options_->transport);
-  config.interfaces = or_null(options_->interfaces);
-  config.ports = or_null(options_->ports);
-  config.algorithm = or_null(options_->algorithm);
-  config.log_dir = or_null(options_->log_dir);
-  config.metrics = or_null(options_->metrics);
-  config.timeout_ns = nanoseconds(timeout).count();
-  config.on_failure = on_failure_of(options_->on_failure);
-  config.uniform = options_->uniform ? 1 : 0;
-  config.max_procs = options_->max_procs;
 
   // A job that outlives ranks needs a store with leases; any other meets in c10d's.
   const char* site = std::getenv("TUTTI_STORE");
@@ -249,10 +250,12 @@ void Backend::join() {
     config.kv = &kv;
   }
   Interruptible interruptible(tutti);
-  if (int code = tutti.tutti_join(&config, &group_); code != TUTTI_OK) {
+  tutti_group group = 0;
+  if (int code = tutti.tutti_join(&config, &group); code != TUTTI_OK) {
     interruptible.rethrow();
     raise(code, tutti.tutti_last_error());
   }
+  group_ = group;
 }
 
 void Backend::close() {
@@ -264,6 +267,10 @@ void Backend::close() {
     closed_ = true;
   }
   api().tutti_close(group_); // ends all operations
+  {
+    std::lock_guard<std::mutex> guard(member_mutex_);
+    api().tutti_member_close(member_);
+  }
   for (const auto& work : running_->all()) {
     work->await(kClose);
   }
@@ -290,7 +297,7 @@ void Backend::abort() {
   WithoutGil released;
   {
     std::lock_guard<std::mutex> guard(mutex_);
-    if (closed_) {
+    if (closed_ || group_ == 0) {
       return;
     }
   }
@@ -404,6 +411,9 @@ c10::intrusive_ptr<Work> Backend::begin(Task task) {
   std::lock_guard<std::mutex> guard(mutex_); // collectives start in the order of their numbers
   if (closed_) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group was shut down");
+  }
+  if (group_ == 0) {
+    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group has no members yet: call reconfigure");
   }
   if (!message) {
     seq_++;

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -46,6 +47,7 @@ class Backend final : public c10d::Backend {
   using Options = tutti_torch::Options;
 
   // Joins the group of the ranks that make a Backend over the same store. It returns when all have.
+  // With Options::enable_reconfigure it joins no group: reconfigure does.
   Backend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
   ~Backend() override;
 
@@ -117,6 +119,12 @@ class Backend final : public c10d::Backend {
   void shutdown();
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   c10d::ErrorType getError() override;
+
+  // The members whose handles are given become the group, with new ranks. The others need not take
+  // part, nor do they learn of it.
+  bool supportsReconfigure() const override;
+  c10d::ReconfigureHandle get_reconfigure_handle() const override;
+  c10::intrusive_ptr<c10d::Work> reconfigure(const c10d::ReconfigureOptions& opts) override;
 #endif
 
   // Returns memory on which collectives copy nothing, as a tensor of one dimension.
@@ -131,7 +139,9 @@ class Backend final : public c10d::Backend {
   c10::intrusive_ptr<Work> begin(Task task);
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
   void set_timeout(Task& task, std::chrono::milliseconds timeout) const;
+  tutti_config config() const;
   void join();
+  tutti_member member() const; // makes it when it is first called
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
   void close(); // once
 
@@ -139,9 +149,12 @@ class Backend final : public c10d::Backend {
   const c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_; // of this group's keys in store_
   std::chrono::milliseconds joined_{0}; // the group's timeout
-  tutti_group group_ = 0;
+  std::atomic<tutti_group> group_{0}; // 0: there is none yet
 
-  std::mutex mutex_; // protects what follows
+  mutable std::mutex member_mutex_; // protects what follows
+  mutable tutti_member member_ = 0;
+
+  mutable std::mutex mutex_; // protects what follows
   std::vector<c10::intrusive_ptr<Work>> coalesced_;
   bool coalescing_ = false;
   bool closed_ = false;

@@ -1,5 +1,7 @@
 #include "store.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -88,6 +90,18 @@ tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store) {
   kv.compare_and_set = compare_and_set;
   kv.release = release;
   return kv;
+}
+
+std::string hex_of_random_bytes(size_t n) {
+  std::vector<unsigned char> raw(n);
+  TORCH_CHECK(getentropy(raw.data(), n) == 0, "cannot get random bytes from the system");
+  static const char digits[] = "0123456789abcdef";
+  std::string text;
+  for (unsigned char byte : raw) {
+    text += digits[byte >> 4];
+    text += digits[byte & 15];
+  }
+  return text;
 }
 
 c10::intrusive_ptr<c10d::Store> another(const c10::intrusive_ptr<c10d::Store>& store) {

@@ -14,4 +14,7 @@ tutti_kv callbacks_of(const c10::intrusive_ptr<c10d::Store>& store);
 // blocks the others of its connection.
 c10::intrusive_ptr<c10d::Store> another(const c10::intrusive_ptr<c10d::Store>& store);
 
+// Returns n bytes from the system's source of randomness as hexadecimal digits.
+std::string hex_of_random_bytes(size_t n);
+
 } // namespace tutti_torch

@@ -114,6 +114,9 @@ class Running {
     return error_.load();
   }
   void failed(int code) noexcept;
+  void forget_error() noexcept {
+    error_ = TUTTI_OK;
+  }
 
  private:
   std::atomic<int> error_{TUTTI_OK};

@@ -47,6 +47,8 @@ def _create(backend_options, options=None):
     glue = _load()
     options = options.copy() if isinstance(options, glue.Options) else glue.Options()
     options._timeout = backend_options.timeout
+    if getattr(backend_options, "enable_reconfigure", False):
+        options.enable_reconfigure = True
     return glue.ProcessGroupTutti(
         backend_options.store, backend_options.group_rank, backend_options.group_size, options
     )

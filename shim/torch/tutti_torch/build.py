@@ -9,7 +9,7 @@ import tempfile
 from tutti_torch import _versions
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "tensors.cpp", "work.cpp", "backend.cpp", "module.cpp"]
+SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "tensors.cpp", "work.cpp", "backend.cpp", "reconfigure.cpp", "module.cpp"]
 
 
 def sources():

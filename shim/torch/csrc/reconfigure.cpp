@@ -1,0 +1,139 @@
+// Groups whose members the program names: reconfigure of c10d.
+#include <algorithm>
+#include <cstdlib>
+#include <variant>
+
+#include "backend.h"
+#include "interrupt.h"
+#include "store.h"
+
+namespace tutti_torch {
+
+using std::chrono::nanoseconds;
+
+namespace {
+
+// How long reconfigure waits for each operation of the old group: the library bounds their end itself.
+constexpr std::chrono::milliseconds kClose{10000};
+
+// The key under which the processes that share a store agree on the secret of their members.
+const char* const kSecret = "tutti/members/secret";
+
+bool set(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value != nullptr && *value != '\0';
+}
+
+} // namespace
+
+tutti_member Backend::member() const {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (closed_) {
+      raise(TUTTI_ECLOSED, "tutti reconfigure: the process group was shut down");
+    }
+  }
+  std::lock_guard<std::mutex> guard(member_mutex_);
+  if (member_ != 0) {
+    return member_;
+  }
+  const Api& tutti = open_library();
+  tutti_config config = this->config();
+  std::string secret;
+  if (!set("TUTTI_SECRET") && !set("TUTTI_SECRET_FILE")) { // the first one to come makes it
+    const std::string mine = hex_of_random_bytes(32);
+    secret = store_->compareSet(kSecret, std::string(), mine);
+    config.secret = secret.data();
+    config.secret_len = secret.size();
+  }
+  Interruptible interruptible(tutti);
+  if (int code = tutti.tutti_member_new(&config, &member_); code != TUTTI_OK) {
+    interruptible.rethrow();
+    raise(code, tutti.tutti_last_error());
+  }
+  return member_;
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+bool Backend::supportsReconfigure() const {
+  return true;
+}
+
+c10d::ReconfigureHandle Backend::get_reconfigure_handle() const {
+  WithoutGil released;
+  const tutti_member own = member();
+  uint64_t length = 0;
+  std::string handle;
+  int code = api().tutti_member_handle(own, nullptr, 0, &length);
+  if (code == TUTTI_OK) {
+    handle.resize(length + 1);
+    code = api().tutti_member_handle(own, handle.data(), handle.size(), &length);
+  }
+  if (code != TUTTI_OK) {
+    raise(code, api().tutti_last_error());
+  }
+  handle.resize(length);
+  return handle;
+}
+
+// The new group is made before the old one ends, so that an error leaves that as it was.
+c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptions& opts) {
+  WithoutGil released;
+  const tutti_member own = member();
+  std::vector<std::string> handles;
+  std::visit([&](const auto& given) { handles.assign(given.begin(), given.end()); }, opts.handles);
+  if (std::holds_alternative<std::unordered_set<c10d::ReconfigureHandle>>(opts.handles)) {
+    std::sort(handles.begin(), handles.end()); // the same order at all members
+  }
+  std::vector<const char*> texts;
+  for (const std::string& handle : handles) {
+    texts.push_back(handle.c_str());
+  }
+  const std::string uuid = std::to_string(opts.uuid);
+  const Api& tutti = api();
+  tutti_group fresh = 0;
+  int32_t rank = 0, size = 0;
+  {
+    Interruptible interruptible(tutti);
+    int code = tutti.tutti_form(own, uuid.c_str(), texts.data(), static_cast<uint32_t>(texts.size()),
+                                nanoseconds(opts.timeout.value_or(options_->timeout)).count(), &fresh);
+    if (code == TUTTI_OK && (code = tutti.tutti_rank(fresh, &rank)) == TUTTI_OK) {
+      code = tutti.tutti_size(fresh, &size);
+    }
+    if (code != TUTTI_OK) {
+      const std::string why = tutti.tutti_last_error();
+      tutti.tutti_close(fresh);
+      interruptible.rethrow();
+      raise(code, "tutti reconfigure: " + why);
+    }
+  }
+  tutti_group old = 0;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (!closed_) {
+      old = group_.exchange(fresh);
+      rank_ = rank;
+      size_ = size;
+      joined_ = options_->timeout;
+      prefix_ = "tutti/members/" + uuid + "/";
+      seq_ = barriers_ = 0;
+    } else {
+      old = fresh;
+      fresh = 0;
+    }
+  }
+  tutti.tutti_close(old); // ends its operations
+  if (fresh == 0) {
+    raise(TUTTI_ECLOSED, "tutti reconfigure: the process group was shut down");
+  }
+  for (const auto& work : running_->all()) {
+    work->await(kClose);
+  }
+  running_->forget_error();
+  auto work = c10::make_intrusive<Work>(rank, 0, Task(c10d::OpType::UNKNOWN, "tutti:reconfigure"), ordered_, running_);
+  work->poll(); // it is over
+  return work;
+}
+#endif
+
+} // namespace tutti_torch

@@ -1,0 +1,209 @@
+"""Groups whose members the program names: torch's reconfigure."""
+
+import os
+import signal
+import unittest
+from datetime import timedelta
+
+import harness
+import torch
+import torch.distributed as dist
+import tutti_torch
+from test_failures import raises
+
+
+def start(rank, size, port):
+    """Makes a group that has no members yet, and returns the handles of all ranks, by rank."""
+    harness.init(rank, size, port, timeout=timedelta(seconds=20), **{"enable_reconfigure": True})
+    assert dist._supports_reconfigure()
+    return share(rank, size, port, "handle", dist._get_reconfigure_handle())
+
+
+def share(rank, size, port, name, text):
+    """Returns the texts that all ranks give, by rank."""
+    store = harness.store(port)
+    store.set(f"{name}/{rank}", text)
+    return [store.get(f"{name}/{r}").decode() for r in range(size)]
+
+
+def works(rank, size):
+    """Checks that this rank is rank of size, and that all of them reduce."""
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size), (dist.get_rank(), dist.get_world_size())
+    x = torch.tensor([rank + 1.0])
+    dist.all_reduce(x)
+    assert x.item() == size * (size + 1) / 2, x
+    parts = [torch.zeros(1) for _ in range(size)]
+    dist.all_gather(parts, torch.tensor([float(rank)]))
+    assert [p.item() for p in parts] == list(range(size)), parts
+
+
+def forms(rank, size, port):
+    handles = start(rank, size, port)
+    raises(RuntimeError, "call reconfigure", dist.all_reduce, torch.ones(1))
+    assert dist._reconfigure(1, handles).wait()
+    works(rank, size)
+    assert dist._reconfigure(2, handles[::-1]).wait()  # the order of a list gives the ranks
+    works(size - 1 - rank, size)
+    assert dist._reconfigure(3, set(handles)).wait()
+    works(sorted(handles).index(handles[rank]), size)
+    dist.barrier()
+    dist.destroy_process_group()
+    raises(ValueError, "", dist.all_reduce, torch.ones(1))
+
+
+def from_a_group(rank, size, port):
+    """A group that was made in the usual way can be reconfigured too."""
+    harness.init(rank, size, port)
+    works(rank, size)
+    handles = share(rank, size, port, "handle", dist._get_reconfigure_handle())
+    dist._reconfigure(7, handles[1:] + handles[:1])
+    works((rank + size - 1) % size, size)
+    dist.destroy_process_group()
+
+
+def reused(rank, size, port):
+    """A uuid is used once. The group stays as it was."""
+    handles = start(rank, size, port)
+    dist._reconfigure(1, handles)
+    for again in (handles, handles[::-1], [handles[rank]]):
+        raises(ValueError, "used already", dist._reconfigure, 1, again)
+    works(rank, size)
+    raises(ValueError, "handles[0]", dist._reconfigure, 2, ["nonsense"])
+    raises(ValueError, "handles[0] too", dist._reconfigure, 2, [handles[rank]] * 2)
+    raises(ValueError, "this member's too", dist._reconfigure, 2, [handles[(rank + 1) % size]])
+    raises(ValueError, "number of handles", dist._reconfigure, 2, [])
+    works(rank, size)
+    dist.destroy_process_group()
+
+
+def disjoint(rank, size, port):
+    """Two groups form at the same time, merge, and divide in another way."""
+    handles = start(rank, size, port)
+    if rank < 2:
+        dist._reconfigure(1, handles[:2])
+        works(rank, 2)
+    else:
+        dist._reconfigure(1, handles[2:])
+        works(rank - 2, size - 2)
+    dist._reconfigure(2, handles)
+    works(rank, size)
+    if rank == 0:
+        dist._reconfigure(3, handles[:1])
+        works(0, 1)
+    else:
+        dist._reconfigure(3, handles[1:])
+        works(rank - 1, size - 1)
+    dist.destroy_process_group()
+
+
+def after_abort(rank, size, port):
+    handles = start(rank, size, port)
+    dist._reconfigure(1, handles)
+    works(rank, size)
+    if rank == 1:
+        dist.group.WORLD.abort()
+    raises(dist.DistBackendError, "aborted", dist.barrier)
+    dist._reconfigure(2, handles)
+    works(rank, size)
+    dist.destroy_process_group()
+
+
+def after_timeout(rank, size, port):
+    handles = start(rank, size, port)
+    if rank == 0:  # the others do not come
+        text = raises(dist.DistBackendError, "rank 1 is member", dist._reconfigure, 1, handles,
+                      timeout=timedelta(milliseconds=200))
+        assert "rank 2 is member" in text, text
+    share(rank, size, port, "over", "1")
+    if rank != 0:  # they are told that it has given up
+        raises(dist.DistBackendError, "gave up", dist._reconfigure, 1, handles)
+    dist._reconfigure(2, handles)
+    works(rank, size)
+    if rank == 0:
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(milliseconds=200)
+        raises(dist.DistBackendError, "timed out", lambda: dist.group.WORLD.allreduce([torch.ones(1)], options).wait())
+    share(rank, size, port, "late", "1")
+    dist._reconfigure(3, handles)
+    works(rank, size)
+    dist.destroy_process_group()
+
+
+def different(rank, size, port):
+    """Members with different lists get errors, and can form a group afterwards."""
+    handles = start(rank, size, port)
+    text = raises(dist.DistBackendError, "", dist._reconfigure, 1, handles[::-1] if rank == 0 else handles)
+    if rank == 0:
+        assert "ranks disagree" in text, text
+    dist._reconfigure(2, handles)
+    works(rank, size)
+    dist.destroy_process_group()
+
+
+def dies(rank, size, port):
+    """A member is killed in a group: the others go on without it, and then with a new one."""
+    handles = start(rank, size, port)
+    dist._reconfigure(1, handles)
+    works(rank, size)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raises(dist.DistBackendError, "rank 1", lambda: [dist.barrier() for _ in range(10)])
+    raises(dist.DistBackendError, "rank 1", dist._reconfigure, 2, handles)
+    left = [handles[0], handles[2]]
+    dist._reconfigure(3, left)
+    works(left.index(handles[rank]), 2)
+    dist.destroy_process_group()
+
+
+def options(rank, size, port):
+    """Members that share no store need a secret of the environment."""
+    os.environ["TUTTI_SECRET"] = "a secret that all processes have"
+    opts = tutti_torch.Options()
+    opts.transport = "tcp"
+    dist.init_process_group("tutti", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True,
+                            pg_options=opts)
+    handles = share(rank, size, port, "handle", dist._get_reconfigure_handle())
+    dist._reconfigure(1, handles)
+    works(rank, size)
+    dist.destroy_process_group()
+
+
+@unittest.skipUnless(hasattr(dist, "_reconfigure"), "this torch has no reconfigure")
+class Reconfigure(unittest.TestCase):
+    def test_handles_give_the_ranks(self):
+        harness.run(forms, 3)
+
+    def test_usual_group_is_reconfigured(self):
+        harness.run(from_a_group, 3)
+
+    def test_wrong_arguments_leave_the_group_as_it_was(self):
+        harness.run(reused, 3)
+
+    def test_disjoint_groups_form_at_once_and_merge(self):
+        harness.run(disjoint, 3)
+
+    def test_after_an_abort(self):
+        harness.run(after_abort, 3)
+
+    def test_after_a_timeout(self):
+        harness.run(after_timeout, 3)
+
+    def test_different_lists(self):
+        harness.run(different, 3)
+
+    def test_without_a_common_store(self):
+        harness.run(options, 3)
+
+    def test_after_a_death(self):
+        server, processes, results = harness.start(dies, 3)
+        for _ in range(2):
+            rank, outcome, value = results.get(timeout=harness.LIMIT)
+            self.assertEqual(outcome, "ok", value)
+        for process in processes:
+            process.join(harness.LIMIT)
+        self.assertEqual([p.exitcode for p in processes], [0, -signal.SIGKILL, 0])
+        del server
+
+
+if __name__ == "__main__":
+    unittest.main()
