@@ -208,13 +208,15 @@ type Formation struct {
 	state  state
 	err    error             // why it failed, or what End was given
 	values map[string][]byte // the keys of this rank
+	silent map[int]error     // why the latest attempt to reach a rank's member has failed
 }
 
 // Begin makes a Formation of peers, one of which is this member. It returns an error that wraps
 // ErrUsed if this member has used uuid before. fail is called, once and on any goroutine, when
 // another member makes the Formation impossible before Formed was called. The caller calls End.
 func (m *Member) Begin(uuid string, peers []Record, fail func(error)) (*Formation, error) {
-	f := &Formation{m: m, uuid: uuid, rank: -1, peers: peers, fail: fail, values: map[string][]byte{}}
+	f := &Formation{m: m, uuid: uuid, rank: -1, peers: peers, fail: fail, values: map[string][]byte{},
+		silent: map[int]error{}}
 	f.ctx, f.cancel = context.WithCancel(context.Background())
 	for r, p := range peers {
 		f.ids = append(f.ids, p.Incarnation)
@@ -265,6 +267,13 @@ func (f *Formation) Check(ctx context.Context, rank int) {
 	if rank != f.rank && rank >= 0 && rank < len(f.ids) {
 		f.ask(ctx, rank)
 	}
+}
+
+// Silent returns why the member of a rank could not be reached when it was last asked, or nil.
+func (f *Formation) Silent(rank int) error {
+	f.m.mu.Lock()
+	defer f.m.mu.Unlock()
+	return f.silent[rank]
 }
 
 // Err returns why the Formation failed, nil if it has not.
@@ -477,7 +486,12 @@ func (f *Formation) ask(ctx context.Context, rank int) ([]byte, error) {
 	to := f.peers[rank]
 	f.m.mu.Unlock()
 	defer context.AfterFunc(f.ctx, cancel)()
-	b, err := f.m.client.find(ctx, rank, to, &findRequest{uuid: f.uuid, ids: f.ids, rank: f.rank})
+	note := func(err error) {
+		f.m.mu.Lock()
+		defer f.m.mu.Unlock()
+		f.silent[rank] = err
+	}
+	b, err := f.m.client.find(ctx, rank, to, &findRequest{uuid: f.uuid, ids: f.ids, rank: f.rank}, note)
 	var differs *listError
 	switch {
 	case err == nil:
@@ -499,8 +513,9 @@ func (f *Formation) ask(ctx context.Context, rank int) ([]byte, error) {
 	return nil, err
 }
 
-// find asks the member to for its record in a Formation, until it answers, is gone, or ctx ends.
-func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest) ([]byte, error) {
+// find asks the member to for its record in a Formation, until it answers, is gone, or ctx ends. It
+// calls note with the error of an attempt to reach the member, or nil.
+func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest, note func(error)) ([]byte, error) {
 	hello := trust.Hello{FromRank: uint32(q.rank), FromIncarnation: c.cfg.Self.Incarnation, ToRank: uint32(rank),
 		ToIncarnation: to.Incarnation}
 	pause, auth := firstPause, 0
@@ -525,10 +540,13 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest) 
 				return nil, &reason{"another process has its address: " + err.Error(), ErrGone}
 			}
 		case errors.Is(err, errNotYet): // its answer took long enough
+			note(nil)
 			last = err
 			if ctx.Err() == nil {
 				continue
 			}
+		case ctx.Err() == nil:
+			note(err)
 		}
 		if last == nil || ctx.Err() == nil {
 			last = err

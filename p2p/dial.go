@@ -100,7 +100,7 @@ func (p *Proxy) connect(pr *peer) {
 	if p.cfg.Patient != nil && p.cfg.Patient() {
 		bound = max(bound, patience)
 	}
-	ctx, stop := context.WithTimeout(p.ctx, bound)
+	ctx, stop := context.WithCancel(p.ctx)
 	pr.dialing, pr.stop = true, stop
 	p.wg.Add(1)
 	go func() {
@@ -121,15 +121,28 @@ func (p *Proxy) connect(pr *peer) {
 	}()
 }
 
-// dial dials until there is a link, the peer is known to be gone or refuses, or ctx ends.
+// dial dials until there is a link, the peer is known to be gone or refuses, ctx ends, or bound has
+// passed since the directory first had an answer.
 func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 	pause := 2 * time.Millisecond
 	var last error
-	for {
-		l, id, name, err := p.try(ctx, pr)
+	for tries := 0; ; tries++ {
+		to, err := p.cfg.Resolve(ctx, pr.rank)
+		if tries == 0 {
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(ctx, bound)
+			defer cancel()
+		}
+		var l Link
+		var name string
+		if err == nil {
+			l, name, err = p.try(ctx, pr, to)
+		} else if errors.Is(err, ErrStale) { // the directory was behind, which the next question may change
+			err = fmt.Errorf("%w (%w)", err, errRetry)
+		}
 		switch {
 		case err == nil:
-			p.attach(pr, id, l, name)
+			p.attach(pr, to.Identity, l, name)
 			return nil
 		case p.linked(pr) || p.ctx.Err() != nil:
 			return nil
@@ -169,26 +182,19 @@ func (p *Proxy) linked(pr *peer) bool {
 	return pr.link != nil || pr.err != nil
 }
 
-// try looks the peer up and dials it once, over the first transport that reaches it.
-func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, error) {
+// try dials the peer once, over the first transport that reaches it.
+func (p *Proxy) try(ctx context.Context, pr *peer, to Peer) (Link, string, error) {
 	select {
 	case p.dials <- struct{}{}:
 		defer func() { <-p.dials }()
 	case <-ctx.Done():
-		return nil, Identity{}, "", ctx.Err()
-	}
-	to, err := p.cfg.Resolve(ctx, pr.rank)
-	if err != nil {
-		if errors.Is(err, ErrStale) { // the directory was behind, which the next question may change
-			err = fmt.Errorf("%w (%w)", err, errRetry)
-		}
-		return nil, Identity{}, "", err
+		return nil, "", ctx.Err()
 	}
 	p.Lock()
 	expected := pr.id.Incarnation
 	p.Unlock()
 	if expected != 0 && expected != to.Incarnation {
-		return nil, Identity{}, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected,
+		return nil, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected,
 			ErrPeerGone)
 	}
 	var why []string
@@ -206,7 +212,7 @@ func (p *Proxy) try(ctx context.Context, pr *peer) (Link, Identity, string, erro
 		if errors.Is(err, ErrPeerGone) && !errors.Is(err, ErrStale) {
 			err = fmt.Errorf("%w (%w)", err, errRetry) // the directory decides whether the peer is gone
 		}
-		return l, to.Identity, t.Name(), err
+		return l, t.Name(), err
 	}
-	return nil, Identity{}, "", fmt.Errorf("no transport reaches rank %d: %s", pr.rank, strings.Join(why, "; "))
+	return nil, "", fmt.Errorf("no transport reaches rank %d: %s", pr.rank, strings.Join(why, "; "))
 }

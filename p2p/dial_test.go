@@ -91,3 +91,32 @@ func TestStaleDirectoryIsAskedAgain(t *testing.T) {
 		t.Errorf("asked %d times: %v", asked.Load(), err)
 	}
 }
+
+// The time in which the directory waits for a peer to come does not count.
+func TestLatePeerIsWaitedFor(t *testing.T) {
+	const late = 200 * time.Millisecond
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+		Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: late / 10,
+		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) {
+			select {
+			case <-ctx.Done():
+			case <-time.After(late):
+			}
+			return p2p.Peer{}, fmt.Errorf("after a while: %w", p2p.ErrPeerGone)
+		}})
+	defer p.Close()
+	if _, err := p.Listen(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	c := open(t, p, 1, 2)
+	began := time.Now()
+	var r p2p.Recv
+	p.Lock()
+	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+	err := c.WaitRecv(patient(context.Background()), &r)
+	p.Unlock()
+	if !errors.As(err, new(*p2p.PeerError)) || time.Since(began) < late {
+		t.Errorf("after %v: %v", time.Since(began), err)
+	}
+}

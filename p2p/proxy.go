@@ -72,7 +72,7 @@ type Config struct {
 	Self   Identity
 	Size   int // ranks of the job
 	Secret []byte
-	// Resolve asks the directory for a rank; it may block until ctx ends, and returns an error that
+	// Resolve asks the directory for a rank. It blocks until the rank has come, or ctx ends. It returns an error that
 	// wraps ErrPeerGone when the rank is known to be gone, and ErrStale when what it knows is out of
 	// date: then it is asked again.
 	Resolve func(ctx context.Context, rank int) (Peer, error)
@@ -92,10 +92,11 @@ type Config struct {
 	// Clients receives the links of programs that are not ranks. Default: they are refused.
 	Clients Clients
 	// Patient, if it returns true, makes the proxy dial a peer again that refuses this rank as
-	// unknown: the peer may still expect an earlier incarnation. A peer that has not started yet is
-	// dialled for 30 s in any case. Called by any goroutine, with or without the lock.
+	// unknown: the peer may still expect an earlier incarnation. A peer that cannot be reached is
+	// then dialled for 30 s at least. Called by any goroutine, with or without the lock.
 	Patient func() bool
-	// ConnectTimeout bounds how long a peer may be unreachable while it is dialled. Default 30 s.
+	// ConnectTimeout bounds how long a peer that Resolve knows may be unreachable while it is
+	// dialled. Default 30 s.
 	ConnectTimeout time.Duration
 	// Progress starts a goroutine that makes progress while no operation waits, from Listen to
 	// Close. It sleeps while no frames come; peers then have to wake it.
@@ -236,7 +237,7 @@ type ctl struct {
 	payload []byte
 }
 
-// patience bounds the dialling of a peer that may not have started yet.
+// patience bounds the dialling of a peer that may not know this rank yet.
 const patience = 30 * time.Second
 
 // New makes a proxy. It is idle until Listen.

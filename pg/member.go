@@ -137,8 +137,7 @@ func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Grou
 		err = reasonOf(ctx, f, err)
 	}
 	if err != nil {
-		err = fmt.Errorf("forming %q as rank %d of %d: %w", uuid, f.Rank(), len(peers), explained(uuid, f.Rank(), peers,
-			err))
+		err = fmt.Errorf("forming %q as rank %d of %d: %w", uuid, f.Rank(), len(peers), explained(f, uuid, peers, err))
 		f.End(err)
 		return nil, err
 	}
@@ -223,7 +222,7 @@ func (m *Member) peers(uuid string, handles []string) ([]bootstrap.Record, error
 
 // explained returns an error of a Form as the error of this package, with the names of the members
 // whose ranks it names.
-func explained(uuid string, rank int, peers []bootstrap.Record, err error) error {
+func explained(f *bootstrap.Formation, uuid string, peers []bootstrap.Record, err error) error {
 	var differs *bootstrap.DifferError
 	var peer *bootstrap.PeerError
 	var lost *RankError
@@ -238,7 +237,7 @@ func explained(uuid string, rank int, peers []bootstrap.Record, err error) error
 		return &ArgumentError{Call: "form", Arg: "uuid", Got: fmt.Sprintf("%q, which rank %d has used already (%v)", uuid,
 			peer.Rank, peer.Err), Want: "one that no member has used"}
 	case errors.As(err, &peer):
-		return &RankError{Rank: peer.Rank, Reporter: rank, Call: call, Err: peer.Err}
+		return &RankError{Rank: peer.Rank, Reporter: f.Rank(), Call: call, Err: peer.Err}
 	case errors.As(err, &lost):
 		ranks = append([]int{lost.Rank}, lost.Also...)
 	case errors.As(err, &late):
@@ -249,6 +248,9 @@ func explained(uuid string, rank int, peers []bootstrap.Record, err error) error
 	for _, r := range ranks {
 		if r >= 0 && r < len(peers) {
 			err = fmt.Errorf("%w; rank %d is %s", err, r, peers[r].MemberName())
+			if why := f.Silent(r); why != nil {
+				err = fmt.Errorf("%w, which cannot be reached: %v", err, why)
+			}
 		}
 	}
 	return err

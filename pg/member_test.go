@@ -439,3 +439,22 @@ func TestFormKill(t *testing.T) {
 		}
 	}
 }
+
+// A member that cannot be reached is named, with the reason.
+func TestFormWithUnreachableMember(t *testing.T) {
+	ms := members(t, 2, pg.Config{})
+	cfg := pg.Config{Secret: memberSecret, Transport: "shm", Timeout: 500 * time.Millisecond,
+		Dialer: func(context.Context, *net.Dialer, int, string) (net.Conn, error) {
+			return nil, errors.New("a firewall is in between")
+		}}
+	apart, err := pg.NewMember(t.Context(), cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(apart.Close)
+	_, err = apart.Form(t.Context(), "u", handles(apart, ms[0]))
+	if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "rank 1 is member") ||
+		!strings.Contains(err.Error(), "a firewall is in between") {
+		t.Errorf("%v", err)
+	}
+}
