@@ -15,6 +15,9 @@
 // The store holds O(1) small keys for each rank: transport endpoints travel by RPC between the two
 // ranks that need them.
 //
+// Members whose handles the program exchanges need no store: a [Formation] is a KV of which every
+// member keeps the record of its own rank.
+//
 // # Keys
 //
 // All keys of a job live under /tutti/<job>/:

@@ -403,9 +403,10 @@ const (
 )
 
 // Describe asks the rank that published to for its descriptors. It retries a peer that cannot be
-// reached until ctx ends, because it may be starting (but see ClientConfig.Started). An error that wraps ErrStale says that
-// another incarnation answers there, ErrAuth that the peer does not know the job's secret,
-// *SizeError that it has another job size; other errors name the peer and its addresses.
+// reached until ctx ends, because it may be starting (but see ClientConfig.Started). An error that
+// wraps ErrStale says that another incarnation answers there, ErrAuth that the peer does not know
+// the job's secret, *SizeError that it has another job size; other errors name the peer and its
+// addresses.
 func (c *Client) Describe(ctx context.Context, to Record) (Endpoints, error) {
 	name := to.name()
 	if to.Size != c.cfg.Self.Size {

@@ -36,9 +36,9 @@ type Member struct {
 
 // NewMember makes a member. It listens for other members. Of cfg, the fields that concern a job
 // (Size, Rank, Job, those of the store, MaxSize, AutoAdmit) must be zero: Form has what stands for
-// them. OnFailure must be Report, because a group of Form ends with the first lost rank: the program
-// forms another one of the members that are left. Variables of the environment with those meanings
-// are ignored.
+// them. OnFailure must be Report, because a group of Form ends with the first lost rank: the
+// program forms another one of the members that are left. Variables of the environment with those
+// meanings are ignored.
 //
 // Every connection proves to know cfg.Secret (default: TUTTI_SECRET), which all members have. A
 // handle does not contain it. cfg.Ports may be a range or 0.
@@ -66,7 +66,7 @@ func NewMember(ctx context.Context, cfg Config) (*Member, error) {
 			"all members (or TUTTI_SECRET)", trust.MinSecret))
 	}
 	if spec, err := ports.ParseSpec(s.Ports); err == nil && spec.Lo == spec.Hi && spec.Lo != 0 {
-		return nil, bad("Ports", s.Ports, "a range, or 0: a member and each of its groups listen on ports of their own")
+		return nil, bad("Ports", s.Ports, "a range, or 0: a member and each of its groups have ports of their own")
 	}
 	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()
@@ -108,11 +108,15 @@ func (m *Member) Handle() string { return m.handle }
 // of others that the members are in. It is closed by Close, like any other; its membership does not
 // change.
 //
-// A uuid of 1 to 128 printable bytes names the attempt. A member uses it once, even if Form fails: a
-// repeated attempt takes another uuid. A list that contains a member that has used the uuid is
-// refused at every rank with an *ArgumentError. If two members have different lists for a uuid, both
-// get a *MismatchError that describes the difference. If a member has ended, or its Form fails or
-// ends, the others get a *RankError or *TimeoutError. Errors name ranks and members.
+// A uuid of 1 to 128 printable bytes names the attempt. A member uses it once, even if Form fails:
+// a repeated attempt takes another uuid. (It keeps some hundred bytes, and 8 for each handle, to
+// remember it.) A list with a member that has used the uuid is refused at every rank with an
+// *ArgumentError. If two members have different lists for a uuid, both get a *MismatchError that
+// describes the difference. If a member has ended, or its Form has failed, the others get a
+// *RankError or *TimeoutError. Errors name ranks and members.
+//
+// A Form may fail at some members and succeed at others, if a member is lost or gives up when the
+// others have all met: their first operation then fails with a *RankError.
 func (m *Member) Form(ctx context.Context, uuid string, handles []string) (*Group, error) {
 	peers, err := m.peers(uuid, handles)
 	if err != nil {
@@ -234,8 +238,8 @@ func explained(f *bootstrap.Formation, uuid string, peers []bootstrap.Record, er
 		return &MismatchError{RankA: differs.Rank, CallA: call + " of " + differs.Own, RankB: differs.OtherRank,
 			CallB: call + " of " + differs.Other}
 	case errors.As(err, &peer) && errors.Is(err, bootstrap.ErrUsed):
-		return &ArgumentError{Call: "form", Arg: "uuid", Got: fmt.Sprintf("%q, which rank %d has used already (%v)", uuid,
-			peer.Rank, peer.Err), Want: "one that no member has used"}
+		return &ArgumentError{Call: "form", Arg: "uuid", Got: fmt.Sprintf("%q, which rank %d has used already (%v)",
+			uuid, peer.Rank, peer.Err), Want: "one that no member has used"}
 	case errors.As(err, &peer):
 		return &RankError{Rank: peer.Rank, Reporter: f.Rank(), Call: call, Err: peer.Err}
 	case errors.As(err, &lost):

@@ -101,7 +101,8 @@ func works(t *testing.T, groups ...*pg.Group) {
 	for r, g := range groups {
 		wg.Go(func() {
 			x := []int64{int64(r), 1}
-			if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != int64(n*(n-1)/2) || x[1] != int64(n) {
+			if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != int64(n*(n-1)/2) ||
+				x[1] != int64(n) {
 				t.Errorf("rank %d of %d: %v, %v", r, n, x, err)
 			}
 			all := make([]int64, n)
