@@ -291,7 +291,7 @@ func (f *Formation) End(err error) {
 	if !again {
 		f.state, f.err = over, cmp.Or(f.err, err)
 		f.cancel()
-		f.values, f.peers = nil, nil
+		f.values, f.peers, f.fail = nil, nil, nil
 		f.m.tellLocked()
 	}
 	f.m.mu.Unlock()
@@ -303,7 +303,7 @@ func (f *Formation) End(err error) {
 // spoil makes the Formation fail, unless it is formed or over.
 func (f *Formation) spoil(err error) {
 	f.m.mu.Lock()
-	first := f.state == forming && f.err == nil
+	first, fail := f.state == forming && f.err == nil, f.fail
 	if first {
 		f.err = err
 		f.cancel()
@@ -311,7 +311,7 @@ func (f *Formation) spoil(err error) {
 	}
 	f.m.mu.Unlock()
 	if first {
-		f.fail(err)
+		fail(err)
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"net"
 	"os"
 	"slices"
@@ -438,6 +439,69 @@ func TestFormKill(t *testing.T) {
 				}, pgtest.Expect(dead, syscall.SIGKILL))
 			})
 		}
+	}
+}
+
+// Members form groups of a random partition at a time, again and again. Some groups are disturbed: a
+// member has another list, does not come, or gives up. Those fail at every member, and the others
+// form.
+func TestFormRandomly(t *testing.T) {
+	seed := time.Now().UnixNano()
+	t.Logf("seed %d", seed)
+	rnd := rand.New(rand.NewPCG(uint64(seed), 0))
+	ms := members(t, 6, pg.Config{Timeout: 30 * time.Second})
+	for round := range 15 {
+		rnd.Shuffle(len(ms), func(i, j int) { ms[i], ms[j] = ms[j], ms[i] })
+		var wg sync.WaitGroup
+		for rest := slices.Clone(ms); len(rest) > 0; {
+			n := 1 + rnd.IntN(len(rest))
+			own := rest[:n]
+			rest = rest[n:]
+			fault, at := "", rnd.IntN(n)
+			if n > 1 {
+				fault = []string{"", "", "order", "absent", "cancelled"}[rnd.IntN(5)]
+			}
+			wg.Go(func() {
+				list := handles(own...)
+				groups, errs := make([]*pg.Group, n), make([]error, n)
+				var wg sync.WaitGroup
+				for i, m := range own {
+					wg.Go(func() {
+						ctx, list := t.Context(), slices.Clone(list)
+						var cancel context.CancelFunc
+						switch {
+						case fault == "order" && i == at:
+							list[0], list[n-1] = list[n-1], list[0]
+						case fault == "absent" && i == at:
+							errs[i] = errors.New("absent")
+							return
+						case fault == "absent":
+							ctx, cancel = context.WithTimeout(ctx, 100*time.Millisecond)
+							defer cancel()
+						case fault == "cancelled" && i == at:
+							ctx, cancel = context.WithCancel(ctx)
+							cancel()
+						}
+						groups[i], errs[i] = m.Form(ctx, fmt.Sprint(round), list)
+					})
+				}
+				wg.Wait()
+				for i, err := range errs {
+					if (err == nil) != (fault == "") {
+						t.Errorf("round %d: rank %d of %d with fault %q: %v", round, i, n, fault, err)
+					}
+				}
+				if fault == "" && !t.Failed() {
+					works(t, groups...)
+				}
+				for _, g := range groups {
+					if g != nil {
+						g.Close()
+					}
+				}
+			})
+		}
+		wg.Wait()
 	}
 }
 

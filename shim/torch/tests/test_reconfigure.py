@@ -155,6 +155,25 @@ def dies(rank, size, port):
     dist.destroy_process_group()
 
 
+def interrupted(rank, size, port):
+    """A signal handler that raises ends the wait for the other members. They are told."""
+    handles = start(rank, size, port)
+    if rank == 0:
+        def handler(*_):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        raises(KeyboardInterrupt, "", dist._reconfigure, 1, handles)
+    share(rank, size, port, "over", "1")
+    if rank != 0:
+        raises(dist.DistBackendError, "gave up", dist._reconfigure, 1, handles)
+    dist._reconfigure(2, handles)
+    works(rank, size)
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=5))
+    dist.destroy_process_group()
+
+
 def options(rank, size, port):
     """Members that share no store need a secret of the environment."""
     os.environ["TUTTI_SECRET"] = "a secret that all processes have"
@@ -187,6 +206,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_after_a_timeout(self):
         harness.run(after_timeout, 3)
+
+    def test_after_an_interrupt(self):
+        harness.run(interrupted, 3)
 
     def test_different_lists(self):
         harness.run(different, 3)
