@@ -48,7 +48,7 @@ func (r *reason) Unwrap() error { return r.is }
 // PeerError says which member prevented a Formation, by its rank there.
 type PeerError struct {
 	Rank int
-	Err  error // wraps ErrUsed or ErrGone, or says why the member did not answer
+	Err  error // wraps ErrUsed or ErrGone
 }
 
 func (e *PeerError) Error() string { return fmt.Sprintf("rank %d: %v", e.Rank, e.Err) }
@@ -217,7 +217,6 @@ type Formation struct {
 func (m *Member) Begin(uuid string, peers []Record, fail func(error)) (*Formation, error) {
 	f := &Formation{m: m, uuid: uuid, rank: -1, peers: peers, fail: fail, values: map[string][]byte{},
 		silent: map[int]error{}}
-	f.ctx, f.cancel = context.WithCancel(context.Background())
 	for r, p := range peers {
 		f.ids = append(f.ids, p.Incarnation)
 		if p.Incarnation == m.self.Incarnation {
@@ -232,6 +231,7 @@ func (m *Member) Begin(uuid string, peers []Record, fail func(error)) (*Formatio
 	case m.all[uuid] != nil:
 		return nil, ErrUsed
 	}
+	f.ctx, f.cancel = context.WithCancel(context.Background())
 	m.all[uuid] = f
 	m.users++
 	m.tellLocked()
@@ -524,8 +524,10 @@ func (c *Client) find(ctx context.Context, rank int, to Record, q *findRequest, 
 	for {
 		addrs := c.order(to)
 		if len(addrs) == 0 {
-			return nil, fmt.Errorf("%s: no address of %q can be reached from here: set TUTTI_IFNAME on both to a "+
+			err := fmt.Errorf("%s: no address of %q can be reached from here: set TUTTI_IFNAME on both to a "+
 				"network they share", to.MemberName(), to.Addrs)
+			note(err)
+			return nil, err
 		}
 		b, err := c.findOnce(ctx, addrs, hello, q)
 		switch {
