@@ -26,11 +26,12 @@ struct thread {
 };
 
 // The kinds of handles, their high four bits.
-enum { KIND_GROUP = 1, KIND_WORK = 2, KIND_WINDOW = 3 };
+enum { KIND_GROUP = 1, KIND_WORK = 2, KIND_WINDOW = 3, KIND_STORE = 4 };
 
 // Calls that may wait, for goCall.
 enum {
 	CALL_JOIN,
+	CALL_STORE_OPEN,
 	CALL_SPLIT,
 	CALL_RECOVER,
 	CALL_ADMIT,
@@ -49,6 +50,9 @@ enum {
 	CALL_WINDOW_REFRESH,
 	CALL_WINDOW_CLOSE
 };
+
+// Requests to a store that the host has opened, for goStore.
+enum { STORE_SET, STORE_GET, STORE_WAIT, STORE_COMPARE_AND_SET };
 
 // call is a call that may wait. It is run on its thread or, if that has a check, by a goroutine
 // while the thread waits for done.

@@ -173,6 +173,10 @@ func TestStoreOfTheHost(t *testing.T) {
 	}
 }
 
+func TestStoreOfTheJob(t *testing.T) {
+	pgtest.Exec(t, 2, program(t, "check-asan", "jobstore"), sanitizer)
+}
+
 func TestForkedChildren(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		t.Run(transport, func(t *testing.T) {
