@@ -114,6 +114,10 @@ class Running {
     return error_.load();
   }
   void failed(int code) noexcept;
+  // Forgets the failure: the group is usable again.
+  void recovered() noexcept {
+    error_.store(TUTTI_OK);
+  }
 
  private:
   std::atomic<int> error_{TUTTI_OK};
