@@ -260,8 +260,11 @@ void Backend::join() {
   if (!options_->environment) {
     job = "torch-" + secret.substr(0, 24);
     config.job = job.c_str();
-    config.secret = secret.data() + 24;
-    config.secret_len = secret.size() - 24;
+    // The store that tutti run serves wants the secret of the environment.
+    if (!outlives_ || (variable("TUTTI_SECRET").empty() && variable("TUTTI_SECRET_FILE").empty())) {
+      config.secret = secret.data() + 24;
+      config.secret_len = secret.size() - 24;
+    }
   }
   tutti_kv kv = {};
   if (options_->environment || outlives_ || !options_->store.empty()) {
