@@ -105,6 +105,10 @@ HIDDEN void tutti_settle(const struct sigaction *usr1);
 // tutti_watch makes a forked child close the descriptors that the epoll instance epfd watches.
 HIDDEN void tutti_watch(int epfd);
 
+// tutti_lifeline starts a thread that keeps the writing end of a pipe until the process begins to
+// end, and returns the reading end; -1 if the system cannot do that.
+HIDDEN int tutti_lifeline(void);
+
 // tutti_neighbours warns about other Go runtimes in the process, once about each.
 HIDDEN void tutti_neighbours(void);
 
