@@ -6,6 +6,7 @@ import unittest
 
 import harness
 import launched
+import measure_kill
 import torch
 import torch.distributed as dist
 import tutti_torch
@@ -207,6 +208,10 @@ class Elastic(unittest.TestCase):
                 begins = [int(step) for step in re.findall(r"begins at step (\d+) with ranks \[0, 1, 2\]", out)]
                 self.assertGreaterEqual(max(begins), 20, "the replacement began anew")
                 self.assertLess(float(ends[0][1]), 0.01)
+
+    def test_kill_is_over_soon(self):
+        times = measure_kill.measure(4, 1024)  # every rank once
+        self.assertLess(max(times), 1000, "milliseconds; measure_kill.py shows some ten")
 
     def test_shrink_without_a_store_is_refused(self):
         harness.run(refused, 2)
