@@ -996,8 +996,13 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   return launch(std::move(task));
 }
 
-// The ranks report to rank 0 in the store, so that the group stays usable when one does not come.
+// The ranks report to rank 0 in the store, so that the group stays usable when one does not come. A
+// group that replacements come into does not use the store.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  if (prefix_.empty()) {
+    barrier(opts)->wait();
+    return;
+  }
   WithoutGil released;
   const milliseconds timeout = timeout_of(opts.timeout);
   uint64_t n = 0;

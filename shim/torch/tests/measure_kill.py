@@ -51,8 +51,12 @@ def measure(kills, elements):
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     lines = queue.Queue()
     errors = []
-    threading.Thread(target=lambda: [lines.put(line) for line in run.stdout], daemon=True).start()
-    threading.Thread(target=lambda: errors.extend(run.stderr), daemon=True).start()
+    readers = [
+        threading.Thread(target=lambda: [lines.put(line) for line in run.stdout]),
+        threading.Thread(target=lambda: errors.extend(run.stderr)),
+    ]
+    for reader in readers:
+        reader.start()
     pids = {}
 
     def reports(number, ranks):
@@ -82,7 +86,9 @@ def measure(kills, elements):
             reports(SIZE, everyone)
     finally:
         run.terminate()
-        run.wait()
+        for reader in readers:
+            reader.join()
+        run.communicate()
     return times
 
 

@@ -67,6 +67,20 @@ assert part.tolist() == [rank, rank]
 dist.broadcast(x := torch.full((1,), rank), left[-1])
 assert x.item() == left[-1]
 raises(dist.DistBackendError, "the root is not active", dist.broadcast, x, lost)
+net = torch.nn.Linear(1, 1, bias=False)
+ddp = torch.nn.parallel.DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
+ddp.register_comm_hook(None, tutti_torch.ddp_hook)
+ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+assert net.weight.grad.item() == sum(r + 1 for r in left) / len(left), net.weight.grad  # of the active ranks
+from datetime import timedelta
+store = dist.distributed_c10d._get_default_store()
+if rank == left[0]:
+    raises(dist.DistBackendError, f"rank {left[1]}", dist.group.WORLD.monitored_barrier, timedelta(milliseconds=200))
+    store.set("late", "")
+else:
+    store.wait(["late"])
+tutti_torch.recover()
+dist.group.WORLD.monitored_barrier()
 sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
 dist.all_reduce(sparse)
 assert sparse.to_dense().tolist() == [float(r in left) for r in range(size)]
