@@ -112,6 +112,11 @@ for lost in (0, 2):
 dist.all_reduce(total := torch.ones(1))
 assert total.item() == 3
 assert done.item() == 2, done
+dist.all_reduce(total, group=dist.new_group([0, 1, 2]))  # c10d counts groups
+assert total.item() == 9
+pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+dist.all_reduce(total, group=pair) if pair else None
+assert total.item() == (18 if pair else 9)
 print("rank", rank, "ends", tutti_torch.active_ranks())
 dist.destroy_process_group()
 """

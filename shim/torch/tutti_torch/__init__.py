@@ -11,7 +11,7 @@ and does not open Tutti's library: the first group does.
 
 import os
 
-from .elastic import _environments, admit, agree, ddp_hook, recover, register_rendezvous
+from .elastic import _count_groups, _environments, admit, agree, ddp_hook, recover, register_rendezvous
 
 __all__ = [
     "Options",
@@ -60,9 +60,12 @@ def _create(backend_options, options=None):
     options = options.copy() if isinstance(options, glue.Options) else glue.Options()
     options._timeout = backend_options.timeout
     options.environment = _environments(options, backend_options)
-    return glue.ProcessGroupTutti(
+    backend = glue.ProcessGroupTutti(
         backend_options.store, backend_options.group_rank, backend_options.group_size, options
     )
+    if options.environment:
+        _count_groups(backend)
+    return backend
 
 
 def register():

@@ -30,7 +30,11 @@ def admit(group=None, timeout=None):
     A collective of all ranks, for a step boundary. The init_process_group of an admitted rank returns
     meanwhile; its first operation is the one that follows here.
     """
-    return _backend(group).admit(timeout or _OF_THE_GROUP)
+    backend = _backend(group)
+    admitted = backend.admit(timeout or _OF_THE_GROUP)
+    if admitted:
+        _count_groups(backend)
+    return admitted
 
 
 def agree(yes, group=None, timeout=None):
@@ -56,6 +60,15 @@ def ddp_hook(group, bucket):
 
     work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=group, async_op=True)
     return tutti_torch._load().first_result(work)
+
+
+def _count_groups(backend):
+    """Lets c10d number the next groups alike at all ranks: replacements have not made the earlier ones."""
+    from torch.distributed.distributed_c10d import _world
+
+    epoch = backend.view()[0]  # the same at all ranks when some have come in
+    if epoch > 1:
+        _world.group_count = max(_world.group_count, 1000 * epoch)
 
 
 def _environments(options, group):
