@@ -44,6 +44,7 @@ torch: shim deps-torch ## the PyTorch backend, shim/torch, for torch $(TORCH) (T
 	@cd shim/torch && TUTTI_OBJECTS=$(CURDIR)/.build/torch $(TORCH_ENV)/bin/python -m tutti_torch.build
 
 test-torch: torch ## the tests of the PyTorch backend, each in processes of its own
+	$(GO) build -o $(BIN)/tutti ./cmd/tutti
 	cd shim/torch/tests && PYTHONPATH=.. $(TORCH_ENV)/bin/python run.py
 
 test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k all_reduce", "--third 0")

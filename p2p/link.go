@@ -173,9 +173,15 @@ type Allocator interface {
 	Alloc(n int) (*Region, error)
 }
 
+type peerEnds struct{}
+
+func (peerEnds) Error() string        { return ErrPeerGone.Error() }
+func (peerEnds) Is(target error) bool { return target == ErrPeerGone }
+
 // Errors of links and transports, wrapped.
 var (
 	ErrPeerGone   = errors.New("peer gone")
+	ErrPeerEnds   = peerEnds{} // the peer's process is ending, for certain; it is an ErrPeerGone
 	ErrProtocol   = errors.New("protocol violation")
 	ErrAuth       = trust.ErrAuth
 	ErrSuperseded = errors.New("connection superseded by one in the other direction")

@@ -142,8 +142,8 @@ func (g *Group) poll(yes bool) (all bool, err error) {
 		if err := g.halted(); err != nil {
 			return false, err
 		}
-		if err := g.job.proxy.Down(g.jobRank(missing[0])); err != nil && g.job.roster == nil {
-			return false, &RankError{Rank: missing[0], Epoch: g.v.epoch, Call: "agree", Reporter: g.rank, Err: err}
+		if err := g.irreplaceable(missing, "agree"); err != nil {
+			return false, err
 		}
 		if err := g.deserted(missing, began, "agree"); err != nil {
 			return false, err

@@ -341,6 +341,9 @@ func (g *Group) move(mine resync.Standing, renew bool) error {
 		if err := g.deserted(missing, began, "entering a view"); err != nil {
 			return err
 		}
+		if err := g.irreplaceable(missing, "entering a view"); err != nil {
+			return err
+		}
 		if err := g.pause(missing); err != nil {
 			return g.overdue(err, "", missing)
 		}
@@ -358,6 +361,19 @@ func (g *Group) deserted(missing []int, began time.Time, call string) error {
 		if g.msgs.Closed(slot) && time.Since(began) > departure {
 			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank,
 				Err: errors.New("it closed its group and is still in the job, so that the group cannot go on without it")}
+		}
+	}
+	return nil
+}
+
+// irreplaceable returns an error if one of missing is lost and the job cannot remove it.
+func (g *Group) irreplaceable(missing []int, call string) error {
+	if g.job.roster != nil {
+		return nil
+	}
+	for _, slot := range missing {
+		if err := g.job.proxy.Down(g.jobRank(slot)); err != nil {
+			return &RankError{Rank: slot, Epoch: g.v.epoch, Call: call, Reporter: g.rank, Err: err}
 		}
 	}
 	return nil

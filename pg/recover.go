@@ -146,6 +146,9 @@ func (g *Group) fails(err error) bool {
 // as its call. Afterwards Active lists the ranks that are left. Recover returns ErrEvicted if this
 // rank is not among them, and an error that wraps ErrIsolated if this rank cannot take part in the
 // decision.
+//
+// A job over a store without leases, and groups of Local, keep all their ranks: Recover makes the
+// group usable after a timeout or a mismatch, and returns a *RankError if a rank is lost.
 func (g *Group) Recover(ctx context.Context) error {
 	if err := g.enter(ctx, "recover", nil); err != nil {
 		return err
@@ -153,9 +156,6 @@ func (g *Group) Recover(ctx context.Context) error {
 	defer g.leave()
 	if err := g.halted(); err != nil {
 		return err
-	}
-	if g.job.roster == nil {
-		return g.err
 	}
 	g.look()
 	for {

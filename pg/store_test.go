@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"testing"
@@ -131,14 +132,99 @@ func TestCallersStore(t *testing.T) {
 		if !errors.As(err, &lost) || lost.Rank != 2 {
 			t.Errorf("rank %d: %v, want a *RankError that names rank 2", r, err)
 		}
-		if err := groups[r].Recover(t.Context()); err == nil {
-			t.Errorf("rank %d recovered without a membership", r)
+		if err := groups[r].Recover(t.Context()); !errors.As(err, &lost) || lost.Rank != 2 {
+			t.Errorf("rank %d recovered: %v, want a *RankError that names rank 2", r, err)
 		}
 		groups[r].Close()
 	}
 	if left := kv.keys(); !slices.Equal(left, []string{"/tutti/default/size"}) {
 		t.Errorf("the store holds %q", left)
 	}
+}
+
+// A job whose ranks cannot be removed recovers from a timeout and from a mismatch.
+func TestRecoverOfAFixedJob(t *testing.T) {
+	for name, groups := range map[string]func(*testing.T) []*pg.Group{
+		"store": func(t *testing.T) []*pg.Group {
+			kv := newShared()
+			groups, errs := make([]*pg.Group, 3), make([]error, 3)
+			var wg sync.WaitGroup
+			for r := range groups {
+				wg.Go(func() { groups[r], errs[r] = pg.Join(t.Context(), fixed(kv, r)) })
+			}
+			wg.Wait()
+			if err := errors.Join(errs...); err != nil {
+				t.Fatal(err)
+			}
+			return groups
+		},
+		"local": func(t *testing.T) []*pg.Group {
+			groups, err := pg.Local(3, pg.Config{Timeout: 20 * time.Second})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return groups
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var wg sync.WaitGroup
+			given := make(chan struct{})
+			for _, g := range groups(t) {
+				wg.Go(func() {
+					defer g.Close()
+					sub, err := g.Split(t.Context(), 0, g.Rank())
+					if err != nil {
+						t.Errorf("rank %d: %v", g.Rank(), err)
+						return
+					}
+					defer sub.Close()
+					for _, g := range []*pg.Group{g, sub, g} {
+						if err := fixedRound(t, g, given); err != nil {
+							t.Errorf("rank %d: %v", g.Rank(), err)
+						}
+					}
+				})
+			}
+			wg.Wait()
+		})
+	}
+}
+
+// fixedRound has rank 2 come too late to an operation and then call another one than the others,
+// and recovers from both. Each of the two others gives given a value when it has given up.
+func fixedRound(t *testing.T, g *pg.Group, given chan struct{}) error {
+	var late *pg.TimeoutError
+	var differ *pg.MismatchError
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if g.Rank() == 2 {
+		ctx = t.Context()
+		<-given
+		<-given
+	}
+	for i := range 2 { // the second one finds the group failed
+		err := g.Barrier(ctx)
+		if done := i == 0 && g.Rank() == 2 && err == nil; !done && !errors.As(err, &late) {
+			return fmt.Errorf("barrier %d gave %v, want a *TimeoutError", i, err)
+		}
+	}
+	if g.Rank() < 2 {
+		given <- struct{}{}
+	}
+	if err := g.Recover(t.Context()); err != nil {
+		return fmt.Errorf("recover after the timeout: %w", err)
+	}
+	if err := pg.AllReduce(t.Context(), g, make([]int64, 1+g.Rank()/2), pg.Sum); !errors.As(err, &differ) {
+		return fmt.Errorf("the allreduce gave %v, want a *MismatchError", err)
+	}
+	if err := g.Recover(t.Context()); err != nil {
+		return fmt.Errorf("recover after the mismatch: %w", err)
+	}
+	x := []int64{1}
+	if err := pg.AllReduce(t.Context(), g, x, pg.Sum); err != nil || x[0] != 3 {
+		return fmt.Errorf("the allreduce of the recovered group gave %d, %w", x[0], err)
+	}
+	return nil
 }
 
 // Features that need leases return an error.

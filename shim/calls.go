@@ -97,6 +97,11 @@ func call(ctx context.Context, c *C.struct_call) C.int {
 	if c.kind == C.CALL_MEMBER_FORM {
 		return memberForm(ctx, c)
 	}
+	if c.kind == C.CALL_STORE_OPEN {
+		h, err := openStore(ctx, (*C.tutti_config)(c.arg))
+		c.out = C.uint64_t(h)
+		return failed(interrupted(ctx, err), f)
+	}
 	if c.kind >= C.CALL_WINDOW_MAP {
 		return windowCall(ctx, c)
 	}

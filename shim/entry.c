@@ -337,6 +337,75 @@ int tutti_join(const tutti_config *config, tutti_group *group)
 	return code;
 }
 
+static int store_ask(void *ctx, int kind, tutti_kv_call *call)
+{
+	struct thread *t;
+
+	if (tutti_forked()) {
+		if (call->error_cap > 0)
+			snprintf(call->error, call->error_cap, "this process is the child of a fork: the store belongs to its parent");
+		return TUTTI_EFORKED;
+	}
+	if ((t = tutti_thread()) == NULL)
+		return TUTTI_ENOMEM;
+	return GO(t, goStore((uintptr_t)ctx, kind, call));
+}
+
+static int store_set(void *ctx, tutti_kv_call *call)
+{
+	return store_ask(ctx, STORE_SET, call);
+}
+
+static int store_get(void *ctx, tutti_kv_call *call)
+{
+	return store_ask(ctx, STORE_GET, call);
+}
+
+static int store_wait(void *ctx, tutti_kv_call *call)
+{
+	return store_ask(ctx, STORE_WAIT, call);
+}
+
+static int store_compare_and_set(void *ctx, tutti_kv_call *call)
+{
+	return store_ask(ctx, STORE_COMPARE_AND_SET, call);
+}
+
+static void store_release(void *ctx)
+{
+	struct thread *t;
+
+	if (!tutti_forked() && (t = tutti_thread()) != NULL)
+		(void)GO(t, (goStoreRelease((uintptr_t)ctx), 0));
+}
+
+int tutti_store_open(const tutti_config *config, tutti_kv *store)
+{
+	tutti_config full;
+	tutti_kv kv;
+	struct call c = {.kind = CALL_STORE_OPEN, .arg = &full};
+	int code;
+
+	if (tutti_forked())
+		return forked();
+	if (store == NULL || store->struct_size != sizeof *store)
+		return fail(TUTTI_EINVAL, "store is NULL, or its struct_size is not sizeof(tutti_kv)");
+	code = adopt_config(&full, &kv, config);
+	if (code != TUTTI_OK)
+		return code;
+	c.timeout_ns = full.timeout_ns;
+	code = run_settled(&c);
+	if (code != TUTTI_OK)
+		return code;
+	store->ctx = (void *)(uintptr_t)c.out;
+	store->set = store_set;
+	store->get = store_get;
+	store->wait = store_wait;
+	store->compare_and_set = store_compare_and_set;
+	store->release = store_release;
+	return TUTTI_OK;
+}
+
 int tutti_local(uint32_t n, const tutti_config *config, tutti_group *groups)
 {
 	tutti_config full;

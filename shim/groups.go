@@ -20,6 +20,7 @@ import (
 	"time"
 	"unsafe"
 
+	"tutti/internal/lifeline"
 	"tutti/pg"
 )
 
@@ -50,6 +51,9 @@ func moderate(c *C.tutti_config) {
 			debug.SetMemoryLimit(n)
 		}
 		watchDescriptors()
+		if fd := C.tutti_lifeline(); fd >= 0 {
+			lifeline.Set(os.NewFile(uintptr(fd), "lifeline")) // which Go's epoll instance watches
+		}
 	})
 }
 

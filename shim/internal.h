@@ -26,13 +26,14 @@ struct thread {
 };
 
 // The kinds of handles, their high four bits.
-enum { KIND_GROUP = 1, KIND_WORK = 2, KIND_WINDOW = 3, KIND_MEMBER = 4 };
+enum { KIND_GROUP = 1, KIND_WORK = 2, KIND_WINDOW = 3, KIND_MEMBER = 4, KIND_STORE = 5 };
 
 // Calls that may wait, for goCall.
 enum {
 	CALL_JOIN,
 	CALL_MEMBER_NEW,
 	CALL_MEMBER_FORM,
+	CALL_STORE_OPEN,
 	CALL_SPLIT,
 	CALL_RECOVER,
 	CALL_ADMIT,
@@ -51,6 +52,9 @@ enum {
 	CALL_WINDOW_REFRESH,
 	CALL_WINDOW_CLOSE
 };
+
+// Requests to a store that the host has opened, for goStore.
+enum { STORE_SET, STORE_GET, STORE_WAIT, STORE_COMPARE_AND_SET };
 
 // call is a call that may wait. It is run on its thread or, if that has a check, by a goroutine
 // while the thread waits for done.
@@ -102,6 +106,10 @@ HIDDEN void tutti_settle(const struct sigaction *usr1);
 
 // tutti_watch makes a forked child close the descriptors that the epoll instance epfd watches.
 HIDDEN void tutti_watch(int epfd);
+
+// tutti_lifeline starts a thread that keeps the writing end of a pipe until the process begins to
+// end, and returns the reading end; -1 if the system cannot do that.
+HIDDEN int tutti_lifeline(void);
 
 // tutti_neighbours warns about other Go runtimes in the process, once about each.
 HIDDEN void tutti_neighbours(void);

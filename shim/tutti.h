@@ -224,6 +224,14 @@ typedef struct tutti_config {
  * jobs. */
 TUTTI_API int tutti_join(const tutti_config *config, tutti_group *group);
 
+/* Opens the job's own store for the program: a map that all its ranks see, and that outlives them.
+ * config says which, as for tutti_join: store, store_user, store_password, job and secret count, or
+ * the environment. The functions are written to *store, whose struct_size is to be set before. They
+ * may be called from any thread, until release; release closes the store, and removes no key. The
+ * keys are the program's: Tutti uses none of them. They go with the job. A value has at most
+ * TUTTI_MAX_VALUE bytes. (Since 1.1.) */
+TUTTI_API int tutti_store_open(const tutti_config *config, tutti_kv *store);
+
 /* Makes n ranks inside this process, for tests and for programs that are parallel in threads:
  * groups[0] to groups[n-1]. Of config, which may be NULL, algorithm, timeout_ns, log_level,
  * max_procs and memory_limit count. */
@@ -780,8 +788,8 @@ static inline int tutti_recv(tutti_group g, void *x, uint64_t count, int32_t dty
  */
 #define TUTTI_FUNCTIONS(X) \
 	X(tutti_code_name) X(tutti_last_error) X(tutti_last_error_info) X(tutti_version) X(tutti_abi_version) \
-	X(tutti_has) X(tutti_set_interrupt) X(tutti_join) X(tutti_local) X(tutti_member_new) \
-	X(tutti_member_handle) X(tutti_form) X(tutti_member_close) X(tutti_split) X(tutti_close) X(tutti_rank) \
+	X(tutti_has) X(tutti_set_interrupt) X(tutti_join) X(tutti_store_open) X(tutti_local) \
+	X(tutti_member_new) X(tutti_member_handle) X(tutti_form) X(tutti_member_close) X(tutti_split) X(tutti_close) X(tutti_rank) \
 	X(tutti_size) X(tutti_local_rank) X(tutti_view) X(tutti_topology) X(tutti_set_algorithm) X(tutti_do) \
 	X(tutti_start) X(tutti_work_word) X(tutti_work_test) X(tutti_work_wait) X(tutti_work_error) \
 	X(tutti_work_error_text) X(tutti_work_status) X(tutti_work_result_here) X(tutti_work_release) X(tutti_abort) \

@@ -238,6 +238,20 @@ func captive(t *testing.T) (l *linktest.End, conn *net.UnixConn, mem []byte) {
 	return &linktest.End{Link: link, Host: nd.Host}, <-up, mem
 }
 
+// lifelines passes ends of a pipe as lifelines, and returns its writing end.
+func lifelines(t *testing.T, c *net.UnixConn, flags int, ends ...int) int {
+	t.Helper()
+	var pipe [2]int
+	if err := unix.Pipe2(pipe[:], unix.O_CLOEXEC|flags); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(pipe[0]); unix.Close(pipe[1]) })
+	for _, end := range ends {
+		pass(t, c, encoded(message{kind: msgLifeline}), pipe[end])
+	}
+	return pipe[1]
+}
+
 // TestHostilePeer: a peer that knows the secret cannot do worse than end its own link.
 func TestHostilePeer(t *testing.T) {
 	failed := func(t *testing.T, l *linktest.End, want error) {
@@ -260,6 +274,35 @@ func TestHostilePeer(t *testing.T) {
 		"grant of nothing": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
 			pass(t, c, encoded(message{kind: msgGrant, id: 1, size: 1}))
 			failed(t, l, p2p.ErrProtocol)
+		},
+		"lifeline of nothing": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			pass(t, c, encoded(message{kind: msgLifeline}))
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"lifeline that is memory": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			fd := memory(t, pages(1))
+			pass(t, c, encoded(message{kind: msgLifeline}), fd)
+			unix.Close(fd)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"lifeline that blocks": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			lifelines(t, c, 0, 0)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"lifeline's writing end": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			lifelines(t, c, unix.O_NONBLOCK, 1)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"two lifelines": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			lifelines(t, c, unix.O_NONBLOCK, 0, 0)
+			failed(t, l, p2p.ErrProtocol)
+		},
+		"lifeline with data": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
+			unix.Write(lifelines(t, c, unix.O_NONBLOCK, 0), []byte("alive"))
+			pass(t, c, encoded(message{kind: msgAsk, id: 5}))
+			if _, err := io.ReadFull(c, make([]byte, messageSize)); err != nil || l.Err() != nil {
+				t.Error(err, l.Err())
+			}
 		},
 		"setup again": func(t *testing.T, l *linktest.End, c *net.UnixConn, mem []byte) {
 			fd := memory(t, pages(1))

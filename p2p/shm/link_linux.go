@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/lifeline"
 	"tutti/p2p"
 	"tutti/p2p/ring"
 	"tutti/p2p/rma"
@@ -37,6 +38,7 @@ type link struct {
 	away    bool // the reader is in a call of the host that may wait for the caller of Close
 	imports map[importKey]*imports
 	asking  int       // number of imports without an answer
+	life    *os.File  // the peer's lifeline; nil: it has sent none
 	unsent  []message // the socket had no room for these; a goroutine sends them
 	helpers sync.WaitGroup
 	once    sync.Once
@@ -92,6 +94,11 @@ func newLink(host p2p.Host, peer p2p.Identity, x *exports, sock *socket, mem []b
 	if l.process = sock.process(); l.process != nil {
 		l.helpers.Go(func() { sock.follow(l.process) })
 	}
+	if f := lifeline.File(); f != nil {
+		if raw, err := f.SyscallConn(); err == nil { // without it, the socket's end tells, later
+			raw.Control(func(fd uintptr) { sock.send(message{kind: msgLifeline}, int(fd)) })
+		}
+	}
 	go l.read()
 	return l, nil
 }
@@ -140,6 +147,8 @@ func (l *link) serve() error {
 			err = l.take(m, fd)
 		case msgDrop:
 			l.drop(m.id)
+		case msgLifeline:
+			err = l.hold(fd)
 		default:
 			if fd >= 0 {
 				unix.Close(fd)
@@ -359,6 +368,9 @@ func (l *link) Close() error {
 			l.process.Close()
 		}
 		l.mu.Lock()
+		if l.life != nil {
+			l.life.Close()
+		}
 		// The reader may be in Host.Region, waiting for a lock that the caller holds. It does not
 		// use the link's memory when it returns.
 		for !l.ended && !l.away {

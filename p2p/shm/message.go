@@ -7,7 +7,8 @@ import (
 	"tutti/p2p"
 )
 
-// Kinds of messages. Setup and the grants carry exactly one descriptor, the others none.
+// Kinds of messages. Setup, the grants and the lifeline carry exactly one descriptor, the others
+// none.
 const (
 	msgBell       = iota + 1 // wake up
 	msgSetup                 // first message of the acceptor: size is the ring's, version the layout's
@@ -19,12 +20,13 @@ const (
 	msgAskStore              // msgAsk, for reading and writing
 	msgGrantStore            // its answer
 	msgDenyStore             // its answer: the peer has no write access to region id
+	msgLifeline              // the reading end of a pipe that breaks when the sender begins to end
 	msgEnd
 )
 
 const (
 	messageSize = 24
-	version     = 3 // of the memory's layout and the messages
+	version     = 4 // of the memory's layout and the messages
 )
 
 // message is a message on a link's socket, always messageSize bytes:
@@ -56,5 +58,5 @@ func decodeMessage(b *[messageSize]byte) (message, error) {
 
 // hasFile reports whether the message carries a descriptor.
 func (m message) hasFile() bool {
-	return m.kind == msgSetup || m.kind == msgGrant || m.kind == msgGrantStore
+	return m.kind == msgSetup || m.kind == msgGrant || m.kind == msgGrantStore || m.kind == msgLifeline
 }

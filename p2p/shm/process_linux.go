@@ -1,9 +1,12 @@
 package shm
 
 import (
+	"fmt"
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/p2p"
 )
 
 // peerPidfd is SO_PEERPIDFD (Linux 6.5): a descriptor of the process at the other end of a socket.
@@ -56,4 +59,47 @@ func (s *socket) follow(f *os.File) {
 	if ended {
 		s.raw.Control(func(fd uintptr) { unix.Shutdown(int(fd), unix.SHUT_RD) })
 	}
+}
+
+// hold takes the peer's lifeline, a descriptor that this end owns from now on. When it breaks, the
+// link fails: the peer sends nothing more. Until its socket ends, its threads may still access this
+// rank's memory.
+func (l *link) hold(fd int) error {
+	var st unix.Stat_t
+	flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFL, 0)
+	if err != nil || unix.Fstat(fd, &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFIFO ||
+		flags&(unix.O_ACCMODE|unix.O_NONBLOCK) != unix.O_RDONLY|unix.O_NONBLOCK {
+		unix.Close(fd)
+		return fmt.Errorf("%w: a lifeline that is not the reading end of a pipe", p2p.ErrProtocol)
+	}
+	f := os.NewFile(uintptr(fd), "lifeline")
+	raw, err := f.SyscallConn()
+	if err != nil {
+		f.Close()
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.life != nil:
+		f.Close()
+		return fmt.Errorf("%w: a second lifeline", p2p.ErrProtocol)
+	case l.closed:
+		f.Close()
+		return nil
+	}
+	l.life = f
+	l.helpers.Go(func() {
+		broken := false
+		raw.Read(func(fd uintptr) bool {
+			n, err := unix.Read(int(fd), make([]byte, 1))
+			broken = n == 0 && err == nil
+			return broken || err != unix.EAGAIN && err != unix.EINTR
+		})
+		if broken {
+			l.Fail(fmt.Errorf("%v is ending: %w", l.peer, p2p.ErrPeerEnds), true)
+			l.host.Wake()
+		}
+	})
+	return nil
 }

@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/internal/lifeline"
 	"tutti/internal/proctest"
 	"tutti/mem"
 	"tutti/p2p"
@@ -47,6 +48,13 @@ func child(role string) error {
 	if f := roles[role]; f != nil {
 		return f()
 	}
+	var life [2]int
+	if role == "mortal" {
+		if err := unix.Pipe2(life[:], unix.O_CLOEXEC|unix.O_NONBLOCK); err != nil {
+			return err
+		}
+		lifeline.Set(os.NewFile(uintptr(life[0]), "lifeline"))
+	}
 	host, t := linktest.NewHost(1), New(Config{})
 	defer t.Close()
 	ep, err := t.Listen(context.Background(), host)
@@ -64,7 +72,7 @@ func child(role string) error {
 		linktest.Echo(e, true)
 	case "drain":
 		linktest.Drain(e)
-	case "some": // a few frames, and a hang
+	case "some", "mortal": // a few frames, and a hang
 		for i := range 20 {
 			h, p := linktest.Frame(i, i*1000, nil)
 			if err := e.Put(&h, p); err != nil {
@@ -72,6 +80,9 @@ func child(role string) error {
 			}
 		}
 		fmt.Println("sent")
+		if role == "mortal" { // as the kernel does long before it closes the sockets of a large process
+			unix.Close(life[1])
+		}
 		io.Copy(io.Discard, os.Stdin)
 	case "heir": // a child inherits all sockets, and stays
 		heir := exec.Command("sleep", "300")
@@ -305,6 +316,30 @@ func TestKilled(t *testing.T) {
 		}
 		if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerGone) {
 			t.Fatal(h, err)
+		}
+	})
+	linktest.NoLeaks(t, "Ending", func(t *testing.T) {
+		p := run(t, "mortal")
+		for i := range 20 {
+			h, b, err := p.Wait()
+			if err != nil {
+				t.Fatalf("frame %d, sent before the end: %v", i, err)
+			}
+			if err := linktest.Check(i, i*1000, h, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if h, _, err := p.Wait(); !errors.Is(err, p2p.ErrPeerEnds) || !errors.Is(err, p2p.ErrPeerGone) {
+			t.Fatal(h, err)
+		}
+		l := p.Link.(*link)
+		if l.ceased.Load() {
+			t.Error("a process that is ending counts as one that has ended")
+		}
+		p.kill()
+		<-l.down
+		if !l.ceased.Load() {
+			t.Error("the end of the process was not noticed")
 		}
 	})
 	linktest.NoLeaks(t, "Asleep", func(t *testing.T) {

@@ -9,10 +9,11 @@
 //
 // The socket stays open for the life of the link. It carries messages of a fixed size: bells for a
 // sleeping peer, and requests for regions with their answers. Its end shows the peer's death
-// immediately, whatever the cause. A goroutine in Go's network poller reads it; no thread is
-// blocked.
+// immediately, whatever the cause, or after the kernel has freed the peer's memory: a peer that has
+// a lifeline (package lifeline) passes it over, and its break tells earlier. A goroutine in Go's
+// network poller reads the socket; no thread is blocked.
 //
-// Descriptors: one listener a rank, one socket a link, one memfd an allocated region, two for a
+// Descriptors: one listener a rank, one socket a link, the peer's process and lifeline, one memfd an allocated region, two for a
 // region that peers may write, and one for each 1,024 ranges of memory that are exposed at a time.
 // Memory: two rings and a page a link, shared by both sides, allocated when touched. Memory of
 // links and regions is accounted to the processes that touch it, not to /dev/shm, and the kernel

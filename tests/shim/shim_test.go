@@ -177,6 +177,10 @@ func TestMembers(t *testing.T) {
 	pgtest.Exec(t, 3, program(t, "check-asan", "members"), sanitizer)
 }
 
+func TestStoreOfTheJob(t *testing.T) {
+	pgtest.Exec(t, 2, program(t, "check-asan", "jobstore"), sanitizer)
+}
+
 func TestForkedChildren(t *testing.T) {
 	for _, transport := range []string{"shm", "tcp"} {
 		t.Run(transport, func(t *testing.T) {

@@ -9,12 +9,22 @@ import (
 	"tutti/pg/membership"
 )
 
-// probe finds out whether a process is alive. It is dead if its record is gone with its lease, or
-// nothing listens at its addresses. A dying process may still accept connections, so a process that
+// ends reports whether a process has said that it is ending.
+func (ro *Roster) ends(p membership.Peer) bool {
+	ro.mu.Lock()
+	defer ro.mu.Unlock()
+	return ro.ending[p]
+}
+
+// probe finds out whether a process is alive. It is dead if a link has said so, its record is gone
+// with its lease, or nothing listens at its addresses. A dying process may still accept connections, so a process that
 // neither refuses nor answers is asked again for a while.
 func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 	ctx, cancel := context.WithTimeout(ro.ctx, probeWait)
 	defer cancel()
+	if ro.ends(p) {
+		return membership.VerdictDead
+	}
 	b, err := ro.dir.Store().Get(ctx, bootstrap.RankKey(p.Slot))
 	if errors.Is(err, bootstrap.ErrNoKey) {
 		return membership.VerdictDead
@@ -34,7 +44,7 @@ func (ro *Roster) probe(p membership.Peer) membership.Verdict {
 		return membership.VerdictDead // another incarnation can register only after its end
 	}
 	for patience := 5 * time.Millisecond; ; {
-		if ro.dir.Refuses(ctx, rec) {
+		if ro.ends(p) || ro.dir.Refuses(ctx, rec) {
 			return membership.VerdictDead
 		}
 		patience *= 2 // a busy process answers late, a dying one never

@@ -2,6 +2,7 @@ package roster
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -96,6 +97,7 @@ type Roster struct {
 	want    map[string][]byte           // values to be written to the store, nil: to be deleted
 	kept    map[string][]byte           // values that are in it under the lease
 	joiners map[int]uint64              // waiting incarnations by slot, as in the store
+	ending  map[membership.Peer]bool    // whose processes are known to end
 
 	// Under the proxy's lock.
 	view     membership.View
@@ -234,6 +236,14 @@ func (ro *Roster) LinkLocked(peer p2p.Identity, err error) {
 	if err == nil {
 		ro.Tell(membership.LinkUp{Peer: p})
 	} else {
+		if errors.Is(err, p2p.ErrPeerEnds) {
+			ro.mu.Lock()
+			if ro.ending == nil {
+				ro.ending = map[membership.Peer]bool{}
+			}
+			ro.ending[p] = true
+			ro.mu.Unlock()
+		}
 		ro.Tell(membership.LinkDown{Peer: p, Cause: err.Error()})
 	}
 }
@@ -343,6 +353,13 @@ func (ro *Roster) enter(a membership.Enter) {
 				delete(ro.accused, p)
 			}
 		}
+		ro.mu.Lock()
+		for p := range ro.ending {
+			if !ro.view.Has(p.Slot, p.Incarnation) {
+				delete(ro.ending, p)
+			}
+		}
+		ro.mu.Unlock()
 		ro.groups.ViewChanged()
 	})
 	for _, r := range slices.Concat(a.Removed, a.Added) {

@@ -26,6 +26,9 @@ using Tensors = std::vector<at::Tensor>;
 // Coalesced tensors of up to this many bytes in all are reduced in one operation.
 constexpr int64_t kFlatten = 1 << 20;
 
+// What the description of a rank's sparse tensor begins with if there is no such rank.
+constexpr int64_t kEmptySlot = -1;
+
 // How long close waits for each operation: the library bounds their end itself.
 constexpr milliseconds kClose{10000};
 
@@ -209,9 +212,7 @@ tutti_config Backend::config() const {
   return config;
 }
 
-void Backend::join() {
-  const Api& tutti = open_library();
-  const milliseconds timeout = joined_ = options_->timeout;
+std::string Backend::meet(milliseconds timeout) {
   // A store may hold the keys of earlier groups of these ranks.
   const int64_t turn = store_->add("tutti/turns/" + std::to_string(rank_), 1);
   prefix_ = "tutti/" + std::to_string(turn) + "/";
@@ -227,25 +228,49 @@ void Backend::join() {
     }
   }
   const std::vector<uint8_t> agreed = store_->get(prefix_ + "secret");
-  const std::string secret(agreed.begin(), agreed.end());
-  const std::string job = "torch-" + secret.substr(0, 24);
+  return std::string(agreed.begin(), agreed.end());
+}
+
+// Returns an environment variable, "" if it is not set.
+static std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+void Backend::join() {
+  const Api& tutti = open_library();
+  const milliseconds timeout = joined_ = options_->timeout;
+  const std::string mode = options_->on_failure.empty() ? variable("TUTTI_ON_FAILURE") : options_->on_failure;
+  const bool site = !options_->store.empty() || !variable("TUTTI_STORE").empty();
+  outlives_ = mode != "end" && on_failure_of(mode) != TUTTI_REPORT;
+  if (outlives_ && !site) {
+    throw std::invalid_argument(
+        "tutti: on_failure \"" + mode + "\" needs a store that knows which ranks are alive, which c10d's does not: start "
+        "the program with tutti run --on-failure " + mode + ", or set TUTTI_STORE or Options.store to that of an etcd");
+  }
 
   tutti_config config = this->config();
   config.size = size_;
   config.rank = rank_;
-  config.job = job.c_str();
-  config.secret = secret.data() + 24;
-  config.secret_len = secret.size() - 24;
 
-  // A job that outlives ranks needs a store with leases; any other meets in c10d's.
-  const char* site = std::getenv("TUTTI_STORE");
-  const char* mode = std::getenv("TUTTI_ON_FAILURE");
-  const bool outlives = config.on_failure != TUTTI_REPORT ||
-      (options_->on_failure.empty() && mode != nullptr && *mode != '\0' && std::string(mode) != "report");
+  // A rank that comes into a running job cannot agree on anything with the others in the c10d store.
+  std::string secret, job;
+  if (!options_->environment || !outlives_) {
+    secret = meet(timeout);
+  }
+  if (!options_->environment) {
+    job = "torch-" + secret.substr(0, 24);
+    config.job = job.c_str();
+    // The store that tutti run serves wants the secret of the environment.
+    if (!outlives_ || (variable("TUTTI_SECRET").empty() && variable("TUTTI_SECRET_FILE").empty())) {
+      config.secret = secret.data() + 24;
+      config.secret_len = secret.size() - 24;
+    }
+  }
   tutti_kv kv = {};
-  if (!options_->store.empty()) {
-    config.store = options_->store.c_str();
-  } else if (!outlives || site == nullptr || *site == '\0') {
+  if (options_->environment || outlives_ || !options_->store.empty()) {
+    config.store = or_null(options_->store);
+  } else {
     kv = callbacks_of(another(store_));
     config.kv = &kv;
   }
@@ -256,6 +281,12 @@ void Backend::join() {
     raise(code, tutti.tutti_last_error());
   }
   group_ = group;
+}
+
+// The parts of empty slots are left as they were, so that a copy needs what was there. In a group
+// that ends with the first lost rank there are none.
+Staged::Use Backend::gathered() const {
+  return outlives_ ? Staged::kReadWrite : Staged::kWrite;
 }
 
 void Backend::close() {
@@ -366,6 +397,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::
       options->timeout = opts->timeout;
     }
   }
+  options->environment = false;
   return c10::make_intrusive<Backend>(store, rank, size, options);
 }
 
@@ -569,7 +601,7 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
   check_lists("all_gather", inputs, outputs, size_);
   const Wire wire = wire_of(inputs[0].scalar_type());
   Staged source(inputs[0], Staged::kRead);
-  Staged target(outputs[0], Staged::kWrite);
+  Staged target(outputs[0], gathered());
   if (!target.copied() && overlap(source, target) && source.memory().data_ptr() != outputs[0][rank_].data_ptr()) {
     source.copy();
   }
@@ -587,7 +619,8 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs, const
 }
 
 // Adds to task the gathering of input in output.
-static void gather_into(Task& task, const char* what, const at::Tensor& output, const at::Tensor& input, int rank, int size) {
+static void gather_into(Task& task, const char* what, const at::Tensor& output, const at::Tensor& input, int rank,
+                        int size, Staged::Use use) {
   check_dense(what, input);
   check_alike(what, input, {output}, false);
   if (output.numel() != input.numel() * size) {
@@ -596,7 +629,7 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
   }
   const Wire wire = wire_of(input.scalar_type());
   Staged source(input, Staged::kRead);
-  Staged target(output, Staged::kWrite);
+  Staged target(output, use);
   const auto* own = static_cast<const char*>(target.memory().data_ptr()) + rank * source.memory().nbytes();
   if (overlap(source, target) && source.memory().data_ptr() != own) {
     source.copy();
@@ -612,7 +645,7 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) {
   Task task(OpType::_ALLGATHER_BASE, "tutti:_all_gather_base");
-  gather_into(task, "all_gather_into_tensor", output, input, rank_, size_);
+  gather_into(task, "all_gather_into_tensor", output, input, rank_, size_, gathered());
   task.inputs = {input};
   task.outputs = {{output}};
   set_timeout(task, opts.timeout);
@@ -627,7 +660,7 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
   }
   Task task(OpType::COALESCED, "tutti:all_gather_into_tensor_coalesced");
   for (size_t i = 0; i < inputs.size(); i++) {
-    gather_into(task, "all_gather_into_tensor_coalesced", outputs[i], inputs[i], rank_, size_);
+    gather_into(task, "all_gather_into_tensor_coalesced", outputs[i], inputs[i], rank_, size_, gathered());
   }
   task.inputs = inputs;
   task.outputs = {outputs};
@@ -661,7 +694,7 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     check_alike(what, inputs[i], ranks, true);
     const Wire wire = wire_of(inputs[i].scalar_type());
     Staged source(inputs[i], Staged::kRead);
-    Staged target(ranks, Staged::kWrite);
+    Staged target(ranks, gathered());
     if (overlap(source, target)) {
       source.copy();
     }
@@ -694,7 +727,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c1
   task.keep = {source.memory()};
   if (opts.rootRank == rank_) {
     check_lists("gather", inputs, outputs, size_);
-    Staged target(outputs[0], Staged::kWrite);
+    Staged target(outputs[0], gathered());
     if (!target.copied() && overlap(source, target) && source.memory().data_ptr() != outputs[0][rank_].data_ptr()) {
       source.copy();
       op.src = source.buffer(wire);
@@ -900,7 +933,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vecto
     from.clear();
   }
   Task task(OpType::ALLTOALL_BASE, "tutti:all_to_all");
-  exchange(task, Staged(output, Staged::kWrite), Staged(input, Staged::kRead), wire_of(input.scalar_type()), to, from);
+  exchange(task, Staged(output, gathered()), Staged(input, Staged::kRead), wire_of(input.scalar_type()), to, from);
   task.inputs = {input};
   task.outputs = {{output}};
   set_timeout(task, opts.timeout);
@@ -922,7 +955,7 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
     from.push_back(outputs[i].numel());
   }
   Task task(OpType::ALLTOALL, "tutti:all_to_all");
-  exchange(task, Staged(outputs, Staged::kWrite), Staged(inputs, Staged::kRead), wire_of(inputs[0].scalar_type()), to,
+  exchange(task, Staged(outputs, gathered()), Staged(inputs, Staged::kRead), wire_of(inputs[0].scalar_type()), to,
            from);
   task.inputs = inputs;
   task.outputs = {outputs};
@@ -973,8 +1006,13 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   return launch(std::move(task));
 }
 
-// The ranks report to rank 0 in the store, so that the group stays usable when one does not come.
+// The ranks report to rank 0 in the store, so that the group stays usable when one does not come. A
+// group that replacements come into does not use the store.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  if (prefix_.empty()) {
+    barrier(opts)->wait();
+    return;
+  }
   WithoutGil released;
   const milliseconds timeout = timeout_of(opts.timeout);
   uint64_t n = 0;
@@ -1049,9 +1087,9 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   std::vector<int64_t> shape = {own.sparse_dim(), own.dense_dim(), own._nnz()};
   shape.insert(shape.end(), own.sizes().begin(), own.sizes().end());
   const at::Tensor mine = at::tensor(shape, at::kLong);
-  const at::Tensor all = at::empty({size_, static_cast<int64_t>(shape.size())}, at::kLong);
+  const at::Tensor all = at::full({size_, static_cast<int64_t>(shape.size())}, kEmptySlot, at::kLong);
   Task meta(OpType::_ALLREDUCE_SPARSE, "tutti:sparse_all_reduce");
-  gather_into(meta, what, all, mine, rank_, size_);
+  gather_into(meta, what, all, mine, rank_, size_, gathered());
   set_timeout(meta, opts.timeout);
   begin(std::move(meta))->wait();
   std::vector<int64_t> index_counts, value_counts;
@@ -1062,6 +1100,11 @@ WorkPtr Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions
   int64_t nnz = 0;
   for (int r = 0; r < size_; r++) {
     const int64_t* theirs = all.data_ptr<int64_t>() + r * static_cast<int64_t>(shape.size());
+    if (theirs[0] == kEmptySlot) {
+      index_counts.push_back(0);
+      value_counts.push_back(0);
+      continue;
+    }
     for (size_t i = 0; i < shape.size(); i++) {
       TORCH_CHECK_VALUE(i == 2 || theirs[i] == shape[i], "tutti ", what, ": the tensors of ranks ", rank_, " and ", r,
                         " have different shapes or numbers of sparse dimensions");

@@ -40,6 +40,9 @@ struct Options : c10d::Backend::Options {
   std::string on_failure; // "report", "shrink", "retry"
   bool uniform = false;
   int max_procs = 0;
+  // The group is the job that the environment describes, in a store that outlives its ranks, and not
+  // one that these ranks agree on in the c10d store.
+  bool environment = false;
 };
 
 class Backend final : public c10d::Backend {
@@ -131,8 +134,17 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options = {});
   bool supportsTensorAlloc(c10::DeviceIndex device);
 
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+#endif
+
   // Returns the number of the view, and its ranks.
   std::pair<uint64_t, std::vector<int64_t>> view() const;
+
+  // Membership: see tutti.h. A timeout of 0 is the group's.
+  void recover(std::chrono::milliseconds timeout);
+  int admit(std::chrono::milliseconds timeout); // returns how many ranks came in
+  bool agree(bool yes, std::chrono::milliseconds timeout);
 
  private:
   c10::intrusive_ptr<c10d::Work> launch(Task task);
@@ -142,12 +154,15 @@ class Backend final : public c10d::Backend {
   tutti_config config() const;
   void join();
   tutti_member member() const; // makes it when it is first called
+  std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
+  Staged::Use gathered() const;
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
   void close(); // once
 
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
   std::string prefix_; // of this group's keys in store_
+  bool outlives_ = false; // the group goes on without lost ranks
   std::chrono::milliseconds joined_{0}; // the group's timeout
   std::atomic<tutti_group> group_{0}; // 0: there is none yet
 

@@ -3,6 +3,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend.h"
+#include "ddp.h"
+#include "jobstore.h"
 
 namespace py = pybind11;
 using namespace tutti_torch;
@@ -23,6 +25,8 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
       },
       py::arg("work"), py::call_guard<py::gil_scoped_release>());
 
+  add_first_result(m);
+
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(m, "Options")
       .def(py::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<Options>(timeout); }),
            py::arg("timeout") = kBackendDefaultTimeout)
@@ -36,10 +40,18 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
       .def_readwrite("metrics", &Options::metrics)
       .def_readwrite("on_failure", &Options::on_failure)
       .def_readwrite("uniform", &Options::uniform)
-      .def_readwrite("max_procs", &Options::max_procs);
+      .def_readwrite("max_procs", &Options::max_procs)
+      .def_readwrite("environment", &Options::environment);
 
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(m, "ProcessGroupTutti")
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, c10::intrusive_ptr<Options>>(), py::arg("store"),
            py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
-      .def("view", &Backend::view, py::call_guard<py::gil_scoped_release>());
+      .def("view", &Backend::view, py::call_guard<py::gil_scoped_release>())
+      .def("recover", &Backend::recover, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("admit", &Backend::admit, py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("agree", &Backend::agree, py::arg("yes"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
+
+  py::class_<JobStore, c10::intrusive_ptr<JobStore>, c10d::Store>(m, "JobStore")
+      .def(py::init<const std::string&, std::chrono::milliseconds>(), py::arg("address") = "",
+           py::arg("timeout") = c10d::Store::kDefaultTimeout, py::call_guard<py::gil_scoped_release>());
 }

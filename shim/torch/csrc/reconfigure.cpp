@@ -129,7 +129,7 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
   for (const auto& work : running_->all()) {
     work->await(kClose);
   }
-  running_->forget_error();
+  running_->recovered();
   auto work = c10::make_intrusive<Work>(rank, 0, Task(c10d::OpType::UNKNOWN, "tutti:reconfigure"), ordered_, running_);
   work->poll(); // it is over
   return work;

@@ -114,8 +114,9 @@ class Running {
     return error_.load();
   }
   void failed(int code) noexcept;
-  void forget_error() noexcept {
-    error_ = TUTTI_OK;
+  // Forgets the failure: the group is usable again.
+  void recovered() noexcept {
+    error_.store(TUTTI_OK);
   }
 
  private:

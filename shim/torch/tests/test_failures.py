@@ -88,6 +88,43 @@ def late(rank, size, port):
     dist.destroy_process_group()
 
 
+def recovers(rank, size, port):
+    """A group over a c10d store is usable again after a mismatch and a timeout, without the loss of a rank."""
+    from datetime import timedelta
+
+    harness.init(rank, size, port)
+    group = dist.group.WORLD
+    for elements in (3 + rank % 2, 7):
+        if elements != 7:
+            text = raises(dist.DistBackendError, "all_reduce", dist.all_reduce, torch.ones(elements))
+            assert "3 elements" in text and "4 elements" in text and "rank 1" in text, text
+        else:
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(milliseconds=200)
+            if rank == 1:
+                harness.store(port).wait(["0", "2"])  # the others have given up
+            else:
+                text = raises(dist.DistBackendError, "rank 1", lambda: group.allreduce([torch.ones(7)], options).wait())
+                harness.store(port).set(str(rank), "")
+        tutti_torch.recover()
+        x = torch.ones(5)
+        dist.all_reduce(x)
+        assert x[0] == size
+    assert tutti_torch.active_ranks() == [0, 1, 2]
+    dist.destroy_process_group()
+
+
+def irreplaceable(rank, size, port):
+    """A group over a c10d store cannot recover from the loss of a rank, and says so."""
+    harness.init(rank, size, port)
+    dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raises(dist.DistBackendError, "rank 2", dist.barrier)
+    raises(dist.DistBackendError, "rank 2", tutti_torch.recover)
+    dist.destroy_process_group()
+
+
 def dies(rank, size, port):
     """A rank that is killed is named by the others."""
     harness.init(rank, size, port)
@@ -141,8 +178,17 @@ class Failures(unittest.TestCase):
     def test_late_ranks_are_named(self):
         harness.run(late, 3)
 
+    def test_group_recovers_from_mismatch_and_timeout(self):
+        harness.run(recovers, 3)
+
     def test_killed_rank_is_named(self):
-        server, processes, results = harness.start(dies, 3)
+        self.kill(dies)
+
+    def test_lost_rank_of_a_fixed_group_is_named_by_recover(self):
+        self.kill(irreplaceable)
+
+    def kill(self, function):
+        server, processes, results = harness.start(function, 3)
         for _ in range(2):
             rank, outcome, value = results.get(timeout=harness.LIMIT)
             self.assertEqual(outcome, "ok", value)

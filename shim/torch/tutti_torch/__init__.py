@@ -11,7 +11,19 @@ and does not open Tutti's library: the first group does.
 
 import os
 
-__all__ = ["Options", "active_ranks", "empty", "failed_ranks", "register"]
+from .elastic import _count_groups, _environments, admit, agree, ddp_hook, recover, register_rendezvous
+
+__all__ = [
+    "Options",
+    "active_ranks",
+    "admit",
+    "agree",
+    "ddp_hook",
+    "empty",
+    "failed_ranks",
+    "recover",
+    "register",
+]
 
 _glue = None
 
@@ -47,11 +59,15 @@ def _create(backend_options, options=None):
     glue = _load()
     options = options.copy() if isinstance(options, glue.Options) else glue.Options()
     options._timeout = backend_options.timeout
+    options.environment = _environments(options, backend_options)
     if getattr(backend_options, "enable_reconfigure", False):
         options.enable_reconfigure = True
-    return glue.ProcessGroupTutti(
+    backend = glue.ProcessGroupTutti(
         backend_options.store, backend_options.group_rank, backend_options.group_size, options
     )
+    if options.environment:
+        _count_groups(backend)
+    return backend
 
 
 def register():
@@ -61,6 +77,7 @@ def register():
     if not dist.is_available() or "tutti" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("tutti", _create, extended_api=True, devices=["cpu", "cuda"])
+    register_rendezvous()
     # Newer versions record the operations of backends that they do not know, with a stack trace of
     # each. Tutti records its operations itself.
     recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)

@@ -9,7 +9,8 @@ import tempfile
 from tutti_torch import _versions
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "tensors.cpp", "work.cpp", "backend.cpp", "reconfigure.cpp", "module.cpp"]
+SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "jobstore.cpp", "tensors.cpp", "work.cpp", "backend.cpp",
+           "elastic.cpp", "reconfigure.cpp", "ddp.cpp", "module.cpp"]
 
 
 def sources():

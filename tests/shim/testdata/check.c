@@ -940,6 +940,64 @@ static void kv(void)
 	CODE(TUTTI_EINVAL, tutti_join(&config, &g));
 }
 
+/* ask makes a request to a store that the library has opened, and compares the resulting value. */
+static int ask(int (*f)(void *, tutti_kv_call *), tutti_kv *store, const char *key, const char *value,
+               const char *expected, const char *result)
+{
+	static char answer[TUTTI_MAX_VALUE], why[256];
+	tutti_kv_call call = {.struct_size = sizeof call, .error_cap = sizeof why, .key = key, .value = value,
+	                      .value_len = strlen(value), .expected = expected, .expected_len = strlen(expected),
+	                      .timeout_ns = 10000000000, .result = answer, .result_cap = sizeof answer, .error = why};
+	int code;
+
+	if (result == NULL)
+		call.timeout_ns = 20000000;
+	code = f(store->ctx, &call);
+	if (code == TUTTI_OK && result != NULL)
+		TRUE(call.result_len == strlen(result) && memcmp(answer, result, call.result_len) == 0);
+	if (code != TUTTI_OK)
+		TRUE(strlen(why) > 0);
+	return code;
+}
+
+/* jobstore uses the job's store without being a rank. */
+static void jobstore(void)
+{
+	static char much[TUTTI_MAX_VALUE + 2];
+	tutti_kv store = {.struct_size = sizeof store};
+	tutti_config config = {.struct_size = sizeof config, .kv = &store};
+
+	CODE(TUTTI_EINVAL, tutti_store_open(NULL, NULL));
+	OK(tutti_store_open(NULL, &store));
+	config.kv = &store;
+	CODE(TUTTI_EINVAL, tutti_store_open(&config, &store));
+	SAYS("kv is set");
+	rank = atoi(getenv("RANK"));
+	TRUE(ask(store.get, &store, "none", "", "", "") == TUTTI_OK);
+	TRUE(ask(store.wait, &store, "none", "", "", NULL) == TUTTI_ETIMEOUT);
+	if (rank == 0) {
+		TRUE(ask(store.compare_and_set, &store, "turn", "a", "z", "") == TUTTI_OK);
+		TRUE(ask(store.compare_and_set, &store, "turn", "a", "", "a") == TUTTI_OK);
+		TRUE(ask(store.compare_and_set, &store, "turn", "b", "x", "a") == TUTTI_OK);
+		TRUE(ask(store.compare_and_set, &store, "turn", "b", "a", "b") == TUTTI_OK);
+		TRUE(ask(store.set, &store, "gone", "x", "", "") == TUTTI_OK);
+		TRUE(ask(store.set, &store, "gone", "", "", "") == TUTTI_OK);
+		TRUE(ask(store.set, &store, "word", "hello", "", "") == TUTTI_OK);
+	}
+	TRUE(ask(store.wait, &store, "word", "", "", "hello") == TUTTI_OK);
+	TRUE(ask(store.get, &store, "turn", "", "", "b") == TUTTI_OK);
+	TRUE(ask(store.get, &store, "gone", "", "", "") == TUTTI_OK);
+	memset(much, 'x', sizeof much - 1);
+	TRUE(ask(store.set, &store, "much", much, "", "") == TUTTI_EINTERNAL);
+	TRUE(ask(store.get, &store, "", "", "", "") == TUTTI_OK); /* the key that is the program's prefix */
+	if (fork() == 0)
+		_exit(ask(store.get, &store, "word", "", "", "") == TUTTI_EFORKED ? 0 : 1);
+	int status = -1;
+	TRUE(wait(&status) > 0 && status == 0);
+	store.release(store.ctx);
+	TRUE(ask(store.get, &store, "word", "", "", "") == TUTTI_EINVAL);
+}
+
 /* fuzz runs operations with arbitrary fields: they end with some code, and touch nothing but
  * their buffers. */
 static uint64_t seed = 20261122;
@@ -1124,7 +1182,7 @@ int main(int argc, char **argv)
 		const char *name;
 		void (*f)(void);
 	} parts[] = {{"ops", ops}, {"overlap", overlap}, {"bad", bad}, {"lost", lost}, {"mismatch", mismatch},
-	             {"late", late}, {"kv", kv}, {"replace", replace}, {"members", members},
+	             {"late", late}, {"kv", kv}, {"jobstore", jobstore}, {"replace", replace}, {"members", members},
 	             {"evict", evict}, {"fuzz", fuzz}, {"crowd", crowd}};
 	size_t i;
 

@@ -1,0 +1,88 @@
+// Membership of a group, and memory for its collectives.
+#include <c10/core/CPUAllocator.h>
+
+#include "backend.h"
+#include "interrupt.h"
+
+namespace tutti_torch {
+
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+namespace {
+
+int64_t bound_of(milliseconds timeout) {
+  return timeout.count() <= 0 ? 0 : nanoseconds(timeout).count();
+}
+
+void check(const Interruptible& interruptible, int code) {
+  if (code != TUTTI_OK) {
+    const std::string why = api().tutti_last_error();
+    interruptible.rethrow();
+    raise(code, why);
+  }
+}
+
+// Memory allocates memory of a group. Tensors may outlive it.
+class Memory final : public c10::Allocator {
+ public:
+  explicit Memory(tutti_group group) : group_(group) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    void* memory = nullptr;
+    if (bytes > 0) {
+      if (int code = api().tutti_alloc(group_, bytes, &memory); code != TUTTI_OK) {
+        raise(code, api().tutti_last_error());
+      }
+    }
+    return {memory, memory, &free, at::Device(at::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override {
+    return &free;
+  }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  static void free(void* memory) {
+    api().tutti_free(memory);
+  }
+
+  const tutti_group group_;
+};
+
+} // namespace
+
+void Backend::recover(milliseconds timeout) {
+  WithoutGil released;
+  Interruptible interruptible(api());
+  check(interruptible, api().tutti_recover(group_, bound_of(timeout)));
+  running_->recovered();
+}
+
+int Backend::admit(milliseconds timeout) {
+  WithoutGil released;
+  Interruptible interruptible(api());
+  int32_t admitted = 0;
+  check(interruptible, api().tutti_admit(group_, bound_of(timeout), &admitted));
+  return admitted;
+}
+
+bool Backend::agree(bool yes, milliseconds timeout) {
+  WithoutGil released;
+  Interruptible interruptible(api());
+  int32_t all = 0;
+  check(interruptible, api().tutti_agree(group_, yes ? 1 : 0, bound_of(timeout), &all));
+  return all != 0;
+}
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
+  return std::make_shared<Memory>(group_);
+}
+#endif
+
+} // namespace tutti_torch

@@ -1,0 +1,215 @@
+#include "jobstore.h"
+
+#include <algorithm>
+#include <random>
+
+#include "interrupt.h"
+#include "work.h"
+
+namespace tutti_torch {
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+using std::chrono::nanoseconds;
+
+// How long a wait goes without a look at signals.
+constexpr milliseconds kSlice{100};
+
+// A stored value begins with one of these bytes, because an empty one counts as missing. A sum has
+// some random bytes then, so that ranks that write the same sum at the same time differ.
+constexpr uint8_t kValue = '=';
+constexpr uint8_t kSum = '+';
+constexpr size_t kRandom = 8;
+
+Bytes stored(const Bytes& value) {
+  Bytes with(1 + value.size(), kValue);
+  std::copy(value.begin(), value.end(), with.begin() + 1);
+  return with;
+}
+
+Bytes stored_sum(int64_t sum) {
+  static thread_local std::random_device random;
+  Bytes with = {kSum};
+  while (with.size() < 1 + kRandom) {
+    with.push_back(static_cast<uint8_t>(random()));
+  }
+  const std::string text = std::to_string(sum);
+  with.insert(with.end(), text.begin(), text.end());
+  return with;
+}
+
+Bytes shown(const Bytes& value) {
+  const size_t head = value.empty() ? 0 : value[0] == kSum ? 1 + kRandom : 1;
+  return Bytes(value.begin() + static_cast<ptrdiff_t>(std::min(head, value.size())), value.end());
+}
+
+} // namespace
+
+JobStore::JobStore(const std::string& address, milliseconds timeout) : c10d::Store(timeout) {
+  const Api& tutti = open_library();
+  WithoutGil released;
+  tutti_config config{};
+  config.struct_size = sizeof config;
+  config.store = address.empty() ? nullptr : address.c_str();
+  config.timeout_ns = timeout.count() > 0 ? nanoseconds(timeout).count() : 0;
+  tutti_kv kv{};
+  kv.struct_size = sizeof kv;
+  Interruptible interruptible(tutti);
+  if (int code = tutti.tutti_store_open(&config, &kv); code != TUTTI_OK) {
+    interruptible.rethrow();
+    raise(code, tutti.tutti_last_error());
+  }
+  kv_ = std::shared_ptr<tutti_kv>(new tutti_kv(kv), [](tutti_kv* kv) {
+    kv->release(kv->ctx);
+    delete kv;
+  });
+}
+
+c10::intrusive_ptr<c10d::Store> JobStore::clone() {
+  return c10::make_intrusive<JobStore>(*this);
+}
+
+bool JobStore::ask(Function f, const std::string& key, milliseconds time, Bytes& result, const Bytes& value,
+                   const Bytes& expected) {
+  Bytes room(TUTTI_MAX_VALUE);
+  char why[512] = "";
+  tutti_kv_call call{};
+  call.struct_size = sizeof call;
+  call.key = key.c_str();
+  call.value = value.data();
+  call.value_len = value.size();
+  call.expected = expected.data();
+  call.expected_len = expected.size();
+  call.timeout_ns = std::max<int64_t>(1, nanoseconds(time).count());
+  call.result = room.data();
+  call.result_cap = room.size();
+  call.error = why;
+  call.error_cap = sizeof why;
+  const int code = f(kv_->ctx, &call);
+  if (code == TUTTI_OK) {
+    room.resize(call.result_len);
+    result = std::move(room);
+    return true;
+  }
+  if (code != TUTTI_ETIMEOUT) {
+    C10_THROW_ERROR(DistStoreError, c10::str("the job's store, key ", key, ": ", why));
+  }
+  return false;
+}
+
+// The time for a request that does not wait for other ranks.
+static milliseconds request(milliseconds timeout) {
+  return timeout.count() > 0 ? timeout : milliseconds(c10d::Store::kDefaultTimeout);
+}
+
+[[noreturn]] static void silent(const std::string& key, milliseconds time) {
+  C10_THROW_ERROR(DistStoreError, c10::str("the job's store, key ", key, ": no answer in ", time.count(), " ms"));
+}
+
+void JobStore::set(const std::string& key, const Bytes& value) {
+  Bytes none;
+  const milliseconds time = request(timeout_);
+  if (!ask(kv_->set, key, time, none, stored(value))) {
+    silent(key, time);
+  }
+}
+
+Bytes JobStore::exchange(const std::string& key, const Bytes& expected, const Bytes& desired) {
+  Bytes now;
+  const milliseconds time = request(timeout_);
+  if (!ask(kv_->compare_and_set, key, time, now, desired, expected)) {
+    silent(key, time);
+  }
+  return now;
+}
+
+// As TCPStore: an empty expected value stands for a missing key, and a missing key for which another
+// one is expected gives the expected one.
+Bytes JobStore::compareSet(const std::string& key, const Bytes& expected, const Bytes& desired) {
+  Bytes now = peek(key);
+  for (;;) {
+    if (now.empty() ? !expected.empty() : shown(now) != expected) {
+      return now.empty() ? expected : shown(now);
+    }
+    Bytes then = exchange(key, now, stored(desired));
+    if (shown(then) == desired) {
+      return desired;
+    }
+    check_signals();
+    now = std::move(then);
+  }
+}
+
+// Returns the stored value of key, empty if there is none.
+Bytes JobStore::peek(const std::string& key) {
+  Bytes value;
+  const milliseconds time = request(timeout_);
+  if (!ask(kv_->get, key, time, value)) {
+    silent(key, time);
+  }
+  return value;
+}
+
+Bytes JobStore::get(const std::string& key) {
+  wait({key}, timeout_);
+  return shown(peek(key));
+}
+
+int64_t JobStore::add(const std::string& key, int64_t value) {
+  Bytes now = peek(key);
+  for (;;) {
+    const Bytes number = shown(now);
+    const int64_t sum = (number.empty() ? 0 : std::stoll(std::string(number.begin(), number.end()))) + value;
+    const Bytes desired = stored_sum(sum);
+    Bytes then = exchange(key, now, desired);
+    if (then == desired) {
+      return sum;
+    }
+    check_signals();
+    now = std::move(then);
+  }
+}
+
+bool JobStore::deleteKey(const std::string& key) {
+  const Bytes now = peek(key);
+  return !now.empty() && exchange(key, now, {}).empty();
+}
+
+bool JobStore::check(const std::vector<std::string>& keys) {
+  return std::none_of(keys.begin(), keys.end(), [this](const std::string& key) { return peek(key).empty(); });
+}
+
+int64_t JobStore::getNumKeys() {
+  C10_THROW_ERROR(NotImplementedError, "the job's store does not count its keys");
+}
+
+void JobStore::wait(const std::vector<std::string>& keys) {
+  wait(keys, timeout_);
+}
+
+void JobStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+  const bool bounded = timeout != kNoTimeout;
+  const Clock::time_point end = Clock::now() + timeout;
+  for (const std::string& key : keys) {
+    for (;;) {
+      milliseconds left = kSlice;
+      if (bounded) {
+        left = std::clamp(std::chrono::duration_cast<milliseconds>(end - Clock::now()), milliseconds(1), kSlice);
+      }
+      Bytes value;
+      if (ask(kv_->wait, key, left, value)) {
+        break;
+      }
+      check_signals();
+      if (bounded && Clock::now() >= end) {
+        C10_THROW_ERROR(DistStoreError, c10::str("wait timeout after ", timeout.count(), " ms for key ", key,
+                                                 " in the job's store"));
+      }
+    }
+  }
+}
+
+} // namespace tutti_torch

@@ -1,0 +1,251 @@
+"""Groups go on when ranks die, and take replacements in."""
+
+import os
+import re
+import unittest
+
+import harness
+import launched
+import measure_kill
+import torch
+import torch.distributed as dist
+import tutti_torch
+
+SHRINK = ("--on-failure", "shrink")
+
+INIT = """
+dist.init_process_group("tutti", init_method="tutti://")
+rank, size = dist.get_rank(), dist.get_world_size()
+"""
+
+# Rank DIES is lost, and what the operations do without it.
+HOLE = INIT + """
+lost = int(os.environ["DIES"])
+dist.barrier()
+if rank == lost:
+    die()
+x = torch.ones(3)
+work = dist.all_reduce(x, async_op=True)
+raises(dist.DistBackendError, f"rank {lost}", work.wait)
+assert tutti_torch.failed_ranks(work) == [lost]
+tutti_torch.recover()  # as the next operation would
+left = [r for r in range(size) if r != lost]
+assert tutti_torch.active_ranks() == left, tutti_torch.active_ranks()
+assert dist.get_world_size() == size
+
+x = torch.full((3,), rank + 1.0)
+dist.all_reduce(x)
+assert x.tolist() == [sum(r + 1 for r in left)] * 3
+dist.all_reduce(mean := torch.full((3,), float(rank)), dist.ReduceOp.AVG)
+assert mean.tolist() == [sum(left) / len(left)] * 3, mean
+
+own = torch.full((2,), rank, dtype=torch.int16)
+want = [[r, r] if r != lost else [-7, -7] for r in range(size)]  # the empty slot is as it was
+def empty(*shape):
+    return torch.full(shape, -7, dtype=torch.int16)
+dist.all_gather_into_tensor(out := empty(size, 2), own)
+assert out.tolist() == want
+dist.all_gather_into_tensor(wide := empty(2, 2 * size).t().contiguous().t()[:, ::2].t(), own)  # not contiguous
+assert wide.tolist() == want, wide
+outs = [empty(2) for _ in range(size)]
+dist.all_gather(outs, own)
+assert [o.tolist() for o in outs] == want
+outs = [empty(2) for _ in range(size)]
+dist.gather(own, outs if rank == left[0] else None, dst=left[0])
+assert rank != left[0] or [o.tolist() for o in outs] == want
+dist.all_to_all_single(out := empty(size, 2), own.repeat(size, 1))
+assert out.tolist() == want
+outs = [empty(2) for _ in range(size)]
+dist.all_to_all(outs, [own] * size)
+assert [o.tolist() for o in outs] == want
+dist.all_to_all_single(out := empty(size, 2), own.repeat(size, 1), [1] * size, [1] * size)
+assert out.tolist() == want
+dist.reduce_scatter_tensor(part := torch.zeros(2), torch.arange(2.0 * size))
+assert part.tolist() == [(2 * rank + i) * len(left) for i in range(2)]
+dist.scatter(part, [torch.full((2,), float(r)) for r in range(size)] if rank == left[0] else None, src=left[0])
+assert part.tolist() == [rank, rank]
+dist.broadcast(x := torch.full((1,), rank), left[-1])
+assert x.item() == left[-1]
+raises(dist.DistBackendError, "the root is not active", dist.broadcast, x, lost)
+net = torch.nn.Linear(1, 1, bias=False)
+ddp = torch.nn.parallel.DistributedDataParallel(net, init_sync=False, find_unused_parameters=True)
+ddp.register_comm_hook(None, tutti_torch.ddp_hook)
+ddp(torch.full((1, 1), rank + 1.0)).sum().backward()
+assert net.weight.grad.item() == sum(r + 1 for r in left) / len(left), net.weight.grad  # of the active ranks
+from datetime import timedelta
+store = dist.distributed_c10d._get_default_store()
+if rank == left[0]:
+    raises(dist.DistBackendError, f"rank {left[1]}", dist.group.WORLD.monitored_barrier, timedelta(milliseconds=200))
+    store.set("late", "")
+else:
+    store.wait(["late"])
+tutti_torch.recover()
+dist.group.WORLD.monitored_barrier()
+sparse = torch.sparse_coo_tensor([[rank]], [1.0], (size,))
+dist.all_reduce(sparse)
+assert sparse.to_dense().tolist() == [float(r in left) for r in range(size)]
+dist.barrier()
+print("through")
+dist.destroy_process_group()
+"""
+
+# Two losses one after the other; each is replaced, with the others' state.
+REPLACED = INIT + """
+life = int(os.environ.get("TUTTI_RESTART", "0"))
+done = torch.zeros(1, dtype=torch.long)
+if restarted:
+    assert tutti_torch.active_ranks() == [0, 1, 2]
+    dist.broadcast(done, src=1 if rank == 0 else 0)
+pid = os.getpid()
+for lost in (0, 2):
+    if done > (0 if lost == 0 else 1) or (rank == lost and restarted):
+        continue
+    dist.barrier()
+    if rank == lost:
+        die()
+    raises(dist.DistBackendError, f"rank {lost}", dist.barrier)
+    while tutti_torch.admit() == 0:
+        pass
+    done += 1
+    dist.broadcast(done, src=1 if lost == 0 else 0)
+    assert os.getpid() == pid
+dist.all_reduce(total := torch.ones(1))
+assert total.item() == 3
+assert done.item() == 2, done
+dist.all_reduce(total, group=dist.new_group([0, 1, 2]))  # c10d counts groups
+assert total.item() == 9
+pair = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+dist.all_reduce(total, group=pair) if pair else None
+assert total.item() == (18 if pair else 9)
+print("rank", rank, "ends", tutti_torch.active_ranks())
+dist.destroy_process_group()
+"""
+
+AGREED = INIT + """
+dist.barrier()
+assert tutti_torch.agree(True) is True
+assert tutti_torch.agree(rank != 1) is False
+if rank == 2:
+    die()
+assert tutti_torch.agree(True) in (True, False)  # while rank 2 dies
+assert tutti_torch.agree(True) is True
+print("agreed")
+dist.destroy_process_group()
+"""
+
+RETRY = INIT + """
+dist.barrier()
+source = torch.full((1000,), rank + 1.0)
+out = torch.zeros(size, 1000)
+if rank == 1:
+    die()
+dist.all_gather_into_tensor(out, source)  # runs again without rank 1: there is no error
+assert out[:, 0].tolist()[0::2] == [1.0, 3.0], out[:, 0]
+print("retried")
+dist.destroy_process_group()
+"""
+
+SUBGROUP = INIT + """
+pair = dist.new_group([0, 2])
+trio = dist.new_group([0, 1, 2])
+dist.barrier()
+if rank == 1:
+    die()
+raises(dist.DistBackendError, "rank 1", dist.all_reduce, torch.ones(1), group=trio)
+dist.all_reduce(x := torch.ones(1), group=trio)
+assert x.item() == 2 and tutti_torch.active_ranks(trio) == [0, 2]
+dist.all_reduce(x := torch.ones(1), group=pair)
+assert x.item() == 2 and tutti_torch.active_ranks(pair) == [0, 1]  # ranks of the group
+print("subgroups go on")
+dist.destroy_process_group()
+"""
+
+STORE = """
+store = tutti_torch._load().JobStore()
+from datetime import timedelta
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+assert not store.check(["nothing"])
+raises(dist.DistStoreError, "timeout", store.wait, ["nothing"], timedelta(milliseconds=50))
+for _ in range(50):
+    store.add("count", 1)
+store.add("ready", 1)
+while store.add("ready", 0) < size:
+    pass
+assert store.get("count") == str(50 * size).encode()
+if rank == 0:
+    store.set("empty", "")
+    assert store.compare_set("cas", "", "a") == b"a"
+    assert store.compare_set("cas", "b", "c") == b"a"
+    assert store.compare_set("cas", "a", "d") == b"d"
+    assert store.compare_set("none", "b", "c") == b"b"
+    assert store.delete_key("cas") and not store.delete_key("cas")
+    store.set("go", bytes(range(256)))
+assert store.get("go") == bytes(range(256))
+assert store.get("empty") == b""
+raises(dist.DistStoreError, "too long", store.set, "long", "x" * 70000)
+print("stored")
+"""
+
+
+class Elastic(unittest.TestCase):
+    def test_operations_leave_empty_slots_as_they_were(self):
+        for lost in (0, 1):  # rank 0 too: it hosts no store
+            with self.subTest(lost=lost):
+                out, _ = launched.run(3, SHRINK, HOLE, environment={"DIES": str(lost)})
+                self.assertEqual(out.count("through"), 2)
+
+    def test_lost_ranks_are_replaced_one_after_the_other(self):
+        out, _ = launched.run(3, [*SHRINK, "--max-restarts", "1"], REPLACED)
+        for rank in range(3):
+            self.assertIn(f"rank {rank} ends [0, 1, 2]", out)
+
+    def test_ranks_agree_while_one_dies(self):
+        out, _ = launched.run(3, SHRINK, AGREED)
+        self.assertEqual(out.count("agreed"), 2)
+
+    def test_retry_hides_the_loss(self):
+        out, _ = launched.run(3, ["--on-failure", "retry"], RETRY)
+        self.assertEqual(out.count("retried"), 2)
+
+    def test_subgroups_go_on(self):
+        out, _ = launched.run(3, SHRINK, SUBGROUP)
+        self.assertEqual(out.count("subgroups go on"), 2)
+
+    def test_store_of_the_job(self):
+        out, _ = launched.run(3, [], STORE)
+        self.assertEqual(out.count("stored"), 3)
+
+    def test_example(self):
+        example = os.path.join(launched.ROOT, "examples", "torch_elastic.py")
+        for lost in (1, 0):
+            with self.subTest(lost=lost):
+                out, err = launched.run(3, [*SHRINK, "--max-restarts", "1"], example, environment={"DIES": str(lost)})
+                self.assertIn("begins at step 20 with ranks " + str([r for r in range(3) if r != lost]), out)
+                ends = re.findall(r"rank \d ends after step (\d+): loss ([0-9.]+), state (.*)", out)
+                self.assertEqual(len(ends), 3, out)
+                self.assertEqual(len({state for _, _, state in ends}), 1, "the replacement has another model")
+                begins = [int(step) for step in re.findall(r"begins at step (\d+) with ranks \[0, 1, 2\]", out)]
+                self.assertGreaterEqual(max(begins), 20, "the replacement began anew")
+                self.assertLess(float(ends[0][1]), 0.01)
+
+    def test_kill_is_over_soon(self):
+        times = measure_kill.measure(4, 1024)  # every rank once
+        self.assertLess(max(times), 1000, "milliseconds; measure_kill.py shows some ten")
+
+    def test_shrink_without_a_store_is_refused(self):
+        harness.run(refused, 2)
+
+
+def refused(rank, size, port):
+    options = tutti_torch.Options()
+    options.on_failure = "shrink"
+    try:
+        harness.init(rank, size, port, pg_options=options)
+    except ValueError as e:
+        assert "tutti run" in str(e), e
+    else:
+        raise AssertionError("a group over a c10d store cannot outlive ranks")
+
+
+if __name__ == "__main__":
+    unittest.main()
