@@ -239,20 +239,22 @@ void Backend::join() {
   // A job that outlives ranks needs a store with leases; any other meets in c10d's.
   const char* site = std::getenv("TUTTI_STORE");
   const char* mode = std::getenv("TUTTI_ON_FAILURE");
-  const bool outlives = config.on_failure != TUTTI_REPORT ||
+  outlives_ = config.on_failure != TUTTI_REPORT ||
       (options_->on_failure.empty() && mode != nullptr && *mode != '\0' && std::string(mode) != "report");
   tutti_kv kv = {};
   if (!options_->store.empty()) {
     config.store = options_->store.c_str();
-  } else if (!outlives || site == nullptr || *site == '\0') {
+  } else if (!outlives_ || site == nullptr || *site == '\0') {
     kv = callbacks_of(another(store_));
     config.kv = &kv;
   }
   Interruptible interruptible(tutti);
-  if (int code = tutti.tutti_join(&config, &group_); code != TUTTI_OK) {
+  tutti_group group = 0;
+  if (int code = tutti.tutti_join(&config, &group); code != TUTTI_OK) {
     interruptible.rethrow();
     raise(code, tutti.tutti_last_error());
   }
+  group_ = group;
 }
 
 void Backend::close() {
@@ -269,6 +271,7 @@ void Backend::close() {
   }
   ordered_->stop();
   unordered_->stop();
+  running_->hooks.clear();
 }
 
 void close_all() {
@@ -294,6 +297,7 @@ void Backend::abort() {
       return;
     }
   }
+  running_->hooks.failed();
   api().tutti_abort(group_, c10::str("rank ", rank_, " has aborted the process group").c_str());
 }
 
@@ -405,11 +409,20 @@ c10::intrusive_ptr<Work> Backend::begin(Task task) {
   if (closed_) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group was shut down");
   }
+  if (suspended_) {
+    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group is suspended: call resume");
+  }
   if (!message) {
     seq_++;
   }
+  extend(task);
   work = c10::make_intrusive<Work>(rank_, seq_, std::move(task), message ? unordered_ : ordered_, running_);
   work->start(group_);
+  for (Extension& extension : extensions_) {
+    if (!extension.first) {
+      extension.first = work;
+    }
+  }
   if (coalescing_) {
     coalesced_.push_back(work);
   }

@@ -9,7 +9,10 @@ import tempfile
 from tutti_torch import _versions
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "tensors.cpp", "work.cpp", "backend.cpp", "module.cpp"]
+SOURCES = [
+    "api.cpp", "interrupt.cpp", "store.cpp", "tensors.cpp", "hooks.cpp", "work.cpp", "backend.cpp", "lifecycle.cpp",
+    "window.cpp", "module.cpp",
+]
 
 
 def sources():
