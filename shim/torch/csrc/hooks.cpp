@@ -19,6 +19,13 @@ void call(const F& hook, const char* kind, Arguments&&... arguments) noexcept {
   }
 }
 
+// The clock of WorkInfo depends on the version of torch.
+using Time = decltype(c10d::WorkInfo::timeStarted);
+
+Time time_of(std::chrono::steady_clock::time_point time) {
+  return Time::clock::now() + std::chrono::duration_cast<Time::duration>(time - std::chrono::steady_clock::now());
+}
+
 } // namespace
 
 void Hooks::count() {
@@ -102,7 +109,7 @@ void Hooks::ended(c10d::OpType type, uint64_t seq, uint64_t key, std::chrono::st
     call(*hook, "a completion hook", key, 1000 * duration.count());
   }
   if (info) {
-    call(*info, "a completion hook", std::make_shared<c10d::WorkInfo>(type, seq, begun, over, duration));
+    call(*info, "a completion hook", std::make_shared<c10d::WorkInfo>(type, seq, time_of(begun), time_of(over), duration));
   }
 }
 

@@ -49,6 +49,12 @@ def main(directory=HERE, objects=None):
         "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
+    # Modules share types only if they were compiled for the same ABI, as pybind11 knows it. Torch says
+    # which one it was.
+    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
+        value = getattr(torch._C, f"_PYBIND11_{name}", None)
+        if value is not None:
+            flags.append(f'-DPYBIND11_{name}="{value}"')
     for path in [sysconfig.get_path("include"), *cpp_extension.include_paths()]:
         flags += ["-isystem", path]
     compiler = os.environ.get("CXX", "g++")
