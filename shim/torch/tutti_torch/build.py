@@ -55,6 +55,7 @@ def main(directory=HERE, objects=None):
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
         if value is not None:
             flags.append(f'-DPYBIND11_{name}="{value}"')
+    flags += ["-I", source, "-I", os.path.join(source, "..", "..")]  # tutti_dl.h is beside them, or in shim
     for path in [sysconfig.get_path("include"), *cpp_extension.include_paths()]:
         flags += ["-isystem", path]
     compiler = os.environ.get("CXX", "g++")
