@@ -164,7 +164,7 @@ def alone(seed, calls):
     dist.all_reduce(x)
     assert x[0] == 3
     dist.destroy_process_group()
-    for i in range(calls // 10):
+    for i in range(calls // 10 if harness.has("shutdown") else 0):
         maker = Maker(seed + i, 1)
         name = maker.pick(*OPERATIONS)
         if name in ("split", "shrink") or not hasattr(backend, name):
@@ -260,6 +260,8 @@ class Arguments(unittest.TestCase):
 
     def test_interpreter_ends_with_operations_under_way(self):
         for name, (way, code) in WAYS.items():
+            if "thread" in name and not harness.has("shutdown"):
+                continue  # older versions abort themselves when a thread returns from a wait too late
             with self.subTest(name):
                 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 program = EXIT.format(tests=os.path.dirname(os.path.abspath(__file__)), port=server.port, way=way)

@@ -10,8 +10,6 @@ import torch.distributed as dist
 import tutti_torch
 from test_failures import raises
 
-BACKEND = torch._C._distributed_c10d.Backend
-SECOND = timedelta(seconds=1)
 
 
 def backend(group=None):
@@ -261,7 +259,7 @@ def timeouts(rank, size, port):
 
 
 def needs(name):
-    return unittest.skipUnless(hasattr(BACKEND, name), f"this torch has no Backend.{name}")
+    return unittest.skipUnless(harness.has(name), f"this torch has no Backend.{name}")
 
 
 class Backend(unittest.TestCase):

@@ -48,7 +48,8 @@ def arguments(rank, size, port):
     assert x[0] == size
     dist.destroy_process_group()
     raises(ValueError, "", dist.all_reduce, x)
-    raises(RuntimeError, "shut down", group.allreduce, [x])
+    if harness.has("shutdown"):
+        raises(RuntimeError, "shut down", group.allreduce, [x])
 
 
 def mismatch(rank, size, port):

@@ -10,6 +10,7 @@ import unittest.mock
 import harness
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as fsdp
 from torch import nn
 
 
@@ -387,18 +388,22 @@ class Programs(unittest.TestCase):
     def test_distributed_data_parallel(self):
         harness.run(data_parallel, 3)
 
+    @unittest.skipUnless(hasattr(fsdp, "fully_shard"), "this torch has no fsdp.fully_shard")
     def test_fully_sharded_data_parallel(self):
         harness.run(fully_sharded, 2)
 
     def test_tensor_parallel(self):
         harness.run(tensor_parallel, 2)
 
+    @unittest.skipUnless(hasattr(fsdp, "fully_shard"), "this torch has no fsdp.fully_shard")
     def test_sharded_and_tensor_parallel(self):
         harness.run(sharded_and_tensor_parallel, 4)
 
+    @unittest.skipUnless(hasattr(fsdp, "fully_shard"), "stages of this torch need their inputs beforehand")
     def test_pipeline_stages(self):
         harness.run(stages, 3)
 
+    @unittest.skipUnless(hasattr(fsdp, "fully_shard"), "this torch has no fsdp.fully_shard")
     def test_checkpoints(self):
         with tempfile.TemporaryDirectory() as directory:
             harness.run(checkpoints, 3, directory)
@@ -418,6 +423,7 @@ class Programs(unittest.TestCase):
     def test_object_collectives(self):
         harness.run(objects, 3)
 
+    @unittest.skipUnless(harness.has("split"), "split_group of this torch needs an accelerator")
     def test_split_groups_and_meshes(self):
         harness.run(splits, 4)
 

@@ -71,6 +71,7 @@ def accelerated(rank, size, port, directory):
     assert broadcast_object_list([rank], from_process=1) == [1]
 
     accelerator.save_state(directory)
+    accelerator.wait_for_everyone()
     with torch.no_grad():
         for p in net.parameters():
             p.zero_()
