@@ -36,10 +36,10 @@ def _rank(function, rank, size, port, results, environment, arguments):
 def start(function, size, *arguments):
     """Starts function(rank, size, port, *arguments) for each rank; port is that of a TCPStore."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    # Forked by a server that has imported torch, which takes longer than most tests. The server has no
+    # Forked by a server that has imported what takes longer than most tests. The server has no
     # group, and so no Go runtime.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["harness"])
+    context.set_forkserver_preload(["harness", "torch._dynamo"])
     results = context.Queue()
     processes = [
         context.Process(target=_rank, args=(function, rank, size, server.port, results, {**os.environ}, arguments))
