@@ -111,8 +111,8 @@ signal.signal(signal.SIGUSR1, lambda *a: print("handled", flush=True))
 harness.init(0, 2, {port})
 x = torch.ones(4)
 dist.all_reduce(x)
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     {wait}
 except KeyboardInterrupt:
     print("interrupted", flush=True)
