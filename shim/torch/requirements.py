@@ -1,4 +1,4 @@
-"""Installs what `import torch` needs.
+"""Installs what `import torch` needs, or what another package needs besides torch: requirements.py [NAME].
 
 torch depends on several GB of CUDA libraries. Most of them are loaded with it, even on machines
 without a GPU. Those that newer versions load when they are used are left out, and installed only if
@@ -53,4 +53,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) > 1:
+        install(*(str(r).split(";")[0] for r in required(sys.argv[1]) if r.name != "torch"))
+    else:
+        main()

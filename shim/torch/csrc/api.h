@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "../../tutti_dl.h"
+#include "tutti_dl.h"
 
 namespace tutti_torch {
 

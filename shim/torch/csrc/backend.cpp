@@ -307,6 +307,7 @@ void Backend::close() {
   }
   ordered_->stop();
   unordered_->stop();
+  running_->hooks.clear();
 }
 
 void close_all() {
@@ -332,6 +333,7 @@ void Backend::abort() {
       return;
     }
   }
+  running_->hooks.failed();
   api().tutti_abort(group_, c10::str("rank ", rank_, " has aborted the process group").c_str());
 }
 
@@ -444,14 +446,23 @@ c10::intrusive_ptr<Work> Backend::begin(Task task) {
   if (closed_) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group was shut down");
   }
+  if (suspended_) {
+    raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group is suspended: call resume");
+  }
   if (group_ == 0) {
     raise(TUTTI_ECLOSED, std::string(task.title) + ": the process group has no members yet: call reconfigure");
   }
   if (!message) {
     seq_++;
   }
+  extend(task);
   work = c10::make_intrusive<Work>(rank_, seq_, std::move(task), message ? unordered_ : ordered_, running_);
   work->start(group_);
+  for (Extension& extension : extensions_) {
+    if (!extension.first) {
+      extension.first = work;
+    }
+  }
   if (coalescing_) {
     coalesced_.push_back(work);
   }

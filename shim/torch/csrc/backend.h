@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -120,6 +121,34 @@ class Backend final : public c10d::Backend {
                                           const int& size);
   void abort();
   void shutdown();
+
+  // The ranks that remain call shrink, in the same order, and get a new group.
+  bool supportsShrinking() const;
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts_override);
+
+  // All ranks call suspend, and later resume. In between the group has no memory, connections or
+  // threads, and its operations fail.
+  void suspend();
+  void resume();
+
+  std::unordered_map<std::string, uint64_t> getMemoryStats();
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override {} // always on
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
+#ifdef C10D_BACKEND_HAS_HOOKS
+  bool supportsAbortHooks() const override;
+  void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t hook_id) override;
+  bool supportsCompletionHooks() const override;
+  void registerCompletionHook(int64_t hook_id, c10d::CompletionHook hook) override;
+  void unregisterCompletionHook(int64_t hook_id) override;
+#endif
+#ifdef C10D_BACKEND_HAS_WINDOW
+  bool supportsWindow() const override;
+  c10::intrusive_ptr<c10d::Window> new_window(const std::optional<at::Tensor>& tensor) override;
+#endif
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   c10d::ErrorType getError() override;
 
@@ -152,12 +181,19 @@ class Backend final : public c10d::Backend {
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds timeout) const;
   void set_timeout(Task& task, std::chrono::milliseconds timeout) const;
   tutti_config config() const;
+  void extend(Task& task);
   void join();
   tutti_member member() const; // makes it when it is first called
   std::string meet(std::chrono::milliseconds timeout); // in store_; returns what the ranks agree on
   Staged::Use gathered() const;
   void wait_for(const std::string& key, std::chrono::steady_clock::time_point end); // in store_
   void close(); // once
+
+  // Time that is added to the timeouts of operations until the first of them has ended.
+  struct Extension {
+    std::chrono::milliseconds time;
+    c10::intrusive_ptr<Work> first;
+  };
 
   const c10::intrusive_ptr<Options> options_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -173,9 +209,14 @@ class Backend final : public c10d::Backend {
   std::vector<c10::intrusive_ptr<Work>> coalesced_;
   bool coalescing_ = false;
   bool closed_ = false;
+  bool suspended_ = false;
+  bool formed_ = false; // by reconfigure
   uint64_t seq_ = 0;
   uint64_t barriers_ = 0;
+  uint64_t shrinks_ = 0;
+  std::vector<Extension> extensions_;
 
+  const std::shared_ptr<std::atomic<uint64_t>> window_bytes_ = std::make_shared<std::atomic<uint64_t>>(0);
   std::shared_ptr<Running> running_ = std::make_shared<Running>();
   // Futures of collectives, which end in their order, and of messages.
   std::shared_ptr<Completer> ordered_ = std::make_shared<Completer>(true);

@@ -9,6 +9,25 @@
 namespace py = pybind11;
 using namespace tutti_torch;
 
+template <class C>
+static void define_options(C options) {
+  options
+      .def(py::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<Options>(timeout); }),
+           py::arg("timeout") = kBackendDefaultTimeout)
+      .def("copy", [](const Options& options) { return c10::make_intrusive<Options>(options); })
+      .def_readwrite("store", &Options::store)
+      .def_readwrite("transport", &Options::transport)
+      .def_readwrite("interfaces", &Options::interfaces)
+      .def_readwrite("ports", &Options::ports)
+      .def_readwrite("algorithm", &Options::algorithm)
+      .def_readwrite("log_dir", &Options::log_dir)
+      .def_readwrite("metrics", &Options::metrics)
+      .def_readwrite("on_failure", &Options::on_failure)
+      .def_readwrite("uniform", &Options::uniform)
+      .def_readwrite("max_procs", &Options::max_procs)
+      .def_readwrite("environment", &Options::environment);
+}
+
 // TUTTI_GLUE is the module's name, which has the version of torch: _glue_2_15_0.
 PYBIND11_MODULE(TUTTI_GLUE, m) {
   py::module_::import("torch._C._distributed_c10d"); // has the base classes
@@ -27,21 +46,14 @@ PYBIND11_MODULE(TUTTI_GLUE, m) {
 
   add_first_result(m);
 
-  py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(m, "Options")
-      .def(py::init([](std::chrono::milliseconds timeout) { return c10::make_intrusive<Options>(timeout); }),
-           py::arg("timeout") = kBackendDefaultTimeout)
-      .def("copy", [](const Options& options) { return c10::make_intrusive<Options>(options); })
-      .def_readwrite("store", &Options::store)
-      .def_readwrite("transport", &Options::transport)
-      .def_readwrite("interfaces", &Options::interfaces)
-      .def_readwrite("ports", &Options::ports)
-      .def_readwrite("algorithm", &Options::algorithm)
-      .def_readwrite("log_dir", &Options::log_dir)
-      .def_readwrite("metrics", &Options::metrics)
-      .def_readwrite("on_failure", &Options::on_failure)
-      .def_readwrite("uniform", &Options::uniform)
-      .def_readwrite("max_procs", &Options::max_procs)
-      .def_readwrite("environment", &Options::environment);
+  // Older versions do not show the base class to Python.
+  if (py::detail::get_type_info(typeid(c10d::Backend::Options)) != nullptr) {
+    define_options(py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(m, "Options"));
+  } else {
+    define_options(py::class_<Options, c10::intrusive_ptr<Options>>(m, "Options")
+                       .def_readwrite("_timeout", &Options::timeout)
+                       .def_readonly("backend", &Options::backend));
+  }
 
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(m, "ProcessGroupTutti")
       .def(py::init<const c10::intrusive_ptr<c10d::Store>&, int, int, c10::intrusive_ptr<Options>>(), py::arg("store"),

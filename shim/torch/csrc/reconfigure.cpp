@@ -117,6 +117,8 @@ c10::intrusive_ptr<c10d::Work> Backend::reconfigure(const c10d::ReconfigureOptio
       joined_ = options_->timeout;
       prefix_ = "tutti/members/" + uuid + "/";
       seq_ = barriers_ = 0;
+      formed_ = true;
+      suspended_ = false;
     } else {
       old = fresh;
       fresh = 0;

@@ -24,6 +24,11 @@ constexpr nanoseconds kSlice = milliseconds(50);
 constexpr nanoseconds kOrdered = milliseconds(100);
 constexpr nanoseconds kUnordered = milliseconds(1);
 
+uint64_t next_key() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
 std::string text_of(const Api& api, tutti_work work) {
   char text[4096] = "";
   api.tutti_work_error_text(work, text, sizeof text, nullptr);
@@ -50,7 +55,7 @@ void raise(int code, const std::string& text) {
 Work::Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running)
     : c10d::Work(rank, task.type, at::hasCallbacks() ? task.title : nullptr,
                  at::hasCallbacks() ? std::optional<std::vector<at::Tensor>>(task.inputs) : std::nullopt),
-      seq_(seq), task_(std::move(task)), completer_(std::move(completer)), running_(std::move(running)) {
+      seq_(seq), key_(next_key()), task_(std::move(task)), completer_(std::move(completer)), running_(std::move(running)) {
   task_.inputs.clear();
 }
 
@@ -77,6 +82,9 @@ void Work::start(tutti_group group) {
   task_.ops.clear();
   if (!handles_.empty()) {
     running_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
+    if (running_->hooks.any()) {
+      completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
+    }
   }
 }
 
@@ -182,6 +190,7 @@ void Work::finish() noexcept {
       return;
     }
     conclude();
+    ended_ = Clock::now();
     keep.swap(task_.keep);
     after.swap(task_.after);
     recorded.swap(recordFunctionEndCallback_);
@@ -191,6 +200,11 @@ void Work::finish() noexcept {
     recorded();
   }
   mark();
+  if (code_ == TUTTI_OK) {
+    running_->hooks.ended(opType_, seq_, key_, begun_, ended_);
+  } else if (code_ != TUTTI_EINVAL) {
+    running_->hooks.failed();
+  }
   running_->remove(this); // whoever called this has another reference
 }
 
@@ -241,6 +255,15 @@ c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   return future;
 }
 
+uint64_t Work::held() const {
+  std::lock_guard<std::mutex> guard(lock_);
+  uint64_t bytes = 0;
+  for (const at::Tensor& tensor : task_.keep) {
+    bytes += tensor.nbytes();
+  }
+  return bytes;
+}
+
 bool Work::isCompleted() {
   return poll();
 }
@@ -279,6 +302,19 @@ void Work::abort() {
 
 uint64_t Work::getSequencenumber() const {
   return seq_;
+}
+
+uint64_t Work::getCompletionKey() const {
+  return key_;
+}
+
+milliseconds Work::getTimeout() const {
+  return task_.limit;
+}
+
+float Work::getDuration() const {
+  TORCH_CHECK(over_.load(std::memory_order_acquire), "the duration is known when the operation has ended: call wait first");
+  return std::chrono::duration<float, std::milli>(ended_ - begun_).count();
 }
 
 int Work::code() const {

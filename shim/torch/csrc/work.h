@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "api.h"
+#include "hooks.h"
 
 namespace tutti_torch {
 
@@ -60,6 +61,11 @@ class Work final : public c10d::Work {
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
+  float getDuration() const override; // in milliseconds, from the start until the end was noticed
+
+  // These are virtual functions of c10d's Work from some version on.
+  uint64_t getCompletionKey() const;
+  std::chrono::milliseconds getTimeout() const;
 
   // The code of the outcome, and the ranks that failed, were waited for or disagree. The operation
   // must be over.
@@ -72,12 +78,22 @@ class Work final : public c10d::Work {
   // Reports whether the operation is over. It does not wait.
   bool poll() noexcept;
 
+  // Reports whether the end of the operation has been noticed.
+  bool over() const noexcept {
+    return over_.load(std::memory_order_acquire);
+  }
+
+  // The bytes of the operation's memory, 0 when it is over.
+  uint64_t held() const;
+
  private:
   void finish() noexcept;
   void conclude() noexcept; // with mutex_ held
   void mark() noexcept;
 
   const uint64_t seq_;
+  const uint64_t key_;
+  const std::chrono::steady_clock::time_point begun_ = std::chrono::steady_clock::now();
   Task task_;
   const std::shared_ptr<Completer> completer_;
   const std::shared_ptr<Running> running_;
@@ -89,6 +105,7 @@ class Work final : public c10d::Work {
   int source_ = -1;
   std::vector<int64_t> failed_;
   std::exception_ptr error_;
+  std::chrono::steady_clock::time_point ended_;
 
   mutable std::mutex lock_; // protects what follows
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -118,6 +135,8 @@ class Running {
   void recovered() noexcept {
     error_.store(TUTTI_OK);
   }
+
+  Hooks hooks;
 
  private:
   std::atomic<int> error_{TUTTI_OK};

@@ -10,6 +10,11 @@ import torch
 import torch.distributed as dist
 import tutti_torch  # noqa: F401
 
+def has(method):
+    """Reports whether c10d's Backend has a method, which depends on the version of torch."""
+    return hasattr(torch._C._distributed_c10d.Backend, method)
+
+
 LIMIT = float(os.environ.get("TUTTI_TEST_LIMIT", "120"))  # seconds, for a function that hangs
 
 
@@ -17,8 +22,10 @@ def store(port):
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
-def _rank(function, rank, size, port, results, arguments):
+def _rank(function, rank, size, port, results, environment, arguments):
     torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         results.put((rank, "ok", function(rank, size, port, *arguments)))
     except BaseException:  # noqa: BLE001
@@ -29,10 +36,13 @@ def _rank(function, rank, size, port, results, arguments):
 def start(function, size, *arguments):
     """Starts function(rank, size, port, *arguments) for each rank; port is that of a TCPStore."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    # Forked by a server that has imported what takes longer than most tests. The server has no
+    # group, and so no Go runtime.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["harness", "torch._dynamo"])
     results = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(function, rank, size, server.port, results, arguments))
+        context.Process(target=_rank, args=(function, rank, size, server.port, results, {**os.environ}, arguments))
         for rank in range(size)
     ]
     for process in processes:

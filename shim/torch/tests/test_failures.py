@@ -48,7 +48,8 @@ def arguments(rank, size, port):
     assert x[0] == size
     dist.destroy_process_group()
     raises(ValueError, "", dist.all_reduce, x)
-    raises(RuntimeError, "shut down", group.allreduce, [x])
+    if harness.has("shutdown"):
+        raises(RuntimeError, "shut down", group.allreduce, [x])
 
 
 def mismatch(rank, size, port):
@@ -147,8 +148,8 @@ signal.signal(signal.SIGUSR1, lambda *a: print("handled", flush=True))
 harness.init(0, 2, {port})
 x = torch.ones(4)
 dist.all_reduce(x)
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     {wait}
 except KeyboardInterrupt:
     print("interrupted", flush=True)

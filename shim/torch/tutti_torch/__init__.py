@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 _glue = None
+_fallback = None
 
 
 def _library():
@@ -54,9 +55,39 @@ def _load():
     return _glue
 
 
+def _implementation():
+    """Returns the C++ module, or what does the same without it."""
+    global _fallback
+    from . import _versions
+
+    try:
+        return _load()
+    except _versions.Missing as e:
+        if _fallback is not None:
+            return _fallback
+        import atexit
+        import warnings
+
+        from torch._C import _distributed_c10d
+
+        if "new_window" not in vars(_distributed_c10d.Backend):  # it cannot be a base class in Python
+            raise
+        warnings.warn(f"{e} Until then tutti works over ctypes, which is slower.", RuntimeWarning, stacklevel=2)
+        from . import _over_ctypes
+
+        _fallback = _over_ctypes
+        atexit.register(_fallback.close_all)
+        return _fallback
+
+
 def _create(backend_options, options=None):
     """Makes the group's backend, for torch.distributed.Backend.register_backend."""
-    glue = _load()
+    glue = _implementation()
+    if glue is _fallback:
+        return glue.ProcessGroupTutti(
+            backend_options.store, backend_options.group_rank, backend_options.group_size, backend_options.timeout,
+            _library(),
+        )
     options = options.copy() if isinstance(options, glue.Options) else glue.Options()
     options._timeout = backend_options.timeout
     options.environment = _environments(options, backend_options)
@@ -104,7 +135,7 @@ def _backend(group=None):
     if group is None:
         raise ValueError("the default process group does not exist: call init_process_group")
     backend = group._get_backend(torch.device("cpu"))
-    if not isinstance(backend, _load().ProcessGroupTutti):
+    if not isinstance(backend, _implementation().ProcessGroupTutti):
         raise ValueError(f"the group's backend for CPU tensors is {backend.name()}, not tutti")
     return backend
 
@@ -119,7 +150,7 @@ def failed_ranks(work):
 
     work is what an operation with async_op=True returned. The operation must be over.
     """
-    return _load().failed_ranks(work)
+    return _implementation().failed_ranks(work)
 
 
 def empty(*size, dtype=None, group=None):

@@ -6,6 +6,10 @@ import re
 import sysconfig
 
 
+class Missing(ImportError):
+    """There is no C++ module for the installed torch."""
+
+
 def release(version):
     """Returns the release of a version of torch: 2.15.0 of 2.15.0+cu130."""
     return re.match(r"[0-9]+(\.[0-9]+)*", version).group()
@@ -37,7 +41,7 @@ def load():
     if not os.path.exists(os.path.join(here, file_name(torch.__version__))):
         versions = built(here)
         have = "for torch " + ", ".join(versions) if versions else "for no version of torch"
-        raise ImportError(
+        raise Missing(
             f"tutti_torch in {here} was built {have}, and not for torch {release(torch.__version__)} with Python "
             f"{sysconfig.get_python_version()}, which runs now. Build it with `python -m tutti_torch.build`, or "
             "`make torch` in Tutti's source tree."

@@ -9,8 +9,10 @@ import tempfile
 from tutti_torch import _versions
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SOURCES = ["api.cpp", "interrupt.cpp", "store.cpp", "jobstore.cpp", "tensors.cpp", "work.cpp", "backend.cpp",
-           "elastic.cpp", "reconfigure.cpp", "ddp.cpp", "module.cpp"]
+SOURCES = [
+    "api.cpp", "interrupt.cpp", "store.cpp", "jobstore.cpp", "tensors.cpp", "hooks.cpp", "work.cpp", "backend.cpp",
+    "elastic.cpp", "lifecycle.cpp", "reconfigure.cpp", "window.cpp", "ddp.cpp", "module.cpp",
+]
 
 
 def sources():
@@ -47,6 +49,13 @@ def main(directory=HERE, objects=None):
         "-DTUTTI_GLUE=" + _versions.module_name(torch.__version__),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
+    # Modules share types only if they were compiled for the same ABI, as pybind11 knows it. Torch says
+    # which one it was.
+    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
+        value = getattr(torch._C, f"_PYBIND11_{name}", None)
+        if value is not None:
+            flags.append(f'-DPYBIND11_{name}="{value}"')
+    flags += ["-I", source, "-I", os.path.join(source, "..", "..")]  # tutti_dl.h is beside them, or in shim
     for path in [sysconfig.get_path("include"), *cpp_extension.include_paths()]:
         flags += ["-isystem", path]
     compiler = os.environ.get("CXX", "g++")

@@ -1,0 +1,352 @@
+#include "window.h"
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "backend.h"
+#include "interrupt.h"
+
+namespace tutti_torch {
+
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+// How long a wait goes without a look at signals.
+constexpr milliseconds kSlice{50};
+
+// How long the end of a window waits for peers that write to it.
+constexpr milliseconds kClose{10000};
+
+void check(int code) {
+  if (code != TUTTI_OK) {
+    raise(code, api().tutti_last_error());
+  }
+}
+
+} // namespace
+
+// The memory of a window, and the storage that was moved to it.
+struct Window::Memory {
+  ~Memory() {
+    if (!forked()) {
+      api().tutti_window_close(handle, std::chrono::nanoseconds(kClose).count()); // else it stays, unused
+      *counter -= bytes;
+    }
+  }
+
+  tutti_window handle = 0;
+  void* data = nullptr;
+  uint64_t bytes = 0;
+  at::ScalarType type = at::kByte;
+  std::shared_ptr<std::atomic<uint64_t>> counter;
+  c10::Storage storage;                // if the window owns it
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> weak;
+  c10::DataPtr old; // the storage's own memory
+};
+
+class Window::Errand final : public c10d::Work {
+ public:
+  Errand(int rank, const char* title)
+      : c10d::Work(rank), title_(title),
+        future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+  ~Errand() override {
+    if (forked() && thread_.joinable()) { // the thread is the parent's
+      thread_.detach();
+    } else {
+      join();
+    }
+  }
+
+  void run(const std::function<void()>& body) {
+    std::exception_ptr error;
+    try {
+      body();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    finish(error);
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(c10::IValue(std::vector<at::Tensor>()));
+    }
+  }
+
+  void start(std::function<void()> body) {
+    thread_ = std::thread([this, body = std::move(body)] { run(body); });
+  }
+
+  void join() {
+    if (thread_.joinable()) {
+      WithoutGil released;
+      if (thread_.get_id() == std::this_thread::get_id()) {
+        thread_.detach();
+      } else {
+        thread_.join();
+      }
+    }
+  }
+
+  bool wait(milliseconds timeout) override {
+    WithoutGil released;
+    const Clock::time_point end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+    std::unique_lock<std::mutex> guard(mutex_);
+    while (!cv_.wait_until(guard, std::min(end, Clock::now() + kSlice), [this] { return completed_; })) {
+      guard.unlock();
+      check_signals();
+      if (Clock::now() >= end) {
+        C10_THROW_ERROR(DistBackendError, c10::str(title_, ": the wait timed out after ", timeout.count(),
+                                                   " ms; the operation continues"));
+      }
+      guard.lock();
+    }
+    if (exception_) {
+      std::rethrow_exception(exception_);
+    }
+    return true;
+  }
+
+  void synchronize() override {
+    wait(kNoTimeout);
+  }
+
+  std::vector<at::Tensor> result() override {
+    return {};
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    return future_;
+  }
+
+ private:
+  const char* const title_;
+  const c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::thread thread_;
+};
+
+Window::Window(tutti_group group, int rank, int size, milliseconds timeout, std::function<void()> barrier,
+               std::shared_ptr<std::atomic<uint64_t>> bytes)
+    : group_(group), rank_(rank), size_(size), timeout_(timeout), barrier_(std::move(barrier)), bytes_(std::move(bytes)) {}
+
+Window::~Window() {
+  if (forked()) {
+    return;
+  }
+  WithoutGil released;
+  finish_errands();
+  restore();
+}
+
+void Window::tensor_register(const at::Tensor& tensor, bool owning) {
+  const char* what = "tutti window: ";
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu(), what,
+                    "the tensor must be a dense one in host memory");
+  TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.nbytes() > 0 && tensor.nbytes() == tensor.storage().nbytes(), what,
+                    "the tensor must be contiguous, not empty, and not part of a larger one: clone it");
+  WithoutGil released;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    TORCH_CHECK_VALUE(!memory_, what, "a tensor is registered already: call tensor_deregister first");
+  }
+  auto memory = std::make_shared<Memory>();
+  memory->type = tensor.scalar_type();
+  memory->counter = bytes_;
+  {
+    Interruptible interruptible(api());
+    const int code = api().tutti_window_new(group_, tensor.nbytes(), nanoseconds_of(timeout_), &memory->handle);
+    interruptible.rethrow();
+    check(code);
+  }
+  memory->bytes = tensor.nbytes();
+  *bytes_ += memory->bytes;
+  check(api().tutti_window_bytes(memory->handle, &memory->data, nullptr));
+  c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+  std::memcpy(memory->data, storage->data(), memory->bytes);
+  // The memory ends with the window, which gives the storage its own again before.
+  memory->old = storage->set_data_ptr(c10::DataPtr(memory->data, tensor.device()));
+  if (owning) {
+    memory->storage = tensor.storage();
+  }
+  memory->weak.emplace(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    memory_ = std::move(memory);
+    waited_.clear();
+  }
+  try {
+    barrier_(); // every rank's values are there before another one puts
+  } catch (...) {
+    restore();
+    throw;
+  }
+}
+
+void Window::tensor_deregister() {
+  WithoutGil released;
+  memory("tensor_deregister", rank_);
+  finish_errands();
+  barrier_(); // no rank puts any more
+  restore();
+}
+
+// Gives the storage its own memory, with what the window has.
+void Window::restore() noexcept {
+  std::shared_ptr<Memory> memory;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    memory.swap(memory_);
+  }
+  if (!memory) {
+    return;
+  }
+  if (auto storage = memory->weak->lock()) {
+    if (storage->data() == memory->data) {
+      std::memcpy(memory->old.get(), memory->data, memory->bytes);
+      storage->set_data_ptr_noswap(std::move(memory->old));
+    }
+  }
+}
+
+std::shared_ptr<Window::Memory> Window::memory(const char* what, int64_t rank) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "tutti window ", what, ": the rank is ", rank, ", expected 0 to ", size_ - 1);
+  std::lock_guard<std::mutex> guard(mutex_);
+  TORCH_CHECK_VALUE(memory_, "tutti window ", what, ": no tensor is registered: call tensor_register at all ranks first");
+  return memory_;
+}
+
+int64_t Window::nanoseconds_of(milliseconds timeout) const {
+  return std::chrono::nanoseconds(timeout == c10d::kUnsetTimeout ? timeout_ : timeout).count();
+}
+
+void Window::finish_errands() noexcept {
+  std::vector<c10::intrusive_ptr<Errand>> errands;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    errands.swap(errands_);
+  }
+  for (const auto& errand : errands) {
+    errand->join(); // its timeout bounds it
+  }
+}
+
+c10::intrusive_ptr<c10d::Work> Window::run(const char* title, bool async, std::function<void()> body) {
+  auto errand = c10::make_intrusive<Errand>(rank_, title);
+  if (async) {
+    errand->start(std::move(body));
+    std::lock_guard<std::mutex> guard(mutex_);
+    errands_.erase(std::remove_if(errands_.begin(), errands_.end(), [](const auto& e) { return e->isCompleted(); }),
+                   errands_.end());
+    errands_.push_back(errand);
+    return errand;
+  }
+  Interruptible interruptible(api());
+  errand->run(body);
+  interruptible.rethrow();
+  errand->wait(kNoTimeout); // throws its error
+  return errand;
+}
+
+c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, int64_t rank, int64_t offset, bool async,
+                                           const c10d::PutOptions& opts) {
+  WithoutGil released;
+  auto window = memory("put", rank);
+  TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu(),
+                    "tutti window put: the tensor must be a dense one in host memory");
+  TORCH_CHECK_VALUE(tensor.scalar_type() == window->type, "tutti window put: the tensor has type ", tensor.scalar_type(),
+                    ", expected that of the registered one, ", window->type);
+  const uint64_t item = tensor.element_size();
+  const uint64_t elements = window->bytes / item;
+  TORCH_CHECK_VALUE(offset >= 0 && static_cast<uint64_t>(offset) <= elements &&
+                        static_cast<uint64_t>(tensor.numel()) <= elements - static_cast<uint64_t>(offset),
+                    "tutti window put: ", tensor.numel(), " elements at offset ", offset, " do not fit into the ", elements,
+                    " elements of the window");
+  const at::Tensor source = tensor.contiguous();
+  const int64_t limit = nanoseconds_of(opts.timeout);
+  const auto target = static_cast<int32_t>(rank);
+  if (source.numel() > 0) { // begun here: signals that follow come after it
+    check(api().tutti_window_put(window->handle, target, offset * item, source.const_data_ptr(), source.nbytes(), limit));
+  }
+  return run("tutti:put", async, [window, source, target, limit] {
+    check(api().tutti_window_flush(window->handle, target, limit));
+  });
+}
+
+at::Tensor Window::map_remote_tensor(int64_t rank) {
+  WithoutGil released;
+  auto window = memory("map_remote_tensor", rank);
+  const void* data = window->data;
+  if (rank != rank_) {
+    Interruptible interruptible(api());
+    const int code =
+        api().tutti_window_map(window->handle, static_cast<int32_t>(rank), nanoseconds_of(timeout_), &data);
+    interruptible.rethrow();
+    check(code);
+  }
+  // The tensor keeps the mapping.
+  return at::from_blob(const_cast<void*>(data), {static_cast<int64_t>(window->bytes / c10::elementSize(window->type))},
+                       [window](void*) {}, at::TensorOptions(window->type));
+}
+
+c10::intrusive_ptr<c10d::Work> Window::signal(int64_t rank, bool async, const c10d::SignalOptions& opts) {
+  WithoutGil released;
+  auto window = memory("signal", rank);
+  const int64_t limit = nanoseconds_of(opts.timeout);
+  const auto target = static_cast<int32_t>(rank);
+  check(api().tutti_window_signal(window->handle, target, 0, limit));
+  return run("tutti:signal", async, [window, target, limit] {
+    check(api().tutti_window_flush(window->handle, target, limit));
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> Window::wait_signal(int64_t rank, bool async, const c10d::WaitSignalOptions& opts) {
+  WithoutGil released;
+  auto window = memory("wait_signal", rank);
+  const int64_t limit = nanoseconds_of(opts.timeout);
+  uint64_t n = 0;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    n = ++waited_[rank];
+  }
+  const auto source = static_cast<int32_t>(rank);
+  return run("tutti:wait_signal", async, [this, window, source, n, limit] { // ends before the window
+    if (const int code = api().tutti_window_wait_signal(window->handle, source, 0, n, limit); code != TUTTI_OK) {
+      std::lock_guard<std::mutex> guard(mutex_);
+      --waited_[source]; // the signal is still to come
+      raise(code, api().tutti_last_error());
+    }
+  });
+}
+
+c10d::WindowAttr Window::get_attr(int64_t rank) {
+  memory("get_attr", rank);
+  return {c10d::WindowAccessType::UNIFIED};
+}
+
+bool Backend::supportsWindow() const {
+  return true;
+}
+
+c10::intrusive_ptr<c10d::Window> Backend::new_window(const std::optional<at::Tensor>& tensor) {
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (closed_ || suspended_) {
+      raise(TUTTI_ECLOSED, "tutti new_window: the process group was shut down or suspended");
+    }
+  }
+  auto self = c10::intrusive_ptr<Backend>::reclaim_copy(this);
+  auto window = c10::make_intrusive<Window>(
+      group_, rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); }, window_bytes_);
+  if (tensor) {
+    window->tensor_register(*tensor, true);
+  }
+  return window;
+}
+
+} // namespace tutti_torch
+
+#endif

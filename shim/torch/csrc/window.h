@@ -1,0 +1,68 @@
+// One-sided operations: c10d's Window over a window of Tutti.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#ifdef C10D_BACKEND_HAS_WINDOW
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "api.h"
+
+namespace tutti_torch {
+
+// A Window makes the memory of a tensor accessible to the other ranks: tensor_register moves the
+// tensor's storage to memory of Tutti, and tensor_deregister moves it back. Views of the storage move
+// with it; numpy arrays and raw pointers stay with the old memory.
+class Window final : public c10d::Window {
+ public:
+  // barrier is one of the group. bytes counts the memory of the group's windows.
+  Window(tutti_group group, int rank, int size, std::chrono::milliseconds timeout, std::function<void()> barrier,
+         std::shared_ptr<std::atomic<uint64_t>> bytes);
+  ~Window() override;
+
+  void tensor_register(const at::Tensor& tensor, bool owning) override;
+  void tensor_deregister() override;
+  c10::intrusive_ptr<c10d::Work> put(const at::Tensor& tensor, int64_t rank, int64_t offset, bool async,
+                                     const c10d::PutOptions& opts) override;
+
+  // A tensor with the memory of another rank of this machine, which cannot be written: a write ends
+  // the process with SIGSEGV.
+  at::Tensor map_remote_tensor(int64_t rank) override;
+
+  // A signal comes after the data of all earlier puts to the same rank. The n-th wait for a rank ends
+  // with its n-th signal.
+  c10::intrusive_ptr<c10d::Work> signal(int64_t rank, bool async, const c10d::SignalOptions& opts) override;
+  c10::intrusive_ptr<c10d::Work> wait_signal(int64_t rank, bool async, const c10d::WaitSignalOptions& opts) override;
+  c10d::WindowAttr get_attr(int64_t rank) override;
+
+ private:
+  class Errand; // an operation on a thread of its own
+  struct Memory;
+
+  std::shared_ptr<Memory> memory(const char* what, int64_t rank);
+  c10::intrusive_ptr<c10d::Work> run(const char* title, bool async, std::function<void()> body);
+  int64_t nanoseconds_of(std::chrono::milliseconds timeout) const;
+  void finish_errands() noexcept;
+  void restore() noexcept;
+
+  const tutti_group group_;
+  const int rank_, size_;
+  const std::chrono::milliseconds timeout_;
+  const std::function<void()> barrier_;
+  const std::shared_ptr<std::atomic<uint64_t>> bytes_;
+
+  std::mutex mutex_; // protects what follows
+  std::shared_ptr<Memory> memory_;
+  std::map<int64_t, uint64_t> waited_; // how often for the signal of a rank
+  std::vector<c10::intrusive_ptr<Errand>> errands_; // that may be running
+};
+
+} // namespace tutti_torch
+
+#endif

@@ -1,0 +1,293 @@
+"""What c10d's Backend has besides operations, on the methods of the backend and of the group."""
+
+import threading
+import unittest
+from datetime import timedelta
+
+import harness
+import torch
+import torch.distributed as dist
+import tutti_torch
+from test_failures import raises
+
+
+
+def backend(group=None):
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+
+
+def windows(rank, size, port):
+    """Puts, signals and mappings of a tensor at every rank."""
+    harness.init(rank, size, port)
+    assert dist.group.WORLD.supports_window and backend().supports_window
+    tensor = torch.full((size, 1000), -1.0)
+    alias = tensor[rank]
+    window = dist.group.WORLD.new_window(tensor)
+    assert backend().memory_stats()["window_bytes"] == tensor.nbytes
+    assert torch.all(tensor[rank] == -1), "the values have not moved"
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for turn in range(3):
+        for a_sync in (False, True):
+            value = 10.0 * turn + rank
+            works = [
+                window.put(torch.full((1000,), value), right, 1000 * rank, a_sync),
+                window.signal(right, a_sync),
+                window.wait_signal(left, a_sync),
+            ]
+            for work in works:
+                assert work.wait()
+            assert torch.all(tensor[left] == 10.0 * turn + left), tensor[left]
+            # The left rank may put again when this one has seen its values.
+            window.signal(left, False)
+            window.wait_signal(right, False)
+    assert alias.data_ptr() == tensor[rank].data_ptr()
+    assert window.get_attr(right).access_type == torch._C._distributed_c10d.WindowAccessType.UNIFIED
+    dist.barrier()
+    theirs = window.map_remote_tensor(right).view(size, 1000)
+    assert torch.all(theirs[rank] == 20.0 + rank) and torch.all(theirs[right] == -1)
+    dist.all_reduce(tensor)  # it is still an ordinary tensor
+
+    future = window.wait_signal(left, True).get_future()
+    window.signal(right, False)
+    future.wait()
+
+    raises(ValueError, "the rank is 7", window.put, alias, 7, 0, False)
+    raises(ValueError, "do not fit", window.put, alias, right, size * 1000 - 999, False)
+    raises(ValueError, "do not fit", window.put, alias, right, -1, False)
+    raises(ValueError, "type", window.put, alias.int(), right, 0, False)
+    raises(ValueError, "already", window.tensor_register, tensor)
+    raises(ValueError, "clone it", backend().new_window, tensor[:, :10])
+    raises(ValueError, "the rank is -1", window.map_remote_tensor, -1)
+    options = torch._C._distributed_c10d.WaitSignalOptions()
+    options.timeout = timedelta(milliseconds=100)
+    raises(dist.DistBackendError, "", window.wait_signal, left, False, options)
+    dist.barrier()
+    window.signal(right, False)
+    window.wait_signal(left, False)  # the wait that has failed does not count
+
+    want = tensor.clone()
+    dist.barrier()
+    window.tensor_deregister()
+    assert torch.equal(tensor, want)
+    raises(ValueError, "no tensor is registered", window.put, alias, right, 0, False)
+    window.tensor_register(tensor, False)
+    window.put(torch.ones(1), right, 0, False)
+    dist.barrier()
+    assert tensor[0, 0] == 1
+    del theirs, window
+    tensor += 1  # in memory of its own again
+    assert tensor[0, 0] == 2
+    assert backend().memory_stats()["window_bytes"] == 0, backend().memory_stats()
+    kept = backend().new_window(tensor)
+    dist.destroy_process_group()
+    tensor += 1
+    raises(dist.DistBackendError, "", kept.put, torch.ones(1), right, 0, False)
+
+
+def shrinks(rank, size, port):
+    """The remaining ranks go on in a smaller group, after a rank has left and after one has failed."""
+    harness.init(rank, size, port)
+    group = dist.group.WORLD
+    raises(ValueError, "excludes itself", backend().shrink, [rank])
+    raises(ValueError, "0 to 3", backend().shrink, [size])
+    raises(ValueError, "at least one", backend().shrink, [])
+    if rank == 1:
+        dist.destroy_process_group()
+        return
+    smaller = dist.shrink_group([1])
+    assert smaller.size() == size - 1 and dist.get_rank() == [0, None, 1, 2][rank]
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    assert x.item() == 0 + 2 + 3, x
+    del group
+    # Operations of a group that waits for a rank are ended.
+    if rank == 3:
+        harness.store(port).wait(["over"])
+        dist.destroy_process_group()
+        return
+    work = dist.all_reduce(x, async_op=True)
+    smaller = dist.shrink_group([2], shrink_flags=1)
+    raises(dist.DistBackendError, "abort", work.wait)
+    dist.all_reduce(x)
+    assert smaller.size() == 2
+    dist.barrier()
+    if rank == 0:
+        harness.store(port).set("over", "")
+    dist.destroy_process_group()
+
+
+def suspends(rank, size, port):
+    harness.init(rank, size, port, timeout=timedelta(seconds=20))
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    for _ in range(2):
+        backend().suspend()
+        backend().suspend()
+        raises(RuntimeError, "suspended", dist.all_reduce, x)
+        backend().resume()
+        dist.all_reduce(x)
+    assert x[0] == size**3
+    dist.barrier()
+    if rank == 0:
+        work = dist.irecv(x, 1)
+        raises(RuntimeError, "under way", backend().suspend)
+        assert backend().memory_stats()["operations"] == 1
+        assert backend().memory_stats()["operation_bytes"] == x.nbytes
+        dist.barrier()
+        work.wait()
+    else:
+        dist.barrier()
+        dist.send(x, 0)
+    # A group that has failed can be used again.
+    assert backend().get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    try:
+        dist.all_reduce(torch.ones(3 + rank))
+        raise AssertionError("different sizes were accepted")
+    except dist.DistBackendError:
+        pass
+    assert backend().get_error() == torch._C._distributed_c10d.ErrorType.COMM_ERROR
+    backend().suspend()
+    backend().resume()
+    assert backend().get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+
+    alone = tutti_torch.ProcessGroupTutti(dist.HashStore(), 0, 1, tutti_torch.Options())
+    alone.shutdown()
+    raises(RuntimeError, "shut down", alone.suspend)
+
+
+def hooks(rank, size, port):
+    harness.init(rank, size, port, timeout=timedelta(seconds=20))
+    group = dist.group.WORLD
+    before, after, done = [], [], []
+    group.register_pre_hook(1, lambda a: before.append((a.name, a.op_id)))
+    group.register_post_hook(1, lambda a: after.append(a.op_id))
+    assert group.supports_abort_hooks and group.supports_completion_hooks
+    ended = threading.Event()
+
+    def completed(info):
+        done.append(info.seq)
+        ended.set()
+
+    group._register_on_completion_hook(completed)
+    raises(RuntimeError, "already", group._register_on_completion_hook, completed)
+    assert group._has_hooks()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert ended.wait(harness.LIMIT), "a hook waits for somebody to ask for the end"
+    work.wait()
+    assert work._get_duration() > 0 and work._get_sequence_number() == done[0]
+    dist.barrier()
+    group._wait_for_pending_works()
+    assert len(done) == len(before) == len(after) == 2, (done, before, after)
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+
+    failed, kept = threading.Event(), []
+    group.register_abort_hook(7, failed.set)
+    group.register_abort_hook(8, lambda: kept.append("removed"))
+    group.unregister_abort_hook(8)
+
+    def broken():
+        raise KeyError("a hook that fails")
+
+    group.register_abort_hook(9, broken)
+    x = torch.ones(3)
+    if rank == 0:
+        backend().abort()
+    else:
+        work = dist.all_reduce(x, async_op=True)
+    assert failed.wait(harness.LIMIT), "no abort hook has run"
+    assert not kept
+    dist.destroy_process_group()
+
+
+def children(rank, size, port):
+    """Groups of a part of the ranks, and groups that are joined."""
+    harness.init(rank, size, port)
+    assert backend().supports_splitting and backend().supports_coalescing and backend().supports_shrinking
+    part = dist.PrefixStore(f"half-{rank // 2}", harness.store(port))
+    half = backend().split(part, [0, 1] if rank < 2 else [3, 2], backend().options)
+    assert (half.rank(), half.size()) == ([0, 1, 1, 0][rank], 2)
+    x = torch.tensor([float(rank)])
+    half.allreduce([x]).wait()
+    assert x.item() == (1 if rank < 2 else 5), x
+    options = tutti_torch.Options(timeout=timedelta(seconds=9))
+    assert options._timeout == timedelta(seconds=9) and options.backend == "tutti"
+    whole = half.merge(dist.PrefixStore("whole", harness.store(port)), options, rank, size)
+    assert whole.options._timeout == timedelta(seconds=9)
+    x = torch.tensor([float(rank)])
+    whole.allreduce([x]).wait()
+    assert x.item() == 6, x
+    assert backend().split(dist.PrefixStore("some", harness.store(port)), [(rank + 1) % size], backend().options) is None
+
+    merged = dist.group.WORLD.merge_remote_group(
+        dist.PrefixStore("merged", harness.store(port)), size, timedelta(seconds=20), "merged"
+    )
+    x = torch.tensor([float(rank)])
+    merged.allreduce([x]).wait()
+    assert x.item() == 6, x
+    for closed in (half, whole):
+        closed.shutdown()
+        raises(RuntimeError, "shut down", closed.allreduce, [x])
+    dist.destroy_process_group()
+
+
+def timeouts(rank, size, port):
+    """The timeout of the group, and one that is longer for a while."""
+    harness.init(rank, size, port)
+    group = dist.group.WORLD
+    peer = harness.store(port)
+    if rank == 0:
+        group.set_timeout(timedelta(milliseconds=100))
+        text = raises(dist.DistBackendError, "100 ms", lambda: backend().recv([torch.ones(1)], 1, 5).wait())
+        assert "rank 1" in text, text
+        backend()._add_ephemeral_timeout(timedelta(seconds=30))
+        work = backend().recv([torch.ones(1)], 1, 6)
+        assert work.timeout == timedelta(milliseconds=30_100), work.timeout
+        peer.set("ready", "")
+        work.wait()
+        assert backend().recv([torch.ones(1)], 1, 7).timeout == timedelta(milliseconds=100)
+    else:
+        peer.wait(["ready"])
+        dist.send(torch.ones(1), 0, tag=6)
+        dist.send(torch.ones(1), 0, tag=7)
+    group.set_timeout(timedelta(seconds=20))
+    backend().monitored_barrier()
+    group.monitored_barrier()
+    dist.destroy_process_group()
+
+
+def needs(name):
+    return unittest.skipUnless(harness.has(name), f"this torch has no Backend.{name}")
+
+
+class Backend(unittest.TestCase):
+    @needs("new_window")
+    def test_windows(self):
+        harness.run(windows, 2)
+        harness.run(windows, 3)
+
+    @needs("shrink")
+    def test_shrink(self):
+        harness.run(shrinks, 4)
+
+    @needs("suspend")
+    def test_suspend_and_resume(self):
+        harness.run(suspends, 2)
+
+    @needs("register_abort_hook")
+    def test_hooks(self):
+        harness.run(hooks, 2)
+
+    @needs("merge")
+    def test_split_and_merge(self):
+        harness.run(children, 4)
+
+    @needs("_add_ephemeral_timeout")
+    def test_timeouts(self):
+        harness.run(timeouts, 2)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,77 @@
+"""The package as pip installs it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import unittest
+
+import harness
+
+SOURCE = os.path.normpath(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+ROOT = os.path.normpath(os.path.join(SOURCE, "..", ".."))
+
+# It does not import tutti_torch: torch does.
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+assert "tutti_torch" in sys.modules, "torch has not imported the package"
+assert "site-packages" in sys.modules["tutti_torch"].__file__
+assert not any("libtutti" in line for line in open("/proc/self/maps")), "the import has opened the library"
+dist.init_process_group("tutti", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.ones(3)
+dist.all_reduce(x)
+dist.destroy_process_group()
+library = {line.split()[-1] for line in open("/proc/self/maps") if "libtutti" in line}
+print(*library)
+"""
+
+
+class Install(unittest.TestCase):
+    @unittest.skipUnless(shutil.which(os.environ.get("CXX", "g++")), "needs a C++ compiler")
+    @unittest.skipUnless(os.path.exists(os.path.join(ROOT, "bin", "libtutti.so")), "needs bin/libtutti.so: make shim")
+    def test_installed_package(self):
+        with tempfile.TemporaryDirectory() as directory:
+            # An environment of its own with the packages of this one.
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+            python = os.path.join(directory, "bin", "python")
+            path = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
+                                  capture_output=True, text=True).stdout.strip()
+            with open(os.path.join(path, "torch.pth"), "w") as f:
+                f.write(sysconfig.get_path("purelib") + "\n")
+            environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "TUTTI_LIBRARY")}
+            environment.setdefault("TUTTI_OBJECTS", os.path.join(ROOT, ".build", "torch"))  # has most of it compiled
+
+            def run(*command):
+                result = subprocess.run([python, *command], env=environment, cwd=directory, capture_output=True, text=True,
+                                        timeout=4 * harness.LIMIT)
+                self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+                return result.stdout.strip()
+
+            run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", SOURCE)
+            package = os.path.join(path, "tutti_torch")
+            self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
+
+            # A package whose module is for another torch names both versions, and imports of torch go on.
+            [module] = [name for name in os.listdir(package) if name.startswith("_glue_")]
+            os.rename(os.path.join(package, module), os.path.join(package, "_glue_1_2_3." + module.split(".", 1)[1]))
+            text = run("-c", """
+import torch
+import tutti_torch
+try:
+    tutti_torch.Options()
+except ImportError as e:
+    print(e)
+""")
+            self.assertIn("built for torch 1.2.3", text)
+            self.assertIn("python -m tutti_torch.build", text)
+            run("-m", "tutti_torch.build")  # against the sources that were installed
+            self.assertIn(module, os.listdir(package))
+            self.assertEqual(run("-c", PROGRAM), os.path.join(package, "libtutti.so"))
+
+
+if __name__ == "__main__":
+    unittest.main()

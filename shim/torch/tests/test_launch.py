@@ -1,0 +1,112 @@
+"""Programs started by torchrun on two hosts, which are network namespaces of this machine."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import harness
+
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import tutti_torch
+
+dist.init_process_group("tutti")
+rank, size = dist.get_rank(), dist.get_world_size()
+ranks = [None] * size
+dist.all_gather_object(ranks, (rank, int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"])))
+torch.manual_seed(1)
+net = DistributedDataParallel(torch.nn.Linear(1000, 100))
+net(torch.full((2, 1000), float(rank))).sum().backward()
+want = 2 * sum(range(size)) / size
+assert torch.all(net.module.weight.grad == want), net.module.weight.grad
+peer = torch.full((3,), float(rank))
+dist.broadcast(peer, 0)
+assert peer[0] == 0
+print("rank", rank, "of", size, *sorted(ranks))
+dist.destroy_process_group()
+"""
+
+
+class Hosts:
+    """Two network namespaces with a link between them."""
+
+    def __enter__(self):
+        self.names = [f"tutti-torch-{os.getpid()}-{i}" for i in range(2)]
+        try:
+            for name in self.names:
+                self.ip("netns", "add", name)
+                self.ip("-n", name, "link", "set", "lo", "up")
+            a, b = self.names
+            self.ip("-n", a, "link", "add", "data", "type", "veth", "peer", "name", "data", "netns", b)
+            for i, name in enumerate(self.names):
+                self.ip("-n", name, "address", "add", f"10.77.9.{i + 1}/24", "dev", "data")
+                self.ip("-n", name, "link", "set", "data", "up")
+        except subprocess.CalledProcessError as e:
+            self.__exit__()
+            raise unittest.SkipTest(f"needs network namespaces: {e.stderr.strip()}") from None
+        return self.names
+
+    def __exit__(self, *_):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+    def ip(self, *arguments):
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@unittest.skipUnless(hasattr(os, "geteuid") and os.geteuid() == 0, "needs root: it makes network namespaces")
+@unittest.skipUnless(shutil.which("ip"), "needs the command ip")
+class Torchrun(unittest.TestCase):
+    def launch(self, *rendezvous):
+        """Runs the program on both hosts; rendezvous has the options of each for torchrun."""
+        with Hosts() as hosts, tempfile.TemporaryDirectory() as directory:
+            program = os.path.join(directory, "train.py")
+            with open(program, "w") as f:
+                f.write(PROGRAM)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+                environment.pop(name, None)
+            agents = []
+            try:
+                for node, (host, options) in enumerate(zip(hosts, rendezvous, strict=True)):
+                    command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+                    command += ["--nproc-per-node=2", *options, program]
+                    with open(os.path.join(directory, str(node)), "w") as output:
+                        agents.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+                codes = [agent.wait(harness.LIMIT) for agent in agents]
+            finally:
+                for agent in agents:
+                    agent.terminate()  # it ends its ranks
+                    agent.wait(harness.LIMIT)
+                outputs = []
+                for node in range(len(agents)):
+                    with open(os.path.join(directory, str(node))) as f:
+                        outputs.append(f.read())
+        self.assertEqual(codes, [0, 0], "\n".join(outputs))
+        # Which host is the first is up to the rendezvous; the ranks of a host follow one another.
+        ranks = [(rank, rank % 2, rank // 2) for rank in range(4)]
+        for rank in range(4):
+            self.assertIn(" ".join(map(str, ("rank", rank, "of", 4, *ranks))), "\n".join(outputs))
+        for output in outputs:
+            self.assertEqual(output.count("of 4"), 2, outputs)
+
+    def test_static_rendezvous(self):
+        self.launch(
+            *(["--node-rank", str(node), "--master-addr", "10.77.9.1", "--master-port", "29511"] for node in range(2))
+        )
+
+    def test_elastic_rendezvous(self):
+        options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.9.1:29512", "--rdzv-id", "job"]
+        # The name of this machine does not lead to an address of a namespace.
+        self.launch(*(
+            [*options, "--rdzv-conf", f"is_host={1 - node}", "--local-addr", f"10.77.9.{node + 1}"] for node in range(2)
+        ))
+
+
+if __name__ == "__main__":
+    unittest.main()
