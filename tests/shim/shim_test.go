@@ -257,11 +257,11 @@ func TestLibraryThatCannotBeUsedIsExplained(t *testing.T) {
 		}
 	}
 	imposter("old.so", "-DVERSION=7")
-	imposter("small.so", "-DVERSION=1<<16")
+	imposter("small.so", "-DVERSION=1<<16|255")
 	for size := 2048; size >= 8; size /= 2 { // together they use up glibc's reserve, some 1.7 kB
-		imposter(fmt.Sprintf("greedy-%d.so", size), "-DVERSION=1<<16", fmt.Sprintf("-DGREEDY=%d", size))
+		imposter(fmt.Sprintf("greedy-%d.so", size), "-DVERSION=1<<16|255", fmt.Sprintf("-DGREEDY=%d", size))
 	}
-	imposter("greedy-4.so", "-DVERSION=1<<16", "-DGREEDY=8")
+	imposter("greedy-4.so", "-DVERSION=1<<16|255", "-DGREEDY=8")
 	run(t, "refused", "IMPOSTERS="+dir)
 }
 
