@@ -392,14 +392,15 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
 c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                  const c10::intrusive_ptr<c10d::Backend::Options>& opts,
                                                  const int& rank, const int& size) {
-  auto options = c10::dynamic_intrusive_pointer_cast<Options>(opts);
-  if (!options) {
-    options = c10::make_intrusive<Options>(*options_);
-    if (opts) {
-      options->timeout = opts->timeout;
-    }
+  const auto own = c10::dynamic_intrusive_pointer_cast<Options>(opts);
+  auto options = c10::make_intrusive<Options>(own ? *own : *options_);
+  if (opts) {
+    options->timeout = opts->timeout;
   }
-  options->environment = false;
+  options->environment = false; // the new group is not the job of the environment
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  options->enable_reconfigure = false; // it has its members
+#endif
   return c10::make_intrusive<Backend>(store, rank, size, options);
 }
 

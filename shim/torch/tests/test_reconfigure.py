@@ -61,6 +61,28 @@ def from_a_group(rank, size, port):
     dist.destroy_process_group()
 
 
+def divided(rank, size, port):
+    """A group that was reconfigured can be divided over the store, as any other."""
+    handles = start(rank, size, port)
+    dist._reconfigure(1, handles)
+    works(rank, size)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    part = backend.split(dist.PrefixStore("part", harness.store(port)), [2, 0], backend.options)
+    if rank == 1:
+        assert part is None
+    else:
+        x = torch.tensor([rank + 1.0])
+        part.allreduce([x]).wait()
+        assert (x.item(), part.rank(), part.size()) == (4.0, int(rank == 0), 2), (x, part.rank(), part.size())
+        part.shutdown()
+    group = dist.new_group([0, 1])
+    if rank < 2:
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        assert x.item() == 2
+    dist.destroy_process_group()
+
+
 def reused(rank, size, port):
     """A uuid is used once. The group stays as it was."""
     handles = start(rank, size, port)
@@ -194,6 +216,9 @@ class Reconfigure(unittest.TestCase):
 
     def test_usual_group_is_reconfigured(self):
         harness.run(from_a_group, 3)
+
+    def test_reconfigured_group_is_divided(self):
+        harness.run(divided, 3)
 
     def test_wrong_arguments_leave_the_group_as_it_was(self):
         harness.run(reused, 3)
