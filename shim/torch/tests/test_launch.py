@@ -69,7 +69,7 @@ class Torchrun(unittest.TestCase):
             program = os.path.join(directory, "train.py")
             with open(program, "w") as f:
                 f.write(PROGRAM)
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": directory}
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 environment.pop(name, None)
             agents = []
