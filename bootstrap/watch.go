@@ -6,8 +6,8 @@ import (
 	"sync"
 )
 
-// A Mailbox helps to implement Store.Watch. It carries the events of one watch from the store to the
-// receiver. It holds at most one event a key, the newest, in the order in which the keys first
+// A Mailbox helps to implement Store.Watch. It carries the events of one watch from the store to
+// the receiver. It holds at most one event a key, the newest, in the order in which the keys first
 // changed.
 type Mailbox struct {
 	mu    sync.Mutex

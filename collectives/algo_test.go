@@ -25,8 +25,8 @@ func TestAlgorithmsAreDescribed(t *testing.T) {
 	}
 }
 
-// An algorithm is a function that makes a rank's plan, and an entry of the table. Here all ranks send
-// their parts along a line and back, and the sweep's proof runs over it.
+// An algorithm is a function that makes a rank's plan, and an entry of the table. Here all ranks
+// send their parts along a line and back, and the sweep's proof runs over it.
 func TestAlgorithmIsAnEntryOfTheTable(t *testing.T) {
 	entry := &algos[Chain].makers[AllGather]
 	if *entry != nil {

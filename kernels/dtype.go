@@ -41,8 +41,8 @@ const (
 	Boolean
 )
 
-// Format is the layout of a float: a sign bit, the exponent and the fraction. The exponent's bias is
-// half of its range.
+// Format is the layout of a float: a sign bit, the exponent and the fraction. The exponent's bias
+// is half of its range.
 type Format struct {
 	Exponent, Fraction int  // bits
 	Finite             bool // there is no infinity, and the largest exponent holds numbers too

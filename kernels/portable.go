@@ -356,8 +356,8 @@ func canonical[T float]() T {
 	return T(math.Float64frombits(canon64))
 }
 
-// smallKernels returns what makes the kernels of small floats of this size, for the operations up to
-// last.
+// smallKernels returns what makes the kernels of small floats of this size, for the operations up
+// to last.
 func smallKernels(dt DType, size int, last Op) func(op Op) kernel {
 	return func(op Op) kernel {
 		if op > last {

@@ -150,8 +150,8 @@ func Widen(dt DType, dst, src unsafe.Pointer, n int) {
 }
 
 // Narrow rounds n float32 at src to elements of type dt at dst, to nearest even, as F16From and the
-// constructors of the other small floats do. dst and src must not overlap, unless they are equal. It
-// panics on the types that Widen panics on.
+// constructors of the other small floats do. dst and src must not overlap, unless they are equal.
+// It panics on the types that Widen panics on.
 func Narrow(dt DType, dst, src unsafe.Pointer, n int) {
 	convert("Narrow", &active.narrow, dt, dst, src, n)
 }
@@ -180,8 +180,8 @@ func Copy(dst, src unsafe.Pointer, n int) {
 const sharedFrom = 4 << 10
 
 // CopyShared copies n bytes, which must not overlap, from or to memory that other processors use. A
-// long copy is a string move (REP MOVSB) where the processor has fast ones: it takes the cache lines
-// of dst from other caches without reading them. Its stores are ordered before later ones.
+// long copy is a string move (REP MOVSB) where the processor has fast ones: it takes the cache
+// lines of dst from other caches without reading them. Its stores are ordered before later ones.
 func CopyShared(dst, src unsafe.Pointer, n int) {
 	if n < sharedFrom {
 		Copy(dst, src, n)

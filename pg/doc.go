@@ -109,15 +109,16 @@
 // # Membership given by the program
 //
 // A [Member] is a process in groups whose membership the program decides, without a store and
-// without a launcher. [Member.Form] makes a group of the members whose handles it is given, in their
-// order:
+// without a launcher. [Member.Form] makes a group of the members whose handles it is given, in
+// their order:
 //
 //	m, err := pg.NewMember(ctx, pg.Config{Secret: secret})
 //	tell(m.Handle())                        // to the program's controller, which answers:
 //	g, err := m.Form(ctx, uuid, handles)    // rank i is the member of handles[i]
 //
 // Such a group ends with the first lost rank: the members that are left form another one, with a
-// new uuid and ranks without holes. So do those of several groups that are to be merged, or divided.
+// new uuid and ranks without holes. So do those of several groups that are to be merged, or
+// divided.
 //
 // # Diagnosis
 //

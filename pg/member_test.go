@@ -442,8 +442,8 @@ func TestFormKill(t *testing.T) {
 	}
 }
 
-// Members form groups of a random partition at a time, again and again. Some groups are disturbed: a
-// member has another list, does not come, or gives up. Those fail at every member, and the others
+// Members form groups of a random partition at a time, again and again. Some groups are disturbed:
+// a member has another list, does not come, or gives up. Those fail at every member, and the others
 // form.
 func TestFormRandomly(t *testing.T) {
 	seed := time.Now().UnixNano()

@@ -162,8 +162,8 @@ func (s *settings) meet(ctx context.Context) (err error) {
 	return nil
 }
 
-// part leaves the meeting or formation. If this rank serves the store, part first waits until the other ranks
-// have left, or until ctx or Config.Timeout ends.
+// part leaves the meeting or formation. If this rank serves the store, part first waits until the
+// other ranks have left, or until ctx or Config.Timeout ends.
 func (s *settings) part(ctx context.Context) {
 	ctx, cancel := join.Within(ctx, s.Timeout)
 	defer cancel()

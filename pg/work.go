@@ -81,8 +81,8 @@ func (now *progress) channel() <-chan struct{} {
 }
 
 // OnEnd makes the end of the operation call f with the outcome; if the operation is over, OnEnd
-// calls f itself. f is called once. OnEnd may be called once for a Work. f may run with a lock of the
-// group's job held: it must return soon, and must not call anything of this package but Err,
+// calls f itself. f is called once. OnEnd may be called once for a Work. f may run with a lock of
+// the group's job held: it must return soon, and must not call anything of this package but Err,
 // LocalSuccess, FailedRanks and Status of this Work.
 func (w *Work) OnEnd(f func(error)) {
 	now := w.at.Load()

@@ -1,5 +1,5 @@
-// Package storetest has a store for tests: it lies in the memory of the test's process, and the test
-// ends its leases and makes it unreachable.
+// Package storetest has a store for tests: it lies in the memory of the test's process, and the
+// test ends its leases and makes it unreachable.
 package storetest
 
 import (

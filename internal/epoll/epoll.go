@@ -48,8 +48,9 @@ func Event(mask uint32, id uint64) unix.EpollEvent {
 	return unix.EpollEvent{Events: mask, Fd: int32(uint32(id)), Pad: int32(uint32(id >> 32))}
 }
 
-// Control adds, changes or removes the watch of a descriptor, as op says. The caller sees to it that
-// neither the descriptor nor p is closed meanwhile. One that is closed is not watched any more.
+// Control adds, changes or removes the watch of a descriptor, as op says. The caller sees to it
+// that neither the descriptor nor p is closed meanwhile. One that is closed is not watched any
+// more.
 func (p *Instance) Control(op, fd int, e *unix.EpollEvent) error {
 	return unix.EpollCtl(p.fd, op, fd, e)
 }

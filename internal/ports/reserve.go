@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Reservation holds a TCP port of 127.0.0.1 for a listener that starts later, or again and again, in
-// this or another process. While it is held the kernel gives the port to nobody who asks for any
+// Reservation holds a TCP port of 127.0.0.1 for a listener that starts later, or again and again,
+// in this or another process. While it is held the kernel gives the port to nobody who asks for any
 // free one; who listens on it by number succeeds, with SO_REUSEADDR, as package net does.
 type Reservation struct {
 	Port uint16

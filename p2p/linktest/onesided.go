@@ -598,8 +598,8 @@ func (s suite) strong(t *testing.T) {
 	}
 }
 
-// words: signals to one word are written in the order of their puts, also if a later put is smaller:
-// the word never goes back.
+// words: signals to one word are written in the order of their puts, also if a later put is
+// smaller: the word never goes back.
 func (s suite) words(t *testing.T) {
 	x, y := Sides(t, s.open)
 	if x == nil {

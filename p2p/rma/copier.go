@@ -225,8 +225,8 @@ func (c *Copier) step(o *copyOp, oldest bool) (n int, signalled bool, err error)
 	return n, signalled, nil
 }
 
-// signals reports whether an operation before o has yet to write the word of o's signal: a word never
-// goes back to an earlier value.
+// signals reports whether an operation before o has yet to write the word of o's signal: a word
+// never goes back to an earlier value.
 func (c *Copier) signals(o *copyOp) bool {
 	for _, e := range c.ops {
 		if e == o {

@@ -13,11 +13,11 @@
 // a lifeline (package lifeline) passes it over, and its break tells earlier. A goroutine in Go's
 // network poller reads the socket; no thread is blocked.
 //
-// Descriptors: one listener a rank, one socket a link, the peer's process and lifeline, one memfd an allocated region, two for a
-// region that peers may write, and one for each 1,024 ranges of memory that are exposed at a time.
-// Memory: two rings and a page a link, shared by both sides, allocated when touched. Memory of
-// links and regions is accounted to the processes that touch it, not to /dev/shm, and the kernel
-// frees it when the last process that maps it ends.
+// Descriptors: one listener a rank, one socket a link, the peer's process and lifeline, one memfd
+// an allocated region, two for a region that peers may write, and one for each 1,024 ranges of
+// memory that are exposed at a time. Memory: two rings and a page a link, shared by both sides,
+// allocated when touched. Memory of links and regions is accounted to the processes that touch it,
+// not to /dev/shm, and the kernel frees it when the last process that maps it ends.
 package shm
 
 import (

@@ -48,8 +48,8 @@ var verbs = map[string]func(s *script, args []string) error{
 //	job n=3 [window=2] [auto] [max=4] [proposers=1] [retry=2]
 //
 // and continues with "do", whose input has one command in a line. Incarnations are written 1/21
-// (slot 1, first incarnation; 1/22 is the second), or as the slot of the last one. The output is the
-// actions of the machines, and at the end the view of each.
+// (slot 1, first incarnation; 1/22 is the second), or as the slot of the last one. The output is
+// the actions of the machines, and at the end the view of each.
 func TestScripts(t *testing.T) {
 	datadriven.Walk(t, "testdata", func(t *testing.T, path string) {
 		var s *script
