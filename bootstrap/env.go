@@ -642,7 +642,8 @@ func (a StoreAddr) String() string { return a.Scheme + "://" + strings.Join(a.En
 func ParseStore(s string) (StoreAddr, error) {
 	scheme, rest, ok := strings.Cut(s, "://")
 	if !ok || scheme != "tutti" && scheme != "etcd" && scheme != "etcds" {
-		return StoreAddr{}, fmt.Errorf("store %q: expected tutti://HOST:PORT, etcd://HOST:PORT,… or etcds://HOST:PORT,…", clip(s))
+		return StoreAddr{}, fmt.Errorf("store %q: expected tutti://HOST:PORT, etcd://HOST:PORT,… or "+
+			"etcds://HOST:PORT,…", clip(s))
 	}
 	a := StoreAddr{Scheme: scheme}
 	for ep := range strings.SplitSeq(strings.TrimSuffix(rest, "/"), ",") {

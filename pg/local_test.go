@@ -90,7 +90,8 @@ func everything(ctx context.Context, g *Group, count int) error {
 	if err := AllToAll(ctx, g, all, fill(me, n*count)); err != nil {
 		return err
 	}
-	if err := expect("alltoall", all, func(i int) int64 { return int64(i/count*1_000_003 + me*count + i%count) }); err != nil {
+	exchanged := func(i int) int64 { return int64(i/count*1_000_003 + me*count + i%count) }
+	if err := expect("alltoall", all, exchanged); err != nil {
 		return err
 	}
 	root := count % n

@@ -789,7 +789,8 @@ static inline int tutti_recv(tutti_group g, void *x, uint64_t count, int32_t dty
 #define TUTTI_FUNCTIONS(X) \
 	X(tutti_code_name) X(tutti_last_error) X(tutti_last_error_info) X(tutti_version) X(tutti_abi_version) \
 	X(tutti_has) X(tutti_set_interrupt) X(tutti_join) X(tutti_store_open) X(tutti_local) \
-	X(tutti_member_new) X(tutti_member_handle) X(tutti_form) X(tutti_member_close) X(tutti_split) X(tutti_close) X(tutti_rank) \
+	X(tutti_member_new) X(tutti_member_handle) X(tutti_form) X(tutti_member_close) \
+	X(tutti_split) X(tutti_close) X(tutti_rank) \
 	X(tutti_size) X(tutti_local_rank) X(tutti_view) X(tutti_topology) X(tutti_set_algorithm) X(tutti_do) \
 	X(tutti_start) X(tutti_work_word) X(tutti_work_test) X(tutti_work_wait) X(tutti_work_error) \
 	X(tutti_work_error_text) X(tutti_work_status) X(tutti_work_result_here) X(tutti_work_release) X(tutti_abort) \

@@ -17,7 +17,16 @@ LATE = ("cusolver", "nvtx")
 
 def install(*arguments):
     subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-warn-conflicts", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+            "--no-warn-conflicts",
+            *arguments,
+        ],
         check=True,
     )
 

@@ -31,8 +31,11 @@ class Build(build_py):
         try:
             import torch  # noqa: F401
         except ImportError:
-            print("torch is not visible to this build: pip install --no-build-isolation, or run "
-                  "`python -m tutti_torch.build` after the installation", file=sys.stderr)
+            print(
+                "torch is not visible to this build: pip install --no-build-isolation, or run "
+                "`python -m tutti_torch.build` after the installation",
+                file=sys.stderr,
+            )
         else:
             build.main(os.path.abspath(target))
 

@@ -245,8 +245,9 @@ void Backend::join() {
   outlives_ = mode != "end" && on_failure_of(mode) != TUTTI_REPORT;
   if (outlives_ && !site) {
     throw std::invalid_argument(
-        "tutti: on_failure \"" + mode + "\" needs a store that knows which ranks are alive, which c10d's does not: start "
-        "the program with tutti run --on-failure " + mode + ", or set TUTTI_STORE or Options.store to that of an etcd");
+        "tutti: on_failure \"" + mode + "\" needs a store that knows which ranks are alive, which c10d's does not: "
+        "start the program with tutti run --on-failure " + mode +
+        ", or set TUTTI_STORE or Options.store to that of an etcd");
   }
 
   tutti_config config = this->config();
@@ -422,7 +423,8 @@ std::pair<uint64_t, std::vector<int64_t>> Backend::view() const {
 
 at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   TORCH_CHECK_VALUE(size >= 0, "tutti allocateTensor: the size is ", size, ", expected 0 or more");
-  TORCH_CHECK_VALUE(options.device().is_cpu(), "tutti allocateTensor: the device is ", options.device(), ", expected cpu");
+  TORCH_CHECK_VALUE(options.device().is_cpu(), "tutti allocateTensor: the device is ", options.device(),
+                    ", expected cpu");
   void* memory = nullptr;
   const uint64_t bytes = static_cast<uint64_t>(size) * options.dtype().itemsize();
   if (bytes > 0) {
@@ -637,7 +639,8 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
   check_alike(what, input, {output}, false);
   if (output.numel() != input.numel() * size) {
     throw std::invalid_argument(c10::str("tutti ", what, ": the output has ", output.numel(), " elements, expected ",
-                                         input.numel() * size, ": ", input.numel(), " for each of the ", size, " ranks"));
+                                         input.numel() * size, ": ", input.numel(), " for each of the ", size,
+                                          " ranks"));
   }
   const Wire wire = wire_of(input.scalar_type());
   Staged source(input, Staged::kRead);
@@ -975,8 +978,8 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
   return launch(std::move(task)); // copies the counts
 }
 
-static Task message(OpType type, const char* title, int32_t kind, const Staged& staged, const Tensors& tensors, int peer,
-                    int tag) {
+static Task message(OpType type, const char* title, int32_t kind, const Staged& staged, const Tensors& tensors,
+                    int peer, int tag) {
   Task task(type, title);
   tutti_op op = op_of(kind);
   op.dst = op.src = staged.buffer(wire_of(tensors[0].scalar_type()));

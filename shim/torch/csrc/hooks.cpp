@@ -109,7 +109,8 @@ void Hooks::ended(c10d::OpType type, uint64_t seq, uint64_t key, std::chrono::st
     call(*hook, "a completion hook", key, 1000 * duration.count());
   }
   if (info) {
-    call(*info, "a completion hook", std::make_shared<c10d::WorkInfo>(type, seq, time_of(begun), time_of(over), duration));
+    call(*info, "a completion hook",
+         std::make_shared<c10d::WorkInfo>(type, seq, time_of(begun), time_of(over), duration));
   }
 }
 

@@ -121,7 +121,8 @@ Reduction reduction_of(const char* what, const c10d::ReduceOp& op, ScalarType ty
       if (factor == nullptr) {
         invalid(what, "ReduceOp.PREMUL_SUM has no factor: make it with torch.distributed._make_nccl_premul_sum");
       }
-      r.factor = factor->tensor_factor.defined() ? factor->tensor_factor.cpu() : at::scalar_tensor(factor->double_factor, at::kDouble);
+      r.factor = factor->tensor_factor.defined() ? factor->tensor_factor.cpu()
+                                                 : at::scalar_tensor(factor->double_factor, at::kDouble);
       r.op = TUTTI_SUM;
       break;
     }

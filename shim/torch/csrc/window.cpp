@@ -131,7 +131,8 @@ class Window::Errand final : public c10d::Work {
 
 Window::Window(tutti_group group, int rank, int size, milliseconds timeout, std::function<void()> barrier,
                std::shared_ptr<std::atomic<uint64_t>> bytes)
-    : group_(group), rank_(rank), size_(size), timeout_(timeout), barrier_(std::move(barrier)), bytes_(std::move(bytes)) {}
+    : group_(group), rank_(rank), size_(size), timeout_(timeout), barrier_(std::move(barrier)),
+      bytes_(std::move(bytes)) {}
 
 Window::~Window() {
   if (forked()) {
@@ -213,9 +214,11 @@ void Window::restore() noexcept {
 }
 
 std::shared_ptr<Window::Memory> Window::memory(const char* what, int64_t rank) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "tutti window ", what, ": the rank is ", rank, ", expected 0 to ", size_ - 1);
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "tutti window ", what, ": the rank is ", rank, ", expected 0 to ",
+                    size_ - 1);
   std::lock_guard<std::mutex> guard(mutex_);
-  TORCH_CHECK_VALUE(memory_, "tutti window ", what, ": no tensor is registered: call tensor_register at all ranks first");
+  TORCH_CHECK_VALUE(memory_, "tutti window ", what, ": no tensor is registered: call ",
+                    "tensor_register at all ranks first");
   return memory_;
 }
 
@@ -257,19 +260,20 @@ c10::intrusive_ptr<c10d::Work> Window::put(const at::Tensor& tensor, int64_t ran
   auto window = memory("put", rank);
   TORCH_CHECK_VALUE(tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu(),
                     "tutti window put: the tensor must be a dense one in host memory");
-  TORCH_CHECK_VALUE(tensor.scalar_type() == window->type, "tutti window put: the tensor has type ", tensor.scalar_type(),
-                    ", expected that of the registered one, ", window->type);
+  TORCH_CHECK_VALUE(tensor.scalar_type() == window->type, "tutti window put: the tensor has type ",
+                    tensor.scalar_type(), ", expected that of the registered one, ", window->type);
   const uint64_t item = tensor.element_size();
   const uint64_t elements = window->bytes / item;
   TORCH_CHECK_VALUE(offset >= 0 && static_cast<uint64_t>(offset) <= elements &&
                         static_cast<uint64_t>(tensor.numel()) <= elements - static_cast<uint64_t>(offset),
-                    "tutti window put: ", tensor.numel(), " elements at offset ", offset, " do not fit into the ", elements,
-                    " elements of the window");
+                    "tutti window put: ", tensor.numel(), " elements at offset ", offset, " do not fit into the ",
+                    elements, " elements of the window");
   const at::Tensor source = tensor.contiguous();
   const int64_t limit = nanoseconds_of(opts.timeout);
   const auto target = static_cast<int32_t>(rank);
   if (source.numel() > 0) { // begun here: signals that follow come after it
-    check(api().tutti_window_put(window->handle, target, offset * item, source.const_data_ptr(), source.nbytes(), limit));
+    check(api().tutti_window_put(window->handle, target, offset * item, source.const_data_ptr(), source.nbytes(),
+                                 limit));
   }
   return run("tutti:put", async, [window, source, target, limit] {
     check(api().tutti_window_flush(window->handle, target, limit));
@@ -340,7 +344,8 @@ c10::intrusive_ptr<c10d::Window> Backend::new_window(const std::optional<at::Ten
   }
   auto self = c10::intrusive_ptr<Backend>::reclaim_copy(this);
   auto window = c10::make_intrusive<Window>(
-      group_, rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); }, window_bytes_);
+      group_, rank_, size_, options_->timeout, [self] { self->barrier(c10d::BarrierOptions())->wait(); },
+      window_bytes_);
   if (tensor) {
     window->tensor_register(*tensor, true);
   }

@@ -55,7 +55,8 @@ void raise(int code, const std::string& text) {
 Work::Work(int rank, uint64_t seq, Task task, std::shared_ptr<Completer> completer, std::shared_ptr<Running> running)
     : c10d::Work(rank, task.type, at::hasCallbacks() ? task.title : nullptr,
                  at::hasCallbacks() ? std::optional<std::vector<at::Tensor>>(task.inputs) : std::nullopt),
-      seq_(seq), key_(next_key()), task_(std::move(task)), completer_(std::move(completer)), running_(std::move(running)) {
+      seq_(seq), key_(next_key()), task_(std::move(task)), completer_(std::move(completer)),
+      running_(std::move(running)) {
   task_.inputs.clear();
 }
 
@@ -313,7 +314,8 @@ milliseconds Work::getTimeout() const {
 }
 
 float Work::getDuration() const {
-  TORCH_CHECK(over_.load(std::memory_order_acquire), "the duration is known when the operation has ended: call wait first");
+  TORCH_CHECK(over_.load(std::memory_order_acquire),
+              "the duration is known when the operation has ended: call wait first");
   return std::chrono::duration<float, std::milli>(ended_ - begun_).count();
 }
 

@@ -75,7 +75,9 @@ class Suite(cases.TestDistBackend, cases.DistributedTest._DistTestBase):
         context.set_forkserver_preload(["c10d_suite"])
 
         def process(target, name, args, kwargs):
-            return context.Process(target=target, name=name, args=args, kwargs={**kwargs, "environment": {**os.environ}})
+            return context.Process(
+                target=target, name=name, args=args, kwargs={**kwargs, "environment": {**os.environ}}
+            )
 
         self._start_processes(process)
 

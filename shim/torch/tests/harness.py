@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import tutti_torch  # noqa: F401
 
+
 def has(method):
     """Reports whether c10d's Backend has a method, which depends on the version of torch."""
     return hasattr(torch._C._distributed_c10d.Backend, method)

@@ -45,8 +45,23 @@ def rank(elements):
 
 def measure(kills, elements):
     """Returns the times in milliseconds."""
-    command = [TUTTI, "run", "-n", str(SIZE), "--on-failure", "shrink", "--auto-admit", "--max-restarts", str(kills),
-               "--no-prefix", "--", sys.executable, os.path.abspath(__file__), "rank", str(elements)]
+    command = [
+        TUTTI,
+        "run",
+        "-n",
+        str(SIZE),
+        "--on-failure",
+        "shrink",
+        "--auto-admit",
+        "--max-restarts",
+        str(kills),
+        "--no-prefix",
+        "--",
+        sys.executable,
+        os.path.abspath(__file__),
+        "rank",
+        str(elements),
+    ]
     environment = dict(os.environ, PYTHONPATH=os.path.normpath(os.path.join(HERE, "..")))
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     lines = queue.Queue()
@@ -66,7 +81,8 @@ def measure(kills, elements):
             try:
                 line = lines.get(timeout=LIMIT)
             except queue.Empty:
-                raise SystemExit(f"ranks {sorted(ranks - set(seen))} are silent; standard error:\n{''.join(errors)}")
+                silent = sorted(ranks - set(seen))
+                raise SystemExit(f"ranks {silent} are silent; standard error:\n{''.join(errors)}") from None
             match = re.fullmatch(r"rank (\d) pid (\d+) has (\d) at ([0-9.]+)\n", line)
             who, pids[int(match[1])] = int(match[1]), int(match[2])
             if int(match[3]) == number:
@@ -97,5 +113,8 @@ if __name__ == "__main__":
         rank(int(sys.argv[2]))
     elements = int(sys.argv[2]) if len(sys.argv) > 2 else 1024
     times = measure(int(sys.argv[1]) if len(sys.argv) > 1 else 11, elements)
-    print(f"{SIZE} ranks, all_reduce of {elements} float32, {len(times)} kills: median {statistics.median(times):.1f} ms, "
-          f"of {', '.join(f'{t:.1f}' for t in sorted(times))}")
+    print(
+        f"{SIZE} ranks, all_reduce of {elements} float32, {len(times)} kills: median "
+        f"{statistics.median(times):.1f} ms, "
+        f"of {', '.join(f'{t:.1f}' for t in sorted(times))}"
+    )

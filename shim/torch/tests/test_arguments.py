@@ -18,14 +18,44 @@ C10D = torch._C._distributed_c10d
 SEED = int(os.environ.get("TUTTI_TEST_SEED", "1"))
 CALLS = int(os.environ.get("TUTTI_TEST_CALLS", "400"))
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool,
-    torch.complex64, torch.float8_e4m3fn, torch.uint16, torch.quint8, torch.bits8,
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint16,
+    torch.quint8,
+    torch.bits8,
 ]
 OPERATIONS = [
-    "broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
-    "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall_base", "alltoall", "send", "recv",
-    "recv_anysource", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", "allocate_tensor", "split",
-    "shrink", "new_window", "monitored_barrier",
+    "broadcast",
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "allgather",
+    "_allgather_base",
+    "allgather_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "alltoall_base",
+    "alltoall",
+    "send",
+    "recv",
+    "recv_anysource",
+    "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor_coalesced",
+    "allocate_tensor",
+    "split",
+    "shrink",
+    "new_window",
+    "monitored_barrier",
 ]
 
 
@@ -40,8 +70,23 @@ class Maker:
         return self.random.choice(choices)
 
     def number(self):
-        return self.pick(0, 1, -1, self.size - 1, self.size, 7, 2**31 - 1, -(2**31), 2**31, 2**63 - 1, -(2**63), 2**64, None,
-                         "1", 1.5)
+        return self.pick(
+            0,
+            1,
+            -1,
+            self.size - 1,
+            self.size,
+            7,
+            2**31 - 1,
+            -(2**31),
+            2**31,
+            2**63 - 1,
+            -(2**63),
+            2**64,
+            None,
+            "1",
+            1.5,
+        )
 
     def tensor(self):
         r = self.random
@@ -110,8 +155,12 @@ class Maker:
         if name == "recv_anysource":
             return self.tensors(), self.number()
         if name in ("broadcast", "allreduce", "reduce", "allreduce_coalesced"):
-            kind = {"broadcast": dist.BroadcastOptions, "reduce": dist.ReduceOptions, "allreduce": dist.AllreduceOptions,
-                    "allreduce_coalesced": dist.AllreduceCoalescedOptions}[name]
+            kind = {
+                "broadcast": dist.BroadcastOptions,
+                "reduce": dist.ReduceOptions,
+                "allreduce": dist.AllreduceOptions,
+                "allreduce_coalesced": dist.AllreduceCoalescedOptions,
+            }[name]
             return self.tensors(), self.options(kind)
         if name in ("_allgather_base", "_reduce_scatter_base"):
             kind = C10D.AllgatherOptions if "gather" in name else dist.ReduceScatterOptions
@@ -195,7 +244,9 @@ def together(rank, size, port, seed, calls):
         lambda m: group.recv([x], m.pick(rank, -2, size), 0).wait(),
         lambda m: group.send([x], (rank + 1) % size, -3).wait(),
         lambda m: group.scatter([x], [[x] * (size + 1)]),
-        lambda m: group.gather([[x] * (size - 1)], [x], dist.GatherOptions()) if rank == 0 else group.gather([[x]], [x]),
+        lambda m: (
+            group.gather([[x] * (size - 1)], [x], dist.GatherOptions()) if rank == 0 else group.gather([[x]], [x])
+        ),
     ]
     for i in range(calls):
         maker = Maker(seed + 1000 * rank + i, size)
@@ -247,8 +298,12 @@ class Arguments(unittest.TestCase):
     def test_wrong_arguments_raise(self):
         code = f"import sys; sys.path.insert(0, {os.path.dirname(os.path.abspath(__file__))!r}); "
         code += f"import test_arguments; test_arguments.alone({SEED}, {CALLS})"
-        child = subprocess.run([sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", code], capture_output=True,
-                               text=True, timeout=harness.LIMIT)
+        child = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-W", "ignore", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=harness.LIMIT,
+        )
         last = child.stdout.strip().splitlines()[-3:]
         if child.returncode < 0:
             self.fail(f"{signal.Signals(-child.returncode).name} after {last}:\n{child.stderr[-3000:]}")
@@ -266,8 +321,12 @@ class Arguments(unittest.TestCase):
                 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 program = EXIT.format(tests=os.path.dirname(os.path.abspath(__file__)), port=server.port, way=way)
                 ranks = [
-                    subprocess.Popen([sys.executable, "-c", program, str(rank)], stdout=subprocess.PIPE,
-                                     stderr=subprocess.STDOUT, text=True)
+                    subprocess.Popen(
+                        [sys.executable, "-c", program, str(rank)],
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                    )
                     for rank in range(2)
                 ]
                 try:

@@ -11,7 +11,6 @@ import tutti_torch
 from test_failures import raises
 
 
-
 def backend(group=None):
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
 
@@ -219,7 +218,9 @@ def children(rank, size, port):
     x = torch.tensor([float(rank)])
     whole.allreduce([x]).wait()
     assert x.item() == 6, x
-    assert backend().split(dist.PrefixStore("some", harness.store(port)), [(rank + 1) % size], backend().options) is None
+    assert (
+        backend().split(dist.PrefixStore("some", harness.store(port)), [(rank + 1) % size], backend().options) is None
+    )
 
     merged = dist.group.WORLD.merge_remote_group(
         dist.PrefixStore("merged", harness.store(port)), size, timedelta(seconds=20), "merged"

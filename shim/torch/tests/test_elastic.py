@@ -7,8 +7,6 @@ import unittest
 import harness
 import launched
 import measure_kill
-import torch
-import torch.distributed as dist
 import tutti_torch
 
 SHRINK = ("--on-failure", "shrink")
@@ -19,7 +17,9 @@ rank, size = dist.get_rank(), dist.get_world_size()
 """
 
 # Rank DIES is lost, and what the operations do without it.
-HOLE = INIT + """
+HOLE = (
+    INIT
+    + """
 lost = int(os.environ["DIES"])
 dist.barrier()
 if rank == lost:
@@ -88,9 +88,12 @@ dist.barrier()
 print("through")
 dist.destroy_process_group()
 """
+)
 
 # Two losses one after the other; each is replaced, with the others' state.
-REPLACED = INIT + """
+REPLACED = (
+    INIT
+    + """
 life = int(os.environ.get("TUTTI_RESTART", "0"))
 done = torch.zeros(1, dtype=torch.long)
 if restarted:
@@ -120,8 +123,11 @@ assert total.item() == (18 if pair else 9)
 print("rank", rank, "ends", tutti_torch.active_ranks())
 dist.destroy_process_group()
 """
+)
 
-AGREED = INIT + """
+AGREED = (
+    INIT
+    + """
 dist.barrier()
 assert tutti_torch.agree(True) is True
 assert tutti_torch.agree(rank != 1) is False
@@ -132,8 +138,11 @@ assert tutti_torch.agree(True) is True
 print("agreed")
 dist.destroy_process_group()
 """
+)
 
-RETRY = INIT + """
+RETRY = (
+    INIT
+    + """
 dist.barrier()
 source = torch.full((1000,), rank + 1.0)
 out = torch.zeros(size, 1000)
@@ -144,8 +153,11 @@ assert out[:, 0].tolist()[0::2] == [1.0, 3.0], out[:, 0]
 print("retried")
 dist.destroy_process_group()
 """
+)
 
-SUBGROUP = INIT + """
+SUBGROUP = (
+    INIT
+    + """
 pair = dist.new_group([0, 2])
 trio = dist.new_group([0, 1, 2])
 dist.barrier()
@@ -159,6 +171,7 @@ assert x.item() == 2 and tutti_torch.active_ranks(pair) == [0, 1]  # ranks of th
 print("subgroups go on")
 dist.destroy_process_group()
 """
+)
 
 STORE = """
 store = tutti_torch._load().JobStore()

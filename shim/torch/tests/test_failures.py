@@ -71,10 +71,19 @@ def late(rank, size, port):
     options = dist.BarrierOptions()
     options.timeout = timedelta(milliseconds=200)
     if rank == 0:
-        raises(dist.DistBackendError, "Rank 1 failed to pass monitoredBarrier in 200 ms", dist.group.WORLD.monitored_barrier,
-               timedelta(milliseconds=200))
-        raises(dist.DistBackendError, "Ranks 1, 2 failed to pass", dist.group.WORLD.monitored_barrier,
-               timedelta(milliseconds=200), True)
+        raises(
+            dist.DistBackendError,
+            "Rank 1 failed to pass monitoredBarrier in 200 ms",
+            dist.group.WORLD.monitored_barrier,
+            timedelta(milliseconds=200),
+        )
+        raises(
+            dist.DistBackendError,
+            "Ranks 1, 2 failed to pass",
+            dist.group.WORLD.monitored_barrier,
+            timedelta(milliseconds=200),
+            True,
+        )
         dist.barrier()
         text = raises(dist.DistBackendError, "timed out", lambda: dist.group.WORLD.barrier(options).wait())
         assert "waiting for rank 2" in text and "waiting for rank 1" not in text, text

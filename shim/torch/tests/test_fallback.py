@@ -108,8 +108,9 @@ class Fallback(unittest.TestCase):
                 f.write(PROGRAM.format(package=directory, tests=tests, function=function))
             library = os.environ.get("TUTTI_LIBRARY") or os.path.join(tests, "..", "..", "..", "bin", "libtutti.so")
             environment = {**os.environ, "TUTTI_LIBRARY": library, "PYTHONPATH": directory}
-            done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True,
-                                  timeout=2 * harness.LIMIT)
+            done = subprocess.run(
+                [sys.executable, program], env=environment, capture_output=True, text=True, timeout=2 * harness.LIMIT
+            )
             self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
             self.assertIn("works over ctypes, which is slower", done.stderr)
             self.assertIn("python -m tutti_torch.build", done.stderr)

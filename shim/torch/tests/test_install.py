@@ -38,16 +38,26 @@ class Install(unittest.TestCase):
             # An environment of its own with the packages of this one.
             subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
             python = os.path.join(directory, "bin", "python")
-            path = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
-                                  capture_output=True, text=True).stdout.strip()
+            path = subprocess.run(
+                [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                check=True,
+                capture_output=True,
+                text=True,
+            ).stdout.strip()
             with open(os.path.join(path, "torch.pth"), "w") as f:
                 f.write(sysconfig.get_path("purelib") + "\n")
             environment = {n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "TUTTI_LIBRARY")}
             environment.setdefault("TUTTI_OBJECTS", os.path.join(ROOT, ".build", "torch"))  # has most of it compiled
 
             def run(*command):
-                result = subprocess.run([python, *command], env=environment, cwd=directory, capture_output=True, text=True,
-                                        timeout=4 * harness.LIMIT)
+                result = subprocess.run(
+                    [python, *command],
+                    env=environment,
+                    cwd=directory,
+                    capture_output=True,
+                    text=True,
+                    timeout=4 * harness.LIMIT,
+                )
                 self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
                 return result.stdout.strip()
 
@@ -58,14 +68,17 @@ class Install(unittest.TestCase):
             # A package whose module is for another torch names both versions, and imports of torch go on.
             [module] = [name for name in os.listdir(package) if name.startswith("_glue_")]
             os.rename(os.path.join(package, module), os.path.join(package, "_glue_1_2_3." + module.split(".", 1)[1]))
-            text = run("-c", """
+            text = run(
+                "-c",
+                """
 import torch
 import tutti_torch
 try:
     tutti_torch.Options()
 except ImportError as e:
     print(e)
-""")
+""",
+            )
             self.assertIn("built for torch 1.2.3", text)
             self.assertIn("python -m tutti_torch.build", text)
             run("-m", "tutti_torch.build")  # against the sources that were installed

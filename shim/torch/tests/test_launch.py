@@ -103,9 +103,12 @@ class Torchrun(unittest.TestCase):
     def test_elastic_rendezvous(self):
         options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.9.1:29512", "--rdzv-id", "job"]
         # The name of this machine does not lead to an address of a namespace.
-        self.launch(*(
-            [*options, "--rdzv-conf", f"is_host={1 - node}", "--local-addr", f"10.77.9.{node + 1}"] for node in range(2)
-        ))
+        self.launch(
+            *(
+                [*options, "--rdzv-conf", f"is_host={1 - node}", "--local-addr", f"10.77.9.{node + 1}"]
+                for node in range(2)
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ for backend in ("tutti", "gloo", "tutti", "tutti"):  # one after the other, in o
 print("launched")
 """
 
-STUCK = STATUS + """
+STUCK = (
+    STATUS
+    + """
 dist.init_process_group("tutti")
 rank = dist.get_rank()
 dist.barrier()
@@ -52,6 +54,7 @@ dist.barrier()
 print("seen")
 dist.destroy_process_group()
 """
+)
 
 LATE = """
 from datetime import timedelta
@@ -77,7 +80,9 @@ print("recovered")
 dist.destroy_process_group()
 """
 
-EMPTY = STATUS + """
+EMPTY = (
+    STATUS
+    + """
 dist.init_process_group("tutti")
 rank, n = dist.get_rank(), 1 << 20
 
@@ -105,6 +110,7 @@ print("no copies")
 dist.destroy_process_group()
 own.fill_(1)  # it stays memory
 """
+)
 
 
 class Launcher(unittest.TestCase):

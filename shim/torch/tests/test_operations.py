@@ -149,7 +149,9 @@ def reductions(rank, size, port):
             dist.ReduceOp.MIN: rows.amin(0),
             dist.ReduceOp.MAX: rows.amax(0),
         }[op]
-        return (x.trunc() if not dtype.is_floating_point else x).to(torch.float32 if dtype in FLOAT8 else dtype).to(dtype)
+        return (
+            (x.trunc() if not dtype.is_floating_point else x).to(torch.float32 if dtype in FLOAT8 else dtype).to(dtype)
+        )
 
     for dtype in [*INTEGERS, torch.uint16, *FLOATS, *FLOAT8]:
         ops = [*OPS, dist.ReduceOp.AVG, *(BITS if not dtype.is_floating_point else [])]
@@ -175,8 +177,14 @@ def reductions(rank, size, port):
         same(torch.stack(y)[:, 0], -1j * torch.arange(size).to(dtype), f"all_gather {dtype}")
 
     flags = torch.tensor([rank == 0, True, False])
-    for op, want in [("SUM", [1, 1, 0]), ("MAX", [1, 1, 0]), ("BOR", [1, 1, 0]),
-                     ("PRODUCT", [0, 1, 0]), ("MIN", [0, 1, 0]), ("BAND", [0, 1, 0])]:
+    for op, want in [
+        ("SUM", [1, 1, 0]),
+        ("MAX", [1, 1, 0]),
+        ("BOR", [1, 1, 0]),
+        ("PRODUCT", [0, 1, 0]),
+        ("MIN", [0, 1, 0]),
+        ("BAND", [0, 1, 0]),
+    ]:
         x = flags.clone()
         dist.all_reduce(x, getattr(dist.ReduceOp, op))
         same(x, torch.tensor(want).bool(), f"all_reduce {op} of bool")

@@ -133,8 +133,14 @@ def after_abort(rank, size, port):
 def after_timeout(rank, size, port):
     handles = start(rank, size, port)
     if rank == 0:  # the others do not come
-        text = raises(dist.DistBackendError, "rank 1 is member", dist._reconfigure, 1, handles,
-                      timeout=timedelta(milliseconds=200))
+        text = raises(
+            dist.DistBackendError,
+            "rank 1 is member",
+            dist._reconfigure,
+            1,
+            handles,
+            timeout=timedelta(milliseconds=200),
+        )
         assert "rank 2 is member" in text, text
     share(rank, size, port, "over", "1")
     if rank != 0:  # they are told that it has given up
@@ -181,6 +187,7 @@ def interrupted(rank, size, port):
     """A signal handler that raises ends the wait for the other members. They are told."""
     handles = start(rank, size, port)
     if rank == 0:
+
         def handler(*_):
             raise KeyboardInterrupt
 
@@ -201,8 +208,9 @@ def options(rank, size, port):
     os.environ["TUTTI_SECRET"] = "a secret that all processes have"
     opts = tutti_torch.Options()
     opts.transport = "tcp"
-    dist.init_process_group("tutti", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True,
-                            pg_options=opts)
+    dist.init_process_group(
+        "tutti", store=dist.HashStore(), rank=0, world_size=1, enable_reconfigure=True, pg_options=opts
+    )
     handles = share(rank, size, port, "handle", dist._get_reconfigure_handle())
     dist._reconfigure(1, handles)
     works(rank, size)

@@ -85,7 +85,10 @@ def _create(backend_options, options=None):
     glue = _implementation()
     if glue is _fallback:
         return glue.ProcessGroupTutti(
-            backend_options.store, backend_options.group_rank, backend_options.group_size, backend_options.timeout,
+            backend_options.store,
+            backend_options.group_rank,
+            backend_options.group_size,
+            backend_options.timeout,
             _library(),
         )
     options = options.copy() if isinstance(options, glue.Options) else glue.Options()

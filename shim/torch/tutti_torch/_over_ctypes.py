@@ -25,18 +25,39 @@ BROADCAST, REDUCE, GATHER, SCATTER, SEND, RECV = 8, 9, 10, 11, 12, 13
 
 # The numbers of tutti.h. Other types are moved as bytes.
 WIRES = {
-    torch.int8: 1, torch.int16: 2, torch.int32: 3, torch.int64: 4, torch.uint8: 5, torch.uint16: 6, torch.uint32: 7,
-    torch.uint64: 8, torch.float32: 9, torch.float64: 10, torch.float16: 11, torch.bfloat16: 12,
-    torch.float8_e4m3fn: 13, torch.float8_e5m2: 14, torch.bool: 15,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.uint8: 5,
+    torch.uint16: 6,
+    torch.uint32: 7,
+    torch.uint64: 8,
+    torch.float32: 9,
+    torch.float64: 10,
+    torch.float16: 11,
+    torch.bfloat16: 12,
+    torch.float8_e4m3fn: 13,
+    torch.float8_e5m2: 14,
+    torch.bool: 15,
 }
 REDUCTIONS = {"SUM": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4, "AVG": 5, "BAND": 6, "BOR": 7, "BXOR": 8}
 
 
 class KVCall(ctypes.Structure):
     _fields_ = [
-        ("struct_size", c_uint32), ("error_cap", c_uint32), ("key", c_char_p), ("value", c_void_p), ("value_len", c_uint64),
-        ("expected", c_void_p), ("expected_len", c_uint64), ("timeout_ns", c_int64), ("result", c_void_p),
-        ("result_cap", c_uint64), ("result_len", c_uint64), ("error", c_void_p),
+        ("struct_size", c_uint32),
+        ("error_cap", c_uint32),
+        ("key", c_char_p),
+        ("value", c_void_p),
+        ("value_len", c_uint64),
+        ("expected", c_void_p),
+        ("expected_len", c_uint64),
+        ("timeout_ns", c_int64),
+        ("result", c_void_p),
+        ("result_cap", c_uint64),
+        ("result_len", c_uint64),
+        ("error", c_void_p),
     ]
 
 
@@ -46,20 +67,48 @@ KVRelease = CFUNCTYPE(None, c_void_p)
 
 class KV(ctypes.Structure):
     _fields_ = [
-        ("struct_size", c_uint32), ("reserved", c_uint32), ("ctx", c_void_p), ("set", KVFunction), ("get", KVFunction),
-        ("wait", KVFunction), ("compare_and_set", KVFunction), ("release", KVRelease),
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("ctx", c_void_p),
+        ("set", KVFunction),
+        ("get", KVFunction),
+        ("wait", KVFunction),
+        ("compare_and_set", KVFunction),
+        ("release", KVRelease),
     ]
 
 
 class Config(ctypes.Structure):
     _fields_ = [
-        ("struct_size", c_uint32), ("size", c_int32), ("rank", c_int32), ("max_size", c_int32), ("job", c_char_p),
-        ("store", c_char_p), ("store_user", c_char_p), ("store_password", c_char_p), ("kv", POINTER(KV)),
-        ("secret", c_char_p), ("secret_len", c_uint64), ("transport", c_char_p), ("interfaces", c_char_p),
-        ("ports", c_char_p), ("algorithm", c_char_p), ("tuning", c_char_p), ("log_dir", c_char_p), ("metrics", c_char_p),
-        ("log_level", c_char_p), ("timeout_ns", c_int64), ("window_ns", c_int64), ("lease_ttl_ns", c_int64),
-        ("on_failure", c_int32), ("on_timeout", c_int32), ("uniform", c_int32), ("auto_admit", c_int32),
-        ("progress", c_int32), ("max_procs", c_int32), ("memory_limit", c_int64),
+        ("struct_size", c_uint32),
+        ("size", c_int32),
+        ("rank", c_int32),
+        ("max_size", c_int32),
+        ("job", c_char_p),
+        ("store", c_char_p),
+        ("store_user", c_char_p),
+        ("store_password", c_char_p),
+        ("kv", POINTER(KV)),
+        ("secret", c_char_p),
+        ("secret_len", c_uint64),
+        ("transport", c_char_p),
+        ("interfaces", c_char_p),
+        ("ports", c_char_p),
+        ("algorithm", c_char_p),
+        ("tuning", c_char_p),
+        ("log_dir", c_char_p),
+        ("metrics", c_char_p),
+        ("log_level", c_char_p),
+        ("timeout_ns", c_int64),
+        ("window_ns", c_int64),
+        ("lease_ttl_ns", c_int64),
+        ("on_failure", c_int32),
+        ("on_timeout", c_int32),
+        ("uniform", c_int32),
+        ("auto_admit", c_int32),
+        ("progress", c_int32),
+        ("max_procs", c_int32),
+        ("memory_limit", c_int64),
     ]
 
 
@@ -69,9 +118,19 @@ class Buffer(ctypes.Structure):
 
 class Op(ctypes.Structure):
     _fields_ = [
-        ("struct_size", c_uint32), ("kind", c_int32), ("reduction", c_int32), ("peer", c_int32), ("tag", c_int32),
-        ("flags", c_uint32), ("dst", Buffer), ("src", Buffer), ("src_counts", POINTER(c_int64)),
-        ("dst_counts", POINTER(c_int64)), ("counts_len", c_uint64), ("stream", c_void_p), ("timeout_ns", c_int64),
+        ("struct_size", c_uint32),
+        ("kind", c_int32),
+        ("reduction", c_int32),
+        ("peer", c_int32),
+        ("tag", c_int32),
+        ("flags", c_uint32),
+        ("dst", Buffer),
+        ("src", Buffer),
+        ("src_counts", POINTER(c_int64)),
+        ("dst_counts", POINTER(c_int64)),
+        ("counts_len", c_uint64),
+        ("stream", c_void_p),
+        ("timeout_ns", c_int64),
         ("status", c_void_p),
     ]
 
@@ -93,7 +152,9 @@ def library(path):
                 found = ctypes.CDLL(path)
                 version = found.tutti_abi_version()
             except (OSError, AttributeError) as e:
-                raise RuntimeError(f"{e} (TUTTI_LIBRARY gives the path of Tutti's library: make shim builds it)") from None
+                raise RuntimeError(
+                    f"{e} (TUTTI_LIBRARY gives the path of Tutti's library: make shim builds it)"
+                ) from None
             if version >> 16 != ABI_MAJOR:
                 raise RuntimeError(f"{path} has version {version >> 16} of the interface, expected {ABI_MAJOR}")
             found.tutti_last_error.restype = c_char_p
@@ -258,8 +319,14 @@ class Backend(C10D.Backend):
         agreed = self._store.get(prefix + "secret")
         self._kv = callbacks(self._store)  # the callbacks live as long as the backend
         config = Config(
-            struct_size=ctypes.sizeof(Config), size=size, rank=rank, job=b"torch-" + agreed[:24], secret=agreed[24:],
-            secret_len=len(agreed) - 24, timeout_ns=int(self._timeout * 1e9), kv=ctypes.pointer(self._kv),
+            struct_size=ctypes.sizeof(Config),
+            size=size,
+            rank=rank,
+            job=b"torch-" + agreed[:24],
+            secret=agreed[24:],
+            secret_len=len(agreed) - 24,
+            timeout_ns=int(self._timeout * 1e9),
+            kv=ctypes.pointer(self._kv),
         )
         self._check(self._tutti.tutti_join(byref(config), byref(self._group)))
         _groups.add(self)
@@ -341,7 +408,11 @@ class Backend(C10D.Backend):
         """Returns the number of a reduction, and the type in which elements are reduced."""
         name = next((n for n in REDUCTIONS if op == getattr(dist.ReduceOp, n)), None)
         bits = name in ("BAND", "BOR", "BXOR")
-        if name is None or (bits and (dtype.is_floating_point or dtype.is_complex)) or (name == "AVG" and dtype == torch.bool):
+        if (
+            name is None
+            or (bits and (dtype.is_floating_point or dtype.is_complex))
+            or (name == "AVG" and dtype == torch.bool)
+        ):
             raise ValueError(f"tutti {what}: cannot use {op} with {dtype}")
         if dtype.is_complex and name not in ("SUM", "AVG"):
             raise ValueError(f"tutti {what}: cannot use {op} with {dtype}: expected SUM or AVG")
@@ -383,7 +454,11 @@ class Backend(C10D.Backend):
 
     @staticmethod
     def _unless_own(tensor, memory):
-        return [] if memory.data_ptr() == tensor.data_ptr() and memory.dtype == tensor.dtype else [lambda: tensor.copy_(memory)]
+        return (
+            []
+            if memory.data_ptr() == tensor.data_ptr() and memory.dtype == tensor.dtype
+            else [lambda: tensor.copy_(memory)]
+        )
 
     def _root(self, what, root):
         if not 0 <= root < self._size:
@@ -395,7 +470,11 @@ class Backend(C10D.Backend):
         memory = self._memory(tensor, dtype)
         buffer = self._buffer(memory)
         after = self._unless_own(tensor, memory) if write else []
-        return {"kind": kind, "reduction": reduction, "peer": peer, "tag": tag, "dst": buffer, "src": buffer}, [memory], after
+        return (
+            {"kind": kind, "reduction": reduction, "peer": peer, "tag": tag, "dst": buffer, "src": buffer},
+            [memory],
+            after,
+        )
 
     # -- Operations --
 
@@ -448,7 +527,9 @@ class Backend(C10D.Backend):
 
     def allgather(self, outputs, inputs, opts=None):
         tensor = self._only("all_gather", inputs)
-        return self._launch("all_gather", [self._gather("all_gather", self._only("all_gather", outputs), tensor)], outputs)
+        return self._launch(
+            "all_gather", [self._gather("all_gather", self._only("all_gather", outputs), tensor)], outputs
+        )
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
         ops = [self._gather("all_gather_coalesced", [o[i] for o in outputs], x) for i, x in enumerate(inputs)]
@@ -457,8 +538,10 @@ class Backend(C10D.Backend):
     def _sizes(self, what, large, small):
         self._dense(what, small, small, large)
         if large.numel() != small.numel() * self._size:
-            raise ValueError(f"tutti {what}: the larger tensor has {large.numel()} elements, expected "
-                             f"{small.numel() * self._size}: {small.numel()} for each of the {self._size} ranks")
+            raise ValueError(
+                f"tutti {what}: the larger tensor has {large.numel()} elements, expected "
+                f"{small.numel() * self._size}: {small.numel()} for each of the {self._size} ranks"
+            )
 
     def _copied(self, tensor):
         return self._memory(tensor).clone()
@@ -479,7 +562,12 @@ class Backend(C10D.Backend):
         root, tensor = self._root("gather", opts.rootRank), self._only("gather", inputs)
         self._dense("gather", tensor, tensor)
         source, keep, after = self._memory(tensor), [], []
-        fields = {"kind": GATHER, "peer": root, "src": self._buffer(source), "dst": Buffer(None, 0, self._buffer(source).dtype, HOST)}
+        fields = {
+            "kind": GATHER,
+            "peer": root,
+            "src": self._buffer(source),
+            "dst": Buffer(None, 0, self._buffer(source).dtype, HOST),
+        }
         if root == self._rank:
             parts = self._only("gather", outputs)
             self._parts("gather", tensor, parts)
@@ -493,7 +581,12 @@ class Backend(C10D.Backend):
         root, tensor = self._root("scatter", opts.rootRank), self._only("scatter", outputs)
         self._dense("scatter", tensor, tensor)
         target, keep = self._memory(tensor), []
-        fields = {"kind": SCATTER, "peer": root, "dst": self._buffer(target), "src": Buffer(None, 0, self._buffer(target).dtype, HOST)}
+        fields = {
+            "kind": SCATTER,
+            "peer": root,
+            "dst": self._buffer(target),
+            "src": Buffer(None, 0, self._buffer(target).dtype, HOST),
+        }
         if root == self._rank:
             parts = self._only("scatter", inputs)
             self._parts("scatter", tensor, parts)
@@ -501,12 +594,19 @@ class Backend(C10D.Backend):
             fields["src"], keep = self._buffer(source), [source]
         elif inputs:
             raise ValueError("tutti scatter: requires empty input on non-root")
-        return self._launch("scatter", [(fields, [target, *keep], self._unless_own(tensor, target))], outputs, opts.timeout)
+        return self._launch(
+            "scatter", [(fields, [target, *keep], self._unless_own(tensor, target))], outputs, opts.timeout
+        )
 
     def _scatter(self, output, source, opts):
         reduction, dtype = self._reduction("reduce_scatter", opts.reduceOp, output.dtype)
         source, target = source.to(dtype), torch.empty(output.numel(), dtype=dtype)
-        fields = {"kind": REDUCE_SCATTER, "reduction": reduction, "dst": self._buffer(target), "src": self._buffer(source)}
+        fields = {
+            "kind": REDUCE_SCATTER,
+            "reduction": reduction,
+            "dst": self._buffer(target),
+            "src": self._buffer(source),
+        }
         return fields, [source, target], [lambda: output.copy_(target.view(output.shape))]
 
     def reduce_scatter(self, outputs, inputs, opts):
@@ -529,12 +629,16 @@ class Backend(C10D.Backend):
         row = tensor.numel() // rows if rows else 0
         if not splits:
             if rows % self._size:
-                raise ValueError(f"tutti all_to_all_single: the first dimension of the {which} is {rows}, which does not "
-                                 f"divide equally across the group of {self._size} ranks")
+                raise ValueError(
+                    f"tutti all_to_all_single: the first dimension of the {which} is {rows}, which does not "
+                    f"divide equally across the group of {self._size} ranks"
+                )
             splits = [rows // self._size] * self._size
         if len(splits) != self._size or min(splits) < 0 or sum(splits) != rows:
-            raise ValueError(f"tutti all_to_all_single: the splits of the {which} are {list(splits)}, expected one for each "
-                             f"of the {self._size} ranks, with the sum {rows}")
+            raise ValueError(
+                f"tutti all_to_all_single: the splits of the {which} are {list(splits)}, expected one for each "
+                f"of the {self._size} ranks, with the sum {rows}"
+            )
         return [split * row for split in splits]
 
     def _exchange(self, source, target, to, sources, after, outputs):
@@ -542,8 +646,14 @@ class Backend(C10D.Backend):
         if target.numel():
             per = self._buffer(target).count // target.numel()
         to, sources = ((c_int64 * self._size)(*(per * n for n in counts)) for counts in (to, sources))
-        fields = {"kind": ALLTOALLV, "dst": self._buffer(target), "src": self._buffer(source), "src_counts": to,
-                  "dst_counts": sources, "counts_len": self._size}
+        fields = {
+            "kind": ALLTOALLV,
+            "dst": self._buffer(target),
+            "src": self._buffer(source),
+            "src_counts": to,
+            "dst_counts": sources,
+            "counts_len": self._size,
+        }
         return self._launch("all_to_all", [(fields, [source, target], after)], outputs)
 
     def all_to_all_single(self, output, tensor, output_splits, input_splits, opts=None):
@@ -555,7 +665,9 @@ class Backend(C10D.Backend):
     def alltoall(self, outputs, inputs, opts=None):
         for parts in (outputs, inputs):
             if len(parts) != self._size:
-                raise ValueError(f"tutti all_to_all: requires a tensor for each of the {self._size} ranks, got {len(parts)}")
+                raise ValueError(
+                    f"tutti all_to_all: requires a tensor for each of the {self._size} ranks, got {len(parts)}"
+                )
             self._dense("all_to_all", inputs[0], *parts)
         source, target = self._flat(inputs), self._room(outputs)
         to, sources = ([p.numel() for p in parts] for parts in (inputs, outputs))
@@ -564,7 +676,9 @@ class Backend(C10D.Backend):
     def _message(self, what, kind, tensors, peer, tag):
         tensor = self._only(what, tensors)
         if not -(2**31) <= peer < 2**31 or not 0 <= tag < 2**31:
-            raise ValueError(f"tutti {what}: the rank is {peer} and the tag {tag}, expected a rank of the group and a tag >= 0")
+            raise ValueError(
+                f"tutti {what}: the rank is {peer} and the tag {tag}, expected a rank of the group and a tag >= 0"
+            )
         op = self._in_place(what, tensor, kind, peer=peer, tag=tag, write=kind == RECV)
         return self._launch(what, [op], tensors)
 

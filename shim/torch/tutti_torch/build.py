@@ -10,8 +10,20 @@ from tutti_torch import _versions
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [
-    "api.cpp", "interrupt.cpp", "store.cpp", "jobstore.cpp", "tensors.cpp", "hooks.cpp", "work.cpp", "backend.cpp",
-    "elastic.cpp", "lifecycle.cpp", "reconfigure.cpp", "window.cpp", "ddp.cpp", "module.cpp",
+    "api.cpp",
+    "interrupt.cpp",
+    "store.cpp",
+    "jobstore.cpp",
+    "tensors.cpp",
+    "hooks.cpp",
+    "work.cpp",
+    "backend.cpp",
+    "elastic.cpp",
+    "lifecycle.cpp",
+    "reconfigure.cpp",
+    "window.cpp",
+    "ddp.cpp",
+    "module.cpp",
 ]
 
 
@@ -76,8 +88,18 @@ def main(directory=HERE, objects=None):
             return
         libraries = os.path.join(os.path.dirname(torch.__file__), "lib")
         subprocess.run(
-            [compiler, "-shared", *linked, "-L" + libraries, "-ltorch_python", "-ltorch_cpu", "-lc10", "-ldl",
-             "-o", output + ".new"],
+            [
+                compiler,
+                "-shared",
+                *linked,
+                "-L" + libraries,
+                "-ltorch_python",
+                "-ltorch_cpu",
+                "-lc10",
+                "-ldl",
+                "-o",
+                output + ".new",
+            ],
             check=True,
         )
         os.replace(output + ".new", output)
