@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import unittest
 
 import harness
@@ -153,6 +154,7 @@ import os, signal, sys
 import torch, torch.distributed as dist, tutti_torch
 sys.path.insert(0, {tests!r})
 import harness
+signal.signal(signal.SIGINT, signal.default_int_handler)  # Python's own, also where a shell ignores it
 signal.signal(signal.SIGUSR1, lambda *a: print("handled", flush=True))
 harness.init(0, 2, {port})
 x = torch.ones(4)
@@ -215,6 +217,8 @@ class Failures(unittest.TestCase):
         )
         peer = start(PEER, stdin=subprocess.PIPE)
         waiting = start(INTERRUPTED)
+        limit = threading.Timer(harness.LIMIT, waiting.kill)  # ends its output
+        limit.start()
         try:
             self.assertEqual(waiting.stdout.readline(), "ready\n")
             waiting.send_signal(signal.SIGUSR1)
@@ -223,6 +227,7 @@ class Failures(unittest.TestCase):
             self.assertEqual(waiting.stdout.readline(), "interrupted\n")
             self.assertEqual(waiting.wait(harness.LIMIT), 7)
         finally:
+            limit.cancel()
             waiting.kill()
             peer.stdin.close()
             peer.wait(harness.LIMIT)
