@@ -29,14 +29,13 @@ Time time_of(std::chrono::steady_clock::time_point time) {
 } // namespace
 
 void Hooks::count() {
-  any_ = !failed_.empty() || !ended_.empty() || info_ != nullptr;
+  watches_ = !ended_.empty() || info_ != nullptr;
 }
 
 void Hooks::add_failed(int64_t id, Failed hook) {
   auto held = std::make_shared<const Failed>(std::move(hook));
   std::lock_guard<std::mutex> guard(mutex_);
   failed_[id].swap(held);
-  count();
 }
 
 void Hooks::add_ended(int64_t id, Ended hook) {
@@ -50,7 +49,6 @@ void Hooks::remove_failed(int64_t id) {
   decltype(failed_)::node_type removed;
   std::lock_guard<std::mutex> guard(mutex_);
   removed = failed_.extract(id);
-  count();
 }
 
 void Hooks::remove_ended(int64_t id) {
@@ -79,9 +77,6 @@ void Hooks::clear() {
 }
 
 void Hooks::failed() noexcept {
-  if (!any()) {
-    return;
-  }
   decltype(failed_) hooks;
   {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -94,7 +89,7 @@ void Hooks::failed() noexcept {
 
 void Hooks::ended(c10d::OpType type, uint64_t seq, uint64_t key, std::chrono::steady_clock::time_point begun,
                   std::chrono::steady_clock::time_point over) noexcept {
-  if (!any()) {
+  if (!watches()) {
     return;
   }
   decltype(ended_) hooks;

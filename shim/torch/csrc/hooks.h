@@ -28,10 +28,11 @@ class Hooks {
   void set_info(Info hook);
   void clear();
 
-  // Reports whether there is a function. Works are watched then, so that their end is noticed
-  // although the program does not ask for it.
-  bool any() const {
-    return any_.load(std::memory_order_relaxed);
+  // Reports whether a function wants to know of every end. Works are watched then, so that their end
+  // is noticed although the program does not ask for it. Functions for failures do not: newer
+  // versions of torch add one to every group, and watching takes longer than a small operation.
+  bool watches() const {
+    return watches_.load(std::memory_order_relaxed);
   }
 
   // An operation or the group has failed.
@@ -44,7 +45,7 @@ class Hooks {
  private:
   void count(); // with mutex_ held
 
-  std::atomic<bool> any_{false};
+  std::atomic<bool> watches_{false};
   std::mutex mutex_;
   // Copies and destructors of functions may need the interpreter's lock: not with mutex_ held.
   std::map<int64_t, std::shared_ptr<const Failed>> failed_;

@@ -83,7 +83,7 @@ void Work::start(tutti_group group) {
   task_.ops.clear();
   if (!handles_.empty()) {
     running_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
-    if (running_->hooks.any()) {
+    if (running_->hooks.watches()) {
       completer_->add(c10::intrusive_ptr<Work>::reclaim_copy(this));
     }
   }
