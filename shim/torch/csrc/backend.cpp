@@ -315,6 +315,7 @@ void close_all() {
   if (forked()) {
     return;
   }
+  interpreter_ends();
   std::lock_guard<std::mutex> guard(backends_mutex);
   for (Backend* backend : backends()) {
     backend->shutdown();

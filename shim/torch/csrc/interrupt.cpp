@@ -4,7 +4,24 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+
 namespace tutti_torch {
+
+namespace {
+
+std::atomic<bool> ending{false};
+thread_local bool joined = false;
+
+} // namespace
+
+void interpreter_ends() {
+  ending.store(true, std::memory_order_release);
+}
+
+void joined_thread() {
+  joined = true;
+}
 
 WithoutGil::WithoutGil() {
   if (Py_IsInitialized() && PyGILState_Check()) {
@@ -13,6 +30,12 @@ WithoutGil::WithoutGil() {
 }
 
 WithoutGil::~WithoutGil() {
+  if (ending.load(std::memory_order_acquire) && PyGILState_GetThisThreadState() != nullptr && !joined &&
+      syscall(SYS_gettid) != getpid()) {
+    for (;;) {
+      pause(); // until the process ends
+    }
+  }
   if (state_ != nullptr) {
     PyEval_RestoreThread(state_);
   }

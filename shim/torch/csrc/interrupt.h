@@ -7,7 +7,8 @@
 
 namespace tutti_torch {
 
-// Releases the interpreter's lock in a scope, if this thread holds it.
+// Releases the interpreter's lock in a scope, if this thread holds it. The scope of every call that
+// may block: after interpreter_ends, a thread of the program does not leave it.
 class WithoutGil {
  public:
   WithoutGil();
@@ -18,6 +19,14 @@ class WithoutGil {
  private:
   PyThreadState* state_ = nullptr;
 };
+
+// Says that the interpreter is about to end. A thread that asks for its lock after that is ended by
+// Python (before 3.14), which unwinds the thread's stack; destructors that take the lock, like those
+// of pybind11, make that an abort of the process. So daemon threads stay where they wait.
+void interpreter_ends();
+
+// Lets this thread, which the backend started and will join, return also after interpreter_ends.
+void joined_thread();
 
 // Reports whether Python runs signal handlers on this thread.
 bool on_main_thread();

@@ -78,7 +78,10 @@ class Window::Errand final : public c10d::Work {
   }
 
   void start(std::function<void()> body) {
-    thread_ = std::thread([this, body = std::move(body)] { run(body); });
+    thread_ = std::thread([this, body = std::move(body)] {
+      joined_thread();
+      run(body);
+    });
   }
 
   void join() {

@@ -118,8 +118,8 @@ bool Work::await(nanoseconds time) noexcept {
 }
 
 bool Work::wait(milliseconds timeout) {
+  WithoutGil released;
   if (!over_.load(std::memory_order_acquire)) {
-    WithoutGil released;
     const Clock::time_point end = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
     nanoseconds slice = kSlice;
     for (;;) {
@@ -413,6 +413,7 @@ void Completer::stop() noexcept {
 }
 
 void Completer::run() noexcept {
+  joined_thread();
   std::unique_lock<std::mutex> guard(mutex_);
   for (;;) {
     changed_.wait(guard, [this] { return stopping_ || !works_.empty(); });

@@ -315,8 +315,6 @@ class Arguments(unittest.TestCase):
 
     def test_interpreter_ends_with_operations_under_way(self):
         for name, (way, code) in WAYS.items():
-            if "thread" in name and not harness.has("shutdown"):
-                continue  # older versions abort themselves when a thread returns from a wait too late
             with self.subTest(name):
                 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
                 program = EXIT.format(tests=os.path.dirname(os.path.abspath(__file__)), port=server.port, way=way)
