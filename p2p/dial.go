@@ -61,7 +61,7 @@ func (h *host) Admit(from Identity) error {
 		return fmt.Errorf("%w: rank %d is known as incarnation %016x", ErrStale, from.Rank, pr.id.Incarnation)
 	case pr.link != nil || pr.expected():
 		return fmt.Errorf("%w: rank %d has one with rank %d already", ErrSuperseded, p.cfg.Self.Rank, from.Rank)
-	case pr.dialing && p.cfg.Self.Rank < from.Rank:
+	case pr.dial != nil && p.cfg.Self.Rank < from.Rank:
 		return fmt.Errorf("%w: rank %d is dialling rank %d", ErrSuperseded, p.cfg.Self.Rank, from.Rank)
 	}
 	pr.admitted = time.Now()
@@ -80,13 +80,13 @@ func (h *host) Accepted(from Identity, l Link) {
 		p.cfg.Clients.Accepted(from, l, h.transport)
 		return
 	}
-	p.attach(&p.peers[from.Rank], from, l, h.transport)
+	p.attach(&p.peers[from.Rank], from, l, h.transport, nil)
 }
 
 // connect starts to dial the peer unless that is under way. Called with the lock whenever an
 // operation waits for a peer without a link; never blocks.
 func (p *Proxy) connect(pr *peer) {
-	if pr.link != nil || pr.err != nil || pr.dialing || p.closed || pr.rank == p.cfg.Self.Rank {
+	if pr.link != nil || pr.err != nil || pr.dial != nil || p.closed || pr.rank == p.cfg.Self.Rank {
 		return
 	}
 	now := time.Now()
@@ -100,16 +100,18 @@ func (p *Proxy) connect(pr *peer) {
 	if p.cfg.Patient != nil && p.cfg.Patient() {
 		bound = max(bound, patience)
 	}
-	ctx, stop := context.WithCancel(p.ctx)
-	pr.dialing, pr.stop = true, stop
-	p.wg.Add(1)
-	go func() {
-		defer p.wg.Done()
-		defer stop()
-		err := p.dial(ctx, pr, bound)
+	d := &dial{p: p, pr: pr}
+	d.ctx, d.stop = context.WithCancel(p.ctx)
+	pr.dial = d
+	p.wg.Go(func() {
+		defer d.stop()
+		err := d.run(bound)
 		p.Lock()
 		defer p.Unlock()
-		pr.dialing, pr.stop = false, nil
+		if pr.dial != d {
+			return
+		}
+		pr.dial = nil
 		if err != nil && pr.link == nil && pr.err == nil && !p.closed {
 			p.log.Debug("cannot link", "peer", pr.rank, "err", err)
 			pr.err = err
@@ -118,12 +120,36 @@ func (p *Proxy) connect(pr *peer) {
 			}
 		}
 		p.wakeAll()
-	}()
+	})
 }
 
-// dial dials until there is a link, the peer is known to be gone or refuses, ctx ends, or bound has
+// dial is a goroutine's attempt to make a link to a peer. It counts while it is the peer's dial.
+type dial struct {
+	p    *Proxy
+	pr   *peer
+	ctx  context.Context
+	stop context.CancelFunc
+}
+
+// endDial ends the dial that is under way, if there is one.
+func (pr *peer) endDial() {
+	if pr.dial != nil {
+		pr.dial.stop()
+		pr.dial = nil
+	}
+}
+
+// over reports whether the outcome of d does not matter any more.
+func (d *dial) over() bool {
+	d.p.Lock()
+	defer d.p.Unlock()
+	return d.pr.dial != d || d.pr.link != nil || d.pr.err != nil || d.p.closed
+}
+
+// run dials until there is a link, the peer is known to be gone or refuses, d is over, or bound has
 // passed since the directory first had an answer.
-func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
+func (d *dial) run(bound time.Duration) error {
+	p, pr, ctx := d.p, d.pr, d.ctx
 	pause := 2 * time.Millisecond
 	var last error
 	for tries := 0; ; tries++ {
@@ -136,15 +162,15 @@ func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 		var l Link
 		var name string
 		if err == nil {
-			l, name, err = p.try(ctx, pr, to)
+			l, name, err = d.try(ctx, to)
 		} else if errors.Is(err, ErrStale) { // the directory was behind, which the next question may change
 			err = fmt.Errorf("%w (%w)", err, errRetry)
 		}
 		switch {
 		case err == nil:
-			p.attach(pr, to.Identity, l, name)
+			p.attach(pr, to.Identity, l, name, d)
 			return nil
-		case p.linked(pr) || p.ctx.Err() != nil:
+		case d.over():
 			return nil
 		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
 		case errors.Is(err, errRetry) && !errors.Is(err, syscall.EMFILE):
@@ -161,13 +187,13 @@ func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 		select {
 		case <-ctx.Done():
 			t.Stop()
-			if p.linked(pr) || p.ctx.Err() != nil {
+			if d.over() {
 				return nil
 			}
 			return fmt.Errorf("no link within %v: %w", bound, last)
 		case <-t.C:
 		}
-		if p.linked(pr) {
+		if d.over() {
 			return nil
 		}
 		pause = min(2*pause, 500*time.Millisecond)
@@ -176,14 +202,9 @@ func (p *Proxy) dial(ctx context.Context, pr *peer, bound time.Duration) error {
 
 var errRetry = errors.New("may come up yet")
 
-func (p *Proxy) linked(pr *peer) bool {
-	p.Lock()
-	defer p.Unlock()
-	return pr.link != nil || pr.err != nil
-}
-
 // try dials the peer once, over the first transport that reaches it.
-func (p *Proxy) try(ctx context.Context, pr *peer, to Peer) (Link, string, error) {
+func (d *dial) try(ctx context.Context, to Peer) (Link, string, error) {
+	p := d.p
 	select {
 	case p.dials <- struct{}{}:
 		defer func() { <-p.dials }()
@@ -191,7 +212,7 @@ func (p *Proxy) try(ctx context.Context, pr *peer, to Peer) (Link, string, error
 		return nil, "", ctx.Err()
 	}
 	p.Lock()
-	expected := pr.id.Incarnation
+	expected := d.pr.id.Incarnation
 	p.Unlock()
 	if expected != 0 && expected != to.Incarnation {
 		return nil, "", fmt.Errorf("its incarnation %016x is over, another has its place: %w", expected,
@@ -214,5 +235,5 @@ func (p *Proxy) try(ctx context.Context, pr *peer, to Peer) (Link, string, error
 		}
 		return l, t.Name(), err
 	}
-	return nil, "", fmt.Errorf("no transport reaches rank %d: %s", pr.rank, strings.Join(why, "; "))
+	return nil, "", fmt.Errorf("no transport reaches rank %d: %s", d.pr.rank, strings.Join(why, "; "))
 }

@@ -120,3 +120,46 @@ func TestLatePeerIsWaitedFor(t *testing.T) {
 		t.Errorf("after %v: %v", time.Since(began), err)
 	}
 }
+
+// A dial that began before MarkDead has no effect on a later incarnation.
+func TestDialToDeadIncarnationIsForgotten(t *testing.T) {
+	var asked atomic.Int32
+	began, held := make(chan struct{}), make(chan struct{})
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+		Transports: []p2p.Transport{refusing{}},
+		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) {
+			if asked.Add(1) == 1 {
+				close(began)
+				<-held
+				<-ctx.Done()
+				return p2p.Peer{}, ctx.Err()
+			}
+			return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
+				Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+		}})
+	defer p.Close()
+	if _, err := p.Listen(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	c := open(t, p, 1, 2)
+	ctx, cancel := context.WithCancel(context.Background())
+	go func() { <-began; cancel() }()
+	wait := func(w *p2p.Wait) error {
+		var r p2p.Recv
+		p.Lock()
+		defer p.Unlock()
+		c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+		return c.WaitRecv(w, &r)
+	}
+	if err := wait(patient(ctx)); !errors.Is(err, context.Canceled) {
+		t.Fatal(err)
+	}
+	p.MarkDead(1, 0, errors.New("it is dead"))
+	p.Expect(1, 0)
+	close(held)
+	err := wait(patient(context.Background()))
+	if !errors.As(err, new(*p2p.PeerError)) || !strings.Contains(err.Error(), "not me") {
+		t.Errorf("asked %d times: %v, want the later dial's error", asked.Load(), err)
+	}
+}

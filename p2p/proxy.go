@@ -178,7 +178,7 @@ type peer struct {
 }
 
 // connection is a peer's link, or why there is none. At most one of link and err is set. Without
-// either the peer is not linked yet: dialing and admitted say whether that is under way.
+// either the peer is not linked yet: dial and admitted say whether that is under way.
 type connection struct {
 	id       Identity // Incarnation 0: not known yet
 	link     Link
@@ -186,12 +186,11 @@ type connection struct {
 	err      error  // the peer has failed, until Reconnect or MarkDead
 	vacant   bool   // any incarnation may link
 	leaving  *leaving
-	was      error // err before Reconnect, until there is a link
-	bye      bool  // it closed its channels first
-	dialing  bool
+	was      error     // err before Reconnect, until there is a link
+	bye      bool      // it closed its channels first
+	dial     *dial     // under way; nil: none, or what it finds does not count any more
 	since    time.Time // when the link was first wanted
 	admitted time.Time // when an incoming connection was admitted that has not become a link
-	stop     context.CancelFunc
 	beaten   time.Time // time of the last heartbeat
 }
 
@@ -438,17 +437,16 @@ func (p *Proxy) pending() bool {
 	return false
 }
 
-// attach attaches a new link, unless the peer already has one.
-func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string) {
+// attach attaches a new link, unless the peer already has one. by is the dial that made it, nil if
+// the peer dialled.
+func (p *Proxy) attach(pr *peer, id Identity, l Link, transport string, by *dial) {
 	p.Lock()
-	if p.closed || pr.link != nil || pr.err != nil && !pr.vacant {
+	if p.closed || pr.link != nil || pr.err != nil && !pr.vacant || by != nil && pr.dial != by {
 		p.Unlock()
 		l.Close()
 		return
 	}
-	if pr.stop != nil {
-		pr.stop() // the peer's connection won
-	}
+	pr.endDial()
 	pr.id, pr.link, pr.err, pr.was, pr.vacant, pr.bye, pr.admitted = id, l, nil, nil, false, false, time.Time{}
 	pr.linkNo++
 	pr.transfers.attach(pathsOf(l, transport))
@@ -594,9 +592,7 @@ func (p *Proxy) remove(pr *peer, why error) {
 			st.notices.heard = [NoticeKeys][]byte{} // of the old incarnation
 		}
 	}
-	if pr.stop != nil {
-		pr.stop()
-	}
+	pr.endDial()
 	pr.markDead(why)
 	p.wakeAll()
 }
@@ -619,7 +615,7 @@ func (p *Proxy) Reconnect(rank int) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
-	if pr.link != nil || pr.dialing {
+	if pr.link != nil || pr.dial != nil {
 		return
 	}
 	pr.was = pr.err
