@@ -143,9 +143,9 @@ func (g *Group) fails(err error) bool {
 // timed out or disagreed. It is a collective of all survivors, with any Config.OnFailure. It waits
 // until the failed ranks have been removed (or can be reached again) and all others have called it.
 // If the group has failed on no rank, as after a loss with Shrink, a rank's next operation counts
-// as its call. Afterwards Active lists the ranks that are left. Recover returns ErrEvicted if this
-// rank is not among them, and an error that wraps ErrIsolated if this rank cannot take part in the
-// decision.
+// as its call, and a rank that is in the next view already returns at once. Afterwards Active lists
+// the ranks that are left. Recover returns ErrEvicted if this rank is not among them, and an error
+// that wraps ErrIsolated if this rank cannot take part in the decision.
 //
 // A job over a store without leases, and groups of Local, keep all their ranks: Recover makes the
 // group usable after a timeout or a mismatch, and returns a *RankError if a rank is lost.
@@ -161,7 +161,8 @@ func (g *Group) Recover(ctx context.Context) error {
 	for {
 		mine := g.standing()
 		mine.Calls = true
-		if err := g.move(mine, true); err != nil {
+		renew := g.err != nil || g.coll.Err() != nil || !g.sync.Fresh(g.seq)
+		if err := g.move(mine, renew); err != nil {
 			g.accuse(err)
 			g.err = err
 			return err

@@ -196,6 +196,12 @@ func (m *Machine) Asked(failed bool) bool {
 	return m.target(false, true) != m.at
 }
 
+// Fresh reports whether no operation has run on this rank in the exchange that it entered last; seq
+// is the latest operation that its program has called. Unless the group has failed since, such an
+// exchange serves as that of a call of Recover: another one would end the operations that other
+// ranks have begun.
+func (m *Machine) Fresh(seq uint64) bool { return m.pending || seq < m.last.Start }
+
 // Enter enters the exchange of Due or Asked, with standing mine, and returns what to tell the other
 // members. complete reports whether all have told theirs.
 func (m *Machine) Enter(renew, passive bool, mine Standing) (tell Told, complete bool) {

@@ -323,7 +323,7 @@ func (w *modelWorld) steps(try func(what string, act func(w *modelWorld))) {
 					w.look(r)
 					mine := q.standing()
 					mine.Calls = true
-					w.moves(r, mine, true)
+					w.moves(r, mine, q.failed || q.broken || !q.m.Fresh(q.seq))
 					w.goOn(r)
 				})
 			case p.seq < w.rules.ops:
@@ -451,6 +451,10 @@ func (w *modelWorld) run(r int, try func(string, func(*modelWorld)), say func(st
 		try(say("cannot go on"), func(w *modelWorld) {
 			q := &w.ranks[r]
 			q.rough = true
+			dead := func(s int) bool { return !w.ranks[s].alive }
+			if w.rules.recovers && w.rules.gives == 0 && !slices.ContainsFunc(q.m.In().Members, dead) {
+				panic(fmt.Sprintf("operation %d fails at rank %d in a view whose members all live", k, r))
+			}
 			if w.rules.report {
 				w.fail(r)
 				q.told = true
@@ -606,6 +610,8 @@ func TestExchangesWithOneFailureAtEveryStep(t *testing.T) {
 		states += rules.explore(t)
 		rules.ops = modelOps
 		rules.gives, rules.recovers = 0, true
+		states += rules.explore(t)
+		rules.deaths = 1
 		states += rules.explore(t)
 		rules.gives, rules.deaths, rules.recovers, rules.early = 1, 1, false, false
 		if *deep {
