@@ -276,8 +276,10 @@ func TestReconnect(t *testing.T) {
 		x.m.Unlock()
 	}
 	a.cut.Store(false)
+	w.mu.Lock() // neither dials before the other forgives
 	b.Reconnect(0)
 	a.Reconnect(1)
+	w.mu.Unlock()
 	ca, cb = next(t, a, ca, 2, 0, ranks(2)), next(t, b, cb, 2, 0, ranks(2))
 	send(t, a, ca, 1, 1, "y")
 	recv(t, b, cb, 0, 1, "y")
