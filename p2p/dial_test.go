@@ -163,3 +163,35 @@ func TestDialToDeadIncarnationIsForgotten(t *testing.T) {
 		t.Errorf("asked %d times: %v, want the later dial's error", asked.Load(), err)
 	}
 }
+
+// A dial to one incarnation goes on when another is marked dead.
+func TestDialSurvivesDeathOfAnotherIncarnation(t *testing.T) {
+	began, held := make(chan struct{}), make(chan struct{})
+	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
+		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
+		Transports: []p2p.Transport{refusing{}},
+		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) {
+			close(began)
+			<-held
+			return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 3},
+				Endpoints: map[string][]byte{"nowhere": []byte("x")}}, ctx.Err()
+		}})
+	defer p.Close()
+	if _, err := p.Listen(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	c := open(t, p, 1, 2)
+	p.Expect(1, 3)
+	p.Reconnect(1)
+	<-began
+	p.MarkDead(1, 2, errors.New("it is dead"))
+	close(held)
+	var r p2p.Recv
+	p.Lock()
+	defer p.Unlock()
+	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+	err := c.WaitRecv(patient(context.Background()), &r)
+	if !errors.As(err, new(*p2p.PeerError)) || !strings.Contains(err.Error(), "not me") {
+		t.Errorf("%v, want the dial's error", err)
+	}
+}

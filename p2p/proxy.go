@@ -541,14 +541,15 @@ func (p *Proxy) returnLent(pr *peer) {
 
 // MarkDead says that this incarnation of rank is no longer a member or, with 0, that there is none.
 // Its link goes down with the error why, which waits for it return, and another incarnation may
-// link; a link of another incarnation stays. Frames that the rank had sent are received first: a
-// Distant link stays until the rank has ended it, Config.Linger has passed, or another incarnation
-// links. Takes the lock itself.
+// link; a link of another incarnation, or a dial to it, stays. Frames that the rank had sent are
+// received first: a Distant link stays until the rank has ended it, Config.Linger has passed, or
+// another incarnation links. Takes the lock itself.
 func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
-	another := incarnation != 0 && pr.link != nil && pr.id.Incarnation != incarnation
+	// Another is linked, or expected and perhaps being dialled.
+	another := incarnation != 0 && pr.err == nil && pr.id.Incarnation != 0 && pr.id.Incarnation != incarnation
 	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || another {
 		return
 	}

@@ -727,8 +727,12 @@ func (m *Machine) join() {
 		}
 		warm = false
 		lost = lost || l.link == linkDown
-		if !l.busy && (l.tries == 0 || l.link == linkDown && m.now >= l.next) {
-			l.busy = true
+		due := l.tries == 0 || l.link == linkDown && m.now >= l.next
+		if l.busy {
+			due = m.now-l.next >= uint64(max(m.cfg.Window, 1)) // no answer
+		}
+		if due {
+			l.busy, l.next = true, m.now
 			l.tries++
 			m.do(Warm{p})
 		}

@@ -173,3 +173,19 @@ func TestRetriesBecomeRare(t *testing.T) {
 			10*3*64)
 	}
 }
+
+// A rank that waits for admission asks for a missing link again if it has heard nothing of it for a
+// window.
+func TestUnansweredWarmIsRepeated(t *testing.T) {
+	const window = 4
+	m, acts, err := New(Config{Slot: 1, Incarnation: 9, Window: window, View: First([]uint64{1, 2})})
+	if err != nil || len(acts) != 1 || acts[0] != (Warm{Peer{0, 1}}) {
+		t.Fatal(acts, err)
+	}
+	for tick := 1; tick <= 2*window; tick++ {
+		acts := m.Step(Tick{})
+		if again := slices.Contains(acts, Action(Warm{Peer{0, 1}})); again != (tick%window == 0) || len(acts) > 1 {
+			t.Errorf("tick %d: %v", tick, acts)
+		}
+	}
+}
