@@ -27,6 +27,7 @@ BACKENDS = ["tutti", "gloo"]
 OPS = ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
 SIZES = [64, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 BUDGET = 0.03  # seconds of one round
+FLOOR_BUDGET = 0.1
 PLOTTED = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -130,9 +131,11 @@ def floor(rank, ranks, options, groups, control):
     times = {name: [] for name in groups}
     for _ in range(options.rounds):
         for name, group in groups.items():
-            tight(call, group, 20)
+            # The processors need some milliseconds after the round of a backend that sleeps.
+            calls = int(FLOOR_BUDGET * 1e6 / slowest([tight(call, group, 100)], control)[0])
+            tight(call, group, calls // 2)
             dist.barrier(group=control)
-            times[name] += slowest([tight(call, group, 500)], control)
+            times[name] += slowest([tight(call, group, calls)], control)
     if rank == 0:
         for name in groups:
             median = statistics.median(times[name])
