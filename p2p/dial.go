@@ -111,8 +111,7 @@ func (p *Proxy) connect(pr *peer) {
 		if pr.dial != d {
 			return
 		}
-		pr.dial = nil
-		if err != nil && pr.link == nil && pr.err == nil && !p.closed {
+		if pr.dial = nil; err != nil {
 			p.log.Debug("cannot link", "peer", pr.rank, "err", err)
 			pr.err = err
 			if p.cfg.Notify != nil {
@@ -123,7 +122,8 @@ func (p *Proxy) connect(pr *peer) {
 	})
 }
 
-// dial is a goroutine's attempt to make a link to a peer. It counts while it is the peer's dial.
+// dial is a goroutine's attempt to make a link to a peer. It counts while it is the peer's dial:
+// what gives the peer a link or an error, and Close, end it.
 type dial struct {
 	p    *Proxy
 	pr   *peer
@@ -143,7 +143,7 @@ func (pr *peer) endDial() {
 func (d *dial) over() bool {
 	d.p.Lock()
 	defer d.p.Unlock()
-	return d.pr.dial != d || d.pr.link != nil || d.pr.err != nil || d.p.closed
+	return d.pr.dial != d
 }
 
 // run dials until there is a link, the peer is known to be gone or refuses, d is over, or bound has

@@ -24,32 +24,49 @@ func (nowhere) Dial(ctx context.Context, _ p2p.Identity, _ []byte) (p2p.Link, er
 	return nil, ctx.Err()
 }
 
+// dialler returns a proxy for rank 0 of two, with its channel, that reaches rank 1 as cfg says.
+func dialler(t *testing.T, cfg p2p.Config) (*p2p.Proxy, *p2p.Channel) {
+	t.Helper()
+	cfg.Self, cfg.Size, cfg.Secret = p2p.Identity{Rank: 0, Incarnation: 1}, 2, []byte("0123456789abcdef")
+	cfg.Threads, cfg.Oversubscribed = true, true
+	p := p2p.New(cfg)
+	t.Cleanup(func() { p.Close() })
+	if _, err := p.Listen(context.Background()); err != nil {
+		t.Fatal(err)
+	}
+	return p, open(t, p, 1, 2)
+}
+
+// rank1 is what the directory says of an incarnation of rank 1.
+func rank1(incarnation uint64) p2p.Peer {
+	return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: incarnation},
+		Endpoints: map[string][]byte{"nowhere": []byte("x")}}
+}
+
+// waitRecv waits for a message from rank 1, and returns the error.
+func waitRecv(p *p2p.Proxy, c *p2p.Channel, w *p2p.Wait) error {
+	var r p2p.Recv
+	p.Lock()
+	defer p.Unlock()
+	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
+	return c.WaitRecv(w, &r)
+}
+
 // A peer that cannot be reached has failed after ConnectTimeout, unless it may not have come yet.
 func TestUnreachablePeerFails(t *testing.T) {
 	for _, patience := range []bool{false, true} {
-		p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
-			Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-			Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: 20 * time.Millisecond,
+		p, c := dialler(t, p2p.Config{Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: 20 * time.Millisecond,
 			Patient: func() bool { return patience },
 			Resolve: func(context.Context, int) (p2p.Peer, error) {
-				return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
-					Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+				return rank1(2), nil
 			}})
-		if _, err := p.Listen(context.Background()); err != nil {
-			t.Fatal(err)
-		}
-		c := open(t, p, 1, 2)
 		timeout := 20 * time.Second
 		if patience {
 			timeout = 300 * time.Millisecond
 		}
 		var w p2p.Wait
 		w.Reset(context.Background(), timeout, true)
-		var r p2p.Recv
-		p.Lock()
-		c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
-		err := c.WaitRecv(&w, &r)
-		p.Unlock()
+		err := waitRecv(p, c, &w)
 		if failed := errors.As(err, new(*p2p.PeerError)); failed == patience || err == nil {
 			t.Errorf("with patience %v: %v", patience, err)
 		}
@@ -67,26 +84,14 @@ func (refusing) Dial(context.Context, p2p.Identity, []byte) (p2p.Link, error) {
 // A directory that knows an old incarnation is asked again. A peer that says so itself has failed.
 func TestStaleDirectoryIsAskedAgain(t *testing.T) {
 	var asked atomic.Int32
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
-		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-		Transports: []p2p.Transport{refusing{}},
+	p, c := dialler(t, p2p.Config{Transports: []p2p.Transport{refusing{}},
 		Resolve: func(context.Context, int) (p2p.Peer, error) {
 			if asked.Add(1) < 3 {
 				return p2p.Peer{}, fmt.Errorf("old record: %w", p2p.ErrStale)
 			}
-			return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
-				Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+			return rank1(2), nil
 		}})
-	defer p.Close()
-	if _, err := p.Listen(context.Background()); err != nil {
-		t.Fatal(err)
-	}
-	c := open(t, p, 1, 2)
-	var r p2p.Recv
-	p.Lock()
-	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
-	err := c.WaitRecv(patient(context.Background()), &r)
-	p.Unlock()
+	err := waitRecv(p, c, patient(context.Background()))
 	if !errors.As(err, new(*p2p.PeerError)) || !strings.Contains(err.Error(), "not me") || asked.Load() != 3 {
 		t.Errorf("asked %d times: %v", asked.Load(), err)
 	}
@@ -95,9 +100,7 @@ func TestStaleDirectoryIsAskedAgain(t *testing.T) {
 // The time in which the directory waits for a peer to come does not count.
 func TestLatePeerIsWaitedFor(t *testing.T) {
 	const late = 200 * time.Millisecond
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
-		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-		Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: late / 10,
+	p, c := dialler(t, p2p.Config{Transports: []p2p.Transport{nowhere{}}, ConnectTimeout: late / 10,
 		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) {
 			select {
 			case <-ctx.Done():
@@ -105,17 +108,8 @@ func TestLatePeerIsWaitedFor(t *testing.T) {
 			}
 			return p2p.Peer{}, fmt.Errorf("after a while: %w", p2p.ErrPeerGone)
 		}})
-	defer p.Close()
-	if _, err := p.Listen(context.Background()); err != nil {
-		t.Fatal(err)
-	}
-	c := open(t, p, 1, 2)
 	began := time.Now()
-	var r p2p.Recv
-	p.Lock()
-	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
-	err := c.WaitRecv(patient(context.Background()), &r)
-	p.Unlock()
+	err := waitRecv(p, c, patient(context.Background()))
 	if !errors.As(err, new(*p2p.PeerError)) || time.Since(began) < late {
 		t.Errorf("after %v: %v", time.Since(began), err)
 	}
@@ -125,9 +119,7 @@ func TestLatePeerIsWaitedFor(t *testing.T) {
 func TestDialToDeadIncarnationIsForgotten(t *testing.T) {
 	var asked atomic.Int32
 	began, held := make(chan struct{}), make(chan struct{})
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
-		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-		Transports: []p2p.Transport{refusing{}},
+	p, c := dialler(t, p2p.Config{Transports: []p2p.Transport{refusing{}},
 		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) {
 			if asked.Add(1) == 1 {
 				close(began)
@@ -135,30 +127,17 @@ func TestDialToDeadIncarnationIsForgotten(t *testing.T) {
 				<-ctx.Done()
 				return p2p.Peer{}, ctx.Err()
 			}
-			return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 2},
-				Endpoints: map[string][]byte{"nowhere": []byte("x")}}, nil
+			return rank1(2), nil
 		}})
-	defer p.Close()
-	if _, err := p.Listen(context.Background()); err != nil {
-		t.Fatal(err)
-	}
-	c := open(t, p, 1, 2)
 	ctx, cancel := context.WithCancel(context.Background())
 	go func() { <-began; cancel() }()
-	wait := func(w *p2p.Wait) error {
-		var r p2p.Recv
-		p.Lock()
-		defer p.Unlock()
-		c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
-		return c.WaitRecv(w, &r)
-	}
-	if err := wait(patient(ctx)); !errors.Is(err, context.Canceled) {
+	if err := waitRecv(p, c, patient(ctx)); !errors.Is(err, context.Canceled) {
 		t.Fatal(err)
 	}
 	p.MarkDead(1, 0, errors.New("it is dead"))
 	p.Expect(1, 0)
 	close(held)
-	err := wait(patient(context.Background()))
+	err := waitRecv(p, c, patient(context.Background()))
 	if !errors.As(err, new(*p2p.PeerError)) || !strings.Contains(err.Error(), "not me") {
 		t.Errorf("asked %d times: %v, want the later dial's error", asked.Load(), err)
 	}
@@ -167,30 +146,18 @@ func TestDialToDeadIncarnationIsForgotten(t *testing.T) {
 // A dial to one incarnation goes on when another is marked dead.
 func TestDialSurvivesDeathOfAnotherIncarnation(t *testing.T) {
 	began, held := make(chan struct{}), make(chan struct{})
-	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: 1}, Size: 2,
-		Secret: []byte("0123456789abcdef"), Threads: true, Oversubscribed: true,
-		Transports: []p2p.Transport{refusing{}},
+	p, c := dialler(t, p2p.Config{Transports: []p2p.Transport{refusing{}},
 		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) {
 			close(began)
 			<-held
-			return p2p.Peer{Identity: p2p.Identity{Rank: 1, Incarnation: 3},
-				Endpoints: map[string][]byte{"nowhere": []byte("x")}}, ctx.Err()
+			return rank1(3), ctx.Err()
 		}})
-	defer p.Close()
-	if _, err := p.Listen(context.Background()); err != nil {
-		t.Fatal(err)
-	}
-	c := open(t, p, 1, 2)
 	p.Expect(1, 3)
 	p.Reconnect(1)
 	<-began
 	p.MarkDead(1, 2, errors.New("it is dead"))
 	close(held)
-	var r p2p.Recv
-	p.Lock()
-	defer p.Unlock()
-	c.PostRecv(&r, 1, p2p.Token{Seq: 1}, make([]byte, 1), false)
-	err := c.WaitRecv(patient(context.Background()), &r)
+	err := waitRecv(p, c, patient(context.Background()))
 	if !errors.As(err, new(*p2p.PeerError)) || !strings.Contains(err.Error(), "not me") {
 		t.Errorf("%v, want the dial's error", err)
 	}

@@ -384,6 +384,9 @@ func (p *Proxy) Close() error {
 	}
 	p.closed = true
 	p.cancel()
+	for i := range p.peers {
+		p.peers[i].endDial()
+	}
 	links := make([]Link, 0, len(p.links))
 	var paths []Path
 	for _, pr := range p.links {
