@@ -378,7 +378,7 @@ func (m *Machine) probe() {
 	for p, l := range m.peers {
 		switch {
 		case p == m.me || l.link != linkDown:
-		case l.busy && !l.suspect && m.now-l.next >= uint64(max(m.cfg.Window, 1)): // no answer
+		case m.unanswered(l) && !l.suspect:
 			l.suspect = true
 			m.evidence(true)
 		case !l.busy && m.now >= l.next:
@@ -712,6 +712,11 @@ func (m *Machine) rejoin(incarnation uint64) {
 	}
 }
 
+// unanswered reports whether a probe or a warm-up has had no answer for a window.
+func (m *Machine) unanswered(l *life) bool {
+	return l.busy && m.now-l.next >= uint64(max(m.cfg.Window, 1))
+}
+
 // join makes links, and asks for admission once it has links to all active ranks.
 func (m *Machine) join() {
 	warm, lost, newest := true, false, uint64(0)
@@ -727,11 +732,7 @@ func (m *Machine) join() {
 		}
 		warm = false
 		lost = lost || l.link == linkDown
-		due := l.tries == 0 || l.link == linkDown && m.now >= l.next
-		if l.busy {
-			due = m.now-l.next >= uint64(max(m.cfg.Window, 1)) // no answer
-		}
-		if due {
+		if m.unanswered(l) || !l.busy && (l.tries == 0 || l.link == linkDown && m.now >= l.next) {
 			l.busy, l.next = true, m.now
 			l.tries++
 			m.do(Warm{p})
