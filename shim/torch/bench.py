@@ -132,7 +132,7 @@ def floor(rank, ranks, options, groups, control):
     for _ in range(options.rounds):
         for name, group in groups.items():
             # The processors need some milliseconds after the round of a backend that sleeps.
-            calls = int(FLOOR_BUDGET * 1e6 / slowest([tight(call, group, 100)], control)[0])
+            calls = max(10, int(FLOOR_BUDGET * 1e6 / slowest([tight(call, group, 100)], control)[0]))
             tight(call, group, calls // 2)
             dist.barrier(group=control)
             times[name] += slowest([tight(call, group, calls)], control)

@@ -641,7 +641,7 @@ static void gather_into(Task& task, const char* what, const at::Tensor& output, 
   if (output.numel() != input.numel() * size) {
     throw std::invalid_argument(c10::str("tutti ", what, ": the output has ", output.numel(), " elements, expected ",
                                          input.numel() * size, ": ", input.numel(), " for each of the ", size,
-                                          " ranks"));
+                                         " ranks"));
   }
   const Wire wire = wire_of(input.scalar_type());
   Staged source(input, Staged::kRead);

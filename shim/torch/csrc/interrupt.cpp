@@ -13,14 +13,21 @@ namespace {
 std::atomic<bool> ending{false};
 thread_local bool joined = false;
 
+bool main_thread() {
+  return syscall(SYS_gettid) == getpid();
+}
+
 } // namespace
 
 void interpreter_ends() {
   ending.store(true, std::memory_order_release);
 }
 
-void joined_thread() {
-  joined = true;
+std::thread start_thread(std::function<void()> body) {
+  return std::thread([body = std::move(body)] {
+    joined = true;
+    body();
+  });
 }
 
 WithoutGil::WithoutGil() {
@@ -31,7 +38,7 @@ WithoutGil::WithoutGil() {
 
 WithoutGil::~WithoutGil() {
   if (ending.load(std::memory_order_acquire) && PyGILState_GetThisThreadState() != nullptr && !joined &&
-      syscall(SYS_gettid) != getpid()) {
+      !main_thread()) {
     for (;;) {
       pause(); // until the process ends
     }
@@ -42,7 +49,7 @@ WithoutGil::~WithoutGil() {
 }
 
 bool on_main_thread() {
-  return syscall(SYS_gettid) == getpid() && Py_IsInitialized();
+  return main_thread() && Py_IsInitialized();
 }
 
 void check_signals() {

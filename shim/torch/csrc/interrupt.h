@@ -3,6 +3,9 @@
 
 #include <Python.h>
 
+#include <functional>
+#include <thread>
+
 #include "api.h"
 
 namespace tutti_torch {
@@ -25,8 +28,8 @@ class WithoutGil {
 // of pybind11, make that an abort of the process. So daemon threads stay where they wait.
 void interpreter_ends();
 
-// Lets this thread, which the backend started and will join, return also after interpreter_ends.
-void joined_thread();
+// Starts a thread that the backend will join: it also returns from waits after interpreter_ends.
+std::thread start_thread(std::function<void()> body);
 
 // Reports whether Python runs signal handlers on this thread.
 bool on_main_thread();

@@ -78,10 +78,7 @@ class Window::Errand final : public c10d::Work {
   }
 
   void start(std::function<void()> body) {
-    thread_ = std::thread([this, body = std::move(body)] {
-      joined_thread();
-      run(body);
-    });
+    thread_ = start_thread([this, body = std::move(body)] { run(body); });
   }
 
   void join() {

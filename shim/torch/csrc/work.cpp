@@ -390,7 +390,7 @@ void Completer::add(c10::intrusive_ptr<Work> work) {
   works_.push_back(std::move(work));
   if (!started_) {
     started_ = true;
-    thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    thread_ = start_thread([self = shared_from_this()] { self->run(); });
   }
   changed_.notify_one();
 }
@@ -413,7 +413,6 @@ void Completer::stop() noexcept {
 }
 
 void Completer::run() noexcept {
-  joined_thread();
   std::unique_lock<std::mutex> guard(mutex_);
   for (;;) {
     changed_.wait(guard, [this] { return stopping_ || !works_.empty(); });
