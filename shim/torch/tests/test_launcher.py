@@ -13,8 +13,9 @@ def status(*flags):
     done = subprocess.run([os.environ["TUTTI"], "status", *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 3), done
     return done.stdout
-def job():
-    return json.loads(status("--json"))
+def snapshots():
+    """What each rank says of itself: those of ranks that have left, or that do not answer, are missing."""
+    return {r["rank"]: r["snapshot"] for r in json.loads(status("--json"))["ranks"] if "snapshot" in r}
 """
 
 ENVIRONMENT = """
@@ -42,8 +43,8 @@ dist.barrier()
 if rank == 1:
     end = time.monotonic() + 60
     while True:
-        ranks = {r["rank"]: r["snapshot"] for r in job()["ranks"]}
-        running = ranks[0]["groups"][0].get("running")
+        seen = snapshots().get(0)
+        running = seen and seen["groups"][0].get("running")
         if running or time.monotonic() > end:
             break
     assert running["kind"] == "allreduce" and running["bytes"] == 4000 and running["waits_for"] == [1], running
@@ -88,7 +89,11 @@ rank, n = dist.get_rank(), 1 << 20
 
 def sent():
     dist.barrier()
-    return sum(link["bytes_sent"] for r in job()["ranks"] for link in r["snapshot"]["links"])
+    end = time.monotonic() + 60
+    while len(ranks := snapshots()) < 2:
+        assert time.monotonic() < end, ranks
+    dist.barrier()  # no rank leaves while the other looks
+    return sum(link["bytes_sent"] for seen in ranks.values() for link in seen["links"])
 
 def through_links(tensor):
     tensor.fill_(rank + 1)
