@@ -109,7 +109,7 @@ std::unordered_map<std::string, uint64_t> Backend::getMemoryStats() {
 void Backend::waitForPendingWorks() {
   WithoutGil released;
   for (const auto& work : running_->all()) {
-    while (!work->await(kSlice)) {
+    while (!work->await(kSlice) || !running_->await_removal(work.get(), kSlice)) {
       check_signals();
     }
   }

@@ -181,6 +181,9 @@ void Work::conclude() noexcept {
   }
 }
 
+// The work whose hooks this thread runs.
+static thread_local const Work* finishing = nullptr;
+
 void Work::finish() noexcept {
   // Destructors and callbacks may need the interpreter's lock: they run without lock_.
   std::vector<at::Tensor> keep;
@@ -201,11 +204,13 @@ void Work::finish() noexcept {
     recorded();
   }
   mark();
+  const Work* outer = std::exchange(finishing, this);
   if (code_ == TUTTI_OK) {
     running_->hooks.ended(opType_, seq_, key_, begun_, ended_);
   } else if (code_ != TUTTI_EINVAL) {
     running_->hooks.failed();
   }
+  finishing = outer;
   running_->remove(this); // whoever called this has another reference
 }
 
@@ -339,8 +344,19 @@ c10::intrusive_ptr<Work> Running::remove(const Work* work) noexcept {
   if (at != works_.end()) {
     found = std::move(*at);
     works_.erase(at);
+    removed_.notify_all();
   }
   return found;
+}
+
+bool Running::await_removal(const Work* work, std::chrono::milliseconds limit) {
+  if (work == finishing) {
+    return true;
+  }
+  std::unique_lock<std::mutex> guard(mutex_);
+  return removed_.wait_for(guard, limit, [this, work] {
+    return std::none_of(works_.begin(), works_.end(), [work](const auto& other) { return other.get() == work; });
+  });
 }
 
 void Running::failed(int code) noexcept {

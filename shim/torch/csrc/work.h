@@ -121,6 +121,10 @@ class Running {
   // Returns the reference that add was given, or null.
   c10::intrusive_ptr<Work> remove(const Work* work) noexcept;
 
+  // Waits until a work was removed, which follows its hooks, but not longer than limit; false: it was
+  // not. It does not wait in a hook of the work itself.
+  bool await_removal(const Work* work, std::chrono::milliseconds limit);
+
   // Finishes works that have ended.
   void reap() noexcept;
 
@@ -141,6 +145,7 @@ class Running {
  private:
   std::atomic<int> error_{TUTTI_OK};
   std::mutex mutex_;
+  std::condition_variable removed_;
   std::deque<c10::intrusive_ptr<Work>> works_; // in the order of their start
   size_t full_ = 64;                           // the length at which reap looks at all of them
 };

@@ -23,6 +23,14 @@ def store(port):
     return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
+def meet(port, name, size):
+    """Waits until size ranks have called it with this name. Unlike a barrier, nobody is within an operation then."""
+    common = store(port)
+    if common.add(name, 1) == size:
+        common.set(name + "/all", "")
+    common.wait([name + "/all"])
+
+
 def _rank(function, rank, size, port, results, environment, arguments):
     torch.set_num_threads(1)
     os.environ.clear()

@@ -1,6 +1,7 @@
 """What c10d's Backend has besides operations, on the methods of the backend and of the group."""
 
 import threading
+import time
 import unittest
 from datetime import timedelta
 
@@ -99,6 +100,7 @@ def shrinks(rank, size, port):
     dist.all_reduce(x)
     assert x.item() == 0 + 2 + 3, x
     del group
+    harness.meet(port, "through", size - 1)  # an abort also ends what another rank is not through with
     # Operations of a group that waits for a rank are ended.
     if rank == 3:
         harness.store(port).wait(["over"])
@@ -166,8 +168,9 @@ def hooks(rank, size, port):
     ended = threading.Event()
 
     def completed(info):
-        done.append(info.seq)
         ended.set()
+        time.sleep(0.05 * len(done))  # the second one is late: it must be waited for
+        done.append(info.seq)
 
     group._register_on_completion_hook(completed)
     raises(RuntimeError, "already", group._register_on_completion_hook, completed)
@@ -175,6 +178,7 @@ def hooks(rank, size, port):
     work = dist.all_reduce(torch.ones(3), async_op=True)
     assert ended.wait(harness.LIMIT), "a hook waits for somebody to ask for the end"
     work.wait()
+    group._wait_for_pending_works()
     assert work._get_duration() > 0 and work._get_sequence_number() == done[0]
     dist.barrier()
     group._wait_for_pending_works()
@@ -192,6 +196,7 @@ def hooks(rank, size, port):
 
     group.register_abort_hook(9, broken)
     x = torch.ones(3)
+    harness.meet(port, "through", size)
     if rank == 0:
         backend().abort()
     else:

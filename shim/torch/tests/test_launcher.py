@@ -14,7 +14,7 @@ def status(*flags):
     assert done.returncode in (0, 3), done
     return done.stdout
 def snapshots():
-    """What each rank says of itself: those of ranks that have left, or that do not answer, are missing."""
+    # Those of ranks that have left, or that do not answer, are missing.
     return {r["rank"]: r["snapshot"] for r in json.loads(status("--json"))["ranks"] if "snapshot" in r}
 """
 

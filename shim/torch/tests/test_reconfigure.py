@@ -122,6 +122,7 @@ def after_abort(rank, size, port):
     handles = start(rank, size, port)
     dist._reconfigure(1, handles)
     works(rank, size)
+    harness.meet(port, "through", size)
     if rank == 1:
         dist.group.WORLD.abort()
     raises(dist.DistBackendError, "aborted", dist.barrier)
