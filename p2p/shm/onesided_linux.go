@@ -198,19 +198,37 @@ func (x *exports) close() error {
 	return x.end()
 }
 
-// end frees the grants when the transport is closed and no peer can use them.
+// end closes the grants and frees the boards when the transport and all links are closed. A grant
+// stays as long as Withdraw has to wait for the access of a peer whose link is closed.
 func (x *exports) end() error {
-	if x.prune(); !x.closed || len(x.links)+len(x.leavers) > 0 {
+	if x.prune(); !x.closed || len(x.links) > 0 {
 		return nil
 	}
-	for _, g := range x.grants {
-		if !g.closed {
-			x.count(g, -1)
+	for generation, g := range x.grants {
+		x.shut(g)
+		g.release()
+		if len(x.leavers) == 0 {
+			delete(x.grants, generation)
 		}
-		g.board.free = append(g.board.free, g.off)
 	}
-	clear(x.grants)
 	return x.trim()
+}
+
+// shut lets no access begin under a grant.
+func (x *exports) shut(g *grant) {
+	if !g.closed {
+		g.closed = true
+		g.record().word(0).Store(0)
+		x.count(g, -1)
+	}
+}
+
+// release gives the record of a grant that is shut back to its board.
+func (g *grant) release() {
+	if g.board != nil {
+		g.board.free = append(g.board.free, g.off)
+		g.board = nil
+	}
 }
 
 // storing is an access of a peer to a chunk of this rank's memory.
@@ -245,11 +263,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 		x.mu.Unlock()
 		return nil // withdrawn before
 	}
-	if !g.closed {
-		g.closed = true
-		g.record().word(0).Store(0)
-		x.count(g, -1)
-	}
+	x.shut(g)
 	var wait []storing
 	look := func(l *link) {
 		s := storing{l, l.words.at(busyAt, 1-l.side).Load()}
@@ -277,7 +291,7 @@ func (x *exports) withdraw(ctx context.Context, remote *mem.Remote) error {
 		return nil
 	}
 	delete(x.grants, remote.Generation)
-	g.board.free = append(g.board.free, g.off)
+	g.release()
 	x.prune()
 	return x.trim()
 }

@@ -158,6 +158,33 @@ func TestWithdrawAfterClose(t *testing.T) {
 	}
 }
 
+// TestCloseDuringAccess: a transport that is closed while a peer is in the middle of a put keeps
+// nothing of its own memory mapped, and Withdraw still waits for the peer.
+func TestCloseDuringAccess(t *testing.T) {
+	h := hammer(t)
+	h.stop(t)
+	x := h.l.exports
+	if err := h.l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := h.node.T.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if len(x.boards) > 0 {
+		t.Errorf("%d boards are left", len(x.boards))
+	}
+	if err := h.withdraw(20 * time.Millisecond); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Withdraw while the child is in the middle of a put: %v", err)
+	}
+	h.started.Signal(unix.SIGCONT)
+	if err := h.withdraw(linktest.Patience); err != nil {
+		t.Error(err)
+	}
+	if len(x.grants) > 0 {
+		t.Errorf("%d grants are left", len(x.grants))
+	}
+}
+
 // TestOnlyExposedMemoryCanBeWritten: the descriptor for writing is given out while the region is
 // exposed for that, and no other leads to it.
 func TestOnlyExposedMemoryCanBeWritten(t *testing.T) {
