@@ -329,6 +329,7 @@ static void interrupt(void)
 	CODE(TUTTI_ECANCELED, tutti_do(g, &op));
 	TRUE(checks == 2);
 	OK(tutti_set_interrupt(NULL, NULL));
+	OK(tutti_barrier(g)); /* no message comes before its recv was interrupted */
 	OK(tutti_send(g, &y, 1, TUTTI_INT32, (rank + size - 1) % size, 3));
 	OK(tutti_work_wait(recv, -1));
 	OK(tutti_work_release(recv));
