@@ -387,7 +387,7 @@ func prove(ctx context.Context, conn net.Conn, secret []byte, purpose string, h 
 	}
 	conn.SetDeadline(deadline)
 	stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
-	err := trust.Client(conn, secret, purpose, h)
+	_, err := trust.Client(conn, secret, purpose, h, false)
 	if !stop() && err == nil {
 		err = context.Cause(ctx)
 	}

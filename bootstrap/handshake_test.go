@@ -275,8 +275,8 @@ func TestServeAddresses(t *testing.T) {
 	}
 	defer conn.Close()
 	conn.SetDeadline(time.Now().Add(patience))
-	if err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 1, ToRank: 1,
-		ToIncarnation: 99}); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+	if _, err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 1, ToRank: 1,
+		ToIncarnation: 99}, false); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("an address that is not allowed serves: %v", err)
 	}
 }
@@ -298,8 +298,8 @@ func TestServerGarbage(t *testing.T) {
 			t.Fatal(err)
 		}
 		conn.SetDeadline(time.Now().Add(patience))
-		if err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 77, ToRank: 1,
-			ToIncarnation: peer.Incarnation}); err != nil {
+		if _, err := trust.Client(conn, secret, "rpc", trust.Hello{FromIncarnation: 77, ToRank: 1,
+			ToIncarnation: peer.Incarnation}, false); err != nil {
 			t.Fatal(err)
 		}
 		io.WriteString(conn, g)

@@ -155,7 +155,7 @@ func (s *Server) check(ctx context.Context, secret []byte) error {
 	defer conn.Close()
 	conn.SetDeadline(time.Now().Add(proof.Timeout))
 	hello := bootstrap.StoreHello(0, "", conn.RemoteAddr())
-	if err := trust.Client(conn, secret, bootstrap.StorePurpose, hello); err != nil {
+	if _, err := trust.Client(conn, secret, bootstrap.StorePurpose, hello, false); err != nil {
 		return fmt.Errorf("embedded store: it does not answer itself: %w", err)
 	}
 	return nil

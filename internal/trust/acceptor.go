@@ -35,17 +35,27 @@ func DefaultMax() int {
 // connections. A connection is closed when it sends an invalid message, when its first message does
 // not arrive within Timeout, or its second within Timeout after that. If there are more than Max,
 // some are closed: see crowd. A member of the job has usually sent its first message by then, which
-// strangers cannot make; if it was slow it dials again.
+// strangers cannot make; if it was slow it dials again. A client where none is taken keeps its
+// place among strangers, and has Timeout for both messages.
 type Acceptor struct {
 	Listener net.Listener // its connections implement syscall.Conn
-	Secret   []byte
+	Secret   []byte       // the job's, of at least MinSecret bytes
 	Purpose  string
 	Timeout  time.Duration
 	Max      int // unproved connections at once; default DefaultMax
-	// Admit decides whether an authenticated end is accepted: see Server. It runs in its own
-	// goroutine.
-	Admit    func(net.Conn, Hello) error
-	Accepted func(net.Conn, Hello) // owns the connection, its deadline cleared; must not block for long
+	// Clients says that holders of a client's key are taken, too. If not, such an end is refused
+	// after its proof, and Admit is not asked.
+	Clients bool
+	// Agree asks for key agreement. This costs two scalar multiplications on the curve for each
+	// connection, the first one when its first message was valid.
+	Agree bool
+	// Admit decides whether an authenticated end is accepted: nil: it is; a *Refusal keeps its
+	// code, any other error is sent as code 1. It must compare the Hello's To… with itself and,
+	// with Clients, look at the Hello's Client. It runs in its own goroutine.
+	Admit func(net.Conn, Hello) error
+	// Accepted owns the connection, whose deadline is cleared. It must not block for long. The
+	// session is nil without Agree.
+	Accepted func(net.Conn, Hello, *Session)
 	Refused  func(net.Conn, error) // may be nil; the connection is about to be closed; see LogRefused
 
 	wg sync.WaitGroup // the goroutines
@@ -275,17 +285,20 @@ func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []d
 		}
 		in := c.in[:c.n]
 		c.n = 0
-		if !c.half.opened {
-			answer, wrong := c.half.opening(a.Secret, a.Purpose, in)
+		if !c.half.opened() {
+			answer, wrong := c.half.opening(a, in)
 			if err := c.send(answer); wrong != nil || err != nil {
 				return fail(errors.Join(wrong, err))
+			}
+			if c.half.client != "" && !a.Clients {
+				continue // it makes no room for itself among those that can be accepted
 			}
 			if victim := a.crowd.open(&c.member, now); victim != nil {
 				out = append(out, a.crowdedLocked(victim))
 			}
 			continue
 		}
-		who, answer, wrong := c.half.proof(a.Secret, a.Purpose, in)
+		who, answer, wrong := c.half.proof(in)
 		if wrong != nil {
 			c.send(answer) // best effort
 			return fail(wrong)
@@ -301,11 +314,7 @@ func (a *Acceptor) advanceLocked(c *candidate, now time.Time, out []dropped) []d
 // finish calls Admit for an authenticated end, and sends the verdict.
 func (a *Acceptor) finish(c *candidate, who Hello) {
 	c.conn.SetDeadline(time.Now().Add(a.Timeout))
-	refused := a.Admit(c.conn, who)
-	_, err := c.conn.Write(c.half.verdict(a.Secret, a.Purpose, who, refused))
-	if refused != nil {
-		err = refused
-	}
+	s, err := a.answer(c.conn, &c.half, who)
 	a.mu.Lock()
 	delete(a.proved, c)
 	if err == nil && a.closed {
@@ -317,7 +326,65 @@ func (a *Acceptor) finish(c *candidate, who Hello) {
 		return
 	}
 	c.conn.SetDeadline(time.Time{})
-	a.Accepted(c.conn, who)
+	a.Accepted(c.conn, who, s)
+}
+
+// answer decides on an authenticated end, and sends the verdict.
+func (a *Acceptor) answer(conn net.Conn, h *half, who Hello) (*Session, error) {
+	var refused error
+	if who.Client != "" && !a.Clients {
+		refused = &Refusal{Code: 1, Text: fmt.Sprintf("the key of client %s opens endpoints, and no service of the "+
+			"ranks: this one needs the job's own secret", who.Client)}
+	} else {
+		refused = a.Admit(conn, who)
+	}
+	_, err := conn.Write(h.verdict(refused))
+	if refused != nil {
+		return nil, refused
+	}
+	if err != nil {
+		return nil, err
+	}
+	return h.session(), nil
+}
+
+// Handshake runs the accepting half on one connection, with a's Secret, Purpose, Clients, Agree and
+// Admit. conn's deadline bounds it. When it returns an error the caller closes conn. A listener
+// that strangers can reach needs Serve.
+func (a *Acceptor) Handshake(conn net.Conn) (Hello, *Session, error) {
+	if err := checkKey(a.Secret); err != nil {
+		return Hello{}, nil, err
+	}
+	var h half
+	var buf [max(openingSize, proofSize)]byte
+	in := buf[:h.want()]
+	if _, err := io.ReadFull(conn, in[:magicSize]); err != nil {
+		return Hello{}, nil, ended(err)
+	}
+	if !h.hopeless(in[:magicSize]) { // else the rest will not come
+		if _, err := io.ReadFull(conn, in[magicSize:]); err != nil {
+			return Hello{}, nil, ended(err)
+		}
+	}
+	answer, err := h.opening(a, in)
+	if err != nil {
+		conn.Write(answer) // best effort
+		return Hello{}, nil, err
+	}
+	if _, err := conn.Write(answer); err != nil {
+		return Hello{}, nil, err
+	}
+	in = buf[:h.want()]
+	if _, err := io.ReadFull(conn, in); err != nil {
+		return Hello{}, nil, ended(err)
+	}
+	who, answer, err := h.proof(in)
+	if err != nil {
+		conn.Write(answer) // best effort
+		return Hello{}, nil, err
+	}
+	s, err := a.answer(conn, &h, who)
+	return who, s, err
 }
 
 // drop closes connections. Without the lock, because Refused may block.

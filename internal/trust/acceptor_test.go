@@ -33,7 +33,7 @@ func serve(t *testing.T, a *Acceptor) string {
 		a.Admit = func(net.Conn, Hello) error { return nil }
 	}
 	if a.Accepted == nil {
-		a.Accepted = func(c net.Conn, _ Hello) { c.Close() }
+		a.Accepted = func(c net.Conn, _ Hello, _ *Session) { c.Close() }
 	}
 	done := make(chan struct{})
 	go func() { defer close(done); a.Serve() }()
@@ -137,8 +137,9 @@ func TestHonestClientsConnectDuringAttack(t *testing.T) {
 		"silent":              nil,
 		"junk":                bytes.Repeat([]byte{0xff}, 40),
 		"junk after magic":    append([]byte(dialMagic), make([]byte, 32)...),
-		"wrong first message": opening(other, "p"),
-		"replayed":            opening(secret, "p"),
+		"wrong first message": opening(other, "", "p"),
+		"replayed":            opening(secret, "", "p"),
+		"client's":            opening(alice(secret).key, "alice", "p"),
 	} {
 		t.Run(name, func(t *testing.T) {
 			addr := serve(t, &Acceptor{Timeout: patience})
@@ -174,7 +175,8 @@ func honest(t *testing.T, addr string) error {
 		}
 		defer c.Close()
 		c.SetDeadline(time.Now().Add(patience))
-		return Client(c, secret, "p", greet)
+		_, err = rank.shake(c)
+		return err
 	})
 }
 
@@ -193,7 +195,7 @@ func TestSlowConnectionsOfOtherSourcesStay(t *testing.T) {
 			t.Fatalf("only %d connections made room", crowded.Load())
 		}
 	}
-	if err := Client(slow, secret, "p", greet); err != nil {
+	if _, err := rank.shake(slow); err != nil {
 		t.Error(err)
 	}
 }
@@ -213,7 +215,7 @@ func TestProvedConnectionsSurviveFlood(t *testing.T) {
 	})
 	done := make(chan error, 1)
 	c := dial(t, addr)
-	go func() { done <- Client(c, secret, "p", greet) }()
+	go func() { _, err := rank.shake(c); done <- err }()
 	<-asked
 	attack(t, addr, 1, nil, nil)
 	for range 20 {
@@ -241,7 +243,7 @@ func TestSlowConnectionsEnd(t *testing.T) {
 	var conns []net.Conn
 	for i := range 3 * most {
 		c := dial(t, addr)
-		c.Write([][]byte{nil, []byte(dialMagic), opening(secret, "p")}[i%3])
+		c.Write([][]byte{nil, []byte(dialMagic), opening(secret, "", "p")}[i%3])
 		conns = append(conns, c)
 	}
 	for i, c := range conns {
@@ -256,9 +258,11 @@ func TestSlowConnectionsEnd(t *testing.T) {
 
 // Messages that arrive in pieces are put together.
 func TestMessagesInPieces(t *testing.T) {
-	addr := serve(t, &Acceptor{Timeout: patience})
-	if err := Client(pieces{dial(t, addr)}, secret, "p", greet); err != nil {
-		t.Error(err)
+	addr := serve(t, &Acceptor{Timeout: patience, Clients: true})
+	for _, d := range []dialler{rank, alice(secret)} {
+		if _, err := d.shake(pieces{dial(t, addr)}); err != nil {
+			t.Error(err)
+		}
 	}
 }
 
@@ -279,7 +283,7 @@ func (p pieces) Write(b []byte) (int, error) {
 func TestAcceptorNamesTheWrongSecret(t *testing.T) {
 	refused := make(chan error, 1)
 	addr := serve(t, &Acceptor{Timeout: patience, Refused: func(_ net.Conn, err error) { refused <- err }})
-	if err := Client(dial(t, addr), other, "p", greet); !errors.Is(err, ErrAuth) {
+	if _, err := Client(dial(t, addr), other, "p", greet, false); !errors.Is(err, ErrAuth) {
 		t.Errorf("client: %v", err)
 	}
 	if err := <-refused; !errors.Is(err, ErrAuth) {
@@ -301,7 +305,7 @@ func TestShedWhenOutOfDescriptors(t *testing.T) {
 		runtime.Gosched()
 	}
 	f.left.Store(1)
-	if err := Client(dial(t, addr), secret, "p", greet); err != nil { // accepted by the call that waits already
+	if _, err := rank.shake(dial(t, addr)); err != nil { // accepted by the call that waits already
 		t.Fatal(err)
 	}
 	if err := honest(t, addr); err != nil {
@@ -329,7 +333,7 @@ func TestAcceptRetriesAfterErrors(t *testing.T) {
 	f.left.Store(3)
 	a := &Acceptor{Listener: f, Timeout: patience, Max: 2}
 	addr := serve(t, a)
-	if err := Client(dial(t, addr), secret, "p", greet); err != nil {
+	if _, err := rank.shake(dial(t, addr)); err != nil {
 		t.Errorf("after three failures: %v", err)
 	}
 	f.left.Store(1 << 30)
@@ -362,14 +366,14 @@ func TestCloseDuringHandshake(t *testing.T) {
 	refused := make(chan error, 4)
 	a := &Acceptor{Timeout: patience, Max: 4,
 		Admit:    func(net.Conn, Hello) error { close(asked); <-answer; return nil },
-		Accepted: func(c net.Conn, _ Hello) { t.Error("accepted after Close"); c.Close() },
+		Accepted: func(c net.Conn, _ Hello, _ *Session) { t.Error("accepted after Close"); c.Close() },
 		Refused:  func(_ net.Conn, err error) { refused <- err },
 	}
 	addr := serve(t, a)
 	silent := dial(t, addr)
 	done := make(chan error, 1)
 	c := dial(t, addr)
-	go func() { done <- Client(c, secret, "p", greet) }()
+	go func() { _, err := rank.shake(c); done <- err }()
 	<-asked
 	a.Close()
 	close(answer)

@@ -9,9 +9,9 @@ import (
 //
 // A connection is silent until its first message has arrived, and opened from then on. Each class
 // has its own room, so that connections which any stranger can make displace each other, but never
-// one that has sent what only a member of the job can make. If a class is full, the source with the
-// most connections in it loses its oldest one; of sources with equally many, the one with the
-// oldest.
+// one that has sent what only a member of the job can make, or a client where clients are taken. If
+// a class is full, the source with the most connections in it loses its oldest one; of sources with
+// equally many, the one with the oldest.
 type crowd struct {
 	silent, opened class
 }

@@ -1,26 +1,54 @@
-// Package trust proves on a fresh connection that both ends belong to the same job.
+// Package trust proves on a fresh connection that both ends belong to the same job, and can agree
+// on keys for it.
 //
-// A job has a secret. An end interprets nothing that a peer sends before the peer has proved that
-// it knows the secret. The secret itself is never sent:
+// A job has a secret. Its holders may derive a client's key from it, for a program that is no rank:
+// see Derive. Whoever has only that key can prove to be this client, but no other one and no rank.
+// An end interprets nothing that a peer sends before the peer has proved that it knows the key, but
+// for the name that says which key that is. The key itself is never sent:
 //
-//	dialler  -> acceptor   magic, dialler's nonce, HMAC-SHA256(secret, "open" purpose nonce)
-//	acceptor -> dialler    magic, acceptor's nonce
-//	dialler  -> acceptor   HMAC-SHA256(secret, "dial" purpose nonces hello), hello
-//	acceptor -> dialler    HMAC-SHA256(secret, "accept" purpose nonces hello verdict), verdict
+//	dialler  -> acceptor   magic, client's name, dialler's nonce, MAC "open"  8 + 32 + 32 + 32 bytes
+//	acceptor -> dialler    magic, acceptor's nonce                            8 + 32
+//	dialler  -> acceptor   MAC "dial", hello                                  32 + 32
+//	acceptor -> dialler    MAC "accept", verdict                              32 + 4 to 516
+//
+// Numbers are little-endian. The magic is "tutti/3\n" from the dialler and "tutti/3\r" from the
+// acceptor. The name has 1 to 32 bytes of [A-Za-z0-9._-] and is padded with zeros; 32 zeros stand
+// for the holder of the job's secret. A hello consists of FromRank and ToRank (u32),
+// FromIncarnation, ToIncarnation and Extra (u64). A verdict is a code (u8, 0: accepted), a zero
+// byte, the length of a text (u16, at most 512), and the text in UTF-8. A MAC is
+//
+//	HMAC-SHA256(key, u32 length of label, label, u32 length of purpose, purpose, said)
+//
+// The key is the job's secret, or the named client's key. The label is in quotes above. said is all
+// that both ends have sent, up to and including the message of the MAC, without magics and MACs:
+// name, dialler's nonce, acceptor's nonce, hello, verdict. A client's key is the MAC "client" under
+// the job's secret, with the client's name as the purpose and nothing said.
 //
 // Every message has a fixed size except the verdict's text, which is read after its length was
 // checked. The MACs of the last two messages cover both nonces and a label for the direction, so
-// that replaying or reflecting a message proves nothing. The first message can be replayed; it
-// proves nothing, costs the acceptor one MAC, no answer and no state, and tells it which of many
-// connections to keep: see Acceptor. An acceptor that finds a wrong MAC answers with zeros in place
-// of its nonce or MAC, which tells the dialler the reason and an attacker nothing; a connection
-// that just ends is therefore no sign of a wrong secret. A service must compare Hello.To… with
-// itself in admit: otherwise an attacker between two ends could forward a dialler's proof to
-// another acceptor of the job. The data that follows is not encrypted.
+// that replaying or reflecting a message proves nothing. The first message can be replayed. It
+// proves nothing, and tells the acceptor which of many connections to keep: see Acceptor. It costs
+// the acceptor one MAC, and another one to derive a client's key. An acceptor that finds a name or
+// a MAC wrong answers with zeros in place of its nonce or MAC, which tells the dialler the reason
+// and an attacker nothing; a connection that just ends is therefore no sign of a wrong secret. A
+// service must compare Hello.To… with itself in Admit: otherwise an attacker between two ends could
+// forward a dialler's proof to another acceptor of the job.
+//
+// The data that follows is not encrypted by this package. For ends that encrypt it a nonce may be a
+// fresh X25519 public key. The MACs cover both nonces, so that the handshake authenticates the
+// agreement as well. If both ends asked for it they have the same Session, whose keys are
+//
+//	HKDF-SHA256(secret X25519(own private key, other nonce), salt MAC "session", info label)
+//
+// The MAC "session" covers everything that was said, the verdict too. No private key outlives the
+// handshake: who records the data and learns the job's secret later cannot decrypt it.
 package trust
 
 import (
+	"bytes"
 	"context"
+	"crypto/ecdh"
+	"crypto/hkdf"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -38,13 +66,15 @@ import (
 )
 
 const (
-	dialMagic   = "tutti/2\n"
-	acceptMagic = "tutti/2\r"
+	dialMagic   = "tutti/3\n"
+	acceptMagic = "tutti/3\r"
 	magicSize   = len(dialMagic)
+	nameSize    = 32
 	nonceSize   = 32
 	helloSize   = 32
 	maxText     = 512
-	openingSize = magicSize + nonceSize + sha256.Size // the dialler's first message
+	saidSize    = nameSize + nonceSize               // of what the dialler's first message says
+	openingSize = magicSize + saidSize + sha256.Size // the dialler's first message
 	answerSize  = magicSize + nonceSize
 	proofSize   = sha256.Size + helloSize
 	verdictLen  = 4 // code, 0, text length
@@ -53,7 +83,11 @@ const (
 // MinSecret is the minimal length of a secret in bytes.
 const MinSecret = 16
 
-// ErrAuth says that the other end does not know the job's secret, or does not speak the protocol.
+// MaxClient is the maximal length of a client's name in bytes.
+const MaxClient = nameSize
+
+// ErrAuth says that the other end does not know the job's secret, or the client's key, or does not
+// speak the protocol.
 var ErrAuth = errors.New("job secret does not match")
 
 // ErrTurnedAway says that the acceptor closed the connection without a verdict, because it had too
@@ -67,8 +101,10 @@ var ErrStale = errors.New("unknown incarnation")
 // CodeStale is the Code of a Refusal that stands for ErrStale, whatever the purpose.
 const CodeStale = 3
 
-// Hello names the two ends. The dialler's proof covers it.
+// Hello names the two ends. The dialler's proof covers it. The key proves only Client; From… is
+// what a holder of that key says of itself.
 type Hello struct {
+	Client          string // name of the client whose key the dialler has; "": it has the job's secret
 	FromRank        uint32
 	ToRank          uint32
 	FromIncarnation uint64
@@ -93,24 +129,134 @@ func (h Hello) encode() (b [helloSize]byte) {
 	return b
 }
 
-func decodeHello(b []byte) Hello {
+func decodeHello(client string, b []byte) Hello {
 	return Hello{
-		FromRank: binary.LittleEndian.Uint32(b[0:]), ToRank: binary.LittleEndian.Uint32(b[4:]),
+		Client: client, FromRank: binary.LittleEndian.Uint32(b[0:]), ToRank: binary.LittleEndian.Uint32(b[4:]),
 		FromIncarnation: binary.LittleEndian.Uint64(b[8:]), ToIncarnation: binary.LittleEndian.Uint64(b[16:]),
 		Extra: binary.LittleEndian.Uint64(b[24:]),
 	}
 }
 
-func mac(secret []byte, label, purpose string, parts ...[]byte) []byte {
-	m := hmac.New(sha256.New, secret)
+// CheckClient says what is wrong with the name of a client, which has 1 to MaxClient letters,
+// digits, '.', '_' and '-'.
+func CheckClient(name string) error {
+	ok := name != "" && len(name) <= MaxClient
+	for _, c := range []byte(name) {
+		ok = ok && ('A' <= c && c <= 'Z' || 'a' <= c && c <= 'z' || '0' <= c && c <= '9' || c == '.' || c == '_' ||
+			c == '-')
+	}
+	if !ok {
+		return fmt.Errorf("a client's name %q: expected 1 to %d letters, digits, '.', '_', '-'",
+			name[:min(len(name), 2*MaxClient)], MaxClient)
+	}
+	return nil
+}
+
+// decodeName reads the name of a first message, "" for the holder of the job's secret.
+func decodeName(b []byte) (string, error) {
+	name := string(bytes.TrimRight(b, "\x00"))
+	if name == "" {
+		return "", nil
+	}
+	return name, CheckClient(name)
+}
+
+// Derive returns the key of a client of the job with that secret. It opens what takes clients, see
+// Acceptor, and nothing else. Neither the secret nor another client's key follows from it.
+func Derive(secret []byte, client string) ([]byte, error) {
+	if err := errors.Join(checkKey(secret), CheckClient(client)); err != nil {
+		return nil, err
+	}
+	return mac(secret, "client", client, nil), nil
+}
+
+func mac(key []byte, label, purpose string, said []byte) []byte {
+	m := hmac.New(sha256.New, key)
 	for _, s := range []string{label, purpose} {
 		m.Write(binary.LittleEndian.AppendUint32(nil, uint32(len(s))))
 		m.Write([]byte(s))
 	}
-	for _, p := range parts {
-		m.Write(p)
-	}
+	m.Write(said)
 	return m.Sum(nil)
+}
+
+// transcript is what two ends have said so far, and what they prove with.
+type transcript struct {
+	key     []byte
+	purpose string
+	said    []byte // see the package comment
+}
+
+func (t *transcript) say(b []byte)            { t.said = append(t.said, b...) }
+func (t *transcript) mac(label string) []byte { return mac(t.key, label, t.purpose, t.said) }
+
+// nonce is an end's own nonce.
+type nonce struct {
+	public  [nonceSize]byte
+	private *ecdh.PrivateKey // nil: the nonce is random
+}
+
+// newNonce returns a fresh nonce, a public key if agree is set.
+func newNonce(agree bool) (n nonce, err error) {
+	if !agree {
+		rand.Read(n.public[:])
+		return n, nil
+	}
+	if n.private, err = ecdh.X25519().GenerateKey(rand.Reader); err != nil {
+		return nonce{}, fmt.Errorf("key agreement: %w", err)
+	}
+	n.public = [nonceSize]byte(n.private.PublicKey().Bytes())
+	return n, nil
+}
+
+// session ends a handshake: everything has been said, and n's private key is forgotten.
+func (n *nonce) session(theirs []byte, t *transcript) *Session {
+	private := n.private
+	n.private = nil
+	if private == nil {
+		return nil
+	}
+	prk, err := exchange(private, theirs, t.mac("session"))
+	if err != nil {
+		return &Session{err: fmt.Errorf("key agreement: %w", err)}
+	}
+	return &Session{prk: prk}
+}
+
+func exchange(private *ecdh.PrivateKey, theirs, salt []byte) (prk []byte, err error) {
+	public, err := ecdh.X25519().NewPublicKey(theirs)
+	if err != nil {
+		return nil, err
+	}
+	shared, err := private.ECDH(public) // an error if the result is zero, which anybody could know
+	if err != nil {
+		return nil, err
+	}
+	return hkdf.Extract(sha256.New, shared, salt)
+}
+
+// Session holds what the two ends of a connection have agreed on. It is nil at an end that did not
+// ask for it. It may be used concurrently.
+type Session struct {
+	prk []byte
+	err error
+}
+
+// Key returns a key of n bytes for the purpose that label names: directions, for example, have
+// labels of their own. Both ends get the same key if both asked for agreement. An end cannot see
+// whether the other one did: let the dialler say so in Hello.Extra, and Admit refuse what does not
+// fit. There is an error at an end that did not ask, and if the other end's nonce is no proper
+// public key.
+func (s *Session) Key(label string, n int) ([]byte, error) {
+	switch {
+	case s == nil:
+		return nil, errors.New("this end did not ask for key agreement")
+	case s.err != nil:
+		return nil, s.err
+	case n < 1:
+		return nil, fmt.Errorf("a key of %d bytes", n)
+	}
+	return hkdf.Expand(sha256.New, s.prk, label, n)
 }
 
 // denied replaces a nonce or a MAC when the acceptor found the dialler's MAC wrong.
@@ -137,69 +283,88 @@ func unanswered(err error) error {
 	return err
 }
 
-func checkSecret(secret []byte) error {
-	if len(secret) < MinSecret {
-		return fmt.Errorf("the job's secret has %d bytes, at least %d are needed", len(secret), MinSecret)
+func checkKey(key []byte) error {
+	if len(key) < MinSecret {
+		return fmt.Errorf("the secret has %d bytes, at least %d are needed", len(key), MinSecret)
 	}
 	return nil
 }
 
-// Client proves the dialling end. purpose separates services that share a secret (of at least
-// MinSecret bytes). conn's deadline bounds it. An error that wraps ErrAuth: the two ends do not
-// share secret and purpose; a *Refusal: they do, and the acceptor refused; ErrTurnedAway: the
-// acceptor ended the connection without a verdict.
-func Client(conn net.Conn, secret []byte, purpose string, h Hello) error {
-	if err := checkSecret(secret); err != nil {
-		return err
+// Client proves the dialling end with the job's secret or, if h names a client, with that client's
+// key (of at least MinSecret bytes). purpose separates services that share a secret. agree asks for
+// key agreement; the session is nil without. conn's deadline bounds Client. An error that wraps
+// ErrAuth: the two ends do not share key and purpose; a *Refusal: they do, and the acceptor
+// refused; ErrTurnedAway: the acceptor ended the connection without a verdict.
+func Client(conn net.Conn, key []byte, purpose string, h Hello, agree bool) (*Session, error) {
+	mine, err := newNonce(agree)
+	if err != nil {
+		return nil, err
 	}
-	mine := make([]byte, nonceSize)
-	rand.Read(mine)
-	opening := append([]byte(dialMagic), mine...)
-	opening = append(opening, mac(secret, "open", purpose, mine)...)
-	if _, err := conn.Write(opening); err != nil {
-		return unanswered(err)
+	return client(conn, key, purpose, h, mine)
+}
+
+func client(conn net.Conn, key []byte, purpose string, h Hello, mine nonce) (*Session, error) {
+	if err := checkKey(key); err != nil {
+		return nil, err
+	}
+	our := "our"
+	if h.Client != "" {
+		if err := CheckClient(h.Client); err != nil {
+			return nil, err
+		}
+		our = "client " + h.Client + "'s"
+	}
+	t := transcript{key: key, purpose: purpose, said: make([]byte, nameSize, saidSize+nonceSize+helloSize+verdictLen)}
+	copy(t.said, h.Client)
+	t.say(mine.public[:])
+	opening := append([]byte(dialMagic), t.said...)
+	if _, err := conn.Write(append(opening, t.mac("open")...)); err != nil {
+		return nil, unanswered(err)
 	}
 	var answer [answerSize]byte
 	if _, err := io.ReadFull(conn, answer[:magicSize]); err != nil {
-		return unanswered(err)
+		return nil, unanswered(err)
 	}
 	if string(answer[:magicSize]) != acceptMagic {
-		return fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
+		return nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
 	}
 	theirs := answer[magicSize:]
 	if _, err := io.ReadFull(conn, theirs); err != nil {
-		return unanswered(err)
+		return nil, unanswered(err)
 	}
 	if [nonceSize]byte(theirs) == denied {
-		return fmt.Errorf("%w: the other end found our first message wrong", ErrAuth)
+		return nil, fmt.Errorf("%w: the other end found %s first message wrong", ErrAuth, our)
 	}
 	hello := h.encode()
-	if _, err := conn.Write(append(mac(secret, "dial", purpose, mine, theirs, hello[:]), hello[:]...)); err != nil {
-		return unanswered(err)
+	t.say(theirs)
+	t.say(hello[:])
+	if _, err := conn.Write(append(t.mac("dial"), hello[:]...)); err != nil {
+		return nil, unanswered(err)
 	}
 	var in [sha256.Size + verdictLen + maxText]byte
 	fixed := in[:sha256.Size+verdictLen]
 	if _, err := io.ReadFull(conn, fixed); err != nil {
-		return unanswered(err)
+		return nil, unanswered(err)
 	}
 	if [sha256.Size]byte(in[:]) == denied {
-		return fmt.Errorf("%w: the other end found our proof wrong", ErrAuth)
+		return nil, fmt.Errorf("%w: the other end found %s proof wrong", ErrAuth, our)
 	}
 	n := int(binary.LittleEndian.Uint16(fixed[sha256.Size+2:]))
 	if n > maxText {
-		return fmt.Errorf("%w: malformed verdict", ErrAuth)
+		return nil, fmt.Errorf("%w: malformed verdict", ErrAuth)
 	}
 	verdict := in[sha256.Size : len(fixed)+n]
 	if _, err := io.ReadFull(conn, verdict[verdictLen:]); err != nil {
-		return unanswered(err)
+		return nil, unanswered(err)
 	}
-	if !hmac.Equal(in[:sha256.Size], mac(secret, "accept", purpose, mine, theirs, hello[:], verdict)) {
-		return fmt.Errorf("%w: the other end's proof is wrong", ErrAuth)
+	t.say(verdict)
+	if !hmac.Equal(in[:sha256.Size], t.mac("accept")) {
+		return nil, fmt.Errorf("%w: the other end's proof is wrong", ErrAuth)
 	}
 	if code := verdict[0]; code != 0 {
-		return &Refusal{Code: code, Text: string(verdict[verdictLen:])}
+		return nil, &Refusal{Code: code, Text: string(verdict[verdictLen:])}
 	}
-	return nil
+	return mine.session(theirs, &t), nil
 }
 
 // How often Redial dials in total, and its first pause.
@@ -231,13 +396,17 @@ func Redial(ctx context.Context, dial func() error) error {
 
 // half is the accepting half of a handshake, without I/O.
 type half struct {
-	theirs, mine [nonceSize]byte
-	opened       bool // the first message was valid
+	transcript        // of a valid first message, and of what follows
+	client     string // the dialler; "": holder of the job's secret
+	mine       nonce
 }
+
+// opened reports whether the first message was valid.
+func (h *half) opened() bool { return h.said != nil }
 
 // want returns the length of the next message.
 func (h *half) want() int {
-	if h.opened {
+	if h.opened() {
 		return proofSize
 	}
 	return openingSize
@@ -246,39 +415,54 @@ func (h *half) want() int {
 // hopeless reports whether no first message begins with in.
 func (h *half) hopeless(in []byte) bool {
 	n := min(len(in), magicSize)
-	return !h.opened && string(in[:n]) != dialMagic[:n]
+	return !h.opened() && string(in[:n]) != dialMagic[:n]
 }
 
 // opening handles the dialler's first message and returns the answer, the last one if there is an
 // error.
-func (h *half) opening(secret []byte, purpose string, in []byte) (answer []byte, err error) {
+func (h *half) opening(a *Acceptor, in []byte) (answer []byte, err error) {
 	if h.hopeless(in) {
 		return nil, fmt.Errorf("%w: the other end does not speak this protocol", ErrAuth)
 	}
 	answer = append(make([]byte, 0, answerSize), acceptMagic...)
-	nonce, tag := in[magicSize:magicSize+nonceSize], in[magicSize+nonceSize:]
-	if !hmac.Equal(tag, mac(secret, "open", purpose, nonce)) {
+	said, tag := in[magicSize:magicSize+saidSize], in[magicSize+saidSize:]
+	client, err := decodeName(said[:nameSize])
+	if err != nil {
+		return append(answer, denied[:]...), fmt.Errorf("%w: the first message: %w", ErrAuth, err)
+	}
+	key := a.Secret
+	if client != "" {
+		if key, err = Derive(a.Secret, client); err != nil {
+			return nil, err
+		}
+	}
+	if !hmac.Equal(tag, mac(key, "open", a.Purpose, said)) {
 		return append(answer, denied[:]...), fmt.Errorf("%w: the first message is wrong", ErrAuth)
 	}
-	h.theirs = [nonceSize]byte(nonce)
-	rand.Read(h.mine[:])
-	h.opened = true
-	return append(answer, h.mine[:]...), nil
+	if h.mine, err = newNonce(a.Agree); err != nil {
+		return nil, err
+	}
+	h.client = client
+	h.transcript = transcript{key, a.Purpose, make([]byte, 0, saidSize+nonceSize+helloSize+verdictLen)}
+	h.say(said)
+	h.say(h.mine.public[:])
+	return append(answer, h.mine.public[:]...), nil
 }
 
 // proof handles the dialler's second message. With an error, answer is the last message to it.
-func (h *half) proof(secret []byte, purpose string, in []byte) (who Hello, answer []byte, err error) {
+func (h *half) proof(in []byte) (who Hello, answer []byte, err error) {
 	hello := in[sha256.Size:]
-	if !hmac.Equal(in[:sha256.Size], mac(secret, "dial", purpose, h.theirs[:], h.mine[:], hello)) {
+	h.say(hello)
+	if !hmac.Equal(in[:sha256.Size], h.mac("dial")) {
 		return Hello{}, append(denied[:len(denied):len(denied)], 0xff, 0, 0, 0),
 			fmt.Errorf("%w: the proof is wrong", ErrAuth)
 	}
-	return decodeHello(hello), nil, nil
+	return decodeHello(h.client, hello), nil, nil
 }
 
 // verdict returns the last message to an authenticated dialler; refused is the reason of a refusal,
 // or nil.
-func (h *half) verdict(secret []byte, purpose string, who Hello, refused error) []byte {
+func (h *half) verdict(refused error) []byte {
 	verdict := make([]byte, verdictLen, verdictLen+maxText)
 	if refused != nil {
 		text := refused.Error()
@@ -291,51 +475,13 @@ func (h *half) verdict(secret []byte, purpose string, who Hello, refused error) 
 		binary.LittleEndian.PutUint16(verdict[2:], uint16(len(text)))
 		verdict = append(verdict, text...)
 	}
-	hello := who.encode()
-	return append(mac(secret, "accept", purpose, h.theirs[:], h.mine[:], hello[:], verdict), verdict...)
+	h.say(verdict)
+	return append(h.mac("accept"), verdict...)
 }
 
-// Server checks the dialling end of one connection, calls admit (nil: accept; a *Refusal keeps its
-// code, any other error is sent as code 1) and proves the accepting end. admit must compare the
-// Hello's To… with itself. conn's deadline bounds it. When it returns an error the caller closes
-// conn. A listener that strangers can reach uses an Acceptor.
-func Server(conn net.Conn, secret []byte, purpose string, admit func(Hello) error) (Hello, error) {
-	if err := checkSecret(secret); err != nil {
-		return Hello{}, err
-	}
-	var h half
-	var buf [max(openingSize, proofSize)]byte
-	in := buf[:h.want()]
-	if _, err := io.ReadFull(conn, in[:magicSize]); err != nil {
-		return Hello{}, ended(err)
-	}
-	if !h.hopeless(in[:magicSize]) { // else the rest will not come
-		if _, err := io.ReadFull(conn, in[magicSize:]); err != nil {
-			return Hello{}, ended(err)
-		}
-	}
-	answer, err := h.opening(secret, purpose, in)
-	if err != nil {
-		conn.Write(answer) // best effort
-		return Hello{}, err
-	}
-	if _, err := conn.Write(answer); err != nil {
-		return Hello{}, err
-	}
-	in = buf[:h.want()]
-	if _, err := io.ReadFull(conn, in); err != nil {
-		return Hello{}, ended(err)
-	}
-	who, answer, err := h.proof(secret, purpose, in)
-	if err != nil {
-		conn.Write(answer) // best effort
-		return Hello{}, err
-	}
-	refused := admit(who)
-	if _, err := conn.Write(h.verdict(secret, purpose, who, refused)); err != nil {
-		return who, err
-	}
-	return who, refused
+// session returns the session of a dialler that was told that it is accepted.
+func (h *half) session() *Session {
+	return h.mine.session(h.said[nameSize:nameSize+nonceSize], &h.transcript)
 }
 
 // warnings bounds the refused connections a minute that are logged as warnings.

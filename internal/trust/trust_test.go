@@ -29,14 +29,45 @@ var (
 	secret = []byte("a secret that both ends know")
 	other  = []byte("a secret that only one end knows")
 	greet  = Hello{FromRank: 3, ToRank: 5, FromIncarnation: 33, ToIncarnation: 55, Extra: 1 << 63}
+	rank   = dialler{secret, "p", greet, false}
 )
 
-func yes(Hello) error { return nil }
+// alice has the key of client alice of the job with that secret.
+func alice(secret []byte) dialler {
+	d := dialler{mac(secret, "client", "alice", nil), "p", greet, false}
+	d.hello.Client = "alice"
+	return d
+}
+
+// dialler is the dialling end of a handshake.
+type dialler struct {
+	key     []byte
+	purpose string
+	hello   Hello
+	agree   bool
+}
+
+func (d dialler) shake(conn net.Conn) (*Session, error) {
+	return Client(conn, d.key, d.purpose, d.hello, d.agree)
+}
+
+// door is an acceptor of the job that takes everybody who may know its key.
+func door() *Acceptor {
+	return &Acceptor{Secret: secret, Purpose: "p", Clients: true, Admit: func(net.Conn, Hello) error { return nil }}
+}
+
+// shut is a door whose Admit must not be asked.
+func shut(t testing.TB) *Acceptor {
+	a := door()
+	a.Admit = func(_ net.Conn, h Hello) error { t.Errorf("admit was asked about %+v", h); return nil }
+	return a
+}
 
 // opening is a dialler's first message.
-func opening(key []byte, purpose string) []byte {
-	nonce := bytes.Repeat([]byte{7}, nonceSize)
-	return append(append([]byte(dialMagic), nonce...), mac(key, "open", purpose, nonce)...)
+func opening(key []byte, client, purpose string) []byte {
+	said := append(make([]byte, nameSize), bytes.Repeat([]byte{7}, nonceSize)...)
+	copy(said, client)
+	return append(append([]byte(dialMagic), said...), mac(key, "open", purpose, said)...)
 }
 
 // ends returns the two ends of a connection, with deadlines.
@@ -60,47 +91,72 @@ func ends(t testing.TB) (dialler, acceptor net.Conn) {
 	return dialler, acceptor
 }
 
+// result is what both ends of a handshake know after it.
+type result struct {
+	who               Hello
+	dialler, acceptor *Session
+	client, server    error
+}
+
 // shake runs both halves; a half that fails closes its end.
-func shake(t testing.TB, cs, ss []byte, cp, sp string, admit func(Hello) error) (got Hello, client, server error) {
+func shake(t testing.TB, d dialler, a *Acceptor) (r result) {
 	t.Helper()
-	a, b := ends(t)
-	done := make(chan error, 1)
+	c, s := ends(t)
+	done := make(chan struct{})
 	go func() {
-		var err error
-		if got, err = Server(b, ss, sp, admit); err != nil {
-			b.Close()
+		defer close(done)
+		if r.who, r.acceptor, r.server = a.Handshake(s); r.server != nil {
+			s.Close()
 		}
-		done <- err
 	}()
-	client = Client(a, cs, cp, greet)
-	if client != nil {
-		a.Close()
+	if r.dialler, r.client = d.shake(c); r.client != nil {
+		c.Close()
 	}
-	return got, client, <-done
+	<-done
+	return r
 }
 
 func TestHandshake(t *testing.T) {
-	got, client, server := shake(t, secret, secret, "p", "p", yes)
-	if client != nil || server != nil || got != greet {
-		t.Errorf("client %v, server %v, hello %+v", client, server, got)
+	for _, d := range []dialler{rank, alice(secret)} {
+		if r := shake(t, d, door()); r.client != nil || r.server != nil || r.who != d.hello {
+			t.Errorf("%q: client %v, server %v, hello %+v", d.hello.Client, r.client, r.server, r.who)
+		}
 	}
-	for name, c := range map[string][4]string{
-		"secret":  {string(secret), string(other), "p", "p"},
-		"purpose": {string(secret), string(secret), "p", "q"},
-		"prefix":  {string(secret), string(secret), "p", ""},
+	claim := func(d dialler, client string) dialler { d.hello.Client = client; return d }
+	foreign := func(d dialler) dialler { d.purpose = "q"; return d }
+	for name, d := range map[string]dialler{
+		"secret":                                 {other, "p", greet, false},
+		"purpose":                                foreign(rank),
+		"prefix of the purpose":                  {secret, "", greet, false},
+		"purpose of a client":                    foreign(alice(secret)),
+		"job's client":                           alice(other),
+		"client's key, claimed as another":       claim(alice(secret), "bob"),
+		"client's key, claimed as a longer name": claim(alice(secret), "alice2"),
+		"client's key, claimed as a rank":        claim(alice(secret), ""),
+		"rank that claims to be a client":        claim(rank, "alice"),
 	} {
-		_, client, server := shake(t, []byte(c[0]), []byte(c[1]), c[2], c[3],
-			func(Hello) error { t.Errorf("%s: admit was asked", name); return nil })
-		if !errors.Is(client, ErrAuth) || !errors.Is(server, ErrAuth) {
-			t.Errorf("other %s: client %v, server %v", name, client, server)
+		if r := shake(t, d, shut(t)); !errors.Is(r.client, ErrAuth) || !errors.Is(r.server, ErrAuth) {
+			t.Errorf("other %s: client %v, server %v", name, r.client, r.server)
+		}
+	}
+	// Who has only a client's key is no acceptor for ranks and for other clients.
+	bob := alice(secret)
+	bob.hello.Client, bob.key = "bob", mac(secret, "client", "bob", nil)
+	for _, d := range []dialler{rank, bob, alice(secret)} {
+		a := shut(t)
+		a.Secret = alice(secret).key
+		if r := shake(t, d, a); !errors.Is(r.client, ErrAuth) || !errors.Is(r.server, ErrAuth) {
+			t.Errorf("%q at one with the key of alice: client %v, server %v", d.hello.Client, r.client, r.server)
 		}
 	}
 	for name, s := range map[string][]byte{"none": nil, "short": secret[:MinSecret-1]} {
-		a, b := ends(t)
-		if err := Client(a, s, "p", greet); err == nil || errors.Is(err, ErrAuth) {
+		c, b := ends(t)
+		if _, err := Client(c, s, "p", greet, false); err == nil || errors.Is(err, ErrAuth) {
 			t.Errorf("client with a secret that is %s: %v", name, err)
 		}
-		if _, err := Server(b, s, "p", yes); err == nil || errors.Is(err, ErrAuth) {
+		a := shut(t)
+		a.Secret = s
+		if _, _, err := a.Handshake(b); err == nil || errors.Is(err, ErrAuth) {
 			t.Errorf("server with a secret that is %s: %v", name, err)
 		}
 	}
@@ -120,13 +176,15 @@ func TestRefusal(t *testing.T) {
 		{errors.New(""), 1, ""},
 		{errors.New("a" + long), 1, "a" + long[:maxText-2]},
 	} {
-		_, client, server := shake(t, secret, secret, "p", "p", func(Hello) error { return c.admit })
+		a := door()
+		a.Admit = func(net.Conn, Hello) error { return c.admit }
+		got := shake(t, rank, a)
 		var r *Refusal
-		if !errors.As(client, &r) || r.Code != c.code || r.Text != c.text || !utf8.ValidString(r.Text) {
-			t.Errorf("refused with %v: client %#v", c.admit, client)
+		if !errors.As(got.client, &r) || r.Code != c.code || r.Text != c.text || !utf8.ValidString(r.Text) {
+			t.Errorf("refused with %v: client %#v", c.admit, got.client)
 		}
-		if server != c.admit {
-			t.Errorf("refused with %v: server %v", c.admit, server)
+		if got.server != c.admit {
+			t.Errorf("refused with %v: server %v", c.admit, got.server)
 		}
 	}
 }
@@ -138,34 +196,36 @@ func TestEarlyEndIsNoWrongSecret(t *testing.T) {
 	go io.Copy(io.Discard, b)
 	var theirs bytes.Buffer
 	b.(*net.TCPConn).CloseWrite()
-	if err := Client(a, secret, "p", greet); err == nil || errors.Is(err, ErrAuth) ||
+	if _, err := rank.shake(a); err == nil || errors.Is(err, ErrAuth) ||
 		!errors.Is(err, io.ErrUnexpectedEOF) {
 		t.Errorf("closed at once: %v", err)
 	}
 	theirs.WriteString(acceptMagic)
 	theirs.Write(bytes.Repeat([]byte{1}, nonceSize))
 	for n := range theirs.Len() + 1 { // every cut, up to where the verdict should come
-		err := Client(&script{in: bytes.NewReader(theirs.Bytes()[:n])}, secret, "p", greet)
+		_, err := rank.shake(&script{in: bytes.NewReader(theirs.Bytes()[:n])})
 		if errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) || !errors.Is(err, ErrTurnedAway) {
 			t.Errorf("client after %d bytes: %v", n, err)
 		}
 	}
-	full := opening(secret, "p")
-	for n := range len(full) + 1 { // every cut, up to where the proof should come
-		_, err := Server(&script{in: bytes.NewReader(full[:n])}, secret, "p", yes)
-		if errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
-			t.Errorf("server after %d bytes: %v", n, err)
+	for _, full := range [][]byte{opening(secret, "", "p"), opening(alice(secret).key, "alice", "p")} {
+		for n := range len(full) + proofSize { // every cut, also in a proof
+			in := append(bytes.Clone(full), make([]byte, proofSize)...)[:n]
+			_, _, err := shut(t).Handshake(&script{in: bytes.NewReader(in)})
+			if errors.Is(err, ErrAuth) || !errors.Is(err, io.ErrUnexpectedEOF) {
+				t.Errorf("server after %d bytes: %v", n, err)
+			}
 		}
 	}
 }
 
 func TestGarbage(t *testing.T) {
-	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/1\nxxxx",
+	for _, s := range []string{"GET / HTTP/1.1\r\n\r\n", "SSH-2.0-OpenSSH\r\n", "tutti/2\nxxxx",
 		strings.Repeat("\x00", 4096)} {
-		if err := Client(&script{in: strings.NewReader(s)}, secret, "p", greet); !errors.Is(err, ErrAuth) {
+		if _, err := rank.shake(&script{in: strings.NewReader(s)}); !errors.Is(err, ErrAuth) {
 			t.Errorf("client reads %q: %v", s, err)
 		}
-		if _, err := Server(&script{in: strings.NewReader(s)}, secret, "p", yes); !errors.Is(err, ErrAuth) {
+		if _, _, err := shut(t).Handshake(&script{in: strings.NewReader(s)}); !errors.Is(err, ErrAuth) {
 			t.Errorf("server reads %q: %v", s, err)
 		}
 	}
@@ -199,81 +259,87 @@ func (c *tap) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-func record(t *testing.T) (fromDialler, fromAcceptor []byte) {
+func record(t *testing.T, d dialler, a *Acceptor) (fromDialler, fromAcceptor []byte) {
 	t.Helper()
-	a, b := ends(t)
-	r := &tap{Conn: a}
+	c, s := ends(t)
+	r := &tap{Conn: c}
 	done := make(chan error, 1)
-	go func() { _, err := Server(b, secret, "p", yes); done <- err }()
-	if err := errors.Join(Client(r, secret, "p", greet), <-done); err != nil {
+	go func() { _, _, err := a.Handshake(s); done <- err }()
+	_, err := d.shake(r)
+	if err := errors.Join(err, <-done); err != nil {
 		t.Fatal(err)
 	}
 	return r.sent.Bytes(), r.got.Bytes()
 }
 
-// A recorded handshake convinces neither end again.
+// A recorded handshake convinces neither end again, with nonces of either kind.
 func TestReplay(t *testing.T) {
-	fromDialler, fromAcceptor := record(t)
-	if _, err := Server(&script{in: bytes.NewReader(fromDialler)}, secret, "p",
-		func(Hello) error { t.Error("admit was asked"); return nil }); !errors.Is(err, ErrAuth) {
-		t.Errorf("server: %v", err)
-	}
-	if err := Client(&script{in: bytes.NewReader(fromAcceptor)}, secret, "p", greet); !errors.Is(err, ErrAuth) {
-		t.Errorf("client: %v", err)
+	for _, d := range []dialler{rank, alice(secret)} {
+		for _, d.agree = range []bool{false, true} {
+			a := door()
+			a.Agree = d.agree
+			fromDialler, fromAcceptor := record(t, d, a)
+			a = shut(t)
+			a.Agree = d.agree
+			s := &script{in: bytes.NewReader(fromDialler)}
+			if _, _, err := a.Handshake(s); !errors.Is(err, ErrAuth) || s.out.Len() <= answerSize {
+				t.Errorf("server: %v after %d bytes, want it to refuse the proof", err, s.out.Len())
+			}
+			s = &script{in: bytes.NewReader(fromAcceptor)}
+			if _, err := d.shake(s); !errors.Is(err, ErrAuth) || s.out.Len() != openingSize+proofSize {
+				t.Errorf("client: %v after %d bytes, want it to refuse the verdict", err, s.out.Len())
+			}
+		}
 	}
 }
 
 // An end that is sent its own messages is not convinced, whatever of the rest is made up.
 func TestReflection(t *testing.T) {
-	for _, role := range []string{"client", "server"} {
+	for _, d := range []dialler{rank, alice(secret)} {
 		a, b := ends(t)
 		go io.Copy(b, b) // a mirror
-		var err error
-		if role == "client" {
-			err = Client(a, secret, "p", greet)
-		} else {
-			// a server waits for a proof, which a mirror does not have
-			a.SetDeadline(time.Now().Add(50 * time.Millisecond))
-			_, err = Server(a, secret, "p", func(Hello) error { t.Error("admit was asked"); return nil })
-		}
-		if err == nil {
-			t.Errorf("a %s took its own reflection for a peer", role)
+		if _, err := d.shake(a); err == nil {
+			t.Error("a client took its own reflection for a peer")
 		}
 		b.Close()
-	}
-	// Two clients that are connected to each other, and two servers.
-	a, b := ends(t)
-	done := make(chan error, 1)
-	go func() { done <- Client(b, secret, "p", greet) }()
-	if err := Client(a, secret, "p", greet); !errors.Is(err, ErrAuth) {
-		t.Errorf("client facing a client: %v", err)
-	}
-	if err := <-done; err == nil {
-		t.Error("client facing a client: no error")
-	}
-	// A dialler's proof for one acceptor of the job, forwarded to another one: it is valid, and
-	// names the intended acceptor.
-	a, b = ends(t)
-	c, d := ends(t)
-	go io.Copy(c, b)
-	go io.Copy(b, c)
-	go Client(a, secret, "p", greet)
-	h, err := Server(d, secret, "p", func(h Hello) error {
-		if h.ToRank != 6 {
-			return &Refusal{Code: 9, Text: "not me"}
+		// Two clients that are connected to each other.
+		a, b = ends(t)
+		done := make(chan error, 1)
+		go func() { _, err := d.shake(b); done <- err }()
+		if _, err := d.shake(a); !errors.Is(err, ErrAuth) {
+			t.Errorf("client facing a client: %v", err)
 		}
-		return nil
-	})
-	if err == nil || h != greet {
-		t.Errorf("relayed: %+v, %v", h, err)
+		if err := <-done; err == nil {
+			t.Error("client facing a client: no error")
+		}
+		// A dialler's proof for one acceptor of the job, forwarded to another one: it is valid, and
+		// names the intended acceptor.
+		a, b = ends(t)
+		c, e := ends(t)
+		go io.Copy(c, b)
+		go io.Copy(b, c)
+		go d.shake(a)
+		there := door()
+		there.Admit = func(_ net.Conn, h Hello) error {
+			if h.ToRank != 6 {
+				return &Refusal{Code: 9, Text: "not me"}
+			}
+			return nil
+		}
+		h, _, err := there.Handshake(e)
+		if err == nil || h != d.hello {
+			t.Errorf("relayed: %+v, %v", h, err)
+		}
+		b.Close()
+		c.Close()
 	}
-	b.Close()
-	c.Close()
 }
 
 // Any change to any byte of either direction is noticed.
 func TestTampering(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
+		d := rapid.SampledFrom([]dialler{rank, alice(secret)}).Draw(rt, "dialler")
+		d.agree = rapid.Bool().Draw(rt, "agree")
 		toServer := rapid.Bool().Draw(rt, "to server")
 		size := openingSize + proofSize
 		if !toServer {
@@ -287,11 +353,13 @@ func TestTampering(t *testing.T) {
 		admitted := make(chan struct{}, 1)
 		done := make(chan error, 1)
 		server := func(c net.Conn) {
-			_, err := Server(c, secret, "p", func(h Hello) error {
+			s := door()
+			s.Agree = d.agree
+			s.Admit = func(net.Conn, Hello) error {
 				admitted <- struct{}{}
-				return &Refusal{Code: 4,
-					Text: "no"}
-			})
+				return &Refusal{Code: 4, Text: "no"}
+			}
+			_, _, err := s.Handshake(c)
 			c.Close()
 			done <- err
 		}
@@ -299,10 +367,10 @@ func TestTampering(t *testing.T) {
 		if toServer { // what the server reads is changed
 			bad.Conn = b
 			go server(bad)
-			err = Client(a, secret, "p", greet)
+			_, err = d.shake(a)
 		} else {
 			go server(b)
-			err = Client(bad, secret, "p", greet)
+			_, err = d.shake(bad)
 			a.Close()
 		}
 		<-done
@@ -390,8 +458,10 @@ func FuzzHandshake(f *testing.F) {
 	f.Add([]byte(nil))
 	f.Add([]byte(dialMagic))
 	f.Add([]byte(acceptMagic))
-	f.Add(opening(secret, "p"))
-	f.Add(append(opening(secret, "p"), make([]byte, proofSize)...))
+	f.Add(opening(secret, "", "p"))
+	f.Add(append(opening(secret, "", "p"), make([]byte, proofSize)...))
+	f.Add(append(opening(alice(secret).key, "alice", "p"), make([]byte, proofSize)...))
+	f.Add(opening(secret, "a\x00b", "p"))
 	start := append([]byte(acceptMagic), bytes.Repeat([]byte{1}, nonceSize)...)
 	f.Add(start)
 	f.Add(append(bytes.Clone(start), make([]byte, sha256.Size+helloSize)...))
@@ -399,16 +469,24 @@ func FuzzHandshake(f *testing.F) {
 	f.Add(append(append(bytes.Clone(start), bytes.Repeat([]byte{1}, sha256.Size)...),
 		binary.LittleEndian.AppendUint32(nil, maxText<<16)...))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		s := &script{in: bytes.NewReader(in)}
-		if err := Client(s, secret, "p", greet); err == nil || errors.As(err, new(*Refusal)) {
-			t.Errorf("client convinced: %v", err)
-		}
-		s = &script{in: bytes.NewReader(in)}
-		if _, err := Server(s, secret, "p", func(Hello) error { t.Error("admit was asked"); return nil }); err == nil {
-			t.Error("server convinced")
-		}
-		if s.out.Len() > answerSize+sha256.Size+verdictLen {
-			t.Errorf("server sent %d bytes", s.out.Len())
+		for _, agree := range []bool{false, true} {
+			d := alice(secret)
+			d.agree = agree
+			for _, d := range []dialler{rank, d} {
+				s := &script{in: bytes.NewReader(in)}
+				if _, err := d.shake(s); err == nil || errors.As(err, new(*Refusal)) {
+					t.Errorf("client convinced: %v", err)
+				}
+			}
+			a := shut(t)
+			a.Agree = agree
+			s := &script{in: bytes.NewReader(in)}
+			if _, _, err := a.Handshake(s); err == nil {
+				t.Error("server convinced")
+			}
+			if s.out.Len() > answerSize+sha256.Size+verdictLen {
+				t.Errorf("server sent %d bytes", s.out.Len())
+			}
 		}
 	})
 }

@@ -47,6 +47,8 @@ func listen(t *testing.T, f func(conn *net.UnixConn)) rogue {
 	}
 	done := make(chan struct{})
 	t.Cleanup(func() { l.Close(); <-done })
+	a := trust.Acceptor{Secret: linktest.Secret, Purpose: purpose,
+		Admit: func(net.Conn, trust.Hello) error { return nil }}
 	go func() {
 		defer close(done)
 		for {
@@ -55,8 +57,7 @@ func listen(t *testing.T, f func(conn *net.UnixConn)) rogue {
 				return
 			}
 			conn.SetDeadline(time.Now().Add(linktest.Patience))
-			if _, err := trust.Server(conn, linktest.Secret, purpose,
-				func(trust.Hello) error { return nil }); err == nil {
+			if _, _, err := a.Handshake(conn); err == nil {
 				f(conn.(*net.UnixConn))
 			}
 			conn.Close()
@@ -611,6 +612,32 @@ func TestCloseUnderLock(t *testing.T) {
 	close(host.leave)
 }
 
+// TestClientsAreRefused: a client's key makes no link.
+func TestClientsAreRefused(t *testing.T) {
+	b := node(t, 1)
+	b.Allow(func(from p2p.Identity) error { t.Errorf("Admit was asked about %v", from); return nil })
+	e, err := decodeEndpoint(b.Endpoint)
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := trust.Derive(linktest.Secret, "someone")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := net.Dial("unix", e.address())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(linktest.Patience))
+	self := b.Host.Self()
+	_, err = trust.Client(c, key, purpose, trust.Hello{Client: "someone", FromIncarnation: 7, ToRank: self.Wire(),
+		ToIncarnation: self.Incarnation}, false)
+	if !errors.As(err, new(*trust.Refusal)) || !strings.Contains(err.Error(), "client someone opens endpoints") {
+		t.Errorf("%v, want a refusal that names endpoints", err)
+	}
+}
+
 // TestSilentAndInvalidConnectionsAreClosed: connections that send nothing, or garbage, are closed
 // in time and keep no peer out.
 func TestSilentAndInvalidConnectionsAreClosed(t *testing.T) {
@@ -637,9 +664,9 @@ func TestSilentAndInvalidConnectionsAreClosed(t *testing.T) {
 			c.SetDeadline(time.Now().Add(linktest.Patience))
 			switch i % 4 {
 			case 1:
-				c.Write([]byte("nonsense that is longer than the forty bytes of an opening"))
+				c.Write([]byte("nonsense that is has the wrong magic"))
 			case 2:
-				c.Write([]byte("tutti/2\n")) // and no more
+				c.Write([]byte("tutti/3\n")) // and no more
 			}
 			silent = append(silent, c)
 		}

@@ -137,7 +137,7 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 }
 
 // accepted makes the link's memory and passes it to the dialler.
-func (t *Transport) accepted(conn net.Conn, h trust.Hello) {
+func (t *Transport) accepted(conn net.Conn, h trust.Hello, _ *trust.Session) {
 	from := p2p.IdentityOf(h.FromRank, h.FromIncarnation)
 	if from == t.host.Self() {
 		conn.Close()
@@ -276,9 +276,9 @@ func (t *Transport) connectOnce(ctx context.Context, e endpoint, to p2p.Identity
 	err := checkPeer(conn, t.uid)
 	if err == nil {
 		self := t.host.Self()
-		err = p2p.FromRefusal(trust.Client(conn, t.host.Secret(), purpose, trust.Hello{
-			FromRank: self.Wire(), FromIncarnation: self.Incarnation, ToRank: to.Wire(),
-			ToIncarnation: to.Incarnation}))
+		_, err = trust.Client(conn, t.host.Secret(), purpose, trust.Hello{FromRank: self.Wire(),
+			FromIncarnation: self.Incarnation, ToRank: to.Wire(), ToIncarnation: to.Incarnation}, false)
+		err = p2p.FromRefusal(err)
 	}
 	if !stop() && err == nil {
 		err = ctx.Err()

@@ -425,7 +425,7 @@ func (t *Transport) admit(_ net.Conn, h trust.Hello) error {
 }
 
 // accepted takes over an admitted connection, and passes the link to the host when it is complete.
-func (t *Transport) accepted(c net.Conn, h trust.Hello) {
+func (t *Transport) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
 	x := unpackExtra(h.Extra)
 	if x.count == 0 {
 		c.Close()
@@ -626,7 +626,7 @@ func (t *Transport) prove(ctx context.Context, c net.Conn, h trust.Hello) (fd in
 	// The acceptor may be busy with other connections first, hence twice its limit.
 	c.SetDeadline(time.Now().Add(2 * p2p.HandshakeTimeout))
 	stop := context.AfterFunc(ctx, func() { c.SetDeadline(time.Unix(1, 0)) })
-	err = trust.Client(c, t.host.Secret(), purpose, h)
+	_, err = trust.Client(c, t.host.Secret(), purpose, h, false)
 	if !stop() && err == nil {
 		err = ctx.Err()
 	}

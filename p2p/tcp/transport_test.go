@@ -377,7 +377,8 @@ func TestIncompleteLink(t *testing.T) {
 	try := func(x extra) error {
 		c := raw(t, b)
 		held = append(held, c)
-		return trust.Client(c, secret, purpose, hello(a.self, b.self, x))
+		_, err := trust.Client(c, secret, purpose, hello(a.self, b.self, x), false)
+		return err
 	}
 	for want, x := range map[string]extra{
 		"does not fit":       {frame: MinFrame, index: 0, count: 4},
@@ -412,6 +413,25 @@ func TestIncompleteLink(t *testing.T) {
 	}
 }
 
+// A client's key makes no link.
+func TestClientsAreRefused(t *testing.T) {
+	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
+	b.host.allow(func(from p2p.Identity) error {
+		t.Errorf("Admit was asked about %v", from)
+		return nil
+	})
+	key, err := trust.Derive(secret, "someone")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := hello(a.self, b.self, extra{frame: MinFrame, count: 1})
+	h.Client = "someone"
+	if _, err := trust.Client(raw(t, b), key, purpose, h, false); !errors.As(err, new(*trust.Refusal)) ||
+		!strings.Contains(err.Error(), "client someone opens endpoints") {
+		t.Errorf("%v, want a refusal that names endpoints", err)
+	}
+}
+
 // Neither garbage nor slow senders nor floods of connections keep honest ranks out.
 func TestHostileConnections(t *testing.T) {
 	a, b := listen(t, 0, local(Config{})), listen(t, 1, local(Config{}))
@@ -422,7 +442,7 @@ func TestHostileConnections(t *testing.T) {
 		return nil
 	})
 	for _, s := range []string{"", "GET / HTTP/1.1\r\nHost: x\r\n\r\n", strings.Repeat("\xff", 1<<20),
-		"tutti/2\n" + strings.Repeat("x", 1<<20)} {
+		"tutti/3\n" + strings.Repeat("x", 1<<20)} {
 		c := raw(t, b)
 		io.WriteString(c, s) // fails as soon as the other side has seen enough
 		c.(*net.TCPConn).CloseWrite()

@@ -155,7 +155,7 @@ func flood(t *testing.T, dials []func() net.Conn) (made *atomic.Int64) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		held := make([]net.Conn, n)
-		junk := append([]byte("tutti/2\n"), make([]byte, 32)...)
+		junk := append([]byte("tutti/3\n"), make([]byte, 32)...)
 		pace := time.NewTicker(time.Millisecond)
 		defer pace.Stop()
 		for i := 0; ; i++ {
@@ -259,8 +259,8 @@ func (a *attackers) garbage(dial func() net.Conn) {
 			noise,
 			[]byte("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
 			[]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
-			append([]byte("tutti/2\n"), noise...),
-			append([]byte("tutti/2\n"), make([]byte, 4096)...),
+			append([]byte("tutti/3\n"), noise...),
+			append([]byte("tutti/3\n"), make([]byte, 4096)...),
 			bytes.Repeat([]byte{0xff}, 4096),
 			{0x16, 0x03, 0x01, 0x02, 0x00, 0x01},
 		}[i%7]
@@ -281,7 +281,7 @@ func (a *attackers) drip(dial func() net.Conn) {
 		if conn == nil {
 			continue
 		}
-		message := append([]byte("tutti/2\n"), make([]byte, 1000)...)
+		message := append([]byte("tutti/3\n"), make([]byte, 1000)...)
 		for i := range message {
 			conn.SetDeadline(time.Now().Add(rig.Patience))
 			if _, err := conn.Write(message[i : i+1]); err != nil || a.over() {

@@ -80,7 +80,7 @@ func Listen(l net.Listener, cfg Config) *Listener {
 	return p
 }
 
-func (p *Listener) accepted(conn net.Conn, h trust.Hello) {
+func (p *Listener) accepted(conn net.Conn, h trust.Hello, _ *trust.Session) {
 	c := &Conn{Conn: conn, Hello: h, l: p}
 	p.mu.Lock()
 	p.open[c] = struct{}{}

@@ -61,7 +61,7 @@ func call(t *testing.T, addr string, key []byte, h trust.Hello) error {
 	}
 	defer conn.Close()
 	conn.SetDeadline(time.Now().Add(30 * time.Second))
-	if err := trust.Client(conn, key, "test", h); err != nil {
+	if _, err := trust.Client(conn, key, "test", h, false); err != nil {
 		return err
 	}
 	cc, err := grpc.NewClient("passthrough:///x", grpc.WithTransportCredentials(insecure.NewCredentials()),
@@ -96,6 +96,14 @@ func TestProvedOnly(t *testing.T) {
 		r.Text != "not seven" {
 		t.Errorf("not admitted: %v", err)
 	}
+	key, err := trust.Derive(secret, "someone")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := call(t, addr, key, trust.Hello{Client: "someone"}); !errors.As(err, &r) || r.Code == 9 ||
+		!strings.Contains(r.Text, "client someone opens endpoints") {
+		t.Errorf("a client: %v", err)
+	}
 	// gRPC without proof, and other garbage, gets nothing but the server's opening and the end.
 	for _, garbage := range []string{"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
 		"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + strings.Repeat("a", 200), strings.Repeat("\x00", 4096)} {
@@ -112,8 +120,8 @@ func TestProvedOnly(t *testing.T) {
 		}
 		c.Close()
 	}
-	if n := refused.Load(); n < 4 {
-		t.Errorf("%d refusals were reported, want at least 4", n)
+	if n := refused.Load(); n < 5 {
+		t.Errorf("%d refusals were reported, want at least 5", n)
 	}
 }
 
@@ -142,7 +150,7 @@ func TestSlowLoris(t *testing.T) {
 		}
 		defer c.Close()
 		if i%2 == 0 {
-			c.Write([]byte("tutti/2\n")) // begins well
+			c.Write([]byte("tutti/3\n")) // begins well
 		}
 		idle = append(idle, c)
 	}
@@ -169,7 +177,7 @@ func TestCloseAll(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer proved.Close()
-	if err := trust.Client(proved, secret, "test", trust.Hello{}); err != nil {
+	if _, err := trust.Client(proved, secret, "test", trust.Hello{}, false); err != nil {
 		t.Fatal(err)
 	}
 	l.CloseAll()
