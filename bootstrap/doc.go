@@ -30,4 +30,8 @@
 // Every connection of the RPC, and every one to the store that the launcher embeds (tutti://
 // addresses), proves the job's secret by package trust before gRPC begins. A site's own etcd
 // (etcd://, etcds://) uses its own authentication: user and password, TLS certificates.
+//
+// A program that is no rank may have a [Credential] of its own instead, which is derived from the
+// job's secret under a name. The RPC and the store refuse it; it is for endpoints, which programs
+// open.
 package bootstrap

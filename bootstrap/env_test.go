@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/hex"
 	"fmt"
 	"io"
 	"os"
@@ -16,8 +17,11 @@ import (
 	"testing"
 	"time"
 
+	"pgregory.net/rapid"
+
 	"tutti/bootstrap/internal/pmi"
 	"tutti/internal/ident"
+	"tutti/internal/trust"
 )
 
 // printJob has this binary print the name of the job that it is launched as, and wait for its
@@ -298,6 +302,66 @@ func TestParseSecret(t *testing.T) {
 	}
 	if a, b := ident.New(), ident.New(); a == b || a == 0 || b == 0 {
 		t.Errorf("NewIncarnation: %d, then %d", a, b)
+	}
+}
+
+// A client's credential is read back as it was written, and is no job's secret.
+func TestCredential(t *testing.T) {
+	name := rapid.StringMatching(`[A-Za-z0-9._-]{1,32}`)
+	rapid.Check(t, func(t *rapid.T) {
+		secret := rapid.SliceOfN(rapid.Byte(), 16, 64).Draw(t, "secret")
+		client := name.Draw(t, "client")
+		text, err := NewCredential(secret, client)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want, err := trust.Derive(secret, client)
+		c, perr := ParseCredential(text)
+		if err != nil || perr != nil || c.Client != client || !bytes.Equal(c.Key, want) {
+			t.Fatalf("%q is read as %+v, %v", text, c, perr)
+		}
+		whole, cut := "credential of client "+client+":", rapid.IntRange(len("client:"), len(text)).Draw(t, "cut")
+		for _, s := range []string{text, text[:cut], text + "0"} {
+			raw, err := ParseSecret(s)
+			if raw != nil || err == nil || !strings.Contains(err.Error(), "a rank needs the job's own secret") ||
+				strings.Contains(err.Error(), hex.EncodeToString(want)[:8]) {
+				t.Fatalf("as a job's secret %q is %x, %v", s, raw, err)
+			}
+			if is := s == text; strings.Contains(err.Error(), whole) != is {
+				t.Fatalf("as a job's secret %q: %v", s, err)
+			}
+		}
+		if _, err := FromEnv(vars("TUTTI_SECRET=" + text)); err == nil || !strings.Contains(err.Error(), whole) ||
+			!strings.Contains(err.Error(), "TUTTI_SECRET: ") {
+			t.Fatalf("a rank with a client's credential: %v", err)
+		}
+	})
+	for _, text := range []string{"sixteen letters!", "00112233445566778899aabbccddeeff"} {
+		want, err := ParseSecret(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c, err := ParseCredential(text); err != nil || c.Client != "" || !bytes.Equal(c.Key, want) {
+			t.Errorf("the secret %q is read as %+v, %v", text, c, err)
+		}
+	}
+	key := strings.Repeat("5e", 32)
+	for _, text := range []string{"", "swordfish", "client:", "client:a", "client:a:", "client:a:" + key[2:],
+		"client:a:" + key + "5e", "client:a:" + key + "\n", "client::" + key, "client:" + key + ":a", "client:" + key,
+		"client:a b:" + key, "client:a:b:" + key, "client:a:" + key[1:] + "g", "client:" + strings.Repeat("n", 33) + ":" +
+			key} {
+		if c, err := ParseCredential(text); err == nil || c.Key != nil || strings.Contains(err.Error(), "5e5e") ||
+			strings.Contains(err.Error(), "swordfish") {
+			t.Errorf("%q is read as %+v, %v", text, c, err)
+		}
+	}
+	for _, name := range []string{"", "a b", "a:b", strings.Repeat("n", 33)} {
+		if text, err := NewCredential([]byte("sixteen letters!"), name); err == nil || text != "" {
+			t.Errorf("client %q gets %q", name, text)
+		}
+	}
+	if text, err := NewCredential([]byte("short"), "a"); err == nil || text != "" {
+		t.Errorf("a short secret gives %q", text)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -149,4 +150,68 @@ func TestSecret(t *testing.T) {
 	if after, err := os.ReadFile(file); err != nil || string(after) != string(before) {
 		t.Errorf("a secret that was there is now %q, %v", after, err)
 	}
+}
+
+func TestSecretOfClient(t *testing.T) {
+	s := newStage(t)
+	secret := bootstrap.NewSecret()
+	raw, err := bootstrap.ParseSecret(secret)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	jobs := filepath.Join(dir, "job")
+	if err := os.WriteFile(jobs, []byte(secret+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	want, err := bootstrap.NewCredential(raw, "web-1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	run := func(env string, args ...string) *tutti {
+		j := s.command(append([]string{"secret"}, args...)...)
+		j.cmd.Env = append(j.cmd.Env, env)
+		return j.start()
+	}
+	file := filepath.Join(dir, "credential")
+	for _, j := range []*tutti{
+		run("TUTTI_SECRET="+secret, "--client", "web-1"),
+		run("TUTTI_SECRET_FILE="+jobs, "--client", "web-1"),
+		run("TUTTI_SECRET=the secret of another job", "--client", "web-1", "--secret-file", jobs),
+		run("TUTTI_SECRET="+secret, "--client", "web-1", "--file", file),
+	} {
+		j.end(0)
+		got := j.stdout.String()
+		if slices.Contains(j.cmd.Args, file) {
+			info, err := os.Stat(file)
+			b, rerr := os.ReadFile(file)
+			if err != nil || rerr != nil || info.Mode() != 0o600 || got != "" {
+				t.Errorf("%v, %v, %v; stdout %q", info, err, rerr, got)
+			}
+			got = string(b)
+		}
+		if got != want+"\n" || j.stderr.String() != "" {
+			t.Errorf("%q prints %q, want %q; stderr %q", j.cmd.Args, got, want, j.stderr.String())
+		}
+	}
+	for _, c := range []struct {
+		j    *tutti
+		says string
+	}{
+		{run("TUTTI_SECRET="+secret, "--client", ""), `--client: a client's name "": expected 1 to 32 letters`},
+		{run("TUTTI_SECRET="+secret, "--client", "a b"), `--client: a client's name "a b": expected 1 to 32 letters`},
+		{run("TUTTI_SECRET="+want, "--client", "b"), "TUTTI_SECRET: this is the credential of client web-1"},
+		{run("TUTTI_SECRET=short", "--client", "b"), "TUTTI_SECRET: a secret of 5 bytes is too short"},
+	} {
+		c.j.end(codeUsage)
+		c.j.says(c.says)
+		if text := c.j.stderr.String(); strings.Contains(text, want[len(want)-16:]) || c.j.stdout.String() != "" {
+			t.Errorf("stderr %q, stdout %q", text, c.j.stdout.String())
+		}
+	}
+	// A rank does not start with it.
+	j := s.command("run", "-n", "1", self(t))
+	j.cmd.Env = append(j.cmd.Env, "TUTTI_SECRET="+want)
+	j.start().end(codeUsage)
+	j.says("a rank needs the job's own secret")
 }

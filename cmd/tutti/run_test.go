@@ -652,6 +652,9 @@ func TestUsage(t *testing.T) {
 		{"doctor now", "takes no arguments"},
 		{"secret now", "takes no arguments"},
 		{"secret --file /no/such/directory/f", "--file: open /no/such/directory/f: no such file"},
+		{"secret --client a", "--client needs the job's secret: set TUTTI_SECRET or give --secret-file"},
+		{"secret --client a --secret-file /no/such/file", "--secret-file: open /no/such/file: no such file"},
+		{"secret --secret-file f", "--secret-file is for --client"},
 		{"wat", `there is no command "wat"`},
 		{"benhc", "did you mean bench?"},
 	} {
