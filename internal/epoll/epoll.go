@@ -86,10 +86,22 @@ func (p *Instance) Wait(ids []uint64) ([]uint64, error) {
 	if err != nil {
 		return ids, err
 	}
+	return p.append(ids, n), nil
+}
+
+// Look is Wait without waiting. The goroutine that waits may call it.
+func (p *Instance) Look(ids []uint64) ([]uint64, error) {
+	n := 0
+	err := p.raw.Control(func(epfd uintptr) { n, _ = unix.EpollWait(int(epfd), p.events, 0) })
+	return p.append(ids, n), err
+}
+
+// append appends the ids of the first n events.
+func (p *Instance) append(ids []uint64, n int) []uint64 {
 	for _, e := range p.events[:max(n, 0)] {
 		ids = append(ids, uint64(uint32(e.Fd))|uint64(uint32(e.Pad))<<32)
 	}
-	return ids, nil
+	return ids
 }
 
 // Close ends Wait and releases the instance.

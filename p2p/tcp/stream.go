@@ -4,9 +4,10 @@ import (
 	"fmt"
 	"syscall"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"tutti/internal/socket"
 )
 
 // stream is one connection of a link. All methods need link.mu, which keeps the descriptor open.
@@ -16,80 +17,18 @@ type stream struct {
 	full   bool   // a write found no room: the next frame waits until the kernel has plenty
 	kept   []byte // kept[sent:] belongs to the stream and was not yet written
 	sent   int
-	tx, rx vector
+	tx, rx socket.Vector
 	pfd    [1]unix.PollFd
 	epollKey
 }
 
-// vector is the argument of sendmsg and recvmsg for two pieces of memory, embedded so that a call
-// allocates nothing.
-type vector struct {
-	iov [2]unix.Iovec
-	msg unix.Msghdr
-}
-
-func (v *vector) set(a, b []byte) unsafe.Pointer {
-	v.iov[0].Base, v.iov[1].Base = unsafe.SliceData(a), unsafe.SliceData(b)
-	v.iov[0].SetLen(len(a))
-	v.iov[1].SetLen(len(b))
-	v.msg.Iov = &v.iov[0]
-	v.msg.SetIovlen(2)
-	return unsafe.Pointer(&v.msg)
-}
-
-// clear drops the references to the caller's memory.
-func (v *vector) clear() { v.iov[0].Base, v.iov[1].Base = nil, nil }
-
-// rawLimit is the largest size in bytes for which a socket call bypasses the scheduler
-// (syscall.RawSyscall): the call cannot block and is short, and in a polling loop the scheduler's
-// bookkeeping would be a third of the cost.
-const rawLimit = 16 << 10
-
-func socketCall(trap uintptr, fd int, p unsafe.Pointer, n, flags uintptr, size int) (int, syscall.Errno) {
-	for {
-		var r uintptr
-		var e syscall.Errno
-		if size <= rawLimit {
-			r, _, e = syscall.RawSyscall6(trap, uintptr(fd), uintptr(p), n, flags, 0, 0)
-		} else {
-			r, _, e = syscall.Syscall6(trap, uintptr(fd), uintptr(p), n, flags, 0, 0)
-		}
-		switch e {
-		case 0:
-			return int(r), 0
-		case unix.EINTR:
-			continue
-		case unix.ENOBUFS, unix.ENOMEM: // a temporary shortage of the kernel
-			return 0, unix.EAGAIN
-		}
-		return 0, e
-	}
-}
-
-const (
-	sendFlags = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
-	recvFlags = unix.MSG_DONTWAIT
-)
-
 // send and recv move one piece of memory; 0 and no error from recv is the end of the stream.
-func (s *stream) send(b []byte) (int, syscall.Errno) {
-	return socketCall(unix.SYS_SENDTO, s.fd, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), sendFlags, len(b))
-}
-
-func (s *stream) recv(b []byte) (int, syscall.Errno) {
-	return socketCall(unix.SYS_RECVFROM, s.fd, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), recvFlags, len(b))
-}
+func (s *stream) send(b []byte) (int, syscall.Errno) { return socket.Send(s.fd, b) }
+func (s *stream) recv(b []byte) (int, syscall.Errno) { return socket.Recv(s.fd, b) }
 
 // send2 and recv2 move two pieces in one call.
-func (s *stream) send2(a, b []byte) (int, syscall.Errno) {
-	defer s.tx.clear()
-	return socketCall(unix.SYS_SENDMSG, s.fd, s.tx.set(a, b), sendFlags, 0, len(a)+len(b))
-}
-
-func (s *stream) recv2(a, b []byte) (int, syscall.Errno) {
-	defer s.rx.clear()
-	return socketCall(unix.SYS_RECVMSG, s.fd, s.rx.set(a, b), recvFlags, 0, len(a)+len(b))
-}
+func (s *stream) send2(a, b []byte) (int, syscall.Errno) { return s.tx.Send(s.fd, a, b) }
+func (s *stream) recv2(a, b []byte) (int, syscall.Errno) { return s.rx.Recv(s.fd, a, b) }
 
 // copyLimit is the largest payload that is copied behind its header for one plain send, which is
 // cheaper than a vector.
@@ -211,7 +150,7 @@ func (s *stream) finish(deadline time.Time) {
 // discard drops what has arrived, without copying it, up to a few megabytes.
 func (s *stream) discard() {
 	for range 64 {
-		n, e := socketCall(unix.SYS_RECVFROM, s.fd, nil, 1<<20, unix.MSG_DONTWAIT|unix.MSG_TRUNC, 1<<20)
+		n, e := socket.Discard(s.fd, 1<<20)
 		if e != 0 || n == 0 {
 			return
 		}
