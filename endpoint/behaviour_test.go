@@ -1,0 +1,447 @@
+package endpoint
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/mem"
+)
+
+// until waits for a condition that other goroutines bring about.
+func until(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); !ok(); runtime.Gosched() {
+		if time.Now().After(deadline) {
+			t.Fatalf("waited for %s in vain", what)
+		}
+	}
+}
+
+func (p *Peer) connected() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.session != nil && p.session.up
+}
+
+func TestArgumentsAreChecked(t *testing.T) {
+	_, b, p, _ := pair(t, Config{})
+	if _, err := b.Register("r", mem.Host(make([]byte, 100), mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	one := mem.Host(make([]byte, 1), mem.Anywhere)
+	for name, c := range map[string]struct {
+		op   Op
+		want error
+	}{
+		"no kind":           {Op{Local: one}, nil},
+		"no region":         {Op{Kind: OpRead, Local: one}, ErrName},
+		"negative offset":   {Op{Kind: OpRead, Local: one, Region: "r", Offset: -1}, ErrBounds},
+		"behind the end":    {Op{Kind: OpRead, Local: one, Region: "r", Offset: 100}, ErrBounds},
+		"unknown":           {Op{Kind: OpRead, Local: one, Region: "s"}, ErrNoRegion},
+		"no right":          {Op{Kind: OpWrite, Local: one, Region: "r"}, ErrRights},
+		"region of a send":  {Op{Kind: OpSend, Local: one, Region: "r"}, nil},
+		"exact read":        {Op{Kind: OpRead, Local: one, Region: "r", Exact: true}, nil},
+		"negative timeout":  {Op{Kind: OpRead, Local: one, Region: "r", Timeout: -1}, nil},
+		"device memory":     {Op{Kind: OpSend, Local: mem.Device(64, 1, "cuda:0")}, errors.ErrUnsupported},
+		"file and memory":   {Op{Kind: OpWrite, Local: one, File: os.Stdin, FileLen: 1, Region: "r"}, nil},
+		"file to be sent":   {Op{Kind: OpSend, File: os.Stdin, FileLen: 1}, nil},
+		"negative file len": {Op{Kind: OpWrite, File: os.Stdin, FileLen: -1, Region: "r"}, nil},
+	} {
+		err := p.Start(c.op).Wait(t.Context())
+		if err == nil || c.want != nil && !errors.Is(err, c.want) {
+			t.Errorf("%s: %v, want an error that wraps %v", name, err, c.want)
+		}
+	}
+	for _, cfg := range []Config{{Secret: "short"}, {Conns: 17}, {Timeout: -1}, {Name: "a\nb"}, {Ports: "x"}} {
+		if cfg.Secret == "" {
+			cfg.Secret = testSecret
+		}
+		if e, err := New(newContext(t), cfg); err == nil {
+			e.Close()
+			t.Errorf("%+v is accepted", cfg)
+		}
+	}
+	if _, err := b.Register("r", one, RegionConfig{}); err == nil {
+		t.Error("two regions with one name")
+	}
+}
+
+func TestBatchesHaveResultsForEachOperation(t *testing.T) {
+	_, b, p, q := pair(t, Config{Conns: 2})
+	data := pattern(1<<20, 1)
+	if _, err := b.Register("r", mem.Host(data, mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	var ops []Op
+	bufs := make([][]byte, 2000)
+	for i := range bufs {
+		bufs[i] = make([]byte, 64+i%512)
+		ops = append(ops, Op{Kind: OpRead, Local: mem.Host(bufs[i], mem.Anywhere), Region: "r", Offset: int64(i * 500)})
+	}
+	ops[7].Region = "unknown"
+	ops = append(ops, Op{Kind: OpSend, Local: mem.Host(data[:9], mem.Anywhere)})
+	f := p.Batch(ops)
+	if err := f.Wait(t.Context()); !errors.Is(err, ErrNoRegion) {
+		t.Errorf("the batch: %v", err)
+	}
+	for i := range bufs {
+		r := f.Result(i)
+		if i == 7 {
+			if !errors.Is(r.Err, ErrNoRegion) {
+				t.Errorf("operation 7: %+v", r)
+			}
+			continue
+		}
+		if r.Err != nil || r.N != int64(len(bufs[i])) || !bytes.Equal(bufs[i], data[i*500:][:len(bufs[i])]) {
+			t.Fatalf("operation %d: %+v", i, r)
+		}
+	}
+	in := make([]byte, 9)
+	wait(t, q.Recv(in))
+	if err := p.Batch(nil).Wait(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestMessagesAreTruncatedOrExact(t *testing.T) {
+	_, _, p, q := pair(t, Config{})
+	for _, n := range []int{100, 100 << 10} {
+		msg := pattern(n, 3)
+		s := p.Send(msg)
+		buf := make([]byte, n/2)
+		f := q.Recv(buf)
+		wait(t, f)
+		if r := f.Result(0); r.N != int64(n/2) || r.Total != int64(n) || !bytes.Equal(buf, msg[:n/2]) {
+			t.Errorf("a truncated message: %+v", r)
+		}
+		wait(t, s)
+		s = p.Send(msg)
+		f = q.Start(Op{Kind: OpRecv, Local: mem.Host(make([]byte, n+1), mem.Anywhere), Exact: true})
+		if err := f.Wait(t.Context()); !errors.Is(err, ErrSize) {
+			t.Errorf("a message of another size: %v", err)
+		}
+		wait(t, s)
+		s = p.Send(msg[:n-1]) // the next one is not affected
+		buf = make([]byte, n-1)
+		wait(t, q.Start(Op{Kind: OpRecv, Local: mem.Host(buf, mem.Anywhere), Exact: true}))
+		wait(t, s)
+	}
+}
+
+func TestDeadlinesWithdraw(t *testing.T) {
+	_, _, p, q := pair(t, Config{})
+	buf := make([]byte, 10)
+	f := q.Start(Op{Kind: OpRecv, Local: mem.Host(buf, mem.Anywhere), Timeout: time.Millisecond})
+	var late *TimeoutError
+	if err := f.Wait(t.Context()); !errors.As(err, &late) || !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("a recv without a message: %v", err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(errors.New("enough"))
+	if err := q.Recv(buf).Wait(ctx); !errors.Is(err, ErrCancelled) {
+		t.Errorf("a recv that is cancelled: %v", err)
+	}
+	// An offered message that is given up is not received.
+	big := make([]byte, 1<<20)
+	s := p.Send(big)
+	s.Cancel()
+	if err := s.Err(); !errors.Is(err, ErrCancelled) {
+		t.Errorf("a send that is cancelled: %v", err)
+	}
+	wait(t, p.Send([]byte("next")))
+	g := q.Recv(buf)
+	wait(t, g)
+	if r := g.Result(0); string(buf[:r.N]) != "next" {
+		t.Errorf("received %q", buf[:r.N])
+	}
+}
+
+func TestClientsHaveRightsOfTheirOwn(t *testing.T) {
+	ctx := t.Context()
+	c := newContext(t)
+	e := newEndpoint(t, c, Config{Name: "server"})
+	data := make([]byte, 100)
+	for name, cfg := range map[string]RegionConfig{
+		"all":  {},
+		"mine": {Clients: map[string]mem.Rights{"cache": Read | Write}},
+		"his":  {Clients: map[string]mem.Rights{"other": Read}},
+		"look": {Rights: Write, Clients: map[string]mem.Rights{"cache": Read}},
+	} {
+		if _, err := e.Register(name, mem.Host(data, mem.Anywhere), cfg); err != nil {
+			t.Fatal(err)
+		}
+	}
+	secret, err := bootstrap.ParseSecret(testSecret)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := bootstrap.NewCredential(secret, "cache")
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := newEndpoint(t, c, Config{Secret: text, Name: "another name"})
+	p, err := client.Connect(ctx, e.Info())
+	if err != nil {
+		t.Fatal(err)
+	}
+	rs, err := p.Regions(ctx, "", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, r := range rs {
+		names = append(names, r.Name)
+	}
+	if want := []string{"all", "look", "mine"}; !slices.Equal(names, want) {
+		t.Errorf("the client sees %v, want %v", names, want)
+	}
+	b := make([]byte, 1)
+	wait(t, p.Write(b, "mine", 0))
+	wait(t, p.Read(b, "look", 0))
+	for _, f := range []*Future{p.Write(b, "look", 0), p.Write(b, "all", 0)} {
+		if err := f.Wait(ctx); !errors.Is(err, ErrRights) {
+			t.Error(err)
+		}
+	}
+	if err := p.Read(b, "his", 0).Wait(ctx); !errors.Is(err, ErrNoRegion) {
+		t.Error(err)
+	}
+	q, err := e.Accept(ctx)
+	if err != nil || q.Name() != "cache" || q.Client() != "cache" {
+		t.Errorf("the server sees %v (%v)", q, err)
+	}
+	stranger := newEndpoint(t, c, Config{Secret: testSecret[2:] + "77"})
+	if _, err := stranger.Connect(ctx, e.Info()); !errors.Is(err, ErrAuth) {
+		t.Errorf("another secret: %v", err)
+	}
+}
+
+func TestFiles(t *testing.T) {
+	_, b, p, _ := pair(t, Config{Conns: 2})
+	dir := t.TempDir()
+	open := func(name string, content []byte) *os.File {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		f, err := os.OpenFile(path, os.O_RDWR, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		return f
+	}
+	const n = 3<<20 + 11
+	content := pattern(n+5, 1)
+	served := open("served", content)
+	if _, err := b.RegisterFile("file", served, 5, n, RegionConfig{Rights: Read | Write}); err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, n)
+	wait(t, p.Read(got, "file", 0))
+	if !bytes.Equal(got, content[5:]) {
+		t.Error("a file read to memory differs")
+	}
+	into := open("into", nil)
+	wait(t, p.ReadInto(into, 3, n-10, "file", 10))
+	if all, _ := os.ReadFile(into.Name()); !bytes.Equal(all[3:], content[15:]) {
+		for i := range all[3:] {
+			if all[3+i] != content[15+i] {
+				t.Errorf("a file read to a file differs %d of %d", i, len(all))
+				break
+			}
+		}
+	}
+	from := open("from", pattern(n, 2))
+	wait(t, p.WriteFrom(from, 1, n-1, "file", 1))
+	if all, _ := os.ReadFile(served.Name()); !bytes.Equal(all[6:], pattern(n, 2)[1:]) || !bytes.Equal(all[:6], content[:6]) {
+		t.Error("a file written from a file differs")
+	}
+	if err := served.Truncate(1000); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Read(got, "file", 0).Wait(t.Context()); !errors.Is(err, ErrFailed) {
+		t.Errorf("reading behind the end of the file: %v", err)
+	}
+	small := make([]byte, 100)
+	wait(t, p.Read(small, "file", 0))
+	if err := p.WriteFrom(from, n-10, 100, "file", 0).Wait(t.Context()); err == nil {
+		t.Error("a write from behind the end of a file")
+	}
+}
+
+func TestIdleConnectionsEnd(t *testing.T) {
+	_, _, p, q := pair(t, Config{IdleTimeout: 20 * time.Millisecond, Conns: 2})
+	wait(t, p.Send([]byte("early")))
+	until(t, "the end of both sessions", func() bool { return !p.connected() && !q.connected() })
+	buf := make([]byte, 10)
+	f := q.Recv(buf)
+	wait(t, f) // it was taken, and is not lost
+	if n := f.Result(0).N; string(buf[:n]) != "early" {
+		t.Errorf("received %q", buf[:n])
+	}
+	f = q.Recv(buf)
+	wait(t, p.Send([]byte("again"))) // connects
+	wait(t, f)
+	until(t, "the end", func() bool { return !p.connected() && !q.connected() })
+	f = p.Recv(buf)
+	s := q.Send([]byte("no"))
+	if err := s.Wait(t.Context()); !errors.Is(err, ErrBroken) { // it was never told where p listens
+		t.Errorf("a send to a peer without an address: %v", err)
+	}
+	f.Cancel()
+}
+
+func TestBothEndsConnectAtOnce(t *testing.T) {
+	c := newContext(t)
+	for range 30 {
+		a, b := newEndpoint(t, c, Config{Conns: 2}), newEndpoint(t, c, Config{Conns: 2})
+		var p, q *Peer
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			var err error
+			if p, err = a.Connect(t.Context(), b.Info()); err != nil {
+				t.Error(err)
+			}
+		})
+		wg.Go(func() {
+			var err error
+			if q, err = b.Connect(t.Context(), a.Info()); err != nil {
+				t.Error(err)
+			}
+		})
+		if wg.Wait(); t.Failed() {
+			return
+		}
+		f, g := p.Recv(make([]byte, 5)), q.Recv(make([]byte, 5))
+		wait(t, p.Send([]byte("hello")))
+		wait(t, q.Send([]byte("hello")))
+		wait(t, f)
+		wait(t, g)
+		a.Close()
+		b.Close()
+	}
+}
+
+func TestManyRegions(t *testing.T) {
+	_, b, p, _ := pair(t, Config{})
+	const n = 10_000
+	memory := mem.Host(make([]byte, n), mem.Anywhere)
+	want := map[string]bool{}
+	for i := range n {
+		name := fmt.Sprintf("layer-%d", i)
+		if _, err := b.Register(name, memory.Slice(i, 1), RegionConfig{}); err != nil {
+			t.Fatal(err)
+		}
+		want[name] = true
+	}
+	for after, last := "", false; !last; {
+		page, err := p.Regions(t.Context(), after, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range page {
+			if !want[r.Name] || r.Len != 1 || r.Rights != Read {
+				t.Fatalf("region %+v is not expected, or comes twice", r)
+			}
+			delete(want, r.Name)
+			after = r.Name
+		}
+		last = len(page) < MaxPage
+	}
+	if len(want) > 0 {
+		t.Errorf("%d regions are missing", len(want))
+	}
+	var ops []Op
+	for i := range n {
+		ops = append(ops, Op{Kind: OpRead, Local: mem.Host(make([]byte, 1), mem.Anywhere), Region: fmt.Sprintf("layer-%d", i)})
+	}
+	wait(t, p.Batch(ops))
+}
+
+func TestWatch(t *testing.T) {
+	_, b, p, _ := pair(t, Config{})
+	memory := mem.Host(make([]byte, 8), mem.Anywhere)
+	register := func(name string) *Region {
+		r, err := b.Register(name, memory, RegionConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	first := register("first")
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var seen []string
+	for ev, err := range p.Watch(ctx) {
+		if err != nil {
+			if !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+			break
+		}
+		seen = append(seen, fmt.Sprint(ev.Name, ev.Gone))
+		switch len(seen) {
+		case 1:
+			register("second")
+		case 2:
+			first.Unregister()
+		case 3:
+			if _, err := b.Register("hidden", memory, RegionConfig{Clients: map[string]mem.Rights{"x": Read}}); err != nil {
+				t.Fatal(err)
+			}
+			register("first")
+		case 4:
+			cancel()
+		}
+	}
+	if want := []string{"firstfalse", "secondfalse", "firsttrue", "firstfalse"}; !slices.Equal(seen, want) {
+		t.Errorf("saw %v, want %v", seen, want)
+	}
+	for _, err := range p.Watch(t.Context()) {
+		if err == nil {
+			go b.Close()
+			continue
+		}
+		if !errors.Is(err, ErrBroken) {
+			t.Errorf("the end of a watch: %v", err)
+		}
+	}
+}
+
+func TestCloseEndsOperations(t *testing.T) {
+	a, _, p, q := pair(t, Config{})
+	recv, send := p.Recv(make([]byte, 1)), p.Send(make([]byte, 1<<20))
+	theirs := q.Recv(make([]byte, 0))
+	wait(t, theirs)
+	theirs = q.Recv(make([]byte, 1))
+	again := p.Send(make([]byte, 1<<20))
+	_ = send
+	if err := a.Close(); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range []*Future{recv, p.Send(nil)} {
+		if err := f.Wait(t.Context()); !errors.Is(err, ErrClosed) {
+			t.Errorf("an operation of a closed endpoint: %v", err)
+		}
+	}
+	again.Wait(t.Context())
+	theirs.Wait(t.Context())
+	op := Op{Kind: OpRecv, Local: mem.Host(make([]byte, 1), mem.Anywhere), Timeout: time.Millisecond}
+	if err := q.Start(op).Wait(t.Context()); err == nil { // it might connect again
+		t.Error("a recv from a closed endpoint")
+	}
+	if _, err := a.Register("r", mem.Host(nil, mem.Anywhere), RegionConfig{}); !errors.Is(err, ErrClosed) {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,92 @@
+package endpoint
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+
+	"tutti/endpoint/internal/link"
+)
+
+// Context has the goroutines that serve the connections of any number of endpoints.
+type Context struct {
+	mu     sync.Mutex
+	loops  []*link.Loop
+	next   int
+	users  int
+	closed bool
+}
+
+// ContextConfig configures a Context.
+type ContextConfig struct {
+	// Loops is the number of goroutines, among which connections are divided. Default: half of
+	// GOMAXPROCS, 1 to 4.
+	Loops int
+}
+
+// NewContext starts a Context. Close ends it.
+func NewContext(cfg ContextConfig) (*Context, error) {
+	if cfg.Loops == 0 {
+		cfg.Loops = min(max(runtime.GOMAXPROCS(0)/2, 1), 4)
+	}
+	if cfg.Loops < 0 {
+		return nil, fmt.Errorf("endpoint: %d loops, want 1 or more", cfg.Loops)
+	}
+	c := &Context{}
+	for range cfg.Loops {
+		l, err := link.NewLoop()
+		if err != nil {
+			c.Close()
+			return nil, fmt.Errorf("endpoint: %w", err)
+		}
+		c.loops = append(c.loops, l)
+	}
+	return c, nil
+}
+
+// loop returns the loop for a new connection.
+func (c *Context) loop() *link.Loop {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.next++
+	return c.loops[c.next%len(c.loops)]
+}
+
+// conns is the default number of connections to a peer.
+func (c *Context) conns() int { return len(c.loops) }
+
+// use counts an endpoint.
+func (c *Context) use() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return fmt.Errorf("the context is closed: %w", ErrClosed)
+	}
+	c.users++
+	return nil
+}
+
+func (c *Context) unuse() {
+	c.mu.Lock()
+	c.users--
+	c.mu.Unlock()
+}
+
+// Close ends the goroutines, and waits for them. The endpoints must have been closed. Idempotent.
+func (c *Context) Close() error {
+	c.mu.Lock()
+	if c.users > 0 {
+		defer c.mu.Unlock()
+		return fmt.Errorf("endpoint: %d endpoints of the context are open: close them first", c.users)
+	}
+	was := c.closed
+	c.closed = true
+	c.mu.Unlock()
+	if was {
+		return nil
+	}
+	for _, l := range c.loops {
+		l.Close(ErrClosed)
+	}
+	return nil
+}

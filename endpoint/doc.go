@@ -1,0 +1,47 @@
+// Package endpoint moves memory and messages between programs that are no ranks of a job: caches of
+// keys and values, trainers that hand weights to inference servers, readers of checkpoints.
+//
+// An [Endpoint] registers memory, or a part of a file, as a [Region] with a name. A [Peer] of it
+// reads and writes ranges of its regions, and sends it messages:
+//
+//	c, err := endpoint.NewContext(endpoint.ContextConfig{})
+//	server, err := endpoint.New(c, endpoint.Config{Name: "trainer", Secret: secret})
+//	_, err = server.Register("weights", mem.Host(b, mem.Anywhere), endpoint.RegionConfig{})
+//	fmt.Println(server.Info())                       // hand it to others by any means
+//
+//	peer, err := client.Connect(ctx, info)           // in another program
+//	err = peer.Read(dst, "weights", 4096).Wait(ctx)  // len(dst) bytes from offset 4096
+//
+// Every operation is asynchronous: it returns a [Future]. [Peer.Batch] starts any number of
+// operations with one Future and a [Result] for each. An operation ends by itself at its timeout
+// (30 s by default), and Wait cancels it when its context ends. When a Future has ended, the memory
+// of its operations is not accessed any more, whatever arrives later.
+//
+// # Reads, writes and messages
+//
+// A read has ended when the bytes are in memory here, a write when the peer has acknowledged that
+// they are in its region. The peer checks every access: the region, its generation, the rights of
+// this end and the bounds. Operations that are under way together are done in any order. Messages
+// arrive in the order of the sends; a send has ended when the peer has the message. Messages up to
+// 64 KiB go at once if the peer has room for them, in at most 4 MiB a peer; others wait at their
+// sender until they are received.
+//
+// # Connections
+//
+// An endpoint listens on the interfaces that Config allows, and connects to a peer on demand with
+// Config.Conns connections. If one of them breaks all do, what was under way fails with
+// [ErrBroken], and the next operation connects again. A connection that has nothing to do for
+// Config.IdleTimeout is closed by agreement of both ends, which no operation notices. A [Context]
+// has the goroutines that serve the connections. They poll for some ten microseconds after traffic,
+// and so does a goroutine that waits for a Future; an idle connection costs no processor time.
+//
+// # Trust
+//
+// Every connection proves that both ends know the same secret before anything else is read; package
+// bootstrap describes secrets. A program that is trusted less has the credential of a client
+// instead, which is made of the secret and a name by tutti secret --client. With it it can connect,
+// but not listen, and cannot claim another name; RegionConfig gives rights to it by that name. Data
+// is neither encrypted nor protected against change on the way.
+//
+// docs/wire.md describes the bytes for clients in other languages.
+package endpoint

@@ -1,0 +1,829 @@
+package endpoint
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/bootstrap"
+	"tutti/endpoint/internal/link"
+	"tutti/endpoint/internal/wire"
+	"tutti/internal/dial"
+	"tutti/internal/files"
+	"tutti/internal/ifname"
+	"tutti/internal/ports"
+	"tutti/internal/route"
+	"tutti/internal/trust"
+	"tutti/mem"
+)
+
+// Config configures an Endpoint.
+type Config struct {
+	// Name is what the endpoint calls itself, at most 255 bytes. It need not be unique.
+	Name string
+	// Secret is the secret that all endpoints share, or the credential of a client: the text that
+	// tutti secret prints. With that of a client the endpoint does not listen, and has its name.
+	Secret string
+	// Interfaces selects the addresses to listen on and to dial from: names of interfaces, prefixes
+	// of names ("eth*"), addresses and networks, separated by commas, excluded after "^". Default:
+	// all that are up, loopback last. "none" listens nowhere: the endpoint only dials.
+	Interfaces string
+	// Ports is "0" (default: the kernel chooses), "29500" (that port or an error) or "29500-29600"
+	// (the first free one). Each address has a port of its own.
+	Ports string
+	// Conns is the number of connections to a peer, 1 to 16; the dialling end decides. Transfers
+	// from 1 MiB use all of them. Default: 1 to 4, half of GOMAXPROCS.
+	Conns int
+	// Timeout bounds operations that have no timeout of their own. Default 30 s.
+	Timeout time.Duration
+	// DialTimeout bounds connecting to a peer. Default 10 s.
+	DialTimeout time.Duration
+	// IdleTimeout is how long a connection without operations is kept. Default 300 s; negative:
+	// for ever.
+	IdleTimeout time.Duration
+	// MaxPeers bounds the peers. One that is not connected any more makes room for one that connects;
+	// otherwise that is refused. Default 1024.
+	MaxPeers int
+	// Dialer makes the connections to peers. Default: net.Dialer.
+	Dialer dial.Func
+	// Logger gets messages that are no errors. Default: none.
+	Logger *slog.Logger
+}
+
+// Endpoint is one end of reads, writes and messages between programs. Its methods may be called
+// from any goroutine.
+type Endpoint struct {
+	ctx     *Context
+	cfg     Config
+	id      uint64
+	key     bootstrap.Credential
+	filter  ifname.Filter
+	log     *slog.Logger
+	regions registry
+	watchers
+	info Info
+	life context.Context // ends at Close
+	end  context.CancelFunc
+	gone chan struct{} // closed when Close has done its work
+
+	acceptors []*trust.Acceptor
+	serving   sync.WaitGroup
+	going     sync.Mutex // held when serving begins, and when life ends
+
+	mu       sync.Mutex
+	closed   bool
+	peers    map[peerID]*Peer
+	fresh    []*Peer // that connected and were not accepted
+	arrived  chan struct{}
+	greeters map[*greeter]struct{}
+}
+
+const (
+	purpose      = "endpoint"
+	protocol     = 1
+	greetTimeout = 10 * time.Second
+	codeOther    = 4 // of a trust.Refusal: another endpoint answers
+	codeFull     = 5 // the same: the endpoint has too many peers
+)
+
+// New makes an endpoint, which listens when New returns. Close ends it.
+func New(c *Context, cfg Config) (*Endpoint, error) {
+	e := &Endpoint{ctx: c, cfg: cfg, id: newID(), log: cfg.Logger, peers: map[peerID]*Peer{},
+		arrived: make(chan struct{}, 1),
+		gone:    make(chan struct{}), greeters: map[*greeter]struct{}{}}
+	if err := e.complete(); err != nil {
+		return nil, fmt.Errorf("endpoint: %w", err)
+	}
+	e.regions.changed = e.changed
+	if err := c.use(); err != nil {
+		return nil, fmt.Errorf("endpoint: %w", err)
+	}
+	e.life, e.end = context.WithCancel(context.Background())
+	e.info = Info{ID: e.id, Name: e.cfg.Name}
+	if err := e.listen(); err != nil {
+		e.Close()
+		return nil, fmt.Errorf("endpoint: %w", err)
+	}
+	if e.cfg.IdleTimeout > 0 {
+		e.serving.Go(e.sweep)
+	}
+	return e, nil
+}
+
+// complete checks the configuration and sets defaults.
+func (e *Endpoint) complete() error {
+	c := &e.cfg
+	if e.log == nil {
+		e.log = slog.New(slog.DiscardHandler)
+	}
+	if c.Conns == 0 {
+		c.Conns = e.ctx.conns()
+	}
+	if c.Timeout == 0 {
+		c.Timeout = 30 * time.Second
+	}
+	if c.DialTimeout == 0 {
+		c.DialTimeout = 10 * time.Second
+	}
+	if c.IdleTimeout == 0 {
+		c.IdleTimeout = 300 * time.Second
+	}
+	if c.MaxPeers == 0 {
+		c.MaxPeers = 1024
+	}
+	switch {
+	case c.Conns < 1 || c.Conns > wire.MaxConns:
+		return fmt.Errorf("config: Conns is %d, want 1 to %d", c.Conns, wire.MaxConns)
+	case c.Timeout < 0 || c.DialTimeout < 0:
+		return fmt.Errorf("config: Timeout is %v and DialTimeout %v, want more than 0", c.Timeout, c.DialTimeout)
+	case c.MaxPeers < 1:
+		return fmt.Errorf("config: MaxPeers is %d, want 1 or more", c.MaxPeers)
+	}
+	if c.Name != "" {
+		if err := checkName("endpoint", c.Name); err != nil {
+			return err
+		}
+	}
+	var err error
+	if e.key, err = bootstrap.ParseCredential(c.Secret); err != nil {
+		return fmt.Errorf("config: secret: %w", err)
+	}
+	if e.key.Client != "" {
+		c.Name, c.Interfaces = e.key.Client, "none"
+	}
+	return nil
+}
+
+// listen opens a listener on every allowed address.
+func (e *Endpoint) listen() error {
+	if e.cfg.Interfaces == "none" {
+		return nil
+	}
+	var err error
+	if e.filter, err = ifname.Parse(e.cfg.Interfaces); err != nil {
+		return err
+	}
+	spec, err := ports.ParseSpec(e.cfg.Ports)
+	if err != nil {
+		return err
+	}
+	addrs, err := e.filter.Addrs()
+	if err != nil {
+		return files.Explain(err)
+	}
+	var skipped error
+	for _, a := range addrs[:min(len(addrs), maxAddrs)] {
+		l, err := ports.Listen(e.life, a.String(), spec)
+		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is tentative, or was removed
+			skipped = err
+			continue
+		}
+		if err != nil {
+			return files.Explain(err)
+		}
+		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
+			Max: max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
+			Refused: trust.LogRefused(e.log, "endpoint")}
+		e.acceptors = append(e.acceptors, t)
+		e.serving.Go(t.Serve)
+		e.info.Addrs = append(e.info.Addrs, addr(l.Addr().(*net.TCPAddr).AddrPort()))
+	}
+	if len(e.info.Addrs) == 0 {
+		return fmt.Errorf("no address to listen on: %w", skipped)
+	}
+	return nil
+}
+
+// Info returns what peers need to connect to the endpoint.
+func (e *Endpoint) Info() Info {
+	i := e.info
+	i.Addrs = slices.Clone(i.Addrs)
+	return i
+}
+
+// Register makes memory a region, which peers read and write by name until Unregister. m is the
+// endpoint's until then: the program may read and write it, as far as it does not care when peers
+// do. Device memory is not supported yet.
+func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Region, error) {
+	if !m.Loc().Host() {
+		return nil, fmt.Errorf("endpoint: region %s: memory at %s: %w", name, m.Loc(), errors.ErrUnsupported)
+	}
+	r := &Region{name: name, n: int64(m.Len()), cfg: cfg}
+	r.gate.Open(m.Bytes())
+	return e.register(r)
+}
+
+// RegisterFile makes n bytes from offset off of a file a region. The kernel moves them between the
+// file and the connection without a copy in this process. The file stays open until after
+// Unregister; if it is shorter than off+n reads of the rest fail with ErrFailed.
+func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
+	if off < 0 || n < 0 || off+n < 0 {
+		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of a file", name, n, off)
+	}
+	r := &Region{name: name, n: n, cfg: cfg, file: f, base: off}
+	r.gate.Open(nil)
+	return e.register(r)
+}
+
+func (e *Endpoint) register(r *Region) (*Region, error) {
+	if e.life.Err() != nil {
+		return nil, fmt.Errorf("endpoint: region %s: %w", r.name, ErrClosed)
+	}
+	if err := e.regions.add(r); err != nil {
+		return nil, fmt.Errorf("endpoint: %w", err)
+	}
+	return r, nil
+}
+
+// Regions returns the regions, in the order of their names.
+func (e *Endpoint) Regions() []*Region { return e.regions.all() }
+
+// Connect returns the peer that info describes, connected: it has proved to be that endpoint. For an
+// endpoint that is connected already, whichever end dialled, it returns the same Peer.
+func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
+	if info.ID == e.id {
+		return nil, errors.New("endpoint: that is this endpoint itself")
+	}
+	id, err := info.ID, error(nil)
+	if id == 0 {
+		id, err = e.identify(ctx, info)
+	}
+	var p *Peer
+	if err == nil {
+		info.ID = id
+		p, err = e.peer(info)
+	}
+	if err == nil {
+		err = p.connect(ctx)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("endpoint: connect to %v: %w", info, err)
+	}
+	return p, nil
+}
+
+// Accept returns a peer that has connected by itself, in the order in which they came. It waits for
+// one until ctx ends, or the endpoint.
+func (e *Endpoint) Accept(ctx context.Context) (*Peer, error) {
+	for {
+		e.mu.Lock()
+		if len(e.fresh) > 0 {
+			p := e.fresh[0]
+			e.fresh = e.fresh[1:]
+			if len(e.fresh) > 0 {
+				e.tellLocked()
+			}
+			e.mu.Unlock()
+			return p, nil
+		}
+		e.mu.Unlock()
+		select {
+		case <-e.arrived:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("endpoint: accept: %w", context.Cause(ctx))
+		case <-e.life.Done():
+			return nil, fmt.Errorf("endpoint: accept: %w", ErrClosed)
+		}
+	}
+}
+
+func (e *Endpoint) tellLocked() {
+	select {
+	case e.arrived <- struct{}{}:
+	default:
+	}
+}
+
+// Peers returns the peers that are known.
+func (e *Endpoint) Peers() []*Peer {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	all := make([]*Peer, 0, len(e.peers))
+	for _, p := range e.peers {
+		all = append(all, p)
+	}
+	return all
+}
+
+// peer returns the peer of info, a new one if it is not known.
+func (e *Endpoint) peer(info Info) (*Peer, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return nil, ErrClosed
+	}
+	info.Addrs = slices.Clone(info.Addrs)
+	id := peerID{"", info.ID} // clients do not listen
+	if p := e.peers[id]; p != nil {
+		p.mu.Lock()
+		p.wanted = true
+		if len(info.Addrs) > 0 {
+			p.info = info
+		}
+		p.mu.Unlock()
+		return p, nil
+	}
+	p := &Peer{ep: e, peerID: id, name: info.Name, info: info, wanted: true}
+	e.peers[id] = p
+	return p, nil
+}
+
+// forget removes a peer.
+func (e *Endpoint) forget(p *Peer) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.peers[p.peerID] == p {
+		delete(e.peers, p.peerID)
+	}
+	e.fresh = slices.DeleteFunc(e.fresh, func(o *Peer) bool { return o == p })
+}
+
+// goes runs f in a goroutine that Close waits for; false: the endpoint is closed.
+func (e *Endpoint) goes(f func()) bool {
+	e.going.Lock()
+	defer e.going.Unlock()
+	if e.life.Err() != nil {
+		return false
+	}
+	e.serving.Go(f)
+	return true
+}
+
+// Close ends all operations with ErrClosed, disconnects from the peers and unregisters the regions.
+// After it returned no memory is accessed. Idempotent.
+func (e *Endpoint) Close() error {
+	e.mu.Lock()
+	was := e.closed
+	e.closed = true
+	var peers []*Peer
+	for _, p := range e.peers {
+		peers = append(peers, p)
+	}
+	var waiting []*greeter
+	for g := range e.greeters {
+		waiting = append(waiting, g)
+	}
+	e.mu.Unlock()
+	if was {
+		<-e.gone
+		return nil
+	}
+	defer close(e.gone)
+	e.going.Lock()
+	e.end()
+	e.going.Unlock()
+	for _, a := range e.acceptors {
+		a.Close()
+	}
+	for _, g := range waiting {
+		g.conn.Close(ErrClosed)
+	}
+	for _, p := range peers {
+		p.leave(ErrClosed)
+	}
+	for _, r := range e.regions.all() {
+		r.Unregister()
+	}
+	e.serving.Wait()
+	e.ctx.unuse()
+	return nil
+}
+
+// admit decides on an authenticated connection.
+func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
+	switch {
+	case h.ToIncarnation != 0 && h.ToIncarnation != e.id:
+		return &trust.Refusal{Code: codeOther, Text: "another endpoint has this address now"}
+	case h.FromIncarnation == 0 || h.FromIncarnation == e.id:
+		return &trust.Refusal{Code: codeOther, Text: "invalid identity"}
+	case h.Extra != protocol:
+		return &trust.Refusal{Code: codeOther, Text: fmt.Sprintf("options %#x are not known here", h.Extra)}
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if n := len(e.peers); n >= e.cfg.MaxPeers && e.peers[peerID{h.Client, h.FromIncarnation}] == nil && !e.evictLocked() {
+		return &trust.Refusal{Code: codeFull, Text: fmt.Sprintf("it has %d peers, and takes no more", n)}
+	}
+	return nil
+}
+
+// accepted takes over an accepted connection.
+func (e *Endpoint) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
+	fd, err := detach(c)
+	if err != nil {
+		return
+	}
+	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}}
+	c2, err := e.ctx.loop().Add(fd, g, func(c *link.Conn) {
+		g.conn = c
+		e.mu.Lock()
+		e.greeters[g] = struct{}{}
+		e.mu.Unlock()
+		g.timer = time.AfterFunc(greetTimeout, func() { c.Close(errors.New("it did not say what it wants")) })
+	})
+	if err != nil {
+		g.stop()
+	} else if e.life.Err() != nil { // Close may have looked before
+		c2.Close(ErrClosed)
+	}
+}
+
+// detach takes the socket out of the Go runtime's poller, and closes c.
+func detach(c net.Conn) (fd int, err error) {
+	defer c.Close()
+	sc, ok := c.(syscall.Conn)
+	if !ok {
+		return -1, fmt.Errorf("a connection without a descriptor: %T", c)
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	if e := raw.Control(func(old uintptr) {
+		fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0)
+	}); e != nil {
+		return -1, e
+	}
+	return fd, files.Explain(err)
+}
+
+// greeter handles a connection until it has said which session it belongs to.
+type greeter struct {
+	ep    *Endpoint
+	from  peerID
+	conn  *link.Conn
+	timer *time.Timer
+	asked bool // who this is
+	h     wire.Header
+	g     wire.Greeting
+}
+
+func (g *greeter) stop() {
+	g.timer.Stop()
+	g.ep.mu.Lock()
+	delete(g.ep.greeters, g)
+	g.ep.mu.Unlock()
+}
+
+// Frame implements link.Handler.
+func (g *greeter) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, error) {
+	if h.Op != wire.Hello {
+		return link.Sink{}, fmt.Errorf("%w: %v before Hello", wire.ErrFrame, h.Op)
+	}
+	var err error
+	g.h = h
+	if g.g, err = wire.DecodeGreeting(ext); err != nil {
+		return link.Sink{}, err
+	}
+	return link.Sink{Buf: c.Text(h.Size - uint64(len(ext))), Token: g}, nil
+}
+
+// End implements link.Handler.
+func (g *greeter) End(c *link.Conn, sink link.Sink, _ bool) error {
+	if g.h.Address == 0 { // it only wants to know who answers
+		if g.asked {
+			return fmt.Errorf("%w: a second Hello without a session", wire.ErrFrame)
+		}
+		g.asked = true
+		c.Send(g.ep.greeting(0, wire.Greeting{Index: g.g.Index, Count: g.g.Count}))
+		return nil
+	}
+	g.stop()
+	name := string(sink.Buf)
+	if name != "" {
+		if err := checkName("endpoint", name); err != nil {
+			return fmt.Errorf("%w: %w", wire.ErrFrame, err)
+		}
+	}
+	p, s, err := g.ep.enter(g.from, name, g.h.Address, g.g)
+	if errors.Is(err, errCrossed) {
+		c.Send(wire.Header{Op: wire.Bye}.Append(nil))
+	}
+	if err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.settle(c)
+	c.SetHandler(s)
+	c.Later(s.greeting(int(g.g.Index)))
+	p.touchLocked(c)
+	return s.joinLocked(c, g.g)
+}
+
+// Broken implements link.Handler.
+func (g *greeter) Broken(c *link.Conn, err error) { g.stop() }
+
+// enter returns the session that a peer's connection belongs to.
+func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting) (*Peer, *session, error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.closed {
+		return nil, nil, ErrClosed
+	}
+	p := e.peers[from]
+	if p == nil {
+		if len(e.peers) >= e.cfg.MaxPeers && !e.evictLocked() {
+			return nil, nil, fmt.Errorf("%w: %d peers are connected", ErrBusy, len(e.peers))
+		}
+		p = &Peer{ep: e, peerID: from, name: cmp.Or(from.client, name)}
+		e.peers[from] = p
+		e.fresh = append(e.fresh, p)
+		e.tellLocked()
+	}
+	p.mu.Lock()
+	defer p.unlock()
+	if s := p.coming; s != nil && s.id == id && !s.broken {
+		return p, s, nil
+	}
+	if g.Index > 0 {
+		return nil, nil, fmt.Errorf("%w: connection %d of a session that is over", wire.ErrFrame, g.Index)
+	}
+	switch s := p.session; {
+	case e.id > from.id: // the peer's connections are the ones to use
+	case s == nil && p.dialling != nil, s != nil && s.dialled && s.id != g.Last:
+		return nil, nil, errCrossed
+	}
+	if p.coming != nil {
+		p.coming.breakLocked(fmt.Errorf("%w: the peer has connected anew", ErrBroken))
+	}
+	s := newSession(p, id, int(g.Count))
+	p.coming = s
+	s.limit = time.AfterFunc(greetTimeout, func() {
+		p.mu.Lock()
+		if !s.up {
+			s.breakLocked(fmt.Errorf("%w: not all connections came", ErrBroken))
+		}
+		p.unlock()
+	})
+	return p, s, nil
+}
+
+// errCrossed says that both ends dial each other, and that the connections of the end with the
+// smaller identity are the ones to use.
+var errCrossed = errors.New("both ends connect at the same time")
+
+// evictLocked makes room for a peer, and reports whether it could.
+func (e *Endpoint) evictLocked() bool {
+	for id, p := range e.peers {
+		p.mu.Lock()
+		ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil || p.coming.broken)
+		p.mu.Unlock()
+		if ok {
+			delete(e.peers, id)
+			e.fresh = slices.DeleteFunc(e.fresh, func(o *Peer) bool { return o == p })
+			return true
+		}
+	}
+	return false
+}
+
+// dial makes a session with a peer, or waits for one that the peer makes.
+func (e *Endpoint) dial(p *Peer) error {
+	ctx, cancel := context.WithTimeout(e.life, e.cfg.DialTimeout)
+	defer cancel()
+	p.mu.Lock()
+	info, coming := p.info, p.coming
+	p.mu.Unlock()
+	if coming != nil && p.awaitSession(ctx, coming.over) == nil {
+		return nil
+	}
+	var why []error
+	for _, a := range e.order(ctx, info.Addrs) {
+		p.mu.Lock()
+		s := newSession(p, newID(), e.cfg.Conns)
+		s.dialled = true
+		p.mu.Unlock()
+		err := e.dialAt(ctx, s, a)
+		if err == nil {
+			return nil
+		}
+		p.mu.Lock()
+		s.breakLocked(err)
+		p.unlock()
+		if errors.Is(err, errCrossed) {
+			if err = p.awaitSession(ctx, nil); err == nil {
+				return nil
+			}
+		}
+		why = append(why, fmt.Errorf("%s: %w", a, err))
+		if ctx.Err() != nil {
+			break
+		}
+	}
+	return explain(why)
+}
+
+// explain joins the reasons why no address could be dialled.
+func explain(why []error) error {
+	if len(why) == 0 {
+		return fmt.Errorf("%w: none of the peer's addresses can be reached from here", ErrBroken)
+	}
+	return fmt.Errorf("%w: %w", ErrBroken, errors.Join(why...))
+}
+
+// order returns the addresses that can be reached, best first.
+func (e *Endpoint) order(ctx context.Context, addrs []string) []string {
+	m := route.This(e.filter)
+	type at struct {
+		route.Path
+		text string
+	}
+	var found []at
+	for _, text := range addrs {
+		a, err := netip.ParseAddrPort(text)
+		if err != nil { // a name: the dialler resolves it
+			found = append(found, at{text: text})
+			continue
+		}
+		if p, err := m.Judge(a, route.Unknown); err == nil {
+			found = append(found, at{p, text})
+		}
+	}
+	slices.SortStableFunc(found, func(a, b at) int { return route.Compare(a.Path, b.Path) })
+	out := make([]string, len(found))
+	for i, f := range found {
+		out[i] = f.text
+	}
+	return out
+}
+
+// open opens a connection to an address and proves both ends; id is that of the other end, 0: any.
+func (e *Endpoint) open(ctx context.Context, address string, id uint64) (fd int, err error) {
+	var conn net.Conn
+	err = trust.Redial(ctx, func() (err error) {
+		if conn, err = e.cfg.Dialer.Dial(ctx, &net.Dialer{KeepAlive: 15 * time.Second}, 0, address); err != nil {
+			return err
+		}
+		if d, ok := ctx.Deadline(); ok {
+			conn.SetDeadline(d)
+		}
+		stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
+		_, err = trust.Client(conn, e.key.Key, purpose, trust.Hello{Client: e.key.Client, FromIncarnation: e.id,
+			ToIncarnation: id, Extra: protocol}, false)
+		if !stop() && err == nil {
+			err = ctx.Err()
+		}
+		if err != nil {
+			conn.Close()
+		}
+		return err
+	})
+	var r *trust.Refusal
+	switch {
+	case errors.As(err, &r):
+		return -1, fmt.Errorf("%w: %s", ErrRefused, r.Text)
+	case errors.Is(err, trust.ErrAuth):
+		return -1, fmt.Errorf("%w: %w", ErrAuth, err)
+	case err != nil:
+		return -1, files.Explain(err)
+	}
+	conn.SetDeadline(time.Time{})
+	return detach(conn)
+}
+
+// identify asks the endpoint at an address who it is.
+func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
+	ctx, cancel := context.WithTimeout(ctx, e.cfg.DialTimeout)
+	defer cancel()
+	defer context.AfterFunc(e.life, cancel)()
+	var why []error
+	for _, a := range e.order(ctx, info.Addrs) {
+		fd, err := e.open(ctx, a, 0)
+		if err == nil {
+			w := &asked{id: make(chan uint64, 1), gone: make(chan error, 1)}
+			var c *link.Conn
+			if c, err = e.ctx.loop().Add(fd, w, func(*link.Conn) {}); err == nil {
+				c.Send(e.greeting(0, wire.Greeting{Count: 1}))
+				select {
+				case id := <-w.id:
+					c.Close(ErrClosed)
+					<-w.gone
+					return id, nil
+				case err = <-w.gone:
+				case <-ctx.Done():
+					err = ctx.Err()
+					c.Close(err)
+					<-w.gone
+				}
+			}
+		}
+		why = append(why, fmt.Errorf("%s: %w", a, err))
+	}
+	return 0, explain(why)
+}
+
+// greeting is the first frame on a connection of a session; 0: of none.
+func (e *Endpoint) greeting(session uint64, g wire.Greeting) []byte {
+	name := e.cfg.Name
+	b := wire.Header{Size: uint64(wire.HelloSize + len(name)), Address: session, Op: wire.Hello}.Append(nil)
+	g.Version, g.Requests, g.Endpoint = wire.Version, maxRequests, e.id
+	return append(g.Append(b), name...)
+}
+
+// asked handles a connection that is to tell whose it is.
+type asked struct {
+	id   chan uint64
+	gone chan error
+}
+
+// Frame implements link.Handler.
+func (w *asked) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, error) {
+	if h.Op != wire.Hello {
+		return link.Sink{}, fmt.Errorf("%w: %v before Hello", wire.ErrFrame, h.Op)
+	}
+	g, err := wire.DecodeGreeting(ext)
+	if err == nil && len(w.id) == 0 {
+		w.id <- g.Endpoint
+	}
+	return link.Sink{}, err
+}
+
+// End implements link.Handler.
+func (w *asked) End(*link.Conn, link.Sink, bool) error { return nil }
+
+// Broken implements link.Handler.
+func (w *asked) Broken(_ *link.Conn, err error) { w.gone <- err }
+
+// dialAt makes all connections of a session to one address, and waits until it is up.
+func (e *Endpoint) dialAt(ctx context.Context, s *session, address string) error {
+	for i := range s.conns {
+		fd, err := e.open(ctx, address, s.peer.id)
+		if err != nil {
+			return err
+		}
+		c, err := e.ctx.loop().Add(fd, &greeted{s}, func(c *link.Conn) {
+			s.peer.mu.Lock()
+			s.conns[i] = c
+			s.peer.mu.Unlock()
+		})
+		if err != nil {
+			s.peer.mu.Lock()
+			s.conns[i] = nil
+			s.peer.mu.Unlock()
+			return err
+		}
+		s.peer.mu.Lock()
+		up := s.peer.session
+		hello := s.greeting(i)
+		s.peer.mu.Unlock()
+		if up != nil { // the peer was faster
+			return errCrossed
+		}
+		c.Send(hello)
+		select {
+		case <-s.step: // the peer knows it: they arrive in order
+		case <-s.over:
+			s.peer.mu.Lock()
+			defer s.peer.mu.Unlock()
+			return s.err
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+	return nil
+}
+
+// greeted handles a dialled connection until the peer has greeted.
+type greeted struct{ *session }
+
+// Frame implements link.Handler.
+func (g *greeted) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, error) {
+	if h.Op == wire.Bye {
+		return link.Sink{}, errCrossed
+	}
+	if h.Op != wire.Hello || h.Address != g.id {
+		return link.Sink{}, fmt.Errorf("%w: %v of session %x, expected Hello of %x", wire.ErrFrame, h.Op, h.Address, g.id)
+	}
+	gr, err := wire.DecodeGreeting(ext)
+	if err != nil {
+		return link.Sink{}, err
+	}
+	return link.Sink{Buf: c.Text(h.Size - uint64(len(ext))), Token: gr}, nil
+}
+
+// End implements link.Handler.
+func (g *greeted) End(c *link.Conn, sink link.Sink, _ bool) error {
+	p := g.peer
+	p.mu.Lock()
+	defer p.settle(c)
+	if name := string(sink.Buf); p.name == "" && checkName("endpoint", name) == nil {
+		p.name = name
+	}
+	c.SetHandler(g.session)
+	gr := sink.Token.(wire.Greeting)
+	if int(gr.Index) >= len(g.conns) || g.conns[gr.Index] != c {
+		return fmt.Errorf("%w: Hello of connection %d on another one", wire.ErrFrame, gr.Index)
+	}
+	return g.joinLocked(c, gr)
+}

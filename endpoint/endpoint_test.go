@@ -1,0 +1,199 @@
+package endpoint
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/mem"
+)
+
+const testSecret = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
+
+func newContext(t testing.TB) *Context {
+	c, err := NewContext(ContextConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+func newEndpoint(t testing.TB, c *Context, cfg Config) *Endpoint {
+	t.Helper()
+	if cfg.Secret == "" {
+		cfg.Secret = testSecret
+	}
+	if cfg.Interfaces == "" {
+		cfg.Interfaces = "127.0.0.1"
+	}
+	e, err := New(c, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { e.Close() })
+	return e
+}
+
+// pair returns two endpoints that are connected, each with the other as a peer.
+func pair(t testing.TB, cfg Config) (a, b *Endpoint, pb, pa *Peer) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	cfg.Name = "a"
+	a = newEndpoint(t, newContext(t), cfg)
+	cfg.Name = "b"
+	b = newEndpoint(t, newContext(t), cfg)
+	pb, err := a.Connect(ctx, b.Info())
+	if err != nil {
+		t.Fatal(err)
+	}
+	pa, err = b.Accept(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a, b, pb, pa
+}
+
+func wait(t testing.TB, f *Future) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	if err := f.Wait(ctx); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func pattern(n int, seed uint64) []byte {
+	b := make([]byte, n)
+	r := rand.New(rand.NewPCG(seed, 1))
+	for i := 0; i < n; i += 8 {
+		v := r.Uint64()
+		for j := i; j < min(i+8, n); j++ {
+			b[j] = byte(v)
+			v >>= 8
+		}
+	}
+	return b
+}
+
+var sizes = []int{0, 1, 64, 4096, 16 << 10, 16<<10 + 1, 64 << 10, 64<<10 + 1, 256 << 10, 256<<10 + 7, 3<<20 + 5}
+
+func TestReadsAndWrites(t *testing.T) {
+	for _, conns := range []int{1, 3} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) {
+			_, b, p, _ := pair(t, Config{Conns: conns})
+			data := make([]byte, 4<<20)
+			r, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, n := range sizes {
+				src, off := pattern(n, uint64(i)), int64(i*13)
+				wait(t, p.Write(src, "data", off))
+				dst := make([]byte, n)
+				wait(t, p.Read(dst, "data", off))
+				if !bytes.Equal(src, dst) {
+					t.Fatalf("%d bytes differ", n)
+				}
+			}
+			r.Unregister()
+			if last := len(sizes) - 1; !bytes.Equal(data[last*13:][:sizes[last]], pattern(sizes[last], uint64(last))) {
+				t.Error("the region has other bytes")
+			}
+			if err := p.Read(make([]byte, 1), "data", 0).Wait(t.Context()); !errors.Is(err, ErrStale) {
+				t.Errorf("after Unregister: %v", err)
+			}
+			if err := p.Read(make([]byte, 1), "data", 0).Wait(t.Context()); !errors.Is(err, ErrNoRegion) {
+				t.Errorf("and again: %v", err)
+			}
+		})
+	}
+}
+
+func TestMessagesKeepTheirOrder(t *testing.T) {
+	for _, conns := range []int{1, 3} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) {
+			_, _, p, q := pair(t, Config{Conns: conns})
+			const rounds = 20
+			var wg sync.WaitGroup
+			wg.Go(func() {
+				var fs []*Future
+				for r := range rounds {
+					for i, n := range sizes {
+						fs = append(fs, p.Send(pattern(n, uint64(r*100+i))))
+					}
+				}
+				for _, f := range fs {
+					if err := f.Wait(t.Context()); err != nil {
+						t.Error(err)
+						return
+					}
+				}
+			})
+			for r := range rounds {
+				for i, n := range sizes {
+					buf := make([]byte, n+i%2)
+					f := q.Recv(buf)
+					if err := f.Wait(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					if x := f.Result(0); x.N != int64(n) || x.Total != int64(n) || !bytes.Equal(buf[:n], pattern(n, uint64(r*100+i))) {
+						t.Fatalf("message %d of round %d: %+v, expected %d bytes", i, r, x, n)
+					}
+				}
+			}
+			wg.Wait()
+		})
+	}
+}
+
+func BenchmarkPingPong(b *testing.B) {
+	_, _, p, q := pair(b, Config{})
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		buf := make([]byte, 64)
+		for q.Recv(buf).Wait(ctx) == nil && q.Send(buf).Wait(ctx) == nil {
+		}
+	})
+	buf, in := make([]byte, 64), make([]byte, 64)
+	for b.Loop() {
+		f := p.Send(buf)
+		if err := p.Recv(in).Wait(ctx); err != nil {
+			b.Fatal(err)
+		}
+		if err := f.Wait(ctx); err != nil {
+			b.Fatal(err)
+		}
+	}
+	cancel()
+	wg.Wait()
+}
+
+func BenchmarkRead(b *testing.B) {
+	for _, n := range []int{64, 4 << 10, 64 << 10, 1 << 20, 16 << 20} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			_, e, p, _ := pair(b, Config{})
+			if _, err := e.Register("r", mem.Host(make([]byte, n), mem.Anywhere), RegionConfig{}); err != nil {
+				b.Fatal(err)
+			}
+			dst := make([]byte, n)
+			b.SetBytes(int64(n))
+			for b.Loop() {
+				if err := p.Read(dst, "r", 0).Wait(context.Background()); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,1129 @@
+package endpoint
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"runtime"
+	"sync"
+	"testing"
+	"time"
+
+	"tutti/bootstrap"
+	"tutti/endpoint/internal/wire"
+	"tutti/internal/trust"
+	"tutti/mem"
+)
+
+// patience bounds what must happen at some time.
+const patience = 20 * time.Second
+
+// raw is one end of a connection that sends and receives frames as a test says.
+type raw struct {
+	t testing.TB
+	net.Conn
+}
+
+func credential(t testing.TB, text string) bootstrap.Credential {
+	t.Helper()
+	k, err := bootstrap.ParseCredential(text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+// dialRaw connects to e and proves the credential, as the endpoint with identity id.
+func dialRaw(t testing.TB, e *Endpoint, secret string, id uint64) *raw {
+	t.Helper()
+	r, err := tryRaw(t, e, secret, id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return r
+}
+
+func tryRaw(t testing.TB, e *Endpoint, secret string, id uint64) (*raw, error) {
+	t.Helper()
+	k := credential(t, secret)
+	var c net.Conn
+	err := trust.Redial(t.Context(), func() (err error) {
+		if c, err = net.Dial("tcp", e.Info().Addrs[0]); err != nil {
+			return err
+		}
+		c.SetDeadline(time.Now().Add(patience))
+		_, err = trust.Client(c, k.Key, purpose, trust.Hello{Client: k.Client, FromIncarnation: id,
+			ToIncarnation: e.id, Extra: protocol}, false)
+		if err != nil {
+			c.Close()
+		}
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	t.Cleanup(func() { c.Close() })
+	return &raw{t, c}, nil
+}
+
+// frame returns a frame.
+func frame(op wire.Opcode, address uint64, ext []byte, payload ...byte) []byte {
+	b := wire.Header{Size: uint64(len(ext) + len(payload)), Address: address, Op: op}.Append(nil)
+	return append(append(b, ext...), payload...)
+}
+
+func hello(session uint64, index, count int) []byte {
+	return frame(wire.Hello, session, wire.Greeting{Version: wire.Version, Index: uint8(index), Count: uint8(count),
+		Requests: maxRequests, Window: window, Message: maxMessage, Endpoint: 1}.Append(nil), []byte("raw")...)
+}
+
+func outcomeOf(code wire.Code, n uint64) []byte {
+	return wire.Outcome{Code: code, Bytes: n}.Append(nil)
+}
+
+// send sends frames.
+func (r *raw) send(frames ...[]byte) {
+	r.t.Helper()
+	if _, err := r.Write(bytes.Join(frames, nil)); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
+// next receives a frame.
+func (r *raw) next() (h wire.Header, body []byte, err error) {
+	r.SetReadDeadline(time.Now().Add(patience))
+	var b [wire.HeaderSize]byte
+	if _, err := io.ReadFull(r, b[:]); err != nil {
+		return h, nil, err
+	}
+	h = wire.Decode(b[:])
+	if h.Size > 1<<24 {
+		return h, nil, fmt.Errorf("frame of %d bytes", h.Size)
+	}
+	body = make([]byte, h.Size)
+	_, err = io.ReadFull(r, body)
+	return h, body, err
+}
+
+// expect receives a frame of op.
+func (r *raw) expect(op wire.Opcode) (h wire.Header, body []byte) {
+	r.t.Helper()
+	h, body, err := r.next()
+	if err != nil || h.Op != op {
+		r.t.Fatalf("got %v, %v, want %v", h.Op, err, op)
+	}
+	return h, body
+}
+
+// ended fails unless the other end closes the connection.
+func (r *raw) ended() {
+	r.t.Helper()
+	for {
+		if _, _, err := r.next(); err != nil {
+			var late net.Error
+			if errors.As(err, &late) && late.Timeout() {
+				r.t.Error("the endpoint did not end the connection")
+			}
+			return
+		}
+	}
+}
+
+// session makes a session of one connection.
+func (r *raw) session(id uint64) *raw {
+	r.t.Helper()
+	r.send(hello(id, 0, 1))
+	r.expect(wire.Hello)
+	return r
+}
+
+// find looks a region up.
+func (r *raw) find(name string) wire.Entry {
+	r.t.Helper()
+	r.send(frame(wire.Lookup, 1<<40, nil, []byte(name)...))
+	_, body := r.expect(wire.Region)
+	e, err := wire.DecodeEntry(body)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return e
+}
+
+func (r *raw) accepted(e *Endpoint) *Peer {
+	r.t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	p, err := e.Accept(ctx)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return p
+}
+
+// rawServer accepts connections for an endpoint with identity id, and gives them to serve.
+func rawServer(t testing.TB, id uint64, serve func(*raw)) Info {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	a := &trust.Acceptor{Listener: l, Secret: credential(t, testSecret).Key, Purpose: purpose, Clients: true,
+		Timeout: patience, Admit: func(net.Conn, trust.Hello) error { return nil },
+		Accepted: func(c net.Conn, _ trust.Hello, _ *trust.Session) {
+			t.Cleanup(func() { c.Close() })
+			wg.Go(func() { serve(&raw{t, c}) })
+		}}
+	wg.Go(a.Serve)
+	t.Cleanup(wg.Wait)
+	t.Cleanup(func() { a.Close() })
+	return Info{ID: id, Name: "raw", Addrs: []string{l.Addr().String()}}
+}
+
+// answer greets as the accepting end of a session.
+func (r *raw) answer() bool {
+	h, body, err := r.next()
+	if err != nil {
+		return false
+	}
+	g, err := wire.DecodeGreeting(body)
+	if err != nil {
+		return false
+	}
+	_, err = r.Write(hello(h.Address, int(g.Index), int(g.Count)))
+	return err == nil
+}
+
+// guarded is an endpoint with a region in the middle of an array, and a peer that works.
+type guarded struct {
+	e     *Endpoint
+	all   []byte // 4 KiB, the region and 4 KiB
+	peer  *Peer  // the endpoint as an honest peer sees it
+	honor []byte
+}
+
+func guard(t testing.TB, n int) *guarded {
+	t.Helper()
+	_, e, p, _ := pair(t, Config{})
+	g := &guarded{e: e, all: bytes.Repeat([]byte{0xa5}, n+8192), peer: p, honor: make([]byte, 4096)}
+	for name, m := range map[string]struct {
+		b []byte
+		c RegionConfig
+	}{
+		"data":   {g.all[4096:][:n:n], RegionConfig{Rights: Read | Write}},
+		"locked": {bytes.Repeat([]byte{0x5a}, 4096), RegionConfig{Rights: Read, Clients: map[string]mem.Rights{"eve": 0}}},
+		"honor":  {g.honor, RegionConfig{Rights: Read | Write}},
+	} {
+		if _, err := e.Register(name, mem.Host(m.b, mem.Anywhere), m.c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return g
+}
+
+// works fails unless the honest peer can write and read, and nothing but the range of the region has
+// changed.
+func (g *guarded) works(t testing.TB, changed ...int) {
+	t.Helper()
+	src, dst := pattern(len(g.honor), rand.Uint64()), make([]byte, len(g.honor))
+	wait(t, g.peer.Write(src, "honor", 0))
+	wait(t, g.peer.Read(dst, "honor", 0))
+	if !bytes.Equal(src, dst) {
+		t.Fatal("another peer reads what it has not written")
+	}
+	for _, p := range g.e.Peers() { // the race detector does not see what sockets order
+		p.mu.Lock()
+		_ = p.session
+		p.mu.Unlock()
+	}
+	for i, b := range g.all {
+		if b != 0xa5 && (len(changed) == 0 || i < 4096+changed[0] || i >= 4096+changed[1]) {
+			t.Fatalf("byte %d of the region has changed", i-4096)
+		}
+	}
+}
+
+// TestStrangers: ends that do not know the secret.
+func TestStrangers(t *testing.T) {
+	g := guard(t, 64<<10)
+	r := rand.New(rand.NewPCG(1, 2))
+	dial := func() net.Conn {
+		c, err := net.Dial("tcp", g.e.Info().Addrs[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { c.Close() })
+		c.SetDeadline(time.Now().Add(patience))
+		return c
+	}
+	for n := range 100 {
+		c := dial()
+		b := make([]byte, r.IntN(1000))
+		for i := range b {
+			b[i] = byte(r.Uint32())
+		}
+		if n%2 == 0 {
+			b = append([]byte("tutti/3\n"), b...)
+		}
+		c.Write(b)
+	}
+	for _, text := range []string{"ffeeddccbbaa99887766554433221100ffeeddccbbaa99887766554433221100"} {
+		if _, err := tryRaw(t, g.e, text, 7); !errors.Is(err, trust.ErrAuth) {
+			t.Errorf("a wrong secret: %v", err)
+		}
+	}
+	k := credential(t, testSecret).Key
+	for _, h := range []trust.Hello{{FromIncarnation: 9, ToIncarnation: g.e.id + 2, Extra: protocol}, {ToIncarnation: g.e.id, Extra: protocol},
+		{FromIncarnation: g.e.id, Extra: protocol}, {FromIncarnation: 9, Extra: protocol + 1}} {
+		var refused *trust.Refusal
+		if _, err := trust.Client(dial(), k, purpose, h, false); !errors.As(err, &refused) {
+			t.Errorf("%+v: %v", h, err)
+		}
+	}
+	if _, err := trust.Client(dial(), k, "another purpose", trust.Hello{FromIncarnation: 9}, false); !errors.Is(err, trust.ErrAuth) {
+		t.Errorf("another purpose: %v", err)
+	}
+	g.works(t)
+}
+
+// TestMalformedFrames: each ends its connection, and nothing else.
+func TestMalformedFrames(t *testing.T) {
+	g := guard(t, 64<<10)
+	words := func(v ...uint64) []byte { return wire.Words(nil, v...) }
+	rangeOf := func(e wire.Entry, off, total uint64) []byte {
+		return wire.Range{Region: e.Region, Generation: e.Generation, Offset: off, Total: total}.Append(nil)
+	}
+	giant := func(op wire.Opcode, size uint64) []byte {
+		return wire.Header{Size: size, Address: 1, Op: op}.Append(nil)
+	}
+	for name, f := range map[string]func(e wire.Entry) [][]byte{
+		"raw write":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.RawWrite, 0, nil, 1, 2, 3)} },
+		"raw read":       func(wire.Entry) [][]byte { return [][]byte{frame(wire.RawRead, 0, nil, 1, 2, 3, 4, 5, 6, 7, 8)} },
+		"unknown opcode": func(wire.Entry) [][]byte { return [][]byte{giant(0xff, 0)} },
+		"giant ping":     func(wire.Entry) [][]byte { return [][]byte{giant(wire.Ping, 1<<63)} },
+		"giant get":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Get, 1<<64-1)} },
+		"giant put":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Put, 1<<64-1)} },
+		"giant message":  func(wire.Entry) [][]byte { return [][]byte{giant(wire.Message, wire.MaxMessage+1)} },
+		"long message":   func(wire.Entry) [][]byte { return [][]byte{giant(wire.Message, maxMessage+1)} },
+		"giant lookup":   func(wire.Entry) [][]byte { return [][]byte{giant(wire.Lookup, 256)} },
+		"short put":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Put, wire.RangeSize-1)} },
+		"another hello":  func(wire.Entry) [][]byte { return [][]byte{hello(77, 0, 1)} },
+		"data":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Data, 1, words(0), 1, 2)} },
+		"done":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Done, 1, outcomeOf(wire.OK, 0))} },
+		"done, bad code": func(wire.Entry) [][]byte { return [][]byte{frame(wire.Done, 1, []byte{200, 0, 0, 0, 0, 0, 0, 0, 0})} },
+		"region":         func(e wire.Entry) [][]byte { return [][]byte{frame(wire.Region, 1, e.Append(nil), []byte("x")...)} },
+		"taken":          func(wire.Entry) [][]byte { return [][]byte{frame(wire.Taken, 1, outcomeOf(wire.OK, 0))} },
+		"taken 0":        func(wire.Entry) [][]byte { return [][]byte{frame(wire.Taken, 0, outcomeOf(wire.OK, 0))} },
+		"credit":         func(wire.Entry) [][]byte { return [][]byte{frame(wire.Credit, 1, nil)} },
+		"pull":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Pull, 1, words(0, 1))} },
+		"piece":          func(wire.Entry) [][]byte { return [][]byte{frame(wire.Piece, 1, words(0), 1)} },
+		"sent":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Sent, 1, nil)} },
+		"message 2":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 2, nil, 1)} },
+		"message 0":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 0, nil, 1)} },
+		"message twice":  func(wire.Entry) [][]byte { m := frame(wire.Message, 1, nil, 1); return [][]byte{m, m} },
+		"dropped 5":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.Dropped, 5, nil)} },
+		"huge offer":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Offer, 1, words(wire.MaxSize+1))} },
+		"put beyond total": func(e wire.Entry) [][]byte {
+			return [][]byte{frame(wire.Put, 1, rangeOf(e, 0, 8), 0xa5, 0xa5, 0xa5, 0xa5),
+				frame(wire.Put, 1, rangeOf(e, 4, 8), bytes.Repeat([]byte{0}, 5)...)}
+		},
+		"put, another total": func(e wire.Entry) [][]byte {
+			return [][]byte{frame(wire.Put, 1, rangeOf(e, 0, 8), 0xa5), frame(wire.Put, 1, rangeOf(e, 4, 9), 0)}
+		},
+		"put without bytes": func(e wire.Entry) [][]byte { return [][]byte{frame(wire.Put, 1, rangeOf(e, 0, 8))} },
+		"put after get": func(e wire.Entry) [][]byte {
+			return [][]byte{frame(wire.Put, 1, rangeOf(e, 0, 8), 0xa5), frame(wire.Get, 1, rangeOf(e, 0, 8))}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := dialRaw(t, g.e, testSecret, newID()).session(1)
+			r.send(f(r.find("data"))...)
+			r.ended()
+			g.works(t)
+		})
+	}
+	t.Run("put on two connections", func(t *testing.T) {
+		id := newID()
+		a, b := dialRaw(t, g.e, testSecret, id), dialRaw(t, g.e, testSecret, id)
+		a.send(hello(1, 0, 2))
+		a.expect(wire.Hello)
+		b.send(hello(1, 1, 2))
+		b.expect(wire.Hello)
+		e := a.find("data")
+		a.send(frame(wire.Put, 1, rangeOf(e, 0, 8), 0xa5))
+		a.find("data") // it is there
+		b.send(frame(wire.Put, 1, rangeOf(e, 1, 8), 0))
+		a.ended()
+		b.ended()
+		g.works(t)
+	})
+}
+
+// TestOutsideRegions: no request reaches what it may not.
+func TestOutsideRegions(t *testing.T) {
+	const n = 64 << 10
+	g := guard(t, n)
+	eve, err := bootstrap.NewCredential(credential(t, testSecret).Key, "eve")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := dialRaw(t, g.e, testSecret, newID()).session(1)
+	e, locked := r.find("data"), r.find("locked")
+	at := func(e wire.Entry, off, total uint64) wire.Range {
+		return wire.Range{Region: e.Region, Generation: e.Generation, Offset: off, Total: total}
+	}
+	other := at(e, 0, 1)
+	other.Generation++
+	none := at(e, 0, 1)
+	none.Region = 1 << 50
+	for i, x := range []struct {
+		x    wire.Range
+		code wire.Code
+	}{{at(e, n, 1), wire.Bounds}, {at(e, n-1, 2), wire.Bounds}, {at(e, 1<<64-1, 1), wire.Bounds},
+		{at(e, 1<<64-1, 2), wire.Bounds}, {at(e, 1<<63, 1<<62), wire.Bounds}, {other, wire.Stale}, {none, wire.Stale}} {
+		for _, op := range []wire.Opcode{wire.Get, wire.Put} {
+			var payload []byte
+			if op == wire.Put {
+				payload = make([]byte, min(x.x.Total, 2))
+				x.x.Total = uint64(len(payload))
+				if x.code == wire.Bounds && x.x.Offset == n-1 || x.x.Offset < n {
+					payload = payload[:x.x.Total]
+				}
+			}
+			r.send(frame(op, uint64(i+10), x.x.Append(nil), payload...))
+			_, body := r.expect(wire.Done)
+			if o, _ := wire.DecodeOutcome(body); o.Code != x.code {
+				t.Errorf("%v of %+v: code %d, want %d", op, x.x, o.Code, x.code)
+			}
+		}
+	}
+	r.send(frame(wire.Put, 90, at(locked, 0, 1).Append(nil), 0))
+	if _, body := r.expect(wire.Done); wire.Code(body[0]) != wire.Rights {
+		t.Errorf("a write to what may be read: code %d", body[0])
+	}
+	// A later frame of a write is outside.
+	r.send(frame(wire.Put, 91, at(e, 0, 8).Append(nil), 0xa5), frame(wire.Put, 91, at(e, n-3, 8).Append(nil), make([]byte, 7)...))
+	if _, body := r.expect(wire.Done); wire.Code(body[0]) != wire.Bounds {
+		t.Errorf("a write whose second part is outside: code %d", body[0])
+	}
+	// A client without rights does not even learn that the region is there.
+	c := dialRaw(t, g.e, eve, newID()).session(1)
+	c.send(frame(wire.Lookup, 1, nil, []byte("locked")...))
+	if _, body := c.expect(wire.Done); wire.Code(body[0]) != wire.NoRegion {
+		t.Errorf("lookup by a client without rights: code %d", body[0])
+	}
+	c.send(frame(wire.Get, 2, at(locked, 0, 1).Append(nil)))
+	if _, body := c.expect(wire.Done); wire.Code(body[0]) != wire.NoRegion {
+		t.Errorf("get by a client without rights: code %d", body[0])
+	}
+	c.send(frame(wire.List, 3, wire.Limit(nil, 1<<32-1)))
+	for {
+		h, body, err := c.next()
+		if err != nil || h.Op == wire.Done {
+			break
+		}
+		if string(body[wire.EntrySize:]) == "locked" {
+			t.Error("a client without rights sees the region in the list")
+		}
+	}
+	g.works(t)
+}
+
+// TestClaimedIdentity: a client that says that it is another's endpoint gets a Peer of its own, and
+// the other one keeps its connection.
+func TestClaimedIdentity(t *testing.T) {
+	a, e, p, _ := pair(t, Config{})
+	eve, err := bootstrap.NewCredential(credential(t, testSecret).Key, "eve")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := dialRaw(t, e, eve, a.id).session(1)
+	q := r.accepted(e)
+	if q.Client() != "eve" || q.Name() != "eve" {
+		t.Errorf("the client's peer is %q, %v", q.Client(), q)
+	}
+	buf := make([]byte, 10)
+	f := q.Recv(buf)
+	wait(t, p.Send([]byte("honest")))
+	r.send(frame(wire.Message, 1, nil, []byte("evil")...))
+	wait(t, f)
+	if string(buf[:f.Result(0).N]) != "evil" {
+		t.Errorf("the client's message is %q", buf)
+	}
+	k := credential(t, eve)
+	c, err := net.Dial("tcp", e.Info().Addrs[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(patience))
+	if _, err := trust.Client(c, k.Key, purpose, trust.Hello{Client: "adam", FromIncarnation: 9, Extra: protocol}, false); !errors.Is(err, trust.ErrAuth) {
+		t.Errorf("another client's name: %v", err)
+	}
+}
+
+func heap() uint64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapAlloc
+}
+
+// flood sends a frame again and again without receiving, at most total bytes, and fails if the heap
+// grows by more than limit. An endpoint that ends the connection or does not receive more is right.
+func flood(t *testing.T, c net.Conn, total int, limit uint64, next func(b []byte, i int) []byte) {
+	t.Helper()
+	before := heap()
+	var b []byte
+	i := 0
+	for sent := 0; sent < total; {
+		b = b[:0]
+		for len(b) < 1<<20 {
+			b = next(b, i)
+			i++
+		}
+		c.SetWriteDeadline(time.Now().Add(2 * time.Second))
+		n, err := c.Write(b)
+		sent += n
+		if now := heap(); now > before+limit {
+			t.Errorf("after %d frames, %d bytes, the heap has grown from %d to %d KiB", i, sent, before>>10, now>>10)
+			return
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// TestFloods: a peer that does not receive what it asks for costs little memory.
+func TestFloods(t *testing.T) {
+	const limit = 16 << 20
+	for _, x := range []struct {
+		name string
+		next func(e wire.Entry) func(b []byte, i int) []byte
+	}{
+		{"ping", func(wire.Entry) func([]byte, int) []byte {
+			return func(b []byte, i int) []byte { return append(b, frame(wire.Ping, uint64(i), nil)...) }
+		}},
+		{"lookup", func(wire.Entry) func([]byte, int) []byte {
+			return func(b []byte, i int) []byte {
+				return append(b, frame(wire.Lookup, uint64(i+2), nil, []byte("data")...)...)
+			}
+		}},
+		{"list", func(wire.Entry) func([]byte, int) []byte {
+			return func(b []byte, i int) []byte {
+				return append(b, frame(wire.List, uint64(i+2), wire.Limit(nil, 1024))...)
+			}
+		}},
+		{"stale get", func(wire.Entry) func([]byte, int) []byte {
+			x := wire.Range{Region: 99, Total: 1}.Append(nil)
+			return func(b []byte, i int) []byte { return append(b, frame(wire.Get, uint64(i+2), x)...) }
+		}},
+		{"get", func(e wire.Entry) func([]byte, int) []byte {
+			x := wire.Range{Region: e.Region, Generation: e.Generation, Total: 64 << 10}.Append(nil)
+			return func(b []byte, i int) []byte { return append(b, frame(wire.Get, uint64(i+2), x)...) }
+		}},
+		{"empty put", func(e wire.Entry) func([]byte, int) []byte {
+			x := wire.Range{Region: e.Region, Generation: e.Generation}.Append(nil)
+			return func(b []byte, i int) []byte { return append(b, frame(wire.Put, uint64(i+2), x)...) }
+		}},
+		{"dropped", func(wire.Entry) func([]byte, int) []byte {
+			return func(b []byte, i int) []byte { return append(b, frame(wire.Dropped, uint64(i+1), nil)...) }
+		}},
+		{"empty messages", func(wire.Entry) func([]byte, int) []byte {
+			return func(b []byte, i int) []byte { return append(b, frame(wire.Message, uint64(i+1), nil)...) }
+		}},
+		{"offers", func(wire.Entry) func([]byte, int) []byte {
+			return func(b []byte, i int) []byte {
+				return append(b, frame(wire.Offer, uint64(i+1), wire.Words(nil, 1<<40))...)
+			}
+		}},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			g := guard(t, 64<<10)
+			for i := range 500 {
+				if _, err := g.e.Register(fmt.Sprintf("%0200d", i), mem.Host(g.honor, mem.Anywhere), RegionConfig{}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			r := dialRaw(t, g.e, testSecret, newID()).session(1)
+			flood(t, r, 40<<20, limit, x.next(r.find("data")))
+			r.Close()
+			g.works(t)
+		})
+	}
+	t.Run("who are you", func(t *testing.T) {
+		g := guard(t, 64<<10)
+		r := dialRaw(t, g.e, testSecret, newID())
+		h := hello(0, 0, 1)
+		flood(t, r, 80<<20, limit, func(b []byte, _ int) []byte { return append(b, h...) })
+		r.Close()
+		g.works(t)
+	})
+	t.Run("pulls of one byte", func(t *testing.T) {
+		g := guard(t, 64<<10)
+		r := dialRaw(t, g.e, testSecret, newID()).session(1)
+		p := acceptID(t, g.e, "raw")
+		src := make([]byte, 8<<20)
+		f := p.Send(src)
+		defer f.Cancel()
+		r.expect(wire.Offer)
+		flood(t, r, 30<<20, limit, func(b []byte, i int) []byte {
+			return append(b, frame(wire.Pull, 1, wire.Words(nil, uint64(i), 1))...)
+		})
+		r.Close()
+		g.works(t)
+	})
+}
+
+// acceptID accepts peers until one with the name comes.
+func acceptID(t testing.TB, e *Endpoint, name string) *Peer {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	for {
+		p, err := e.Accept(ctx)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p.Name() == name {
+			return p
+		}
+	}
+}
+
+// TestSendsToNobody: messages that are not received are kept within a bound.
+func TestSendsToNobody(t *testing.T) {
+	_, _, p, _ := pair(t, Config{Timeout: 5 * time.Second})
+	before := heap()
+	ops := make([]Op, 1000)
+	for i := range ops {
+		ops[i] = Op{Kind: OpSend, Local: mem.Host(nil, mem.Anywhere)}
+	}
+	for i := range 300 {
+		f := p.Batch(ops)
+		if err := f.Wait(t.Context()); err != nil {
+			break // it waits for the receiver
+		}
+		if i%50 == 49 {
+			if now := heap(); now > before+16<<20 {
+				t.Fatalf("%d empty messages, which nobody receives, are %d KiB of memory", (i+1)*len(ops), (now-before)>>10)
+			}
+		}
+	}
+}
+
+// TestMailOfManySessions: messages that nobody receives stay within the window if their sender
+// connects again and again.
+func TestMailOfManySessions(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{})
+	before := heap()
+	msg := make([]byte, maxMessage)
+	id := newID()
+	for i := range 16 {
+		r := dialRaw(t, e, testSecret, id).session(uint64(i + 1))
+		n := window / maxMessage
+		for j := range n {
+			if _, err := r.Write(frame(wire.Message, uint64(j+1), nil, msg...)); err != nil {
+				break // it sends more than it may
+			}
+		}
+		for range n {
+			if _, _, err := r.next(); err != nil {
+				break
+			}
+		}
+		r.Close()
+	}
+	if now := heap(); now > before+24<<20 {
+		t.Errorf("%d KiB of messages are kept, the window has %d", (now-before)>>10, window>>10)
+	}
+}
+
+// TestIdleConnections: connections that say nothing do not keep others out.
+func TestIdleConnections(t *testing.T) {
+	g := guard(t, 4096)
+	before := heap()
+	const n = 300
+	for i := range n {
+		switch i % 3 {
+		case 0:
+			c, err := net.Dial("tcp", g.e.Info().Addrs[0])
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(func() { c.Close() })
+		case 1:
+			dialRaw(t, g.e, testSecret, newID())
+		case 2:
+			dialRaw(t, g.e, testSecret, newID()).session(1)
+		}
+	}
+	if now := heap(); now > before+n*(100<<10) {
+		t.Errorf("%d idle connections take %d KiB", n, (now-before)>>10)
+	}
+	g.works(t)
+	dialRaw(t, g.e, testSecret, newID()).session(1)
+}
+
+// TestShortRead: a peer that ends a read with too few bytes breaks the session, and with it the
+// read.
+func TestShortRead(t *testing.T) {
+	info := rawServer(t, 5, func(r *raw) {
+		if !r.answer() {
+			return
+		}
+		for {
+			h, _, err := r.next()
+			if err != nil {
+				return
+			}
+			switch h.Op {
+			case wire.Lookup:
+				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20, Rights: 3}.Append(nil), []byte("data")...))
+			case wire.Get:
+				r.Write(frame(wire.Done, h.Address, outcomeOf(wire.OK, 10)))
+			}
+		}
+	})
+	a := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: time.Hour})
+	p, err := a.Connect(t.Context(), info)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := p.Read(make([]byte, 10), "data", 0)
+	ends(t, f)
+	if err := f.Err(); !errors.Is(err, ErrBroken) {
+		t.Errorf("the read: %v", err)
+	}
+}
+
+// ends fails unless a future ends soon.
+func ends(t *testing.T, f *Future) {
+	t.Helper()
+	select {
+	case <-f.Done():
+	case <-time.After(patience / 2):
+		t.Fatal("the operation does not end")
+	}
+}
+
+// TestLookupWithoutRegion: a lookup that ends well without a region breaks the session.
+func TestLookupWithoutRegion(t *testing.T) {
+	info := rawServer(t, 5, func(r *raw) {
+		if !r.answer() {
+			return
+		}
+		if h, _, err := r.next(); err == nil {
+			r.Write(frame(wire.Done, h.Address, outcomeOf(wire.OK, 0)))
+		}
+		r.next()
+	})
+	a := newEndpoint(t, newContext(t), Config{Conns: 1, Timeout: time.Hour})
+	p, err := a.Connect(t.Context(), info)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := p.Read(make([]byte, 10), "data", 0)
+	ends(t, f)
+	if err := f.Err(); !errors.Is(err, ErrBroken) {
+		t.Errorf("the read: %v", err)
+	}
+}
+
+// TestCloseEndsOrphans: Close ends an operation of a session that was never complete.
+func TestCloseEndsOrphans(t *testing.T) {
+	for _, name := range []string{"peer", "endpoint"} {
+		t.Run(name, func(t *testing.T) {
+			e := newEndpoint(t, newContext(t), Config{Timeout: time.Hour})
+			r := dialRaw(t, e, testSecret, newID())
+			r.send(hello(1, 0, 2)) // the second connection does not come
+			r.expect(wire.Hello)
+			p := r.accepted(e)
+			f := p.Recv(make([]byte, 100))
+			r.send(frame(wire.Ping, 1, nil), wire.Header{Size: 100, Address: 1, Op: wire.Message}.Append(nil),
+				[]byte("a part"))
+			r.expect(wire.Pong)
+			if name == "peer" {
+				p.Close()
+			} else {
+				e.Close()
+			}
+			ends(t, f)
+			if err := f.Err(); !errors.Is(err, ErrClosed) {
+				t.Errorf("the recv: %v", err)
+			}
+			r.SetReadDeadline(time.Now().Add(greetTimeout / 2))
+			if _, _, err := r.next(); err == nil {
+				t.Error("a frame after Close")
+			} else if late := net.Error(nil); errors.As(err, &late) && late.Timeout() {
+				t.Error("the connection is open after Close")
+			}
+		})
+	}
+}
+
+func eventually(t testing.TB, what string, f func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !f(); {
+		if time.Now().After(end) {
+			t.Fatalf("never: %s", what)
+		}
+		runtime.Gosched()
+		time.Sleep(100 * time.Microsecond)
+	}
+}
+
+// TestOfferBeforeLastConnection: a message that comes before the session is complete gets to a recv
+// that waits.
+func TestOfferBeforeLastConnection(t *testing.T) {
+	for _, x := range []struct {
+		name  string
+		frame []byte
+		want  wire.Opcode
+	}{{"offer", frame(wire.Offer, 1, wire.Words(nil, 10)), wire.Pull},
+		{"long message", frame(wire.Message, 1, nil, make([]byte, 200)...), wire.Taken}} {
+		t.Run(x.name, func(t *testing.T) {
+			e := newEndpoint(t, newContext(t), Config{Timeout: patience / 2})
+			id := newID()
+			a, b := dialRaw(t, e, testSecret, id), dialRaw(t, e, testSecret, id)
+			a.send(hello(1, 0, 2))
+			a.expect(wire.Hello)
+			p := a.accepted(e)
+			f := p.Recv(make([]byte, 100))
+			a.send(x.frame, frame(wire.Ping, 1, nil))
+			for {
+				if h, _, err := a.next(); err != nil {
+					t.Fatal(err)
+				} else if h.Op == wire.Pong {
+					break
+				}
+			}
+			b.send(hello(1, 1, 2))
+			b.expect(wire.Hello)
+			if x.want == wire.Pull {
+				a.expect(wire.Pull)
+				a.send(frame(wire.Piece, 1, wire.Words(nil, 0), make([]byte, 10)...), frame(wire.Sent, 1, nil))
+			}
+			wait(t, f)
+		})
+	}
+}
+
+// TestRecvGivenUpWhileMessageArrives: a message that is answered with success is not lost because
+// the recv that it was meant for was given up while it arrived.
+func TestRecvGivenUpWhileMessageArrives(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{Timeout: patience / 2})
+	r := dialRaw(t, e, testSecret, newID()).session(1)
+	p := r.accepted(e)
+	r.send(wire.Header{Size: 10, Address: 1, Op: wire.Message}.Append(nil), []byte("01234"))
+	eventually(t, "the message is arriving", func() bool {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return len(p.session.arrivals) == 1
+	})
+	f := p.Recv(make([]byte, 10)) // it gets the message that is arriving
+	f.Cancel()
+	r.send([]byte("56789"))
+	_, body := r.expect(wire.Taken)
+	if wire.Code(body[0]) != wire.OK {
+		return
+	}
+	r.send(frame(wire.Message, 2, nil, []byte("second")...))
+	buf := make([]byte, 10)
+	f = p.Recv(buf)
+	wait(t, f)
+	if got := string(buf[:f.Result(0).N]); got != "0123456789" {
+		t.Errorf("the sender was told that its first message has arrived, the next recv got %q", got)
+	}
+}
+
+// TestOperationsThatNobodyAnswers: operations that have timed out leave no memory behind, however
+// many there were.
+func TestOperationsThatNobodyAnswers(t *testing.T) {
+	for _, x := range []struct {
+		name   string
+		lookup bool // is answered
+		op     Op
+	}{{"lookups", false, Op{Kind: OpRead, Region: "data"}}, {"reads", true, Op{Kind: OpRead, Region: "data"}},
+		{"writes", true, Op{Kind: OpWrite, Region: "data"}}, {"sends", true, Op{Kind: OpSend}}} {
+		t.Run(x.name, func(t *testing.T) {
+			info := rawServer(t, 5, func(r *raw) {
+				if !r.answer() {
+					return
+				}
+				for {
+					h, _, err := r.next()
+					if err != nil {
+						return
+					}
+					if h.Op == wire.Lookup && x.lookup {
+						r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20, Rights: 3}.Append(nil), []byte("data")...))
+					}
+				}
+			})
+			a := newEndpoint(t, newContext(t), Config{Conns: 1})
+			p, err := a.Connect(t.Context(), info)
+			if err != nil {
+				t.Fatal(err)
+			}
+			before := heap()
+			for range 50 {
+				ops := make([]Op, 1000)
+				for j := range ops {
+					ops[j] = x.op
+					ops[j].Local = mem.Host(make([]byte, 2048), mem.Anywhere)
+					ops[j].Timeout = time.Millisecond
+				}
+				f := p.Batch(ops)
+				ends(t, f)
+			}
+			// 1,024 requests may be under way, with their memory.
+			if now := heap(); now > before+16<<20 {
+				t.Errorf("50,000 operations that have ended leave %d KiB", (now-before)>>10)
+			}
+			runtime.KeepAlive(p)
+		})
+	}
+}
+
+// TestManyRequestsAndMessages: as many requests and messages as an end may have under way do not
+// break the session.
+func TestManyRequestsAndMessages(t *testing.T) {
+	_, b, p, q := pair(t, Config{Conns: 1})
+	data := make([]byte, 1<<20)
+	if _, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{}); err != nil {
+		t.Fatal(err)
+	}
+	wait(t, p.Read(make([]byte, 1), "data", 0))
+	msg := make([]byte, maxMessage+1)
+	var sends, reads []Op
+	for range maxRequests {
+		sends = append(sends, Op{Kind: OpSend, Local: mem.Host(msg, mem.Anywhere)})
+		reads = append(reads, Op{Kind: OpRead, Region: "data", Local: mem.Host(make([]byte, 32<<10), mem.Anywhere)})
+	}
+	s, r := p.Batch(sends), p.Batch(reads)
+	wait(t, r)
+	buf := make([]byte, len(msg))
+	for range sends {
+		wait(t, q.Recv(buf))
+	}
+	wait(t, s)
+}
+
+// TestUnregisterFile: after Unregister nothing is read from the file, and reads under way fail with
+// ErrStale.
+func TestUnregisterFile(t *testing.T) {
+	g := guard(t, 4096)
+	f, err := os.Create(filepath.Join(t.TempDir(), "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	const n = 64 << 20
+	if err := f.Truncate(n); err != nil {
+		t.Fatal(err)
+	}
+	reg, err := g.e.RegisterFile("file", f, 0, n, RegionConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := dialRaw(t, g.e, testSecret, newID()).session(1)
+	x := r.find("file")
+	r.send(frame(wire.Get, 1, wire.Range{Region: x.Region, Generation: x.Generation, Total: n}.Append(nil)))
+	r.expect(wire.Data)
+	reg.Unregister()
+	if _, err := f.WriteAt(bytes.Repeat([]byte{1}, 1<<20), n-1<<20); err != nil { // the file is the program's again
+		t.Fatal(err)
+	}
+	f.Close()
+	for {
+		h, body, err := r.next()
+		if err != nil {
+			t.Fatalf("the session ended: %v", err)
+		}
+		if h.Op == wire.Done {
+			if code := wire.Code(body[0]); code == wire.OK || code == wire.Failed {
+				t.Errorf("the read ended with code %d", code)
+			}
+			return
+		}
+		if off := binary.LittleEndian.Uint64(body); off >= n-1<<20 && bytes.IndexByte(body[8:], 1) >= 0 {
+			t.Fatal("the file was read after Unregister")
+		}
+	}
+}
+
+// TestCloseEndsConnect: Close ends a Connect that waits for a peer to say who it is, and leaves no
+// connection.
+func TestCloseEndsConnect(t *testing.T) {
+	gone := make(chan error, 1)
+	there := make(chan bool)
+	info := rawServer(t, 5, func(r *raw) {
+		r.next()
+		there <- true
+		_, _, err := r.next()
+		gone <- err
+	})
+	info.ID = 0
+	e := newEndpoint(t, newContext(t), Config{DialTimeout: time.Hour})
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	connected := make(chan error, 1)
+	go func() {
+		_, err := e.Connect(ctx, info)
+		connected <- err
+	}()
+	<-there
+	e.Close()
+	select {
+	case err := <-connected:
+		if err == nil {
+			t.Error("Connect succeeded")
+		}
+	case <-time.After(patience / 2):
+		t.Error("Connect goes on after Close")
+		cancel()
+		<-connected
+	}
+	<-gone
+}
+
+// TestPeerClosedWhileConnecting: a peer that was closed does not connect afterwards.
+func TestPeerClosedWhileConnecting(t *testing.T) {
+	there, on := make(chan bool), make(chan bool)
+	gone := make(chan error, 1)
+	info := rawServer(t, 5, func(r *raw) {
+		there <- true
+		<-on
+		r.answer()
+		_, _, err := r.next()
+		gone <- err
+	})
+	e := newEndpoint(t, newContext(t), Config{Conns: 1})
+	connected := make(chan error, 1)
+	go func() {
+		_, err := e.Connect(t.Context(), info)
+		connected <- err
+	}()
+	<-there
+	e.Peers()[0].Close()
+	close(on)
+	if err := <-connected; err == nil {
+		t.Error("Connect succeeded with a peer that is closed")
+	}
+	e.Close()
+	if err := <-gone; errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error("the connection is open after Close of the endpoint")
+	}
+}
+
+// TestSessionsDisplaceEachOther: sessions that are made while others of the same peer break block
+// nobody.
+func TestSessionsDisplaceEachOther(t *testing.T) {
+	// No Cleanup closes them: if the test fails, Close would not return.
+	c, err := NewContext(ContextConfig{Loops: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, err := New(c, Config{Secret: testSecret, Interfaces: "127.0.0.1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan bool)
+	var wg sync.WaitGroup
+	id := newID()
+	for range 4 {
+		wg.Go(func() {
+			for range 500 {
+				r, err := tryRaw(t, e, testSecret, id)
+				if err != nil {
+					return
+				}
+				r.Write(hello(rand.Uint64()|1, 0, 2)) // the second connection does not come
+				r.next()
+				r.Close()
+			}
+		})
+	}
+	go func() {
+		wg.Wait()
+		e.Close()
+		c.Close()
+		close(done)
+	}()
+	select {
+	case <-done:
+	case <-time.After(3 * patience):
+		buf := make([]byte, 1<<20)
+		t.Fatalf("the endpoint does nothing any more:\n%s", buf[:runtime.Stack(buf, true)])
+	}
+}
+
+// TestUnevenParts: sizes that several connections cannot share evenly.
+func TestUnevenParts(t *testing.T) {
+	for conns := 2; conns <= 4; conns++ {
+		_, b, p, q := pair(t, Config{Conns: conns})
+		for _, n := range []int{stripe, stripe + 1, stripe + stripe/2 + 1, stripe + stripe/2 + 2, 2*stripe + 3, 3*stripe + 1, 3*stripe - 1} {
+			src, dst, data := pattern(n, uint64(n)), make([]byte, n), make([]byte, n)
+			src[n-1] = 1
+			to, err := b.Register(fmt.Sprint("to ", n), mem.Host(data, mem.Anywhere), RegionConfig{Rights: Write})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := b.Register(fmt.Sprint("from ", n), mem.Host(src, mem.Anywhere), RegionConfig{}); err != nil {
+				t.Fatal(err)
+			}
+			wait(t, p.Write(src, to.Name(), 0))
+			to.Unregister()
+			if !bytes.Equal(src, data) {
+				t.Errorf("%d connections: a write of %d bytes succeeded, and not all are there", conns, n)
+			}
+			if wait(t, p.Read(dst, fmt.Sprint("from ", n), 0)); !bytes.Equal(src, dst) {
+				t.Errorf("%d connections: a read of %d bytes succeeded, and not all are there", conns, n)
+			}
+			clear(dst)
+			f := p.Send(src)
+			if err := q.Recv(dst).Wait(t.Context()); err != nil || !bytes.Equal(src, dst) {
+				t.Fatalf("%d connections, a message of %d bytes: %v", conns, n, err)
+			}
+			wait(t, f)
+		}
+	}
+}
+
+// TestMessageOfIncompleteSession: a message on a session that is not complete yet does not overtake
+// those of the one before.
+func TestMessageOfIncompleteSession(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{Timeout: patience / 2})
+	id := newID()
+	before := dialRaw(t, e, testSecret, id).session(1)
+	p := before.accepted(e)
+	after := dialRaw(t, e, testSecret, id)
+	after.send(hello(2, 0, 2))
+	after.expect(wire.Hello)
+	bufs := [][]byte{make([]byte, 10), make([]byte, 10)}
+	f := []*Future{p.Recv(bufs[0]), p.Recv(bufs[1])}
+	after.send(frame(wire.Message, 1, nil, []byte("second")...), frame(wire.Ping, 1, nil))
+	for {
+		if h, _, err := after.next(); err != nil {
+			t.Fatal(err)
+		} else if h.Op == wire.Pong {
+			break
+		}
+	}
+	before.send(frame(wire.Message, 1, nil, []byte("first")...))
+	if err := f[0].Wait(t.Context()); err == nil && string(bufs[0][:f[0].Result(0).N]) == "second" {
+		if err := f[1].Wait(t.Context()); err == nil {
+			t.Errorf("%q was received after %q", bufs[1][:f[1].Result(0).N], bufs[0][:f[0].Result(0).N])
+		}
+	}
+	f[1].Cancel()
+}

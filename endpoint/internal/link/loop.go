@@ -1,0 +1,317 @@
+package link
+
+import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/internal/epoll"
+)
+
+// Durations of polling, in nanoseconds.
+const (
+	spin   = int64(50 * time.Microsecond)  // an idle connection stays active for so long
+	calm   = int64(10 * time.Microsecond)  // a waiter polls without yielding for so long
+	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
+	rounds = 16                            // polls between two looks at the clock
+	patier = 5                             // polling in vain shortens spin at most so many times by half
+)
+
+// Loop serves connections with one goroutine.
+type Loop struct {
+	poll *epoll.Instance
+	done chan struct{}
+
+	mu      sync.Mutex
+	conns   map[uint64]*Conn // those that are not released
+	kicked  []*Conn          // to be served at once
+	last    atomic.Uint64
+	woken   bool // the loop is about to wake up
+	closing bool
+}
+
+// NewLoop starts a loop. Close ends it.
+func NewLoop() (*Loop, error) {
+	p, err := epoll.New()
+	if err != nil {
+		return nil, err
+	}
+	l := &Loop{poll: p, done: make(chan struct{}), conns: map[uint64]*Conn{}}
+	go l.run()
+	return l, nil
+}
+
+var errLoopClosed = errors.New("the loop is closed")
+
+// Add makes a Conn of a connected socket, which belongs to it from then on, also if there is an
+// error. prepare is called, without locks, before anything can arrive.
+func (l *Loop) Add(fd int, h Handler, prepare func(*Conn)) (*Conn, error) {
+	c := &Conn{handler: h, loop: l, fd: fd, in: make([]byte, inSize)}
+	c.quiet.L = &c.mu
+	c.id = l.last.Add(1)
+	prepare(c)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	err := errLoopClosed
+	if !l.closing {
+		e := epoll.Event(unix.EPOLLIN|unix.EPOLLRDHUP|unix.EPOLLONESHOT, c.id)
+		err = l.poll.Control(unix.EPOLL_CTL_ADD, fd, &e)
+	}
+	if err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("watch a connection: %w", err)
+	}
+	l.conns[c.id] = c
+	return c, nil
+}
+
+// Close closes the connections and ends the loop, and waits for it.
+func (l *Loop) Close(why error) {
+	l.mu.Lock()
+	l.closing = true
+	for _, c := range l.conns {
+		c.failure.CompareAndSwap(nil, &failure{why})
+		l.kicked = append(l.kicked, c)
+	}
+	l.wakeLocked()
+	l.mu.Unlock()
+	<-l.done
+}
+
+// kick has the loop serve c at once, unless a waiter does.
+func (l *Loop) kick(c *Conn) {
+	l.mu.Lock()
+	l.kicked = append(l.kicked, c)
+	l.wakeLocked()
+	l.mu.Unlock()
+}
+
+func (l *Loop) wakeLocked() {
+	if !l.woken {
+		l.woken = true
+		l.poll.WakeAt(time.Unix(1, 0))
+	}
+}
+
+// run is the loop's goroutine.
+func (l *Loop) run() {
+	defer close(l.done)
+	defer l.poll.Close()
+	var ids []uint64
+	var active []*Conn
+	for pause := rest; ; {
+		var err error
+		if ids, err = l.await(ids[:0], pause); err != nil {
+			panic(fmt.Sprintf("link: epoll: %v", err)) // only this goroutine closes it
+		}
+		l.mu.Lock()
+		for _, id := range ids {
+			active = l.conns[id].list(active)
+		}
+		for _, c := range l.kicked {
+			active = c.list(active)
+		}
+		clear(l.kicked)
+		l.kicked, l.woken = l.kicked[:0], false
+		l.mu.Unlock()
+		active, pause = l.serve(active)
+		l.mu.Lock()
+		over := l.closing && len(l.conns) == 0
+		l.mu.Unlock()
+		if over {
+			return
+		}
+	}
+}
+
+// What the loop does before it serves again.
+type pause int
+
+const (
+	rest  pause = iota // it sleeps until there is an event
+	watch              // it sleeps for tend at most
+	busy               // it does not sleep
+)
+
+func (l *Loop) await(ids []uint64, p pause) ([]uint64, error) {
+	if p == busy {
+		runtime.Gosched()
+		return l.poll.Look(ids)
+	}
+	l.mu.Lock()
+	if l.woken {
+		l.mu.Unlock()
+		return l.poll.Look(ids)
+	}
+	if p == watch {
+		l.poll.WakeAt(time.Now().Add(time.Duration(tend)))
+	}
+	l.mu.Unlock()
+	return l.poll.Wait(ids)
+}
+
+// list adds c to the connections that the loop looks after, unless it is one of them.
+func (c *Conn) list(active []*Conn) []*Conn {
+	if c == nil || c.released || c.listed.Swap(true) {
+		return active
+	}
+	c.until = 0
+	return append(active, c)
+}
+
+// serve looks after the active connections, and returns those that remain so.
+func (l *Loop) serve(active []*Conn) (remain []*Conn, p pause) {
+	for range rounds {
+		did := false
+		for _, c := range active {
+			if c.waiters.Load() == 0 && c.Err() == nil && c.Poll() {
+				did, c.until = true, -1
+			}
+		}
+		if !did {
+			break
+		}
+	}
+	at := now()
+	remain = active[:0]
+	for _, c := range active {
+		switch keep := l.look(c, at); {
+		case keep == rest:
+		default:
+			p = max(p, keep)
+			remain = append(remain, c)
+		}
+	}
+	clear(active[len(remain):])
+	return remain, p
+}
+
+// look decides on a connection at a time; rest: it is not active any more.
+func (l *Loop) look(c *Conn, at int64) pause {
+	if c.Err() != nil {
+		l.mu.Lock()
+		delete(l.conns, c.id)
+		l.mu.Unlock()
+		c.released = true
+		c.release()
+		return rest
+	}
+	c.Flush()
+	if c.waiters.Load() > 0 || at-c.polled.Load() < tend && c.parked.Load() == 0 {
+		return watch
+	}
+	switch {
+	case c.until < 0: // it was busy
+		c.until = at + spin>>c.vain
+		if c.vain > 0 {
+			c.vain--
+		}
+		return busy
+	case at < c.until:
+		return busy
+	}
+	if c.until > 0 && c.vain < patier {
+		c.vain++
+	}
+	c.listed.Store(false)
+	// A waiter that leaves from here on sees that the loop does not look after c.
+	if err := c.arm(); err != nil {
+		c.Close(err)
+	}
+	return rest
+}
+
+// Waiting is what Await waits for.
+type Waiting interface {
+	// Ended reports whether it has come.
+	Ended() bool
+}
+
+// Await polls connections, of which there is at least one, until w is done; false: polling does not
+// pay any more, or another goroutine does it. Then the caller has to sleep until it is woken by
+// whatever makes w done, and to call Woken with the same connections.
+func Await(conns []*Conn, w Waiting) bool {
+	if w.Ended() {
+		return true
+	}
+	c := conns[0]
+	alone := c.waiters.Add(1) == 1
+	for _, c := range conns[1:] {
+		c.waiters.Add(1)
+	}
+	for _, c := range conns {
+		c.Flush()
+		if !c.listed.Load() { // an event does not come to the loop if a waiter takes what it is about
+			c.loop.kick(c)
+		}
+	}
+	ok := alone && poll(conns, w)
+	if !ok {
+		for _, c := range conns {
+			c.parked.Add(1)
+		}
+		ok = w.Ended()
+		if ok {
+			Woken(conns)
+		}
+	}
+	at := int64(0)
+	if ok {
+		at = now()
+	}
+	for _, c := range conns {
+		c.polled.Store(at)
+		if c.waiters.Add(-1) == 0 && c.parked.Load() > 0 && c.listed.Load() {
+			c.loop.kick(c)
+		}
+	}
+	return ok
+}
+
+// Woken ends what Await began when it returned false.
+func Woken(conns []*Conn) {
+	for _, c := range conns {
+		c.parked.Add(-1)
+	}
+}
+
+// poll polls until w is done, or nothing has come for a while.
+func poll(conns []*Conn, w Waiting) bool {
+	c := conns[0]
+	var since int64
+	for i := 1; ; i++ {
+		did := false
+		for _, c := range conns {
+			did = c.Poll() || did
+		}
+		if w.Ended() {
+			if since == 0 || now()-since < spin {
+				c.misses.Store(0)
+			}
+			return true
+		}
+		if did {
+			since = 0
+			continue
+		}
+		if i%rounds != 0 {
+			continue
+		}
+		at := now()
+		if since == 0 {
+			since = at
+		}
+		switch idle := at - since; {
+		case idle > spin>>min(c.misses.Load(), patier):
+			c.misses.Add(1)
+			return false
+		case idle > calm:
+			runtime.Gosched()
+		}
+	}
+}

@@ -1,0 +1,503 @@
+package endpoint
+
+import (
+	"fmt"
+	"slices"
+
+	"tutti/endpoint/internal/link"
+	"tutti/endpoint/internal/wire"
+)
+
+// mailbox has the messages of a session. A message up to the peer's limit goes at once, if the peer
+// has room for it; any other is offered, and its receiver pulls it. So a receiver that does not
+// receive has bounded memory in use, and its sender waits.
+type mailbox struct {
+	// Sending.
+	sendq    []*task // not sent, because too many are not taken
+	untaken  map[uint64]*post
+	lastSeq  uint64
+	sent     uint64 // bytes of messages that went at once
+	credited uint64 // of those, bytes that the peer has handed on
+
+	// Receiving.
+	room        int64               // bytes that this end keeps
+	owedNotes   int                 // messages of which the sender has not been told what has become
+	arrivals    map[uint64]*arrival // that are not with their recv
+	lastArrival uint64
+	expect      uint64 // number of the last message that has a recv
+	buffered    int64  // bytes of messages, whole or arriving, that were not handed on
+	consumed    uint64 // bytes that were handed on
+	reported    uint64 // of those, what the peer knows
+}
+
+// post is a message that is not taken yet.
+type post struct {
+	task   *task   // nil: given up
+	letter *letter // of a message that goes at once
+	pulled int64   // bytes that the peer has asked for
+	pulls  int     // in so many requests
+}
+
+// arrival is a message of the peer.
+type arrival struct {
+	seq     uint64
+	total   int64
+	buf     []byte // of a message that came without a recv
+	task    *task  // its recv; nil: none yet
+	direct  bool   // it goes to the recv's memory
+	whole   bool   // it is complete
+	offered bool
+	dropped bool // the sender has given it up
+
+	// Of an offered message that is pulled:
+	want  int64 // bytes
+	got   int64 // of which have arrived, or are arriving
+	pulls int   // requests for it that have not ended
+}
+
+// sendLocked sends a message, or puts it behind those that wait.
+func (s *session) sendLocked(t *task) {
+	if len(s.sendq) > 0 || len(s.untaken) >= int(min(s.theirs.Requests, maxRequests)) {
+		t.stage = queued
+		s.sendq = append(s.sendq, t)
+		return
+	}
+	s.postLocked(t)
+}
+
+func (s *session) sendMoreLocked() {
+	for len(s.sendq) > 0 && len(s.untaken) < int(min(s.theirs.Requests, maxRequests)) {
+		t := s.sendq[0]
+		s.sendq[0] = nil
+		s.sendq = s.sendq[1:]
+		if !t.ended {
+			s.postLocked(t)
+		}
+	}
+}
+
+func (s *session) postLocked(t *task) {
+	t.stage = moving
+	s.lastSeq++
+	t.seq = s.lastSeq
+	l := &letter{seq: t.seq, op: wire.Message}
+	l.Gate, l.N, l.Whole = &t.gate, t.n, true
+	x := &post{task: t, letter: l}
+	if t.n > min(int64(s.theirs.Message), link.Chunk) || s.sent-s.credited+wire.Cost(uint64(t.n)) > uint64(s.theirs.Window) {
+		l.op, l.off, l.N = wire.Offer, t.n, 0
+	} else {
+		s.sent += wire.Cost(uint64(l.N))
+	}
+	s.untaken[t.seq] = x
+	s.queueLocked(s.conns[0], l)
+}
+
+func (s *session) queueLocked(c *link.Conn, l *letter) {
+	l.Framer = l
+	c.Queue(&l.Out)
+	s.peer.touchLocked(c)
+}
+
+// mailFrameLocked handles a frame of a message.
+func (s *session) mailFrameLocked(c *link.Conn, h wire.Header, ext []byte, n uint64) (link.Sink, error) {
+	switch h.Op {
+	case wire.Message:
+		return s.messageLocked(c, h.Address, int64(n))
+	case wire.Offer:
+		return link.Sink{}, s.offeredLocked(c, h.Address, wire.Word(ext, 0))
+	case wire.Pull:
+		return link.Sink{}, s.pulledLocked(c, h.Address, wire.Word(ext, 0), wire.Word(ext, 1))
+	case wire.Piece:
+		return s.pieceLocked(h.Address, wire.Word(ext, 0), n)
+	case wire.Sent:
+		return link.Sink{}, s.sentLocked(c, h.Address)
+	case wire.Taken:
+		o, err := wire.DecodeOutcome(ext)
+		if err != nil {
+			return link.Sink{}, err
+		}
+		if n > 0 {
+			return link.Sink{Buf: c.Text(n), Token: outcome{h, o}}, nil
+		}
+		return link.Sink{}, s.takenLocked(h.Address, o, "")
+	case wire.Credit:
+		if h.Address < s.credited || h.Address > s.sent {
+			return link.Sink{}, fmt.Errorf("%w: credit for %d bytes, of %d", wire.ErrFrame, h.Address, s.sent)
+		}
+		s.credited = h.Address
+		return link.Sink{}, nil
+	}
+	return link.Sink{}, s.droppedLocked(c, h.Address)
+}
+
+// newArrivalLocked checks the number of a message.
+func (s *session) newArrivalLocked(c *link.Conn, seq uint64, total uint64) (*arrival, error) {
+	if c != s.conns[0] {
+		return nil, fmt.Errorf("%w: a message on another connection than the first", wire.ErrFrame)
+	}
+	if seq != s.lastArrival+1 || total > wire.MaxSize {
+		return nil, fmt.Errorf("%w: message %d of %d bytes, expected number %d", wire.ErrFrame, seq, total, s.lastArrival+1)
+	}
+	if err := s.oweNoteLocked(c); err != nil {
+		return nil, err
+	}
+	s.lastArrival = seq
+	a := &arrival{seq: seq, total: int64(total)}
+	s.arrivals[seq] = a
+	return a, nil
+}
+
+// oweNoteLocked counts a message on c.
+func (s *session) oweNoteLocked(c *link.Conn) error {
+	if s.owedNotes++; s.owedNotes > maxRequests {
+		return fmt.Errorf("%w: %d messages at once, at most %d are allowed", wire.ErrFrame, s.owedNotes, maxRequests)
+	}
+	return s.checkBacklog(c)
+}
+
+// messageLocked is the place of a message that came at once.
+func (s *session) messageLocked(c *link.Conn, seq uint64, n int64) (link.Sink, error) {
+	a, err := s.newArrivalLocked(c, seq, uint64(n))
+	if err != nil {
+		return link.Sink{}, err
+	}
+	cost := int64(wire.Cost(uint64(n)))
+	if n > maxMessage || s.buffered+cost > s.room {
+		return link.Sink{}, fmt.Errorf("%w: message of %d bytes, %d of %d are in use", wire.ErrFrame, n, s.buffered, s.room)
+	}
+	s.buffered += cost
+	if p := s.peer; p.session == s && seq == s.expect+1 && len(p.mail) == 0 && len(p.recvs) > 0 {
+		if t := p.recvs[0]; n <= t.n && !(t.Exact && n != t.n) {
+			s.takeLocked(a, t)
+			a.direct = true
+			return link.Sink{Gate: &t.gate, Token: a}, nil
+		}
+	}
+	a.buf = make([]byte, n)
+	return link.Sink{Buf: a.buf, Token: a}, nil
+}
+
+// takeLocked gives the next message to the first recv.
+func (s *session) takeLocked(a *arrival, t *task) {
+	p := s.peer
+	p.recvs[0] = nil
+	p.recvs = p.recvs[1:]
+	a.task, t.letter, t.stage = t, a, arriving
+	s.expect = a.seq
+}
+
+// arrivedLocked goes on when the payload of a Message is there.
+func (s *session) arrivedLocked(c *link.Conn, a *arrival, stored bool) error {
+	a.whole = true
+	code := wire.OK
+	if !stored || a.task != nil && a.task.ended {
+		code = wire.Cancelled // the recv was given up
+	}
+	s.takeNoteLocked(c, a.seq, code, a.total)
+	if a.direct {
+		s.deliveredLocked(a, a.total)
+	} else if a.task != nil {
+		s.handOverLocked(a)
+	}
+	s.peer.matchLocked()
+	return nil
+}
+
+// takeNoteLocked tells the sender what has become of a message. In a handler of the connection that
+// carries the note, it may wait for the next frames: a program that receives often answers.
+func (s *session) takeNoteLocked(c *link.Conn, seq uint64, code wire.Code, n int64) {
+	s.owedNotes--
+	b := wire.Header{Size: wire.OutcomeSize, Address: seq, Op: wire.Taken}.Append(nil)
+	s.conns[0].Later(wire.Outcome{Code: code, Bytes: uint64(n)}.Append(b))
+	if c != s.conns[0] {
+		s.peer.touchLocked(s.conns[0])
+	}
+}
+
+// handOverLocked copies a whole message to its recv.
+func (s *session) handOverLocked(a *arrival) {
+	n := int64(0)
+	if t := a.task; !t.ended {
+		n = t.copyLocked(a.buf)
+	}
+	a.buf = nil
+	s.deliveredLocked(a, n)
+}
+
+// copyLocked copies a message to the memory of a recv.
+func (t *task) copyLocked(msg []byte) int64 {
+	n := min(t.n, int64(len(msg)))
+	if b, ok := t.gate.Enter(0, n); ok {
+		copy(b, msg)
+		t.gate.Leave()
+	}
+	return n
+}
+
+// deliveredLocked ends a message that came at once.
+func (s *session) deliveredLocked(a *arrival, n int64) {
+	delete(s.arrivals, a.seq)
+	s.consumeLocked(a.total)
+	if t := a.task; t != nil && !t.ended {
+		s.peer.receivedLocked(t, n, a.total)
+	}
+}
+
+// receivedLocked ends a recv that has got its message.
+func (p *Peer) receivedLocked(t *task, n, total int64) {
+	t.result.N, t.result.Total = n, total
+	if t.Exact && total != t.n {
+		t.result.Err = fmt.Errorf("%s: %w: %d bytes, expected %d", t.what(), ErrSize, total, t.n)
+	}
+	p.endLocked(t)
+}
+
+// consumeLocked notes that a message of n bytes was handed on.
+func (s *session) consumeLocked(n int64) {
+	cost := wire.Cost(uint64(n))
+	s.buffered -= int64(cost)
+	s.consumed += cost
+	if s.consumed-s.reported >= uint64(s.room/4) {
+		s.reported = s.consumed
+		s.conns[0].Later(wire.Header{Address: s.consumed, Op: wire.Credit}.Append(nil))
+		s.peer.touchLocked(s.conns[0])
+	}
+}
+
+// matchLocked gives messages to recvs.
+func (p *Peer) matchLocked() {
+	for len(p.recvs) > 0 {
+		t := p.recvs[0]
+		if len(p.mail) > 0 {
+			a := p.mail[0]
+			p.mail[0], p.recvs[0] = nil, nil
+			p.mail, p.recvs = p.mail[1:], p.recvs[1:]
+			p.receivedLocked(t, t.copyLocked(a.buf), a.total)
+			continue
+		}
+		s := p.session
+		if s == nil {
+			return
+		}
+		s.skipLocked()
+		a := s.arrivals[s.expect+1]
+		if a == nil {
+			return
+		}
+		s.takeLocked(a, t)
+		switch {
+		case a.offered:
+			s.pullLocked(a)
+		case a.whole:
+			s.handOverLocked(a)
+		}
+	}
+}
+
+// offeredLocked notes a message that waits at its sender.
+func (s *session) offeredLocked(c *link.Conn, seq, total uint64) error {
+	a, err := s.newArrivalLocked(c, seq, total)
+	if err != nil {
+		return err
+	}
+	a.offered = true
+	s.peer.matchLocked()
+	return nil
+}
+
+// pullLocked asks for a message that its recv waits for.
+func (s *session) pullLocked(a *arrival) {
+	t := a.task
+	a.want = min(a.total, t.n)
+	if t.Exact && a.total != t.n {
+		a.want = 0
+	}
+	if a.want == 0 {
+		delete(s.arrivals, a.seq)
+		s.takeNoteLocked(nil, a.seq, wire.OK, 0)
+		s.peer.receivedLocked(t, 0, a.total)
+		return
+	}
+	k := int64(1)
+	if a.want >= stripe {
+		k = min(int64(len(s.conns)), a.want/(stripe/2))
+	}
+	a.pulls = int(k)
+	part := ((a.want+k-1)/k + 4095) &^ 4095
+	for i := range k {
+		off := i * part
+		b := wire.Header{Size: 16, Address: a.seq, Op: wire.Pull}.Append(nil)
+		s.conns[i].Later(wire.Words(b, uint64(off), uint64(min(part, a.want-off))))
+		s.peer.touchLocked(s.conns[i])
+	}
+}
+
+// pulledLocked sends part of a message that was offered.
+func (s *session) pulledLocked(c *link.Conn, seq, off, n uint64) error {
+	x := s.untaken[seq]
+	if x == nil && seq != 0 && seq <= s.lastSeq || x != nil && x.task == nil {
+		return nil // given up: the receiver knows, or will hear of it
+	}
+	if x == nil || x.letter.op != wire.Offer || n == 0 || n > uint64(x.task.n) || off > uint64(x.task.n)-n ||
+		x.pulled+int64(n) > x.task.n || x.pulls == wire.MaxConns {
+		return fmt.Errorf("%w: %d bytes at %d of message %d, which was not offered so", wire.ErrFrame, n, off, seq)
+	}
+	x.pulled += int64(n)
+	x.pulls++
+	l := &letter{seq: seq, op: wire.Piece, off: int64(off)}
+	l.Gate, l.Off, l.N = &x.task.gate, int64(off), int64(n)
+	s.queueLocked(c, l)
+	return nil
+}
+
+// pieceLocked is the place of part of a message that was pulled.
+func (s *session) pieceLocked(seq, off, n uint64) (link.Sink, error) {
+	a := s.arrivals[seq]
+	if a == nil && seq <= s.expect {
+		return link.Sink{}, nil // it was dropped meanwhile
+	}
+	if a == nil || a.pulls == 0 || n == 0 || n > uint64(a.want) || off > uint64(a.want)-n ||
+		uint64(a.got)+n > uint64(a.want) {
+		return link.Sink{}, fmt.Errorf("%w: %d bytes at %d of message %d, which were not asked for", wire.ErrFrame, n, off,
+			seq)
+	}
+	a.got += int64(n)
+	return link.Sink{Gate: &a.task.gate, Off: int64(off)}, nil
+}
+
+// sentLocked handles the end of a part that was pulled.
+func (s *session) sentLocked(c *link.Conn, seq uint64) error {
+	a := s.arrivals[seq]
+	if a == nil && seq <= s.expect {
+		return nil
+	}
+	if a == nil || a.pulls == 0 || a.pulls == 1 && a.got < a.want {
+		return fmt.Errorf("%w: the end of message %d, which was not asked for or is not all", wire.ErrFrame, seq)
+	}
+	if a.pulls--; a.pulls > 0 {
+		return nil
+	}
+	delete(s.arrivals, seq)
+	if a.task.ended {
+		s.takeNoteLocked(c, seq, wire.Cancelled, 0)
+	} else {
+		s.takeNoteLocked(c, seq, wire.OK, a.want)
+		s.peer.receivedLocked(a.task, a.want, a.total)
+	}
+	return nil
+}
+
+// takenLocked ends a send.
+func (s *session) takenLocked(seq uint64, o wire.Outcome, text string) error {
+	x := s.untaken[seq]
+	if x == nil {
+		return fmt.Errorf("%w: message %d was taken, which was not sent", wire.ErrFrame, seq)
+	}
+	delete(s.untaken, seq)
+	if x.task == nil && o.Code == wire.Cancelled && x.letter.op == wire.Message && x.letter.unsent.Load() {
+		s.sent -= wire.Cost(uint64(x.letter.N))
+	}
+	if t := x.task; t != nil {
+		if err := codeError(o.Code, text); err != nil {
+			s.peer.failLocked(t, fmt.Errorf("the peer's recv ended: %w", err))
+		} else {
+			t.result.N, t.result.Total = t.n, t.n
+			s.peer.endLocked(t)
+		}
+	}
+	s.sendMoreLocked()
+	return nil
+}
+
+// droppedLocked handles that the sender has given up a message.
+func (s *session) droppedLocked(c *link.Conn, seq uint64) error {
+	if seq == s.lastArrival+1 { // nothing of it was sent
+		a, err := s.newArrivalLocked(c, seq, 0)
+		if err != nil {
+			return err
+		}
+		a.dropped = true
+		s.peer.touchLocked(c)
+		s.skipLocked()
+		s.peer.matchLocked()
+		return nil
+	}
+	if seq > s.lastArrival {
+		return fmt.Errorf("%w: message %d was given up, which was not announced", wire.ErrFrame, seq)
+	}
+	a := s.arrivals[seq]
+	if a == nil || !a.offered || a.dropped {
+		return nil // it has been delivered, or will be
+	}
+	a.dropped = true
+	s.peer.touchLocked(c)
+	if t := a.task; t != nil { // being pulled
+		delete(s.arrivals, seq)
+		s.takeNoteLocked(c, seq, wire.Cancelled, 0)
+		if !t.ended {
+			s.peer.failLocked(t, fmt.Errorf("the peer's send was %w", ErrCancelled))
+		}
+	}
+	s.skipLocked()
+	s.peer.matchLocked()
+	return nil
+}
+
+// skipLocked removes messages that were given up and that the next recv would come to.
+func (s *session) skipLocked() {
+	for a := s.arrivals[s.expect+1]; a != nil && a.dropped; a = s.arrivals[s.expect+1] {
+		delete(s.arrivals, a.seq)
+		s.expect = a.seq
+		s.takeNoteLocked(nil, a.seq, wire.Cancelled, 0)
+	}
+}
+
+// withdrawMailLocked takes back a send or a recv that is given up.
+func (s *session) withdrawMailLocked(t *task) {
+	if t.Kind == OpRecv {
+		return // what arrives for it is dropped, because its gate is closed
+	}
+	x := s.untaken[t.seq]
+	if x == nil || x.task != t {
+		return
+	}
+	x.task = nil // until the peer says what has become of it
+	x.letter.Stop()
+	if x.letter.op == wire.Offer {
+		s.queueLocked(s.conns[0], &letter{seq: t.seq, op: wire.Dropped})
+	}
+}
+
+// closeMailLocked ends what is under way when the session breaks. Whole messages, which their sender
+// knows to have arrived, stay.
+func (s *session) closeMailLocked(why error) {
+	p := s.peer
+	for _, x := range s.untaken {
+		if x.task != nil {
+			p.failLocked(x.task, why)
+		}
+	}
+	for _, t := range s.sendq {
+		if !t.ended {
+			p.failLocked(t, why)
+		}
+	}
+	var whole []*arrival
+	for _, a := range s.arrivals {
+		switch {
+		case a.task != nil:
+			if !a.task.ended {
+				p.failLocked(a.task, why)
+			}
+		case a.whole:
+			whole = append(whole, a)
+		}
+	}
+	slices.SortFunc(whole, func(a, b *arrival) int { return int(int64(a.seq - b.seq)) })
+	p.mail = append(p.mail, whole...)
+	for _, t := range p.recvs {
+		p.failLocked(t, why)
+	}
+	p.recvs = nil
+	s.untaken, s.sendq, s.arrivals = nil, nil, nil
+}

@@ -1,0 +1,525 @@
+package endpoint
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"tutti/endpoint/internal/link"
+	"tutti/endpoint/internal/wire"
+	"tutti/mem"
+)
+
+// Peer is another endpoint. Operations on it connect on demand if its Info is known. Its methods may
+// be called from any goroutine.
+//
+// Reads and writes that are under way at the same time may be done in any order. A read that starts
+// after a write has ended finds what was written. Messages arrive in the order of the sends.
+type Peer struct {
+	ep *Endpoint
+	peerID
+	name string
+
+	mu          sync.Mutex
+	info        Info          // Addrs is empty if it was never told
+	wanted      bool          // Connect asked for it
+	session     *session      // nil: not connected
+	lastSession uint64        // its id, or that of the one before
+	coming      *session      // whose connections are arriving
+	awaited     chan struct{} // closed when there is a session; nil: nobody waits
+	dialling    chan struct{} // closed when the dial ends; nil: none
+	waiting     []*task       // for a session
+	recvs       []*task       // in order
+	mail        []*arrival    // complete messages of earlier sessions
+	due         deadlines
+	timer       *time.Timer // for the first of due
+	alarm       time.Time   // when it fires; zero: it does not
+	dialErr     error       // of the last dial
+	dead        int         // tasks that were given up since the lists were compacted
+	gone        error       // the peer cannot be used any more
+	known       map[string]RemoteRegion
+
+	// What unlock does after it has unlocked.
+	over  []*task
+	dirty []*link.Conn
+}
+
+// peerID is what a peer has proved to be.
+type peerID struct {
+	client string // "": it has the job's secret
+	id     uint64 // of its endpoint
+}
+
+// Name returns the peer's name: that of its key if it is a client, else what it calls itself.
+func (p *Peer) Name() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.name
+}
+
+// ID returns the identity of the peer's endpoint: another one for each endpoint that was made.
+func (p *Peer) ID() uint64 { return p.id }
+
+// Client returns the client's name if the peer proved to be one, or "" if it has the job's secret.
+func (p *Peer) Client() string { return p.client }
+
+// String returns "endpoint NAME".
+func (p *Peer) String() string {
+	if p.name == "" {
+		return fmt.Sprintf("endpoint %016x", p.id)
+	}
+	return "endpoint " + p.name
+}
+
+// Read starts reading len(dst) bytes from offset off of the peer's region.
+func (p *Peer) Read(dst []byte, region string, off int64) *Future {
+	return p.Start(Op{Kind: OpRead, Local: mem.Host(dst, mem.Anywhere), Region: region, Offset: off})
+}
+
+// Write starts writing src to offset off of the peer's region.
+func (p *Peer) Write(src []byte, region string, off int64) *Future {
+	return p.Start(Op{Kind: OpWrite, Local: mem.Host(src, mem.Anywhere), Region: region, Offset: off})
+}
+
+// ReadInto starts reading n bytes from offset off of the peer's region into a file, from fileOff.
+func (p *Peer) ReadInto(f *os.File, fileOff, n int64, region string, off int64) *Future {
+	return p.Start(Op{Kind: OpRead, File: f, FileOffset: fileOff, FileLen: n, Region: region, Offset: off})
+}
+
+// WriteFrom starts writing n bytes of a file, from fileOff, to offset off of the peer's region.
+func (p *Peer) WriteFrom(f *os.File, fileOff, n int64, region string, off int64) *Future {
+	return p.Start(Op{Kind: OpWrite, File: f, FileOffset: fileOff, FileLen: n, Region: region, Offset: off})
+}
+
+// Send starts sending msg as one message, which may be empty.
+func (p *Peer) Send(msg []byte) *Future {
+	return p.Start(Op{Kind: OpSend, Local: mem.Host(msg, mem.Anywhere)})
+}
+
+// Recv starts receiving the next message, of which dst gets as much as fits: see Result.
+func (p *Peer) Recv(dst []byte) *Future {
+	return p.Start(Op{Kind: OpRecv, Local: mem.Host(dst, mem.Anywhere)})
+}
+
+// Start starts one operation. Wrong arguments are the Future's error.
+func (p *Peer) Start(op Op) *Future {
+	f := &Future{peer: p}
+	f.one.Op = op
+	f.list[0] = &f.one
+	f.tasks = f.list[:]
+	return p.start(f)
+}
+
+// Batch starts operations, any number and mixture of them, with one Future. They may be done in any
+// order, except that messages keep theirs. An operation that fails does not end the others.
+func (p *Peer) Batch(ops []Op) *Future {
+	f := &Future{peer: p, tasks: make([]*task, len(ops))}
+	tasks := make([]task, len(ops))
+	for i := range ops {
+		tasks[i].Op = ops[i]
+		f.tasks[i] = &tasks[i]
+	}
+	return p.start(f)
+}
+
+func (p *Peer) start(f *Future) *Future {
+	f.left.Store(int32(len(f.tasks)))
+	now := time.Now()
+	for _, t := range f.tasks {
+		t.future, t.at = f, -1
+		t.result.Err = t.check()
+		t.n = t.len()
+		if t.Timeout == 0 {
+			t.Timeout = p.ep.cfg.Timeout
+		}
+		t.deadline = now.Add(t.Timeout)
+	}
+	p.mu.Lock()
+	for _, t := range f.tasks {
+		switch {
+		case t.result.Err != nil:
+			p.endLocked(t)
+		case p.gone != nil:
+			p.failLocked(t, p.gone)
+		default:
+			t.gate.Open(t.bytes())
+			p.due.push(t)
+			p.admitLocked(t)
+		}
+	}
+	p.alarmLocked(now)
+	p.unlock()
+	return f
+}
+
+// admitLocked starts a task.
+func (p *Peer) admitLocked(t *task) {
+	if t.Kind == OpRecv {
+		t.stage = receiving
+		p.recvs = append(p.recvs, t)
+		p.matchLocked()
+		return
+	}
+	t.stage = connecting
+	switch s := p.session; {
+	case s != nil && s.up && !s.bye:
+		s.beginLocked(t)
+	default:
+		p.waiting = append(p.waiting, t)
+		if s == nil || !s.up {
+			p.connectLocked()
+		}
+	}
+}
+
+// endLocked ends a task that is in none of the lists any more, or is skipped there. Its result is
+// set.
+func (p *Peer) endLocked(t *task) {
+	t.ended = true
+	p.due.remove(t)
+	p.over = append(p.over, t)
+}
+
+func (p *Peer) failLocked(t *task, err error) {
+	t.result.Err = fmt.Errorf("%s: %w", t.what(), err)
+	p.endLocked(t)
+}
+
+// giveUpLocked ends a task wherever it is.
+func (p *Peer) giveUpLocked(t *task, err error) {
+	t.result.Err = err
+	if s := p.session; s != nil {
+		s.withdrawLocked(t)
+	}
+	if t.Kind == OpRecv {
+		for i, r := range p.recvs {
+			if r == t {
+				p.recvs = append(p.recvs[:i], p.recvs[i+1:]...)
+				break
+			}
+		}
+	}
+	p.endLocked(t)
+	if p.dead++; p.dead > 64 && p.dead > len(p.due) { // they are skipped, but not forgotten
+		p.dead = 0
+		p.waiting = slices.DeleteFunc(p.waiting, ended)
+		if s := p.session; s != nil {
+			s.compactLocked()
+		}
+	}
+}
+
+func ended(t *task) bool { return t.ended }
+
+// unlock releases mu, ends the tasks that are over and sends what there is to send.
+func (p *Peer) unlock() {
+	over, dirty := p.over, p.dirty
+	p.over, p.dirty = nil, nil
+	p.mu.Unlock()
+	for _, c := range dirty {
+		c.Flush()
+	}
+	for _, t := range over {
+		t.finish()
+	}
+}
+
+// settle is unlock for a handler of c, which is flushed when all that has arrived is handled.
+func (p *Peer) settle(c *link.Conn) {
+	over, dirty := p.over, p.dirty
+	p.over, p.dirty = nil, nil
+	p.mu.Unlock()
+	for _, d := range dirty {
+		if d == c {
+			c.FlushAfter()
+		} else {
+			d.Flush()
+		}
+	}
+	for _, t := range over {
+		t.finish()
+	}
+}
+
+// touchLocked has unlock flush c.
+func (p *Peer) touchLocked(c *link.Conn) {
+	for _, d := range p.dirty {
+		if d == c {
+			return
+		}
+	}
+	p.dirty = append(p.dirty, c)
+}
+
+// alarmLocked sets the timer to the first deadline.
+func (p *Peer) alarmLocked(now time.Time) {
+	if len(p.due) == 0 {
+		return
+	}
+	d := max(p.due[0].deadline.Sub(now), 0)
+	if p.timer == nil {
+		p.timer = time.AfterFunc(d, p.expire)
+		p.alarm = p.due[0].deadline
+	} else if p.alarm.IsZero() || p.due[0].deadline.Before(p.alarm) {
+		p.timer.Reset(d)
+		p.alarm = p.due[0].deadline
+	}
+}
+
+// expire ends the tasks whose time is over.
+func (p *Peer) expire() {
+	p.mu.Lock()
+	now := time.Now()
+	for len(p.due) > 0 && !now.Before(p.due[0].deadline) {
+		t := p.due[0]
+		p.giveUpLocked(t, &TimeoutError{t.what(), string(t.stage)})
+	}
+	p.alarm = time.Time{}
+	p.alarmLocked(now)
+	p.unlock()
+}
+
+// polled returns the connections that bring a future on.
+func (p *Peer) polled(f *Future) []*link.Conn {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	s := p.session
+	if s == nil || !s.up {
+		return nil
+	}
+	if len(s.conns) > 1 {
+		for _, t := range f.tasks {
+			if !t.ended && (t.running > 1 || t.letter != nil && t.letter.pulls > 1) {
+				return s.conns
+			}
+		}
+	}
+	return s.conns[:1]
+}
+
+// connectLocked dials unless that is under way.
+func (p *Peer) connectLocked() {
+	if p.dialling != nil {
+		return
+	}
+	if len(p.info.Addrs) == 0 {
+		p.failWaitingLocked(fmt.Errorf("%w: the peer is not connected, and its address is not known here", ErrBroken))
+		return
+	}
+	done := make(chan struct{})
+	p.dialling = done
+	if !p.ep.goes(func() {
+		err := p.ep.dial(p)
+		p.mu.Lock()
+		p.dialling = nil
+		switch {
+		case p.session != nil && p.session.up: // made by it, or the peer has connected meanwhile
+		case err == nil:
+			p.failWaitingLocked(fmt.Errorf("%w right after it was made", ErrBroken))
+		case err != nil:
+			p.failWaitingLocked(err)
+		}
+		p.dialErr = err
+		p.unlock()
+		close(done)
+	}) {
+		p.dialling = nil
+		p.failWaitingLocked(ErrClosed)
+	}
+}
+
+func (p *Peer) failWaitingLocked(err error) {
+	for _, t := range p.waiting {
+		if !t.ended {
+			p.failLocked(t, err)
+		}
+	}
+	p.waiting = nil
+}
+
+// connect waits until the peer is connected.
+func (p *Peer) connect(ctx context.Context) error {
+	for {
+		p.mu.Lock()
+		if p.gone != nil {
+			defer p.mu.Unlock()
+			return p.gone
+		}
+		if p.session != nil && p.session.up {
+			p.mu.Unlock()
+			return nil
+		}
+		p.connectLocked()
+		done := p.dialling
+		p.unlock()
+		if done == nil {
+			return fmt.Errorf("%w: the address of %v is not known", ErrBroken, p)
+		}
+		select {
+		case <-done:
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", ErrCancelled, context.Cause(ctx))
+		}
+		p.mu.Lock()
+		err, up := p.dialErr, p.session != nil && p.session.up
+		p.mu.Unlock()
+		if up {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// awaitSession waits for a session that the peer makes, until ctx ends or other is closed.
+func (p *Peer) awaitSession(ctx context.Context, other <-chan struct{}) error {
+	p.mu.Lock()
+	if p.session != nil && p.session.up {
+		p.mu.Unlock()
+		return nil
+	}
+	if p.awaited == nil {
+		p.awaited = make(chan struct{})
+	}
+	up := p.awaited
+	p.mu.Unlock()
+	select {
+	case <-up:
+		return nil
+	case <-other:
+		return fmt.Errorf("%w: the peer did not finish it", ErrBroken)
+	case <-ctx.Done():
+		return fmt.Errorf("%w, and the peer did not succeed: %w", errCrossed, ctx.Err())
+	}
+}
+
+// Lookup returns the description of one of the peer's regions.
+func (p *Peer) Lookup(ctx context.Context, name string) (RemoteRegion, error) {
+	q := &query{op: wire.Lookup, name: name}
+	if err := checkName("region", name); err != nil {
+		return RemoteRegion{}, err
+	}
+	if err := p.ask(ctx, q); err != nil {
+		return RemoteRegion{}, fmt.Errorf("region %s of %v: %w", name, p, err)
+	}
+	return q.found[0], nil
+}
+
+// MaxPage is the largest number of regions that one call of Regions returns.
+const MaxPage = 1024
+
+// Regions returns the first of the peer's regions that this end may use, in the order of their
+// names, at most max or MaxPage, whose names come after after. Fewer than max are the last ones.
+func (p *Peer) Regions(ctx context.Context, after string, max int) ([]RemoteRegion, error) {
+	if max <= 0 || max > MaxPage {
+		max = MaxPage
+	}
+	q := &query{op: wire.List, name: after, max: max}
+	if err := p.ask(ctx, q); err != nil {
+		return nil, fmt.Errorf("regions of %v: %w", p, err)
+	}
+	return q.found, nil
+}
+
+// query is a request for descriptions of regions. peer.mu guards it until it is done.
+type query struct {
+	op    wire.Opcode
+	name  string
+	max   int
+	found []RemoteRegion
+	then  []*task // that wait for the region
+	err   error
+	done  chan struct{}
+	ended bool
+
+	// Of a watch:
+	events []RegionEvent
+	more   chan struct{} // there may be events
+}
+
+// open sends a query to the peer, and connects first if needed.
+func (p *Peer) open(ctx context.Context, q *query) error {
+	q.done = make(chan struct{})
+	for {
+		if err := p.connect(ctx); err != nil {
+			return err
+		}
+		p.mu.Lock()
+		s := p.session
+		if s != nil && s.up && !s.bye {
+			s.askLocked(q)
+			p.unlock()
+			return nil
+		}
+		if s == nil || !s.up {
+			p.mu.Unlock()
+			continue
+		}
+		if p.awaited == nil {
+			p.awaited = make(chan struct{})
+		}
+		stays := p.awaited
+		p.mu.Unlock()
+		select {
+		case <-stays:
+		case <-s.over:
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w", ErrCancelled, context.Cause(ctx))
+		}
+	}
+}
+
+func (p *Peer) ask(ctx context.Context, q *query) error {
+	if err := p.open(ctx, q); err != nil {
+		return err
+	}
+	select {
+	case <-q.done:
+		return q.err
+	case <-ctx.Done():
+		p.mu.Lock()
+		q.ended = true
+		p.mu.Unlock()
+		return fmt.Errorf("%w: %w", ErrCancelled, context.Cause(ctx))
+	case <-time.After(p.ep.cfg.Timeout):
+		p.mu.Lock()
+		q.ended = true
+		p.mu.Unlock()
+		return &TimeoutError{"request", "waiting for the peer"}
+	}
+}
+
+// Close disconnects from the peer: its operations fail with ErrClosed. Idempotent.
+func (p *Peer) Close() error {
+	p.leave(fmt.Errorf("%v: %w", p, ErrClosed))
+	return nil
+}
+
+// leave ends the peer for the reason why.
+func (p *Peer) leave(why error) {
+	p.ep.forget(p)
+	p.mu.Lock()
+	if p.gone == nil {
+		p.gone = why
+	}
+	s := p.session
+	p.failWaitingLocked(why)
+	if s != nil {
+		s.breakLocked(why)
+	}
+	if p.coming != nil {
+		p.coming.breakLocked(why)
+	}
+	for len(p.due) > 0 {
+		p.failLocked(p.due[0], why)
+	}
+	p.recvs, p.mail = nil, nil
+	if p.timer != nil {
+		p.timer.Stop()
+	}
+	p.unlock()
+}

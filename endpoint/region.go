@@ -1,0 +1,212 @@
+package endpoint
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"tutti/endpoint/internal/gate"
+	"tutti/endpoint/internal/wire"
+	"tutti/mem"
+)
+
+// Rights of a client on a region.
+const (
+	Read  = mem.Read
+	Write = mem.Write
+)
+
+// RegionConfig says who may do what with a region.
+type RegionConfig struct {
+	// Rights of every peer that has the job's secret, and of every client that Clients does not
+	// name. Default: Read, unless Clients is set; then none.
+	Rights mem.Rights
+	// Clients has the rights of clients by their names: see trust of clients in the package
+	// comment. A client without rights does not learn that the region exists.
+	Clients map[string]mem.Rights
+}
+
+// Region is memory, or a file, that peers may read or write by its name. It is registered until
+// Unregister.
+type Region struct {
+	name       string
+	id         uint64
+	generation uint64
+	n          int64
+	cfg        RegionConfig
+	gate       gate.Gate
+	file       *os.File // nil: memory
+	base       int64    // of the region in file
+	reg        *registry
+	reads      atomic.Uint64 // bytes
+	writes     atomic.Uint64
+}
+
+// Name returns the region's name.
+func (r *Region) Name() string { return r.name }
+
+// Len returns the length in bytes.
+func (r *Region) Len() int64 { return r.n }
+
+// Traffic returns the bytes that peers have read and written.
+func (r *Region) Traffic() (read, written uint64) { return r.reads.Load(), r.writes.Load() }
+
+// Unregister ends all access to the region, and waits for accesses under way, which take less than
+// a millisecond. Operations of peers that have not ended fail with ErrStale. Afterwards the memory
+// is the caller's again. Idempotent.
+func (r *Region) Unregister() {
+	r.reg.remove(r)
+	r.gate.Close()
+}
+
+// rightsOf returns the rights of a client; "" has the job's secret.
+func (r *Region) rightsOf(client string) mem.Rights {
+	if x, ok := r.cfg.Clients[client]; ok && client != "" {
+		return x
+	}
+	return r.cfg.Rights
+}
+
+// check checks an access.
+func (r *Region) check(client string, want mem.Rights, off, n uint64) wire.Code {
+	switch rights := r.rightsOf(client); {
+	case rights == 0:
+		return wire.NoRegion
+	case !rights.Has(want):
+		return wire.Rights
+	case n > uint64(r.n) || off > uint64(r.n)-n:
+		return wire.Bounds
+	}
+	return wire.OK
+}
+
+func (r *Region) entry(client string) wire.Entry {
+	return wire.Entry{Region: r.id, Generation: r.generation, Len: uint64(r.n), Rights: uint8(r.rightsOf(client))}
+}
+
+// registry has the regions of an endpoint.
+type registry struct {
+	mu      sync.RWMutex
+	names   []string // sorted
+	byName  map[string]*Region
+	byID    map[uint64]*Region
+	last    uint64
+	changed func(r *Region, gone bool) // called without the lock
+}
+
+func checkName(what, name string) error {
+	if len(name) == 0 || len(name) > wire.MaxName || strings.ContainsFunc(name, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes without control characters", ErrName, what, name, wire.MaxName)
+	}
+	return nil
+}
+
+// add registers r, whose name must be free.
+func (g *registry) add(r *Region) error {
+	if err := checkName("region", r.name); err != nil {
+		return err
+	}
+	if r.cfg.Rights == 0 && r.cfg.Clients == nil {
+		r.cfg.Rights = Read
+	}
+	for _, x := range r.cfg.Clients {
+		if x&^(Read|Write) != 0 {
+			return fmt.Errorf("region %s: rights %v: want read, write or both", r.name, x)
+		}
+	}
+	if r.cfg.Rights&^(Read|Write) != 0 {
+		return fmt.Errorf("region %s: rights %v: want read, write or both", r.name, r.cfg.Rights)
+	}
+	var b [8]byte
+	rand.Read(b[:])
+	r.generation = binary.LittleEndian.Uint64(b[:]) | 1
+	r.reg = g
+	g.mu.Lock()
+	if g.byName == nil {
+		g.byName, g.byID = map[string]*Region{}, map[uint64]*Region{}
+	}
+	i, taken := slices.BinarySearch(g.names, r.name)
+	if taken {
+		g.mu.Unlock()
+		return fmt.Errorf("region %s is registered already: unregister it first", r.name)
+	}
+	g.last++
+	r.id = g.last
+	g.names = slices.Insert(g.names, i, r.name)
+	g.byName[r.name], g.byID[r.id] = r, r
+	g.mu.Unlock()
+	g.changed(r, false)
+	return nil
+}
+
+func (g *registry) remove(r *Region) {
+	g.mu.Lock()
+	if g.byID[r.id] != r {
+		g.mu.Unlock()
+		return
+	}
+	i, _ := slices.BinarySearch(g.names, r.name)
+	g.names = slices.Delete(g.names, i, i+1)
+	delete(g.byName, r.name)
+	delete(g.byID, r.id)
+	g.mu.Unlock()
+	g.changed(r, true)
+}
+
+// find returns the region that a range names.
+func (g *registry) find(x wire.Range) (*Region, wire.Code) {
+	g.mu.RLock()
+	r := g.byID[x.Region]
+	g.mu.RUnlock()
+	if r == nil || r.generation != x.Generation {
+		return nil, wire.Stale
+	}
+	return r, wire.OK
+}
+
+func (g *registry) lookup(name string) *Region {
+	g.mu.RLock()
+	defer g.mu.RUnlock()
+	return g.byName[name]
+}
+
+// page returns up to n regions that client may use and whose names come after a name.
+func (g *registry) page(after, client string, n int) (page []*Region) {
+	g.mu.RLock()
+	defer g.mu.RUnlock()
+	i, found := slices.BinarySearch(g.names, after)
+	if found {
+		i++
+	}
+	for ; i < len(g.names) && len(page) < n; i++ {
+		if r := g.byName[g.names[i]]; r.rightsOf(client) != 0 {
+			page = append(page, r)
+		}
+	}
+	return page
+}
+
+// all returns all regions.
+func (g *registry) all() []*Region {
+	g.mu.RLock()
+	defer g.mu.RUnlock()
+	all := make([]*Region, 0, len(g.names))
+	for _, name := range g.names {
+		all = append(all, g.byName[name])
+	}
+	return all
+}
+
+// RemoteRegion describes a region of a peer.
+type RemoteRegion struct {
+	Name   string
+	Len    int64
+	Rights mem.Rights // of this end
+
+	id, generation uint64
+}
