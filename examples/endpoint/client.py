@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""A client of a Tutti endpoint, which needs only Python. docs/wire.md describes the protocol."""
+import argparse, hmac, os, re, secrets, socket, struct, sys
+
+(HELLO, PING, PONG, BYE, STAY, GET, PUT, DATA, DONE, CANCEL, LOOKUP, LIST, WATCH, REGION, GONE, MESSAGE, OFFER, PULL,
+ PIECE, SENT, TAKEN, CREDIT, DROPPED) = range(0x10, 0x27)
+OK, CANCELLED, NO_REGION = 0, 1, 2
+CODES = ["ok", "cancelled", "no such region", "the region was unregistered", "the region does not allow that",
+         "out of the region's bounds", "the region's file or device failed", "too many requests"]
+WINDOW, LONGEST, PAGE = 64 << 10, 16 << 10, 1024  # of messages: bytes unread, longest whole one; regions of a List
+
+class Error(Exception): """What a user should read."""
+
+def credential(text):
+    """Returns the client's name, b"" for the job's secret, and the key."""
+    if text.startswith("client:"):
+        if m := re.fullmatch(r"client:([A-Za-z0-9._-]{1,32}):([0-9A-Fa-f]{64})", text):
+            return m[1].encode(), bytes.fromhex(m[2])
+        raise Error("a client's credential is client:NAME:KEY with 64 hex digits; this one is not")
+    key = bytes.fromhex(text) if re.fullmatch(r"([0-9A-Fa-f]{2}){16,}", text) else os.fsencode(text)
+    if len(key) < 16:
+        raise Error("no secret, or one of less than 16 bytes: set TUTTI_SECRET, or use --secret-file")
+    return b"", key
+
+class Client:
+    """A connection to an endpoint."""
+    def __init__(self, address, secret, timeout=30):
+        if not (m := re.fullmatch(r"\[?([^\[\]]+)\]?:([0-9]{1,5})", address)) or not 0 < int(m[2]) < 65536:
+            raise Error(f"{address!r} is not HOST:PORT")
+        self.requests = self.sent = self.received = 0  # number of the last request, message sent and message received
+        self.credit, self.kept = 0, []  # bytes of Message frames that were received; frames that nobody waited for
+        self.sock = socket.create_connection((m[1], int(m[2])), timeout)
+        self.input = self.sock.makefile("rb")
+        identity, session = secrets.randbits(63) + 1, secrets.randbits(63) + 1
+        self.handshake(*credential(secret), identity)
+        self.put_frame(HELLO, session, struct.pack("<HBBIIIQQ", 1, 0, 1, 1024, WINDOW, LONGEST, identity, 0))
+        self.room, self.longest = struct.unpack_from("<II", self.wait(session, HELLO)[2], 8)
+
+    def handshake(self, name, key, identity):
+        """Proves to the endpoint that we know the key, and has it prove the same."""
+        def mac(label):
+            return hmac.digest(key, struct.pack("<I", len(label)) + label + b"\x08\0\0\0endpoint" + said, "sha256")
+        wrong = Error("not authenticated: this is no endpoint, or one with another secret than this client")
+        said = name.ljust(32, b"\0") + secrets.token_bytes(32)
+        self.sock.sendall(b"tutti/3\n" + said + mac(b"open"))
+        if self.take(8) != b"tutti/3\r" or (nonce := self.take(32)) == bytes(32):
+            raise wrong
+        hello = struct.pack("<IIQQQ", 0, 0, identity, 0, 1)
+        said += nonce + hello
+        self.sock.sendall(mac(b"dial") + hello)
+        proof, verdict = self.take(32), self.take(4)
+        said += verdict + (text := self.take(int.from_bytes(verdict[2:], "little")))
+        if not hmac.compare_digest(proof, mac(b"accept")):
+            raise wrong
+        if verdict[0] != OK:
+            raise Error(f"refused: {text.decode(errors='replace')}")
+
+    def take(self, n):
+        if len(b := self.input.read(n)) < n:
+            raise Error("the endpoint closed the connection")
+        return b
+
+    def put_frame(self, op, address, ext=b"", payload=b""):
+        self.sock.sendall(struct.pack("<QQB", len(ext) + len(payload), address, op) + ext + payload)
+
+    def wait(self, address, *ops):
+        """Returns the next frame with one of ops and that address, None: any, as opcode, address and the rest."""
+        while True:
+            for i, (op, of, _) in enumerate(self.kept):
+                if op in ops and address in (None, of):
+                    return self.kept.pop(i)
+            size, of, op = struct.unpack("<QQB", self.take(17))
+            body = self.take(size)
+            if op in (PING, BYE):
+                self.put_frame(PONG if op == PING else STAY, of)
+            elif op == LOOKUP:  # there are no regions here
+                self.put_frame(DONE, of, struct.pack("<BQ", NO_REGION, 0))
+            elif op != CREDIT:  # without its room in the window more messages are offered
+                self.kept.append((op, of, body))
+
+    def check(self, frame, what):
+        """Returns the bytes of a Done or a Taken, or raises an error if it has another code than OK."""
+        code, n = struct.unpack_from("<BQ", frame[2])
+        if code != OK:
+            raise Error(f"{what}: {CODES[code]} {frame[2][9:].decode(errors='replace')}".rstrip())
+        return n
+
+    def request(self, op, ext=b"", payload=b""):
+        """Sends a request and returns its number."""
+        self.requests += 1
+        self.put_frame(op, self.requests, ext, payload)
+        return self.requests
+
+    def gather(self, n, address, op, *ends):
+        """Returns the n bytes of frames with op, None if they have not come so, and the frame that ends them."""
+        data, got = bytearray(n), 0
+        while (end := self.wait(address, op, *ends))[0] == op:
+            at, payload = struct.unpack_from("<Q", end[2])[0], end[2][8:]
+            data[at:at + len(payload)] = payload
+            got += len(payload)
+        return bytes(data) if got == n == len(data) else None, end
+
+    def regions(self):
+        """Yields name, length and rights (1: read, 2: write, 3: both) of the regions."""
+        name, count = b"", PAGE
+        while count == PAGE:
+            number = self.request(LIST, struct.pack("<I", PAGE), name)
+            while (frame := self.wait(number, REGION, DONE))[0] == REGION:
+                name = frame[2][25:]
+                yield name, *struct.unpack_from("<QB", frame[2], 16)
+            count = self.check(frame, "list")
+
+    def lookup(self, region):
+        """Returns a region's number and generation, as Get and Put have them, and its length."""
+        frame = self.wait(self.request(LOOKUP, payload=os.fsencode(region)), REGION, DONE)
+        if frame[0] == DONE:  # it has a code other than OK
+            self.check(frame, region)
+        return frame[2][:16], struct.unpack_from("<Q", frame[2], 16)[0]
+
+    def read(self, region, offset=0, length=None):
+        """Returns bytes of a region, without a length all from the offset on."""
+        where, total = self.lookup(region)
+        length = max(total - offset, 0) if length is None else length
+        number = self.request(GET, where + struct.pack("<QQ", offset, length))
+        data, end = self.gather(min(length, total), number, DATA, DONE)
+        self.check(end, region)
+        if data is None:
+            raise Error(f"{region}: not all bytes have come")
+        return data
+
+    def write(self, region, offset, data):
+        """Writes to a region, and returns when the bytes are there."""
+        where, _ = self.lookup(region)
+        self.check(self.wait(self.request(PUT, where + struct.pack("<QQ", offset, len(data)), data), DONE), region)
+
+    def send(self, message):
+        """Sends a message, and returns when the endpoint has it."""
+        self.sent += 1
+        if len(message) <= min(self.longest, self.room):
+            self.room -= len(message)
+            self.put_frame(MESSAGE, self.sent, payload=message)
+        else:
+            self.put_frame(OFFER, self.sent, struct.pack("<Q", len(message)))
+        while (frame := self.wait(self.sent, PULL, TAKEN))[0] == PULL:
+            at, n = struct.unpack("<QQ", frame[2])
+            self.put_frame(PIECE, self.sent, struct.pack("<Q", at), message[at:at + n])
+            self.put_frame(SENT, self.sent)
+        self.check(frame, "send")
+
+    def recv(self):
+        """Waits for the next message and returns it."""
+        self.sock.settimeout(None)
+        while True:
+            op, number, body = self.wait(None, MESSAGE, OFFER, DROPPED)
+            if number <= self.received:  # this is another Dropped of a message that has ended
+                continue
+            self.received = number
+            data, n = (body, 0) if op == MESSAGE else (b"", int.from_bytes(body, "little"))
+            if n > 0:
+                self.put_frame(PULL, number, struct.pack("<QQ", 0, n))
+                data, (op, _, _) = self.gather(n, number, PIECE, SENT, DROPPED)
+            code = CANCELLED if op == DROPPED or data is None else OK
+            self.put_frame(TAKEN, number, struct.pack("<BQ", code, len(data) if code == OK else 0))
+            if op == MESSAGE:
+                self.credit += len(data)
+                self.put_frame(CREDIT, self.credit)
+            if code == OK:
+                return data
+
+def main():
+    parser = argparse.ArgumentParser(description="Uses a Tutti endpoint. read and recv write to standard output.")
+    parser.add_argument("--secret-file", help="has the job's secret or a client's credential; else TUTTI_SECRET has")
+    parser.add_argument("address", metavar="HOST:PORT")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for usage in "ls", "read REGION [OFF] [LEN]", "write REGION OFF FILE", "send TEXT", "recv":
+        command = commands.add_parser(usage.split()[0])
+        for a in usage.split()[1:]:
+            kind, many = int if a.strip("[]") in ("OFF", "LEN") else str, "?" if a[0] == "[" else None
+            command.add_argument(a.strip("[]"), type=kind, nargs=many)
+    args, out = parser.parse_args(), sys.stdout.buffer
+    try:
+        secret = open(args.secret_file, "rb").read() if args.secret_file else os.environb.get(b"TUTTI_SECRET", b"")
+        client = Client(args.address, os.fsdecode(secret.rstrip(b"\r\n")))
+        if args.command == "ls":
+            for name, length, rights in client.regions():
+                out.write(b"%s %12d %s\n" % ([b"--", b"r-", b"-w", b"rw"][rights & 3], length, name))
+        elif args.command == "read":
+            out.write(client.read(args.REGION, args.OFF or 0, args.LEN))
+        elif args.command == "write":
+            client.write(args.REGION, args.OFF, open(args.FILE, "rb").read())
+        elif args.command == "send":
+            client.send(os.fsencode(args.TEXT))
+        else:
+            out.write(client.recv())
+    except (Error, OSError) as e:
+        sys.exit(f"client.py: {e}")
+
+if __name__ == "__main__":
+    main()
