@@ -53,7 +53,7 @@ type Framer interface {
 // until Tail was called or the connection broke.
 type Out struct {
 	Framer
-	Gate *gate.Gate // its memory is the source; once it is closed the transfer is given up
+	Gate *gate.Gate // its memory is the source; once it is closed the transfer is given up; nil: N is 0
 	File *os.File   // is the source instead, if it is set
 	Off  int64      // of the first byte in the source
 	N    int64
@@ -398,7 +398,7 @@ func (c *Conn) collect() {
 // begin adds the next frame of o to out; true: its payload follows out.
 func (c *Conn) begin(o *Out) bool {
 	n := min(o.N-o.at, Chunk)
-	if o.stopped.Load() {
+	if o.stopped.Load() || o.Gate != nil && !o.Gate.IsOpen() {
 		c.out = o.Tail(c.out, false)
 		return false
 	}

@@ -1,0 +1,326 @@
+package link
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/endpoint/internal/gate"
+	"tutti/endpoint/internal/wire"
+)
+
+const patience = 20 * time.Second
+
+// transfer sends bytes as Data frames, and Done in the end: with code OK, or Stale if it was given
+// up.
+type transfer struct {
+	Out
+	id uint64
+}
+
+func (f *transfer) Head(b []byte, at, n int64) []byte {
+	return wire.Words(wire.Header{Size: uint64(8 + n), Address: f.id, Op: wire.Data}.Append(b), uint64(at))
+}
+
+func (f *transfer) Tail(b []byte, ok bool) []byte {
+	o := wire.Outcome{Code: wire.OK, Bytes: uint64(f.N)}
+	if !ok {
+		o.Code = wire.Stale
+	}
+	return o.Append(wire.Header{Size: wire.OutcomeSize, Address: f.id, Op: wire.Done}.Append(b))
+}
+
+// sink is a handler that puts Data frames to where add says.
+type sink struct {
+	mu     sync.Mutex
+	gates  map[uint64]*gate.Gate
+	codes  map[uint64]wire.Code
+	lost   map[uint64]bool // not all was stored
+	pongs  []uint64
+	broken chan error
+	news   chan struct{}
+}
+
+func newSink() *sink {
+	return &sink{gates: map[uint64]*gate.Gate{}, codes: map[uint64]wire.Code{}, lost: map[uint64]bool{},
+		broken: make(chan error, 1), news: make(chan struct{}, 1)}
+}
+
+func (s *sink) Frame(c *Conn, h wire.Header, ext []byte) (Sink, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch h.Op {
+	case wire.Data:
+		return Sink{Gate: s.gates[h.Address], Off: int64(wire.Word(ext, 0)), Token: h.Address}, nil
+	case wire.Done:
+		o, err := wire.DecodeOutcome(ext)
+		s.codes[h.Address] = o.Code
+		s.tell()
+		return Sink{}, err
+	case wire.Pong:
+		s.pongs = append(s.pongs, h.Address)
+		s.tell()
+		return Sink{}, nil
+	}
+	return Sink{}, fmt.Errorf("%w: %v", wire.ErrFrame, h.Op)
+}
+
+func (s *sink) tell() {
+	select {
+	case s.news <- struct{}{}:
+	default:
+	}
+}
+
+func (s *sink) End(_ *Conn, k Sink, stored bool) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !stored {
+		s.lost[k.Token.(uint64)] = true
+	}
+	return nil
+}
+
+func (s *sink) Broken(_ *Conn, err error) { s.broken <- err }
+
+// until waits for something that frames bring about.
+func (s *sink) until(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	late := time.After(patience)
+	for {
+		s.mu.Lock()
+		done := ok()
+		s.mu.Unlock()
+		if done {
+			return
+		}
+		select {
+		case <-s.news:
+		case <-late:
+			t.Fatalf("waited for %s in vain", what)
+		}
+	}
+}
+
+// ends returns a connection of a loop, and the other end of its socket.
+func ends(t *testing.T, h Handler) (c *Conn, other int) {
+	t.Helper()
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close(errors.New("the test is over")) })
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c, err = l.Add(fds[0], h, func(*Conn) {}); err != nil {
+		t.Fatal(err)
+	}
+	return c, fds[1]
+}
+
+// couple returns two connections that are connected.
+func couple(t *testing.T, a, b Handler) (x, y *Conn) {
+	t.Helper()
+	x, fd := ends(t, a)
+	l, err := NewLoop()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close(errors.New("the test is over")) })
+	if y, err = l.Add(fd, b, func(*Conn) {}); err != nil {
+		t.Fatal(err)
+	}
+	return x, y
+}
+
+func random(n int, seed uint64) []byte {
+	b := make([]byte, n)
+	r := rand.NewChaCha8([32]byte{byte(seed)})
+	r.Read(b)
+	return b
+}
+
+// Transfers of all sizes, from memory and files, arrive whole beside each other and control frames.
+func TestTransfersArrive(t *testing.T) {
+	in := newSink()
+	x, _ := couple(t, newSink(), in)
+	var want, got [][]byte
+	var outs []*Out
+	sizes := []int{0, 1, small, small + 1, gather, Chunk - 1, Chunk, Chunk + 1, 3*Chunk + 77, 5 << 20}
+	for i, n := range append(sizes, sizes...) {
+		id := uint64(i)
+		src, dst := random(n, id), make([]byte, n)
+		f := &transfer{id: id}
+		f.Framer, f.Gate, f.N = f, new(gate.Gate), int64(n)
+		f.Gate.Open(src)
+		if i >= len(sizes) {
+			file, err := os.CreateTemp(t.TempDir(), "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer file.Close()
+			if _, err := file.Write(append([]byte("skip"), src...)); err != nil {
+				t.Fatal(err)
+			}
+			f.File, f.Off = file, 4
+		}
+		in.gates[id] = new(gate.Gate)
+		in.gates[id].Open(dst)
+		want, got, outs = append(want, src), append(got, dst), append(outs, &f.Out)
+	}
+	x.Queue(outs...)
+	x.Send(wire.Header{Address: 7, Op: wire.Pong}.Append(nil))
+	in.until(t, "the transfers", func() bool { return len(in.codes) == len(want) && len(in.pongs) == 1 })
+	for i := range want {
+		in.gates[uint64(i)].Close()
+		if in.codes[uint64(i)] != wire.OK || in.lost[uint64(i)] || !bytes.Equal(want[i], got[i]) {
+			t.Errorf("transfer %d of %d bytes: code %d, lost %v", i, len(want[i]), in.codes[uint64(i)], in.lost[uint64(i)])
+		}
+	}
+}
+
+// A transfer whose source is closed while the socket is full ends its frame with zeros, and its Tail
+// says so. One that has not begun, and one that is stopped, send nothing.
+func TestTransfersAreGivenUp(t *testing.T) {
+	x, other := ends(t, newSink())
+	file := os.NewFile(uintptr(other), "other")
+	defer file.Close()
+	src := bytes.Repeat([]byte{0xff}, 8<<20)
+	var fs []*transfer
+	for id := range uint64(4) {
+		f := &transfer{id: id}
+		f.Framer, f.Gate, f.N = f, new(gate.Gate), int64(len(src))
+		f.Gate.Open(src)
+		fs = append(fs, f)
+		x.Queue(&f.Out)
+	}
+	x.Flush() // until the socket is full, within the first
+	fs[0].Gate.Close()
+	fs[1].Stop()
+	fs[2].Gate.Close()
+	if !x.Remove(&fs[3].Out) || x.Remove(&fs[3].Out) {
+		t.Error("Remove of a transfer that has not begun")
+	}
+	codes := map[uint64]wire.Code{}
+	bytesOf := map[uint64]int64{}
+	zeros := false
+	for len(codes) < 3 {
+		head := make([]byte, wire.HeaderSize)
+		if _, err := io.ReadFull(file, head); err != nil {
+			t.Fatal(err)
+		}
+		h := wire.Decode(head)
+		body := make([]byte, h.Size)
+		if _, err := io.ReadFull(file, body); err != nil {
+			t.Fatal(err)
+		}
+		if h.Op == wire.Done {
+			codes[h.Address] = wire.Code(body[0])
+			continue
+		}
+		if at := int64(binary.LittleEndian.Uint64(body)); at != bytesOf[h.Address] {
+			t.Fatalf("a frame at %d, expected %d", at, bytesOf[h.Address])
+		}
+		bytesOf[h.Address] += int64(len(body) - 8)
+		zeros = zeros || body[len(body)-1] == 0
+	}
+	for id := range uint64(3) {
+		if codes[id] != wire.Stale {
+			t.Errorf("transfer %d ended with %d", id, codes[id])
+		}
+	}
+	if bytesOf[0] == 0 || bytesOf[0] > int64(len(src))/2 || !zeros || bytesOf[1] != 0 || bytesOf[2] != 0 {
+		t.Errorf("%v bytes were sent, zeros: %v", bytesOf, zeros)
+	}
+}
+
+// What a closed gate would have got is dropped, and the connection goes on.
+func TestClosedSinksDrop(t *testing.T) {
+	in := newSink()
+	x, _ := couple(t, newSink(), in)
+	f := &transfer{id: 1}
+	f.Framer, f.Gate, f.N = f, new(gate.Gate), 1<<20
+	f.Gate.Open(make([]byte, f.N))
+	in.gates[1] = new(gate.Gate)
+	x.Queue(&f.Out)
+	x.Send(wire.Header{Op: wire.Pong}.Append(nil))
+	in.until(t, "the end", func() bool { return len(in.codes) == 1 && len(in.pongs) == 1 })
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if !in.lost[1] || in.codes[1] != wire.OK {
+		t.Error("End says that everything was stored")
+	}
+}
+
+func TestConnectionsEnd(t *testing.T) {
+	for name, c := range map[string]struct {
+		send []byte
+		want error
+	}{
+		"between frames":  {wire.Header{Op: wire.Pong}.Append(nil), ErrEnded},
+		"within a header": {[]byte{1, 2, 3}, io.ErrUnexpectedEOF},
+		"within a frame":  {wire.Header{Size: 100, Op: wire.Done}.Append(nil), io.ErrUnexpectedEOF},
+		"not a frame":     {bytes.Repeat([]byte{0xff}, 100), wire.ErrFrame},
+		"refused":         {wire.Header{Op: wire.Ping}.Append(nil), wire.ErrFrame},
+	} {
+		t.Run(name, func(t *testing.T) {
+			in := newSink()
+			x, other := ends(t, in)
+			if _, err := unix.Write(other, c.send); err != nil {
+				t.Fatal(err)
+			}
+			unix.Close(other)
+			select {
+			case err := <-in.broken:
+				if !errors.Is(err, c.want) || !errors.Is(x.Err(), c.want) {
+					t.Errorf("%v, want %v", err, c.want)
+				}
+			case <-time.After(patience):
+				t.Fatal("Broken is not called")
+			}
+			x.Send(wire.Header{Op: wire.Pong}.Append(nil)) // does nothing
+		})
+	}
+}
+
+// pongs waits for a number of Pong frames.
+type pongs struct {
+	*sink
+	n int
+}
+
+func (p pongs) Ended() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return len(p.pongs) >= p.n
+}
+
+// Waiters and the loop find what arrives, whoever polls, and what was to be sent later is sent.
+func TestWaitersAndLoopsShareConnections(t *testing.T) {
+	a, b := newSink(), newSink()
+	x, y := couple(t, a, b)
+	for i := 1; i <= 2000; i++ {
+		y.Later(wire.Header{Address: uint64(i), Op: wire.Pong}.Append(nil)) // goes with y's next wait
+		x.Send(wire.Header{Address: uint64(i), Op: wire.Pong}.Append(nil))
+		for _, w := range []struct {
+			c *Conn
+			pongs
+		}{{y, pongs{b, i}}, {x, pongs{a, i}}} {
+			if conns := []*Conn{w.c}; !Await(conns, w.pongs) {
+				w.until(t, "a frame", func() bool { return len(w.sink.pongs) >= w.n })
+				Woken(conns)
+			}
+		}
+	}
+}
