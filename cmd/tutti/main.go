@@ -1,5 +1,5 @@
-// Command tutti starts the ranks of a job, measures collectives between them, and examines
-// machines.
+// Command tutti starts the ranks of a job, measures collectives between them, examines machines, and
+// serves, reads and writes regions of endpoints.
 package main
 
 import (
@@ -108,7 +108,8 @@ func newRoot() *cobra.Command {
 		return &usageError{cmd, err}
 	})
 	root.SetHelpCommand(&cobra.Command{Hidden: true})
-	root.AddCommand(newRun(), newBench(), newTune(), newStatus(), newDoctor(), newSecret(), newEnv(), newVersion())
+	root.AddCommand(newRun(), newBench(), newTune(), newStatus(), newDoctor(), newSecret(), newEndpoint(), newEnv(),
+		newVersion())
 	root.SetUsageTemplate(usageTemplate)
 	root.SetHelpTemplate("{{with (or .Long .Short)}}{{. | trimTrailingWhitespaces}}\n\n{{end}}{{.UsageString}}")
 	for _, c := range root.Commands() {

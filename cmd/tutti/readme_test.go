@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/spf13/cobra"
+
 	"tutti/bootstrap"
 )
 
@@ -23,11 +25,18 @@ func TestReadmeTables(t *testing.T) {
 	cell := strings.NewReplacer("|", `\|`)
 	var commands, variables strings.Builder
 	commands.WriteString("| command | what it does |\n| --- | --- |\n")
-	for _, c := range newRoot().Commands() {
-		if c.IsAvailableCommand() {
+	var list func(*cobra.Command)
+	list = func(c *cobra.Command) {
+		switch {
+		case c.HasAvailableSubCommands():
+			for _, sub := range c.Commands() {
+				list(sub)
+			}
+		case c.IsAvailableCommand():
 			fmt.Fprintf(&commands, "| `%s` | %s |\n", cell.Replace(c.UseLine()), cell.Replace(c.Short))
 		}
 	}
+	list(newRoot())
 	variables.WriteString("| variable | meaning | default |\n| --- | --- | --- |\n")
 	for _, v := range bootstrap.Variables() {
 		fmt.Fprintf(&variables, "| `%s` | %s | %s |\n", v.Name, cell.Replace(v.Meaning), cell.Replace(v.Default))

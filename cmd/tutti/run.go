@@ -246,34 +246,44 @@ func (f *runFlags) options(cmd *cobra.Command, getenv func(string) string) (laun
 
 // secret reads the job's secret; "" if there is none.
 func (f *runFlags) secret(getenv func(string) string) (string, error) {
-	text, name, path := getenv("TUTTI_SECRET"), "TUTTI_SECRET", getenv("TUTTI_SECRET_FILE")
-	switch {
-	case f.secretFile != "":
-		path, name = f.secretFile, "--secret-file"
-	case text != "" && path != "":
-		return "", errors.New("TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
-	case text == "" && path == "":
-		return "", nil
-	case path != "":
-		name = "TUTTI_SECRET_FILE"
-	}
-	if path != "" {
-		file, err := os.Open(path)
-		if err != nil {
-			return "", fmt.Errorf("%s: %w", name, err)
-		}
-		defer file.Close()
-		b, err := io.ReadAll(io.LimitReader(file, 4097))
-		if err != nil {
-			return "", fmt.Errorf("%s: %w", name, err)
-		}
-		if len(b) > 4096 || strings.ContainsRune(string(b), 0) {
-			return "", fmt.Errorf("%s %s: expected up to 4096 bytes of text", name, path)
-		}
-		text = strings.TrimRight(string(b), "\r\n")
+	text, name, err := secretText(f.secretFile, getenv)
+	if err != nil || text == "" && name == "" {
+		return "", err
 	}
 	if _, err := bootstrap.ParseSecret(text); err != nil {
 		return "", fmt.Errorf("%s: %w", name, err)
 	}
 	return text, nil
+}
+
+// secretText reads what may be a secret, or a client's credential, from the file or as the
+// environment says. name says where it was; "": nowhere.
+func secretText(file string, getenv func(string) string) (text, name string, err error) {
+	text, name, path := getenv("TUTTI_SECRET"), "TUTTI_SECRET", getenv("TUTTI_SECRET_FILE")
+	switch {
+	case file != "":
+		path, name = file, "--secret-file"
+	case text != "" && path != "":
+		return "", "", errors.New("TUTTI_SECRET and TUTTI_SECRET_FILE are both set: set one of them")
+	case text == "" && path == "":
+		return "", "", nil
+	case path != "":
+		name = "TUTTI_SECRET_FILE"
+	}
+	if path == "" {
+		return text, name, nil
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return "", "", fmt.Errorf("%s: %w", name, err)
+	}
+	defer f.Close()
+	b, err := io.ReadAll(io.LimitReader(f, 4097))
+	if err != nil {
+		return "", "", fmt.Errorf("%s: %w", name, err)
+	}
+	if len(b) > 4096 || strings.ContainsRune(string(b), 0) {
+		return "", "", fmt.Errorf("%s %s: expected up to 4096 bytes of text", name, path)
+	}
+	return strings.TrimRight(string(b), "\r\n"), name, nil
 }

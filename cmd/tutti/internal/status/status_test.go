@@ -393,7 +393,7 @@ func TestQuantities(t *testing.T) {
 			t.Errorf("%v: %q, want %q", x, got, want)
 		}
 	}
-	if got := size(1536); got != "1.5 kB" {
+	if got := Size(1536); got != "1.5 kB" {
 		t.Error(got)
 	}
 }

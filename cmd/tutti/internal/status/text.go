@@ -47,7 +47,7 @@ func (r *Report) Text(w io.Writer, st Style) {
 	}
 	if r.Interval > 0 && n > 0 {
 		head += fmt.Sprintf(", %s operations and %s a second and rank", quantity(ops/float64(n)),
-			size(bytes/float64(n)))
+			Size(bytes/float64(n)))
 	}
 	fmt.Fprintln(w, st.paint("1", head))
 	if len(r.Findings) == 0 {
@@ -94,7 +94,7 @@ func (r *Report) table(w io.Writer, st Style) {
 		if s := x.Snapshot; s != nil {
 			line[1], line[2], line[3] = fmt.Sprint(s.PID), s.Host, fmt.Sprint(s.View.Epoch)
 			if r.Interval > 0 {
-				line[4], line[5] = quantity(x.Operations), size(x.Bytes)
+				line[4], line[5] = quantity(x.Operations), Size(x.Bytes)
 			}
 		} else if _, err := fmt.Sscanf(x.Where, "pid %s on %s", &line[1], &line[2]); err != nil {
 			line[1], line[2] = "", ""
@@ -204,8 +204,8 @@ func count(n int, what string) string {
 // quantity formats a number with at least two digits, and a unit for thousands.
 func quantity(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T"}, "") }
 
-// size formats a number of bytes.
-func size(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T", "P"}, "B") }
+// Size formats a number of bytes.
+func Size(x float64) string { return scaled(x, 1000, []string{"", "k", "M", "G", "T", "P"}, "B") }
 
 func scaled(x, step float64, units []string, what string) string {
 	i := 0

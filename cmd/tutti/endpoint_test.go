@@ -1,0 +1,711 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tutti/bootstrap"
+)
+
+// site is where the tests of tutti endpoint are: a secret, and a directory.
+type site struct {
+	*stage
+	dir, secret string
+}
+
+func newSite(t *testing.T) *site {
+	return &site{newStage(t), t.TempDir(), bootstrap.NewSecret()}
+}
+
+// file makes a file of n bytes, and returns its path and its contents.
+func (s *site) file(name string, n int) (path string, data []byte) {
+	s.t.Helper()
+	data = make([]byte, n)
+	rand.NewChaCha8([32]byte([]byte(fmt.Sprintf("%032d", n)))).Read(data)
+	path = filepath.Join(s.dir, name)
+	if err := os.WriteFile(path, data, 0o644); err != nil {
+		s.t.Fatal(err)
+	}
+	return path, data
+}
+
+// endpoint prepares tutti endpoint with these arguments and the secret.
+func (s *site) endpoint(args ...string) *tutti {
+	j := s.command(append([]string{"endpoint"}, args...)...)
+	j.cmd.Env = append(j.cmd.Env, "TUTTI_SECRET="+s.secret)
+	return j
+}
+
+// serve starts tutti endpoint serve, and returns what it prints when it listens.
+func (s *site) serve(args ...string) (server *tutti, info string) {
+	s.t.Helper()
+	server = s.endpoint(append([]string{"serve", "--listen", "127.0.0.1"}, args...)...).start()
+	server.stdout.await(s.t, "\n")
+	info = strings.TrimSuffix(server.stdout.String(), "\n")
+	if !strings.HasPrefix(info, "tutti-endpoint://127.0.0.1:") || strings.Contains(info, "\n") {
+		s.t.Fatalf("it prints %q", info)
+	}
+	return server, info
+}
+
+// names returns what is in the directory.
+func (s *site) names() []string {
+	s.t.Helper()
+	entries, err := os.ReadDir(s.dir)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+// holds checks the contents of a file.
+func (s *site) holds(path string, want []byte) {
+	s.t.Helper()
+	if got, err := os.ReadFile(path); err != nil || !bytes.Equal(got, want) {
+		s.t.Errorf("%s has %d bytes, which are not the %d expected ones (%v)", filepath.Base(path), len(got), len(want), err)
+	}
+}
+
+func TestEndpointRead(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("big", (abreast+3)*pieceSize+7)
+	empty, _ := s.file("empty", 0)
+	server, info := s.serve("weights="+path, "a b="+empty, "--name", "node")
+	address := strings.TrimPrefix(info[:strings.LastIndex(info, "/")], "tutti-endpoint://")
+
+	for _, at := range []string{info, address} {
+		j := s.endpoint("ls", at).start()
+		j.end(0)
+		want := fmt.Sprintf("a b             0  read\nweights  %d  read\n", len(data))
+		if got := j.stdout.String(); got != want {
+			t.Errorf("ls %s: %q, want %q", at, got, want)
+		}
+	}
+	j := s.endpoint("ls", "--json", info).start()
+	j.end(0)
+	var r remote
+	first, rest, _ := strings.Cut(j.stdout.String(), "\n")
+	if err := json.Unmarshal([]byte(first), &r); err != nil || r != (remote{"a b", 0, "read"}) ||
+		strings.Count(rest, "\n") != 1 {
+		t.Errorf("%+v, %v; %q", r, err, rest)
+	}
+
+	out := filepath.Join(s.dir, "out")
+	for _, c := range []struct {
+		args string
+		want []byte
+	}{
+		{"weights", data},
+		{"weights --offset 1M", data[1<<20:]},
+		{"weights --offset 5 --length 3", data[5:8]},
+		{"weights --offset 1K --length 2M", data[1<<10:][:2<<20]},
+		{"weights --length 0", nil},
+		{fmt.Sprintf("weights --offset %d", len(data)), nil},
+	} {
+		args := append([]string{"read", info}, strings.Fields(c.args)...)
+		j := s.endpoint(args...).start()
+		j.end(0)
+		if !bytes.Equal([]byte(j.stdout.String()), c.want) || j.stderr.String() != "" {
+			t.Errorf("read %s: %d bytes, which are not the %d expected ones; stderr %q", c.args, len(j.stdout.String()),
+				len(c.want), j.stderr.String())
+		}
+		j = s.endpoint(append(args, "-o", out)...).start()
+		j.end(0)
+		if j.stdout.String() != "" || j.stderr.String() != "" {
+			t.Errorf("read %s -o: stdout %q, stderr %q", c.args, j.stdout.String(), j.stderr.String())
+		}
+		s.holds(out, c.want)
+	}
+	s.endpoint("read", info, "a b", "-o", out).start().end(0)
+	s.holds(out, nil)
+
+	for _, c := range []struct{ args, says string }{
+		{"nothing", "region nothing of endpoint node: no such region"},
+		{"weights --offset 1G", "offset 1073741824 is out of the region's bounds"},
+		{"weights --length 1G", "1073741824 at offset 0 are out of the region's bounds"},
+		{"weights -o /no/such/directory/f", "/no/such/directory/f cannot be made: "},
+		{"weights -o " + s.dir, "is a directory"},
+	} {
+		j := s.endpoint(append([]string{"read", info}, strings.Fields(c.args)...)...).start()
+		j.end(1)
+		j.says(c.says)
+		if j.stdout.String() != "" {
+			t.Errorf("read %s: stdout %q", c.args, j.stdout.String())
+		}
+	}
+	if got := s.names(); !slices.Equal(got, []string{"big", "empty", "out"}) {
+		t.Errorf("the directory has %q", got)
+	}
+
+	server.signal(syscall.SIGINT)
+	server.end(0)
+	server.says("tutti: a b: 0 B read\n")
+	server.says("tutti: weights: ")
+	if text := server.stderr.String(); strings.Count(text, "\n") != 2 || strings.Contains(text, "written") {
+		t.Errorf("stderr %q", text)
+	}
+	j = s.endpoint("read", info, "weights", "-o", out).start()
+	j.end(1)
+	j.says("connection refused")
+}
+
+func TestEndpointWrite(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("region", 3*pieceSize+100)
+	source, news := s.file("source", 2*pieceSize+5)
+	server, info := s.serve("r="+path, "--write")
+	_, fixed := s.serve("r=" + path)
+	address := strings.TrimPrefix(info[:strings.LastIndex(info, "/")], "tutti-endpoint://")
+
+	j := s.endpoint("ls", address).start()
+	j.end(0)
+	if got := j.stdout.String(); !strings.HasSuffix(got, "  read+write\n") {
+		t.Errorf("ls: %q", got)
+	}
+	s.endpoint("write", info, "r", source).start().end(0)
+	copy(data, news)
+	s.holds(path, data)
+	s.endpoint("write", info, "r", source, "--offset", "1M").start().end(0)
+	copy(data[1<<20:], news)
+	s.holds(path, data)
+	feed := func(b []byte, args ...string) *tutti {
+		j := s.endpoint(append([]string{"write", info, "r", "-"}, args...)...)
+		j.cmd.Stdin = bytes.NewReader(b)
+		return j.start()
+	}
+	feed(news[:pieceSize+9], "--offset", "77").end(0)
+	copy(data[77:], news[:pieceSize+9])
+	s.holds(path, data)
+	feed(nil).end(0)
+	s.holds(path, data)
+	feed(slices.Repeat([]byte{1}, 3*pieceSize), "--offset", "100").end(0) // it just fits
+	copy(data[100:], slices.Repeat([]byte{1}, 3*pieceSize))
+	s.holds(path, data)
+
+	// What does not fit is known before a file is written, and only at the end of a pipe.
+	j = s.endpoint("write", info, "r", source, "--offset", "2M").start()
+	j.end(1)
+	j.says("2097157 at offset 2097152 are out of the region's bounds")
+	s.holds(path, data)
+	j = feed(news, "--offset", "2M")
+	j.end(1)
+	j.says("the input is longer than the 1048676 bytes of region r from offset 2097152: they have been written")
+	copy(data[2<<20:], news)
+	s.holds(path, data)
+
+	j = s.endpoint("write", fixed, "r", source).start()
+	j.end(1)
+	j.says("cannot be written: its rights are read")
+	s.holds(path, data)
+
+	server.signal(syscall.SIGTERM)
+	server.end(0)
+	server.says("tutti: r: 0 B read, ")
+	server.says(" written\n")
+}
+
+// The credential of a client connects, but does not serve. Who has another secret does not.
+func TestEndpointTrust(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("region", 1000)
+	server, info := s.serve("r="+path, "--write")
+	raw, err := bootstrap.ParseSecret(s.secret)
+	if err != nil {
+		t.Fatal(err)
+	}
+	credential, err := bootstrap.NewCredential(raw, "web-1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(s.dir, "credential")
+	if err := os.WriteFile(file, []byte(credential+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	run := func(env string, args ...string) *tutti {
+		j := s.command(append([]string{"endpoint"}, args...)...)
+		j.cmd.Env = append(j.cmd.Env, env)
+		return j.start()
+	}
+	for _, j := range []*tutti{
+		run("TUTTI_SECRET="+credential, "read", info, "r"),
+		run("TUTTI_SECRET_FILE="+file, "read", info, "r"),
+		run("TUTTI_SECRET=that of another job", "read", info, "r", "--secret-file", file),
+	} {
+		j.end(0)
+		if j.stdout.String() != string(data) {
+			t.Errorf("%q reads something else", j.cmd.Args)
+		}
+	}
+	run("TUTTI_SECRET="+credential, "write", info, "r", file).end(0)
+	s.holds(path, append([]byte(credential+"\n"), data[len(credential)+1:]...))
+	j := run("TUTTI_SECRET="+credential, "serve", "r="+path)
+	j.end(codeUsage)
+	j.says("this is the credential of client web-1")
+
+	other := bootstrap.NewSecret()
+	bad, err := bootstrap.NewCredential([]byte("another secret of 16 bytes or more"), "web-1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, secret := range []string{other, bad} {
+		for _, args := range [][]string{{"ls", info}, {"read", info, "r", "-o", filepath.Join(s.dir, "out")},
+			{"write", info, "r", file}} {
+			j := run("TUTTI_SECRET="+secret, args...)
+			j.end(1)
+			j.says("not authenticated: ")
+			j.says("is it that of the other end?")
+			if text := j.stderr.String() + j.stdout.String(); strings.Contains(text, secret[len(secret)-16:]) {
+				t.Errorf("it shows the secret: %q", text)
+			}
+		}
+	}
+	server.signal(syscall.SIGINT)
+	server.end(0)
+	server.says("refused a connection")
+	if got := s.names(); !slices.Equal(got, []string{"credential", "region"}) {
+		t.Errorf("the directory has %q", got)
+	}
+}
+
+func TestEndpointUsage(t *testing.T) {
+	s := newSite(t)
+	path, _ := s.file("f", 10)
+	fifo := filepath.Join(s.dir, "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct{ args, says string }{
+		{"raed", `there is no command "endpoint raed"; did you mean endpoint read?`},
+		{"serve", "which files? tutti endpoint serve NAME=FILE..."},
+		{"serve f", `"f": expected NAME=FILE`},
+		{"serve =" + path, "expected NAME=FILE"},
+		{"serve x=", `"x=": expected NAME=FILE`},
+		{"serve x=/no/such/file", "/no/such/file: no such file or directory"},
+		{"serve x=" + s.dir, s.dir + " is a directory"},
+		{"serve x=" + fifo, fifo + " is no regular file"},
+		{"serve x=" + path + " x=" + path, "two regions have the name x"},
+		{"serve \x01=" + path, `invalid name: region "\x01"`},
+		{"serve x=" + path + " --name \x01", `--name: endpoint: invalid name: endpoint "\x01"`},
+		{"serve x=" + path + " --listen none", "--listen none: it needs an address"},
+		{"serve x=" + path + " --listen 1.2.3.4/99", "--listen 1.2.3.4/99: "},
+		{"serve x=" + path + " --ports x", `--ports: port "x": expected a port`},
+		{"serve x=" + path + " --secret-file /no/such/file", "--secret-file: open /no/such/file: no such file"},
+		{"ls", "tutti endpoint ls takes ENDPOINT, got 0 arguments"},
+		{"ls x", `endpoint "x": "x" is no address`},
+		{"ls tutti-endpoint:///x?id=0000000000000001", "does not listen"},
+		{"ls a:1 b:1", "takes ENDPOINT, got 2 arguments"},
+		{"ls a:1 --timeout 0s", "--timeout 0s: expected more than 0"},
+		{"ls a:1 --timeout soon", `"soon" is no duration`},
+		{"read a:1", "tutti endpoint read takes ENDPOINT REGION, got 1 arguments"},
+		{"read a:1 r --offset -1", `--offset "-1": expected a size`},
+		{"read a:1 r --length 9X", `--length "9X": expected a size`},
+		{"read a:1 r --bogus", "unknown flag: --bogus"},
+		{"write a:1 r", "tutti endpoint write takes ENDPOINT REGION FILE, got 2 arguments"},
+		{"write a:1 r /no/such/file", "/no/such/file: no such file or directory"},
+		{"write a:1 r " + s.dir, s.dir + " is a directory"},
+	} {
+		j := s.endpoint(strings.Fields(c.args)...).start()
+		j.end(codeUsage)
+		j.says(c.says)
+		if text := j.stderr.String(); strings.Count(text, "\n") != 2 || j.stdout.String() != "" {
+			t.Errorf("tutti endpoint %s: stdout %q, stderr %q", c.args, j.stdout.String(), text)
+		}
+	}
+	for _, args := range []string{"serve x=" + path, "ls a:1", "read a:1 r", "write a:1 r " + path} {
+		j := s.run(append([]string{"endpoint"}, strings.Fields(args)...)...)
+		j.end(codeUsage)
+		j.says("export TUTTI_SECRET=$(tutti secret)")
+	}
+	for _, args := range []string{"", "serve --help", "ls --help", "read --help", "write --help"} {
+		j := s.run(append([]string{"endpoint"}, strings.Fields(args)...)...)
+		j.end(0)
+		if out := j.stdout.String(); !strings.Contains(out, "Usage:\n  tutti endpoint ") || j.stderr.String() != "" {
+			t.Errorf("tutti endpoint %s: stdout %q, stderr %q", args, out, j.stderr.String())
+		}
+	}
+}
+
+// dam forwards connections, and stops when so many bytes have come from the other end.
+type dam struct {
+	net.Listener
+	to   string
+	left atomic.Int64
+	full chan struct{} // closed then
+	once sync.Once
+
+	mu    sync.Mutex
+	conns []net.Conn
+}
+
+func newDam(t *testing.T, info string, n int64) *dam {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	address, _, _ := strings.Cut(strings.TrimPrefix(info, "tutti-endpoint://"), "/")
+	d := &dam{Listener: l, to: address, full: make(chan struct{})}
+	d.left.Store(n)
+	var all sync.WaitGroup
+	all.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			all.Go(func() { d.forward(&all, c) })
+		}
+	})
+	t.Cleanup(func() {
+		l.Close()
+		d.cut()
+		all.Wait()
+	})
+	return d
+}
+
+func (d *dam) forward(all *sync.WaitGroup, c net.Conn) {
+	o, err := net.Dial("tcp", d.to)
+	if err != nil {
+		c.Close()
+		return
+	}
+	d.mu.Lock()
+	d.conns = append(d.conns, c, o)
+	d.mu.Unlock()
+	all.Go(func() {
+		io.Copy(o, c)
+		o.Close()
+	})
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := o.Read(buf)
+		if d.left.Add(int64(-n)) < 0 {
+			d.once.Do(func() { close(d.full) })
+			return
+		}
+		if _, werr := c.Write(buf[:n]); err != nil || werr != nil {
+			c.Close()
+			return
+		}
+	}
+}
+
+// cut closes the connections.
+func (d *dam) cut() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, c := range d.conns {
+		c.Close()
+	}
+}
+
+func (d *dam) await(t *testing.T) {
+	t.Helper()
+	select {
+	case <-d.full:
+	case <-time.After(patience):
+		t.Fatal("the bytes never came")
+	}
+}
+
+// A read that is interrupted, or loses the other end, leaves nothing, and a file that was there as
+// it was.
+func TestEndpointReadCutShort(t *testing.T) {
+	for _, by := range []string{"SIGINT", "SIGTERM", "loss"} {
+		for _, over := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s over a file %v", by, over), func(t *testing.T) {
+				s := newSite(t)
+				path, _ := s.file("region", 8*pieceSize)
+				server, info := s.serve("r=" + path)
+				out := filepath.Join(s.dir, "out")
+				left := []string{"region"}
+				if over {
+					s.file("out", 100)
+					left = []string{"out", "region"}
+				}
+				d := newDam(t, info, 5*pieceSize)
+				j := s.endpoint("read", d.Addr().String(), "r", "-o", out, "--timeout", "1h").start()
+				d.await(t)
+				if got := s.names(); len(got) != len(left)+1 || !strings.HasPrefix(got[0], ".tutti-read-") {
+					t.Errorf("under way, the directory has %q", got)
+				}
+				switch by {
+				case "SIGINT":
+					j.signal(syscall.SIGINT)
+					j.end(130)
+					j.says("tutti: interrupted by SIGINT\n")
+				case "SIGTERM":
+					j.signal(syscall.SIGTERM)
+					j.end(143)
+					j.says("tutti: interrupted by SIGTERM\n")
+				case "loss":
+					server.signal(syscall.SIGKILL)
+					<-server.finished
+					d.Close()
+					d.cut()
+					j.end(1)
+					j.says("read of 1048576 bytes of region r from endpoint ")
+				}
+				if text := j.stderr.String(); strings.Count(text, "\n") != 1 {
+					t.Errorf("stderr %q", text)
+				}
+				if got := s.names(); !slices.Equal(got, left) {
+					t.Errorf("the directory has %q", got)
+				}
+				if over {
+					if info, err := os.Stat(out); err != nil || info.Size() != 100 {
+						t.Errorf("%v, %v", info, err)
+					}
+				}
+			})
+		}
+	}
+}
+
+// Ctrl-C ends what waits for somebody else.
+func TestEndpointInterrupted(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("region", 8*pieceSize)
+	_, info := s.serve("r="+path, "--write")
+	t.Run("who does not answer", func(t *testing.T) {
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		j := s.endpoint("ls", l.Addr().String(), "--timeout", "1h").start()
+		c, err := l.Accept()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		j.signal(syscall.SIGINT)
+		j.end(130)
+		j.says("tutti: interrupted by SIGINT\n")
+
+		j = s.endpoint("ls", l.Addr().String(), "--timeout", "50ms").start()
+		j.end(1)
+		j.says("tutti: endpoint: connect to ")
+	})
+	t.Run("who does not read the output", func(t *testing.T) {
+		r, w, err := os.Pipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer r.Close()
+		j := s.endpoint("read", info, "r")
+		j.cmd.Stdout = w
+		j.start()
+		w.Close()
+		var b [1]byte
+		if _, err := r.Read(b[:]); err != nil || b[0] != data[0] {
+			t.Fatalf("%x, %v", b, err)
+		}
+		j.signal(syscall.SIGINT)
+		j.end(130)
+	})
+	t.Run("who does not write the input", func(t *testing.T) {
+		r, w, err := os.Pipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer w.Close()
+		j := s.endpoint("write", info, "r", "-")
+		j.cmd.Stdin = r
+		j.start()
+		r.Close()
+		if _, err := w.Write(data[:2*pieceSize]); err != nil { // more than a pipe holds
+			t.Fatal(err)
+		}
+		j.signal(syscall.SIGINT)
+		j.end(130)
+	})
+}
+
+// On a terminal they show progress, a heading, and what to do next; and no bytes of a file.
+func TestEndpointOnTerminal(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("region", 3*pieceSize)
+	master, slave := terminal(t)
+	var screen buffer
+	read := make(chan struct{})
+	go func() {
+		defer close(read)
+		io.Copy(&screen, master) // ends with an error when the other end is closed
+	}()
+	on := func(j *tutti) *tutti {
+		j.cmd.Env = append(j.cmd.Env, "TERM=xterm", "NO_COLOR=1")
+		j.cmd.Stderr = slave
+		return j
+	}
+	server := on(s.endpoint("serve", "--listen", "127.0.0.1", "it's="+path, "--write")).start()
+	server.stdout.await(t, "\n")
+	info := strings.TrimSpace(server.stdout.String())
+	screen.await(t, `tutti endpoint read '`+info+`' 'it'\''s' -o FILE`)
+	if sh, err := exec.LookPath("sh"); err == nil {
+		b, err := exec.Command(sh, "-c", "printf %s/ "+quoted(info)+" "+quoted("it's")).Output()
+		if err != nil || string(b) != info+"/it's/" {
+			t.Errorf("a shell understands %q, %v", b, err)
+		}
+	}
+
+	on(s.endpoint("read", info, "it's", "-o", path+".out")).start().end(0)
+	s.holds(path+".out", data)
+	screen.await(t, "  0%  [")
+	screen.await(t, "] ")
+	screen.await(t, "of 3.1 MB")
+	screen.await(t, "\r\x1b[Ktutti: read 3.1 MB in ")
+	on(s.endpoint("write", info, "it's", path+".out")).start().end(0)
+	screen.await(t, "\r\x1b[Ktutti: wrote 3.1 MB in ")
+
+	j := on(s.endpoint("ls", info))
+	j.cmd.Stdout = slave
+	j.start().end(0)
+	screen.await(t, "name     size  rights\r\nit's  3145728  read+write\r\n")
+	j = on(s.endpoint("read", info, "it's"))
+	j.cmd.Stdout = slave
+	j.start().end(codeUsage)
+	screen.await(t, "the standard output is a terminal: give -o FILE")
+	server.signal(syscall.SIGINT)
+	server.end(0)
+	screen.await(t, "it's: 3.1 MB read, 3.1 MB written")
+	slave.Close()
+	<-read
+}
+
+func TestMeter(t *testing.T) {
+	began := time.Now()
+	for _, c := range []struct {
+		moved, total int64
+		columns      int
+		want         string
+	}{
+		{0, 1000, 80, "  0%  [" + strings.Repeat(" ", 40) + "]  0 B of 1.0 kB"},
+		{500, 1000, 80, " 50%  [" + strings.Repeat("#", 20) + strings.Repeat(" ", 20) + "]  500 B of 1.0 kB  250 B/s"},
+		{1000, 1000, 60, "100%  [" + strings.Repeat("#", 24) + "]  1.0 kB of 1.0 kB  500 B/s"},
+		{1000, 1000, 30, "100%  1.0 kB of 1.0 kB  500 B"},
+		{1000, 1000, 0, "100%  1.0 kB of 1.0 kB  500 B/s"},
+		{500, -1, 80, "500 B  250 B/s"},
+		{0, 0, 80, "0 B of 0 B"},
+		{1 << 60, 1 << 60, 10, "100%  115"},
+	} {
+		m := &meter{total: c.total, moved: c.moved, began: began}
+		if got := m.text(began.Add(2*time.Second), c.columns); got != c.want {
+			t.Errorf("%d of %d in %d columns: %q, want %q", c.moved, c.total, c.columns, got, c.want)
+		}
+	}
+}
+
+func TestShown(t *testing.T) {
+	for name, want := range map[string]string{"weights": "weights", "a b": "a b", "é": "é", "\u009b2J": `"\u009b2J"`,
+		"\xff": `"\xff"`, "\u202e": `"\u202e"`} {
+		if got := shown(name); got != want {
+			t.Errorf("%q: %s, want %s", name, got, want)
+		}
+	}
+}
+
+// Where a read goes: a new file, the place of one that is there, through links, or into a pipe.
+func TestEndpointOutput(t *testing.T) {
+	dir := t.TempDir()
+	at := func(name string) string { return filepath.Join(dir, name) }
+	fill := func(path, text string, complete bool) error {
+		t.Helper()
+		o, err := create(t.Context(), path)
+		if err != nil {
+			return err
+		}
+		if err := reserve(o.file, int64(len(text))); o.whole && err != nil {
+			t.Error(err)
+		}
+		if _, err := o.file.WriteString(text); err != nil {
+			t.Error(err)
+		}
+		return o.close(complete)
+	}
+	want := func(path, text string, mode os.FileMode) {
+		t.Helper()
+		b, err := os.ReadFile(path)
+		info, serr := os.Stat(path)
+		if err != nil || serr != nil || string(b) != text || info.Mode().Perm() != mode {
+			t.Errorf("%q, %v, %v, %v; want %q with mode %v", b, info, err, serr, text, mode)
+		}
+	}
+	old := syscall.Umask(0o027)
+	defer syscall.Umask(old)
+	if err := fill(at("new"), "first", true); err != nil {
+		t.Fatal(err)
+	}
+	want(at("new"), "first", 0o640)
+	if err := errors.Join(os.Chmod(at("new"), 0o604), os.Symlink("new", at("link"))); err != nil {
+		t.Fatal(err)
+	}
+	if err := fill(at("link"), "second", true); err != nil {
+		t.Fatal(err)
+	}
+	want(at("new"), "second", 0o604)
+	if err := fill(at("new"), "third", false); err != nil {
+		t.Fatal(err)
+	}
+	want(at("new"), "second", 0o604)
+	if info, err := os.Lstat(at("link")); err != nil || info.Mode()&os.ModeSymlink == 0 {
+		t.Errorf("the link is %v, %v", info, err)
+	}
+	if err := fill(dir, "", true); err == nil {
+		t.Error("a directory")
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 2 {
+		t.Errorf("%v, %v", entries, err)
+	}
+	// What is no regular file is written, not replaced.
+	if err := unix.Mkfifo(at("fifo"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	pipe, err := os.OpenFile(at("fifo"), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := fill(at("fifo"), "fourth", true); err != nil {
+		t.Fatal(err)
+	}
+	if info, err := os.Stat(at("fifo")); err != nil || info.Mode()&os.ModeNamedPipe == 0 {
+		t.Fatalf("the pipe is %v, %v", info, err)
+	}
+	var got [10]byte
+	if n, err := pipe.Read(got[:]); err != nil || string(got[:n]) != "fourth" {
+		t.Errorf("%q, %v", got[:n], err)
+	}
+	pipe.Close()
+	// A pipe that nobody reads is waited for until the context ends.
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(interrupted(syscall.SIGINT))
+	if _, err := create(ctx, at("fifo")); !errors.Is(err, interrupted(syscall.SIGINT)) {
+		t.Errorf("%v", err)
+	}
+	if r, err := os.OpenFile(at("fifo"), os.O_RDONLY|syscall.O_NONBLOCK, 0); err == nil { // lets it go
+		r.Close()
+	}
+}
