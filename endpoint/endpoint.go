@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -268,7 +269,7 @@ func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
 		err = p.connect(ctx)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("endpoint: connect to %v: %w", info, err)
+		return nil, fmt.Errorf("endpoint %v: %w", info, err)
 	}
 	return p, nil
 }
@@ -599,12 +600,15 @@ func (e *Endpoint) dial(p *Peer) error {
 		return nil
 	}
 	var why []error
-	for _, a := range e.order(ctx, info.Addrs) {
+	addrs := e.order(ctx, info.Addrs)
+	for i, a := range addrs {
 		p.mu.Lock()
 		s := newSession(p, newID(), e.cfg.Conns)
 		s.dialled = true
 		p.mu.Unlock()
-		err := e.dialAt(ctx, s, a)
+		part, cancel := share(ctx, len(addrs)-i)
+		err := e.dialAt(part, s, a)
+		cancel()
 		if err == nil {
 			return nil
 		}
@@ -624,13 +628,35 @@ func (e *Endpoint) dial(p *Peer) error {
 	return explain(why)
 }
 
+// share returns a context with a part of the time that ctx has: that of one of n addresses.
+func share(ctx context.Context, n int) (context.Context, context.CancelFunc) {
+	d, ok := ctx.Deadline()
+	if !ok {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, time.Until(d)/time.Duration(n))
+}
+
 // explain joins the reasons why no address could be dialled.
 func explain(why []error) error {
 	if len(why) == 0 {
-		return fmt.Errorf("%w: none of the peer's addresses can be reached from here", ErrBroken)
+		why = []error{errors.New("none of the peer's addresses can be reached from here")}
 	}
-	return fmt.Errorf("%w: %w", ErrBroken, errors.Join(why...))
+	return &dialError{why}
 }
+
+// dialError says why there is no connection. It wraps ErrBroken, without saying that one was lost.
+type dialError struct{ why []error }
+
+func (e *dialError) Error() string {
+	var all []string
+	for _, err := range e.why {
+		all = append(all, err.Error())
+	}
+	return "cannot connect: " + strings.Join(all, "; ")
+}
+
+func (e *dialError) Unwrap() []error { return append([]error{ErrBroken}, e.why...) }
 
 // order returns the addresses that can be reached, best first.
 func (e *Endpoint) order(ctx context.Context, addrs []string) []string {
@@ -698,7 +724,10 @@ func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
 	defer cancel()
 	defer context.AfterFunc(e.life, cancel)()
 	var why []error
-	for _, a := range e.order(ctx, info.Addrs) {
+	addrs := e.order(ctx, info.Addrs)
+	for i, a := range addrs {
+		ctx, cancel := share(ctx, len(addrs)-i)
+		defer cancel()
 		fd, err := e.open(ctx, a, 0)
 		if err == nil {
 			w := &asked{id: make(chan uint64, 1), gone: make(chan error, 1)}

@@ -24,12 +24,16 @@ type Info struct {
 // maxAddrs bounds the addresses of an Info.
 const maxAddrs = 16
 
-// String returns the text of MarshalText.
+// String returns the text of MarshalText; without an ID, the addresses alone.
 func (i Info) String() string {
+	if i.ID == 0 {
+		return strings.Join(i.Addrs, ",")
+	}
 	return fmt.Sprintf("tutti-endpoint://%s/%s?id=%016x", strings.Join(i.Addrs, ","), url.PathEscape(i.Name), i.ID)
 }
 
 // MarshalText implements encoding.TextMarshaler: "tutti-endpoint://HOST:PORT,HOST:PORT/NAME?id=HEX".
+// An Info without an ID is "HOST:PORT,HOST:PORT".
 func (i Info) MarshalText() ([]byte, error) { return []byte(i.String()), nil }
 
 // UnmarshalText implements encoding.TextUnmarshaler.

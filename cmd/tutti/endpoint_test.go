@@ -508,7 +508,7 @@ func TestEndpointInterrupted(t *testing.T) {
 
 		j = s.endpoint("ls", l.Addr().String(), "--timeout", "50ms").start()
 		j.end(1)
-		j.says("tutti: endpoint: connect to ")
+		j.says("cannot connect: ")
 	})
 	t.Run("who does not read the output", func(t *testing.T) {
 		r, w, err := os.Pipe()
