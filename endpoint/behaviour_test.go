@@ -264,7 +264,8 @@ func TestFiles(t *testing.T) {
 	}
 	from := open("from", pattern(n, 2))
 	wait(t, p.WriteFrom(from, 1, n-1, "file", 1))
-	if all, _ := os.ReadFile(served.Name()); !bytes.Equal(all[6:], pattern(n, 2)[1:]) || !bytes.Equal(all[:6], content[:6]) {
+	if all, _ := os.ReadFile(served.Name()); !bytes.Equal(all[6:], pattern(n, 2)[1:]) || !bytes.Equal(all[:6],
+		content[:6]) {
 		t.Error("a file written from a file differs")
 	}
 	if err := served.Truncate(1000); err != nil {
@@ -364,7 +365,8 @@ func TestManyRegions(t *testing.T) {
 	}
 	var ops []Op
 	for i := range n {
-		ops = append(ops, Op{Kind: OpRead, Local: mem.Host(make([]byte, 1), mem.Anywhere), Region: fmt.Sprintf("layer-%d", i)})
+		ops = append(ops, Op{Kind: OpRead, Local: mem.Host(make([]byte, 1), mem.Anywhere),
+			Region: fmt.Sprintf("layer-%d", i)})
 	}
 	wait(t, p.Batch(ops))
 }
@@ -397,7 +399,8 @@ func TestWatch(t *testing.T) {
 		case 2:
 			first.Unregister()
 		case 3:
-			if _, err := b.Register("hidden", memory, RegionConfig{Clients: map[string]mem.Rights{"x": Read}}); err != nil {
+			if _, err := b.Register("hidden", memory,
+				RegionConfig{Clients: map[string]mem.Rights{"x": Read}}); err != nil {
 				t.Fatal(err)
 			}
 			register("first")

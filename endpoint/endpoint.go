@@ -335,7 +335,11 @@ func (e *Endpoint) peer(info Info) (*Peer, error) {
 		p.mu.Unlock()
 		return p, nil
 	}
-	p := &Peer{ep: e, peerID: id, name: info.Name, info: info, wanted: true}
+	if checkName("endpoint", info.Name) != nil {
+		info.Name = ""
+	}
+	p := newPeer(e, id, info.Name)
+	p.info, p.wanted = info, true
 	e.peers[id] = p
 	return p, nil
 }
@@ -413,7 +417,8 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if n := len(e.peers); n >= e.cfg.MaxPeers && e.peers[peerID{h.Client, h.FromIncarnation}] == nil && !e.evictLocked() {
+	if n := len(e.peers); n >= e.cfg.MaxPeers && e.peers[peerID{h.Client, h.FromIncarnation}] == nil &&
+		!e.evictLocked() {
 		return &trust.Refusal{Code: codeFull, Text: fmt.Sprintf("it has %d peers, and takes no more", n)}
 	}
 	return nil
@@ -537,7 +542,7 @@ func (e *Endpoint) enter(from peerID, name string, id uint64, g wire.Greeting) (
 		if len(e.peers) >= e.cfg.MaxPeers && !e.evictLocked() {
 			return nil, nil, fmt.Errorf("%w: %d peers are connected", ErrBusy, len(e.peers))
 		}
-		p = &Peer{ep: e, peerID: from, name: cmp.Or(from.client, name)}
+		p = newPeer(e, from, cmp.Or(from.client, name))
 		e.peers[from] = p
 		e.fresh = append(e.fresh, p)
 		e.tellLocked()
@@ -578,7 +583,8 @@ var errCrossed = errors.New("both ends connect at the same time")
 func (e *Endpoint) evictLocked() bool {
 	for id, p := range e.peers {
 		p.mu.Lock()
-		ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil || p.coming.broken)
+		ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil ||
+			p.coming.broken)
 		p.mu.Unlock()
 		if ok {
 			delete(e.peers, id)
@@ -832,7 +838,8 @@ func (g *greeted) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 		return link.Sink{}, errCrossed
 	}
 	if h.Op != wire.Hello || h.Address != g.id {
-		return link.Sink{}, fmt.Errorf("%w: %v of session %x, expected Hello of %x", wire.ErrFrame, h.Op, h.Address, g.id)
+		return link.Sink{}, fmt.Errorf("%w: %v of session %x, expected Hello of %x", wire.ErrFrame, h.Op,
+			h.Address, g.id)
 	}
 	gr, err := wire.DecodeGreeting(ext)
 	if err != nil {
@@ -846,8 +853,8 @@ func (g *greeted) End(c *link.Conn, sink link.Sink, _ bool) error {
 	p := g.peer
 	p.mu.Lock()
 	defer p.settle(c)
-	if name := string(sink.Buf); p.name == "" && checkName("endpoint", name) == nil {
-		p.name = name
+	if name := string(sink.Buf); p.Name() == "" && checkName("endpoint", name) == nil {
+		p.name.Store(&name)
 	}
 	c.SetHandler(g.session)
 	gr := sink.Token.(wire.Greeting)

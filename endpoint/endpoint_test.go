@@ -147,7 +147,8 @@ func TestMessagesKeepTheirOrder(t *testing.T) {
 					if err := f.Wait(t.Context()); err != nil {
 						t.Fatal(err)
 					}
-					if x := f.Result(0); x.N != int64(n) || x.Total != int64(n) || !bytes.Equal(buf[:n], pattern(n, uint64(r*100+i))) {
+					if x := f.Result(0); x.N != int64(n) || x.Total != int64(n) || !bytes.Equal(buf[:n], pattern(n,
+						uint64(r*100+i))) {
 						t.Fatalf("message %d of round %d: %+v, expected %d bytes", i, r, x, n)
 					}
 				}

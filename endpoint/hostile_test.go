@@ -217,9 +217,10 @@ func guard(t testing.TB, n int) *guarded {
 		b []byte
 		c RegionConfig
 	}{
-		"data":   {g.all[4096:][:n:n], RegionConfig{Rights: Read | Write}},
-		"locked": {bytes.Repeat([]byte{0x5a}, 4096), RegionConfig{Rights: Read, Clients: map[string]mem.Rights{"eve": 0}}},
-		"honor":  {g.honor, RegionConfig{Rights: Read | Write}},
+		"data": {g.all[4096:][:n:n], RegionConfig{Rights: Read | Write}},
+		"locked": {bytes.Repeat([]byte{0x5a}, 4096), RegionConfig{Rights: Read,
+			Clients: map[string]mem.Rights{"eve": 0}}},
+		"honor": {g.honor, RegionConfig{Rights: Read | Write}},
 	} {
 		if _, err := e.Register(name, mem.Host(m.b, mem.Anywhere), m.c); err != nil {
 			t.Fatal(err)
@@ -280,14 +281,16 @@ func TestStrangers(t *testing.T) {
 		}
 	}
 	k := credential(t, testSecret).Key
-	for _, h := range []trust.Hello{{FromIncarnation: 9, ToIncarnation: g.e.id + 2, Extra: protocol}, {ToIncarnation: g.e.id, Extra: protocol},
+	for _, h := range []trust.Hello{{FromIncarnation: 9, ToIncarnation: g.e.id + 2, Extra: protocol},
+		{ToIncarnation: g.e.id, Extra: protocol},
 		{FromIncarnation: g.e.id, Extra: protocol}, {FromIncarnation: 9, Extra: protocol + 1}} {
 		var refused *trust.Refusal
 		if _, err := trust.Client(dial(), k, purpose, h, false); !errors.As(err, &refused) {
 			t.Errorf("%+v: %v", h, err)
 		}
 	}
-	if _, err := trust.Client(dial(), k, "another purpose", trust.Hello{FromIncarnation: 9}, false); !errors.Is(err, trust.ErrAuth) {
+	if _, err := trust.Client(dial(), k, "another purpose", trust.Hello{FromIncarnation: 9},
+		false); !errors.Is(err, trust.ErrAuth) {
 		t.Errorf("another purpose: %v", err)
 	}
 	g.works(t)
@@ -304,8 +307,11 @@ func TestMalformedFrames(t *testing.T) {
 		return wire.Header{Size: size, Address: 1, Op: op}.Append(nil)
 	}
 	for name, f := range map[string]func(e wire.Entry) [][]byte{
-		"raw write":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.RawWrite, 0, nil, 1, 2, 3)} },
-		"raw read":       func(wire.Entry) [][]byte { return [][]byte{frame(wire.RawRead, 0, nil, 1, 2, 3, 4, 5, 6, 7, 8)} },
+		"raw write": func(wire.Entry) [][]byte { return [][]byte{frame(wire.RawWrite, 0, nil, 1, 2, 3)} },
+		"raw read": func(wire.Entry) [][]byte {
+			return [][]byte{frame(wire.RawRead, 0, nil, 1, 2, 3, 4, 5, 6,
+				7, 8)}
+		},
 		"unknown opcode": func(wire.Entry) [][]byte { return [][]byte{giant(0xff, 0)} },
 		"giant ping":     func(wire.Entry) [][]byte { return [][]byte{giant(wire.Ping, 1<<63)} },
 		"giant get":      func(wire.Entry) [][]byte { return [][]byte{giant(wire.Get, 1<<64-1)} },
@@ -317,19 +323,25 @@ func TestMalformedFrames(t *testing.T) {
 		"another hello":  func(wire.Entry) [][]byte { return [][]byte{hello(77, 0, 1)} },
 		"data":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Data, 1, words(0), 1, 2)} },
 		"done":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Done, 1, outcomeOf(wire.OK, 0))} },
-		"done, bad code": func(wire.Entry) [][]byte { return [][]byte{frame(wire.Done, 1, []byte{200, 0, 0, 0, 0, 0, 0, 0, 0})} },
-		"region":         func(e wire.Entry) [][]byte { return [][]byte{frame(wire.Region, 1, e.Append(nil), []byte("x")...)} },
-		"taken":          func(wire.Entry) [][]byte { return [][]byte{frame(wire.Taken, 1, outcomeOf(wire.OK, 0))} },
-		"taken 0":        func(wire.Entry) [][]byte { return [][]byte{frame(wire.Taken, 0, outcomeOf(wire.OK, 0))} },
-		"credit":         func(wire.Entry) [][]byte { return [][]byte{frame(wire.Credit, 1, nil)} },
-		"pull":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Pull, 1, words(0, 1))} },
-		"piece":          func(wire.Entry) [][]byte { return [][]byte{frame(wire.Piece, 1, words(0), 1)} },
-		"sent":           func(wire.Entry) [][]byte { return [][]byte{frame(wire.Sent, 1, nil)} },
-		"message 2":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 2, nil, 1)} },
-		"message 0":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 0, nil, 1)} },
-		"message twice":  func(wire.Entry) [][]byte { m := frame(wire.Message, 1, nil, 1); return [][]byte{m, m} },
-		"dropped 5":      func(wire.Entry) [][]byte { return [][]byte{frame(wire.Dropped, 5, nil)} },
-		"huge offer":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Offer, 1, words(wire.MaxSize+1))} },
+		"done, bad code": func(wire.Entry) [][]byte {
+			return [][]byte{frame(wire.Done, 1, []byte{200, 0, 0, 0, 0,
+				0, 0, 0, 0})}
+		},
+		"region": func(e wire.Entry) [][]byte {
+			return [][]byte{frame(wire.Region, 1, e.Append(nil),
+				[]byte("x")...)}
+		},
+		"taken":         func(wire.Entry) [][]byte { return [][]byte{frame(wire.Taken, 1, outcomeOf(wire.OK, 0))} },
+		"taken 0":       func(wire.Entry) [][]byte { return [][]byte{frame(wire.Taken, 0, outcomeOf(wire.OK, 0))} },
+		"credit":        func(wire.Entry) [][]byte { return [][]byte{frame(wire.Credit, 1, nil)} },
+		"pull":          func(wire.Entry) [][]byte { return [][]byte{frame(wire.Pull, 1, words(0, 1))} },
+		"piece":         func(wire.Entry) [][]byte { return [][]byte{frame(wire.Piece, 1, words(0), 1)} },
+		"sent":          func(wire.Entry) [][]byte { return [][]byte{frame(wire.Sent, 1, nil)} },
+		"message 2":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 2, nil, 1)} },
+		"message 0":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Message, 0, nil, 1)} },
+		"message twice": func(wire.Entry) [][]byte { m := frame(wire.Message, 1, nil, 1); return [][]byte{m, m} },
+		"dropped 5":     func(wire.Entry) [][]byte { return [][]byte{frame(wire.Dropped, 5, nil)} },
+		"huge offer":    func(wire.Entry) [][]byte { return [][]byte{frame(wire.Offer, 1, words(wire.MaxSize+1))} },
 		"put beyond total": func(e wire.Entry) [][]byte {
 			return [][]byte{frame(wire.Put, 1, rangeOf(e, 0, 8), 0xa5, 0xa5, 0xa5, 0xa5),
 				frame(wire.Put, 1, rangeOf(e, 4, 8), bytes.Repeat([]byte{0}, 5)...)}
@@ -409,7 +421,8 @@ func TestOutsideRegions(t *testing.T) {
 		t.Errorf("a write to what may be read: code %d", body[0])
 	}
 	// A later frame of a write is outside.
-	r.send(frame(wire.Put, 91, at(e, 0, 8).Append(nil), 0xa5), frame(wire.Put, 91, at(e, n-3, 8).Append(nil), make([]byte, 7)...))
+	r.send(frame(wire.Put, 91, at(e, 0, 8).Append(nil), 0xa5), frame(wire.Put, 91, at(e, n-3, 8).Append(nil),
+		make([]byte, 7)...))
 	if _, body := r.expect(wire.Done); wire.Code(body[0]) != wire.Bounds {
 		t.Errorf("a write whose second part is outside: code %d", body[0])
 	}
@@ -464,7 +477,8 @@ func TestClaimedIdentity(t *testing.T) {
 	}
 	defer c.Close()
 	c.SetDeadline(time.Now().Add(patience))
-	if _, err := trust.Client(c, k.Key, purpose, trust.Hello{Client: "adam", FromIncarnation: 9, Extra: protocol}, false); !errors.Is(err, trust.ErrAuth) {
+	if _, err := trust.Client(c, k.Key, purpose, trust.Hello{Client: "adam", FromIncarnation: 9, Extra: protocol},
+		false); !errors.Is(err, trust.ErrAuth) {
 		t.Errorf("another client's name: %v", err)
 	}
 }
@@ -549,7 +563,8 @@ func TestFloods(t *testing.T) {
 		t.Run(x.name, func(t *testing.T) {
 			g := guard(t, 64<<10)
 			for i := range 500 {
-				if _, err := g.e.Register(fmt.Sprintf("%0200d", i), mem.Host(g.honor, mem.Anywhere), RegionConfig{}); err != nil {
+				if _, err := g.e.Register(fmt.Sprintf("%0200d", i), mem.Host(g.honor, mem.Anywhere),
+					RegionConfig{}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -614,7 +629,8 @@ func TestSendsToNobody(t *testing.T) {
 		}
 		if i%50 == 49 {
 			if now := heap(); now > before+16<<20 {
-				t.Fatalf("%d empty messages, which nobody receives, are %d KiB of memory", (i+1)*len(ops), (now-before)>>10)
+				t.Fatalf("%d empty messages, which nobody receives, are %d KiB of memory", (i+1)*len(ops),
+					(now-before)>>10)
 			}
 		}
 	}
@@ -687,7 +703,8 @@ func TestShortRead(t *testing.T) {
 			}
 			switch h.Op {
 			case wire.Lookup:
-				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20, Rights: 3}.Append(nil), []byte("data")...))
+				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20,
+					Rights: 3}.Append(nil), []byte("data")...))
 			case wire.Get:
 				r.Write(frame(wire.Done, h.Address, outcomeOf(wire.OK, 10)))
 			}
@@ -865,7 +882,8 @@ func TestOperationsThatNobodyAnswers(t *testing.T) {
 						return
 					}
 					if h.Op == wire.Lookup && x.lookup {
-						r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20, Rights: 3}.Append(nil), []byte("data")...))
+						r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1, Len: 1 << 20,
+							Rights: 3}.Append(nil), []byte("data")...))
 					}
 				}
 			})
@@ -1071,7 +1089,8 @@ func TestSessionsDisplaceEachOther(t *testing.T) {
 func TestUnevenParts(t *testing.T) {
 	for conns := 2; conns <= 4; conns++ {
 		_, b, p, q := pair(t, Config{Conns: conns})
-		for _, n := range []int{stripe, stripe + 1, stripe + stripe/2 + 1, stripe + stripe/2 + 2, 2*stripe + 3, 3*stripe + 1, 3*stripe - 1} {
+		for _, n := range []int{stripe, stripe + 1, stripe + stripe/2 + 1, stripe + stripe/2 + 2, 2*stripe + 3,
+			3*stripe + 1, 3*stripe - 1} {
 			src, dst, data := pattern(n, uint64(n)), make([]byte, n), make([]byte, n)
 			src[n-1] = 1
 			to, err := b.Register(fmt.Sprint("to ", n), mem.Host(data, mem.Anywhere), RegionConfig{Rights: Write})

@@ -48,7 +48,8 @@ func (s *session) ageLocked(now time.Time) {
 
 // idleLocked reports whether nothing is under way and nobody waits for something of the peer.
 func (s *session) idleLocked() bool {
-	return len(s.requests) == 0 && len(s.backlog)+len(s.asking) == 0 && len(s.serving) == 0 && s.owed+s.owedNotes == 0 && len(s.untaken) == 0 &&
+	return len(s.requests) == 0 && len(s.backlog)+len(s.asking) == 0 && len(s.serving) == 0 &&
+		s.owed+s.owedNotes == 0 && len(s.untaken) == 0 &&
 		len(s.sendq) == 0 && len(s.peer.recvs) == 0 && len(s.peer.waiting) == 0
 }
 

@@ -49,7 +49,8 @@ func (i *Info) UnmarshalText(text []byte) error {
 // is.
 func ParseInfo(text string) (Info, error) {
 	fail := func(why string) (Info, error) {
-		return Info{}, fmt.Errorf("endpoint %.100q: %s; want tutti-endpoint://HOST:PORT/NAME?id=HEX or HOST:PORT", text, why)
+		return Info{}, fmt.Errorf("endpoint %.100q: %s; want tutti-endpoint://HOST:PORT/NAME?id=HEX or HOST:PORT",
+			text, why)
 	}
 	var i Info
 	addrs := text

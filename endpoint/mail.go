@@ -83,7 +83,8 @@ func (s *session) postLocked(t *task) {
 	l := &letter{seq: t.seq, op: wire.Message}
 	l.Gate, l.N, l.Whole = &t.gate, t.n, true
 	x := &post{task: t, letter: l}
-	if t.n > min(int64(s.theirs.Message), link.Chunk) || s.sent-s.credited+wire.Cost(uint64(t.n)) > uint64(s.theirs.Window) {
+	if t.n > min(int64(s.theirs.Message), link.Chunk) ||
+		s.sent-s.credited+wire.Cost(uint64(t.n)) > uint64(s.theirs.Window) {
 		l.op, l.off, l.N = wire.Offer, t.n, 0
 	} else {
 		s.sent += wire.Cost(uint64(l.N))
@@ -136,7 +137,8 @@ func (s *session) newArrivalLocked(c *link.Conn, seq uint64, total uint64) (*arr
 		return nil, fmt.Errorf("%w: a message on another connection than the first", wire.ErrFrame)
 	}
 	if seq != s.lastArrival+1 || total > wire.MaxSize {
-		return nil, fmt.Errorf("%w: message %d of %d bytes, expected number %d", wire.ErrFrame, seq, total, s.lastArrival+1)
+		return nil, fmt.Errorf("%w: message %d of %d bytes, expected number %d", wire.ErrFrame, seq, total,
+			s.lastArrival+1)
 	}
 	if err := s.oweNoteLocked(c); err != nil {
 		return nil, err
@@ -163,7 +165,8 @@ func (s *session) messageLocked(c *link.Conn, seq uint64, n int64) (link.Sink, e
 	}
 	cost := int64(wire.Cost(uint64(n)))
 	if n > maxMessage || s.buffered+cost > s.room {
-		return link.Sink{}, fmt.Errorf("%w: message of %d bytes, %d of %d are in use", wire.ErrFrame, n, s.buffered, s.room)
+		return link.Sink{}, fmt.Errorf("%w: message of %d bytes, %d of %d are in use", wire.ErrFrame, n,
+			s.buffered, s.room)
 	}
 	s.buffered += cost
 	if p := s.peer; p.session == s && seq == s.expect+1 && len(p.mail) == 0 && len(p.recvs) > 0 {
@@ -358,7 +361,8 @@ func (s *session) pieceLocked(seq, off, n uint64) (link.Sink, error) {
 	}
 	if a == nil || a.pulls == 0 || n == 0 || n > uint64(a.want) || off > uint64(a.want)-n ||
 		uint64(a.got)+n > uint64(a.want) {
-		return link.Sink{}, fmt.Errorf("%w: %d bytes at %d of message %d, which were not asked for", wire.ErrFrame, n, off,
+		return link.Sink{}, fmt.Errorf("%w: %d bytes at %d of message %d, which were not asked for", wire.ErrFrame,
+			n, off,
 			seq)
 	}
 	a.got += int64(n)

@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tutti/endpoint/internal/link"
@@ -21,7 +22,7 @@ import (
 type Peer struct {
 	ep *Endpoint
 	peerID
-	name string
+	name atomic.Pointer[string] // nil: it has not told it
 
 	mu          sync.Mutex
 	info        Info          // Addrs is empty if it was never told
@@ -53,11 +54,20 @@ type peerID struct {
 	id     uint64 // of its endpoint
 }
 
+func newPeer(e *Endpoint, id peerID, name string) *Peer {
+	p := &Peer{ep: e, peerID: id}
+	if name != "" {
+		p.name.Store(&name)
+	}
+	return p
+}
+
 // Name returns the peer's name: that of its key if it is a client, else what it calls itself.
 func (p *Peer) Name() string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.name
+	if name := p.name.Load(); name != nil {
+		return *name
+	}
+	return ""
 }
 
 // ID returns the identity of the peer's endpoint: another one for each endpoint that was made.
@@ -68,10 +78,10 @@ func (p *Peer) Client() string { return p.client }
 
 // String returns "endpoint NAME".
 func (p *Peer) String() string {
-	if p.name == "" {
-		return fmt.Sprintf("endpoint %016x", p.id)
+	if name := p.Name(); name != "" {
+		return "endpoint " + name
 	}
-	return "endpoint " + p.name
+	return fmt.Sprintf("endpoint %016x", p.id)
 }
 
 // Read starts reading len(dst) bytes from offset off of the peer's region.

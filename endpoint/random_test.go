@@ -96,7 +96,8 @@ type lane struct {
 }
 
 func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
-	m := &member{w: w, i: i, mem: bytes.Repeat([]byte{gapByte}, w.n*lanes*(laneSize+gap)+gap), peers: make([]*Peer, w.n),
+	m := &member{w: w, i: i, mem: bytes.Repeat([]byte{gapByte}, w.n*lanes*(laneSize+gap)+gap), peers: make([]*Peer,
+		w.n),
 		lanes: make([][]*lane, w.n), sent: make([][]bool, w.n), got: make([]map[uint64]bool, w.n)}
 	for j := range w.n {
 		m.got[j] = map[uint64]bool{}
@@ -113,7 +114,8 @@ func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
 	if m.c, err = NewContext(ContextConfig{Loops: 1 + r.IntN(2)}); err != nil {
 		return nil, err
 	}
-	m.e, err = New(m.c, Config{Secret: testSecret, Interfaces: "127.0.0.1", Name: fmt.Sprint("m", i), Conns: conns, Timeout: longTime})
+	m.e, err = New(m.c, Config{Secret: testSecret, Interfaces: "127.0.0.1", Name: fmt.Sprint("m", i), Conns: conns,
+		Timeout: longTime})
 	if err == nil {
 		m.region, err = m.e.Register("r", mem.Host(m.mem, mem.Anywhere), RegionConfig{Rights: Read | Write})
 	}
@@ -208,7 +210,8 @@ func (m *member) disturb(r *rand.Rand, j int) {
 			m.w.errorf("member %d: the region changes after Unregister", m.i)
 		}
 		var err error
-		if m.region, err = m.e.Register("r", mem.Host(m.mem, mem.Anywhere), RegionConfig{Rights: Read | Write}); err != nil && !m.w.stopped.Load() {
+		if m.region, err = m.e.Register("r", mem.Host(m.mem, mem.Anywhere),
+			RegionConfig{Rights: Read | Write}); err != nil && !m.w.stopped.Load() {
 			m.w.errorf("register again: %v", err)
 		}
 		m.w.count("registered again")
@@ -380,7 +383,8 @@ func (m *member) ended(j int, x *job, res Result, cancelled bool) {
 		fine := w.stopped.Load() || cancelled && why == ErrCancelled.Error() || x.brief && why == "timeout"
 		if w.chaos {
 			switch {
-			case why == ErrBroken.Error(), why == ErrStale.Error(), why == ErrNoRegion.Error(), why == ErrClosed.Error(),
+			case why == ErrBroken.Error(), why == ErrStale.Error(), why == ErrNoRegion.Error(),
+				why == ErrClosed.Error(),
 				x.op.Kind == OpSend && why == ErrCancelled.Error():
 				fine = true
 			}
@@ -509,7 +513,8 @@ func (m *member) receive(j int, done <-chan struct{}) {
 					}
 					m.mu.Unlock()
 				}
-				if strings.HasPrefix(why, "?") || !w.chaos && !w.stopped.Load() && !errors.Is(res.Err, ErrCancelled) && !ended {
+				if strings.HasPrefix(why, "?") || !w.chaos && !w.stopped.Load() && !errors.Is(res.Err,
+					ErrCancelled) && !ended {
 					w.errorf("member %d, recv from %d: %v", m.i, j, res.Err)
 				}
 				continue
@@ -528,7 +533,8 @@ func (m *member) receive(j int, done <-chan struct{}) {
 			case !bytes.Equal(got, want[:res.N]):
 				w.errorf("member %d: message %d of member %d is corrupted", m.i, seq, j)
 			case res.N != min(res.Total, int64(ops[i].Local.Len())):
-				w.errorf("member %d: %d bytes of a message of %d, there is room for %d", m.i, res.N, res.Total, ops[i].Local.Len())
+				w.errorf("member %d: %d bytes of a message of %d, there is room for %d", m.i, res.N, res.Total,
+					ops[i].Local.Len())
 			case !intact(bufs[i][:canary]) || !intact(bufs[i][canary+res.N:]):
 				w.errorf("member %d: a recv of %d bytes wrote beyond", m.i, res.N)
 			}
@@ -624,7 +630,8 @@ func TestRandom(t *testing.T) {
 						continue
 					}
 					for k, l := range members[i].lanes[m.i] {
-						l.check(w, fmt.Sprintf("lane %d of %d in the region of %d", k, i, m.i), m.mem[l.off:][:laneSize], 0)
+						l.check(w, fmt.Sprintf("lane %d of %d in the region of %d", k, i, m.i),
+							m.mem[l.off:][:laneSize], 0)
 					}
 					for seq, ok := range members[i].sent[m.i] {
 						if ok && !m.got[i][uint64(seq)] && !w.closes {
@@ -662,8 +669,10 @@ func (w *world) finish(members []*member) {
 			wg.Go(func() {
 				buf := make([]byte, 1<<20)
 				for {
-					err := p.Batch([]Op{{Kind: OpSend, Local: mem.Host(buf, mem.Anywhere)}, {Kind: OpRecv, Local: mem.Host(make([]byte, 1<<20), mem.Anywhere)},
-						{Kind: OpRead, Region: "r", Local: mem.Host(make([]byte, 300<<10), mem.Anywhere)}}).Wait(context.Background())
+					err := p.Batch([]Op{{Kind: OpSend, Local: mem.Host(buf, mem.Anywhere)}, {Kind: OpRecv,
+						Local: mem.Host(make([]byte, 1<<20), mem.Anywhere)},
+						{Kind: OpRead, Region: "r", Local: mem.Host(make([]byte, 300<<10),
+							mem.Anywhere)}}).Wait(context.Background())
 					if errors.Is(err, ErrClosed) {
 						return
 					}
@@ -707,7 +716,8 @@ func TestConnectFromBothSides(t *testing.T) {
 		var wg sync.WaitGroup
 		errs := make([]error, 2)
 		for k, x := range [][2]*Endpoint{{a, b}, {b, a}} {
-			if _, err := x[0].Register("r", mem.Host(make([]byte, 64), mem.Anywhere), RegionConfig{Rights: Read | Write}); err != nil {
+			if _, err := x[0].Register("r", mem.Host(make([]byte, 64), mem.Anywhere),
+				RegionConfig{Rights: Read | Write}); err != nil {
 				t.Fatal(err)
 			}
 			spin := r.IntN(200)
@@ -808,7 +818,8 @@ func TestRandomProcesses(t *testing.T) {
 			var infos strings.Builder
 			for i := range n {
 				cmd := exec.Command(os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s")
-				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %d %d %d", childVariable, seed, n, chaos, i, opsOf()/6))
+				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %d %d %d", childVariable, seed, n, chaos, i,
+					opsOf()/6))
 				in, err := cmd.StdinPipe()
 				if err != nil {
 					t.Fatal(err)

@@ -100,8 +100,10 @@ type registry struct {
 }
 
 func checkName(what, name string) error {
-	if len(name) == 0 || len(name) > wire.MaxName || strings.ContainsFunc(name, func(r rune) bool { return r < ' ' || r == 0x7f }) {
-		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes without control characters", ErrName, what, name, wire.MaxName)
+	if len(name) == 0 || len(name) > wire.MaxName || strings.ContainsFunc(name,
+		func(r rune) bool { return r < ' ' || r == 0x7f }) {
+		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes without control characters", ErrName, what, name,
+			wire.MaxName)
 	}
 	return nil
 }

@@ -93,7 +93,8 @@ func newSession(p *Peer, id uint64, count int) *session {
 
 // greeting is the first frame of a connection. s.peer.mu is held.
 func (s *session) greeting(index int) []byte {
-	return s.ep.greeting(s.id, wire.Greeting{Index: uint8(index), Count: uint8(len(s.conns)), Last: s.peer.lastSession, Window: uint32(s.room),
+	return s.ep.greeting(s.id, wire.Greeting{Index: uint8(index), Count: uint8(len(s.conns)),
+		Last: s.peer.lastSession, Window: uint32(s.room),
 		Message: uint32(min(s.room, maxMessage))})
 }
 
@@ -544,12 +545,14 @@ func (s *session) dataLocked(c *link.Conn, id, off, n uint64) (link.Sink, error)
 	if pc == nil {
 		return link.Sink{}, nil // it was given up
 	}
-	if pc.task.Kind != OpRead || pc.conn != c || n > uint64(pc.n) || off > uint64(pc.n)-n || uint64(pc.got)+n > uint64(pc.n) {
+	if pc.task.Kind != OpRead || pc.conn != c || n > uint64(pc.n) || off > uint64(pc.n)-n ||
+		uint64(pc.got)+n > uint64(pc.n) {
 		return link.Sink{}, fmt.Errorf("%w: %d bytes of data at %d for a request of %d, of which %d have come",
 			wire.ErrFrame, n, off, pc.n, pc.got)
 	}
 	pc.got += int64(n)
-	return link.Sink{Gate: &pc.task.gate, File: pc.task.File, Off: pc.task.FileOffset + pc.off + int64(off), Token: pc}, nil
+	return link.Sink{Gate: &pc.task.gate, File: pc.task.File, Off: pc.task.FileOffset + pc.off + int64(off),
+		Token: pc}, nil
 }
 
 // doneLocked ends a request of this end.

@@ -115,7 +115,8 @@ func (s *session) goneLocked(v vanished, name string) error {
 		delete(s.peer.known, name)
 	}
 	if !r.query.ended {
-		s.eventLocked(v.id, r.query, RegionEvent{RemoteRegion{Name: name, id: v.region, generation: v.generation}, true})
+		s.eventLocked(v.id, r.query, RegionEvent{RemoteRegion{Name: name, id: v.region, generation: v.generation},
+			true})
 	}
 	return nil
 }

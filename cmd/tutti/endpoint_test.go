@@ -84,7 +84,8 @@ func (s *site) names() []string {
 func (s *site) holds(path string, want []byte) {
 	s.t.Helper()
 	if got, err := os.ReadFile(path); err != nil || !bytes.Equal(got, want) {
-		s.t.Errorf("%s has %d bytes, which are not the %d expected ones (%v)", filepath.Base(path), len(got), len(want), err)
+		s.t.Errorf("%s has %d bytes, which are not the %d expected ones (%v)", filepath.Base(path), len(got),
+			len(want), err)
 	}
 }
 

@@ -185,7 +185,8 @@ func TestTransfersArrive(t *testing.T) {
 	for i := range want {
 		in.gates[uint64(i)].Close()
 		if in.codes[uint64(i)] != wire.OK || in.lost[uint64(i)] || !bytes.Equal(want[i], got[i]) {
-			t.Errorf("transfer %d of %d bytes: code %d, lost %v", i, len(want[i]), in.codes[uint64(i)], in.lost[uint64(i)])
+			t.Errorf("transfer %d of %d bytes: code %d, lost %v", i, len(want[i]), in.codes[uint64(i)],
+				in.lost[uint64(i)])
 		}
 	}
 }

@@ -128,7 +128,8 @@ var shapes = [beyond - First]shape{
 	Get - First: {RangeSize, 0}, Put - First: {RangeSize, MaxSize}, Data - First: {8, MaxSize},
 	Done - First: {OutcomeSize, MaxText}, Cancel - First: {}, Lookup - First: {0, MaxName}, List - First: {4, MaxName},
 	Watch - First: {}, Region - First: {EntrySize, MaxName}, Gone - First: {goneSize, MaxName},
-	Message - First: {0, MaxMessage}, Offer - First: {8, 0}, Pull - First: {16, 0}, Piece - First: {8, MaxSize}, Sent - First: {},
+	Message - First: {0, MaxMessage}, Offer - First: {8, 0}, Pull - First: {16, 0}, Piece - First: {8, MaxSize},
+	Sent - First:  {},
 	Taken - First: {OutcomeSize, MaxText}, Credit - First: {}, Dropped - First: {},
 }
 
