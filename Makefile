@@ -11,12 +11,13 @@ TORCH       ?= 2.15.0
 TORCH_ENV   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/torch-$(TORCH)
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
-RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/)
+RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
 LONGEST     := ./tests/faults ./pg
 ABREAST     := -p 3
-# Ranks that have to share their cores with other tests take several times as long.
+# Ranks that have to share their cores with other tests take several times as long, and endpoints under attack leave others little.
 MATRIX      := ./tests/matrix
+ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
@@ -56,11 +57,12 @@ bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--d
 test: lint test-unit test-race test-purego test-pytorch ## everything that CI runs; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
-	@$(GO) run ./tests/report -- $(GO) test -count=1 -timeout 15m $(MATRIX)
-	@$(GO) run ./tests/report -- $(GO) test $(ABREAST) -count=1 -timeout 15m $(LONGEST) $$($(GO) list ./... | grep -v /tests/matrix)
+	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -timeout 15m $(MATRIX) $(ATTACKED)
+	@$(GO) run ./tests/report -- $(GO) test $(ABREAST) -count=1 -timeout 15m $(LONGEST) $$($(GO) list ./... | grep -v -e /tests/matrix -e '^tutti/endpoint$$')
 	cd tests/kubernetes && $(GO) test -count=1 ./...
 
 test-race: ## the packages with the race detector
+	@$(GO) run ./tests/report -- $(GO) test -short -race -count=1 -timeout 15m $(ATTACKED)
 	@$(GO) run ./tests/report -- $(GO) test -short -race $(ABREAST) -count=1 -timeout 15m ./pg ./cmd/tutti $(RACE_PKGS)
 
 test-purego: ## build and test without cgo and without assembly

@@ -715,11 +715,13 @@ func TestConnectFromBothSides(t *testing.T) {
 		b := newEndpoint(t, cb, Config{Name: "b", Conns: 1 + r.IntN(4), Timeout: patience})
 		var wg sync.WaitGroup
 		errs := make([]error, 2)
-		for k, x := range [][2]*Endpoint{{a, b}, {b, a}} {
-			if _, err := x[0].Register("r", mem.Host(make([]byte, 64), mem.Anywhere),
+		for _, e := range []*Endpoint{a, b} {
+			if _, err := e.Register("r", mem.Host(make([]byte, 64), mem.Anywhere),
 				RegionConfig{Rights: Read | Write}); err != nil {
 				t.Fatal(err)
 			}
+		}
+		for k, x := range [][2]*Endpoint{{a, b}, {b, a}} {
 			spin := r.IntN(200)
 			wg.Go(func() {
 				for range spin {

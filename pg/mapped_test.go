@@ -160,7 +160,7 @@ func TestDeathWhileMemoryIsMapped(t *testing.T) {
 								t.Fatal(bad)
 							}
 						}
-						if len(g.View().Active) < n {
+						if err == nil && y[0] != 15 { // all ranks count the same operations
 							after++
 						}
 					}

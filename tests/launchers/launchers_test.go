@@ -84,7 +84,9 @@ func TestMPIOnOneHostNeedsNothing(t *testing.T) {
 			// Two at once are two launches.
 			var all []*rig.Process
 			for range 2 {
-				all = append(all, s.Start(append(asRoot, path), example(t, script), "3", hello))
+				// Two mpiruns remove a directory that they share under each other's hands.
+				own := "OMPI_MCA_orte_tmpdir_base=" + t.TempDir()
+				all = append(all, s.Start(append(asRoot, path, own), example(t, script), "3", hello))
 			}
 			for _, p := range all {
 				p.End(0)
