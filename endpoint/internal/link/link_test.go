@@ -55,6 +55,16 @@ func newSink() *sink {
 		broken: make(chan error, 1), news: make(chan struct{}, 1)}
 }
 
+// add makes dst the place of a transfer.
+func (s *sink) add(id uint64, dst []byte) *gate.Gate {
+	g := new(gate.Gate)
+	g.Open(dst)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.gates[id] = g
+	return g
+}
+
 func (s *sink) Frame(c *Conn, h wire.Header, ext []byte) (Sink, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -169,19 +179,23 @@ func TestTransfersArrive(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer file.Close()
+			defer func() {
+				f.Gate.Close() // what reads the file reads it within the gate
+				file.Close()
+			}()
 			if _, err := file.Write(append([]byte("skip"), src...)); err != nil {
 				t.Fatal(err)
 			}
 			f.File, f.Off = file, 4
 		}
-		in.gates[id] = new(gate.Gate)
-		in.gates[id].Open(dst)
+		in.add(id, dst)
 		want, got, outs = append(want, src), append(got, dst), append(outs, &f.Out)
 	}
 	x.Queue(outs...)
 	x.Send(wire.Header{Address: 7, Op: wire.Pong}.Append(nil))
 	in.until(t, "the transfers", func() bool { return len(in.codes) == len(want) && len(in.pongs) == 1 })
+	in.mu.Lock()
+	defer in.mu.Unlock()
 	for i := range want {
 		in.gates[uint64(i)].Close()
 		if in.codes[uint64(i)] != wire.OK || in.lost[uint64(i)] || !bytes.Equal(want[i], got[i]) {
@@ -253,7 +267,7 @@ func TestClosedSinksDrop(t *testing.T) {
 	f := &transfer{id: 1}
 	f.Framer, f.Gate, f.N = f, new(gate.Gate), 1<<20
 	f.Gate.Open(make([]byte, f.N))
-	in.gates[1] = new(gate.Gate)
+	in.add(1, nil).Close()
 	x.Queue(&f.Out)
 	x.Send(wire.Header{Op: wire.Pong}.Append(nil))
 	in.until(t, "the end", func() bool { return len(in.codes) == 1 && len(in.pongs) == 1 })
