@@ -15,8 +15,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"tutti/bootstrap"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
@@ -25,6 +23,7 @@ import (
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/route"
+	"tutti/internal/socket"
 	"tutti/internal/trust"
 	"tutti/mem"
 )
@@ -426,7 +425,7 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 
 // accepted takes over an accepted connection.
 func (e *Endpoint) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
-	fd, err := detach(c)
+	fd, err := socket.Detach(c)
 	if err != nil {
 		return
 	}
@@ -443,25 +442,6 @@ func (e *Endpoint) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
 	} else if e.life.Err() != nil { // Close may have looked before
 		c2.Close(ErrClosed)
 	}
-}
-
-// detach takes the socket out of the Go runtime's poller, and closes c.
-func detach(c net.Conn) (fd int, err error) {
-	defer c.Close()
-	sc, ok := c.(syscall.Conn)
-	if !ok {
-		return -1, fmt.Errorf("a connection without a descriptor: %T", c)
-	}
-	raw, err := sc.SyscallConn()
-	if err != nil {
-		return -1, err
-	}
-	if e := raw.Control(func(old uintptr) {
-		fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0)
-	}); e != nil {
-		return -1, e
-	}
-	return fd, files.Explain(err)
 }
 
 // greeter handles a connection until it has said which session it belongs to.
@@ -721,7 +701,8 @@ func (e *Endpoint) open(ctx context.Context, address string, id uint64) (fd int,
 		return -1, files.Explain(err)
 	}
 	conn.SetDeadline(time.Time{})
-	return detach(conn)
+	fd, err = socket.Detach(conn)
+	return fd, files.Explain(err)
 }
 
 // identify asks the endpoint at an address who it is.

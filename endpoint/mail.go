@@ -112,15 +112,6 @@ func (s *session) mailFrameLocked(c *link.Conn, h wire.Header, ext []byte, n uin
 		return s.pieceLocked(h.Address, wire.Word(ext, 0), n)
 	case wire.Sent:
 		return link.Sink{}, s.sentLocked(c, h.Address)
-	case wire.Taken:
-		o, err := wire.DecodeOutcome(ext)
-		if err != nil {
-			return link.Sink{}, err
-		}
-		if n > 0 {
-			return link.Sink{Buf: c.Text(n), Token: outcome{h, o}}, nil
-		}
-		return link.Sink{}, s.takenLocked(h.Address, o, "")
 	case wire.Credit:
 		if h.Address < s.credited || h.Address > s.sent {
 			return link.Sink{}, fmt.Errorf("%w: credit for %d bytes, of %d", wire.ErrFrame, h.Address, s.sent)
@@ -321,12 +312,8 @@ func (s *session) pullLocked(a *arrival) {
 		s.peer.receivedLocked(t, 0, a.total)
 		return
 	}
-	k := int64(1)
-	if a.want >= stripe {
-		k = min(int64(len(s.conns)), a.want/(stripe/2))
-	}
+	k, part := s.share(a.want)
 	a.pulls = int(k)
-	part := ((a.want+k-1)/k + 4095) &^ 4095
 	for i := range k {
 		off := i * part
 		b := wire.Header{Size: 16, Address: a.seq, Op: wire.Pull}.Append(nil)
@@ -362,8 +349,7 @@ func (s *session) pieceLocked(seq, off, n uint64) (link.Sink, error) {
 	if a == nil || a.pulls == 0 || n == 0 || n > uint64(a.want) || off > uint64(a.want)-n ||
 		uint64(a.got)+n > uint64(a.want) {
 		return link.Sink{}, fmt.Errorf("%w: %d bytes at %d of message %d, which were not asked for", wire.ErrFrame,
-			n, off,
-			seq)
+			n, off, seq)
 	}
 	a.got += int64(n)
 	return link.Sink{Gate: &a.task.gate, Off: int64(off)}, nil
@@ -438,9 +424,7 @@ func (s *session) droppedLocked(c *link.Conn, seq uint64) error {
 	if t := a.task; t != nil { // being pulled
 		delete(s.arrivals, seq)
 		s.takeNoteLocked(c, seq, wire.Cancelled, 0)
-		if !t.ended {
-			s.peer.failLocked(t, fmt.Errorf("the peer's send was %w", ErrCancelled))
-		}
+		s.peer.failLocked(t, fmt.Errorf("the peer's send was %w", ErrCancelled))
 	}
 	s.skipLocked()
 	s.peer.matchLocked()
@@ -482,17 +466,13 @@ func (s *session) closeMailLocked(why error) {
 		}
 	}
 	for _, t := range s.sendq {
-		if !t.ended {
-			p.failLocked(t, why)
-		}
+		p.failLocked(t, why)
 	}
 	var whole []*arrival
 	for _, a := range s.arrivals {
 		switch {
 		case a.task != nil:
-			if !a.task.ended {
-				p.failLocked(a.task, why)
-			}
+			p.failLocked(a.task, why)
 		case a.whole:
 			whole = append(whole, a)
 		}

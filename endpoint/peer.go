@@ -193,7 +193,11 @@ func (p *Peer) endLocked(t *task) {
 	p.over = append(p.over, t)
 }
 
+// failLocked ends a task with an error, unless it has ended.
 func (p *Peer) failLocked(t *task, err error) {
+	if t.ended {
+		return
+	}
 	t.result.Err = fmt.Errorf("%s: %w", t.what(), err)
 	p.endLocked(t)
 }
@@ -343,9 +347,7 @@ func (p *Peer) connectLocked() {
 
 func (p *Peer) failWaitingLocked(err error) {
 	for _, t := range p.waiting {
-		if !t.ended {
-			p.failLocked(t, err)
-		}
+		p.failLocked(t, err)
 	}
 	p.waiting = nil
 }

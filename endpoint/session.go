@@ -171,13 +171,13 @@ func (s *session) breakLocked(why error) {
 	for _, r := range s.requests {
 		switch {
 		case r.piece != nil:
-			s.failPieceLocked(r.piece, why)
+			p.failLocked(r.piece.task, why)
 		case r.query != nil:
 			s.endQueryLocked(r.query, why)
 		}
 	}
 	for _, pc := range s.backlog {
-		s.failPieceLocked(pc, why)
+		p.failLocked(pc.task, why)
 	}
 	for _, q := range s.asking {
 		s.endQueryLocked(q, why)
@@ -193,15 +193,6 @@ func (s *session) breakLocked(why error) {
 	if was {
 		s.closeMailLocked(why)
 	}
-}
-
-func (s *session) failPieceLocked(pc *piece, why error) {
-	t := pc.task
-	if t.ended {
-		return
-	}
-	p := s.peer
-	p.failLocked(t, why)
 }
 
 // beginLocked starts a task on the session.
@@ -258,11 +249,9 @@ func (s *session) endQueryLocked(q *query, err error) {
 	q.ended = true
 	q.err = err
 	for _, t := range q.then {
-		switch {
-		case t.ended:
-		case err != nil:
+		if err != nil {
 			s.peer.failLocked(t, err)
-		default:
+		} else if !t.ended {
 			s.issueLocked(t, q.found[0])
 		}
 	}
@@ -288,13 +277,9 @@ func (s *session) issueLocked(t *task, r RemoteRegion) {
 		s.peer.failLocked(t, err)
 		return
 	}
-	k := int64(1)
-	if t.n >= stripe {
-		k = min(int64(len(s.conns)), t.n/(stripe/2))
-	}
+	k, part := s.share(t.n)
 	t.stage = moving
 	t.running = int(k)
-	part := ((t.n+k-1)/k + 4095) &^ 4095
 	pieces := make([]piece, k)
 	t.pieces = make([]*piece, k)
 	for i := range pieces {
@@ -306,6 +291,15 @@ func (s *session) issueLocked(t *task, r RemoteRegion) {
 		t.pieces[i] = pc
 		s.putLocked(pc)
 	}
+}
+
+// share says on how many connections n bytes go, and how many go on each but the last.
+func (s *session) share(n int64) (k, part int64) {
+	k = 1
+	if n >= stripe {
+		k = min(int64(len(s.conns)), n/(stripe/2))
+	}
+	return k, ((n+k-1)/k + 4095) &^ 4095
 }
 
 // putLocked gives a piece to its connection, or to the backlog.
@@ -415,7 +409,7 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 	switch h.Op {
 	case wire.Data:
 		return s.dataLocked(c, h.Address, wire.Word(ext, 0), payload)
-	case wire.Done:
+	case wire.Done, wire.Taken:
 		o, err := wire.DecodeOutcome(ext)
 		if err != nil {
 			return link.Sink{}, err
@@ -423,7 +417,7 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 		if payload > 0 {
 			return link.Sink{Buf: c.Text(payload), Token: outcome{h, o}}, nil
 		}
-		return link.Sink{}, s.doneLocked(h.Address, o, "")
+		return link.Sink{}, s.outcomeLocked(h, o, "")
 	case wire.Get:
 		return link.Sink{}, s.getLocked(c, h.Address, wire.DecodeRange(ext))
 	case wire.Put:
@@ -459,8 +453,8 @@ func (s *session) Frame(c *link.Conn, h wire.Header, ext []byte) (link.Sink, err
 		return link.Sink{}, s.watchLocked(c, h.Address)
 	case wire.Gone:
 		return link.Sink{Buf: c.Text(payload), Token: vanished{h.Address, wire.Word(ext, 0), wire.Word(ext, 1)}}, nil
-	case wire.Message, wire.Offer, wire.Pull, wire.Piece, wire.Sent,
-		wire.Taken, wire.Credit, wire.Dropped:
+	case wire.Message, wire.Offer, wire.Pull, wire.Piece, wire.Sent, wire.Credit,
+		wire.Dropped:
 		return s.mailFrameLocked(c, h, ext, payload)
 	}
 	return link.Sink{}, fmt.Errorf("%w: unexpected %v", wire.ErrFrame, h.Op)
@@ -511,10 +505,7 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 	case *arrival:
 		return s.arrivedLocked(c, t, stored)
 	case outcome:
-		if t.h.Op == wire.Taken {
-			return s.takenLocked(t.h.Address, t.o, string(sink.Buf))
-		}
-		return s.doneLocked(t.h.Address, t.o, string(sink.Buf))
+		return s.outcomeLocked(t.h, t.o, string(sink.Buf))
 	case lookup:
 		return s.lookupLocked(c, t.id, string(sink.Buf))
 	case list:
@@ -525,6 +516,14 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 		return s.goneLocked(t, string(sink.Buf))
 	}
 	panic("endpoint: unknown token")
+}
+
+// outcomeLocked handles Done or Taken.
+func (s *session) outcomeLocked(h wire.Header, o wire.Outcome, text string) error {
+	if h.Op == wire.Taken {
+		return s.takenLocked(h.Address, o, text)
+	}
+	return s.doneLocked(h.Address, o, text)
 }
 
 // Broken implements link.Handler.

@@ -5,11 +5,30 @@
 package socket
 
 import (
+	"fmt"
+	"net"
 	"syscall"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
+
+// Detach returns a descriptor of c's socket that the Go runtime's poller does not know, and closes c.
+func Detach(c net.Conn) (fd int, err error) {
+	defer c.Close()
+	sc, ok := c.(syscall.Conn)
+	if !ok {
+		return -1, fmt.Errorf("a connection without a descriptor: %T", c)
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	if e := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); e != nil {
+		return -1, e
+	}
+	return fd, err
+}
 
 // rawLimit is the largest size in bytes for which a socket call bypasses the scheduler
 // (syscall.RawSyscall): the call cannot block and is short, and in a polling loop the scheduler's

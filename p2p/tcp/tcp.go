@@ -31,6 +31,7 @@ import (
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/route"
+	"tutti/internal/socket"
 	"tutti/internal/trust"
 	"tutti/mem"
 	"tutti/p2p"
@@ -569,15 +570,7 @@ func (t *Transport) adopt(c net.Conn) (int, error) {
 func (t *Transport) duplicate(c net.Conn) (fd int, err error) {
 	t.adopting.Lock()
 	defer t.adopting.Unlock()
-	defer c.Close()
-	raw, err := c.(*net.TCPConn).SyscallConn()
-	if err != nil {
-		return -1, err
-	}
-	if e := raw.Control(func(old uintptr) { fd, err = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); e != nil {
-		return -1, e
-	}
-	return fd, err
+	return socket.Detach(c)
 }
 
 func setBuffers(fd, size int) {

@@ -49,7 +49,7 @@ type Framer interface {
 	Tail(b []byte, ok bool) []byte
 }
 
-// Out is a transfer: bytes that a Conn cuts into frames and sends. It belongs to the Conn from Start
+// Out is a transfer: bytes that a Conn cuts into frames and sends. It belongs to the Conn from Queue
 // until Tail was called or the connection broke.
 type Out struct {
 	Framer
@@ -97,11 +97,6 @@ var zeros [small]byte
 
 // Conn is a connection. Its methods may be called from any goroutine unless they say otherwise.
 type Conn struct {
-	// Session is the handler's, which alone uses it.
-	Session any
-	// Index is the handler's.
-	Index int
-
 	handler Handler
 	loop    *Loop
 	fd      int
@@ -123,8 +118,7 @@ type Conn struct {
 	rx     sync.Mutex
 	closed bool // the descriptor is closed
 	in     []byte
-	r, w   int // in[r:w] has arrived and was not consumed
-	head   wire.Header
+	r, w   int  // in[r:w] has arrived and was not consumed
 	inside bool // a frame's payload is arriving
 	sink   Sink
 	left   int64 // bytes of it that are missing
@@ -132,10 +126,9 @@ type Conn struct {
 	text   [textSize]byte
 	flush  bool // after what has arrived
 	vin    socket.Vector
-	code   codec // nil: none
 
 	mu       sync.Mutex
-	flushing bool // a goroutine owns what is below room
+	flushing bool // a goroutine owns what is below stalled
 	ctl      []byte
 	first    *Out // a list
 	last     *Out
@@ -149,11 +142,6 @@ type Conn struct {
 	pad    bool  // they are zeros
 	vout   socket.Vector
 	pollfd [1]unix.PollFd
-}
-
-// codec is what stands between frames and the socket, if they are sealed or have checksums.
-type codec interface {
-	recv(c *Conn) (n, want int, e syscall.Errno, err error)
 }
 
 type failure struct{ err error }
@@ -191,9 +179,7 @@ func (c *Conn) Close(err error) {
 
 // Send sends frames, whole ones, as soon as possible.
 func (c *Conn) Send(frames []byte) {
-	c.mu.Lock()
-	c.ctl = append(c.ctl, frames...)
-	c.mu.Unlock()
+	c.Later(frames)
 	c.Flush()
 }
 
@@ -398,7 +384,8 @@ func (c *Conn) collect() {
 // begin adds the next frame of o to out; true: its payload follows out.
 func (c *Conn) begin(o *Out) bool {
 	n := min(o.N-o.at, Chunk)
-	if o.stopped.Load() || o.Gate != nil && !o.Gate.IsOpen() {
+	copied := n > 0 && (n <= small || o.Whole) && o.File == nil // Enter looks at the gate
+	if o.stopped.Load() || !copied && o.Gate != nil && !o.Gate.IsOpen() {
 		c.out = o.Tail(c.out, false)
 		return false
 	}
@@ -406,7 +393,7 @@ func (c *Conn) begin(o *Out) bool {
 		c.out = o.Tail(o.Head(c.out, 0, 0), true)
 		return false
 	}
-	if (n <= small || o.Whole) && o.File == nil {
+	if copied {
 		b, ok := o.Gate.Enter(o.Off+o.at, n)
 		if !ok {
 			c.out = o.Tail(c.out, false)
@@ -461,14 +448,12 @@ func (c *Conn) resume() bool {
 }
 
 // receive receives until nothing more has arrived, or its share is used, and returns the bytes.
-func (c *Conn) receive() (total int, err error) {
+func (c *Conn) receive() (int, error) {
+	total := 0
 	for total < rxShare {
-		n, full, err2 := c.read()
-		if err = err2; err != nil {
+		n, full, err := c.read()
+		if n == 0 || err != nil {
 			return total, err
-		}
-		if n == 0 {
-			return total, nil
 		}
 		total += n
 		c.received.Add(uint64(n))
@@ -490,21 +475,19 @@ func (c *Conn) receive() (total int, err error) {
 // read makes one system call. full: there may be more.
 func (c *Conn) read() (n int, full bool, err error) {
 	var e syscall.Errno
-	want := 0
-	if c.inside && c.left >= direct && c.r == c.w && c.sink.Gate != nil && c.sink.File == nil && c.code == nil {
+	if c.inside && c.left >= direct && c.r == c.w && c.sink.Gate != nil && c.sink.File == nil {
 		k := min(c.left, rxShare)
 		if b, ok := c.sink.Gate.Enter(c.sink.Off, k); ok {
 			c.r, c.w = 0, 0
 			n, e = c.vin.Recv(c.fd, b, c.in[:ahead])
 			c.sink.Gate.Leave()
-			want = int(k) + ahead
 			if e == 0 && n > 0 {
 				placed := min(int64(n), k)
 				c.sink.Off += placed
 				c.left -= placed
 				c.w = n - int(placed)
 			}
-			return c.result(n, want, e)
+			return c.result(n, int(k)+ahead, e)
 		}
 		c.sink.Gate, c.whole = nil, false
 	}
@@ -513,13 +496,6 @@ func (c *Conn) read() (n int, full bool, err error) {
 		c.r = 0
 	}
 	b := c.in[c.w:]
-	if c.code != nil {
-		n, want, e, err = c.code.recv(c)
-		if err != nil {
-			return n, false, err
-		}
-		return c.result(n, want, e)
-	}
 	n, e = socket.Recv(c.fd, b)
 	c.w += max(n, 0)
 	return c.result(n, len(b), e)
@@ -577,7 +553,7 @@ func (c *Conn) consume() error {
 			return err
 		}
 		c.r += wire.HeaderSize + ext
-		c.head, c.inside, c.sink, c.whole = h, true, s, true
+		c.inside, c.sink, c.whole = true, s, true
 		c.left = int64(h.Size) - int64(ext)
 	}
 }
