@@ -15,7 +15,6 @@ import (
 	"syscall"
 	"time"
 
-	"tutti/bootstrap"
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
 	"tutti/internal/dial"
@@ -67,7 +66,7 @@ type Endpoint struct {
 	ctx     *Context
 	cfg     Config
 	id      uint64
-	key     bootstrap.Credential
+	key     trust.Credential
 	filter  ifname.Filter
 	log     *slog.Logger
 	regions registry
@@ -156,7 +155,7 @@ func (e *Endpoint) complete() error {
 		}
 	}
 	var err error
-	if e.key, err = bootstrap.ParseCredential(c.Secret); err != nil {
+	if e.key, err = trust.ParseCredential(c.Secret); err != nil {
 		return fmt.Errorf("config: secret: %w", err)
 	}
 	if e.key.Client != "" {
@@ -265,7 +264,9 @@ func (e *Endpoint) Connect(ctx context.Context, info Info) (*Peer, error) {
 		p, err = e.peer(info)
 	}
 	if err == nil {
-		err = p.connect(ctx)
+		if err = p.connect(ctx); err != nil {
+			p.unwanted()
+		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("endpoint %v: %w", info, err)

@@ -387,6 +387,15 @@ func (p *Peer) connect(ctx context.Context) error {
 	}
 }
 
+// unwanted says that a Connect has failed: a peer that was never there makes room for others.
+func (p *Peer) unwanted() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.lastSession == 0 {
+		p.wanted = false
+	}
+}
+
 // awaitSession waits for a session that the peer makes, until ctx ends or other is closed.
 func (p *Peer) awaitSession(ctx context.Context, other <-chan struct{}) error {
 	p.mu.Lock()
