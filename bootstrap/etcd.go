@@ -8,9 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"math"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -662,7 +664,7 @@ func (s *etcdStore) Watch(ctx context.Context, key string) <-chan Event {
 	s.wg.Add(2)
 	go func() {
 		defer s.wg.Done()
-		if err := s.follow(wctx, key, box); wctx.Err() == nil {
+		if err := s.report(wctx, key, box); wctx.Err() == nil {
 			box.Put(Event{Key: key, Err: err})
 		}
 	}()
@@ -684,15 +686,71 @@ func (s *etcdStore) why() error {
 	return ErrStoreClosed
 }
 
-// follow sends key's state and its changes to box until ctx ends or the store cannot be reached. A
-// watch that the store cancels (it compacted its history, or lost its leader) is restarted from the
-// state at that time.
-func (s *etcdStore) follow(ctx context.Context, key string, box *Mailbox) error {
+// Follow implements Follower.
+func (s *etcdStore) Follow(ctx context.Context, prefix string, state func(map[string][]byte),
+	change func(Event)) error {
+	if !strings.HasSuffix(prefix, "/") {
+		return fmt.Errorf("store: follow %s: expected a prefix that ends in /", prefix)
+	}
+	fctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return fmt.Errorf("store: watch %s: %w", prefix, ErrStoreClosed)
+	}
+	s.wg.Go(func() {
+		select {
+		case <-s.ended:
+			cancel(s.why())
+		case <-fctx.Done():
+		}
+	})
+	s.mu.Unlock()
+	err := s.follow(fctx, prefix, state, change)
+	if fctx.Err() != nil {
+		return fmt.Errorf("store: watch %s: %w", prefix, context.Cause(fctx))
+	}
+	return err
+}
+
+// report sends key's state and its changes to box until ctx ends or the store cannot be reached.
+func (s *etcdStore) report(ctx context.Context, key string, box *Mailbox) error {
+	known := map[string]bool{} // keys that were reported as existing
+	return s.follow(ctx, key, func(now map[string][]byte) {
+		for _, k := range slices.Sorted(maps.Keys(now)) {
+			box.Put(Event{Key: k, Value: now[k], Exists: true})
+		}
+		for k := range known {
+			if _, ok := now[k]; !ok {
+				box.Put(Event{Key: k})
+			}
+		}
+		if !strings.HasSuffix(key, "/") && len(now) == 0 && !known[key] {
+			box.Put(Event{Key: key})
+		}
+		clear(known)
+		for k := range now {
+			known[k] = true
+		}
+	}, func(e Event) {
+		if e.Exists {
+			known[e.Key] = true
+		} else {
+			delete(known, e.Key)
+		}
+		box.Put(e)
+	})
+}
+
+// follow calls state with what there is of a key, or below one that ends in "/", and change with
+// the changes, until ctx ends or the store cannot be reached. When the store cancels the watch (it
+// compacted its history, or lost its leader), follow begins again.
+func (s *etcdStore) follow(ctx context.Context, key string, state func(map[string][]byte), change func(Event)) error {
 	var opts []clientv3.OpOption
 	if strings.HasSuffix(key, "/") {
 		opts = append(opts, clientv3.WithPrefix())
 	}
-	known := map[string]bool{} // keys that were reported as existing
 	for {
 		var r *clientv3.GetResponse
 		err := s.do(ctx, "watch", key, false, func(ctx context.Context) (err error) {
@@ -702,32 +760,19 @@ func (s *etcdStore) follow(ctx context.Context, key string, box *Mailbox) error 
 		if err != nil {
 			return err
 		}
-		now := map[string]bool{}
+		now := make(map[string][]byte, len(r.Kvs))
 		for _, kv := range r.Kvs {
-			k := strings.TrimPrefix(string(kv.Key), s.prefix)
-			now[k] = true
-			box.Put(Event{Key: k, Value: append([]byte{}, kv.Value...), Exists: true})
+			now[strings.TrimPrefix(string(kv.Key), s.prefix)] = append([]byte{}, kv.Value...)
 		}
-		for k := range known {
-			if !now[k] {
-				box.Put(Event{Key: k})
-			}
-		}
-		if len(opts) == 0 && len(r.Kvs) == 0 && !known[key] {
-			box.Put(Event{Key: key})
-		}
-		known = now
+		state(now)
 		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key,
 			append(opts, clientv3.WithRev(r.Header.Revision+1))...) {
 			for _, ev := range resp.Events {
-				k := strings.TrimPrefix(string(ev.Kv.Key), s.prefix)
-				e := Event{Key: k, Exists: ev.Type == clientv3.EventTypePut}
+				e := Event{Key: strings.TrimPrefix(string(ev.Kv.Key), s.prefix), Exists: ev.Type == clientv3.EventTypePut}
 				if e.Exists {
-					e.Value, known[k] = append([]byte{}, ev.Kv.Value...), true
-				} else {
-					delete(known, k)
+					e.Value = append([]byte{}, ev.Kv.Value...)
 				}
-				box.Put(e)
+				change(e)
 			}
 		}
 		if !sleep(ctx, 20*time.Millisecond) {

@@ -54,6 +54,17 @@ type Store interface {
 	Close() error
 }
 
+// Follower is a Store that reports every change. Those of DialStore are.
+type Follower interface {
+	Store
+	// Follow calls state with the keys that begin with prefix, which ends in "/", and their values,
+	// and then change with every change of them, in order. It calls state again when the store does
+	// not have all changes since any more. It returns an error when ctx ends, the store cannot be
+	// reached, the lease is lost or the handle closed. The functions should return soon: changes
+	// that were not taken are in memory. Their arguments belong to them.
+	Follow(ctx context.Context, prefix string, state func(map[string][]byte), change func(Event)) error
+}
+
 // Event is the state of one key.
 type Event struct {
 	Key    string

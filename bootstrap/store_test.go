@@ -303,6 +303,69 @@ func TestStoreWatch(t *testing.T) {
 	})
 }
 
+func TestFollowReportsEveryChange(t *testing.T) {
+	each(t, func(t *testing.T, b *backend) {
+		ctx, s, o := context30(t), b.open(t), b.open(t)
+		f, ok := s.(bootstrap.Follower)
+		if !ok {
+			if b.name != "memory" { // which is for tests of what needs the last state alone
+				t.Errorf("%T follows nothing", s)
+			}
+			return
+		}
+		for _, k := range []string{"d/1", "e"} {
+			if err := o.Put(ctx, k, []byte("x"), true); err != nil {
+				t.Fatal(err)
+			}
+		}
+		var got []string
+		const changes = 200
+		began, done := make(chan struct{}), make(chan error, 1)
+		fctx, cancel := context.WithCancel(ctx)
+		go func() {
+			done <- f.Follow(fctx, "d/", func(state map[string][]byte) {
+				if len(state) != 1 || string(state["d/1"]) != "x" {
+					t.Errorf("state %q", state)
+				}
+				close(began)
+			}, func(e bootstrap.Event) {
+				got = append(got, fmt.Sprint(e.Key, e.Exists, string(e.Value)))
+				if len(got) == changes {
+					cancel()
+				}
+			})
+		}()
+		<-began
+		var want []string
+		for i := range changes {
+			k, v := fmt.Sprint("d/", i/3%5), strconv.Itoa(i)
+			err := error(nil)
+			if i%3 == 2 {
+				want, err = append(want, fmt.Sprint(k, false)), o.Delete(ctx, k)
+			} else {
+				want, err = append(want, fmt.Sprint(k, true, v)), o.Put(ctx, k, []byte(v), true)
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := <-done; !errors.Is(err, context.Canceled) {
+			t.Errorf("Follow: %v", err)
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("%d changes\n%q, want %d\n%q", len(got), got, len(want), want)
+		}
+		if err := f.Follow(ctx, "d", nil, nil); err == nil {
+			t.Error("it follows a prefix without a slash")
+		}
+		// The handle's end is Follow's.
+		go func() { done <- f.Follow(ctx, "d/", func(map[string][]byte) { s.Close() }, func(bootstrap.Event) {}) }()
+		if err := <-done; !errors.Is(err, bootstrap.ErrStoreClosed) {
+			t.Errorf("Follow of a closed handle: %v", err)
+		}
+	})
+}
+
 func TestStoreClose(t *testing.T) {
 	each(t, func(t *testing.T, b *backend) {
 		ctx, s, o := context30(t), b.open(t), b.open(t)
