@@ -43,5 +43,6 @@
 // but not listen, and cannot claim another name; RegionConfig gives rights to it by that name. Data
 // is neither encrypted nor protected against change on the way.
 //
-// docs/wire.md describes the bytes for clients in other languages.
+// Package directory finds endpoints by name. docs/wire.md describes the bytes for clients in other
+// languages.
 package endpoint

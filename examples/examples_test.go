@@ -133,6 +133,20 @@ func TestNoServerIsLinked(t *testing.T) {
 	}
 }
 
+// Programs with endpoints link the store's client only for the directory of names.
+func TestStoreIsLinkedForNames(t *testing.T) {
+	for pkg, want := range map[string]bool{"tutti/endpoint": false, "tutti/endpoint/directory": true} {
+		out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", pkg).Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(string(out), "go.etcd.io/etcd/client/v3\n") != want ||
+			strings.Contains(string(out), "go.etcd.io/etcd/server/") {
+			t.Errorf("%s depends on\n%s", pkg, out)
+		}
+	}
+}
+
 // Packages whose names end in "test" are for tests. The command and programs of ranks link none.
 func TestNoTestPackageIsLinked(t *testing.T) {
 	out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "tutti/cmd/tutti", "./hello", "./train",
