@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -27,8 +28,10 @@ import (
 	"tutti/cmd/tutti/internal/status"
 	"tutti/cmd/tutti/internal/term"
 	"tutti/endpoint"
+	"tutti/endpoint/directory"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
+	"tutti/internal/trust"
 	"tutti/pg/flight"
 )
 
@@ -38,6 +41,8 @@ type endpointFlags struct {
 	offset, length, output string
 	write, asJSON          bool
 	listen, ports, name    string
+	publish                string
+	store, directory       string
 }
 
 // A transfer moves pieces of this many bytes, so many at a time.
@@ -55,7 +60,11 @@ the memory and files that a program registers with package endpoint.
 
 Both ends prove that they know the same secret: TUTTI_SECRET, TUTTI_SECRET_FILE or --secret-file. The
 credential of a client (tutti secret --client NAME) takes its place for ls, read and write. The data
-is not encrypted.`,
+is not encrypted.
+
+With a store (TUTTI_STORE, or --store) endpoints have names: serve --publish NAME takes one, others
+connect to @NAME, and ls alone lists the names. A name goes when its server ends, or 3 s after it was
+killed; one that is started again has another address, and the same name.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return nil
@@ -77,6 +86,10 @@ is not encrypted.`,
 	return c
 }
 
+// endpointArg explains an argument.
+const endpointArg = `ENDPOINT is the text that tutti endpoint serve prints, HOST:PORT, or @NAME for one that has a name in
+the store.`
+
 func newEndpointServe() *cobra.Command {
 	var f endpointFlags
 	c := &cobra.Command{
@@ -89,7 +102,8 @@ The only line on the standard output describes the endpoint, once it listens: gi
 connect. All who know the secret may read, and so may all clients; with --write all of them may write.`,
 		Example: `  export TUTTI_SECRET=$(tutti secret)
   tutti endpoint serve weights=model.bin
-  tutti endpoint serve a=a.bin b=b.bin --write --listen eth0 --ports 29600`,
+  tutti endpoint serve a=a.bin b=b.bin --write --listen eth0 --ports 29600
+  tutti endpoint serve weights=model.bin --publish trainer --store etcd://etcd1:2379`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return usagef(cmd, "which files? tutti endpoint serve NAME=FILE...")
@@ -105,27 +119,46 @@ connect. All who know the secret may read, and so may all clients; with --write 
 	fl.StringVar(&f.ports, "ports", "", "`port` to listen on: 29600, a range 29600-29700, or 0 for the kernel's choice "+
 		"(default: TUTTI_PORT, else 0)")
 	fl.StringVar(&f.name, "name", "", "what the endpoint calls itself: a `name` (default: the name of this host)")
+	fl.StringVar(&f.publish, "publish", "", "publish the endpoint in the store under a `name`, by which others connect: "+
+		"@NAME")
+	f.inStore(c)
 	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the secret (default: TUTTI_SECRET)")
 	return c
+}
+
+// inStore defines the flags of the directory of names.
+func (f *endpointFlags) inStore(c *cobra.Command) {
+	c.Flags().StringVar(&f.store, "store", "", "`URL` of the store that has the names (default: TUTTI_STORE)")
+	c.Flags().StringVar(&f.directory, "directory", directory.DefaultName, "`name` of the directory in the store")
 }
 
 func newEndpointLs() *cobra.Command {
 	var f endpointFlags
 	c := &cobra.Command{
-		Use:   "ls ENDPOINT [--json] [flags]",
-		Short: "List the regions of an endpoint",
+		Use:   "ls [ENDPOINT] [--json] [flags]",
+		Short: "List the regions of an endpoint, or the names of endpoints",
 		Long: `List the regions of an endpoint that the holder of this secret or credential may use: the name, the
-size in bytes, and what it may do.
+size in bytes, and what it may do. Without ENDPOINT, list the names that are published in the store,
+and the endpoints that have them.
 
-ENDPOINT is the text that tutti endpoint serve prints, or HOST:PORT.`,
+` + endpointArg,
 		Example: `  tutti endpoint ls node1:29600
-  tutti endpoint ls --json node1:29600 | jq -r .name`,
-		Args: arguments("ENDPOINT"),
+  tutti endpoint ls --json node1:29600 | jq -r .name
+  TUTTI_STORE=etcd://etcd1:2379 tutti endpoint ls`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return nil
+			}
+			return arguments("ENDPOINT")(cmd, args)
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
+			if len(args) == 0 {
+				return f.names(cmd)
+			}
 			return f.with(cmd, args[0], func(ctx context.Context, p *endpoint.Peer) error { return f.ls(ctx, p) })
 		},
 	}
-	c.Flags().BoolVar(&f.asJSON, "json", false, "print one JSON object a region")
+	c.Flags().BoolVar(&f.asJSON, "json", false, "print one JSON object a region, or a name")
 	f.connection(c)
 	return c
 }
@@ -138,7 +171,7 @@ func newEndpointRead() *cobra.Command {
 		Long: `Read a region of an endpoint, or a part of it, to the standard output or to a file. The file appears
 when it is complete; if the read fails, a file of that name stays as it was.
 
-ENDPOINT is the text that tutti endpoint serve prints, or HOST:PORT.`,
+` + endpointArg,
 		Example: `  tutti endpoint read node1:29600 weights -o model.bin
   tutti endpoint read node1:29600 weights --offset 1M --length 64 | xxd`,
 		Args: arguments("ENDPOINT", "REGION"),
@@ -163,7 +196,7 @@ ENDPOINT is the text that tutti endpoint serve prints, or HOST:PORT.`,
 	}
 	fl := c.Flags()
 	fl.StringVarP(&f.output, "output", "o", "", "`file` to write (default, and -: the standard output)")
-	fl.StringVar(&f.offset, "offset", "0", "where to begin, a `size` in bytes; K, M and G are powers of 1024")
+	f.begin(c)
 	fl.StringVar(&f.length, "length", "", "`size` of the part to read (default: all that follows)")
 	f.connection(c)
 	return c
@@ -178,7 +211,7 @@ func newEndpointWrite() *cobra.Command {
 that does not fit is refused, and what follows a shorter one stays. A write that fails may have changed
 a part of the region.
 
-ENDPOINT is the text that tutti endpoint serve prints, or HOST:PORT.`,
+` + endpointArg,
 		Example: `  tutti endpoint write node1:29600 weights model.bin
   tutti endpoint write node1:29600 weights - --offset 1M <part`,
 		Args: arguments("ENDPOINT", "REGION", "FILE"),
@@ -206,9 +239,14 @@ ENDPOINT is the text that tutti endpoint serve prints, or HOST:PORT.`,
 			})
 		},
 	}
-	c.Flags().StringVar(&f.offset, "offset", "0", "where to begin, a `size` in bytes; K, M and G are powers of 1024")
+	f.begin(c)
 	f.connection(c)
 	return c
+}
+
+// begin defines the flag of those who access a part of a region.
+func (f *endpointFlags) begin(c *cobra.Command) {
+	c.Flags().StringVar(&f.offset, "offset", "0", "where to begin, a `size` in bytes; K, M and G are powers of 1024")
 }
 
 // arguments wants exactly these.
@@ -237,24 +275,50 @@ func sizeFlag(cmd *cobra.Command, name, text string) (int64, error) {
 func (f *endpointFlags) connection(c *cobra.Command) {
 	c.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "bound of every operation: to connect, a request, a "+
 		"piece of 1 MiB")
+	f.inStore(c)
 	c.Flags().StringVar(&f.secretFile, "secret-file", "", "`file` with the secret or credential (default: TUTTI_SECRET)")
 }
 
 // credential returns the secret, or the credential of a client, in its textual form.
-func (f *endpointFlags) credential(cmd *cobra.Command) (string, bootstrap.Credential, error) {
+func (f *endpointFlags) credential(cmd *cobra.Command) (string, trust.Credential, error) {
 	text, from, err := secretText(f.secretFile, os.Getenv)
 	if err != nil {
-		return "", bootstrap.Credential{}, usagef(cmd, "%v", err)
+		return "", trust.Credential{}, usagef(cmd, "%v", err)
 	}
 	if from == "" {
-		return "", bootstrap.Credential{}, usagef(cmd, "both ends need the same secret: export TUTTI_SECRET=$(tutti "+
+		return "", trust.Credential{}, usagef(cmd, "both ends need the same secret: export TUTTI_SECRET=$(tutti "+
 			"secret) once, and give it to the other end, or --secret-file FILE")
 	}
-	c, err := bootstrap.ParseCredential(text)
+	c, err := trust.ParseCredential(text)
 	if err != nil {
 		return "", c, usagef(cmd, "%s: %v", from, err)
 	}
 	return text, c, nil
+}
+
+// openDirectory connects to the directory of names. who is the holder of this process's credential.
+func (f *endpointFlags) openDirectory(ctx context.Context, cmd *cobra.Command, who trust.Credential,
+	log *slog.Logger) (*directory.Directory, error) {
+	address := cmp.Or(f.store, os.Getenv("TUTTI_STORE"))
+	if address == "" {
+		return nil, usagef(cmd, "names of endpoints are in a store: set TUTTI_STORE, or give --store URL")
+	}
+	addr, err := bootstrap.ParseStore(address)
+	if err == nil {
+		err = bootstrap.CheckJob(f.directory)
+	}
+	if err != nil {
+		return nil, usagef(cmd, "%v", err)
+	}
+	cfg := storeConfig(address, os.Getenv)
+	cfg.Job = f.directory
+	if who.Client == "" {
+		cfg.Secret = who.Key
+	} else if addr.Scheme == "tutti" {
+		return nil, usagef(cmd, "store %v takes only holders of the secret, and this is the credential of client %s: "+
+			"give the endpoint's address", addr, who.Client)
+	}
+	return directory.Open(ctx, directory.Config{Store: cfg, Logger: log})
 }
 
 // interrupted is the signal that ended an operation.
@@ -369,6 +433,11 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 	if _, err := ports.ParseSpec(cfg.Ports); err != nil {
 		return usagef(cmd, "--ports: %v", err)
 	}
+	if f.publish != "" {
+		if err := directory.CheckName(f.publish); err != nil {
+			return usagef(cmd, "--publish: %v", err)
+		}
+	}
 	ctx, stop := interruptible(cmd.Context())
 	defer stop()
 	return open(cmd, cfg, func(e *endpoint.Endpoint) error {
@@ -386,15 +455,29 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 			}
 			regions = append(regions, region)
 		}
+		at, withdraw := e.Info().String(), func() error { return nil }
+		if f.publish != "" {
+			d, err := f.openDirectory(ctx, cmd, who, cfg.Logger)
+			if err == nil {
+				defer d.Close()
+				_, err = d.Publish(ctx, f.publish, e.Info())
+			}
+			if err != nil {
+				return ended(ctx, err)
+			}
+			at, withdraw = "@"+f.publish, d.Close
+		}
 		if _, err := fmt.Fprintln(os.Stdout, e.Info()); err != nil {
 			return err
 		}
 		if launch.Terminal(os.Stderr) {
 			fmt.Fprintf(os.Stderr, "%sserving until Ctrl-C; elsewhere, with the same secret:\n"+
-				"  tutti endpoint read %s %s -o FILE\n", launch.Tag(os.Stderr), quoted(e.Info().String()),
-				quoted(files[0].name))
+				"  tutti endpoint read %s %s -o FILE\n", launch.Tag(os.Stderr), quoted(at), quoted(files[0].name))
 		}
 		<-ctx.Done()
+		if err := withdraw(); err != nil {
+			fmt.Fprintln(os.Stderr, launch.Tag(os.Stderr)+err.Error())
+		}
 		e.Close()
 		for _, r := range regions {
 			read, written := r.Traffic()
@@ -430,14 +513,18 @@ func (f *endpointFlags) with(cmd *cobra.Command, text string, do func(context.Co
 	if f.timeout <= 0 {
 		return usagef(cmd, "--timeout %v: expected more than 0", f.timeout)
 	}
-	info, err := endpoint.ParseInfo(text)
+	name, named := strings.CutPrefix(text, "@")
+	var info endpoint.Info
+	var err error
+	if named {
+		err = directory.CheckName(name)
+	} else if info, err = endpoint.ParseInfo(text); err == nil && len(info.Addrs) == 0 {
+		err = fmt.Errorf("endpoint %s does not listen", text)
+	}
 	if err != nil {
 		return usagef(cmd, "%v", err)
 	}
-	if len(info.Addrs) == 0 {
-		return usagef(cmd, "endpoint %s does not listen", text)
-	}
-	secret, _, err := f.credential(cmd)
+	secret, who, err := f.credential(cmd)
 	if err != nil {
 		return err
 	}
@@ -445,19 +532,112 @@ func (f *endpointFlags) with(cmd *cobra.Command, text string, do func(context.Co
 	ctx, stop := interruptible(cmd.Context())
 	defer stop()
 	err = open(cmd, cfg, func(e *endpoint.Endpoint) error {
-		p, err := e.Connect(ctx, info)
+		var p *endpoint.Peer
+		var err error
+		if named {
+			p, err = f.connect(ctx, cmd, who, e, name)
+		} else {
+			p, err = e.Connect(ctx, info)
+		}
 		if err != nil {
 			return err
 		}
 		return do(ctx, p)
 	})
+	err = ended(ctx, err)
+	if errors.Is(err, endpoint.ErrAuth) {
+		err = fmt.Errorf("%w (TUTTI_SECRET or --secret-file: is it that of the other end?)", err)
+	}
+	return err
+}
+
+// connect returns the peer that has a name in the store.
+func (f *endpointFlags) connect(ctx context.Context, cmd *cobra.Command, who trust.Credential, e *endpoint.Endpoint,
+	name string) (*endpoint.Peer, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("no connection within %v", f.timeout))
+	defer cancel()
+	d, err := f.openDirectory(ctx, cmd, who, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	return d.Connect(ctx, e, name)
+}
+
+// ended returns the error of an operation, which is that of the signal if one has ended it.
+func ended(ctx context.Context, err error) error {
 	var s interrupted
 	if err != nil && errors.As(context.Cause(ctx), &s) {
 		return &launch.Error{Code: 128 + int(s), Err: s}
 	}
-	if errors.Is(err, endpoint.ErrAuth) {
-		err = fmt.Errorf("%w (TUTTI_SECRET or --secret-file: is it that of the other end?)", err)
+	return err
+}
+
+// published is a line of ls --json without an endpoint.
+type published struct {
+	Name     string `json:"name"`
+	Endpoint string `json:"endpoint"`
+}
+
+// names lists what is published.
+func (f *endpointFlags) names(cmd *cobra.Command) error {
+	if f.timeout <= 0 {
+		return usagef(cmd, "--timeout %v: expected more than 0", f.timeout)
 	}
+	_, who, err := f.credential(cmd)
+	if err != nil {
+		return err
+	}
+	ctx, stop := interruptible(cmd.Context())
+	defer stop()
+	tctx, cancel := context.WithTimeoutCause(ctx, f.timeout, fmt.Errorf("no answer within %v", f.timeout))
+	defer cancel()
+	d, err := f.openDirectory(tctx, cmd, who, nil)
+	if err != nil {
+		return ended(ctx, err)
+	}
+	defer d.Close()
+	all, err := d.Entries(tctx)
+	if err != nil {
+		return ended(ctx, err)
+	}
+	if f.asJSON {
+		enc := json.NewEncoder(os.Stdout)
+		enc.SetEscapeHTML(false)
+		for _, x := range all {
+			if err := enc.Encode(published{x.Name, x.Info.String()}); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	var lines [][]string
+	if launch.Terminal(os.Stdout) {
+		lines = append(lines, []string{"name", "endpoint"})
+	}
+	for _, x := range all {
+		lines = append(lines, []string{x.Name, shown(x.Info.String())})
+	}
+	return columns(lines, "-")
+}
+
+// columns prints a table. align has a sign for each column but the last: "-" for one that is aligned
+// to the left.
+func columns(lines [][]string, align ...string) error {
+	width := make([]int, len(align))
+	for _, l := range lines {
+		for i := range align {
+			width[i] = max(width[i], utf8.RuneCountInString(l[i]))
+		}
+	}
+	var b strings.Builder
+	for _, l := range lines {
+		for i, sign := range align {
+			fmt.Fprintf(&b, "%"+sign+"*s  ", width[i], l[i])
+		}
+		fmt.Fprintln(&b, l[len(align)])
+	}
+	_, err := io.WriteString(os.Stdout, b.String())
 	return err
 }
 
@@ -490,23 +670,14 @@ func (f *endpointFlags) ls(ctx context.Context, p *endpoint.Peer) error {
 		}
 		return nil
 	}
-	lines := make([][3]string, 0, len(all)+1)
+	var lines [][]string
 	if launch.Terminal(os.Stdout) {
-		lines = append(lines, [3]string{"name", "size", "rights"})
+		lines = append(lines, []string{"name", "size", "rights"})
 	}
 	for _, r := range all {
-		lines = append(lines, [3]string{shown(r.Name), strconv.FormatInt(r.Len, 10), r.Rights.String()})
+		lines = append(lines, []string{shown(r.Name), strconv.FormatInt(r.Len, 10), r.Rights.String()})
 	}
-	var width [2]int
-	for _, l := range lines {
-		width[0], width[1] = max(width[0], len([]rune(l[0]))), max(width[1], len(l[1]))
-	}
-	var b strings.Builder
-	for _, l := range lines {
-		fmt.Fprintf(&b, "%-*s  %*s  %s\n", width[0], l[0], width[1], l[1], l[2])
-	}
-	_, err := io.WriteString(os.Stdout, b.String())
-	return err
+	return columns(lines, "-", "")
 }
 
 // lookup finds a region, and checks an access to n bytes of it; negative: to all that follow.

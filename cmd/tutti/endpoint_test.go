@@ -23,6 +23,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tutti/bootstrap"
+	"tutti/internal/sitetest"
 )
 
 // site is where the tests of tutti endpoint are: a secret, and a directory.
@@ -290,6 +291,66 @@ func TestEndpointTrust(t *testing.T) {
 	}
 }
 
+// The end of its terminal ends a server as SIGTERM does.
+func TestEndpointServeHangup(t *testing.T) {
+	s := newSite(t)
+	path, _ := s.file("f", 10)
+	server, _ := s.serve("f=" + path)
+	server.signal(syscall.SIGHUP)
+	server.end(0)
+	server.says("tutti: f: 0 B read\n")
+}
+
+func TestEndpointByName(t *testing.T) {
+	s := newSite(t)
+	store := "TUTTI_STORE=" + sitetest.Start(t, sitetest.Config{}).Address
+	path, data := s.file("f", 3*pieceSize)
+	run := func(code int, args ...string) *tutti {
+		t.Helper()
+		j := s.endpoint(args...)
+		j.cmd.Env = append(j.cmd.Env, store)
+		j.start().end(code)
+		return j
+	}
+	serve := func(args ...string) (server *tutti, info string) {
+		t.Helper()
+		server = s.endpoint(append([]string{"serve", "--listen", "127.0.0.1"}, args...)...)
+		server.cmd.Env = append(server.cmd.Env, store)
+		server.start().stdout.await(t, "\n")
+		return server, strings.TrimSuffix(server.stdout.String(), "\n")
+	}
+	if got := run(0, "ls").stdout.String(); got != "" {
+		t.Errorf("ls of nothing: %q", got)
+	}
+	server, info := serve("r="+path, "--publish", "trainer", "--name", "first")
+	if got, want := run(0, "ls").stdout.String(), "trainer  "+info+"\n"; got != want {
+		t.Errorf("ls: %q, want %q", got, want)
+	}
+	var p published
+	if got := run(0, "ls", "--json").stdout.String(); json.Unmarshal([]byte(got), &p) != nil ||
+		p != (published{"trainer", info}) {
+		t.Errorf("ls --json: %q", got)
+	}
+	if got, want := run(0, "ls", "@trainer").stdout.String(), fmt.Sprintf("r  %d  read\n", len(data)); got != want {
+		t.Errorf("ls @trainer: %q, want %q", got, want)
+	}
+	run(1, "serve", "r="+path, "--listen", "127.0.0.1", "--publish", "trainer").says("name trainer is taken by " + info)
+	run(1, "ls", "@other", "--timeout", "100ms").says("nobody publishes this name: no connection within 100ms")
+
+	// Its name leads to the one that takes its place.
+	server.signal(syscall.SIGKILL)
+	<-server.finished
+	server, _ = serve("r="+path, "--publish", "trainer", "--name", "second")
+	out := filepath.Join(s.dir, "out")
+	run(0, "read", "@trainer", "r", "-o", out)
+	s.holds(out, data)
+	server.signal(syscall.SIGTERM)
+	server.end(0)
+	if got := run(0, "ls").stdout.String(); got != "" {
+		t.Errorf("the name outlives its server: %q", got)
+	}
+}
+
 func TestEndpointUsage(t *testing.T) {
 	s := newSite(t)
 	path, _ := s.file("f", 10)
@@ -313,7 +374,13 @@ func TestEndpointUsage(t *testing.T) {
 		{"serve x=" + path + " --listen 1.2.3.4/99", "--listen 1.2.3.4/99: "},
 		{"serve x=" + path + " --ports x", `--ports: port "x": expected a port`},
 		{"serve x=" + path + " --secret-file /no/such/file", "--secret-file: open /no/such/file: no such file"},
-		{"ls", "tutti endpoint ls takes ENDPOINT, got 0 arguments"},
+		{"serve x=" + path + " --publish a --listen 127.0.0.1", "names of endpoints are in a store: set TUTTI_STORE"},
+		{"serve x=" + path + " --publish a\u202eb", `--publish: invalid name: "a\u202eb"`},
+		{"ls", "names of endpoints are in a store: set TUTTI_STORE, or give --store URL"},
+		{"ls @a", "names of endpoints are in a store: set TUTTI_STORE, or give --store URL"},
+		{"ls @", `invalid name: ""`},
+		{"ls @a --store x", `store "x": expected tutti://`},
+		{"ls @a --store etcd://127.0.0.1:1 --directory a/b", `"a/b"`},
 		{"ls x", `endpoint "x": "x" is no address`},
 		{"ls tutti-endpoint:///x?id=0000000000000001", "does not listen"},
 		{"ls a:1 b:1", "takes ENDPOINT, got 2 arguments"},
@@ -435,7 +502,7 @@ func (d *dam) await(t *testing.T) {
 // A read that is interrupted, or loses the other end, leaves nothing, and a file that was there as
 // it was.
 func TestEndpointReadCutShort(t *testing.T) {
-	for _, by := range []string{"SIGINT", "SIGTERM", "loss"} {
+	for _, by := range []string{"SIGINT", "SIGTERM", "SIGHUP", "loss"} {
 		for _, over := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s over a file %v", by, over), func(t *testing.T) {
 				s := newSite(t)
@@ -462,6 +529,10 @@ func TestEndpointReadCutShort(t *testing.T) {
 					j.signal(syscall.SIGTERM)
 					j.end(143)
 					j.says("tutti: interrupted by SIGTERM\n")
+				case "SIGHUP":
+					j.signal(syscall.SIGHUP)
+					j.end(129)
+					j.says("tutti: interrupted by SIGHUP\n")
 				case "loss":
 					server.signal(syscall.SIGKILL)
 					<-server.finished

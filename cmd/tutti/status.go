@@ -166,13 +166,19 @@ func (f *statusFlags) config(l bootstrap.Launch, secret string,
 	if err != nil {
 		return bootstrap.StoreConfig{}, err
 	}
-	c := bootstrap.StoreConfig{Address: l.Store, Job: cmp.Or(l.Job, "default"), Secret: raw,
-		DialTimeout: 5 * time.Second}
-	if !strings.HasPrefix(l.Store, "tutti://") { // a site's store
+	c := storeConfig(l.Store, getenv)
+	c.Job, c.Secret = cmp.Or(l.Job, "default"), raw
+	return c, nil
+}
+
+// storeConfig returns how to reach the store at an address: a site's with what the environment says.
+func storeConfig(address string, getenv func(string) string) bootstrap.StoreConfig {
+	c := bootstrap.StoreConfig{Address: address, DialTimeout: 5 * time.Second}
+	if !strings.HasPrefix(address, "tutti://") {
 		c.User, c.Password = getenv("TUTTI_STORE_USER"), getenv("TUTTI_STORE_PASSWORD")
 		c.CA, c.Cert, c.Key = getenv("TUTTI_STORE_CA"), getenv("TUTTI_STORE_CERT"), getenv("TUTTI_STORE_KEY")
 	}
-	return c, nil
+	return c
 }
 
 // pick finds a running job by its name or a prefix of it. With an empty name there must be only
