@@ -12,11 +12,13 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
+	"tutti/endpoint/stats"
 	"tutti/internal/dial"
 	"tutti/internal/files"
 	"tutti/internal/ifname"
@@ -86,6 +88,11 @@ type Endpoint struct {
 	fresh    []*Peer // that connected and were not accepted
 	arrived  chan struct{}
 	greeters map[*greeter]struct{}
+
+	strangers  atomic.Uint64 // connections that were refused
+	unreported func()        // takes the endpoint out of package stats
+	pastMu     sync.Mutex
+	past       counts // of peers that were forgotten
 }
 
 const (
@@ -117,6 +124,7 @@ func New(c *Context, cfg Config) (*Endpoint, error) {
 	if e.cfg.IdleTimeout > 0 {
 		e.serving.Go(e.sweep)
 	}
+	e.unreported = stats.Report(e.Stats)
 	return e, nil
 }
 
@@ -182,6 +190,7 @@ func (e *Endpoint) listen() error {
 		return files.Explain(err)
 	}
 	var skipped error
+	refused := trust.LogRefused(e.log, "endpoint")
 	for _, a := range addrs[:min(len(addrs), maxAddrs)] {
 		l, err := ports.Listen(e.life, a.String(), spec)
 		if errors.Is(err, syscall.EADDRNOTAVAIL) { // an IPv6 address that is tentative, or was removed
@@ -193,7 +202,10 @@ func (e *Endpoint) listen() error {
 		}
 		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
 			Max: max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
-			Refused: trust.LogRefused(e.log, "endpoint")}
+			Refused: func(c net.Conn, err error) {
+				e.strangers.Add(1)
+				refused(c, err)
+			}}
 		e.acceptors = append(e.acceptors, t)
 		e.serving.Go(t.Serve)
 		e.info.Addrs = append(e.info.Addrs, addr(l.Addr().(*net.TCPAddr).AddrPort()))
@@ -350,6 +362,9 @@ func (e *Endpoint) forget(p *Peer) {
 	defer e.mu.Unlock()
 	if e.peers[p.peerID] == p {
 		delete(e.peers, p.peerID)
+		p.mu.Lock()
+		p.forgetLocked()
+		p.mu.Unlock()
 	}
 	e.fresh = slices.DeleteFunc(e.fresh, func(o *Peer) bool { return o == p })
 }
@@ -385,6 +400,9 @@ func (e *Endpoint) Close() error {
 		return nil
 	}
 	defer close(e.gone)
+	if e.unreported != nil {
+		e.unreported()
+	}
 	e.going.Lock()
 	e.end()
 	e.going.Unlock()
@@ -566,6 +584,9 @@ func (e *Endpoint) evictLocked() bool {
 		p.mu.Lock()
 		ok := p.session == nil && p.dialling == nil && !p.wanted && len(p.due) == 0 && (p.coming == nil ||
 			p.coming.broken)
+		if ok {
+			p.forgetLocked()
+		}
 		p.mu.Unlock()
 		if ok {
 			delete(e.peers, id)

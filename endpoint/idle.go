@@ -30,11 +30,8 @@ func (e *Endpoint) sweep() {
 
 // ageLocked notes whether anything has happened since its last call.
 func (s *session) ageLocked(now time.Time) {
-	var sum uint64
-	for _, c := range s.conns {
-		in, out := c.Traffic()
-		sum += in + out
-	}
+	in, out := s.trafficLocked()
+	sum := in + out
 	if sum != s.traffic || !s.idleLocked() {
 		s.traffic, s.since = sum, now
 		return
@@ -69,6 +66,7 @@ func (s *session) byeLocked(c *link.Conn) {
 	if answer == wire.Bye { // the peer closes the connections
 		s.bye, s.up = true, false
 		s.closeMailLocked(nil)
+		s.tallyLocked()
 		if s.peer.session == s {
 			s.peer.session = nil
 		}

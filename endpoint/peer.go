@@ -42,6 +42,8 @@ type Peer struct {
 	dead        int         // tasks that were given up since the lists were compacted
 	gone        error       // the peer cannot be used any more
 	known       map[string]RemoteRegion
+	counts      counts
+	forgotten   bool // counts are those of the endpoint
 
 	// What unlock does after it has unlocked.
 	over  []*task
@@ -189,6 +191,7 @@ func (p *Peer) admitLocked(t *task) {
 // set.
 func (p *Peer) endLocked(t *task) {
 	t.ended = true
+	p.endedLocked(t)
 	p.due.remove(t)
 	p.over = append(p.over, t)
 }

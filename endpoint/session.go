@@ -1,6 +1,7 @@
 package endpoint
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -20,6 +21,7 @@ type session struct {
 	id      uint64
 	conns   []*link.Conn
 	joined  int
+	tallied [2]uint64 // bytes received and sent that peer.counts has
 	traffic uint64    // bytes in all, at the last look
 	since   time.Time // when something last happened, as far as that look showed
 	bye     bool      // Bye was sent: nothing begins until the peer has answered
@@ -116,6 +118,7 @@ func (s *session) joinLocked(c *link.Conn, g wire.Greeting) error {
 	s.step <- struct{}{}
 	if s.joined++; s.joined == len(s.conns) {
 		s.up = true
+		s.peer.countLocked(func(c *counts) { c.sessions++ })
 		if s.limit != nil {
 			s.limit.Stop()
 		}
@@ -167,6 +170,10 @@ func (s *session) breakLocked(why error) {
 		if c != nil {
 			c.Close(why)
 		}
+	}
+	s.tallyLocked()
+	if was && !s.bye && errors.Is(why, ErrBroken) {
+		p.countLocked(func(c *counts) { c.broken++ })
 	}
 	for _, r := range s.requests {
 		switch {
@@ -623,6 +630,9 @@ func (s *session) oweLocked(c *link.Conn) error {
 // answerLocked ends a request of the peer.
 func (s *session) answerLocked(c *link.Conn, id uint64, code wire.Code, n uint64) {
 	s.owed--
+	if code != wire.OK {
+		s.peer.servedLocked(0, code, 0)
+	}
 	c.Later(done(nil, id, code, n))
 	s.peer.touchLocked(c)
 }
@@ -687,6 +697,7 @@ func (sv *service) Tail(b []byte, ok bool) []byte {
 	default:
 		code, n = wire.Stale, 0
 	}
+	s.peer.servedLocked(OpRead, code, n)
 	return done(b, sv.id, code, n)
 }
 
@@ -736,6 +747,7 @@ func (s *session) placedLocked(c *link.Conn, sv *service, stored bool) error {
 		n = 0
 	} else {
 		sv.region.writes.Add(n)
+		s.peer.servedLocked(OpWrite, wire.OK, n)
 	}
 	s.answerLocked(c, sv.id, sv.code, n)
 	return nil

@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"tutti/internal/files"
+	"tutti/internal/metrics"
 	"tutti/pg/flight"
 	"tutti/pg/internal/observe"
 )
@@ -453,7 +454,7 @@ func TestMetricsAnswerDuringFlood(t *testing.T) {
 			c.Close()
 		}
 	}()
-	for i := range 10 * observe.MetricsConns {
+	for i := range 10 * metrics.MaxConns {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			t.Fatal(err)
@@ -475,7 +476,7 @@ func TestMetricsAnswerDuringFlood(t *testing.T) {
 		}
 	}
 	// Those that make room are closed at once; a few more may be on their way.
-	if after, _ := files.Open(); after-before-len(conns) > observe.MetricsConns+8 {
+	if after, _ := files.Open(); after-before-len(conns) > metrics.MaxConns+8 {
 		t.Errorf("the exporter has %d descriptors", after-before-len(conns))
 	}
 }

@@ -17,7 +17,6 @@ import (
 	"strings"
 	"syscall"
 	"time"
-	"unicode"
 	"unicode/utf8"
 
 	"github.com/spf13/cobra"
@@ -29,6 +28,7 @@ import (
 	"tutti/cmd/tutti/internal/term"
 	"tutti/endpoint"
 	"tutti/endpoint/directory"
+	"tutti/endpoint/prom"
 	"tutti/internal/ifname"
 	"tutti/internal/ports"
 	"tutti/internal/trust"
@@ -41,7 +41,7 @@ type endpointFlags struct {
 	offset, length, output string
 	write, asJSON          bool
 	listen, ports, name    string
-	publish                string
+	publish, metrics       string
 	store, directory       string
 }
 
@@ -122,6 +122,8 @@ connect. All who know the secret may read, and so may all clients; with --write 
 	fl.StringVar(&f.publish, "publish", "", "publish the endpoint in the store under a `name`, by which others connect: "+
 		"@NAME")
 	f.inStore(c)
+	fl.StringVar(&f.metrics, "metrics", "", "`address` at which metrics are served to Prometheus: 127.0.0.1:9400, a "+
+		"range 127.0.0.1:9400-9407, or :0 (default: TUTTI_METRICS, else none)")
 	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the secret (default: TUTTI_SECRET)")
 	return c
 }
@@ -366,7 +368,7 @@ func (f *endpointFlags) regionArgs(cmd *cobra.Command, args []string) ([]regionA
 			return all, usagef(cmd, "%q: expected NAME=FILE", arg)
 		}
 		if taken[name] {
-			return all, usagef(cmd, "two regions have the name %s", shown(name))
+			return all, usagef(cmd, "two regions have the name %s", term.Shown(name))
 		}
 		taken[name] = true
 		info, err := os.Stat(path) // before it is opened, which would wait for a writer of a pipe
@@ -440,6 +442,14 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 	}
 	ctx, stop := interruptible(cmd.Context())
 	defer stop()
+	if at := cmp.Or(f.metrics, os.Getenv("TUTTI_METRICS")); at != "" {
+		x, err := prom.Serve(at)
+		if err != nil {
+			return usagef(cmd, "%v", err)
+		}
+		defer x.Close()
+		cfg.Logger.Info("metrics are served", "url", "http://"+x.Addr()+"/metrics")
+	}
 	return open(cmd, cfg, func(e *endpoint.Endpoint) error {
 		rights := endpoint.Read
 		if f.write {
@@ -481,7 +491,7 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 		e.Close()
 		for _, r := range regions {
 			read, written := r.Traffic()
-			text := fmt.Sprintf("%s: %s read", shown(r.Name()), status.Size(float64(read)))
+			text := fmt.Sprintf("%s: %s read", term.Shown(r.Name()), status.Size(float64(read)))
 			if f.write {
 				text += fmt.Sprintf(", %s written", status.Size(float64(written)))
 			}
@@ -616,7 +626,7 @@ func (f *endpointFlags) names(cmd *cobra.Command) error {
 		lines = append(lines, []string{"name", "endpoint"})
 	}
 	for _, x := range all {
-		lines = append(lines, []string{x.Name, shown(x.Info.String())})
+		lines = append(lines, []string{x.Name, term.Shown(x.Info.String())})
 	}
 	return columns(lines, "-")
 }
@@ -675,7 +685,7 @@ func (f *endpointFlags) ls(ctx context.Context, p *endpoint.Peer) error {
 		lines = append(lines, []string{"name", "size", "rights"})
 	}
 	for _, r := range all {
-		lines = append(lines, []string{shown(r.Name), strconv.FormatInt(r.Len, 10), r.Rights.String()})
+		lines = append(lines, []string{term.Shown(r.Name), strconv.FormatInt(r.Len, 10), r.Rights.String()})
 	}
 	return columns(lines, "-", "")
 }
@@ -692,7 +702,7 @@ func lookup(ctx context.Context, p *endpoint.Peer, name string, off, n int64) (r
 		if n >= 0 {
 			what = fmt.Sprintf("%d at offset %d are", n, off)
 		}
-		return r, 0, fmt.Errorf("region %s of %v has %d bytes: %s %w", shown(name), p, r.Len, what, endpoint.ErrBounds)
+		return r, 0, fmt.Errorf("region %s of %v has %d bytes: %s %w", term.Shown(name), p, r.Len, what, endpoint.ErrBounds)
 	case n < 0:
 		n = r.Len - off
 	}
@@ -705,7 +715,7 @@ func (f *endpointFlags) read(ctx context.Context, p *endpoint.Peer, name string,
 		return err
 	}
 	if !r.Rights.Has(endpoint.Read) {
-		return fmt.Errorf("region %s of %v cannot be read: its rights are %v", shown(name), p, r.Rights)
+		return fmt.Errorf("region %s of %v cannot be read: its rights are %v", term.Shown(name), p, r.Rights)
 	}
 	out, err := create(ctx, f.output)
 	if err != nil {
@@ -763,7 +773,7 @@ func (f *endpointFlags) put(ctx context.Context, p *endpoint.Peer, name string, 
 		return err
 	}
 	if !r.Rights.Has(endpoint.Write) {
-		return fmt.Errorf("region %s of %v cannot be written: its rights are %v", shown(name), p, r.Rights)
+		return fmt.Errorf("region %s of %v cannot be written: its rights are %v", term.Shown(name), p, r.Rights)
 	}
 	m := newMeter("wrote", n, nil)
 	defer func() { m.close(err == nil) }()
@@ -791,7 +801,7 @@ func (f *endpointFlags) put(ctx context.Context, p *endpoint.Peer, name string, 
 		if int64(k) > room-at {
 			k = int(room - at)
 			ended = fmt.Errorf("the input is longer than the %d bytes of region %s from offset %d: they have been written",
-				room, shown(name), off)
+				room, term.Shown(name), off)
 		}
 		if k == 0 {
 			return nil, nil
@@ -1040,14 +1050,6 @@ func (m *meter) close(complete bool) {
 		fmt.Fprintf(m.out, "%s%s %s in %s, %s/s\n", launch.Tag(m.out), m.verb, status.Size(float64(m.moved)),
 			flight.Seconds(d), status.Size(float64(m.moved)/d.Seconds()))
 	}
-}
-
-// shown is a region's name as text for a terminal.
-func shown(name string) string {
-	if strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) || r == unicode.ReplacementChar }) {
-		return strconv.Quote(name)
-	}
-	return name
 }
 
 // quoted is an argument for a shell.

@@ -9,6 +9,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -301,6 +302,31 @@ func TestEndpointServeHangup(t *testing.T) {
 	server.says("tutti: f: 0 B read\n")
 }
 
+func TestEndpointServeMetrics(t *testing.T) {
+	s := newSite(t)
+	path, data := s.file("f", 1000)
+	server := s.endpoint("serve", "r="+path, "--listen", "127.0.0.1", "--name", "node")
+	server.cmd.Env = append(server.cmd.Env, "TUTTI_METRICS=127.0.0.1:0", "TUTTI_LOG=info")
+	server.start().stdout.await(t, "\n")
+	info := strings.TrimSuffix(server.stdout.String(), "\n")
+	_, rest, _ := strings.Cut(server.stderr.String(), "url=")
+	url, _, _ := strings.Cut(rest, "\n")
+	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().end(0)
+	get, err := (&http.Client{Timeout: patience}).Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, _ := io.ReadAll(get.Body)
+	get.Body.Close()
+	want := fmt.Sprintf("tutti_endpoint_served_bytes_total{endpoint=\"node\",id=%q,kind=\"read\"} %d\n",
+		info[strings.LastIndex(info, "=")+1:], len(data))
+	if !strings.Contains(string(b), want) {
+		t.Errorf("%s is not in\n%s", want, b)
+	}
+	server.signal(syscall.SIGTERM)
+	server.end(0)
+}
+
 func TestEndpointByName(t *testing.T) {
 	s := newSite(t)
 	store := "TUTTI_STORE=" + sitetest.Start(t, sitetest.Config{}).Address
@@ -376,6 +402,7 @@ func TestEndpointUsage(t *testing.T) {
 		{"serve x=" + path + " --secret-file /no/such/file", "--secret-file: open /no/such/file: no such file"},
 		{"serve x=" + path + " --publish a --listen 127.0.0.1", "names of endpoints are in a store: set TUTTI_STORE"},
 		{"serve x=" + path + " --publish a\u202eb", `--publish: invalid name: "a\u202eb"`},
+		{"serve x=" + path + " --metrics 9400", `metrics at 9400: address "9400": expected HOST:PORT`},
 		{"ls", "names of endpoints are in a store: set TUTTI_STORE, or give --store URL"},
 		{"ls @a", "names of endpoints are in a store: set TUTTI_STORE, or give --store URL"},
 		{"ls @", `invalid name: ""`},
@@ -687,15 +714,6 @@ func TestMeter(t *testing.T) {
 		m := &meter{total: c.total, moved: c.moved, began: began}
 		if got := m.text(began.Add(2*time.Second), c.columns); got != c.want {
 			t.Errorf("%d of %d in %d columns: %q, want %q", c.moved, c.total, c.columns, got, c.want)
-		}
-	}
-}
-
-func TestShown(t *testing.T) {
-	for name, want := range map[string]string{"weights": "weights", "a b": "a b", "é": "é", "\u009b2J": `"\u009b2J"`,
-		"\xff": `"\xff"`, "\u202e": `"\u202e"`} {
-		if got := shown(name); got != want {
-			t.Errorf("%q: %s, want %s", name, got, want)
 		}
 	}
 }

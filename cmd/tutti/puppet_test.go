@@ -24,6 +24,7 @@ import (
 
 	"tutti/cmd/tutti/internal/cluster"
 	"tutti/cmd/tutti/internal/launch"
+	"tutti/endpoint"
 	"tutti/internal/proctest"
 	"tutti/pg"
 )
@@ -115,6 +116,13 @@ func puppetMain(path string) int {
 		case "read":
 			b, err := io.ReadAll(os.Stdin)
 			fmt.Fprintf(c, "%q %v\n", b, err)
+			continue
+		case "endpoint": // in the process of a rank
+			ec, err := endpoint.NewContext(endpoint.ContextConfig{})
+			if err == nil {
+				_, err = endpoint.New(ec, endpoint.Config{Name: arg, Secret: env["TUTTI_SECRET"], Interfaces: "127.0.0.1"})
+			}
+			fmt.Fprintln(c, err)
 			continue
 		case "join", "allreduce", "barrier", "replace", "close": // as a rank
 			err := error(nil)

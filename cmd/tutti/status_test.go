@@ -442,8 +442,17 @@ func TestMetricsOfRanks(t *testing.T) {
 	j.name = j.ranks[0].Env["TUTTI_JOB"]
 	j.all("join")
 	j.all("allreduce 1000")
+	for i, p := range j.ranks {
+		p.tell("endpoint cache%d", i)
+		if got := p.hear(); got != "<nil>" {
+			t.Fatal(got)
+		}
+	}
 	r := j.report()
 	for i, x := range r.Ranks {
+		if all := x.Snapshot.Endpoints; len(all) != 1 || all[0].Name != fmt.Sprint("cache", i) {
+			t.Errorf("rank %d: %+v", i, all)
+		}
 		get, err := (&http.Client{Timeout: patience}).Get("http://" + x.Snapshot.Metrics + "/metrics")
 		if err != nil {
 			t.Fatal(err)
@@ -451,7 +460,8 @@ func TestMetricsOfRanks(t *testing.T) {
 		b, _ := io.ReadAll(get.Body)
 		get.Body.Close()
 		for _, want := range []string{fmt.Sprintf(`tutti_operations_total{job=%q,kind="allreduce",rank="%d"} 1`, j.name,
-			i), fmt.Sprintf(`tutti_links{job=%q,rank="%d",transport="shm"} 1`, j.name, i)} {
+			i), fmt.Sprintf(`tutti_endpoint_peers{endpoint="cache%d",id=%q} 0`, i, x.Snapshot.Endpoints[0].ID),
+			fmt.Sprintf(`tutti_links{job=%q,rank="%d",transport="shm"} 1`, j.name, i)} {
 			if !bytes.Contains(b, []byte(want+"\n")) {
 				t.Errorf("%s is not in\n%s", want, b)
 			}

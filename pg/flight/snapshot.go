@@ -13,6 +13,7 @@ import (
 	"unsafe"
 
 	"tutti/collectives"
+	"tutti/endpoint/stats"
 	"tutti/internal/files"
 )
 
@@ -43,6 +44,8 @@ type Snapshot struct {
 	Failures   map[string]int   `json:"failures,omitempty"` // by outcome
 	Recorded   uint64           `json:"recorded"`           // operations that began since the rank joined
 	Operations []Operation      `json:"operations,omitempty"`
+
+	Endpoints []stats.Endpoint `json:"endpoints,omitempty"` // of the rank's process
 }
 
 // View lists the active ranks.

@@ -12,7 +12,10 @@ import (
 	"sync"
 	"time"
 
+	"tutti/endpoint/prom"
+	"tutti/endpoint/stats"
 	"tutti/internal/files"
+	"tutti/internal/metrics"
 	"tutti/p2p"
 	"tutti/pg/flight"
 )
@@ -37,7 +40,7 @@ type Observer struct {
 	cfg     Config
 	rec     *flight.Recorder
 	dir     string // of dumps; "": none are made
-	metrics *exporter
+	metrics *metrics.Exporter
 
 	dumping sync.Mutex
 	dumps   int
@@ -76,11 +79,12 @@ func Start(cfg Config) (*Observer, error) {
 		}
 	}
 	if cfg.Metrics != "" {
-		if o.metrics, err = o.export(cfg.Metrics, cfg.LocalRank); err != nil {
+		o.metrics, err = metrics.Serve(cfg.Metrics, cfg.LocalRank, &collector{o}, prom.Endpoints())
+		if err != nil {
 			o.rec.Close(false)
 			return nil, fmt.Errorf("metrics at %s: %w", cfg.Metrics, err)
 		}
-		cfg.Logger.Info("metrics are served", "url", "http://"+o.metrics.addr+"/metrics")
+		cfg.Logger.Info("metrics are served", "url", "http://"+o.metrics.Addr()+"/metrics")
 	}
 	if o.dir != "" && dumpSignal != nil {
 		o.signals = make(chan os.Signal, 1)
@@ -113,7 +117,7 @@ func (o *Observer) Stop() {
 	}
 	close(o.done)
 	if o.metrics != nil {
-		o.metrics.close()
+		o.metrics.Close()
 	}
 	o.wg.Wait()
 	if err := o.rec.Close(false); err != nil {
@@ -235,7 +239,7 @@ func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
 	s := blank(now, o.cfg.Self)
 	s.Reason, s.Joined = reason, len(seen) > 0 && o.cfg.Joined()
 	if o.metrics != nil {
-		s.Metrics = o.metrics.addr
+		s.Metrics = o.metrics.Addr()
 	}
 	im.Fill(s)
 	for i := range seen {
@@ -258,5 +262,6 @@ func (o *Observer) snapshot(ops int, reason string) *flight.Snapshot {
 		}
 		s.Links = append(s.Links, l)
 	}
+	s.Endpoints = stats.All()
 	return s
 }

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"time"
 
+	"tutti/endpoint/stats"
 	"tutti/pg/flight"
 )
 
@@ -26,6 +27,14 @@ type Rank struct {
 	flight.Rank
 	State      string  `json:"state"` // what it does, in words
 	Plain      bool    `json:"-"`     // State is unremarkable
+	Operations float64 `json:"operations_per_second"`
+	Bytes      float64 `json:"bytes_per_second"`
+	// Endpoints has the rates of the endpoints of the rank's process, in the order of its snapshot.
+	Endpoints []Rate `json:"endpoints,omitempty"`
+}
+
+// Rate is what an endpoint does a second, by itself and for its peers.
+type Rate struct {
 	Operations float64 `json:"operations_per_second"`
 	Bytes      float64 `json:"bytes_per_second"`
 }
@@ -69,6 +78,7 @@ func Make(now, before *Sample, watching bool) *Report {
 					ops, bytes := sum(s)
 					ops0, bytes0 := sum(o)
 					out.Operations, out.Bytes = (ops-ops0)/d, (bytes-bytes0)/d
+					out.Endpoints = rates(s.Endpoints, o.Endpoints, d)
 				}
 			}
 		}
@@ -88,6 +98,35 @@ func sum(s *flight.Snapshot) (ops, bytes float64) {
 		bytes += float64(t.Bytes)
 	}
 	return ops, bytes
+}
+
+// rates returns the rates of endpoints d seconds after they were in the state before.
+func rates(now, before []stats.Endpoint, d float64) []Rate {
+	old := map[string]stats.Count{}
+	for i := range before {
+		old[before[i].ID] = moved(&before[i])
+	}
+	var all []Rate
+	for i := range now {
+		var r Rate
+		x := moved(&now[i])
+		if o, ok := old[now[i].ID]; ok && o.N <= x.N && o.Bytes <= x.Bytes {
+			r = Rate{float64(x.N-o.N) / d, float64(x.Bytes-o.Bytes) / d}
+		}
+		all = append(all, r)
+	}
+	return all
+}
+
+// moved sums what an endpoint has done, by itself and for its peers.
+func moved(e *stats.Endpoint) (sum stats.Count) {
+	for _, by := range []map[string]stats.Count{e.Done, e.Served} {
+		for _, c := range by {
+			sum.N += c.N
+			sum.Bytes += c.Bytes
+		}
+	}
+	return sum
 }
 
 // state describes in a few words what a rank does.

@@ -17,6 +17,7 @@ import (
 
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
+	"tutti/endpoint/stats"
 	"tutti/pg/flight"
 )
 
@@ -322,6 +323,46 @@ rank  pid  host  epoch  op/s     B/s  state
 	b.Reset()
 	Make(now, nil, false).Text(&b, Style{})
 	if got := b.String(); !strings.HasPrefix(got, "job train: 2 ranks, epoch 1\nnothing is stuck\n\n") {
+		t.Error(got)
+	}
+}
+
+func TestTextOfEndpoints(t *testing.T) {
+	now, before := pair(2)
+	idle := stats.Endpoint{Name: "cache", ID: "01", Connected: 2, Regions: 3}
+	busy := stats.Endpoint{Name: "wei\u202eghts", ID: "02", Done: map[string]stats.Count{"read": {N: 300, Bytes: 3000}},
+		Served:  map[string]stats.Count{"write": {N: 100, Bytes: 2e6}},
+		Pending: map[string]int{"recv": 1, "read": 2}, Waiting: stats.Count{N: 1, Bytes: 5},
+		Offered: stats.Count{N: 2, Bytes: 1e6}, Failed: map[string]uint64{"broken": 3}, Refused: map[string]uint64{"rights": 1,
+			"no region": 4}, Broken: 1, Strangers: 2}
+	was := busy
+	was.Done, was.Served = map[string]stats.Count{"read": {N: 100, Bytes: 1000}}, nil
+	now.Ranks[0].Snapshot.Endpoints = []stats.Endpoint{idle, busy}
+	before.Ranks[0].Snapshot.Endpoints = []stats.Endpoint{idle, was}
+	now.Ranks[1].Snapshot.Endpoints = []stats.Endpoint{{ID: "03"}} // it has just been made
+	seconds := now.Ranks[0].Snapshot.Time.Sub(before.Ranks[0].Snapshot.Time).Seconds()
+	r := Make(now, before, false)
+	if got, want := r.Ranks[0].Endpoints[1], (Rate{300 / seconds, 2002000 / seconds}); got != want {
+		t.Errorf("%+v, want %+v", got, want)
+	}
+	var b bytes.Buffer
+	r.Text(&b, Style{})
+	_, got, _ := strings.Cut(b.String(), "\n\nrank  endpoint")
+	for _, want := range []string{
+		"      peers  regions  op/s     B/s  state\n",
+		"   0  cache                2        3     0     0 B  idle\n",
+		`   0  "wei\u202eghts"      0        0   300  2.0 MB  `,
+		"  3 under way (2 read, 1 recv), 1 message not received (5 B), 2 messages waiting at the sender (1.0 MB), " +
+			"3 failed (3 broken), 5 refused (4 no region, 1 rights), 1 session lost, 2 connections refused\n",
+		"   1  03                   0        0     0     0 B  idle\n",
+	} {
+		if !strings.Contains(got, want) {
+			t.Errorf("%q is not in\n%s", want, got)
+		}
+	}
+	b.Reset()
+	r.Text(&b, Style{Rows: 2})
+	if got := b.String(); !strings.HasSuffix(got, "\nand 1 endpoint more\n") {
 		t.Error(got)
 	}
 }

@@ -8,8 +8,10 @@ import (
 	"slices"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"tutti/cmd/tutti/internal/term"
+	"tutti/endpoint/stats"
 	"tutti/pg/flight"
 )
 
@@ -71,6 +73,7 @@ func (r *Report) Text(w io.Writer, st Style) {
 	}
 	fmt.Fprintln(w)
 	r.table(w, st)
+	r.endpoints(w, st)
 }
 
 // table writes a line for each rank.
@@ -102,37 +105,15 @@ func (r *Report) table(w io.Writer, st Style) {
 		hosts[line[2]] = hosts[line[2]] || line[2] != ""
 		cells = append(cells, line)
 	}
-	widths := make([]int, 6)
-	for _, line := range cells {
-		for i := range widths {
-			widths[i] = max(widths[i], len(line[i]))
+	columns(w, st, cells, 2, func(i int, text string) string {
+		switch x := rows[i]; {
+		case x.Snapshot == nil && !x.Plain || strings.HasPrefix(text, "failed"):
+			return st.paint("31", text)
+		case !x.Plain:
+			return st.paint("33", text)
 		}
-	}
-	indent := 2 * len(widths)
-	for _, n := range widths {
-		indent += n
-	}
-	for i, line := range cells {
-		var b strings.Builder
-		for j, n := range widths {
-			if j == 2 {
-				fmt.Fprintf(&b, "%-*s  ", n, line[j])
-			} else {
-				fmt.Fprintf(&b, "%*s  ", n, line[j])
-			}
-		}
-		text := term.Wrap(line[6], indent, st.Width)
-		switch {
-		case i == 0:
-			fmt.Fprintln(w, st.paint("90", b.String()+text))
-			continue
-		case rows[i-1].Snapshot == nil && !rows[i-1].Plain || strings.HasPrefix(text, "failed"):
-			text = st.paint("31", text)
-		case !rows[i-1].Plain:
-			text = st.paint("33", text)
-		}
-		fmt.Fprintln(w, b.String()+text)
-	}
+		return text
+	})
 	if len(rest) > 0 {
 		kinds := map[string]int{}
 		for _, x := range rest {
@@ -151,6 +132,114 @@ func (r *Report) table(w io.Writer, st Style) {
 		}
 		fmt.Fprintln(w, term.Wrap(fmt.Sprintf("and %s more: %s", count(len(rest), "rank"), strings.Join(parts, ", ")),
 			0, st.Width))
+	}
+}
+
+// endpoints writes a line for each endpoint of the ranks that table shows.
+func (r *Report) endpoints(w io.Writer, st Style) {
+	cells := [][]string{{"rank", "endpoint", "peers", "regions", "op/s", "B/s", "state"}}
+	for _, x := range r.Ranks {
+		if x.Snapshot == nil {
+			continue
+		}
+		for i := range x.Snapshot.Endpoints {
+			e := &x.Snapshot.Endpoints[i]
+			line := []string{fmt.Sprint(x.Rank.Rank), term.Shown(cmp.Or(e.Name, e.ID)), fmt.Sprint(e.Connected),
+				fmt.Sprint(e.Regions), "", "", endpointState(e)}
+			if i < len(x.Endpoints) {
+				line[4], line[5] = quantity(x.Endpoints[i].Operations), Size(x.Endpoints[i].Bytes)
+			}
+			cells = append(cells, line)
+		}
+	}
+	if len(cells) == 1 {
+		return
+	}
+	more := 0
+	if st.Rows > 0 && len(cells)-1 > st.Rows {
+		more = len(cells) - 1 - st.Rows
+		cells = cells[:1+st.Rows]
+	}
+	fmt.Fprintln(w)
+	columns(w, st, cells, 1, func(_ int, text string) string { return text })
+	if more > 0 {
+		fmt.Fprintf(w, "and %s more\n", count(more, "endpoint"))
+	}
+}
+
+// endpointState describes in a few words what an endpoint does, and what has gone wrong.
+func endpointState(e *stats.Endpoint) string {
+	var parts []string
+	add := func(what string, all map[string]int) {
+		if len(all) == 0 {
+			return
+		}
+		sum := 0
+		var each []string
+		for _, k := range slices.SortedFunc(maps.Keys(all),
+			func(a, b string) int { return cmp.Or(all[b]-all[a], strings.Compare(a, b)) }) {
+			sum += all[k]
+			each = append(each, fmt.Sprintf("%d %s", all[k], term.Shown(k)))
+		}
+		parts = append(parts, fmt.Sprintf("%d %s (%s)", sum, what, strings.Join(each, ", ")))
+	}
+	messages := func(c stats.Count, what string) {
+		if c.N > 0 {
+			parts = append(parts, fmt.Sprintf("%s %s (%s)", count(int(c.N), "message"), what, Size(float64(c.Bytes))))
+		}
+	}
+	ints := func(m map[string]uint64) map[string]int {
+		out := map[string]int{}
+		for k, n := range m {
+			out[k] = int(n)
+		}
+		return out
+	}
+	add("under way", e.Pending)
+	messages(e.Waiting, "not received")
+	messages(e.Offered, "waiting at the sender")
+	add("failed", ints(e.Failed))
+	add("refused", ints(e.Refused))
+	if e.Broken > 0 {
+		parts = append(parts, fmt.Sprintf("%s lost", count(int(e.Broken), "session")))
+	}
+	if e.Strangers > 0 {
+		parts = append(parts, fmt.Sprintf("%s refused", count(int(e.Strangers), "connection")))
+	}
+	if len(parts) == 0 {
+		return "idle"
+	}
+	return strings.Join(parts, ", ")
+}
+
+// columns writes a table whose last column is wrapped, and painted by a function of the number of the
+// line. The first line is the head. Column left is aligned to the left, the others to the right.
+func columns(w io.Writer, st Style, cells [][]string, left int, paint func(i int, text string) string) {
+	widths := make([]int, len(cells[0])-1)
+	for _, line := range cells {
+		for i := range widths {
+			widths[i] = max(widths[i], utf8.RuneCountInString(line[i]))
+		}
+	}
+	indent := 2 * len(widths)
+	for _, n := range widths {
+		indent += n
+	}
+	for i, line := range cells {
+		var b strings.Builder
+		for j, n := range widths {
+			if j == left {
+				fmt.Fprintf(&b, "%-*s  ", n, line[j])
+			} else {
+				fmt.Fprintf(&b, "%*s  ", n, line[j])
+			}
+		}
+		text := term.Wrap(line[len(widths)], indent, st.Width)
+		if i == 0 {
+			fmt.Fprintln(w, st.paint("90", b.String()+text))
+			continue
+		}
+		fmt.Fprintln(w, b.String()+paint(i-1, text))
 	}
 }
 

@@ -3,7 +3,9 @@ package term
 
 import (
 	"os"
+	"strconv"
 	"strings"
+	"unicode"
 
 	"golang.org/x/sys/unix"
 )
@@ -47,4 +49,13 @@ func Wrap(s string, indent, width int) string {
 		used += n
 	}
 	return b.String()
+}
+
+// Shown returns a name as text for a terminal: in quotes, with escapes, if it has characters that
+// cannot be seen or that change how others are shown.
+func Shown(name string) string {
+	if strings.ContainsFunc(name, func(r rune) bool { return !unicode.IsPrint(r) || r == unicode.ReplacementChar }) {
+		return strconv.Quote(name)
+	}
+	return name
 }

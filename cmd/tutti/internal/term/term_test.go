@@ -22,3 +22,12 @@ func TestWrap(t *testing.T) {
 		}
 	}
 }
+
+func TestShown(t *testing.T) {
+	for name, want := range map[string]string{"weights": "weights", "a b": "a b", "é": "é", "\u009b2J": `"\u009b2J"`,
+		"\xff": `"\xff"`, "\u202e": `"\u202e"`} {
+		if got := Shown(name); got != want {
+			t.Errorf("%q: %s, want %s", name, got, want)
+		}
+	}
+}

@@ -1,0 +1,133 @@
+package endpoint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"testing"
+	"time"
+
+	"tutti/endpoint/stats"
+	"tutti/mem"
+)
+
+func TestStatsCountWhatHappens(t *testing.T) {
+	a, b, pb, pa := pair(t, Config{})
+	if _, err := b.Register("rw", mem.Host(make([]byte, 100), mem.Anywhere), RegionConfig{Rights: Read |
+		Write}); err != nil {
+		t.Fatal(err)
+	}
+	r, err := b.Register("ro", mem.Host(make([]byte, 50), mem.Anywhere), RegionConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	buf := make([]byte, 30)
+	wait(t, pb.Read(buf, "rw", 0))
+	wait(t, pb.Read(buf[:3], "rw", 0))
+	wait(t, pb.Write(buf, "rw", 1))
+	wait(t, pb.Send(buf[:7]))
+	large := pb.Send(make([]byte, maxMessage+1)) // waits here until it is received
+	eventually(t, "the offer", func() bool { return b.Stats().Offered.N == 1 })
+	want := func(what string, got, want any) {
+		t.Helper()
+		if fmt.Sprint(got) != fmt.Sprint(want) {
+			t.Errorf("%s: %v, want %v", what, got, want)
+		}
+	}
+	sa, sb := a.Stats(), b.Stats()
+	want("done", sa.Done, map[string]stats.Count{"read": {N: 2, Bytes: 33}, "write": {N: 1, Bytes: 30},
+		"send": {N: 1, Bytes: 7}})
+	want("pending", sa.Pending, map[string]int{"send": 1})
+	want("failed", sa.Failed, map[string]uint64{})
+	want("served", sb.Served, map[string]stats.Count{"read": {N: 2, Bytes: 33}, "write": {N: 1, Bytes: 30}})
+	want("waiting", sb.Waiting, stats.Count{N: 1, Bytes: 7})
+	want("offered", sb.Offered, stats.Count{N: 1, Bytes: maxMessage + 1})
+	want("regions", [2]int64{int64(sb.Regions), sb.RegionBytes}, [2]int64{2, 150})
+	want("peers", [3]int{sb.Peers, sb.Connected, sb.Conns}, [3]int{1, 1, a.cfg.Conns})
+	want("sessions", [2]uint64{sa.Sessions, sa.Broken}, [2]uint64{1, 0})
+	want("name", [2]string{sa.Name, sa.ID}, [2]string{"a", fmt.Sprintf("%016x", a.id)})
+	if sa.Sent < 30+7 || sa.Received < 33 || sb.Received < 30+7 || sb.Sent < 33 {
+		t.Errorf("bytes: %d and %d, %d and %d", sa.Sent, sa.Received, sb.Sent, sb.Received)
+	}
+
+	// What is refused is counted by both ends, and by the one that knew it before.
+	for range 2 {
+		if err := pb.Write(buf, "ro", 0).Wait(ctx); !errors.Is(err, ErrRights) {
+			t.Error(err)
+		}
+	}
+	if err := pb.Read(buf, "none", 0).Wait(ctx); !errors.Is(err, ErrNoRegion) {
+		t.Error(err)
+	}
+	r.Unregister()
+	if err := pb.Read(buf, "ro", 0).Wait(ctx); !errors.Is(err, ErrStale) {
+		t.Error(err)
+	}
+	pb.Recv(buf).Cancel()
+	wait(t, pa.Recv(buf))
+	wait(t, pa.Recv(make([]byte, maxMessage+1)))
+	wait(t, large)
+	sa, sb = a.Stats(), b.Stats()
+	want("failed", sa.Failed, map[string]uint64{"rights": 2, "no region": 1, "stale": 1, "cancelled": 1})
+	want("refused", sb.Refused, map[string]uint64{"no region": 1, "stale": 1})
+	want("received", sb.Done, map[string]stats.Count{"recv": {N: 2, Bytes: maxMessage + 8}})
+	want("nothing waits", []stats.Count{sb.Waiting, sb.Offered}, make([]stats.Count, 2))
+
+	// A session that is lost, and a peer that is forgotten, leave their counts.
+	pb.mu.Lock()
+	c := pb.session.conns[0]
+	pb.mu.Unlock()
+	cut(c)
+	eventually(t, "the loss", func() bool { return a.Stats().Broken == 1 && b.Stats().Broken == 1 })
+	wait(t, pb.Read(buf, "rw", 0))
+	before := a.Stats()
+	want("sessions", before.Sessions, 2)
+	if before.Sent <= sa.Sent || before.Received < sa.Received+30 {
+		t.Errorf("bytes: %d and %d, after %d and %d", before.Sent, before.Received, sa.Sent, sa.Received)
+	}
+	pb.Close()
+	if err := pb.Read(buf, "rw", 0).Wait(ctx); !errors.Is(err, ErrClosed) {
+		t.Error(err)
+	}
+	after := a.Stats()
+	want("failed in the end", after.Failed["closed"], 1)
+	want("peers", [2]int{after.Peers, after.Conns}, [2]int{0, 0})
+	if !maps.Equal(after.Done, before.Done) || after.Sent < before.Sent || after.Received < before.Received {
+		t.Errorf("%+v, before %+v", after, before)
+	}
+}
+
+func TestEndpointsOfTheProcessAreReported(t *testing.T) {
+	e := newEndpoint(t, newContext(t), Config{Name: "reported"})
+	is := func(s stats.Endpoint) bool { return s.ID == fmt.Sprintf("%016x", e.id) && s.Name == "reported" }
+	if all := stats.All(); !slices.ContainsFunc(all, is) {
+		t.Errorf("%+v", all)
+	}
+	if _, err := tryRaw(t, e, "another secret of sixteen bytes", 0); err == nil {
+		t.Error("a stranger was let in")
+	}
+	eventually(t, "the stranger", func() bool { return e.Stats().Strangers == 1 })
+	e.Close()
+	if all := stats.All(); slices.ContainsFunc(all, is) {
+		t.Errorf("after Close: %+v", all)
+	}
+}
+
+// Peers that never were there make room for those that are.
+func TestFailedConnectsTakeNoRoom(t *testing.T) {
+	c := newContext(t)
+	e := newEndpoint(t, c, Config{MaxPeers: 2})
+	for i := range 4 {
+		_, err := e.Connect(t.Context(), Info{ID: uint64(i + 1), Addrs: []string{"127.0.0.1:1"}})
+		if !errors.Is(err, ErrBroken) {
+			t.Fatal(err)
+		}
+	}
+	if _, err := newEndpoint(t, c, Config{}).Connect(t.Context(), e.Info()); err != nil {
+		t.Error(err)
+	}
+}

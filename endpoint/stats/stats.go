@@ -1,0 +1,89 @@
+// Package stats has the counters of endpoints, as data: for programs, for the metrics of a process
+// and for the status of a rank.
+package stats
+
+import (
+	"cmp"
+	"slices"
+	"sync"
+)
+
+// Endpoint is the state of an endpoint, and what it has done since it was made.
+type Endpoint struct {
+	Name string `json:"name"`
+	ID   string `json:"id"` // 16 hexadecimal digits
+
+	// Operations of this end: "read", "write", "send" and "recv". Done are those that ended well,
+	// with their bytes; Pending are under way.
+	Done    map[string]Count  `json:"done,omitempty"`
+	Pending map[string]int    `json:"pending,omitempty"`
+	Failed  map[string]uint64 `json:"failed,omitempty"` // operations by reason: "broken", "timeout", …
+
+	// Requests of peers: "read" and "write". Refused and failed requests are counted by the reason
+	// that the peer was told: "no region", "stale", "rights", "bounds", "failed", "cancelled".
+	Served  map[string]Count  `json:"served,omitempty"`
+	Refused map[string]uint64 `json:"refused,omitempty"`
+
+	Waiting Count `json:"waiting"` // messages that are here, and that nobody has received
+	Offered Count `json:"offered"` // messages that wait at their senders to be received
+
+	Peers     int    `json:"peers"`     // that are known
+	Connected int    `json:"connected"` // of those
+	Conns     int    `json:"conns"`     // their connections
+	Sessions  uint64 `json:"sessions"`  // that were made, by either end
+	Broken    uint64 `json:"broken"`    // of those, sessions that were lost
+	Strangers uint64 `json:"strangers"` // connections that were refused before they said what they want
+	Sent      uint64 `json:"sent"`      // bytes on the connections, with what surrounds the data
+	Received  uint64 `json:"received"`
+
+	Regions     int   `json:"regions"`
+	RegionBytes int64 `json:"region_bytes"`
+}
+
+// Count is a number of operations or messages, and their bytes.
+type Count struct {
+	N     uint64 `json:"n"`
+	Bytes uint64 `json:"bytes"`
+}
+
+// Add adds an operation of n bytes.
+func (c *Count) Add(n uint64) {
+	c.N++
+	c.Bytes += n
+}
+
+// Sources of the endpoints of this process.
+var (
+	mu      sync.Mutex
+	last    int
+	sources = map[int]func() Endpoint{}
+)
+
+// Report makes All call f, until remove is called. f must not block, and is not called after remove
+// has returned.
+func Report(f func() Endpoint) (remove func()) {
+	mu.Lock()
+	defer mu.Unlock()
+	last++
+	n := last
+	sources[n] = f
+	return func() {
+		mu.Lock()
+		defer mu.Unlock()
+		delete(sources, n)
+	}
+}
+
+// All returns the endpoints of this process, in the order of their names.
+func All() []Endpoint {
+	mu.Lock()
+	defer mu.Unlock()
+	var all []Endpoint
+	for _, f := range sources {
+		all = append(all, f())
+	}
+	slices.SortFunc(all, func(a, b Endpoint) int {
+		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	})
+	return all
+}
