@@ -309,8 +309,9 @@ func TestEndpointServeMetrics(t *testing.T) {
 	server.cmd.Env = append(server.cmd.Env, "TUTTI_METRICS=127.0.0.1:0", "TUTTI_LOG=info")
 	server.start().stdout.await(t, "\n")
 	info := strings.TrimSuffix(server.stdout.String(), "\n")
+	server.stderr.await(t, "/metrics")
 	_, rest, _ := strings.Cut(server.stderr.String(), "url=")
-	url, _, _ := strings.Cut(rest, "\n")
+	url, _, _ := strings.Cut(strings.TrimSpace(rest), "\n")
 	s.endpoint("read", info, "r", "-o", filepath.Join(s.dir, "out")).start().end(0)
 	get, err := (&http.Client{Timeout: patience}).Get(url)
 	if err != nil {
