@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -279,6 +280,61 @@ func TestFiles(t *testing.T) {
 	if err := p.WriteFrom(from, n-10, 100, "file", 0).Wait(t.Context()); err == nil {
 		t.Error("a write from behind the end of a file")
 	}
+}
+
+// A file that fails is an error of the operation alone, which says why and names no file of the peer.
+func TestFailuresOfFilesSayWhy(t *testing.T) {
+	_, b, p, _ := pair(t, Config{Conns: 2})
+	const n = 3 << 20
+	full, err := os.OpenFile("/dev/full", os.O_RDWR, 0) // every write fails with ENOSPC
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer full.Close()
+	short, err := os.Create(filepath.Join(t.TempDir(), "short"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer short.Close()
+	gone, err := os.Create(filepath.Join(t.TempDir(), "gone"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	rw := RegionConfig{Rights: Read | Write}
+	for name, f := range map[string]*os.File{"full": full, "short": short, "gone": gone} {
+		if _, err := b.RegisterFile(name, f, 0, n, rw); err != nil {
+			t.Fatal(err)
+		}
+	}
+	gone.Close() // too early
+	if _, err := b.Register("memory", mem.Host(pattern(n, 1), mem.Anywhere), rw); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, n)
+	for _, c := range []struct {
+		what   string
+		f      *Future
+		failed bool // at the other end
+		why    string
+	}{
+		{"write to a full file", p.Write(buf, "full", 0), true, `"no space left on device"`},
+		{"small write to a full file", p.Write(buf[:10], "full", 5), true, `"no space left on device"`},
+		{"read of a short file", p.Read(buf, "short", 0), true, `"the file is shorter than the region"`},
+		{"read of a closed file", p.Read(buf, "gone", 0), true, `"bad file descriptor"`},
+		{"write to a closed file", p.Write(buf, "gone", 0), true, `"file already closed"`},
+		{"read into a full file", p.ReadInto(full, 0, n, "memory", 0), false,
+			"writing to /dev/full failed: no space left on device"},
+		{"read into a closed file", p.ReadInto(gone, 0, n, "memory", 0), false, "failed: file already closed"},
+		{"write from a closed file", p.WriteFrom(gone, 0, n, "memory", 0), false, "failed: bad file descriptor"},
+		{"write from a short file", p.WriteFrom(short, 0, n, "memory", 0), false, "is shorter than"},
+	} {
+		err := c.f.Wait(t.Context())
+		if err == nil || !strings.Contains(err.Error(), c.why) || errors.Is(err, ErrFailed) != c.failed ||
+			errors.Is(err, ErrBroken) {
+			t.Errorf("%s: %v, want %s", c.what, err, c.why)
+		}
+	}
+	wait(t, p.Read(buf, "memory", 0)) // the session goes on
 }
 
 func TestIdleConnectionsEnd(t *testing.T) {

@@ -19,7 +19,7 @@ var (
 	ErrRights    = errors.New("region does not allow that")
 	ErrBounds    = errors.New("out of the region's bounds")
 	ErrSize      = errors.New("message has another size")
-	ErrFailed    = errors.New("the other end could not access its memory")
+	ErrFailed    = errors.New("the other end could not access its memory or file")
 	ErrBusy      = errors.New("too many requests")
 	ErrRefused   = errors.New("refused")
 	ErrAuth      = errors.New("not authenticated")

@@ -125,9 +125,9 @@ type piece struct {
 	off      int64 // in the range
 	n        int64
 	got      int64
-	begun    bool // the request was given to conn
-	headed   bool // the connection's: a frame of a write was sent
-	failed   bool // the file could not be written
+	begun    bool  // the request was given to conn
+	headed   bool  // the connection's: a frame of a write was sent
+	failed   error // why the bytes were not placed
 }
 
 // Head implements link.Framer, for a write.

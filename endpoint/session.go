@@ -1,11 +1,14 @@
 package endpoint
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
+	"os"
 	"slices"
+	"syscall"
 	"time"
 
 	"tutti/endpoint/internal/link"
@@ -67,7 +70,8 @@ type service struct {
 	total    uint64 // of a Put
 	got      uint64
 	code     wire.Code
-	dropped  bool // the requester gave it up
+	why      string // of wire.Failed
+	dropped  bool   // the requester gave it up
 	watch    bool
 }
 
@@ -503,12 +507,12 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 	}
 	switch t := sink.Token.(type) {
 	case *piece:
-		if !stored && !t.task.ended {
-			t.failed = true
+		if !stored && !t.task.ended && t.failed == nil {
+			t.failed = cmp.Or(sink.Err, errors.New("it was closed"))
 		}
 		return nil
 	case *service:
-		return s.placedLocked(c, t, stored)
+		return s.placedLocked(c, t, stored, sink.Err)
 	case *arrival:
 		return s.arrivedLocked(c, t, stored)
 	case outcome:
@@ -592,10 +596,12 @@ func (s *session) doneLocked(id uint64, o wire.Outcome, text string) error {
 func (s *session) pieceDoneLocked(pc *piece, code wire.Code, err error) {
 	t := pc.task
 	switch {
-	case pc.failed:
-		err = fmt.Errorf("writing to %s failed", t.File.Name())
-	case t.File != nil && pc.Stopped():
+	case pc.failed != nil && t.File != nil:
+		err = fmt.Errorf("writing to %s failed: %w", t.File.Name(), bare(pc.failed))
+	case t.File != nil && errors.Is(pc.Err(), io.ErrUnexpectedEOF):
 		err = fmt.Errorf("%s is shorter than %d bytes: %w", t.File.Name(), t.FileOffset+t.FileLen, io.ErrUnexpectedEOF)
+	case t.File != nil && pc.Err() != nil:
+		err = fmt.Errorf("reading %s failed: %w", t.File.Name(), pc.Err())
 	}
 	if code == wire.Stale || code == wire.NoRegion {
 		delete(s.peer.known, t.Region)
@@ -629,17 +635,41 @@ func (s *session) oweLocked(c *link.Conn) error {
 
 // answerLocked ends a request of the peer.
 func (s *session) answerLocked(c *link.Conn, id uint64, code wire.Code, n uint64) {
+	s.answerWhyLocked(c, id, code, n, "")
+}
+
+// answerWhyLocked is answerLocked with a text for the peer, which explains a failure.
+func (s *session) answerWhyLocked(c *link.Conn, id uint64, code wire.Code, n uint64, why string) {
 	s.owed--
 	if code != wire.OK {
 		s.peer.servedLocked(0, code, 0)
 	}
-	c.Later(done(nil, id, code, n))
+	c.Later(done(nil, id, code, n, why))
 	s.peer.touchLocked(c)
 }
 
-func done(b []byte, id uint64, code wire.Code, n uint64) []byte {
-	b = wire.Header{Size: wire.OutcomeSize, Address: id, Op: wire.Done}.Append(b)
-	return wire.Outcome{Code: code, Bytes: n}.Append(b)
+func done(b []byte, id uint64, code wire.Code, n uint64, why string) []byte {
+	b = wire.Header{Size: uint64(wire.OutcomeSize + len(why)), Address: id, Op: wire.Done}.Append(b)
+	return append(wire.Outcome{Code: code, Bytes: n}.Append(b), why...)
+}
+
+// explanation is what a peer is told of an error of a file, whose name is not its business.
+func explanation(err error) string {
+	switch err = bare(err); {
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return "the file is shorter than the region"
+	case errors.As(err, new(syscall.Errno)), errors.Is(err, os.ErrClosed):
+		return err.Error()
+	}
+	return "the file failed"
+}
+
+// bare returns the cause of an error that names a file.
+func bare(err error) error {
+	if named := (*os.PathError)(nil); errors.As(err, &named) {
+		return named.Err
+	}
+	return err
 }
 
 // regionLocked finds the region of a request and checks the access.
@@ -686,19 +716,19 @@ func (sv *service) Tail(b []byte, ok bool) []byte {
 	defer s.peer.mu.Unlock()
 	delete(s.serving, sv.id)
 	s.owed--
-	code, n := wire.OK, uint64(sv.N)
+	code, n, why := wire.OK, uint64(sv.N), ""
 	switch {
 	case ok:
 		sv.region.reads.Add(n)
 	case sv.dropped:
 		code, n = wire.Cancelled, 0
 	case sv.File != nil && sv.region.gate.IsOpen():
-		code, n = wire.Failed, 0 // the file is shorter than the region
+		code, n, why = wire.Failed, 0, explanation(sv.Err())
 	default:
 		code, n = wire.Stale, 0
 	}
 	s.peer.servedLocked(OpRead, code, n)
-	return done(b, sv.id, code, n)
+	return done(b, sv.id, code, n, why)
 }
 
 // placeLocked serves a frame of a write.
@@ -728,14 +758,14 @@ func (s *session) placeLocked(c *link.Conn, id uint64, x wire.Range, n uint64) (
 }
 
 // placedLocked goes on when a frame of a write has been placed.
-func (s *session) placedLocked(c *link.Conn, sv *service, stored bool) error {
+func (s *session) placedLocked(c *link.Conn, sv *service, stored bool, err error) error {
 	if s.serving[sv.id] != sv {
 		return nil // given up
 	}
 	if !stored && sv.code == wire.OK {
 		sv.code = wire.Stale
 		if sv.region.file != nil && sv.region.gate.IsOpen() {
-			sv.code = wire.Failed
+			sv.code, sv.why = wire.Failed, explanation(err)
 		}
 	}
 	if sv.got < sv.total {
@@ -749,7 +779,7 @@ func (s *session) placedLocked(c *link.Conn, sv *service, stored bool) error {
 		sv.region.writes.Add(n)
 		s.peer.servedLocked(OpWrite, wire.OK, n)
 	}
-	s.answerLocked(c, sv.id, sv.code, n)
+	s.answerWhyLocked(c, sv.id, sv.code, n, sv.why)
 	return nil
 }
 
@@ -821,7 +851,7 @@ func (pg *page) Tail(b []byte, _ bool) []byte {
 	s.peer.mu.Lock()
 	defer s.peer.mu.Unlock()
 	s.owed--
-	return done(b, pg.id, wire.OK, uint64(pg.n))
+	return done(b, pg.id, wire.OK, uint64(pg.n), "")
 }
 
 // foundLocked handles the description of a region of the peer.
@@ -833,6 +863,9 @@ func (s *session) foundLocked(f found, name string) error {
 	q := r.query
 	if q == nil || q.op == wire.Lookup && q.name != name || q.op == wire.List && len(q.found) >= q.max {
 		return fmt.Errorf("%w: region %.40q for request %d, which did not ask for it", wire.ErrFrame, name, f.id)
+	}
+	if err := checkName("region", name); err != nil {
+		return fmt.Errorf("%w: %w", wire.ErrFrame, err)
 	}
 	x := RemoteRegion{Name: name, Len: int64(f.e.Len), Rights: mem.Rights(f.e.Rights) & (Read | Write), id: f.e.Region,
 		generation: f.e.Generation}

@@ -25,7 +25,7 @@ type Handler interface {
 	// payload goes. An error ends the connection. ext must not be kept.
 	Frame(c *Conn, h wire.Header, ext []byte) (Sink, error)
 	// End is called when the payload has arrived, if the Sink has a Token. stored is false if the
-	// Sink's gate was closed before all of it was stored.
+	// Sink's gate was closed before all of it was stored, or its File could not be written.
 	End(c *Conn, s Sink, stored bool) error
 	// Broken is called once, as the last call, when the connection is closed.
 	Broken(c *Conn, err error)
@@ -38,6 +38,7 @@ type Sink struct {
 	Off   int64
 	Buf   []byte // without a Gate: as long as the payload
 	Token any    // for End
+	Err   error  // for End, set by the Conn: why File could not be written, nil if it could
 }
 
 // Framer makes the frames of a transfer. Its methods must not call the Conn.
@@ -62,6 +63,7 @@ type Out struct {
 	Whole bool
 
 	at      int64 // bytes that were put into frames
+	err     error // of File; set before stopped
 	stopped atomic.Bool
 	next    *Out
 }
@@ -72,6 +74,14 @@ func (o *Out) Stop() { o.stopped.Store(true) }
 // Stopped reports whether the transfer was given up, which it is before a byte is sent that is not
 // of its source.
 func (o *Out) Stopped() bool { return o.stopped.Load() }
+
+// Err returns why File could not be read, nil if the transfer was not given up for that.
+func (o *Out) Err() error {
+	if !o.Stopped() {
+		return nil
+	}
+	return o.err
+}
 
 // Sizes in bytes.
 const (
@@ -304,7 +314,7 @@ func (c *Conn) push() (n int, e syscall.Errno) {
 			n, e = c.sendFile(o, from)
 			o.Gate.Leave()
 		}
-		if n == 0 && e == 0 { // or the file is shorter than it was
+		if n <= 0 && e != unix.EAGAIN { // the gate was closed, or the file cannot be read
 			c.pad = true
 			o.Stop()
 			return 0, 0
@@ -329,15 +339,22 @@ func (c *Conn) push() (n int, e syscall.Errno) {
 	return n, e
 }
 
+// sendFile makes one system call. An error that is not the connection's is o.err: if it is
+// nevertheless, the next call finds it.
 func (c *Conn) sendFile(o *Out, from int64) (n int, e syscall.Errno) {
 	for {
 		n, err := unix.Sendfile(c.fd, int(o.File.Fd()), &from, int(min(c.rest, Chunk)))
-		switch e, _ := err.(syscall.Errno); {
+		switch {
+		case err == nil && n == 0:
+			o.err = io.ErrUnexpectedEOF // it is shorter than it was
+			return 0, 0
 		case err == nil:
 			return n, 0
-		case e == unix.EINTR:
-		default:
-			return 0, e
+		case err == unix.EAGAIN:
+			return 0, unix.EAGAIN
+		case err != unix.EINTR:
+			o.err = err
+			return 0, 0
 		}
 	}
 }
@@ -565,9 +582,9 @@ func (c *Conn) store(b []byte) {
 	case s.Gate != nil && s.File != nil:
 		_, ok := s.Gate.Enter(0, 0)
 		if ok {
-			_, err := s.File.WriteAt(b, s.Off)
+			_, s.Err = s.File.WriteAt(b, s.Off)
 			s.Gate.Leave()
-			ok = err == nil
+			ok = s.Err == nil
 		}
 		if !ok {
 			s.Gate, c.whole = nil, false
