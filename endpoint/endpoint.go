@@ -31,7 +31,8 @@ import (
 
 // Config configures an Endpoint.
 type Config struct {
-	// Name is what the endpoint calls itself, at most 255 bytes. It need not be unique.
+	// Name is what the endpoint calls itself, at most 255 bytes of UTF-8 without control characters
+	// and those that change the direction of text. It need not be unique.
 	Name string
 	// Secret is the secret that all endpoints share, or the credential of a client: the text that
 	// tutti secret prints. With that of a client the endpoint does not listen, and has its name.

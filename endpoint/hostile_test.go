@@ -12,9 +12,11 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"tutti/bootstrap"
 	"tutti/endpoint/internal/wire"
@@ -753,6 +755,68 @@ func TestLookupWithoutRegion(t *testing.T) {
 	ends(t, f)
 	if err := f.Err(); !errors.Is(err, ErrBroken) {
 		t.Errorf("the read: %v", err)
+	}
+}
+
+// Names that change how a terminal shows them, or what stands beside them.
+var badNames = []string{"a\n", "\x1b[2J", "\u009b2J", "\xff", "\x9b2J", "a\u202eb", "\u2066a", "\u200f", "a\u2028b"}
+
+func TestNamesThatMislead(t *testing.T) {
+	c := newContext(t)
+	e := newEndpoint(t, c, Config{})
+	clean := func(what string, err error) {
+		t.Helper()
+		if text := fmt.Sprint(err); err == nil || !utf8.ValidString(text) || strings.ContainsFunc(text, unprintable) {
+			t.Errorf("%s: %q", what, text)
+		}
+	}
+	for _, name := range badNames {
+		if _, err := e.Register(name, mem.Host(nil, mem.Anywhere), RegionConfig{}); !errors.Is(err, ErrName) {
+			t.Errorf("region %q: %v", name, err)
+		} else {
+			clean("Register", err)
+		}
+		if x, err := New(c, Config{Name: name, Secret: testSecret}); !errors.Is(err, ErrName) {
+			t.Errorf("endpoint %q: %v", name, err)
+			x.Close()
+		} else {
+			clean("New", err)
+		}
+		// In a Hello, and in a list of regions.
+		r := dialRaw(t, e, testSecret, newID())
+		r.send(frame(wire.Hello, 1, wire.Greeting{Version: wire.Version, Count: 1, Requests: 1}.Append(nil),
+			[]byte(name)...))
+		r.ended()
+		info := rawServer(t, 5, func(r *raw) {
+			if !r.answer() {
+				return
+			}
+			if h, _, err := r.next(); err == nil {
+				r.Write(frame(wire.Region, h.Address, wire.Entry{Region: 1, Generation: 1}.Append(nil), []byte(name)...))
+			}
+			r.next()
+		})
+		p, err := newEndpoint(t, c, Config{Conns: 1}).Connect(t.Context(), info)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = p.Regions(t.Context(), "", 0)
+		if !errors.Is(err, ErrBroken) {
+			t.Errorf("region %q: %v", name, err)
+		}
+		clean("Regions", err)
+	}
+	for _, host := range []string{"a\x1b", "\u202ea", "\x9b", "é"} {
+		if i, err := ParseInfo(host + ":1"); err == nil {
+			t.Errorf("host %q: %v", host, i)
+		} else {
+			clean("ParseInfo", err)
+		}
+	}
+	for _, name := range []string{"weights", "a b", "é", "重み", "a/b=c", "👩‍🔬"} {
+		if _, err := e.Register(name, mem.Host(nil, mem.Anywhere), RegionConfig{}); err != nil {
+			t.Errorf("region %q: %v", name, err)
+		}
 	}
 }
 

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"unicode"
+	"unicode/utf8"
 
 	"tutti/endpoint/internal/gate"
 	"tutti/endpoint/internal/wire"
@@ -99,13 +101,19 @@ type registry struct {
 	changed func(r *Region, gone bool) // called without the lock
 }
 
+// checkName checks the name of a region or an endpoint, which programs show to people: it must not
+// change how the rest of a line is shown.
 func checkName(what, name string) error {
-	if len(name) == 0 || len(name) > wire.MaxName || strings.ContainsFunc(name,
-		func(r rune) bool { return r < ' ' || r == 0x7f }) {
-		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes without control characters", ErrName, what, name,
+	if len(name) == 0 || len(name) > wire.MaxName || !utf8.ValidString(name) || strings.ContainsFunc(name, unprintable) {
+		return fmt.Errorf("%w: %s %.40q: want 1 to %d bytes of UTF-8 without control characters", ErrName, what, name,
 			wire.MaxName)
 	}
 	return nil
+}
+
+// unprintable reports whether r controls a terminal, the direction of text or the lines.
+func unprintable(r rune) bool {
+	return unicode.IsControl(r) || unicode.Is(unicode.Bidi_Control, r) || r == '\u2028' || r == '\u2029'
 }
 
 // add registers r, whose name must be free.

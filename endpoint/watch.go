@@ -111,6 +111,9 @@ func (s *session) goneLocked(v vanished, name string) error {
 	if !ok || r.query == nil || r.query.op != wire.Watch {
 		return fmt.Errorf("%w: a change for request %d, which did not ask for it", wire.ErrFrame, v.id)
 	}
+	if err := checkName("region", name); err != nil {
+		return fmt.Errorf("%w: %w", wire.ErrFrame, err)
+	}
 	if x, ok := s.peer.known[name]; ok && x.generation == v.generation {
 		delete(s.peer.known, name)
 	}
