@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tutti/bootstrap"
 	"tutti/mem"
 )
@@ -335,6 +337,68 @@ func TestFailuresOfFilesSayWhy(t *testing.T) {
 		}
 	}
 	wait(t, p.Read(buf, "memory", 0)) // the session goes on
+}
+
+// Offsets and lengths beyond 32 bits. The file has no pages where it is empty, and what is read of it
+// goes to where nothing is kept.
+func TestBeyondFourGiB(t *testing.T) {
+	for _, conns := range []int{1, 3} {
+		t.Run(fmt.Sprint(conns), func(t *testing.T) { beyondFourGiB(t, conns) })
+	}
+}
+
+func beyondFourGiB(t *testing.T, conns int) {
+	_, b, p, _ := pair(t, Config{Conns: conns, Timeout: 60 * time.Second})
+	const four, n = int64(4) << 30, int64(4)<<30 + 64<<20
+	fd, err := unix.MemfdCreate("sparse", unix.MFD_CLOEXEC)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := os.NewFile(uintptr(fd), "sparse")
+	defer file.Close()
+	if err := file.Truncate(n + 7); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := b.RegisterFile("sparse", file, 7, n, RegionConfig{Rights: Read | Write}); err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int{100, 300 << 10, 3 << 20} {
+		for _, off := range []int64{2<<30 - 50, four - 50, four, four + 12345, n - int64(size)} {
+			want, got := pattern(size, uint64(off)), make([]byte, size)
+			wait(t, p.Write(want, "sparse", off))
+			wait(t, p.Read(got, "sparse", off))
+			if !bytes.Equal(got, want) {
+				t.Errorf("%d bytes at %d differ", size, off)
+			}
+			if _, err := file.ReadAt(got, off+7); err != nil || !bytes.Equal(got, want) {
+				t.Errorf("%d bytes at %d of the file differ, %v", size, off, err)
+			}
+			zero := make([]byte, size)
+			if _, err := file.ReadAt(got, (off+7)&(four-1)); off >= four && (err != nil || !bytes.Equal(got, zero)) {
+				t.Errorf("%d bytes for %d are at its low 32 bits, %v", size, off, err)
+			}
+			wait(t, p.Write(zero, "sparse", off))
+		}
+	}
+	if err := p.Read(make([]byte, 10), "sparse", n-9).Wait(t.Context()); !errors.Is(err, ErrBounds) {
+		t.Errorf("behind the end: %v", err)
+	}
+	if testing.Short() || conns > 1 {
+		return // more than 4 GiB have to go in one piece
+	}
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	if _, err := b.RegisterFile("null", null, 0, n, RegionConfig{Rights: Write}); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range []*Future{p.ReadInto(null, 0, n, "sparse", 0), p.WriteFrom(file, 7, n, "null", 0)} {
+		if err := f.Wait(t.Context()); err != nil || f.Result(0).N != n {
+			t.Errorf("%+v, %v", f.Result(0), err)
+		}
+	}
 }
 
 func TestIdleConnectionsEnd(t *testing.T) {
