@@ -229,8 +229,10 @@ func TestClientsHaveRightsOfTheirOwn(t *testing.T) {
 	}
 }
 
-func TestFiles(t *testing.T) {
-	_, b, p, _ := pair(t, Config{Conns: 2})
+func TestFiles(t *testing.T) { eachGuard(t, []int{2}, filesMove) }
+
+func filesMove(t *testing.T, cfg Config) {
+	_, b, p, _ := pair(t, cfg)
 	dir := t.TempDir()
 	open := func(name string, content []byte) *os.File {
 		path := filepath.Join(dir, name)

@@ -40,8 +40,13 @@
 // Every connection proves that both ends know the same secret before anything else is read; package
 // bootstrap describes secrets. A program that is trusted less has the credential of a client
 // instead, which is made of the secret and a name by tutti secret --client. With it it can connect,
-// but not listen, and cannot claim another name; RegionConfig gives rights to it by that name. Data
-// is neither encrypted nor protected against change on the way.
+// but not listen, and cannot claim another name; RegionConfig gives rights to it by that name.
+//
+// Data is neither encrypted nor protected against change on the way, unless one of the two ends
+// asks for it. Config.Checksum finds damage. Config.Seal encrypts and authenticates everything with
+// keys that the two ends of each connection agree on: who records it and learns the secret later
+// cannot read it. In both cases nothing gets into memory that is not what the peer has sent; the
+// connection ends instead, and what was under way fails with [ErrBroken].
 //
 // Package directory finds endpoints by name. docs/wire.md describes the bytes for clients in other
 // languages.

@@ -54,6 +54,16 @@ type Config struct {
 	// IdleTimeout is how long a connection without operations is kept. Default 300 s; negative:
 	// for ever.
 	IdleTimeout time.Duration
+	// Seal has all connections encrypted and authenticated, with AES-128-GCM and keys that the ends
+	// of each one agree on: nobody on the way can read what is moved, or change it. A connection is
+	// sealed if either end asks for it, and a peer that cannot is refused. Files are then read by
+	// this process.
+	Seal bool
+	// Checksum has all connections carry checksums (CRC32C), which find damage that those of TCP
+	// miss, but no forgery. A connection has them if either end asks for it. Seal includes it.
+	// Nothing that does not match gets into memory: the connection ends, and what was under way
+	// fails with ErrBroken.
+	Checksum bool
 	// MaxPeers bounds the peers. One that is not connected any more makes room for one that connects;
 	// otherwise that is refused. Default 1024.
 	MaxPeers int
@@ -98,11 +108,56 @@ type Endpoint struct {
 
 const (
 	purpose      = "endpoint"
-	protocol     = 1
+	protocol     = 1 // see extra
 	greetTimeout = 10 * time.Second
-	codeOther    = 4 // of a trust.Refusal: another endpoint answers
-	codeFull     = 5 // the same: the endpoint has too many peers
 )
+
+// Codes of a trust.Refusal.
+const (
+	codeOther   = 4 + iota // another endpoint answers
+	codeFull               // the endpoint has too many peers
+	codeChecked            // its connections are wire.Checked at least
+	codeSealed             // its connections are wire.Sealed
+)
+
+// extra is what the handshake's Hello says about a connection.
+func extra(m wire.Mode) uint64 { return protocol | uint64(m)<<8 }
+
+// modeOf is the inverse of extra.
+func modeOf(x uint64) (m wire.Mode, ok bool) {
+	m = wire.Mode(x >> 8)
+	return m, m <= wire.Sealed && x == extra(m)
+}
+
+// mode is what the endpoint wants its connections to have, at least.
+func (e *Endpoint) mode() wire.Mode {
+	switch {
+	case e.cfg.Seal:
+		return wire.Sealed
+	case e.cfg.Checksum:
+		return wire.Checked
+	}
+	return wire.Plain
+}
+
+// guardOf makes the guard of a connection, whose ends have agreed on keys.
+func guardOf(m wire.Mode, s *trust.Session, dialled bool) (wire.Guard, error) {
+	if m != wire.Sealed {
+		return wire.NewGuard(m, nil, nil)
+	}
+	out, err := s.Key(wire.DiallerSecret, wire.SecretSize)
+	if err != nil {
+		return wire.Guard{}, err
+	}
+	in, err := s.Key(wire.AcceptorSecret, wire.SecretSize)
+	if err != nil {
+		return wire.Guard{}, err
+	}
+	if !dialled {
+		out, in = in, out
+	}
+	return wire.NewGuard(m, out, in)
+}
 
 // New makes an endpoint, which listens when New returns. Close ends it.
 func New(c *Context, cfg Config) (*Endpoint, error) {
@@ -202,7 +257,8 @@ func (e *Endpoint) listen() error {
 			return files.Explain(err)
 		}
 		t := &trust.Acceptor{Listener: l, Secret: e.key.Key, Purpose: purpose, Clients: true, Timeout: greetTimeout,
-			Max: max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
+			Agree: true, // whoever dials may ask for Seal
+			Max:   max(16, trust.DefaultMax()/min(len(addrs), maxAddrs)), Admit: e.admit, Accepted: e.accepted,
 			Refused: func(c net.Conn, err error) {
 				e.strangers.Add(1)
 				refused(c, err)
@@ -236,9 +292,10 @@ func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Regio
 	return e.register(r)
 }
 
-// RegisterFile makes n bytes from offset off of a file a region. The kernel moves them between the
-// file and the connection without a copy in this process. The file stays open until after
-// Unregister; if it is shorter than off+n reads of the rest fail with ErrFailed.
+// RegisterFile makes n bytes from offset off of a file a region. The kernel moves what is read from
+// the file to a connection without a copy in this process, unless the connection has checksums or is
+// sealed. The file stays open until after Unregister; if it is shorter than off+n reads of the rest
+// fail with ErrFailed.
 func (e *Endpoint) RegisterFile(name string, f *os.File, off, n int64, cfg RegionConfig) (*Region, error) {
 	if off < 0 || n < 0 || off+n < 0 {
 		return nil, fmt.Errorf("endpoint: region %s: %d bytes at %d of a file", name, n, off)
@@ -431,8 +488,12 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 		return &trust.Refusal{Code: codeOther, Text: "another endpoint has this address now"}
 	case h.FromIncarnation == 0 || h.FromIncarnation == e.id:
 		return &trust.Refusal{Code: codeOther, Text: "invalid identity"}
-	case h.Extra != protocol:
+	}
+	mode, ok := modeOf(h.Extra)
+	if want := e.mode(); !ok {
 		return &trust.Refusal{Code: codeOther, Text: fmt.Sprintf("options %#x are not known here", h.Extra)}
+	} else if mode < want {
+		return refuseMode(want)
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -443,14 +504,45 @@ func (e *Endpoint) admit(_ net.Conn, h trust.Hello) error {
 	return nil
 }
 
+// refuseMode refuses a connection that has less than the mode that this end wants. A dialler of
+// this package dials again: see wanted.
+func refuseMode(want wire.Mode) error {
+	if want == wire.Sealed {
+		return &trust.Refusal{Code: codeSealed, Text: "it takes sealed connections alone: set Seal at this end if it " +
+			"can, or do without at the one that refuses"}
+	}
+	return &trust.Refusal{Code: codeChecked, Text: "it takes connections with checksums alone: set Checksum at this " +
+		"end if it can, or do without at the one that refuses"}
+}
+
+// wanted is the mode that an acceptor has asked for by refusing another one, or Plain.
+func wanted(err error) wire.Mode {
+	var r *trust.Refusal
+	switch {
+	case !errors.As(err, &r):
+	case r.Code == codeChecked:
+		return wire.Checked
+	case r.Code == codeSealed:
+		return wire.Sealed
+	}
+	return wire.Plain
+}
+
 // accepted takes over an accepted connection.
-func (e *Endpoint) accepted(c net.Conn, h trust.Hello, _ *trust.Session) {
+func (e *Endpoint) accepted(c net.Conn, h trust.Hello, s *trust.Session) {
+	mode, _ := modeOf(h.Extra)
+	guard, err := guardOf(mode, s, false)
+	if err != nil {
+		e.log.Warn("endpoint: a connection is refused", "from", c.RemoteAddr(), "err", err)
+		c.Close()
+		return
+	}
 	fd, err := socket.Detach(c)
 	if err != nil {
 		return
 	}
 	g := &greeter{ep: e, from: peerID{h.Client, h.FromIncarnation}}
-	c2, err := e.ctx.loop().Add(fd, g, func(c *link.Conn) {
+	c2, err := e.ctx.loop().Add(fd, guard, g, func(c *link.Conn) {
 		g.conn = c
 		e.mu.Lock()
 		e.greeters[g] = struct{}{}
@@ -693,10 +785,39 @@ func (e *Endpoint) order(ctx context.Context, addrs []string) []string {
 	return out
 }
 
+// line is a connection whose ends have proved themselves.
+type line struct {
+	fd    int
+	mode  wire.Mode
+	guard wire.Guard
+}
+
 // open opens a connection to an address and proves both ends; id is that of the other end, 0: any.
-func (e *Endpoint) open(ctx context.Context, address string, id uint64) (fd int, err error) {
+// It has the mode, or a higher one that the other end wants.
+func (e *Endpoint) open(ctx context.Context, address string, id uint64, mode wire.Mode) (l line, err error) {
+	for {
+		l, err = e.prove(ctx, address, id, mode)
+		want := wanted(err)
+		if want <= mode {
+			break
+		}
+		mode = want // each one at most once
+	}
+	var r *trust.Refusal
+	switch {
+	case errors.As(err, &r):
+		return l, fmt.Errorf("%w: %s", ErrRefused, r.Text)
+	case errors.Is(err, trust.ErrAuth):
+		return l, fmt.Errorf("%w: %w", ErrAuth, err)
+	}
+	return l, files.Explain(err)
+}
+
+// prove is open for exactly this mode.
+func (e *Endpoint) prove(ctx context.Context, address string, id uint64, mode wire.Mode) (line, error) {
 	var conn net.Conn
-	err = trust.Redial(ctx, func() (err error) {
+	var s *trust.Session
+	err := trust.Redial(ctx, func() (err error) {
 		if conn, err = e.cfg.Dialer.Dial(ctx, &net.Dialer{KeepAlive: 15 * time.Second}, 0, address); err != nil {
 			return err
 		}
@@ -704,8 +825,8 @@ func (e *Endpoint) open(ctx context.Context, address string, id uint64) (fd int,
 			conn.SetDeadline(d)
 		}
 		stop := context.AfterFunc(ctx, func() { conn.SetDeadline(time.Unix(1, 0)) })
-		_, err = trust.Client(conn, e.key.Key, purpose, trust.Hello{Client: e.key.Client, FromIncarnation: e.id,
-			ToIncarnation: id, Extra: protocol}, false)
+		s, err = trust.Client(conn, e.key.Key, purpose, trust.Hello{Client: e.key.Client, FromIncarnation: e.id,
+			ToIncarnation: id, Extra: extra(mode)}, mode == wire.Sealed)
 		if !stop() && err == nil {
 			err = ctx.Err()
 		}
@@ -714,18 +835,17 @@ func (e *Endpoint) open(ctx context.Context, address string, id uint64) (fd int,
 		}
 		return err
 	})
-	var r *trust.Refusal
-	switch {
-	case errors.As(err, &r):
-		return -1, fmt.Errorf("%w: %s", ErrRefused, r.Text)
-	case errors.Is(err, trust.ErrAuth):
-		return -1, fmt.Errorf("%w: %w", ErrAuth, err)
-	case err != nil:
-		return -1, files.Explain(err)
+	if err != nil {
+		return line{}, err
+	}
+	guard, err := guardOf(mode, s, true)
+	if err != nil {
+		conn.Close()
+		return line{}, err
 	}
 	conn.SetDeadline(time.Time{})
-	fd, err = socket.Detach(conn)
-	return fd, files.Explain(err)
+	fd, err := socket.Detach(conn)
+	return line{fd, mode, guard}, err
 }
 
 // identify asks the endpoint at an address who it is.
@@ -738,11 +858,11 @@ func (e *Endpoint) identify(ctx context.Context, info Info) (uint64, error) {
 	for i, a := range addrs {
 		ctx, cancel := share(ctx, len(addrs)-i)
 		defer cancel()
-		fd, err := e.open(ctx, a, 0)
+		l, err := e.open(ctx, a, 0, e.mode())
 		if err == nil {
 			w := &asked{id: make(chan uint64, 1), gone: make(chan error, 1)}
 			var c *link.Conn
-			if c, err = e.ctx.loop().Add(fd, w, func(*link.Conn) {}); err == nil {
+			if c, err = e.ctx.loop().Add(l.fd, l.guard, w, func(*link.Conn) {}); err == nil {
 				c.Send(e.greeting(0, wire.Greeting{Count: 1}))
 				select {
 				case id := <-w.id:
@@ -796,12 +916,14 @@ func (w *asked) Broken(_ *link.Conn, err error) { w.gone <- err }
 
 // dialAt makes all connections of a session to one address, and waits until it is up.
 func (e *Endpoint) dialAt(ctx context.Context, s *session, address string) error {
+	mode := e.mode()
 	for i := range s.conns {
-		fd, err := e.open(ctx, address, s.peer.id)
+		l, err := e.open(ctx, address, s.peer.id, mode)
 		if err != nil {
 			return err
 		}
-		c, err := e.ctx.loop().Add(fd, &greeted{s}, func(c *link.Conn) {
+		mode = l.mode
+		c, err := e.ctx.loop().Add(l.fd, l.guard, &greeted{s}, func(c *link.Conn) {
 			s.peer.mu.Lock()
 			s.conns[i] = c
 			s.peer.mu.Unlock()

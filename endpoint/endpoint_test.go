@@ -15,6 +15,12 @@ import (
 
 const testSecret = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff"
 
+// guards are what Config can ask for.
+var guards = []struct {
+	name string
+	cfg  Config
+}{{"plain", Config{}}, {"checksum", Config{Checksum: true}}, {"sealed", Config{Seal: true}}}
+
 func newContext(t testing.TB) *Context {
 	c, err := NewContext(ContextConfig{})
 	if err != nil {
@@ -88,74 +94,83 @@ func pattern(n int, seed uint64) []byte {
 
 var sizes = []int{0, 1, 64, 4096, 16 << 10, 16<<10 + 1, 64 << 10, 64<<10 + 1, 256 << 10, 256<<10 + 7, 3<<20 + 5}
 
-func TestReadsAndWrites(t *testing.T) {
-	for _, conns := range []int{1, 3} {
-		t.Run(fmt.Sprint(conns), func(t *testing.T) {
-			_, b, p, _ := pair(t, Config{Conns: conns})
-			data := make([]byte, 4<<20)
-			r, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
-			if err != nil {
-				t.Fatal(err)
-			}
-			for i, n := range sizes {
-				src, off := pattern(n, uint64(i)), int64(i*13)
-				wait(t, p.Write(src, "data", off))
-				dst := make([]byte, n)
-				wait(t, p.Read(dst, "data", off))
-				if !bytes.Equal(src, dst) {
-					t.Fatalf("%d bytes differ", n)
-				}
-			}
-			r.Unregister()
-			if last := len(sizes) - 1; !bytes.Equal(data[last*13:][:sizes[last]], pattern(sizes[last], uint64(last))) {
-				t.Error("the region has other bytes")
-			}
-			if err := p.Read(make([]byte, 1), "data", 0).Wait(t.Context()); !errors.Is(err, ErrStale) {
-				t.Errorf("after Unregister: %v", err)
-			}
-			if err := p.Read(make([]byte, 1), "data", 0).Wait(t.Context()); !errors.Is(err, ErrNoRegion) {
-				t.Errorf("and again: %v", err)
-			}
-		})
+// eachGuard runs a test with each number of connections and whatever guards them.
+func eachGuard(t *testing.T, conns []int, f func(t *testing.T, cfg Config)) {
+	for _, g := range guards {
+		for _, n := range conns {
+			t.Run(fmt.Sprint(g.name, " ", n), func(t *testing.T) {
+				cfg := g.cfg
+				cfg.Conns = n
+				f(t, cfg)
+			})
+		}
 	}
 }
 
+func TestReadsAndWrites(t *testing.T) {
+	eachGuard(t, []int{1, 3}, func(t *testing.T, cfg Config) {
+		_, b, p, _ := pair(t, cfg)
+		data := make([]byte, 4<<20)
+		r, err := b.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, n := range sizes {
+			src, off := pattern(n, uint64(i)), int64(i*13)
+			wait(t, p.Write(src, "data", off))
+			dst := make([]byte, n)
+			wait(t, p.Read(dst, "data", off))
+			if !bytes.Equal(src, dst) {
+				t.Fatalf("%d bytes differ", n)
+			}
+		}
+		r.Unregister()
+		if last := len(sizes) - 1; !bytes.Equal(data[last*13:][:sizes[last]], pattern(sizes[last], uint64(last))) {
+			t.Error("the region has other bytes")
+		}
+		if err := p.Read(make([]byte, 1), "data", 0).Wait(t.Context()); !errors.Is(err, ErrStale) {
+			t.Errorf("after Unregister: %v", err)
+		}
+		if err := p.Read(make([]byte, 1), "data", 0).Wait(t.Context()); !errors.Is(err, ErrNoRegion) {
+			t.Errorf("and again: %v", err)
+		}
+	})
+}
+
 func TestMessagesKeepTheirOrder(t *testing.T) {
-	for _, conns := range []int{1, 3} {
-		t.Run(fmt.Sprint(conns), func(t *testing.T) {
-			_, _, p, q := pair(t, Config{Conns: conns})
-			const rounds = 20
-			var wg sync.WaitGroup
-			wg.Go(func() {
-				var fs []*Future
-				for r := range rounds {
-					for i, n := range sizes {
-						fs = append(fs, p.Send(pattern(n, uint64(r*100+i))))
-					}
-				}
-				for _, f := range fs {
-					if err := f.Wait(t.Context()); err != nil {
-						t.Error(err)
-						return
-					}
-				}
-			})
+	eachGuard(t, []int{1, 3}, func(t *testing.T, cfg Config) {
+		_, _, p, q := pair(t, cfg)
+		const rounds = 10
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			var fs []*Future
 			for r := range rounds {
 				for i, n := range sizes {
-					buf := make([]byte, n+i%2)
-					f := q.Recv(buf)
-					if err := f.Wait(t.Context()); err != nil {
-						t.Fatal(err)
-					}
-					if x := f.Result(0); x.N != int64(n) || x.Total != int64(n) || !bytes.Equal(buf[:n], pattern(n,
-						uint64(r*100+i))) {
-						t.Fatalf("message %d of round %d: %+v, expected %d bytes", i, r, x, n)
-					}
+					fs = append(fs, p.Send(pattern(n, uint64(r*100+i))))
 				}
 			}
-			wg.Wait()
+			for _, f := range fs {
+				if err := f.Wait(t.Context()); err != nil {
+					t.Error(err)
+					return
+				}
+			}
 		})
-	}
+		for r := range rounds {
+			for i, n := range sizes {
+				buf := make([]byte, n+i%2)
+				f := q.Recv(buf)
+				if err := f.Wait(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if x := f.Result(0); x.N != int64(n) || x.Total != int64(n) || !bytes.Equal(buf[:n], pattern(n,
+					uint64(r*100+i))) {
+					t.Fatalf("message %d of round %d: %+v, expected %d bytes", i, r, x, n)
+				}
+			}
+		}
+		wg.Wait()
+	})
 }
 
 func BenchmarkPingPong(b *testing.B) {

@@ -38,9 +38,10 @@ var (
 type world struct {
 	t       testing.TB
 	seed    uint64
-	n       int  // members, also in other processes
-	chaos   bool // operations are cancelled, connections break, regions come and go
-	closes  bool // peers are closed, too: messages that nobody has received are lost
+	n       int      // members, also in other processes
+	chaos   bool     // operations are cancelled, connections break, regions come and go
+	closes  bool     // peers are closed, too: messages that nobody has received are lost
+	cfgs    []Config // what members ask for, in turn; nil: nothing
 	left    atomic.Int64
 	stopped atomic.Bool // endpoints are being closed
 	bad     atomic.Int32
@@ -114,8 +115,13 @@ func newMember(w *world, i int, r *rand.Rand, conns int) (*member, error) {
 	if m.c, err = NewContext(ContextConfig{Loops: 1 + r.IntN(2)}); err != nil {
 		return nil, err
 	}
-	m.e, err = New(m.c, Config{Secret: testSecret, Interfaces: "127.0.0.1", Name: fmt.Sprint("m", i), Conns: conns,
-		Timeout: longTime})
+	cfg := Config{Secret: testSecret, Interfaces: "127.0.0.1", Name: fmt.Sprint("m", i), Conns: conns,
+		Timeout: longTime}
+	if len(w.cfgs) > 0 {
+		asked := w.cfgs[i%len(w.cfgs)]
+		cfg.Seal, cfg.Checksum = asked.Seal, asked.Checksum
+	}
+	m.e, err = New(m.c, cfg)
 	if err == nil {
 		m.region, err = m.e.Register("r", mem.Host(m.mem, mem.Anywhere), RegionConfig{Rights: Read | Write})
 	}
@@ -599,13 +605,28 @@ func descriptors(t testing.TB) int {
 
 // TestRandom: random programs of several endpoints in one process.
 func TestRandom(t *testing.T) {
-	for _, mode := range []struct {
+	type mode struct {
 		name          string
 		chaos, closes bool
-	}{{"calm", false, false}, {"chaos", true, false}, {"closes", true, true}} {
+		cfgs          []Config
+		ops           int64
+	}
+	var all []mode
+	for i, g := range guards {
+		ops := opsOf() / 3
+		if i > 0 {
+			ops = opsOf() / 12
+		}
+		for _, m := range []mode{{name: "calm"}, {name: "chaos", chaos: true},
+			{name: "closes", chaos: true, closes: true}} {
+			all = append(all, mode{g.name + " " + m.name, m.chaos, m.closes, []Config{g.cfg}, ops})
+		}
+	}
+	for _, mode := range all {
 		t.Run(mode.name, func(t *testing.T) {
-			w := &world{t: t, seed: seedOf(t), n: 3, chaos: mode.chaos, closes: mode.closes, counts: map[string]int{}}
-			w.left.Store(opsOf() / 3)
+			w := &world{t: t, seed: seedOf(t), n: 3, chaos: mode.chaos, closes: mode.closes, cfgs: mode.cfgs,
+				counts: map[string]int{}}
+			w.left.Store(mode.ops)
 			routines, files := runtime.NumGoroutine(), descriptors(t)
 			r := rand.New(rand.NewPCG(w.seed, 0))
 			var members []*member
@@ -752,6 +773,14 @@ func TestConnectFromBothSides(t *testing.T) {
 	}
 }
 
+// allGuards are what the members of a world ask for that has every mix of guards.
+func allGuards() (cfgs []Config) {
+	for _, g := range guards {
+		cfgs = append(cfgs, g.cfg)
+	}
+	return cfgs
+}
+
 const childVariable = "TUTTI_ENDPOINT_RANDOM"
 
 // TestRandomChild is a member of TestRandomProcesses in a process of its own, and nothing else.
@@ -764,6 +793,9 @@ func TestRandomChild(t *testing.T) {
 	w := &world{t: t, seed: number(0), n: int(number(1)), chaos: number(2) == 1, closes: true, counts: map[string]int{}}
 	i := int(number(3))
 	w.left.Store(int64(number(4)))
+	if number(5) == 1 {
+		w.cfgs = allGuards()
+	}
 	m, err := newMember(w, i, rand.New(rand.NewPCG(w.seed, uint64(i))), 1+i%4)
 	if err != nil {
 		t.Fatal(err)
@@ -807,8 +839,9 @@ func TestRandomChild(t *testing.T) {
 
 // TestRandomProcesses: random programs of endpoints in several processes.
 func TestRandomProcesses(t *testing.T) {
-	for _, chaos := range []int{0, 1} {
-		t.Run([]string{"calm", "chaos"}[chaos], func(t *testing.T) {
+	for x := range 4 {
+		chaos, guarded := x%2, x/2
+		t.Run([]string{"calm", "chaos", "guarded calm", "guarded chaos"}[x], func(t *testing.T) {
 			seed := seedOf(t)
 			const n = 3
 			type child struct {
@@ -820,8 +853,8 @@ func TestRandomProcesses(t *testing.T) {
 			var infos strings.Builder
 			for i := range n {
 				cmd := exec.Command(os.Args[0], "-test.run=^TestRandomChild$", "-test.v", "-test.timeout=300s")
-				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %d %d %d", childVariable, seed, n, chaos, i,
-					opsOf()/6))
+				cmd.Env = append(os.Environ(), fmt.Sprintf("%s=%d %d %d %d %d %d", childVariable, seed, n, chaos, i,
+					opsOf()/6, guarded))
 				in, err := cmd.StdinPipe()
 				if err != nil {
 					t.Fatal(err)

@@ -85,7 +85,7 @@ func (o *Out) Err() error {
 
 // Sizes in bytes.
 const (
-	inSize   = 64 << 10
+	inSize   = 64 << 10  // of a connection without a guard: see guardIn
 	small    = 16 << 10  // a payload up to this size is copied behind its header
 	gather   = 64 << 10  // frames are collected up to this size
 	Chunk    = 256 << 10 // the largest frame of a transfer
@@ -111,6 +111,7 @@ type Conn struct {
 	loop    *Loop
 	fd      int
 	id      uint64
+	guard   *guard // nil: frames go as they are
 
 	listed   atomic.Bool  // the loop looks after it: it is not armed
 	waiters  atomic.Int32 // that attend
@@ -138,7 +139,7 @@ type Conn struct {
 	vin    socket.Vector
 
 	mu       sync.Mutex
-	flushing bool // a goroutine owns what is below stalled
+	flushing bool // a goroutine owns what is below stalled, and of guard what is sent
 	ctl      []byte
 	first    *Out // a list
 	last     *Out
@@ -254,7 +255,7 @@ func (c *Conn) pushLocked(o *Out) {
 func (c *Conn) Flush() {
 	for c.stalled.Load() == 0 && c.Err() == nil { // else whoever polls goes on
 		c.mu.Lock()
-		if c.flushing || c.first == nil && len(c.ctl) == 0 && c.rest == 0 && c.sent == len(c.out) {
+		if c.flushing || c.idleLocked() {
 			c.mu.Unlock()
 			return
 		}
@@ -274,11 +275,16 @@ func (c *Conn) Flush() {
 	}
 }
 
+// idleLocked reports whether there is nothing to send. Nobody is flushing.
+func (c *Conn) idleLocked() bool {
+	return c.first == nil && len(c.ctl) == 0 && c.rest == 0 && c.sent == len(c.out) && !c.guard.pending()
+}
+
 // write sends, and returns what stalled is then. The caller owns the sending fields.
 func (c *Conn) write() (stalled int32, err error) {
 	for share := 0; share < txShare; {
 		if c.rest == 0 && (c.sent == 0 || c.sent == len(c.out)) {
-			if c.collect(); len(c.out) == 0 && c.rest == 0 {
+			if c.collect(); len(c.out) == 0 && c.rest == 0 && !c.guard.pending() {
 				return 0, nil
 			}
 		}
@@ -299,16 +305,16 @@ func (c *Conn) write() (stalled int32, err error) {
 func (c *Conn) push() (n int, e syscall.Errno) {
 	head := c.out[c.sent:]
 	if c.rest == 0 {
-		n, e = socket.Send(c.fd, head)
+		n, e = c.send(head, nil)
 		c.sent += max(n, 0)
 		return n, e
 	}
 	o := c.cur
 	switch from := o.Off + o.at - c.rest; {
 	case c.pad:
-		n, e = c.vout.Send(c.fd, head, zeros[:min(c.rest, int64(len(zeros)))])
+		n, e = c.send(head, zeros[:min(c.rest, int64(len(zeros)))])
 	case o.File != nil && len(head) > 0:
-		n, e = socket.Send(c.fd, head)
+		n, e = c.send(head, nil)
 	case o.File != nil:
 		if _, ok := o.Gate.Enter(0, 0); ok {
 			n, e = c.sendFile(o, from)
@@ -326,7 +332,7 @@ func (c *Conn) push() (n int, e syscall.Errno) {
 			o.Stop()
 			return 0, 0
 		}
-		n, e = c.vout.Send(c.fd, head, b)
+		n, e = c.send(head, b)
 		o.Gate.Leave()
 	}
 	n = max(n, 0)
@@ -339,9 +345,23 @@ func (c *Conn) push() (n int, e syscall.Errno) {
 	return n, e
 }
 
+// send sends the beginning of a and then b, and returns how much.
+func (c *Conn) send(a, b []byte) (n int, e syscall.Errno) {
+	switch {
+	case c.guard != nil:
+		return c.guard.send(c.fd, a, b)
+	case len(b) == 0:
+		return socket.Send(c.fd, a)
+	}
+	return c.vout.Send(c.fd, a, b)
+}
+
 // sendFile makes one system call. An error that is not the connection's is o.err: if it is
 // nevertheless, the next call finds it.
 func (c *Conn) sendFile(o *Out, from int64) (n int, e syscall.Errno) {
+	if c.guard != nil {
+		return c.guard.sendFile(c.fd, o, from, c.rest)
+	}
 	for {
 		n, err := unix.Sendfile(c.fd, int(o.File.Fd()), &from, int(min(c.rest, Chunk)))
 		switch {
@@ -474,7 +494,11 @@ func (c *Conn) receive() (int, error) {
 		}
 		total += n
 		c.received.Add(uint64(n))
-		err = c.consume()
+		if c.guard == nil {
+			err = c.consume()
+		} else {
+			err = c.consumeRecords()
+		}
 		if c.flush {
 			c.flush = false
 			c.Flush()
@@ -491,6 +515,9 @@ func (c *Conn) receive() (int, error) {
 
 // read makes one system call. full: there may be more.
 func (c *Conn) read() (n int, full bool, err error) {
+	if c.guard != nil {
+		return c.readRecords()
+	}
 	var e syscall.Errno
 	if c.inside && c.left >= direct && c.r == c.w && c.sink.Gate != nil && c.sink.File == nil {
 		k := min(c.left, rxShare)
@@ -524,7 +551,7 @@ func (c *Conn) result(n, want int, e syscall.Errno) (int, bool, error) {
 		return 0, false, nil
 	case e != 0:
 		return 0, false, os.NewSyscallError("recv", e)
-	case n == 0 && c.r == c.w && !c.inside:
+	case n == 0 && c.r == c.w && !c.inside && (c.guard == nil || c.guard.p == c.guard.q):
 		return 0, false, ErrEnded
 	case n == 0:
 		return 0, false, fmt.Errorf("the peer closed the connection within a frame: %w", io.ErrUnexpectedEOF)

@@ -19,10 +19,18 @@
 //     again as long as waiters come back. Acknowledgements may wait that long too, and travel with
 //     what the program sends next.
 //
+// # Guards
+//
+// A connection with a guard carries records, with checksums or sealed: see package wire. They are
+// between the frames and the socket, and everything else is as without. Only then is a payload
+// copied, once at each end: what is sent has to stay as it was when the record was made, and what
+// arrives must not be seen before the record was found right. A file is read instead of given to the
+// kernel. Such a connection needs up to 128 KiB more memory.
+//
 // # Locks
 //
 // Conn.rx is held while a goroutine receives, and during calls of the Handler. Conn.mu guards the
 // queue of what is to be sent, for moments; the goroutine that set flushing owns the fields below
-// it. A handler may send, and must not call Await. The order is rx, then a handler's own locks,
-// then mu, then Loop.mu.
+// it, and the records that wait. A handler may send, and must not call Await. The order is rx, then
+// a handler's own locks, then mu, then Loop.mu.
 package link

@@ -121,8 +121,73 @@ func (s *sink) until(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// ends returns a connection of a loop, and the other end of its socket.
-func ends(t *testing.T, h Handler) (c *Conn, other int) {
+// eachMode runs a test on connections of each mode.
+func eachMode(t *testing.T, f func(t *testing.T, m wire.Mode)) {
+	for m := wire.Plain; m <= wire.Sealed; m++ {
+		t.Run(m.String(), func(t *testing.T) { f(t, m) })
+	}
+}
+
+// guardOf returns the guard of one end, 0 or 1, of a connection.
+func guardOf(t *testing.T, m wire.Mode, end int) wire.Guard {
+	t.Helper()
+	secrets := [2][]byte{bytes.Repeat([]byte{1}, wire.SecretSize), bytes.Repeat([]byte{2}, wire.SecretSize)}
+	g, err := wire.NewGuard(m, secrets[end], secrets[1-end])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return g
+}
+
+// records are those that the end 1 of a connection makes of frames.
+func records(t *testing.T, m wire.Mode, frames ...[]byte) (b []byte) {
+	t.Helper()
+	g := guardOf(t, m, 1)
+	for _, f := range frames {
+		if m == wire.Plain {
+			b = append(b, f...)
+		} else {
+			b = g.Out.Append(b, f)
+		}
+	}
+	return b
+}
+
+// opener reads the bytes that are in the records of r.
+type opener struct {
+	r    io.Reader
+	in   *wire.Records // nil: they are in none
+	left []byte
+}
+
+func (o *opener) Read(b []byte) (int, error) {
+	if o.in == nil {
+		return o.r.Read(b)
+	}
+	if len(o.left) == 0 {
+		record := make([]byte, wire.RecordHeader)
+		if _, err := io.ReadFull(o.r, record); err != nil {
+			return 0, err
+		}
+		n, err := o.in.Size(record)
+		if err != nil {
+			return 0, err
+		}
+		record = append(record, make([]byte, n-len(record))...)
+		if _, err := io.ReadFull(o.r, record[wire.RecordHeader:]); err != nil {
+			return 0, err
+		}
+		if o.left, err = o.in.Open(record); err != nil {
+			return 0, err
+		}
+	}
+	n := copy(b, o.left)
+	o.left = o.left[n:]
+	return n, nil
+}
+
+// ends returns the end 0 of a connection in a loop, and the socket of the other end.
+func ends(t *testing.T, m wire.Mode, h Handler) (c *Conn, other int) {
 	t.Helper()
 	l, err := NewLoop()
 	if err != nil {
@@ -133,22 +198,22 @@ func ends(t *testing.T, h Handler) (c *Conn, other int) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if c, err = l.Add(fds[0], h, func(*Conn) {}); err != nil {
+	if c, err = l.Add(fds[0], guardOf(t, m, 0), h, func(*Conn) {}); err != nil {
 		t.Fatal(err)
 	}
 	return c, fds[1]
 }
 
 // couple returns two connections that are connected.
-func couple(t *testing.T, a, b Handler) (x, y *Conn) {
+func couple(t *testing.T, m wire.Mode, a, b Handler) (x, y *Conn) {
 	t.Helper()
-	x, fd := ends(t, a)
+	x, fd := ends(t, m, a)
 	l, err := NewLoop()
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { l.Close(errors.New("the test is over")) })
-	if y, err = l.Add(fd, b, func(*Conn) {}); err != nil {
+	if y, err = l.Add(fd, guardOf(t, m, 1), b, func(*Conn) {}); err != nil {
 		t.Fatal(err)
 	}
 	return x, y
@@ -162,9 +227,11 @@ func random(n int, seed uint64) []byte {
 }
 
 // Transfers of all sizes, from memory and files, arrive whole beside each other and control frames.
-func TestTransfersArrive(t *testing.T) {
+func TestTransfersArrive(t *testing.T) { eachMode(t, transfersArrive) }
+
+func transfersArrive(t *testing.T, m wire.Mode) {
 	in := newSink()
-	x, _ := couple(t, newSink(), in)
+	x, _ := couple(t, m, newSink(), in)
 	var want, got [][]byte
 	var outs []*Out
 	sizes := []int{0, 1, small, small + 1, gather, Chunk - 1, Chunk, Chunk + 1, 3*Chunk + 77, 5 << 20}
@@ -207,10 +274,16 @@ func TestTransfersArrive(t *testing.T) {
 
 // A transfer whose source is closed while the socket is full ends its frame with zeros, and its Tail
 // says so. One that has not begun, and one that is stopped, send nothing.
-func TestTransfersAreGivenUp(t *testing.T) {
-	x, other := ends(t, newSink())
+func TestTransfersAreGivenUp(t *testing.T) { eachMode(t, transfersAreGivenUp) }
+
+func transfersAreGivenUp(t *testing.T, m wire.Mode) {
+	x, other := ends(t, m, newSink())
 	file := os.NewFile(uintptr(other), "other")
 	defer file.Close()
+	if err := unix.SetsockoptInt(x.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, 32<<10); err != nil {
+		t.Fatal(err)
+	}
+	sent := &opener{r: file, in: guardOf(t, m, 1).In}
 	src := bytes.Repeat([]byte{0xff}, 8<<20)
 	var fs []*transfer
 	for id := range uint64(4) {
@@ -232,12 +305,12 @@ func TestTransfersAreGivenUp(t *testing.T) {
 	zeros := false
 	for len(codes) < 3 {
 		head := make([]byte, wire.HeaderSize)
-		if _, err := io.ReadFull(file, head); err != nil {
+		if _, err := io.ReadFull(sent, head); err != nil {
 			t.Fatal(err)
 		}
 		h := wire.Decode(head)
 		body := make([]byte, h.Size)
-		if _, err := io.ReadFull(file, body); err != nil {
+		if _, err := io.ReadFull(sent, body); err != nil {
 			t.Fatal(err)
 		}
 		if h.Op == wire.Done {
@@ -261,9 +334,11 @@ func TestTransfersAreGivenUp(t *testing.T) {
 }
 
 // What a closed gate would have got is dropped, and the connection goes on.
-func TestClosedSinksDrop(t *testing.T) {
+func TestClosedSinksDrop(t *testing.T) { eachMode(t, closedSinksDrop) }
+
+func closedSinksDrop(t *testing.T, m wire.Mode) {
 	in := newSink()
-	x, _ := couple(t, newSink(), in)
+	x, _ := couple(t, m, newSink(), in)
 	f := &transfer{id: 1}
 	f.Framer, f.Gate, f.N = f, new(gate.Gate), 1<<20
 	f.Gate.Open(make([]byte, f.N))
@@ -278,7 +353,9 @@ func TestClosedSinksDrop(t *testing.T) {
 	}
 }
 
-func TestConnectionsEnd(t *testing.T) {
+func TestConnectionsEnd(t *testing.T) { eachMode(t, connectionsEnd) }
+
+func connectionsEnd(t *testing.T, m wire.Mode) {
 	for name, c := range map[string]struct {
 		send []byte
 		want error
@@ -291,8 +368,8 @@ func TestConnectionsEnd(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			in := newSink()
-			x, other := ends(t, in)
-			if _, err := unix.Write(other, c.send); err != nil {
+			x, other := ends(t, m, in)
+			if _, err := unix.Write(other, records(t, m, c.send)); err != nil {
 				t.Fatal(err)
 			}
 			unix.Close(other)
@@ -322,9 +399,11 @@ func (p pongs) Ended() bool {
 }
 
 // Waiters and the loop find what arrives, whoever polls, and what was to be sent later is sent.
-func TestWaitersAndLoopsShareConnections(t *testing.T) {
+func TestWaitersAndLoopsShareConnections(t *testing.T) { eachMode(t, waitersAndLoopsShareConnections) }
+
+func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {
 	a, b := newSink(), newSink()
-	x, y := couple(t, a, b)
+	x, y := couple(t, m, a, b)
 	for i := 1; i <= 2000; i++ {
 		y.Later(wire.Header{Address: uint64(i), Op: wire.Pong}.Append(nil)) // goes with y's next wait
 		x.Send(wire.Header{Address: uint64(i), Op: wire.Pong}.Append(nil))

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tutti/endpoint/internal/wire"
 	"tutti/internal/epoll"
 )
 
@@ -48,10 +49,15 @@ func NewLoop() (*Loop, error) {
 
 var errLoopClosed = errors.New("the loop is closed")
 
-// Add makes a Conn of a connected socket, which belongs to it from then on, also if there is an
-// error. prepare is called, without locks, before anything can arrive.
-func (l *Loop) Add(fd int, h Handler, prepare func(*Conn)) (*Conn, error) {
-	c := &Conn{handler: h, loop: l, fd: fd, in: make([]byte, inSize)}
+// Add makes a Conn of a connected socket, which belongs to it from then on, as g does, also if there
+// is an error. prepare is called, without locks, before anything can arrive.
+func (l *Loop) Add(fd int, g wire.Guard, h Handler, prepare func(*Conn)) (*Conn, error) {
+	c := &Conn{handler: h, loop: l, fd: fd}
+	if g != (wire.Guard{}) {
+		c.guard, c.in = &guard{Guard: g}, make([]byte, guardIn)
+	} else {
+		c.in = make([]byte, inSize)
+	}
 	c.quiet.L = &c.mu
 	c.id = l.last.Add(1)
 	prepare(c)

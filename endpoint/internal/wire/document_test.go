@@ -2,6 +2,7 @@ package wire
 
 import (
 	"bytes"
+	"crypto/hkdf"
 	"crypto/hmac"
 	"crypto/sha256"
 	"encoding/binary"
@@ -96,6 +97,70 @@ func TestDocumentHasTheCodes(t *testing.T) {
 		if table[i][0] != fmt.Sprint(uint8(w.code)) || table[i][1] != w.name {
 			t.Errorf("docs/wire.md: code %s is %s, want %d, %s", table[i][0], table[i][1], w.code, w.name)
 		}
+	}
+}
+
+// recordRows are the rows of the table of records, but for the bytes.
+func recordRows(t *testing.T) (what []string, b [][]byte) {
+	prk := make([]byte, 32)
+	for i := range prk {
+		prk[i] = byte(100 + i)
+	}
+	var secrets [2][]byte
+	for i, label := range []string{DiallerSecret, AcceptorSecret} {
+		var err error
+		if secrets[i], err = hkdf.Expand(sha256.New, prk, label, SecretSize); err != nil {
+			t.Fatal(err)
+		}
+	}
+	first, err := hkdf.Expand(sha256.New, secrets[0], "key", keySize+nonceSize)
+	if err != nil {
+		t.Fatal(err)
+	}
+	add := func(text string, bytes []byte) { what, b = append(what, text), append(b, bytes) }
+	add("secret of the dialler's records", secrets[0])
+	add("secret of the acceptor's records", secrets[1])
+	add("key and IV of the dialler's first records", first)
+	ping := frame(Ping, 5, nil, "")
+	checked, err := NewGuard(Checked, nil, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	add("checked record 0: Ping 5", checked.Out.Append(nil, ping))
+	add("checked record 1: Ping 5", checked.Out.Append(nil, ping))
+	g, err := NewGuard(Sealed, secrets[0], secrets[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := NewGuard(Sealed, secrets[1], secrets[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	add("sealed record 0 of the dialler: Ping 5", g.Out.Append(nil, ping))
+	add("sealed record 1 of the dialler: Ping 5", g.Out.Append(nil, ping))
+	add("sealed record 0 of the acceptor: Ping 5", other.Out.Append(nil, ping))
+	for n, buf := uint64(2), make([]byte, 0, 100); n < keyLife; n++ {
+		g.Out.Append(buf, ping)
+	}
+	add(fmt.Sprintf("sealed record %d of the dialler: Ping 5", keyLife), g.Out.Append(nil, ping))
+	return what, b
+}
+
+// The document has records that another implementation has computed, and this one makes the same.
+func TestDocumentHasTheRecords(t *testing.T) {
+	what, want := recordRows(t)
+	table := rows(t, "| record | bytes |")
+	if len(table) != len(want) {
+		t.Fatalf("docs/wire.md has %d records, want %d", len(table), len(want))
+	}
+	for i := range want {
+		if table[i][0] != what[i] || !bytes.Equal(unhex(t, table[i][1]), want[i]) {
+			t.Errorf("docs/wire.md, row %d of the records: want\n| %s | `%x` |", i+1, what[i], want[i])
+		}
+	}
+	limit := fmt.Sprintf("bytes of the body, 1 to %d", MaxRecord)
+	if got := rows(t, "| offset | field of a record | |")[0][2]; got != limit {
+		t.Errorf("docs/wire.md says of a record's length: %s, want %s", got, limit)
 	}
 }
 
