@@ -43,6 +43,7 @@ type endpointFlags struct {
 	listen, ports, name    string
 	publish, metrics       string
 	store, directory       string
+	seal, checksum         bool
 }
 
 // A transfer moves pieces of this many bytes, so many at a time.
@@ -60,7 +61,7 @@ the memory and files that a program registers with package endpoint.
 
 Both ends prove that they know the same secret: TUTTI_SECRET, TUTTI_SECRET_FILE or --secret-file. The
 credential of a client (tutti secret --client NAME) takes its place for ls, read and write. The data
-is not encrypted.
+is not encrypted unless one of the two ends says --seal.
 
 With a store (TUTTI_STORE, or --store) endpoints have names: serve --publish NAME takes one, others
 connect to @NAME, and ls alone lists the names. A name goes when its server ends, or 3 s after it was
@@ -124,6 +125,7 @@ connect. All who know the secret may read, and so may all clients; with --write 
 	f.inStore(c)
 	fl.StringVar(&f.metrics, "metrics", "", "`address` at which metrics are served to Prometheus: 127.0.0.1:9400, a "+
 		"range 127.0.0.1:9400-9407, or :0 (default: TUTTI_METRICS, else none)")
+	f.guards(c)
 	fl.StringVar(&f.secretFile, "secret-file", "", "`file` with the secret (default: TUTTI_SECRET)")
 	return c
 }
@@ -278,7 +280,14 @@ func (f *endpointFlags) connection(c *cobra.Command) {
 	c.Flags().DurationVar(&f.timeout, "timeout", 30*time.Second, "bound of every operation: to connect, a request, a "+
 		"piece of 1 MiB")
 	f.inStore(c)
+	f.guards(c)
 	c.Flags().StringVar(&f.secretFile, "secret-file", "", "`file` with the secret or credential (default: TUTTI_SECRET)")
+}
+
+// guards defines the flags of what guards the data on its way.
+func (f *endpointFlags) guards(c *cobra.Command) {
+	c.Flags().BoolVar(&f.seal, "seal", false, "encrypt and authenticate the data; it is enough that one end says so")
+	c.Flags().BoolVar(&f.checksum, "checksum", false, "find data that was damaged on the way; --seal includes it")
 }
 
 // credential returns the secret, or the credential of a client, in its textual form.
@@ -421,7 +430,7 @@ func (f *endpointFlags) serve(cmd *cobra.Command, args []string) error {
 		}
 	}
 	cfg := endpoint.Config{Name: f.name, Secret: secret, Interfaces: cmp.Or(f.listen, os.Getenv("TUTTI_IFNAME")),
-		Ports:  cmp.Or(f.ports, os.Getenv("TUTTI_PORT")),
+		Ports: cmp.Or(f.ports, os.Getenv("TUTTI_PORT")), Seal: f.seal, Checksum: f.checksum,
 		Logger: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: level}))}
 	if cfg.Name == "" {
 		cfg.Name, _ = os.Hostname()
@@ -538,7 +547,8 @@ func (f *endpointFlags) with(cmd *cobra.Command, text string, do func(context.Co
 	if err != nil {
 		return err
 	}
-	cfg := endpoint.Config{Secret: secret, Interfaces: "none", Timeout: f.timeout, DialTimeout: f.timeout}
+	cfg := endpoint.Config{Secret: secret, Interfaces: "none", Timeout: f.timeout, DialTimeout: f.timeout, Seal: f.seal,
+		Checksum: f.checksum}
 	ctx, stop := interruptible(cmd.Context())
 	defer stop()
 	err = open(cmd, cfg, func(e *endpoint.Endpoint) error {

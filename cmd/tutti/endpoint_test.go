@@ -230,6 +230,91 @@ func TestEndpointWrite(t *testing.T) {
 }
 
 // The credential of a client connects, but does not serve. Who has another secret does not.
+// listener carries connections to an address and records what they say.
+type listener struct {
+	net.Listener
+	mu   sync.Mutex
+	said bytes.Buffer
+}
+
+// Write implements io.Writer.
+func (l *listener) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.said.Write(b)
+}
+
+func listen(t *testing.T, address string) *listener {
+	t.Helper()
+	in, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &listener{Listener: in}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := in.Accept()
+			if err != nil {
+				return
+			}
+			s, err := net.Dial("tcp", address)
+			if err != nil {
+				c.Close()
+				continue
+			}
+			for _, x := range [][2]net.Conn{{c, s}, {s, c}} {
+				wg.Go(func() {
+					io.Copy(io.MultiWriter(x[1], l), x[0])
+					c.Close()
+					s.Close()
+				})
+			}
+		}
+	})
+	t.Cleanup(wg.Wait)
+	t.Cleanup(func() { in.Close() })
+	return l
+}
+
+// It is enough that one end says --seal or --checksum, and nobody listens to what is sealed.
+func TestEndpointGuards(t *testing.T) {
+	s := newSite(t)
+	const marker = "what nobody else should know"
+	path := filepath.Join(s.dir, "file")
+	for _, c := range []struct {
+		server, client string
+		sealed         bool
+	}{{"", "", false}, {"--seal", "", true}, {"", "--seal", true}, {"--checksum", "--seal", true},
+		{"--checksum", "", false}, {"", "--checksum", false}} {
+		t.Run("serve "+c.server+" and "+c.client, func(t *testing.T) {
+			if err := os.WriteFile(path, []byte(marker), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			server, info := s.serve(append(strings.Fields(c.server), "--write", "secrets="+path)...)
+			l := listen(t, strings.TrimPrefix(info[:strings.LastIndex(info, "/")], "tutti-endpoint://"))
+			at := l.Addr().String()
+			for _, args := range [][]string{{"ls", at}, {"read", at, "secrets"}, {"write", at, "secrets", path}} {
+				j := s.endpoint(append(args, strings.Fields(c.client)...)...).start()
+				j.end(0)
+				if got := j.stdout.String(); args[0] == "read" && got != marker {
+					t.Errorf("read %q", got)
+				}
+			}
+			server.signal(syscall.SIGTERM)
+			server.end(0)
+			l.mu.Lock()
+			defer l.mu.Unlock()
+			if n := bytes.Count(l.said.Bytes(), []byte(marker)); n != 0 == c.sealed {
+				t.Errorf("the data went %d times over the wire so that others could read it", n)
+			}
+			if bytes.Contains(l.said.Bytes(), []byte("secrets")) == c.sealed {
+				t.Error("the region's name")
+			}
+		})
+	}
+}
+
 func TestEndpointTrust(t *testing.T) {
 	s := newSite(t)
 	path, data := s.file("region", 1000)
