@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A client of a Tutti endpoint, which needs only Python. docs/wire.md describes the protocol."""
+"""A client of a Tutti endpoint, which needs only Python. docs/wire.md describes the protocol. Connections are plain."""
 import argparse, hmac, os, re, secrets, socket, struct, sys
 
 (HELLO, PING, PONG, BYE, STAY, GET, PUT, DATA, DONE, CANCEL, LOOKUP, LIST, WATCH, REGION, GONE, MESSAGE, OFFER, PULL,

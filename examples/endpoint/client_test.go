@@ -36,6 +36,11 @@ type server struct {
 
 // serve starts an endpoint with a secret.
 func serve(t *testing.T, secret string) *server {
+	return serveWith(t, endpoint.Config{Secret: secret})
+}
+
+// serveWith starts an endpoint.
+func serveWith(t *testing.T, cfg endpoint.Config) *server {
 	python, err := exec.LookPath("python3")
 	if err != nil {
 		t.Skipf("skipped: there is no python3: %v", err)
@@ -53,14 +58,15 @@ func serve(t *testing.T, secret string) *server {
 			t.Error(err)
 		}
 	})
-	e, err := endpoint.New(c, endpoint.Config{Name: "server", Secret: secret, Interfaces: "127.0.0.1"})
+	cfg.Name, cfg.Interfaces = "server", "127.0.0.1"
+	e, err := endpoint.New(c, cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { e.Close() })
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
-	return &server{t, e, ctx, python, secret}
+	return &server{t, e, ctx, python, cfg.Secret}
 }
 
 // register registers memory with other bytes for each name.
@@ -357,4 +363,12 @@ func TestClientSecrets(t *testing.T) {
 	s.key = text
 	s.Endpoint.Close()
 	s.start("ls").fails("refused")
+}
+
+// The client knows plain connections alone. An endpoint that wants more tells it so.
+func TestClientIsRefused(t *testing.T) {
+	sealed := serveWith(t, endpoint.Config{Secret: secret, Seal: true})
+	sealed.start("ls").fails("refused: it takes sealed connections alone")
+	checked := serveWith(t, endpoint.Config{Secret: secret, Checksum: true})
+	checked.start("ls").fails("refused: it takes connections with checksums alone")
 }
