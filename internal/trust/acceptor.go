@@ -46,8 +46,8 @@ type Acceptor struct {
 	// Clients says that holders of a client's key are taken, too. If not, such an end is refused
 	// after its proof, and Admit is not asked.
 	Clients bool
-	// Agree asks for key agreement. This costs two scalar multiplications on the curve for each
-	// connection, the first one when its first message was valid.
+	// Agree asks for key agreement. This costs a scalar multiplication on the curve for each
+	// connection whose first message was valid, and another one if keys are made: see Session.
 	Agree bool
 	// Admit decides whether an authenticated end is accepted: nil: it is; a *Refusal keeps its
 	// code, any other error is sent as code 1. It must compare the Hello's To… with itself and,

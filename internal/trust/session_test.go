@@ -140,11 +140,12 @@ func TestSessionCoversTranscript(t *testing.T) {
 	theirs := private(2).PublicKey().Bytes()
 	key := func(tr transcript) string {
 		n := nonce{private: private(1)}
-		k, err := n.session(theirs, &tr).Key("x", 32)
+		s := n.session(theirs, &tr)
+		k, err := s.Key("x", 32)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n.private != nil || n.session(theirs, &tr) != nil {
+		if s.private != nil || n.private != nil || n.session(theirs, &tr) != nil {
 			t.Fatal("the private key is kept")
 		}
 		return string(k)

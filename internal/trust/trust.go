@@ -40,8 +40,8 @@
 //
 //	HKDF-SHA256(secret X25519(own private key, other nonce), salt MAC "session", info label)
 //
-// The MAC "session" covers everything that was said, the verdict too. No private key outlives the
-// handshake: who records the data and learns the job's secret later cannot decrypt it.
+// The MAC "session" covers everything that was said, the verdict too. No private key is kept longer
+// than until keys are made with it: who records the data and learns the job's secret later cannot decrypt it.
 package trust
 
 import (
@@ -209,18 +209,14 @@ func newNonce(agree bool) (n nonce, err error) {
 	return n, nil
 }
 
-// session ends a handshake: everything has been said, and n's private key is forgotten.
+// session ends a handshake: everything has been said, and the session has n's private key.
 func (n *nonce) session(theirs []byte, t *transcript) *Session {
 	private := n.private
 	n.private = nil
 	if private == nil {
 		return nil
 	}
-	prk, err := exchange(private, theirs, t.mac("session"))
-	if err != nil {
-		return &Session{err: fmt.Errorf("key agreement: %w", err)}
-	}
-	return &Session{prk: prk}
+	return &Session{private: private, theirs: bytes.Clone(theirs), salt: t.mac("session")}
 }
 
 func exchange(private *ecdh.PrivateKey, theirs, salt []byte) (prk []byte, err error) {
@@ -236,10 +232,23 @@ func exchange(private *ecdh.PrivateKey, theirs, salt []byte) (prk []byte, err er
 }
 
 // Session holds what the two ends of a connection have agreed on. It is nil at an end that did not
-// ask for it. It may be used concurrently.
+// ask for it. It may be used concurrently. The first call of Key costs a scalar multiplication, and
+// forgets the private key; a Session that is not needed costs nothing more.
 type Session struct {
-	prk []byte
-	err error
+	once         sync.Once
+	private      *ecdh.PrivateKey // until the first call of Key
+	theirs, salt []byte
+	prk          []byte
+	err          error
+}
+
+// agree computes what keys are made of.
+func (s *Session) agree() {
+	s.prk, s.err = exchange(s.private, s.theirs, s.salt)
+	s.private = nil
+	if s.err != nil {
+		s.err = fmt.Errorf("key agreement: %w", s.err)
+	}
 }
 
 // Key returns a key of n bytes for the purpose that label names: directions, for example, have
@@ -248,9 +257,11 @@ type Session struct {
 // fit. There is an error at an end that did not ask, and if the other end's nonce is no proper
 // public key.
 func (s *Session) Key(label string, n int) ([]byte, error) {
-	switch {
-	case s == nil:
+	if s == nil {
 		return nil, errors.New("this end did not ask for key agreement")
+	}
+	s.once.Do(s.agree)
+	switch {
 	case s.err != nil:
 		return nil, s.err
 	case n < 1:
