@@ -59,12 +59,17 @@ each other at once, as in nccl-tests, so that part of the data stays in the core
 with --touch every rank writes its inputs before each call and reads its result after it, as programs
 do. The exit code is 1 if anything is wrong.
 
+--op p2p measures instead what package endpoint does, between two processes here: messages, reads,
+writes and batches of reads, beside the same bytes over a plain TCP connection of Go's package net.
+The contestants take turns, and medians over the rounds are compared.
+
 Operations: ` + strings.Join(bench.Ops(), " ") + `
 Types:      ` + joined(kernels.DTypes()) + `
 Reductions: ` + joined(kernels.Ops()),
 		Example: `  tutti bench                                  allreduce of float32 between 2 ranks
   tutti bench -n 4 --op all --registered       every operation, on registered memory
   tutti bench --op allreduce --dtype all --redop all --max 1M
+  tutti bench --op p2p                         endpoints beside plain TCP connections
   tutti bench --faults                         kill -9, and the recovery of the others
   tutti bench --json > results.jsonl           one object a row`,
 		DisableFlagsInUseLine: true, Args: noArgs,
@@ -74,13 +79,17 @@ Reductions: ` + joined(kernels.Ops()),
 				return faultRank(cmd.Context())
 			case f.faulty:
 				return f.faults(cmd)
+			case f.op == p2pOp && f.emit:
+				return p2pOther(cmd.Context())
+			case f.op == p2pOp:
+				return f.p2p(cmd)
 			}
 			return f.run(cmd)
 		},
 	}
 	fl := c.Flags()
 	fl.IntVarP(&f.n, "ranks", "n", 2, "ranks to start here")
-	fl.StringVar(&f.op, "op", "allreduce", "operations, separated by commas, or all")
+	fl.StringVar(&f.op, "op", "allreduce", "operations, separated by commas, or all; or p2p")
 	fl.StringVar(&f.min, "min", "64", "smallest `size` in bytes; K, M and G are powers of 1024")
 	fl.StringVar(&f.max, "max", "64M", "largest `size`")
 	fl.IntVar(&f.factor, "factor", 8, "from one size to the next")
@@ -89,14 +98,15 @@ Reductions: ` + joined(kernels.Ops()),
 	fl.IntVar(&f.root, "root", 0, "root rank, for the operations that have one")
 	fl.IntVar(&f.iters, "iters", 0, "calls a round (default as many as fill --round-time)")
 	fl.IntVar(&f.warmup, "warmup", 5, "calls before the first round")
-	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts")
+	fl.IntVar(&f.rounds, "rounds", 5, "rounds, of which the best counts; of p2p, the median")
 	fl.DurationVar(&f.roundTime, "round-time", 20*time.Millisecond, "duration of a round")
 	fl.StringVar(&f.transport, "transport", "auto", "auto, shm, tcp, or inproc (ranks are goroutines of one process)")
 	fl.BoolVar(&f.registered, "registered", false, "use memory that is registered with the transports")
 	fl.BoolVar(&f.touch, "touch", false, "as programs use it: each rank writes its inputs before every call and "+
 		"reads its result after it, off the clock; the median call counts")
 	fl.IntVar(&f.queue, "queue", 0,
-		"start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs")
+		"start `N` operations at a time and then wait for each, instead of blocking calls; 1 is what asynchrony costs; "+
+			"p2p: calls under way in the rows with several (default 16)")
 	fl.BoolVar(&f.check, "check", true, "check the results")
 	fl.BoolVar(&f.noCheck, "no-check", false, "do not check the results")
 	fl.BoolVar(&f.bind, "bind", true, "bind each rank to a core, if there are enough, as mpirun does")
@@ -170,25 +180,12 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 	if s.RedOps, err = choose(cmd, "redop", f.redop, kernels.Ops()); err != nil {
 		return s, err
 	}
-	if s.Min, err = parseSize(f.min); err != nil {
-		return s, usagef(cmd, "--min %v", err)
-	}
-	if s.Max, err = parseSize(f.max); err != nil {
-		return s, usagef(cmd, "--max %v", err)
+	if s.Min, s.Max, err = f.sizes(cmd); err != nil {
+		return s, err
 	}
 	switch {
-	case s.Max < s.Min:
-		return s, usagef(cmd, "--max %s is less than --min %s", f.max, f.min)
-	case f.factor < 2:
-		return s, usagef(cmd, "--factor %d: expected 2 or more", f.factor)
-	case f.iters < 0 || f.warmup < 0 || f.rounds < 1:
-		return s, usagef(cmd, "--iters and --warmup are 0 or more, --rounds 1 or more")
-	case f.queue < 0 || f.queue > 1024:
-		return s, usagef(cmd, "--queue %d: expected 0 to 1024 operations", f.queue)
 	case f.queue*s.Max > 1<<30:
 		return s, usagef(cmd, "--queue %d operations of --max %s: expected no more than 1G in all", f.queue, f.max)
-	case f.roundTime <= 0:
-		return s, usagef(cmd, "--round-time %v: expected more than 0", f.roundTime)
 	case f.transport != registry.InProcess && !transports(f.transport):
 		return s, usagef(cmd, "--transport %s: expected auto, %s, or %s", f.transport, registry.Names(),
 			registry.InProcess)
@@ -200,6 +197,29 @@ func (f *benchFlags) spec(cmd *cobra.Command) (s bench.Spec, err error) {
 	s.Registered, s.Check, s.Touch, s.Queue = f.registered, f.check && !f.noCheck, f.touch, f.queue
 	s.Transport = f.transport
 	return s, nil
+}
+
+// sizes returns the smallest and the largest size, and checks the flags that any measurement has.
+func (f *benchFlags) sizes(cmd *cobra.Command) (smallest, largest int, err error) {
+	if smallest, err = parseSize(f.min); err != nil {
+		return 0, 0, usagef(cmd, "--min %v", err)
+	}
+	if largest, err = parseSize(f.max); err != nil {
+		return 0, 0, usagef(cmd, "--max %v", err)
+	}
+	switch {
+	case largest < smallest:
+		return 0, 0, usagef(cmd, "--max %s is less than --min %s", f.max, f.min)
+	case f.factor < 2:
+		return 0, 0, usagef(cmd, "--factor %d: expected 2 or more", f.factor)
+	case f.iters < 0 || f.warmup < 0 || f.rounds < 1:
+		return 0, 0, usagef(cmd, "--iters and --warmup are 0 or more, --rounds 1 or more")
+	case f.queue < 0 || f.queue > 1024:
+		return 0, 0, usagef(cmd, "--queue %d: expected 0 to 1024 operations", f.queue)
+	case f.roundTime <= 0:
+		return 0, 0, usagef(cmd, "--round-time %v: expected more than 0", f.roundTime)
+	}
+	return smallest, largest, nil
 }
 
 func (f *benchFlags) run(cmd *cobra.Command) error {

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"tutti/cmd/tutti/internal/bench"
+	"tutti/cmd/tutti/internal/pair"
 )
 
 func TestBench(t *testing.T) {
@@ -99,5 +100,49 @@ func TestBenchFaults(t *testing.T) {
 				t.Errorf("%s: %+v", transport, r)
 			}
 		}
+	}
+}
+
+// Every row has figures of both contestants, and all bytes arrive; nothing is left behind.
+func TestBenchP2P(t *testing.T) {
+	s := newStage(t)
+	j := s.command("bench", "--op", "p2p", "--min", "1", "--max", "2M", "--factor", "1024", "--queue", "3", "--iters",
+		"4", "--rounds", "2", "--json")
+	j.cmd.Env = append(j.cmd.Env, asRanks+"=1")
+	j.start().end(0)
+	type key struct {
+		op           string
+		bytes, depth int
+	}
+	var want []key
+	for _, op := range []string{"sendrecv", "read", "write"} {
+		for _, depth := range []int{1, 3} {
+			for _, n := range []int{1, 1 << 10, 1 << 20} {
+				want = append(want, key{op, n, depth})
+			}
+		}
+	}
+	want = append(want, key{"batch", 256 << 10, 1}, key{"batch", 256 << 10, 64})
+	var got []key
+	for line := range strings.Lines(j.stdout.String()) {
+		var r pair.Row
+		if err := json.Unmarshal([]byte(line), &r); err != nil {
+			t.Fatalf("%q: %v", line, err)
+		}
+		got = append(got, key{r.Op, r.Bytes, r.Depth})
+		if r.Tutti <= 0 || r.Raw <= 0 || r.Ratio <= 0 || r.Wrong != 0 {
+			t.Errorf("%s", line)
+		}
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("rows %v, expected %v", got, want)
+	}
+	if j.stderr.String() != "" {
+		t.Errorf("stderr %q", j.stderr.String())
+	}
+	s.empty()
+
+	for _, flag := range []string{"--ranks=2", "--transport=tcp", "--dtype=float32", "--max=2G", "--queue=-1"} {
+		s.command("bench", "--op", "p2p", flag).start().end(2)
 	}
 }

@@ -1,0 +1,198 @@
+package pair
+
+import (
+	"context"
+	"crypto/hmac"
+	"io"
+	"net"
+	"time"
+
+	"tutti/endpoint"
+	"tutti/mem"
+)
+
+// setup bounds the time until the connections are there.
+const setup = 10 * time.Second
+
+// region is the name of the memory that is read and written.
+const region = "data"
+
+// contestants are one process's ends of the two connections, and its memory.
+type contestants struct {
+	context  *endpoint.Context
+	endpoint *endpoint.Endpoint
+	peer     *endpoint.Peer
+	raw      net.Conn
+	buf      []byte
+	back     []byte // what was echoed to the process that measures
+}
+
+// newContestants makes an endpoint without peers.
+func newContestants(h hello, interfaces string) (*contestants, error) {
+	ctx, err := endpoint.NewContext(endpoint.ContextConfig{})
+	if err != nil {
+		return nil, err
+	}
+	c := &contestants{context: ctx, buf: make([]byte, h.Size), back: make([]byte, h.Size)}
+	c.endpoint, err = endpoint.New(ctx, endpoint.Config{Name: "bench", Secret: h.Secret, Interfaces: interfaces, Conns: 1})
+	if err != nil {
+		c.close()
+		return nil, err
+	}
+	return c, nil
+}
+
+// connect makes the connections to the process that has answered a.
+func connect(ctx context.Context, h hello, a answer) (c *contestants, err error) {
+	if c, err = newContestants(h, "none"); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			c.close()
+		}
+	}()
+	info, err := endpoint.ParseInfo(a.Endpoint)
+	if err != nil {
+		return nil, err
+	}
+	if c.peer, err = c.endpoint.Connect(ctx, info); err != nil {
+		return nil, err
+	}
+	if c.raw, err = new(net.Dialer).DialContext(ctx, "tcp", a.Raw); err != nil {
+		return nil, err
+	}
+	_, err = c.raw.Write([]byte(h.Secret))
+	return c, err
+}
+
+// listen makes an endpoint and a listener to which another process connects; accept waits for it.
+func listen(h hello) (c *contestants, a answer, accept func(context.Context) error, err error) {
+	if c, err = newContestants(h, "127.0.0.1"); err != nil {
+		return nil, a, nil, err
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err == nil {
+		_, err = c.endpoint.Register(region, mem.Host(c.buf, mem.Anywhere), endpoint.RegionConfig{
+			Rights: endpoint.Read | endpoint.Write})
+	}
+	if err != nil {
+		c.close()
+		return nil, a, nil, err
+	}
+	a = answer{Endpoint: c.endpoint.Info().String(), Raw: l.Addr().String()}
+	return c, a, func(ctx context.Context) (err error) {
+		defer l.Close()
+		ctx, cancel := context.WithTimeout(ctx, setup)
+		defer cancel()
+		if c.peer, err = c.endpoint.Accept(ctx); err != nil {
+			return err
+		}
+		deadline := time.Now().Add(setup)
+		l.(*net.TCPListener).SetDeadline(deadline)
+		for {
+			conn, err := l.Accept()
+			if err != nil {
+				return err
+			}
+			conn.SetDeadline(deadline)
+			proof := make([]byte, len(h.Secret))
+			if _, err := io.ReadFull(conn, proof); err == nil && hmac.Equal(proof, []byte(h.Secret)) {
+				c.raw = conn
+				return conn.SetDeadline(time.Time{})
+			}
+			conn.Close()
+		}
+	}, nil
+}
+
+// close ends the connections, and waits for their goroutines.
+func (c *contestants) close() {
+	if c.raw != nil {
+		c.raw.Close()
+	}
+	if c.endpoint != nil {
+		c.endpoint.Close()
+	}
+	c.context.Close()
+}
+
+// do is the measuring process's part of a turn.
+func (c *contestants) do(ctx context.Context, t turn) error {
+	if t.Who == raw {
+		return c.exchange(t, true)
+	}
+	b := c.buf[:t.N]
+	switch {
+	case t.echoes():
+		back := c.back[:t.N]
+		for range t.Count {
+			sent := c.peer.Send(b)
+			if err := c.peer.Recv(back).Wait(ctx); err != nil {
+				return err
+			}
+			if err := sent.Wait(ctx); err != nil {
+				return err
+			}
+		}
+		return nil
+	case t.Op == sendrecv:
+		return several(ctx, t, func() *endpoint.Future { return c.peer.Send(b) })
+	case t.Op == write:
+		return several(ctx, t, func() *endpoint.Future { return c.peer.Write(b, region, 0) })
+	case t.Op == read:
+		return several(ctx, t, func() *endpoint.Future { return c.peer.Read(b, region, 0) })
+	}
+	ops := make([]endpoint.Op, pieces)
+	for i := range ops {
+		ops[i] = endpoint.Op{Kind: endpoint.OpRead, Local: mem.Host(b[i*pieceSize:][:pieceSize], mem.Anywhere),
+			Region: region, Offset: int64(i * pieceSize)}
+	}
+	for range t.Count {
+		for rest := ops; len(rest) > 0; rest = rest[t.Depth:] {
+			if err := c.peer.Batch(rest[:t.Depth]).Wait(ctx); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// several makes the calls of a turn, of which Depth are under way.
+func several(ctx context.Context, t turn, call func() *endpoint.Future) error {
+	calls := make([]*endpoint.Future, min(t.Depth, t.Count))
+	for i := range t.Count + len(calls) {
+		slot := &calls[i%len(calls)]
+		if *slot != nil {
+			if err := (*slot).Wait(ctx); err != nil {
+				return err
+			}
+		}
+		if i < t.Count {
+			*slot = call()
+		}
+	}
+	return nil
+}
+
+// serve is the other process's part.
+func (c *contestants) serve(ctx context.Context, t turn) error {
+	if t.Who == raw {
+		return c.exchange(t, false)
+	}
+	b := c.buf[:t.N]
+	switch {
+	case t.echoes():
+		for range t.Count {
+			if err := c.peer.Recv(b).Wait(ctx); err != nil {
+				return err
+			}
+			if err := c.peer.Send(b).Wait(ctx); err != nil {
+				return err
+			}
+		}
+	case t.Op == sendrecv:
+		return several(ctx, t, func() *endpoint.Future { return c.peer.Recv(b) })
+	}
+	return nil // reads and writes need nobody here
+}
