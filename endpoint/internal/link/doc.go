@@ -19,6 +19,10 @@
 //     again as long as waiters come back. Acknowledgements may wait that long too, and travel with
 //     what the program sends next.
 //
+// Whoever polls in vain yields to other threads, of which one may be the peer's. If it is away for
+// long, other programs need the processors: then nobody polls for a while, and every connection is
+// armed whenever it is idle, because the kernel prefers threads that wake up.
+//
 // # Guards
 //
 // A connection with a guard carries records, with checksums or sealed: see package wire. They are

@@ -418,3 +418,68 @@ func waitersAndLoopsShareConnections(t *testing.T, m wire.Mode) {
 		}
 	}
 }
+
+func TestNobodyPollsWhileOthersNeedTheProcessors(t *testing.T) {
+	var c crowd
+	if _, long := c.yield(now()); long {
+		t.Skip("this machine is too busy to tell")
+	}
+	pauses := []int64{doze, 2 * doze, 4 * doze}
+	for c.pause.Load() < snooze {
+		at, long := c.yield(now() - 2*late)
+		if !long || !c.present(at) || c.present(at+c.pause.Load()) {
+			t.Fatalf("pause %v: long %v", time.Duration(c.pause.Load()), long)
+		}
+		if len(pauses) > 0 {
+			if c.pause.Load() != pauses[0] {
+				t.Errorf("pause %v, expected %v", time.Duration(c.pause.Load()), time.Duration(pauses[0]))
+			}
+			pauses = pauses[1:]
+		}
+	}
+	if c.yield(now() - 2*late); c.pause.Load() != snooze {
+		t.Errorf("pause %v, expected no more than %v", time.Duration(c.pause.Load()), time.Duration(snooze))
+	}
+	c.yield(now() + int64(time.Minute)) // as if no time had passed
+	if c.pause.Load() != 0 {
+		t.Errorf("pause %v after a yield that took no time", time.Duration(c.pause.Load()))
+	}
+}
+
+// ended is what Await waits for: a transfer that has come.
+type ended struct {
+	s  *sink
+	id uint64
+}
+
+func (e ended) Ended() bool {
+	e.s.mu.Lock()
+	defer e.s.mu.Unlock()
+	_, ok := e.s.codes[e.id]
+	return ok
+}
+
+func TestAwaitLeavesTheWorkToTheLoopInACrowd(t *testing.T) {
+	in := newSink()
+	x, y := couple(t, newSink(), in)
+	y.loop.until.Store(now() + int64(time.Hour))
+	for id := range uint64(20) {
+		src, dst := random(70<<10, id), make([]byte, 70<<10)
+		in.add(id, dst)
+		f := &transfer{id: id}
+		f.Framer, f.Gate, f.N = f, new(gate.Gate), int64(len(src))
+		f.Gate.Open(src)
+		x.Queue(&f.Out)
+		x.Flush()
+		if conns := []*Conn{y}; !Await(conns, ended{in, id}) {
+			in.until(t, "the transfer", func() bool { _, ok := in.codes[id]; return ok })
+			Woken(conns)
+		}
+		if !bytes.Equal(src, dst) {
+			t.Fatal("the bytes differ")
+		}
+	}
+	if w, p := y.waiters.Load(), y.parked.Load(); w != 0 || p != 0 {
+		t.Errorf("%d waiters attend, %d are parked", w, p)
+	}
+}

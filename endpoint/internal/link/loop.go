@@ -12,14 +12,17 @@ import (
 
 	"tutti/endpoint/internal/wire"
 	"tutti/internal/epoll"
+	"tutti/internal/socket"
 )
 
 // Durations of polling, in nanoseconds.
 const (
 	spin   = int64(50 * time.Microsecond)  // an idle connection stays active for so long
-	calm   = int64(10 * time.Microsecond)  // a waiter polls without yielding for so long
+	late   = int64(500 * time.Microsecond) // a thread that others keep from its processor is away longer
+	doze   = int64(20 * time.Millisecond)  // after that nobody polls for so long, and twice as long the next time
+	snooze = int64(time.Second)            // but no longer than this
 	tend   = int64(100 * time.Microsecond) // the loop looks after attended connections so often
-	rounds = 16                            // polls between two looks at the clock
+	rounds = 8                             // polls between two looks at the clock
 	patier = 5                             // polling in vain shortens spin at most so many times by half
 )
 
@@ -27,6 +30,7 @@ const (
 type Loop struct {
 	poll *epoll.Instance
 	done chan struct{}
+	crowd
 
 	mu      sync.Mutex
 	conns   map[uint64]*Conn // those that are not released
@@ -45,6 +49,33 @@ func NewLoop() (*Loop, error) {
 	l := &Loop{poll: p, done: make(chan struct{}), conns: map[uint64]*Conn{}}
 	go l.run()
 	return l, nil
+}
+
+// crowd knows whether other programs need the processors. Then nobody polls: a thread that wakes up
+// gets a processor sooner than one that has used its share.
+type crowd struct {
+	until atomic.Int64 // no polling
+	pause atomic.Int64 // how long the last time; 0: there was none, or it is over
+}
+
+// present reports whether polling is to be avoided at a time.
+func (c *crowd) present(at int64) bool { return at < c.until.Load() }
+
+// yield leaves the processor to other threads that are ready, one of which may be the peer's. It
+// returns the time after that, and whether it was long after before, when the thread ran last.
+func (c *crowd) yield(before int64) (at int64, long bool) {
+	socket.Yield()
+	at = now()
+	switch pause := c.pause.Load(); {
+	case at-before > late:
+		pause = min(max(2*pause, doze), snooze)
+		c.pause.Store(pause)
+		c.until.Store(at + pause)
+		return at, true
+	case pause != 0:
+		c.pause.Store(0)
+	}
+	return at, false
 }
 
 var errLoopClosed = errors.New("the loop is closed")
@@ -110,8 +141,17 @@ func (l *Loop) run() {
 	defer l.poll.Close()
 	var ids []uint64
 	var active []*Conn
+	yielded := now()
 	for pause := rest; ; {
 		var err error
+		if pause == busy {
+			// Other goroutines get a turn, but seldom: if a processor is idle a thread is woken to look
+			// for them.
+			if at := now(); at-yielded > spin {
+				yielded = at
+				runtime.Gosched()
+			}
+		}
 		if ids, err = l.await(ids[:0], pause); err != nil {
 			panic(fmt.Sprintf("link: epoll: %v", err)) // only this goroutine closes it
 		}
@@ -146,7 +186,6 @@ const (
 
 func (l *Loop) await(ids []uint64, p pause) ([]uint64, error) {
 	if p == busy {
-		runtime.Gosched()
 		return l.poll.Look(ids)
 	}
 	l.mu.Lock()
@@ -172,18 +211,19 @@ func (c *Conn) list(active []*Conn) []*Conn {
 
 // serve looks after the active connections, and returns those that remain so.
 func (l *Loop) serve(active []*Conn) (remain []*Conn, p pause) {
-	for range rounds {
-		did := false
+	did := true
+	for i := 0; i < rounds && did; i++ {
+		did = false
 		for _, c := range active {
 			if c.waiters.Load() == 0 && c.Err() == nil && c.Poll() {
 				did, c.until = true, -1
 			}
 		}
-		if !did {
-			break
-		}
 	}
 	at := now()
+	if !did && !l.present(at) {
+		at, _ = l.yield(at)
+	}
 	remain = active[:0]
 	for _, c := range active {
 		switch keep := l.look(c, at); {
@@ -212,6 +252,7 @@ func (l *Loop) look(c *Conn, at int64) pause {
 		return watch
 	}
 	switch {
+	case l.present(at):
 	case c.until < 0: // it was busy
 		c.until = at + spin>>c.vain
 		if c.vain > 0 {
@@ -225,7 +266,8 @@ func (l *Loop) look(c *Conn, at int64) pause {
 		c.vain++
 	}
 	c.listed.Store(false)
-	// A waiter that leaves from here on sees that the loop does not look after c.
+	// Whoever leaves work to the loop from here on sees that it does not look after c.
+	c.Flush()
 	if err := c.arm(); err != nil {
 		c.Close(err)
 	}
@@ -246,6 +288,17 @@ func Await(conns []*Conn, w Waiting) bool {
 		return true
 	}
 	c := conns[0]
+	if c.loop.present(now()) { // the loop does it all
+		for _, c := range conns {
+			c.parked.Add(1)
+			c.Flush()
+		}
+		ok := w.Ended()
+		if ok {
+			Woken(conns)
+		}
+		return ok
+	}
 	alone := c.waiters.Add(1) == 1
 	for _, c := range conns[1:] {
 		c.waiters.Add(1)
@@ -286,10 +339,11 @@ func Woken(conns []*Conn) {
 	}
 }
 
-// poll polls until w is done, or nothing has come for a while.
+// poll polls until w is done, or nothing has come for a while. It yields to other threads, but not
+// to other goroutines, because that wakes a thread if a P is idle.
 func poll(conns []*Conn, w Waiting) bool {
 	c := conns[0]
-	var since int64
+	var since, last int64 // when polling in vain began, and the last look at the clock; 0: there was none
 	for i := 1; ; i++ {
 		did := false
 		for _, c := range conns {
@@ -302,22 +356,22 @@ func poll(conns []*Conn, w Waiting) bool {
 			return true
 		}
 		if did {
-			since = 0
+			since, last = 0, 0
 			continue
 		}
 		if i%rounds != 0 {
 			continue
 		}
-		at := now()
-		if since == 0 {
+		if last == 0 {
+			last = now()
+		}
+		at, long := c.loop.yield(last)
+		if last = at; since == 0 {
 			since = at
 		}
-		switch idle := at - since; {
-		case idle > spin>>min(c.misses.Load(), patier):
+		if long || at-since > spin>>min(c.misses.Load(), patier) {
 			c.misses.Add(1)
 			return false
-		case idle > calm:
-			runtime.Gosched()
 		}
 	}
 }
