@@ -173,6 +173,40 @@ func TestMessagesKeepTheirOrder(t *testing.T) {
 	})
 }
 
+// What is held to go with later operations goes although there are none, and although nobody polls.
+func TestSmallOperationsThatFollowEachOtherEndWithoutAWaiter(t *testing.T) {
+	_, e, p, _ := pair(t, Config{Conns: 1})
+	data := make([]byte, 64)
+	if _, err := e.Register("data", mem.Host(data, mem.Anywhere), RegionConfig{Rights: Read | Write}); err != nil {
+		t.Fatal(err)
+	}
+	late := time.After(20 * time.Second)
+	for round := range 200 {
+		fs := make([]*Future, 16)
+		src := pattern(len(data), uint64(round))
+		for i := range fs {
+			if i == 8 { // a waiter has just left
+				wait(t, fs[0])
+			}
+			fs[i] = p.Write(src[i*4:][:4], "data", int64(i*4))
+		}
+		for i, f := range fs {
+			select {
+			case <-f.Done():
+				if f.Err() != nil {
+					t.Fatal(f.Err())
+				}
+			case <-late:
+				t.Fatalf("round %d: write %d has not ended", round, i)
+			}
+		}
+		got := make([]byte, len(data))
+		if wait(t, p.Read(got, "data", 0)); !bytes.Equal(got, src) {
+			t.Fatalf("round %d: the region has other bytes", round)
+		}
+	}
+}
+
 func BenchmarkPingPong(b *testing.B) {
 	_, _, p, q := pair(b, Config{})
 	ctx, cancel := context.WithCancel(context.Background())

@@ -163,6 +163,15 @@ func (p *Peer) start(f *Future) *Future {
 		}
 	}
 	p.alarmLocked(now)
+	if s := p.session; s != nil && s.up && s.holdLocked(f) {
+		over, dirty := p.takeLocked()
+		p.mu.Unlock()
+		for _, c := range dirty {
+			c.FlushSoon()
+		}
+		finish(over)
+		return f
+	}
 	p.unlock()
 	return f
 }
@@ -231,23 +240,32 @@ func (p *Peer) giveUpLocked(t *task, err error) {
 
 func ended(t *task) bool { return t.ended }
 
-// unlock releases mu, ends the tasks that are over and sends what there is to send.
-func (p *Peer) unlock() {
-	over, dirty := p.over, p.dirty
+// takeLocked returns the tasks that are over, and the connections that have something to send.
+func (p *Peer) takeLocked() (over []*task, dirty []*link.Conn) {
+	over, dirty = p.over, p.dirty
 	p.over, p.dirty = nil, nil
-	p.mu.Unlock()
-	for _, c := range dirty {
-		c.Flush()
-	}
-	for _, t := range over {
+	return over, dirty
+}
+
+func finish(tasks []*task) {
+	for _, t := range tasks {
 		t.finish()
 	}
 }
 
+// unlock releases mu, ends the tasks that are over and sends what there is to send.
+func (p *Peer) unlock() {
+	over, dirty := p.takeLocked()
+	p.mu.Unlock()
+	for _, c := range dirty {
+		c.Flush()
+	}
+	finish(over)
+}
+
 // settle is unlock for a handler of c, which is flushed when all that has arrived is handled.
 func (p *Peer) settle(c *link.Conn) {
-	over, dirty := p.over, p.dirty
-	p.over, p.dirty = nil, nil
+	over, dirty := p.takeLocked()
 	p.mu.Unlock()
 	for _, d := range dirty {
 		if d == c {
@@ -256,9 +274,7 @@ func (p *Peer) settle(c *link.Conn) {
 			d.Flush()
 		}
 	}
-	for _, t := range over {
-		t.finish()
-	}
+	finish(over)
 }
 
 // touchLocked has unlock flush c.

@@ -49,6 +49,8 @@ type session struct {
 	serving map[uint64]*service
 	owed    int // requests that were not answered
 
+	held int // operations in succession that holdLocked has held
+
 	mailbox
 }
 
@@ -81,6 +83,7 @@ const (
 	window      = 4 << 20 // bytes of messages that nobody has received
 	maxMessage  = 64 << 10
 	stripe      = 1 << 20 // reads and writes from this size use all connections
+	smallest    = 4 << 10 // an operation up to this size may be sent with the next ones
 	maxKnown    = 4096    // descriptions of regions that are remembered
 	maxBacklog  = 1 << 20 // bytes of answers, or of changes, that the peer has not read
 )
@@ -229,6 +232,18 @@ func (s *session) beginLocked(t *task) {
 // fullLocked reports whether the peer takes no more requests now.
 func (s *session) fullLocked() bool {
 	return len(s.requests) >= int(min(s.theirs.Requests, maxRequests))
+}
+
+// holdLocked reports whether an operation that was just started is better sent with the next ones:
+// it is small, and at least twice as many are with the peer as are held. A program that keeps several
+// under way starts one for each that has ended, and answers often arrive together.
+func (s *session) holdLocked(f *Future) bool {
+	if len(f.tasks) > 1 || f.one.n > smallest || 2*(s.held+1) > len(s.requests)+len(s.untaken) {
+		s.held = 0
+		return false
+	}
+	s.held++
+	return true
 }
 
 // askLocked sends a query, or puts it behind what is under way.

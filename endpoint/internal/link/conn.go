@@ -275,6 +275,15 @@ func (c *Conn) Flush() {
 	}
 }
 
+// FlushSoon is Flush, but leaves the work to a waiter or to the loop if one of them is about to look:
+// a waiter that comes does so at once, the loop within about a millisecond. So what a program starts
+// in succession goes with one system call.
+func (c *Conn) FlushSoon() {
+	if !c.listed.Load() || c.waiters.Load() > 0 { // a waiter that polls does not look
+		c.Flush()
+	}
+}
+
 // idleLocked reports whether there is nothing to send. Nobody is flushing.
 func (c *Conn) idleLocked() bool {
 	return c.first == nil && len(c.ctl) == 0 && c.rest == 0 && c.sent == len(c.out) && !c.guard.pending()
