@@ -2,13 +2,16 @@ GO      ?= go
 BIN     := bin
 # Debian packages: the compiler for cgo and Python, network namespaces and traffic control, and what the peer programs are built and run with.
 DEPS       := gcc g++ libc6-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
-PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev
+PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev iperf3 ucx-utils
 # What starts examples/launch.
 LAUNCH_DEPS := slurm-wlm munge openmpi-bin mpich systemd
 STATICCHECK := honnef.co/go/tools/cmd/staticcheck@v0.8.2
 # The version of PyTorch that its backend is built for, in a virtual environment that is kept between runs.
 TORCH       ?= 2.15.0
 TORCH_ENV   ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/torch-$(TORCH)
+# NIXL, which bench-p2p compares with, the same way.
+NIXL        := 1.5.1
+NIXL_ENV    ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/nixl
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
@@ -21,7 +24,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -112,6 +115,9 @@ bench: build ## the nccl-tests table of every operation on this machine
 bench-peers: ## Tutti beside Open MPI, MPICH, Gloo and the memory limit (PEERS_FLAGS=--quick)
 	$(GO) run ./tests/peers --json .build/peers.json $(PEERS_FLAGS)
 
+bench-p2p: ## endpoints beside plain TCP, iperf3, UCX and NIXL (P2P_FLAGS="--sizes 64,1M --rounds 3")
+	$(GO) run ./tests/peers p2p --nixl $(NIXL_ENV) $(P2P_FLAGS)
+
 bench-against: ## this tree beside commit BASE; fails if a row is slower beyond its interval (AGAINST_FLAGS=--help)
 	@test -n "$(BASE)" || { echo "which commit? make bench-against BASE=COMMIT"; exit 2; }
 	$(GO) run ./tests/against $(AGAINST_FLAGS) $(BASE)
@@ -123,8 +129,9 @@ deps: ## install the Debian packages that building and testing need (as root)
 	$(APT_GET) update -qq
 	$(APT_GET) install -y -qq --no-install-recommends $(DEPS) $(LAUNCH_DEPS)
 
-deps-peers: deps ## also those of bench-peers
+deps-peers: deps ## also those of bench-peers and bench-p2p, and NIXL in $(NIXL_ENV), 250 MB, once
 	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)
+	@tests/peers/nixl.sh $(NIXL) $(NIXL_ENV)
 
 deps-torch: ## a virtual environment with torch $(TORCH) in $(TORCH_ENV), several GB, once
 	@shim/torch/deps.sh $(TORCH) $(TORCH_ENV)

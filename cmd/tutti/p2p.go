@@ -34,7 +34,8 @@ func (f *benchFlags) p2p(cmd *cobra.Command) error {
 	if s.Max > 1<<30 {
 		return usagef(cmd, "--max %s: expected no more than 1G", f.max)
 	}
-	for _, name := range []string{"ranks", "dtype", "redop", "root", "transport", "registered", "touch", "bind", "timeout"} {
+	for _, name := range []string{"ranks", "dtype", "redop", "root", "transport", "registered", "touch", "bind",
+		"timeout"} {
 		if cmd.Flags().Changed(name) {
 			return usagef(cmd, "--%s is not for --op p2p", name)
 		}

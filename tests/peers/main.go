@@ -61,6 +61,17 @@
 // crash. broadcast and reduce are one-way: with --tight a library may overlap calls, and small ones
 // then cost less than a trip from one rank to another.
 //
+// # Endpoints
+//
+// peers p2p compares package endpoint with a plain TCP connection of Go's package net, iperf3, UCX
+// (ucx_perftest over tcp) and NIXL (over its own UCX, from Python): messages, reads, writes and
+// batches of 64 reads of 4 KiB, one at a time and --depth at a time, all over loopback with one
+// connection and their defaults. tutti and raw are the columns of `tutti bench --op p2p`; its package
+// pair says what a call is. Buffers are written before a turn and read after it, except that
+// ucx_perftest and iperf3 never look at theirs. UCX: the faster of tags and active messages, gets, and
+// puts with a flush at the end; its ping-pongs count twice, for they print half of the round trip, and
+// one of puts stands for an acknowledged write up to 4 KiB, because it has no other.
+//
 // Every subprocess has a deadline (--deadline), a process group that is killed with it, and a mark
 // in its environment by which what escaped the group is found; nothing is left behind.
 package main
@@ -192,10 +203,7 @@ func parseSizes(list string) ([]int64, error) {
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	o, err := parseOptions(os.Args[1:])
-	if err == nil {
-		err = compare(ctx, o)
-	}
+	err := run(ctx, os.Args[1:])
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 	case err != nil:
@@ -203,6 +211,21 @@ func main() {
 		stop()
 		os.Exit(1)
 	}
+}
+
+func run(ctx context.Context, args []string) error {
+	if len(args) > 0 && args[0] == "p2p" {
+		o, err := parseP2P(args[1:])
+		if err != nil {
+			return err
+		}
+		return compareP2P(ctx, o)
+	}
+	o, err := parseOptions(args)
+	if err != nil {
+		return err
+	}
+	return compare(ctx, o)
 }
 
 // compare builds the contestants, lets them take turns and prints the tables. On cancellation what

@@ -1,0 +1,125 @@
+//go:build linux
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+)
+
+func TestParseP2P(t *testing.T) {
+	o, err := parseP2P([]string{"--sizes", "1M,64", "--rounds", "2", "--depth", "3"})
+	if err != nil || !slices.Equal(o.Sizes, []int64{64, 1 << 20}) || o.Rounds != 2 || o.depth != 3 {
+		t.Errorf("%+v, %v", o, err)
+	}
+	for _, bad := range []string{"--sizes=3", "--rounds=0", "--depth=0", "--depth=2000", "--budget=1us", "--deadline=0s",
+		"sendrecv"} {
+		if _, err := parseP2P([]string{bad}); err == nil {
+			t.Errorf("%s was accepted", bad)
+		}
+	}
+}
+
+func TestParseUCX(t *testing.T) {
+	good := "iterations,50.0_percentile_lat,avg_lat,overall_lat,avg_bw,overall_bw,avg_mr,overall_mr\n" +
+		"1000,4.259,10.597,11.25,5.76,5.76,94363,94363\n"
+	if us, err := parseUCX([]byte(good)); us != 11.25 || err != nil {
+		t.Errorf("%v, %v", us, err)
+	}
+	for _, bad := range []string{"", "\n", "1000,4,5,6", "a,overall_lat\n1", "overall_lat\nx", "overall_lat\n0"} {
+		if us, err := parseUCX([]byte(bad)); err == nil {
+			t.Errorf("%q is taken as %v", bad, us)
+		}
+	}
+}
+
+func TestParseIperf(t *testing.T) {
+	good := `{"start": {}, "end": {"sum_sent": {"bits_per_second": 1}, "sum_received": {"bits_per_second": 8e9}}}`
+	if us, err := parseIperf([]byte(good), 1<<20); us != 1<<20/1e3 || err != nil {
+		t.Errorf("%v, %v", us, err)
+	}
+	for _, bad := range []string{"", "{}", `{"error": "unable to connect"}`} {
+		if us, err := parseIperf([]byte(bad), 64); err == nil {
+			t.Errorf("%q is taken as %v", bad, us)
+		}
+	}
+}
+
+func TestListeningFindsAListenerWithoutConnecting(t *testing.T) {
+	for _, address := range []string{"127.0.0.1:0", "[::]:0"} {
+		l, err := net.Listen("tcp", address)
+		if err != nil {
+			t.Skipf("listen at %s: %v", address, err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		if err := listening(ctx, l.Addr().(*net.TCPAddr).Port); err != nil {
+			t.Error(err)
+		}
+		cancel()
+		l.Close()
+	}
+	port, err := freePort()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := listening(ctx, port); err == nil {
+		t.Errorf("somebody listens at port %d", port)
+	}
+}
+
+// The rows have figures of everybody who is installed, and of nobody else.
+func TestP2PComparesWhoIsInstalled(t *testing.T) {
+	if testing.Short() {
+		t.Skip("it builds tutti and runs several programs")
+	}
+	path := filepath.Join(t.TempDir(), "out.json")
+	o, err := parseP2P([]string{"--sizes", "64", "--rounds", "1", "--budget", "1ms", "--deadline", "5m", "--json",
+		path})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := compareP2P(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var rep struct{ Rows []p2pRow }
+	if err := json.Unmarshal(b, &rep); err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]int{"tutti": 8, "raw": 8}
+	if _, err := exec.LookPath("ucx_perftest"); err == nil {
+		want["ucx"] = 8
+	}
+	if _, err := exec.LookPath("iperf3"); err == nil {
+		want["iperf3"] = 1
+	}
+	if _, err := os.Stat(filepath.Join(o.nixl, "complete")); err == nil {
+		want["nixl"] = 6
+	}
+	for _, who := range []string{"tutti", "raw", "ucx", "iperf3", "nixl"} {
+		n := 0
+		for _, r := range rep.Rows {
+			if r.Median[who] > 0 {
+				n++
+			}
+		}
+		if want[who] == 0 {
+			t.Logf("skipped: %s is not installed (make deps-peers)", who)
+		}
+		if n != want[who] {
+			t.Errorf("%d rows have figures of %s, expected %d", n, who, want[who])
+		}
+	}
+}
