@@ -110,3 +110,12 @@ func (v *Vector) Recv(fd int, a, b []byte) (int, syscall.Errno) {
 // Yield lets other threads that are ready have this one's processor, for those that poll a socket. If
 // there is none it returns at once.
 func Yield() { syscall.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
+
+// Ready reports whether there is something to read, or the end of the stream, or an error. Unlike
+// Recv it does not take the socket's lock, which what is arriving would wait for.
+func Ready(fd int) bool {
+	p := unix.PollFd{Fd: int32(fd), Events: unix.POLLIN}
+	var now unix.Timespec
+	n, _, e := syscall.RawSyscall6(unix.SYS_PPOLL, uintptr(unsafe.Pointer(&p)), 1, uintptr(unsafe.Pointer(&now)), 0, 0, 0)
+	return n > 0 || e != 0
+}

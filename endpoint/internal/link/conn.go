@@ -86,6 +86,7 @@ func (o *Out) Err() error {
 // Sizes in bytes.
 const (
 	inSize   = 64 << 10  // of a connection without a guard: see guardIn
+	short    = 16 << 10  // received at first; such calls are cheaper
 	small    = 16 << 10  // a payload up to this size is copied behind its header
 	gather   = 64 << 10  // frames are collected up to this size
 	Chunk    = 256 << 10 // the largest frame of a transfer
@@ -134,6 +135,8 @@ type Conn struct {
 	sink   Sink
 	left   int64 // bytes of it that are missing
 	whole  bool  // all of it was stored so far
+	empty  bool  // the last call of receive found nothing
+	wide   bool  // the last read may have left something
 	text   [textSize]byte
 	flush  bool // after what has arrived
 	vin    socket.Vector
@@ -468,7 +471,11 @@ func (c *Conn) Poll() bool {
 		return false
 	}
 	did := c.resume()
+	if c.empty && !socket.Ready(c.fd) {
+		return did
+	}
 	n, err := c.receive()
+	c.empty = n == 0
 	if err != nil {
 		c.Close(err)
 		return true
@@ -549,8 +556,12 @@ func (c *Conn) read() (n int, full bool, err error) {
 		c.r = 0
 	}
 	b := c.in[c.w:]
+	if !c.wide {
+		b = b[:min(len(b), short)]
+	}
 	n, e = socket.Recv(c.fd, b)
 	c.w += max(n, 0)
+	c.wide = n == len(b)
 	return c.result(n, len(b), e)
 }
 

@@ -461,7 +461,7 @@ func (e ended) Ended() bool {
 
 func TestAwaitLeavesTheWorkToTheLoopInACrowd(t *testing.T) {
 	in := newSink()
-	x, y := couple(t, newSink(), in)
+	x, y := couple(t, wire.Plain, newSink(), in)
 	y.loop.until.Store(now() + int64(time.Hour))
 	for id := range uint64(20) {
 		src, dst := random(70<<10, id), make([]byte, 70<<10)
