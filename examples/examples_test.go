@@ -2,15 +2,22 @@
 package examples
 
 import (
+	"bufio"
 	"fmt"
+	"io"
 	"math"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
 
+	"golang.org/x/sync/errgroup"
+
+	"tutti/internal/proctest"
 	"tutti/pg/pgtest"
 )
 
@@ -19,7 +26,7 @@ func build(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
 	out, err := exec.CommandContext(t.Context(), "go", "build", "-o", dir+"/", "./hello", "./train",
-		"./infer").CombinedOutput()
+		"./infer", "./weights", "../cmd/tutti").CombinedOutput()
 	if err != nil {
 		t.Fatalf("go build: %v\n%s", err, out)
 	}
@@ -31,6 +38,7 @@ func TestExamples(t *testing.T) {
 	t.Run("hello", func(t *testing.T) { hello(t, filepath.Join(dir, "hello")) })
 	t.Run("train", func(t *testing.T) { train(t, filepath.Join(dir, "train")) })
 	t.Run("infer", func(t *testing.T) { infer(t, filepath.Join(dir, "infer")) })
+	t.Run("weights", func(t *testing.T) { weights(t, filepath.Join(dir, "tutti"), filepath.Join(dir, "weights")) })
 }
 
 func hello(t *testing.T, program string) {
@@ -121,9 +129,82 @@ func infer(t *testing.T, program string) {
 	}
 }
 
+// Three servers get every version of what four ranks train, each its third of it.
+func weights(t *testing.T, tutti, program string) {
+	secret, err := exec.CommandContext(t.Context(), tutti, "secret").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	begin := func(env []string, argv ...string) (*proctest.Process, *bufio.Scanner) {
+		t.Helper()
+		cmd := exec.CommandContext(t.Context(), argv[0], argv[1:]...)
+		cmd.Env = append(append(os.Environ(), "TUTTI_SECRET="+strings.TrimSpace(string(secret))), env...)
+		r, w := io.Pipe()
+		cmd.Stdout, cmd.Stderr = w, w
+		p, err := proctest.StartGroup(cmd)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			p.Kill()
+			p.Wait()
+		})
+		go func() {
+			p.Wait()
+			w.Close()
+		}()
+		return p, bufio.NewScanner(r)
+	}
+	_, trainers := begin(nil, tutti, "run", "-n", "4", "--", program, "train", "--wait", "3", "--versions", "4", "--size",
+		"64M", "--every", "0s")
+	const address = "servers find the trainers with "
+	store := ""
+	for store == "" && trainers.Scan() {
+		if _, after, ok := strings.Cut(trainers.Text(), address); ok {
+			store = after
+		}
+	}
+	if store == "" {
+		t.Fatal("the trainers say nothing of their store")
+	}
+	var group errgroup.Group
+	for part := range 3 {
+		_, out := begin([]string{store}, program, "serve", "--part", fmt.Sprintf("%d/3", part), "--until", "4")
+		group.Go(func() error {
+			for version := 1; out.Scan(); version++ {
+				want := fmt.Sprintf("part %d/3, version %d: 21.33 MiB of 21.33 MiB, ", part, version)
+				if !strings.HasPrefix(out.Text(), want) || version > 4 {
+					return fmt.Errorf("part %d wrote %q, want %q", part, out.Text(), want)
+				}
+			}
+			return out.Err()
+		})
+	}
+	var served []string
+	for trainers.Scan() {
+		if _, after, ok := strings.Cut(trainers.Text(), "part "); ok {
+			served = append(served, after)
+		}
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	slices.Sort(served)
+	var want []string
+	for part := range 3 {
+		for version := range 4 {
+			want = append(want, fmt.Sprintf("%d/3 serves version %d", part, version+1))
+		}
+	}
+	if !slices.Equal(served, want) {
+		t.Errorf("the trainers heard of %q, want %q", served, want)
+	}
+}
+
 // Programs of ranks link the store's client, and not its server.
 func TestNoServerIsLinked(t *testing.T) {
-	out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "./hello", "./train", "./infer").Output()
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-deps", "./hello", "./train", "./infer",
+		"./weights").Output()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,165 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"tutti/endpoint"
+	"tutti/mem"
+	"tutti/pg"
+)
+
+// trainer is a rank of the training job.
+type trainer struct {
+	size     int
+	versions int
+	every    time.Duration
+	wait     int
+}
+
+func (t *trainer) setSize(text string) (err error) {
+	t.size, err = parseBytes(text)
+	return err
+}
+
+// snapshot is the memory of one published version. There are two: while servers read one, the
+// trainer fills the other.
+type snapshot struct {
+	weights []float32
+	regions []*endpoint.Region
+}
+
+// withdraw takes the version back, so that the memory can be written again.
+func (s *snapshot) withdraw() {
+	for _, r := range s.regions {
+		r.Unregister()
+	}
+	s.regions = nil
+}
+
+func (t *trainer) run(ctx context.Context) error {
+	g, err := pg.Join(ctx, pg.Config{})
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	s, err := open(ctx, fmt.Sprintf("trainer %d", g.Rank()), "")
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	if _, err := s.d.Publish(ctx, fmt.Sprintf("weights/%d", g.Rank()), s.e.Info()); err != nil {
+		return err
+	}
+	if g.Rank() == 0 {
+		fmt.Printf("servers find the trainers with TUTTI_STORE=%s\n", s.l.Store)
+	}
+	if t.size == 0 {
+		t.size = 1 << 30
+	}
+	m := manifest{Weights: t.size / 4 / g.Size() * g.Size(), Shards: g.Size()}
+	from, to := m.span(g.Rank(), g.Size())
+	weights := make([]float32, to-from)
+	for i := range weights {
+		weights[i] = weight(from+i, 0)
+	}
+	var snapshots [2]snapshot
+	gradient := make([]float32, 1)
+	for m.Version = 1; m.Version <= t.versions; m.Version++ {
+		gradient[0] = 1 / float32(64*g.Size()) // the training, of which only the sum over the ranks is left
+		if err := pg.AllReduce(ctx, g, gradient, pg.Sum); err != nil {
+			return err
+		}
+		for i := range weights {
+			weights[i] += gradient[0]
+		}
+		now := &snapshots[m.Version%2]
+		now.withdraw()
+		if now.weights == nil {
+			now.weights = make([]float32, len(weights))
+		}
+		copy(now.weights, weights)
+		if err := t.publish(ctx, g, s.e, now, m); err != nil {
+			return err
+		}
+		if g.Rank() == 0 {
+			fmt.Printf("version %d: %s in %d shards\n", m.Version, bytesOf(float64(4*m.Weights)), m.Shards)
+			if err := t.report(ctx, s.e, m.Version); err != nil {
+				return err
+			}
+		}
+		if err := pause(ctx, t.every); err != nil {
+			return err
+		}
+	}
+	return g.Barrier(ctx) // rank 0 has heard of all servers
+}
+
+// publish registers this rank's shard of a version and then, when all ranks have done so, the
+// manifest.
+func (t *trainer) publish(ctx context.Context, g *pg.Group, e *endpoint.Endpoint, now *snapshot, m manifest) error {
+	r, err := e.Register(fmt.Sprint(m.Version), mem.Host(memory(now.weights), mem.Anywhere), endpoint.RegionConfig{})
+	if err != nil {
+		return err
+	}
+	now.regions = append(now.regions, r)
+	if err := g.Barrier(ctx); err != nil || g.Rank() != 0 {
+		return err
+	}
+	text, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	r, err = e.Register(fmt.Sprint(manifestPrefix, m.Version), mem.Host(text, mem.Anywhere), endpoint.RegionConfig{})
+	now.regions = append(now.regions, r)
+	return err
+}
+
+// report waits for t.wait servers that have a version. A server says so in a message.
+func (t *trainer) report(ctx context.Context, e *endpoint.Endpoint, version int) error {
+	if t.wait == 0 {
+		return nil
+	}
+	for len(e.Peers()) < t.wait {
+		if _, err := e.Accept(ctx); err != nil {
+			return err
+		}
+	}
+	var all errgroup.Group
+	for _, p := range e.Peers() {
+		all.Go(func() error {
+			for {
+				word := make([]byte, 100)
+				f := p.Start(endpoint.Op{Kind: endpoint.OpRecv, Local: mem.Host(word, mem.Anywhere),
+					Timeout: endpoint.NoTimeout})
+				if err := f.Wait(ctx); err != nil {
+					return err
+				}
+				var part string
+				var has int
+				if _, err := fmt.Sscanf(string(word[:f.Result(0).N]), "%s %d", &part, &has); err != nil {
+					return fmt.Errorf("%v says %q", p, word)
+				}
+				if has == version {
+					fmt.Fprintf(os.Stderr, "part %s serves version %d\n", part, has)
+					return nil
+				}
+			}
+		})
+	}
+	return all.Wait()
+}
+
+func pause(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
