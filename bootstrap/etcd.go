@@ -768,7 +768,8 @@ func (s *etcdStore) follow(ctx context.Context, key string, state func(map[strin
 		for resp := range s.c.Watch(clientv3.WithRequireLeader(ctx), s.prefix+key,
 			append(opts, clientv3.WithRev(r.Header.Revision+1))...) {
 			for _, ev := range resp.Events {
-				e := Event{Key: strings.TrimPrefix(string(ev.Kv.Key), s.prefix), Exists: ev.Type == clientv3.EventTypePut}
+				e := Event{Key: strings.TrimPrefix(string(ev.Kv.Key), s.prefix),
+					Exists: ev.Type == clientv3.EventTypePut}
 				if e.Exists {
 					e.Value = append([]byte{}, ev.Kv.Value...)
 				}

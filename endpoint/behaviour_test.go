@@ -310,7 +310,8 @@ func TestFailuresOfFilesSayWhy(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	gone.Close() // too early
+	defer b.Close() // before the files that are registered
+	gone.Close()    // too early
 	if _, err := b.Register("memory", mem.Host(pattern(n, 1), mem.Anywhere), rw); err != nil {
 		t.Fatal(err)
 	}
@@ -358,6 +359,7 @@ func beyondFourGiB(t *testing.T, conns int) {
 	}
 	file := os.NewFile(uintptr(fd), "sparse")
 	defer file.Close()
+	defer b.Close() // before the file, which is registered
 	if err := file.Truncate(n + 7); err != nil {
 		t.Fatal(err)
 	}
@@ -393,6 +395,7 @@ func beyondFourGiB(t *testing.T, conns int) {
 		t.Fatal(err)
 	}
 	defer null.Close()
+	defer b.Close() // before the files that are registered
 	if _, err := b.RegisterFile("null", null, 0, n, RegionConfig{Rights: Write}); err != nil {
 		t.Fatal(err)
 	}

@@ -81,7 +81,9 @@ func ParseInfo(text string) (Info, error) {
 		if n, err2 := strconv.ParseUint(port, 10, 16); err != nil || err2 != nil || n == 0 || host == "" {
 			return fail(fmt.Sprintf("%.40q is no address", a))
 		}
-		if strings.ContainsFunc(host, func(r rune) bool { return r <= ' ' || r >= 0x7f || strings.ContainsRune("/?@", r) }) {
+		if strings.ContainsFunc(host, func(r rune) bool {
+			return r <= ' ' || r >= 0x7f || strings.ContainsRune("/?@", r)
+		}) {
 			return fail(fmt.Sprintf("%.40q is no host", host))
 		}
 	}

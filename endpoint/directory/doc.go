@@ -2,7 +2,8 @@
 //
 // A program that serves publishes its endpoint under a name, and others connect to it by that name:
 //
-//	d, err := directory.Open(ctx, directory.Config{Store: bootstrap.StoreConfig{Address: "etcd://HOST:PORT"}})
+//	store := bootstrap.StoreConfig{Address: "etcd://HOST:PORT"}
+//	d, err := directory.Open(ctx, directory.Config{Store: store})
 //	p, err := d.Publish(ctx, "trainer", server.Info())
 //
 //	peer, err := d.Connect(ctx, client, "trainer") // in another program
