@@ -37,11 +37,21 @@ type Device interface {
 	Stream() (Stream, error)
 }
 
+// HostAllocator is a Device with host memory that it copies from and to fast (pinned memory: in
+// terms of CUDA, cuMemHostAlloc).
+type HostAllocator interface {
+	// AllocHost returns n bytes of host memory with undefined contents.
+	AllocHost(n int) (mem.Memory, error)
+	// FreeHost frees memory of AllocHost. No stream may be using it. An error wraps ErrMemory.
+	FreeHost(m mem.Memory) error
+}
+
 // A Stream executes work in order. Methods are called by one goroutine at a time and do not wait
 // for the work. An error says that the stream did not accept it, and wraps ErrMemory, ErrClosed or
 // the failure of earlier work.
 type Stream interface {
-	// Copy copies src to dst, which has the same length and is disjoint or identical.
+	// Copy copies src to dst, which has the same length and is disjoint or identical. Each is memory
+	// of the device or of the host.
 	Copy(dst, src mem.Memory) error
 	// Reduce combines srcs, in their order, into dst, and divides by divisor if that is not 0. All
 	// have the same length; dst may be one of srcs and is disjoint from the others. Package kernels

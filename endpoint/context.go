@@ -1,11 +1,14 @@
 package endpoint
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"sync"
 
+	"tutti/device"
 	"tutti/endpoint/internal/link"
+	"tutti/mem"
 )
 
 // Context has the goroutines that serve the connections of any number of endpoints.
@@ -15,6 +18,8 @@ type Context struct {
 	next   int
 	users  int
 	closed bool
+
+	devices map[mem.Location]*accelerator
 }
 
 // ContextConfig configures a Context.
@@ -22,6 +27,10 @@ type ContextConfig struct {
 	// Loops is the number of goroutines, among which connections are divided. Default: half of
 	// GOMAXPROCS, 1 to 4.
 	Loops int
+	// Devices are those whose memory the endpoints may use, in regions and operations. It goes
+	// through host memory: 512 KiB for each connection that needs it, of device.HostAllocator if the
+	// device is one. The devices must stay usable until Close.
+	Devices []device.Device
 }
 
 // NewContext starts a Context. Close ends it.
@@ -32,7 +41,14 @@ func NewContext(cfg ContextConfig) (*Context, error) {
 	if cfg.Loops < 0 {
 		return nil, fmt.Errorf("endpoint: %d loops, want 1 or more", cfg.Loops)
 	}
-	c := &Context{}
+	c := &Context{devices: map[mem.Location]*accelerator{}}
+	for _, d := range cfg.Devices {
+		at := d.Location()
+		if c.devices[at] != nil {
+			return nil, fmt.Errorf("endpoint: two devices at %s", at)
+		}
+		c.devices[at] = &accelerator{Device: d}
+	}
 	for range cfg.Loops {
 		l, err := link.NewLoop()
 		if err != nil {
@@ -88,5 +104,9 @@ func (c *Context) Close() error {
 	for _, l := range c.loops {
 		l.Close(ErrClosed)
 	}
-	return nil
+	var err error
+	for _, a := range c.devices {
+		err = errors.Join(err, a.close())
+	}
+	return err
 }

@@ -26,6 +26,14 @@
 // 64 KiB go at once if the peer has room for them, in at most 4 MiB a peer; others wait at their
 // sender until they are received.
 //
+// # Devices
+//
+// Regions and operations may use memory of the devices in ContextConfig.Devices. The goroutine that
+// moves the bytes copies them through host memory, a frame at a time, and waits for the copy. A device
+// that fails ends the operations that need it. Nothing orders copies after what the program's own
+// streams do: record an event there, and wait for it, before memory is registered or handed to an
+// operation.
+//
 // # Connections
 //
 // An endpoint listens on the interfaces that Config allows, and connects to a peer on demand with

@@ -282,13 +282,14 @@ func (e *Endpoint) Info() Info {
 
 // Register makes memory a region, which peers read and write by name until Unregister. m is the
 // endpoint's until then: the program may read and write it, as far as it does not care when peers
-// do. Device memory is not supported yet.
+// do. Memory of a device must be that of one of ContextConfig.Devices; it is accessed outside of the
+// program's streams.
 func (e *Endpoint) Register(name string, m mem.Memory, cfg RegionConfig) (*Region, error) {
-	if !m.Loc().Host() {
-		return nil, fmt.Errorf("endpoint: region %s: memory at %s: %w", name, m.Loc(), errors.ErrUnsupported)
+	if err := e.ctx.reach(m); err != nil {
+		return nil, fmt.Errorf("endpoint: region %s: %w", name, err)
 	}
 	r := &Region{name: name, n: int64(m.Len()), cfg: cfg}
-	r.gate.Open(m.Bytes())
+	e.ctx.open(&r.gate, m)
 	return e.register(r)
 }
 

@@ -3,6 +3,7 @@ package endpoint
 import (
 	"fmt"
 	"slices"
+	"sync/atomic"
 
 	"tutti/endpoint/internal/link"
 	"tutti/endpoint/internal/wire"
@@ -32,10 +33,11 @@ type mailbox struct {
 
 // post is a message that is not taken yet.
 type post struct {
-	task   *task   // nil: given up
-	letter *letter // of a message that goes at once
-	pulled int64   // bytes that the peer has asked for
-	pulls  int     // in so many requests
+	task   *task                 // nil: given up
+	letter *letter               // of a message that goes at once
+	pulled int64                 // bytes that the peer has asked for
+	pulls  int                   // in so many requests
+	cause  atomic.Pointer[error] // why the message could not be read
 }
 
 // arrival is a message of the peer.
@@ -83,6 +85,7 @@ func (s *session) postLocked(t *task) {
 	l := &letter{seq: t.seq, op: wire.Message}
 	l.Gate, l.N, l.Whole = &t.gate, t.n, true
 	x := &post{task: t, letter: l}
+	l.of = x
 	if t.n > min(int64(s.theirs.Message), link.Chunk) ||
 		s.sent-s.credited+wire.Cost(uint64(t.n)) > uint64(s.theirs.Window) {
 		l.op, l.off, l.N = wire.Offer, t.n, 0
@@ -221,10 +224,8 @@ func (s *session) handOverLocked(a *arrival) {
 // copyLocked copies a message to the memory of a recv.
 func (t *task) copyLocked(msg []byte) int64 {
 	n := min(t.n, int64(len(msg)))
-	if b, ok := t.gate.Enter(0, n); ok {
-		copy(b, msg)
-		t.gate.Leave()
-	}
+	_, err := t.gate.Store(msg[:n], 0)
+	t.spoiltLocked(err)
 	return n
 }
 
@@ -237,9 +238,21 @@ func (s *session) deliveredLocked(a *arrival, n int64) {
 	}
 }
 
-// receivedLocked ends a recv that has got its message.
+// spoiltLocked notes that a recv's memory failed, if err is not nil.
+func (t *task) spoiltLocked(err error) {
+	if err != nil && !t.ended && t.result.Err == nil {
+		t.result.Err = fmt.Errorf("%s: writing to %s failed: %w", t.what(), t.place(), err)
+	}
+}
+
+// receivedLocked ends a recv that has got its message, unless its memory failed.
 func (p *Peer) receivedLocked(t *task, n, total int64) {
-	t.result.N, t.result.Total = n, total
+	t.result.Total = total
+	if t.result.Err != nil {
+		p.endLocked(t)
+		return
+	}
+	t.result.N = n
 	if t.Exact && total != t.n {
 		t.result.Err = fmt.Errorf("%s: %w: %d bytes, expected %d", t.what(), ErrSize, total, t.n)
 	}
@@ -334,7 +347,7 @@ func (s *session) pulledLocked(c *link.Conn, seq, off, n uint64) error {
 	}
 	x.pulled += int64(n)
 	x.pulls++
-	l := &letter{seq: seq, op: wire.Piece, off: int64(off)}
+	l := &letter{seq: seq, op: wire.Piece, off: int64(off), of: x}
 	l.Gate, l.Off, l.N = &x.task.gate, int64(off), int64(n)
 	s.queueLocked(c, l)
 	return nil
@@ -352,7 +365,11 @@ func (s *session) pieceLocked(seq, off, n uint64) (link.Sink, error) {
 			n, off, seq)
 	}
 	a.got += int64(n)
-	return link.Sink{Gate: &a.task.gate, Off: int64(off)}, nil
+	sink := link.Sink{Gate: &a.task.gate, Off: int64(off)}
+	if a.task.gate.Device() != nil {
+		sink.Token = a.task
+	}
+	return sink, nil
 }
 
 // sentLocked handles the end of a part that was pulled.
@@ -368,10 +385,12 @@ func (s *session) sentLocked(c *link.Conn, seq uint64) error {
 		return nil
 	}
 	delete(s.arrivals, seq)
-	if a.task.ended {
+	if a.task.ended || a.task.result.Err != nil {
 		s.takeNoteLocked(c, seq, wire.Cancelled, 0)
 	} else {
 		s.takeNoteLocked(c, seq, wire.OK, a.want)
+	}
+	if !a.task.ended {
 		s.peer.receivedLocked(a.task, a.want, a.total)
 	}
 	return nil
@@ -384,11 +403,13 @@ func (s *session) takenLocked(seq uint64, o wire.Outcome, text string) error {
 		return fmt.Errorf("%w: message %d was taken, which was not sent", wire.ErrFrame, seq)
 	}
 	delete(s.untaken, seq)
-	if x.task == nil && o.Code == wire.Cancelled && x.letter.op == wire.Message && x.letter.unsent.Load() {
+	if o.Code == wire.Cancelled && x.letter.op == wire.Message && x.letter.unsent.Load() {
 		s.sent -= wire.Cost(uint64(x.letter.N))
 	}
 	if t := x.task; t != nil {
-		if err := codeError(o.Code, text); err != nil {
+		if why := x.cause.Load(); why != nil {
+			s.peer.failLocked(t, fmt.Errorf("reading %s failed: %w", t.place(), *why))
+		} else if err := codeError(o.Code, text); err != nil {
 			s.peer.failLocked(t, fmt.Errorf("the peer's recv ended: %w", err))
 		} else {
 			t.result.N, t.result.Total = t.n, t.n

@@ -2,7 +2,6 @@ package endpoint
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -144,7 +143,7 @@ func (p *piece) Tail(b []byte, ok bool) []byte {
 	case ok:
 		return b
 	case !p.headed: // the peer does not know of it
-		p.task.future.peer.unsent(p)
+		p.task.future.peer.unsent(p, p.Err())
 		return b
 	}
 	return wire.Header{Address: p.id, Op: wire.Cancel}.Append(b)
@@ -157,6 +156,7 @@ type letter struct {
 	op  wire.Opcode
 	seq uint64
 	off int64 // of a Piece: in the message; of an Offer: the length of the message
+	of  *post // of a Message or a Piece
 	// unsent says that nothing of a Message was sent, or will be.
 	unsent atomic.Bool
 }
@@ -179,12 +179,23 @@ func (l *letter) Head(b []byte, at, n int64) []byte {
 func (l *letter) Tail(b []byte, ok bool) []byte {
 	switch {
 	case !ok:
+		if err := l.Err(); err != nil {
+			l.of.cause.CompareAndSwap(nil, &err)
+		}
 		l.unsent.Store(true)
 		return wire.Header{Address: l.seq, Op: wire.Dropped}.Append(b)
 	case l.op == wire.Piece:
 		return wire.Header{Address: l.seq, Op: wire.Sent}.Append(b)
 	}
 	return b
+}
+
+// place describes the file, or the device, whose failure is the operation's.
+func (o *Op) place() string {
+	if o.File != nil {
+		return o.File.Name()
+	}
+	return fmt.Sprintf("memory at %s", o.Local.Loc())
 }
 
 // len returns the bytes that the operation moves.
@@ -195,16 +206,8 @@ func (o *Op) len() int64 {
 	return int64(o.Local.Len())
 }
 
-// bytes returns what the operation's gate guards.
-func (o *Op) bytes() []byte {
-	if o.File != nil {
-		return nil
-	}
-	return o.Local.Bytes()
-}
-
-// check returns an error if the operation's arguments are wrong.
-func (o *Op) check() error {
+// check returns an error if the operation's arguments are wrong, for endpoints of c.
+func (o *Op) check(c *Context) error {
 	if o.Timeout < 0 {
 		return fmt.Errorf("%v: timeout %v is negative", o.Kind, o.Timeout)
 	}
@@ -235,8 +238,8 @@ func (o *Op) check() error {
 	default:
 		return fmt.Errorf("operation of %v: want OpRead, OpWrite, OpSend or OpRecv", o.Kind)
 	}
-	if !o.Local.Loc().Host() {
-		return fmt.Errorf("%v: memory at %s: %w", o.Kind, o.Local.Loc(), errors.ErrUnsupported)
+	if err := c.reach(o.Local); err != nil {
+		return fmt.Errorf("%v: %w", o.Kind, err)
 	}
 	return nil
 }

@@ -142,7 +142,7 @@ func (p *Peer) start(f *Future) *Future {
 	now := time.Now()
 	for _, t := range f.tasks {
 		t.future, t.at = f, -1
-		t.result.Err = t.check()
+		t.result.Err = t.check(p.ep.ctx)
 		t.n = t.len()
 		if t.Timeout == 0 {
 			t.Timeout = p.ep.cfg.Timeout
@@ -157,7 +157,7 @@ func (p *Peer) start(f *Future) *Future {
 		case p.gone != nil:
 			p.failLocked(t, p.gone)
 		default:
-			t.gate.Open(t.bytes())
+			p.ep.ctx.open(&t.gate, t.Local)
 			p.due.push(t)
 			p.admitLocked(t)
 		}

@@ -410,16 +410,24 @@ func (s *session) compactLocked() {
 	}
 }
 
-// unsent forgets a write that was given up before anything of it was sent.
-func (p *Peer) unsent(pc *piece) {
+// unsent forgets a write that was given up before anything of it was sent; with why, because its
+// source could not be read.
+func (p *Peer) unsent(pc *piece, why error) {
 	p.mu.Lock()
 	defer p.unlock()
 	s := p.session
-	if s == nil || s.requests[pc.id] != (request{fence: true}) {
+	if s == nil {
+		return
+	}
+	switch r := s.requests[pc.id]; {
+	case r == request{fence: true}:
+		s.fences--
+	case why != nil && r.piece == pc:
+		s.pieceDoneLocked(pc, wire.OK, why)
+	default:
 		return
 	}
 	delete(s.requests, pc.id)
-	s.fences--
 	s.freedLocked()
 }
 
@@ -528,7 +536,13 @@ func (s *session) End(c *link.Conn, sink link.Sink, stored bool) error {
 		return nil
 	case *service:
 		return s.placedLocked(c, t, stored, sink.Err)
+	case *task: // part of a message to a device
+		t.spoiltLocked(sink.Err)
+		return nil
 	case *arrival:
+		if t.task != nil {
+			t.task.spoiltLocked(sink.Err)
+		}
 		return s.arrivedLocked(c, t, stored)
 	case outcome:
 		return s.outcomeLocked(t.h, t.o, string(sink.Buf))
@@ -611,12 +625,12 @@ func (s *session) doneLocked(id uint64, o wire.Outcome, text string) error {
 func (s *session) pieceDoneLocked(pc *piece, code wire.Code, err error) {
 	t := pc.task
 	switch {
-	case pc.failed != nil && t.File != nil:
-		err = fmt.Errorf("writing to %s failed: %w", t.File.Name(), bare(pc.failed))
+	case pc.failed != nil && (t.File != nil || t.gate.Device() != nil):
+		err = fmt.Errorf("writing to %s failed: %w", t.place(), bare(pc.failed))
 	case t.File != nil && errors.Is(pc.Err(), io.ErrUnexpectedEOF):
 		err = fmt.Errorf("%s is shorter than %d bytes: %w", t.File.Name(), t.FileOffset+t.FileLen, io.ErrUnexpectedEOF)
-	case t.File != nil && pc.Err() != nil:
-		err = fmt.Errorf("reading %s failed: %w", t.File.Name(), pc.Err())
+	case pc.Err() != nil:
+		err = fmt.Errorf("reading %s failed: %w", t.place(), pc.Err())
 	}
 	if code == wire.Stale || code == wire.NoRegion {
 		delete(s.peer.known, t.Region)
@@ -668,7 +682,8 @@ func done(b []byte, id uint64, code wire.Code, n uint64, why string) []byte {
 	return append(wire.Outcome{Code: code, Bytes: n}.Append(b), why...)
 }
 
-// explanation is what a peer is told of an error of a file, whose name is not its business.
+// explanation is what a peer is told of an error of a file, whose name is not its business, or of a
+// device.
 func explanation(err error) string {
 	switch err = bare(err); {
 	case errors.Is(err, io.ErrUnexpectedEOF):
@@ -676,7 +691,7 @@ func explanation(err error) string {
 	case errors.As(err, new(syscall.Errno)), errors.Is(err, os.ErrClosed):
 		return err.Error()
 	}
-	return "the file failed"
+	return "the file or the device failed"
 }
 
 // bare returns the cause of an error that names a file.
@@ -737,7 +752,7 @@ func (sv *service) Tail(b []byte, ok bool) []byte {
 		sv.region.reads.Add(n)
 	case sv.dropped:
 		code, n = wire.Cancelled, 0
-	case sv.File != nil && sv.region.gate.IsOpen():
+	case sv.Err() != nil && sv.region.gate.IsOpen():
 		code, n, why = wire.Failed, 0, explanation(sv.Err())
 	default:
 		code, n = wire.Stale, 0
@@ -779,7 +794,7 @@ func (s *session) placedLocked(c *link.Conn, sv *service, stored bool, err error
 	}
 	if !stored && sv.code == wire.OK {
 		sv.code = wire.Stale
-		if sv.region.file != nil && sv.region.gate.IsOpen() {
+		if err != nil && sv.region.gate.IsOpen() {
 			sv.code, sv.why = wire.Failed, explanation(err)
 		}
 	}

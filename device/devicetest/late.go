@@ -9,6 +9,7 @@ import (
 	"runtime"
 	"sync"
 	"time"
+	"unsafe"
 
 	"tutti/device"
 	"tutti/kernels"
@@ -26,6 +27,7 @@ type Late struct {
 	rng    *rand.Rand
 	next   uint64 // address
 	blocks []block
+	host   map[*byte]int // memory of AllocHost
 }
 
 type block struct {
@@ -68,6 +70,42 @@ func (d *Late) Free(m mem.Memory) error {
 		}
 	}
 	return fmt.Errorf("late: freeing %d bytes at %q that were not allocated so: %w", m.Len(), m.Loc(), device.ErrMemory)
+}
+
+// AllocHost implements device.HostAllocator.
+func (d *Late) AllocHost(n int) (mem.Memory, error) {
+	if n < 1 {
+		return mem.Memory{}, fmt.Errorf("late: allocating %d bytes of host memory: %w", n, device.ErrMemory)
+	}
+	b := make([]byte, n)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.spoil(b)
+	if d.host == nil {
+		d.host = map[*byte]int{}
+	}
+	d.host[unsafe.SliceData(b)] = n
+	return mem.Host(b, mem.Anywhere), nil
+}
+
+// FreeHost implements device.HostAllocator.
+func (d *Late) FreeHost(m mem.Memory) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	at := unsafe.SliceData(m.Bytes())
+	if n, ok := d.host[at]; !ok || n != m.Len() {
+		return fmt.Errorf("late: freeing %d bytes of host memory that were not allocated so: %w", m.Len(), device.ErrMemory)
+	}
+	d.spoil(m.Bytes())
+	delete(d.host, at)
+	return nil
+}
+
+// Allocated returns how many allocations there are of device memory and of host memory.
+func (d *Late) Allocated() (blocks, host int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return len(d.blocks), len(d.host)
 }
 
 // Bytes returns the contents of memory of d as a network adapter sees it: without synchronization
@@ -178,22 +216,31 @@ func (s *stream) take(f func()) error {
 	return nil
 }
 
-// work enqueues f, which computes dst from srcs.
-func (s *stream) work(dst mem.Memory, srcs []mem.Memory, f func(dst []byte, srcs [][]byte)) error {
-	to, err := s.d.find(dst)
+// reach is find for memory of a copy, which may be the host's.
+func (d *Late) reach(m mem.Memory) ([]byte, error) {
+	if m.Loc().Host() {
+		return m.Bytes(), nil
+	}
+	return d.find(m)
+}
+
+// work enqueues f, which computes dst from srcs. find finds their bytes.
+func (s *stream) work(find func(mem.Memory) ([]byte, error), dst mem.Memory, srcs []mem.Memory,
+	f func(dst []byte, srcs [][]byte)) error {
+	to, err := find(dst)
 	if err != nil {
 		return err
 	}
 	from := make([][]byte, len(srcs))
 	early := false // f has to read the sources first, because it overwrites them
 	for i, m := range srcs {
-		if from[i], err = s.d.find(m); err != nil {
+		if from[i], err = find(m); err != nil {
 			return err
 		}
 		if m.Len() != dst.Len() {
 			return fmt.Errorf("late: %d bytes where the destination has %d: %w", m.Len(), dst.Len(), device.ErrMemory)
 		}
-		early = early || m.Address() == dst.Address()
+		early = early || unsafe.SliceData(from[i]) == unsafe.SliceData(to)
 	}
 	return s.take(func() {
 		if early || s.d.choose(2) == 0 {
@@ -210,14 +257,14 @@ func (s *stream) work(dst mem.Memory, srcs []mem.Memory, f func(dst []byte, srcs
 }
 
 func (s *stream) Copy(dst, src mem.Memory) error {
-	return s.work(dst, []mem.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
+	return s.work(s.d.reach, dst, []mem.Memory{src}, func(dst []byte, srcs [][]byte) { copy(dst, srcs[0]) })
 }
 
 func (s *stream) Reduce(op kernels.Op, dt kernels.DType, dst mem.Memory, srcs []mem.Memory, divisor int) error {
 	if err := device.Reducible(op, dt, dst, srcs, divisor); err != nil {
 		return err
 	}
-	return s.work(dst, srcs, func(dst []byte, srcs [][]byte) {
+	return s.work(s.d.find, dst, srcs, func(dst []byte, srcs [][]byte) {
 		if err := Fold(op, dt, dst, srcs, divisor); err != nil {
 			panic(err) // the arguments were checked
 		}

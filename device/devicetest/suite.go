@@ -39,7 +39,7 @@ type Harness struct {
 func Suite(t *testing.T, open func(t *testing.T) Harness) {
 	for name, f := range map[string]func(t *testing.T, h Harness){
 		"memory": testMemory, "order": testOrder, "words": testWords, "events": testEvents,
-		"reductions": testReductions, "refusals": testRefusals, "closing": testClosing,
+		"host memory": testHostMemory, "reductions": testReductions, "refusals": testRefusals, "closing": testClosing,
 	} {
 		t.Run(name, func(t *testing.T) { f(t, open(t)) })
 	}
@@ -214,6 +214,39 @@ func testReductions(t *testing.T, h Harness) {
 			}
 		}
 	}
+}
+
+// testHostMemory copies from the host to the device, and back, in host memory of either kind.
+func testHostMemory(t *testing.T, h Harness) {
+	const n = 10000
+	s := h.stream(t)
+	m := h.alloc(t, n)
+	kinds := []mem.Memory{mem.Host(make([]byte, n), mem.Anywhere)}
+	if a, ok := h.Device.(device.HostAllocator); ok {
+		own, err := a.AllocHost(n)
+		if err != nil || !own.Loc().Host() || own.Len() != n {
+			t.Fatal(own.Loc(), own.Len(), err)
+		}
+		defer func() { must(t, a.FreeHost(own)) }()
+		kinds = append(kinds, own)
+		if err := a.FreeHost(kinds[0]); !errors.Is(err, device.ErrMemory) {
+			t.Errorf("freeing other host memory: %v", err)
+		}
+	}
+	for i, k := range kinds {
+		want := bytes.Repeat([]byte{byte(i + 1)}, n)
+		copy(k.Bytes(), want)
+		must(t, s.Copy(m, k), s.Copy(k, m))
+		e, err := s.Record()
+		must(t, err)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		must(t, e.Wait(ctx))
+		cancel()
+		if !bytes.Equal(k.Bytes(), want) || !bytes.Equal(h.Bytes(m), want) {
+			t.Errorf("host memory %d: other bytes", i)
+		}
+	}
+	finish(t, s)
 }
 
 func testRefusals(t *testing.T, h Harness) {

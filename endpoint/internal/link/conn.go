@@ -75,7 +75,7 @@ func (o *Out) Stop() { o.stopped.Store(true) }
 // of its source.
 func (o *Out) Stopped() bool { return o.stopped.Load() }
 
-// Err returns why File could not be read, nil if the transfer was not given up for that.
+// Err returns why the source could not be read, nil if the transfer was not given up for that.
 func (o *Out) Err() error {
 	if !o.Stopped() {
 		return nil
@@ -127,19 +127,21 @@ type Conn struct {
 	vain     int   // the loop's: how often it polled in vain
 	released bool  // the loop's
 
-	rx     sync.Mutex
-	closed bool // the descriptor is closed
-	in     []byte
-	r, w   int  // in[r:w] has arrived and was not consumed
-	inside bool // a frame's payload is arriving
-	sink   Sink
-	left   int64 // bytes of it that are missing
-	whole  bool  // all of it was stored so far
-	empty  bool  // the last call of receive found nothing
-	wide   bool  // the last read may have left something
-	text   [textSize]byte
-	flush  bool // after what has arrived
-	vin    socket.Vector
+	rx      sync.Mutex
+	closed  bool // the descriptor is closed
+	in      []byte
+	r, w    int  // in[r:w] has arrived and was not consumed
+	inside  bool // a frame's payload is arriving
+	sink    Sink
+	left    int64 // bytes of it that are missing
+	whole   bool  // all of it was stored so far
+	empty   bool  // the last call of receive found nothing
+	wide    bool  // the last read may have left something
+	text    [textSize]byte
+	flush   bool // after what has arrived
+	vin     socket.Vector
+	placed  int // bytes in inStage, which go to a device together
+	inStage stage
 
 	mu       sync.Mutex
 	flushing bool // a goroutine owns what is below stalled, and of guard what is sent
@@ -149,16 +151,39 @@ type Conn struct {
 	quiet    sync.Cond    // flushing was cleared
 	stalled  atomic.Int32 // why what is left is not being sent: full or more, or 0
 
-	out    []byte // out[sent:] is to be sent
-	sent   int
-	cur    *Out  // its payload follows out
-	rest   int64 // bytes of it
-	pad    bool  // they are zeros
-	vout   socket.Vector
-	pollfd [1]unix.PollFd
+	out      []byte // out[sent:] is to be sent
+	sent     int
+	cur      *Out  // its payload follows out
+	rest     int64 // bytes of it
+	pad      bool  // they are zeros
+	vout     socket.Vector
+	staged   []byte // the payload, if it comes from a device
+	outStage stage
+	pollfd   [1]unix.PollFd
 }
 
 type failure struct{ err error }
+
+// stage is host memory on the way from or to a device.
+type stage struct {
+	b    []byte // nil until it is needed
+	free func()
+}
+
+// get returns the memory, Chunk bytes.
+func (s *stage) get(d gate.Device) (_ []byte, err error) {
+	if s.b == nil {
+		s.b, s.free, err = d.Stage(Chunk)
+	}
+	return s.b, err
+}
+
+func (s *stage) release() {
+	if s.free != nil {
+		s.free()
+	}
+	*s = stage{}
+}
 
 // ErrEnded says that the other end closed the connection between two frames.
 var ErrEnded = errors.New("the peer closed the connection")
@@ -337,6 +362,8 @@ func (c *Conn) push() (n int, e syscall.Errno) {
 			o.Stop()
 			return 0, 0
 		}
+	case c.staged != nil:
+		n, e = c.send(head, c.staged[int64(len(c.staged))-c.rest:])
 	default:
 		b, ok := o.Gate.Enter(from, c.rest)
 		if !ok {
@@ -393,7 +420,7 @@ func (c *Conn) sendFile(o *Out, from int64) (n int, e syscall.Errno) {
 
 // advance puts a transfer whose frame was sent back into the queue, or ends it.
 func (c *Conn) advance(o *Out) {
-	c.out, c.sent, c.cur, c.pad = c.out[:0], 0, nil, false
+	c.out, c.sent, c.cur, c.pad, c.staged = c.out[:0], 0, nil, false, nil
 	if o.at == o.N || o.stopped.Load() {
 		c.out = o.Tail(c.out, !o.stopped.Load())
 		return
@@ -442,22 +469,46 @@ func (c *Conn) begin(o *Out) bool {
 		c.out = o.Tail(o.Head(c.out, 0, 0), true)
 		return false
 	}
+	staged, ok := c.load(o, n)
+	if !ok {
+		o.Stop()
+		c.out = o.Tail(c.out, false)
+		return false
+	}
 	if copied {
-		b, ok := o.Gate.Enter(o.Off+o.at, n)
-		if !ok {
-			c.out = o.Tail(c.out, false)
-			return false
+		b := staged
+		if b == nil {
+			if b, ok = o.Gate.Enter(o.Off+o.at, n); !ok {
+				c.out = o.Tail(c.out, false)
+				return false
+			}
 		}
 		c.out = append(o.Head(c.out, o.at, n), b...)
-		o.Gate.Leave()
+		if staged == nil {
+			o.Gate.Leave() // Tail takes locks
+		}
 		o.at += n // the rest of a transfer, or all of it
 		c.out = o.Tail(c.out, true)
 		return false
 	}
 	c.out = o.Head(c.out, o.at, n)
 	o.at += n
-	c.cur, c.rest, c.pad = o, n, false
+	c.cur, c.rest, c.pad, c.staged = o, n, false, staged
 	return true
+}
+
+// load copies the next n bytes of o to memory of the host, if they are in a device. false: its gate
+// was closed, or o.err says why the device could not be read.
+func (c *Conn) load(o *Out, n int64) (b []byte, ok bool) {
+	if o.File != nil || o.Gate == nil || o.Gate.Device() == nil || n == 0 {
+		return nil, true
+	}
+	if b, o.err = c.outStage.get(o.Gate.Device()); o.err != nil {
+		return nil, false
+	}
+	b = b[:n]
+	ok, o.err = o.Gate.Load(b, o.Off+o.at)
+	return b, ok
 }
 
 // Poll receives and handles what has arrived, and sends if there is room again. It reports whether
@@ -536,6 +587,9 @@ func (c *Conn) read() (n int, full bool, err error) {
 	}
 	var e syscall.Errno
 	if c.inside && c.left >= direct && c.r == c.w && c.sink.Gate != nil && c.sink.File == nil {
+		if c.sink.Gate.Device() != nil {
+			return c.readStaged()
+		}
 		k := min(c.left, rxShare)
 		if b, ok := c.sink.Gate.Enter(c.sink.Off, k); ok {
 			c.r, c.w = 0, 0
@@ -563,6 +617,38 @@ func (c *Conn) read() (n int, full bool, err error) {
 	c.w += max(n, 0)
 	c.wide = n == len(b)
 	return c.result(n, len(b), e)
+}
+
+// readStaged is read for a payload that goes to a device.
+func (c *Conn) readStaged() (n int, full bool, err error) {
+	b, e := []byte(nil), syscall.Errno(0)
+	if b, c.sink.Err = c.inStage.get(c.sink.Gate.Device()); c.sink.Err != nil {
+		c.sink.Gate, c.whole = nil, false
+		return c.read()
+	}
+	b = b[c.placed:min(int64(len(b)), int64(c.placed)+c.left)]
+	c.r, c.w = 0, 0
+	n, e = c.vin.Recv(c.fd, b, c.in[:ahead])
+	if e == 0 && n > 0 {
+		k := min(n, len(b))
+		c.placed += k
+		c.left -= int64(k)
+		c.w = n - k
+		c.unload(c.left == 0)
+	}
+	return c.result(n, len(b)+ahead, e)
+}
+
+// unload copies what is in inStage to the device, if that is full or there is nothing else to come.
+func (c *Conn) unload(last bool) {
+	if s := &c.sink; c.placed > 0 && (last || c.placed == len(c.inStage.b)) && s.Gate != nil {
+		ok := false
+		if ok, s.Err = s.Gate.Store(c.inStage.b[:c.placed], s.Off); !ok {
+			s.Gate, c.whole = nil, false
+		}
+		s.Off += int64(c.placed)
+		c.placed = 0
+	}
 }
 
 func (c *Conn) result(n, want int, e syscall.Errno) (int, bool, error) {
@@ -617,7 +703,7 @@ func (c *Conn) consume() error {
 			return err
 		}
 		c.r += wire.HeaderSize + ext
-		c.inside, c.sink, c.whole = true, s, true
+		c.inside, c.sink, c.whole, c.placed = true, s, true, 0
 		c.left = int64(h.Size) - int64(ext)
 	}
 }
@@ -636,6 +722,9 @@ func (c *Conn) store(b []byte) {
 		if !ok {
 			s.Gate, c.whole = nil, false
 		}
+	case s.Gate != nil && s.Gate.Device() != nil:
+		c.storeStaged(b)
+		return
 	case s.Gate != nil:
 		to, ok := s.Gate.Enter(s.Off, int64(len(b)))
 		if !ok {
@@ -650,6 +739,22 @@ func (c *Conn) store(b []byte) {
 		c.whole = false
 	}
 	s.Off += int64(len(b))
+}
+
+// storeStaged is store for a device.
+func (c *Conn) storeStaged(b []byte) {
+	last := int64(len(b)) == c.left
+	for s := &c.sink; len(b) > 0 && s.Gate != nil; {
+		at, err := c.inStage.get(s.Gate.Device())
+		if err != nil {
+			s.Gate, s.Err, c.whole = nil, err, false
+			return
+		}
+		n := copy(at[c.placed:], b)
+		c.placed += n
+		b = b[n:]
+		c.unload(last && len(b) == 0)
+	}
 }
 
 // arm has the loop woken when there is something to receive, or room to send.
@@ -674,9 +779,11 @@ func (c *Conn) release() {
 		c.quiet.Wait()
 	}
 	c.flushing = true // for ever
-	c.first, c.last, c.cur, c.ctl, c.out, c.rest = nil, nil, nil, nil, nil, 0
+	c.first, c.last, c.cur, c.ctl, c.out, c.rest, c.staged = nil, nil, nil, nil, nil, 0, nil
 	c.mu.Unlock()
 	c.closed = true
+	c.inStage.release()
+	c.outStage.release()
 	unix.Close(c.fd)
 	c.handler.Broken(c, c.Err())
 }
