@@ -42,6 +42,8 @@
 // Config.IdleTimeout is closed by agreement of both ends, which no operation notices. A [Context]
 // has the goroutines that serve the connections. They poll for some ten microseconds after traffic,
 // and so does a goroutine that waits for a Future; an idle connection costs no processor time.
+// A small operation that is started while several are under way may be held for up to a millisecond,
+// to be sent with others; waiting for any Future of the peer sends it at once.
 //
 // # Trust
 //
