@@ -5,6 +5,7 @@ import (
 	"crypto/hmac"
 	"io"
 	"net"
+	"strconv"
 	"time"
 
 	"tutti/endpoint"
@@ -14,8 +15,12 @@ import (
 // setup bounds the time until the connections are there.
 const setup = 10 * time.Second
 
-// region is the name of the memory that is read and written.
-const region = "data"
+// region returns the name of the memory that is read and written in a turn: the other process fills
+// and compares it while it is not registered.
+func (t *turn) region() string { return "turn " + strconv.FormatUint(t.Seed, 10) }
+
+// remote reports whether the turn reads or writes a region.
+func (t *turn) remote() bool { return t.Who == tutti && t.Op != sendrecv }
 
 // contestants are one process's ends of the two connections, and its memory.
 type contestants struct {
@@ -23,6 +28,7 @@ type contestants struct {
 	endpoint *endpoint.Endpoint
 	peer     *endpoint.Peer
 	raw      net.Conn
+	region   *endpoint.Region // of the process that serves, during a turn
 	buf      []byte
 	back     []byte // what was echoed to the process that measures
 }
@@ -72,10 +78,6 @@ func listen(h hello) (c *contestants, a answer, accept func(context.Context) err
 		return nil, a, nil, err
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err == nil {
-		_, err = c.endpoint.Register(region, mem.Host(c.buf, mem.Anywhere), endpoint.RegionConfig{
-			Rights: endpoint.Read | endpoint.Write})
-	}
 	if err != nil {
 		c.close()
 		return nil, a, nil, err
@@ -117,12 +119,29 @@ func (c *contestants) close() {
 	c.context.Close()
 }
 
+// register makes the memory of a turn accessible to the other process.
+func (c *contestants) register(t turn) (err error) {
+	if t.remote() {
+		c.region, err = c.endpoint.Register(t.region(), mem.Host(c.buf, mem.Anywhere), endpoint.RegionConfig{
+			Rights: endpoint.Read | endpoint.Write})
+	}
+	return err
+}
+
+// unregister ends that.
+func (c *contestants) unregister() {
+	if c.region != nil {
+		c.region.Unregister()
+		c.region = nil
+	}
+}
+
 // do is the measuring process's part of a turn.
 func (c *contestants) do(ctx context.Context, t turn) error {
 	if t.Who == raw {
 		return c.exchange(t, true)
 	}
-	b := c.buf[:t.N]
+	b, region := c.buf[:t.N], t.region()
 	switch {
 	case t.echoes():
 		back := c.back[:t.N]

@@ -228,6 +228,11 @@ func (m *measurer) turn(t turn) (time.Duration, error) {
 	if _, err := m.order(order{Turn: &t}); err != nil {
 		return 0, err
 	}
+	if t.remote() {
+		if _, err := m.peer.Lookup(m.ctx, t.region()); err != nil {
+			return 0, err
+		}
+	}
 	start := time.Now()
 	err := m.do(m.ctx, t)
 	d := time.Since(start)

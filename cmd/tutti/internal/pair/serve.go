@@ -39,6 +39,7 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, spoil func(turn, []
 			}
 		case c == nil:
 			return errors.New("orders: the first one is not the first")
+		case failed != nil:
 		case o.Turn != nil:
 			b := c.buf[:o.Turn.N]
 			if o.Turn.reads() {
@@ -46,8 +47,10 @@ func serve(ctx context.Context, in io.Reader, out io.Writer, spoil func(turn, []
 			} else {
 				clear(b)
 			}
+			failed = c.register(*o.Turn)
 			work = func() error { return c.serve(ctx, *o.Turn) }
 		case o.Check != nil:
+			c.unregister()
 			if spoil != nil {
 				spoil(*o.Check, c.buf[:o.Check.N])
 			}
