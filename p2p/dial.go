@@ -56,7 +56,7 @@ func (h *host) Admit(from Identity) error {
 	p.succeed(pr, from.Incarnation)
 	switch {
 	case pr.err != nil && !pr.vacant:
-		return fmt.Errorf("%w: %v has failed for rank %d: %v", ErrStale, from, p.cfg.Self.Rank, pr.err)
+		return fmt.Errorf("%w: %v has failed for rank %d: %v", ErrFailed, from, p.cfg.Self.Rank, pr.err)
 	case pr.id.Incarnation != 0 && pr.id.Incarnation != from.Incarnation:
 		return fmt.Errorf("%w: rank %d is known as incarnation %016x", ErrStale, from.Rank, pr.id.Incarnation)
 	case pr.link != nil || pr.expected():
@@ -100,7 +100,7 @@ func (p *Proxy) connect(pr *peer) {
 	if p.cfg.Patient != nil && p.cfg.Patient() {
 		bound = max(bound, patience)
 	}
-	d := &dial{p: p, pr: pr}
+	d := &dial{p: p, pr: pr, again: pr.was != nil}
 	d.ctx, d.stop = context.WithCancel(p.ctx)
 	pr.dial = d
 	p.wg.Go(func() {
@@ -125,10 +125,11 @@ func (p *Proxy) connect(pr *peer) {
 // dial is a goroutine's attempt to make a link to a peer. It counts while it is the peer's dial:
 // what gives the peer a link or an error, and Close, end it.
 type dial struct {
-	p    *Proxy
-	pr   *peer
-	ctx  context.Context
-	stop context.CancelFunc
+	p     *Proxy
+	pr    *peer
+	again bool // after a failure: the peer, too, has to forget it, which may take a while
+	ctx   context.Context
+	stop  context.CancelFunc
 }
 
 // endDial ends the dial that is under way, if there is one.
@@ -172,6 +173,7 @@ func (d *dial) run(bound time.Duration) error {
 			return nil
 		case d.over():
 			return nil
+		case errors.Is(err, ErrFailed) && d.again:
 		case errors.Is(err, ErrStale) && p.cfg.Patient != nil && p.cfg.Patient():
 		case errors.Is(err, errRetry) && !errors.Is(err, syscall.EMFILE):
 		case errors.Is(err, ErrPeerGone) && ctx.Err() == nil, errors.Is(err, ErrStale), errors.Is(err, ErrAuth):

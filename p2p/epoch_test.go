@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"tutti/p2p"
 	"tutti/p2p/inproc"
@@ -17,6 +18,7 @@ type member struct {
 	mu     sync.Mutex
 	events []error // of links, nil: up
 	cut    atomic.Bool
+	asked  chan struct{} // gets a value for every dial that arrives, unless it is full
 }
 
 // town is a directory of members, by rank.
@@ -27,7 +29,7 @@ type town struct {
 }
 
 func (w *town) settle(t *testing.T, rank, size int, incarnation uint64) *member {
-	m := &member{}
+	m := &member{asked: make(chan struct{}, 1)}
 	id := p2p.Identity{Rank: rank, Incarnation: incarnation}
 	m.Proxy = p2p.New(p2p.Config{Self: id, Size: size, Secret: []byte("0123456789abcdef"), Threads: true,
 		Oversubscribed: true,
@@ -79,6 +81,16 @@ func (c *cutting) Dial(ctx context.Context, to p2p.Identity, ep []byte) (p2p.Lin
 type cutHost struct {
 	p2p.Host
 	m *member
+}
+
+func (h *cutHost) Admit(from p2p.Identity) error {
+	defer func() {
+		select {
+		case h.m.asked <- struct{}{}:
+		default:
+		}
+	}()
+	return h.Host.Admit(from)
 }
 
 func (h *cutHost) Accepted(from p2p.Identity, l p2p.Link) { h.Host.Accepted(from, &cutLink{l, h.m}) }
@@ -253,40 +265,53 @@ func TestReplacement(t *testing.T) {
 	}
 }
 
-// Two ranks that have lost their link and are both alive link again; messages that were lost stay
-// lost.
+// Two ranks that have lost their link and are both alive link again, whichever of them forgives
+// first and however long before the other; messages that were lost stay lost.
 func TestReconnect(t *testing.T) {
-	w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
-	a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
-	ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
-	send(t, a, ca, 1, 1, "x")
-	recv(t, b, cb, 0, 1, "x")
-	a.cut.Store(true)
-	for _, x := range []struct {
-		m    *member
-		c    *p2p.Channel
-		from int
-	}{{a, ca, 1}, {b, cb, 0}} {
-		x.m.Lock()
-		var r p2p.Recv
-		x.c.PostRecv(&r, x.from, p2p.Token{Seq: 2}, make([]byte, 1), false)
-		if err := x.c.WaitRecv(patient(context.Background()), &r); !errors.Is(err, p2p.ErrPeerGone) {
-			t.Error(err)
+	for first := range 2 {
+		w := &town{who: map[int]*member{}, ids: map[int]p2p.Identity{}}
+		a, b := w.settle(t, 0, 2, 1), w.settle(t, 1, 2, 2)
+		ca, cb := channel(t, a, 1, 1, 2, false), channel(t, b, 1, 1, 2, false)
+		send(t, a, ca, 1, 1, "x")
+		recv(t, b, cb, 0, 1, "x")
+		a.cut.Store(true)
+		for _, x := range []struct {
+			m    *member
+			c    *p2p.Channel
+			from int
+		}{{a, ca, 1}, {b, cb, 0}} {
+			x.m.Lock()
+			var r p2p.Recv
+			x.c.PostRecv(&r, x.from, p2p.Token{Seq: 2}, make([]byte, 1), false)
+			if err := x.c.WaitRecv(patient(context.Background()), &r); !errors.Is(err, p2p.ErrPeerGone) {
+				t.Error(err)
+			}
+			x.m.Unlock()
 		}
-		x.m.Unlock()
-	}
-	a.cut.Store(false)
-	w.mu.Lock() // neither dials before the other forgives
-	b.Reconnect(0)
-	a.Reconnect(1)
-	w.mu.Unlock()
-	ca, cb = next(t, a, ca, 2, 0, ranks(2)), next(t, b, cb, 2, 0, ranks(2))
-	send(t, a, ca, 1, 1, "y")
-	recv(t, b, cb, 0, 1, "y")
-	send(t, b, cb, 0, 1, "z")
-	recv(t, a, ca, 1, 1, "z")
-	if a.lastEvent() != nil || b.lastEvent() != nil {
-		t.Error("a link that came up was not told of")
+		a.cut.Store(false)
+		all := []*member{a, b}
+		early, late := all[first], all[1-first]
+		select {
+		case <-late.asked: // for the first link
+		default:
+		}
+		early.Reconnect(1 - first)
+		for range 2 { // it is refused, and asks again
+			select {
+			case <-late.asked:
+			case <-time.After(20 * time.Second):
+				t.Fatalf("rank %d does not ask again", first)
+			}
+		}
+		late.Reconnect(first)
+		ca, cb = next(t, a, ca, 2, 0, ranks(2)), next(t, b, cb, 2, 0, ranks(2))
+		send(t, a, ca, 1, 1, "y")
+		recv(t, b, cb, 0, 1, "y")
+		send(t, b, cb, 0, 1, "z")
+		recv(t, a, ca, 1, 1, "z")
+		if a.lastEvent() != nil || b.lastEvent() != nil {
+			t.Error("a link that came up was not told of")
+		}
 	}
 }
 

@@ -137,8 +137,8 @@ type Host interface {
 	Secret() []byte // the job's secret, which every connection proves before other data is read
 	// Admit decides, after authentication and before the peer is told, whether an incoming
 	// connection becomes a link: nil, or an error that wraps ErrSuperseded (this side is dialling
-	// and its own connection wins) or ErrStale (unknown incarnation). The error's text is sent to
-	// the peer.
+	// and its own connection wins), ErrFailed or ErrStale (unknown incarnation). The error's text is
+	// sent to the peer.
 	Admit(from Identity) error
 	// Accepted hands over the link of an admitted connection. The host owns it from then on.
 	Accepted(from Identity, l Link)
@@ -160,7 +160,7 @@ type Transport interface {
 	// process, same machine, a route), else the reason.
 	Reaches(endpoint []byte) error
 	// Dial makes a link. It blocks until ctx ends at the latest. A refusal by the peer's Admit
-	// wraps ErrSuperseded or ErrStale; a wrong secret wraps ErrAuth.
+	// wraps ErrSuperseded, ErrFailed or ErrStale; a wrong secret wraps ErrAuth.
 	Dial(ctx context.Context, to Identity, endpoint []byte) (Link, error)
 	// Close stops accepting and releases everything except links that were returned. Idempotent.
 	Close() error
@@ -178,6 +178,11 @@ type peerEnds struct{}
 func (peerEnds) Error() string        { return ErrPeerGone.Error() }
 func (peerEnds) Is(target error) bool { return target == ErrPeerGone }
 
+type failedThere struct{}
+
+func (failedThere) Error() string        { return "the peer's end of an earlier link has failed" }
+func (failedThere) Is(target error) bool { return target == ErrStale }
+
 // Errors of links and transports, wrapped.
 var (
 	ErrPeerGone   = errors.New("peer gone")
@@ -186,6 +191,7 @@ var (
 	ErrAuth       = trust.ErrAuth
 	ErrSuperseded = errors.New("connection superseded by one in the other direction")
 	ErrStale      = trust.ErrStale
+	ErrFailed     = failedThere{} // the peer admits no link until its Reconnect; it is an ErrStale
 	ErrClosed     = errors.New("closed")
 )
 
@@ -199,6 +205,7 @@ const (
 const (
 	codeRefused    = 1
 	codeSuperseded = 2
+	codeFailed     = 4
 )
 
 // RefusalOf turns an error of Host.Admit into the refusal that package trust sends to the peer;
@@ -211,6 +218,8 @@ func RefusalOf(err error) error {
 	switch {
 	case errors.Is(err, ErrSuperseded):
 		r.Code = codeSuperseded
+	case errors.Is(err, ErrFailed):
+		r.Code = codeFailed
 	case errors.Is(err, ErrStale):
 		r.Code = trust.CodeStale
 	}
@@ -218,12 +227,14 @@ func RefusalOf(err error) error {
 }
 
 // FromRefusal is the dialler's side of RefusalOf: it maps what trust.Client returned to errors that
-// wrap ErrSuperseded, ErrStale or ErrAuth.
+// wrap ErrSuperseded, ErrFailed, ErrStale or ErrAuth.
 func FromRefusal(err error) error {
 	var r *trust.Refusal
 	switch {
 	case errors.As(err, &r) && r.Code == codeSuperseded:
 		return fmt.Errorf("%w (peer says: %s)", ErrSuperseded, r.Text)
+	case errors.As(err, &r) && r.Code == codeFailed:
+		return fmt.Errorf("%w (peer says: %s)", ErrFailed, r.Text)
 	case errors.As(err, &r) && r.Code == trust.CodeStale:
 		return fmt.Errorf("%w (peer says: %s)", ErrStale, r.Text)
 	case errors.As(err, &r):

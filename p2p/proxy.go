@@ -551,9 +551,7 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	p.Lock()
 	defer p.Unlock()
 	pr := &p.peers[rank]
-	// Another is linked, or expected and perhaps being dialled.
-	another := incarnation != 0 && pr.err == nil && pr.id.Incarnation != 0 && pr.id.Incarnation != incarnation
-	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || another {
+	if p.closed || rank == p.cfg.Self.Rank || pr.leaving != nil || pr.another(incarnation) {
 		return
 	}
 	p.unlend(pr)
@@ -585,6 +583,23 @@ func (p *Proxy) MarkDead(rank int, incarnation uint64, why error) {
 	p.wakeAll()
 }
 
+// another reports whether another incarnation than this one is linked, or expected and perhaps
+// being dialled. With 0 it is false.
+func (pr *peer) another(incarnation uint64) bool {
+	return incarnation != 0 && pr.err == nil && pr.id.Incarnation != 0 && pr.id.Incarnation != incarnation
+}
+
+// Vacate is MarkDead if there is no link to rank. It is for a rank that is no member as far as this
+// one knows: it may be about to become one, and have a link already. Takes the lock itself.
+func (p *Proxy) Vacate(rank int, incarnation uint64, why error) {
+	p.Lock()
+	defer p.Unlock()
+	pr := &p.peers[rank]
+	if !p.closed && rank != p.cfg.Self.Rank && pr.link == nil && !pr.another(incarnation) {
+		p.remove(pr, why)
+	}
+}
+
 // readFor bounds how long MarkDead reads from a peer that continues to send.
 const readFor = 50 * time.Millisecond
 
@@ -613,8 +628,9 @@ func (p *Proxy) succeed(pr *peer, incarnation uint64) {
 	}
 }
 
-// Reconnect forgets why the link to rank failed, and makes a link unless there is one. It does not
-// block; Config.Notify reports the outcome. Takes the lock itself.
+// Reconnect forgets why the link to rank failed, and makes a link unless there is one. If the link
+// has failed for the rank as well, it is asked until its Reconnect, for ConnectTimeout at most.
+// Reconnect does not block; Config.Notify reports the outcome. Takes the lock itself.
 func (p *Proxy) Reconnect(rank int) {
 	p.Lock()
 	defer p.Unlock()

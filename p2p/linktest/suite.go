@@ -538,7 +538,7 @@ func (s suite) crossing(t *testing.T) {
 // refusals: the dialler gets the reason of a refusal, and no link is handed over.
 func (s suite) refusals(t *testing.T) {
 	a, b := s.node(t, 0), s.node(t, 1)
-	for _, want := range []error{p2p.ErrSuperseded, p2p.ErrStale, errors.New("not today")} {
+	for _, want := range []error{p2p.ErrSuperseded, p2p.ErrFailed, p2p.ErrStale, errors.New("not today")} {
 		b.Allow(func(from p2p.Identity) error {
 			if from != a.ID {
 				t.Errorf("Admit was asked about %v, want %v", from, a.ID)
@@ -550,8 +550,8 @@ func (s suite) refusals(t *testing.T) {
 			l.Close()
 			t.Fatalf("admitted in spite of %v", want)
 		}
-		for _, typed := range []error{p2p.ErrSuperseded, p2p.ErrStale, p2p.ErrAuth} {
-			if errors.Is(err, typed) != (want == typed) {
+		for _, typed := range []error{p2p.ErrSuperseded, p2p.ErrFailed, p2p.ErrStale, p2p.ErrAuth} {
+			if errors.Is(err, typed) != errors.Is(want, typed) {
 				t.Errorf("refused with %v, the dialler sees %v", want, err)
 			}
 		}
