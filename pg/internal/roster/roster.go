@@ -133,7 +133,8 @@ func New(cfg Config) (*Roster, error) {
 	return ro, nil
 }
 
-// Start makes the proxy expect the ranks of the view, and runs the machine until Stop.
+// Start makes the proxy expect the ranks of the view, and runs the machine until Stop. Links of
+// other ranks stay: a rank that joins may know this one's view before this one's Roster runs.
 func (ro *Roster) Start() {
 	view := ro.cfg.View
 	for r := range ro.cfg.MaxSize {
@@ -142,7 +143,7 @@ func (ro *Roster) Start() {
 		case r < view.Size() && view.Slots[r].Incarnation != 0:
 			ro.proxy.Expect(r, view.Slots[r].Incarnation)
 		default:
-			ro.proxy.MarkDead(r, 0, NoProcess(r))
+			ro.proxy.Vacate(r, 0, NoProcess(r))
 		}
 	}
 	ro.wg.Add(3)
@@ -262,9 +263,8 @@ func (ro *Roster) run() {
 			e := ro.queue[0]
 			ro.queue = ro.queue[1:]
 			ro.mu.Unlock()
-			if d, ok := e.(membership.LinkDown); ok && !ro.m.View().Has(d.Slot, d.Incarnation) &&
-				(d.Incarnation != 0 || ro.proxy.Linked(d.Slot) == 0) {
-				ro.proxy.MarkDead(d.Slot, d.Incarnation, NoProcess(d.Slot)) // the next process may take the slot
+			if d, ok := e.(membership.LinkDown); ok && !ro.m.View().Has(d.Slot, d.Incarnation) {
+				ro.proxy.Vacate(d.Slot, d.Incarnation, NoProcess(d.Slot)) // the next process may take the slot
 			}
 			acts = ro.m.Step(e)
 			continue
@@ -385,9 +385,8 @@ func (ro *Roster) enter(a membership.Enter) {
 	// It has to accept their replacements.
 	if !old.Has(ro.self.Slot, ro.self.Incarnation) {
 		for r := range ro.cfg.MaxSize {
-			if r != ro.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) &&
-				ro.proxy.Linked(r) == 0 {
-				ro.proxy.MarkDead(r, 0, NoProcess(r))
+			if r != ro.self.Slot && (r >= a.View.Size() || a.View.Slots[r].Incarnation == 0) {
+				ro.proxy.Vacate(r, 0, NoProcess(r))
 			}
 		}
 	}

@@ -14,6 +14,7 @@ import (
 	"tutti/bootstrap"
 	"tutti/bootstrap/storetest"
 	"tutti/p2p"
+	"tutti/p2p/inproc"
 	"tutti/pg/membership"
 )
 
@@ -37,19 +38,25 @@ type fixture struct {
 	awaited []int
 }
 
-const self = 100 // incarnation of rank 0; rank r has self+r
+const (
+	self   = 100 // incarnation of rank 0; rank r has self+r
+	secret = "the secret of this test"
+)
 
-func newFixture(t *testing.T, ranks int) *fixture {
+func newFixture(t *testing.T, ranks int) *fixture { return newFixtureOf(t, ranks, ranks) }
+
+// newFixtureOf makes a fixture with a view of the first members of ranks.
+func newFixtureOf(t *testing.T, members, ranks int, transports ...p2p.Transport) *fixture {
 	t.Helper()
 	f := &fixture{t: t, mem: storetest.NewMemory(), known: map[int]bootstrap.Record{}}
 	f.store = f.mem.Open()
 	p := p2p.New(p2p.Config{Self: p2p.Identity{Rank: 0, Incarnation: self}, Size: ranks,
-		Secret: []byte("the secret of this test"), Oversubscribed: true, Logger: slog.New(slog.DiscardHandler),
+		Secret: []byte(secret), Oversubscribed: true, Logger: slog.New(slog.DiscardHandler), Transports: transports,
 		Resolve: func(ctx context.Context, _ int) (p2p.Peer, error) { return p2p.Peer{}, errors.New("no way") }})
 	if _, err := p.Listen(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	incarnations := make([]uint64, ranks)
+	incarnations := make([]uint64, members)
 	for r := range incarnations {
 		incarnations[r] = self + uint64(r)
 	}
@@ -177,6 +184,35 @@ func TestProbe(t *testing.T) {
 				t.Errorf("the verdict is %v, want %v", got, c.want)
 			}
 		})
+	}
+}
+
+// A rank may be asked for a link by one that wants to join before its own Roster runs, and the news
+// that an earlier link has failed may come late. The link stays in both cases.
+func TestEarlyLinkOfJoinerStays(t *testing.T) {
+	f := newFixtureOf(t, 2, 3, inproc.New(inproc.Config{}))
+	joiner := membership.Peer{Slot: 2, Incarnation: self + 2}
+	q := p2p.New(p2p.Config{Self: p2p.Identity{Rank: joiner.Slot, Incarnation: joiner.Incarnation}, Size: 3,
+		Secret: []byte(secret), Oversubscribed: true, Transports: []p2p.Transport{inproc.New(inproc.Config{})},
+		Resolve: func(context.Context, int) (p2p.Peer, error) {
+			return p2p.Peer{Identity: p2p.Identity{Rank: 0, Incarnation: self}, Endpoints: f.proxy.Endpoints()}, nil
+		}})
+	if _, err := q.Listen(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { q.Close() })
+	q.Reconnect(0)
+	f.until("rank 2 has a link", func() bool { return f.proxy.Linked(2) == joiner.Incarnation })
+	f.Start()
+	if l := f.proxy.Linked(2); l != joiner.Incarnation {
+		t.Errorf("after Start the link is with %d", l)
+	}
+	f.Tell(membership.LinkDown{Peer: joiner, Cause: "late news of another link"})
+	if err := f.Ask(t.Context(), func(*membership.Machine) {}); err != nil {
+		t.Fatal(err)
+	}
+	if l := f.proxy.Linked(2); l != joiner.Incarnation {
+		t.Errorf("after late news the link is with %d", l)
 	}
 }
 
