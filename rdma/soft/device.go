@@ -1,0 +1,263 @@
+package soft
+
+import (
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"syscall"
+	"unsafe"
+
+	"tutti/mem"
+	"tutti/rdma"
+)
+
+// Devices implements rdma.Provider.
+func (f *Fabric) Devices() (names []string, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, h := range f.devices {
+		if !h.removed {
+			names = append(names, h.name)
+		}
+	}
+	return names, nil
+}
+
+// Open implements rdma.Provider.
+func (f *Fabric) Open(name string, notify func(rdma.Event)) (rdma.Device, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, h := range f.devices {
+		if h.name != name || h.removed {
+			continue
+		}
+		d := &device{f: f, hw: h, notify: notify}
+		if err := d.may("open"); err != nil {
+			return nil, err
+		}
+		h.open = append(h.open, d)
+		return d, nil
+	}
+	return nil, fmt.Errorf("open %s: %w", name, rdma.ErrNoDevice)
+}
+
+// device is an open device. Its fields are under the fabric's lock.
+type device struct {
+	f        *Fabric
+	hw       *hardware
+	notify   func(rdma.Event)
+	qps, cqs int
+	mrs      int
+	closed   bool
+	removed  bool // the hardware was, since Open
+}
+
+// may returns why a call cannot be made, or nil. With the fabric's lock, as the methods in lower
+// case everywhere.
+func (d *device) may(call string) error {
+	switch {
+	case d.closed || d.f.closed:
+		return fmt.Errorf("%s on %s: %w", call, d.hw.name, rdma.ErrClosed)
+	case d.removed || d.hw.removed:
+		return fmt.Errorf("%s on %s: %w", call, d.hw.name, rdma.ErrRemoved)
+	}
+	if ask := d.f.cfg.Faults.Call; ask != nil {
+		if errno := ask(d.hw.name, call); errno != 0 {
+			return &rdma.Error{Call: call, Device: d.hw.name, Errno: errno}
+		}
+	}
+	return nil
+}
+
+func (d *device) wrong(call string, errno syscall.Errno) error {
+	return &rdma.Error{Call: call, Device: d.hw.name, Errno: errno}
+}
+
+// Name implements rdma.Device.
+func (d *device) Name() string { return d.hw.name }
+
+// Attributes implements rdma.Device.
+func (d *device) Attributes() rdma.Attributes {
+	a := d.f.cfg.Attributes
+	a.GUID, a.NUMANode, a.Firmware = uint64(d.hw.name[len(d.hw.name)-1]), -1, "soft"
+	return a
+}
+
+// Port implements rdma.Device.
+func (d *device) Port(number int) (rdma.Port, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	if err := d.may("query port"); err != nil {
+		return rdma.Port{}, err
+	}
+	if number < 1 || number > len(d.hw.ports) {
+		return rdma.Port{}, d.wrong(fmt.Sprintf("query port %d", number), syscall.EINVAL)
+	}
+	p := rdma.Port{State: rdma.PortActive, Ethernet: true, MTU: 4096, GIDs: 16, MaxBytes: 1 << 31, Gbps: 100}
+	if d.hw.ports[number-1].down {
+		p.State = rdma.PortDown
+	}
+	return p, nil
+}
+
+// GIDs implements rdma.Device.
+func (d *device) GIDs(number int) ([]rdma.GIDEntry, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	if err := d.may("query addresses"); err != nil {
+		return nil, err
+	}
+	if number < 1 || number > len(d.hw.ports) {
+		return nil, d.wrong(fmt.Sprintf("query addresses of port %d", number), syscall.EINVAL)
+	}
+	return slices.Clone(d.hw.ports[number-1].gids), nil
+}
+
+// gid returns the address with an index, false if there is none.
+func (p *port) gid(index int) (rdma.GID, bool) {
+	for _, e := range p.gids {
+		if e.Index == index {
+			return e.GID, true
+		}
+	}
+	return rdma.GID{}, false
+}
+
+// mr is registered memory.
+type mr struct {
+	d        *device
+	key      uint32
+	base     uint64
+	bytes    []byte // nil: of a DMA buffer, whose contents no processor reads
+	n        uint64
+	access   rdma.Access
+	released bool
+}
+
+// Register implements rdma.Device.
+func (d *device) Register(m mem.Memory, access rdma.Access) (rdma.MR, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	call := fmt.Sprintf("register %d bytes", m.Len())
+	if err := d.may(call); err != nil {
+		return nil, err
+	}
+	if !m.Loc().Host() || m.Len() == 0 {
+		return nil, d.wrong(call, syscall.EINVAL)
+	}
+	b := m.Bytes()
+	return d.register(call, uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))), uint64(len(b)), b, access)
+}
+
+// RegisterDMABuf implements rdma.Device. Requests on the memory succeed and move nothing.
+func (d *device) RegisterDMABuf(fd int, offset, n, address uint64, access rdma.Access) (rdma.MR, error) {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	call := fmt.Sprintf("register %d bytes of a DMA buffer", n)
+	if err := d.may(call); err != nil {
+		return nil, err
+	}
+	if fd < 0 {
+		return nil, d.wrong(call, syscall.EBADF)
+	}
+	return d.register(call, address, n, nil, access)
+}
+
+func (d *device) register(call string, base, n uint64, b []byte, access rdma.Access) (rdma.MR, error) {
+	const remoteWrites = rdma.RemoteWrite | rdma.RemoteAtomic
+	switch {
+	case n == 0 || n > d.f.cfg.Attributes.MaxMRBytes || base+n < base:
+		return nil, d.wrong(call, syscall.EINVAL)
+	case access&remoteWrites != 0 && access&rdma.LocalWrite == 0:
+		return nil, d.wrong(call, syscall.EINVAL)
+	case d.mrs >= d.f.cfg.Attributes.MaxMRs:
+		return nil, d.wrong(call, syscall.ENOMEM)
+	}
+	d.f.keys++
+	r := &mr{d: d, key: d.f.keys<<8 | d.f.rng.Uint32()&0xff, base: base, bytes: b, n: n, access: access}
+	d.f.regions[r.key] = r
+	d.mrs++
+	return r, nil
+}
+
+// LocalKey implements rdma.MR.
+func (r *mr) LocalKey() uint32 { return r.key }
+
+// RemoteKey implements rdma.MR.
+func (r *mr) RemoteKey() uint32 { return r.key }
+
+// Close implements rdma.MR.
+func (r *mr) Close() error {
+	r.d.f.mu.Lock()
+	defer r.d.f.mu.Unlock()
+	if r.released {
+		return fmt.Errorf("deregister memory of %s: %w", r.d.hw.name, rdma.ErrClosed)
+	}
+	r.released = true
+	r.d.mrs--
+	delete(r.d.f.regions, r.key)
+	return nil
+}
+
+// memory is a range of registered memory.
+type memory struct {
+	b []byte // nil: a DMA buffer, or empty
+	n int
+}
+
+// reach returns n bytes at address of the region with key, if it is one of d and allows access.
+func (d *device) reach(key uint32, address, n uint64, access rdma.Access) (memory, bool) {
+	r := d.f.regions[key]
+	if r == nil || r.d != d || r.access&access != access || address < r.base || n > r.n || address-r.base > r.n-n {
+		return memory{}, false
+	}
+	if r.bytes == nil {
+		return memory{n: int(n)}, true
+	}
+	return memory{r.bytes[address-r.base:][:n], int(n)}, true
+}
+
+// wordsTo is the longest copy in bytes of which each aligned word is stored as a whole.
+const wordsTo = 256
+
+// move copies from src to dst, which have the same length. Aligned words of short copies are loaded
+// and stored as a whole, and in ascending order, so that a program may poll for one.
+func move(dst, src []byte) {
+	if len(dst) == 0 || len(src) == 0 {
+		return
+	}
+	to, from := unsafe.Pointer(unsafe.SliceData(dst)), unsafe.Pointer(unsafe.SliceData(src))
+	if n := len(src); n > wordsTo || n%8 != 0 || uintptr(to)%8 != 0 || uintptr(from)%8 != 0 {
+		copy(dst, src)
+		return
+	}
+	for i := 0; i < len(src); i += 8 {
+		atomic.StoreUint64((*uint64)(unsafe.Add(to, i)), atomic.LoadUint64((*uint64)(unsafe.Add(from, i))))
+	}
+}
+
+// Close implements rdma.Device.
+func (d *device) Close() error {
+	d.f.mu.Lock()
+	defer d.f.mu.Unlock()
+	switch {
+	case d.closed:
+		return fmt.Errorf("close %s: %w", d.hw.name, rdma.ErrClosed)
+	case d.qps+d.cqs+d.mrs > 0:
+		return d.wrong(fmt.Sprintf("close with %d queue pairs, %d completion queues and %d memory regions", d.qps, d.cqs,
+			d.mrs), syscall.EBUSY)
+	}
+	d.closed = true
+	d.hw.open = slices.DeleteFunc(d.hw.open, func(o *device) bool { return o == d })
+	for d.f.calling == d {
+		d.f.changed.Wait()
+	}
+	return nil
+}
+
+// bytesAt returns the memory at an address of this process, which the caller of a provider promises
+// to be allocated.
+func bytesAt(address uint64, n int) []byte {
+	p := *(*unsafe.Pointer)(unsafe.Pointer(&address))
+	return unsafe.Slice((*byte)(p), n)
+}
