@@ -22,8 +22,12 @@
 // # Failure
 //
 // If a request fails, its queue pair goes to the state Failed, and the requests behind it complete
-// with Flushed. Requests that are posted to a queue pair in that state complete with Flushed too. A
-// failed queue pair can be reset, or on some devices only be replaced: see Quirks. A program must
+// with Flushed. Requests that are posted to a queue pair in that state complete with Flushed too; a
+// receive that is posted to one that failed by itself may do so only after QP.Fail. A failed queue
+// pair can be reset, or on some devices only be replaced: see Quirks. A program must
 // not reuse the memory of a request before the request has completed, or its queue pair was closed
 // or reset.
+//
+// What is in use is not closed: the error is EBUSY. A method after Close fails with ErrClosed, Close
+// too. Calls with arguments that make no sense fail with EINVAL.
 package rdma

@@ -177,7 +177,7 @@ type GIDEntry struct {
 // Access is a set of rights to registered memory, and of what a queue pair serves.
 type Access uint32
 
-// Rights. Local memory can always be read.
+// Rights. Local memory can always be read. RemoteWrite and RemoteAtomic need LocalWrite.
 const (
 	LocalWrite Access = 1 << iota
 	RemoteWrite
@@ -238,7 +238,7 @@ type Route struct {
 	// 0 of Timeout: for ever). A peer without a posted receive is asked again RNRRetries times (7:
 	// for ever).
 	Timeout, Retries, RNRRetries uint8
-	TrafficClass, HopLimit       uint8
+	TrafficClass, HopLimit       uint8 // HopLimit 0 means 64
 	ServiceLevel                 uint8
 }
 
@@ -296,7 +296,7 @@ type Completion struct {
 	QP     uint32 // number of the queue pair
 	Status Status
 	Vendor uint32 // the device's own error code
-	Op     Opcode
+	Op     Opcode // of WriteImm it is Write, of SendImm Send
 	Bytes  uint32 // received
 	Imm    uint32 // of Recv with HasImm and of RecvWriteImm
 	HasImm bool
