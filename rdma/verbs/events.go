@@ -1,0 +1,48 @@
+//go:build cgo && linux
+
+package verbs
+
+// #include "verbs.h"
+import "C"
+
+import (
+	"syscall"
+
+	"tutti/rdma"
+)
+
+// listen reports the device's asynchronous events until Close.
+func (d *device) listen() {
+	defer close(d.ended)
+	for {
+		var e C.tutti_event
+		errno, ok := d.async.next(func() syscall.Errno { return syscall.Errno(C.tutti_get_event(d.ctx, &e)) })
+		switch {
+		case !ok:
+			return
+		case errno != 0: // the kernel has taken the device away
+			if !d.removed.Load() {
+				d.report(rdma.Event{Kind: rdma.DeviceRemoved})
+			}
+			return
+		}
+		v := rdma.Event{Kind: eventKind(int(e._type)), Port: int(e.port), QP: uint32(e.qp), Code: int(e._type)}
+		if v.Kind == rdma.CQFailed {
+			d.cqsMu.Lock()
+			if q := d.cqs[uint64(e.cq)]; q != nil {
+				q.overflowed.Store(true)
+			}
+			d.cqsMu.Unlock()
+		}
+		d.report(v)
+	}
+}
+
+func (d *device) report(e rdma.Event) {
+	if e.Kind == rdma.DeviceRemoved {
+		d.removed.Store(true)
+	}
+	if d.notify != nil {
+		d.notify(e)
+	}
+}
