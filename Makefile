@@ -1,7 +1,7 @@
 GO      ?= go
 BIN     := bin
-# Debian packages: the compiler for cgo and Python, network namespaces and traffic control, and what the peer programs are built and run with.
-DEPS       := gcc g++ libc6-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
+# Debian packages: the compiler for cgo, the header of RDMA devices and Python, network namespaces and traffic control, and what the peer programs are built and run with.
+DEPS       := gcc g++ libc6-dev libibverbs-dev python3-dev python3-venv iproute2 iputils-ping procps util-linux ca-certificates
 PEER_DEPS  := libopenmpi-dev openmpi-bin libmpich-dev mpich libgloo-dev iperf3 ucx-utils
 # What starts examples/launch.
 LAUNCH_DEPS := slurm-wlm munge openmpi-bin mpich systemd
@@ -15,6 +15,8 @@ NIXL_ENV    ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tutti/nixl
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.9.0
 APT_GET     := DEBIAN_FRONTEND=noninteractive apt-get
 RACE_PKGS   := $(shell $(GO) list ./... 2>/dev/null | grep -v -e /examples -e /tests/ -e '^tutti/endpoint$$')
+# The packages with tests that need an RDMA device: each boots the virtual machine of tests/softroce once.
+RDMA_PKGS   := ./rdma/verbs
 # The packages whose tests take longest go first, so that none of them runs alone at the end. Many tests mostly wait.
 LONGEST     := ./tests/faults ./pg
 ABREAST     := -p 3
@@ -24,7 +26,7 @@ ATTACKED    := ./endpoint
 # The tests of pg that depend on kernels: nothing else there is compiled differently without assembly.
 REDUCING    := Collectives|EveryAlgorithm|SameBits|SmallFloats|WideReductions
 
-.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-against plots deps deps-peers clean
+.PHONY: help build shim torch test-torch test-c10d bench-torch deps-torch test test-unit test-race test-purego test-pytorch test-rdma test-softroce deps-rdma lint vuln fmt generate torture torture-brief mutants bench bench-peers bench-p2p bench-against plots deps deps-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -57,7 +59,7 @@ test-c10d: torch ## PyTorch's own tests of a backend, 3 ranks (C10D_FLAGS="-k al
 bench-torch: torch ## Tutti beside Gloo from Python (BENCH_FLAGS="--floor", "--ddp", "--sizes 64 1M")
 	cd shim/torch && PYTHONPATH=. $(TORCH_ENV)/bin/python bench.py --json $(CURDIR)/.build/torch.json $(BENCH_FLAGS)
 
-test: lint test-unit test-race test-purego test-pytorch ## everything that CI runs; names what was skipped and why
+test: lint test-unit test-race test-purego test-softroce test-pytorch ## everything that CI runs; names what was skipped and why
 
 test-unit: ## all tests, also those of several processes and hosts
 	@$(GO) run ./tests/report -- $(GO) test -p 1 -count=1 -timeout 15m $(MATRIX) $(ATTACKED)
@@ -76,6 +78,14 @@ test-purego: ## build and test without cgo and without assembly
 test-pytorch: ## test-torch and test-c10d, if make deps-torch has been run
 	@if [ -e $(TORCH_ENV)/complete ]; then $(MAKE) --no-print-directory test-torch test-c10d; else \
 		echo "skipped: the PyTorch backend and PyTorch's own tests of it: there is no torch $(TORCH) in $(TORCH_ENV) (make deps-torch)"; fi
+
+test-rdma: ## the tests that need an RDMA device, in a virtual machine with Soft-RoCE
+	@tests/softroce/setup.sh >/dev/null
+	@$(GO) run ./tests/report -- $(GO) test -count=1 -exec $(CURDIR)/tests/softroce/vmexec -run '^TestDevice' $(RDMA_PKGS)
+
+test-softroce: ## test-rdma, if make deps-rdma has been run
+	@if why=$$(tests/softroce/setup.sh --check 2>&1 >/dev/null); then $(MAKE) --no-print-directory test-rdma; else \
+		echo "skipped: the tests of RDMA devices: $$why"; fi
 
 torture: ## random programs over the public API, for hours (TORTURE_FLAGS="-torture.duration 8h -torture.transport tcp"); what they find is in .build/torture
 	@mkdir -p .build/torture
@@ -132,6 +142,9 @@ deps: ## install the Debian packages that building and testing need (as root)
 deps-peers: deps ## also those of bench-peers and bench-p2p, and NIXL in $(NIXL_ENV), 250 MB, once
 	$(APT_GET) install -y -qq --no-install-recommends $(PEER_DEPS)
 	@tests/peers/nixl.sh $(NIXL) $(NIXL_ENV)
+
+deps-rdma: ## a virtual machine with Soft-RoCE from Debian's packages in the user's cache, 165 MB, once; nothing is installed
+	@tests/softroce/setup.sh
 
 deps-torch: ## a virtual environment with torch $(TORCH) in $(TORCH_ENV), several GB, once
 	@shim/torch/deps.sh $(TORCH) $(TORCH_ENV)
